@@ -1,0 +1,108 @@
+"""What the runtime must know of a model beyond shapes: one frozen dataclass a stage. No torch.
+
+Written by export from the checkpoint's configs, carried in the manifest, read by the runtime, which therefore
+holds no model constant of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionParameters:
+    """Image and video preprocessing and the grids of the vision encoder (spec: vision.md §1, §2, §4)."""
+
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    in_channels: int
+    min_pixels: int
+    max_pixels: int
+    image_mean: tuple[float, float, float]
+    image_std: tuple[float, float, float]
+    position_grid_size: int  # side of the learned position table
+    hidden_size: int  # of the embeddings handed to the thinker
+    video_min_pixels: int
+    video_total_pixels: int
+    video_fps: float
+    video_max_frames: int
+    max_patches: int  # the largest bucket: more patches in one request are refused
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AudioParameters:
+    """Log-mel front end and length rules of the audio encoder (spec: audio.md §1, §2, §5)."""
+
+    sample_rate: int
+    num_mels: int
+    fft_size: int
+    hop_samples: int
+    max_frames: int  # mel frames of the longest clip
+    hidden_size: int  # of the embeddings handed to the thinker
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThinkerParameters:
+    """Decoder geometry, token ids and chat format (spec: thinker.md §1, §4, §6)."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_positions: int
+    page_size: int
+    stop_token_ids: tuple[int, ...]
+    image_patch_token: int
+    frame_patch_token: int
+    audio_patch_token: int
+    image_start_token: int
+    image_end_token: int
+    video_start_token: int
+    video_end_token: int
+    audio_start_token: int
+    audio_end_token: int
+    temporal_position_scale: int  # `t` positions of one grid advance by this much a frame
+    default_system_text: str
+    thinking_suffix: str  # appended to the system text; {state} is on or off
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TalkerParameters:
+    """Speech LLM geometry and prompt (spec: talker.md §4, §5)."""
+
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    slot_tokens: int  # KV rows a slot holds: prompt + patches
+    min_stop_step: int  # the stop head counts only at steps beyond this one (zero-based)
+    max_steps: int
+    stop_threshold: float
+    default_voice: str | None
+    max_segment_length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CfmParameters:
+    """Flow matching sampler (spec: talker.md §6)."""
+
+    num_steps: int
+    latents_per_patch: int
+    history_latents: int
+    latent_dim: int
+    speaker_dim: int  # of the speaker network's output
+    guidance: float
+    sigma: float
+    temperature: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VaeParameters:
+    """AudioVAE geometry (spec: talker.md §8)."""
+
+    sample_rate: int
+    hop_samples: int
+    frames_per_latent: int
+    latent_dim: int
+    samples_per_latent: int
+    lookahead_frames: int  # frames at the end of a patch that need the next latent
+    tail_samples: int  # samples a finished patch adds beyond samples_per_latent × latents

@@ -1,0 +1,57 @@
+"""What a compiled graph takes, gives and keeps: names, dtypes and shapes. No torch.
+
+A dim is an int or the name of a dim that varies; its range and buckets stand in `GraphSpec.dims`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+DType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "int64", "int32", "int8", "uint8", "bool"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """One tensor at a graph's border. `shape` mixes ints and names of dims: `("T", 4096)`."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dim:
+    """A dim that varies between calls.
+
+    The runtime pads it up to the smallest of `buckets` that is large enough. Every size is a multiple of
+    `multiple`. With no buckets the size is fixed when the process starts (sizes of pools).
+    """
+
+    name: str
+    minimum: int
+    maximum: int
+    multiple: int = 1
+    buckets: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphSpec:
+    """One entry point of a stage.
+
+    Called with `inputs` then `state`, in this order; returns `outputs`. `state` tensors belong to the runtime
+    and are updated in place; they start as zeros and are shared between graphs of the stage by name.
+    """
+
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    state: tuple[TensorSpec, ...] = ()
+    dims: tuple[Dim, ...] = ()
+
+    def dim(self, name: str) -> Dim:
+        """The dim called `name`; KeyError when the graph has none."""
+        for dim in self.dims:
+            if dim.name == name:
+                return dim
+        raise KeyError(f"graph {self.name} has no dim {name}")

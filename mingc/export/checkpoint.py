@@ -1,0 +1,182 @@
+"""The released checkpoint on disk: per-part configs and tensor indexes; weights are read on demand.
+
+A checkpoint has up to three parts, each with its own config and files: `main` (thinker, vision, audio,
+projectors), `talker` and `vae`. Nothing is loaded at open: headers only. Source of the layout: spec
+checkpoint.md §1-§5.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mingc.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+_MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit; a larger number means a truncated or foreign file
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies: file, dtype as safetensors spells it, shape."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a checkpoint: its config and the index of its tensors."""
+
+    name: str
+    root: Path
+    config: dict[str, Any]
+    tensors: Mapping[str, TensorEntry]
+    _open: dict[Path, Any] = field(default_factory=dict, repr=False)
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor `name`, memory-mapped from its shard in its stored dtype, on the CPU.
+
+        Raises: CheckpointError when the part has no such tensor.
+        """
+        from safetensors import safe_open
+
+        entry = self.tensors.get(name)
+        if entry is None:
+            raise CheckpointError(f"tensor {name} is missing", where=f"{self.name}: {self.root}")
+        handle = self._open.get(entry.file)
+        if handle is None:
+            handle = self._open[entry.file] = safe_open(entry.file, framework="pt")
+        tensor: torch.Tensor = handle.get_tensor(name)
+        return tensor
+
+    def require(self, key: str, *path: str) -> Any:
+        """The config value at `path` + `key`; CheckpointError names the file when it is absent."""
+        value: Any = self.config
+        for step in (*path, key):
+            if not isinstance(value, dict) or step not in value:
+                dotted = ".".join((*path, key))
+                raise CheckpointError(f"config key {dotted} is missing", where=str(self.root / "config.json"))
+            value = value[step]
+        return value
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint. `talker` and `vae` are None when their folders are absent."""
+
+    root: Path
+    main: Part
+    talker: Part | None
+    vae: Part | None
+    notes: tuple[str, ...]  # fix-ups applied while opening, one line each
+
+    def fingerprint(self) -> str:
+        """sha256 over the configs and over every tensor's name, dtype, shape and file size."""
+        digest = hashlib.sha256()
+        for part in (self.main, self.talker, self.vae):
+            if part is None:
+                continue
+            digest.update(json.dumps(part.config, sort_keys=True).encode())
+            for name in sorted(part.tensors):
+                entry = part.tensors[name]
+                digest.update(f"{name}|{entry.dtype}|{entry.shape}".encode())
+            for file in sorted({entry.file for entry in part.tensors.values()}):
+                digest.update(f"{file.name}|{file.stat().st_size}".encode())
+        return digest.hexdigest()
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open the checkpoint folder `path`; every missing file and broken shard is reported at once.
+
+    Raises: CheckpointError.
+    """
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} is not a folder", where="CHECKPOINT", fix="pass the folder that holds config.json"
+        )
+    problems: list[str] = []
+    notes: list[str] = []
+    main = _open_part("main", path, problems)
+    talker = _open_part("talker", path / "talker", problems) if (path / "talker").is_dir() else None
+    vae_root = path / "talker" / "vae"
+    vae = _open_part("vae", vae_root, problems) if talker is not None and vae_root.is_dir() else None
+    if talker is None:
+        notes.append("no talker/ folder: the bundle will have no speech")
+    if problems or main is None:
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        raise CheckpointError(
+            f"the checkpoint cannot be read, {len(problems)} problem(s):\n{listed}",
+            where=str(path),
+            fix="download the missing or broken files again and check their sizes",
+        )
+    return Checkpoint(root=path, main=main, talker=talker, vae=vae, notes=tuple(notes))
+
+
+def _open_part(name: str, root: Path, problems: list[str]) -> Part | None:
+    config = _read_json(root / "config.json", problems)
+    tensors: dict[str, TensorEntry] = {}
+    index = root / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = (_read_json(index, problems) or {}).get("weight_map", {})
+        files = sorted({root / file for file in weight_map.values()})
+    else:
+        weight_map = None
+        files = [root / "model.safetensors"]
+    for file in files:
+        if not file.is_file():
+            problems.append(f"{file.relative_to(root.parent)}: file is missing")
+            continue
+        try:
+            tensors.update(dict(_read_header(file)))
+        except CheckpointError as error:
+            problems.append(f"{file.relative_to(root.parent)}: {error.message}")
+    if weight_map is not None and not problems:
+        absent = sorted(set(weight_map) - set(tensors))
+        problems.extend(f"{weight_map[tensor]}: tensor {tensor} of the index is not in the file" for tensor in absent)
+    if config is None:
+        return None
+    return Part(name=name, root=root, config=config, tensors=tensors)
+
+
+def _read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        problems.append(f"{file.name}: file is missing in {file.parent}")
+        return None
+    except (OSError, ValueError) as error:
+        problems.append(f"{file}: not readable as JSON ({error})")
+        return None
+    if not isinstance(value, dict):
+        problems.append(f"{file}: holds {type(value).__name__}, expected a JSON object")
+        return None
+    return value
+
+
+def _read_header(file: Path) -> Iterator[tuple[str, TensorEntry]]:
+    """The tensors a safetensors file announces, after checking that their bytes are all there."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        head = stream.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else _MAX_HEADER_BYTES + 1
+        if length > _MAX_HEADER_BYTES or 8 + length > size:
+            raise CheckpointError("not a safetensors file, or cut off in its header")
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError:
+            raise CheckpointError("the safetensors header is not JSON") from None
+    end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
+    if 8 + length + end != size:
+        raise CheckpointError(f"truncated: {size} bytes on disk, {8 + length + end} announced")
+    for key, entry in header.items():
+        if key != "__metadata__":
+            yield key, TensorEntry(file, entry["dtype"], tuple(entry["shape"]))

@@ -1,0 +1,114 @@
+"""The contract of a stage file: how a stage is found, built, filled with weights, and traced.
+
+A file `mingc/export/stages/<name>.py` defines one `Stage` subclass and `STAGE = ThatClass()`. It holds the
+eager PyTorch module of the stage; nothing here compiles or runs engines.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from mingc.artifacts.spec import GraphSpec
+from mingc.export.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """Which tensor-parallel share of a stage is built."""
+
+    rank: int = 0
+    world_size: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageOptions:
+    """What the recipe asks of every stage.
+
+    `dtype` is the compute and storage dtype of weights; `static_buckets` says that every bucket gets an engine
+    of its own (CUDA), otherwise one engine with dynamic dims serves all buckets (CPU).
+    """
+
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    static_buckets: bool = False
+    max_batch: int = 8
+    context_tokens: int = 32768
+    prefill_tokens: int = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSource:
+    """How one parameter or buffer of the module is made from checkpoint tensors.
+
+    `tensors` are names in part `part`, read one at a time when the weight is written; `make` receives them in
+    order (any stored dtype, CPU, memory-mapped: must not be modified) and returns the value, already cut for the
+    shard. With no `tensors` the value is derived (time embeddings, position tables). `shapes` are the full shapes
+    that the checkpoint must hold for `tensors`; they are checked for all weights before any is read. The result
+    is cast to `dtype`, or to the recipe's dtype when None.
+    """
+
+    name: str
+    part: str
+    tensors: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    make: Callable[..., torch.Tensor]
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphPlan:
+    """One graph to trace: its border, the module's method, and valid random inputs for it.
+
+    `method` is called with the inputs then the state tensors of `spec`, positionally, and returns the outputs
+    as a tuple. `example(dims, generator)` returns inputs and state for concrete dim sizes (CPU tensors; every dim of
+    `spec` is a key); values must be ones that real use could produce, so that parity on them means something.
+    `trace_dims` are the sizes used for tracing (never 1: torch.export would specialise on it), `check_dims`
+    the sizes at which goldens and parity are taken.
+    """
+
+    spec: GraphSpec
+    method: str
+    example: Callable[[dict[str, int], torch.Generator], dict[str, torch.Tensor]]
+    trace_dims: dict[str, int]
+    check_dims: dict[str, int]
+
+
+class Stage(ABC):
+    """One stage of the model."""
+
+    name: str
+    is_sharded: bool = False
+
+    @abstractmethod
+    def is_present(self, checkpoint: Checkpoint) -> bool:
+        """Whether the checkpoint holds this stage."""
+
+    @abstractmethod
+    def config(self, checkpoint: Checkpoint) -> Any:
+        """The stage's frozen config dataclass, from its own config file. Raises CheckpointError."""
+
+    @abstractmethod
+    def build(self, config: Any, shard: Shard) -> nn.Module:
+        """The module with uninitialised parameters; called under `torch.device("meta")`."""
+
+    @abstractmethod
+    def weights(self, config: Any, shard: Shard) -> Sequence[WeightSource]:
+        """One entry for each name of `build(...).state_dict()`, exactly."""
+
+    @abstractmethod
+    def graphs(self, config: Any, shard: Shard, options: StageOptions) -> Sequence[GraphPlan]:
+        """The graphs to compile."""
+
+    @abstractmethod
+    def parameters(self, config: Any, options: StageOptions) -> Any:
+        """The stage's dataclass of `mingc.artifacts.model` for the manifest."""
+
+    def ignored(self, checkpoint: Checkpoint) -> Sequence[tuple[str, str]]:
+        """(prefix of tensor names, why) of tensors that belong to this stage and are knowingly not used."""
+        return ()
