@@ -1,0 +1,141 @@
+"""A bundle on disk: written whole or not at all, opened after every check that was asked. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mingc.artifacts.manifest import FILE_NAME, FileRecord, Fingerprint, Manifest, read_manifest
+from mingc.errors import ConfigError, IncompatibleError, IntegrityError
+
+_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """An opened bundle: its folder and its manifest."""
+
+    root: Path
+    manifest: Manifest
+
+    def path(self, relative: str) -> Path:
+        return self.root / relative
+
+
+def open_bundle(root: Path) -> Bundle:
+    """Read the manifest and check that every file is there with its recorded size.
+
+    Raises: ManifestError, IntegrityError listing every file that differs.
+    """
+    bundle = Bundle(root, read_manifest(root))
+    problems = []
+    for name, record in bundle.manifest.files.items():
+        try:
+            size = (root / name).stat().st_size
+        except OSError:
+            problems.append(f"{name}: file is missing")
+            continue
+        if size != record.size_bytes:
+            problems.append(f"{name}: {size} bytes, {record.size_bytes} recorded")
+    _raise_integrity(root, problems)
+    return bundle
+
+
+def check_hashes(bundle: Bundle) -> None:
+    """Read every file of the bundle and compare its sha256. Raises IntegrityError listing all that differ."""
+    problems = [
+        f"{name}: sha256 differs from the manifest"
+        for name, record in bundle.manifest.files.items()
+        if hash_file(bundle.root / name) != record.sha256
+    ]
+    _raise_integrity(bundle.root, problems)
+
+
+def check_fingerprint(recorded: Fingerprint, here: Fingerprint) -> None:
+    """Compare what the engines were built for with this machine.
+
+    Raises: IncompatibleError with every difference at once.
+    """
+    fields = ("torch", "device", "capability")
+    differences = [
+        f"  {name}: built for {getattr(recorded, name)}, here {getattr(here, name)}"
+        for name in fields
+        if getattr(recorded, name) != getattr(here, name)
+    ]
+    if differences:
+        raise IncompatibleError(
+            "this artifact was built for something else:\n" + "\n".join(differences),
+            where="manifest.json, fingerprint",
+            fix=f"pip install 'torch=={recorded.torch}', or export again here with --target {here.device}",
+        )
+
+
+@contextmanager
+def new_bundle(root: Path, *, replace_existing: bool) -> Iterator[Path]:
+    """A temporary folder beside `root` that becomes `root` when the block ends well and vanishes otherwise.
+
+    Raises: ConfigError when `root` exists and is not a bundle that may be replaced.
+    """
+    if root.exists():
+        is_bundle = (root / FILE_NAME).is_file() or (root.is_dir() and not any(root.iterdir()))
+        if not replace_existing or not is_bundle:
+            raise ConfigError(
+                f"{root} exists" + ("" if is_bundle else " and is not an artifact"),
+                where="--output",
+                fix="pass --force to replace an artifact, or another folder",
+            )
+    root.parent.mkdir(parents=True, exist_ok=True)
+    work = root.parent / f".{root.name}.{secrets.token_hex(4)}.partial"
+    work.mkdir()
+    try:
+        yield work
+        if root.exists():
+            old = root.parent / f".{root.name}.{secrets.token_hex(4)}.old"
+            root.rename(old)
+            work.rename(root)
+            shutil.rmtree(old)
+        else:
+            work.rename(root)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def write_manifest(work: Path, manifest: Manifest) -> Manifest:
+    """Hash every file under `work` into the manifest's file table and write the manifest last."""
+    files = {}
+    for path in sorted(work.rglob("*")):
+        if path.is_file():
+            files[path.relative_to(work).as_posix()] = FileRecord(
+                size_bytes=path.stat().st_size, sha256=hash_file(path)
+            )
+    whole = replace(manifest, files=files)
+    target = work / FILE_NAME
+    target.write_text(whole.to_json(), encoding="utf-8")
+    with target.open("rb") as stream:
+        os.fsync(stream.fileno())
+    return whole
+
+
+def hash_file(path: Path) -> str:
+    """sha256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _raise_integrity(root: Path, problems: list[str]) -> None:
+    if problems:
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        raise IntegrityError(
+            f"{len(problems)} file(s) of the artifact are not as exported:\n{listed}",
+            where=str(root),
+            fix="copy the artifact again, or export again",
+        )

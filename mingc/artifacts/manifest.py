@@ -1,0 +1,153 @@
+"""What a bundle says of itself: stages, engines, weights, files and what it was built from. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mingc.artifacts.codec import decode, encode
+from mingc.artifacts.model import (
+    AudioParameters,
+    CfmParameters,
+    TalkerParameters,
+    ThinkerParameters,
+    VaeParameters,
+    VisionParameters,
+)
+from mingc.artifacts.spec import GraphSpec
+from mingc.errors import ManifestError
+
+SCHEMA = 1
+FILE_NAME = "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fingerprint:
+    """What the engines were built with and for; compared with the machine before anything is loaded."""
+
+    mingc: str
+    torch: str  # release, without the local build tag: engines of 2.13.0+cpu and 2.13.0 are the same code
+    target: str
+    device: str  # cpu or cuda
+    capability: str  # instruction set or compute capability the engines need
+    dtype: str
+    world_size: int
+    config_sha256: str
+    checkpoint_sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parity:
+    """How far a compiled graph is from its float32 reference: worst relative error of any output."""
+
+    compiled: float
+    eager: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineRecord:
+    """One compiled engine of a graph.
+
+    `dims` are the sizes it was compiled for, for a static engine; None for one that takes every size in the
+    graph's ranges. `file` is relative to the bundle; `sha256` repeats the file table's entry.
+    """
+
+    backend: str
+    file: str
+    dims: dict[str, int] | None
+    compile_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphRecord:
+    """One graph of a stage: its border, its engines, its golden file and its parity."""
+
+    spec: GraphSpec
+    engines: tuple[EngineRecord, ...]
+    golden: str
+    parity: Parity
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageRecord:
+    """One stage: graphs by name, and one weights file a rank (one in all when the stage is not sharded)."""
+
+    is_sharded: bool
+    weights: tuple[str, ...]
+    graphs: dict[str, GraphRecord]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelParameters:
+    """The parameters of the stages this bundle holds; None for the ones it has not."""
+
+    vision_encoder: VisionParameters | None = None
+    audio_encoder: AudioParameters | None = None
+    thinker: ThinkerParameters | None = None
+    talker: TalkerParameters | None = None
+    cfm: CfmParameters | None = None
+    audio_vae: VaeParameters | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VoiceRecord:
+    """A registered voice. `file` holds `latents` (1, 4N, 64), `embeds` (N, D), `speaker` (D,), all float32."""
+
+    name: str
+    file: str
+    transcript: str
+    num_patches: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileRecord:
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """The whole manifest.json. Paths are relative to the bundle and use `/`."""
+
+    schema: int
+    model: str
+    fingerprint: Fingerprint
+    stages: dict[str, StageRecord]
+    parameters: ModelParameters
+    tokenizers: dict[str, str]  # thinker, talker → tokenizer.json
+    speaker_network: str | None  # ONNX file of the speaker embedding, for voices registered later
+    chat_template: str | None  # jinja template of the tokenizer, for clients that want it
+    voices: tuple[VoiceRecord, ...]
+    notes: tuple[str, ...]  # fix-ups and omissions of the export, one line each
+    files: dict[str, FileRecord]
+
+    def to_json(self) -> str:
+        return json.dumps(encode(self), ensure_ascii=False, indent=1, sort_keys=True) + "\n"
+
+    def voice(self, name: str) -> VoiceRecord | None:
+        """The voice called `name`, or None."""
+        return next((voice for voice in self.voices if voice.name == name), None)
+
+
+def read_manifest(bundle: Path) -> Manifest:
+    """The manifest of the bundle folder. Raises ManifestError; nothing else of the bundle is looked at."""
+    path = bundle / FILE_NAME
+    try:
+        document: Any = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ManifestError(
+            f"{bundle} holds no {FILE_NAME}", where=str(bundle), fix="pass a folder that mingc export wrote"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ManifestError(f"{FILE_NAME} is not readable: {error}", where=str(path), fix="export again") from error
+    schema = document.get("schema") if isinstance(document, Mapping) else None
+    if schema != SCHEMA:
+        raise ManifestError(
+            f"manifest schema {schema!r}, this mingc reads schema {SCHEMA}",
+            where=str(path),
+            fix="export again with this mingc, or use the mingc that wrote the bundle",
+        )
+    return decode(Manifest, document)

@@ -1,0 +1,49 @@
+"""AOTInductor packages through the C++ loader, which imports neither Inductor nor Dynamo.
+
+`torch._C._aoti.AOTIModelPackageLoader` is private; this file is its only user and the smoke test in
+tests/rules/test_imports.py fails when it changes. The documented Python loader imports the compiler (41 s in a
+fresh process), so it is no substitute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from mingc.errors import BundleError
+from mingc.runtime.engines.base import Engine
+
+_PREFIX = "model."  # the traced wrapper holds the stage's module under this name
+
+
+class AotiEngine(Engine):
+    """One `.pt2` package with weights outside."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        index = -1 if device.type == "cpu" else (device.index or 0)
+        try:
+            # Single-threaded: required for CUDA graph capture; callers never run one engine from two threads.
+            self._loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
+        except RuntimeError as error:
+            raise BundleError(f"engine cannot be loaded: {error}", where=str(path), fix="run mingc verify") from error
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def constants(self) -> Sequence[str]:
+        return [name.removeprefix(_PREFIX) for name in self._loader.get_constant_fqns()]
+
+    def bind(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._kept = {name: weights[name.removeprefix(_PREFIX)] for name in self._loader.get_constant_fqns()}
+        if self._kept:
+            # use_inactive=False, check_full_update=True, user_managed=True: the engine reads our memory.
+            self._loader.load_constants(self._kept, False, True, True)
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        outputs: list[torch.Tensor] = self._loader.run(list(tensors))
+        return outputs
+
+
+def load(path: Path, device: torch.device) -> Engine:
+    """The engine in the package at `path`, without weights yet."""
+    return AotiEngine(path, device)

@@ -1,0 +1,75 @@
+"""A loaded engine: one compiled graph with weights bound, whichever backend built it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from mingc.artifacts.spec import GraphSpec
+from mingc.errors import RequestError, WorkerError
+
+
+class Engine(ABC):
+    """One compiled file. Implementations: one file a backend in this folder."""
+
+    @abstractmethod
+    def constants(self) -> Sequence[str]:
+        """Names of the weights the engine needs, as in the stage's weights file."""
+
+    @abstractmethod
+    def bind(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Use these tensors as weights, without copying; the caller keeps them alive."""
+
+    @abstractmethod
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Inputs then state in spec order → outputs in spec order. State is updated in place."""
+
+
+class Graph:
+    """One graph of a stage, ready to run: picks the engine for the sizes it is given.
+
+    `engines` maps the sizes of the varying dims (in spec order) to an engine; the key None serves every size.
+    """
+
+    def __init__(self, spec: GraphSpec, engines: Mapping[tuple[int, ...] | None, Engine]) -> None:
+        self.spec = spec
+        self._engines = dict(engines)
+        self._names = tuple(tensor.name for tensor in (*spec.inputs, *spec.state))
+        self._outputs = tuple(tensor.name for tensor in spec.outputs)
+        self._bucketed = tuple(dim for dim in spec.dims if dim.buckets)
+        self._places = {dim.name: _find_dim(spec, dim.name) for dim in self._bucketed}
+
+    def bucket(self, dim: str, size: int) -> int:
+        """The padded size for `size`: the smallest bucket that holds it.
+
+        Raises: RequestError when no bucket does.
+        """
+        buckets = self.spec.dim(dim).buckets
+        for bucket in buckets:
+            if bucket >= size:
+                return bucket
+        raise RequestError(
+            f"{self.spec.name}: {size} exceeds the largest {dim} bucket, {buckets[-1] if buckets else 0}",
+            fix="send less at once, or export with larger buckets",
+        )
+
+    def run(self, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Run on named tensors (inputs and state of the spec), sizes already padded to buckets."""
+        ordered = [tensors[name] for name in self._names]
+        engine = self._engines.get(None)
+        if engine is None:
+            key = tuple(tensors[self._places[dim.name][0]].shape[self._places[dim.name][1]] for dim in self._bucketed)
+            engine = self._engines.get(key)
+            if engine is None:
+                raise WorkerError(f"no engine of {self.spec.name} for sizes {key}; built: {sorted(self._engines, key=str)}")
+        return dict(zip(self._outputs, engine.run(ordered), strict=True))
+
+
+def _find_dim(spec: GraphSpec, name: str) -> tuple[str, int]:
+    for tensor in spec.inputs:
+        for axis, size in enumerate(tensor.shape):
+            if size == name:
+                return tensor.name, axis
+    raise WorkerError(f"dim {name} of {spec.name} is in no input")

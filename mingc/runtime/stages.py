@@ -1,0 +1,113 @@
+"""Loads the stages of a bundle on one device: engines, weights bound once, state allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from mingc.artifacts.bundle import Bundle
+from mingc.artifacts.manifest import EngineRecord, GraphRecord, StageRecord
+from mingc.artifacts.spec import GraphSpec, TensorSpec
+from mingc.errors import BundleError
+from mingc.runtime.engines import load_engine
+from mingc.runtime.engines.base import Engine, Graph
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedStage:
+    """The graphs of one stage; all of them share one set of weights."""
+
+    name: str
+    graphs: Mapping[str, Graph]
+
+    def __getitem__(self, graph: str) -> Graph:
+        return self.graphs[graph]
+
+    def state_specs(self) -> dict[str, TensorSpec]:
+        """Every state tensor of the stage by name; graphs that share a name share the tensor."""
+        return {tensor.name: tensor for graph in self.graphs.values() for tensor in graph.spec.state}
+
+    def allocate_state(self, dims: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:
+        """Zeroed state tensors with `dims` for their named dims (`KV` rows, `S` slots)."""
+        return {
+            name: torch.zeros(
+                [size if isinstance(size, int) else dims[size] for size in tensor.shape],
+                dtype=torch_dtype(tensor.dtype),
+                device=device,
+            )
+            for name, tensor in self.state_specs().items()
+        }
+
+
+def load_stage(bundle: Bundle, name: str, device: torch.device, *, rank: int = 0) -> LoadedStage:
+    """Load every engine of stage `name` and bind the weights of `rank`.
+
+    Raises: BundleError when the bundle lacks the stage, or an engine asks for a weight that is not there.
+    """
+    record = bundle.manifest.stages.get(name)
+    if record is None:
+        held = ", ".join(sorted(bundle.manifest.stages))
+        raise BundleError(f"the artifact has no stage {name}; it has {held}", where=str(bundle.root))
+    weights = _read_weights(bundle, record, device, rank)
+    graphs = {}
+    files: dict[str, Engine] = {}
+    for graph_name, graph in record.graphs.items():
+        graphs[graph_name] = _load_graph(bundle, name, graph, weights, device, files)
+    return LoadedStage(name, graphs)
+
+
+def load_graph(bundle_root: Path, spec: GraphSpec, engines: tuple[EngineRecord, ...], device: torch.device) -> Graph:
+    """The graph over the engine files of `engines`, without weights."""
+    return Graph(
+        spec,
+        {_engine_key(spec, record): load_engine(record.backend, bundle_root / record.file, device) for record in engines},
+    )
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """`float32` → `torch.float32`."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _engine_key(spec: GraphSpec, record: EngineRecord) -> tuple[int, ...] | None:
+    if record.dims is None:
+        return None
+    return tuple(record.dims[dim.name] for dim in spec.dims if dim.buckets)
+
+
+def _load_graph(
+    bundle: Bundle,
+    stage: str,
+    graph: GraphRecord,
+    weights: Mapping[str, torch.Tensor],
+    device: torch.device,
+    files: dict[str, Engine],
+) -> Graph:
+    engines: dict[tuple[int, ...] | None, Engine] = {}
+    for record in graph.engines:
+        engine = files.get(record.file)
+        if engine is None:
+            engine = files[record.file] = load_engine(record.backend, bundle.path(record.file), device)
+            absent = [name for name in engine.constants() if name not in weights]
+            if absent:
+                raise BundleError(
+                    f"engine needs weights that the bundle has not: {', '.join(absent[:5])}",
+                    where=f"{stage}.{graph.spec.name}: {record.file}",
+                    fix="export again",
+                )
+            engine.bind(weights)
+        engines[_engine_key(graph.spec, record)] = engine
+    return Graph(graph.spec, engines)
+
+
+def _read_weights(bundle: Bundle, record: StageRecord, device: torch.device, rank: int) -> dict[str, torch.Tensor]:
+    """All weights of a rank: memory-mapped on the CPU, copied once to any other device."""
+    path = bundle.path(record.weights[rank if record.is_sharded else 0])
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name).to(device) for name in file.keys()}  # noqa: SIM118 - not a dict
