@@ -1,0 +1,30 @@
+"""mingc: ahead-of-time export of Ming-flash-omni-2.0 and a thin runtime that serves what was exported.
+
+The public names below are loaded on first use, so that `import mingc` costs nothing and needs no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mingc.artifacts.bundle import Bundle, open_bundle
+    from mingc.errors import MingcError
+
+__version__ = "0.1.0"
+
+__all__ = ["Bundle", "MingcError", "__version__", "open_bundle"]
+
+_HOMES = {
+    "Bundle": "mingc.artifacts.bundle",
+    "MingcError": "mingc.errors",
+    "open_bundle": "mingc.artifacts.bundle",
+}
+
+
+def __getattr__(name: str) -> object:
+    import importlib
+
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'mingc' has no attribute {name!r}")

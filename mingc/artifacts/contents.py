@@ -1,0 +1,67 @@
+"""What is in a bundle, as figures for people: stages, engines, weights, voices. Reads the manifest only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mingc.artifacts.bundle import Bundle
+from mingc.artifacts.manifest import Fingerprint, StageRecord
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageContents:
+    """One stage: its graphs, how many engines serve them, and the bytes on disk (weights of all ranks)."""
+
+    stage: str
+    graphs: tuple[str, ...]
+    backends: tuple[str, ...]
+    engines: int
+    engine_bytes: int
+    weight_bytes: int
+    worst_relative_error: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BundleContents:
+    """The result of `mingc bundle inspect`."""
+
+    path: Path
+    model: str
+    schema: int
+    fingerprint: Fingerprint
+    files: int
+    total_bytes: int
+    voices: tuple[str, ...]
+    notes: tuple[str, ...]
+    stages: tuple[StageContents, ...]
+
+
+def read_contents(bundle: Bundle) -> BundleContents:
+    """Sum up an opened bundle."""
+    manifest = bundle.manifest
+    return BundleContents(
+        path=bundle.root,
+        model=manifest.model,
+        schema=manifest.schema,
+        fingerprint=manifest.fingerprint,
+        files=len(manifest.files),
+        total_bytes=sum(record.size_bytes for record in manifest.files.values()),
+        voices=tuple(voice.name for voice in manifest.voices),
+        notes=manifest.notes,
+        stages=tuple(_stage(bundle, name, record) for name, record in sorted(manifest.stages.items())),
+    )
+
+
+def _stage(bundle: Bundle, name: str, record: StageRecord) -> StageContents:
+    files = bundle.manifest.files
+    engines = {engine.file: engine for graph in record.graphs.values() for engine in graph.engines}
+    return StageContents(
+        stage=name,
+        graphs=tuple(sorted(record.graphs)),
+        backends=tuple(sorted({engine.backend for engine in engines.values()})),
+        engines=len(engines),
+        engine_bytes=sum(files[file].size_bytes for file in engines),
+        weight_bytes=sum(files[file].size_bytes for file in set(record.weights)),
+        worst_relative_error=max((graph.parity.compiled for graph in record.graphs.values()), default=0.0),
+    )

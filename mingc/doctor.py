@@ -1,0 +1,180 @@
+"""What would work on this machine: interpreter, torch, compiler, devices, packages. Changes nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+State = Literal["ok", "missing", "problem"]
+
+_OPTIONAL = (  # import name, distribution, what needs it, extra
+    ("onnxruntime", "onnxruntime", "export of voices", "export"),
+    ("starlette", "starlette", "serve", "serve"),
+    ("uvicorn", "uvicorn", "serve", "serve"),
+    ("httpx", "httpx", "serve, demo", "serve"),
+    ("soundfile", "soundfile", "audio input, flac output", "serve"),
+    ("soxr", "soxr", "resampling of audio input", "serve"),
+    ("av", "av", "video input, compressed audio", "serve"),
+    ("prometheus_client", "prometheus-client", "metrics", "serve"),
+    ("onnx", "onnx", "ONNX export", "onnx"),
+    ("torch_tensorrt", "torch-tensorrt", "TensorRT export", "tensorrt"),
+)
+_REQUIRED = ("torch", "numpy", "safetensors", "click", "rich", "tokenizers", "jinja2", "pillow")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One thing looked at. `needed_for` says which command suffers when it is not ok."""
+
+    name: str
+    state: State
+    detail: str
+    needed_for: str
+    fix: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DoctorReport:
+    """All checks of a machine. `can_export` and `can_serve` sum up what the required ones say for the CPU."""
+
+    can_export: bool
+    can_serve: bool
+    checks: tuple[Check, ...]
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing that a default export and serve need is missing."""
+        return self.can_export and self.can_serve
+
+
+def examine() -> DoctorReport:
+    """Look at this machine. Imports torch; compiles a ten-line C++ file when a compiler is found."""
+    checks = [_python(), *(_package(name, name, "everything", None) for name in _REQUIRED)]
+    torch_ok = checks[1].state == "ok"
+    if torch_ok:
+        checks.append(_torch_version())
+        checks.append(_loader())
+        checks.extend(_devices())
+    checks.append(_compiler())
+    checks.append(_memory())
+    checks.extend(_package(module, dist, use, extra) for module, dist, use, extra in _OPTIONAL)
+    bad = {check.name for check in checks if check.state != "ok"}
+    base_ok = not bad & {"python", "torch version", "engine loader", *_REQUIRED}
+    return DoctorReport(
+        can_export=base_ok and not bad & {"C++ compiler", "onnxruntime"},
+        can_serve=base_ok and not bad & {dist for _, dist, _, extra in _OPTIONAL if extra == "serve"},
+        checks=tuple(checks),
+    )
+
+
+def _python() -> Check:
+    version = platform.python_version()
+    is_new = sys.version_info >= (3, 11)
+    return Check(
+        name="python",
+        state="ok" if is_new else "problem",
+        detail=version,
+        needed_for="everything",
+        fix=None if is_new else "use Python 3.11 or newer",
+    )
+
+
+def _package(module: str, distribution: str, needed_for: str, extra: str | None) -> Check:
+    module = {"pillow": "PIL"}.get(module, module)
+    if importlib.util.find_spec(module) is None:
+        fix = f"pip install 'mingc[{extra}]'" if extra else f"pip install {distribution}"
+        return Check(name=distribution, state="missing", detail="", needed_for=needed_for, fix=fix)
+    try:
+        version = importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        version = "version unknown"
+    return Check(name=distribution, state="ok", detail=version, needed_for=needed_for)
+
+
+def _torch_version() -> Check:
+    import torch
+
+    release = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    fits = (2, 11) <= release < (2, 14)
+    return Check(
+        name="torch version",
+        state="ok" if fits else "problem",
+        detail=torch.__version__,
+        needed_for="everything",
+        fix=None if fits else "pip install 'torch>=2.11,<2.14'",
+    )
+
+
+def _loader() -> Check:
+    import torch
+
+    has_loader = hasattr(getattr(torch._C, "_aoti", None), "AOTIModelPackageLoader")
+    return Check(
+        name="engine loader",
+        state="ok" if has_loader else "problem",
+        detail="C++ package loader" if has_loader else "this torch has no C++ package loader",
+        needed_for="serve, verify",
+        fix=None if has_loader else "pip install 'torch>=2.11,<2.14'",
+    )
+
+
+def _devices() -> list[Check]:
+    import torch
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    checks = [
+        Check(
+            name="cpu", state="ok", detail=f"{os.cpu_count()} cores, {capability}", needed_for="--target cpu"
+        )
+    ]
+    if not torch.cuda.is_available():
+        why = "torch is a CPU build" if torch.version.cuda is None else "no device or no driver"
+        checks.append(Check(name="cuda", state="missing", detail=why, needed_for="--target cuda"))
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        device = torch.cuda.get_device_properties(index)
+        detail = f"{device.name}, sm_{device.major}{device.minor}, {device.total_memory >> 30} GiB"
+        checks.append(Check(name=f"cuda:{index}", state="ok", detail=detail, needed_for="--target cuda"))
+    return checks
+
+
+def _compiler() -> Check:
+    """The compiler must link libstdc++ dynamically: torch crashes on engines with a static one."""
+    name = os.environ.get("CXX") or next((each for each in ("g++", "clang++") if shutil.which(each)), None)
+    fix = "apt-get install g++, or set CXX to a compiler"
+    if name is None:
+        return Check(name="C++ compiler", state="missing", detail="", needed_for="export", fix=fix)
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "probe.cpp"), Path(folder, "probe.so")
+        source.write_text("#include <string>\nstd::string hello() { return std::string(99, 'x'); }\n")
+        command = [*name.split(), "-std=c++20", "-shared", "-fPIC", str(source), "-o", str(library)]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+        except (OSError, subprocess.SubprocessError) as error:
+            words = getattr(error, "stderr", None) or str(error)
+            detail = f"{name}: {words.strip().splitlines()[-1] if words.strip() else 'failed'}"
+            return Check(name="C++ compiler", state="problem", detail=detail, needed_for="export", fix=fix)
+        is_dynamic = b"libstdc++.so" in library.read_bytes() or b"libc++.so" in library.read_bytes()
+    if not is_dynamic:
+        return Check(
+            name="C++ compiler",
+            state="problem",
+            detail=f"{name} links libstdc++ statically: engines built with it crash when loaded",
+            needed_for="export",
+            fix="set CXX=/usr/bin/g++ CC=/usr/bin/gcc and unset CUDAHOSTCXX",
+        )
+    return Check(name="C++ compiler", state="ok", detail=name, needed_for="export")
+
+
+def _memory() -> Check:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Check(name="memory", state="ok", detail=f"{total / 2**30:.1f} GiB", needed_for="everything")

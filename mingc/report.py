@@ -1,0 +1,137 @@
+"""Shows a result dataclass: as tables for people, or as one JSON document. Knows no result type by name.
+
+Scalar fields become lines `name  value`; a tuple of dataclasses (or a mapping to dataclasses) becomes a table
+with a column for every field. Units stand in the field names (`_seconds`, `_bytes`) and so in the headers. A
+field with `metadata={"shown": False}` is left to the JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from mingc.artifacts.codec import encode
+from mingc.errors import MingcError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+MAX_COLUMNS = 100
+
+
+def show(result: object, *, as_json: bool, stream: IO[str] | None = None) -> None:
+    """Write `result`, a dataclass instance, to `stream` (stdout by default)."""
+    stream = stream or sys.stdout
+    if as_json:
+        stream.write(to_json(result) + "\n")
+        stream.flush()
+        return
+    console = _console(stream)
+    lines, tables = _split(result)
+    width = max((len(name) for name, _ in lines), default=0)
+    for name, value in lines:
+        console.print(f"{name:{width}}  {value}", markup=False, highlight=False, soft_wrap=True)
+    for title, rows in tables:
+        _print_table(console, title, rows)
+
+
+def show_error(error: MingcError, *, as_json: bool) -> None:
+    """Write what went wrong to stderr and, with `as_json`, the error object to stdout."""
+    print(f"mingc: error: {error.message}", file=sys.stderr)
+    if error.where:
+        print(f"  where: {error.where}", file=sys.stderr)
+    if error.fix:
+        print(f"  fix: {error.fix}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"error": error.to_json()}, ensure_ascii=False, indent=1))
+
+
+def to_json(result: object) -> str:
+    """The document that `--json` prints: field names as in the dataclass, paths as strings."""
+    return json.dumps(encode(result), ensure_ascii=False, indent=1, default=str)
+
+
+def _console(stream: IO[str]) -> Console:
+    from rich.console import Console
+
+    if stream.isatty():
+        console = Console(file=stream, no_color=bool(os.environ.get("NO_COLOR")) or None)
+        console.width = min(console.width, MAX_COLUMNS)
+        return console
+    return Console(file=stream, width=MAX_COLUMNS, force_terminal=False, no_color=True)
+
+
+def _split(result: object) -> tuple[list[tuple[str, str]], list[tuple[str, list[dict[str, Any]]]]]:
+    """The scalar lines and the tables of a result, in field order."""
+    assert dataclasses.is_dataclass(result) and not isinstance(result, type)
+    lines: list[tuple[str, str]] = []
+    tables: list[tuple[str, list[dict[str, Any]]]] = []
+    for field in dataclasses.fields(result):
+        if not field.metadata.get("shown", True):
+            continue
+        value, title = getattr(result, field.name), _words(field.name)
+        if isinstance(value, Mapping) and any(dataclasses.is_dataclass(item) for item in value.values()):
+            tables.append((title, [{"name": key, **_row(item)} for key, item in value.items()]))
+        elif isinstance(value, Sequence) and value and dataclasses.is_dataclass(value[0]):
+            tables.append((title, [_row(item) for item in value]))
+        elif isinstance(value, (tuple, list)):
+            lines.extend((title if i == 0 else "", _text(item)) for i, item in enumerate(value))
+        elif dataclasses.is_dataclass(value):
+            lines.extend((f"{title} {_words(key)}", _text(item)) for key, item in _row(value).items())
+        elif value is not None:
+            lines.append((title, _text(value)))
+    return lines, tables
+
+
+def _row(item: object) -> dict[str, Any]:
+    assert dataclasses.is_dataclass(item)
+    return {
+        field.name: getattr(item, field.name)
+        for field in dataclasses.fields(item)
+        if field.metadata.get("shown", True)
+    }
+
+
+def _print_table(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    names = [name for name in rows[0] if any(row[name] not in (None, "", ()) for row in rows)]
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    for name in names:
+        is_number = all(isinstance(row[name], (int, float, type(None))) for row in rows)
+        is_flag = any(isinstance(row[name], bool) for row in rows)
+        table.add_column(
+            _words(name), justify="right" if is_number and not is_flag else "left", overflow="fold"
+        )
+    for row in rows:
+        table.add_row(*(Text(_text(row[name])) for name in names))
+    console.print(f"\n{title}", markup=False, highlight=False, style="bold")
+    console.print(table)
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _text(value: object) -> str:
+    """A value as people read it: three significant digits for small or large floats, no quotes."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1e-2 or abs(value) >= 1e5 else f"{value:.2f}"
+    if isinstance(value, (str, int, Path)):
+        return str(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={_text(item)}" for key, item in value.items())
+    if isinstance(value, Sequence):
+        return ", ".join(_text(item) for item in value)
+    return str(value)
