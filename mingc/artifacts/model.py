@@ -39,6 +39,7 @@ class AudioParameters:
     fft_size: int
     hop_samples: int
     max_frames: int  # mel frames of the longest clip
+    frames_per_token: int  # mel frames of one embedding; a clip of T frames gives ⌈T / this⌉
     hidden_size: int  # of the embeddings handed to the thinker
 
 

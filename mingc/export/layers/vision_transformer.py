@@ -1,0 +1,94 @@
+"""Modules of the vision encoder: block with two-axis rotary embedding, merger, projector (vision.md §5–§7).
+
+Shape letters: P patches, W encoder width, H heads, d head width, R rotary angles (d/2), I MLP width, M merged
+tokens, G patches of a merged token, D thinker width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mingc.kernels.segment_attention import Segments, segment_attention
+
+_NORM_EPS = 1e-6  # vision.md §6; not in the config
+
+
+class VisionAttention(nn.Module):
+    """Bidirectional attention within a frame."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x_PW: Tensor, cos_PR: Tensor, sin_PR: Tensor, frames: Segments) -> Tensor:
+        """x: (P, W); cos, sin: (P, R) float32; frames: one row (B = 1) over P keys. Returns (P, W)."""
+        num_patches, width = x_PW.shape
+        qkv_P3Hd = self.qkv(x_PW).view(num_patches, 3, self.num_heads, width // self.num_heads)
+        q_PHd, k_PHd, v_PHd = qkv_P3Hd.unbind(1)
+        q_PHd, k_PHd = _rotate(q_PHd, cos_PR, sin_PR), _rotate(k_PHd, cos_PR, sin_PR)
+        out_1PHd = segment_attention(q_PHd[None], k_PHd[None], v_PHd[None], frames)
+        mixed: Tensor = self.proj(out_1PHd.reshape(num_patches, width))
+        return mixed
+
+
+class VisionBlock(nn.Module):
+    """Pre-norm transformer block; `gelu` is the `approximate` of F.gelu."""
+
+    def __init__(self, width: int, mlp_width: int, num_heads: int, gelu: str) -> None:
+        super().__init__()
+        self.gelu = gelu
+        self.norm1 = nn.LayerNorm(width, eps=_NORM_EPS)
+        self.attention = VisionAttention(width, num_heads)
+        self.norm2 = nn.LayerNorm(width, eps=_NORM_EPS)
+        self.fc1 = nn.Linear(width, mlp_width)
+        self.fc2 = nn.Linear(mlp_width, width)
+
+    def forward(self, x_PW: Tensor, cos_PR: Tensor, sin_PR: Tensor, frames: Segments) -> Tensor:
+        """Shapes as in `VisionAttention`."""
+        x_PW = x_PW + self.attention(self.norm1(x_PW), cos_PR, sin_PR, frames)
+        hidden_PI = F.gelu(self.fc1(self.norm2(x_PW)), approximate=self.gelu)
+        out_PW: Tensor = x_PW + self.fc2(hidden_PI)
+        return out_PW
+
+
+class PatchMerger(nn.Module):
+    """Joins the G patches of a token: norm of each patch, concatenation, two linear layers."""
+
+    def __init__(self, width: int, patches_per_token: int, out_width: int) -> None:
+        super().__init__()
+        self.joined = patches_per_token * width
+        self.norm = nn.LayerNorm(width, eps=_NORM_EPS)
+        self.fc1 = nn.Linear(self.joined, self.joined)
+        self.fc2 = nn.Linear(self.joined, out_width)
+
+    def forward(self, x_PW: Tensor) -> Tensor:
+        """x: (P, W), the patches of a token adjacent. Returns (M, out_width)."""
+        joined = self.norm(x_PW).view(-1, self.joined)
+        merged: Tensor = self.fc2(F.gelu(self.fc1(joined)))
+        return merged
+
+
+class VisionProjector(nn.Module):
+    """`depth` linear layers with GELU between them."""
+
+    def __init__(self, width: int, out_width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(out_width if i else width, out_width) for i in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (M, width). Returns (M, out_width)."""
+        for index, layer in enumerate(self.layers):
+            x = layer(F.gelu(x) if index else x)
+        return x
+
+
+def _rotate(x_PHd: Tensor, cos_PR: Tensor, sin_PR: Tensor) -> Tensor:
+    """Rotary embedding in float32, dim k paired with k + d/2. Returns (P, H, d) in the dtype of `x_PHd`."""
+    low_PHR, high_PHR = x_PHd.float().chunk(2, dim=-1)
+    cos_P1R, sin_P1R = cos_PR.unsqueeze(1), sin_PR.unsqueeze(1)
+    rotated = (low_PHR * cos_P1R - high_PHR * sin_P1R, high_PHR * cos_P1R + low_PHR * sin_P1R)
+    return torch.cat(rotated, dim=-1).to(x_PHd.dtype)

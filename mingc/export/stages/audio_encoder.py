@@ -1,0 +1,362 @@
+"""Log-mel clips → audio embeddings of the thinker's width: Whisper encoder and projector (spec: audio.md §3–§5).
+
+The eager module, its weights and its one graph, `encode`. Clips of a batch never see each other or their
+padding. Waveforms become log-mel on the host.
+
+Shape letters: N clips, T tokens of the longest clip, G mel frames of a token, F = T·G mel frames, C mel bands,
+L encoder positions (F/2), W encoder width, H heads, d head width, D thinker width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mingc.artifacts.model import AudioParameters
+from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
+from mingc.errors import CheckpointError
+from mingc.export.checkpoint import Checkpoint
+from mingc.export.layers.encoder_weights import dtype_name, layer_norm, linear, stored
+from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions, WeightSource
+from mingc.kernels.segment_attention import Segments, make_segments, segment_attention
+
+_NORM_EPS = 1e-5  # audio.md §3; not in the config
+_UNIT_EPS = 1e-12  # audio.md §4
+_CONV_STRIDE = 2  # of the encoder's second convolution
+_MLP_RATIO = 4  # Whisper's
+
+# audio.md §1, §2: the Whisper front end; in no config file.
+_SAMPLE_RATE = 16000
+_FFT_SIZE = 400
+_HOP_SAMPLES = 160
+
+# Tokens of 1, 2, 4, 8, 15, 30, 60, 120 and 300 seconds at 25 tokens a second.
+_TOKEN_BUCKETS = (25, 50, 100, 200, 375, 750, 1500, 3000, 7500)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AudioConfig:
+    """Geometry of encoder and projector, from the root `config.json`."""
+
+    num_layers: int
+    width: int
+    num_heads: int
+    num_mels: int
+    num_positions: int
+    downsample_kernel: int
+    downsample_stride: int
+    is_normalised: bool
+    hidden_size: int  # of the thinker
+    projector_depth: int  # convolution included
+
+    @property
+    def frames_per_token(self) -> int:
+        """Mel frames of one embedding."""
+        return _CONV_STRIDE * self.downsample_stride
+
+    @property
+    def max_frames(self) -> int:
+        """Mel frames of the longest clip: one position row for every two."""
+        return _CONV_STRIDE * self.num_positions
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest clip."""
+        return -(-self.max_frames // self.frames_per_token)
+
+    @property
+    def table_rows(self) -> int:
+        """Rows of the position table: those stored, and zeros up to whole tokens."""
+        return self.max_tokens * self.downsample_stride
+
+
+class AudioAttention(nn.Module):
+    """Bidirectional attention within a clip. The key has no bias of its own: its part of the packed one is zero."""
+
+    def __init__(self, config: AudioConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+
+    def forward(self, x_NLW: Tensor, clips: Segments) -> Tensor:
+        """x: (N, L, W); clips: one key range a clip. Returns (N, L, W)."""
+        num_clips, length, width = x_NLW.shape
+        qkv_NL3Hd = self.qkv(x_NLW).view(num_clips, length, 3, self.num_heads, width // self.num_heads)
+        q_NLHd, k_NLHd, v_NLHd = qkv_NL3Hd.unbind(2)
+        out_NLHd = segment_attention(q_NLHd, k_NLHd, v_NLHd, clips)
+        mixed: Tensor = self.out(out_NLHd.reshape(num_clips, length, width))
+        return mixed
+
+
+class AudioBlock(nn.Module):
+    """Whisper's pre-norm residual block."""
+
+    def __init__(self, config: AudioConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width, eps=_NORM_EPS)
+        self.attention = AudioAttention(config)
+        self.mlp_norm = nn.LayerNorm(config.width, eps=_NORM_EPS)
+        self.fc1 = nn.Linear(config.width, _MLP_RATIO * config.width)
+        self.fc2 = nn.Linear(_MLP_RATIO * config.width, config.width)
+
+    def forward(self, x_NLW: Tensor, clips: Segments) -> Tensor:
+        """Shapes as in `AudioAttention`."""
+        x_NLW = x_NLW + self.attention(self.attention_norm(x_NLW), clips)
+        out_NLW: Tensor = x_NLW + self.fc2(F.gelu(self.fc1(self.mlp_norm(x_NLW))))
+        return out_NLW
+
+
+class AudioProjector(nn.Module):
+    """Downsampling convolution, then GELU and linear for each further layer."""
+
+    def __init__(self, config: AudioConfig) -> None:
+        super().__init__()
+        kernel = config.downsample_kernel
+        self.conv = nn.Conv1d(
+            config.width, config.hidden_size, kernel, stride=config.downsample_stride, padding=kernel // 2
+        )
+        self.layers = nn.ModuleList(
+            nn.Linear(config.hidden_size, config.hidden_size) for _ in range(config.projector_depth - 1)
+        )
+
+    def forward(self, x_NLW: Tensor) -> Tensor:
+        """x: (N, L, W), zero beyond each clip. Returns (N, T, D)."""
+        x_NTD: Tensor = self.conv(x_NLW.transpose(1, 2)).transpose(1, 2)
+        for layer in self.layers:
+            x_NTD = layer(F.gelu(x_NTD))
+        return x_NTD
+
+
+class AudioEncoder(nn.Module):
+    """Whisper's encoder without the 30 s window, and the projector. Method `encode` is the graph.
+
+    Source: openai-whisper `AudioEncoder` and the official `linear_proj_audio`, as described in audio.md §3–§6;
+    each clip as if it were alone. Values beyond a clip's end are zeroed before every convolution, because that
+    is the padding a convolution would see at the end of a lone clip.
+    """
+
+    positions: Tensor
+
+    def __init__(self, config: AudioConfig) -> None:
+        super().__init__()
+        self.frames_per_token = config.frames_per_token
+        self.is_normalised = config.is_normalised
+        self.conv1 = nn.Conv1d(config.num_mels, config.width, 3, padding=1)
+        self.conv2 = nn.Conv1d(config.width, config.width, 3, stride=_CONV_STRIDE, padding=1)
+        self.register_buffer("positions", torch.empty(config.table_rows, config.width, dtype=torch.float32))
+        self.blocks = nn.ModuleList(AudioBlock(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.width, eps=_NORM_EPS)
+        self.projector = AudioProjector(config)
+
+    def encode(self, mel_NTGC: Tensor, lengths_N: Tensor) -> tuple[Tensor]:
+        """Embed N clips, each as if alone.
+
+        Args:
+            mel_NTGC: (N, T, G, C) log-mel in the compute dtype; anything finite beyond a clip's end.
+            lengths_N: (N,) int64 mel frames of each clip; 0 for a clip that only fills the batch.
+
+        Returns:
+            (N, T, D) unit vectors (when the config normalises) in the compute dtype; zero beyond ⌈length / G⌉.
+        """
+        positions_N = _ceil_divide(lengths_N, _CONV_STRIDE)
+        mel_NFC = _zero_beyond(mel_NTGC.flatten(1, 2), lengths_N)
+        x_NWF = F.gelu(self.conv1(mel_NFC.transpose(1, 2)))
+        x_NFW = _zero_beyond(x_NWF.transpose(1, 2), lengths_N)
+        x_NLW = F.gelu(self.conv2(x_NFW.transpose(1, 2))).transpose(1, 2)
+        x_NLW = (x_NLW + self.positions[: x_NLW.shape[1]]).to(x_NLW.dtype)
+        # A clip of no frames keeps one key, so that its softmax is not empty; its rows are zeroed at the end.
+        ends_N = positions_N.clamp(min=1)
+        bounds_N12 = torch.stack((torch.zeros_like(ends_N), ends_N), dim=-1).unsqueeze(1)
+        clips = make_segments(bounds_N12, x_NLW.shape[1], x_NLW.dtype)
+        for block in self.blocks:
+            x_NLW = block(x_NLW, clips)
+        x_NTD = self.projector(_zero_beyond(self.norm(x_NLW), positions_N))
+        if self.is_normalised:
+            x_NTD = F.normalize(x_NTD.float(), dim=-1, eps=_UNIT_EPS).to(x_NTD.dtype)
+        return (_zero_beyond(x_NTD, _ceil_divide(lengths_N, self.frames_per_token)),)
+
+
+def _ceil_divide(lengths_N: Tensor, divisor: int) -> Tensor:
+    return (lengths_N + divisor - 1) // divisor
+
+
+def _zero_beyond(x_NLW: Tensor, lengths_N: Tensor) -> Tensor:
+    """`x_NLW` with the rows at and after each clip's length set to zero."""
+    index_L = torch.arange(x_NLW.shape[1], device=x_NLW.device)
+    return x_NLW.masked_fill((index_L >= lengths_N.unsqueeze(1)).unsqueeze(-1), 0.0)
+
+
+class AudioEncoderStage(Stage):
+    """The stage `audio_encoder`; every rank that runs it holds all of it."""
+
+    name = "audio_encoder"
+
+    def is_present(self, checkpoint: Checkpoint) -> bool:
+        return any(name.startswith("audio.") for name in checkpoint.main.tensors)
+
+    def config(self, checkpoint: Checkpoint) -> AudioConfig:
+        part = checkpoint.main
+        where = str(part.root / "config.json")
+        audio, whisper = ("audio_config",), ("audio_config", "whisper_encoder_config")
+        width, num_heads = part.require("n_state", *whisper), part.require("n_head", *whisper)
+        if width % num_heads:
+            raise CheckpointError(f"n_state {width} is not a multiple of n_head {num_heads}", where=where)
+        kernel = part.require("ds_kernel_size", *audio)
+        if kernel % 2 == 0:
+            # ⌈length / stride⌉ tokens (audio.md §5) hold for odd kernels with half of them as padding.
+            raise CheckpointError(
+                f"audio_config.ds_kernel_size {kernel} is even; it must be odd", where=where
+            )
+        projector_depth = part.require("mlp_depth")
+        if projector_depth < 1:
+            raise CheckpointError(f"mlp_depth is {projector_depth}; it must be at least 1", where=where)
+        return AudioConfig(
+            num_layers=part.require("n_layer", *whisper),
+            width=width,
+            num_heads=num_heads,
+            num_mels=part.require("n_mels", *whisper),
+            num_positions=part.require("n_ctx", *whisper),
+            downsample_kernel=kernel,
+            downsample_stride=part.require("ds_stride", *audio),
+            is_normalised=part.require("norm_query_embeds", *audio),
+            hidden_size=part.require("hidden_size", "llm_config"),
+            projector_depth=projector_depth,
+        )
+
+    def build(self, config: AudioConfig, shard: Shard) -> AudioEncoder:
+        return AudioEncoder(config)
+
+    def weights(self, config: AudioConfig, shard: Shard) -> Sequence[WeightSource]:
+        width, mlp_width, hidden_size = config.width, _MLP_RATIO * config.width, config.hidden_size
+        extra_rows = config.table_rows - config.num_positions
+        sources = [
+            stored("conv1.weight", "audio.conv1.weight", width, config.num_mels, 3),
+            stored("conv1.bias", "audio.conv1.bias", width),
+            stored("conv2.weight", "audio.conv2.weight", width, width, 3),
+            stored("conv2.bias", "audio.conv2.bias", width),
+            WeightSource(
+                name="positions",
+                part="main",
+                # The stored rows, not a recomputed sinusoid: they are rounded to bf16 (audio.md §7).
+                tensors=("audio.positional_embedding",),
+                shapes=((config.num_positions, width),),
+                make=lambda table: F.pad(table, (0, 0, 0, extra_rows)),
+                dtype=torch.float32,
+            ),
+        ]
+        for index in range(config.num_layers):
+            own, theirs = f"blocks.{index}", f"audio.blocks.{index}"
+            sources += layer_norm(f"{own}.attention_norm", f"{theirs}.attn_ln", width)
+            sources += _packed_qkv(f"{own}.attention.qkv", f"{theirs}.attn", width)
+            sources += linear(f"{own}.attention.out", f"{theirs}.attn.out", width, width)
+            sources += layer_norm(f"{own}.mlp_norm", f"{theirs}.mlp_ln", width)
+            sources += linear(f"{own}.fc1", f"{theirs}.mlp.0", mlp_width, width)
+            sources += linear(f"{own}.fc2", f"{theirs}.mlp.2", width, mlp_width)
+        sources += layer_norm("norm", "audio.ln_post", width)
+        kernel = config.downsample_kernel
+        sources.append(
+            stored("projector.conv.weight", "linear_proj_audio.0.weight", hidden_size, width, kernel)
+        )
+        sources.append(stored("projector.conv.bias", "linear_proj_audio.0.bias", hidden_size))
+        for index in range(config.projector_depth - 1):
+            # Stored sequence: convolution, transpose, then (GELU, linear) pairs.
+            own, theirs = f"projector.layers.{index}", f"linear_proj_audio.{3 + 2 * index}"
+            sources += linear(own, theirs, hidden_size, hidden_size)
+        return sources
+
+    def graphs(self, config: AudioConfig, shard: Shard, options: StageOptions) -> Sequence[GraphPlan]:
+        dtype = dtype_name(options.dtype)
+        spec = GraphSpec(
+            name="encode",
+            inputs=(
+                TensorSpec(
+                    name="mel", dtype=dtype, shape=("N", "T4", config.frames_per_token, config.num_mels)
+                ),
+                TensorSpec(name="lengths", dtype="int64", shape=("N",)),
+            ),
+            outputs=(TensorSpec(name="embeddings", dtype=dtype, shape=("N", "T4", config.hidden_size)),),
+            dims=(_clip_dim(options), _token_dim(config)),
+        )
+
+        def example(dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
+            return _example(config, dims["N"], dims["T4"], options.dtype, generator)
+
+        most = config.max_tokens
+        plan = GraphPlan(
+            spec=spec,
+            method="encode",
+            example=example,
+            trace_dims={"N": 3, "T4": min(12, most)},
+            check_dims={"N": 2, "T4": min(25, most)},
+        )
+        return (plan,)
+
+    def parameters(self, config: AudioConfig, options: StageOptions) -> AudioParameters:
+        return AudioParameters(
+            sample_rate=_SAMPLE_RATE,
+            num_mels=config.num_mels,
+            fft_size=_FFT_SIZE,
+            hop_samples=_HOP_SAMPLES,
+            max_frames=config.max_frames,
+            frames_per_token=config.frames_per_token,
+            hidden_size=config.hidden_size,
+        )
+
+
+STAGE = AudioEncoderStage()
+
+
+def _packed_qkv(name: str, stored_name: str, width: int) -> list[WeightSource]:
+    """Query, key, value rows in this order; Whisper's key has no bias."""
+    names = tuple(f"{stored_name}.{part}.weight" for part in ("query", "key", "value"))
+    return [
+        WeightSource(
+            name=f"{name}.weight",
+            part="main",
+            tensors=names,
+            shapes=((width, width),) * 3,
+            make=lambda query, key, value: torch.cat((query, key, value)),
+        ),
+        WeightSource(
+            name=f"{name}.bias",
+            part="main",
+            tensors=(f"{stored_name}.query.bias", f"{stored_name}.value.bias"),
+            shapes=((width,),) * 2,
+            make=lambda query, value: torch.cat((query, torch.zeros_like(query), value)),
+        ),
+    ]
+
+
+def _clip_dim(options: StageOptions) -> Dim:
+    """N: doubling up to the batch limit; one clip a call where every size is an engine of its own.
+
+    One clip of a few seconds fills a GPU, and every further size of N would multiply the engines of T4.
+    """
+    if options.static_buckets:
+        return Dim(name="N", minimum=1, maximum=1, buckets=(1,))
+    buckets = [1]
+    while buckets[-1] < options.max_batch:
+        buckets.append(min(2 * buckets[-1], options.max_batch))
+    # A range of one size would not be a dim that varies.
+    return Dim(name="N", minimum=1, maximum=max(2, options.max_batch), buckets=tuple(buckets))
+
+
+def _token_dim(config: AudioConfig) -> Dim:
+    most = config.max_tokens
+    buckets = (*(size for size in _TOKEN_BUCKETS if size < most), most)
+    return Dim(name="T4", minimum=1, maximum=most, buckets=buckets)
+
+
+def _example(
+    config: AudioConfig, num_clips: int, num_tokens: int, dtype: torch.dtype, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Random log-mel in Whisper's range of about [-1.5, 1.5]; the first clip is the longest, all end mid-token."""
+    frames = min(num_tokens * config.frames_per_token, config.max_frames)
+    lengths = [max(1, frames - 1 - clip * frames // (2 * num_clips)) for clip in range(num_clips)]
+    mel = torch.rand(num_clips, num_tokens, config.frames_per_token, config.num_mels, generator=generator)
+    return {"mel": (3 * mel - 1.5).to(dtype), "lengths": torch.tensor(lengths)}
