@@ -13,8 +13,10 @@ from pathlib import Path
 
 from mingc.artifacts.manifest import FILE_NAME, FileRecord, Fingerprint, Manifest, read_manifest
 from mingc.errors import ConfigError, IncompatibleError, IntegrityError
+from mingc.machine import Machine
 
 _CHUNK_BYTES = 4 << 20
+_CPU_CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")  # as torch spells them, weakest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +59,31 @@ def check_hashes(bundle: Bundle) -> None:
     _raise_integrity(bundle.root, problems)
 
 
-def check_fingerprint(recorded: Fingerprint, here: Fingerprint) -> None:
+def check_fingerprint(recorded: Fingerprint, here: Machine) -> None:
     """Compare what the engines were built for with this machine.
 
     Raises: IncompatibleError with every difference at once.
     """
-    fields = ("torch", "device", "capability")
-    differences = [
-        f"  {name}: built for {getattr(recorded, name)}, here {getattr(here, name)}"
-        for name in fields
-        if getattr(recorded, name) != getattr(here, name)
-    ]
+    differences = []
+    if recorded.torch != here.torch:
+        differences.append(f"  torch: built with {recorded.torch}, here {here.torch}")
+    if recorded.device != here.device:
+        differences.append(f"  device: built for {recorded.device}, here {here.device}")
+    elif not _runs_on(recorded, here):
+        differences.append(f"  capability: built for {recorded.capability}, here {here.capability}")
     if differences:
         raise IncompatibleError(
             "this artifact was built for something else:\n" + "\n".join(differences),
             where="manifest.json, fingerprint",
             fix=f"pip install 'torch=={recorded.torch}', or export again here with --target {here.device}",
         )
+
+
+def _runs_on(recorded: Fingerprint, here: Machine) -> bool:
+    """CPU engines run on their instruction set and every later one; CUDA engines only on their own capability."""
+    if recorded.device == "cpu" and {recorded.capability, here.capability} <= set(_CPU_CAPABILITIES):
+        return _CPU_CAPABILITIES.index(recorded.capability) <= _CPU_CAPABILITIES.index(here.capability)
+    return recorded.capability == here.capability
 
 
 @contextmanager

@@ -85,7 +85,9 @@ def _decode_tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, .
         return tuple(_decode(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     if len(args) != len(value):
         raise ManifestError(f"expected {len(args)} items, found {len(value)}", where=where)
-    return tuple(_decode(arg, item, f"{where}[{i}]") for i, (arg, item) in enumerate(zip(args, value, strict=True)))
+    return tuple(
+        _decode(arg, item, f"{where}[{i}]") for i, (arg, item) in enumerate(zip(args, value, strict=True))
+    )
 
 
 def _decode_dataclass(kind: Any, value: Any, where: str) -> Any:

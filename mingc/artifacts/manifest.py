@@ -142,7 +142,9 @@ def read_manifest(bundle: Path) -> Manifest:
             f"{bundle} holds no {FILE_NAME}", where=str(bundle), fix="pass a folder that mingc export wrote"
         ) from None
     except (OSError, ValueError) as error:
-        raise ManifestError(f"{FILE_NAME} is not readable: {error}", where=str(path), fix="export again") from error
+        raise ManifestError(
+            f"{FILE_NAME} is not readable: {error}", where=str(path), fix="export again"
+        ) from error
     schema = document.get("schema") if isinstance(document, Mapping) else None
     if schema != SCHEMA:
         raise ManifestError(

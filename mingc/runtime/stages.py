@@ -60,11 +60,16 @@ def load_stage(bundle: Bundle, name: str, device: torch.device, *, rank: int = 0
     return LoadedStage(name, graphs)
 
 
-def load_graph(bundle_root: Path, spec: GraphSpec, engines: tuple[EngineRecord, ...], device: torch.device) -> Graph:
+def load_graph(
+    bundle_root: Path, spec: GraphSpec, engines: tuple[EngineRecord, ...], device: torch.device
+) -> Graph:
     """The graph over the engine files of `engines`, without weights."""
     return Graph(
         spec,
-        {_engine_key(spec, record): load_engine(record.backend, bundle_root / record.file, device) for record in engines},
+        {
+            _engine_key(spec, record): load_engine(record.backend, bundle_root / record.file, device)
+            for record in engines
+        },
     )
 
 
@@ -106,7 +111,9 @@ def _load_graph(
     return Graph(graph.spec, engines)
 
 
-def _read_weights(bundle: Bundle, record: StageRecord, device: torch.device, rank: int) -> dict[str, torch.Tensor]:
+def _read_weights(
+    bundle: Bundle, record: StageRecord, device: torch.device, rank: int
+) -> dict[str, torch.Tensor]:
     """All weights of a rank: memory-mapped on the CPU, copied once to any other device."""
     path = bundle.path(record.weights[rank if record.is_sharded else 0])
     with safe_open(path, framework="pt") as file:

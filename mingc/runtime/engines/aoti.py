@@ -27,7 +27,9 @@ class AotiEngine(Engine):
             # Single-threaded: required for CUDA graph capture; callers never run one engine from two threads.
             self._loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
         except RuntimeError as error:
-            raise BundleError(f"engine cannot be loaded: {error}", where=str(path), fix="run mingc verify") from error
+            raise BundleError(
+                f"engine cannot be loaded: {error}", where=str(path), fix="run mingc verify"
+            ) from error
         self._kept: dict[str, torch.Tensor] = {}
 
     def constants(self) -> Sequence[str]:

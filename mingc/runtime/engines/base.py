@@ -60,10 +60,14 @@ class Graph:
         ordered = [tensors[name] for name in self._names]
         engine = self._engines.get(None)
         if engine is None:
-            key = tuple(tensors[self._places[dim.name][0]].shape[self._places[dim.name][1]] for dim in self._bucketed)
+            key = tuple(
+                tensors[self._places[dim.name][0]].shape[self._places[dim.name][1]] for dim in self._bucketed
+            )
             engine = self._engines.get(key)
             if engine is None:
-                raise WorkerError(f"no engine of {self.spec.name} for sizes {key}; built: {sorted(self._engines, key=str)}")
+                raise WorkerError(
+                    f"no engine of {self.spec.name} for sizes {key}; built: {sorted(self._engines, key=str)}"
+                )
         return dict(zip(self._outputs, engine.run(ordered), strict=True))
 
 

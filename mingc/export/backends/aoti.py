@@ -1,0 +1,94 @@
+"""Compiles a captured graph into an AOTInductor package with weights outside, through a content-keyed cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mingc.errors import CompileError
+
+# Weights stay outside: one engine serves every rank, and several graphs share one weights file.
+_OPTIONS: dict[str, Any] = {"aot_inductor.package_constants_in_so": False}
+_CPU_OPTIONS: dict[str, Any] = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+
+
+def compile_graph(
+    program: torch.export.ExportedProgram, path: Path, *, device: str, cache: Path | None, where: str
+) -> float:
+    """Write the package of `program` to `path`. Returns the seconds of compilation, 0.0 on a cache hit.
+
+    Raises: CompileError.
+    """
+    options = {**_OPTIONS, **(_CPU_OPTIONS if device == "cpu" else {})}
+    kept = cache / f"{_key(program, options, device)}.pt2" if cache else None
+    if kept is not None and kept.is_file():
+        shutil.copyfile(kept, path)
+        return 0.0
+    started = time.perf_counter()
+    try:
+        with torch.no_grad():
+            torch._inductor.aoti_compile_and_package(
+                program, package_path=str(path), inductor_configs=options
+            )
+    except Exception as error:  # Inductor and the C++ compiler raise many kinds; all mean no engine
+        raise CompileError(f"AOTInductor failed: {error}", where=where, fix="run mingc doctor") from error
+    seconds = time.perf_counter() - started
+    if device == "cuda":
+        _refuse_static_libstdcxx(path, where)
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as part:
+            shutil.copyfile(path, part.name)
+        os.replace(part.name, kept)
+    return seconds
+
+
+def _key(program: torch.export.ExportedProgram, options: dict[str, Any], device: str) -> str:
+    """sha256 of all that decides the machine code: graph with shapes, options, versions, compiler, processor."""
+    digest = hashlib.sha256()
+    capability = (
+        str(torch.cuda.get_device_capability())
+        if device == "cuda"
+        else torch.backends.cpu.get_cpu_capability()
+    )
+    compiler = subprocess.run(
+        [os.environ.get("CXX", "g++"), "--version"], capture_output=True, text=True
+    ).stdout
+    # Stack traces name files and lines of this checkout: they change without changing the code.
+    graph = re.sub(r"#.*", "", str(program))
+    for part in (
+        graph,
+        sorted(options.items()),
+        torch.__version__,
+        device,
+        capability,
+        compiler,
+        platform.machine(),
+    ):
+        digest.update(str(part).encode())
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def _refuse_static_libstdcxx(path: Path, where: str) -> None:
+    """An engine that carries its own libstdc++ crashes the process that loads it: refuse it here."""
+    import zipfile
+
+    with zipfile.ZipFile(path) as package:
+        for name in package.namelist():
+            if name.endswith(".so") and b"libstdc++.so.6" not in package.read(name):
+                raise CompileError(
+                    "the compiled engine links libstdc++ statically; loading it would crash",
+                    where=where,
+                    fix="set CXX=/usr/bin/g++ CC=/usr/bin/gcc and unset CUDAHOSTCXX, then export again",
+                )

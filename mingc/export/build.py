@@ -1,0 +1,251 @@
+"""Builds one graph of one stage: trace, compile, golden, parity. Runs in a worker process of the pipeline."""
+
+from __future__ import annotations
+
+import os
+import resource
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from mingc.artifacts.manifest import EngineRecord, GraphRecord, Parity
+from mingc.artifacts.spec import GraphSpec
+from mingc.errors import ExportError
+from mingc.export import parity as parity_rule
+from mingc.export.backends import aoti
+from mingc.export.capture import capture
+from mingc.export.checkpoint import Checkpoint, open_checkpoint
+from mingc.export.recipe import ExportRecipe
+from mingc.export.stages import find
+from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions
+from mingc.export.weights import float32_module, load_module
+
+BACKEND = "aoti"
+
+
+class Replay(Protocol):
+    """Runs a compiled engine once, in as many ranks as there are weights files; given by the CLI.
+
+    Returns outputs by name and, under `state.<name>`, the state tensors afterwards, of rank 0.
+    """
+
+    def __call__(
+        self,
+        engine: Path,
+        backend: str,
+        spec: GraphSpec,
+        weights: Sequence[Path],
+        tensors: Mapping[str, torch.Tensor],
+        device: str,
+    ) -> dict[str, torch.Tensor]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphTask:
+    """One graph to build. `folder` is the bundle under construction; `weights` one file a rank, relative to it."""
+
+    recipe: ExportRecipe
+    stage: str
+    graph: str
+    folder: Path
+    weights: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphResult:
+    """A built graph and the most memory its process held."""
+
+    stage: str
+    record: GraphRecord
+    peak_rss_bytes: int
+
+
+def stage_options(recipe: ExportRecipe) -> StageOptions:
+    """The recipe as stages see it."""
+    return StageOptions(
+        dtype=getattr(torch, recipe.dtype),
+        device=recipe.target,
+        static_buckets=recipe.target == "cuda",
+        max_batch=recipe.max_batch,
+        context_tokens=recipe.context_tokens,
+        prefill_tokens=recipe.prefill_tokens,
+    )
+
+
+def start_worker() -> None:
+    """Prepare a worker process: one compile thread (workers are the parallelism), torch's own warnings silenced."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="mingc-inductor-")
+    warnings.simplefilter("ignore")
+
+
+def build_graph(task: GraphTask, replay: Replay) -> GraphResult:
+    """Trace and compile `task.graph`, write its golden file and measure its parity.
+
+    Raises: CaptureError, CompileError, ParityError.
+    """
+    stage = find(task.stage)
+    checkpoint = open_checkpoint(task.recipe.checkpoint)
+    config = stage.config(checkpoint)
+    options = stage_options(task.recipe)
+    shard = _shard(stage, task.recipe)
+    plan = _find_plan(stage, config, shard, options, task.graph)
+    module = load_module(stage, config, shard, task.folder / task.weights[0]).to(options.device)
+    engines = [
+        _compile(task, plan, module, fixed, options)
+        for fixed in (_fixed_dims(plan) if options.static_buckets else [None])
+    ]
+    golden, parity = _check(task, plan, stage, config, checkpoint, module, engines, options, replay)
+    record = GraphRecord(spec=plan.spec, engines=tuple(engines), golden=golden, parity=parity)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return GraphResult(stage=task.stage, record=record, peak_rss_bytes=peak)
+
+
+def _shard(stage: Stage, recipe: ExportRecipe) -> Shard:
+    return Shard(rank=0, world_size=recipe.world_size if stage.is_sharded else 1)
+
+
+def _find_plan(stage: Stage, config: Any, shard: Shard, options: StageOptions, graph: str) -> GraphPlan:
+    for plan in stage.graphs(config, shard, options):
+        if plan.spec.name == graph:
+            return plan
+    raise ExportError(f"stage {stage.name} has no graph {graph}")
+
+
+def _fixed_dims(plan: GraphPlan) -> list[dict[str, int]]:
+    """Every combination of buckets of the plan's bucketed dims."""
+    combinations: list[dict[str, int]] = [{}]
+    for dim in plan.spec.dims:
+        if dim.buckets:
+            combinations = [{**each, dim.name: size} for each in combinations for size in dim.buckets]
+    return combinations
+
+
+def _compile(
+    task: GraphTask, plan: GraphPlan, module: nn.Module, fixed: dict[str, int] | None, options: StageOptions
+) -> EngineRecord:
+    label = "".join(f"-{name}{size}" for name, size in (fixed or {}).items())
+    file = f"engines/{task.stage}.{plan.spec.name}{label}.pt2"
+    program = capture(plan, module, stage=task.stage, fixed=fixed, device=torch.device(options.device))
+    seconds = aoti.compile_graph(
+        program,
+        task.folder / file,
+        device=options.device,
+        cache=task.recipe.cache,
+        where=f"{task.stage}.{plan.spec.name}",
+    )
+    return EngineRecord(backend=BACKEND, file=file, dims=fixed, compile_seconds=round(seconds, 1))
+
+
+def _check(
+    task: GraphTask,
+    plan: GraphPlan,
+    stage: Stage,
+    config: Any,
+    checkpoint: Checkpoint,
+    module: nn.Module,
+    engines: Sequence[EngineRecord],
+    options: StageOptions,
+    replay: Replay,
+) -> tuple[str, Parity]:
+    """Write the golden file (float32 reference outputs) and compare the compiled graph with it."""
+    where = f"{task.stage}.{plan.spec.name}"
+    engine, sizes = _check_engine(plan, engines)
+    tensors = plan.example(sizes, torch.Generator().manual_seed(1))
+    is_sharded = len(task.weights) > 1
+    if is_sharded:
+        # A rank's state is a share of the whole one; zeros are the same in every layout.
+        tensors = {
+            name: torch.zeros_like(value) if name in {each.name for each in plan.spec.state} else value
+            for name, value in tensors.items()
+        }
+    reference_plan = _find_plan(stage, config, Shard(), _float32(options), task.graph)
+    reference_inputs = {
+        each.name: _as_reference(tensors, each.name, reference_plan, sizes, is_sharded)
+        for each in (*reference_plan.spec.inputs, *reference_plan.spec.state)
+    }
+    references = run_eager(reference_plan, float32_module(stage, config, checkpoint), reference_inputs)
+    compiled = replay(
+        task.folder / engine.file,
+        engine.backend,
+        plan.spec,
+        [task.folder / file for file in task.weights],
+        tensors,
+        options.device,
+    )
+    compared = list(references) if not is_sharded else [each.name for each in plan.spec.outputs]
+    expected = {name: references[name] for name in compared}
+    eager = 0.0
+    if options.dtype != torch.float32 and not is_sharded:
+        moved = {name: value.to(options.device) for name, value in tensors.items()}
+        eager = parity_rule.worst_error(run_eager(plan, module, moved), expected)
+    parity = Parity(compiled=parity_rule.worst_error(compiled, expected), eager=eager)
+    parity_rule.check(parity, options.dtype, where)
+    golden = f"goldens/{where}.safetensors"
+    save_file(_golden_tensors(plan.spec, tensors, expected), task.folder / golden)
+    return golden, parity
+
+
+def _check_engine(plan: GraphPlan, engines: Sequence[EngineRecord]) -> tuple[EngineRecord, dict[str, int]]:
+    """The engine to check and the sizes to check it at."""
+    if engines[0].dims is None:
+        return engines[0], plan.check_dims
+    wanted = {dim.name: plan.check_dims[dim.name] for dim in plan.spec.dims if dim.buckets}
+    engine = next((each for each in engines if each.dims == wanted), engines[0])
+    return engine, {**plan.check_dims, **(engine.dims or {})}
+
+
+def _float32(options: StageOptions) -> StageOptions:
+    return StageOptions(
+        dtype=torch.float32,
+        device="cpu",
+        max_batch=options.max_batch,
+        context_tokens=options.context_tokens,
+        prefill_tokens=options.prefill_tokens,
+    )
+
+
+def _as_reference(
+    tensors: Mapping[str, torch.Tensor],
+    name: str,
+    plan: GraphPlan,
+    sizes: Mapping[str, int],
+    is_sharded: bool,
+) -> torch.Tensor:
+    """The input `name` for the float32, unsharded reference."""
+    spec = next(each for each in (*plan.spec.inputs, *plan.spec.state) if each.name == name)
+    if is_sharded and any(each.name == name for each in plan.spec.state):
+        return torch.zeros([size if isinstance(size, int) else sizes[size] for size in spec.shape])
+    value = tensors[name].clone()
+    return value.float() if value.is_floating_point() else value
+
+
+def run_eager(
+    plan: GraphPlan, module: nn.Module, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Outputs by name and `state.<name>` afterwards, of the eager module. `tensors` are not changed."""
+    arguments = [tensors[each.name].clone() for each in (*plan.spec.inputs, *plan.spec.state)]
+    with torch.no_grad():
+        outputs = getattr(module, plan.method)(*arguments)
+    result = {each.name: value for each, value in zip(plan.spec.outputs, outputs, strict=True)}
+    state = arguments[len(plan.spec.inputs) :]
+    result.update({f"state.{each.name}": value for each, value in zip(plan.spec.state, state, strict=True)})
+    return result
+
+
+def _golden_tensors(
+    spec: GraphSpec, tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    result = {f"in.{each.name}": tensors[each.name].contiguous() for each in spec.inputs}
+    result.update({f"state.{each.name}": tensors[each.name].contiguous() for each in spec.state})
+    for name, value in expected.items():
+        key = f"state_after.{name.removeprefix('state.')}" if name.startswith("state.") else f"out.{name}"
+        result[key] = value.cpu().contiguous()
+    return result

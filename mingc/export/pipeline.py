@@ -1,0 +1,374 @@
+"""The order of an export: check the checkpoint, write weights, build every graph, voices, manifest, rename."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import resource
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mingc
+from mingc.artifacts.bundle import new_bundle, write_manifest
+from mingc.artifacts.codec import encode
+from mingc.artifacts.manifest import (
+    SCHEMA,
+    Fingerprint,
+    GraphRecord,
+    Manifest,
+    ModelParameters,
+    StageRecord,
+    VoiceRecord,
+)
+from mingc.errors import CheckpointError, CompileError, ConfigError
+from mingc.export import tokenizers, voices
+from mingc.export.build import GraphResult, GraphTask, Replay, build_graph, stage_options, start_worker
+from mingc.export.checkpoint import Checkpoint, open_checkpoint
+from mingc.export.recipe import ExportRecipe
+from mingc.export.stages import discover, find
+from mingc.export.stages.base import Shard, Stage
+from mingc.export.weights import check_weights, write_weights
+from mingc.machine import this_machine
+
+_MAX_LISTED = 40  # problems printed before the rest is counted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One finished step of an export, for progress lines."""
+
+    name: str  # weights, engine, voice, manifest
+    subject: str
+    seconds: float
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphReport:
+    """One row of the export report."""
+
+    stage: str
+    graph: str
+    backend: str
+    engines: int
+    size_bytes: int
+    compile_seconds: float
+    error: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportReport:
+    """What an export made."""
+
+    output: str
+    model: str
+    graphs: tuple[GraphReport, ...]
+    weights_bytes: int
+    largest_weights_bytes: int
+    bundle_bytes: int
+    seconds: float
+    peak_rss_bytes: int
+    notes: tuple[str, ...]
+
+
+def export_bundle(recipe: ExportRecipe, replay: Replay, progress: Callable[[Step], None]) -> ExportReport:
+    """Build the bundle of `recipe`. `replay` runs what was built; `progress` hears of every finished step.
+
+    Raises: ConfigError, CheckpointError, ExportError. On any of them `recipe.output` is untouched.
+    """
+    started = time.perf_counter()
+    checkpoint = open_checkpoint(recipe.checkpoint)
+    stages = _choose(checkpoint, recipe)
+    configs = {stage.name: stage.config(checkpoint) for stage in stages}
+    notes = [*checkpoint.notes, *_check(checkpoint, stages, configs, recipe)]
+    with new_bundle(recipe.output, replace_existing=recipe.force) as folder:
+        run = _Run(recipe, checkpoint, stages, configs, folder, replay, progress)
+        weights = run.write_weights()
+        results = run.build_graphs(weights)
+        records = run.write_voices()
+        notes.extend(run.notes)
+        manifest = Manifest(
+            schema=SCHEMA,
+            model=recipe.model_name,
+            fingerprint=_fingerprint(recipe, checkpoint),
+            stages={stage.name: _stage_record(stage, weights, results) for stage in stages},
+            parameters=ModelParameters(
+                **{
+                    stage.name: stage.parameters(configs[stage.name], stage_options(recipe))
+                    for stage in stages
+                }
+            ),
+            tokenizers=tokenizers.copy(checkpoint, folder, {stage.name for stage in stages}),
+            speaker_network=voices.copy_speaker_network(checkpoint, folder) if run.has_voices else None,
+            chat_template=tokenizers.chat_template(checkpoint),
+            voices=records,
+            notes=tuple(notes),
+            files={},
+        )
+        manifest = write_manifest(folder, manifest)
+        run.step("manifest", recipe.output.name, 0.0)
+    return _report(recipe, manifest, results, weights, run.peak_rss_bytes, started)
+
+
+class _Run:
+    """One export under way."""
+
+    def __init__(
+        self,
+        recipe: ExportRecipe,
+        checkpoint: Checkpoint,
+        stages: Sequence[Stage],
+        configs: dict[str, Any],
+        folder: Path,
+        replay: Replay,
+        progress: Callable[[Step], None],
+    ) -> None:
+        self._recipe = recipe
+        self._checkpoint = checkpoint
+        self._stages = stages
+        self._configs = configs
+        self._folder = folder
+        self._replay = replay
+        self._progress = progress
+        self._done = 0
+        names = {stage.name for stage in stages}
+        self.has_voices = {"talker", "cfm", "audio_vae"} <= names
+        self.notes: list[str] = []
+        self.peak_rss_bytes = 0
+        options = stage_options(recipe)
+        self._plans = {
+            stage.name: [
+                plan.spec.name for plan in stage.graphs(configs[stage.name], self._shard(stage), options)
+            ]
+            for stage in stages
+        }
+        shards = sum(recipe.world_size if stage.is_sharded else 1 for stage in stages)
+        self._voices = voices.find(checkpoint, self.notes) if self.has_voices else ()
+        self._total = shards + sum(map(len, self._plans.values())) + len(self._voices) + 1
+
+    def step(self, name: str, subject: str, seconds: float) -> None:
+        self._done += 1
+        self._progress(Step(name=name, subject=subject, seconds=seconds, done=self._done, total=self._total))
+
+    def _shard(self, stage: Stage, rank: int = 0) -> Shard:
+        return Shard(rank=rank, world_size=self._recipe.world_size if stage.is_sharded else 1)
+
+    def write_weights(self) -> dict[str, tuple[str, ...]]:
+        """One weights file a rank and stage; the paths, relative to the bundle."""
+        (self._folder / "weights").mkdir()
+        dtype = stage_options(self._recipe).dtype
+        files: dict[str, tuple[str, ...]] = {}
+        for stage in self._stages:
+            shard_files = []
+            for rank in range(self._shard(stage).world_size):
+                started = time.perf_counter()
+                name = f"{stage.name}.rank{rank}" if stage.is_sharded else stage.name
+                file = f"weights/{name}.safetensors"
+                write_weights(
+                    self._checkpoint,
+                    stage,
+                    self._configs[stage.name],
+                    self._shard(stage, rank),
+                    dtype,
+                    self._folder / file,
+                )
+                shard_files.append(file)
+                self.step("weights", name, time.perf_counter() - started)
+            files[stage.name] = tuple(shard_files)
+        return files
+
+    def build_graphs(self, weights: dict[str, tuple[str, ...]]) -> list[GraphResult]:
+        """Every graph, `jobs` at a time, each in a process of its own so that memory returns."""
+        (self._folder / "engines").mkdir()
+        (self._folder / "goldens").mkdir()
+        tasks = [
+            GraphTask(
+                recipe=self._recipe, stage=stage, graph=graph, folder=self._folder, weights=weights[stage]
+            )
+            for stage, graphs in self._plans.items()
+            for graph in graphs
+        ]
+        results = []
+        with ProcessPoolExecutor(
+            max_workers=self._recipe.jobs,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=start_worker,
+        ) as pool:
+            futures = {pool.submit(build_graph, task, self._replay): task for task in _heaviest_first(tasks)}
+            try:
+                for future in as_completed(futures):
+                    task = futures[future]
+                    result = _result(future, task)
+                    results.append(result)
+                    self.peak_rss_bytes = max(self.peak_rss_bytes, result.peak_rss_bytes)
+                    seconds = sum(engine.compile_seconds for engine in result.record.engines)
+                    self.step("engine", f"{task.stage}.{task.graph}", seconds)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        self.peak_rss_bytes = max(
+            self.peak_rss_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        )
+        return results
+
+    def write_voices(self) -> tuple[VoiceRecord, ...]:
+        """The voices of the checkpoint, registered once so that serving needs neither encoder nor speaker network."""
+        if not self._voices:
+            return ()
+        (self._folder / "voices").mkdir()
+        maker = voices.VoiceMaker(self._checkpoint, self._configs)
+        records = []
+        for voice in self._voices:
+            started = time.perf_counter()
+            records.append(maker.register(voice, self._folder))
+            self.step("voice", voice.name, time.perf_counter() - started)
+        return tuple(records)
+
+
+def _result(future: Future[GraphResult], task: GraphTask) -> GraphResult:
+    try:
+        return future.result()
+    except BrokenProcessPool as error:
+        raise CompileError(
+            "the process that built this graph died (out of memory?)",
+            where=f"{task.stage}.{task.graph}",
+            fix="lower --jobs, or give the machine more memory",
+        ) from error
+
+
+def _heaviest_first(tasks: Iterable[GraphTask]) -> list[GraphTask]:
+    """Longest compiles first, so that no job is left with one at the end: the unrolled sampler, then the decoders."""
+    weight = {"cfm.sample": 0, "thinker.prefill": 1, "thinker.decode": 2}
+    return sorted(tasks, key=lambda task: weight.get(f"{task.stage}.{task.graph}", 3))
+
+
+def _choose(checkpoint: Checkpoint, recipe: ExportRecipe) -> list[Stage]:
+    stages = (
+        [find(name) for name in recipe.stages] if recipe.stages is not None else list(discover().values())
+    )
+    present = [stage for stage in stages if stage.is_present(checkpoint)]
+    if recipe.stages is not None and len(present) < len(stages):
+        absent = ", ".join(stage.name for stage in stages if stage not in present)
+        raise ConfigError(f"the checkpoint does not hold {absent}", where="--stages", fix="leave them out")
+    if not present:
+        raise CheckpointError("the checkpoint holds no stage that mingc knows", where=str(checkpoint.root))
+    return present
+
+
+def _check(
+    checkpoint: Checkpoint, stages: Sequence[Stage], configs: dict[str, Any], recipe: ExportRecipe
+) -> list[str]:
+    """Compare the stages' needs with the checkpoint's tensors; notes for what is knowingly unused.
+
+    Raises: CheckpointError with every missing, misshaped and unknown tensor at once.
+    """
+    problems: list[str] = []
+    notes: list[str] = []
+    used: dict[str, set[str]] = {"main": set(), "talker": set(), "vae": set()}
+    ignored: list[tuple[str, str, str]] = []
+    for stage in discover().values():
+        if not stage.is_present(checkpoint):
+            continue
+        config = configs.get(stage.name) or stage.config(checkpoint)
+        sources = stage.weights(config, Shard())
+        for source in sources:
+            used[source.part].update(source.tensors)
+        if stage in stages or stage.name in configs:
+            problems.extend(check_weights(checkpoint, sources))
+        ignored.extend((stage.name, prefix, why) for prefix, why in stage.ignored(checkpoint))
+    counts: dict[tuple[str, str, str], int] = {}
+    for part_name, names in used.items():
+        part = getattr(checkpoint, part_name)
+        for name in part.tensors if part is not None else ():
+            if name in names:
+                continue
+            rule = next((each for each in ignored if name.startswith(each[1])), None)
+            if rule is None:
+                problems.append(f"unknown: {part_name}: {name} {list(part.tensors[name].shape)}")
+            else:
+                counts[rule] = counts.get(rule, 0) + 1
+    notes.extend(
+        f"{stage}: {count} tensor(s) {prefix}* not used: {why}"
+        for (stage, prefix, why), count in counts.items()
+    )
+    problems = sorted(set(problems))
+    if problems:
+        listed = "\n".join(f"  - {problem}" for problem in problems[:_MAX_LISTED])
+        more = f"\n  … and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
+        raise CheckpointError(
+            f"{len(problems)} tensor(s) are not as the configs say:\n{listed}{more}",
+            where=str(checkpoint.root),
+            fix="check that config.json and the shards belong together and were downloaded whole",
+        )
+    return notes
+
+
+def _stage_record(
+    stage: Stage, weights: dict[str, tuple[str, ...]], results: Sequence[GraphResult]
+) -> StageRecord:
+    graphs: dict[str, GraphRecord] = {
+        result.record.spec.name: result.record for result in results if result.stage == stage.name
+    }
+    return StageRecord(is_sharded=stage.is_sharded, weights=weights[stage.name], graphs=graphs)
+
+
+def _fingerprint(recipe: ExportRecipe, checkpoint: Checkpoint) -> Fingerprint:
+    machine = this_machine(recipe.target)
+    chosen = {
+        name: value
+        for name, value in encode(recipe).items()
+        if name not in ("checkpoint", "output", "jobs", "cache", "force")
+    }
+    return Fingerprint(
+        mingc=mingc.__version__,
+        torch=machine.torch,
+        target=recipe.target,
+        device=machine.device,
+        capability=machine.capability,
+        dtype=recipe.dtype,
+        world_size=recipe.world_size,
+        config_sha256=hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest(),
+        checkpoint_sha256=checkpoint.fingerprint(),
+    )
+
+
+def _report(
+    recipe: ExportRecipe,
+    manifest: Manifest,
+    results: Sequence[GraphResult],
+    weights: dict[str, tuple[str, ...]],
+    peak_rss_bytes: int,
+    started: float,
+) -> ExportReport:
+    order = {name: index for index, name in enumerate(manifest.stages)}
+    rows = [
+        GraphReport(
+            stage=result.stage,
+            graph=result.record.spec.name,
+            backend=result.record.engines[0].backend,
+            engines=len(result.record.engines),
+            size_bytes=sum(manifest.files[engine.file].size_bytes for engine in result.record.engines),
+            compile_seconds=sum(engine.compile_seconds for engine in result.record.engines),
+            error=result.record.parity.compiled,
+        )
+        for result in sorted(results, key=lambda each: (order[each.stage], each.record.spec.name))
+    ]
+    sizes = [manifest.files[file].size_bytes for files in weights.values() for file in files]
+    return ExportReport(
+        output=str(recipe.output),
+        model=manifest.model,
+        graphs=tuple(rows),
+        weights_bytes=sum(sizes),
+        largest_weights_bytes=max(sizes),
+        bundle_bytes=sum(record.size_bytes for record in manifest.files.values()),
+        seconds=time.perf_counter() - started,
+        peak_rss_bytes=peak_rss_bytes,
+        notes=manifest.notes,
+    )

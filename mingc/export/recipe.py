@@ -1,0 +1,49 @@
+"""What to build: every choice of an export, validated at birth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mingc.errors import ConfigError
+
+TARGETS = ("cpu", "cuda")
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportRecipe:
+    """One export. `stages` None means all that the checkpoint holds; `cache` None means no compile cache."""
+
+    checkpoint: Path
+    output: Path
+    target: str = "cpu"
+    dtype: str = "float32"
+    world_size: int = 1
+    stages: tuple[str, ...] | None = None
+    jobs: int = 1
+    cache: Path | None = None
+    force: bool = False
+    context_tokens: int = 4096
+    max_batch: int = 8
+    prefill_tokens: int = 256
+    model_name: str = "ming-omni"
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.target not in TARGETS:
+            problems.append(f"--target {self.target}: not one of {', '.join(TARGETS)}")
+        if self.dtype not in DTYPES:
+            problems.append(f"--dtype {self.dtype}: not one of {', '.join(DTYPES)}")
+        if self.world_size not in (1, 2, 4, 8):
+            problems.append(f"--tp {self.world_size}: not one of 1, 2, 4, 8")
+        if self.jobs < 1:
+            problems.append(f"--jobs {self.jobs}: must be at least 1")
+        if self.max_batch < 1:
+            problems.append(f"--max-batch {self.max_batch}: must be at least 1")
+        if self.prefill_tokens < 16:
+            problems.append(f"--prefill-tokens {self.prefill_tokens}: must be at least 16")
+        if self.context_tokens < self.prefill_tokens:
+            problems.append(f"--context-tokens {self.context_tokens}: less than one prefill chunk")
+        if problems:
+            raise ConfigError("\n".join(problems), where="mingc export", fix="see mingc export --help")

@@ -1,0 +1,133 @@
+"""Writes a stage's weights file tensor by tensor, and fills a module from it by memory map.
+
+The safetensors format is written here because the library's writer needs every tensor in memory at once; a rank
+of the released thinker has 50 GB. Format: 8-byte little-endian header length, JSON header, raw tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from mingc.errors import CheckpointError, ExportError
+from mingc.export.checkpoint import Checkpoint, Part
+from mingc.export.stages.base import Shard, Stage, WeightSource
+
+_DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ALIGNMENT = 64  # vector loads of a memory-mapped weight start on a cache line
+
+
+def check_weights(checkpoint: Checkpoint, sources: Sequence[WeightSource]) -> list[str]:
+    """Every tensor that the sources need and the checkpoint lacks or holds in another shape, a line each."""
+    problems = []
+    for source in sources:
+        part = part_of(checkpoint, source.part)
+        for name, shape in zip(source.tensors, source.shapes, strict=True):
+            entry = part.tensors.get(name) if part else None
+            if entry is None:
+                problems.append(f"missing: {source.part}: {name} {list(shape)}")
+            elif entry.shape != tuple(shape):
+                problems.append(
+                    f"misshaped: {source.part}: {name} is {list(entry.shape)}, expected {list(shape)}"
+                )
+    return problems
+
+
+def part_of(checkpoint: Checkpoint, name: str) -> Part | None:
+    """The part called `name`: main, talker or vae."""
+    part: Part | None = getattr(checkpoint, name)
+    return part
+
+
+def write_weights(
+    checkpoint: Checkpoint,
+    stage: Stage,
+    config: object,
+    shard: Shard,
+    dtype: torch.dtype,
+    path: Path,
+) -> int:
+    """Write all weights of one shard to `path`; the largest single weight is the most ever held in memory.
+
+    Returns the bytes written. Raises: CheckpointError, ExportError when sources and module disagree.
+    """
+    sources = {source.name: source for source in stage.weights(config, shard)}
+    with torch.device("meta"):
+        expected = stage.build(config, shard).state_dict()
+    if set(sources) != set(expected):
+        raise ExportError(
+            f"weight sources and module disagree: {sorted(set(sources) ^ set(expected))[:5]}",
+            where=stage.name,
+        )
+    header: dict[str, object] = {}
+    offset = 0
+    for name, tensor in expected.items():
+        stored = sources[name].dtype or (dtype if tensor.is_floating_point() else tensor.dtype)
+        size = tensor.numel() * stored.itemsize
+        header[name] = {
+            "dtype": _DTYPE_NAMES[stored],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-(len(encoded) + 8) % _ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)))
+        file.write(encoded)
+        for name, tensor in expected.items():
+            stored = sources[name].dtype or (dtype if tensor.is_floating_point() else tensor.dtype)
+            value = _make(checkpoint, sources[name], stage.name).to(stored).contiguous()
+            if value.shape != tensor.shape:
+                raise ExportError(
+                    f"weight {name} came out as {list(value.shape)}, the module has {list(tensor.shape)}",
+                    where=stage.name,
+                )
+            file.write(value.view(-1).view(torch.uint8).numpy().data)
+    return offset
+
+
+def _make(checkpoint: Checkpoint, source: WeightSource, stage: str) -> torch.Tensor:
+    part = part_of(checkpoint, source.part)
+    if part is None:
+        raise CheckpointError(f"part {source.part} is missing", where=f"{stage}: {source.name}")
+    return source.make(*[part.read(name) for name in source.tensors])
+
+
+def load_module(stage: Stage, config: object, shard: Shard, path: Path) -> nn.Module:
+    """The stage's module over the weights file at `path`, memory-mapped; in eval mode, without gradients."""
+    with torch.device("meta"):
+        module = stage.build(config, shard)
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    module.load_state_dict(tensors, strict=True, assign=True)
+    return module.eval().requires_grad_(False)
+
+
+def float32_module(stage: Stage, config: object, checkpoint: Checkpoint) -> nn.Module:
+    """The unsharded module with every weight in float32, made straight from the checkpoint: the reference."""
+    shard = Shard()
+    with torch.device("meta"):
+        module = stage.build(config, shard)
+    tensors = {}
+    for source in stage.weights(config, shard):
+        value = _make(checkpoint, source, stage.name)
+        tensors[source.name] = value.float() if value.is_floating_point() else value
+    module.load_state_dict(tensors, strict=True, assign=True)
+    return module.eval().requires_grad_(False)

@@ -1,0 +1,27 @@
+"""What this machine offers to engines: torch release, device, instruction set or compute capability."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """The part of a fingerprint that a machine decides."""
+
+    torch: str
+    device: str
+    capability: str
+
+
+def this_machine(device: str) -> Machine:
+    """The machine this process runs on, as seen for `device` (cpu or cuda)."""
+    import torch
+
+    release = torch.__version__.split("+")[0]
+    if device == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        capability = f"{major}.{minor}"
+    else:
+        capability = torch.backends.cpu.get_cpu_capability()
+    return Machine(torch=release, device=device, capability=capability)
