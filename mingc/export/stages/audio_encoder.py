@@ -1,10 +1,10 @@
-"""Log-mel clips → audio embeddings of the thinker's width: Whisper encoder and projector (spec: audio.md §3–§5).
+"""Log-mel clips → audio embeddings of the thinker's width: Whisper encoder, projector (spec: audio.md §3–§5).
 
 The eager module, its weights and its one graph, `encode`. Clips of a batch never see each other or their
 padding. Waveforms become log-mel on the host.
 
-Shape letters: N clips, T tokens of the longest clip, G mel frames of a token, F = T·G mel frames, C mel bands,
-L encoder positions (F/2), W encoder width, H heads, d head width, D thinker width.
+Shape letters: N clips, T tokens of the longest clip, G mel frames of a token, F = T·G mel frames, C mel
+bands, L encoder positions (F/2), W encoder width, H heads, d head width, D thinker width.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class AudioConfig:
 
 
 class AudioAttention(nn.Module):
-    """Bidirectional attention within a clip. The key has no bias of its own: its part of the packed one is zero."""
+    """Bidirectional attention within a clip. The key's part of the packed bias is zero: Whisper has none."""
 
     def __init__(self, config: AudioConfig) -> None:
         super().__init__()
@@ -135,9 +135,9 @@ class AudioProjector(nn.Module):
 class AudioEncoder(nn.Module):
     """Whisper's encoder without the 30 s window, and the projector. Method `encode` is the graph.
 
-    Source: openai-whisper `AudioEncoder` and the official `linear_proj_audio`, as described in audio.md §3–§6;
-    each clip as if it were alone. Values beyond a clip's end are zeroed before every convolution, because that
-    is the padding a convolution would see at the end of a lone clip.
+    Source: openai-whisper `AudioEncoder` and the official `linear_proj_audio`, as described in audio.md
+    §3–§6; each clip as if it were alone. Values beyond a clip's end are zeroed before every convolution,
+    because that is the padding a convolution would see at the end of a lone clip.
     """
 
     positions: Tensor
@@ -161,7 +161,8 @@ class AudioEncoder(nn.Module):
             lengths_N: (N,) int64 mel frames of each clip; 0 for a clip that only fills the batch.
 
         Returns:
-            (N, T, D) unit vectors (when the config normalises) in the compute dtype; zero beyond ⌈length / G⌉.
+            (N, T, D) unit vectors (when the config normalises) in the compute dtype; rows from ⌈length / G⌉
+            on are zero.
         """
         positions_N = _ceil_divide(lengths_N, _CONV_STRIDE)
         mel_NFC = _zero_beyond(mel_NTGC.flatten(1, 2), lengths_N)
@@ -209,9 +210,7 @@ class AudioEncoderStage(Stage):
         kernel = part.require("ds_kernel_size", *audio)
         if kernel % 2 == 0:
             # ⌈length / stride⌉ tokens (audio.md §5) hold for odd kernels with half of them as padding.
-            raise CheckpointError(
-                f"audio_config.ds_kernel_size {kernel} is even; it must be odd", where=where
-            )
+            raise CheckpointError(f"ds_kernel_size {kernel} is even; it must be odd", where=where)
         projector_depth = part.require("mlp_depth")
         if projector_depth < 1:
             raise CheckpointError(f"mlp_depth is {projector_depth}; it must be at least 1", where=where)
@@ -258,11 +257,9 @@ class AudioEncoderStage(Stage):
             sources += linear(f"{own}.fc1", f"{theirs}.mlp.0", mlp_width, width)
             sources += linear(f"{own}.fc2", f"{theirs}.mlp.2", width, mlp_width)
         sources += layer_norm("norm", "audio.ln_post", width)
-        kernel = config.downsample_kernel
-        sources.append(
-            stored("projector.conv.weight", "linear_proj_audio.0.weight", hidden_size, width, kernel)
-        )
-        sources.append(stored("projector.conv.bias", "linear_proj_audio.0.bias", hidden_size))
+        own, theirs, kernel = "projector.conv", "linear_proj_audio.0", config.downsample_kernel
+        sources.append(stored(f"{own}.weight", f"{theirs}.weight", hidden_size, width, kernel))
+        sources.append(stored(f"{own}.bias", f"{theirs}.bias", hidden_size))
         for index in range(config.projector_depth - 1):
             # Stored sequence: convolution, transpose, then (GELU, linear) pairs.
             own, theirs = f"projector.layers.{index}", f"linear_proj_audio.{3 + 2 * index}"
@@ -271,12 +268,11 @@ class AudioEncoderStage(Stage):
 
     def graphs(self, config: AudioConfig, shard: Shard, options: StageOptions) -> Sequence[GraphPlan]:
         dtype = dtype_name(options.dtype)
+        mel_shape = ("N", "T4", config.frames_per_token, config.num_mels)
         spec = GraphSpec(
             name="encode",
             inputs=(
-                TensorSpec(
-                    name="mel", dtype=dtype, shape=("N", "T4", config.frames_per_token, config.num_mels)
-                ),
+                TensorSpec(name="mel", dtype=dtype, shape=mel_shape),
                 TensorSpec(name="lengths", dtype="int64", shape=("N",)),
             ),
             outputs=(TensorSpec(name="embeddings", dtype=dtype, shape=("N", "T4", config.hidden_size)),),
@@ -291,7 +287,7 @@ class AudioEncoderStage(Stage):
             spec=spec,
             method="encode",
             example=example,
-            trace_dims={"N": 3, "T4": min(12, most)},
+            trace_dims={"N": 2, "T4": min(12, most)},
             check_dims={"N": 2, "T4": min(25, most)},
         )
         return (plan,)
@@ -355,7 +351,7 @@ def _token_dim(config: AudioConfig) -> Dim:
 def _example(
     config: AudioConfig, num_clips: int, num_tokens: int, dtype: torch.dtype, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Random log-mel in Whisper's range of about [-1.5, 1.5]; the first clip is the longest, all end mid-token."""
+    """Random log-mel in Whisper's range of about [-1.5, 1.5]; the first clip is the longest."""
     frames = min(num_tokens * config.frames_per_token, config.max_frames)
     lengths = [max(1, frames - 1 - clip * frames // (2 * num_clips)) for clip in range(num_clips)]
     mel = torch.rand(num_clips, num_tokens, config.frames_per_token, config.num_mels, generator=generator)
