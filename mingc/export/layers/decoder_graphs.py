@@ -1,0 +1,196 @@
+"""The borders of the thinker's two graphs, and inputs that real use could produce for them.
+
+Dims: T tokens of a chunk, B requests, C context tokens that attention reads, KV rows of a page pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mingc.artifacts.spec import Dim, DType, GraphSpec, TensorSpec
+from mingc.export.layers.decoder import DecoderConfig
+from mingc.export.stages.base import GraphPlan, Shard, StageOptions
+
+PAGE_SIZE = 16
+_MAX_POOL_ROWS = 1 << 30
+_SMALLEST_CHUNK = 16
+_SMALLEST_CONTEXT = 64
+# Context sizes with an engine of their own where every bucket is one; the largest context is added to them.
+_STATIC_CONTEXTS = (1024, 8192)
+_DTYPES: dict[torch.dtype, DType] = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+
+
+def thinker_graphs(config: DecoderConfig, shard: Shard, options: StageOptions) -> Sequence[GraphPlan]:
+    """`prefill` and `decode` of one rank."""
+    dtype = _DTYPES[options.dtype]
+    _, num_kv_heads = config.local_heads(shard.world_size)
+    state = tuple(
+        TensorSpec(name=f"{kind}_pages.{index}", dtype=dtype, shape=("KV", num_kv_heads, config.head_dim))
+        for index in range(config.num_layers)
+        for kind in ("k", "v")
+    )
+    pool = Dim(name="KV", minimum=2 * PAGE_SIZE, maximum=_MAX_POOL_ROWS, multiple=PAGE_SIZE)
+    context = _context_dim(options)
+    logits = config.vocab_size
+
+    def ints(name: str, *shape: int | str) -> TensorSpec:
+        return TensorSpec(name=name, dtype="int64", shape=shape)
+
+    chunk_buckets = _powers_of_two(min(_SMALLEST_CHUNK, options.prefill_tokens), options.prefill_tokens)
+    prefill = GraphSpec(
+        name="prefill",
+        inputs=(
+            ints("input_ids", "T"),
+            TensorSpec(name="embeds", dtype=dtype, shape=("T", config.hidden_size)),
+            ints("embed_kind", "T"),
+            ints("positions", 3, "T"),
+            ints("write_rows", "T"),
+            ints("context_rows", "C"),
+            ints("query_index", "T"),
+            ints("last", 1),
+        ),
+        outputs=(TensorSpec(name="logits", dtype="float32", shape=(1, logits)),),
+        state=state,
+        dims=(
+            Dim(name="T", minimum=2, maximum=max(2, options.prefill_tokens), buckets=chunk_buckets),
+            context,
+            pool,
+        ),
+    )
+    decode = GraphSpec(
+        name="decode",
+        inputs=(
+            ints("input_ids", "B"),
+            ints("positions", "B"),
+            ints("write_rows", "B"),
+            ints("context_rows", "B", "C"),
+            ints("context_lens", "B"),
+        ),
+        outputs=(TensorSpec(name="logits", dtype="float32", shape=("B", logits)),),
+        state=state,
+        dims=(
+            Dim(
+                name="B",
+                minimum=1,
+                maximum=options.max_batch,
+                buckets=_powers_of_two(1, options.max_batch),
+            ),
+            context,
+            pool,
+        ),
+    )
+    examples = _Examples(config, state, options.dtype)
+    return (
+        GraphPlan(
+            spec=prefill,
+            method="prefill",
+            example=examples.prefill,
+            trace_dims={"T": min(12, options.prefill_tokens), "C": 5 * PAGE_SIZE, "KV": 9 * PAGE_SIZE},
+            check_dims={"T": min(32, options.prefill_tokens), "C": 8 * PAGE_SIZE, "KV": 20 * PAGE_SIZE},
+        ),
+        GraphPlan(
+            spec=decode,
+            method="decode",
+            example=examples.decode,
+            trace_dims={"B": 3, "C": 5 * PAGE_SIZE, "KV": 24 * PAGE_SIZE},
+            check_dims={"B": min(4, options.max_batch), "C": 8 * PAGE_SIZE, "KV": 40 * PAGE_SIZE},
+        ),
+    )
+
+
+def _context_dim(options: StageOptions) -> Dim:
+    largest = -(-options.context_tokens // PAGE_SIZE) * PAGE_SIZE
+    if options.static_buckets:
+        buckets = (*(size for size in _STATIC_CONTEXTS if size < largest), largest)
+    else:
+        buckets = _powers_of_two(min(_SMALLEST_CONTEXT, largest), largest)
+    return Dim(name="C", minimum=PAGE_SIZE, maximum=largest, multiple=PAGE_SIZE, buckets=buckets)
+
+
+def _powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
+    """`smallest` doubled until `largest`, which ends the list whether it fits or not."""
+    sizes = []
+    while smallest < largest:
+        sizes.append(smallest)
+        smallest *= 2
+    return (*sizes, largest)
+
+
+class _Examples:
+    """Random requests in a random pool."""
+
+    def __init__(self, config: DecoderConfig, state: Sequence[TensorSpec], dtype: torch.dtype) -> None:
+        self._config = config
+        self._state = state
+        self._dtype = dtype
+
+    def prefill(self, dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
+        """The last chunk of a request whose context ends a few rows before the bucket does."""
+        tokens, context = dims["T"], dims["C"]
+        length = max(1, context - PAGE_SIZE // 2)
+        num_real = min(tokens, length)  # a chunk longer than its context is padded
+        rows = _scatter_pages(1, context, dims["KV"], generator)[0]
+        rows[length:] = 0
+        query_index = torch.zeros(tokens, dtype=torch.int64)
+        query_index[:num_real] = torch.arange(length - num_real, length)
+        write_rows = torch.arange(tokens) % PAGE_SIZE
+        write_rows[:num_real] = rows[length - num_real : length]
+        height_width = torch.randint(-3, 4, (2, tokens), generator=generator)
+        positions = query_index + torch.cat((torch.zeros(1, tokens, dtype=torch.int64), height_width))
+        embeds = torch.randn(tokens, self._config.hidden_size, generator=generator)
+        return {
+            "input_ids": torch.randint(0, self._config.vocab_size, (tokens,), generator=generator),
+            "embeds": torch.nn.functional.normalize(embeds, dim=-1).to(self._dtype),
+            "embed_kind": torch.randint(0, 3, (tokens,), generator=generator),
+            "positions": positions,
+            "write_rows": write_rows,
+            "context_rows": rows,
+            "query_index": query_index,
+            "last": torch.tensor([num_real - 1]),
+            **self._pools(dims["KV"], generator),
+        }
+
+    def decode(self, dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
+        """Requests of different lengths."""
+        requests, context = dims["B"], dims["C"]
+        lengths = torch.randint(1, context + 1, (requests,), generator=generator)
+        rows = _scatter_pages(requests, context, dims["KV"], generator)
+        rows = rows.masked_fill(torch.arange(context) >= lengths[:, None], 0)
+        return {
+            "input_ids": torch.randint(0, self._config.vocab_size, (requests,), generator=generator),
+            "positions": lengths - 1,
+            "write_rows": rows[torch.arange(requests), lengths - 1],
+            "context_rows": rows,
+            "context_lens": lengths,
+            **self._pools(dims["KV"], generator),
+        }
+
+    def _pools(self, num_rows: int, generator: torch.Generator) -> dict[str, Tensor]:
+        pools = {}
+        for spec in self._state:
+            shape = [num_rows if isinstance(size, str) else size for size in spec.shape]
+            pools[spec.name] = torch.randn(shape, generator=generator).to(self._dtype)
+        return pools
+
+
+def _scatter_pages(requests: int, context: int, pool_rows: int, generator: torch.Generator) -> Tensor:
+    """Rows (requests, context) int64 in pages that no other request has; page 0 is left out.
+
+    Raises: ValueError when the pool is too small.
+    """
+    per_request = -(-context // PAGE_SIZE)
+    available = pool_rows // PAGE_SIZE - 1
+    if requests * per_request > available:
+        raise ValueError(
+            f"{requests} x {context} context rows do not fit in {available} pages of {PAGE_SIZE}"
+        )
+    pages = 1 + torch.randperm(available, generator=generator)[: requests * per_request]
+    rows = pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)
+    return rows.view(requests, per_request * PAGE_SIZE)[:, :context].contiguous()

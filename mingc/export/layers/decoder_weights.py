@@ -1,0 +1,189 @@
+"""How each parameter of the decoder is made from the checkpoint's tensors, cut for one rank.
+
+Checkpoint names and shapes: spec checkpoint.md §3. Slices are taken from memory-mapped tensors, so that only the
+rank's share is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mingc.export.layers.decoder import DecoderConfig
+from mingc.export.layers.tensor_shard import cut
+from mingc.export.stages.base import Shard, WeightSource
+
+_ROOT = "model.model"
+_GATES = ("gate", "image_gate", "audio_gate")
+_TIME, _HEIGHT, _WIDTH = 0, 1, 2
+# Frequencies below this one alternate height and width, the others follow time. A constant of the model's code,
+# not of its config (spec: thinker.md §3).
+_NUM_SPATIAL_FREQUENCIES = 24
+
+
+def decoder_weights(config: DecoderConfig, shard: Shard, *, is_tied: bool) -> Sequence[WeightSource]:
+    """One source for each name of `Decoder(config, shard.world_size).state_dict()`."""
+    hidden = config.hidden_size
+    embedding = f"{_ROOT}.word_embeddings.weight"
+    vocab_shape = (config.vocab_size, hidden)
+    head = embedding if is_tied else "model.lm_head.weight"
+    head_share = config.local_vocab(shard.world_size)
+    half = config.rotary_dim // 2
+    sources = [
+        _source("word_embeddings", (embedding,), (vocab_shape,), _as_stored),
+        _source("inv_freq", (), (), partial(_inverse_frequencies, config), torch.float32),
+        _source("position_rows", (), (), partial(_position_rows, half), torch.int64),
+        _source("norm", (f"{_ROOT}.norm.weight",), ((hidden,),), _as_stored),
+        _source("lm_head", (head,), (vocab_shape,), partial(cut, axis=0, rank=shard.rank, share=head_share)),
+    ]
+    for index in range(config.num_layers):
+        sources += _attention(config, shard, index)
+        if index < config.num_dense_layers:
+            width = config.dense_intermediate_size
+            sources += _swiglu(
+                config, shard, f"layers.{index}.feed_forward", f"{_ROOT}.layers.{index}.mlp", width
+            )
+        else:
+            sources += _moe(config, shard, index)
+    return sources
+
+
+def _source(
+    name: str,
+    tensors: tuple[str, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    make: Callable[..., Tensor],
+    dtype: torch.dtype | None = None,
+) -> WeightSource:
+    return WeightSource(name=name, part="main", tensors=tensors, shapes=shapes, make=make, dtype=dtype)
+
+
+def _attention(config: DecoderConfig, shard: Shard, index: int) -> list[WeightSource]:
+    ours, theirs = f"layers.{index}", f"{_ROOT}.layers.{index}"
+    hidden, width = config.hidden_size, config.head_dim
+    rows = (config.num_heads + 2 * config.num_kv_heads) * width
+    dense_shape = (hidden, config.num_heads * width)
+    plain = {
+        f"{ours}.input_norm": (f"{theirs}.input_layernorm.weight", hidden),
+        f"{ours}.attention.q_norm": (f"{theirs}.attention.q_norm.weight", width),
+        f"{ours}.attention.k_norm": (f"{theirs}.attention.k_norm.weight", width),
+        f"{ours}.post_attention_norm": (f"{theirs}.post_attention_layernorm.weight", hidden),
+    }
+    sources = [_source(name, (tensor,), ((size,),), _as_stored) for name, (tensor, size) in plain.items()]
+    qkv, dense = f"{theirs}.attention.query_key_value.weight", f"{theirs}.attention.dense.weight"
+    sources.append(
+        _source(f"{ours}.attention.qkv", (qkv,), ((rows, hidden),), partial(_cut_qkv, config, shard))
+    )
+    sources.append(
+        _source(f"{ours}.attention.dense", (dense,), (dense_shape,), partial(_cut_dense, config, shard))
+    )
+    return sources
+
+
+def _swiglu(config: DecoderConfig, shard: Shard, ours: str, theirs: str, width: int) -> list[WeightSource]:
+    up_shape, down_shape = (width, config.hidden_size), (config.hidden_size, width)
+    share = config.local_width(width, shard.world_size)
+    gate_up = (f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight")
+    down = (f"{theirs}.down_proj.weight",)
+    return [
+        _source(f"{ours}.gate_up", gate_up, (up_shape, up_shape), partial(_join_gate_up, shard.rank, share)),
+        _source(f"{ours}.down", down, (down_shape,), partial(cut, axis=1, rank=shard.rank, share=share)),
+    ]
+
+
+def _moe(config: DecoderConfig, shard: Shard, index: int) -> list[WeightSource]:
+    ours, theirs = f"layers.{index}.feed_forward", f"{_ROOT}.layers.{index}.mlp"
+    hidden, num_experts, width = config.hidden_size, config.num_experts, config.expert_intermediate_size
+    share = config.local_width(width, shard.world_size)
+    weights = tuple(f"{theirs}.{gate}.weight" for gate in _GATES)
+    biases = tuple(f"{theirs}.{gate}.expert_bias" for gate in _GATES)
+    experts = [f"{theirs}.experts.{expert}" for expert in range(num_experts)]
+    gate_up = tuple(f"{expert}.{name}_proj.weight" for expert in experts for name in ("gate", "up"))
+    down = tuple(f"{expert}.down_proj.weight" for expert in experts)
+    sources = [
+        _source(f"{ours}.router.weight", weights, ((num_experts, hidden),) * len(_GATES), _stack),
+        _source(f"{ours}.router.bias", biases, ((num_experts,),) * len(_GATES), _stack, torch.float32),
+        _source(
+            f"{ours}.gate_up",
+            gate_up,
+            ((width, hidden),) * len(gate_up),
+            partial(_stack_gate_up, shard.rank, share),
+        ),
+        _source(
+            f"{ours}.down", down, ((hidden, width),) * num_experts, partial(_stack_down, shard.rank, share)
+        ),
+    ]
+    if config.shared_intermediate_size:
+        sources += _swiglu(
+            config, shard, f"{ours}.shared", f"{theirs}.shared_experts", config.shared_intermediate_size
+        )
+    return sources
+
+
+def _as_stored(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _stack(*tensors: Tensor) -> Tensor:
+    return torch.stack(tensors)
+
+
+def _inverse_frequencies(config: DecoderConfig) -> Tensor:
+    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
+    return 1.0 / (config.rope_theta**exponents)
+
+
+def _position_rows(half: int) -> Tensor:
+    rows = [_HEIGHT if f % 2 == 0 else _WIDTH for f in range(min(half, _NUM_SPATIAL_FREQUENCIES))]
+    return torch.tensor(rows + [_TIME] * (half - len(rows)), dtype=torch.int64)
+
+
+def _cut_qkv(config: DecoderConfig, shard: Shard, packed: Tensor) -> Tensor:
+    """The rank's Q, K and V rows of a weight that holds all Q heads, then all K heads, then all V heads."""
+    num_heads, num_kv_heads = config.local_heads(shard.world_size)
+    first_head = shard.rank * config.num_heads // shard.world_size
+    first_kv_head = shard.rank * config.num_kv_heads // shard.world_size
+    width = config.head_dim
+    starts = (
+        first_head,
+        config.num_heads + first_kv_head,
+        config.num_heads + config.num_kv_heads + first_kv_head,
+    )
+    counts = (num_heads, num_kv_heads, num_kv_heads)
+    return torch.cat(
+        [packed.narrow(0, start * width, count * width) for start, count in zip(starts, counts, strict=True)]
+    )
+
+
+def _cut_dense(config: DecoderConfig, shard: Shard, weight: Tensor) -> Tensor:
+    """The rank's columns; zeros where another rank with the same head already adds it."""
+    copies = max(1, shard.world_size // config.num_heads)
+    if shard.rank % copies:
+        return torch.zeros(weight.shape[0], config.head_dim, dtype=weight.dtype)
+    num_heads, _ = config.local_heads(shard.world_size)
+    return cut(weight, 1, shard.rank // copies, num_heads * config.head_dim)
+
+
+def _join_gate_up(rank: int, share: int, gate: Tensor, up: Tensor) -> Tensor:
+    return torch.cat((cut(gate, 0, rank, share), cut(up, 0, rank, share)))
+
+
+def _stack_gate_up(rank: int, share: int, *tensors: Tensor) -> Tensor:
+    """(E, 2 * share, D) from gate and up of expert 0, of expert 1, ..."""
+    first = tensors[0]
+    stacked = torch.empty(len(tensors) // 2, 2, share, first.shape[1], dtype=first.dtype)
+    for index, tensor in enumerate(tensors):
+        stacked[index // 2, index % 2] = cut(tensor, 0, rank, share)
+    return stacked.flatten(1, 2)
+
+
+def _stack_down(rank: int, share: int, *tensors: Tensor) -> Tensor:
+    """(E, D, share) from the experts in order."""
+    first = tensors[0]
+    stacked = torch.empty(len(tensors), first.shape[0], share, dtype=first.dtype)
+    for index, tensor in enumerate(tensors):
+        stacked[index] = cut(tensor, 1, rank, share)
+    return stacked

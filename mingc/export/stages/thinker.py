@@ -1,0 +1,203 @@
+"""The thinker: the MoE decoder that reads text and media embeddings and writes text, sharded by rank.
+
+Two graphs share one set of weights and one page pool a layer: `prefill` takes a chunk of one request, `decode`
+one token of several. The pool's rows are the runtime's: it names the row of every token; page 0 belongs to
+padding and is never allocated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from mingc.artifacts.model import ThinkerParameters
+from mingc.errors import CheckpointError
+from mingc.export.checkpoint import Checkpoint
+from mingc.export.layers.decoder import Decoder, DecoderConfig
+from mingc.export.layers.decoder_graphs import PAGE_SIZE, thinker_graphs
+from mingc.export.layers.decoder_weights import decoder_weights
+from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions, WeightSource
+
+_DEFAULT_SYSTEM_TEXT = "你是一个友好的AI助手。"
+_THINKING_SUFFIX = "\n\ndetailed thinking {state}"
+_TEMPORAL_POSITION_SCALE = 2
+# Distance of each token id from `image_patch_token` in the released vocabulary (spec: thinker.md §6.3); used
+# for tokens that the config does not name when the folder has no tokenizer.
+_TOKEN_OFFSETS = {
+    "<image>": 1,
+    "</image>": 2,
+    "<video>": 3,
+    "</video>": 4,
+    "<audioPatch>": 11,
+    "<audio>": 12,
+    "</audio>": 13,
+    "<framePatch>": 18,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThinkerConfig:
+    """What `llm_config` and the tokenizer say."""
+
+    decoder: DecoderConfig
+    is_tied: bool  # lm_head is the word embedding
+    max_positions: int
+    stop_token_ids: tuple[int, ...]
+    token_ids: dict[str, int]  # of the special tokens, by their text
+
+
+class ThinkerStage(Stage):
+    """The stage `thinker`."""
+
+    name = "thinker"
+    is_sharded = True
+
+    def is_present(self, checkpoint: Checkpoint) -> bool:
+        return "model.model.word_embeddings.weight" in checkpoint.main.tensors
+
+    def config(self, checkpoint: Checkpoint) -> ThinkerConfig:
+        get = _Reader(checkpoint)
+        get.check_supported()
+        hidden_size, num_heads = get.integer("hidden_size"), get.integer("num_attention_heads")
+        head_dim = get.integer("head_dim", hidden_size // num_heads)
+        expert_width = get.integer("moe_intermediate_size")
+        num_experts = get.integer("num_experts")
+        num_groups = get.integer("n_group", 1)
+        if num_experts % num_groups:
+            raise get.error(f"{num_experts} experts cannot form {num_groups} equal groups")
+        decoder = DecoderConfig(
+            vocab_size=get.integer("vocab_size"),
+            hidden_size=hidden_size,
+            num_layers=get.integer("num_hidden_layers"),
+            num_dense_layers=get.integer("first_k_dense_replace"),
+            num_heads=num_heads,
+            num_kv_heads=get.integer("num_key_value_heads"),
+            head_dim=head_dim,
+            rotary_dim=int(head_dim * get.number("partial_rotary_factor", 1.0)),
+            rope_theta=get.number("rope_theta"),
+            norm_eps=get.number("rms_norm_eps"),
+            dense_intermediate_size=get.integer("intermediate_size"),
+            num_experts=num_experts,
+            expert_intermediate_size=expert_width,
+            shared_intermediate_size=expert_width * get.integer("num_shared_experts", 0),
+            num_experts_per_token=get.integer("num_experts_per_tok"),
+            num_expert_groups=num_groups,
+            num_kept_groups=get.integer("topk_group", num_groups),
+            # The release writes the scale under the second key; the authors' code reads the first.
+            routed_scale=get.number(
+                "routed_scaling_factor", get.number("moe_router_topk_scaling_factor", 2.5)
+            ),
+        )
+        stops = (get.integer("eos_token_id"), get.integer("pad_token_id", get.integer("eos_token_id")))
+        return ThinkerConfig(
+            decoder=decoder,
+            is_tied=bool(get.value("tie_word_embeddings", False)),
+            max_positions=get.integer("max_position_embeddings"),
+            stop_token_ids=tuple(dict.fromkeys(stops)),
+            token_ids=get.token_ids(),
+        )
+
+    def build(self, config: ThinkerConfig, shard: Shard) -> nn.Module:
+        return Decoder(config.decoder, shard.world_size)
+
+    def weights(self, config: ThinkerConfig, shard: Shard) -> Sequence[WeightSource]:
+        return decoder_weights(config.decoder, shard, is_tied=config.is_tied)
+
+    def graphs(self, config: ThinkerConfig, shard: Shard, options: StageOptions) -> Sequence[GraphPlan]:
+        return thinker_graphs(config.decoder, shard, options)
+
+    def parameters(self, config: ThinkerConfig, options: StageOptions) -> ThinkerParameters:
+        ids = config.token_ids
+        return ThinkerParameters(
+            vocab_size=config.decoder.vocab_size,
+            hidden_size=config.decoder.hidden_size,
+            num_layers=config.decoder.num_layers,
+            max_positions=config.max_positions,
+            page_size=PAGE_SIZE,
+            stop_token_ids=config.stop_token_ids,
+            image_patch_token=ids["<imagePatch>"],
+            frame_patch_token=ids["<framePatch>"],
+            audio_patch_token=ids["<audioPatch>"],
+            image_start_token=ids["<image>"],
+            image_end_token=ids["</image>"],
+            video_start_token=ids["<video>"],
+            video_end_token=ids["</video>"],
+            audio_start_token=ids["<audio>"],
+            audio_end_token=ids["</audio>"],
+            temporal_position_scale=_TEMPORAL_POSITION_SCALE,
+            default_system_text=_DEFAULT_SYSTEM_TEXT,
+            thinking_suffix=_THINKING_SUFFIX,
+        )
+
+
+class _Reader:
+    """Typed access to `llm_config`; every complaint names the file."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._part = checkpoint.main
+
+    def error(self, message: str) -> CheckpointError:
+        return CheckpointError(message, where=f"{self._part.root / 'config.json'}: llm_config")
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """The value of `key`, or `default` when it is absent or null; without a default it must be there."""
+        section = self._part.require("llm_config")
+        found = section.get(key) if isinstance(section, dict) else None
+        if found is not None:
+            return found
+        return self._part.require(key, "llm_config") if default is None else default
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        found = self.value(key, default)
+        if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+            raise self.error(f"{key} is {found!r}, expected a whole number")
+        return found
+
+    def number(self, key: str, default: float | None = None) -> float:
+        found = self.value(key, default)
+        if not isinstance(found, int | float) or isinstance(found, bool):
+            raise self.error(f"{key} is {found!r}, expected a number")
+        return float(found)
+
+    def check_supported(self) -> None:
+        """Raises: CheckpointError with every setting that would change the maths."""
+        expected = {"hidden_act": "silu", "use_bias": False, "use_qkv_bias": False, "use_qk_norm": True}
+        wrong = {
+            key: self.value(key, want) for key, want in expected.items() if self.value(key, want) != want
+        }
+        scaling = self.value("rope_scaling", {"type": "video_rope"})
+        kind = scaling.get("type", scaling.get("rope_type")) if isinstance(scaling, dict) else scaling
+        if kind != "video_rope":
+            wrong["rope_scaling.type"] = kind
+        if wrong:
+            listed = ", ".join(f"{key}={value!r}" for key, value in wrong.items())
+            raise self.error(f"the thinker is not built for {listed}")
+
+    def token_ids(self) -> dict[str, int]:
+        """Ids of the media tokens: from the tokenizer beside the weights, else by the released order."""
+        base = self.integer("image_patch_token")
+        ids = {"<imagePatch>": base} | {text: base + offset for text, offset in _TOKEN_OFFSETS.items()}
+        file = self._part.root / "tokenizer.json"
+        if file.is_file():
+            try:
+                added = json.loads(file.read_text(encoding="utf-8"))["added_tokens"]
+                ids |= {token["content"]: token["id"] for token in added if token["content"] in ids}
+            except (ValueError, KeyError, TypeError) as error:
+                raise CheckpointError(f"not a tokenizer file: {error}", where=str(file)) from error
+        # `video_start_token` of the config is the id of `</image>` in the release, hence not read.
+        named = {
+            "image_patch_token": "<imagePatch>",
+            "video_patch_token": "<framePatch>",
+            "image_start_token": "<image>",
+        }
+        for key, text in named.items():
+            if self.integer(key, ids[text]) != ids[text]:
+                raise self.error(f"{key} is {self.integer(key)}, but {text} is token {ids[text]}")
+        return ids
+
+
+STAGE = ThinkerStage()

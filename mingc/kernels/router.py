@@ -1,0 +1,35 @@
+"""Choice of experts: sigmoid scores, a selection bias, and a limit on the number of expert groups."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def route(
+    logits: Tensor, bias: Tensor, *, num_groups: int, num_kept_groups: int, num_chosen: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Pick `num_chosen` experts a token and their weights (spec: thinker.md §2.3).
+
+    Args:
+        logits: (T, E) float32.
+        bias: (T, E) or (E,) float32; added for the choice only, the weights come from the bare scores.
+        num_groups: consecutive equal groups of experts; a group's rank is the sum of its two best biased scores.
+        num_kept_groups: groups that may be chosen from.
+
+    Returns: ids (T, num_chosen) int64, best first, and weights (T, num_chosen) float32 that sum to `scale`.
+    """
+    num_tokens, num_experts = logits.shape
+    group_size = num_experts // num_groups
+    scores = logits.sigmoid()
+    biased = scores + bias
+    if num_kept_groups < num_groups:
+        grouped = biased.view(num_tokens, num_groups, group_size)
+        group_scores = grouped.topk(min(2, group_size), dim=-1).values.sum(-1)
+        kept = group_scores.topk(num_kept_groups, dim=-1).indices
+        # Comparing with every group index is a fused elementwise pass; a scatter would be a kernel of its own.
+        is_kept = (kept.unsqueeze(-1) == torch.arange(num_groups, device=kept.device)).any(1)
+        biased = grouped.masked_fill(~is_kept.unsqueeze(-1), float("-inf")).view(num_tokens, num_experts)
+    ids = biased.topk(num_chosen, dim=-1).indices
+    chosen = scores.gather(1, ids)
+    return ids, chosen * (scale / (chosen.sum(-1, keepdim=True) + 1e-20))
