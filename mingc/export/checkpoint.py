@@ -99,17 +99,26 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Raises: CheckpointError.
     """
+    return _open(path, has_tensors=True)
+
+
+def open_configs(path: Path) -> Checkpoint:
+    """Like `open_checkpoint` for a folder that holds the config files alone: no part has a tensor."""
+    return _open(path, has_tensors=False)
+
+
+def _open(path: Path, *, has_tensors: bool) -> Checkpoint:
     if not path.is_dir():
         raise CheckpointError(
             f"{path} is not a folder", where="CHECKPOINT", fix="pass the folder that holds config.json"
         )
     problems: list[str] = []
     notes: list[str] = []
-    main = _open_part("main", path, problems)
-    talker = _open_part("talker", path / "talker", problems) if (path / "talker").is_dir() else None
-    vae_root = path / "talker" / "vae"
-    vae = _open_part("vae", vae_root, problems) if talker is not None and vae_root.is_dir() else None
-    if talker is None:
+    talker_root, vae_root = path / "talker", path / "talker" / "vae"
+    main = _open_part("main", path, problems, has_tensors)
+    talker = _open_part("talker", talker_root, problems, has_tensors) if talker_root.is_dir() else None
+    vae = _open_part("vae", vae_root, problems, has_tensors) if vae_root.is_dir() else None
+    if not talker_root.is_dir():
         notes.append("no talker/ folder: the bundle will have no speech")
     if problems or main is None:
         listed = "\n".join(f"  - {problem}" for problem in problems)
@@ -121,8 +130,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(root=path, main=main, talker=talker, vae=vae, notes=tuple(notes))
 
 
-def _open_part(name: str, root: Path, problems: list[str]) -> Part | None:
+def _open_part(name: str, root: Path, problems: list[str], has_tensors: bool) -> Part | None:
     config = _read_json(root / "config.json", problems)
+    if not has_tensors:
+        return Part(name=name, root=root, config=config, tensors={}) if config is not None else None
     tensors: dict[str, TensorEntry] = {}
     index = root / "model.safetensors.index.json"
     if index.is_file():
@@ -141,7 +152,9 @@ def _open_part(name: str, root: Path, problems: list[str]) -> Part | None:
             problems.append(f"{file.relative_to(root.parent)}: {error.message}")
     if weight_map is not None and not problems:
         absent = sorted(set(weight_map) - set(tensors))
-        problems.extend(f"{weight_map[tensor]}: tensor {tensor} of the index is not in the file" for tensor in absent)
+        problems.extend(
+            f"{weight_map[tensor]}: tensor {tensor} of the index is not in the file" for tensor in absent
+        )
     if config is None:
         return None
     return Part(name=name, root=root, config=config, tensors=tensors)

@@ -1,0 +1,70 @@
+"""A checkpoint of random weights with the tensors that a folder of configs asks for. For measuring speed.
+
+Every tensor is drawn when it is read, from a generator seeded by its name: two reads agree, nothing is stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mingc.errors import CheckpointError
+from mingc.export.checkpoint import Checkpoint, Part, TensorEntry, open_configs
+from mingc.export.stages import discover
+from mingc.export.stages.base import Shard
+
+
+@dataclass(frozen=True)
+class SyntheticPart(Part):
+    """A part whose tensors exist only when they are read."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """A random tensor of the announced shape, bfloat16: scaled by its fan-in, near 1 for norms' weights."""
+        entry = self.tensors.get(name)
+        if entry is None:
+            raise CheckpointError(f"tensor {name} is missing", where=f"synthetic {self.name}")
+        seed = int.from_bytes(hashlib.sha256(f"{self.name}:{name}".encode()).digest()[:7], "little")
+        generator = torch.Generator().manual_seed(seed)
+        value = torch.randn(entry.shape, generator=generator)
+        if len(entry.shape) < 2:
+            value = 1 + 0.1 * value if name.endswith("weight") else 0.02 * value
+        else:
+            value = value * (value[0].numel() ** -0.5)
+        return value.to(torch.bfloat16)
+
+
+def open_synthetic(configs: Path) -> Checkpoint:
+    """A checkpoint over the config files in `configs` (the released layout without weights).
+
+    Raises: CheckpointError when a config is missing or lacks a key.
+    """
+    plain = open_configs(configs)
+    tensors: dict[str, dict[str, TensorEntry]] = {"main": {}, "talker": {}, "vae": {}}
+    notes = [*plain.notes, "weights are random: the bundle measures speed, it does not speak"]
+    for stage in discover().values():
+        try:
+            config = stage.config(plain)
+        except CheckpointError as error:
+            notes.append(f"{stage.name} left out: {error.message}")
+            continue
+        for source in stage.weights(config, Shard()):
+            for name, shape in zip(source.tensors, source.shapes, strict=True):
+                tensors[source.part][name] = TensorEntry(configs, "BF16", tuple(shape))
+
+    def part(given: Part | None) -> SyntheticPart | None:
+        if given is None:
+            return None
+        return SyntheticPart(given.name, given.root, given.config, tensors[given.name])
+
+    main = part(plain.main)
+    assert main is not None
+    return Checkpoint(
+        root=plain.root,
+        main=main,
+        talker=part(plain.talker),
+        vae=part(plain.vae),
+        notes=tuple(notes),
+    )
