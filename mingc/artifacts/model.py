@@ -28,6 +28,10 @@ class VisionParameters:
     video_fps: float
     video_max_frames: int
     max_patches: int  # the largest bucket: more patches in one request are refused
+    # Loading fits an image to these before the encoder's own rule above applies; the checkpoint does not carry them.
+    load_factor: int = 32
+    load_min_pixels: int = 4 * 32 * 32
+    load_max_pixels: int = 16384 * 32 * 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
