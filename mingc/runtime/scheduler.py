@@ -1,0 +1,237 @@
+"""Which requests run next, as plain numbers. Imports no torch and runs nothing.
+
+A scheduler belongs to one engine thread: nothing here is locked. The thread's loop is `plan`, run, `commit`.
+Requests that end, in whatever way, leave through `remove`, which frees all they hold.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Container
+from dataclasses import dataclass
+
+from mingc.errors import CapacityError, RequestError
+from mingc.runtime.kv_cache import PagePool, SlotPool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillChunk:
+    """Tokens `start` to `start + count` of a prompt; `is_last` when the prompt is whole after them."""
+
+    request: int
+    start: int
+    count: int
+    is_last: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThinkerPlan:
+    """One step: at most one chunk of one prompt, then one token for each request of `decode`."""
+
+    prefill: PrefillChunk | None
+    decode: tuple[int, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        return self.prefill is None and not self.decode
+
+
+@dataclass(slots=True)
+class _Sequence:
+    prompt_tokens: int
+    max_tokens: int
+    computed: int = 0  # prompt tokens whose keys and values are in the pool
+
+
+class ThinkerScheduler:
+    """Continuous batching with paged KV and chunked prefill.
+
+    A request is admitted, in order of arrival, when pages for its prompt and all of its answer are free, so a
+    running request never waits for memory and is never put out. Each step has at most one chunk of one prompt:
+    running answers are held up by a chunk, never by a whole prompt. Chunks go by turns to the oldest prompt
+    and to the one with the least left, so short prompts pass long ones and no prompt starves.
+
+    Args:
+        max_running: requests admitted at once; the largest decode batch.
+        chunk_tokens: longest chunk.
+        max_context: tokens of prompt and answer together.
+        max_waiting: requests in the queue before more are refused.
+    """
+
+    def __init__(
+        self, pool: PagePool, *, max_running: int, chunk_tokens: int, max_context: int, max_waiting: int
+    ) -> None:
+        self.pool = pool
+        self.max_context = min(max_context, pool.max_tokens)
+        self._max_running = max_running
+        self._chunk_tokens = chunk_tokens
+        self._max_waiting = max_waiting
+        self._waiting: OrderedDict[int, _Sequence] = OrderedDict()
+        self._prefilling: OrderedDict[int, _Sequence] = OrderedDict()
+        self._decoding: OrderedDict[int, _Sequence] = OrderedDict()
+        self._is_turn_of_oldest = True
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._prefilling) + len(self._decoding)
+
+    def max_new_tokens(self, prompt_tokens: int, asked: int) -> int:
+        """`asked` cut to what fits in the context behind the prompt.
+
+        Raises: RequestError when the prompt leaves room for no token.
+        """
+        room = self.max_context - prompt_tokens
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {prompt_tokens} tokens, the context holds {self.max_context} with the answer",
+                fix="send less text or smaller media",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        return max(1, min(asked, room))
+
+    def add(self, request: int, *, prompt_tokens: int, max_tokens: int) -> None:
+        """Queue a request. Raises CapacityError when the queue is full."""
+        assert prompt_tokens > 0 and prompt_tokens + max_tokens <= self.max_context
+        if len(self._waiting) >= self._max_waiting and (self._waiting or not self._has_room(prompt_tokens, max_tokens)):
+            raise CapacityError(
+                f"{len(self._waiting)} requests are waiting, as many as the queue holds", fix="try again later"
+            )
+        self._waiting[request] = _Sequence(prompt_tokens, max_tokens)
+
+    def remove(self, request: int) -> None:
+        """Forget a request, wherever it is, and free its pages; nothing happens when it is not known."""
+        for place in (self._waiting, self._prefilling, self._decoding):
+            place.pop(request, None)
+        self.pool.free(request)
+
+    def plan(self) -> ThinkerPlan:
+        """Admit what fits and choose the next step. Changes nothing but admissions until `commit`."""
+        while self._waiting and self.num_running < self._max_running:
+            request, sequence = next(iter(self._waiting.items()))
+            if not self.pool.extend(request, sequence.prompt_tokens + sequence.max_tokens):
+                break  # strictly in order: passing it by would starve large requests
+            del self._waiting[request]
+            self._prefilling[request] = sequence
+        return ThinkerPlan(prefill=self._next_chunk(), decode=tuple(self._decoding))
+
+    def commit(self, plan: ThinkerPlan) -> None:
+        """Record that the prefill chunk of `plan` was run."""
+        chunk = plan.prefill
+        if chunk is None or chunk.request not in self._prefilling:
+            return
+        self._prefilling[chunk.request].computed += chunk.count
+        self._is_turn_of_oldest = not self._is_turn_of_oldest
+        if chunk.is_last:
+            self._decoding[chunk.request] = self._prefilling.pop(chunk.request)
+
+    def check(self) -> None:
+        """Assert that pages belong to admitted requests only."""
+        self.pool.check()
+        if not self.num_running:
+            assert self.pool.num_free == self.pool.num_pages - 1, "pages held by no request"
+
+    def _has_room(self, prompt_tokens: int, max_tokens: int) -> bool:
+        return (
+            self.num_running < self._max_running
+            and self.pool.pages_for(prompt_tokens + max_tokens) <= self.pool.num_free
+        )
+
+    def _next_chunk(self) -> PrefillChunk | None:
+        if not self._prefilling:
+            return None
+        request = next(iter(self._prefilling))
+        if not self._is_turn_of_oldest:
+            request = min(self._prefilling, key=lambda each: self._left(each))
+        sequence = self._prefilling[request]
+        count = min(self._chunk_tokens, self._left(request))
+        return PrefillChunk(
+            request=request, start=sequence.computed, count=count, is_last=count == self._left(request)
+        )
+
+    def _left(self, request: int) -> int:
+        sequence = self._prefilling[request]
+        return sequence.prompt_tokens - sequence.computed
+
+
+class TalkerScheduler:
+    """Segments of speech join and leave the running batch at patch boundaries.
+
+    A stream is one client's speech; its segments are spoken one after the other. Streams wait in order of
+    arrival for a slot, and a stream that ends a segment goes to the end of the queue for its next one, so a
+    long text shares the slots with others.
+
+    Args:
+        max_joins: segments that may join at one boundary: each costs a prefill, which the others wait for.
+        max_streams: streams known at once (speaking and waiting) before more are refused.
+    """
+
+    def __init__(self, slots: SlotPool, *, max_batch: int, max_joins: int, max_streams: int) -> None:
+        self.slots = slots
+        self._max_batch = min(max_batch, slots.num_slots - 1)
+        self._max_joins = max_joins
+        self._max_streams = max_streams
+        self._segments: dict[int, deque[int]] = {}  # per stream: segments not yet spoken, first one first
+        self._queue: OrderedDict[int, None] = OrderedDict()  # streams that wait for a slot
+        self._running: OrderedDict[int, int] = OrderedDict()  # stream → segment being spoken
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def open(self, stream: int) -> None:
+        """Make a stream known. Raises CapacityError when there are too many."""
+        if len(self._segments) >= self._max_streams:
+            raise CapacityError(f"{len(self._segments)} requests are speaking or waiting to", fix="try again later")
+        self._segments[stream] = deque()
+
+    def add(self, stream: int, segment: int) -> None:
+        """Append a segment to an open stream."""
+        self._segments[stream].append(segment)
+        if stream not in self._running:
+            self._queue[stream] = None
+
+    def remove(self, stream: int) -> None:
+        """Forget a stream with all its segments and free its slot; nothing happens when it is not known."""
+        self._segments.pop(stream, None)
+        self._queue.pop(stream, None)
+        self._running.pop(stream, None)
+        self.slots.free(stream)
+
+    def admit(self) -> list[tuple[int, int, int]]:
+        """(stream, segment, slot) of those that join now, at most `max_joins`; they are running from here on."""
+        joined: list[tuple[int, int, int]] = []
+        while self._queue and len(joined) < self._max_joins and len(self._running) < self._max_batch:
+            stream = next(iter(self._queue))
+            slot = self.slots.allocate(stream)
+            if slot is None:
+                break
+            del self._queue[stream]
+            segment = self._segments[stream].popleft()
+            self._running[stream] = segment
+            joined.append((stream, segment, slot))
+        return joined
+
+    def batch(self, paused: Container[int] = ()) -> tuple[int, ...]:
+        """Streams that make a patch now: the running ones without `paused`, which keep their slots."""
+        return tuple(stream for stream in self._running if stream not in paused)
+
+    def end_segment(self, stream: int) -> None:
+        """The stream's segment is spoken: free its slot, and queue the stream when it has another one."""
+        del self._running[stream]
+        self.slots.free(stream)
+        if self._segments[stream]:
+            self._queue[stream] = None
+
+    def check(self) -> None:
+        """Assert that slots belong to running streams only."""
+        self.slots.check()
+        assert self.slots.num_free == self.slots.num_slots - 1 - len(self._running), "slots held by no stream"

@@ -1,0 +1,112 @@
+"""The sampler: each rule alone, seeds, and independence of the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mingc.runtime.noise import diffusion_noise, random_seed, start_noise
+from mingc.runtime.request import SamplingParams
+from mingc.runtime.sampler import SamplerRow, sample, uniform
+
+CPU = torch.device("cpu")
+
+
+def row(seed: int = 7, prompt: tuple[int, ...] = (), vocab: int = 8, **params: float) -> SamplerRow:
+    return SamplerRow.begin(SamplingParams(**params), seed, prompt, vocab, CPU)  # type: ignore[arg-type]
+
+
+def draws(logits: list[float], count: int = 400, **params: float) -> list[int]:
+    """Tokens of `count` requests that differ in the seed only."""
+    rows = [row(seed=seed, vocab=len(logits), **params) for seed in range(count)]
+    ids = sample(torch.tensor([logits]).expand(count, -1), rows)
+    return [token for token in ids if token is not None]
+
+
+def test_temperature_zero_is_greedy() -> None:
+    assert sample(torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 0.0]]), [row(), row()]) == [1, 0]
+
+
+def test_padding_rows_are_ignored() -> None:
+    assert sample(torch.tensor([[0.0, 1.0], [float("nan"), 0.0]]), [row()]) == [1]
+
+
+def test_top_k_one_is_greedy_at_any_temperature() -> None:
+    assert set(draws([0.0, 0.1, 0.05], temperature=5.0, top_k=1)) == {1}
+
+
+def test_draws_follow_the_probabilities() -> None:
+    tokens = draws([0.0, 1.0, 2.0], count=2000, temperature=1.0)
+    expected = torch.softmax(torch.tensor([0.0, 1.0, 2.0]), 0)
+    counted = torch.bincount(torch.tensor(tokens), minlength=3) / len(tokens)
+    assert torch.allclose(counted, expected, atol=0.04)
+
+
+def test_low_temperature_sharpens() -> None:
+    assert set(draws([0.0, 1.0, 2.0], temperature=0.05)) == {2}
+
+
+def test_top_k_keeps_the_highest() -> None:
+    assert set(draws([0.0, 0.2, 0.1, 0.3], temperature=1.0, top_k=2)) == {1, 3}
+
+
+def test_top_p_keeps_the_token_that_crosses_the_limit() -> None:
+    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05])).tolist()
+    assert set(draws(logits, temperature=1.0, top_p=0.5)) == {0}
+    assert set(draws(logits, temperature=1.0, top_p=0.6)) == {0, 1}
+
+
+def test_min_p_is_relative_to_the_highest() -> None:
+    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05])).tolist()
+    assert set(draws(logits, temperature=1.0, min_p=0.2)) == {0, 1, 2}
+
+
+def test_repetition_penalty_counts_prompt_and_answer() -> None:
+    logits = torch.tensor([[2.0, 1.9, -1.0, -1.1]])
+    penalized = row(vocab=4, prompt=(0,), repetition_penalty=1.5)
+    assert sample(logits, [penalized]) == [1]
+    penalized.advance(1)
+    assert sample(logits, [penalized]) == [0]
+    negative = row(vocab=4, prompt=(2,), repetition_penalty=1.5)
+    assert sample(torch.tensor([[-9.0, -9.0, -1.0, -1.1]]), [negative]) == [3]
+
+
+def test_logits_that_are_not_finite_fail_their_row_only() -> None:
+    logits = torch.tensor([[0.0, float("nan")], [0.0, 1.0], [float("-inf"), float("-inf")]])
+    assert sample(logits, [row(), row(), row()]) == [None, 1, None]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 2**63), st.integers(0, 5000), st.integers(1, 5), st.integers(0, 4))
+def test_a_row_does_not_depend_on_the_batch(seed: int, step: int, size: int, place: int) -> None:
+    place = place % size
+    logits = torch.randn(size, 16, generator=torch.Generator().manual_seed(seed % 1000))
+    mine = row(seed=seed, vocab=16, temperature=0.8, top_p=0.9)
+    mine.step = step
+    alone = sample(logits[place : place + 1], [mine])
+    rows = [row(seed=i, vocab=16, temperature=0.3 + i) for i in range(size)]
+    rows[place] = mine
+    assert sample(logits, rows)[place] == alone[0]
+
+
+def test_steps_of_one_seed_differ_and_repeat() -> None:
+    numbers = [uniform(3, step) for step in range(50)]
+    assert len(set(numbers)) == 50
+    assert numbers == [uniform(3, step) for step in range(50)]
+    assert all(0.0 <= number < 1.0 for number in numbers)
+
+
+@pytest.mark.parametrize("noise", [start_noise, diffusion_noise])
+def test_noise_is_counted(noise: object) -> None:
+    assert callable(noise)
+    first = noise(5, 0, 0, (4, 64))
+    assert first.dtype.name == "float32" and first.shape == (4, 64)
+    assert (first == noise(5, 0, 0, (4, 64))).all()
+    for other in (noise(6, 0, 0, (4, 64)), noise(5, 1, 0, (4, 64)), noise(5, 0, 1, (4, 64))):
+        assert not (first == other).any()
+
+
+def test_random_seeds_differ() -> None:
+    assert random_seed() != random_seed()

@@ -1,0 +1,267 @@
+"""Schedulers as plain Python: order, fairness, limits; nothing leaks and nothing starves under random traffic."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mingc.errors import CapacityError, RequestError
+from mingc.runtime.kv_cache import PagePool, SlotPool
+from mingc.runtime.scheduler import TalkerScheduler, ThinkerScheduler
+
+
+def make_thinker(
+    *, num_pages: int = 17, max_running: int = 4, chunk: int = 8, max_context: int = 64, max_waiting: int = 8
+) -> ThinkerScheduler:
+    pool = PagePool(num_pages=num_pages, page_size=4)
+    return ThinkerScheduler(
+        pool, max_running=max_running, chunk_tokens=chunk, max_context=max_context, max_waiting=max_waiting
+    )
+
+
+def make_talker(*, slots: int = 3, max_joins: int = 8, max_streams: int = 8) -> TalkerScheduler:
+    return TalkerScheduler(SlotPool(slots + 1), max_batch=8, max_joins=max_joins, max_streams=max_streams)
+
+
+def test_a_prompt_is_prefilled_in_chunks_then_decodes() -> None:
+    scheduler = make_thinker(chunk=8)
+    scheduler.add(1, prompt_tokens=19, max_tokens=4)
+    seen = []
+    for _ in range(3):
+        plan = scheduler.plan()
+        assert plan.prefill is not None and plan.decode == ()
+        seen.append((plan.prefill.start, plan.prefill.count, plan.prefill.is_last))
+        scheduler.commit(plan)
+    assert seen == [(0, 8, False), (8, 8, False), (16, 3, True)]
+    assert scheduler.plan().decode == (1,)
+    assert scheduler.plan().prefill is None
+
+
+def test_decode_goes_on_while_a_long_prompt_is_prefilled() -> None:
+    scheduler = make_thinker(chunk=4)
+    scheduler.add(1, prompt_tokens=4, max_tokens=8)
+    scheduler.commit(scheduler.plan())
+    scheduler.add(2, prompt_tokens=16, max_tokens=1)
+    for _ in range(4):
+        plan = scheduler.plan()
+        assert plan.prefill is not None and plan.prefill.request == 2
+        assert plan.decode == (1,)
+        scheduler.commit(plan)
+    assert scheduler.plan().decode == (1, 2)
+
+
+def test_a_short_prompt_passes_a_long_one_and_both_end() -> None:
+    scheduler = make_thinker(chunk=4)
+    scheduler.add(1, prompt_tokens=32, max_tokens=1)
+    scheduler.add(2, prompt_tokens=4, max_tokens=1)
+    order = []
+    while (plan := scheduler.plan()).prefill is not None:
+        order.append(plan.prefill.request)
+        scheduler.commit(plan)
+    assert order[:3] == [1, 2, 1]
+    assert order.count(1) == 8
+
+
+def test_admission_waits_for_pages_of_the_whole_answer_in_order() -> None:
+    scheduler = make_thinker(num_pages=5)
+    scheduler.add(1, prompt_tokens=4, max_tokens=8)
+    scheduler.add(2, prompt_tokens=4, max_tokens=4)
+    scheduler.add(3, prompt_tokens=1, max_tokens=1)
+    scheduler.plan()
+    assert scheduler.num_running == 1 and scheduler.num_waiting == 2, "3 fits but must not pass 2"
+    scheduler.remove(1)
+    scheduler.plan()
+    assert scheduler.num_running == 2 or scheduler.num_running == 3
+
+
+def test_a_full_queue_refuses() -> None:
+    scheduler = make_thinker(max_waiting=1, max_running=1)
+    scheduler.add(1, prompt_tokens=4, max_tokens=4)
+    scheduler.plan()
+    scheduler.add(2, prompt_tokens=4, max_tokens=4)
+    with pytest.raises(CapacityError) as error:
+        scheduler.add(3, prompt_tokens=4, max_tokens=4)
+    assert error.value.status == 503
+
+
+def test_without_a_queue_a_request_that_has_room_is_taken() -> None:
+    scheduler = make_thinker(max_waiting=0, max_running=1)
+    scheduler.add(1, prompt_tokens=4, max_tokens=4)
+    scheduler.plan()
+    with pytest.raises(CapacityError):
+        scheduler.add(2, prompt_tokens=4, max_tokens=4)
+
+
+def test_prompt_longer_than_the_context_is_the_clients_fault() -> None:
+    scheduler = make_thinker(max_context=64)
+    assert scheduler.max_new_tokens(60, 100) == 4
+    with pytest.raises(RequestError) as error:
+        scheduler.max_new_tokens(64, 1)
+    assert error.value.code == "context_length_exceeded"
+
+
+def test_removal_frees_pages_at_once_in_every_state() -> None:
+    scheduler = make_thinker(max_running=2)
+    for request in (1, 2, 3):
+        scheduler.add(request, prompt_tokens=8, max_tokens=4)
+    scheduler.commit(scheduler.plan())  # 1 decodes, 2 prefills, 3 waits
+    for request in (1, 2, 3, 3):
+        scheduler.remove(request)
+    scheduler.check()
+    assert scheduler.plan().is_empty
+
+
+def test_a_chunk_of_a_removed_request_is_not_recorded() -> None:
+    scheduler = make_thinker()
+    scheduler.add(1, prompt_tokens=8, max_tokens=4)
+    plan = scheduler.plan()
+    scheduler.remove(1)
+    scheduler.commit(plan)
+    assert scheduler.plan().is_empty
+    scheduler.check()
+
+
+@st.composite
+def traffic(draw: st.DrawFn) -> list[tuple[int, int, int, int | None]]:
+    """(arrival step, prompt tokens, answer tokens, step of cancellation or None)."""
+    return draw(
+        st.lists(
+            st.tuples(
+                st.integers(0, 30), st.integers(1, 40), st.integers(1, 12), st.none() | st.integers(0, 60)
+            ),
+            max_size=20,
+        )
+    )
+
+
+@settings(deadline=None)
+@given(traffic(), st.integers(1, 4), st.integers(1, 9))
+def test_thinker_random_traffic_never_leaks_or_starves(
+    requests: list[tuple[int, int, int, int | None]], max_running: int, chunk: int
+) -> None:
+    scheduler = make_thinker(num_pages=14, max_running=max_running, chunk=chunk, max_context=52, max_waiting=99)
+    left = {}
+    prefilled: dict[int, int] = {}
+    finished: set[int] = set()
+    cancelled: set[int] = set()
+    work = sum(prompt + answer for _, prompt, answer, _ in requests)
+    for step in range(work + 100):
+        for request, (arrival, prompt, answer, cancel) in enumerate(requests):
+            if arrival == step:
+                scheduler.add(request, prompt_tokens=prompt, max_tokens=answer)
+                left[request] = answer
+                prefilled[request] = 0
+            if cancel == step and arrival <= step:
+                scheduler.remove(request)
+                cancelled.add(request)
+        plan = scheduler.plan()
+        assert scheduler.num_running <= max_running
+        assert cancelled.isdisjoint(plan.decode)
+        scheduler.commit(plan)
+        emitted = list(plan.decode)
+        if plan.prefill is not None:
+            assert plan.prefill.start == prefilled[plan.prefill.request]
+            prefilled[plan.prefill.request] += plan.prefill.count
+            if plan.prefill.is_last:
+                assert prefilled[plan.prefill.request] == requests[plan.prefill.request][1]
+                emitted.append(plan.prefill.request)
+        for request in emitted:
+            left[request] -= 1
+            if left[request] == 0:
+                scheduler.remove(request)
+                finished.add(request)
+        scheduler.check()
+    expected = {r for r, (arrival, _, _, cancel) in enumerate(requests) if cancel is None or cancel < arrival}
+    assert expected <= finished
+    assert scheduler.num_running == scheduler.num_waiting == 0
+    assert scheduler.pool.num_free == scheduler.pool.num_pages - 1
+
+
+def test_segments_of_a_stream_are_spoken_in_order_one_at_a_time() -> None:
+    scheduler = make_talker(slots=3)
+    scheduler.open(1)
+    scheduler.add(1, 10)
+    scheduler.add(1, 11)
+    assert [(stream, segment) for stream, segment, _ in scheduler.admit()] == [(1, 10)]
+    assert scheduler.admit() == []
+    scheduler.end_segment(1)
+    assert [(stream, segment) for stream, segment, _ in scheduler.admit()] == [(1, 11)]
+    scheduler.end_segment(1)
+    assert scheduler.admit() == [] and scheduler.batch() == ()
+    scheduler.check()
+
+
+def test_a_long_stream_lets_others_in_between_its_segments() -> None:
+    scheduler = make_talker(slots=1)
+    for stream in (1, 2):
+        scheduler.open(stream)
+    scheduler.add(1, 10)
+    scheduler.add(1, 11)
+    scheduler.add(2, 20)
+    spoken = []
+    for _ in range(3):
+        ((stream, segment, _),) = scheduler.admit()
+        spoken.append(segment)
+        scheduler.end_segment(stream)
+    assert spoken == [10, 20, 11]
+
+
+def test_joins_at_one_boundary_are_limited() -> None:
+    scheduler = make_talker(slots=3, max_joins=2)
+    for stream in (1, 2, 3):
+        scheduler.open(stream)
+        scheduler.add(stream, stream)
+    assert len(scheduler.admit()) == 2
+    assert len(scheduler.admit()) == 1
+    assert scheduler.batch(paused={2}) == (1, 3)
+
+
+def test_too_many_streams_are_refused() -> None:
+    scheduler = make_talker(max_streams=1)
+    scheduler.open(1)
+    with pytest.raises(CapacityError):
+        scheduler.open(2)
+    scheduler.remove(1)
+    scheduler.open(2)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 20), st.lists(st.integers(1, 6), max_size=4), st.none() | st.integers(0, 40)),
+        max_size=12,
+    ),
+    st.integers(1, 3),
+)
+def test_talker_random_traffic_never_leaks_or_starves(
+    streams: list[tuple[int, list[int], int | None]], num_slots: int
+) -> None:
+    scheduler = make_talker(slots=num_slots, max_joins=2, max_streams=99)
+    left: dict[int, int] = {}
+    spoken: dict[int, list[int]] = {stream: [] for stream in range(len(streams))}
+    alive: set[int] = set()
+    for step in range(sum(sum(lengths) for _, lengths, _ in streams) + 80):
+        for stream, (arrival, lengths, cancel) in enumerate(streams):
+            if arrival == step:
+                scheduler.open(stream)
+                alive.add(stream)
+                for segment in range(len(lengths)):
+                    scheduler.add(stream, segment)
+            if cancel == step:
+                scheduler.remove(stream)
+                alive.discard(stream)
+        for stream, segment, slot in scheduler.admit():
+            assert 0 < slot <= num_slots
+            spoken[stream].append(segment)
+            left[stream] = streams[stream][1][segment]
+        batch = scheduler.batch()
+        assert set(batch) <= alive and len(batch) <= num_slots
+        for stream in batch:
+            left[stream] -= 1
+            if left[stream] == 0:
+                scheduler.end_segment(stream)
+        scheduler.check()
+    for stream in alive:
+        assert spoken[stream] == list(range(len(streams[stream][1])))
+    assert scheduler.num_running == 0
