@@ -312,5 +312,5 @@ def test_missing_preprocessor_config_says_where_to_get_it(checkpoint: Checkpoint
         STAGE.config(replace(checkpoint, root=tmp_path))
     assert "preprocessor_config.json" in str(caught.value)
     (tmp_path / "preprocessor_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="missing key.*image_mean"):
+    with pytest.raises(CheckpointError, match=r"missing key.*image_mean"):
         STAGE.config(replace(checkpoint, root=tmp_path))

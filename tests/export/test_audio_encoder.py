@@ -1,0 +1,319 @@
+"""The audio encoder against the goldens (spec: audio.md), under padding and batching, traced, and compiled."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mingc.dsp.log_mel import log_mel
+from mingc.errors import CheckpointError
+from mingc.export.backends.aoti import compile_graph
+from mingc.export.capture import capture, check_example
+from mingc.export.checkpoint import Checkpoint, open_checkpoint
+from mingc.export.stages.audio_encoder import STAGE, AudioConfig, AudioEncoder
+from mingc.export.stages.base import Shard, StageOptions
+from mingc.export.weights import check_weights, float32_module
+from mingc.runtime.engines.aoti import load
+
+DATA = Path(__file__).parents[1] / "data"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return open_checkpoint(DATA / "tiny-ming")
+
+
+@pytest.fixture(scope="module")
+def config(checkpoint: Checkpoint) -> AudioConfig:
+    return STAGE.config(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def module(checkpoint: Checkpoint, config: AudioConfig) -> AudioEncoder:
+    built = float32_module(STAGE, config, checkpoint)
+    assert isinstance(built, AudioEncoder)
+    return built
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, Tensor]:
+    return load_file(DATA / "audio.safetensors")
+
+
+@pytest.fixture(scope="module")
+def long_mel(golden: dict[str, Tensor], config: AudioConfig) -> Tensor:
+    """The features of the long utterance, (3400, mels), rebuilt from its one second of sound."""
+    tiles = int(golden["long.tiles"])
+    gains = torch.tensor([(tile + 1) / tiles for tile in range(tiles)], dtype=torch.float32)
+    wave = (gains[:, None] * golden["long.base_1s"]).flatten().numpy()
+    values = STAGE.parameters(config, StageOptions())
+    return torch.from_numpy(
+        log_mel(
+            wave,
+            sample_rate=values.sample_rate,
+            num_mels=values.num_mels,
+            fft_size=values.fft_size,
+            hop_samples=values.hop_samples,
+        )
+    )
+
+
+def batch(clips: list[Tensor], group: int, num_clips: int = 0, num_tokens: int = 0) -> tuple[Tensor, Tensor]:
+    """Inputs of `encode` for `clips` (frames, mels), in a bucket; what lies beyond a clip is noise."""
+    num_tokens = num_tokens or max(-(-len(clip) // group) for clip in clips)
+    shape = (max(num_clips, len(clips)), num_tokens * group, clips[0].shape[1])
+    mel = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=clips[0].dtype)
+    lengths = torch.zeros(shape[0], dtype=torch.int64)
+    for row, clip in enumerate(clips):
+        mel[row, : len(clip)] = clip
+        lengths[row] = len(clip)
+    return mel.unflatten(1, (num_tokens, group)), lengths
+
+
+def assert_close(value: Tensor, reference: Tensor, limit: float = 3e-6) -> None:
+    """Relative L2 error and largest error relative to the largest value, both below `limit`."""
+    assert value.shape == reference.shape
+    difference = (value - reference).double()
+    assert difference.norm() / reference.double().norm() < limit
+    assert difference.abs().max() / reference.abs().max() < limit
+
+
+def random_module(config: AudioConfig) -> AudioEncoder:
+    """A module of any geometry with weights that keep activations near one."""
+    module = AudioEncoder(config)
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in module.state_dict().items():
+        fan_in = tensor[0].numel() if tensor.dim() > 1 else 16
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) / fan_in**0.5)
+        if "norm" in name and name.endswith("weight"):
+            tensor.add_(1)
+    return module.eval().requires_grad_(False)
+
+
+def watch(module: AudioEncoder, seen: dict[str, Tensor]) -> list[torch.utils.hooks.RemovableHandle]:
+    """Record the outputs that the goldens name."""
+    watched = {"block0": module.blocks[0], "encoder": module.norm, "projector": module.projector}
+    return [
+        part.register_forward_hook(lambda _module, _inputs, output, name=name: seen.update({name: output}))
+        for name, part in watched.items()
+    ]
+
+
+@pytest.mark.parametrize("case", ["single", "second_alone"])
+def test_one_clip_matches_golden(case: str, module: AudioEncoder, golden: dict[str, Tensor]) -> None:
+    seen: dict[str, Tensor] = {}
+    handles = watch(module, seen)
+    (embeddings,) = module.encode(*batch([golden[f"{case}.audio_feats"][0]], 4))
+    for handle in handles:
+        handle.remove()
+    positions = golden[f"{case}.block0_out"].shape[1]
+    assert_close(seen["block0"][:, :positions], golden[f"{case}.block0_out"])
+    assert_close(seen["encoder"][:, :positions], golden[f"{case}.encoder_out"])
+    assert_close(seen["projector"], golden[f"{case}.proj_unnormalised"])
+    assert_close(embeddings, golden[f"{case}.audio_embeds"])
+    torch.testing.assert_close(embeddings.norm(dim=-1), torch.ones(1, embeddings.shape[1]))
+
+
+def test_clips_of_a_batch_are_encoded_as_if_alone(module: AudioEncoder, golden: dict[str, Tensor]) -> None:
+    feats = golden["two_clips.audio_feats"][0].split(golden["two_clips.audio_feats_lengths"][0].tolist())
+    (embeddings,) = module.encode(*batch(list(feats), 4))
+    # The reference's own batch lets the shorter clip see its padding; its longest clip is not affected.
+    assert_close(embeddings[0], golden["two_clips.audio_embeds"][0, :25])
+    assert_close(embeddings[1, :13], golden["second_alone.audio_embeds"][0])
+    assert embeddings[1, 13:].abs().max() == 0
+
+
+def test_long_clip_matches_golden(module: AudioEncoder, golden: dict[str, Tensor], long_mel: Tensor) -> None:
+    torch.testing.assert_close(long_mel[:40], golden["long.audio_feats_first40"], rtol=0, atol=1e-4)
+    torch.testing.assert_close(long_mel[-40:], golden["long.audio_feats_last40"], rtol=0, atol=1e-4)
+    seen: dict[str, Tensor] = {}
+    handles = watch(module, seen)
+    (embeddings,) = module.encode(*batch([long_mel], 4))
+    for handle in handles:
+        handle.remove()
+    # The features are rebuilt, not stored: their own rounding (1e-6) comes on top.
+    assert_close(seen["encoder"][0, ::32], golden["long.encoder_out_every_32nd"], 1e-5)
+    assert_close(embeddings, golden["long.audio_embeds"], 1e-5)
+
+
+@pytest.mark.parametrize("frames", [1, 2, 3, 4, 5, 7, 49, 50, 51])
+def test_padding_never_changes_results(frames: int, module: AudioEncoder, golden: dict[str, Tensor]) -> None:
+    clip, other = golden["single.audio_feats"][0][:frames], golden["second_alone.audio_feats"][0]
+    # The exact length has no bucket padding within a token: compute it with unpadded convolutions.
+    alone = exact(module, clip)
+    for inputs in (batch([clip], 4), batch([clip], 4, 4, 50), batch([other, clip], 4, 2, 13)):
+        (embeddings,) = module.encode(*inputs)
+        row = int((inputs[1] == frames).nonzero()[0])
+        assert embeddings.isfinite().all()
+        assert_close(embeddings[row, : len(alone)], alone)
+        assert embeddings[row, len(alone) :].count_nonzero() == 0
+        assert embeddings[inputs[1] == 0].count_nonzero() == 0
+
+
+def exact(module: AudioEncoder, mel_FC: Tensor) -> Tensor:
+    """One clip through the module's parts without any padding (audio.md §3, §4)."""
+    x = F.gelu(module.conv2(F.gelu(module.conv1(mel_FC.T[None])))).transpose(1, 2)
+    x = x + module.positions[: x.shape[1]]
+    for block in module.blocks:
+        heads = block.attention.qkv(block.attention_norm(x)).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (block.attention.num_heads, -1)).transpose(1, 2) for part in heads)
+        scores = (q @ k.transpose(-1, -2)) / q.shape[-1] ** 0.5
+        x = x + block.attention.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        x = x + block.fc2(F.gelu(block.fc1(block.mlp_norm(x))))
+    return F.normalize(module.projector(module.norm(x)), dim=-1)[0]
+
+
+def test_bfloat16_stays_near_golden(
+    checkpoint: Checkpoint, config: AudioConfig, golden: dict[str, Tensor]
+) -> None:
+    module = float32_module(STAGE, config, checkpoint)
+    assert isinstance(module, AudioEncoder)
+    halved = {name: t if name == "positions" else t.bfloat16() for name, t in module.state_dict().items()}
+    module.load_state_dict(halved, assign=True)
+    (embeddings,) = module.encode(*batch([golden["single.audio_feats"][0].bfloat16()], 4))
+    assert embeddings.dtype == torch.bfloat16
+    assert F.cosine_similarity(embeddings.float(), golden["single.audio_embeds"], dim=-1).min() > 0.999
+
+
+def test_unnormalised_embeddings_are_the_projection(
+    module: AudioEncoder, config: AudioConfig, golden: dict[str, Tensor]
+) -> None:
+    plain = AudioEncoder(replace(config, is_normalised=False)).eval().requires_grad_(False)
+    plain.load_state_dict(module.state_dict())
+    (embeddings,) = plain.encode(*batch([golden["second_alone.audio_feats"][0]], 4))
+    assert_close(embeddings, golden["second_alone.proj_unnormalised"])
+
+
+def test_weights_name_every_tensor_and_every_stored_tensor_is_known(
+    checkpoint: Checkpoint, config: AudioConfig
+) -> None:
+    sources = STAGE.weights(config, Shard())
+    with torch.device("meta"):
+        expected = STAGE.build(config, Shard()).state_dict()
+    assert sorted(source.name for source in sources) == sorted(expected)
+    assert check_weights(checkpoint, sources) == []
+    used = {name for source in sources for name in source.tensors}
+    stored = {name for name in checkpoint.main.tensors if name.startswith(("audio.", "linear_proj_audio."))}
+    assert stored == used
+
+
+def odd_configs(config: AudioConfig) -> list[AudioConfig]:
+    """Geometries unlike the tiny and the released one."""
+    return [
+        replace(
+            config, num_layers=1, width=40, num_heads=5, num_mels=80, num_positions=97, projector_depth=1
+        ),
+        replace(config, downsample_stride=3, downsample_kernel=5, num_positions=64, is_normalised=False),
+        replace(config, projector_depth=4, hidden_size=20, downsample_kernel=1, num_heads=1),
+        replace(config, downsample_stride=1, width=24, num_positions=50),
+    ]
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_other_geometries_trace_with_any_number_of_clips(which: int, config: AudioConfig) -> None:
+    config = odd_configs(config)[which]
+    module = random_module(config)
+    for source in STAGE.weights(config, Shard()):
+        value = source.make(*[torch.zeros(shape) for shape in source.shapes])
+        assert value.shape == module.state_dict()[source.name].shape, source.name
+    (plan,) = STAGE.graphs(config, Shard(), StageOptions())
+    program = capture(plan, module, stage=STAGE.name, fixed=None, device=CPU)
+    for clips, tokens in ((1, 1), (1, config.max_tokens), (5, 7), (8, 2)):
+        dims = {"N": clips, "T4": tokens}
+        example = plan.example(dims, torch.Generator().manual_seed(clips))
+        check_example(plan.spec, example, dims, STAGE.name)
+        inputs = tuple(example[tensor.name] for tensor in plan.spec.inputs)
+        (traced,), (eager,) = program.module()(*inputs), module.encode(*inputs)
+        assert traced.shape == (clips, tokens, config.hidden_size)
+        assert_close(traced, eager, 1e-5)
+
+
+def test_longest_clip_uses_every_stored_position(config: AudioConfig) -> None:
+    config = replace(config, num_positions=97)
+    assert (config.max_frames, config.max_tokens, config.table_rows) == (194, 49, 98)
+    module = random_module(config)
+    clip = torch.randn(config.max_frames, config.num_mels, generator=torch.Generator().manual_seed(2))
+    (embeddings,) = module.encode(*batch([clip], 4))
+    assert_close(embeddings[0], exact(module, clip), 1e-5)
+
+
+def test_compiled_engine_matches_golden_at_every_size(
+    module: AudioEncoder, config: AudioConfig, golden: dict[str, Tensor], long_mel: Tensor, tmp_path: Path
+) -> None:
+    (plan,) = STAGE.graphs(config, Shard(), StageOptions())
+    program = capture(plan, module, stage=STAGE.name, fixed=None, device=CPU)
+    compile_graph(program, tmp_path / "encode.pt2", device="cpu", cache=None, where=STAGE.name)
+    engine = load(tmp_path / "encode.pt2", CPU)
+    engine.bind(module.state_dict())
+    one, two = golden["single.audio_feats"][0], golden["second_alone.audio_feats"][0]
+    for size in ((1, 25), (2, 25), (3, 26), (8, 100)):
+        (embeddings,) = engine.run(batch([one], 4, *size))
+        assert_close(embeddings[0, :25], golden["single.audio_embeds"][0])
+        assert embeddings[0, 25:].count_nonzero() == embeddings[1:].count_nonzero() == 0
+        if size[0] > 1:
+            (embeddings,) = engine.run(batch([two, one], 4, *size))
+            assert_close(embeddings[0, :13], golden["second_alone.audio_embeds"][0])
+            assert_close(embeddings[1, :25], golden["single.audio_embeds"][0])
+    (embeddings,) = engine.run(batch([long_mel], 4, 1, config.max_tokens))
+    assert_close(embeddings[:, :850], golden["long.audio_embeds"], 1e-5)
+    for clips, tokens in ((1, 1), (1, 2), (2, 1), (8, 3)):
+        example = plan.example({"N": clips, "T4": tokens}, torch.Generator().manual_seed(clips))
+        inputs = tuple(example[tensor.name] for tensor in plan.spec.inputs)
+        assert_close(engine.run(inputs)[0], module.encode(*inputs)[0])
+
+
+def test_buckets_end_at_the_longest_clip_and_batch(config: AudioConfig) -> None:
+    (plan,) = STAGE.graphs(config, Shard(), StageOptions(max_batch=6))
+    assert plan.spec.dim("N").buckets == (1, 2, 4, 6)
+    assert plan.spec.dim("T4").buckets == (25, 50, 100, 200, 375, 750, 1100)
+    (plan,) = STAGE.graphs(config, Shard(), StageOptions(static_buckets=True, dtype=torch.bfloat16))
+    assert plan.spec.dim("N").buckets == (1,)
+    assert [tensor.dtype for tensor in (*plan.spec.inputs, *plan.spec.outputs)] == [
+        "bfloat16",
+        "int64",
+        "bfloat16",
+    ]
+
+
+def altered(checkpoint: Checkpoint, *path: str, value: object = None) -> Checkpoint:
+    """`checkpoint` with one config key set, or removed when `value` is None."""
+    values = copy.deepcopy(checkpoint.main.config)
+    inner = values
+    for step in path[:-1]:
+        inner = inner[step]
+    if value is None:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return replace(checkpoint, main=replace(checkpoint.main, config=values))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("audio_config", "norm_query_embeds"), None, "audio_config.norm_query_embeds is missing"),
+        (
+            ("audio_config", "whisper_encoder_config", "n_ctx"),
+            None,
+            "audio_config.whisper_encoder_config.n_ctx is missing",
+        ),
+        (("audio_config", "whisper_encoder_config", "n_head"), 5, "not a multiple of n_head 5"),
+        (("audio_config", "ds_kernel_size"), 4, "ds_kernel_size 4 is even"),
+        (("mlp_depth",), 0, "mlp_depth is 0"),
+    ],
+)
+def test_config_errors_name_the_key(
+    checkpoint: Checkpoint, path: tuple[str, ...], value: object, words: str
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        STAGE.config(altered(checkpoint, *path, value=value))
+    assert words in caught.value.message
+    assert caught.value.where
