@@ -1,0 +1,175 @@
+"""The transformer blocks of the flow-matching DiT and of the aggregator (spec: talker.md §7.1, §7.2).
+
+Shape letters: N sequences, T tokens, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mingc.errors import CheckpointError
+from mingc.export.stages.base import WeightSource
+from mingc.kernels.rms_norm import rms_norm
+from mingc.kernels.short_attention import short_attention
+
+_EPS = 1e-6
+_ROPE_BASE = 10000.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DitConfig:
+    """Geometry of one transformer over latents. `num_tokens` is the fixed length of its sequences."""
+
+    depth: int
+    hidden_size: int
+    num_heads: int
+    mlp_size: int
+    latent_dim: int
+    out_size: int
+    num_tokens: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+def read_dit_config(raw: dict[str, Any], where: str, *, num_tokens: int, out_size: int | None) -> DitConfig:
+    """The transformer of one section of the talker's config; `out_size` None means the latent width.
+
+    Raises: CheckpointError for a missing key or a variant that is not implemented.
+    """
+    missing = [key for key in ("depth", "hidden_size", "num_heads", "in_channels") if key not in raw]
+    if missing:
+        raise CheckpointError(f"config keys missing: {', '.join(missing)}", where=where)
+    for key in ("qk_norm", "pe_attn_head"):
+        if raw.get(key) is not None:
+            raise CheckpointError(f"{key} {raw[key]!r} is not supported, only null", where=where)
+    hidden, heads = int(raw["hidden_size"]), int(raw["num_heads"])
+    if hidden % heads or (hidden // heads) % 2:
+        raise CheckpointError(f"width {hidden} does not divide into {heads} heads of even size", where=where)
+    latent = int(raw["in_channels"])
+    return DitConfig(
+        depth=int(raw["depth"]),
+        hidden_size=hidden,
+        num_heads=heads,
+        mlp_size=int(hidden * float(raw.get("mlp_ratio", 4))),
+        latent_dim=latent,
+        out_size=latent if out_size is None else out_size,
+        num_tokens=num_tokens,
+    )
+
+
+class DitBlock(nn.Module):
+    """Pre-norm attention and GELU MLP; no modulation."""
+
+    def __init__(self, config: DitConfig) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.attention_norm = nn.Parameter(torch.empty(width))
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp_norm = nn.Parameter(torch.empty(width))
+        self.up = nn.Linear(width, config.mlp_size)
+        self.down = nn.Linear(config.mlp_size, width)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kept: slice | None = None) -> Tensor:
+        """(N, T, D) → (N, T, D), or only the tokens `kept` of it: after attention the others are not computed."""
+        context = short_attention(self.qkv(rms_norm(x, self.attention_norm, _EPS)), cos, sin)
+        if kept is not None:
+            x, context = x[:, kept], context[:, kept]
+        x = x + self.out(context)
+        inner = F.gelu(self.up(rms_norm(x, self.mlp_norm, _EPS)), approximate="tanh")
+        out: Tensor = x + self.down(inner)
+        return out
+
+
+class LatentTransformer(nn.Module):
+    """Blocks, final norm and output projection; rope tables are float32 buffers over the fixed length."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: DitConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Linear(config.latent_dim, config.hidden_size)
+        self.blocks = nn.ModuleList(DitBlock(config) for _ in range(config.depth))
+        self.norm = nn.Parameter(torch.empty(config.hidden_size))
+        self.project = nn.Linear(config.hidden_size, config.out_size)
+        table = (config.num_tokens, config.head_dim // 2)
+        self.register_buffer("cos", torch.empty(table, dtype=torch.float32))
+        self.register_buffer("sin", torch.empty(table, dtype=torch.float32))
+
+    def embed_latents(self, latents: Tensor) -> Tensor:
+        """(N, T, latent_dim) float32 → (N, T, D) in the weights' dtype."""
+        out: Tensor = self.embed(latents.to(self.embed.weight.dtype))
+        return out
+
+    def forward(self, x: Tensor, kept: slice) -> Tensor:
+        """Tokens (N, T, D) → projected outputs (N, tokens kept, out_size) of the tokens `kept`."""
+        last = len(self.blocks) - 1
+        for index, block in enumerate(self.blocks):
+            x = block(x, self.cos, self.sin, kept if index == last else None)
+        out: Tensor = self.project(rms_norm(x, self.norm, _EPS))
+        return out
+
+
+def latent_transformer_weights(config: DitConfig, *, part: str, source: str, target: str) -> list[WeightSource]:
+    """Sources of a `LatentTransformer` named `target` in the module and `source` in the checkpoint."""
+    width, inner = config.hidden_size, config.mlp_size
+
+    def pack(name: str, tensors: tuple[str, ...], *shape: int) -> WeightSource:
+        return WeightSource(
+            name=target + name,
+            part=part,
+            tensors=tuple(source + tensor for tensor in tensors),
+            shapes=(shape,) * len(tensors),
+            make=lambda *values: values[0] if len(values) == 1 else torch.cat(values),
+        )
+
+    def linear(name: str, tensor: str, rows: int, columns: int) -> list[WeightSource]:
+        return [
+            pack(f"{name}.weight", (f"{tensor}.weight",), rows, columns),
+            pack(f"{name}.bias", (f"{tensor}.bias",), rows),
+        ]
+
+    sources = [
+        *linear("embed", "x_embedder", width, config.latent_dim),
+        pack("norm", ("final_layer.norm_final.weight",), width),
+        *linear("project", "final_layer.linear", config.out_size, width),
+    ]
+    for index in range(config.depth):
+        block = f"blocks.{index}."
+        letters = tuple(f"{block}attn.to_{letter}." for letter in "qkv")
+        sources += [
+            pack(block + "attention_norm", (block + "norm1.weight",), width),
+            pack(block + "qkv.weight", tuple(name + "weight" for name in letters), width, width),
+            pack(block + "qkv.bias", tuple(name + "bias" for name in letters), width),
+            *linear(block + "out", block + "attn.to_out.0", width, width),
+            pack(block + "mlp_norm", (block + "norm2.weight",), width),
+            *linear(block + "up", block + "mlp.ff.0.0", inner, width),
+            *linear(block + "down", block + "mlp.ff.2", width, inner),
+        ]
+    for name in ("cos", "sin"):
+        sources.append(
+            WeightSource(
+                name=target + name,
+                part=part,
+                tensors=(),
+                shapes=(),
+                make=lambda name=name: getattr(torch, name)(_rope_angles(config)),
+                dtype=torch.float32,
+            )
+        )
+    return sources
+
+
+def _rope_angles(config: DitConfig) -> Tensor:
+    """Angles (num_tokens, head_dim/2) float32. The checkpoint's `inv_freq` buffer may be rounded: recomputed."""
+    frequencies = 1.0 / _ROPE_BASE ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+    return torch.arange(config.num_tokens).float().unsqueeze(1) * frequencies

@@ -1,0 +1,52 @@
+"""Times of the flow-matching sampler and the time embeddings that follow from them: constants of a checkpoint.
+
+Source: spec talker.md §6 and §7.1. Everything is float32 in the reference's order of operations, since the sines
+of angles up to 1000 keep only the digits that this order gives.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_TIME_CHANNELS = 256  # width of the sinusoid before the time MLP, fixed in the reference
+_TIME_SCALE = 1000.0
+
+# Empirically pruned step schedules: times in 32nds, for the step counts that have one.
+_PRUNED_GRIDS = {
+    5: (0, 2, 4, 8, 16, 32),
+    6: (0, 2, 4, 6, 8, 16, 32),
+    7: (0, 2, 4, 6, 8, 16, 24, 32),
+    10: (0, 2, 4, 6, 8, 12, 16, 20, 24, 28, 32),
+    12: (0, 2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32),
+    16: (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32),
+}
+
+
+def flow_times(num_steps: int) -> Tensor:
+    """Times (num_steps + 1,) float32 from 0 (noise) to 1 (data), after the sway with coefficient -1."""
+    pruned = _PRUNED_GRIDS.get(num_steps)
+    if pruned is None:
+        grid = torch.linspace(0, 1, num_steps + 1, dtype=torch.float32)
+    else:
+        grid = torch.tensor(pruned, dtype=torch.float32) / 32
+    return grid - (torch.cos(torch.pi / 2 * grid) - 1 + grid)
+
+
+def time_embeddings(
+    num_steps: int, in_weight: Tensor, in_bias: Tensor, out_weight: Tensor, out_bias: Tensor
+) -> Tensor:
+    """Time embedding (num_steps, hidden) float32 of every step's start time.
+
+    Args:
+        in_weight, in_bias, out_weight, out_bias: the time MLP, (hidden, 256), (hidden,), (hidden, hidden), (hidden,).
+    """
+    half = _TIME_CHANNELS // 2
+    frequencies = torch.exp(torch.arange(half).float() * -(math.log(10000) / (half - 1)))
+    angles = _TIME_SCALE * flow_times(num_steps)[:-1].unsqueeze(1) * frequencies
+    sinusoid = torch.cat((angles.sin(), angles.cos()), dim=-1)
+    inner = F.silu(F.linear(sinusoid, in_weight.float(), in_bias.float()))
+    return F.linear(inner, out_weight.float(), out_bias.float())

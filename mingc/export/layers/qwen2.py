@@ -1,0 +1,208 @@
+"""The Qwen2 decoder stack of the speech LLM and of the three AudioVAE bodies.
+
+The stack knows norms, projections and the MLP; how a layer attends (over a whole sequence, a slot, a ring) is
+handed in as a function of the packed projection. Source: HF Qwen2, spec talker.md §0, §8.1 and checkpoint.md §4.
+Shape letters: N rows (any leading axes), D hidden, Hq query heads, Hk key/value heads, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mingc.errors import CheckpointError
+from mingc.export.stages.base import WeightSource
+from mingc.kernels.rms_norm import rms_norm
+
+Attend = Callable[[int, Tensor], Tensor]
+"""(layer index, packed projection (N, (Hq + 2 Hk) d)) → context (N, Hq d)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Qwen2Config:
+    """Geometry of one stack. `windows[i]` is the number of keys a query of layer i sees, itself included;
+    None means all earlier ones."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    eps: float
+    max_positions: int
+    windows: tuple[int | None, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
+
+    @property
+    def qkv_size(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+def read_qwen2_config(raw: dict[str, Any], where: str, max_layers: int | None = None) -> Qwen2Config:
+    """The stack described by a HF `config.json` object `raw`; `max_layers` keeps only the first layers.
+
+    Raises: CheckpointError for a missing key or a variant that is not implemented.
+    """
+    needed = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "rms_norm_eps")
+    missing = [key for key in needed if key not in raw]
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    theta = raw.get("rope_theta", rope.get("rope_theta"))
+    if theta is None:
+        missing.append("rope_theta")
+    if missing:
+        raise CheckpointError(f"config keys missing: {', '.join(missing)}", where=where)
+    if raw.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"hidden_act {raw['hidden_act']!r} is not supported, only 'silu'", where=where)
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise CheckpointError(f"rope scaling {rope} is not supported, only plain rope", where=where)
+    heads = int(raw["num_attention_heads"])
+    num_kv_heads = int(raw.get("num_key_value_heads") or heads)
+    if heads % num_kv_heads:
+        raise CheckpointError(f"{heads} query heads do not divide into {num_kv_heads} key heads", where=where)
+    windows = _layer_windows(raw)
+    return Qwen2Config(
+        hidden_size=int(raw["hidden_size"]),
+        intermediate_size=int(raw["intermediate_size"]),
+        num_heads=heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
+        rope_theta=float(theta),
+        eps=float(raw["rms_norm_eps"]),
+        max_positions=int(raw.get("max_position_embeddings", 32768)),
+        windows=windows[:max_layers],
+    )
+
+
+def _layer_windows(raw: dict[str, Any]) -> tuple[int | None, ...]:
+    """Window of each layer: HF windows the layers from `max_window_layers` on, unless `layer_types` says so."""
+    num_layers = int(raw["num_hidden_layers"])
+    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    types = raw.get("layer_types")
+    if types is None:
+        first = int(raw.get("max_window_layers", 28))
+        types = ["sliding_attention" if index >= first else "full_attention" for index in range(num_layers)]
+    return tuple(window if kind == "sliding_attention" else None for kind in types[:num_layers])
+
+
+class Qwen2Layer(nn.Module):
+    """One decoder layer with packed qkv and packed gate+up projections."""
+
+    def __init__(self, config: Qwen2Config) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.eps = config.eps
+        self.attention_norm = nn.Parameter(torch.empty(hidden))
+        self.qkv = nn.Linear(hidden, config.qkv_size)
+        self.out = nn.Linear(config.num_heads * config.head_dim, hidden, bias=False)
+        self.mlp_norm = nn.Parameter(torch.empty(hidden))
+        self.gate_up = nn.Linear(hidden, 2 * inner, bias=False)
+        self.down = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        x = x + self.out(attend(self.qkv(rms_norm(x, self.attention_norm, self.eps))))
+        gate, up = self.gate_up(rms_norm(x, self.mlp_norm, self.eps)).chunk(2, dim=-1)
+        out: Tensor = x + self.down(F.silu(gate) * up)
+        return out
+
+
+class Qwen2Stack(nn.Module):
+    """All layers and the final norm; rope frequencies are a float32 buffer."""
+
+    inv_freq: Tensor
+
+    def __init__(self, config: Qwen2Config) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(Qwen2Layer(config) for _ in range(config.num_layers))
+        self.norm = nn.Parameter(torch.empty(config.hidden_size))
+        self.register_buffer("inv_freq", torch.empty(config.head_dim // 2))
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin (…, d/2) float32 of integer `positions` (…): the two halves of a head share them."""
+        angles = positions.float().unsqueeze(-1) * self.inv_freq
+        return angles.cos(), angles.sin()
+
+    def forward(self, x: Tensor, attend: Attend, kept: Tensor | None = None) -> Tensor:
+        """Inputs (N, D) → final norm of the outputs (N, D); `kept` (K,) int64 selects rows of axis 0 → (K, D)."""
+        for index, layer in enumerate(self.layers):
+            x = layer(x, partial(attend, index))
+        if kept is not None:
+            x = x.index_select(0, kept)
+        return rms_norm(x, self.norm, self.config.eps)
+
+
+def inverse_frequencies(theta: float, head_dim: int) -> Tensor:
+    """Rope frequencies (head_dim/2,) float32, computed as HF does, so that angles agree to the bit."""
+    return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+
+
+def qwen2_weights(config: Qwen2Config, *, part: str, source: str, target: str) -> list[WeightSource]:
+    """Sources of a `Qwen2Stack` named `target` in the module and `source` in the checkpoint (both end in a dot)."""
+    hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
+    q_rows, kv_rows = config.num_heads * size, config.num_kv_heads * size
+
+    def copy(name: str, tensor: str, *shape: int) -> WeightSource:
+        return WeightSource(
+            name=target + name,
+            part=part,
+            tensors=(source + tensor,),
+            shapes=(shape,),
+            make=lambda value: value,
+        )
+
+    def pack(name: str, tensors: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> WeightSource:
+        return WeightSource(
+            name=target + name,
+            part=part,
+            tensors=tuple(source + tensor for tensor in tensors),
+            shapes=shapes,
+            make=lambda *values: torch.cat(values),
+        )
+
+    sources = [copy("norm", "norm.weight", hidden)]
+    for index in range(config.num_layers):
+        layer = f"layers.{index}."
+        projections = tuple(f"{layer}self_attn.{letter}_proj." for letter in "qkv")
+        rows = (q_rows, kv_rows, kv_rows)
+        sources += [
+            copy(layer + "attention_norm", layer + "input_layernorm.weight", hidden),
+            pack(
+                layer + "qkv.weight",
+                tuple(name + "weight" for name in projections),
+                tuple((count, hidden) for count in rows),
+            ),
+            pack(
+                layer + "qkv.bias",
+                tuple(name + "bias" for name in projections),
+                tuple((count,) for count in rows),
+            ),
+            copy(layer + "out.weight", layer + "self_attn.o_proj.weight", hidden, q_rows),
+            copy(layer + "mlp_norm", layer + "post_attention_layernorm.weight", hidden),
+            pack(
+                layer + "gate_up.weight",
+                (layer + "mlp.gate_proj.weight", layer + "mlp.up_proj.weight"),
+                ((inner, hidden), (inner, hidden)),
+            ),
+            copy(layer + "down.weight", layer + "mlp.down_proj.weight", hidden, inner),
+        ]
+    sources.append(
+        WeightSource(
+            name=target + "inv_freq",
+            part=part,
+            tensors=(),
+            shapes=(),
+            make=lambda: inverse_frequencies(config.rope_theta, size),
+            dtype=torch.float32,
+        )
+    )
+    return sources

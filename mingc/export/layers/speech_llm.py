@@ -1,0 +1,23 @@
+"""Geometry of the speech LLM, which three stages need: its own config lies in `talker/llm/config.json`."""
+
+from __future__ import annotations
+
+import json
+
+from mingc.errors import CheckpointError
+from mingc.export.checkpoint import Checkpoint
+from mingc.export.layers.qwen2 import Qwen2Config, read_qwen2_config
+
+
+def read_llm_config(checkpoint: Checkpoint) -> Qwen2Config:
+    """The Qwen2 stack of the speech LLM. Raises: CheckpointError."""
+    if checkpoint.talker is None:
+        raise CheckpointError("the checkpoint has no talker/ folder", where=str(checkpoint.root))
+    file = checkpoint.talker.root / "llm" / "config.json"
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"the speech LLM's config cannot be read: {error}", where=str(file)) from error
+    if not isinstance(raw, dict):
+        raise CheckpointError("the speech LLM's config is not a JSON object", where=str(file))
+    return read_qwen2_config(raw, str(file))

@@ -1,0 +1,262 @@
+"""Speech LLM: prompt tokens and patch embeddings → the hidden state that conditions the next patch.
+
+Keys and values lie in fixed slots, one a request (spec: talker.md §4, §5). Prompt assembly, sampling of latents
+and the stop rule are not here.
+Shape letters: B requests, T chunk tokens, D hidden, S slots.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mingc.artifacts.model import TalkerParameters
+from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
+from mingc.errors import CheckpointError
+from mingc.export.checkpoint import Checkpoint, Part
+from mingc.export.layers.batch_buckets import doubling_buckets
+from mingc.export.layers.qwen2 import Qwen2Config, Qwen2Stack, qwen2_weights
+from mingc.export.layers.speech_llm import read_llm_config
+from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions, WeightSource
+from mingc.kernels.slot_attention import slot_attention
+from mingc.kernels.slot_prefill_attention import slot_prefill_attention
+
+_PART = "talker"
+# The reference's constants (spec: talker.md §2.2, §5): cache rows, step cap, stop rule, segment length.
+_SLOT_TOKENS = 2048
+_MAX_STEPS = 1000
+_MIN_STOP_STEP = 10
+_STOP_THRESHOLD = 0.5
+_MAX_SEGMENT_LENGTH = 50
+_PREFERRED_VOICE = "DB30"
+_MAX_SLOTS = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TalkerConfig:
+    """Geometry of the speech LLM and its slots."""
+
+    llm: Qwen2Config
+    vocab_size: int
+    slot_tokens: int
+    default_voice: str | None
+
+
+class Talker(nn.Module):
+    """Word embedding and Qwen2 stack over slots. `slots` are k, v of layer 0, then of layer 1, …"""
+
+    def __init__(self, config: TalkerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.word_embeddings = nn.Parameter(torch.empty(config.vocab_size, config.llm.hidden_size))
+        self.stack = Qwen2Stack(config.llm)
+
+    def prefill(
+        self,
+        input_ids: Tensor,
+        embeds: Tensor,
+        use_embed: Tensor,
+        slot: Tensor,
+        start: Tensor,
+        last: Tensor,
+        *slots: Tensor,
+    ) -> tuple[Tensor]:
+        """One chunk (T) of one request's prompt → hidden (1, D) of chunk token `last`."""
+        words = F.embedding(input_ids, self.word_embeddings)
+        x = torch.where(use_embed.unsqueeze(1), embeds, words)
+        cos, sin = self.stack.rope(start + torch.arange(input_ids.shape[0], device=input_ids.device))
+
+        def attend(index: int, qkv: Tensor) -> Tensor:
+            keys, values = slots[2 * index : 2 * index + 2]
+            window = self.config.llm.windows[index]
+            return slot_prefill_attention(qkv, cos, sin, keys, values, slot, start, last, window)
+
+        return (self.stack(x, attend, kept=last),)
+
+    def step(self, embeds: Tensor, slot: Tensor, lengths: Tensor, *slots: Tensor) -> tuple[Tensor]:
+        """One token of each of B requests: embeds (B, D) → hidden (B, D)."""
+        cos, sin = self.stack.rope(lengths)
+
+        def attend(index: int, qkv: Tensor) -> Tensor:
+            keys, values = slots[2 * index : 2 * index + 2]
+            return slot_attention(qkv, cos, sin, keys, values, slot, lengths, self.config.llm.windows[index])
+
+        return (self.stack(embeds, attend),)
+
+
+class TalkerStage(Stage):
+    """Prefill and step of the speech LLM."""
+
+    name = "talker"
+
+    def is_present(self, checkpoint: Checkpoint) -> bool:
+        return checkpoint.talker is not None
+
+    def config(self, checkpoint: Checkpoint) -> TalkerConfig:
+        llm = read_llm_config(checkpoint)
+        part = checkpoint.talker
+        assert part is not None, "read_llm_config refuses a checkpoint without a talker"
+        embedding = part.tensors.get("model.embed_tokens.weight")
+        if embedding is None:
+            raise CheckpointError("tensor model.embed_tokens.weight is missing", where=f"talker: {part.root}")
+        return TalkerConfig(
+            llm=llm,
+            vocab_size=embedding.shape[0],
+            slot_tokens=min(_SLOT_TOKENS, llm.max_positions),
+            default_voice=_default_voice(part),
+        )
+
+    def build(self, config: TalkerConfig, shard: Shard) -> nn.Module:
+        return Talker(config)
+
+    def weights(self, config: TalkerConfig, shard: Shard) -> Sequence[WeightSource]:
+        return [
+            WeightSource(
+                name="word_embeddings",
+                part=_PART,
+                tensors=("model.embed_tokens.weight",),
+                shapes=((config.vocab_size, config.llm.hidden_size),),
+                make=lambda value: value,
+            ),
+            *qwen2_weights(config.llm, part=_PART, source="model.", target="stack."),
+        ]
+
+    def graphs(self, config: TalkerConfig, shard: Shard, options: StageOptions) -> Sequence[GraphPlan]:
+        return [_prefill_plan(config, options), _step_plan(config, options)]
+
+    def parameters(self, config: TalkerConfig, options: StageOptions) -> TalkerParameters:
+        return TalkerParameters(
+            hidden_size=config.llm.hidden_size,
+            num_layers=config.llm.num_layers,
+            vocab_size=config.vocab_size,
+            slot_tokens=config.slot_tokens,
+            min_stop_step=_MIN_STOP_STEP,
+            max_steps=_MAX_STEPS,
+            stop_threshold=_STOP_THRESHOLD,
+            default_voice=config.default_voice,
+            max_segment_length=_MAX_SEGMENT_LENGTH,
+        )
+
+    def ignored(self, checkpoint: Checkpoint) -> Sequence[tuple[str, str]]:
+        return (("lm_head.", "the speech LLM's logits are never needed"),)
+
+
+def _default_voice(part: Part) -> str | None:
+    """The reference's default voice when the checkpoint ships it, else the first one, else none."""
+    file = part.root / "data" / "voice_name.json"
+    if not file.is_file():
+        return None
+    try:
+        voices = list(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"the voice list cannot be read: {error}", where=str(file)) from error
+    return _PREFERRED_VOICE if _PREFERRED_VOICE in voices else next(iter(voices), None)
+
+
+def _dtype_name(options: StageOptions) -> Any:
+    return str(options.dtype).removeprefix("torch.")
+
+
+def _state(config: TalkerConfig, options: StageOptions) -> tuple[TensorSpec, ...]:
+    shape = ("S", config.slot_tokens, config.llm.num_kv_heads, config.llm.head_dim)
+    return tuple(
+        TensorSpec(name=f"{letter}_slots.{index}", dtype=_dtype_name(options), shape=shape)
+        for index in range(config.llm.num_layers)
+        for letter in "kv"
+    )
+
+
+def _example_state(
+    config: TalkerConfig, options: StageOptions, num_slots: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    shape = (num_slots, config.slot_tokens, config.llm.num_kv_heads, config.llm.head_dim)
+    return {
+        spec.name: torch.randn(shape, generator=generator).to(options.dtype) for spec in _state(config, options)
+    }
+
+
+def _prefill_plan(config: TalkerConfig, options: StageOptions) -> GraphPlan:
+    dtype, hidden = _dtype_name(options), config.llm.hidden_size
+    maximum = min(options.prefill_tokens, config.slot_tokens)
+
+    def example(dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
+        tokens = dims["T"]
+        return {
+            "input_ids": torch.randint(config.vocab_size, (tokens,), generator=generator),
+            "embeds": torch.randn(tokens, hidden, generator=generator).to(options.dtype),
+            "use_embed": torch.arange(tokens) % 3 == 2,
+            "slot": torch.tensor([dims["S"] - 1]),
+            "start": torch.tensor([min(5, config.slot_tokens - tokens)]),
+            "last": torch.tensor([max(0, tokens - 2)]),
+            **_example_state(config, options, dims["S"], generator),
+        }
+
+    spec = GraphSpec(
+        name="prefill",
+        inputs=(
+            TensorSpec(name="input_ids", dtype="int64", shape=("T",)),
+            TensorSpec(name="embeds", dtype=dtype, shape=("T", hidden)),
+            TensorSpec(name="use_embed", dtype="bool", shape=("T",)),
+            TensorSpec(name="slot", dtype="int64", shape=(1,)),
+            TensorSpec(name="start", dtype="int64", shape=(1,)),
+            TensorSpec(name="last", dtype="int64", shape=(1,)),
+        ),
+        outputs=(TensorSpec(name="hidden", dtype=dtype, shape=(1, hidden)),),
+        state=_state(config, options),
+        dims=(
+            Dim(name="T", minimum=1, maximum=maximum, buckets=doubling_buckets(min(32, maximum), maximum)),
+            Dim(name="S", minimum=2, maximum=_MAX_SLOTS),
+        ),
+    )
+    return GraphPlan(
+        spec=spec,
+        method="prefill",
+        example=example,
+        trace_dims={"T": min(7, maximum), "S": 3},
+        check_dims={"T": min(32, maximum), "S": 3},
+    )
+
+
+def _step_plan(config: TalkerConfig, options: StageOptions) -> GraphPlan:
+    dtype, hidden = _dtype_name(options), config.llm.hidden_size
+
+    def example(dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
+        batch, num_slots = dims["B"], dims["S"]
+        return {
+            "embeds": torch.randn(batch, hidden, generator=generator).to(options.dtype),
+            # Distinct slots as far as there are enough; the rest is padding, which shares slot 0.
+            "slots": torch.where(torch.arange(batch) + 1 < num_slots, torch.arange(batch) + 1, 0),
+            "lengths": torch.arange(batch) * 37 % config.slot_tokens,
+            **_example_state(config, options, num_slots, generator),
+        }
+
+    spec = GraphSpec(
+        name="step",
+        inputs=(
+            TensorSpec(name="embeds", dtype=dtype, shape=("B", hidden)),
+            TensorSpec(name="slots", dtype="int64", shape=("B",)),
+            TensorSpec(name="lengths", dtype="int64", shape=("B",)),
+        ),
+        outputs=(TensorSpec(name="hidden", dtype=dtype, shape=("B", hidden)),),
+        state=_state(config, options),
+        dims=(
+            Dim(name="B", minimum=1, maximum=options.max_batch, buckets=doubling_buckets(1, options.max_batch)),
+            Dim(name="S", minimum=2, maximum=_MAX_SLOTS),
+        ),
+    )
+    return GraphPlan(
+        spec=spec,
+        method="step",
+        example=example,
+        trace_dims={"B": min(3, options.max_batch), "S": 5},
+        check_dims={"B": min(2, options.max_batch), "S": 3},
+    )
+
+
+STAGE = TalkerStage()
