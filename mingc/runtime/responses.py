@@ -1,0 +1,164 @@
+"""The JSON objects that clients get: completions, chunks, events, lists, errors. Shapes only, no decisions."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from dataclasses import dataclass, field
+from typing import TypedDict
+
+from mingc.errors import MingcError, RequestError, ServeError
+from mingc.runtime.request import Done, FinishReason, ServiceInfo, Usage
+
+Json = dict[str, object]
+_AUDIO_KEPT_S = 0  # audio is not kept: its `expires_at` is the moment it was made
+
+
+class ErrorBody(TypedDict):
+    """OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+def encode_json(value: Json) -> bytes:
+    """Compact UTF-8 JSON."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def sse(value: Json) -> bytes:
+    """One server-sent event."""
+    return b"data: " + encode_json(value) + b"\n\n"
+
+
+SSE_DONE = b"data: [DONE]\n\n"
+
+
+def error_body(error: BaseException) -> dict[str, ErrorBody]:
+    """What a client may know of an error: the message of ours, where and fix only of a request's; nothing of others."""
+    if not isinstance(error, MingcError):
+        return _error(
+            "The server failed to answer; its log says why.", "server_error", None, "internal_error"
+        )
+    if not isinstance(error, ServeError):
+        return _error(error.message, "server_error", None, None)
+    message, param = error.message, error.param
+    if isinstance(error, RequestError):
+        message = error.message if error.fix is None else f"{error.message} {error.fix}"
+        param = param or error.where  # preprocessing names the part of the request it looked at
+    return _error(message, error.error_type, param, error.code)
+
+
+def _error(message: str, error_type: str, param: str | None, code: str | None) -> dict[str, ErrorBody]:
+    return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
+
+
+def models_list(info: ServiceInfo, created: int) -> Json:
+    return {"object": "list", "data": [model_object(info, created)]}
+
+
+def model_object(info: ServiceInfo, created: int) -> Json:
+    inputs = {"text": True, "image": info.has_image, "audio": info.has_audio_input, "video": info.has_video}
+    outputs = {"text": info.has_text, "audio": info.has_speech}
+    return {
+        "id": info.model,
+        "object": "model",
+        "created": created,
+        "owned_by": "mingc",
+        "input_modalities": [name for name, able in inputs.items() if able],
+        "output_modalities": [name for name, able in outputs.items() if able],
+        "sample_rate": info.sample_rate,
+    }
+
+
+def voices_list(info: ServiceInfo) -> Json:
+    return {"object": "list", "voices": list(info.voices), "default": info.default_voice}
+
+
+def chat_usage(usage: Usage) -> Json:
+    """Text tokens as OpenAI counts them; what was spoken stands beside, as patches are no tokens."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "audio_patches": usage.audio_patches,
+        "audio_seconds": usage.audio_seconds,
+    }
+
+
+def speech_usage(usage: Usage) -> Json:
+    """OpenAI's usage of a speech request: patches are what the talker puts out."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "output_tokens": usage.audio_patches,
+        "total_tokens": usage.prompt_tokens + usage.audio_patches,
+        "audio_seconds": usage.audio_seconds,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatObjects:
+    """Builds the objects of one chat answer, which share id, model and time."""
+
+    request_id: str
+    model: str
+    include_usage: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def completion(self, *, text: str, audio: bytes | None, done: Done) -> Json:
+        """The whole answer. `audio` is an encoded clip."""
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        if audio is not None:
+            message["audio"] = self._audio(data=base64.b64encode(audio).decode(), transcript=text)
+        choice: Json = {"index": 0, "message": message, "logprobs": None, "finish_reason": done.finish_reason}
+        return {
+            **self._head("chat.completion"),
+            "choices": [choice],
+            "usage": chat_usage(done.usage),
+            "timings_ms": done.timings_ms,
+        }
+
+    def role_chunk(self) -> Json:
+        return self._chunk({"role": "assistant", "content": "", "refusal": None})
+
+    def text_chunk(self, text: str) -> Json:
+        return self._chunk({"content": text})
+
+    def audio_chunk(self, data: bytes) -> Json:
+        return self._chunk({"audio": {"id": self._audio_id(), "data": base64.b64encode(data).decode()}})
+
+    def audio_end_chunk(self, transcript: str) -> Json:
+        """Closes the clip: no data, the whole transcript, as OpenAI puts it at the end of the audio."""
+        return self._chunk({"audio": self._audio(data="", transcript=transcript)})
+
+    def finish_chunk(self, done: Done) -> Json:
+        return {**self._chunk({}, done.finish_reason), "timings_ms": done.timings_ms}
+
+    def usage_chunk(self, usage: Usage) -> Json:
+        return {**self._head("chat.completion.chunk"), "choices": [], "usage": chat_usage(usage)}
+
+    def _chunk(self, delta: Json, finish_reason: FinishReason | None = None) -> Json:
+        choice: Json = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        chunk: Json = {**self._head("chat.completion.chunk"), "choices": [choice]}
+        return {**chunk, "usage": None} if self.include_usage else chunk
+
+    def _head(self, name: str) -> Json:
+        return {"id": self.request_id, "object": name, "created": self.created, "model": self.model}
+
+    def _audio(self, *, data: str, transcript: str) -> Json:
+        expires_at = int(time.time()) + _AUDIO_KEPT_S
+        return {"id": self._audio_id(), "data": data, "expires_at": expires_at, "transcript": transcript}
+
+    def _audio_id(self) -> str:
+        return "audio-" + self.request_id.removeprefix("chatcmpl-")
+
+
+def speech_delta(data: bytes) -> Json:
+    return {"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()}
+
+
+def speech_done(usage: Usage) -> Json:
+    return {"type": "speech.audio.done", "usage": speech_usage(usage)}

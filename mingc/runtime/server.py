@@ -1,0 +1,271 @@
+"""The HTTP server: routes of an app over a `Service`, and a process that listens, serves and ends in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import math
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mingc.errors import ConfigError, MingcError, RequestError, ServeError
+from mingc.runtime import responses
+from mingc.runtime.config import ServeOptions
+from mingc.runtime.generation import GenerationRoute, Http, answer_chat, answer_speech
+from mingc.runtime.media import MediaReader
+from mingc.runtime.metrics import CONTENT_TYPE, CountRequests, Metrics
+from mingc.runtime.protocol import unknown_model
+from mingc.runtime.request import Service
+
+log = logging.getLogger("mingc.http")
+_CLOSE_MARGIN_S = 2.0  # beyond the grace, for last events to go out and workers to be joined
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def create_app(service: Service, options: ServeOptions) -> Starlette:
+    """The ASGI app over a running service. It owns no process; `serve` does."""
+    http = Http(service=service, options=options, media=MediaReader(options), metrics=Metrics())
+    created = int(time.time())
+
+    async def models(request: Request) -> Response:
+        return _json(responses.models_list(service.info, created))
+
+    async def model(request: Request) -> Response:
+        name = str(request.path_params["model"])
+        if name != service.info.model:
+            raise unknown_model(name, service.info)
+        return _json(responses.model_object(service.info, created))
+
+    async def voices(request: Request) -> Response:
+        return _json(responses.voices_list(service.info))
+
+    async def health(request: Request) -> Response:
+        status = "stopping" if http.stopping else "ready" if service.is_ready else "not_ready"
+        body: responses.Json = {"status": status, "model": service.info.model, "in_flight": http.in_flight}
+        return _json(body, 200 if status == "ready" else 503)
+
+    async def metrics(request: Request) -> Response:
+        return Response(http.metrics.render(), media_type=CONTENT_TYPE)
+
+    def answer_error(request: Request, error: Exception) -> Response:
+        return _error_response(request, error, options)
+
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", GenerationRoute(http, answer_chat), methods=["POST"]),
+            Route("/v1/audio/speech", GenerationRoute(http, answer_speech), methods=["POST"]),
+            Route("/v1/models", models),
+            Route("/v1/models/{model:path}", model),
+            Route("/v1/audio/voices", voices),
+            Route("/health", health),
+            Route("/metrics", metrics),
+        ],
+        middleware=[Middleware(CountRequests, metrics=http.metrics)],
+        exception_handlers={MingcError: answer_error, HTTPException: answer_error, Exception: answer_error},
+    )
+    app.router.redirect_slashes = False
+    app.state.http = http
+    return app
+
+
+def _json(body: responses.Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(responses.encode_json(body), status, headers, "application/json")
+
+
+def _error_response(request: Request, error: Exception, options: ServeOptions) -> Response:
+    headers = dict(getattr(error, "headers", None) or {})
+    if isinstance(error, HTTPException):  # starlette's own: no such path, or a method that the path lacks
+        shown = f"{request.method} {request.url.path[:100]}"
+        wrong_method = error.status_code == 405
+        reason = f"allowed: {headers.get('Allow', '')}" if wrong_method else "there is no such path"
+        code = "method_not_allowed" if wrong_method else "not_found"
+        error = RequestError(f"{shown}: {reason}.", status=error.status_code, code=code)
+    status = error.status if isinstance(error, ServeError) else 500
+    if status == 503:
+        headers["Retry-After"] = str(options.retry_after_s)
+    if status >= 500 and isinstance(error, MingcError) and status != 503:
+        log.error("%s %s: %s", request.method, request.url.path, error)
+    return _json({**responses.error_body(error)}, status, headers)
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, not listening yet. Call it before anything slow: a taken port shows at once.
+
+    Raises:
+        ConfigError: when the address cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _cannot_listen(host, port, error) from error
+    return listener
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    fixes = {
+        errno.EADDRINUSE: "stop the other process, or pass another --port (0 lets the system choose)",
+        errno.EACCES: "pass a --port above 1023",
+    }
+    why = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+    return ConfigError(
+        f"cannot listen at {host}:{port}: {why}",
+        where=f"--host {host} --port {port}",
+        fix=fixes.get(error.errno or 0, "pass a --host that is an address of this machine"),
+    )
+
+
+def base_url(listener: socket.socket) -> str:
+    """`http://host:port` of a bound socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _say_url(url: str) -> None:
+    print(f"serving at {url}", file=sys.stderr, flush=True)
+
+
+def serve(
+    app: Starlette, listener: socket.socket | None = None, *, announce: Callable[[str], None] = _say_url
+) -> bool:
+    """Serve until SIGTERM or SIGINT, then end in order; see `serve_async`."""
+    return asyncio.run(serve_async(app, listener, announce=announce))
+
+
+async def serve_async(
+    app: Starlette, listener: socket.socket | None = None, *, announce: Callable[[str], None] = _say_url
+) -> bool:
+    """Listen and serve inside a running event loop.
+
+    On the first signal the port closes, the service is closed with the grace of the options, and streams that are
+    cut off get an error event. The second signal stops at once. Whatever happens, `service.close` is called last
+    with no grace: it must bear being called twice.
+
+    Args:
+        app: from `create_app`.
+        listener: from `bind_socket`; None binds the host and port of the options. Closed at the end.
+        announce: gets the base URL once connections are accepted; the default says it on stderr.
+
+    Returns:
+        True when it ended in order, False when a second signal cut it short.
+
+    Raises:
+        ConfigError: when the port is taken.
+    """
+    http: Http = app.state.http
+    try:
+        with contextlib.closing(listener or bind_socket(http.options.host, http.options.port)) as bound:
+            server = _Server(app, bound, announce)
+            serving = asyncio.create_task(server.serve(sockets=[bound]))
+            with _stop_signals(server, serving):
+                try:
+                    await serving
+                except asyncio.CancelledError:
+                    if not server.force_exit:
+                        raise
+            return not server.force_exit
+    finally:
+        http.stopping = True
+        await _close(http.service, 0.0)
+
+
+async def _close(service: Service, grace_s: float) -> None:
+    """Close the service, but do not wait forever for it."""
+    try:
+        async with asyncio.timeout(grace_s + _CLOSE_MARGIN_S):
+            await service.close(grace_s=grace_s)
+    except TimeoutError:
+        log.error("the service did not close within %g s", grace_s + _CLOSE_MARGIN_S)
+
+
+@contextlib.contextmanager
+def _stop_signals(server: _Server, serving: asyncio.Task[None]) -> Iterator[None]:
+    """First signal: end in order. Second: cancel. Outside the main thread signals are somebody else's."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop() -> None:
+        if server.should_exit:
+            server.force_exit = True
+            serving.cancel()
+        server.should_exit = True
+
+    loop = asyncio.get_running_loop()
+    for number in _STOP_SIGNALS:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in _STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn, except that signals are ours and that the service is told as soon as the end begins."""
+
+    def __init__(self, app: Starlette, listener: socket.socket, announce: Callable[[str], None]) -> None:
+        self._http: Http = app.state.http
+        self._listener = listener
+        self._announce = announce
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=math.ceil(self._http.options.grace_s + _CLOSE_MARGIN_S),
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # uvicorn's own raises the signal again at the end, which would kill the process before workers are joined
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        host, port = self._listener.getsockname()[:2]
+        try:
+            # two processes may bind one port while neither listens; the loser learns it here
+            self._listener.listen(self.config.backlog)
+        except OSError as error:
+            raise _cannot_listen(host, port, error) from error
+        await super().startup(sockets)
+        self._announce(base_url(self._listener))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._http.stopping = True
+        closing = asyncio.create_task(_close(self._http.service, self._http.options.grace_s))
+        try:
+            await super().shutdown(sockets)
+            await closing
+        finally:
+            closing.cancel()
+            await asyncio.wait((closing,))
+            for task in list(self.server_state.tasks):
+                task.cancel()
