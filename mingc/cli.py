@@ -115,10 +115,15 @@ def export_command(as_json: bool, tp: int, stages: str | None, **options: Any) -
     from mingc.export.pipeline import export_bundle
     from mingc.progress import progress
     from mingc.report import show
+    from mingc.runtime.replay import replay
 
     show(recipe, as_json=False, stream=sys.stderr)
-    with progress("export") as report:
-        result = export_bundle(recipe, report)
+    with progress("export") as told:
+        result = export_bundle(
+            recipe,
+            replay,
+            lambda step: told(step.done, step.total, f"{step.name} {step.subject}", step.seconds),
+        )
     show(result, as_json=as_json)
     return 0
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 
 class Progress(Protocol):
-    """Called before every step with the steps done so far, the steps in all, and what comes now."""
+    """Called after every step with the steps done, the steps in all, what was done and the seconds it took."""
 
-    def __call__(self, done: int, total: int, step: str, /) -> None: ...
+    def __call__(self, done: int, total: int, step: str, seconds: float, /) -> None: ...
 
 
 @contextmanager
@@ -25,29 +24,22 @@ def progress(title: str) -> Iterator[Progress]:
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as RichProgress
 
-    columns = (
-        TextColumn(title),
-        BarColumn(30),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[step]}"),
-    )
-    with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=None, step="")
+    last = TextColumn("{task.fields[step]}")
+    columns = (TextColumn(title), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), last)
+    with RichProgress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(title, total=None, step="starting")
 
-        def draw(done: int, total: int, step: str, /) -> None:
-            bar.update(task, completed=done, total=total, step=step)
+        def draw(done: int, total: int, step: str, seconds: float, /) -> None:
+            bar.update(task, completed=done, total=total, step=f"{step} {seconds:.1f} s")
 
         yield draw
 
 
 class _Lines:
-    """One line a step with the seconds since the start."""
+    """One line a step."""
 
     def __init__(self, title: str) -> None:
         self._title = title
-        self._start = time.monotonic()
 
-    def __call__(self, done: int, total: int, step: str, /) -> None:
-        seconds = time.monotonic() - self._start
-        print(f"{self._title}: {done}/{total} {step} ({seconds:.0f} s)", file=sys.stderr, flush=True)
+    def __call__(self, done: int, total: int, step: str, seconds: float, /) -> None:
+        print(f"{self._title}: {done}/{total} {step} {seconds:.1f} s", file=sys.stderr, flush=True)

@@ -1,0 +1,18 @@
+# `make demo` and `make test` do everything from a fresh clone; they need Python 3.11+ and a C++ compiler.
+.PHONY: demo test check venv clean
+
+demo: venv
+	.venv/bin/mingc demo --output demo
+
+test: venv
+	scripts/check
+
+# The same without looking at the environment first.
+check:
+	scripts/check
+
+venv:
+	@scripts/venv
+
+clean:
+	rm -rf .venv demo artifacts build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,153 @@
+"""The command line: every option is pinned, exit codes, where errors go, and that help needs no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+import mingc
+from mingc.cli import commands
+
+OPTIONS = {
+    "bundle inspect": "--debug --json ARTIFACT",
+    "demo": "--checkpoint --debug --json --output",
+    "doctor": "--debug --json --strict",
+    "export": "--cache --context-tokens --debug --dtype --force --jobs --json --max-batch --model-name --output "
+    "--prefill-tokens --stages --target --tp CHECKPOINT",
+    "serve": "--allow-media-host --debug --device --host --json --max-queue --media-root --port --served-model-name "
+    "--threads --tp ARTIFACT",
+    "verify": "--against --debug --json --no-replay --strict ARTIFACT",
+}
+
+
+def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(mingc.__file__).parents[1])}
+    return subprocess.run(
+        [sys.executable, "-m", "mingc", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+        env=environment,
+        check=False,
+    )
+
+
+def leaves(group: click.Group, prefix: str = "") -> dict[str, click.Command]:
+    found: dict[str, click.Command] = {}
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            found.update(leaves(command, f"{prefix}{name} "))
+        else:
+            found[f"{prefix}{name}"] = command
+    return found
+
+
+def test_every_option_is_pinned() -> None:
+    """A new option is a decision: add it here, to the README where it matters, and to the CHANGELOG."""
+    seen = {}
+    for name, command in leaves(commands).items():
+        words = [p.opts[0] if isinstance(p, click.Option) else p.human_readable_name for p in command.params]
+        seen[name] = " ".join(sorted(words))
+    assert seen == OPTIONS
+
+
+def test_every_option_has_help_and_is_spelled_in_full() -> None:
+    for name, command in leaves(commands).items():
+        assert command.help, name
+        for parameter in command.params:
+            if isinstance(parameter, click.Option):
+                assert parameter.help, f"{name} {parameter.opts}"
+                assert parameter.help.endswith("."), f"{name} {parameter.opts}"
+                assert all(word.startswith("--") for word in parameter.opts), f"{name} {parameter.opts}"
+
+
+def test_help_needs_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from mingc.cli import main; main(sys.argv[1:])"
+    )
+    for words in (["--help"], ["export", "--help"], ["serve", "--help"], ["bundle", "inspect", "--help"]):
+        result = subprocess.run(
+            [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.startswith("Usage: mingc")
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["nosuch"], "No such command"),
+        (["export"], "Missing argument"),
+        (["export", "x"], "--output"),
+        (["export", "x", "--output", "y", "--tp", "3"], "--tp 3"),
+        (["export", "x", "--output", "y", "--target", "tpu"], "tpu"),
+        (["serve", "x", "--port", "99999"], "99999"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_asking_wrongly_exits_with_2(words: list[str], says: str) -> None:
+    result = run(*words)
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == ""
+    assert says in result.stderr
+    assert "fix:" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bundle", "inspect", "nowhere"],
+        ["verify", "nowhere"],
+        ["serve", "nowhere"],
+        ["export", "nowhere", "--output", "out"],
+    ],
+)
+def test_failing_exits_with_1_and_says_where_and_what_to_do(words: list[str], tmp_path: Path) -> None:
+    result = run(*words, cwd=tmp_path)
+    assert result.returncode == 1, result.stderr
+    assert result.stdout == ""
+    assert "nowhere" in result.stderr
+    assert "where:" in result.stderr
+    assert "fix:" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_with_json_a_failure_is_one_object_on_stdout(tmp_path: Path) -> None:
+    result = run("bundle", "inspect", "nowhere", "--json", cwd=tmp_path)
+    assert result.returncode == 1
+    error = json.loads(result.stdout)["error"]
+    assert set(error) == {"type", "message", "where", "fix"}
+    assert error["type"] == "ManifestError"
+    wrongly = run("export", "x", "--json")
+    assert wrongly.returncode == 2
+    assert json.loads(wrongly.stdout)["error"]["type"] == "ConfigError"
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    result = run("bundle", "inspect", "nowhere", "--debug", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+
+
+def test_doctor_reports_the_documented_fields() -> None:
+    result = run("doctor", "--json")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert set(document) == {"can_export", "can_serve", "checks"}
+    assert set(document["checks"][0]) == {"name", "state", "detail", "needed_for", "fix"}
+    assert {check["name"] for check in document["checks"]} >= {
+        "python",
+        "torch",
+        "C++ compiler",
+        "engine loader",
+    }

@@ -1,0 +1,59 @@
+"""The error tree: drawn as it is, every class has an exit code and words, and upstream's kinds stay out."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import mingc.errors
+from mingc.errors import ConfigError, MingcError, RequestError, ServeError
+
+PACKAGE = Path(mingc.errors.__file__).parent
+CLASSES = [
+    value for value in vars(mingc.errors).values() if inspect.isclass(value) and issubclass(value, MingcError)
+]
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_every_error_is_drawn_in_the_tree_and_explained(kind: type[MingcError]) -> None:
+    assert mingc.errors.__doc__ is not None
+    assert kind.__name__ in mingc.errors.__doc__
+    assert kind.__doc__
+    assert kind.exit_code == (2 if issubclass(kind, ConfigError) else 1)
+
+
+def test_an_error_says_what_where_and_how() -> None:
+    error = MingcError("512 tokens cannot hold 8192", where="rank 0", fix="pass more")
+    assert str(error) == "512 tokens cannot hold 8192\nwhere: rank 0\nfix: pass more"
+    assert error.to_json() == {
+        "type": "MingcError",
+        "message": "512 tokens cannot hold 8192",
+        "where": "rank 0",
+        "fix": "pass more",
+    }
+    assert str(MingcError("short")) == "short"
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in CLASSES if issubclass(kind, ServeError)], ids=lambda k: k.__name__
+)
+def test_serving_errors_know_their_http_status(kind: type[ServeError]) -> None:
+    assert 400 <= kind("x").status < 600
+    assert kind("x", status=404).status == 404
+    assert (400 <= kind("x").status < 500) == issubclass(kind, RequestError)
+
+
+def test_nothing_raises_a_bare_exception() -> None:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Raise)
+                and isinstance(node.exc, ast.Call)
+                and isinstance(node.exc.func, ast.Name)
+            ):
+                assert node.exc.func.id not in ("Exception", "BaseException", "RuntimeError"), (
+                    f"{path}:{node.lineno}"
+                )

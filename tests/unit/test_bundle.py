@@ -1,0 +1,118 @@
+"""A bundle on disk: whole or not there, and every change found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mingc.artifacts.bundle import check_fingerprint, check_hashes, new_bundle, open_bundle, write_manifest
+from mingc.artifacts.contents import read_contents
+from mingc.artifacts.manifest import Manifest
+from mingc.errors import ConfigError, IncompatibleError, IntegrityError
+from mingc.machine import Machine
+
+
+def test_a_bundle_opens_and_its_hashes_hold(bundle_path: Path) -> None:
+    bundle = open_bundle(bundle_path)
+    check_hashes(bundle)
+    assert bundle.path("weights/audio.bin").is_file()
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path: Path, manifest: Manifest) -> None:
+    with pytest.raises(ZeroDivisionError), new_bundle(tmp_path / "b", replace_existing=False) as work:
+        (work / "half").write_text("half")
+        write_manifest(work, manifest)
+        raise ZeroDivisionError
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_replacement_leaves_the_old_bundle(bundle_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), new_bundle(bundle_path, replace_existing=True):
+        raise ZeroDivisionError
+    check_hashes(open_bundle(bundle_path))
+    assert list(bundle_path.parent.iterdir()) == [bundle_path]
+
+
+def test_a_replacement_takes_the_place_of_the_old_bundle(bundle_path: Path, manifest: Manifest) -> None:
+    with new_bundle(bundle_path, replace_existing=True) as work:
+        write_manifest(work, replace(manifest, model="second"))
+    bundle = open_bundle(bundle_path)
+    assert bundle.manifest.model == "second"
+    assert not bundle.manifest.files
+    assert list(bundle_path.parent.iterdir()) == [bundle_path]
+
+
+def test_an_existing_bundle_is_kept_without_force(bundle_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match="exists") as caught,
+        new_bundle(bundle_path, replace_existing=False),
+    ):
+        pass
+    assert caught.value.fix is not None and "--force" in caught.value.fix
+
+
+def test_a_folder_that_is_no_bundle_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with (
+        pytest.raises(ConfigError, match="is not an artifact"),
+        new_bundle(tmp_path / "mine", replace_existing=True),
+    ):
+        pass
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+
+
+def test_one_changed_byte_is_found_by_hash(bundle_path: Path) -> None:
+    path = bundle_path / "engines/encode.pt2"
+    data = bytearray(path.read_bytes())
+    data[10] ^= 1
+    path.write_bytes(data)
+    bundle = open_bundle(bundle_path)
+    with pytest.raises(IntegrityError, match=r"engines/encode\.pt2: sha256 differs") as caught:
+        check_hashes(bundle)
+    assert caught.value.fix == "copy the artifact again, or export again"
+
+
+def test_missing_and_truncated_files_are_all_named_at_once(bundle_path: Path) -> None:
+    (bundle_path / "weights/audio.bin").write_bytes(b"short")
+    (bundle_path / "voices/DB30.bin").unlink()
+    with pytest.raises(IntegrityError) as caught:
+        open_bundle(bundle_path)
+    assert "2 file(s)" in caught.value.message
+    assert "voices/DB30.bin: file is missing" in caught.value.message
+    assert "weights/audio.bin: 5 bytes, 850 recorded" in caught.value.message
+
+
+def test_all_differences_of_a_machine_come_in_one_error(manifest: Manifest) -> None:
+    check_fingerprint(manifest.fingerprint, Machine(torch="2.13.0", device="cpu", capability="AVX2"))
+    with pytest.raises(IncompatibleError) as caught:
+        check_fingerprint(manifest.fingerprint, Machine(torch="2.12.1", device="cuda", capability="9.0"))
+    assert "torch: built with 2.13.0, here 2.12.1" in caught.value.message
+    assert "device: built for cpu, here cuda" in caught.value.message
+    assert caught.value.fix is not None and "pip install 'torch==2.13.0'" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "here, runs", [("AVX512", True), ("AVX2", True), ("DEFAULT", False), ("NEON", False)]
+)
+def test_cpu_engines_run_on_their_instruction_set_and_later_ones(
+    manifest: Manifest, here: str, runs: bool
+) -> None:
+    machine = Machine(torch="2.13.0", device="cpu", capability=here)
+    if runs:
+        check_fingerprint(manifest.fingerprint, machine)
+    else:
+        with pytest.raises(IncompatibleError, match=f"capability: built for AVX2, here {here}"):
+            check_fingerprint(manifest.fingerprint, machine)
+
+
+def test_contents_sum_up_a_bundle(bundle_path: Path) -> None:
+    contents = read_contents(open_bundle(bundle_path))
+    assert contents.files == 4
+    assert contents.voices == ("DB30",)
+    (stage,) = contents.stages
+    assert stage.stage == "audio_encoder"
+    assert stage.graphs == ("encode",)
+    assert (stage.engines, stage.engine_bytes, stage.weight_bytes) == (1, 900, 850)

@@ -1,0 +1,63 @@
+"""The manifest on disk: read back whole, refused with words otherwise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mingc.artifacts.manifest import FILE_NAME, Manifest, read_manifest
+from mingc.errors import ManifestError
+
+
+def change(bundle: Path, **changes: Any) -> None:
+    path = bundle / FILE_NAME
+    document = {**json.loads(path.read_text(encoding="utf-8")), **changes}
+    path.write_text(json.dumps(document), encoding="utf-8")
+
+
+def test_a_manifest_reads_back_as_it_was_written(bundle_path: Path, manifest: Manifest) -> None:
+    read = read_manifest(bundle_path)
+    assert read.stages == manifest.stages
+    assert read.parameters == manifest.parameters
+    assert read.voices == manifest.voices
+    assert sorted(read.files) == [
+        "engines/encode.pt2",
+        "goldens/encode.safetensors",
+        "voices/DB30.bin",
+        "weights/audio.bin",
+    ]
+
+
+def test_voices_are_found_by_name(manifest: Manifest) -> None:
+    voice = manifest.voice("DB30")
+    assert voice is not None and voice.num_patches == 5
+    assert manifest.voice("nobody") is None
+
+
+def test_a_folder_without_manifest_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError) as caught:
+        read_manifest(tmp_path)
+    assert "holds no manifest.json" in caught.value.message
+    assert caught.value.fix == "pass a folder that mingc export wrote"
+
+
+@pytest.mark.parametrize("text", ["", "{", "\xff", "[1, 2]", "null"])
+def test_a_manifest_that_is_not_ours_is_refused(bundle_path: Path, text: str) -> None:
+    (bundle_path / FILE_NAME).write_bytes(text.encode("latin-1"))
+    with pytest.raises(ManifestError):
+        read_manifest(bundle_path)
+
+
+def test_another_schema_is_refused_with_both_numbers(bundle_path: Path) -> None:
+    change(bundle_path, schema=99)
+    with pytest.raises(ManifestError, match="manifest schema 99, this mingc reads schema 1"):
+        read_manifest(bundle_path)
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_name(bundle_path: Path) -> None:
+    change(bundle_path, voizes=[])
+    with pytest.raises(ManifestError, match=r"unknown key 'voizes', did you mean voices\?"):
+        read_manifest(bundle_path)

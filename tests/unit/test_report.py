@@ -1,0 +1,98 @@
+"""Results as tables and as JSON, errors on stderr."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from mingc.errors import MingcError
+from mingc.report import MAX_COLUMNS, show, show_error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    stage: str
+    seconds: float
+    engine_bytes: int
+    is_ok: bool = True
+    note: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    output: Path
+    total_seconds: float
+    notes: tuple[str, ...]
+    rows: tuple[Row, ...]
+    secret: str = field(default="for machines", metadata={"shown": False})
+
+
+RESULT = Result(
+    output=Path("artifacts/tiny"),
+    total_seconds=12.345,
+    notes=("first", "second"),
+    rows=(
+        Row(stage="thinker", seconds=3.0, engine_bytes=1024),
+        Row(stage="cfm", seconds=1e-7, engine_bytes=7),
+    ),
+)
+
+
+def shown(result: object, *, as_json: bool = False) -> str:
+    stream = io.StringIO()
+    show(result, as_json=as_json, stream=stream)
+    return stream.getvalue()
+
+
+def test_a_result_is_lines_and_a_table_without_colour_when_not_on_a_terminal() -> None:
+    text = shown(RESULT)
+    assert "\x1b" not in text
+    assert "output         artifacts/tiny" in text
+    assert "total seconds  12.35" in text or "total seconds  12.34" in text
+    assert "first" in text and "second" in text
+    assert "for machines" not in text
+    header = next(line for line in text.splitlines() if "engine bytes" in line)
+    assert "note" not in header, "an empty column is left out"
+    row = next(line for line in text.splitlines() if "thinker" in line)
+    assert header.index("engine bytes") + len("engine bytes") == row.index("1024") + 4, (
+        "numbers are right aligned"
+    )
+    assert "1e-07" in text
+
+
+def test_json_is_one_document_with_the_field_names() -> None:
+    document = json.loads(shown(RESULT, as_json=True))
+    assert set(document) == {"output", "total_seconds", "notes", "rows", "secret"}
+    assert document["output"] == "artifacts/tiny"
+    assert document["rows"][0] == {
+        "stage": "thinker",
+        "seconds": 3.0,
+        "engine_bytes": 1024,
+        "is_ok": True,
+        "note": None,
+    }
+
+
+def test_no_line_of_a_table_is_wider_than_a_hundred_columns() -> None:
+    rows = tuple(Row(stage="stage " * 30, seconds=1.0, engine_bytes=1, note="note " * 60) for _ in range(2))
+    result = Result(output=Path("x"), total_seconds=0.0, notes=(), rows=rows)
+    assert max(map(len, shown(result).splitlines())) <= MAX_COLUMNS
+
+
+def test_markup_in_a_value_is_shown_as_it_is() -> None:
+    result = Result(output=Path("[red]x[/red]"), total_seconds=0.0, notes=("[bold]",), rows=RESULT.rows)
+    assert "[red]x[/red]" in shown(result) and "[bold]" in shown(result)
+
+
+def test_an_error_goes_to_stderr_and_with_json_also_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    error = MingcError("wrong", where="here", fix="mend it")
+    show_error(error, as_json=False)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "mingc: error: wrong\n  where: here\n  fix: mend it\n"
+    show_error(error, as_json=True)
+    assert json.loads(capsys.readouterr().out) == {"error": error.to_json()}
