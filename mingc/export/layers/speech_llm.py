@@ -8,6 +8,9 @@ from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.qwen2 import Qwen2Config, read_qwen2_config
 
+MAX_STEPS = 1000  # patches of one utterance; the reference's cap (spec: talker.md §5)
+MAX_SLOTS = 1024  # utterances whose state a pool may hold
+
 
 def read_llm_config(checkpoint: Checkpoint) -> Qwen2Config:
     """The Qwen2 stack of the speech LLM. Raises: CheckpointError."""

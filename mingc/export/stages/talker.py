@@ -22,20 +22,18 @@ from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint, Part
 from mingc.export.layers.batch_buckets import doubling_buckets
 from mingc.export.layers.qwen2 import Qwen2Config, Qwen2Stack, qwen2_weights
-from mingc.export.layers.speech_llm import read_llm_config
+from mingc.export.layers.speech_llm import MAX_SLOTS, MAX_STEPS, read_llm_config
 from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions, WeightSource
 from mingc.kernels.slot_attention import slot_attention
 from mingc.kernels.slot_prefill_attention import slot_prefill_attention
 
 _PART = "talker"
-# The reference's constants (spec: talker.md §2.2, §5): cache rows, step cap, stop rule, segment length.
+# The reference's constants (spec: talker.md §2.2, §5): cache rows, stop rule, segment length.
 _SLOT_TOKENS = 2048
-_MAX_STEPS = 1000
 _MIN_STOP_STEP = 10
 _STOP_THRESHOLD = 0.5
 _MAX_SEGMENT_LENGTH = 50
 _PREFERRED_VOICE = "DB30"
-_MAX_SLOTS = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +135,7 @@ class TalkerStage(Stage):
             vocab_size=config.vocab_size,
             slot_tokens=config.slot_tokens,
             min_stop_step=_MIN_STOP_STEP,
-            max_steps=_MAX_STEPS,
+            max_steps=MAX_STEPS,
             stop_threshold=_STOP_THRESHOLD,
             default_voice=config.default_voice,
             max_segment_length=_MAX_SEGMENT_LENGTH,
@@ -211,7 +209,7 @@ def _prefill_plan(config: TalkerConfig, options: StageOptions) -> GraphPlan:
         state=_state(config, options),
         dims=(
             Dim(name="T", minimum=1, maximum=maximum, buckets=doubling_buckets(min(32, maximum), maximum)),
-            Dim(name="S", minimum=2, maximum=_MAX_SLOTS),
+            Dim(name="S", minimum=2, maximum=MAX_SLOTS),
         ),
     )
     return GraphPlan(
@@ -247,7 +245,7 @@ def _step_plan(config: TalkerConfig, options: StageOptions) -> GraphPlan:
         state=_state(config, options),
         dims=(
             Dim(name="B", minimum=1, maximum=options.max_batch, buckets=doubling_buckets(1, options.max_batch)),
-            Dim(name="S", minimum=2, maximum=_MAX_SLOTS),
+            Dim(name="S", minimum=2, maximum=MAX_SLOTS),
         ),
     )
     return GraphPlan(
