@@ -270,6 +270,15 @@ def test_compiled_engine_matches_golden_at_every_size(
         assert_close(engine.run(inputs)[0], module.encode(*inputs)[0])
 
 
+def test_released_geometry_has_the_released_size(config: AudioConfig) -> None:
+    released = replace(config, num_layers=32, width=1280, num_heads=20, num_positions=15000, hidden_size=4096)
+    with torch.device("meta"):
+        weights = STAGE.build(released, Shard()).state_dict()
+    total = sum(tensor.numel() for tensor in weights.values())
+    # checkpoint.md §7: encoder, position table, projector; and the zero key biases of the packed layers.
+    assert total == 635_048_960 + 19_200_000 + 32_514_048 + 32 * 1280
+
+
 def test_buckets_end_at_the_longest_clip_and_batch(config: AudioConfig) -> None:
     (plan,) = STAGE.graphs(config, Shard(), StageOptions(max_batch=6))
     assert plan.spec.dim("N").buckets == (1, 2, 4, 6)

@@ -265,6 +265,25 @@ def test_compiled_engine_matches_golden_at_every_size(
         assert_close(engine.run(inputs)[0], module.encode(*inputs)[0])
 
 
+def test_released_geometry_has_the_released_size(config: VisionConfig) -> None:
+    released = replace(
+        config,
+        depth=27,
+        width=1152,
+        mlp_width=4304,
+        num_heads=16,
+        position_grid_size=48,
+        merger_width=4096,
+        hidden_size=4096,
+    )
+    with torch.device("meta"):
+        weights = STAGE.build(released, Shard()).state_dict()
+    total = sum(tensor.numel() for name, tensor in weights.items() if name != "inverse_frequency")
+    # checkpoint.md §7: vision less the deepstack mergers, and the projector.
+    assert total == 576_388_336 - 120_377_856 + 33_562_624
+    assert len(weights["inverse_frequency"]) == 18
+
+
 def test_static_buckets_reach_the_largest_image(config: VisionConfig) -> None:
     (plan,) = STAGE.graphs(config, Shard(), StageOptions(static_buckets=True, dtype=torch.bfloat16))
     dim = plan.spec.dim("M")
