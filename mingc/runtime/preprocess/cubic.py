@@ -38,14 +38,18 @@ def resize_cubic(image: NDArray[np.uint8], height: int, width: int) -> NDArray[n
         return image
     row_index, row_weight = _taps(image.shape[0], height)
     column_index, column_weight = _taps(image.shape[1], width)
-    # Only rows that some output row reads are worth filtering: when shrinking that is a part of them.
+    # Only rows that some output row reads are worth filtering: when shrinking that is a part of them. The axis that
+    # is gathered from lies first each time, so that every gather copies whole rows.
     rows, row_index = np.unique(row_index, return_inverse=True)
     row_index = row_index.reshape(height, _NUM_TAPS)
-    source = image[rows]
-    across = np.zeros((len(rows), width, image.shape[2]), dtype=np.float32)
+    columns = np.ascontiguousarray(image[rows].transpose(1, 0, 2)).reshape(image.shape[1], -1)
+    across = np.zeros((width, columns.shape[1]), dtype=np.float32)
     for tap in range(_NUM_TAPS):
-        across += source[:, column_index[:, tap]] * column_weight[:, tap][None, :, None]
-    down = np.zeros((height, width, image.shape[2]), dtype=np.float32)
+        across += columns[column_index[:, tap]] * column_weight[:, tap, None]
+    lines = np.ascontiguousarray(across.reshape(width, len(rows), -1).transpose(1, 0, 2)).reshape(
+        len(rows), -1
+    )
+    down = np.zeros((height, lines.shape[1]), dtype=np.float32)
     for tap in range(_NUM_TAPS):
-        down += across[row_index[:, tap]] * row_weight[:, tap][:, None, None]
-    return np.clip(np.rint(down), 0, 255).astype(np.uint8)
+        down += lines[row_index[:, tap]] * row_weight[:, tap, None]
+    return np.clip(np.rint(down), 0, 255).astype(np.uint8).reshape(height, width, -1)

@@ -56,8 +56,10 @@ def load_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixe
     return new_height, new_width
 
 
-def encoder_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """(height, width) that the encoder's own rule gives: like `load_size`, with the minimum side on the other branch."""
+def encoder_size(
+    height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int
+) -> tuple[int, int]:
+    """(height, width) that the encoder's own rule gives: `load_size` with the least side on the other branch."""
     new_height = round(height / factor) * factor
     new_width = round(width / factor) * factor
     if new_height * new_width > max_pixels:
@@ -151,7 +153,9 @@ def resize_loaded(
     return _resize(image, new_height, new_width)
 
 
-def resize_for_encoder(image: NDArray[np.uint8], parameters: VisionParameters, where: str) -> NDArray[np.uint8]:
+def resize_for_encoder(
+    image: NDArray[np.uint8], parameters: VisionParameters, where: str
+) -> NDArray[np.uint8]:
     """Second resize of (H, W, 3) uint8: sides become multiples of a merged token's."""
     height, width = image.shape[:2]
     check_aspect(height, width, where)
@@ -169,7 +173,7 @@ def resize_for_encoder(image: NDArray[np.uint8], parameters: VisionParameters, w
 def _normalised(mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
     """(channels, 256) float32: what each byte becomes, rounded at the same places as the reference."""
     scaled = (np.arange(256) * (1 / 255)).astype(np.float32)
-    return (scaled[None, :] - np.float32(mean)[:, None]) / np.float32(std)[:, None]
+    return (scaled - np.asarray(mean, np.float32)[:, None]) / np.asarray(std, np.float32)[:, None]
 
 
 def patchify(frames: NDArray[np.uint8], parameters: VisionParameters) -> VisionFeatures:
@@ -178,21 +182,27 @@ def patchify(frames: NDArray[np.uint8], parameters: VisionParameters) -> VisionF
     Rows are ordered (t, block row, block column, row in block, column in block), values (C, time, y, x).
     """
     patch, merge, temporal = parameters.patch_size, parameters.merge_size, parameters.temporal_patch_size
-    if len(frames) == 1:
-        frames = np.broadcast_to(frames, (temporal, *frames.shape[1:]))
     num_frames, height, width, channels = frames.shape
-    grid = (num_frames // temporal, height // patch, width // patch)
-    blocks = frames.reshape(
-        grid[0], temporal, grid[1] // merge, merge, patch, grid[2] // merge, merge, patch, channels
-    ).transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
+    is_image = num_frames == 1
+    grid = (1 if is_image else num_frames // temporal, height // patch, width // patch)
+    blocks = (grid[1] // merge, merge, patch, grid[2] // merge, merge, patch)
     table = _normalised(parameters.image_mean, parameters.image_std)
-    pixels = np.empty(blocks.shape, dtype=np.float32)
+    pixels = np.empty(
+        (grid[0], blocks[0], blocks[3], merge, merge, channels, temporal, patch, patch), dtype=np.float32
+    )
     for channel in range(channels):
-        pixels[:, :, :, :, :, channel] = table[channel][blocks[:, :, :, :, :, channel]]
+        plane = table[channel].take(frames[..., channel])
+        if is_image:
+            plane = np.broadcast_to(plane, (temporal, height, width))
+        pixels[:, :, :, :, :, channel] = plane.reshape(grid[0], temporal, *blocks).transpose(
+            0, 2, 5, 3, 6, 1, 4, 7
+        )
     return VisionFeatures(pixels=pixels.reshape(math.prod(grid), -1), grid=grid)
 
 
-def load_image(data: bytes, parameters: VisionParameters, where: str, *, max_pixels: int | None = None) -> VisionFeatures:
+def load_image(
+    data: bytes, parameters: VisionParameters, where: str, *, max_pixels: int | None = None
+) -> VisionFeatures:
     """Encoded image → patches, through both resizes. `where` names the image in errors."""
     image = resize_loaded(decode_image(data, where), parameters, where, max_pixels=max_pixels)
     return patchify(resize_for_encoder(image, parameters, where)[None], parameters)

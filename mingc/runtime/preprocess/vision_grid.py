@@ -36,7 +36,9 @@ class VisionGridArrays:
         return len(self.coordinates)
 
 
-def _neighbours(size: int, table_side: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+def _neighbours(
+    size: int, table_side: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
     """For each of `size` aligned-corner coordinates: the table line below, the one above, the fraction between."""
     position = np.linspace(0, table_side - 1, size, dtype=np.float32)
     below = position.astype(np.int64)
@@ -51,9 +53,7 @@ def _frame_coordinates(height: int, width: int, merge: int) -> NDArray[np.int64]
     return np.stack([rows, columns], axis=-1).reshape(-1, merge**2, 2).astype(np.int64)
 
 
-def build_grid_arrays(
-    grids: Sequence[Grid], *, merge_size: int, position_grid_size: int
-) -> VisionGridArrays:
+def build_grid_arrays(grids: Sequence[Grid], *, merge_size: int, position_grid_size: int) -> VisionGridArrays:
     """Index arrays of the grids in order; each frame of each grid is a segment of its own."""
     index: list[NDArray[np.int64]] = []
     weight: list[NDArray[np.float32]] = []
@@ -116,5 +116,7 @@ def pad_grid_arrays(arrays: VisionGridArrays, num_tokens: int) -> VisionGridArra
         position_index=pad_tokens(arrays.position_index, num_tokens),
         position_weight=pad_tokens(arrays.position_weight, num_tokens),
         coordinates=pad_tokens(arrays.coordinates, num_tokens),
-        segment=np.concatenate([arrays.segment, np.broadcast_to(own, (len(own), patches, 2))]).astype(np.int32),
+        segment=np.concatenate([arrays.segment, np.broadcast_to(own, (len(own), patches, 2))]).astype(
+            np.int32
+        ),
     )

@@ -1,0 +1,159 @@
+"""Encoded audio → log-mel features of the audio encoder (spec: audio.md §1, §2, §5).
+
+soundfile decodes what libsndfile knows (WAV, FLAC, Ogg, MP3); PyAV, when installed, the rest (AAC, WebM, the sound
+of a video).
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mingc.artifacts.model import AudioParameters
+from mingc.dsp.log_mel import log_mel, min_samples
+from mingc.dsp.resample import resample
+from mingc.errors import RequestError
+
+_BLOCK_SAMPLES = 1 << 16
+_MAX_RATE_HZ = 384_000  # the highest rate that recording hardware has; bounds the memory of a decoded clip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AudioFeatures:
+    """One clip as the audio encoder takes it.
+
+    `mel`: (frames, num_mels) float32. `num_tokens`: embeddings that come out of the encoder.
+    """
+
+    mel: NDArray[np.float32]
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wave:
+    """One channel: `samples` (n,) float32 in [-1, 1]."""
+
+    samples: NDArray[np.float32]
+    sample_rate: int
+
+
+def _check_rate(rate: int, where: str) -> None:
+    if not 0 < rate <= _MAX_RATE_HZ:
+        raise RequestError(
+            f"the audio has a sample rate of {rate} Hz",
+            where=where,
+            fix=f"send at most {_MAX_RATE_HZ} Hz",
+            param=where,
+        )
+
+
+def _too_long(where: str, max_seconds: float) -> RequestError:
+    return RequestError(
+        f"the audio is longer than {max_seconds:g} seconds",
+        where=where,
+        fix="send a shorter clip, or several clips",
+        param=where,
+    )
+
+
+def _decode_soundfile(data: bytes, where: str, max_seconds: float) -> Wave | None:
+    """The first channel, or None when libsndfile does not know the format (or is not installed)."""
+    try:
+        soundfile: Any = importlib.import_module("soundfile")
+    except ImportError:
+        return None
+    blocks: list[NDArray[np.float32]] = []
+    count = 0
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            rate = int(file.samplerate)
+            _check_rate(rate, where)
+            # Read in blocks: the declared length may be wrong, and all but the first channel are dropped at once.
+            while len(block := file.read(_BLOCK_SAMPLES, dtype="float32", always_2d=True)):
+                blocks.append(np.ascontiguousarray(block[:, 0]))
+                count += len(block)
+                if count > max_seconds * rate + 1:
+                    raise _too_long(where, max_seconds)
+    except (soundfile.LibsndfileError, RuntimeError):
+        return None
+    return Wave(samples=np.concatenate(blocks) if blocks else np.empty(0, np.float32), sample_rate=rate)
+
+
+def _decode_av(data: bytes, where: str, max_seconds: float) -> Wave | None:
+    """The first channel of the first sound track, or None when there is none (or no PyAV)."""
+    try:
+        av: Any = importlib.import_module("av")
+    except ImportError:
+        return None
+    blocks: list[NDArray[np.float32]] = []
+    count = 0
+    try:
+        with av.open(io.BytesIO(data)) as container:
+            if not container.streams.audio:
+                return None
+            rate = int(container.streams.audio[0].rate)
+            _check_rate(rate, where)
+            resampler = av.AudioResampler(format="fltp")
+            for frame in container.decode(audio=0):
+                for part in resampler.resample(frame):
+                    blocks.append(part.to_ndarray()[0].astype(np.float32, copy=False))
+                    count += len(blocks[-1])
+                if count > max_seconds * rate + 1:
+                    raise _too_long(where, max_seconds)
+    except (av.FFmpegError, ValueError, IndexError):
+        return None
+    return Wave(samples=np.concatenate(blocks) if blocks else np.empty(0, np.float32), sample_rate=rate)
+
+
+def decode_audio(data: bytes, where: str, *, max_seconds: float) -> Wave:
+    """The first channel of an encoded clip; further channels are dropped, not mixed in.
+
+    Raises: RequestError when the bytes cannot be decoded or hold more than `max_seconds`.
+    """
+    wave = _decode_soundfile(data, where, max_seconds) or _decode_av(data, where, max_seconds)
+    if wave is None:
+        raise RequestError(
+            f"{len(data)} bytes cannot be decoded as audio",
+            where=where,
+            fix="send a whole WAV, FLAC, MP3 or Ogg file",
+            param=where,
+        )
+    return wave
+
+
+def wave_features(wave: Wave, parameters: AudioParameters, where: str) -> AudioFeatures:
+    """Features of a decoded clip: resampled to the encoder's rate, neither padded nor levelled.
+
+    Raises: RequestError when the clip is too short for one window or longer than the encoder's position table.
+    """
+    samples = resample(wave.samples, wave.sample_rate, parameters.sample_rate)
+    if len(samples) < min_samples(parameters.fft_size):
+        raise RequestError(
+            f"the audio has {len(samples)} samples at {parameters.sample_rate} Hz, too few for one frame",
+            where=where,
+            fix=f"send at least {min_samples(parameters.fft_size) / parameters.sample_rate:.4f} seconds",
+            param=where,
+        )
+    if len(samples) // parameters.hop_samples > parameters.max_frames:
+        raise _too_long(where, parameters.max_frames * parameters.hop_samples / parameters.sample_rate)
+    mel = log_mel(
+        samples,
+        sample_rate=parameters.sample_rate,
+        num_mels=parameters.num_mels,
+        fft_size=parameters.fft_size,
+        hop_samples=parameters.hop_samples,
+    )
+    # Every strided convolution of the encoder rounds up, hence so does their product.
+    return AudioFeatures(mel=mel, num_tokens=-(-len(mel) // parameters.frames_per_token))
+
+
+def load_audio(data: bytes, parameters: AudioParameters, where: str) -> AudioFeatures:
+    """Encoded audio → features. `where` names the clip in errors."""
+    # One hop more than allowed may be decoded: whole frames decide, in `wave_features`.
+    max_seconds = (parameters.max_frames + 1) * parameters.hop_samples / parameters.sample_rate
+    return wave_features(decode_audio(data, where, max_seconds=max_seconds), parameters, where)

@@ -1,0 +1,222 @@
+"""Turns of a conversation → the prompt of the thinker.
+
+The format is that of the reference's processor, not of the tokenizer's jinja template (spec: thinker.md §6.1, D6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from mingc.artifacts.model import AudioParameters, ThinkerParameters, VisionParameters
+from mingc.errors import RequestError
+from mingc.runtime.preprocess.audio import AudioFeatures, load_audio
+from mingc.runtime.preprocess.image import load_image
+from mingc.runtime.preprocess.positions import compute_positions
+from mingc.runtime.preprocess.prompt import Features, MediaKind, Prompt, PromptWriter
+from mingc.runtime.preprocess.tokenizer import TextTokenizer
+from mingc.runtime.preprocess.video import load_video
+from mingc.runtime.request import MediaPart, TextPart, Turn, VideoParams
+
+# Values of `Prompt.embed_kind`.
+WORD, VISION, AUDIO = 0, 1, 2
+
+_ROLES = {"user": "HUMAN", "assistant": "ASSISTANT"}
+_TURN_END = "<|role_end|>"
+# A message that writes one of these itself suppresses that many automatic blocks.
+_LITERALS: dict[MediaKind, str] = {"image": "<image>", "audio": "<audio>", "video": "<video>"}
+
+_Parameters = TypeVar("_Parameters", AudioParameters, VisionParameters)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaEntry:
+    """Decoded media of one kind that stand at one place; several are separated by a newline."""
+
+    kind: MediaKind
+    items: tuple[Features, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """A turn whose media are decoded."""
+
+    role: str
+    content: tuple[TextPart | MediaEntry, ...]
+
+    @property
+    def text(self) -> str:
+        """All text of the message, joined."""
+        return "".join(part.text for part in self.content if isinstance(part, TextPart))
+
+
+class ChatProcessor:
+    """Makes prompts for one artifact. Holds no request; may be used from several threads.
+
+    `vision` and `audio` are None when the artifact has no such encoder; media of that kind are then refused.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        thinker: ThinkerParameters,
+        *,
+        vision: VisionParameters | None,
+        audio: AudioParameters | None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._thinker = thinker
+        self._vision = vision
+        self._audio = audio
+
+    def prepare(
+        self, turns: Sequence[Turn], *, video: VideoParams | None = None, thinking: bool = False
+    ) -> Prompt:
+        """Decodes the media of `turns` and builds the prompt.
+
+        Raises: RequestError naming the turn or the medium.
+        """
+        check_turns(turns)
+        messages = [
+            Message(
+                role=turn.role,
+                content=tuple(
+                    part if isinstance(part, TextPart) else self._load(part, video or VideoParams())
+                    for part in turn.parts
+                ),
+            )
+            for turn in turns
+        ]
+        return self.build(messages, thinking=thinking)
+
+    def build(self, messages: Sequence[Message], *, thinking: bool = False) -> Prompt:
+        """The prompt of decoded messages. System messages, wherever they stand, are joined by newlines.
+
+        Raises: RequestError when the prompt leaves no room for an answer or has too many patches.
+        """
+        system = [message.text for message in messages if message.role == "system"]
+        text = "\n".join(system) if system else self._thinker.default_system_text
+        suffix = self._thinker.thinking_suffix.format(state="on" if thinking else "off")
+        merge_size = 1 if self._vision is None else self._vision.merge_size
+        writer = PromptWriter(self._tokenizer, self._thinker, merge_size=merge_size)
+        writer.text(f"<role>SYSTEM</role>{text}{suffix}{_TURN_END}")
+        displaced: list[AudioFeatures] = []
+        for message in messages:
+            if message.role != "system":
+                writer.text(f"<role>{_ROLES[message.role]}</role>")
+                displaced += _write_content(writer, message)
+                writer.text(_TURN_END)
+        writer.text("<role>ASSISTANT</role>")
+        for clip in displaced:
+            writer.media(clip)
+            writer.text("\n")
+        writer.close()
+        return self._finish(writer, merge_size)
+
+    def _load(self, part: MediaPart, video: VideoParams) -> MediaEntry:
+        item: Features
+        match part.kind:
+            case "image":
+                item = load_image(part.data, _needed(self._vision, part), part.where)
+            case "video":
+                item = load_video(part.data, _needed(self._vision, part), video, part.where)
+            case "audio":
+                item = load_audio(part.data, _needed(self._audio, part), part.where)
+        return MediaEntry(kind=part.kind, items=(item,))
+
+    def _finish(self, writer: PromptWriter, merge_size: int) -> Prompt:
+        num_tokens = len(writer.ids)
+        if num_tokens >= self._thinker.max_positions:
+            raise RequestError(
+                f"the prompt has {num_tokens} tokens; prompt and answer may have {self._thinker.max_positions}",
+                where="messages",
+                fix="send fewer or shorter messages, or smaller media",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        num_patches = sum(len(item.pixels) for item in writer.vision)
+        if self._vision is not None and num_patches > self._vision.max_patches:
+            raise RequestError(
+                f"the images and videos have {num_patches} patches; at most {self._vision.max_patches} are taken",
+                where="messages",
+                fix="send fewer or smaller images, or fewer video frames",
+                param="messages",
+            )
+        positions, delta = compute_positions(
+            num_tokens,
+            writer.grids,
+            merge_size=merge_size,
+            temporal_scale=self._thinker.temporal_position_scale,
+        )
+        embed_kind = np.full(num_tokens, WORD, dtype=np.int64)
+        for span in writer.spans:
+            embed_kind[span.start : span.start + span.length] = AUDIO if span.kind == "audio" else VISION
+        return Prompt(
+            token_ids=np.asarray(writer.ids, dtype=np.int64),
+            positions=positions,
+            rope_delta=delta,
+            embed_kind=embed_kind,
+            spans=tuple(writer.spans),
+            vision=tuple(writer.vision),
+            audio=tuple(writer.audio),
+        )
+
+
+def _needed(parameters: _Parameters | None, part: MediaPart) -> _Parameters:
+    if parameters is None:
+        raise RequestError(
+            f"this model was exported without an encoder for {part.kind} input",
+            where=part.where,
+            fix=f"leave the {part.kind} out, or serve an artifact that has the encoder",
+            param=part.where,
+        )
+    return parameters
+
+
+def _write_content(writer: PromptWriter, message: Message) -> list[AudioFeatures]:
+    """Writes one turn; returns the clips that a literal `<audio>` in its text keeps from their place.
+
+    That is the reference's rule: suppressed images and videos are not shown to the model at all, suppressed clips
+    stand behind everything else.
+    """
+    literals = {kind: message.text.count(literal) for kind, literal in _LITERALS.items()}
+    displaced: list[AudioFeatures] = []
+    for entry in message.content:
+        if isinstance(entry, TextPart):
+            writer.text(entry.text)
+            continue
+        placed = max(0, len(entry.items) - literals[entry.kind])
+        for index, item in enumerate(entry.items[:placed]):
+            writer.text("\n" if index else "")
+            writer.media(item)
+        displaced += [item for item in entry.items[placed:] if isinstance(item, AudioFeatures)]
+    return displaced
+
+
+def check_turns(turns: Sequence[Turn]) -> None:
+    """Raises RequestError for the first turn that the chat format cannot express."""
+
+    def refuse(what: str, where: str, fix: str) -> RequestError:
+        return RequestError(what, where=where, fix=fix, param=where)
+
+    for index, turn in enumerate(turns):
+        where = f"messages[{index}]"
+        media = [part for part in turn.parts if isinstance(part, MediaPart)]
+        if turn.role not in ("system", *_ROLES):
+            raise refuse(f"unknown role {turn.role!r}", f"{where}.role", "use system, user or assistant")
+        if media and turn.role != "user":
+            what = f"{turn.role} messages are text, this one holds {media[0].kind} input"
+            raise refuse(what, media[0].where, "put the media into a user message")
+        videos = [part for part in media if part.kind == "video"]
+        if len(videos) > 1:
+            what = f"one message holds {len(videos)} videos"
+            raise refuse(what, videos[1].where, "send one video a message")
+    spoken = [index for index, turn in enumerate(turns) if turn.role != "system"]
+    if not spoken:
+        raise refuse("the conversation has no user message", "messages", "end it with a user message")
+    if turns[spoken[-1]].role != "user":
+        where = f"messages[{spoken[-1]}].role"
+        raise refuse("the last message is the assistant's", where, "end the conversation with a user message")

@@ -1,0 +1,137 @@
+"""The thinker's prompt as data, and the writer that lays out its text and media blocks.
+
+Blocks are written as ids at once and text goes through the tokenizer in the stretches between them. That gives the
+ids of one long text, since special tokens split a text before anything else (spec: thinker.md §6.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mingc.artifacts.model import ThinkerParameters
+from mingc.runtime.preprocess.audio import AudioFeatures
+from mingc.runtime.preprocess.image import Grid, VisionFeatures
+from mingc.runtime.preprocess.positions import VisionSpan
+from mingc.runtime.preprocess.tokenizer import TextTokenizer
+from mingc.runtime.preprocess.video import VideoFeatures
+
+MediaKind = Literal["image", "audio", "video"]
+Features = VisionFeatures | AudioFeatures | VideoFeatures
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaSpan:
+    """Tokens [start, start + length) ← embeddings [offset, offset + length) of an item.
+
+    `item` counts in `Prompt.vision` for images and videos, in `Prompt.audio` for audio.
+    """
+
+    kind: MediaKind
+    start: int
+    length: int
+    item: int
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """What the engines need of a conversation; T tokens.
+
+    `token_ids` (T,) int64; `positions` (3, T) int64; token number n generated later has position n + `rope_delta`;
+    `embed_kind` (T,) int64: 0 word embedding, 1 embedding of `vision`, 2 of `audio`. The embeddings of all items of
+    `vision` (and of `audio`), one after the other, fill the rows of their kind from first to last.
+    """
+
+    token_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    rope_delta: int
+    embed_kind: NDArray[np.int64]
+    spans: tuple[MediaSpan, ...]
+    vision: tuple[VisionFeatures, ...]
+    audio: tuple[AudioFeatures, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class PromptWriter:
+    """Collects token ids, media spans and grids in reading order. Call `close` before reading them."""
+
+    def __init__(self, tokenizer: TextTokenizer, thinker: ThinkerParameters, *, merge_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._thinker = thinker
+        self._merge_size = merge_size
+        self._pending = ""
+        self.ids: list[int] = []
+        self.spans: list[MediaSpan] = []
+        self.grids: list[VisionSpan] = []
+        self.vision: list[VisionFeatures] = []
+        self.audio: list[AudioFeatures] = []
+
+    def text(self, text: str) -> None:
+        """Writes text; special tokens in it count."""
+        self._pending += text
+
+    def close(self) -> None:
+        """Tokenizes the text that is still pending."""
+        if self._pending:
+            self.ids += self._tokenizer.encode(self._pending)
+            self._pending = ""
+
+    def media(self, item: Features) -> None:
+        """Writes the block of one image, clip or video, with the newline that belongs to it."""
+        match item:
+            case VisionFeatures():
+                self._image(item)
+            case VideoFeatures():
+                self._video(item)
+            case AudioFeatures():
+                self._audio_clip(item)
+
+    def _token(self, token_id: int) -> None:
+        self.close()
+        self.ids.append(token_id)
+
+    def _patches(self, token_id: int, span: MediaSpan) -> None:
+        self.ids += [token_id] * span.length
+        self.spans.append(span)
+
+    def _vision_span(self, kind: MediaKind, patch_token: int, grid: Grid, offset: int) -> int:
+        """One grid between image tokens; returns the offset behind it."""
+        length = grid[0] * grid[1] * grid[2] // self._merge_size**2
+        self._token(self._thinker.image_start_token)
+        self.grids.append(VisionSpan(start=len(self.ids), grid=grid))
+        item = len(self.vision) - 1
+        span = MediaSpan(kind=kind, start=len(self.ids), length=length, item=item, offset=offset)
+        self._patches(patch_token, span)
+        self._token(self._thinker.image_end_token)
+        return offset + length
+
+    def _image(self, image: VisionFeatures) -> None:
+        self.vision.append(image)
+        self._vision_span("image", self._thinker.image_patch_token, image.grid, 0)
+        self.text("\n")
+
+    def _video(self, video: VideoFeatures) -> None:
+        """Each pair of frames is a grid of its own, led by its time."""
+        self.vision.append(video.vision)
+        _, height, width = video.vision.grid
+        self._token(self._thinker.video_start_token)
+        offset = 0
+        for seconds in video.timestamps:
+            self.text(f"<{seconds:.1f} seconds>")
+            offset = self._vision_span("video", self._thinker.frame_patch_token, (1, height, width), offset)
+        self._token(self._thinker.video_end_token)
+
+    def _audio_clip(self, clip: AudioFeatures) -> None:
+        self.audio.append(clip)
+        self._token(self._thinker.audio_start_token)
+        item = len(self.audio) - 1
+        span = MediaSpan(kind="audio", start=len(self.ids), length=clip.num_tokens, item=item, offset=0)
+        self._patches(self._thinker.audio_patch_token, span)
+        self._token(self._thinker.audio_end_token)

@@ -1,0 +1,159 @@
+"""Text, voice and style → the prompt of the talker (spec: talker.md §4, §12).
+
+Each piece is tokenized on its own and the ids are joined. What replaces word embeddings (speaker vectors, embedded
+prompt patches) is named by row; the vectors are the caller's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mingc.errors import RequestError
+from mingc.runtime.preprocess.tokenizer import TextTokenizer
+
+SPEECH_TASK = "Please generate speech based on the following description.\n"
+
+_SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+# A text that has all of these describes music and is not introduced as a text to be read.
+_MUSIC_MARKS = ("Genre: ", "Mood: ", "Instrument: ", "Theme: ", "Duration: ")
+
+_BGM_KEYS = ("Genre", "Mood", "Instrument", "Theme", "ENV", "SNR")
+_CAPTION_KEYS = ("序号", "说话人", "方言", "风格", "语速", "基频", "音量", "情感", "BGM", "IP")
+_CAPTION_KEYS_WITH_SNR = ("序号", "说话人", "BGM", "情感", "方言", "风格", "语速", "基频", "音量", "IP")
+_STYLE_KEY = "风格"
+
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeechPrompt:
+    """The talker's prompt; T tokens.
+
+    `token_ids` (T,) int64. `speaker_rows` (n,) int64: where the speaker vectors go. `patch_rows` (N,) int64: where the
+    embedded prompt patches go, the last rows of the prompt. The first `prefix_length` tokens depend on the voice
+    and not on the text, so their keys and values can be kept.
+    """
+
+    token_ids: NDArray[np.int64]
+    speaker_rows: NDArray[np.int64]
+    patch_rows: NDArray[np.int64]
+    prefix_length: int
+
+
+class SpeechPromptBuilder:
+    """Makes talker prompts with the talker's own tokenizer. May be used from several threads."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._speaker = [tokenizer.token_id(f"<|vision_{name}|>") for name in ("start", "pad")]
+        self._audio = tokenizer.token_id("<audio>")
+        self._audio_patch = tokenizer.token_id("<audioPatch>")
+
+    def build(
+        self,
+        text: str,
+        *,
+        num_speakers: int = 0,
+        transcript: str | None = None,
+        num_prompt_patches: int = 0,
+        instruction: str | None = None,
+        task: str = SPEECH_TASK,
+    ) -> SpeechPrompt:
+        """The prompt for one segment of text.
+
+        `transcript` and `num_prompt_patches` belong to the voice's recording and count only together.
+        `instruction` is written as it is: see `caption_instruction`.
+
+        Raises: RequestError when there is nothing to say.
+        """
+        if not text.strip():
+            raise RequestError(
+                "there is no text to speak", where="input", fix="send some text", param="input"
+            )
+        encode = self._tokenizer.encode
+        has_recording = bool(transcript) and num_prompt_patches > 0
+        ids = encode(_SYSTEM) + encode("<|im_start|>user\n") + encode(task)
+        speaker_rows: list[int] = []
+        for number in range(1, num_speakers + 1):
+            ids += encode(f"  speaker_{number}:") + self._speaker
+            speaker_rows.append(len(ids) - 1)
+            ids += encode("<|vision_end|>\n")
+        prefix_length = len(ids)
+        if not all(mark in text for mark in _MUSIC_MARKS):
+            ids += encode(" Text input:\n")
+            prefix_length = len(ids)
+        if has_recording and transcript:
+            is_prefix = prefix_length == len(ids)
+            ids += encode(transcript)
+            prefix_length = len(ids) if is_prefix else prefix_length
+        ids += encode(text) + encode("<|im_end|>\n") + encode("<|im_start|>assistant\n")
+        if instruction:
+            ids += encode(instruction) + encode("<|im_end|>")
+        ids.append(self._audio)
+        num_patches = num_prompt_patches if has_recording else 0
+        patch_rows = np.arange(len(ids), len(ids) + num_patches, dtype=np.int64)
+        return SpeechPrompt(
+            token_ids=np.asarray(ids + [self._audio_patch] * num_patches, dtype=np.int64),
+            speaker_rows=np.asarray(speaker_rows, dtype=np.int64),
+            patch_rows=patch_rows,
+            prefix_length=prefix_length,
+        )
+
+
+def _caption(fields: dict[str, Json]) -> dict[str, Json]:
+    """A whole caption with `fields` filled in; names that the model does not know are left out."""
+    background = fields.get("BGM")
+    sounds: dict[str, Json] = dict.fromkeys(_BGM_KEYS)
+    if isinstance(background, dict):
+        sounds |= {key: value for key, value in background.items() if key in sounds}
+    values: dict[str, Json] = dict.fromkeys(_CAPTION_KEYS)
+    values |= {"序号": 1, "说话人": "speaker_1"}
+    values |= {key: value for key, value in fields.items() if key in values} | {"BGM": sounds}
+    order = _CAPTION_KEYS if sounds["SNR"] is None else _CAPTION_KEYS_WITH_SNR
+    return {key: values[key] for key in order}
+
+
+def _known_fields(item: Json) -> Json:
+    """One entry of a caption that came whole, without unknown names; order and omissions are the client's."""
+    if not isinstance(item, dict):
+        return item
+    known = {key: value for key, value in item.items() if key in _CAPTION_KEYS}
+    background = known.get("BGM")
+    if isinstance(background, dict):
+        known["BGM"] = {key: value for key, value in background.items() if key in _BGM_KEYS}
+    return known
+
+
+def caption_instruction(instructions: str, where: str = "instructions") -> str | None:
+    """Style wishes of a client as the caption JSON that the talker was trained on; None for blank ones.
+
+    Plain text becomes the style of a caption. A JSON object is taken as fields of a caption, or, when it has
+    `audio_sequence`, as a whole caption. Unknown names are left out.
+
+    Raises: RequestError when text that starts like a JSON object is none.
+    """
+    wish = instructions.strip()
+    if not wish:
+        return None
+    caption: dict[str, Json]
+    if wish.startswith("{"):
+        try:
+            given: dict[str, Json] = json.loads(wish)
+        except ValueError as error:
+            raise RequestError(
+                f"the instructions start like a JSON object but are none: {error}",
+                where=where,
+                fix='send plain text, or an object such as {"情感": "高兴"}',
+                param=where,
+            ) from error
+        sequence = given.get("audio_sequence")
+        items: Sequence[Json] = sequence if isinstance(sequence, list) else [dict(_caption(given))]
+        caption = {"audio_sequence": [_known_fields(item) for item in items]}
+    else:
+        caption = {"audio_sequence": [dict(_caption({_STYLE_KEY: wish}))]}
+    return json.dumps(caption, ensure_ascii=False)
