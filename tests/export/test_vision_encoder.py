@@ -53,7 +53,8 @@ def golden() -> dict[str, Tensor]:
 
 def tables(grids: list[list[int]], side: int, merge: int) -> tuple[np.ndarray, ...]:
     """Index, weight, coordinates and segment of the patches of `grids`, straight from vision.md §4 and §5."""
-    index, weight, coordinates, segment = [], [], [], []
+    index, weight, coordinates = [], [], []
+    segment: list[list[int]] = []
     for frames, height, width in grids:
         rows, cols = np.linspace(0, side - 1, height), np.linspace(0, side - 1, width)
         for _ in range(frames):
@@ -76,7 +77,7 @@ def inputs_for(config: VisionConfig, pixels: Tensor, grids: list[list[int]]) -> 
     """The five inputs of `encode`."""
     group = config.patches_per_token
     made = (torch.from_numpy(table) for table in tables(grids, config.position_grid_size, config.merge_size))
-    return tuple(tensor.unflatten(0, (-1, group)) for tensor in (pixels, *made))
+    return tuple(tensor.view(-1, group, tensor.shape[1]) for tensor in (pixels, *made))
 
 
 def pad(inputs: tuple[Tensor, ...], num_tokens: int) -> tuple[Tensor, ...]:

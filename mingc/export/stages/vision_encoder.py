@@ -24,6 +24,7 @@ from mingc.artifacts.spec import Dim, DType, GraphSpec, TensorSpec
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.encoder_weights import dtype_name, layer_norm, linear, stored
+from mingc.export.layers.patch_grid import example_tables
 from mingc.export.layers.vision_transformer import PatchMerger, VisionBlock, VisionProjector
 from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions, WeightSource
 from mingc.kernels.segment_attention import make_segments
@@ -96,7 +97,6 @@ class VisionEncoder(nn.Module):
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        self.width = config.width
         self.patch_embed = nn.Linear(config.patch_values, config.width)
         # Interpolation weights and angles are float32; bf16 tables would round positions visibly.
         table_rows = config.position_grid_size**2
@@ -271,7 +271,9 @@ class VisionEncoderStage(Stage):
         )
 
         def example(dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
-            return _example(config, dims["M"], options.dtype, generator)
+            tables = example_tables(dims["M"], config.merge_size, config.position_grid_size)
+            pixels = torch.randn(dims["M"], group, config.patch_values, generator=generator)
+            return {"pixels": pixels.to(options.dtype), **tables}
 
         plan = GraphPlan(
             spec=spec, method="encode", example=example, trace_dims={"M": 12}, check_dims={"M": 22}
@@ -355,46 +357,3 @@ def _token_dim(options: StageOptions) -> Dim:
         buckets.append(size)
         size *= 2
     return Dim(name="M", minimum=1, maximum=largest, buckets=tuple(buckets))
-
-
-def _example(
-    config: VisionConfig, num_tokens: int, dtype: torch.dtype, generator: torch.Generator
-) -> dict[str, Tensor]:
-    """Random pixels of two frames (one when there is one token), each as square as its token count allows."""
-    half = num_tokens // 2
-    places, bounds = [], []
-    for count in (num_tokens - half, half):
-        if count:
-            rows = max(r for r in range(1, math.isqrt(count) + 1) if count % r == 0)
-            places.append(_merge_order(rows, count // rows, config.merge_size))
-            start = sum(len(frame) for frame in places[:-1])
-            bounds += [(start, start + len(places[-1]))] * len(places[-1])
-    last = config.position_grid_size - 1
-    index, weight = [], []
-    for frame in places:
-        height, width = (frame.amax(0) + 1).tolist()
-        row = torch.linspace(0, last, height)[frame[:, 0]]
-        col = torch.linspace(0, last, width)[frame[:, 1]]
-        top, left = row.long(), col.long()
-        bottom, right = (top + 1).clamp(max=last), (left + 1).clamp(max=last)
-        down, across = row - top, col - left
-        corners = ((top, left), (top, right), (bottom, left), (bottom, right))
-        index.append(torch.stack([r * config.position_grid_size + c for r, c in corners], 1))
-        shares = ((1 - down) * (1 - across), (1 - down) * across, down * (1 - across), down * across)
-        weight.append(torch.stack(shares, 1))
-    group = (num_tokens, config.patches_per_token)
-    pixels = torch.randn(*group, config.patch_values, generator=generator)
-    return {
-        "pixels": pixels.to(dtype),
-        "position_index": torch.cat(index).view(*group, 4),
-        "position_weight": torch.cat(weight).view(*group, 4),
-        "coordinates": torch.cat(places).view(*group, 2),
-        "segment": torch.tensor(bounds, dtype=torch.int32).view(*group, 2),
-    }
-
-
-def _merge_order(rows: int, cols: int, merge: int) -> Tensor:
-    """(row, col) of every patch of a frame of rows × cols tokens, the patches of a token adjacent."""
-    row, col = torch.meshgrid(torch.arange(rows * merge), torch.arange(cols * merge), indexing="ij")
-    grid = torch.stack((row, col), -1).view(rows, merge, cols, merge, 2)
-    return grid.transpose(1, 2).reshape(-1, 2)
