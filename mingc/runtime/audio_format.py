@@ -53,6 +53,13 @@ def wav_header(sample_rate: int, num_samples: int | None) -> bytes:
     return riff + fmt + b"data" + struct.pack("<I", data_bytes)
 
 
+def flac_header(sample_rate: int) -> bytes:
+    """A FLAC file of no samples, which libsndfile would leave without even a header (RFC 9639 §8.1, §8.2)."""
+    bits = sample_rate << 44 | (16 - 1) << 36  # 20 bits rate, 3 bits channels - 1, 5 bits depth - 1, 36 bits length
+    block_and_frame_sizes = struct.pack(">HH", 4096, 4096) + bytes(6)
+    return b"fLaC" + b"\x80\x00\x00\x22" + block_and_frame_sizes + struct.pack(">Q", bits) + bytes(16)
+
+
 def encode(chunks: Sequence[NDArray[np.float32]], spec: AudioSpec) -> bytes:
     """A whole clip from its chunks of (n_i,) float32 mono samples, with true lengths in its header."""
     pcm = to_pcm16(np.concatenate(chunks)) if chunks else np.zeros(0, dtype="<i2")
@@ -60,6 +67,8 @@ def encode(chunks: Sequence[NDArray[np.float32]], spec: AudioSpec) -> bytes:
         return pcm.tobytes()
     if spec.format == "wav":
         return wav_header(spec.sample_rate, len(pcm)) + pcm.tobytes()
+    if not len(pcm):
+        return flac_header(spec.sample_rate)
     with io.BytesIO() as file:
         with _open_flac(file, spec.sample_rate) as flac:
             flac.write(pcm)
@@ -108,6 +117,7 @@ class _FlacStream:
     """
 
     def __init__(self, sample_rate: int) -> None:
+        self._if_empty = flac_header(sample_rate)
         self._sink = _AppendOnly()
         self._flac = _open_flac(self._sink, sample_rate)
 
@@ -117,7 +127,8 @@ class _FlacStream:
 
     def finish(self) -> bytes:
         self._flac.close()
-        return self._sink.take()
+        rest = self._sink.take()
+        return rest if self._sink.tell() else self._if_empty
 
 
 class _AppendOnly(io.RawIOBase):

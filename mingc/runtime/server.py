@@ -155,9 +155,13 @@ def serve(
 
 
 async def serve_async(
-    app: Starlette, listener: socket.socket | None = None, *, announce: Callable[[str], None] = _say_url
+    app: Starlette,
+    listener: socket.socket | None = None,
+    *,
+    announce: Callable[[str], None] = _say_url,
+    stop: asyncio.Event | None = None,
 ) -> bool:
-    """Listen and serve inside a running event loop.
+    """Listen and serve inside a running event loop, until a signal or `stop`.
 
     On the first signal the port closes, the service is closed with the grace of the options, and streams that are
     cut off get an error event. The second signal stops at once. Whatever happens, `service.close` is called last
@@ -167,6 +171,7 @@ async def serve_async(
         app: from `create_app`.
         listener: from `bind_socket`; None binds the host and port of the options. Closed at the end.
         announce: gets the base URL once connections are accepted; the default says it on stderr.
+        stop: setting it is as good as a first signal.
 
     Returns:
         True when it ended in order, False when a second signal cut it short.
@@ -179,12 +184,14 @@ async def serve_async(
         with contextlib.closing(listener or bind_socket(http.options.host, http.options.port)) as bound:
             server = _Server(app, bound, announce)
             serving = asyncio.create_task(server.serve(sockets=[bound]))
-            with _stop_signals(server, serving):
-                try:
+            try:
+                with _stop_signals(server, serving), _stop_event(server, stop):
                     await serving
-                except asyncio.CancelledError:
-                    if not server.force_exit:
-                        raise
+            except asyncio.CancelledError:
+                if not server.force_exit:
+                    raise
+            finally:
+                server.cut_off()
             return not server.force_exit
     finally:
         http.stopping = True
@@ -221,6 +228,20 @@ def _stop_signals(server: _Server, serving: asyncio.Task[None]) -> Iterator[None
     finally:
         for number in _STOP_SIGNALS:
             loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _stop_event(server: _Server, stop: asyncio.Event | None) -> Iterator[None]:
+    async def wait() -> None:
+        if stop is not None:
+            await stop.wait()
+            server.should_exit = True
+
+    waiting = asyncio.create_task(wait())
+    try:
+        yield
+    finally:
+        waiting.cancel()
 
 
 class _Server(uvicorn.Server):
@@ -267,5 +288,12 @@ class _Server(uvicorn.Server):
         finally:
             closing.cancel()
             await asyncio.wait((closing,))
-            for task in list(self.server_state.tasks):
-                task.cancel()
+
+    def cut_off(self) -> None:
+        """Drop what an orderly end has left, or all of it: sockets, running requests, connections."""
+        for listening in getattr(self, "servers", ()):
+            listening.close()
+        for task in list(self.server_state.tasks):
+            task.cancel()
+        for connection in list(self.server_state.connections):
+            connection.transport.close()

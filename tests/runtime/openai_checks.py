@@ -1,0 +1,231 @@
+"""What the official `openai` client must be able to do with a server: each check takes the server's base URL.
+
+The checks know nothing of the model behind the server, so that they hold for a fake and for a real artifact.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import soundfile
+from numpy.typing import NDArray
+from openai import OpenAI
+from PIL import Image
+
+SAMPLE_RATE = 44100
+PATCH_SECONDS = 0.32
+
+
+def client(base_url: str) -> OpenAI:
+    return OpenAI(base_url=f"{base_url}/v1", api_key="unused", max_retries=0, timeout=300)
+
+
+def model_name(base_url: str) -> str:
+    with client(base_url) as openai:
+        return openai.models.list().data[0].id
+
+
+def image_data_url() -> str:
+    """A small picture as a PNG data URL."""
+    pixels = np.linspace(0, 255, 64 * 96 * 3, dtype=np.uint8).reshape(64, 96, 3)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def wav_base64(seconds: float = 0.5, rate: int = 16000) -> str:
+    """A tone as base64 of a WAV file."""
+    time = np.arange(int(seconds * rate), dtype=np.float32) / rate
+    file = io.BytesIO()
+    soundfile.write(file, 0.2 * np.sin(2 * np.pi * 330 * time), rate, format="WAV")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def user(*parts: Any) -> list[Any]:
+    """A conversation of one user message."""
+    return [{"role": "user", "content": list(parts)}]
+
+
+def text(value: str) -> dict[str, str]:
+    return {"type": "text", "text": value}
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": image_data_url()}}
+CLIP = {"type": "input_audio", "input_audio": {"data": wav_base64(), "format": "wav"}}
+
+
+def check_models(base_url: str) -> None:
+    with client(base_url) as openai:
+        models = openai.models.list().data
+        assert len(models) == 1
+        assert openai.models.retrieve(models[0].id).id == models[0].id
+
+
+def check_text(base_url: str) -> str:
+    with client(base_url) as openai:
+        completion = openai.chat.completions.create(
+            model=model_name(base_url), messages=user(text("Say something short.")), max_tokens=12
+        )
+    choice = completion.choices[0]
+    assert choice.message.role == "assistant"
+    assert isinstance(choice.message.content, str)
+    assert choice.message.audio is None
+    assert choice.finish_reason in ("stop", "length")
+    usage = completion.usage
+    assert usage is not None and usage.prompt_tokens > 0 and 0 < usage.completion_tokens <= 12
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    return choice.message.content
+
+
+def check_streamed_text(base_url: str) -> None:
+    """One delta per token, and together the same text as without streaming."""
+    whole = check_text(base_url)
+    with client(base_url) as openai:
+        stream = openai.chat.completions.create(
+            model=model_name(base_url),
+            messages=user(text("Say something short.")),
+            max_tokens=12,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None
+    assert chunks[-2].choices[0].finish_reason in ("stop", "length")
+    assert all(chunk.choices[0].finish_reason is None for chunk in chunks[:-2])
+    deltas = [chunk.choices[0].delta.content for chunk in chunks[1:-2]]
+    assert "".join(delta or "" for delta in deltas) == whole
+    # a stop token makes no delta
+    assert chunks[-1].usage.completion_tokens - len(deltas) in (0, 1)
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def check_image(base_url: str) -> None:
+    with client(base_url) as openai:
+        completion = openai.chat.completions.create(
+            model=model_name(base_url), messages=user(IMAGE, text("What is this?")), max_tokens=8
+        )
+        plain = openai.chat.completions.create(
+            model=model_name(base_url), messages=user(text("What is this?")), max_tokens=8
+        )
+    assert completion.usage is not None and plain.usage is not None
+    assert completion.usage.prompt_tokens >= plain.usage.prompt_tokens
+
+
+def check_input_audio(base_url: str) -> None:
+    with client(base_url) as openai:
+        completion = openai.chat.completions.create(
+            model=model_name(base_url), messages=user(text("What do you hear?"), CLIP), max_tokens=8
+        )
+    assert completion.choices[0].finish_reason in ("stop", "length")
+
+
+def check_text_and_audio(base_url: str) -> None:
+    with client(base_url) as openai:
+        completion = openai.chat.completions.create(
+            model=model_name(base_url),
+            messages=user(IMAGE, CLIP, text("Answer aloud.")),
+            modalities=["text", "audio"],
+            audio={"voice": default_voice(base_url), "format": "wav"},
+            max_tokens=12,
+        )
+    message = completion.choices[0].message
+    assert message.audio is not None
+    assert message.audio.transcript == message.content
+    check_wav(base64.b64decode(message.audio.data))
+
+
+def check_streamed_text_and_audio(base_url: str, audio_format: str = "wav") -> None:
+    """The payloads, joined, are one clip at the true rate."""
+    voice: Any = {"voice": default_voice(base_url), "format": audio_format}
+    with client(base_url) as openai:
+        stream = openai.chat.completions.create(
+            model=model_name(base_url),
+            messages=user(text("Answer aloud.")),
+            modalities=["text", "audio"],
+            audio=voice,
+            max_tokens=12,
+            stream=True,
+        )
+        chunks = list(stream)
+    assert chunks[-1].choices[0].finish_reason in ("stop", "length")
+    content = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    deltas = [chunk.choices[0].delta.model_dump() for chunk in chunks]  # older clients leave `audio` a plain dict
+    audio = [delta["audio"] for delta in deltas if delta.get("audio")]
+    assert len({part["id"] for part in audio}) == 1
+    assert audio[-1]["transcript"] == content
+    assert all(part["data"] for part in audio[:-1])
+    data = b"".join(base64.b64decode(part["data"]) for part in audio)
+    if audio_format == "wav":
+        check_wav(data)
+    elif audio_format == "pcm16":
+        assert len(data) > 0 and len(data) % 2 == 0
+    else:
+        rate, samples = decode(data)
+        assert rate == SAMPLE_RATE and samples > 0
+
+
+def check_speech_file(base_url: str, folder: Path) -> None:
+    """Speech to a file, whole and streamed; both are the same samples."""
+    voice = default_voice(base_url)
+    whole, streamed = folder / "whole.wav", folder / "streamed.wav"
+    with client(base_url) as openai:
+        arguments: dict[str, Any] = {
+            "model": model_name(base_url),
+            "voice": voice,
+            "input": "Hello there, this is a test.",
+            "response_format": "wav",
+            "extra_body": {"seed": 5, "max_steps": 24},
+        }
+        with openai.audio.speech.with_streaming_response.create(**arguments) as response:
+            response.stream_to_file(whole)
+        with openai.audio.speech.with_streaming_response.create(
+            **arguments, stream_format="audio"
+        ) as response:
+            response.stream_to_file(streamed)
+    assert check_wav(whole.read_bytes()).tolist() == check_wav(streamed.read_bytes()).tolist()
+
+
+def check_unknown_voice(base_url: str) -> None:
+    from openai import BadRequestError
+
+    with client(base_url) as openai, pytest.raises(BadRequestError) as caught:
+        openai.audio.speech.create(model=model_name(base_url), voice="nobody", input="Hello.")
+    assert caught.value.param == "voice"
+    assert default_voice(base_url) in caught.value.message
+
+
+def check_unknown_model(base_url: str) -> None:
+    from openai import NotFoundError
+
+    with client(base_url) as openai, pytest.raises(NotFoundError) as caught:
+        openai.chat.completions.create(model="gpt-4o", messages=user(text("Hi")))
+    assert caught.value.code == "model_not_found"
+
+
+def default_voice(base_url: str) -> str:
+    with client(base_url) as openai:
+        voices = openai.get("/audio/voices", cast_to=dict[str, Any])
+    return str(voices["default"] or voices["voices"][0])
+
+
+def check_wav(data: bytes) -> NDArray[np.int16]:
+    """soundfile reads it at 44,100 Hz, mono, not empty; returns the samples as int16."""
+    samples: NDArray[np.int16]
+    samples, rate = soundfile.read(io.BytesIO(data), dtype="int16")
+    assert rate == SAMPLE_RATE
+    assert samples.ndim == 1 and len(samples) > 0
+    return samples
+
+
+def decode(data: bytes) -> tuple[int, int]:
+    """(rate, samples) as ffmpeg decodes them: it reads files whose length is not in the header."""
+    with av.open(io.BytesIO(data), "r") as container:
+        frames = list(container.decode(audio=0))
+    return frames[0].sample_rate, sum(frame.samples for frame in frames)

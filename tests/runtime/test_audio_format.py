@@ -1,0 +1,88 @@
+"""Encoded clips: true headers, the same samples in every format, streams that join to one file."""
+
+from __future__ import annotations
+
+import io
+import wave
+
+import av
+import numpy as np
+import pytest
+import soundfile
+from numpy.typing import NDArray
+
+from mingc.runtime.audio_format import AudioFormat, AudioSpec, encode, open_stream, to_pcm16, wav_header
+
+RATE = 44100
+FORMATS: tuple[AudioFormat, ...] = ("wav", "pcm16", "flac")
+
+
+def spec(audio_format: AudioFormat, rate: int = RATE) -> AudioSpec:
+    return AudioSpec(format=audio_format, sample_rate=rate)
+
+
+def chunks(*lengths: int) -> list[NDArray[np.float32]]:
+    generator = np.random.default_rng(0)
+    return [generator.uniform(-0.9, 0.9, n).astype(np.float32) for n in lengths]
+
+
+def read(data: bytes, audio_format: AudioFormat) -> NDArray[np.int16]:
+    if audio_format == "pcm16":
+        return np.frombuffer(data, dtype="<i2")
+    with av.open(io.BytesIO(data), "r") as container:
+        frames = list(container.decode(audio=0))
+    assert {frame.sample_rate for frame in frames} <= {RATE}
+    return np.concatenate([frame.to_ndarray().reshape(-1) for frame in frames]).astype(np.int16)
+
+
+@pytest.mark.parametrize("audio_format", FORMATS)
+def test_whole_and_streamed_hold_the_same_samples(audio_format: AudioFormat) -> None:
+    pieces = chunks(14112, 14112, 5, 9000)
+    expected = to_pcm16(np.concatenate(pieces))
+    encoder = open_stream(spec(audio_format))
+    streamed = b"".join([*[encoder.add(piece) for piece in pieces], encoder.finish()])
+    np.testing.assert_array_equal(read(streamed, audio_format), expected)
+    np.testing.assert_array_equal(read(encode(pieces, spec(audio_format)), audio_format), expected)
+
+
+@pytest.mark.parametrize("audio_format", FORMATS)
+def test_every_patch_gives_bytes_at_once(audio_format: AudioFormat) -> None:
+    encoder = open_stream(spec(audio_format))
+    assert all(encoder.add(piece) for piece in chunks(14112, 14112, 14112))
+
+
+@pytest.mark.parametrize("audio_format", ["wav", "flac"])
+@pytest.mark.parametrize("rate", [16000, 24000, 44100])
+def test_header_says_the_true_rate_and_length(audio_format: AudioFormat, rate: int) -> None:
+    with soundfile.SoundFile(io.BytesIO(encode(chunks(1000, 234), spec(audio_format, rate)))) as file:
+        assert (file.samplerate, file.channels, file.frames, file.subtype) == (rate, 1, 1234, "PCM_16")
+
+
+def test_a_streamed_wav_is_read_by_soundfile_and_by_the_standard_library() -> None:
+    pieces = chunks(14112, 100)
+    encoder = open_stream(spec("wav"))
+    data = b"".join([*[encoder.add(piece) for piece in pieces], encoder.finish()])
+    samples, rate = soundfile.read(io.BytesIO(data), dtype="int16")
+    assert rate == RATE
+    np.testing.assert_array_equal(samples, to_pcm16(np.concatenate(pieces)))
+    with wave.open(io.BytesIO(data)) as file:
+        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (RATE, 1, 2)
+
+
+def test_silence_of_no_samples_is_still_a_file() -> None:
+    assert encode([], spec("pcm16")) == b""
+    assert soundfile.info(io.BytesIO(encode([], spec("wav")))).frames == 0
+    assert open_stream(spec("wav")).finish() == wav_header(RATE, None)
+    assert encode([], spec("flac")) == open_stream(spec("flac")).finish()
+    with av.open(io.BytesIO(encode([], spec("flac"))), "r") as container:
+        assert container.streams.audio[0].rate == RATE
+
+
+def test_samples_outside_the_range_are_clipped() -> None:
+    samples = np.array([-2.0, -1.0, 0.0, 0.5, 1.0, 3.0], dtype=np.float32)
+    assert to_pcm16(samples).tolist() == [-32767, -32767, 0, 16384, 32767, 32767]
+
+
+def test_raw_pcm_says_its_rate_in_the_content_type() -> None:
+    assert spec("pcm16").content_type == "audio/pcm;rate=44100;channels=1"
+    assert spec("flac").content_type == "audio/flac"
