@@ -1,0 +1,260 @@
+"""Cuts a text, whole or arriving in deltas, into the fragments that the talker speaks one by one.
+
+Source: the official `omni_audio_generation` loop, `front/toolkit.py` and `front/text_segment_cut.py`. Two cuts
+follow each other: a streaming cut at punctuation, then a cut by semantic length. Both see the raw text; numbers are
+read afterwards, fragment by fragment. Positions of fragments in the text are not tracked.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Iterable, Iterator
+
+from mingc.runtime.text.normalize import has_chinese, normalize_fragment
+
+MAX_FRAGMENT_LENGTH = 50
+MIN_TAIL_LENGTH = 5
+_MIN_FIRST_ELEMENTS = 12
+_MIN_LATER_ELEMENTS = 8
+
+_ELEMENT = re.compile(r"(?:[a-zA-Z]\.)+|[a-zA-Z]+(?:['-][a-zA-Z]+)*|\d+(?:\.\d+)?|[一-鿿]|\s+|\S")
+_SPEAKABLE = re.compile("[a-zA-Z一-鿿1-9]")
+_ENDS_IN_CHINESE = re.compile("[一-鿿]$")
+_CUT_MARKS = "！？。，!?"
+
+_INITIALS = re.compile(r"\w\.\w.\Z")
+_TITLE = re.compile(r"[A-Z][a-z]\.\Z")
+
+# Stands for a dot inside a number or an abbreviation; counts as a word of its own, as the reference's does.
+_DOT = "\ue000"
+_WORD = re.compile(rf"[a-zA-Z]+|[一-龥]|{_DOT}")
+_UNIT = re.compile(rf"{_DOT}|[a-zA-Z]+|[一-龥]|[^a-zA-Z一-龥{_DOT}]+")
+_SILENT = string.punctuation + string.whitespace
+_SENTENCE_MARKS = "。！？"
+_CLAUSE_MARKS = "，,;；"
+_WIDE_MARKS = str.maketrans(".!?,", "。！？，")
+
+
+def speech_segments(text: str | Iterable[str], max_length: int = MAX_FRAGMENT_LENGTH) -> list[str]:
+    """Return the normalised strings that reach the acoustic model, in order.
+
+    A `str` is cut character by character, an iterable of deltas element by element (words, numbers, ideographs),
+    so the two can be cut at different places.
+    """
+    return list(iter_speech_segments(text, max_length))
+
+
+def iter_speech_segments(text: str | Iterable[str], max_length: int = MAX_FRAGMENT_LENGTH) -> Iterator[str]:
+    """Yield what `speech_segments` returns, each as soon as the deltas read so far allow."""
+    for fragment in iter_fragments(text, max_length):
+        yield normalize_fragment(fragment)
+
+
+def iter_fragments(text: str | Iterable[str], max_length: int = MAX_FRAGMENT_LENGTH) -> Iterator[str]:
+    """Yield the fragments of `text` before normalisation."""
+    if max_length < 1:
+        raise ValueError(f"max_length must be at least 1, got {max_length}")
+    buffer: list[str] = []
+    num_spoken = 0
+    for element in iter_elements(text):
+        is_long = _is_long(buffer, num_spoken)
+        if element.endswith("\n"):
+            _append_line_end(buffer, element)
+            is_cut = _is_long(buffer, num_spoken)
+        else:
+            is_cut = is_long and _ends_clause(element, buffer)
+            buffer.append(element)
+        if is_cut:
+            fragments = cut_by_length("".join(buffer), max_length)
+            num_spoken += len(fragments)
+            yield from fragments
+            buffer.clear()
+    rest = "".join(buffer)
+    if _SPEAKABLE.search(rest):
+        yield from cut_by_length(rest, max_length)
+
+
+def iter_elements(text: str | Iterable[str]) -> Iterator[str]:
+    """Yield the elements of each delta: words, numbers, ideographs, white space, marks. A `str` gives characters."""
+    for delta in text:
+        for match in _ELEMENT.finditer(delta):
+            yield match[0]
+
+
+def _is_long(buffer: list[str], num_spoken: int) -> bool:
+    return len(buffer) >= (_MIN_LATER_ELEMENTS if num_spoken else _MIN_FIRST_ELEMENTS)
+
+
+def _ends_clause(element: str, buffer: list[str]) -> bool:
+    if element[-1] in _CUT_MARKS:
+        return True
+    # After a digit the dot may be a decimal point.
+    return element[-1] == "." and not re.search("[0-9]$", buffer[-1])
+
+
+def _append_line_end(buffer: list[str], element: str) -> None:
+    """Add a line end to the buffer: a comma after Chinese, nothing audible after English."""
+    if not buffer:
+        return
+    if has_chinese("".join(buffer)):
+        if _ENDS_IN_CHINESE.search(buffer[-1]):
+            buffer.append("，")
+        return
+    stripped = element.removesuffix("\n")
+    # An empty element still counts towards the length of the buffer.
+    buffer.append(f"{stripped}." if re.search("[a-zA-Z]$", stripped) else stripped)
+
+
+def semantic_length(text: str) -> int:
+    """Ideographs (U+4E00 to U+9FA5) plus runs of Latin letters."""
+    return len(_WORD.findall(text))
+
+
+def cut_by_length(
+    text: str, max_length: int = MAX_FRAGMENT_LENGTH, min_tail: int = MIN_TAIL_LENGTH
+) -> list[str]:
+    """Cut `text` into fragments of at most `max_length` semantic units, at sentence and clause marks where possible.
+
+    A text that is short enough is one fragment; a longer one leaves with full-width `。！？，`. White space at the
+    joints is dropped or becomes one space. A text of ASCII punctuation and white space only gives nothing.
+    """
+    if not _has_content(text):
+        return []
+    text = _protect_dots(text).replace("\n", " ").replace("。，", "。")
+    if semantic_length(text) <= max_length:
+        return [_restore_dots(text)]
+    fragments: list[str] = []
+    for sentence in _sentences(text.translate(_WIDE_MARKS)):
+        for piece in _pieces(_clauses(sentence), max_length, min_tail):
+            _append_fragment(fragments, piece, max_length, min_tail)
+    return [_restore_dots(fragment) for fragment in fragments]
+
+
+def _has_content(text: str) -> bool:
+    return any(character not in _SILENT for character in text)
+
+
+def _protect_dots(text: str) -> str:
+    # The number pattern takes both digits, so every second dot of 192.168.0.1 stays a full stop, as upstream.
+    text = re.sub(r"(\d)\.(\d)", rf"\1{_DOT}\2", text)
+    return re.sub(r"([A-Z])\.(?=[A-Z])", rf"\1{_DOT}", text)
+
+
+def _restore_dots(text: str) -> str:
+    return text.replace(_DOT, ".")
+
+
+def _split_after(text: str, marks: str) -> list[str]:
+    """Split behind each of `marks`; the last part may have none. Parts are stripped."""
+    return [part.strip() for part in re.findall(f"[^{marks}]*[{marks}]|[^{marks}]+", text)]
+
+
+def _sentences(text: str) -> list[str]:
+    sentences = _split_after(text, _SENTENCE_MARKS)
+    if not text.endswith(tuple(_SENTENCE_MARKS)):
+        sentences[-1] += "。"
+    return [sentence for sentence in sentences if sentence]
+
+
+def _clauses(sentence: str) -> list[str]:
+    clauses: list[str] = []
+    for clause in _split_after(sentence, _CLAUSE_MARKS):
+        if _has_content(clause):
+            clauses.append(clause)
+        elif clauses:
+            clauses[-1] += clause
+    return clauses
+
+
+def _pieces(clauses: list[str], max_length: int, min_tail: int) -> Iterator[str]:
+    """Join each short clause to the next one, and split clauses that are too long."""
+    waiting = iter(range(len(clauses)))
+    for index in waiting:
+        clause = clauses[index]
+        length = semantic_length(clause)
+        if length < min_tail and index + 1 < len(clauses):
+            joined = clause + clauses[index + 1]
+            if semantic_length(joined) <= max_length:
+                next(waiting)
+                yield joined
+                continue
+        if length > max_length:
+            yield from _split_units(clause, max_length)
+        else:
+            yield clause
+
+
+def _split_units(clause: str, max_length: int) -> Iterator[str]:
+    """Fill pieces up to `max_length` with ideographs, words, and the runs between them."""
+    piece, length = "", 0
+    for unit in _UNIT.findall(clause):
+        unit_length = semantic_length(unit)
+        if length + unit_length > max_length:
+            yield piece
+            piece, length = "", 0
+        piece += unit
+        length += unit_length
+    yield piece
+
+
+def _append_fragment(fragments: list[str], piece: str, max_length: int, min_tail: int) -> None:
+    """Merge `piece` into the last fragment if both fit, else start a new one."""
+    piece = piece.lstrip("，,:;" + string.whitespace)
+    if not _has_content(piece):
+        return
+    length = semantic_length(piece)
+    if not fragments or semantic_length(fragments[-1]) + length > max_length:
+        fragments.append(piece)
+        return
+    last = fragments[-1]
+    # A short tail behind a finished sentence is spoken by itself.
+    if last.endswith(tuple(_SENTENCE_MARKS)) and length < min_tail:
+        fragments.append(piece)
+        return
+    space = " " if re.match("[a-zA-Z0-9]", piece) and not last.endswith(" ") else ""
+    fragments[-1] = last + space + piece
+
+
+def split_sentences(text: str) -> list[str]:
+    """Split a text at `. ! ? 。 ！ ？`, at `：`, and at `:` before white space.
+
+    Dots inside abbreviations (`U.S.`, `Dr.`) do not split. Source: the official `split_and_group_sentences`.
+    """
+    text = text.strip()
+    sentences: list[str] = []
+    start = 0
+    for end in range(1, len(text) + 1):
+        if start < end and _ends_sentence(text, end):
+            sentences.append(text[start:end].strip())
+            start = end
+    sentences.append(text[start:].strip())
+    return [sentence for sentence in sentences if sentence]
+
+
+def _ends_sentence(text: str, end: int) -> bool:
+    mark = text[end - 1]
+    if mark == ":":
+        return text[end : end + 1].isspace()
+    if mark not in ".!?。！？：":
+        return False
+    return not is_abbreviation(text, end)
+
+
+def is_abbreviation(text: str, end: int) -> bool:
+    """Whether the mark before `end` belongs to an abbreviation: `U.S.`, `Dr.`."""
+    return bool(_INITIALS.search(text, max(0, end - 4), end) or _TITLE.search(text, max(0, end - 3), end))
+
+
+def group_sentences(sentences: list[str]) -> list[str]:
+    """Join neighbouring sentences of one language, Chinese directly, others with a space before a word."""
+    groups: list[str] = []
+    last_is_chinese: bool | None = None
+    for sentence in sentences:
+        is_chinese = has_chinese(sentence)
+        if is_chinese != last_is_chinese:
+            groups.append(sentence)
+        else:
+            groups[-1] += sentence if is_chinese or not sentence[0].isalnum() else f" {sentence}"
+        last_is_chinese = is_chinese
+    return groups

@@ -1,0 +1,178 @@
+"""Text normalisation against the recorded official cases, and against further texts of every rule."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mingc.runtime.text import has_chinese, normalize_fragment, normalize_text
+from mingc.runtime.text.characters import NARROW_CHARACTERS
+from mingc.runtime.text.chinese import speak_chinese_numbers
+from mingc.runtime.text.cleanup import clean_up
+from mingc.runtime.text.english import expand_english_numbers
+from mingc.runtime.text.leftovers import speak_leftovers
+from mingc.runtime.text.numerals_en import NumberTooLargeError, cardinal_words, ordinal_words
+from mingc.runtime.text.numerals_zh import UnreadableNumberError, read_cardinal, read_telephone
+
+DATA = Path(__file__).parents[1] / "data"
+CASES: list[dict[str, Any]] = json.loads((DATA / "text.json").read_text(encoding="utf-8"))["cases"]
+
+
+def name_of(case: dict[str, Any]) -> str:
+    return str(case["text"][:24]) or "empty"
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_every_stage_matches_the_recorded_case(case: dict[str, Any]) -> None:
+    text = case["text"]
+    assert has_chinese(text) == case["is_chinese"]
+    assert expand_english_numbers(text) == case["normalize_numbers_en"]
+    assert clean_up(text) == case["preprocessed"]
+    assert normalize_text(text) == case["talker_tn"]
+    assert normalize_fragment(text) == case["pipeline"]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case["is_chinese"]], ids=name_of)
+def test_the_regex_stage_alone_matches(case: dict[str, Any]) -> None:
+    assert speak_chinese_numbers(case["preprocessed"]) == case["talker_tn_without_wfst"]
+
+
+@pytest.mark.parametrize(
+    ("text", "spoken"),
+    [
+        ("日期2024-05-01，时间8:5", "日期二零二四年五月一号，时间八点零五分"),
+        ("2023/12/31~2024/1/2放假", "二零二三年十二月三十一号至二零二四年一月二号放假"),
+        ("会议2:30pm开始", "会议下午两点三十分开始"),
+        ("用时1:02:03。", "用时一点零二分零三秒。"),
+        ("客服400-123-4567", "客服四零零幺二三四五六七"),
+        ("手机号13800138000", "手机号幺三八零零幺三八零零零"),
+        ("版本1.2.3已发布", "版本一点二点三已发布"),
+        ("算式3x4=12对吗", "算式三乘四等于十二对吗"),
+        ("约2/3的人，5-8天", "约三分之二的人，五至八天"),
+        ("增长3%-5%", "增长百分之三至百分之五"),
+        ("-5℃到3℃", "负五摄氏度到三摄氏度"),
+        ("有~30个", "有大约三十个"),
+        ("价格99元", "价格九十九元"),
+        ("门票是120", "门票是一百二十"),
+        ("售价$9.9", "售价九点九美元"),
+        ("1万元和10012人", "一万元和一万十二人"),
+        ("沪深300涨了", "沪深三百涨了"),
+        ("第Ⅲ章①节", "第三章一节"),
+        ("序列号AB12", "序列号AB幺二"),
+        ("代码A1-B2-C3", "代码A幺杠B二杠C三"),
+        ("共２０个", "共二十个"),
+        ("1. 苹果", "一. 苹果"),
+        ("号码５", "号码五"),
+    ],
+)
+def test_chinese_numbers_are_read_by_what_stands_beside_them(text: str, spoken: str) -> None:
+    assert normalize_text(text) == spoken
+
+
+@pytest.mark.parametrize(
+    ("text", "spoken"),
+    [
+        (
+            "调频FM101.7",
+            "调频FM一百零一点七",
+        ),  # a decimal serial makes the regex stage give up; the grammar reads it
+        ("房间101", "房间幺零幺"),
+        ("门牌1203号楼1204", "门牌一千两百零三号楼一千两百零四"),
+        ("大约120000 km", "大约十两万千米"),
+        ("90后喜欢B2B", "九零后喜欢B to B"),
+        ("中国3-2胜日本", "中国三比二胜日本"),
+        ("升级到v12", "升级到v一二"),
+        ("ABC-7号机", "ABC负七号机"),
+        ("比分１：０落后", "比分一点整落后"),
+        ("５％（约）", "百分之五(约)"),
+    ],
+)
+def test_the_grammar_stage_reads_what_is_left(text: str, spoken: str) -> None:
+    assert normalize_text(text) == spoken
+
+
+def test_the_regex_stage_leaves_a_number_without_meaning_to_the_grammar() -> None:
+    assert speak_chinese_numbers("房间101") == "房间101"
+    assert speak_chinese_numbers("调频FM101.7和3个") == "调频FM101.7和3个"
+
+
+def test_only_some_marks_become_narrow() -> None:
+    assert speak_leftovers("好？！；（）“”，。：、‘’【】") == '好?!;()""，。：、‘’【】'
+    assert ord("，") not in NARROW_CHARACTERS
+
+
+@pytest.mark.parametrize(
+    ("text", "spoken"),
+    [
+        ("£1 and $-2", "one pound and minus two dollars"),
+        ("2/3 or 1/2 or 3/2", "two third or one half or three halves"),
+        ("101st", "one hundred and one"),
+        ("gpt-101", "gpt one hundred and one"),
+        ("101", "one hundred one"),
+        ("5.05 KB at 3kHz", "five point zero five kilobytes at three kilohertz"),
+        ("a -7 b", "a - seven b"),
+        ("-12.5% now", "minus twelve point five percent now"),
+        ("1.2.3%", "one point two . three percent"),
+        ("1,000,000", "one million"),
+        ("3pm 25.5x", "3pm twenty-five .5x"),
+    ],
+)
+def test_english_numbers(text: str, spoken: str) -> None:
+    assert expand_english_numbers(text) == spoken
+
+
+@pytest.mark.parametrize(
+    ("value", "words", "ordinal"),
+    [
+        (0, "zero", "zeroth"),
+        (12, "twelve", "twelfth"),
+        (40, "forty", "fortieth"),
+        (1001, "one thousand and one", "one thousand and first"),
+        (1100, "one thousand, one hundred", "one thousand, one hundredth"),
+        (2_000_019, "two million and nineteen", "two million and nineteenth"),
+    ],
+)
+def test_cardinals_and_ordinals(value: int, words: str, ordinal: str) -> None:
+    assert cardinal_words(value, with_and=True) == words
+    assert cardinal_words(value) == words.replace(" and ", " ")
+    assert ordinal_words(value) == ordinal
+
+
+def test_a_number_beyond_the_named_scales_stays() -> None:
+    with pytest.raises(NumberTooLargeError, match="36 digits"):
+        cardinal_words(10**36)
+    digits = "9" * 37
+    assert expand_english_numbers(f"x {digits} y") == f"x {digits} y"
+
+
+@pytest.mark.parametrize(
+    ("digits", "words"),
+    [
+        ("0", "零"),
+        ("000", "零"),
+        ("10", "十"),
+        ("110", "一百一十"),
+        ("202", "两百零二"),
+        ("2000", "两千"),
+        ("20000", "二万"),
+        ("10012", "一万十二"),
+        ("100000000", "一亿"),
+    ],
+)
+def test_chinese_cardinals(digits: str, words: str) -> None:
+    assert read_cardinal(digits) == words
+
+
+def test_digits_of_other_scripts_have_no_reading() -> None:
+    with pytest.raises(UnreadableNumberError):
+        read_telephone("٣")
+    assert normalize_text("有٣个") == "有٣个"
+
+
+def test_clean_up_order() -> None:
+    assert clean_up("a\n`x`**b**😀 ★c") == "abc"
+    assert clean_up("1,234 5") == "12345"
+    assert clean_up("ab   cd . ef") == "ab cd . ef"

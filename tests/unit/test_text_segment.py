@@ -1,0 +1,122 @@
+"""Segmentation against the recorded official cases, and properties that no cut may break."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mingc.runtime.text import cut_by_length, iter_fragments, iter_speech_segments, speech_segments
+from mingc.runtime.text.segment import group_sentences, iter_elements, semantic_length, split_sentences
+
+DATA = Path(__file__).parents[1] / "data"
+GOLDEN: dict[str, list[dict[str, Any]]] = json.loads((DATA / "text.json").read_text(encoding="utf-8"))
+LONG_CHINESE = "春眠不觉晓，处处闻啼鸟。夜来风雨声，花落知多少？" * 5
+
+
+def case_ids(cases: list[dict[str, Any]]) -> list[str]:
+    return [f"{index}-{case['text'][:16]}" for index, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize("case", GOLDEN["segmentation"], ids=case_ids(GOLDEN["segmentation"]))
+def test_length_cut_matches_the_recorded_case(case: dict[str, Any]) -> None:
+    assert cut_by_length(case["text"], case["max_semantic_length"]) == case["fragments"]
+
+
+@pytest.mark.parametrize("case", GOLDEN["end_to_end"], ids=case_ids(GOLDEN["end_to_end"]))
+def test_strings_for_the_acoustic_model_match(case: dict[str, Any]) -> None:
+    expected = [call["text"] for call in case["synthesis_calls"]]
+    assert speech_segments(case.get("chunks", case["text"]), case["max_length"]) == expected
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=case_ids(GOLDEN["cases"]))
+def test_elements_and_length_match(case: dict[str, Any]) -> None:
+    assert list(iter_elements([case["text"]])) == case["tokenize_mixed_text"]
+    assert semantic_length(case["text"]) == case["semantic_length"]
+
+
+@pytest.mark.parametrize("case", GOLDEN["split_and_group_sentences"])
+def test_sentences_match(case: dict[str, Any]) -> None:
+    sentences = split_sentences(case["text"])
+    assert sentences == case["out"]
+    assert group_sentences(sentences) == case["grouped"]
+
+
+def test_sentences_end_at_marks_but_not_in_abbreviations() -> None:
+    assert split_sentences("See Dr. Wu at 9 a.m. now: at once. 好！走。") == [
+        "See Dr. Wu at 9 a.",
+        "m. now:",
+        "at once.",
+        "好！",
+        "走。",
+    ]
+    assert group_sentences(["One.", "Two.", "一。", "二。"]) == ["One. Two.", "一。二。"]
+
+
+def test_a_later_fragment_needs_fewer_elements() -> None:
+    first, later = "一二三四五六七八九十十二，", "一二三四五六七八，"
+    assert list(iter_fragments(first + later + later)) == [first, later, later]
+    assert list(iter_fragments(later + later)) == [later + later]
+
+
+def test_a_dot_after_a_digit_does_not_cut() -> None:
+    assert list(iter_fragments("value of pi is 3.14159 indeed.")) == ["value of pi is 3.14159 indeed."]
+
+
+def test_words_count_as_one_element_in_deltas() -> None:
+    text = "One two three four five. Six seven."
+    assert len(list(iter_fragments(text))) == 1 + 1
+    assert list(iter_fragments(["One two three, ", "four five."])) == ["One two three, four five."]
+
+
+def test_segments_leave_while_deltas_arrive() -> None:
+    read: list[str] = []
+
+    def deltas() -> Iterator[str]:
+        for delta in ("今天的天气真的非常好，", "我们一起出去走走吧。", "好不好？"):
+            read.append(delta)
+            yield delta
+
+    segments = iter_speech_segments(deltas())
+    assert next(segments) == "今天的天气真的非常好，我们一起出去走走吧。"
+    assert len(read) == 2
+    assert list(segments) == ["好不好?"]
+
+
+def test_no_fragment_is_longer_than_the_limit_and_no_character_is_lost() -> None:
+    alphabet = "中文字符春夏秋冬ab cd，。！？；,.!?\n"
+    generator = random.Random(7)
+    for _ in range(300):
+        text = "".join(generator.choice(alphabet) for _ in range(generator.randint(1, 120)))
+        limit = generator.randint(5, 30)
+        fragments = cut_by_length(text, limit)
+        assert all(semantic_length(fragment) <= limit for fragment in fragments)
+        if len(fragments) > 1:
+            spoken = [c for c in text if c.isalnum()]
+            assert [c for fragment in fragments for c in fragment if c.isalnum()] == spoken
+
+
+def test_no_placeholder_escapes() -> None:
+    digits = "圆周率约为3.14159而自然常数约为2.71828黄金分割约为1.618" * 3
+    fragments = cut_by_length(digits, 10)
+    assert "".join(fragments).removesuffix("。") == digits
+
+
+def test_marks_alone_are_dropped_and_speech_goes_on() -> None:
+    assert speech_segments("!" * 13 + "你好") == ["你好"]
+    assert speech_segments("...") == []
+
+
+def test_long_texts_are_cut_at_clauses() -> None:
+    fragments = cut_by_length(LONG_CHINESE, 50)
+    assert "".join(fragments) == LONG_CHINESE
+    assert all(fragment.endswith(("，", "。", "？")) for fragment in fragments)
+
+
+def test_a_senseless_limit_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_length must be at least 1, got 0"):
+        speech_segments("你好", 0)
