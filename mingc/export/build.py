@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -79,10 +78,13 @@ def stage_options(recipe: ExportRecipe) -> StageOptions:
     )
 
 
-def start_worker() -> None:
-    """Prepare a worker process: one compile thread (workers are the parallelism), torch's own warnings silenced."""
+def start_worker(inductor_cache: str) -> None:
+    """Prepare a worker process: one compile thread (workers are the parallelism), torch's own warnings silenced.
+
+    Workers of one export share `inductor_cache`, so that the C++ compiler is probed once (9 s), not once each.
+    """
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="mingc-inductor-")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = inductor_cache
     warnings.simplefilter("ignore")
 
 

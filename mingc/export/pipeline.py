@@ -6,6 +6,7 @@ import hashlib
 import json
 import multiprocessing
 import resource
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -196,11 +197,15 @@ class _Run:
             for graph in graphs
         ]
         results = []
-        with ProcessPoolExecutor(
-            max_workers=self._recipe.jobs,
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=start_worker,
-        ) as pool:
+        with (
+            tempfile.TemporaryDirectory(prefix="mingc-inductor-") as inductor_cache,
+            ProcessPoolExecutor(
+                max_workers=self._recipe.jobs,
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=start_worker,
+                initargs=(inductor_cache,),
+            ) as pool,
+        ):
             futures = {pool.submit(build_graph, task, self._replay): task for task in _heaviest_first(tasks)}
             try:
                 for future in as_completed(futures):
