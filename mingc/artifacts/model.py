@@ -27,7 +27,7 @@ class VisionParameters:
     video_total_pixels: int
     video_fps: float
     video_max_frames: int
-    max_patches: int  # the largest bucket: more patches in one request are refused
+    max_patches: int  # the largest bucket: a frame with more patches is refused
     # Loading fits an image to these before the encoder's own rule above applies; the checkpoint does not carry them.
     load_factor: int = 32
     load_min_pixels: int = 4 * 32 * 32
@@ -84,6 +84,9 @@ class TalkerParameters:
     stop_threshold: float
     default_voice: str | None
     max_segment_length: int
+    # A segment is cut off after this much speech a character, but not before the least length (talker.md §5).
+    cap_seconds_per_character: float = 5818 / 16000
+    cap_min_seconds: float = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,298 @@
+"""From a bundle on disk to a running service: checks, engines, pools, threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from mingc.artifacts.bundle import Bundle, check_fingerprint, check_hashes, open_bundle
+from mingc.artifacts.manifest import Manifest
+from mingc.errors import BundleError, ConfigError, ServeError
+from mingc.machine import this_machine
+from mingc.runtime.encoders import AudioEncoder, VisionEncoder
+from mingc.runtime.kv_cache import PagePool, SlotPool
+from mingc.runtime.omni import ChatParts, OmniService, SpeechParts
+from mingc.runtime.preprocess.chat import ChatProcessor
+from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
+from mingc.runtime.preprocess.tokenizer import TextTokenizer
+from mingc.runtime.rank_group import RankGroup
+from mingc.runtime.request import ServiceInfo
+from mingc.runtime.scheduler import TalkerScheduler, ThinkerScheduler
+from mingc.runtime.speech import SpeechPlanner, load_voice
+from mingc.runtime.stages import load_stage, torch_dtype
+from mingc.runtime.talker import TalkerWorker
+from mingc.runtime.talker_loop import TalkerLoop
+from mingc.runtime.thinker import ThinkerWorker
+from mingc.runtime.thinker_loop import StepRunner, ThinkerLoop
+
+_T = TypeVar("_T")
+
+_SPEECH_STAGES = ("talker", "cfm", "audio_vae")
+_MIN_KV_TOKENS = 16384
+_CUDA_KV_SHARE = 0.8  # of the memory that is free once the weights are loaded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """How a bundle is run.
+
+    Attributes:
+        tp: ranks of the thinker; None takes what the bundle was exported for, anything else must equal it.
+        kv_tokens: tokens of all requests together that the thinker's KV pages hold; None chooses.
+        max_running: requests the thinker works on at once; None is the largest decode batch.
+        max_waiting: requests that may wait for the thinker before more are refused.
+        slots: segments spoken at once; None is the largest batch of the talker.
+        max_joins: segments that may join the talker's batch at one patch boundary.
+        max_streams: requests that may speak or wait to speak before more are refused.
+        max_pending_patches: patches a client may leave unread before its speech pauses.
+        num_preprocess_threads: threads that decode media and run encoders.
+        num_torch_threads: CPU threads of an engine; None leaves torch's setting alone.
+        check_hashes: read every file of the bundle once and compare its hash before anything is loaded.
+    """
+
+    tp: int | None = None
+    kv_tokens: int | None = None
+    max_running: int | None = None
+    max_waiting: int = 128
+    slots: int | None = None
+    max_joins: int = 8
+    max_streams: int = 256
+    max_pending_patches: int = 128
+    num_preprocess_threads: int = 2
+    num_torch_threads: int | None = None
+    check_hashes: bool = False
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{field.name} is {value}, which is below {least}"
+            for field in dataclasses.fields(self)
+            for least in (0 if field.name == "max_waiting" else 1,)
+            if isinstance(value := getattr(self, field.name), int) and not isinstance(value, bool) and value < least
+        ]
+        if problems:
+            raise ConfigError("; ".join(problems), where="options of the engines", fix="see `mingc serve --help`")
+
+
+def open_service(root: Path, options: EngineOptions | None = None) -> OmniService:
+    """Load the bundle at `root` and start its threads and ranks.
+
+    Raises: BundleError and its kind, ConfigError when options and bundle do not fit, WorkerError when a rank
+        does not start.
+    """
+    options = options or EngineOptions()
+    bundle = open_bundle(root)
+    manifest = bundle.manifest
+    recorded = manifest.fingerprint
+    check_fingerprint(recorded, this_machine(recorded.device))
+    if options.check_hashes:
+        check_hashes(bundle)
+    if options.tp not in (None, recorded.world_size):
+        raise ConfigError(
+            f"the artifact is for {recorded.world_size} rank(s), {options.tp} asked",
+            where="--tp",
+            fix=f"pass --tp {recorded.world_size}, or export again with --tp {options.tp}",
+        )
+    if options.num_torch_threads is not None:
+        torch.set_num_threads(options.num_torch_threads)
+    import mingc.kernels  # noqa: F401 - registers the ops that engines call
+
+    devices = _devices(recorded.device, recorded.world_size)
+    # The group of ranks exists before the service that it reports to.
+    services: list[OmniService] = []
+
+    def on_death(error: ServeError) -> None:
+        for service in services:
+            service.fail_chats(error)
+
+    runner: StepRunner | None = None
+    try:
+        runner, chat = _load_chat(bundle, options, devices, on_death)
+        speech = _load_speech(bundle, options, devices[0])
+    except BaseException:
+        if isinstance(runner, RankGroup):
+            runner.close()
+        raise
+    service = OmniService(
+        _info(manifest),
+        chat=chat,
+        speech=speech,
+        ranks=runner if isinstance(runner, RankGroup) else None,
+        num_threads=options.num_preprocess_threads,
+        max_pending_patches=options.max_pending_patches,
+    )
+    services.append(service)
+    return service
+
+
+def _load_chat(
+    bundle: Bundle, options: EngineOptions, devices: list[torch.device], on_death: Callable[[ServeError], None]
+) -> tuple[StepRunner | None, ChatParts | None]:
+    manifest = bundle.manifest
+    if "thinker" not in manifest.stages:
+        return None, None
+    parameters = manifest.parameters
+    thinker = _recorded(parameters.thinker, "thinker")
+    vision = (
+        VisionEncoder(
+            load_stage(bundle, "vision_encoder", devices[0]),
+            _recorded(parameters.vision_encoder, "vision_encoder"),
+            devices[0],
+        )
+        if "vision_encoder" in manifest.stages
+        else None
+    )
+    audio = (
+        AudioEncoder(
+            load_stage(bundle, "audio_encoder", devices[0]),
+            _recorded(parameters.audio_encoder, "audio_encoder"),
+            devices[0],
+        )
+        if "audio_encoder" in manifest.stages
+        else None
+    )
+    tokenizer = TextTokenizer.from_file(bundle.path(manifest.tokenizers["thinker"]))
+    context = _largest(manifest, "thinker", "C")
+    num_pages = 1 + -(-_kv_tokens(bundle, options, devices, context) // thinker.page_size)
+
+    def load() -> ThinkerWorker:
+        stage = load_stage(bundle, "thinker", devices[0])
+        return ThinkerWorker(stage, page_size=thinker.page_size, num_pages=num_pages, device=devices[0])
+
+    runner: RankGroup | ThinkerWorker = (
+        RankGroup(
+            bundle.root,
+            devices,
+            load,
+            page_size=thinker.page_size,
+            num_pages=num_pages,
+            on_death=on_death,
+        )
+        if len(devices) > 1
+        else load()
+    )
+    batch = _largest(manifest, "thinker", "B")
+    scheduler = ThinkerScheduler(
+        PagePool(num_pages, thinker.page_size),
+        max_running=min(options.max_running or batch, batch),
+        chunk_tokens=_largest(manifest, "thinker", "T"),
+        max_context=min(context, thinker.max_positions),
+        max_waiting=options.max_waiting,
+    )
+    parts = ChatParts(
+        processor=ChatProcessor(
+            tokenizer, thinker, vision=parameters.vision_encoder, audio=parameters.audio_encoder
+        ),
+        tokenizer=tokenizer,
+        vision=vision,
+        audio=audio,
+        loop=ThinkerLoop(
+            runner, scheduler, stop_ids=thinker.stop_token_ids, vocab_size=thinker.vocab_size
+        ),
+    )
+    return runner, parts
+
+
+def _load_speech(bundle: Bundle, options: EngineOptions, device: torch.device) -> SpeechParts | None:
+    manifest = bundle.manifest
+    if any(name not in manifest.stages for name in _SPEECH_STAGES):
+        return None
+    talker = _recorded(manifest.parameters.talker, "talker")
+    flow = _recorded(manifest.parameters.cfm, "cfm")
+    vae = _recorded(manifest.parameters.audio_vae, "audio_vae")
+    voices = {record.name: load_voice(bundle, record) for record in manifest.voices}
+    largest = min(_largest(manifest, name, "B") for name in _SPEECH_STAGES)
+    slots = 1 + min(options.slots or largest, largest)
+    worker = TalkerWorker(
+        load_stage(bundle, "talker", device),
+        load_stage(bundle, "cfm", device),
+        load_stage(bundle, "audio_vae", device),
+        parameters=talker,
+        flow=flow,
+        vae=vae,
+        num_slots=slots,
+        device=device,
+    )
+    planner = SpeechPlanner(
+        SpeechPromptBuilder(TextTokenizer.from_file(bundle.path(manifest.tokenizers["talker"]))),
+        voices,
+        parameters=talker,
+        flow=flow,
+        vae=vae,
+    )
+    scheduler = TalkerScheduler(
+        SlotPool(slots),
+        max_batch=worker.max_batch,
+        max_joins=options.max_joins,
+        max_streams=options.max_streams,
+    )
+    return SpeechParts(
+        planner=planner, loop=TalkerLoop(worker, scheduler), max_segment_length=talker.max_segment_length
+    )
+
+
+def _info(manifest: Manifest) -> ServiceInfo:
+    stages = manifest.stages
+    has_text = "thinker" in stages
+    vae = manifest.parameters.audio_vae
+    talker = manifest.parameters.talker
+    has_speech = all(name in stages for name in _SPEECH_STAGES)
+    return ServiceInfo(
+        model=manifest.model,
+        sample_rate=vae.sample_rate if vae is not None else 0,
+        voices=tuple(voice.name for voice in manifest.voices) if has_speech else (),
+        default_voice=talker.default_voice if has_speech and talker is not None else None,
+        has_text=has_text,
+        has_image=has_text and "vision_encoder" in stages,
+        has_video=has_text and "vision_encoder" in stages,
+        has_audio_input=has_text and "audio_encoder" in stages,
+        has_speech=has_speech,
+    )
+
+
+def _largest(manifest: Manifest, stage: str, dim: str) -> int:
+    """The largest size of `dim` that every graph of `stage` with this dim has a bucket for."""
+    graphs = [record.spec for record in manifest.stages[stage].graphs.values()]
+    return min(
+        max(each.buckets) for graph in graphs for each in graph.dims if each.name == dim and each.buckets
+    )
+
+
+def _kv_tokens(bundle: Bundle, options: EngineOptions, devices: list[torch.device], context: int) -> int:
+    """Tokens that the KV pages are to hold: asked, or measured on a GPU, or enough for a few requests on a CPU."""
+    if options.kv_tokens is not None:
+        return options.kv_tokens
+    if devices[0].type != "cuda":
+        return max(context, _MIN_KV_TOKENS)
+    record = bundle.manifest.stages["thinker"]
+    state = next(iter(record.graphs.values())).spec.state
+    row_bytes = sum(
+        torch_dtype(tensor.dtype).itemsize * math.prod(size for size in tensor.shape if isinstance(size, int))
+        for tensor in state
+    )
+    weight_bytes = max(bundle.manifest.files[file].size_bytes for file in record.weights)
+    free = min(torch.cuda.mem_get_info(device)[0] for device in devices) - weight_bytes
+    return max(context, int(free * _CUDA_KV_SHARE) // row_bytes)
+
+
+def _devices(kind: str, world_size: int) -> list[torch.device]:
+    if kind != "cuda":
+        return [torch.device(kind)] * world_size
+    if torch.cuda.device_count() < world_size:
+        raise ConfigError(
+            f"{world_size} ranks need as many GPUs, {torch.cuda.device_count()} are visible",
+            where="CUDA_VISIBLE_DEVICES",
+            fix="make more GPUs visible, or export with a smaller --tp",
+        )
+    return [torch.device("cuda", index) for index in range(world_size)]
+
+
+def _recorded(parameters: _T | None, stage: str) -> _T:
+    if parameters is None:
+        raise BundleError(f"the manifest has no parameters of {stage}", where="manifest.json", fix="export again")
+    return parameters

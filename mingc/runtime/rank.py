@@ -1,0 +1,84 @@
+"""A rank above 0 of the thinker: a child process of the server that runs the steps it is sent.
+
+Started as `python -m mingc.runtime.rank JOB`, JOB being the JSON of `RankJob`. It ends when its socket closes, which
+the kernel does however the server dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mingc.artifacts.bundle import Bundle
+from mingc.artifacts.codec import decode
+from mingc.artifacts.manifest import read_manifest
+from mingc.runtime import distributed
+from mingc.runtime.stages import load_stage
+from mingc.runtime.step_wire import receive_step
+from mingc.runtime.thinker import PrefillStep, ThinkerWorker
+
+LOADED, READY = b"L", b"R"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankJob:
+    """What a child is told.
+
+    Attributes:
+        steps: file descriptor of the socket that steps come in on and `LOADED`, `READY` go out on.
+        lifeline: file descriptor of a pipe that closes when the server is gone.
+        port: where the ranks meet.
+    """
+
+    bundle: str
+    rank: int
+    world_size: int
+    device: str
+    page_size: int
+    num_pages: int
+    num_threads: int
+    port: int
+    steps: int
+    lifeline: int
+
+
+def main() -> None:
+    job = decode(RankJob, json.loads(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the server decides when to end
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_the_server, args=(job.lifeline,), daemon=True).start()
+    torch.set_num_threads(job.num_threads)
+    device = torch.device(job.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with socket.socket(fileno=job.steps) as sock:
+        root = Path(job.bundle)
+        stage = load_stage(Bundle(root, read_manifest(root)), "thinker", device, rank=job.rank)
+        worker = ThinkerWorker(stage, page_size=job.page_size, num_pages=job.num_pages, device=device)
+        sock.sendall(LOADED)
+        distributed.init(rank=job.rank, world_size=job.world_size, port=job.port, device=job.device)
+        sock.sendall(READY)
+        while (step := receive_step(sock)) is not None:
+            if isinstance(step, PrefillStep):
+                worker.prefill(step)
+            else:
+                worker.decode(step)
+    distributed.shutdown()
+
+
+def _end_with_the_server(lifeline: int) -> None:
+    # Also out of a collective that waits for ranks which are gone.
+    os.read(lifeline, 1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

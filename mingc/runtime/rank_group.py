@@ -1,0 +1,164 @@
+"""All ranks of the thinker as one: rank 0 in this process, the others in children that get the same steps."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mingc.artifacts.codec import encode
+from mingc.errors import WorkerError
+from mingc.runtime import distributed
+from mingc.runtime.rank import LOADED, READY, RankJob
+from mingc.runtime.step_wire import Step, send_step
+from mingc.runtime.thinker import DecodeStep, PrefillStep, ThinkerWorker
+
+_SEND_TIMEOUT_S = 60.0
+_START_TIMEOUT_S = 600.0  # the weights of the real model take minutes from a cold disk
+_END_TIMEOUT_S = 5.0
+
+log = logging.getLogger("mingc.ranks")
+
+
+class RankGroup:
+    """Starts and watches the children; runs each step on every rank.
+
+    Args:
+        devices: one a rank; the first one is this process's.
+        load: makes this process's worker while the children load theirs.
+        on_death: called once, on a thread of its own, when a child ends unasked.
+    """
+
+    def __init__(
+        self,
+        bundle: Path,
+        devices: list[torch.device],
+        load: Callable[[], ThinkerWorker],
+        *,
+        page_size: int,
+        num_pages: int,
+        on_death: Callable[[WorkerError], None],
+    ) -> None:
+        self._on_death = on_death
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._sockets: list[socket.socket] = []
+        self._is_closing = threading.Event()
+        self._death: WorkerError | None = None
+        self._lifeline_read, self._lifeline_write = os.pipe()
+        self.device = devices[0]
+        self._store = distributed.host_store()
+        try:
+            for rank in range(1, len(devices)):
+                self._spawn(
+                    RankJob(
+                        bundle=str(bundle),
+                        rank=rank,
+                        world_size=len(devices),
+                        device=str(devices[rank]),
+                        page_size=page_size,
+                        num_pages=num_pages,
+                        num_threads=max(1, torch.get_num_threads() // len(devices)),
+                        port=self._store.port,
+                        steps=0,
+                        lifeline=self._lifeline_read,
+                    )
+                )
+            self._worker = load()
+            self._await(LOADED)
+            distributed.init(
+                rank=0, world_size=len(devices), port=self._store.port, device=str(devices[0])
+            )
+            self._await(READY)
+        except BaseException:
+            self.close()
+            raise
+        for rank, child in enumerate(self._children, start=1):
+            threading.Thread(target=self._watch, args=(rank, child), name=f"mingc-watch-{rank}", daemon=True).start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._death is None and not self._is_closing.is_set()
+
+    def prefill(self, step: PrefillStep) -> Tensor:
+        """As `ThinkerWorker.prefill`. Raises: WorkerError when a rank is gone."""
+        self._send(step)
+        return self._worker.prefill(step)
+
+    def decode(self, step: DecodeStep) -> Tensor:
+        """As `ThinkerWorker.decode`. Raises: WorkerError when a rank is gone."""
+        self._send(step)
+        return self._worker.decode(step)
+
+    def close(self) -> None:
+        """End the children: closed sockets tell them, what is left after a while is killed."""
+        if self._is_closing.is_set():
+            return
+        self._is_closing.set()
+        for sock in self._sockets:
+            sock.close()
+        distributed.shutdown()
+        for child in self._children:
+            try:
+                child.wait(_END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        os.close(self._lifeline_write)
+        os.close(self._lifeline_read)
+
+    def _spawn(self, job: RankJob) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            arguments = {**encode(job), "steps": theirs.fileno()}
+            child = subprocess.Popen(
+                [sys.executable, "-m", "mingc.runtime.rank", json.dumps(arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr.fileno(),
+                pass_fds=(theirs.fileno(), job.lifeline),
+            )
+        ours.settimeout(_START_TIMEOUT_S)
+        self._sockets.append(ours)
+        self._children.append(child)
+
+    def _await(self, word: bytes) -> None:
+        for rank, (sock, child) in enumerate(zip(self._sockets, self._children, strict=True), start=1):
+            try:
+                said = sock.recv(1)
+            except OSError as error:
+                raise WorkerError(f"rank {rank} did not start: {error}", where=f"rank {rank}") from error
+            if said != word:
+                code = child.wait()
+                raise WorkerError(f"rank {rank} ended with code {code} while starting", where=f"rank {rank}")
+
+    def _send(self, step: Step) -> None:
+        if self._death is not None:
+            raise self._death
+        for rank, sock in enumerate(self._sockets, start=1):
+            sock.settimeout(_SEND_TIMEOUT_S)
+            try:
+                send_step(sock, step)
+            except OSError as error:
+                raise WorkerError(f"rank {rank} does not take steps: {error}", where=f"rank {rank}") from error
+
+    def _watch(self, rank: int, child: subprocess.Popen[bytes]) -> None:
+        code = child.wait()
+        if self._is_closing.is_set() or self._death is not None:
+            return
+        self._death = WorkerError(
+            f"rank {rank} of the thinker ended with code {code}", where=f"rank {rank}", fix="restart the server"
+        )
+        log.error("%s", self._death.message)
+        # The others wait in a collective for a rank that is gone; without them it fails here as well.
+        for each in self._children:
+            if each.poll() is None:
+                each.kill()
+        self._on_death(self._death)

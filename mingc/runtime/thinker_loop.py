@@ -1,0 +1,223 @@
+"""The thinker's thread: plans a step, runs it on all ranks, samples, and hands tokens to the requests."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mingc.errors import ServeError, WorkerError
+from mingc.runtime.channel import FailedItem, Item, TokenItem
+from mingc.runtime.engine_thread import EngineThread
+from mingc.runtime.request import FinishReason, SamplingParams
+from mingc.runtime.sampler import SamplerRow, sample
+from mingc.runtime.scheduler import PrefillChunk, ThinkerScheduler
+from mingc.runtime.thinker import DecodeStep, PrefillStep
+
+log = logging.getLogger("mingc.engine")
+
+
+class StepRunner(Protocol):
+    """A worker, or a group of ranks that looks like one."""
+
+    device: torch.device
+
+    def prefill(self, step: PrefillStep) -> Tensor: ...
+
+    def decode(self, step: DecodeStep) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ThinkerPrompt:
+    """A prompt as the engines take it.
+
+    Attributes:
+        input_ids: (T,) int64.
+        positions: (3, T) int64; the token at index i of the answer's part has position i + rope_delta.
+        embed_kind: (T,) int64, see `PrefillStep`.
+        media_rows: (M,) int64, prompt rows that take an embedding, ascending.
+        media_embeds: (M, D); None without media.
+    """
+
+    input_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    rope_delta: int
+    embed_kind: NDArray[np.int64]
+    media_rows: NDArray[np.int64]
+    media_embeds: Tensor | None
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    prompt: ThinkerPrompt
+    max_tokens: int
+    row: SamplerRow
+    emit: Callable[[Item], None]
+    answer: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and answer."""
+        return len(self.prompt.input_ids) + len(self.answer)
+
+
+class ThinkerLoop(EngineThread):
+    """Runs the requests of one thinker.
+
+    Args:
+        stop_ids: tokens that end an answer and are not part of it.
+    """
+
+    def __init__(
+        self, runner: StepRunner, scheduler: ThinkerScheduler, *, stop_ids: Sequence[int], vocab_size: int
+    ) -> None:
+        super().__init__("thinker")
+        self._runner = runner
+        self.scheduler = scheduler
+        self._stop_ids = frozenset(stop_ids)
+        self._vocab_size = vocab_size
+        self._requests: dict[int, _Running] = {}
+        self._ids = itertools.count(1)
+
+    def submit(
+        self, prompt: ThinkerPrompt, sampling: SamplingParams, seed: int, emit: Callable[[Item], None]
+    ) -> int:
+        """Queue a request; `emit` is called on the thinker's thread. Returns its id for `cancel`.
+
+        Raises: RequestError when the prompt exceeds the context, CapacityError when the queue is full.
+        """
+        count = len(prompt.input_ids)
+        max_tokens = self.scheduler.max_new_tokens(count, sampling.max_tokens)
+        row = SamplerRow.begin(sampling, seed, prompt.input_ids.tolist(), self._vocab_size, self._runner.device)
+        with self._lock:
+            self._check_healthy()
+            request = next(self._ids)
+            self.scheduler.add(request, prompt_tokens=count, max_tokens=max_tokens)
+            self._requests[request] = _Running(prompt, max_tokens, row, emit)
+            self._wake.notify()
+        return request
+
+    def cancel(self, request: int) -> None:
+        """Forget a request before the next step; nothing happens when it has ended."""
+        self.post(lambda: self._remove(request))
+
+    @torch.inference_mode()
+    def _step(self) -> bool:
+        with self._lock:
+            plan = self.scheduler.plan()
+        if plan.is_empty:
+            with self._lock:
+                self.scheduler.check()
+            return False
+        logits = self._run_prefill(plan.prefill) if plan.prefill is not None else None
+        with self._lock:
+            self.scheduler.commit(plan)
+        if plan.prefill is not None and plan.prefill.is_last and logits is not None:
+            self._sample([plan.prefill.request], logits)
+        if plan.decode:
+            self._run_decode(plan.decode)
+        return True
+
+    def _run_prefill(self, chunk: PrefillChunk) -> Tensor | None:
+        """Logits (1, V), or None when the engine failed and the request with it."""
+        prompt = self._requests[chunk.request].prompt
+        inside = slice(chunk.start, chunk.start + chunk.count)
+        step = PrefillStep(
+            input_ids=prompt.input_ids[inside],
+            positions=prompt.positions[:, inside],
+            embed_kind=prompt.embed_kind[inside],
+            embeds=_chunk_embeds(prompt, chunk.start, chunk.count),
+            start=chunk.start,
+            pages=self._pages(chunk.request, chunk.start + chunk.count),
+        )
+        try:
+            return self._runner.prefill(step)
+        except Exception as error:
+            self._fail_step([chunk.request], error)
+            return None
+
+    def _run_decode(self, requests: Sequence[int]) -> None:
+        running = [self._requests[request] for request in requests]
+        lengths = np.array([each.num_tokens for each in running])
+        pages = [self._pages(request, each.num_tokens) for request, each in zip(requests, running, strict=True)]
+        table = np.zeros((len(pages), max(map(len, pages))), np.int64)
+        for row, owned in enumerate(pages):
+            table[row, : len(owned)] = owned
+        step = DecodeStep(
+            input_ids=np.array([each.answer[-1] for each in running]),
+            positions=lengths - 1 + np.array([each.prompt.rope_delta for each in running]),
+            lengths=lengths,
+            pages=table,
+        )
+        try:
+            logits = self._runner.decode(step)
+        except Exception as error:
+            self._fail_step(requests, error)
+            return
+        self._sample(requests, logits)
+
+    def _sample(self, requests: Sequence[int], logits: Tensor) -> None:
+        ids = sample(logits, [self._requests[request].row for request in requests])
+        for request, token in zip(requests, ids, strict=True):
+            if token is None:
+                self._fail(request, WorkerError("the model's logits are not finite", where="thinker"))
+            else:
+                self._accept(request, token)
+
+    def _accept(self, request: int, token: int) -> None:
+        running = self._requests[request]
+        if token in self._stop_ids:
+            running.emit(TokenItem(token=None, finish="stop"))
+            self._remove(request)
+            return
+        running.answer.append(token)
+        running.row.advance(token)
+        finish: FinishReason | None = "length" if len(running.answer) == running.max_tokens else None
+        running.emit(TokenItem(token=token, finish=finish))
+        if finish is not None:
+            self._remove(request)
+
+    def _pages(self, request: int, num_tokens: int) -> NDArray[np.int64]:
+        pool = self.scheduler.pool
+        return np.array(pool.pages(request)[: pool.pages_for(num_tokens)], dtype=np.int64)
+
+    def _remove(self, request: int) -> None:
+        with self._lock:
+            self.scheduler.remove(request)
+            self._requests.pop(request, None)
+
+    def _fail(self, request: int, error: ServeError) -> None:
+        self._requests[request].emit(FailedItem(error=error))
+        self._remove(request)
+
+    def _fail_step(self, requests: Sequence[int], error: Exception) -> None:
+        """An engine call failed: those it was for are told, the others go on."""
+        log.error("a step of the thinker failed", exc_info=error)
+        mapped: ServeError = WorkerError(f"the thinker failed: {error}", where="thinker")
+        if isinstance(error, ServeError):
+            mapped = error
+        for request in requests:
+            self._fail(request, mapped)
+
+    def _fail_all(self, error: ServeError) -> None:
+        for request in list(self._requests):
+            self._fail(request, error)
+
+
+def _chunk_embeds(prompt: ThinkerPrompt, start: int, count: int) -> Tensor | None:
+    """(count, D) with the media embeddings of this chunk at their rows; None when it has none."""
+    if prompt.media_embeds is None:
+        return None
+    first, end = np.searchsorted(prompt.media_rows, [start, start + count])
+    if first == end:
+        return None
+    embeds = prompt.media_embeds.new_zeros(count, prompt.media_embeds.shape[1])
+    embeds[torch.from_numpy(prompt.media_rows[first:end] - start)] = prompt.media_embeds[first:end]
+    return embeds
