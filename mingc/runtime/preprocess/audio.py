@@ -20,6 +20,7 @@ from mingc.dsp.resample import resample
 from mingc.errors import RequestError
 
 _BLOCK_SAMPLES = 1 << 16
+_SLACK_SECONDS = 0.1  # decoded beyond the limit: whole frames decide, once the clip has the encoder's rate
 _MAX_RATE_HZ = 384_000  # the highest rate that recording hardware has; bounds the memory of a decoded clip
 
 
@@ -77,7 +78,7 @@ def _decode_soundfile(data: bytes, where: str, max_seconds: float) -> Wave | Non
             while len(block := file.read(_BLOCK_SAMPLES, dtype="float32", always_2d=True)):
                 blocks.append(np.ascontiguousarray(block[:, 0]))
                 count += len(block)
-                if count > max_seconds * rate + 1:
+                if count > (max_seconds + _SLACK_SECONDS) * rate:
                     raise _too_long(where, max_seconds)
     except (soundfile.LibsndfileError, RuntimeError):
         return None
@@ -103,7 +104,7 @@ def _decode_av(data: bytes, where: str, max_seconds: float) -> Wave | None:
                 for part in resampler.resample(frame):
                     blocks.append(part.to_ndarray()[0].astype(np.float32, copy=False))
                     count += len(blocks[-1])
-                if count > max_seconds * rate + 1:
+                if count > (max_seconds + _SLACK_SECONDS) * rate:
                     raise _too_long(where, max_seconds)
     except (av.FFmpegError, ValueError, IndexError):
         return None
@@ -113,7 +114,7 @@ def _decode_av(data: bytes, where: str, max_seconds: float) -> Wave | None:
 def decode_audio(data: bytes, where: str, *, max_seconds: float) -> Wave:
     """The first channel of an encoded clip; further channels are dropped, not mixed in.
 
-    Raises: RequestError when the bytes cannot be decoded or hold more than `max_seconds`.
+    Raises: RequestError when the bytes cannot be decoded or hold clearly more than `max_seconds`.
     """
     wave = _decode_soundfile(data, where, max_seconds) or _decode_av(data, where, max_seconds)
     if wave is None:
@@ -131,6 +132,10 @@ def wave_features(wave: Wave, parameters: AudioParameters, where: str) -> AudioF
 
     Raises: RequestError when the clip is too short for one window or longer than the encoder's position table.
     """
+    if not np.isfinite(wave.samples).all():
+        raise RequestError(
+            "the audio has samples that are no finite numbers", where=where, fix="send a sound file", param=where
+        )
     samples = resample(wave.samples, wave.sample_rate, parameters.sample_rate)
     if len(samples) < min_samples(parameters.fft_size):
         raise RequestError(
@@ -154,6 +159,5 @@ def wave_features(wave: Wave, parameters: AudioParameters, where: str) -> AudioF
 
 def load_audio(data: bytes, parameters: AudioParameters, where: str) -> AudioFeatures:
     """Encoded audio → features. `where` names the clip in errors."""
-    # One hop more than allowed may be decoded: whole frames decide, in `wave_features`.
-    max_seconds = (parameters.max_frames + 1) * parameters.hop_samples / parameters.sample_rate
+    max_seconds = parameters.max_frames * parameters.hop_samples / parameters.sample_rate
     return wave_features(decode_audio(data, where, max_seconds=max_seconds), parameters, where)

@@ -14,7 +14,7 @@ import numpy as np
 from mingc.artifacts.model import AudioParameters, ThinkerParameters, VisionParameters
 from mingc.errors import RequestError
 from mingc.runtime.preprocess.audio import AudioFeatures, load_audio
-from mingc.runtime.preprocess.image import load_image
+from mingc.runtime.preprocess.image import VisionFeatures, load_image
 from mingc.runtime.preprocess.positions import compute_positions
 from mingc.runtime.preprocess.prompt import Features, MediaKind, Prompt, PromptWriter
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
@@ -95,7 +95,7 @@ class ChatProcessor:
     def build(self, messages: Sequence[Message], *, thinking: bool = False) -> Prompt:
         """The prompt of decoded messages. System messages, wherever they stand, are joined by newlines.
 
-        Raises: RequestError when the prompt leaves no room for an answer or has too many patches.
+        Raises: RequestError when the prompt leaves no room for an answer.
         """
         system = [message.text for message in messages if message.role == "system"]
         text = "\n".join(system) if system else self._thinker.default_system_text
@@ -120,9 +120,13 @@ class ChatProcessor:
         item: Features
         match part.kind:
             case "image":
-                item = load_image(part.data, _needed(self._vision, part), part.where)
+                vision = _needed(self._vision, part)
+                item = load_image(part.data, vision, part.where)
+                _check_frame(item, vision, part)
             case "video":
-                item = load_video(part.data, _needed(self._vision, part), video, part.where)
+                vision = _needed(self._vision, part)
+                item = load_video(part.data, vision, video, part.where)
+                _check_frame(item.vision, vision, part)
             case "audio":
                 item = load_audio(part.data, _needed(self._audio, part), part.where)
         return MediaEntry(kind=part.kind, items=(item,))
@@ -136,14 +140,6 @@ class ChatProcessor:
                 fix="send fewer or shorter messages, or smaller media",
                 param="messages",
                 code="context_length_exceeded",
-            )
-        num_patches = sum(len(item.pixels) for item in writer.vision)
-        if self._vision is not None and num_patches > self._vision.max_patches:
-            raise RequestError(
-                f"the images and videos have {num_patches} patches; at most {self._vision.max_patches} are taken",
-                where="messages",
-                fix="send fewer or smaller images, or fewer video frames",
-                param="messages",
             )
         positions, delta = compute_positions(
             num_tokens,
@@ -174,6 +170,18 @@ def _needed(parameters: _Parameters | None, part: MediaPart) -> _Parameters:
             param=part.where,
         )
     return parameters
+
+
+def _check_frame(features: VisionFeatures, vision: VisionParameters, part: MediaPart) -> None:
+    """A frame is encoded in one call, so it must fit the largest engine; frames are spread over calls."""
+    num_patches = features.grid[1] * features.grid[2]
+    if num_patches > vision.max_patches:
+        raise RequestError(
+            f"one {part.kind} frame has {num_patches} patches after resizing; at most {vision.max_patches} are taken",
+            where=part.where,
+            fix=f"send at most {vision.max_patches * vision.patch_size**2} pixels",
+            param=part.where,
+        )
 
 
 def _write_content(writer: PromptWriter, message: Message) -> list[AudioFeatures]:

@@ -36,7 +36,7 @@ class SpeechPrompt:
 
     `token_ids` (T,) int64. `speaker_rows` (n,) int64: where the speaker vectors go. `patch_rows` (N,) int64: where the
     embedded prompt patches go, the last rows of the prompt. The first `prefix_length` tokens depend on the voice
-    and not on the text, so their keys and values can be kept.
+    and not on the text, so their keys and values can be kept; a text that describes music has fewer of the same.
     """
 
     token_ids: NDArray[np.int64]
@@ -83,14 +83,14 @@ class SpeechPromptBuilder:
             ids += encode(f"  speaker_{number}:") + self._speaker
             speaker_rows.append(len(ids) - 1)
             ids += encode("<|vision_end|>\n")
+        is_music = all(mark in text for mark in _MUSIC_MARKS)
         prefix_length = len(ids)
-        if not all(mark in text for mark in _MUSIC_MARKS):
+        if not is_music:
             ids += encode(" Text input:\n")
-            prefix_length = len(ids)
         if has_recording and transcript:
-            is_prefix = prefix_length == len(ids)
             ids += encode(transcript)
-            prefix_length = len(ids) if is_prefix else prefix_length
+        if not is_music:
+            prefix_length = len(ids)
         ids += encode(text) + encode("<|im_end|>\n") + encode("<|im_start|>assistant\n")
         if instruction:
             ids += encode(instruction) + encode("<|im_end|>")

@@ -1,0 +1,143 @@
+"""Audio clips: decoding, length rules, features against the recorded ones; bad clips."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import subprocess
+import sys
+
+import av
+import numpy as np
+import pytest
+import soundfile
+from preprocess_data import audio_parameters, tensors, wav
+
+from mingc.errors import RequestError
+from mingc.runtime.preprocess.audio import Wave, decode_audio, load_audio, wave_features
+
+WHERE = "messages[0].content[0]"
+
+
+def clip(seconds: float, rate: int = 16000) -> np.ndarray:
+    time = np.arange(int(seconds * rate)) / rate
+    return (0.3 * np.sin(2 * np.pi * 300 * time)).astype(np.float32)
+
+
+def aac(samples: np.ndarray, rate: int) -> bytes:
+    """`samples` (channels, n) float32 as AAC in an MP4, which libsndfile does not know."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        layout = "mono" if len(samples) == 1 else "stereo"
+        stream = container.add_stream("aac", rate=rate, layout=layout)
+        for start in range(0, samples.shape[1], 1024):
+            block = np.ascontiguousarray(samples[:, start : start + 1024])
+            frame = av.AudioFrame.from_ndarray(block, format="fltp", layout=layout)
+            frame.sample_rate, frame.pts = rate, start
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("case", ["single", "second_alone"])
+def test_float_clips_give_the_recorded_features(case: str) -> None:
+    recorded = tensors("audio")
+    features = load_audio(wav(recorded[f"{case}.wav0"][0], 16000), audio_parameters(), WHERE)
+    np.testing.assert_allclose(features.mel, recorded[f"{case}.audio_feats"][0], atol=1e-5)
+    assert len(features.mel) == recorded[f"{case}.audio_feats_lengths"][0, 0]
+    assert features.num_tokens == recorded[f"{case}.encoder_feats_lengths"][0, 0]
+
+
+def test_the_first_channel_of_a_stereo_file_is_resampled() -> None:
+    recorded = tensors("audio")
+    data = wav(recorded["resampled.wav_int16_stereo_24k"].T, 24000, subtype="PCM_16")
+    wave = decode_audio(data, WHERE, max_seconds=10)
+    assert wave.sample_rate == 24000
+    np.testing.assert_array_equal(
+        wave.samples, recorded["resampled.wav_int16_stereo_24k"][0].astype(np.float32) / 32768
+    )
+    features = load_audio(data, audio_parameters(), WHERE)
+    np.testing.assert_allclose(features.mel, recorded["resampled.audio_feats"][0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("samples", "frames", "tokens"),
+    [
+        (16000, 100, 25),
+        (1600, 10, 3),
+        (53333, 333, 84),
+        (480000, 3000, 750),
+        (201, 1, 1),
+        (719, 4, 1),
+        (800, 5, 2),
+    ],
+)
+def test_length_rules(samples: int, frames: int, tokens: int) -> None:
+    wave = Wave(samples=np.ones(samples, np.float32), sample_rate=16000)
+    features = wave_features(wave, audio_parameters(), WHERE)
+    assert (len(features.mel), features.num_tokens) == (frames, tokens)
+
+
+@pytest.mark.parametrize(
+    ("container", "subtype"), [("FLAC", "PCM_16"), ("OGG", "VORBIS"), ("MP3", "MPEG_LAYER_III")]
+)
+def test_other_containers_decode(container: str, subtype: str) -> None:
+    file = io.BytesIO()
+    soundfile.write(file, clip(0.5), 16000, format=container, subtype=subtype)
+    wave = decode_audio(file.getvalue(), WHERE, max_seconds=2)
+    assert wave.sample_rate == 16000
+    assert abs(len(wave.samples) - 8000) < 2400
+    assert 0.2 < np.abs(wave.samples).max() < 0.4
+
+
+def test_pyav_decodes_what_libsndfile_does_not() -> None:
+    stereo = np.stack([clip(0.5, 24000), np.zeros(12000, np.float32)])
+    wave = decode_audio(aac(stereo, 24000), WHERE, max_seconds=2)
+    assert wave.sample_rate == 24000
+    assert abs(len(wave.samples) - 12000) < 3000
+    assert np.abs(wave.samples).max() > 0.2, "the first channel, not the silent one"
+
+
+@pytest.mark.parametrize("data", [b"", b"RIFF", b"no audio at all", wav(clip(0.2), 16000)[:30]])
+def test_undecodable_bytes_are_the_clients_fault(data: bytes) -> None:
+    with pytest.raises(RequestError, match="cannot be decoded as audio") as caught:
+        load_audio(data, audio_parameters(), WHERE)
+    assert (caught.value.param, caught.value.status) == (WHERE, 400)
+
+
+@pytest.mark.parametrize("samples", [0, 1, 200])
+def test_clips_without_a_frame_are_refused(samples: int) -> None:
+    with pytest.raises(RequestError, match=f"{samples} samples at 16000 Hz, too few") as caught:
+        load_audio(wav(np.zeros(samples, np.float32), 16000), audio_parameters(), WHERE)
+    assert caught.value.param == WHERE
+
+
+@pytest.mark.parametrize("encode", [lambda wave: wav(wave, 16000), lambda wave: aac(wave[None], 16000)])
+def test_the_position_table_bounds_a_clip(encode: object) -> None:
+    parameters = dataclasses.replace(audio_parameters(), max_frames=100)
+    assert len(load_audio(wav(clip(1.0099), 16000), parameters, WHERE).mel) == 100
+    with pytest.raises(RequestError, match="longer than 1 seconds") as caught:
+        load_audio(encode(clip(1.3)), parameters, WHERE)
+    assert caught.value.param == WHERE
+    with pytest.raises(RequestError, match="longer than 1 seconds"):
+        load_audio(wav(clip(1.01), 16000), parameters, WHERE)
+
+
+def test_samples_must_be_numbers() -> None:
+    broken = clip(0.1)
+    broken[7] = np.nan
+    with pytest.raises(RequestError, match="no finite numbers"):
+        load_audio(wav(broken, 16000), audio_parameters(), WHERE)
+
+
+def test_absurd_sample_rates_are_refused() -> None:
+    with pytest.raises(RequestError, match="sample rate of 500000 Hz"):
+        load_audio(wav(clip(0.1), 500000), audio_parameters(), WHERE)
+
+
+def test_importing_needs_no_decoder() -> None:
+    code = (
+        "import sys, mingc.runtime.preprocess.audio; print({'av', 'soundfile'} & set(sys.modules) or 'none')"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "none"

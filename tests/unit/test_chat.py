@@ -1,0 +1,248 @@
+"""Prompts of conversations against the recorded ones; the rules of the chat format; bad conversations."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from preprocess_data import (
+    audio_parameters,
+    document,
+    noise_image,
+    png,
+    tensors,
+    thinker_parameters,
+    tokenizer,
+    vision_parameters,
+    wav,
+)
+
+from mingc.errors import RequestError
+from mingc.runtime.preprocess.audio import load_audio
+from mingc.runtime.preprocess.chat import AUDIO, VISION, WORD, ChatProcessor, MediaEntry, Message
+from mingc.runtime.preprocess.image import load_image
+from mingc.runtime.preprocess.prompt import Features, Prompt
+from mingc.runtime.preprocess.video import frames_to_video
+from mingc.runtime.request import MediaPart, TextPart, Turn, VideoParams
+
+CASES = document("preprocess")["processor_template"]
+ROLES = {"HUMAN": "user", "ASSISTANT": "assistant"}
+
+
+def processor(**changes: Any) -> ChatProcessor:
+    thinker = dataclasses.replace(thinker_parameters(), **changes)
+    return ChatProcessor(tokenizer(), thinker, vision=vision_parameters(), audio=audio_parameters())
+
+
+def media_bytes(case: str) -> dict[str, list[bytes]]:
+    """Encoded media of a case, in the order in which its messages use them."""
+    images, audio = tensors("preprocess"), tensors("audio")
+    many = [png(images["img.multi.raw0"]), png(images["img.multi.raw1"])]
+    image = [png(images["img.plain.raw0"])] if case.startswith("image") and "_list" not in case else many
+    clips = [wav(audio["single.wav0"][0], 16000), wav(audio["two_clips.wav1"][0], 16000)]
+    if case == "image_and_audio":
+        return {"image": many[:1], "audio": clips[1:]}
+    return {"image": image, "audio": clips}
+
+
+def recorded_video(options: dict[str, Any]) -> Features:
+    recorded = tensors("preprocess")
+    frames = [recorded[name] for name in sorted(recorded) if name.startswith("video.raw_frame")]
+    params = VideoParams(**{key: options[key] for key in ("min_pixels", "total_pixels")})
+    return frames_to_video(frames, vision_parameters(), params, "video")
+
+
+def recorded_messages(case: str) -> list[Message]:
+    """The recorded messages with their media decoded; an entry `2 images` holds two."""
+    data = media_bytes(case)
+    messages = []
+    for message in CASES[case]["messages"]:
+        content: list[TextPart | MediaEntry] = []
+        for entry in message["content"]:
+            kind = entry["type"]
+            if kind == "text":
+                content.append(TextPart(text=entry["text"]))
+            elif kind == "video":
+                content.append(MediaEntry(kind=kind, items=(recorded_video(entry),)))
+            else:
+                count = int(entry[kind].split()[0])
+                taken = [data[kind].pop(0) for _ in range(count)]
+                items: list[Features] = (
+                    [load_image(each, vision_parameters(), case) for each in taken]
+                    if kind == "image"
+                    else [load_audio(each, audio_parameters(), case) for each in taken]
+                )
+                content.append(MediaEntry(kind=kind, items=tuple(items)))
+        messages.append(Message(role=ROLES[message["role"]], content=tuple(content)))
+    system = CASES[case]["kwargs"].get("sys_prompt_exp")
+    if system is not None:
+        messages.insert(0, Message(role="system", content=(TextPart(text=system),)))
+    return messages
+
+
+def check(prompt: Prompt, case: str) -> None:
+    recorded = CASES[case]
+    assert prompt.token_ids.dtype == prompt.positions.dtype == prompt.embed_kind.dtype == np.int64
+    assert prompt.token_ids.tolist() == recorded["input_ids"]
+    assert prompt.positions.tolist() == recorded["position_ids"]
+    assert prompt.rope_delta == recorded["rope_delta"]
+    assert (
+        tokenizer().decode(prompt.token_ids.tolist(), skip_special_tokens=False) == recorded["text_roundtrip"]
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_prompts_are_the_recorded_ones(case: str) -> None:
+    recorded = CASES[case]
+    thinking = recorded["kwargs"].get("use_cot_system_prompt", False)
+    prompt = processor().build(recorded_messages(case), thinking=thinking)
+    check(prompt, case)
+    if case == "image_placeholder_in_text":
+        assert not prompt.vision, "an image without a place is not encoded"
+        return
+    grids = recorded.get("image_grid_thw", []) + recorded.get("video_grid_thw", [])
+    assert [list(span.grid) for span in exploded(prompt)] == grids
+    assert [len(clip.mel) for clip in prompt.audio] == recorded.get("audio_feats_lengths", [[]])[0]
+    places = [[span.start, span.length] for span in prompt.spans if span.kind == "audio"]
+    assert places == recorded.get("audio_placeholder_loc_lens", [[]])[0]
+
+
+def exploded(prompt: Prompt) -> list[Any]:
+    """The grid of every vision span, frame by frame."""
+    grids = [
+        dataclasses.replace(item, grid=(1, *item.grid[1:]))
+        for item in prompt.vision
+        for _ in range(item.grid[0])
+    ]
+    assert len(grids) == sum(span.kind != "audio" for span in prompt.spans)
+    return grids
+
+
+@pytest.mark.parametrize("case", ["text", "image", "audio", "video", "image_and_audio"])
+def test_masks_are_what_the_thinker_was_recorded_with(case: str) -> None:
+    recorded, name = tensors("thinker"), "mixed" if case == "image_and_audio" else case
+    prompt = processor().build(recorded_messages(case))
+    assert prompt.token_ids.tolist() == recorded[f"{name}.input_ids"][0].tolist()
+    assert prompt.positions.tolist() == recorded[f"{name}.position_ids"][:, 0].tolist()
+    for kind, mask in ((VISION, "image_mask"), (AUDIO, "audio_mask")):
+        if f"{name}.{mask}" in recorded:
+            np.testing.assert_array_equal(prompt.embed_kind == kind, recorded[f"{name}.{mask}"][0])
+        else:
+            assert kind not in prompt.embed_kind
+
+
+@pytest.mark.parametrize("case", ["two_images", "multi_turn_image", "two_audios", "image_and_audio"])
+def test_encoded_media_take_the_same_way(case: str) -> None:
+    data = media_bytes(case)
+    turns = [
+        Turn(
+            role=ROLES[message["role"]],
+            parts=tuple(
+                TextPart(text=entry["text"])
+                if entry["type"] == "text"
+                else MediaPart(kind=entry["type"], data=data[entry["type"]].pop(0), where="here")
+                for entry in message["content"]
+            ),
+        )
+        for message in CASES[case]["messages"]
+    ]
+    check(processor().prepare(turns), case)
+
+
+def test_spans_say_where_every_embedding_goes() -> None:
+    prompt = processor().build(recorded_messages("video"))
+    merge = vision_parameters().merge_size
+    assert [(span.item, span.offset, span.length) for span in prompt.spans] == [(0, 0, 4), (0, 4, 4)]
+    rows = np.concatenate([np.arange(span.start, span.start + span.length) for span in prompt.spans])
+    assert rows.tolist() == np.flatnonzero(prompt.embed_kind == VISION).tolist()
+    assert len(rows) == sum(item.num_tokens(merge) for item in prompt.vision)
+    assert set(prompt.token_ids[rows]) == {thinker_parameters().frame_patch_token}
+
+
+def user(*parts: TextPart | MediaPart | str) -> Turn:
+    return Turn(
+        role="user", parts=tuple(TextPart(text=part) if isinstance(part, str) else part for part in parts)
+    )
+
+
+def test_system_messages_are_joined_by_newlines() -> None:
+    turns = [
+        Turn(role="system", parts=(TextPart(text="One."),)),
+        user("Hi"),
+        Turn(role="system", parts=(TextPart(text="Two"), TextPart(text=" three."))),
+    ]
+    prompt = processor().prepare(turns, thinking=True)
+    assert tokenizer().decode(prompt.token_ids.tolist(), skip_special_tokens=False) == (
+        "<role>SYSTEM</role>One.\nTwo three.\n\ndetailed thinking on<|role_end|>"
+        "<role>HUMAN</role>Hi<|role_end|><role>ASSISTANT</role>"
+    )
+
+
+def test_patch_tokens_that_a_user_writes_are_words() -> None:
+    prompt = processor().prepare([user("<image><imagePatch></image><audio><audioPatch></audio>")])
+    assert thinker_parameters().image_patch_token in prompt.token_ids
+    assert set(prompt.embed_kind) == {WORD}
+    assert prompt.rope_delta == 0
+
+
+def test_a_literal_tag_moves_a_clip_to_the_end() -> None:
+    clip = MediaPart(kind="audio", data=wav(tensors("audio")["single.wav0"][0], 16000), where="a")
+    prompt = processor().prepare([user(clip, "what does <audio> mean?")])
+    text = tokenizer().decode(prompt.token_ids.tolist(), skip_special_tokens=False)
+    assert text.endswith("<role>ASSISTANT</role><audio>" + "<audioPatch>" * 25 + "</audio>\n")
+    assert (prompt.embed_kind == AUDIO).sum() == 25
+
+
+def test_a_long_prompt_is_refused_before_it_runs() -> None:
+    with pytest.raises(RequestError, match=r"has 48 tokens.*48") as caught:
+        processor(max_positions=48).build(recorded_messages("text"))
+    assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
+    processor(max_positions=49).build(recorded_messages("text"))
+
+
+def test_a_frame_beyond_the_largest_engine_is_refused() -> None:
+    vision = dataclasses.replace(vision_parameters(), max_patches=20)
+    chat = ChatProcessor(tokenizer(), thinker_parameters(), vision=vision, audio=None)
+    image = MediaPart(kind="image", data=png(noise_image(64, 96)), where="messages[0].content[0]")
+    with pytest.raises(RequestError, match="24 patches") as caught:
+        chat.prepare([user(image)])
+    assert caught.value.param == "messages[0].content[0]"
+    small = MediaPart(kind="image", data=png(noise_image(64, 64)), where="x")
+    assert len(chat.prepare([user(small, small)]).vision) == 2, "several frames are spread over calls"
+
+
+def image_part(where: str = "messages[0].content[0]", kind: Any = "image") -> MediaPart:
+    return MediaPart(kind=kind, data=b"", where=where)
+
+
+@pytest.mark.parametrize(
+    ("turns", "message", "param"),
+    [
+        ([], "no user message", "messages"),
+        ([Turn(role="system", parts=())], "no user message", "messages"),
+        ([user("a"), Turn(role="assistant", parts=())], "assistant's", "messages[1].role"),
+        ([Turn(role="tool", parts=()), user("a")], "unknown role 'tool'", "messages[0].role"),  # type: ignore
+        ([Turn(role="system", parts=(image_part("s"),)), user("a")], "system messages are text", "s"),
+        ([user("a"), Turn(role="assistant", parts=(image_part("b"),)), user("a")], "assistant messages", "b"),
+        ([user(image_part("v1", "video"), image_part("v2", "video"))], "2 videos", "v2"),
+        ([user(image_part())], "cannot be decoded as an image", "messages[0].content[0]"),
+        ([user(image_part(kind="audio"))], "cannot be decoded as audio", "messages[0].content[0]"),
+        ([user(image_part(kind="video"))], "video cannot be decoded", "messages[0].content[0]"),
+    ],
+)
+def test_conversations_that_cannot_be(turns: list[Turn], message: str, param: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        processor().prepare(turns)
+    assert caught.value.param == caught.value.where == param
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("kind", ["image", "audio", "video"])
+def test_media_without_an_encoder_are_refused(kind: str) -> None:
+    chat = ChatProcessor(tokenizer(), thinker_parameters(), vision=None, audio=None)
+    with pytest.raises(RequestError, match=f"without an encoder for {kind}") as caught:
+        chat.prepare([user(image_part("m", kind))])
+    assert caught.value.param == "m"
+    assert chat.prepare([user("Hello")]).num_tokens > 10

@@ -1,0 +1,120 @@
+"""Resampling, log-mel and Kaldi features against the recorded ones, and their edges."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import soundfile
+from preprocess_data import CHECKPOINT, config, tensors
+
+from mingc.dsp.fbank import kaldi_fbank
+from mingc.dsp.log_mel import log_mel, min_samples, slaney_filters
+from mingc.dsp.resample import resample, resampled_length
+
+MEL = {"sample_rate": 16000, "num_mels": 128, "fft_size": 400, "hop_samples": 160}
+
+
+def test_resampling_a_clip_gives_the_recorded_bits() -> None:
+    recorded = tensors("audio")
+    stereo = recorded["resampled.wav_int16_stereo_24k"]
+    wave = resample(stereo[0].astype(np.float32) / 32768, 24000, 16000)
+    assert wave.dtype == np.float32
+    np.testing.assert_array_equal(wave, recorded["resampled.wav_16k"])
+
+
+@pytest.mark.parametrize("voice", ["DB30", "lingguang"])
+def test_voice_recordings_are_resampled_to_both_rates(voice: str) -> None:
+    recorded = tensors("talker")
+    path = CHECKPOINT / "talker" / config("talker/data/voice_name.json")[voice]["prompt_wav_path"]
+    wave, rate = soundfile.read(path, dtype="float32")
+    vae_rate = config("talker/vae/config.json")["sample_rate"]
+    expected = recorded[f"voice.{voice}.spk_wav16k"][0]
+    np.testing.assert_allclose(resample(wave, rate, 16000), expected, atol=1e-6)
+    at_vae_rate = resample(wave, rate, vae_rate)
+    padded = recorded[f"voice.{voice}.vae_input"][0]
+    assert not padded[: -len(at_vae_rate)].any()
+    np.testing.assert_allclose(at_vae_rate, padded[-len(at_vae_rate) :], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [(8000, 16000), (44100, 16000), (16000, 44100), (48000, 16000)]
+)
+def test_a_tone_keeps_its_pitch_and_level(source: int, target: int) -> None:
+    tone = np.sin(2 * np.pi * 440 * np.arange(source) / source).astype(np.float32)
+    wave = resample(tone, source, target)
+    assert len(wave) == target == resampled_length(source, source, target)
+    expected = np.sin(2 * np.pi * 440 * np.arange(target) / target)
+    edge = target // 20
+    np.testing.assert_allclose(wave[edge:-edge], expected[edge:-edge], atol=2e-3)
+
+
+@pytest.mark.parametrize("num_samples", [0, 1, 2, 159, 160, 161])
+def test_short_waves_have_the_ratio_rounded_up(num_samples: int) -> None:
+    wave = resample(np.ones(num_samples, dtype=np.float32), 16000, 44100)
+    assert len(wave) == -(-num_samples * 441 // 160) == resampled_length(num_samples, 16000, 44100)
+
+
+def test_equal_rates_change_nothing_and_no_rate_is_refused() -> None:
+    wave = np.arange(5, dtype=np.float32)
+    assert resample(wave, 16000, 16000) is wave
+    with pytest.raises(ValueError, match="0 Hz"):
+        resample(wave, 0, 16000)
+
+
+@pytest.mark.parametrize(
+    ("wave", "features"),
+    [
+        ("resampled.wav_16k", "resampled.audio_feats"),
+        ("single.wav0", "single.audio_feats"),
+        ("second_alone.wav0", "second_alone.audio_feats"),
+    ],
+)
+def test_log_mel_is_the_recorded_one(wave: str, features: str) -> None:
+    recorded = tensors("audio")
+    result = log_mel(recorded[wave].reshape(-1), **MEL)
+    assert result.dtype == np.float32
+    np.testing.assert_allclose(result, recorded[features][0], atol=1e-5)
+
+
+def test_log_mel_of_a_long_utterance() -> None:
+    recorded = tensors("audio")
+    tiles = int(recorded["long.tiles"][0])
+    second = recorded["long.base_1s"]
+    wave = np.concatenate([second * np.float32((k + 1) / tiles) for k in range(tiles)])
+    result = log_mel(wave, **MEL)
+    assert len(result) == int(recorded["long.audio_feats_lengths"][0, 0])
+    np.testing.assert_allclose(result[:40], recorded["long.audio_feats_first40"], atol=1e-5)
+    np.testing.assert_allclose(result[-40:], recorded["long.audio_feats_last40"], atol=1e-5)
+    np.testing.assert_allclose(result.mean(axis=1), recorded["long.audio_feats_row_mean"], atol=1e-5)
+
+
+def test_log_mel_of_silence_is_its_floor() -> None:
+    np.testing.assert_allclose(
+        log_mel(np.zeros(16000, np.float32), **MEL), np.full((100, 128), -1.5), atol=1e-6
+    )
+
+
+def test_log_mel_needs_half_a_window() -> None:
+    shortest = min_samples(400)
+    assert len(log_mel(np.ones(shortest, np.float32), **MEL)) == 1
+    with pytest.raises(ValueError, match="too few"):
+        log_mel(np.ones(shortest - 1, np.float32), **MEL)
+
+
+def test_mel_filters_cover_other_sizes() -> None:
+    filters = slaney_filters(80, 512, 8000)
+    assert filters.shape == (80, 257)
+    assert (filters >= 0).all()
+
+
+@pytest.mark.parametrize("voice", ["DB30", "lingguang"])
+def test_speaker_features_are_the_recorded_ones(voice: str) -> None:
+    recorded = tensors("talker")
+    result = kaldi_fbank(recorded[f"voice.{voice}.spk_wav16k"][0], sample_rate=16000)
+    assert result.dtype == np.float32
+    np.testing.assert_allclose(result, recorded[f"voice.{voice}.fbank"], atol=1e-4)
+
+
+def test_speaker_features_of_too_short_a_wave_are_empty() -> None:
+    assert kaldi_fbank(np.zeros(399, np.float32), sample_rate=16000).shape == (0, 80)
+    assert kaldi_fbank(np.zeros(400, np.float32), sample_rate=16000).shape == (1, 80)

@@ -1,0 +1,180 @@
+"""Images: sizes, pixel values and grids against the recorded ones; bad images."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+from preprocess_data import CHECKPOINT, config, document, noise_image, png, tensors, vision_parameters
+from safetensors import safe_open
+
+from mingc.errors import RequestError
+from mingc.runtime.preprocess.image import (
+    decode_image,
+    encoder_size,
+    load_image,
+    load_size,
+    patchify,
+    resize_for_encoder,
+    resize_loaded,
+)
+from mingc.runtime.preprocess.vision_grid import build_grid_arrays, group_pixels, pad_grid_arrays, pad_tokens
+
+# The limit of this image was not recorded; any value from 5586 to 6758 gives its size.
+MAX_PIXELS = {"img.max_pixels": 6000}
+CASES = sorted({".".join(name.split(".")[:2]) for name in tensors("preprocess") if name.startswith("img.")})
+
+
+def raw_images(case: str) -> list[np.ndarray]:
+    recorded = tensors("preprocess")
+    return [recorded[name] for name in sorted(recorded) if name.startswith(f"{case}.raw")]
+
+
+@pytest.mark.parametrize("row", document("preprocess")["smart_resize"]["rows"], ids=str)
+def test_both_size_rules(row: dict[str, int]) -> None:
+    sizes = document("preprocess")["smart_resize"]
+    limits = {"min_pixels": row["min_pixels"], "max_pixels": row["max_pixels"]}
+    loaded = load_size(row["h"], row["w"], factor=sizes["fetch_image_factor"], **limits)
+    resized = encoder_size(row["h"], row["w"], factor=sizes["image_processor_factor"], **limits)
+    assert (list(loaded), list(resized)) == (row["fetch_image"], row["image_processor"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pixels_and_grids_are_the_recorded_ones(case: str) -> None:
+    recorded, parameters = tensors("preprocess"), vision_parameters()
+    features = []
+    for index, raw in enumerate(raw_images(case)):
+        if case == "img.processor_only":
+            features.append(patchify(resize_for_encoder(raw, parameters, case)[None], parameters))
+            continue
+        limit = MAX_PIXELS.get(case)
+        if f"{case}.fetched{index}" in recorded:
+            loaded = resize_loaded(raw, parameters, case, max_pixels=limit)
+            np.testing.assert_array_equal(loaded, recorded[f"{case}.fetched{index}"])
+        features.append(load_image(png(raw), parameters, case, max_pixels=limit))
+    pixels = np.concatenate([each.pixels for each in features])
+    assert pixels.dtype == np.float32
+    np.testing.assert_array_equal(pixels, recorded[f"{case}.pixel_values"])
+    assert [list(each.grid) for each in features] == recorded[f"{case}.grid_thw"].tolist()
+
+
+def test_other_patch_sizes_keep_the_order_of_values() -> None:
+    """Row (block, inner patch), value (channel, time, y, x), for sizes that no checkpoint has."""
+    parameters = dataclasses.replace(vision_parameters(), patch_size=3, merge_size=3, temporal_patch_size=4)
+    frames = np.stack([noise_image(18, 27, seed) for seed in range(8)])
+    features = patchify(frames, parameters)
+    assert features.grid == (2, 6, 9)
+    assert features.num_tokens(3) == 12
+    assert features.pixels.shape == (2 * 6 * 9, 3 * 4 * 3 * 3)
+    # Second temporal patch, block (1, 2), inner patch (2, 0); channel 1, time 3, y 2, x 1.
+    row = 54 + (1 * 3 + 2) * 9 + 2 * 3 + 0
+    value = features.pixels[row, ((1 * 4 + 3) * 3 + 2) * 3 + 1]
+    byte = frames[4 + 3, (1 * 3 + 2) * 3 + 2, (2 * 3 + 0) * 3 + 1, 1]
+    expected = (byte / 255 - parameters.image_mean[1]) / parameters.image_std[1]
+    assert value == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_patch_of_fourteen_is_resized_twice() -> None:
+    parameters = dataclasses.replace(vision_parameters(), patch_size=14)
+    features = load_image(png(noise_image(100, 100)), parameters, "image")
+    assert features.grid == (1, 6, 6)  # 100 → 96 by the loader → 84 by the encoder
+
+
+def test_transparency_and_palettes_become_rgb() -> None:
+    file = io.BytesIO()
+    Image.fromarray(noise_image(40, 40)).convert("P").save(file, "GIF")
+    assert decode_image(file.getvalue(), "x").shape == (40, 40, 3)
+    file = io.BytesIO()
+    Image.fromarray(np.full((8, 8, 4), 7, np.uint8)).save(file, "PNG")
+    np.testing.assert_array_equal(decode_image(file.getvalue(), "x"), np.full((8, 8, 3), 7))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"no image", png(noise_image(64, 64))[:500], b"%!PS-Adobe-3.0 EPSF-3.0\n"]
+)
+def test_undecodable_bytes_are_the_clients_fault(data: bytes) -> None:
+    with pytest.raises(RequestError, match="cannot be decoded as an image") as caught:
+        load_image(data, vision_parameters(), "messages[0].content[1]")
+    assert caught.value.param == "messages[0].content[1]"
+    assert caught.value.status == 400
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("size", [(8200, 8200), (20000, 20000)])
+def test_decompression_bombs_are_refused(size: tuple[int, int]) -> None:
+    file = io.BytesIO()
+    Image.new("1", size).save(file, "PNG")
+    assert len(file.getvalue()) < 100_000
+    with pytest.raises(RequestError, match="too large"):
+        decode_image(file.getvalue(), "image")
+
+
+def test_an_extreme_aspect_ratio_is_refused() -> None:
+    with pytest.raises(RequestError, match="201 times") as caught:
+        load_image(png(noise_image(2, 402)), vision_parameters(), "picture")
+    assert caught.value.param == "picture"
+    load_image(png(noise_image(2, 400)), vision_parameters(), "picture")
+
+
+def test_a_limit_that_leaves_no_pixel_is_refused() -> None:
+    with pytest.raises(RequestError, match="does not fit 2048 pixels"):
+        resize_loaded(noise_image(17, 3400), vision_parameters(), "picture", max_pixels=2048)
+
+
+@pytest.mark.parametrize("case", ["one", "multi", "video_interleaved_grid", "video_TxHxW_grid"])
+def test_grid_arrays_give_the_recorded_position_embeddings(case: str) -> None:
+    recorded, parameters = tensors("vision"), vision_parameters()
+    grids = [tuple(grid) for grid in recorded[f"{case}.grid_thw"].tolist()]
+    arrays = build_grid_arrays(
+        grids, merge_size=parameters.merge_size, position_grid_size=parameters.position_grid_size
+    )
+    assert arrays.num_tokens == len(recorded[f"{case}.embeds"])
+    ends = np.cumsum([h * w for t, h, w in grids for _ in range(t)])
+    starts = np.concatenate([[0], ends[:-1]])
+    expected = [[a, b] for a, b in zip(starts, ends, strict=True) for _ in range(b - a)]
+    assert arrays.segment.reshape(-1, 2).tolist() == expected
+    if f"{case}.pos_embed_interp" not in recorded:
+        return
+    name = "vision.pos_embed.weight"
+    file = config("model.safetensors.index.json")["weight_map"][name]
+    with safe_open(CHECKPOINT / file, "pt") as shard:
+        table = shard.get_tensor(name).float().numpy()
+    embedded = (table[arrays.position_index] * arrays.position_weight[..., None]).sum(axis=-2)
+    np.testing.assert_allclose(
+        embedded.reshape(-1, table.shape[1]), recorded[f"{case}.pos_embed_interp"], atol=1e-5
+    )
+    angles = recorded[f"{case}.rot_pos_emb"]
+    half = angles.shape[1] // 2
+    frequency = 10000.0 ** (-np.arange(half) / half)
+    flat = arrays.coordinates.reshape(-1, 2, 1) * frequency
+    np.testing.assert_allclose(flat.reshape(len(flat), -1), angles, atol=1e-6)
+
+
+def test_a_grid_as_large_as_the_table_reads_it_unmixed() -> None:
+    arrays = build_grid_arrays([(1, 12, 12)], merge_size=2, position_grid_size=12)
+    row, column = arrays.coordinates[..., 0], arrays.coordinates[..., 1]
+    np.testing.assert_array_equal(arrays.position_index[..., 0], row * 12 + column)
+    np.testing.assert_array_equal(arrays.position_weight, np.broadcast_to([1, 0, 0, 0], (36, 4, 4)))
+
+
+def test_padding_fills_a_bucket_with_patches_that_see_themselves() -> None:
+    arrays = build_grid_arrays([(1, 4, 6)], merge_size=2, position_grid_size=12)
+    padded = pad_grid_arrays(arrays, 8)
+    assert padded.num_tokens == 8
+    np.testing.assert_array_equal(padded.segment[:6], arrays.segment)
+    assert padded.segment[6:, 0].tolist() == [[24, 28], [28, 32]]
+    assert {padded.segment.dtype, padded.coordinates.dtype} == {np.dtype(np.int32), np.dtype(np.int64)}
+    assert not padded.position_weight[6:].any()
+    assert pad_grid_arrays(arrays, 6).segment.tolist() == arrays.segment.tolist()
+    with pytest.raises(ValueError, match="do not fit"):
+        pad_grid_arrays(arrays, 5)
+
+
+def test_pixels_are_grouped_by_token() -> None:
+    pixels = np.arange(48, dtype=np.float32).reshape(8, 6)
+    grouped = group_pixels(pixels, 2)
+    assert grouped.shape == (2, 4, 6)
+    assert pad_tokens(grouped, 3).shape == (3, 4, 6)
