@@ -137,12 +137,22 @@ def export_command(as_json: bool, tp: int, stages: str | None, **options: Any) -
     show_default="the artifact's own goldens only",
     help="Folder of golden files to replay as well.",
 )
-@click.option("--no-replay", is_flag=True, help="Check hashes and versions only; needs no torch.")
-@click.option("--strict", is_flag=True, help="Name every tensor, not only the failures and the sums.")
+@click.option("--no-replay", is_flag=True, help="Check hashes only; needs no torch.")
 @_common
-def verify_command(as_json: bool, artifact: Path, against: Path | None, no_replay: bool, strict: bool) -> int:
-    """Tell whether ARTIFACT is whole and computes what it should on this machine."""
-    raise NotImplementedError
+def verify_command(as_json: bool, artifact: Path, against: Path | None, no_replay: bool) -> int:
+    """Tell whether ARTIFACT is whole and computes what it should on this machine.
+
+    Exits with 3 when anything is out of tolerance.
+    """
+    from mingc.report import show
+    from mingc.runtime.verify import verify
+
+    def told(step: str) -> None:
+        print(f"verify: {step}", file=sys.stderr, flush=True)
+
+    result = verify(artifact, against=against, replay=not no_replay, told=told)
+    show(result, as_json=as_json)
+    return 0 if result.passed else EXIT_FOUND_PROBLEMS
 
 
 @commands.group("bundle")

@@ -1,0 +1,47 @@
+"""What came out of comparing one value with its reference. Plain data, no numpy and no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["tensor", "ids", "text", "share"]
+Outcome = Literal["pass", "FAIL", "expected difference", "not checked"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """One value held against its reference.
+
+    Attributes:
+        name: the reference's file and name, with what was done where one reference serves twice.
+        kind: tensors are compared within a tolerance, ids and text must be identical, a share counts identical cases.
+        error: worst relative error, max |a - b| / max |b|; of a share the part that differs.
+        identical: of ids and text.
+        tolerance: the largest error that passes.
+        note: why a difference is expected, or why nothing was checked.
+    """
+
+    name: str
+    kind: Kind
+    error: float | None = None
+    identical: bool | None = None
+    tolerance: float | None = None
+    outcome: Outcome
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileSummary:
+    """One golden file: how many of its values were held against what.
+
+    `inputs` were fed in; `not_outputs` are intermediate values that no engine gives out.
+    """
+
+    file: str
+    checked: int
+    failed: int
+    inputs: int
+    not_outputs: int
+    worst_error: float
+    note: str = ""

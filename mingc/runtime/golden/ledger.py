@@ -1,0 +1,181 @@
+"""The references of one golden file and what was found for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mingc.errors import MingcError
+from mingc.runtime.golden.comparison import Comparison, FileSummary, Kind, Outcome
+
+Array = NDArray[np.generic]
+
+
+class Ledger:
+    """Compares values with the references of `file` and keeps every result.
+
+    Args:
+        references: the file's arrays by name; empty for JSON files, whose references are passed in.
+        tolerance: relative error that engine outputs may have.
+        is_exact: whether token ids must be identical (float32 engines) or are only reported.
+    """
+
+    def __init__(
+        self, file: str, references: Mapping[str, Array], *, tolerance: float, is_exact: bool
+    ) -> None:
+        self.file = file
+        self.references = references
+        self.comparisons: list[Comparison] = []
+        self._tolerance = tolerance
+        self._is_exact = is_exact
+        self._compared: set[str] = set()
+        self._inputs: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.references
+
+    def input(self, name: str) -> Array:
+        """The reference `name`, to be fed into an engine. Raises KeyError when the file lacks it."""
+        self._inputs.add(name)
+        return self.references[name]
+
+    def cases(self, suffix: str) -> list[str]:
+        """Names before `.suffix`, in the file's order."""
+        ending = f".{suffix}"
+        return [name.removesuffix(ending) for name in self.references if name.endswith(ending)]
+
+    def tensor(
+        self,
+        name: str,
+        value: ArrayLike,
+        *,
+        reference: ArrayLike | None = None,
+        how: str = "",
+        tolerance: float | None = None,
+    ) -> None:
+        """Compare within a tolerance. Nothing happens when neither the file nor the caller has a reference."""
+        if reference is None and name not in self.references:
+            return
+        expected = self.references[name] if reference is None else np.asarray(reference)
+        self._compared.add(name)
+        limit = self._tolerance if tolerance is None else tolerance
+        error = relative_error(np.asarray(value), expected)
+        self._add(name, how, "tensor", "pass" if error <= limit else "FAIL", error=error, tolerance=limit)
+
+    def ids(
+        self,
+        name: str,
+        value: ArrayLike,
+        *,
+        reference: ArrayLike | None = None,
+        how: str = "",
+        from_engine: bool = False,
+    ) -> None:
+        """Compare integers, which must be identical; `from_engine` values only so far as the engine is exact."""
+        if reference is None and name not in self.references:
+            return
+        expected = self.references[name] if reference is None else np.asarray(reference)
+        self._compared.add(name)
+        given = np.asarray(value)
+        same = given.shape == expected.shape and bool((given == expected).all())
+        if same or not from_engine or self._is_exact:
+            self._add(name, how, "ids", "pass" if same else "FAIL", identical=same)
+        else:
+            note = "choices flip in this precision"
+            self._add(name, how, "ids", "expected difference", identical=False, note=note)
+
+    def text(self, name: str, value: str | Sequence[str], reference: str | Sequence[str]) -> None:
+        """Compare strings."""
+        same = value == reference if isinstance(value, str) else list(value) == list(reference)
+        note = "" if same else f"{value!r} is not {reference!r}"[:200]
+        self._add(name, "", "text", "pass" if same else "FAIL", identical=same, note=note)
+
+    def share(self, name: str, *, same: int, total: int, minimum: float, note: str = "") -> None:
+        """Compare counted cases: at least `minimum` of them must be identical."""
+        missing = 1 - same / total if total else 0.0
+        outcome: Outcome = "pass" if missing <= 1 - minimum + 1e-9 else "FAIL"
+        note = f"{same} of {total} identical{'; ' if note else ''}{note}"
+        self._add(name, "", "share", outcome, error=missing, tolerance=round(1 - minimum, 4), note=note)
+
+    def differs(self, name: str, value: ArrayLike, why: str) -> None:
+        """Report a reference that records another variant, which this implementation does not follow."""
+        if name not in self.references:
+            return
+        self._compared.add(name)
+        error = relative_error(np.asarray(value), self.references[name])
+        self._add(name, "", "tensor", "expected difference", error=error, note=why)
+
+    def claim(self, name: str, holds: bool, what: str) -> None:
+        """Record that a rule holds, or does not."""
+        self._compared.add(name)
+        self._add(name, "", "text", "pass" if holds else "FAIL", identical=holds, note=what)
+
+    def skip(self, name: str, why: str) -> None:
+        self._add(name, "", "text", "not checked", note=why)
+
+    @contextmanager
+    def case(self, name: str) -> Iterator[None]:
+        """A block whose MingcError counts as a failure of `name`, so that other cases are still replayed."""
+        try:
+            yield
+        except MingcError as error:
+            self._add(name, "", "text", "FAIL", note=f"{type(error).__name__}: {error.message}")
+
+    def not_outputs(self) -> list[str]:
+        """References that were neither compared nor fed in."""
+        return [name for name in self.references if name not in self._compared | self._inputs]
+
+    def summary(self, note: str = "") -> FileSummary:
+        checked = [each for each in self.comparisons if each.outcome != "not checked"]
+        bounded = [each.error for each in checked if each.error is not None and each.tolerance is not None]
+        return FileSummary(
+            file=self.file,
+            checked=len(checked),
+            failed=sum(each.outcome == "FAIL" for each in checked),
+            inputs=len(self._inputs - self._compared),
+            not_outputs=len(self.not_outputs()),
+            worst_error=max(bounded, default=0.0),
+            note=note,
+        )
+
+    def _add(
+        self,
+        name: str,
+        how: str,
+        kind: Kind,
+        outcome: Outcome,
+        *,
+        error: float | None = None,
+        identical: bool | None = None,
+        tolerance: float | None = None,
+        note: str = "",
+    ) -> None:
+        stem = self.file.rsplit(".", 1)[0]
+        self.comparisons.append(
+            Comparison(
+                name=f"{stem}: {name}{f' ({how})' if how else ''}",
+                kind=kind,
+                error=error,
+                identical=identical,
+                tolerance=tolerance,
+                outcome=outcome,
+                note=note,
+            )
+        )
+
+
+def relative_error(value: Array, reference: Array) -> float:
+    """max |value - reference| / max |reference|; infinite for another shape or anything not finite."""
+    if value.shape != reference.shape:
+        return float("inf")
+    if not reference.size:
+        return 0.0
+    given, expected = value.astype(np.float64), reference.astype(np.float64)
+    if not np.isfinite(given).all():
+        return float("inf")
+    scale = float(np.abs(expected).max())
+    error = float(np.abs(given - expected).max())
+    return error / scale if scale else error

@@ -1,0 +1,159 @@
+"""Whether a bundle is whole, fits this machine, and computes what it should: hashes, versions, replay of goldens.
+
+Importing this needs no torch, and neither does `verify` without replay; what needs it is imported inside.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mingc.artifacts.bundle import Bundle, check_fingerprint, check_hashes, open_bundle
+from mingc.errors import ConfigError
+from mingc.runtime.golden.comparison import Comparison, FileSummary
+
+if TYPE_CHECKING:
+    from mingc.runtime.golden.engines import Engines
+    from mingc.runtime.golden.ledger import Ledger
+
+# Relative to the largest magnitude of a reference. Export asks the same of every engine it builds.
+TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-1}
+_NO_FILES = "no golden file found"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyReport:
+    """The result of `mingc verify`. `passed` is False when any comparison failed."""
+
+    artifact: Path
+    passed: bool
+    checked: int
+    failed: int
+    expected_differences: int
+    files_hashed: int
+    files: tuple[FileSummary, ...]
+    comparisons: tuple[Comparison, ...]
+    not_engine_outputs: tuple[str, ...] = field(metadata={"shown": False})
+
+
+def verify(
+    artifact: Path,
+    *,
+    against: Path | None = None,
+    replay: bool = True,
+    told: Callable[[str], None] = lambda step: None,
+) -> VerifyReport:
+    """Check the bundle at `artifact`. `told` hears what is looked at next.
+
+    Raises: ManifestError, IntegrityError, IncompatibleError, or ConfigError when `against` holds no golden file.
+    """
+    bundle = open_bundle(artifact)
+    told("hashes")
+    check_hashes(bundle)
+    found: list[tuple[FileSummary, list[Comparison], list[str]]] = []
+    if replay:
+        from mingc.machine import this_machine
+
+        check_fingerprint(bundle.manifest.fingerprint, this_machine(bundle.manifest.fingerprint.device))
+        found += _replay_own(bundle, told)
+        if against is not None:
+            found += _replay_against(bundle, against, told)
+    elif against is not None:
+        raise ConfigError("--against needs the replay", where="--no-replay", fix="leave one of the two out")
+    comparisons = tuple(each for _, group, _ in found for each in group)
+    failed = sum(each.outcome == "FAIL" for each in comparisons)
+    return VerifyReport(
+        artifact=artifact,
+        passed=not failed,
+        checked=sum(summary.checked for summary, _, _ in found),
+        failed=failed,
+        expected_differences=sum(each.outcome == "expected difference" for each in comparisons),
+        files_hashed=len(bundle.manifest.files),
+        files=tuple(summary for summary, _, _ in found),
+        comparisons=comparisons,
+        not_engine_outputs=tuple(name for _, _, names in found for name in names),
+    )
+
+
+_Found = tuple[FileSummary, list[Comparison], list[str]]
+
+
+def _replay_own(bundle: Bundle, told: Callable[[str], None]) -> list[_Found]:
+    """The goldens that the export put beside every engine."""
+    from mingc.runtime.golden.own import replay
+
+    floor = TOLERANCES[bundle.manifest.fingerprint.dtype]
+    found: list[_Found] = []
+    for stage, record in bundle.manifest.stages.items():
+        for name, graph in record.graphs.items():
+            told(f"{stage}.{name}")
+            tolerance = max(floor, 2 * graph.parity.compiled)
+            ledger = replay(bundle, record, graph, name=f"{stage}.{name}", tolerance=tolerance)
+            found.append((ledger.summary("the artifact's own golden"), ledger.comparisons, []))
+    return found
+
+
+def _replay_against(bundle: Bundle, folder: Path, told: Callable[[str], None]) -> list[_Found]:
+    """Every golden file of `folder` that is there."""
+    import torch
+
+    from mingc.runtime.golden import audio, preprocess, talker, text, thinker, vae, vision
+    from mingc.runtime.golden.engines import Engines
+
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder", where="--against", fix="pass a folder of golden files")
+    engines = Engines(bundle, torch.device(bundle.manifest.fingerprint.device))
+    replays: list[tuple[str, str | None, tuple[str, ...], Callable[[Ledger, Mapping[str, Any]], None]]] = [
+        ("preprocess.safetensors", "preprocess.json", (), lambda a, b: preprocess.replay(engines, a, b)),
+        ("vision.safetensors", None, ("vision_encoder",), lambda a, b: vision.replay(engines, a)),
+        ("audio.safetensors", None, ("audio_encoder",), lambda a, b: audio.replay(engines, a)),
+        ("thinker.safetensors", "thinker.json", ("thinker",), lambda a, b: thinker.replay(engines, a)),
+        ("talker.safetensors", "talker.json", ("talker", "cfm"), lambda a, b: talker.replay(engines, a, b)),
+        ("vae.safetensors", "vae.json", ("audio_vae",), lambda a, b: vae.replay(engines, a, b)),
+        ("text.json", "text.json", (), lambda a, b: text.replay(a, b)),
+    ]
+    found = []
+    with torch.inference_mode():
+        for file, document, stages, run in replays:
+            told(file)
+            found.append(_replay_file(engines, folder, file, document, stages, run))
+    if all(summary.note == _NO_FILES for summary, _, _ in found):
+        names = ", ".join(file for file, *_ in replays)
+        raise ConfigError(
+            f"{folder} holds no golden file", where="--against", fix=f"it should hold some of {names}"
+        )
+    return found
+
+
+def _replay_file(
+    engines: Engines,
+    folder: Path,
+    file: str,
+    document: str | None,
+    stages: tuple[str, ...],
+    run: Callable[[Ledger, Mapping[str, Any]], None],
+) -> _Found:
+    from safetensors.numpy import load_file
+
+    from mingc.runtime.golden.ledger import Ledger
+
+    dtype = engines.bundle.manifest.fingerprint.dtype
+    path, beside = folder / file, folder / document if document is not None else None
+    is_tensors = path.suffix == ".safetensors" and path.is_file()
+    ledger = Ledger(
+        file,
+        load_file(path) if is_tensors else {},
+        tolerance=TOLERANCES[dtype],
+        is_exact=dtype == "float32",
+    )
+    has_document = beside is not None and beside.is_file()
+    if not is_tensors and not has_document:
+        return ledger.summary(_NO_FILES), [], []
+    if not engines.has(*stages):
+        return ledger.summary(f"this artifact has no {' and '.join(stages)}"), [], []
+    given = json.loads(beside.read_text(encoding="utf-8")) if beside is not None and has_document else {}
+    run(ledger, given)
+    return ledger.summary(), ledger.comparisons, [f"{file}: {name}" for name in ledger.not_outputs()]
