@@ -1,0 +1,386 @@
+"""The service over fake engines: events, seeds, isolation, cancellation, errors, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_engines import (
+    FLOW,
+    HIDDEN,
+    LATENT_DIM,
+    LATENTS,
+    PATCH_SAMPLES,
+    SAMPLE_RATE,
+    TALKER,
+    VAE,
+    make_talker_loop,
+    make_talker_worker,
+    make_thinker_loop,
+    thinker_parameters,
+)
+
+from mingc.errors import CapacityError, RequestError, WorkerError
+from mingc.runtime.omni import ChatParts, OmniService, SpeechParts
+from mingc.runtime.preprocess.chat import ChatProcessor
+from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
+from mingc.runtime.preprocess.tokenizer import TextTokenizer
+from mingc.runtime.request import (
+    AudioDelta,
+    ChatRequest,
+    Done,
+    Event,
+    SamplingParams,
+    ServiceInfo,
+    SpeechParams,
+    SpeechRequest,
+    TextDelta,
+    TextDone,
+    TextPart,
+    Turn,
+)
+from mingc.runtime.speech import SpeechPlanner, VoicePack
+
+TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
+
+
+def voice(name: str, seed: int) -> VoicePack:
+    generator = np.random.default_rng(seed)
+    return VoicePack(
+        name=name,
+        transcript="Hello.",
+        latents=generator.standard_normal((2 * LATENTS, LATENT_DIM)).astype(np.float32),
+        embeds=generator.standard_normal((2, HIDDEN)).astype(np.float32),
+        speaker=generator.standard_normal(HIDDEN).astype(np.float32),
+    )
+
+
+def make_service(
+    *, slots: int = 8, max_running: int = 8, has_talker: bool = True, has_thinker: bool = True, max_pending: int = 128
+) -> OmniService:
+    tokenizer = TextTokenizer.from_file(TINY / "tokenizer.json")
+    parameters = thinker_parameters(tokenizer.token_id)
+    voices = {"amy": voice("amy", 1), "bob": voice("bob", 2)}
+    planner = SpeechPlanner(
+        SpeechPromptBuilder(TextTokenizer.from_file(TINY / "talker" / "llm")),
+        voices,
+        parameters=TALKER,
+        flow=FLOW,
+        vae=VAE,
+    )
+    return OmniService(
+        ServiceInfo(
+            model="fake",
+            sample_rate=SAMPLE_RATE,
+            voices=tuple(voices),
+            default_voice="amy",
+            has_text=has_thinker,
+            has_image=False,
+            has_video=False,
+            has_audio_input=False,
+            has_speech=has_talker,
+        ),
+        chat=ChatParts(
+            processor=ChatProcessor(tokenizer, parameters, vision=None, audio=None),
+            tokenizer=tokenizer,
+            vision=None,
+            audio=None,
+            loop=make_thinker_loop(max_running=max_running, stop_ids=parameters.stop_token_ids),
+        )
+        if has_thinker
+        else None,
+        speech=SpeechParts(
+            planner=planner,
+            loop=make_talker_loop(make_talker_worker(slots=slots)),
+            max_segment_length=TALKER.max_segment_length,
+        )
+        if has_talker
+        else None,
+        max_pending_patches=max_pending,
+    )
+
+
+def chat(text: str, speech: SpeechParams | None = None, **sampling: Any) -> ChatRequest:
+    return ChatRequest(
+        request_id="r",
+        turns=(Turn(role="user", parts=(TextPart(text=text),)),),
+        sampling=SamplingParams(**{"max_tokens": 12, **sampling}),
+        speech=speech,
+    )
+
+
+def say(text: str, **params: Any) -> SpeechRequest:
+    return SpeechRequest(request_id="s", text=text, speech=SpeechParams(**params))
+
+
+async def collect(events: AsyncIterator[Event]) -> list[Event]:
+    return [event async for event in events]
+
+
+def run(service: OmniService, work: Coroutine[Any, Any, Any]) -> Any:
+    """Run `work`, close the service, check that nothing is held."""
+
+    async def whole() -> Any:
+        try:
+            return await asyncio.wait_for(work, 60)
+        finally:
+            await service.close(grace_s=0)
+
+    result = asyncio.run(whole())
+    for loop in service._loops:
+        loop.scheduler.check()
+        assert loop.scheduler.num_running == loop.scheduler.num_waiting == 0
+    return result
+
+
+def text_of(events: list[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, TextDelta))
+
+
+def audio_of(events: list[Event]) -> np.ndarray:
+    return np.concatenate([event.samples for event in events if isinstance(event, AudioDelta)])
+
+
+def done_of(events: list[Event]) -> Done:
+    assert isinstance(events[-1], Done)
+    return events[-1]
+
+
+def test_chat_gives_one_delta_a_token_then_its_end() -> None:
+    service = make_service()
+    events = run(service, collect(service.chat(chat("Hello"))))
+    deltas = [event for event in events if isinstance(event, TextDelta)]
+    done = done_of(events)
+    assert len(deltas) >= done.usage.completion_tokens == 12
+    assert done.finish_reason == "length"
+    assert [type(event) for event in events[-2:]] == [TextDone, Done]
+    assert done.usage.prompt_tokens > 10 and done.usage.audio_patches == 0
+    moments = [done.timings_ms[name] for name in ("prepared", "encoded", "first_token", "text_done", "done")]
+    assert moments == sorted(moments)
+
+
+def test_a_stop_string_ends_the_answer_before_it() -> None:
+    service = make_service()
+    whole = text_of(run(service, collect(service.chat(chat("Hello", max_tokens=40)))))
+    stop = whole[len(whole) // 2 :][:5]
+    service = make_service()
+    events = run(service, collect(service.chat(chat("Hello", max_tokens=40, stop=(stop,)))))
+    assert text_of(events) == whole[: whole.index(stop)]
+    assert done_of(events).finish_reason == "stop"
+
+
+def test_speech_is_patches_times_their_length_and_one_event_a_patch() -> None:
+    service = make_service()
+    events = run(service, collect(service.speech(say("Good morning, how are you today?", seed=1))))
+    done = done_of(events)
+    patches = [event for event in events if isinstance(event, AudioDelta)]
+    assert len(patches) == done.usage.audio_patches > 1
+    assert len(audio_of(events)) == done.usage.audio_patches * PATCH_SAMPLES
+    assert done.usage.audio_seconds == pytest.approx(len(audio_of(events)) / SAMPLE_RATE)
+    assert done.finish_reason == "length", "the fake talker never stops by itself"
+
+
+def test_long_text_is_spoken_whole() -> None:
+    text = "This is the first sentence. " * 20
+    service = make_service()
+    one = done_of(run(service, collect(service.speech(say("This is the first sentence.", seed=1))))).usage
+    service = make_service()
+    many = done_of(run(service, collect(service.speech(say(text, seed=1))))).usage
+    assert many.audio_patches > 10 * one.audio_patches
+
+
+def test_chat_speaks_its_answer() -> None:
+    service = make_service()
+    events = run(service, collect(service.chat(chat("Hello", SpeechParams(), max_tokens=60, seed=4))))
+    done = done_of(events)
+    assert done.usage.audio_patches > 0
+    assert sum(isinstance(event, TextDone) for event in events) == 1
+    first_audio = next(i for i, event in enumerate(events) if isinstance(event, AudioDelta))
+    text_done = next(i for i, event in enumerate(events) if isinstance(event, TextDone))
+    assert len(audio_of(events)) == done.usage.audio_patches * PATCH_SAMPLES
+    assert first_audio < len(events) - 1 and text_done < len(events) - 1
+
+
+REQUESTS = [
+    chat("Hello", SpeechParams(voice="bob"), seed=1, temperature=0.7, max_tokens=40),
+    chat("你好，今天天气怎么样？", SpeechParams(), seed=2, max_tokens=30),
+    chat("What is this?", seed=3, temperature=1.0, top_p=0.9),
+    say("Good morning, how are you?", seed=4),
+    say("感谢你的认可。我们可以聊聊这件事吗？", seed=5, voice="bob", temperature=1.0),
+    chat("1 + 1", max_tokens=5),
+    say("One more sentence to be spoken.", seed=6, guidance=1.0),
+    chat("Hello", SpeechParams(seed=9), seed=1, temperature=0.7, max_tokens=40),
+]
+
+
+def start(service: OmniService, request: ChatRequest | SpeechRequest) -> AsyncIterator[Event]:
+    return service.chat(request) if isinstance(request, ChatRequest) else service.speech(request)
+
+
+def test_eight_mixed_requests_get_what_each_gets_alone() -> None:
+    alone = []
+    for request in REQUESTS:
+        service = make_service()
+        alone.append(run(service, collect(start(service, request))))
+    service = make_service(slots=3, max_running=4)
+
+    async def together() -> list[list[Event]]:
+        return await asyncio.gather(*(collect(start(service, request)) for request in REQUESTS))
+
+    for mine, expected in zip(run(service, together()), alone, strict=True):
+        assert text_of(mine) == text_of(expected)
+        assert done_of(mine).usage == done_of(expected).usage
+        if done_of(mine).usage.audio_patches:
+            np.testing.assert_allclose(audio_of(mine), audio_of(expected), rtol=0, atol=1e-5)
+
+
+def test_without_a_seed_two_requests_differ() -> None:
+    service = make_service()
+
+    async def both() -> list[list[Event]]:
+        return [await collect(service.speech(say("Good morning."))) for _ in range(2)]
+
+    first, second = run(service, both())
+    assert not np.allclose(audio_of(first), audio_of(second))
+
+
+@pytest.mark.parametrize("speech", [None, SpeechParams(seed=1)])
+def test_a_closed_iterator_frees_everything(speech: SpeechParams | None) -> None:
+    service = make_service()
+
+    async def leave() -> None:
+        events = service.chat(chat("Hello", speech, max_tokens=200))
+        async for event in events:
+            if isinstance(event, TextDelta if speech is None else AudioDelta):
+                break
+        await events.aclose()  # type: ignore[attr-defined]
+        assert done_of(await collect(service.chat(chat("Hello", max_tokens=3)))).finish_reason == "length"
+        assert not service._running
+
+    run(service, leave())
+
+
+def test_a_cancelled_task_frees_everything() -> None:
+    service = make_service()
+
+    async def cancel() -> None:
+        tasks = [asyncio.create_task(collect(start(service, request))) for request in REQUESTS]
+        await asyncio.sleep(0.05)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert not service._running
+
+    run(service, cancel())
+
+
+def test_a_slow_reader_gets_all_its_audio() -> None:
+    expected_service = make_service()
+    request = say("Good morning, how are you today my friend?", seed=1)
+    expected = run(expected_service, collect(expected_service.speech(request)))
+    service = make_service(max_pending=2)
+
+    async def slowly() -> list[Event]:
+        events = []
+        async for event in service.speech(request):
+            events.append(event)
+            await asyncio.sleep(0.01)
+        return events
+
+    assert np.array_equal(audio_of(run(service, slowly())), audio_of(expected))
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (chat("x " * 400), "tokens"),
+        (chat("Hello", SpeechParams(voice="nobody")), "unknown voice 'nobody'; this model has: amy, bob"),
+        (say("Hello", voice="nobody"), "amy, bob"),
+        (say("***"), "nothing that can be spoken"),
+        (say("Hello", instructions="{broken"), "JSON"),
+        (replace(chat("x"), turns=()), "no user message"),
+    ],
+)
+def test_bad_requests_are_refused_before_the_first_event(request_: ChatRequest | SpeechRequest, message: str) -> None:
+    service = make_service()
+
+    async def both() -> None:
+        good = asyncio.create_task(collect(service.chat(chat("Hello"))))
+        with pytest.raises(RequestError, match=message):
+            await anext(start(service, request_))
+        assert done_of(await good)
+
+    run(service, both())
+
+
+def test_a_prompt_longer_than_the_context_has_its_code() -> None:
+    service = make_service()
+    with pytest.raises(RequestError) as error:
+        run(service, collect(service.chat(chat("x " * 400))))
+    assert error.value.code == "context_length_exceeded"
+
+
+def test_what_the_artifact_lacks_is_refused() -> None:
+    service = make_service(has_talker=False)
+    with pytest.raises(RequestError, match="no talker"):
+        run(service, collect(service.chat(chat("Hello", SpeechParams()))))
+    service = make_service(has_thinker=False)
+    with pytest.raises(RequestError, match="no thinker"):
+        run(service, collect(service.chat(chat("Hello"))))
+
+
+def test_closing_tells_those_who_run_and_refuses_new_ones() -> None:
+    service = make_service()
+
+    async def work() -> None:
+        running = asyncio.create_task(collect(service.chat(chat("Hello", SpeechParams(), max_tokens=220))))
+        while not service._running:
+            await asyncio.sleep(0)
+        assert service.is_ready
+        await service.close(grace_s=0)
+        assert not service.is_ready
+        with pytest.raises(WorkerError, match="stop"):
+            await running
+        with pytest.raises(CapacityError, match="stopping"):
+            await collect(service.chat(chat("Hello")))
+
+    run(service, work())
+
+
+def test_closing_lets_short_requests_finish() -> None:
+    service = make_service()
+
+    async def work() -> list[Event]:
+        running = asyncio.create_task(collect(service.chat(chat("Hello", max_tokens=5))))
+        while not service._running:
+            await asyncio.sleep(0)
+        await service.close(grace_s=30)
+        return await running
+
+    assert done_of(run(service, work())).usage.completion_tokens == 5
+
+
+def test_a_dead_rank_fails_chats_and_leaves_speech_alone() -> None:
+    service = make_service()
+
+    async def work() -> None:
+        speech = asyncio.create_task(collect(service.speech(say("Good morning.", seed=1))))
+        running = asyncio.create_task(collect(service.chat(chat("Hello", max_tokens=220))))
+        while len(service._chatting) < 1:
+            await asyncio.sleep(0)
+        service.fail_chats(WorkerError("rank 1 ended"))
+        with pytest.raises(WorkerError, match="rank 1"):
+            await running
+        assert not service.is_ready
+        with pytest.raises(WorkerError, match="rank 1"):
+            await collect(service.chat(chat("Hello")))
+        assert done_of(await speech)
+
+    run(service, work())
+    gc.collect()
