@@ -23,16 +23,16 @@ def ring_attention(
 ) -> Tensor:
     """Causal attention of n new frames of B requests over their rings.
 
-    Frame f lies in row `f % R`. Rows of frames beyond those just written may be written again by the next call
-    (frames computed without knowing what follows), which is why R must be at least `window - 1 + n`.
+    Frame f lies in row `f % R`. The next call may write rows again (those of frames computed
+    without knowing what follows), which is why R must be at least `window - 1 + n`.
 
     Args:
         qkv: (B, n, (Hq + 2 Hk) d), queries | keys | values, biases added, not rotated.
         cos, sin: (B, n, d/2) float32 of the frame numbers.
         k_ring, v_ring: (S, R, Hk, d), mutated.
         slots: (B,) int64.
-        first_frame: (B,) int64 number of frame 0 of `qkv`; negative frames do not exist: they are never seen by
-            others, and their own result is finite garbage.
+        first_frame: (B,) int64 number of frame 0 of `qkv`; negative frames do not exist: no other
+            frame sees them, and their own result is finite garbage.
         window: number of newest frames a query sees, itself included; None sees all that the ring holds.
 
     Returns: (B, n, Hq d) in the dtype of `qkv`.

@@ -20,7 +20,7 @@ def short_attention(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     size = 2 * cos.shape[-1]
     heads = width // 3 // size
     packed = qkv.view(batch, tokens, 3, heads, size)
-    pairs = packed[:, :, :2].float().unflatten(-1, (size // 2, 2))
+    pairs = packed[:, :, :2].float().view(batch, tokens, 2, heads, size // 2, 2)
     even, odd = pairs.unbind(-1)
     cos, sin = cos[:, None, None], sin[:, None, None]
     rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(qkv.dtype)

@@ -26,7 +26,7 @@ def slot_attention(
         qkv: (B, (Hq + 2 Hk) d), queries | keys | values, biases added, not rotated.
         cos, sin: (B, d/2) float32 of each token's position; the two halves of a head are rotated together.
         k_slots, v_slots: (S, N, Hk, d), mutated: row `lengths[b]` of slot `slots[b]` is written.
-        slots, lengths: (B,) int64; `lengths` counts the tokens already in the slot, which is the new one's row.
+        slots, lengths: (B,) int64; `lengths` counts the tokens in the slot before, which is the row written.
         window: number of newest tokens seen, the new one included; None sees all.
 
     Returns: (B, Hq d) in the dtype of `qkv`.

@@ -24,8 +24,8 @@ def slot_prefill_attention(
         qkv: (T, (Hq + 2 Hk) d), queries | keys | values, biases added, not rotated.
         cos, sin: (T, d/2) float32 of each token's position.
         k_slots, v_slots: (S, N, Hk, d), mutated.
-        slot, start, last: (1,) int64. Tokens after chunk index `last` are padding: they are written to slot 0,
-            which nobody reads, so that a padded chunk cannot reach past the end of the slot.
+        slot, start, last: (1,) int64. Tokens after chunk index `last` are padding: they are written to
+            slot 0, which nobody reads, so that a padded chunk cannot reach past the end of the slot.
         window: number of newest tokens a query sees, itself included; None sees all.
 
     Returns: (T, Hq d) in the dtype of `qkv`; rows of padding hold finite garbage.

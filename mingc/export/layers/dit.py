@@ -78,7 +78,7 @@ class DitBlock(nn.Module):
         self.down = nn.Linear(config.mlp_size, width)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kept: slice | None = None) -> Tensor:
-        """(N, T, D) → (N, T, D), or only the tokens `kept` of it: after attention the others are not computed."""
+        """(N, T, D) → (N, T, D), or only its tokens `kept`: after attention the others are not computed."""
         context = short_attention(self.qkv(rms_norm(x, self.attention_norm, _EPS)), cos, sin)
         if kept is not None:
             x, context = x[:, kept], context[:, kept]
@@ -119,7 +119,9 @@ class LatentTransformer(nn.Module):
         return out
 
 
-def latent_transformer_weights(config: DitConfig, *, part: str, source: str, target: str) -> list[WeightSource]:
+def latent_transformer_weights(
+    config: DitConfig, *, part: str, source: str, target: str
+) -> list[WeightSource]:
     """Sources of a `LatentTransformer` named `target` in the module and `source` in the checkpoint."""
     width, inner = config.hidden_size, config.mlp_size
 
@@ -170,6 +172,6 @@ def latent_transformer_weights(config: DitConfig, *, part: str, source: str, tar
 
 
 def _rope_angles(config: DitConfig) -> Tensor:
-    """Angles (num_tokens, head_dim/2) float32. The checkpoint's `inv_freq` buffer may be rounded: recomputed."""
+    """Angles (num_tokens, head_dim/2) float32. The checkpoint's `inv_freq` may be rounded: recomputed."""
     frequencies = 1.0 / _ROPE_BASE ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
     return torch.arange(config.num_tokens).float().unsqueeze(1) * frequencies

@@ -1,7 +1,7 @@
-"""Times of the flow-matching sampler and the time embeddings that follow from them: constants of a checkpoint.
+"""Times of the flow-matching sampler and the time embeddings that follow: constants of a checkpoint.
 
-Source: spec talker.md §6 and §7.1. Everything is float32 in the reference's order of operations, since the sines
-of angles up to 1000 keep only the digits that this order gives.
+Source: spec talker.md §6 and §7.1. Everything is float32 in the reference's order of operations, since the
+sines of angles up to 1000 keep only the digits that this order gives.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def time_embeddings(
     """Time embedding (num_steps, hidden) float32 of every step's start time.
 
     Args:
-        in_weight, in_bias, out_weight, out_bias: the time MLP, (hidden, 256), (hidden,), (hidden, hidden), (hidden,).
+        in_weight, in_bias: first layer of the time MLP, (hidden, 256) and (hidden,).
+        out_weight, out_bias: its second layer, (hidden, hidden) and (hidden,).
     """
     half = _TIME_CHANNELS // 2
     frequencies = torch.exp(torch.arange(half).float() * -(math.log(10000) / (half - 1)))

@@ -1,8 +1,8 @@
 """Inverse short-time Fourier transform as matrix products: spectrum head → windowed frames → overlap-add.
 
-The inverse real DFT of n points runs in two stages of n1 × n2 = n (Cooley–Tukey), as plain float32 products with
-tables of a few tens of KiB: no complex dtype, which Inductor leaves to eager kernels, and no transform library, whose
-plans are made outside a captured graph. Source: spec talker.md §8.1 items 4 and 5. All float32.
+The inverse real DFT of n points runs in two stages of n1 × n2 = n (Cooley–Tukey), as plain float32 products
+with tables of a few tens of KiB: no complex dtype, which Inductor leaves to eager kernels, and no transform
+library, whose plans must be made before a graph is captured. Source: spec talker.md §8.1 items 4 and 5. All float32.
 Shape letters: N frames, D hidden, k bins, t samples of a frame.
 """
 
@@ -39,8 +39,8 @@ class IstftHead(nn.Module):
     def __init__(self, hidden_size: int, n_fft: int, hop: int) -> None:
         super().__init__()
         self.n_fft, self.hop = n_fft, hop
-        self.columns, self.rows, self.half = dft_factors(n_fft)
-        rectangle = 2 * self.rows * self.half
+        self.columns, self.rows, self.stage_bins = dft_factors(n_fft)
+        rectangle = 2 * self.rows * self.stage_bins
         self.weight = nn.Parameter(torch.empty(rectangle, hidden_size, dtype=torch.float32))
         self.bias = nn.Parameter(torch.empty(rectangle, dtype=torch.float32))
         for name, shape in self._buffer_shapes().items():
@@ -48,8 +48,8 @@ class IstftHead(nn.Module):
 
     def _buffer_shapes(self) -> dict[str, tuple[int, ...]]:
         return {
-            "bin_scale": (self.rows, self.half),
-            "column_dft": (2 * self.half, 2 * self.columns),
+            "bin_scale": (self.rows, self.stage_bins),
+            "column_dft": (2 * self.stage_bins, 2 * self.columns),
             "twiddle_cos": (self.rows, self.columns),
             "twiddle_sin": (self.rows, self.columns),
             "row_dft": (2 * self.rows, self.rows),
@@ -58,7 +58,7 @@ class IstftHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         leading = hidden.shape[:-1]
-        flat = F.linear(hidden.float(), self.weight, self.bias).view(-1, 2, self.rows, self.half)
+        flat = F.linear(hidden.float(), self.weight, self.bias).view(-1, 2, self.rows, self.stage_bins)
         magnitude = flat[:, 0].exp().clamp(max=_MAX_MAGNITUDE) * self.bin_scale
         phase = flat[:, 1]
         spectrum = torch.stack((magnitude * phase.cos(), magnitude * phase.sin()), dim=2)
@@ -76,7 +76,7 @@ class IstftHead(nn.Module):
         return frames.view(*leading, self.n_fft // self.hop, self.hop)
 
     def envelope(self, exists: Tensor) -> Tensor:
-        """Overlap-added squared window (B, T + n_fft/hop - 1, hop) of frames of which `exists` (B, T) says which are."""
+        """Overlap-added squared window (B, T + n_fft/hop - 1, hop) of those frames that `exists` (B, T) names."""
         squared = self.window.square().view(self.n_fft // self.hop, self.hop)
         return overlap_add(exists.float()[:, :, None, None] * squared).clamp(min=_MIN_ENVELOPE)
 
@@ -91,7 +91,7 @@ def overlap_add(frames: Tensor) -> Tensor:
 
 
 def dft_factors(n: int) -> tuple[int, int, int]:
-    """(columns, rows, half): columns × rows = n, near square; the first `half` rows of bins hold all up to n/2."""
+    """(columns, rows, half): columns × rows = n, near square; bins up to n/2 fill the first `half` columns."""
     columns = max(size for size in range(1, math.isqrt(n) + 1) if n % size == 0)
     rows = n // columns
     return columns, rows, n // 2 // rows + 1
@@ -103,11 +103,11 @@ def istft_weights(
     """Sources of an `IstftHead` named `target`; `head` and `window` are names in the checkpoint."""
     columns, rows, half = dft_factors(n_fft)
     bins = n_fft // 2 + 1
-    # Position [row][half] of the rectangle holds bin half * rows + row; beyond the last bin it points at zeros.
+    # Position [row][half] of the rectangle holds bin half * rows + row; beyond the last bin are zeros.
     order = (torch.arange(half) * rows + torch.arange(rows).unsqueeze(1)).flatten()
 
     def arrange(value: Tensor) -> Tensor:
-        log_magnitude, phase = value.split(bins)
+        log_magnitude, phase = value[:bins], value[bins:]
         padding = value.new_zeros(half * rows - bins, *value.shape[1:])
         return torch.cat([torch.cat((each, padding))[order] for each in (log_magnitude, phase)])
 
@@ -140,7 +140,9 @@ def istft_weights(
         "row_dft": row_dft,
     }
 
-    def stored(name: str, tensor: str, shape: tuple[int, ...], make: Callable[[Tensor], Tensor]) -> WeightSource:
+    def stored(
+        name: str, tensor: str, shape: tuple[int, ...], make: Callable[[Tensor], Tensor]
+    ) -> WeightSource:
         return WeightSource(
             name=target + name, part=part, tensors=(tensor,), shapes=(shape,), make=make, dtype=torch.float32
         )

@@ -1,7 +1,7 @@
 """The Qwen2 decoder stack of the speech LLM and of the three AudioVAE bodies.
 
 The stack knows norms, projections and the MLP; how a layer attends (over a whole sequence, a slot, a ring) is
-handed in as a function of the packed projection. Source: HF Qwen2, spec talker.md §0, §8.1 and checkpoint.md §4.
+handed in as a function of the packed projection. Source: HF Qwen2, spec talker.md §0, §8.1, checkpoint.md §4.
 Shape letters: N rows (any leading axes), D hidden, Hq query heads, Hk key/value heads, d head size.
 """
 
@@ -61,6 +61,7 @@ def read_qwen2_config(raw: dict[str, Any], where: str, max_layers: int | None = 
         missing.append("rope_theta")
     if missing:
         raise CheckpointError(f"config keys missing: {', '.join(missing)}", where=where)
+    assert theta is not None, "its absence is reported above"
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"hidden_act {raw['hidden_act']!r} is not supported, only 'silu'", where=where)
     if rope.get("rope_type", rope.get("type", "default")) != "default":
@@ -84,7 +85,7 @@ def read_qwen2_config(raw: dict[str, Any], where: str, max_layers: int | None = 
 
 
 def _layer_windows(raw: dict[str, Any]) -> tuple[int | None, ...]:
-    """Window of each layer: HF windows the layers from `max_window_layers` on, unless `layer_types` says so."""
+    """Window of each layer: HF windows those from `max_window_layers` on, unless `layer_types` is given."""
     num_layers = int(raw["num_hidden_layers"])
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
     types = raw.get("layer_types")
@@ -133,7 +134,7 @@ class Qwen2Stack(nn.Module):
         return angles.cos(), angles.sin()
 
     def forward(self, x: Tensor, attend: Attend, kept: Tensor | None = None) -> Tensor:
-        """Inputs (N, D) → final norm of the outputs (N, D); `kept` (K,) int64 selects rows of axis 0 → (K, D)."""
+        """Inputs (N, D) → final norm of the outputs; `kept` (K,) int64 selects rows of axis 0 → (K, D)."""
         for index, layer in enumerate(self.layers):
             x = layer(x, partial(attend, index))
         if kept is not None:
@@ -147,7 +148,7 @@ def inverse_frequencies(theta: float, head_dim: int) -> Tensor:
 
 
 def qwen2_weights(config: Qwen2Config, *, part: str, source: str, target: str) -> list[WeightSource]:
-    """Sources of a `Qwen2Stack` named `target` in the module and `source` in the checkpoint (both end in a dot)."""
+    """Sources of a `Qwen2Stack`: `target` and `source` are its prefixes in the module and the checkpoint."""
     hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
     q_rows, kv_rows = config.num_heads * size, config.num_kv_heads * size
 

@@ -76,13 +76,15 @@ class VaeDecoder(nn.Module):
         self.register_buffer("blend", torch.empty(3, config.frames_per_latent, dtype=torch.float32))
 
     def upsample(self, latents: Tensor) -> Tensor:
-        """Latents (B, L, latent_dim) float32 → stack inputs (B, L u, D): projected, then blended linearly in time.
+        """Latents (B, L, latent_dim) float32 → stack inputs (B, L u, D): projected, then blended in time.
 
         Frames have half-pixel centres; before the first and after the last latent the edge is repeated.
         """
-        x = self.latent_in(latents.to(self.latent_in.weight.dtype)).float().unsqueeze(2)
-        before = torch.cat((x[:, :1], x[:, :-1]), dim=1)
-        after = torch.cat((x[:, 1:], x[:, -1:]), dim=1)
+        x: Tensor = self.latent_in(latents.to(self.latent_in.weight.dtype)).float().unsqueeze(2)
+        # Gathered, not sliced: slices of L - 1 rows would make torch.export cut L = 2 out of the range.
+        position = torch.arange(x.shape[1], device=x.device)
+        before = x[:, (position - 1).clamp(min=0)]
+        after = x[:, (position + 1).clamp(max=x.shape[1] - 1)]
         weights = self.blend.unsqueeze(-1)  # (3, u, 1)
         frames = before * weights[0] + x * weights[1] + after * weights[2]
         return frames.flatten(1, 2).to(self.latent_in.weight.dtype)
@@ -106,10 +108,10 @@ class VaeDecoder(nn.Module):
     def stream(self, latents: Tensor, slots: Tensor, patch_index: Tensor, *state: Tensor) -> tuple[Tensor]:
         """One patch of each of B utterances → (B, patch samples + tail) float32.
 
-        The call decodes the patch's frames but for the last `lookahead_frames`, preceded by those of the patch
-        before. It also decodes the last ones as if nothing followed: they end the samples, count only if this is
-        the last patch, and leave no trace that the next call would read. Before frame 0 nothing exists, so a slot
-        needs no reset. `state` is k, v rings of layer 0, then of layer 1, …, last_latent, overlap.
+        The call decodes the patch's frames but for the last `lookahead_frames`, preceded by those of the
+        patch before. It also decodes the last ones as if nothing followed: they end the samples, count only if
+        this is the last patch, and leave no trace that the next call would read. Before frame 0 nothing
+        exists, so a slot needs no reset. `state` is k, v rings of layer 0, then of layer 1, …, last_latent, overlap.
         """
         config = self.config
         rings, last_latent, overlap = state[:-2], state[-2], state[-1]
@@ -119,7 +121,7 @@ class VaeDecoder(nn.Module):
         x = self.upsample(torch.cat((previous.unsqueeze(1), latents), dim=1))
         x = x[:, config.frames_per_latent - ahead :]
         first_frame = patch_index * length - ahead
-        # Frames that this or an earlier call decoded, from as far back as windows still reach into the samples.
+        # Frames of this call and the earlier ones whose windows still reach into its samples.
         reach = _FRAMES_PER_WINDOW - 1
         number = first_frame.unsqueeze(1) + torch.arange(-reach, length + ahead, device=x.device)
         cos, sin = self.stack.rope(number[:, reach:])
@@ -132,7 +134,7 @@ class VaeDecoder(nn.Module):
 
         exists = number >= 0
         frames = self.head(self.stack(x, attend)) * exists[:, reach:, None, None]
-        pending = torch.where(is_first, 0.0, overlap[slots]).unflatten(1, (reach, config.hop))
+        pending = torch.where(is_first, 0.0, overlap[slots]).view(-1, reach, config.hop)
         kept = overlap_add(frames[:, :length]) + F.pad(pending, (0, 0, 0, length))
         blocks = F.pad(kept, (0, 0, 0, ahead))
         if ahead:
@@ -143,13 +145,19 @@ class VaeDecoder(nn.Module):
         return (samples[:, : length * config.hop + config.tail_samples],)
 
 
-def vae_decoder_weights(config: VaeDecoderConfig, *, part: str, source: str, target: str) -> list[WeightSource]:
+def vae_decoder_weights(
+    config: VaeDecoderConfig, *, part: str, source: str, target: str
+) -> list[WeightSource]:
     """Sources of a `VaeDecoder` named `target` in the module and `source` in the checkpoint."""
     hidden = config.stack.hidden_size
 
     def copy(name: str, tensor: str, *shape: int) -> WeightSource:
         return WeightSource(
-            name=target + name, part=part, tensors=(source + tensor,), shapes=(shape,), make=lambda value: value
+            name=target + name,
+            part=part,
+            tensors=(source + tensor,),
+            shapes=(shape,),
+            make=lambda value: value,
         )
 
     return [

@@ -18,8 +18,8 @@ from mingc.kernels.sequence_attention import sequence_attention
 _MIN_STD = 1e-4
 
 ENCODER_LAYERS = 4
-"""Layers of the aggregator, and the most that the body runs: the reference sets this number on the config object
-that both share, so further layers on disk are never executed (golden README, 2)."""
+"""Layers of the aggregator, and the most that the body runs: the reference sets this number on the config
+object that both share, so further layers on disk are never executed (golden README, 2)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class VaeEncoder(nn.Module):
         """
         frames = waveform.view(-1, self.config.hop).to(self.frame_in.weight.dtype)
         hidden = self._attend(self.stack, self.frame_mix(self.frame_in(frames)))
-        # Silence in place of missing samples would give other values: the rows behind the end are zero instead.
+        # Padding the wave would give other values: it is the rows behind its end that are zero.
         is_real = torch.arange(hidden.shape[0], device=hidden.device) < num_frames
         hidden = torch.where(is_real.unsqueeze(1), hidden, 0)
         groups = hidden.view(waveform.shape[0], self.config.frames_per_latent, hidden.shape[1])
@@ -77,13 +77,19 @@ class VaeEncoder(nn.Module):
         return out
 
 
-def vae_encoder_weights(config: VaeEncoderConfig, *, part: str, source: str, target: str) -> list[WeightSource]:
+def vae_encoder_weights(
+    config: VaeEncoderConfig, *, part: str, source: str, target: str
+) -> list[WeightSource]:
     """Sources of a `VaeEncoder` named `target` in the module and `source` in the checkpoint."""
     hidden, latent = config.stack.hidden_size, config.latent_dim
 
     def copy(name: str, tensor: str, *shape: int) -> WeightSource:
         return WeightSource(
-            name=target + name, part=part, tensors=(source + tensor,), shapes=(shape,), make=lambda value: value
+            name=target + name,
+            part=part,
+            tensors=(source + tensor,),
+            shapes=(shape,),
+            make=lambda value: value,
         )
 
     return [

@@ -73,9 +73,14 @@ class AudioVaeStage(Stage):
         where = str(part.root / "config.json")
         frames_per_latent = int(part.require("patch_size"))
         patch = int(talker.require("patch_size"))
-        hop, encoder_hop = int(part.require("output_dim", "dec_kwargs")), int(part.require("hop_size", "enc_kwargs"))
+        hop, encoder_hop = (
+            int(part.require("output_dim", "dec_kwargs")),
+            int(part.require("hop_size", "enc_kwargs")),
+        )
         if min(frames_per_latent, patch) < 1:
-            raise CheckpointError(f"patch_size {frames_per_latent} is not supported, it must be positive", where=where)
+            raise CheckpointError(
+                f"patch_size {frames_per_latent} is not supported, it must be positive", where=where
+            )
         if part.require("input_dim", "enc_kwargs") != encoder_hop or hop % 2:
             raise CheckpointError(
                 f"frames that overlap or have an odd length are not supported: input_dim "
@@ -84,7 +89,9 @@ class AudioVaeStage(Stage):
             )
         encoder = VaeEncoderConfig(
             stack=read_qwen2_config(
-                part.require("backbone", "enc_kwargs"), f"{where}: enc_kwargs.backbone", max_layers=ENCODER_LAYERS
+                part.require("backbone", "enc_kwargs"),
+                f"{where}: enc_kwargs.backbone",
+                max_layers=ENCODER_LAYERS,
             ),
             latent_dim=int(part.require("latent_dim", "enc_kwargs")),
             frames_per_latent=frames_per_latent,
@@ -110,7 +117,11 @@ class AudioVaeStage(Stage):
         ]
 
     def graphs(self, config: AudioVaeConfig, shard: Shard, options: StageOptions) -> Sequence[GraphPlan]:
-        return [_decode_plan(config.decoder), _stream_plan(config.decoder, options), _encode_plan(config.encoder)]
+        return [
+            _decode_plan(config.decoder),
+            _stream_plan(config.decoder, options),
+            _encode_plan(config.encoder),
+        ]
 
     def parameters(self, config: AudioVaeConfig, options: StageOptions) -> VaeParameters:
         decoder = config.decoder
@@ -152,7 +163,7 @@ def _decode_plan(config: VaeDecoderConfig) -> GraphPlan:
     spec = GraphSpec(
         name="decode",
         inputs=(TensorSpec(name="latents", dtype="float32", shape=(1, "L", config.latent_dim)),),
-        # L samples_per_latent in all; the border's shapes know no products, so latents stand on their own axis.
+        # A row a latent: shapes at the border know no products.
         outputs=(TensorSpec(name="waveform", dtype="float32", shape=("L", samples)),),
         dims=(Dim(name="L", minimum=1, maximum=_DECODE_BUCKETS[-1], buckets=_DECODE_BUCKETS),),
     )
@@ -203,7 +214,9 @@ def _stream_plan(config: VaeDecoderConfig, options: StageOptions) -> GraphPlan:
         outputs=(TensorSpec(name="samples", dtype="float32", shape=("B", length)),),
         state=state,
         dims=(
-            Dim(name="B", minimum=1, maximum=options.max_batch, buckets=doubling_buckets(1, options.max_batch)),
+            Dim(
+                name="B", minimum=1, maximum=options.max_batch, buckets=doubling_buckets(1, options.max_batch)
+            ),
             Dim(name="S", minimum=2, maximum=MAX_SLOTS),
         ),
     )

@@ -1,7 +1,7 @@
-"""Flow-matching sampler: LLM hidden state → latents of one patch, the LLM's next input and the stop probability.
+"""Flow-matching sampler: LLM hidden state → latents of one patch, next LLM input and stop probability.
 
-One graph holds all sampler steps, the aggregator and the stop head (spec: talker.md §6, §7). The ODE state, times
-and noise are float32; the networks run in the recipe's dtype.
+One graph holds all sampler steps, the aggregator and the stop head (spec: talker.md §6, §7). The ODE state,
+times and noise are float32; the networks run in the recipe's dtype.
 Shape letters: B requests, H history latents, P latents a patch, C latent channels, D LLM width.
 """
 
@@ -25,7 +25,7 @@ from mingc.export.layers.speech_llm import read_llm_config
 from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions, WeightSource
 
 _PART = "talker"
-# Default arguments of the reference's sampler. `cfg_strength` of the config is never read (golden README, 22).
+# Default arguments of the reference's sampler. The config's `cfg_strength` is never read (golden README, 22).
 _GUIDANCE = 2.0
 _SIGMA = 0.25
 _TEMPERATURE = 0.0
@@ -100,7 +100,8 @@ class Cfm(nn.Module):
         states = [noise]
         for step in range(self.config.num_steps):
             state = states[-1]
-            conditional, free = self.velocity(prefix[:, step : step + 1], history_tokens, state).chunk(2)
+            both = self.velocity(prefix[:, step : step + 1], history_tokens, state)
+            conditional, free = both.view(2, *state.shape).unbind(0)
             velocity = conditional + guidance * (conditional - free)
             # Noise is added after the last step too, as the reference does (golden README, 21).
             states.append(state + velocity * self.step_sizes[step] + kicks[:, step])
@@ -156,7 +157,9 @@ class CfmStage(Stage):
         hidden = read_llm_config(checkpoint).hidden_size
         speaker = part.tensors.get("spk_head.weight")
         if speaker is None or len(speaker.shape) != 2:
-            raise CheckpointError("tensor spk_head.weight is missing or not a matrix", where=f"talker: {part.root}")
+            raise CheckpointError(
+                "tensor spk_head.weight is missing or not a matrix", where=f"talker: {part.root}"
+            )
         return CfmConfig(
             num_steps=steps,
             latents_per_patch=patch,
@@ -164,7 +167,10 @@ class CfmStage(Stage):
             llm_hidden_size=hidden,
             speaker_dim=speaker.shape[1],
             dit=read_dit_config(
-                part.require("flowmodel"), f"{where}: flowmodel", num_tokens=1 + history + patch, out_size=None
+                part.require("flowmodel"),
+                f"{where}: flowmodel",
+                num_tokens=1 + history + patch,
+                out_size=None,
             ),
             aggregator=read_dit_config(
                 part.require("aggregator"), f"{where}: aggregator", num_tokens=1 + patch, out_size=hidden
@@ -179,7 +185,9 @@ class CfmStage(Stage):
         time = "cfm.model.t_embedder.time_mlp."
         return [
             *latent_transformer_weights(config.dit, part=_PART, source="cfm.model.", target="dit."),
-            *latent_transformer_weights(config.aggregator, part=_PART, source="aggregator.", target="aggregator."),
+            *latent_transformer_weights(
+                config.aggregator, part=_PART, source="aggregator.", target="aggregator."
+            ),
             _copy("condition.weight", "cfm.model.c_embedder.cond_embedder.weight", width, hidden),
             _copy("condition.bias", "cfm.model.c_embedder.cond_embedder.bias", width),
             _copy("aggregator_query", "aggregator.word_embedder.weight", 1, config.aggregator.hidden_size),
@@ -206,7 +214,11 @@ class CfmStage(Stage):
         ]
 
     def graphs(self, config: CfmConfig, shard: Shard, options: StageOptions) -> Sequence[GraphPlan]:
-        return [_sample_plan(config, options), _aggregate_plan(config, options), _speaker_plan(config, options)]
+        return [
+            _sample_plan(config, options),
+            _aggregate_plan(config, options),
+            _speaker_plan(config, options),
+        ]
 
     def parameters(self, config: CfmConfig, options: StageOptions) -> CfmParameters:
         return CfmParameters(
@@ -272,7 +284,9 @@ def _sample_plan(config: CfmConfig, options: StageOptions) -> GraphPlan:
             TensorSpec(name="stop_probability", dtype="float32", shape=("B",)),
         ),
         dims=(
-            Dim(name="B", minimum=1, maximum=options.max_batch, buckets=doubling_buckets(1, options.max_batch)),
+            Dim(
+                name="B", minimum=1, maximum=options.max_batch, buckets=doubling_buckets(1, options.max_batch)
+            ),
         ),
     )
     return GraphPlan(
@@ -287,7 +301,7 @@ def _sample_plan(config: CfmConfig, options: StageOptions) -> GraphPlan:
 def _row_plan(
     name: str, source: TensorSpec, config: CfmConfig, options: StageOptions, maximum: int
 ) -> GraphPlan:
-    """A graph from N rows of `source` to N LLM inputs; used when a voice is registered, so one bucket is enough."""
+    """A graph from N rows of `source` to N LLM inputs; only voices are registered with it: one bucket is enough."""
     spec = GraphSpec(
         name=name,
         inputs=(source,),

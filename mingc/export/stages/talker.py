@@ -1,7 +1,7 @@
 """Speech LLM: prompt tokens and patch embeddings → the hidden state that conditions the next patch.
 
-Keys and values lie in fixed slots, one a request (spec: talker.md §4, §5). Prompt assembly, sampling of latents
-and the stop rule are not here.
+Keys and values lie in fixed slots, one a request (spec: talker.md §4, §5). Prompt assembly, sampling of
+latents and the stop rule are not here.
 Shape letters: B requests, T chunk tokens, D hidden, S slots.
 """
 
@@ -175,7 +175,8 @@ def _example_state(
 ) -> dict[str, Tensor]:
     shape = (num_slots, config.slot_tokens, config.llm.num_kv_heads, config.llm.head_dim)
     return {
-        spec.name: torch.randn(shape, generator=generator).to(options.dtype) for spec in _state(config, options)
+        spec.name: torch.randn(shape, generator=generator).to(options.dtype)
+        for spec in _state(config, options)
     }
 
 
@@ -244,7 +245,9 @@ def _step_plan(config: TalkerConfig, options: StageOptions) -> GraphPlan:
         outputs=(TensorSpec(name="hidden", dtype=dtype, shape=("B", hidden)),),
         state=_state(config, options),
         dims=(
-            Dim(name="B", minimum=1, maximum=options.max_batch, buckets=doubling_buckets(1, options.max_batch)),
+            Dim(
+                name="B", minimum=1, maximum=options.max_batch, buckets=doubling_buckets(1, options.max_batch)
+            ),
             Dim(name="S", minimum=2, maximum=MAX_SLOTS),
         ),
     )
