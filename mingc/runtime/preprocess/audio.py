@@ -23,6 +23,8 @@ _BLOCK_SAMPLES = 1 << 16
 _SLACK_SECONDS = 0.1  # decoded beyond the limit: whole frames decide, once the clip has the encoder's rate
 _MAX_RATE_HZ = 384_000  # the highest rate that recording hardware has; bounds the memory of a decoded clip
 
+_MAX_PEAK = 1e6  # far beyond any recording; larger samples would overflow the spectrum
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AudioFeatures:
@@ -132,9 +134,13 @@ def wave_features(wave: Wave, parameters: AudioParameters, where: str) -> AudioF
 
     Raises: RequestError when the clip is too short for one window or longer than the encoder's position table.
     """
-    if not np.isfinite(wave.samples).all():
+    peak = float(np.abs(wave.samples).max(initial=0.0))
+    if not peak <= _MAX_PEAK:  # also true of a peak that is no number
         raise RequestError(
-            "the audio has samples that are no finite numbers", where=where, fix="send a sound file", param=where
+            f"the audio has samples of {peak:g}; full scale is 1",
+            where=where,
+            fix="send a sound file of PCM or of float samples in [-1, 1]",
+            param=where,
         )
     samples = resample(wave.samples, wave.sample_rate, parameters.sample_rate)
     if len(samples) < min_samples(parameters.fft_size):
