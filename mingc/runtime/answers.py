@@ -6,7 +6,7 @@ A stream starts with its first event, so that a request which cannot be served s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +22,14 @@ Samples = list[NDArray[np.float32]]
 
 
 class Body:
-    """The response of one request, status 200. Its headers go out with the first bytes."""
+    """The response of one request, status 200. Its headers go out with the first bytes.
 
-    def __init__(self, send: Send) -> None:
+    `before_end` is called before the last bytes: a client that has them may ask again at once and must find room.
+    """
+
+    def __init__(self, send: Send, before_end: Callable[[], None]) -> None:
         self._send = send
+        self._before_end = before_end
         self.content_type = "application/json"
         self.is_started = False
         self.is_ended = False
@@ -43,13 +47,16 @@ class Body:
 
     async def end(self) -> None:
         """Close a streamed body; a body that is never ended reaches the client as broken off."""
-        self.is_ended = True
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._send_last(b"")
 
     async def send_whole(self, data: bytes) -> None:
         """Send everything, with its length."""
         await self._start([(b"content-length", str(len(data)).encode())])
+        await self._send_last(data)
+
+    async def _send_last(self, data: bytes) -> None:
         self.is_ended = True
+        self._before_end()
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def _start(self, headers: list[tuple[bytes, bytes]]) -> None:

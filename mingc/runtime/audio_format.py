@@ -55,7 +55,8 @@ def wav_header(sample_rate: int, num_samples: int | None) -> bytes:
 
 def flac_header(sample_rate: int) -> bytes:
     """A FLAC file of no samples, which libsndfile would leave without even a header (RFC 9639 §8.1, §8.2)."""
-    bits = sample_rate << 44 | (16 - 1) << 36  # 20 bits rate, 3 bits channels - 1, 5 bits depth - 1, 36 bits length
+    # 20 bits rate, 3 bits channels - 1, 5 bits depth - 1, 36 bits length
+    bits = sample_rate << 44 | (16 - 1) << 36
     block_and_frame_sizes = struct.pack(">HH", 4096, 4096) + bytes(6)
     return b"fLaC" + b"\x80\x00\x00\x22" + block_and_frame_sizes + struct.pack(">Q", bits) + bytes(16)
 

@@ -9,13 +9,13 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
-from mingc.errors import CapacityError, MingcError, RequestError
+from mingc.errors import CapacityError, MingcError, RequestError, WorkerError
 from mingc.runtime.answers import Body, chat_stream, chat_whole, speech_sse, speech_stream, speech_whole
 from mingc.runtime.audio_format import AudioSpec
 from mingc.runtime.config import ServeOptions
@@ -74,13 +74,14 @@ class GenerationRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         http = self._http
-        with http.admit():
+        with ExitStack() as place:
+            place.enter_context(http.admit())
             try:
                 value = parse_json(await read_body(Request(scope, receive), http.options))
             except ClientDisconnect:
                 http.metrics.cancelled.labels(route_of(scope)).inc()
                 return
-            body = Body(send)
+            body = Body(send, before_end=place.close)
             try:
                 if not await run_while_connected(self._run(value, body, route_of(scope)), receive, body):
                     http.metrics.cancelled.labels(route_of(scope)).inc()
@@ -93,16 +94,25 @@ class GenerationRoute:
         try:
             await self._answer(self._http, value, body)
         except Exception as error:
+            # A bug is logged and told here: one that went on to the server would have the connection closed after
+            # the answer, under the next request of the same client.
+            if not isinstance(error, MingcError):
+                log.exception("%s: unexpected error", route)
             if not body.is_started:
-                raise
+                raise as_known(error) from error
             # the status is out: a stream of events can still say what happened, raw audio can only break off
+            log.warning("%s: stream ended by %s", route, type(error).__name__)
             self._http.metrics.stream_errors.labels(route).inc()
             if body.is_sse:
-                await body.write(sse({**error_body(error)}))
+                await body.write(sse({**error_body(as_known(error))}))
                 await body.end()
-            if not isinstance(error, MingcError):
-                raise
-            log.warning("%s: stream ended by %s: %s", route, type(error).__name__, error.message)
+
+
+def as_known(error: Exception) -> MingcError:
+    """The error itself if it is ours, otherwise one that says nothing of the inside."""
+    if isinstance(error, MingcError):
+        return error
+    return WorkerError("The server failed to answer; its log says why.", code="internal_error")
 
 
 async def read_body(request: Request, options: ServeOptions) -> bytes:

@@ -25,7 +25,7 @@ from starlette.routing import Route
 from mingc.errors import ConfigError, MingcError, RequestError, ServeError
 from mingc.runtime import responses
 from mingc.runtime.config import ServeOptions
-from mingc.runtime.generation import GenerationRoute, Http, answer_chat, answer_speech
+from mingc.runtime.generation import GenerationRoute, Http, answer_chat, answer_speech, as_known
 from mingc.runtime.media import MediaReader
 from mingc.runtime.metrics import CONTENT_TYPE, CountRequests, Metrics
 from mingc.runtime.protocol import unknown_model
@@ -94,12 +94,13 @@ def _error_response(request: Request, error: Exception, options: ServeOptions) -
         reason = f"allowed: {headers.get('Allow', '')}" if wrong_method else "there is no such path"
         code = "method_not_allowed" if wrong_method else "not_found"
         error = RequestError(f"{shown}: {reason}.", status=error.status_code, code=code)
-    status = error.status if isinstance(error, ServeError) else 500
+    known = as_known(error)
+    status = known.status if isinstance(known, ServeError) else 500
     if status == 503:
         headers["Retry-After"] = str(options.retry_after_s)
-    if status >= 500 and isinstance(error, MingcError) and status != 503:
-        log.error("%s %s: %s", request.method, request.url.path, error)
-    return _json({**responses.error_body(error)}, status, headers)
+    elif status >= 500:
+        log.error("%s %s: %s", request.method, request.url.path, known)
+    return _json({**responses.error_body(known)}, status, headers)
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
@@ -260,6 +261,7 @@ class _Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 timeout_graceful_shutdown=math.ceil(self._http.options.grace_s + _CLOSE_MARGIN_S),
             )
         )

@@ -156,7 +156,9 @@ def check_streamed_text_and_audio(base_url: str, audio_format: str = "wav") -> N
         chunks = list(stream)
     assert chunks[-1].choices[0].finish_reason in ("stop", "length")
     content = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    deltas = [chunk.choices[0].delta.model_dump() for chunk in chunks]  # older clients leave `audio` a plain dict
+    deltas = [
+        chunk.choices[0].delta.model_dump() for chunk in chunks
+    ]  # older clients leave `audio` a plain dict
     audio = [delta["audio"] for delta in deltas if delta.get("audio")]
     assert len({part["id"] for part in audio}) == 1
     assert audio[-1]["transcript"] == content

@@ -140,7 +140,11 @@ def test_the_budget_is_shared_by_all_parts() -> None:
     )
     with pytest.raises(RequestError) as caught:
         asyncio.run(MediaReader(options).read_turns([Message(role="user", parts=parts)]))
-    assert (caught.value.status, caught.value.param, caught.value.code) == (413, "audios[1]", "media_too_large")
+    assert (caught.value.status, caught.value.param, caught.value.code) == (
+        413,
+        "audios[1]",
+        "media_too_large",
+    )
 
 
 def test_an_allowed_host_is_fetched_and_redirects_are_followed(site: str) -> None:

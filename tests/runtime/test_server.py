@@ -1,0 +1,373 @@
+"""Routes, streams and errors of a real server over a fake service; bad requests beside good ones."""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_service import INFO, NUM_PATCHES, PATCH_SAMPLES, TEXT_ONLY, FakeService
+from openai_checks import check_wav, image_data_url, wav_base64
+from server_thread import run_server
+
+from mingc.runtime.config import ServeOptions
+
+HELLO = [{"role": "user", "content": "Hello there"}]
+CHAT = "/v1/chat/completions"
+SPEECH = "/v1/audio/speech"
+SPOKEN: dict[str, Any] = {"modalities": ["text", "audio"], "audio": {"voice": "Lina", "format": "wav"}}
+
+
+class Client:
+    """httpx bound to a server, and the service behind it."""
+
+    def __init__(self, url: str, service: FakeService) -> None:
+        self.url = url
+        self.service = service
+        self.http = httpx.Client(base_url=url, timeout=60, trust_env=False)
+
+    def chat(self, text: str = "Hello there", **body: Any) -> httpx.Response:
+        return self.http.post(CHAT, json={"messages": [{"role": "user", "content": text}], **body})
+
+    def speak(self, text: str = "Hello.", **body: Any) -> httpx.Response:
+        return self.http.post(SPEECH, json={"input": text, **body})
+
+    def metric(self, line: str) -> float:
+        for row in self.http.get("/metrics").text.splitlines():
+            if row.startswith(line + " "):
+                return float(row.split()[-1])
+        return 0.0
+
+
+def start(options: ServeOptions | None = None, **service: Any) -> Iterator[Client]:
+    made: list[FakeService] = []
+
+    def make() -> FakeService:
+        made.append(FakeService(**service))
+        return made[0]
+
+    with run_server(make, options) as url:
+        client = Client(url, made[0])
+        with client.http:
+            yield client
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    yield from start()
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Client]:
+    """A server with tight limits and a media root."""
+    (tmp_path / "a.png").write_bytes(b"picture")
+    yield from start(
+        ServeOptions(
+            port=0, grace_s=0.2, max_body_bytes=2000, max_in_flight=1, body_timeout_s=0.5, media_root=tmp_path
+        )
+    )
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The `data:` lines; `[DONE]` stays a string."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    blocks = response.text.split("\n\n")
+    assert blocks[-1] == ""
+    payloads = [block.removeprefix("data: ") for block in blocks[:-1]]
+    return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error object, whose shape is checked."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert list(body) == ["error"]
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"] and "Traceback" not in error["message"]
+    return error
+
+
+def test_models_voices_health(client: Client) -> None:
+    (model,) = client.http.get("/v1/models").json()["data"]
+    assert (model["id"], model["object"], model["input_modalities"]) == (
+        "ming-omni", "model", ["text", "image", "audio", "video"],
+    )  # fmt: skip
+    assert client.http.get("/v1/models/ming-omni").json() == model
+    assert error_of(client.http.get("/v1/models/other/name"), 404)["code"] == "model_not_found"
+    voices = client.http.get("/v1/audio/voices").json()
+    assert (voices["voices"], voices["default"]) == (["DB30", "Lina"], "DB30")
+    health = client.http.get("/health")
+    assert (health.status_code, health.json()["status"]) == (200, "ready")
+
+
+def test_a_service_that_is_not_ready() -> None:
+    for client in start(ready=False):
+        assert client.http.get("/health").status_code == 503
+
+
+def test_whole_chat(client: Client) -> None:
+    body = client.chat("Hello there", model="ming-omni", max_tokens=3).json()
+    assert body["object"] == "chat.completion"
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "You said: Hello", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "length",
+        }
+    ]
+    assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"], body["usage"]["total_tokens"]) == (
+        7, 3, 10,
+    )  # fmt: skip
+    assert body["timings_ms"] == {"first_token": 1.5}
+
+
+def test_streamed_text_has_one_delta_a_token(client: Client) -> None:
+    chunks = events(client.chat("Hello there", stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1] == "[DONE]"
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
+    assert [c["choices"][0]["delta"] for c in chunks[1:-3]] == [
+        {"content": word} for word in ("You", " said:", " Hello", " there")
+    ]
+    assert chunks[-3]["choices"][0]["finish_reason"] == "stop"
+    assert chunks[-2]["choices"] == [] and chunks[-2]["usage"]["completion_tokens"] == 4
+    assert all(chunk["usage"] is None for chunk in chunks[:-2])
+    without = events(client.chat(stream=True))
+    assert all("usage" not in chunk for chunk in without[:-1])
+
+
+def test_streamed_audio_has_one_chunk_a_patch(client: Client) -> None:
+    chunks = events(client.chat(stream=True, **SPOKEN))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
+    audio = [delta["audio"] for delta in deltas if "audio" in delta]
+    data = [base64.b64decode(part["data"]) for part in audio]
+    assert [len(piece) for piece in data] == [
+        44 + 2 * PATCH_SAMPLES,
+        *[2 * PATCH_SAMPLES] * (NUM_PATCHES - 1),
+        0,
+    ]
+    assert len(check_wav(b"".join(data))) == NUM_PATCHES * PATCH_SAMPLES
+    assert audio[-1]["transcript"] == "You said: Hello there"
+    assert {part["id"] for part in audio} == {"audio-" + chunks[0]["id"].removeprefix("chatcmpl-")}
+
+
+def test_whole_audio(client: Client) -> None:
+    for audio_format in ("wav", "pcm16", "flac"):
+        audio: dict[str, Any] = {"modalities": ["text", "audio"], "audio": {"format": audio_format}}
+        message = client.chat(**audio).json()["choices"][0]["message"]
+        data = base64.b64decode(message["audio"]["data"])
+        assert message["audio"]["transcript"] == message["content"]
+        if audio_format == "pcm16":
+            assert len(data) == 2 * NUM_PATCHES * PATCH_SAMPLES
+        else:
+            assert len(check_wav(data)) == NUM_PATCHES * PATCH_SAMPLES
+
+
+def test_media_reach_the_service(client: Client) -> None:
+    content = [
+        {"type": "image_url", "image_url": {"url": image_data_url()}},
+        {"type": "text", "text": "and"},
+        {"type": "input_audio", "input_audio": {"data": wav_base64(), "format": "wav"}},
+    ]
+    body = {"messages": [{"role": "user", "content": content}], "videos": ["data:video/mp4;base64,AAAA"]}
+    text = client.http.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
+    assert "image of " in text and "audio of 16044 bytes" in text and "video of 3 bytes" in text
+    wheres = [p.where for p in client.service.chats[-1].turns[0].parts if hasattr(p, "where")]
+    assert wheres == [
+        "messages[0].content[0].image_url.url",
+        "messages[0].content[2].input_audio.data",
+        "videos[0]",
+    ]
+
+
+@pytest.mark.parametrize(("audio_format", "kind"), [("wav", "audio/wav"), ("pcm", "audio/pcm;rate=44100;channels=1"),
+                                                    ("flac", "audio/flac")])  # fmt: skip
+def test_speech(client: Client, audio_format: str, kind: str) -> None:
+    whole = client.speak(response_format=audio_format, voice="Lina", seed=4)
+    assert (whole.status_code, whole.headers["content-type"]) == (200, kind)
+    assert int(whole.headers["content-length"]) == len(whole.content)
+    assert client.service.speeches[-1].speech.seed == 4
+    streamed = client.speak(response_format=audio_format, stream_format="audio")
+    assert streamed.headers["transfer-encoding"] == "chunked"
+    pieces = events(client.speak(response_format=audio_format, stream_format="sse"))
+    assert pieces[-1]["type"] == "speech.audio.done"
+    assert pieces[-1]["usage"]["output_tokens"] == NUM_PATCHES
+    assert {piece["type"] for piece in pieces[:-1]} == {"speech.audio.delta"}
+    assert b"".join(base64.b64decode(piece["audio"]) for piece in pieces[:-1]) == streamed.content
+    if audio_format == "wav":
+        assert (
+            len(check_wav(whole.content)) == len(check_wav(streamed.content)) == NUM_PATCHES * PATCH_SAMPLES
+        )
+    if audio_format == "pcm":
+        assert whole.content == streamed.content
+
+
+Post = Callable[[Client], httpx.Response]
+JSON_TYPE = {"content-type": "application/json"}
+BAD_REQUESTS: dict[str, tuple[Post, int, str | None]] = {
+    "unknown model": (lambda c: c.chat(model="gpt-4o"), 404, "model"),
+    "malformed JSON": (lambda c: c.http.post(CHAT, content=b'{"messages": [', headers=JSON_TYPE), 400, None),
+    "not UTF-8": (lambda c: c.http.post(CHAT, content=b"\xff\xfe", headers=JSON_TYPE), 400, None),
+    "no body": (lambda c: c.http.post(CHAT, headers=JSON_TYPE), 400, None),
+    "not an object": (lambda c: c.http.post(CHAT, json=[1]), 400, "body"),
+    "a form": (lambda c: c.http.post(CHAT, data={"messages": "x"}), 415, None),
+    "plain text": (lambda c: c.http.post(SPEECH, content="{}", headers={"content-type": "text/plain"}), 415, None),
+    "GET of a POST route": (lambda c: c.http.get(CHAT), 405, None),
+    "POST of a GET route": (lambda c: c.http.post("/v1/models"), 405, None),
+    "unknown path": (lambda c: c.http.get("/v1/embeddings"), 404, None),
+    "wrong type": (lambda c: c.chat(max_tokens="many"), 400, "max_tokens"),
+    "no messages": (lambda c: c.http.post(CHAT, json={"model": "ming-omni"}), 400, "messages"),
+    "empty messages": (lambda c: c.http.post(CHAT, json={"messages": []}), 400, "messages"),
+    "unknown role": (lambda c: c.http.post(CHAT, json={"messages": [{"role": "x", "content": "y"}]}), 400,
+                     "messages[0].role"),
+    "unknown voice": (lambda c: c.speak(voice="alloy"), 400, "voice"),
+    "unknown voice in a stream": (lambda c: c.chat(stream=True, modalities=["text", "audio"], audio={"voice": "x"}),
+                                  400, "audio.voice"),
+    "mp3": (lambda c: c.speak(response_format="mp3"), 400, "response_format"),
+    "image output": (lambda c: c.chat(modalities=["image"]), 400, "modalities[0]"),
+    "unknown field": (lambda c: c.chat(temprature=1), 400, "temprature"),
+    "empty audio": (lambda c: c.chat(audios=["data:audio/wav;base64,"]), 400, "audios[0]"),
+    "bad base64": (lambda c: c.chat(images=["data:image/png;base64,@@@@"]), 400, "images[0]"),
+    "forbidden host": (lambda c: c.chat(images=["http://127.0.0.1:1/a.png"]), 400, "images[0]"),
+    "forbidden path": (lambda c: c.chat(images=["/etc/passwd"]), 400, "images[0]"),
+    "too long for the context": (lambda c: c.chat("too long", stream=True), 400, "messages"),
+    "overloaded": (lambda c: c.chat("overloaded"), 503, None),
+    "overloaded stream": (lambda c: c.chat("overloaded", stream=True), 503, None),
+    "a worker that died": (lambda c: c.chat("fail first", stream=True), 500, None),
+    "a worker that dies midway": (lambda c: c.chat("fail midway"), 500, None),
+}  # fmt: skip
+
+
+def test_bad_requests_do_no_harm_to_those_beside_them(client: Client) -> None:
+    """All bad requests, while good ones of every kind run; then the good ones are compared with quiet runs."""
+    quiet_chat = client.chat("Steady", **SPOKEN).json()["choices"]
+    quiet_speech = client.speak("Steady").content
+    stop = threading.Event()
+
+    def keep_asking(ask: Callable[[], object]) -> list[object]:
+        answers = []
+        while not stop.is_set():
+            answers.append(ask())
+        return answers
+
+    def without_id(choices: Any) -> Any:
+        audio = choices[0]["message"]["audio"]
+        return {**choices[0]["message"], "audio": (audio["data"], audio["transcript"])}
+
+    with ThreadPoolExecutor(2) as pool:
+        chats = pool.submit(
+            keep_asking, lambda: without_id(client.chat("Steady", **SPOKEN).json()["choices"])
+        )
+        clips = pool.submit(keep_asking, lambda: client.speak("Steady").content)
+        try:
+            for name, (post, status, param) in BAD_REQUESTS.items():
+                error = error_of(post(client), status)
+                assert error["param"] == param, name
+        finally:
+            stop.set()
+        assert all(answer == without_id(quiet_chat) for answer in chats.result(60))
+        assert all(clip == quiet_speech for clip in clips.result(60))
+
+
+@pytest.mark.parametrize("name", ["overloaded", "overloaded stream"])
+def test_a_full_server_says_when_to_come_back(client: Client, name: str) -> None:
+    assert BAD_REQUESTS[name][0](client).headers["retry-after"] == "1"
+
+
+def test_405_says_what_is_allowed(client: Client) -> None:
+    response = client.http.get(CHAT)
+    assert response.headers["allow"] == "POST"
+    assert error_of(response, 405)["code"] == "method_not_allowed"
+
+
+def test_a_stream_that_fails_ends_with_an_error_event(client: Client) -> None:
+    chunks = events(client.chat("fail midway", stream=True))
+    assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks[1:-1]] == ["You", " said:"]
+    assert chunks[-1]["error"]["message"] == "rank 1 died midway"
+    assert chunks[-1]["error"]["type"] == "server_error"
+    pieces = events(client.speak("fail midway", stream_format="sse"))
+    assert pieces[-1]["error"]["message"] == "rank 1 died midway"
+
+
+def test_raw_audio_that_fails_is_broken_off(client: Client) -> None:
+    with pytest.raises(httpx.RemoteProtocolError):
+        client.speak("fail midway", stream_format="audio")
+    assert client.speak().status_code == 200
+
+
+def test_a_bug_is_told_without_its_inside(client: Client) -> None:
+    error = error_of(client.chat("crash midway"), 500)
+    assert "bug" not in error["message"] and error["code"] == "internal_error"
+    with client.http.stream(
+        "POST", CHAT, json={"messages": [{"role": "user", "content": "crash midway"}], "stream": True}
+    ) as response:
+        assert '"internal_error"' in "".join(response.iter_text())
+    assert client.chat().status_code == 200
+
+
+def test_limits(small: Client) -> None:
+    assert error_of(small.chat("x" * 3000), 413)["code"] == "body_too_large"
+
+    def chunked() -> Iterator[bytes]:
+        yield b'{"messages": "'
+        yield b"x" * 3000
+
+    assert (
+        error_of(small.http.post(CHAT, content=chunked(), headers=JSON_TYPE), 413)["code"] == "body_too_large"
+    )
+    assert "image of 7 bytes" in small.chat(images=["a.png"]).json()["choices"][0]["message"]["content"]
+    assert error_of(small.chat(images=["../a"]), 400)["code"] == "local_media_not_allowed"
+
+
+def test_a_body_that_does_not_come(small: Client) -> None:
+    host, port = small.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{{"
+        connection.sendall(head.encode())
+        answer = connection.recv(4096)
+    assert b" 408 " in answer.splitlines()[0]
+
+
+def test_more_requests_than_places(small: Client) -> None:
+    with small.http.stream(
+        "POST", CHAT, json={"messages": [{"role": "user", "content": "endless"}], "stream": True}
+    ) as running:
+        pieces = running.iter_text()
+        next(pieces)
+        response = small.chat()
+        assert error_of(response, 503)["code"] == "overloaded"
+        assert response.headers["retry-after"] == "1"
+        assert small.http.get("/health").json()["in_flight"] == 1
+
+
+def test_unsupported_modality_of_this_artifact() -> None:
+    for client in start(info=TEXT_ONLY):
+        assert error_of(client.chat(**SPOKEN), 400)["code"] == "unsupported_modality"
+        assert error_of(client.speak(), 400)["code"] == "unsupported_modality"
+        assert error_of(client.chat(images=[image_data_url()]), 400)["param"] == "images[0]"
+        assert client.chat().status_code == 200
+
+
+def test_metrics() -> None:
+    for client in start(info=INFO):
+        client.chat(**SPOKEN)
+        client.chat(n=2)
+        client.chat("fail midway", stream=True)
+        client.http.get("/nowhere/else")
+        assert client.metric('mingc_requests_total{route="/v1/chat/completions",status="200"}') == 2
+        assert client.metric('mingc_requests_total{route="/v1/chat/completions",status="400"}') == 1
+        assert client.metric('mingc_requests_total{route="unmatched",status="404"}') == 1
+        assert client.metric('mingc_stream_errors_total{route="/v1/chat/completions"}') == 1
+        assert client.metric('mingc_tokens_total{kind="prompt"}') == 7
+        assert client.metric("mingc_audio_seconds_total") == pytest.approx(0.96)
+        assert client.metric("mingc_first_token_seconds_count") == 2
+        assert client.metric("mingc_first_audio_seconds_count") == 1
+        assert client.metric("mingc_requests_in_flight") == 0
