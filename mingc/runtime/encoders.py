@@ -105,7 +105,7 @@ class AudioEncoder:
 
     def _run(self, features: Sequence[AudioFeatures]) -> list[Tensor]:
         per_token = self._parameters.frames_per_token
-        counts = [-(-len(feature.mel) // per_token) for feature in features]
+        counts = [feature.num_tokens for feature in features]
         clips = self._graph.bucket("N", len(features))
         tokens = self._graph.bucket("T4", max(counts))
         mel = torch.zeros(clips, tokens * per_token, self._parameters.num_mels, dtype=self._dtype)

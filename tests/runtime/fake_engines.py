@@ -44,7 +44,7 @@ class FunctionEngine(Engine):
         return list(self._function(**dict(zip(self._names, tensors, strict=True))))
 
 
-def _graph(
+def make_graph(
     name: str,
     function: Callable[..., tuple[Tensor, ...]],
     *,
@@ -140,7 +140,7 @@ def make_thinker_stage(*, fail_on: int | None = None, nan_on: int | None = None)
     return LoadedStage(
         "thinker",
         {
-            "prefill": _graph(
+            "prefill": make_graph(
                 "prefill",
                 prefill,
                 inputs={
@@ -157,7 +157,7 @@ def make_thinker_stage(*, fail_on: int | None = None, nan_on: int | None = None)
                 state=state,
                 dims={"T": (8, 16, 32), "C": contexts, "KV": ()},
             ),
-            "decode": _graph(
+            "decode": make_graph(
                 "decode",
                 decode,
                 inputs={
@@ -228,7 +228,7 @@ def _talker_stage() -> LoadedStage:
     return LoadedStage(
         "talker",
         {
-            "prefill": _graph(
+            "prefill": make_graph(
                 "prefill",
                 prefill,
                 inputs={
@@ -243,7 +243,7 @@ def _talker_stage() -> LoadedStage:
                 state=state,
                 dims={"T": (4, 16), "S": ()},
             ),
-            "step": _graph(
+            "step": make_graph(
                 "step",
                 step,
                 inputs={"embeds": ("float32", ("B", HIDDEN)), "slots": each, "lengths": each},
@@ -282,7 +282,7 @@ def _cfm_stage(stop_probability: float, nan_guidance: float | None) -> LoadedSta
     return LoadedStage(
         "cfm",
         {
-            "sample": _graph(
+            "sample": make_graph(
                 "sample",
                 sample,
                 inputs={
@@ -321,7 +321,7 @@ def _vae_stage() -> LoadedStage:
     return LoadedStage(
         "audio_vae",
         {
-            "stream": _graph(
+            "stream": make_graph(
                 "stream",
                 stream,
                 inputs={

@@ -1,0 +1,122 @@
+"""Encoder wrappers over fake engines: padding, packing into calls, order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from fake_engines import CPU, make_graph
+from torch import Tensor
+
+from mingc.artifacts.model import AudioParameters, VisionParameters
+from mingc.errors import RequestError
+from mingc.runtime.encoders import AudioEncoder, VisionEncoder
+from mingc.runtime.preprocess.audio import AudioFeatures
+from mingc.runtime.preprocess.image import VisionFeatures
+from mingc.runtime.stages import LoadedStage
+
+PIXELS, MELS, PER_TOKEN = 3, 5, 4
+
+VISION = VisionParameters(
+    patch_size=1,
+    temporal_patch_size=1,
+    merge_size=2,
+    in_channels=PIXELS,
+    min_pixels=1,
+    max_pixels=1000,
+    image_mean=(0.0, 0.0, 0.0),
+    image_std=(1.0, 1.0, 1.0),
+    position_grid_size=4,
+    hidden_size=2,
+    video_min_pixels=1,
+    video_total_pixels=1000,
+    video_fps=1.0,
+    video_max_frames=8,
+    max_patches=4096,
+)
+AUDIO = AudioParameters(
+    sample_rate=16000,
+    num_mels=MELS,
+    fft_size=400,
+    hop_samples=160,
+    max_frames=64,
+    frames_per_token=PER_TOKEN,
+    hidden_size=2,
+)
+
+
+def make_vision(calls: list[int]) -> VisionEncoder:
+    """Embeddings: the token's own sum, and the sum of what its first patch attends to."""
+
+    def encode(
+        pixels: Tensor, position_index: Tensor, position_weight: Tensor, coordinates: Tensor, segment: Tensor
+    ) -> tuple[Tensor, ...]:
+        calls.append(len(pixels))
+        assert (segment[..., 1] > segment[..., 0]).all(), "an empty softmax"
+        flat = pixels.reshape(-1, PIXELS)
+        seen = torch.stack([flat[start:end].sum() for start, end in segment[:, 0].tolist()])
+        return (torch.stack([pixels.sum((1, 2)), seen], dim=1),)
+
+    graph = make_graph(
+        "encode",
+        encode,
+        inputs={
+            "pixels": ("float32", ("M", 4, PIXELS)),
+            "position_index": ("int64", ("M", 4, 4)),
+            "position_weight": ("float32", ("M", 4, 4)),
+            "coordinates": ("int64", ("M", 4, 2)),
+            "segment": ("int32", ("M", 4, 2)),
+        },
+        outputs=["embeddings"],
+        state={},
+        dims={"M": (4, 8)},
+    )
+    return VisionEncoder(LoadedStage("vision_encoder", {"encode": graph}), VISION, CPU)
+
+
+def picture(frames: int, height: int, width: int) -> VisionFeatures:
+    count = frames * height * width
+    pixels = np.random.default_rng(count).standard_normal((count, PIXELS)).astype(np.float32)
+    return VisionFeatures(pixels=pixels, grid=(frames, height, width))
+
+
+def test_frames_share_calls_and_see_only_themselves() -> None:
+    calls: list[int] = []
+    pictures = [picture(1, 2, 4), picture(3, 2, 6), picture(1, 4, 4)]  # 2, 3 × 3, 4 tokens
+    embeddings = make_vision(calls).encode(pictures).numpy()
+    assert calls == [8, 8], "2+3+3 and 3+4 tokens, padded to buckets"
+    frames = [frame for each in pictures for frame in np.split(each.pixels, each.grid[0])]
+    own = np.concatenate([frame.reshape(-1, 4 * PIXELS).sum(1) for frame in frames])
+    seen = np.concatenate([np.full(len(frame) // 4, frame.sum()) for frame in frames])
+    np.testing.assert_allclose(embeddings, np.stack([own, seen], axis=1), atol=1e-5)
+
+
+def test_a_frame_beyond_the_largest_bucket_is_the_clients_fault() -> None:
+    with pytest.raises(RequestError, match="largest M bucket"):
+        make_vision([]).encode([picture(1, 6, 6)])
+
+
+def test_clips_are_padded_and_cut_each_to_its_own_length() -> None:
+    shapes = []
+
+    def encode(mel: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+        shapes.append(tuple(mel.shape[:2]))
+        assert (lengths > 0).all()
+        total = mel.sum((1, 2, 3))
+        return (torch.stack([total, lengths.float()], dim=1)[:, None].expand(-1, mel.shape[1], -1),)
+
+    graph = make_graph(
+        "encode",
+        encode,
+        inputs={"mel": ("float32", ("N", "T4", PER_TOKEN, MELS)), "lengths": ("int64", ("N",))},
+        outputs=["embeddings"],
+        state={},
+        dims={"N": (1, 2), "T4": (2, 4, 16)},
+    )
+    encoder = AudioEncoder(LoadedStage("audio_encoder", {"encode": graph}), AUDIO, CPU)
+    mels = [np.full((frames, MELS), 0.5, np.float32) for frames in (5, 16, 64)]
+    embeddings = encoder.encode([AudioFeatures(mel=mel, num_tokens=-(-len(mel) // PER_TOKEN)) for mel in mels])
+    assert shapes == [(2, 4), (1, 16)]
+    for mel, mine in zip(mels, embeddings, strict=True):
+        assert mine.shape == (-(-len(mel) // PER_TOKEN), 2)
+        assert mine[0].tolist() == pytest.approx([mel.sum(), len(mel)])
