@@ -97,9 +97,10 @@ def _decode_av(data: bytes, where: str, max_seconds: float) -> Wave | None:
     count = 0
     try:
         with av.open(io.BytesIO(data)) as container:
-            if not container.streams.audio:
+            context = container.streams.audio[0].codec_context if container.streams.audio else None
+            if context is None:  # no sound, or a codec that this build of FFmpeg lacks
                 return None
-            rate = int(container.streams.audio[0].rate)
+            rate = int(context.sample_rate)
             _check_rate(rate, where)
             resampler = av.AudioResampler(format="fltp")
             for frame in container.decode(audio=0):

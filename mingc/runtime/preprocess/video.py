@@ -146,6 +146,8 @@ def _probe(av: Any, data: bytes, where: str) -> _Source:
         if not container.streams.video:
             raise _undecodable(where, "it has no video track")
         stream = container.streams.video[0]
+        if stream.codec_context is None:
+            raise _undecodable(where, "its codec is unknown")
         if stream.codec_context.width * stream.codec_context.height > _MAX_FRAME_PIXELS:
             raise _undecodable(where, f"frames have more than {_MAX_FRAME_PIXELS} pixels")
         count = 0
@@ -168,6 +170,8 @@ def _decoded(av: Any, data: bytes, wanted: Sequence[int]) -> Iterator[tuple[int,
         stream.thread_type = "AUTO"
         for index, frame in enumerate(container.decode(stream)):
             if index in chosen:
+                if frame.width * frame.height > _MAX_FRAME_PIXELS:  # the header may have said otherwise
+                    raise ValueError(f"a frame of {frame.width}×{frame.height}")
                 upright = np.rot90(frame.to_ndarray(format="rgb24"), k=round(frame.rotation / 90))
                 yield index, np.ascontiguousarray(upright)
             if index >= last:
