@@ -52,8 +52,8 @@ class RankJob:
 
 def main() -> None:
     job = decode(RankJob, json.loads(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the server decides when to end
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # sent to a whole group of processes; the server decides when to end
     threading.Thread(target=_end_with_the_server, args=(job.lifeline,), daemon=True).start()
     torch.set_num_threads(job.num_threads)
     device = torch.device(job.device)

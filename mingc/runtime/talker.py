@@ -137,7 +137,10 @@ class TalkerWorker:
         self._speaking: dict[int, _Speaking] = {}
         self._buffers: dict[int, _Buffers] = {}
         self._prefixes: OrderedDict[bytes, dict[str, Tensor]] = OrderedDict()
-        self.max_batch = min(max(graph.spec.dim("B").buckets) for graph in (self._sample, self._step, self._stream))
+        graphs = (self._sample, self._step, self._stream)
+        # One size serves the whole patch, so every graph must have it.
+        self._sizes = sorted(set.intersection(*(set(graph.spec.dim("B").buckets) for graph in graphs)))
+        self.max_batch = self._sizes[-1]
         self._max_chunk = max(self._prefill.spec.dim("T").buckets)
 
     @torch.inference_mode()
@@ -168,7 +171,7 @@ class TalkerWorker:
     @torch.inference_mode()
     def advance(self, slots: Sequence[int]) -> None:
         """Let the speech LLM hear the patches just made; segments that have ended are left out."""
-        buffers = self._buffers[self._sample.bucket("B", len(slots))]
+        buffers = self._buffers[self._bucket(len(slots))]
         going = [self._speaking[slot] for slot in slots]
         if all(speaking.is_last for speaking in going):
             return
@@ -215,9 +218,12 @@ class TalkerWorker:
         )
         self._hidden.index_copy_(0, slots, stepped["hidden"])
 
+    def _bucket(self, count: int) -> int:
+        return next(size for size in self._sizes if size >= count)
+
     def _fill(self, slots: Sequence[int]) -> _Buffers:
         """Write the inputs of the next patch into the buffers of the bucket that holds `slots`."""
-        size = self._sample.bucket("B", len(slots))
+        size = self._bucket(len(slots))
         if size not in self._buffers:
             self._buffers[size] = _Buffers(size, self._shapes(), self.device)
         buffers = self._buffers[size]
