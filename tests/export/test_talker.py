@@ -1,0 +1,202 @@
+"""The speech LLM against the goldens, chunked and batched, with a window, traced and compiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from compiled_graph import check_compiled, relative_error
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mingc.errors import CheckpointError
+from mingc.export.checkpoint import Checkpoint, open_checkpoint
+from mingc.export.layers.qwen2 import read_qwen2_config
+from mingc.export.stages.base import Shard, StageOptions
+from mingc.export.stages.talker import STAGE, Talker, TalkerConfig
+from mingc.export.weights import check_weights, float32_module
+
+DATA = Path(__file__).parents[1] / "data"
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return open_checkpoint(DATA / "tiny-ming")
+
+
+@pytest.fixture(scope="module")
+def config(checkpoint: Checkpoint) -> TalkerConfig:
+    return STAGE.config(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def module(checkpoint: Checkpoint, config: TalkerConfig) -> Talker:
+    built = float32_module(STAGE, config, checkpoint)
+    assert isinstance(built, Talker)
+    return built
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, Tensor]:
+    return load_file(DATA / "talker.safetensors")
+
+
+def empty_slots(config: TalkerConfig, num_slots: int = 4, fill: float = 0.0) -> list[Tensor]:
+    llm = config.llm
+    shape = (num_slots, config.slot_tokens, llm.num_kv_heads, llm.head_dim)
+    return [torch.full(shape, fill) for _ in range(2 * llm.num_layers)]
+
+
+def prefill(
+    module: Talker, embeds: Tensor, slots: list[Tensor], *, slot: int, start: int = 0, pad: int = 0
+) -> Tensor:
+    """Hidden (1, D) of the last of `embeds` (T, D), with `pad` garbage tokens behind them."""
+    tokens = len(embeds)
+    padded = torch.cat((embeds, torch.full((pad, embeds.shape[1]), 9.0)))
+    ids = torch.zeros(tokens + pad, dtype=torch.int64)
+    one = [torch.tensor([value]) for value in (slot, start, tokens - 1)]
+    hidden: Tensor = module.prefill(ids, padded, torch.ones(tokens + pad, dtype=torch.bool), *one, *slots)[0]
+    return hidden
+
+
+def test_weights_match_the_checkpoint(checkpoint: Checkpoint, config: TalkerConfig) -> None:
+    sources = STAGE.weights(config, Shard())
+    assert check_weights(checkpoint, sources) == []
+    with torch.device("meta"):
+        assert {source.name for source in sources} == set(STAGE.build(config, Shard()).state_dict())
+
+
+@pytest.mark.parametrize("case", ["plain", "clone"])
+def test_prefill_matches_every_layer(
+    module: Talker, config: TalkerConfig, golden: dict[str, Tensor], case: str
+) -> None:
+    outputs: list[Tensor] = []
+    handles = [
+        layer.register_forward_hook(lambda _module, _inputs, out: outputs.append(out))
+        for layer in module.stack.layers
+    ]
+    hidden = prefill(module, golden[f"prompt.{case}.inputs_embeds"][0], empty_slots(config), slot=1)
+    for handle in handles:
+        handle.remove()
+    assert relative_error(torch.stack(outputs), golden[f"llm.{case}.layers"][:, 0]) < TOLERANCE
+    assert relative_error(hidden, golden[f"llm.{case}.last_hidden_state"][:, -1]) < TOLERANCE
+
+
+def test_words_and_embeddings_mix(module: Talker, config: TalkerConfig, golden: dict[str, Tensor]) -> None:
+    """The assembled prompt from ids, with the vectors only where the ids do not say it all."""
+    ids, embeds = golden["prompt.clone.input_ids"][0], golden["prompt.clone.inputs_embeds"][0]
+    use_embed = (module.word_embeddings[ids] != embeds).any(dim=1)
+    assert 0 < use_embed.sum() < len(ids)
+    given = torch.where(use_embed.unsqueeze(1), embeds, 0)
+    one = [torch.tensor([value]) for value in (1, 0, len(ids) - 1)]
+    hidden = module.prefill(ids, given, use_embed, *one, *empty_slots(config))[0]
+    assert relative_error(hidden, golden["llm.clone.last_hidden_state"][:, -1]) < TOLERANCE
+
+
+@pytest.mark.parametrize(("chunk", "pad"), [(16, 0), (30, 5), (76, 20)])
+def test_chunks_and_padding_change_nothing(
+    module: Talker, config: TalkerConfig, golden: dict[str, Tensor], chunk: int, pad: int
+) -> None:
+    embeds, slots = golden["prompt.plain.inputs_embeds"][0], empty_slots(config, fill=3.0)
+    for start in range(0, len(embeds), chunk):
+        hidden = prefill(module, embeds[start : start + chunk], slots, slot=2, start=start, pad=pad)
+        end = min(start + chunk, len(embeds))
+        expected = golden["llm.plain.last_hidden_state"][:, end - 1]
+        assert relative_error(hidden, expected) < TOLERANCE, f"chunk from {start}"
+
+
+def test_padding_at_the_end_of_a_slot_stays_outside(module: Talker, config: TalkerConfig) -> None:
+    slots = empty_slots(config)
+    before = [slot.clone() for slot in slots]
+    hidden = prefill(
+        module, torch.randn(3, config.llm.hidden_size), slots, slot=1, start=config.slot_tokens - 3, pad=9
+    )
+    assert hidden.isfinite().all()
+    for now, then in zip(slots, before, strict=True):
+        assert torch.equal(now[1, :-3], then[1, :-3])
+        assert torch.equal(now[2:], then[2:])
+
+
+def test_steps_continue_a_prefill(module: Talker, config: TalkerConfig, golden: dict[str, Tensor]) -> None:
+    embeds, slots = golden["prompt.plain.inputs_embeds"][0], empty_slots(config)
+    prefill(module, embeds[:40], slots, slot=3)
+    for index in range(40, len(embeds)):
+        hidden = module.step(embeds[index : index + 1], torch.tensor([3]), torch.tensor([index]), *slots)[0]
+        expected = golden["llm.plain.last_hidden_state"][:, index]
+        assert relative_error(hidden, expected) < TOLERANCE, f"token {index}"
+
+
+def test_a_batch_gives_what_each_row_gives_alone(
+    module: Talker, config: TalkerConfig, golden: dict[str, Tensor]
+) -> None:
+    prompts = {1: golden["prompt.plain.inputs_embeds"][0], 3: golden["prompt.clone.inputs_embeds"][0]}
+    slots = empty_slots(config)
+    for slot, embeds in prompts.items():
+        prefill(module, embeds[:-1], slots, slot=slot)
+    rows = torch.stack([prompts[3][-1], prompts[1][-1], torch.zeros(config.llm.hidden_size)])
+    lengths = torch.tensor([len(prompts[3]) - 1, len(prompts[1]) - 1, 0])
+    hidden = module.step(rows, torch.tensor([3, 1, 0]), lengths, *slots)[0]
+    for row, case in ((0, "clone"), (1, "plain")):
+        assert relative_error(hidden[row], golden[f"llm.{case}.last_hidden_state"][0, -1]) < TOLERANCE
+    assert hidden.isfinite().all()
+
+
+def test_a_window_of_all_tokens_is_no_window_and_a_short_one_is_the_same_in_both_graphs(
+    checkpoint: Checkpoint, config: TalkerConfig, golden: dict[str, Tensor]
+) -> None:
+    embeds = golden["prompt.plain.inputs_embeds"][0]
+    results = {}
+    for window in (9, len(embeds)):
+        windowed = replace(config, llm=replace(config.llm, windows=(window, None)))
+        module = float32_module(STAGE, windowed, checkpoint)
+        assert isinstance(module, Talker)
+        slots = empty_slots(windowed)
+        whole = prefill(module, embeds, slots, slot=1)
+        prefill(module, embeds[:-1], slots, slot=2)
+        length = torch.tensor([len(embeds) - 1])
+        stepped = module.step(embeds[-1:], torch.tensor([2]), length, *slots)[0]
+        assert relative_error(stepped, whole) < TOLERANCE
+        results[window] = whole
+    expected = golden["llm.plain.last_hidden_state"][:, -1]
+    assert relative_error(results[len(embeds)], expected) < TOLERANCE
+    assert relative_error(results[9], expected) > 1e-3
+
+
+def test_layer_windows_follow_the_config() -> None:
+    raw = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "sliding_window": 16,
+    }
+    assert read_qwen2_config(raw, "here").windows == (None,) * 4
+    windowed = {**raw, "use_sliding_window": True, "max_window_layers": 1}
+    assert read_qwen2_config(windowed, "here").windows == (None, 16, 16, 16)
+    assert read_qwen2_config(windowed, "here", max_layers=2).windows == (None, 16)
+    typed = {**windowed, "layer_types": ["sliding_attention"] + ["full_attention"] * 3}
+    assert read_qwen2_config(typed, "here").windows == (16, None, None, None)
+    with pytest.raises(CheckpointError, match="intermediate_size, rope_theta"):
+        read_qwen2_config(
+            {key: raw[key] for key in raw if key not in ("intermediate_size", "rope_theta")}, "here"
+        )
+    with pytest.raises(CheckpointError, match="gelu"):
+        read_qwen2_config({**raw, "hidden_act": "gelu"}, "here")
+
+
+def test_parameters(config: TalkerConfig) -> None:
+    values = STAGE.parameters(config, StageOptions())
+    assert (values.hidden_size, values.num_layers, values.vocab_size) == (64, 2, 512)
+    assert values.default_voice == "DB30"
+    assert values.slot_tokens == 2048
+
+
+def test_compiled_graphs(module: Talker, config: TalkerConfig, tmp_path: Path) -> None:
+    prefill_plan, step_plan = STAGE.graphs(config, Shard(), StageOptions())
+    check_compiled(module, prefill_plan, [{"T": 1}, {"T": 33, "S": 2}, {"T": 256}], tmp_path, TOLERANCE)
+    check_compiled(module, step_plan, [{"B": 1}, {"B": 4, "S": 3}, {"B": 8, "S": 9}], tmp_path, TOLERANCE)
