@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 _A = np.float32(-0.75)
 _NUM_TAPS = 4
+_BLOCK_ROWS = 8
 
 
 @lru_cache(maxsize=64)
@@ -32,6 +33,22 @@ def _taps(source: int, target: int) -> tuple[NDArray[np.int64], NDArray[np.float
     return index, weight
 
 
+def _filter_rows(
+    source: NDArray[np.generic], index: NDArray[np.int64], weight: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """Rows of `source` (N, K) mixed by taps (M, 4) → (M, K) float32; blocks of rows stay in the cache."""
+    output = np.empty((len(index), source.shape[1]), dtype=np.float32)
+    product = np.empty((_BLOCK_ROWS, source.shape[1]), dtype=np.float32)
+    for start in range(0, len(index), _BLOCK_ROWS):
+        rows, weights = index[start : start + _BLOCK_ROWS], weight[start : start + _BLOCK_ROWS, :, None]
+        block, term = output[start : start + _BLOCK_ROWS], product[: len(rows)]
+        np.multiply(source[rows[:, 0]], weights[:, 0], out=block)
+        for tap in range(1, _NUM_TAPS):
+            np.multiply(source[rows[:, tap]], weights[:, tap], out=term)
+            block += term
+    return output
+
+
 def resize_cubic(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
     """(H, W, C) uint8 → (height, width, C) uint8."""
     if image.shape[:2] == (height, width):
@@ -41,15 +58,9 @@ def resize_cubic(image: NDArray[np.uint8], height: int, width: int) -> NDArray[n
     # Only rows that some output row reads are worth filtering: when shrinking that is a part of them. The axis that
     # is gathered from lies first each time, so that every gather copies whole rows.
     rows, row_index = np.unique(row_index, return_inverse=True)
-    row_index = row_index.reshape(height, _NUM_TAPS)
     columns = np.ascontiguousarray(image[rows].transpose(1, 0, 2)).reshape(image.shape[1], -1)
-    across = np.zeros((width, columns.shape[1]), dtype=np.float32)
-    for tap in range(_NUM_TAPS):
-        across += columns[column_index[:, tap]] * column_weight[:, tap, None]
-    lines = np.ascontiguousarray(across.reshape(width, len(rows), -1).transpose(1, 0, 2)).reshape(
-        len(rows), -1
-    )
-    down = np.zeros((height, lines.shape[1]), dtype=np.float32)
-    for tap in range(_NUM_TAPS):
-        down += lines[row_index[:, tap]] * row_weight[:, tap, None]
-    return np.clip(np.rint(down), 0, 255).astype(np.uint8).reshape(height, width, -1)
+    across = _filter_rows(columns, column_index, column_weight).reshape(width, len(rows), -1)
+    lines = np.ascontiguousarray(across.transpose(1, 0, 2)).reshape(len(rows), -1)
+    down = _filter_rows(lines, row_index.reshape(height, _NUM_TAPS), row_weight)
+    np.clip(np.rint(down, out=down), 0, 255, out=down)
+    return down.astype(np.uint8).reshape(height, width, -1)
