@@ -88,6 +88,8 @@ def test_chinese_numbers_are_read_by_what_stands_beside_them(text: str, spoken: 
         ("ABC-7号机", "ABC负七号机"),
         ("比分１：０落后", "比分一点整落后"),
         ("５％（约）", "百分之五(约)"),
+        ("電腦壞了3次", "电脑坏了三次"),
+        ("从1, 234起", "从一千两百三十四起"),
     ],
 )
 def test_the_grammar_stage_reads_what_is_left(text: str, spoken: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 from mingc.runtime.text.numerals_zh import read_digits, read_places, read_small
 
@@ -50,7 +51,8 @@ def _read_number(digits: str) -> str:
     return words.replace("二万", "两万")
 
 
-def numbers(text: str, start: int) -> Iterator[Offer]:
+@lru_cache(maxsize=512)  # many rules ask at the same position
+def numbers(text: str, start: int) -> tuple[Offer, ...]:
     """Signed decimals of at most twelve whole digits, with 约 or 人均 before and % after them where they stand."""
     prefix = ""
     for word in ("约", "人均"):
@@ -58,12 +60,14 @@ def numbers(text: str, start: int) -> Iterator[Offer]:
             prefix += word
             start += len(word)
     sign = _SIGNS.get(text[start : start + 1], "")
+    offers: list[Offer] = []
     for end, spoken in _integers(text, start + bool(sign)):
-        yield from _with_percent(text, end, prefix, sign + spoken)
+        offers += _with_percent(text, end, prefix, sign + spoken)
         if text[end : end + 1] == "." and (fraction := DIGITS.match(text, end + 1)):
             for fraction_end in range(end + 2, fraction.end() + 1):
                 decimal = f"{sign}{spoken}点{read_digits(text[end + 1 : fraction_end])}"
-                yield from _with_percent(text, fraction_end, prefix, decimal)
+                offers += _with_percent(text, fraction_end, prefix, decimal)
+    return tuple(offers)
 
 
 def _with_percent(text: str, end: int, prefix: str, spoken: str) -> Iterator[Offer]:
