@@ -1,4 +1,4 @@
-"""Traces and compiles one graph of a stage for the CPU and holds it against the eager module."""
+"""Holds the graphs of a stage against its float32 eager module: compiled for the CPU, and in bfloat16."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mingc.export.backends.aoti import compile_graph
 from mingc.export.capture import capture, check_example
-from mingc.export.stages.base import GraphPlan
+from mingc.export.checkpoint import Checkpoint
+from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions
+from mingc.export.weights import float32_module, load_module, write_weights
 from mingc.runtime.engines.aoti import load
 
 CPU = torch.device("cpu")
@@ -47,3 +50,23 @@ def check_compiled(
             assert relative_error(value, reference) < tolerance, f"{spec.name} at {size}"
         for spec in plan.spec.state:
             assert relative_error(compiled[spec.name], eager[spec.name]) < tolerance, f"{spec.name} at {size}"
+
+
+def check_bfloat16(stage: Stage, checkpoint: Checkpoint, folder: Path, similarity: float) -> None:
+    """Every graph runs on the weights file of a bfloat16 recipe and stays near the float32 module."""
+    config = stage.config(checkpoint)
+    write_weights(checkpoint, stage, config, Shard(), torch.bfloat16, folder / "weights.safetensors")
+    narrow = load_module(stage, config, Shard(), folder / "weights.safetensors")
+    wide = float32_module(stage, config, checkpoint)
+    narrow_plans = stage.graphs(config, Shard(), StageOptions(dtype=torch.bfloat16))
+    for plan, reference in zip(narrow_plans, stage.graphs(config, Shard(), StageOptions()), strict=True):
+        outputs = []
+        for module, each in ((narrow, plan), (wide, reference)):
+            example = each.example(each.check_dims, torch.Generator().manual_seed(2))
+            check_example(each.spec, example, each.check_dims, stage.name)
+            with torch.no_grad():
+                outputs.append(getattr(module, each.method)(*example.values()))
+        for spec, got, expected in zip(plan.spec.outputs, *outputs, strict=True):
+            assert str(got.dtype) == f"torch.{spec.dtype}", f"{plan.spec.name}: {spec.name}"
+            cosine = F.cosine_similarity(got.float().flatten(), expected.flatten(), dim=0).item()
+            assert cosine > similarity, f"{plan.spec.name}: {spec.name} has cosine {cosine}"

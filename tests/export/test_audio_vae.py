@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled_graph import check_compiled, relative_error
+from compiled_graph import check_bfloat16, check_compiled, relative_error
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -340,6 +340,10 @@ def test_parameters(config: AudioVaeConfig) -> None:
     values = STAGE.parameters(config, StageOptions())
     assert (values.sample_rate, values.hop_samples, values.samples_per_latent) == (44100, 882, 3528)
     assert (values.lookahead_frames, values.tail_samples) == (2, 2 * 882 + 1323)
+
+
+def test_bfloat16_stays_close(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    check_bfloat16(STAGE, checkpoint, tmp_path, similarity=0.99)
 
 
 def test_compiled_graphs(tmp_path: Path) -> None:

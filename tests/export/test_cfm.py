@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled_graph import check_compiled, relative_error
+from compiled_graph import check_bfloat16, check_compiled, relative_error
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -225,6 +225,10 @@ def test_unsupported_variants_are_refused() -> None:
         read_dit_config({**raw, "num_heads": 3}, "here", num_tokens=3, out_size=None)
     with pytest.raises(CheckpointError, match="depth, in_channels"):
         read_dit_config({"hidden_size": 8, "num_heads": 2}, "here", num_tokens=3, out_size=None)
+
+
+def test_bfloat16_stays_close(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    check_bfloat16(STAGE, checkpoint, tmp_path, similarity=0.99)
 
 
 def test_compiled_graphs(config: CfmConfig, tmp_path: Path) -> None:

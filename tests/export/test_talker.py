@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled_graph import check_compiled, relative_error
+from compiled_graph import check_bfloat16, check_compiled, relative_error
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -194,6 +194,10 @@ def test_parameters(config: TalkerConfig) -> None:
     assert (values.hidden_size, values.num_layers, values.vocab_size) == (64, 2, 512)
     assert values.default_voice == "DB30"
     assert values.slot_tokens == 2048
+
+
+def test_bfloat16_stays_close(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    check_bfloat16(STAGE, checkpoint, tmp_path, similarity=0.99)
 
 
 def test_compiled_graphs(module: Talker, config: TalkerConfig, tmp_path: Path) -> None:
