@@ -18,8 +18,12 @@ import torch
 from mingc.errors import CompileError
 
 # Weights stay outside: one engine serves every rank, and several graphs share one weights file.
-_OPTIONS: dict[str, Any] = {"aot_inductor.package_constants_in_so": False}
+# Inductor would bake vectors of up to 8 elements into the code, where another checkpoint's or rank's values belong.
+_OPTIONS: dict[str, Any] = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
 _CPU_OPTIONS: dict[str, Any] = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+# What the fingerprint's capability promises. The default, -march=native, would use instructions of this very
+# processor that others of the same capability lack.
+_CPU_ARCHITECTURES = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
 
 
 def compile_graph(
@@ -29,7 +33,7 @@ def compile_graph(
 
     Raises: CompileError.
     """
-    options = {**_OPTIONS, **(_CPU_OPTIONS if device == "cpu" else {})}
+    options = {**_OPTIONS, **(_cpu_options() if device == "cpu" else {})}
     kept = cache / f"{_key(program, options, device)}.pt2" if cache else None
     if kept is not None and kept.is_file():
         shutil.copyfile(kept, path)
@@ -51,6 +55,13 @@ def compile_graph(
             shutil.copyfile(path, part.name)
         os.replace(part.name, kept)
     return seconds
+
+
+def _cpu_options() -> dict[str, Any]:
+    architecture = _CPU_ARCHITECTURES.get(torch.backends.cpu.get_cpu_capability())
+    if architecture is None or not hasattr(torch._inductor.config.cpp, "march"):
+        return _CPU_OPTIONS
+    return {**_CPU_OPTIONS, "cpp.march": architecture}
 
 
 def _key(program: torch.export.ExportedProgram, options: dict[str, Any], device: str) -> str:
