@@ -155,5 +155,6 @@ def _replay_file(
     if not engines.has(*stages):
         return ledger.summary(f"this artifact has no {' and '.join(stages)}"), [], []
     given = json.loads(beside.read_text(encoding="utf-8")) if beside is not None and has_document else {}
-    run(ledger, given)
+    with ledger.case("replay"):
+        run(ledger, given)
     return ledger.summary(), ledger.comparisons, [f"{file}: {name}" for name in ledger.not_outputs()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -153,6 +154,8 @@ class Ledger:
         tolerance: float | None = None,
         note: str = "",
     ) -> None:
+        if error is not None and not math.isfinite(error):  # JSON has no infinity
+            error, note = None, note or "another shape, or not finite"
         stem = self.file.rsplit(".", 1)[0]
         self.comparisons.append(
             Comparison(

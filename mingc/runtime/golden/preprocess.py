@@ -14,6 +14,7 @@ from mingc.runtime.golden.engines import Engines
 from mingc.runtime.golden.ledger import Ledger
 from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.chat import ChatProcessor, MediaEntry, Message
+from mingc.runtime.preprocess.cubic import resize_cubic
 from mingc.runtime.preprocess.image import (
     Grid,
     VisionFeatures,
@@ -25,7 +26,7 @@ from mingc.runtime.preprocess.image import (
 )
 from mingc.runtime.preprocess.prompt import Features
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
-from mingc.runtime.preprocess.video import VideoFeatures, frames_to_video
+from mingc.runtime.preprocess.video import VideoFeatures, frame_size, frames_to_video
 from mingc.runtime.request import TextPart, VideoParams
 
 PIXEL_TOLERANCE = 1e-5
@@ -123,6 +124,11 @@ def _replay_video(
     options = document.get("options", {})
     params = VideoParams(min_pixels=options.get("min_pixels"), total_pixels=options.get("total_pixels"))
     video = frames_to_video(frames, vision, params, "video")
+    height, width = frames[0].shape[:2]
+    size = frame_size(height, width, len(frames), vision, params, "video")
+    resized = [resize_cubic(frame, *size) for frame in frames]
+    resized += resized[-1:] * (-len(resized) % vision.temporal_patch_size)
+    ledger.ids("video.fetched", np.stack(resized).transpose(0, 3, 1, 2))
     ledger.tensor("video.pixel_values_videos", video.vision.pixels, tolerance=PIXEL_TOLERANCE)
     ledger.ids("video.grid_thw", [video.vision.grid])
     if "timestamps_per_temporal_patch" in document:

@@ -16,6 +16,8 @@ from mingc.runtime.golden.engines import Engines, pad_rows, to_numpy
 from mingc.runtime.golden.ledger import Ledger
 from mingc.runtime.golden.vae import encode_wave
 from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
+from mingc.runtime.request import SpeechParams
+from mingc.runtime.speech import SpeechPlanner, VoicePack
 
 FBANK_TOLERANCE = 1e-4
 _FBANK_HZ = 16000  # the speaker network's own rate
@@ -259,6 +261,8 @@ def _replay_loop(case: str, engines: Engines, graphs: SpeechGraphs, ledger: Ledg
     noise = ledger.input(f"{case}.y0").astype(np.float32)
     step_noise = ledger.input(f"{case}.sde_rnd").astype(np.float32) if f"{case}.sde_rnd" in ledger else None
     history = ledger.input(f"{case}.first_history").astype(np.float32)
+    if f"{case}.prompt_wav_lat" in ledger:
+        _replay_history(case, engines, ledger)
     arguments = _arguments(ledger, case, engines)
     hidden = graphs.prompt(np.zeros(len(embeds), np.int64), embeds, np.ones(len(embeds), bool))
     made: dict[str, list[Floats]] = {name: [] for name in ("hidden", "latents", "embeds", "stop", "before")}
@@ -284,6 +288,27 @@ def _replay_loop(case: str, engines: Engines, graphs: SpeechGraphs, ledger: Ledg
         ledger.tensor(f"{case}.stop_prob", stop, reference=reference, how="stop")
     ended = (stop > parameters.stop_threshold) & (np.arange(len(stop)) > parameters.min_stop_step)
     ledger.ids(f"{case}.ended", ended, how="stop step", from_engine=True)
+
+
+def _replay_history(case: str, engines: Engines, ledger: Ledger) -> None:
+    """The latents that a voice puts before the first patch, as a server plans them."""
+    parameters, flow, vae = engines.parameters.talker, engines.parameters.cfm, engines.parameters.audio_vae
+    tokenizer = engines.tokenizer("talker")
+    if parameters is None or flow is None or vae is None or tokenizer is None:
+        return
+    latents = ledger.input(f"{case}.prompt_wav_lat")[0].astype(np.float32)
+    voice = VoicePack(
+        name="golden",
+        transcript="x",
+        latents=latents,
+        embeds=np.zeros((len(latents) // flow.latents_per_patch, parameters.hidden_size), np.float32),
+        speaker=np.zeros(parameters.hidden_size, np.float32),
+    )
+    planner = SpeechPlanner(
+        SpeechPromptBuilder(tokenizer), {"golden": voice}, parameters=parameters, flow=flow, vae=vae
+    )
+    segment = planner.segment("x", 0, SpeechParams(voice="golden"), 0)
+    ledger.tensor(f"{case}.first_history", segment.history[None], tolerance=0.0)
 
 
 def _arguments(ledger: Ledger, case: str, engines: Engines) -> Floats:

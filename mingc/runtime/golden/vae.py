@@ -150,7 +150,9 @@ def _replay_encode(case: str, engines: Engines, ledger: Ledger) -> None:
         mean = ledger.references[f"{case}.params"][:, :, : made["mean"].shape[1]]
         ledger.tensor(f"{case}.params", made["mean"][None], reference=mean, how="mean")
     if f"{case}.frame_num" in ledger:
-        ledger.ids(f"{case}.frame_num", [num_frames(engines, wave)])
+        parameters = engines.parameters.audio_vae
+        assert parameters is not None
+        ledger.ids(f"{case}.frame_num", [-(-num_frames(engines, wave) // parameters.frames_per_latent)])
 
 
 def _replay_holder(case: str, ledger: Ledger, chunks: Mapping[str, Any]) -> None:
