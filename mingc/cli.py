@@ -6,6 +6,8 @@ inside the commands, so that `mingc --help` comes at once.
 
 from __future__ import annotations
 
+import json
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -72,6 +74,7 @@ def _common(command: Command) -> Command:
     return as_json(debug(command))
 
 
+_HTTP_OPTIONS = ("host", "port", "allow_media_hosts", "media_root", "max_in_flight", "grace_s")
 _SETTINGS = {"show_default": True, "max_content_width": 100, "help_option_names": ["-h", "--help"]}
 
 
@@ -126,6 +129,75 @@ def export_command(as_json: bool, tp: int, stages: str | None, **options: Any) -
         )
     show(result, as_json=as_json)
     return 0
+
+
+@commands.command("serve")
+@click.argument("artifact", type=_PATH)
+@click.option("--host", default="127.0.0.1", help="Address to listen at.")
+@click.option("--port", type=int, default=8000, help="TCP port; 0 lets the system choose.")
+@click.option(
+    "--tp", type=int, default=None, show_default="the artifact's", help="Ranks of the thinker, as exported."
+)
+@click.option(
+    "--allow-media-host",
+    "allow_media_hosts",
+    multiple=True,
+    metavar="HOST[:PORT]",
+    help="Fetch http(s) media from this host; may be given several times.",
+)
+@click.option(
+    "--media-root", type=_PATH, default=None, show_default="none", help="Read local media under this folder."
+)
+@click.option("--max-in-flight", type=int, default=256, help="Requests inside the server before a 503.")
+@click.option("--max-queue", type=int, default=128, help="Requests that may wait for the thinker.")
+@click.option(
+    "--kv-tokens",
+    type=int,
+    default=None,
+    show_default="by free memory",
+    help="Tokens that the KV pages of all requests hold together.",
+)
+@click.option(
+    "--slots",
+    type=int,
+    default=None,
+    show_default="the talker's largest batch",
+    help="Speech segments spoken at the same time.",
+)
+@click.option(
+    "--threads", type=int, default=None, show_default="torch's choice", help="CPU threads of an engine."
+)
+@click.option(
+    "--grace", "grace_s", type=float, default=5.0, help="Seconds that running requests get at the end."
+)
+@click.option("--check-hashes/--no-check-hashes", default=True, help="Read and compare every file first.")
+@_common
+def serve_command(as_json: bool, artifact: Path, **options: Any) -> int:
+    """Serve ARTIFACT over an OpenAI-compatible HTTP interface.
+
+    Prints its address on stdout when it is ready. SIGTERM or Ctrl-C lets running requests end; a second one stops.
+    """
+    from mingc.runtime.config import ServeOptions
+
+    http = ServeOptions(**{name: options.pop(name) for name in _HTTP_OPTIONS})
+    from mingc.report import show
+    from mingc.runtime.loading import EngineOptions, open_service
+    from mingc.runtime.server import bind_socket, create_app, serve
+
+    engines = EngineOptions(
+        max_waiting=options.pop("max_queue"), num_torch_threads=options.pop("threads"), **options
+    )
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
+    for resolved in (http, engines):
+        show(resolved, as_json=False, stream=sys.stderr)
+    listener = bind_socket(http.host, http.port)
+    service = open_service(artifact, engines)
+
+    def announce(url: str) -> None:
+        print(json.dumps({"url": url, "model": service.info.model}) if as_json else url, flush=True)
+
+    ended_in_order = serve(create_app(service, http), listener, announce=announce)
+    return 0 if ended_in_order else EXIT_INTERRUPTED
 
 
 @commands.command("verify")
@@ -184,3 +256,19 @@ def doctor_command(as_json: bool, strict: bool) -> int:
     result = examine()
     show(result, as_json=as_json)
     return EXIT_FOUND_PROBLEMS if strict and not result.is_clean else 0
+
+
+@commands.command("demo")
+@click.option("--output", type=_PATH, default=Path("demo"), help="Folder of the artifact and the answer.")
+@click.option(
+    "--checkpoint", type=_PATH, default=None, show_default="tests/data/tiny-ming", help="What to export."
+)
+@click.option("--force", is_flag=True, help="Export again even if the artifact is there.")
+@_common
+def demo_command(as_json: bool, output: Path, checkpoint: Path | None, force: bool) -> int:
+    """Export a tiny model, serve it, and hear it answer about a picture and a spoken clip."""
+    from mingc.demo import run_demo
+    from mingc.report import show
+
+    show(run_demo(output, checkpoint=checkpoint, again=force), as_json=as_json)
+    return 0
