@@ -16,13 +16,13 @@ from mingc.cli import commands
 
 OPTIONS = {
     "bundle inspect": "--debug --json ARTIFACT",
-    "demo": "--checkpoint --debug --json --output",
+    "demo": "--checkpoint --debug --force --json --output",
     "doctor": "--debug --json --strict",
     "export": "--cache --context-tokens --debug --dtype --force --jobs --json --max-batch --model-name --output "
     "--prefill-tokens --stages --target --tp CHECKPOINT",
-    "serve": "--allow-media-host --debug --device --host --json --max-queue --media-root --port --served-model-name "
-    "--threads --tp ARTIFACT",
-    "verify": "--against --debug --json --no-replay --strict ARTIFACT",
+    "serve": "--allow-media-host --check-hashes --debug --grace --host --json --kv-tokens --max-in-flight "
+    "--max-queue --media-root --port --slots --threads --tp ARTIFACT",
+    "verify": "--against --debug --json --no-replay ARTIFACT",
 }
 
 
