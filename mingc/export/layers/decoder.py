@@ -96,7 +96,7 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, context: AttentionContext, k_pages: Tensor, v_pages: Tensor) -> Tensor:
         """(T, D) → (T, D), summed over ranks; writes the tokens' keys and values into the pools."""
-        qkv_THd = F.linear(x_TD, self.qkv).unflatten(1, (-1, self.head_dim))
+        qkv_THd = F.linear(x_TD, self.qkv).view(x_TD.shape[0], -1, self.head_dim)
         q_THd, k_THd, v_THd = qkv_THd.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         q_THd = apply_rope(rms_norm(q_THd, self.q_norm, self.eps), context.cos, context.sin)
         k_THd = apply_rope(rms_norm(k_THd, self.k_norm, self.eps), context.cos, context.sin)

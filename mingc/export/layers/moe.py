@@ -62,8 +62,8 @@ class Router(nn.Module):
         else:
             # One product with the three gates costs less than three and a merge; the unwanted two are dropped.
             num_experts = self.weight.shape[1]
-            all_TGE = F.linear(wide_TD, self.weight.flatten(0, 1).to(torch.float32)).unflatten(
-                1, (NUM_GATES, num_experts)
+            all_TGE = F.linear(wide_TD, self.weight.flatten(0, 1).to(torch.float32)).view(
+                -1, NUM_GATES, num_experts
             )
             picked = gate_index_T[:, None, None].expand(-1, 1, num_experts)
             logits_TE = all_TGE.gather(1, picked).squeeze(1)

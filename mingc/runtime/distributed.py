@@ -1,0 +1,55 @@
+"""The tensor-parallel group of this process: rendezvous, registration by name, shutdown.
+
+Engines know their group by the name `mingc_tp` only. Nothing here brings in Dynamo or Inductor.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mingc.errors import WorkerError
+from mingc.kernels.all_reduce import GROUP
+
+_HOST = "127.0.0.1"
+
+
+def host_store(*, timeout_s: float = 300.0) -> dist.TCPStore:
+    """A key-value store that ranks meet at, on a port that the system chose (`.port`).
+
+    Lives as long as the returned object; the process that starts the ranks keeps it.
+    """
+    return dist.TCPStore(
+        _HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def init(*, rank: int, world_size: int, port: int, device: str = "cpu", timeout_s: float = 300.0) -> None:
+    """Join the group of `world_size` ranks that meet at `port`, and register it for the engines.
+
+    Must come before the first run of a sharded engine. On CUDA the caller has chosen its device already.
+
+    Raises: WorkerError when the others do not come within `timeout_s`.
+    """
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store = dist.TCPStore(_HOST, port, is_master=False, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        raise WorkerError(
+            f"rank {rank} of {world_size} cannot join the group: {error}", where=f"port {port}"
+        ) from error
+    group = dist.group.WORLD
+    assert group is not None, "init_process_group sets the default group"
+    # The registry that compiled collectives look their group up in; the public API names groups by itself.
+    torch._C._distributed_c10d._register_process_group(GROUP, group)
+
+
+def shutdown() -> None:
+    """Leave the group; does nothing when there is none."""
+    if dist.is_initialized():
+        torch._C._distributed_c10d._unregister_process_group(GROUP)
+        dist.destroy_process_group()
