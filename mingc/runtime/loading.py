@@ -100,8 +100,6 @@ def open_service(root: Path, options: EngineOptions | None = None) -> OmniServic
         )
     if options.num_torch_threads is not None:
         torch.set_num_threads(options.num_torch_threads)
-    import mingc.kernels  # noqa: F401 - registers the ops that engines call
-
     devices = _devices(recorded.device, recorded.world_size)
     # The group of ranks exists before the service that it reports to.
     services: list[OmniService] = []
