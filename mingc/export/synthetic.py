@@ -6,7 +6,8 @@ Every tensor is drawn when it is read, from a generator seeded by its name: two 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,10 +17,14 @@ from mingc.export.checkpoint import Checkpoint, Part, TensorEntry, open_configs
 from mingc.export.stages import discover
 from mingc.export.stages.base import Shard
 
+_SPEAKER_VECTOR = 192  # width of the speaker network's output in the released checkpoint
+
 
 @dataclass(frozen=True)
 class SyntheticPart(Part):
-    """A part whose tensors exist only when they are read."""
+    """A part whose tensors exist only when they are read. `device` draws them: each kind of device its own numbers."""
+
+    device: str = "cpu"
 
     def read(self, name: str) -> torch.Tensor:
         """A random tensor of the announced shape, bfloat16: scaled by its fan-in, near 1 for norms' weights."""
@@ -27,21 +32,40 @@ class SyntheticPart(Part):
         if entry is None:
             raise CheckpointError(f"tensor {name} is missing", where=f"synthetic {self.name}")
         seed = int.from_bytes(hashlib.sha256(f"{self.name}:{name}".encode()).digest()[:7], "little")
-        generator = torch.Generator().manual_seed(seed)
-        value = torch.randn(entry.shape, generator=generator)
+        generator = torch.Generator(self.device).manual_seed(seed)
+        value = torch.randn(entry.shape, generator=generator, device=self.device)
         if len(entry.shape) < 2:
             value = 1 + 0.1 * value if name.endswith("weight") else 0.02 * value
         else:
             value = value * (value[0].numel() ** -0.5)
-        return value.to(torch.bfloat16)
+        return value.to(torch.bfloat16).cpu()
 
 
-def open_synthetic(configs: Path) -> Checkpoint:
-    """A checkpoint over the config files in `configs` (the released layout without weights).
+def _announce(plain: Checkpoint) -> Checkpoint:
+    """`plain` with the tensors whose shapes stages read off, since they stand in no config."""
+    talker = plain.talker
+    if talker is None:
+        return plain
+    file = talker.root / "llm" / "config.json"
+    try:
+        llm = json.loads(file.read_text(encoding="utf-8"))
+        vocabulary, hidden = int(llm["vocab_size"]), int(llm["hidden_size"])
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"the speech LLM's config cannot be read: {error}", where=str(file)) from error
+    shapes = {
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        "spk_head.weight": (hidden, _SPEAKER_VECTOR),
+    }
+    tensors = {name: TensorEntry(plain.root, "BF16", shape) for name, shape in shapes.items()}
+    return replace(plain, talker=replace(talker, tensors=tensors))
+
+
+def open_synthetic(configs: Path, device: str = "cpu") -> Checkpoint:
+    """A checkpoint over the config files in `configs` (the released layout without weights), drawn on `device`.
 
     Raises: CheckpointError when a config is missing or lacks a key.
     """
-    plain = open_configs(configs)
+    plain = _announce(open_configs(configs))
     tensors: dict[str, dict[str, TensorEntry]] = {"main": {}, "talker": {}, "vae": {}}
     notes = [*plain.notes, "weights are random: the bundle measures speed, it does not speak"]
     for stage in discover().values():
@@ -57,7 +81,7 @@ def open_synthetic(configs: Path) -> Checkpoint:
     def part(given: Part | None) -> SyntheticPart | None:
         if given is None:
             return None
-        return SyntheticPart(given.name, given.root, given.config, tensors[given.name])
+        return SyntheticPart(given.name, given.root, given.config, tensors[given.name], device=device)
 
     main = part(plain.main)
     assert main is not None

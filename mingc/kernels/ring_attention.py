@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mingc.kernels.dispatch import use_triton
+
+_MAX_RING_ROWS = 256  # the kernel holds a ring in registers; without a window it would be thousands of rows
+
 
 def ring_attention(
     qkv: Tensor,
@@ -37,6 +41,11 @@ def ring_attention(
 
     Returns: (B, n, Hq d) in the dtype of `qkv`.
     """
+    if use_triton(qkv) and k_ring.shape[1] <= _MAX_RING_ROWS:
+        from mingc.kernels.gpu import ring_attention as gpu
+
+        seen = k_ring.shape[1] if window is None else window
+        return gpu.ring_attention(qkv.contiguous(), cos, sin, k_ring, v_ring, slots, first_frame, seen)
     batch, frames = qkv.shape[:2]
     num_rows, kv_heads, size = k_ring.shape[1:]
     heads = qkv.shape[2] // size - 2 * kv_heads

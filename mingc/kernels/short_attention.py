@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mingc.kernels.dispatch import use_triton
+
 
 def short_attention(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Bidirectional attention of N sequences of T tokens, with interleaved rope.
@@ -16,6 +18,10 @@ def short_attention(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Returns: (N, T, H d) in the dtype of `qkv`.
     """
+    if use_triton(qkv):
+        from mingc.kernels.gpu import short_attention as gpu
+
+        return gpu.short_attention(qkv.contiguous(), cos, sin)
     batch, tokens, width = qkv.shape
     size = 2 * cos.shape[-1]
     heads = width // 3 // size

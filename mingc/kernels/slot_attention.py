@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mingc.kernels.dispatch import use_triton
+
 
 def slot_attention(
     qkv: Tensor,
@@ -31,6 +33,11 @@ def slot_attention(
 
     Returns: (B, Hq d) in the dtype of `qkv`.
     """
+    if use_triton(qkv):
+        from mingc.kernels.gpu import slot_attention as gpu
+
+        seen = k_slots.shape[1] if window is None else window
+        return gpu.slot_attention(qkv.contiguous(), cos, sin, k_slots, v_slots, slots, lengths, seen)
     batch = qkv.shape[0]
     num_rows, kv_heads, size = k_slots.shape[1:]
     heads = qkv.shape[1] // size - 2 * kv_heads

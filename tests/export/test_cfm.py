@@ -19,6 +19,7 @@ from mingc.export.stages import talker as talker_stage
 from mingc.export.stages.base import Shard, StageOptions
 from mingc.export.stages.cfm import STAGE, Cfm, CfmConfig
 from mingc.export.weights import check_weights, float32_module
+from mingc.kernels.linear import enter
 
 DATA = Path(__file__).parents[1] / "data"
 TOLERANCE = 1e-5
@@ -98,9 +99,12 @@ def test_blocks_match_at_the_first_step(module: Cfm, golden: dict[str, Tensor]) 
     hidden, latents, noise = arguments(golden, "zero_history")[:3]
     first, history = module.prefix(hidden, latents)
     x = torch.cat((first[:, :1], history, module.dit.embed_latents(noise).repeat(2, 1, 1)), dim=1)
-    for block, expected in zip(module.dit.blocks, golden["cfm.zero_history.step0.blocks"], strict=True):
-        x = block(x, module.dit.cos, module.dit.sin)
-        assert relative_error(x, expected) < TOLERANCE
+    norms = module.dit.norms()
+    rows = enter(x, norms[0], 1e-6)
+    blocks = zip(module.dit.blocks, norms[1:], golden["cfm.zero_history.step0.blocks"], strict=True)
+    for block, norm, expected in blocks:
+        rows = block(rows, module.dit.cos, module.dit.sin, norm)
+        assert relative_error(rows.values, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -117,9 +121,12 @@ def test_patch_matches(module: Cfm, golden: dict[str, Tensor], case: str) -> Non
 def test_aggregator_blocks_match(module: Cfm, golden: dict[str, Tensor], case: str) -> None:
     tokens = module.aggregator.embed_latents(golden[f"cfm.{case}.out"])
     x = torch.cat((module.aggregator_query.unsqueeze(0), tokens), dim=1)
-    for block, expected in zip(module.aggregator.blocks, golden[f"agg.{case}.blocks"], strict=True):
-        x = block(x, module.aggregator.cos, module.aggregator.sin)
-        assert relative_error(x, expected) < TOLERANCE
+    norms = module.aggregator.norms()
+    rows = enter(x, norms[0], 1e-6)
+    blocks = zip(module.aggregator.blocks, norms[1:], golden[f"agg.{case}.blocks"], strict=True)
+    for block, norm, expected in blocks:
+        rows = block(rows, module.aggregator.cos, module.aggregator.sin, norm)
+        assert relative_error(rows.values, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("voice", ["DB30", "lingguang"])

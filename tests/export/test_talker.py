@@ -75,7 +75,7 @@ def test_prefill_matches_every_layer(
 ) -> None:
     outputs: list[Tensor] = []
     handles = [
-        layer.register_forward_hook(lambda _module, _inputs, out: outputs.append(out))
+        layer.register_forward_hook(lambda _module, _inputs, out: outputs.append(out.values))
         for layer in module.stack.layers
     ]
     hidden = prefill(module, golden[f"prompt.{case}.inputs_embeds"][0], empty_slots(config), slot=1)

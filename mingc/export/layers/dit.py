@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mingc.errors import CheckpointError
 from mingc.export.stages.base import WeightSource
-from mingc.kernels.rms_norm import rms_norm
+from mingc.kernels.linear import Rows, add_linear, enter, keep, normed_linear
 from mingc.kernels.short_attention import short_attention
 
 _EPS = 1e-6
@@ -77,15 +76,17 @@ class DitBlock(nn.Module):
         self.up = nn.Linear(width, config.mlp_size)
         self.down = nn.Linear(config.mlp_size, width)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kept: slice | None = None) -> Tensor:
-        """(N, T, D) → (N, T, D), or only its tokens `kept`: after attention the others are not computed."""
-        context = short_attention(self.qkv(rms_norm(x, self.attention_norm, _EPS)), cos, sin)
+    def forward(
+        self, x: Rows, cos: Tensor, sin: Tensor, next_norm: Tensor, kept: slice | None = None
+    ) -> Rows:
+        """Stream (N, T, D) → (N, T, D) before `next_norm`; with `kept` only these tokens: none other is computed
+        after attention."""
+        context = short_attention(normed_linear(x, self.qkv.weight, self.qkv.bias, _EPS), cos, sin)
         if kept is not None:
-            x, context = x[:, kept], context[:, kept]
-        x = x + self.out(context)
-        inner = F.gelu(self.up(rms_norm(x, self.mlp_norm, _EPS)), approximate="tanh")
-        out: Tensor = x + self.down(inner)
-        return out
+            x, context = keep(x, kept), context[:, kept]
+        x = add_linear(context, self.out.weight, self.out.bias, x, self.mlp_norm, _EPS)
+        inner = normed_linear(x, self.up.weight, self.up.bias, _EPS, "gelu")
+        return add_linear(inner, self.down.weight, self.down.bias, x, next_norm, _EPS)
 
 
 class LatentTransformer(nn.Module):
@@ -110,12 +111,18 @@ class LatentTransformer(nn.Module):
         out: Tensor = self.embed(latents.to(self.embed.weight.dtype))
         return out
 
+    def norms(self) -> list[Tensor]:
+        """The weight of the norm before each block's attention and of the final one."""
+        return [*(block.get_parameter("attention_norm") for block in self.blocks), self.norm]
+
     def forward(self, x: Tensor, kept: slice) -> Tensor:
         """Tokens (N, T, D) → projected outputs (N, tokens kept, out_size) of the tokens `kept`."""
         last = len(self.blocks) - 1
+        norms = self.norms()
+        rows = enter(x, norms[0], _EPS)
         for index, block in enumerate(self.blocks):
-            x = block(x, self.cos, self.sin, kept if index == last else None)
-        out: Tensor = self.project(rms_norm(x, self.norm, _EPS))
+            rows = block(rows, self.cos, self.sin, norms[index + 1], kept if index == last else None)
+        out: Tensor = normed_linear(rows, self.project.weight, self.project.bias, _EPS)
         return out
 
 

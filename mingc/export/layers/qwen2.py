@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mingc.errors import CheckpointError
 from mingc.export.stages.base import WeightSource
-from mingc.kernels.rms_norm import rms_norm
+from mingc.kernels.linear import Rows, add_linear, enter, leave, normed_linear
 
 Attend = Callable[[int, Tensor], Tensor]
 """(layer index, packed projection (N, (Hq + 2 Hk) d)) → context (N, Hq d)."""
@@ -109,11 +108,11 @@ class Qwen2Layer(nn.Module):
         self.gate_up = nn.Linear(hidden, 2 * inner, bias=False)
         self.down = nn.Linear(inner, hidden, bias=False)
 
-    def forward(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        x = x + self.out(attend(self.qkv(rms_norm(x, self.attention_norm, self.eps))))
-        gate, up = self.gate_up(rms_norm(x, self.mlp_norm, self.eps)).chunk(2, dim=-1)
-        out: Tensor = x + self.down(F.silu(gate) * up)
-        return out
+    def forward(self, x: Rows, attend: Callable[[Tensor], Tensor], next_norm: Tensor) -> Rows:
+        context = attend(normed_linear(x, self.qkv.weight, self.qkv.bias, self.eps))
+        x = add_linear(context, self.out.weight, None, x, self.mlp_norm, self.eps)
+        inner = normed_linear(x, self.gate_up.weight, None, self.eps, "swiglu")
+        return add_linear(inner, self.down.weight, None, x, next_norm, self.eps)
 
 
 class Qwen2Stack(nn.Module):
@@ -135,11 +134,12 @@ class Qwen2Stack(nn.Module):
 
     def forward(self, x: Tensor, attend: Attend, kept: Tensor | None = None) -> Tensor:
         """Inputs (N, D) → final norm of the outputs; `kept` (K,) int64 selects rows of axis 0 → (K, D)."""
+        norms = [*(layer.get_parameter("attention_norm") for layer in self.layers), self.norm]
+        rows = enter(x, norms[0], self.config.eps)
         for index, layer in enumerate(self.layers):
-            x = layer(x, partial(attend, index))
-        if kept is not None:
-            x = x.index_select(0, kept)
-        return rms_norm(x, self.norm, self.config.eps)
+            rows = layer(rows, partial(attend, index), norms[index + 1])
+        out = leave(rows, self.config.eps)
+        return out if kept is None else out.index_select(0, kept)
 
 
 def inverse_frequencies(theta: float, head_dim: int) -> Tensor:

@@ -1,0 +1,120 @@
+"""What every benchmark shares: timing on the device, ceilings of the machine, the result file."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mingc
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def capture(step: Callable[[], object], warmups: int = 3) -> torch.cuda.CUDAGraph:
+    """`step` as one CUDA graph; it runs `warmups` times first."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warmups):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def time_ms(step: Callable[[], object], count: int, warmups: int = 5) -> list[float]:
+    """Milliseconds on the device of each of `count` runs of `step`, between events around it."""
+    for _ in range(warmups):
+        step()
+    events = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)
+    ]
+    for start, end in events:
+        start.record()
+        step()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in events]
+
+
+def summary(samples: list[float]) -> dict[str, float]:
+    """median, p95, min and n of `samples`."""
+    ordered = sorted(samples)
+    return {
+        "median": round(statistics.median(ordered), 4),
+        "p95": round(ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))], 4),
+        "min": round(ordered[0], 4),
+        "n": len(ordered),
+    }
+
+
+def ceilings() -> dict[str, float]:
+    """Copy rate (bytes read and written) and bf16 matrix rate of this device, on random data."""
+    source = torch.randn(2**29, device="cuda")  # 2 GiB, far beyond the cache
+    target = torch.empty_like(source)
+    copy_ms = statistics.median(time_ms(lambda: target.copy_(source), 10, 2))
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    product_ms = statistics.median(time_ms(lambda: torch.mm(a, b), 10, 3))
+    return {
+        "copy_tb_s": round(2 * source.nbytes / copy_ms / 1e9, 3),
+        "bf16_tflop_s": round(2 * 8192**3 / product_ms / 1e9, 1),
+    }
+
+
+def result(
+    benchmark: str, ceiling: dict[str, float], figures: list[dict[str, Any]], **more: Any
+) -> dict[str, Any]:
+    """The result object of docs: who ran what on which machine, ceilings, figures."""
+    import triton
+
+    properties = torch.cuda.get_device_properties(0)
+    driver = _words("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {
+        "schema": 1,
+        "benchmark": benchmark,
+        "commit": _words("git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", "HEAD") or None,
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "hardware": {
+            "gpu": properties.name,
+            "count": 1,
+            "driver": driver,
+            "cpu": platform.processor() or platform.machine(),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "triton": triton.__version__,
+            "mingc": mingc.__version__,
+        },
+        "ceilings": ceiling,
+        "figures": figures,
+        **more,
+    }
+
+
+def write(path: Path, value: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def _words(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

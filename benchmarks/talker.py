@@ -1,0 +1,370 @@
+"""Speed of one talker patch on one GPU at the released dims: random weights, stop head ignored.
+
+A patch is everything a request needs for 0.32 s of sound: ten flow-matching steps with guidance, aggregator, stop
+head, streaming VAE decode, one step of the speech LLM, and the gathering and scattering of per-request state.
+Timed as one CUDA graph over our engines, and beside it the same modules in plain torch: eager, and in a CUDA graph.
+
+    python benchmarks/talker.py --batches 1,2,4,8,16,32 --json benchmarks/results/talker-h200-….json
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import harness
+import talker_engines
+import torch
+from torch import Tensor, nn
+
+from mingc.artifacts.spec import GraphSpec
+from mingc.export.parity import relative_error
+from mingc.export.stages import find
+from mingc.export.synthetic import open_synthetic
+from mingc.runtime.engines.aoti import AotiEngine
+
+CONTEXT = 256  # tokens of each request in the speech LLM: a prompt of about 150 and 100 patches
+PATCH_INDEX = 100
+Run = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+
+
+class Step:
+    """The device work of one patch of B requests over static tensors; `runs` gives the three networks."""
+
+    def __init__(self, batch: int, runs: Mapping[str, Run], specs: Mapping[str, GraphSpec]) -> None:
+        self.runs = runs
+        sizes = {"B": batch, "S": batch + 1}
+        generator = torch.Generator("cuda").manual_seed(batch)
+
+        def state(spec: GraphSpec) -> dict[str, Tensor]:
+            return {
+                each.name: torch.randn(
+                    [size if isinstance(size, int) else sizes[size] for size in each.shape],
+                    generator=generator,
+                    device="cuda",
+                ).to(getattr(torch, each.dtype))
+                for each in spec.state
+            }
+
+        def normal(spec: GraphSpec, name: str, rows: int) -> Tensor:
+            tensor = next(each for each in spec.inputs if each.name == name)
+            shape = [rows, *tensor.shape[1:]]
+            return torch.randn(shape, generator=generator, device="cuda").to(getattr(torch, tensor.dtype))
+
+        flow = specs["cfm"]
+        self.talker_state, self.vae_state = state(specs["talker"]), state(specs["audio_vae"])
+        self.hidden, self.history = (normal(flow, name, batch + 1) for name in ("hidden", "history"))
+        self.noise, self.step_noise = (normal(flow, name, batch) for name in ("noise", "step_noise"))
+        self.guidance, self.sigma, self.temperature = (
+            torch.full((batch,), value, device="cuda") for value in (2.0, 0.25, 0.5)
+        )
+        self.slots = torch.arange(1, batch + 1, device="cuda")
+        self.lengths = torch.full((batch,), CONTEXT, device="cuda")
+        self.patch_index = torch.full((batch,), PATCH_INDEX, device="cuda")
+        self.side = torch.cuda.Stream()
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """Samples and stop probabilities. The decoder and the LLM step run side by side."""
+        made = self.sample()
+        main = torch.cuda.current_stream()
+        self.side.wait_stream(main)
+        with torch.cuda.stream(self.side):
+            samples = self.decode(made)
+        self.advance(made)
+        main.wait_stream(self.side)
+        return samples, made["stop_probability"]
+
+    def in_sequence(self) -> tuple[Tensor, Tensor]:
+        """The same on one stream."""
+        made = self.sample()
+        samples = self.decode(made)
+        self.advance(made)
+        return samples, made["stop_probability"]
+
+    def sample(self) -> dict[str, Tensor]:
+        made = self.runs["cfm"](
+            {
+                "hidden": self.hidden.index_select(0, self.slots),
+                "history": self.history.index_select(0, self.slots),
+                "noise": self.noise,
+                "step_noise": self.step_noise,
+                "guidance": self.guidance,
+                "sigma": self.sigma,
+                "temperature": self.temperature,
+            }
+        )
+        self.history.index_copy_(0, self.slots, made["next_history"])
+        return made
+
+    def decode(self, made: Mapping[str, Tensor]) -> Tensor:
+        return self.runs["audio_vae"](
+            {
+                "latents": made["latents"],
+                "slots": self.slots,
+                "patch_index": self.patch_index,
+                **self.vae_state,
+            }
+        )["samples"]
+
+    def advance(self, made: Mapping[str, Tensor]) -> None:
+        stepped = self.runs["talker"](
+            {
+                "embeds": made["next_embeds"],
+                "slots": self.slots,
+                "lengths": self.lengths,
+                **self.talker_state,
+            }
+        )
+        self.hidden.index_copy_(0, self.slots, stepped["hidden"])
+
+
+def engine_run(path: Path, spec: GraphSpec, weights: Mapping[str, Tensor]) -> Run:
+    engine = AotiEngine(path, torch.device("cuda", 0))
+    engine.bind(weights)
+    names = [each.name for each in (*spec.inputs, *spec.state)]
+    outputs = [each.name for each in spec.outputs]
+    return lambda tensors: dict(zip(outputs, engine.run([tensors[name] for name in names]), strict=True))
+
+
+def module_run(module: nn.Module, method: str, spec: GraphSpec) -> Run:
+    names = [each.name for each in (*spec.inputs, *spec.state)]
+    outputs = [each.name for each in spec.outputs]
+
+    def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(zip(outputs, getattr(module, method)(*[tensors[name] for name in names]), strict=True))
+
+    return run
+
+
+def plain_torch() -> Any:
+    """Networks in plain torch inside this context, without our kernels."""
+    try:
+        from mingc.kernels.dispatch import plain_torch as context
+    except ImportError:
+        import contextlib
+
+        return contextlib.nullcontext()
+    return context()
+
+
+def parity(stage: str, batch: int, run: Run, module: nn.Module, reference: nn.Module) -> list[dict[str, Any]]:
+    """Error of engine and of eager bf16 against eager fp32, of each output and the worst state tensor."""
+    graph = dict(talker_engines.GRAPHS)[stage]
+    plan = talker_engines.plan_of(stage, graph)
+    example = plan.example({"B": batch, "S": batch + 1}, torch.Generator().manual_seed(7))
+    tensors = {name: value.cuda() for name, value in example.items()}
+    states = [each.name for each in plan.spec.state]
+
+    def outcome(call: Run, wide: bool) -> dict[str, Tensor]:
+        copied = {
+            name: (value.float() if wide and value.is_floating_point() else value).clone()
+            for name, value in tensors.items()
+        }
+        return {**call(copied), **{name: copied[name] for name in states}}
+
+    with plain_torch():
+        expected = outcome(module_run(reference, plan.method, plan.spec), True)
+        eager = outcome(module_run(module, plan.method, plan.spec), False)
+    ours = outcome(run, False)
+    torch.cuda.synchronize()
+    figures = []
+    for kind, names in (*((each.name, [each.name]) for each in plan.spec.outputs), ("state", states)):
+        if not names:
+            continue
+        errors = [
+            (relative_error(ours[name], expected[name]), relative_error(eager[name], expected[name]))
+            for name in names
+        ]
+        figures.append(
+            {
+                "name": "engine_error",
+                "engine": f"{stage}.{graph}",
+                "output": kind,
+                "batch": batch,
+                "unit": "max |error| / max |fp32 reference|",
+                "value": max(each[0] for each in errors),
+                "reference": {"name": "eager bf16", "value": max(each[1] for each in errors)},
+            }
+        )
+    return figures
+
+
+def kernel_table(step: Callable[[], object], repeats: int = 5) -> list[dict[str, Any]]:
+    """Kernels of one run of `step` by name: calls and microseconds."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(repeats):
+            step()
+        torch.cuda.synchronize()
+    rows = [
+        {
+            "kernel": row.key[:110],
+            "calls": row.count / repeats,
+            "us": round(row.self_device_time_total / repeats, 2),
+        }
+        for row in profile.key_averages()
+        if row.self_device_time_total > 0
+    ]
+    return sorted(rows, key=lambda row: -row["us"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batches", default="1,2,4,8,16,32")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--engines", type=Path, help="folder of engines to use and to leave for the next run")
+    parser.add_argument("--jobs", type=int, default=8, help="compiler processes at a time")
+    parser.add_argument("--count", type=int, default=200, help="timed replays")
+    parser.add_argument("--profile", default="1,32", help="batches with a per-kernel breakdown")
+    parser.add_argument("--no-references", action="store_true")
+    given = parser.parse_args()
+    batches = [int(size) for size in given.batches.split(",")]
+    profiled = [int(size) for size in given.profile.split(",") if size]
+    with tempfile.TemporaryDirectory() as scratch, torch.inference_mode():
+        folder = given.engines or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        missing = [
+            batch
+            for batch in batches
+            if not all((folder / f"{s}.{g}-B{batch}.pt2").exists() for s, g in talker_engines.GRAPHS)
+        ]
+        built = talker_engines.build_all(missing, folder, given.jobs)
+        for each in built:
+            print(f"{each.stage}.{each.graph} B={each.batch}: compiled in {each.seconds:.0f} s", flush=True)
+        measure(given, batches, profiled, folder, built)
+
+
+def measure(
+    given: argparse.Namespace,
+    batches: list[int],
+    profiled: list[int],
+    folder: Path,
+    built: list[talker_engines.Built],
+) -> None:
+    ceiling = harness.ceilings()
+    print(ceiling, flush=True)
+    figures: list[dict[str, Any]] = []
+    breakdown: dict[str, Any] = {}
+    vae = find("audio_vae")
+    parameters = vae.parameters(vae.config(open_synthetic(talker_engines.CONFIGS)), talker_engines.options())
+    modules = {stage: talker_engines.module_of(stage, torch.bfloat16) for stage, _ in talker_engines.GRAPHS}
+    plans = {stage: talker_engines.plan_of(stage, graph) for stage, graph in talker_engines.GRAPHS}
+    specs = {stage: plan.spec for stage, plan in plans.items()}
+    weights = {stage: dict(module.state_dict()) for stage, module in modules.items()}
+    plain_runs = {
+        stage: module_run(module, plans[stage].method, specs[stage]) for stage, module in modules.items()
+    }
+    wide: dict[str, nn.Module] = {}
+    seconds = 4 * parameters.samples_per_latent / parameters.sample_rate
+    for batch in batches:
+        runs = {
+            stage: engine_run(folder / f"{stage}.{graph}-B{batch}.pt2", specs[stage], weights[stage])
+            for stage, graph in talker_engines.GRAPHS
+        }
+        step = Step(batch, runs, specs)
+        graph = harness.capture(step)
+        times = harness.time_ms(graph.replay, given.count)
+        figure = {
+            "name": "patch_step_ms",
+            "batch": batch,
+            "context": CONTEXT,
+            **harness.summary(times),
+            "unit": "ms",
+        }
+        figures.append(figure)
+        single = harness.capture(step.in_sequence)
+        print(f"B={batch}: {figure['median']:.3f} ms", flush=True)
+        figures.append(
+            {
+                "name": "patch_step_ms",
+                "batch": batch,
+                "streams": 1,
+                **harness.summary(harness.time_ms(single.replay, given.count)),
+                "unit": "ms",
+            }
+        )
+        made = step.sample()
+        parts: dict[str, Callable[[], object]] = {
+            "cfm": step.sample,
+            "audio_vae": lambda made=made, step=step: step.decode(made),
+            "talker": lambda made=made, step=step: step.advance(made),
+        }
+        for name, part in parts.items():
+            alone = harness.capture(part)
+            samples = harness.time_ms(alone.replay, given.count)
+            figures.append(
+                {
+                    "name": "engine_ms",
+                    "engine": name,
+                    "batch": batch,
+                    **harness.summary(samples),
+                    "unit": "ms",
+                }
+            )
+            if batch in profiled:
+                breakdown[f"{name} B={batch}"] = kernel_table(alone.replay)
+        if not given.no_references:
+            with plain_torch():
+                plain = Step(batch, plain_runs, specs)
+                eager = harness.time_ms(plain.in_sequence, 10, 2)
+                captured = harness.time_ms(harness.capture(plain.in_sequence).replay, 30)
+            figure["reference"] = {"name": "eager torch", **harness.summary(eager)}
+            figure["reference_graph"] = {"name": "torch in a CUDA graph", **harness.summary(captured)}
+            del plain
+        audio = batch * seconds / (statistics.median(times) / 1e3)
+        figures.append(
+            {
+                "name": "audio_s_per_s",
+                "batch": batch,
+                "median": round(audio, 1),
+                "unit": "s/s",
+                "n": given.count,
+            }
+        )
+        if not given.no_references:
+            for stage, _ in talker_engines.GRAPHS:
+                if stage not in wide:
+                    wide[stage] = talker_engines.module_of(stage, torch.float32)
+                figures += parity(stage, batch, runs[stage], modules[stage], wide[stage])
+        del graph, single, step, runs
+    report(figures)
+    if given.json:
+        compiled = [
+            {"engine": f"{e.stage}.{e.graph}", "batch": e.batch, "seconds": round(e.seconds, 1)}
+            for e in built
+        ]
+        harness.write(
+            given.json, harness.result("talker", ceiling, figures, compile=compiled, breakdown=breakdown)
+        )
+
+
+def report(figures: list[dict[str, Any]]) -> None:
+    for figure in figures:
+        if figure["name"] == "engine_error":
+            ours, eager = figure["value"], figure["reference"]["value"]
+            print(
+                f"{figure['engine']} {figure['output']} B={figure['batch']}: {ours:.2e} (eager bf16 {eager:.2e})"
+            )
+    for figure in figures:
+        if figure["name"] == "engine_ms":
+            print(f"B={figure['batch']:<3} {figure['engine']:10} {figure['median']:8.3f} ms")
+    for figure in figures:
+        if figure["name"] == "patch_step_ms":
+            others = "".join(
+                f"  {reference['name']} {reference['median']:.2f} ms ({reference['median'] / figure['median']:.1f}x)"
+                for key in ("reference", "reference_graph")
+                if (reference := figure.get(key))
+            )
+            streams = "one stream" if figure.get("streams") == 1 else "patch step"
+            print(
+                f"B={figure['batch']:<3} {streams} {figure['median']:.3f} ms p95 {figure['p95']:.3f}{others}"
+            )
+        if figure["name"] == "audio_s_per_s":
+            print(f"B={figure['batch']:<3} {figure['median']:.0f} audio s/s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Products of a pre-norm transformer: norm before, activation after, or the sum with the residual stream after.
+
+On CUDA with few rows each is one kernel. Between them travel `Rows`: the residual stream and what the next product
+needs of it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mingc.kernels.dispatch import use_triton
+from mingc.kernels.rms_norm import rms_norm
+
+Activation = Literal["none", "gelu", "swiglu"]
+_MAX_FUSED_ROWS = (
+    32  # beyond, the vendor's matrix products win by more than the fusions save (benchmarks/NOTES.md)
+)
+
+
+class Rows(NamedTuple):
+    """A residual stream before a norm.
+
+    `normed` is the stream after the norm; or, when `squares` is there, the stream times the norm's weight, still to
+    be divided by the root mean square that `squares` (rows, parts) float32 adds up to.
+    """
+
+    values: Tensor
+    normed: Tensor
+    squares: Tensor | None
+    counters: Tensor | None
+
+
+def enter(x: Tensor, norm: Tensor, eps: float) -> Rows:
+    """The stream `x` (..., D) before the norm of weight `norm` (D,)."""
+    if not use_triton(x) or x.dtype == torch.float32 or x.numel() // x.shape[-1] > _MAX_FUSED_ROWS:
+        return Rows(x, rms_norm(x, norm, eps), None, None)
+    from mingc.kernels.gpu.linear import NUM_COUNTERS
+
+    squares = x.reshape(-1, x.shape[-1]).float().square().sum(-1, keepdim=True)
+    return Rows(x, x * norm, squares, torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=x.device))
+
+
+def leave(rows: Rows, eps: float) -> Tensor:
+    """The stream after its norm (..., D)."""
+    if rows.squares is None:
+        return rows.normed
+    scale = torch.rsqrt(rows.squares.sum(-1) / rows.normed.shape[-1] + eps).view(*rows.normed.shape[:-1], 1)
+    return (rows.normed.float() * scale).to(rows.normed.dtype)
+
+
+def normed_linear(
+    rows: Rows, weight: Tensor, bias: Tensor | None, eps: float, activation: Activation = "none"
+) -> Tensor:
+    """activation(norm(rows) @ weightᵀ + bias): (..., D) → (..., N).
+
+    `swiglu` takes gate rows then up rows of `weight` (2N, D) and gives silu(gate) * up; `gelu` is the tanh form.
+    """
+    if rows.squares is not None:
+        from mingc.kernels.gpu import linear as gpu
+
+        kind = {"none": gpu.NONE, "gelu": gpu.GELU, "swiglu": gpu.SWIGLU}[activation]
+        flat = rows.normed.reshape(-1, rows.normed.shape[-1]).contiguous()
+        out: Tensor = gpu.normed_linear(flat, rows.squares, weight, bias, eps, kind)
+        return out.view(*rows.normed.shape[:-1], out.shape[-1])
+    out = F.linear(rows.normed, weight, bias)
+    if activation == "gelu":
+        return F.gelu(out, approximate="tanh")
+    if activation == "swiglu":
+        gate, up = out.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    return out
+
+
+def add_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, norm: Tensor, eps: float) -> Rows:
+    """rows + (x @ weightᵀ + bias), before the norm of weight `norm`: x (..., K) → (..., D)."""
+    if rows.squares is not None and rows.counters is not None:
+        from mingc.kernels.gpu import linear as gpu
+
+        shape = rows.values.shape
+        flat = [each.reshape(-1, each.shape[-1]).contiguous() for each in (x, rows.values)]
+        values, normed, squares = gpu.add_linear(flat[0], weight, bias, flat[1], norm, rows.counters)
+        return Rows(values.view(shape), normed.view(shape), squares, rows.counters)
+    values = rows.values + F.linear(x, weight, bias)
+    return Rows(values, rms_norm(values, norm, eps), None, None)
+
+
+def keep(rows: Rows, kept: slice) -> Rows:
+    """Only the tokens `kept` (axis 1) of the stream; only `add_linear` may come next."""
+    return rows._replace(values=rows.values[:, kept])

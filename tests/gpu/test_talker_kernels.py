@@ -1,0 +1,88 @@
+"""The talker's Triton kernels against their torch references, in bfloat16 on a CUDA device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mingc.kernels import linear
+from mingc.kernels.dispatch import plain_torch
+from mingc.kernels.ring_attention import ring_attention
+from mingc.kernels.short_attention import short_attention
+from mingc.kernels.slot_attention import slot_attention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+TOLERANCE = 1.5e-2  # a few roundings of bfloat16, relative to the largest value
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda").to(torch.bfloat16)
+
+
+def turn(*shape: int) -> tuple[Tensor, Tensor]:
+    angles = torch.rand(*shape, device="cuda") * 6
+    return angles.cos(), angles.sin()
+
+
+def check(value: Tensor, expected: Tensor) -> None:
+    error = (value.float() - expected.float()).abs().max() / expected.float().abs().max()
+    assert error < TOLERANCE
+
+
+def test_short_attention() -> None:
+    qkv, tables = normal(6, 37, 3 * 16 * 64), turn(37, 32)
+    with plain_torch():
+        expected = short_attention(qkv, *tables)
+    check(short_attention(qkv, *tables), expected)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_slot_attention(window: int | None) -> None:
+    qkv, tables = normal(3, 18 * 64), turn(3, 32)
+    ours, theirs = ([normal(5, 300, 2, 64) for _ in range(2)] for _ in range(2))
+    for own, other in zip(ours, theirs, strict=True):
+        other.copy_(own)
+    places = torch.tensor([1, 4, 2], device="cuda"), torch.tensor([0, 130, 299], device="cuda")
+    with plain_torch():
+        expected = slot_attention(qkv, *tables, *theirs, *places, window)
+    check(slot_attention(qkv, *tables, *ours, *places, window), expected)
+    for own, other in zip(ours, theirs, strict=True):
+        check(own, other)
+
+
+@pytest.mark.parametrize("first", [[-2, 14, 62], [1598, -2, 30]])
+def test_ring_attention(first: list[int]) -> None:
+    qkv, tables = normal(3, 18, 18 * 64), turn(3, 18, 32)
+    ours, theirs = ([normal(5, 88, 2, 64) for _ in range(2)] for _ in range(2))
+    for own, other in zip(ours, theirs, strict=True):
+        other.copy_(own)
+    places = torch.tensor([1, 4, 2], device="cuda"), torch.tensor(first, device="cuda")
+    with plain_torch():
+        expected = ring_attention(qkv, *tables, *theirs, *places, 64)
+    check(ring_attention(qkv, *tables, *ours, *places, 64), expected)
+    for own, other in zip(ours, theirs, strict=True):
+        check(own, other)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 18, 32])
+@pytest.mark.parametrize(("activation", "factor"), [("none", 1), ("gelu", 1), ("swiglu", 2)])
+def test_a_block_of_products(rows: int, activation: linear.Activation, factor: int) -> None:
+    """In and out again: the sums of squares and the split products of one reach the next."""
+    x, norm, next_norm = normal(rows, 896), normal(896), normal(896)
+    first, bias = normal(4864 * factor, 896) * 896**-0.5, normal(4864) if factor == 1 else None
+    second = normal(896, 4864) * 4864**-0.5
+
+    def run() -> tuple[Tensor, Tensor]:
+        stream = linear.enter(x, norm, 1e-6)
+        inner = linear.normed_linear(stream, first, bias, 1e-6, activation)
+        stream = linear.add_linear(inner, second, None, stream, next_norm, 1e-6)
+        return stream.values, linear.leave(stream, 1e-6)
+
+    with plain_torch():
+        expected = run()
+    for value, wanted in zip(run(), expected, strict=True):
+        check(value, wanted)
