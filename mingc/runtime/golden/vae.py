@@ -65,7 +65,7 @@ def stream_wave(engines: Engines, latents: Floats) -> Floats:
             patch_index=engines.put(indices, graph, "patch_index"),
             **state,
         )
-        start = parameters.tail_samples if index == 0 else 0
+        start = max(0, parameters.tail_samples - index * patch * parameters.samples_per_latent)
         is_last = (index + 1) * patch == len(latents)
         end = patch * parameters.samples_per_latent + (parameters.tail_samples if is_last else 0)
         pieces.append(to_numpy(outputs["samples"])[0, start:end])
