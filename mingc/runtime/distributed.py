@@ -26,21 +26,36 @@ def host_store(*, timeout_s: float = 300.0) -> dist.TCPStore:
     )
 
 
-def init(*, rank: int, world_size: int, port: int, device: str = "cpu", timeout_s: float = 300.0) -> None:
-    """Join the group of `world_size` ranks that meet at `port`, and register it for the engines.
+def init(
+    rank: int,
+    world_size: int,
+    init_method: str | None = None,
+    *,
+    port: int | None = None,
+    device: str = "cpu",
+    timeout_s: float = 300.0,
+) -> None:
+    """Join the group of `world_size` ranks and register it for the engines.
 
-    Must come before the first run of a sharded engine. On CUDA the caller has chosen its device already.
+    The ranks meet at the `port` of `host_store`, or where `init_method` says (`file:///path/of/a/new/file`). Must
+    come before the first run of a sharded engine. On CUDA the caller has chosen its device already.
 
     Raises: WorkerError when the others do not come within `timeout_s`.
     """
     backend = "nccl" if device.startswith("cuda") else "gloo"
     timeout = timedelta(seconds=timeout_s)
     try:
-        store = dist.TCPStore(_HOST, port, is_master=False, timeout=timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        if port is not None:
+            store = dist.TCPStore(_HOST, port, is_master=False, timeout=timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        else:
+            dist.init_process_group(
+                backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
+            )
     except (RuntimeError, ValueError) as error:
+        place = f"port {port}" if port is not None else init_method
         raise WorkerError(
-            f"rank {rank} of {world_size} cannot join the group: {error}", where=f"port {port}"
+            f"rank {rank} of {world_size} cannot join the group: {error}", where=place
         ) from error
     group = dist.group.WORLD
     assert group is not None, "init_process_group sets the default group"
