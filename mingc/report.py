@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MAX_COLUMNS = 100
-_MAX_NAME = 60  # the first column is not narrowed below this width
+_MAX_NAME = 52  # the first column is not narrowed below this width
 
 
 def show(result: object, *, as_json: bool, stream: IO[str] | None = None) -> None:
