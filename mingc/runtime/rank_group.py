@@ -39,7 +39,7 @@ class RankGroup:
     Args:
         devices: one a rank; the first one is this process's.
         load: makes this process's worker while the children load theirs.
-        on_death: called once, on a thread of its own, when a child ends unasked.
+        on_death: called once, on any thread, when a child has ended unasked or a step has failed.
     """
 
     def __init__(
