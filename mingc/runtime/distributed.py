@@ -6,22 +6,26 @@ Engines know their group by the name `mingc_tp` only. Nothing here brings in Dyn
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from mingc.errors import WorkerError
 from mingc.kernels.all_reduce import GROUP
 
 _HOST = "127.0.0.1"
+# The registry that compiled collectives look their group up in by name; the public API names groups by itself.
+# Its type stubs want a type for names that older torch does not have.
+_registry: Any = c10d
 
 
-def host_store(*, timeout_s: float = 300.0) -> dist.TCPStore:
+def host_store(*, timeout_s: float = 300.0) -> c10d.TCPStore:
     """A key-value store that ranks meet at, on a port that the system chose (`.port`).
 
     Lives as long as the returned object; the process that starts the ranks keeps it.
     """
-    return dist.TCPStore(
+    return c10d.TCPStore(
         _HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
 
@@ -46,7 +50,7 @@ def init(
     timeout = timedelta(seconds=timeout_s)
     try:
         if port is not None:
-            store = dist.TCPStore(_HOST, port, is_master=False, timeout=timeout)
+            store = c10d.TCPStore(_HOST, port, is_master=False, timeout=timeout)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         else:
             dist.init_process_group(
@@ -59,12 +63,11 @@ def init(
         ) from error
     group = dist.group.WORLD
     assert group is not None, "init_process_group sets the default group"
-    # The registry that compiled collectives look their group up in; the public API names groups by itself.
-    torch._C._distributed_c10d._register_process_group(GROUP, group)
+    _registry._register_process_group(GROUP, group)
 
 
 def shutdown() -> None:
     """Leave the group; does nothing when there is none."""
     if dist.is_initialized():
-        torch._C._distributed_c10d._unregister_process_group(GROUP)
+        _registry._unregister_process_group(GROUP)
         dist.destroy_process_group()
