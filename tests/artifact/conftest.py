@@ -20,6 +20,14 @@ CHECKPOINT = DATA / "tiny-ming"
 _END_S = 30
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All tests of this folder share the exported artifacts: one worker runs them, and exports take their time."""
+    for item in items:
+        if Path(item.fspath).parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.xdist_group("artifact"))
+            item.add_marker(pytest.mark.timeout(1800))
+
+
 @dataclass(frozen=True)
 class Finished:
     """What a command gave back."""
@@ -41,7 +49,7 @@ def mingc(*words: object) -> Finished:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=540,
+        timeout=1500,
     )
     return Finished(done.returncode, done.stdout, done.stderr)
 
