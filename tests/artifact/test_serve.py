@@ -21,21 +21,7 @@ import openai_checks as checks
 FORBIDDEN = ("torch._dynamo", "torch._inductor", "transformers", "onnx", "mingc.export", "triton")
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        checks.check_models,
-        checks.check_text,
-        checks.check_streamed_text,
-        checks.check_image,
-        checks.check_input_audio,
-        checks.check_text_and_audio,
-        checks.check_streamed_text_and_audio,
-        checks.check_unknown_voice,
-        checks.check_unknown_model,
-    ],
-    ids=lambda check: check.__name__,
-)
+@pytest.mark.parametrize("check", checks.OF_ANY_SERVER, ids=lambda check: check.__name__)
 def test_openai_client(server: Server, check: Callable[[str], object]) -> None:
     check(server.url)
 
