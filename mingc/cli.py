@@ -224,6 +224,9 @@ def verify_command(as_json: bool, artifact: Path, against: Path | None, no_repla
 
     result = verify(artifact, against=against, replay=not no_replay, told=told)
     show(result, as_json=as_json)
+    told(
+        f"{result.checked} comparisons, {result.failed} failed, {result.expected_differences} expected differences"
+    )
     return 0 if result.passed else EXIT_FOUND_PROBLEMS
 
 

@@ -267,12 +267,17 @@ def _take(answer: _Answer, event: dict[str, Any], now_s: float) -> None:
         if delta.get("content"):
             answer.first_text_s = now_s if answer.first_text_s is None else answer.first_text_s
             answer.text += delta["content"]
-            print(delta["content"], end="", file=sys.stderr, flush=True)
+            print(_printable(delta["content"]), end="", file=sys.stderr, flush=True)
         if data := (delta.get("audio") or {}).get("data"):
             answer.first_audio_s = now_s if answer.first_audio_s is None else answer.first_audio_s
             answer.samples += base64.b64decode(data)
         if choice.get("finish_reason"):
             answer.finish = event
+
+
+def _printable(text: str) -> str:
+    """Without control characters, which a model of random weights writes too."""
+    return "".join(character for character in text if character.isprintable() or character == "\n")
 
 
 def _refusal(body: bytes) -> MingcError:

@@ -1,20 +1,20 @@
 """The error tree of mingc. Every error says what is wrong, where, and how to fix it.
 
-    MingcError                 exit code 1
-    ├── ConfigError            an option or recipe cannot be; exit code 2
-    ├── CheckpointError        a tensor or file missing, misshaped, or of another model
-    ├── ExportError            the build failed
-    │   ├── CaptureError       torch.export refused a stage
-    │   ├── CompileError       a backend refused a captured graph
-    │   └── ParityError        a compiled engine is further from the reference than allowed
-    ├── BundleError            an artifact on disk
-    │   ├── ManifestError      the manifest cannot be read
-    │   ├── IntegrityError     a file is missing or changed
-    │   └── IncompatibleError  the artifact was built for something else
-    └── ServeError             a running server; each knows its HTTP status
-        ├── RequestError       the client's fault (400 unless said otherwise)
-        ├── CapacityError      no room now (503)
-        └── WorkerError        a worker died or an engine failed (500)
+MingcError                 exit code 1
+├── ConfigError            an option or recipe cannot be; exit code 2
+├── CheckpointError        a tensor or file missing, misshaped, or of another model
+├── ExportError            the build failed
+│   ├── CaptureError       torch.export refused a stage
+│   ├── CompileError       a backend refused a captured graph
+│   └── ParityError        a compiled engine is further from the reference than allowed
+├── BundleError            an artifact on disk
+│   ├── ManifestError      the manifest cannot be read
+│   ├── IntegrityError     a file is missing or changed
+│   └── IncompatibleError  the artifact was built for something else
+└── ServeError             a running server; each knows its HTTP status
+    ├── RequestError       the client's fault (400 unless said otherwise)
+    ├── CapacityError      no room now (503)
+    └── WorkerError        a worker died or an engine failed (500)
 """
 
 from __future__ import annotations

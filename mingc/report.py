@@ -2,7 +2,7 @@
 
 Scalar fields become lines `name  value`; a tuple of dataclasses (or a mapping to dataclasses) becomes a table
 with a column for every field. Units stand in the field names (`_seconds`, `_bytes`) and so in the headers. A
-field with `metadata={"shown": False}` is left to the JSON.
+field with `metadata={"shown": False}` is left to the JSON; a row with a method `cells` chooses its columns itself.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MAX_COLUMNS = 100
+_MAX_NAME = 52  # the first column is not narrowed below this width
 
 
 def show(result: object, *, as_json: bool, stream: IO[str] | None = None) -> None:
@@ -90,6 +91,9 @@ def _split(result: object) -> tuple[list[tuple[str, str]], list[tuple[str, list[
 
 def _row(item: object) -> dict[str, Any]:
     assert dataclasses.is_dataclass(item)
+    if hasattr(item, "cells"):
+        cells: dict[str, Any] = item.cells()
+        return cells
     return {
         field.name: getattr(item, field.name)
         for field in dataclasses.fields(item)
@@ -104,11 +108,14 @@ def _print_table(console: Console, title: str, rows: list[dict[str, Any]]) -> No
 
     names = [name for name in rows[0] if any(row[name] not in (None, "", ()) for row in rows)]
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    for name in names:
+    for index, name in enumerate(names):
         is_number = all(isinstance(row[name], (int, float, type(None))) for row in rows)
         is_flag = any(isinstance(row[name], bool) for row in rows)
         table.add_column(
-            _words(name), justify="right" if is_number and not is_flag else "left", overflow="fold"
+            _words(name),
+            justify="right" if is_number and not is_flag else "left",
+            overflow="fold",
+            min_width=min(_MAX_NAME, max(len(_text(row[name])) for row in rows)) if index == 0 else None,
         )
     for row in rows:
         table.add_row(*(Text(_text(row[name])) for name in names))

@@ -24,6 +24,7 @@ from mingc.export.checkpoint import Checkpoint, open_checkpoint
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stages import find
 from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions
+from mingc.export.tensor_parallel import stand_in_group
 from mingc.export.weights import float32_module, load_module
 
 BACKEND = "aoti"
@@ -135,14 +136,15 @@ def _compile(
 ) -> EngineRecord:
     label = "".join(f"-{name}{size}" for name, size in (fixed or {}).items())
     file = f"engines/{task.stage}.{plan.spec.name}{label}.pt2"
-    program = capture(plan, module, stage=task.stage, fixed=fixed, device=torch.device(options.device))
-    seconds = aoti.compile_graph(
-        program,
-        task.folder / file,
-        device=options.device,
-        cache=task.recipe.cache,
-        where=f"{task.stage}.{plan.spec.name}",
-    )
+    with stand_in_group(len(task.weights)):
+        program = capture(plan, module, stage=task.stage, fixed=fixed, device=torch.device(options.device))
+        seconds = aoti.compile_graph(
+            program,
+            task.folder / file,
+            device=options.device,
+            cache=task.recipe.cache,
+            where=f"{task.stage}.{plan.spec.name}",
+        )
     return EngineRecord(backend=BACKEND, file=file, dims=fixed, compile_seconds=round(seconds, 1))
 
 

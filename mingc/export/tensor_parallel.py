@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from mingc.kernels.all_reduce import GROUP
 
@@ -24,8 +25,8 @@ def stand_in_group(world_size: int) -> Iterator[None]:
     # Gives the collectives the shape rules that tracing needs.
     import torch.distributed._functional_collectives  # noqa: F401
 
-    registry = torch._C._distributed_c10d
-    group = dist.ProcessGroup(dist.HashStore(), 0, world_size)
+    registry: Any = c10d  # its stubs want a type for names that older torch does not have
+    group = dist.ProcessGroup(c10d.HashStore(), 0, world_size)
     registry._register_process_group(GROUP, group)
     try:
         yield

@@ -1,7 +1,7 @@
 """Collectives of the tensor-parallel group, in the form that a compiled graph can hold.
 
-The group is known by name only; the runtime registers one under it (`mingc.runtime.distributed`). Tracing
-needs no group.
+The group is known by name only; the runtime registers one under it (`mingc.runtime.distributed`), export a
+stand-in of the same size (`mingc.export.tensor_parallel`).
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ def _visit_experts(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Ten
     outputs = x.new_empty(pair_ids.shape[0], x.shape[1])
     start = 0
     for expert, count in enumerate(torch.bincount(pair_ids, minlength=gate_up.shape[0]).tolist()):
-        for places in order[start : start + count].split(_BLOCK_ROWS) if count else ():
+        for first in range(start, start + count, _BLOCK_ROWS):
+            places = order[first : min(first + _BLOCK_ROWS, start + count)]
             block = x.new_zeros(_BLOCK_ROWS, x.shape[1])
             block[: len(places)] = x[places // num_chosen]
             gate, up = F.linear(block, gate_up[expert]).chunk(2, dim=-1)

@@ -30,7 +30,9 @@ class VisionEncoder:
         self._graph = stage["encode"]
         self._parameters = parameters
         self._device = device
-        self._dtype = torch_dtype(next(each for each in self._graph.spec.inputs if each.name == "pixels").dtype)
+        self._dtype = torch_dtype(
+            next(each for each in self._graph.spec.inputs if each.name == "pixels").dtype
+        )
         self._lock = threading.Lock()
 
     @torch.inference_mode()

@@ -73,10 +73,14 @@ class EngineOptions:
             f"{field.name} is {value}, which is below {least}"
             for field in dataclasses.fields(self)
             for least in (0 if field.name == "max_waiting" else 1,)
-            if isinstance(value := getattr(self, field.name), int) and not isinstance(value, bool) and value < least
+            if isinstance(value := getattr(self, field.name), int)
+            and not isinstance(value, bool)
+            and value < least
         ]
         if problems:
-            raise ConfigError("; ".join(problems), where="options of the engines", fix="see `mingc serve --help`")
+            raise ConfigError(
+                "; ".join(problems), where="options of the engines", fix="see `mingc serve --help`"
+            )
 
 
 def open_service(root: Path, options: EngineOptions | None = None) -> OmniService:
@@ -129,7 +133,10 @@ def open_service(root: Path, options: EngineOptions | None = None) -> OmniServic
 
 
 def _load_chat(
-    bundle: Bundle, options: EngineOptions, devices: list[torch.device], on_death: Callable[[ServeError], None]
+    bundle: Bundle,
+    options: EngineOptions,
+    devices: list[torch.device],
+    on_death: Callable[[ServeError], None],
 ) -> tuple[StepRunner | None, ChatParts | None]:
     manifest = bundle.manifest
     if "thinker" not in manifest.stages:
@@ -189,9 +196,7 @@ def _load_chat(
         tokenizer=tokenizer,
         vision=vision,
         audio=audio,
-        loop=ThinkerLoop(
-            runner, scheduler, stop_ids=thinker.stop_token_ids, vocab_size=thinker.vocab_size
-        ),
+        loop=ThinkerLoop(runner, scheduler, stop_ids=thinker.stop_token_ids, vocab_size=thinker.vocab_size),
     )
     return runner, parts
 
@@ -292,5 +297,7 @@ def _devices(kind: str, world_size: int) -> list[torch.device]:
 
 def _recorded(parameters: _T | None, stage: str) -> _T:
     if parameters is None:
-        raise BundleError(f"the manifest has no parameters of {stage}", where="manifest.json", fix="export again")
+        raise BundleError(
+            f"the manifest has no parameters of {stage}", where="manifest.json", fix="export again"
+        )
     return parameters

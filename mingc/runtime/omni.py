@@ -145,7 +145,9 @@ class OmniService:
         with self._begin(is_chat=False) as channel:
             speaker = self._open_speaker(speech, request.speech, channel, request.speech.seed)
             try:
-                segments = await self._offload(lambda: speech_segments(request.text, speech.max_segment_length))
+                segments = await self._offload(
+                    lambda: speech_segments(request.text, speech.max_segment_length)
+                )
                 if not segments:
                     raise RequestError("the text has nothing that can be spoken", param="input")
                 await self._offload(lambda: speaker.say(segments))
@@ -225,7 +227,8 @@ class OmniService:
     def _prepare(self, parts: ChatParts, request: ChatRequest, timings: Timings) -> ThinkerPrompt:
         """Decode media, build the prompt, run the encoders."""
         prompt = parts.processor.prepare(request.turns, video=request.video, thinking=request.thinking)
-        parts.loop.scheduler.max_new_tokens(prompt.num_tokens, 1)  # too long a prompt fails before the encoders run
+        # Too long a prompt fails here, before the encoders run.
+        parts.loop.scheduler.max_new_tokens(prompt.num_tokens, 1)
         timings.mark("prepared")
         embeds = _encode_media(parts, prompt)
         timings.mark("encoded")

@@ -26,6 +26,8 @@ from mingc.runtime.step_wire import receive_step
 from mingc.runtime.thinker import PrefillStep, ThinkerWorker
 
 LOADED, READY = b"L", b"R"
+# Ranks get a step at the same moment, so none waits long for another; one that hangs must not hang the server.
+COLLECTIVE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +54,9 @@ class RankJob:
 
 def main() -> None:
     job = decode(RankJob, json.loads(sys.argv[1]))
+    # These come to a whole group of processes; the server decides when its ranks end.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # sent to a whole group of processes; the server decides when to end
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_the_server, args=(job.lifeline,), daemon=True).start()
     torch.set_num_threads(job.num_threads)
     device = torch.device(job.device)
@@ -64,7 +67,13 @@ def main() -> None:
         stage = load_stage(Bundle(root, read_manifest(root)), "thinker", device, rank=job.rank)
         worker = ThinkerWorker(stage, page_size=job.page_size, num_pages=job.num_pages, device=device)
         sock.sendall(LOADED)
-        distributed.init(rank=job.rank, world_size=job.world_size, port=job.port, device=job.device)
+        distributed.init(
+            rank=job.rank,
+            world_size=job.world_size,
+            port=job.port,
+            device=job.device,
+            timeout_s=COLLECTIVE_TIMEOUT_S,
+        )
         sock.sendall(READY)
         while (step := receive_step(sock)) is not None:
             if isinstance(step, PrefillStep):

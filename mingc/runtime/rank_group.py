@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,13 +19,16 @@ from torch import Tensor
 from mingc.artifacts.codec import encode
 from mingc.errors import WorkerError
 from mingc.runtime import distributed
-from mingc.runtime.rank import LOADED, READY, RankJob
+from mingc.runtime.rank import COLLECTIVE_TIMEOUT_S, LOADED, READY, RankJob
 from mingc.runtime.step_wire import Step, send_step
 from mingc.runtime.thinker import DecodeStep, PrefillStep, ThinkerWorker
 
 _SEND_TIMEOUT_S = 60.0
 _START_TIMEOUT_S = 600.0  # the weights of the real model take minutes from a cold disk
 _END_TIMEOUT_S = 5.0
+_END_NOTICE_S = 0.2  # a closed connection is noticed before the end of its process is
+
+_Step = TypeVar("_Step", PrefillStep, DecodeStep)
 
 log = logging.getLogger("mingc.ranks")
 
@@ -35,7 +39,7 @@ class RankGroup:
     Args:
         devices: one a rank; the first one is this process's.
         load: makes this process's worker while the children load theirs.
-        on_death: called once, on a thread of its own, when a child ends unasked.
+        on_death: called once, on any thread, when a child has ended unasked or a step has failed.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class RankGroup:
         self._sockets: list[socket.socket] = []
         self._is_closing = threading.Event()
         self._death: WorkerError | None = None
+        self._lock = threading.Lock()
         self._lifeline_read, self._lifeline_write = os.pipe()
         self.device = devices[0]
         self._store = distributed.host_store()
@@ -75,14 +80,20 @@ class RankGroup:
             self._worker = load()
             self._await(LOADED)
             distributed.init(
-                rank=0, world_size=len(devices), port=self._store.port, device=str(devices[0])
+                rank=0,
+                world_size=len(devices),
+                port=self._store.port,
+                device=str(devices[0]),
+                timeout_s=COLLECTIVE_TIMEOUT_S,
             )
             self._await(READY)
         except BaseException:
             self.close()
             raise
         for rank, child in enumerate(self._children, start=1):
-            threading.Thread(target=self._watch, args=(rank, child), name=f"mingc-watch-{rank}", daemon=True).start()
+            threading.Thread(
+                target=self._watch, args=(rank, child), name=f"mingc-watch-{rank}", daemon=True
+            ).start()
 
     @property
     def is_alive(self) -> bool:
@@ -90,13 +101,11 @@ class RankGroup:
 
     def prefill(self, step: PrefillStep) -> Tensor:
         """As `ThinkerWorker.prefill`. Raises: WorkerError when a rank is gone."""
-        self._send(step)
-        return self._worker.prefill(step)
+        return self._run(step, self._worker.prefill)
 
     def decode(self, step: DecodeStep) -> Tensor:
         """As `ThinkerWorker.decode`. Raises: WorkerError when a rank is gone."""
-        self._send(step)
-        return self._worker.decode(step)
+        return self._run(step, self._worker.decode)
 
     def close(self) -> None:
         """End the children: closed sockets tell them, what is left after a while is killed."""
@@ -139,26 +148,59 @@ class RankGroup:
                 code = child.wait()
                 raise WorkerError(f"rank {rank} ended with code {code} while starting", where=f"rank {rank}")
 
-    def _send(self, step: Step) -> None:
+    def _run(self, step: _Step, run: Callable[[_Step], Tensor]) -> Tensor:
         if self._death is not None:
             raise self._death
+        try:
+            self._send(step)
+            return run(step)
+        except Exception as error:
+            # The ranks may now stand at different steps; no later one could be trusted.
+            death = self._find_dead_child() or WorkerError(
+                f"a step of the thinker failed: {error}", where="rank 0", fix="restart the server"
+            )
+            self._die(death)
+            raise death from error
+
+    def _send(self, step: Step) -> None:
         for rank, sock in enumerate(self._sockets, start=1):
             sock.settimeout(_SEND_TIMEOUT_S)
             try:
                 send_step(sock, step)
             except OSError as error:
-                raise WorkerError(f"rank {rank} does not take steps: {error}", where=f"rank {rank}") from error
+                raise WorkerError(
+                    f"rank {rank} does not take steps: {error}", where=f"rank {rank}"
+                ) from error
 
     def _watch(self, rank: int, child: subprocess.Popen[bytes]) -> None:
         code = child.wait()
-        if self._is_closing.is_set() or self._death is not None:
-            return
-        self._death = WorkerError(
-            f"rank {rank} of the thinker ended with code {code}", where=f"rank {rank}", fix="restart the server"
-        )
-        log.error("%s", self._death.message)
-        # The others wait in a collective for a rank that is gone; without them it fails here as well.
-        for each in self._children:
-            if each.poll() is None:
-                each.kill()
-        self._on_death(self._death)
+        if not self._is_closing.is_set():
+            self._die(_death_of(rank, code))
+
+    def _find_dead_child(self) -> WorkerError | None:
+        """Why a step failed, if it is because a child has just ended."""
+        for rank, child in enumerate(self._children, start=1):
+            try:
+                return _death_of(rank, child.wait(_END_NOTICE_S))
+            except subprocess.TimeoutExpired:
+                continue
+        return None
+
+    def _die(self, death: WorkerError) -> None:
+        """Serve no step any more. Only the first death counts."""
+        with self._lock:
+            if self._death is not None:
+                return
+            self._death = death
+        log.error("%s", death.message)
+        # The others may wait in a collective for a rank that is gone; without them it fails here as well.
+        for child in self._children:
+            if child.poll() is None:
+                child.kill()
+        self._on_death(death)
+
+
+def _death_of(rank: int, code: int) -> WorkerError:
+    return WorkerError(
+        f"rank {rank} of the thinker ended with code {code}", where=f"rank {rank}", fix="restart the server"
+    )

@@ -34,7 +34,12 @@ class SamplerRow:
 
     @classmethod
     def begin(
-        cls, params: SamplingParams, seed: int, prompt_ids: Sequence[int], vocab_size: int, device: torch.device
+        cls,
+        params: SamplingParams,
+        seed: int,
+        prompt_ids: Sequence[int],
+        vocab_size: int,
+        device: torch.device,
     ) -> SamplerRow:
         row = cls(params, seed)
         if params.repetition_penalty != 1.0:
@@ -69,7 +74,9 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[int | None]:
         logits = torch.stack([_penalize(logits[i], row) for i, row in enumerate(rows)])
     highest, greedy = logits.max(dim=-1)  # a NaN anywhere in a row becomes its maximum
     is_finite = torch.isfinite(highest).tolist()
-    ids: list[int | None] = [token if fine else None for token, fine in zip(greedy.tolist(), is_finite, strict=True)]
+    ids: list[int | None] = [
+        token if fine else None for token, fine in zip(greedy.tolist(), is_finite, strict=True)
+    ]
     for i, row in enumerate(rows):
         if ids[i] is not None and row.params.temperature > 0.0 and row.params.top_k != 1:
             ids[i] = _draw(logits[i], row.params, uniform(row.seed, row.step))

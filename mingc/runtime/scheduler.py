@@ -97,9 +97,12 @@ class ThinkerScheduler:
     def add(self, request: int, *, prompt_tokens: int, max_tokens: int) -> None:
         """Queue a request. Raises CapacityError when the queue is full."""
         assert prompt_tokens > 0 and prompt_tokens + max_tokens <= self.max_context
-        if len(self._waiting) >= self._max_waiting and (self._waiting or not self._has_room(prompt_tokens, max_tokens)):
+        if len(self._waiting) >= self._max_waiting and (
+            self._waiting or not self._has_room(prompt_tokens, max_tokens)
+        ):
             raise CapacityError(
-                f"{len(self._waiting)} requests are waiting, as many as the queue holds", fix="try again later"
+                f"{len(self._waiting)} requests are waiting, as many as the queue holds",
+                fix="try again later",
             )
         self._waiting[request] = _Sequence(prompt_tokens, max_tokens)
 
@@ -190,7 +193,9 @@ class TalkerScheduler:
     def open(self, stream: int) -> None:
         """Make a stream known. Raises CapacityError when there are too many."""
         if len(self._segments) >= self._max_streams:
-            raise CapacityError(f"{len(self._segments)} requests are speaking or waiting to", fix="try again later")
+            raise CapacityError(
+                f"{len(self._segments)} requests are speaking or waiting to", fix="try again later"
+            )
         self._segments[stream] = deque()
 
     def add(self, stream: int, segment: int) -> None:

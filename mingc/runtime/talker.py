@@ -82,7 +82,9 @@ class _Speaking:
 class _Buffers:
     """The inputs of one bucket: the same tensors at every step. On the CPU host and device share them."""
 
-    def __init__(self, size: int, shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device) -> None:
+    def __init__(
+        self, size: int, shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device
+    ) -> None:
         self.size = size
         is_cuda = device.type == "cuda"
         self._staged = {
@@ -90,7 +92,9 @@ class _Buffers:
             for name, (dtype, shape) in shapes.items()
         }
         self.host = {name: tensor.numpy() for name, tensor in self._staged.items()}
-        self.on_device = {name: tensor.to(device) for name, tensor in self._staged.items()} if is_cuda else self._staged
+        self.on_device = (
+            {name: tensor.to(device) for name, tensor in self._staged.items()} if is_cuda else self._staged
+        )
         self.next_embeds: Tensor | None = None
 
     def upload(self, *names: str) -> None:
@@ -132,7 +136,9 @@ class TalkerWorker:
         hidden = next(each for each in self._sample.spec.inputs if each.name == "hidden")
         embeds = next(each for each in self._prefill.spec.inputs if each.name == "embeds")
         self._embed_dtype = torch_dtype(embeds.dtype)
-        self._hidden = torch.zeros(num_slots, parameters.hidden_size, dtype=torch_dtype(hidden.dtype), device=device)
+        self._hidden = torch.zeros(
+            num_slots, parameters.hidden_size, dtype=torch_dtype(hidden.dtype), device=device
+        )
         self._history = torch.zeros(num_slots, flow.history_latents, flow.latent_dim, device=device)
         self._speaking: dict[int, _Speaking] = {}
         self._buffers: dict[int, _Buffers] = {}
@@ -214,7 +220,10 @@ class TalkerWorker:
         assert buffers.next_embeds is not None
         slots = buffers.on_device["step_slots"]
         stepped = self._step.run(
-            embeds=buffers.next_embeds, slots=slots, lengths=buffers.on_device["lengths"], **self._talker_state
+            embeds=buffers.next_embeds,
+            slots=slots,
+            lengths=buffers.on_device["lengths"],
+            **self._talker_state,
         )
         self._hidden.index_copy_(0, slots, stepped["hidden"])
 
@@ -241,7 +250,9 @@ class TalkerWorker:
             host["temperature"][row] = segment.temperature
             host["noise"][row] = start_noise(segment.seed, segment.index, speaking.patch, patch_shape)
             host["step_noise"][row] = (
-                diffusion_noise(segment.seed, segment.index, speaking.patch, (self.flow.num_steps, *patch_shape))
+                diffusion_noise(
+                    segment.seed, segment.index, speaking.patch, (self.flow.num_steps, *patch_shape)
+                )
                 if segment.temperature > 0.0
                 else 0.0
             )
@@ -252,11 +263,13 @@ class TalkerWorker:
         """Stop rule and caps (spec: talker.md §5), and the part of the decoded wave that is final."""
         speaking = self._speaking[slot]
         step = speaking.patch
-        has_stopped = step > self.parameters.min_stop_step and stop_probability > self.parameters.stop_threshold
+        has_stopped = (
+            step > self.parameters.min_stop_step and stop_probability > self.parameters.stop_threshold
+        )
         is_capped = not has_stopped and step + 1 >= speaking.segment.max_patches
         speaking.is_last = has_stopped or is_capped
         speaking.patch += 1
-        start = self._tail if step == 0 else 0
+        start = max(0, self._tail - step * self.samples_per_patch)  # before that nothing exists
         end = self.samples_per_patch + (self._tail if speaking.is_last else 0)
         samples = wave[start:end].copy()
         return Patch(
@@ -273,7 +286,9 @@ class TalkerWorker:
         rows = self._prefixes.get(key)
         if rows is None:
             self._run_prompt(slot, segment, 0, count)
-            self._prefixes[key] = {name: state[slot, :count].clone() for name, state in self._talker_state.items()}
+            self._prefixes[key] = {
+                name: state[slot, :count].clone() for name, state in self._talker_state.items()
+            }
             if len(self._prefixes) > _MAX_PREFIXES:
                 self._prefixes.popitem(last=False)
             return

@@ -32,7 +32,9 @@ class TalkerLoop(EngineThread):
         max_behind_s: a client that leaves its patches unread for longer loses its request and so its slot.
     """
 
-    def __init__(self, worker: TalkerWorker, scheduler: TalkerScheduler, *, max_behind_s: float = 60.0) -> None:
+    def __init__(
+        self, worker: TalkerWorker, scheduler: TalkerScheduler, *, max_behind_s: float = 60.0
+    ) -> None:
         super().__init__("talker")
         self._worker = worker
         self.scheduler = scheduler
@@ -87,7 +89,9 @@ class TalkerLoop(EngineThread):
             for stream, patch in zip(batch, patches, strict=True):
                 if patch.is_finite:
                     self._streams[stream].emit(
-                        PatchItem(samples=patch.samples, is_segment_end=patch.is_last, is_capped=patch.is_capped)
+                        PatchItem(
+                            samples=patch.samples, is_segment_end=patch.is_last, is_capped=patch.is_capped
+                        )
                     )
             self._worker.advance(slots)
         except Exception as error:
@@ -119,7 +123,9 @@ class TalkerLoop(EngineThread):
             behind.add(name)
             stream.behind_since = stream.behind_since or now
             if now - stream.behind_since > self._max_behind_s:
-                self._fail(name, RequestError("the speech is not being read", status=408, code="client_too_slow"))
+                self._fail(
+                    name, RequestError("the speech is not being read", status=408, code="client_too_slow")
+                )
         return behind
 
     def _remove(self, stream: int) -> None:
@@ -136,7 +142,9 @@ class TalkerLoop(EngineThread):
     def _fail_step(self, streams: Sequence[int], error: Exception) -> None:
         """An engine call failed: those it was for are told, the others go on."""
         log.error("a step of the talker failed", exc_info=error)
-        mapped = error if isinstance(error, ServeError) else WorkerError(f"the talker failed: {error}", where="talker")
+        mapped: ServeError = WorkerError(f"the talker failed: {error}", where="talker")
+        if isinstance(error, ServeError):
+            mapped = error
         for stream in streams:
             self._fail(stream, mapped)
 

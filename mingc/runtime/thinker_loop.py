@@ -95,7 +95,9 @@ class ThinkerLoop(EngineThread):
         """
         count = len(prompt.input_ids)
         max_tokens = self.scheduler.max_new_tokens(count, sampling.max_tokens)
-        row = SamplerRow.begin(sampling, seed, prompt.input_ids.tolist(), self._vocab_size, self._runner.device)
+        row = SamplerRow.begin(
+            sampling, seed, prompt.input_ids.tolist(), self._vocab_size, self._runner.device
+        )
         with self._lock:
             self._check_healthy()
             request = next(self._ids)
@@ -146,7 +148,9 @@ class ThinkerLoop(EngineThread):
     def _run_decode(self, requests: Sequence[int]) -> None:
         running = [self._requests[request] for request in requests]
         lengths = np.array([each.num_tokens for each in running])
-        pages = [self._pages(request, each.num_tokens) for request, each in zip(requests, running, strict=True)]
+        pages = [
+            self._pages(request, each.num_tokens) for request, each in zip(requests, running, strict=True)
+        ]
         table = np.zeros((len(pages), max(map(len, pages))), np.int64)
         for row, owned in enumerate(pages):
             table[row, : len(owned)] = owned

@@ -92,7 +92,7 @@ def _replay_own(bundle: Bundle, told: Callable[[str], None]) -> list[_Found]:
             told(f"{stage}.{name}")
             tolerance = max(floor, 2 * graph.parity.compiled)
             ledger = replay(bundle, record, graph, name=f"{stage}.{name}", tolerance=tolerance)
-            found.append((ledger.summary("the artifact's own golden"), ledger.comparisons, []))
+            found.append((ledger.summary("own golden"), ledger.comparisons, []))
     return found
 
 

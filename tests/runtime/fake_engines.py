@@ -55,7 +55,9 @@ def make_graph(
 ) -> Graph:
     spec = GraphSpec(
         name=name,
-        inputs=tuple(TensorSpec(name=key, dtype=dtype, shape=shape) for key, (dtype, shape) in inputs.items()),
+        inputs=tuple(
+            TensorSpec(name=key, dtype=dtype, shape=shape) for key, (dtype, shape) in inputs.items()
+        ),
         outputs=tuple(TensorSpec(name=key, dtype="float32", shape=()) for key in outputs),
         state=tuple(TensorSpec(name=key, dtype="float32", shape=shape) for key, shape in state.items()),
         dims=tuple(
@@ -130,7 +132,10 @@ def make_thinker_stage(*, fail_on: int | None = None, nan_on: int | None = None)
         k_pages_0[write_rows, 0, 1] = 3 * positions.float()
         return (
             torch.stack(
-                [logits_of(k_pages_0[rows[:count], 0]) for rows, count in zip(context_rows, context_lens, strict=True)]
+                [
+                    logits_of(k_pages_0[rows[:count], 0])
+                    for rows, count in zip(context_rows, context_lens, strict=True)
+                ]
             ),
         )
 

@@ -231,3 +231,16 @@ def decode(data: bytes) -> tuple[int, int]:
     with av.open(io.BytesIO(data), "r") as container:
         frames = list(container.decode(audio=0))
     return frames[0].sample_rate, sum(frame.samples for frame in frames)
+
+
+OF_ANY_SERVER = (
+    check_models,
+    check_text,
+    check_streamed_text,
+    check_image,
+    check_input_audio,
+    check_text_and_audio,
+    check_streamed_text_and_audio,
+    check_unknown_voice,
+    check_unknown_model,
+)

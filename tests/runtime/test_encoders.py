@@ -115,7 +115,9 @@ def test_clips_are_padded_and_cut_each_to_its_own_length() -> None:
     )
     encoder = AudioEncoder(LoadedStage("audio_encoder", {"encode": graph}), AUDIO, CPU)
     mels = [np.full((frames, MELS), 0.5, np.float32) for frames in (5, 16, 64)]
-    embeddings = encoder.encode([AudioFeatures(mel=mel, num_tokens=-(-len(mel) // PER_TOKEN)) for mel in mels])
+    embeddings = encoder.encode(
+        [AudioFeatures(mel=mel, num_tokens=-(-len(mel) // PER_TOKEN)) for mel in mels]
+    )
     assert shapes == [(2, 4), (1, 16)]
     for mel, mine in zip(mels, embeddings, strict=True):
         assert mine.shape == (-(-len(mel) // PER_TOKEN), 2)

@@ -62,7 +62,12 @@ def voice(name: str, seed: int) -> VoicePack:
 
 
 def make_service(
-    *, slots: int = 8, max_running: int = 8, has_talker: bool = True, has_thinker: bool = True, max_pending: int = 128
+    *,
+    slots: int = 8,
+    max_running: int = 8,
+    has_talker: bool = True,
+    has_thinker: bool = True,
+    max_pending: int = 128,
 ) -> OmniService:
     tokenizer = TextTokenizer.from_file(TINY / "tokenizer.json")
     parameters = thinker_parameters(tokenizer.token_id)
@@ -307,7 +312,9 @@ def test_a_slow_reader_gets_all_its_audio() -> None:
         (replace(chat("x"), turns=()), "no user message"),
     ],
 )
-def test_bad_requests_are_refused_before_the_first_event(request_: ChatRequest | SpeechRequest, message: str) -> None:
+def test_bad_requests_are_refused_before_the_first_event(
+    request_: ChatRequest | SpeechRequest, message: str
+) -> None:
     service = make_service()
 
     async def both() -> None:

@@ -17,21 +17,7 @@ def base_url() -> Iterator[str]:
         yield url
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        checks.check_models,
-        checks.check_text,
-        checks.check_streamed_text,
-        checks.check_image,
-        checks.check_input_audio,
-        checks.check_text_and_audio,
-        checks.check_streamed_text_and_audio,
-        checks.check_unknown_voice,
-        checks.check_unknown_model,
-    ],
-    ids=lambda check: check.__name__,
-)
+@pytest.mark.parametrize("check", checks.OF_ANY_SERVER, ids=lambda check: check.__name__)
 def test_client(base_url: str, check: Callable[[str], object]) -> None:
     check(base_url)
 

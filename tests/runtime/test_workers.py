@@ -54,7 +54,9 @@ class Collector:
             return list(self.items)
 
     def tokens(self) -> list[int]:
-        items = self.wait(lambda items: any(isinstance(i, FailedItem) or getattr(i, "finish", None) for i in items))
+        items = self.wait(
+            lambda items: any(isinstance(i, FailedItem) or getattr(i, "finish", None) for i in items)
+        )
         return [item.token for item in items if isinstance(item, TokenItem) and item.token is not None]
 
     def error(self) -> ServeError:
@@ -64,8 +66,10 @@ class Collector:
     def segments(self, count: int = 1) -> list[np.ndarray]:
         """Samples of each of `count` segments."""
         items = self.wait(
-            lambda items: any(isinstance(i, FailedItem) for i in items)
-            or sum(isinstance(i, PatchItem) and i.is_segment_end for i in items) == count
+            lambda items: (
+                any(isinstance(i, FailedItem) for i in items)
+                or sum(isinstance(i, PatchItem) and i.is_segment_end for i in items) == count
+            )
         )
         done: list[np.ndarray] = []
         parts: list[np.ndarray] = []
@@ -161,7 +165,9 @@ def test_chunked_prefill_equals_one_chunk(started: Callable[[ThinkerLoop], Think
 
 
 def test_a_batch_gives_what_each_gets_alone(started: Callable[[ThinkerLoop], ThinkerLoop]) -> None:
-    settings = [{"temperature": 0.3 * (i % 3), "seed": i, "max_tokens": 5 + 2 * i} for i in range(len(PROMPTS))]
+    settings = [
+        {"temperature": 0.3 * (i % 3), "seed": i, "max_tokens": 5 + 2 * i} for i in range(len(PROMPTS))
+    ]
     settings[3]["repetition_penalty"] = 1.3
     alone = [
         ask(started(make_thinker_loop(chunk=8)), each, **chosen).tokens()
@@ -213,7 +219,9 @@ def test_the_queue_is_bounded(started: Callable[[ThinkerLoop], ThinkerLoop]) -> 
         ask(loop, prompt([1] * 600))
 
 
-def test_a_failed_loop_tells_everybody_and_takes_nobody(started: Callable[[ThinkerLoop], ThinkerLoop]) -> None:
+def test_a_failed_loop_tells_everybody_and_takes_nobody(
+    started: Callable[[ThinkerLoop], ThinkerLoop],
+) -> None:
     loop = started(make_thinker_loop())
     running = ask(loop, PROMPTS[0], max_tokens=200)
     loop.fail(ServeError("gone"))
@@ -270,7 +278,9 @@ def test_a_prefix_of_a_voice_is_reused_without_a_trace() -> None:
 
 
 def test_segments_join_and_leave_a_batch_unchanged() -> None:
-    pieces = [segment(seed=i, tokens=14 + i, patches=2 + 3 * (i % 3), temperature=0.5 * (i % 2)) for i in range(6)]
+    pieces = [
+        segment(seed=i, tokens=14 + i, patches=2 + 3 * (i % 3), temperature=0.5 * (i % 2)) for i in range(6)
+    ]
     alone = [run_alone(piece) for piece in pieces]
     worker = make_talker_worker()
     waves: list[list[np.ndarray]] = [[] for _ in pieces]
@@ -319,7 +329,9 @@ def test_noise_is_of_seed_segment_and_patch() -> None:
         assert not np.allclose(run_alone(other), run_alone(segment(seed=1)))
 
 
-def speak(loop: TalkerLoop, *pieces: SpeechSegment, is_behind: Callable[[], bool] = lambda: False) -> Collector:
+def speak(
+    loop: TalkerLoop, *pieces: SpeechSegment, is_behind: Callable[[], bool] = lambda: False
+) -> Collector:
     collector = Collector()
     stream = loop.open(collector.put, is_behind)
     collector.stream = stream  # type: ignore[attr-defined]
@@ -330,7 +342,9 @@ def speak(loop: TalkerLoop, *pieces: SpeechSegment, is_behind: Callable[[], bool
 
 def test_streams_speak_their_segments_in_order(started: Callable[[TalkerLoop], TalkerLoop]) -> None:
     loop = started(make_talker_loop(make_talker_worker(slots=3)))
-    streams = [[segment(seed=i, index=j, tokens=12 + i + j, patches=3 + j) for j in range(3)] for i in range(5)]
+    streams = [
+        [segment(seed=i, index=j, tokens=12 + i + j, patches=3 + j) for j in range(3)] for i in range(5)
+    ]
     collectors = [speak(loop, *pieces) for pieces in streams]
     for collector, pieces in zip(collectors, streams, strict=True):
         for wave, piece in zip(collector.segments(3), pieces, strict=True):
@@ -366,7 +380,9 @@ def test_a_reader_that_never_reads_loses_its_slot(started: Callable[[TalkerLoop]
     assert stuck.error().status == 408
 
 
-def test_samples_that_are_not_finite_fail_their_request_only(started: Callable[[TalkerLoop], TalkerLoop]) -> None:
+def test_samples_that_are_not_finite_fail_their_request_only(
+    started: Callable[[TalkerLoop], TalkerLoop],
+) -> None:
     loop = started(make_talker_loop(make_talker_worker(nan_guidance=9.0)))
     good, sick = speak(loop, segment(patches=9)), speak(loop, segment(seed=2, guidance=9.0))
     assert "not finite" in sick.error().message

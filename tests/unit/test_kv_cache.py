@@ -56,7 +56,11 @@ def test_slot_zero_is_never_lent() -> None:
     pool.check()
 
 
-@given(st.lists(st.tuples(st.sampled_from(["extend", "free"]), st.integers(0, 5), st.integers(1, 40)), max_size=60))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["extend", "free"]), st.integers(0, 5), st.integers(1, 40)), max_size=60
+    )
+)
 def test_pages_never_leak(actions: list[tuple[str, int, int]]) -> None:
     pool = PagePool(num_pages=9, page_size=4)
     for action, owner, tokens in actions:

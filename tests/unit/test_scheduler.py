@@ -140,7 +140,9 @@ def traffic(draw: st.DrawFn) -> list[tuple[int, int, int, int | None]]:
 def test_thinker_random_traffic_never_leaks_or_starves(
     requests: list[tuple[int, int, int, int | None]], max_running: int, chunk: int
 ) -> None:
-    scheduler = make_thinker(num_pages=14, max_running=max_running, chunk=chunk, max_context=52, max_waiting=99)
+    scheduler = make_thinker(
+        num_pages=14, max_running=max_running, chunk=chunk, max_context=52, max_waiting=99
+    )
     left = {}
     prefilled: dict[int, int] = {}
     finished: set[int] = set()
@@ -229,7 +231,9 @@ def test_too_many_streams_are_refused() -> None:
 @settings(deadline=None)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 20), st.lists(st.integers(1, 6), max_size=4), st.none() | st.integers(0, 40)),
+        st.tuples(
+            st.integers(0, 20), st.lists(st.integers(1, 6), max_size=4), st.none() | st.integers(0, 40)
+        ),
         max_size=12,
     ),
     st.integers(1, 3),

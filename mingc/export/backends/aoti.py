@@ -19,7 +19,10 @@ from mingc.errors import CompileError
 
 # Weights stay outside: one engine serves every rank, and several graphs share one weights file.
 # Inductor would bake vectors of up to 8 elements into the code, where another checkpoint's or rank's values belong.
-_OPTIONS: dict[str, Any] = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
+_OPTIONS: dict[str, Any] = {
+    "aot_inductor.package_constants_in_so": False,
+    "always_keep_tensor_constants": True,
+}
 _CPU_OPTIONS: dict[str, Any] = {"aot_inductor.compile_wrapper_opt_level": "O0"}
 # What the fingerprint's capability promises. The default, -march=native, would use instructions of this very
 # processor that others of the same capability lack.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingc.export.layers.moe import MoeFeedForward, Router, SwiGlu
+from mingc.export.layers.moe import MoeFeedForward, Router, Routes, SwiGlu
 from mingc.export.layers.tensor_shard import check_heads, share_size
 from mingc.kernels.all_reduce import all_gather_last, all_reduce
 from mingc.kernels.mrope import apply_rope, mrope_cos_sin
@@ -97,7 +97,9 @@ class Attention(nn.Module):
     def forward(self, x_TD: Tensor, context: AttentionContext, k_pages: Tensor, v_pages: Tensor) -> Tensor:
         """(T, D) → (T, D), summed over ranks; writes the tokens' keys and values into the pools."""
         qkv_THd = F.linear(x_TD, self.qkv).view(x_TD.shape[0], -1, self.head_dim)
-        q_THd, k_THd, v_THd = qkv_THd.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        q_THd, k_THd, v_THd = qkv_THd.split_with_sizes(
+            (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1
+        )
         q_THd = apply_rope(rms_norm(q_THd, self.q_norm, self.eps), context.cos, context.sin)
         k_THd = apply_rope(rms_norm(k_THd, self.k_norm, self.eps), context.cos, context.sin)
         write_rows(k_pages, v_pages, context.write_rows, k_THd, v_THd)
@@ -132,10 +134,13 @@ class DecoderLayer(nn.Module):
         gate_index_T: Tensor | None,
         k_pages: Tensor,
         v_pages: Tensor,
+        routes: Routes | None,
     ) -> Tensor:
         """(T, D) → (T, D)."""
         x_TD = x_TD + self.attention(rms_norm(x_TD, self.input_norm, self.eps), context, k_pages, v_pages)
-        partial_TD = self.feed_forward(rms_norm(x_TD, self.post_attention_norm, self.eps), gate_index_T)
+        partial_TD = self.feed_forward(
+            rms_norm(x_TD, self.post_attention_norm, self.eps), gate_index_T, routes
+        )
         return x_TD + all_reduce(partial_TD, self.world_size)
 
 
@@ -168,8 +173,23 @@ class Decoder(nn.Module):
             torch.empty(config.local_vocab(world_size), config.hidden_size), requires_grad=False
         )
 
-    def prefill(
+    def prefill(self, *tensors: Tensor) -> tuple[Tensor]:
+        """One chunk of one request, inputs and state as in the graph's spec. Returns (logits,)."""
+        return (self._prefill(None, *tensors),)
+
+    def prefill_routed(self, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`prefill` that also tells which experts were used.
+
+        Returns (logits, expert ids (M, T, K) int32, expert weights (M, T, K) float32) for M expert layers.
+        """
+        routes: Routes = []
+        logits = self._prefill(routes, *tensors)
+        ids = torch.stack([ids_TK for ids_TK, _ in routes]).to(torch.int32)
+        return logits, ids, torch.stack([weights_TK for _, weights_TK in routes])
+
+    def _prefill(
         self,
+        routes: Routes | None,
         input_ids: Tensor,
         embeds: Tensor,
         embed_kind: Tensor,
@@ -179,16 +199,16 @@ class Decoder(nn.Module):
         query_index: Tensor,
         last: Tensor,
         *pages: Tensor,
-    ) -> tuple[Tensor]:
-        """One chunk of one request; `pages` are k, v of layer 0, then of layer 1, ... Returns (logits,)."""
+    ) -> Tensor:
+        """Logits; `pages` are k, v of layer 0, then of layer 1, ..."""
         words_TD = F.embedding(input_ids, self.word_embeddings)
         x_TD = torch.where((embed_kind == 0).unsqueeze(1), words_TD, embeds)
         cos, sin = mrope_cos_sin(positions, self.inv_freq, self.position_rows)
         context = AttentionContext(
             cos=cos, sin=sin, write_rows=write_rows, context_rows=context_rows, query_index=query_index
         )
-        x_TD = self._run_layers(x_TD, context, embed_kind, pages)
-        return (self._logits(x_TD.index_select(0, last)),)
+        x_TD = self._run_layers(x_TD, context, embed_kind, pages, routes)
+        return self._logits(x_TD.index_select(0, last))
 
     def decode(
         self,
@@ -205,13 +225,18 @@ class Decoder(nn.Module):
         context = AttentionContext(
             cos=cos, sin=sin, write_rows=write_rows, context_rows=context_rows, context_lens=context_lens
         )
-        return (self._logits(self._run_layers(x_TD, context, None, pages)),)
+        return (self._logits(self._run_layers(x_TD, context, None, pages, None)),)
 
     def _run_layers(
-        self, x_TD: Tensor, context: AttentionContext, gate_index_T: Tensor | None, pages: Sequence[Tensor]
+        self,
+        x_TD: Tensor,
+        context: AttentionContext,
+        gate_index_T: Tensor | None,
+        pages: Sequence[Tensor],
+        routes: Routes | None,
     ) -> Tensor:
         for index, layer in enumerate(self.layers):
-            x_TD = layer(x_TD, context, gate_index_T, pages[2 * index], pages[2 * index + 1])
+            x_TD = layer(x_TD, context, gate_index_T, pages[2 * index], pages[2 * index + 1], routes)
         return x_TD
 
     def _logits(self, x_TD: Tensor) -> Tensor:

@@ -43,6 +43,8 @@ def thinker_graphs(config: DecoderConfig, shard: Shard, options: StageOptions) -
     def ints(name: str, *shape: int | str) -> TensorSpec:
         return TensorSpec(name=name, dtype="int64", shape=shape)
 
+    # A float32 bundle is what is held against recorded results, router choices included; others pay nothing for it.
+    tells_routes = options.dtype == torch.float32 and config.num_layers > config.num_dense_layers
     chunk_buckets = _powers_of_two(min(_SMALLEST_CHUNK, options.prefill_tokens), options.prefill_tokens)
     prefill = GraphSpec(
         name="prefill",
@@ -56,7 +58,10 @@ def thinker_graphs(config: DecoderConfig, shard: Shard, options: StageOptions) -
             ints("query_index", "T"),
             ints("last", 1),
         ),
-        outputs=(TensorSpec(name="logits", dtype="float32", shape=(1, logits)),),
+        outputs=(
+            TensorSpec(name="logits", dtype="float32", shape=(1, logits)),
+            *(_route_outputs(config) if tells_routes else ()),
+        ),
         state=state,
         dims=(
             Dim(name="T", minimum=2, maximum=max(2, options.prefill_tokens), buckets=chunk_buckets),
@@ -90,7 +95,7 @@ def thinker_graphs(config: DecoderConfig, shard: Shard, options: StageOptions) -
     return (
         GraphPlan(
             spec=prefill,
-            method="prefill",
+            method="prefill_routed" if tells_routes else "prefill",
             example=examples.prefill,
             trace_dims={"T": min(12, options.prefill_tokens), "C": 5 * PAGE_SIZE, "KV": 9 * PAGE_SIZE},
             check_dims={"T": min(32, options.prefill_tokens), "C": 8 * PAGE_SIZE, "KV": 20 * PAGE_SIZE},
@@ -102,6 +107,14 @@ def thinker_graphs(config: DecoderConfig, shard: Shard, options: StageOptions) -
             trace_dims={"B": 3, "C": 5 * PAGE_SIZE, "KV": 24 * PAGE_SIZE},
             check_dims={"B": min(4, options.max_batch), "C": 8 * PAGE_SIZE, "KV": 40 * PAGE_SIZE},
         ),
+    )
+
+
+def _route_outputs(config: DecoderConfig) -> tuple[TensorSpec, TensorSpec]:
+    shape = (config.num_layers - config.num_dense_layers, "T", config.num_experts_per_token)
+    return (
+        TensorSpec(name="expert_ids", dtype="int32", shape=shape),
+        TensorSpec(name="expert_weights", dtype="float32", shape=shape),
     )
 
 
@@ -181,16 +194,13 @@ class _Examples:
 
 
 def _scatter_pages(requests: int, context: int, pool_rows: int, generator: torch.Generator) -> Tensor:
-    """Rows (requests, context) int64 in pages that no other request has; page 0 is left out.
+    """Rows (requests, context) int64 in pages of the pool, page 0 left out, in random order.
 
-    Raises: ValueError when the pool is too small.
+    No request has another's page unless the pool is too small for that (large buckets are traced over a small
+    pool); then pages come round again, which no shape or value depends on.
     """
     per_request = -(-context // PAGE_SIZE)
-    available = pool_rows // PAGE_SIZE - 1
-    if requests * per_request > available:
-        raise ValueError(
-            f"{requests} x {context} context rows do not fit in {available} pages of {PAGE_SIZE}"
-        )
-    pages = 1 + torch.randperm(available, generator=generator)[: requests * per_request]
+    shuffled = 1 + torch.randperm(pool_rows // PAGE_SIZE - 1, generator=generator)
+    pages = shuffled[torch.arange(requests * per_request) % len(shuffled)]
     rows = pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)
     return rows.view(requests, per_request * PAGE_SIZE)[:, :context].contiguous()

@@ -16,6 +16,9 @@ from mingc.kernels.router import route
 NUM_GATES = 3  # text, image, audio: the values of `embed_kind`
 
 
+Routes = list[tuple[Tensor, Tensor]]  # expert ids and weights (T, K) of each expert layer
+
+
 class SwiGlu(nn.Module):
     """`down(silu(gate(x)) * up(x))`, gate and up as one matrix."""
 
@@ -24,8 +27,10 @@ class SwiGlu(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(2 * intermediate_size, hidden_size), requires_grad=False)
         self.down = nn.Parameter(torch.empty(hidden_size, intermediate_size), requires_grad=False)
 
-    def forward(self, x_TD: Tensor, gate_index_T: Tensor | None = None) -> Tensor:
-        """(T, D) → (T, D). `gate_index_T` is taken so that dense and expert layers are called alike."""
+    def forward(
+        self, x_TD: Tensor, gate_index_T: Tensor | None = None, routes: Routes | None = None
+    ) -> Tensor:
+        """(T, D) → (T, D). The other arguments are taken so that dense and expert layers are called alike."""
         gate_TF, up_TF = F.linear(x_TD, self.gate_up).chunk(2, dim=-1)
         return F.linear(F.silu(gate_TF) * up_TF, self.down)
 
@@ -99,8 +104,12 @@ class MoeFeedForward(nn.Module):
         )
         self.shared = SwiGlu(hidden_size, shared_intermediate_size) if shared_intermediate_size else None
 
-    def forward(self, x_TD: Tensor, gate_index_T: Tensor | None = None) -> Tensor:
-        """(T, D) → (T, D), this rank's share of routed and shared experts added up."""
+    def forward(
+        self, x_TD: Tensor, gate_index_T: Tensor | None = None, routes: Routes | None = None
+    ) -> Tensor:
+        """(T, D) → (T, D), this rank's share of routed and shared experts added up. Adds its choice to `routes`."""
         ids_TK, weights_TK = self.router(x_TD, gate_index_T)
+        if routes is not None:
+            routes.append((ids_TK, weights_TK))
         routed_TD = moe_experts(x_TD, ids_TK, weights_TK, self.gate_up, self.down)
         return routed_TD if self.shared is None else routed_TD + self.shared(x_TD)

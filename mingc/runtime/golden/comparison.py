@@ -30,6 +30,18 @@ class Comparison:
     outcome: Outcome
     note: str = ""
 
+    def cells(self) -> dict[str, str]:
+        """The comparison in three columns, for people."""
+        if self.identical is not None:
+            result = "identical" if self.identical else "different"
+        elif self.error is None:
+            result = ""
+        else:
+            limit = "" if self.tolerance is None else f" of {self.tolerance:.0e}"
+            result = f"{self.error:.1e}{limit}"
+        outcome = f"{self.outcome}: {self.note}" if self.note else self.outcome
+        return {"name": self.name, "error": result, "outcome": outcome}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileSummary:

@@ -156,7 +156,7 @@ class Ledger:
     ) -> None:
         if error is not None and not math.isfinite(error):  # JSON has no infinity
             error, note = None, note or "another shape, or not finite"
-        stem = self.file.rsplit(".", 1)[0]
+        stem = self.file.removesuffix(".safetensors").removesuffix(".json")
         self.comparisons.append(
             Comparison(
                 name=f"{stem}: {name}{f' ({how})' if how else ''}",

@@ -1,0 +1,171 @@
+"""What an export leaves behind, that it proves itself, and how bad checkpoints and artifacts are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import CHECKPOINT, DATA, mingc
+from safetensors.torch import load_file, save_file
+
+STAGES = {"vision_encoder", "audio_encoder", "thinker", "talker", "cfm", "audio_vae"}
+
+
+def test_the_artifact_holds_every_stage_with_its_goldens(artifact: Path) -> None:
+    manifest = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))
+    assert set(manifest["stages"]) == STAGES
+    graphs = [graph for stage in manifest["stages"].values() for graph in stage["graphs"].values()]
+    assert all((artifact / graph["golden"]).is_file() for graph in graphs)
+    assert all(graph["parity"]["compiled"] < 1e-4 for graph in graphs)
+    files = {path.relative_to(artifact).as_posix() for path in artifact.rglob("*") if path.is_file()}
+    assert files == set(manifest["files"]) | {"manifest.json"}
+    assert {voice["name"] for voice in manifest["voices"]} == {"DB30", "lingguang"}
+    report = json.loads((artifact.parent / "report.json").read_text(encoding="utf-8"))
+    assert {row["stage"] for row in report["graphs"]} == STAGES
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_golden_is_met(request: pytest.FixtureRequest, ranks: int) -> None:
+    folder = request.getfixturevalue("artifact" if ranks == 1 else "two_rank_artifact")
+    done = mingc("verify", folder, "--against", DATA, "--json")
+    assert done.code == 0, done.stdout[-3000:] + done.stderr
+    result = done.document
+    assert result["passed"] and result["failed"] == 0
+    seen = {row["file"] for row in result["files"]}
+    for name in ("thinker", "talker", "vae", "vision", "audio", "preprocess"):
+        assert f"{name}.safetensors" in seen
+    names = [row["name"] for row in result["comparisons"]]
+    for part in ("greedy_ids", "moe_topk_ids", "position", "loop.clone", "stream_sliding", "end_to_end"):
+        assert any(part in name for name in names), part
+
+
+def test_goldens_of_another_model_are_found_out(artifact: Path, tmp_path: Path) -> None:
+    tensors = load_file(DATA / "vision.safetensors")
+    tensors["one.embeds"] = tensors["one.embeds"].roll(1, -1)
+    save_file(tensors, tmp_path / "vision.safetensors")
+    done = mingc("verify", artifact, "--against", tmp_path, "--json")
+    assert done.code == 3
+    assert any(
+        "one.embeds" in row["name"] and row["outcome"] != "pass" for row in done.document["comparisons"]
+    )
+
+
+def _cut_shard(root: Path) -> None:
+    shard = root / "model-00002-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+
+
+def _remove_shard(root: Path) -> None:
+    (root / "model-00003-of-00003.safetensors").unlink()
+
+
+def _misshape_and_add(root: Path) -> None:
+    path = root / "talker" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["stop_head.bias"] = tensors["stop_head.bias"].repeat(2)
+    tensors["surplus.weight"] = tensors.pop("spk_head.bias")
+    save_file(tensors, path)
+
+
+def _no_talker_config(root: Path) -> None:
+    (root / "talker" / "llm" / "config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_cut_shard, ["model-00002-of-00003.safetensors", "truncated"]),
+        (_remove_shard, ["model-00003-of-00003.safetensors", "missing"]),
+        (
+            _misshape_and_add,
+            ["misshaped: talker: stop_head.bias", "missing: talker: spk_head.bias", "surplus.weight"],
+        ),
+        (_no_talker_config, ["config.json", "talker"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_bad_checkpoint_is_refused_with_everything_that_is_wrong(
+    tmp_path: Path, damage: Callable[[Path], None], words: list[str]
+) -> None:
+    root = tmp_path / "checkpoint"
+    shutil.copytree(CHECKPOINT, root)
+    damage(root)
+    done = mingc("export", root, "--output", tmp_path / "out")
+    assert done.code == 1
+    assert all(word in done.stderr for word in words), done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == [root], "nothing is left behind"
+
+
+def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
+    done = mingc("export", tmp_path / "nowhere", "--output", tmp_path / "out", "--json")
+    assert done.code == 1
+    assert "nowhere" in done.document["error"]["message"]
+
+
+def _change_one_byte(root: Path) -> str:
+    path = next((root / "weights").glob("cfm*"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    return "sha256"
+
+
+def _other_torch(root: Path) -> str:
+    _edit(root, lambda manifest: manifest["fingerprint"].update(torch="2.10.0", capability="AVX9"))
+    return "2.10.0"
+
+
+def _other_schema(root: Path) -> str:
+    _edit(root, lambda manifest: manifest.update(schema=99))
+    return "schema 99"
+
+
+def _edit(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = root / "manifest.json"
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    change(manifest)
+    path.write_text(json.dumps(manifest), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "damage", [_change_one_byte, _other_torch, _other_schema], ids=lambda value: value.__name__
+)
+@pytest.mark.parametrize("command", ["serve", "verify"])
+def test_a_bad_artifact_is_refused(
+    artifact: Path, tmp_path: Path, damage: Callable[[Path], str], command: str
+) -> None:
+    root = tmp_path / "artifact"
+    shutil.copytree(artifact, root)
+    word = damage(root)
+    options = ["--port", 0] if command == "serve" else []
+    done = mingc(command, root, *options)
+    assert done.code in (1, 3)
+    assert word in done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_every_difference_of_a_fingerprint_is_told_at_once(artifact: Path, tmp_path: Path) -> None:
+    root = tmp_path / "artifact"
+    shutil.copytree(artifact, root)
+    _other_torch(root)
+    done = mingc("serve", root, "--port", 0)
+    assert "2.10.0" in done.stderr and "AVX9" in done.stderr
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded(artifact: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = mingc("serve", artifact, "--port", taken.getsockname()[1])
+    assert done.code == 2
+    assert "in use" in done.stderr and "--port" in done.stderr
+
+
+def test_an_artifact_is_not_overwritten_unasked(artifact: Path) -> None:
+    done = mingc("export", CHECKPOINT, "--output", artifact)
+    assert done.code == 2
+    assert "--force" in done.stderr

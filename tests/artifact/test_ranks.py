@@ -1,0 +1,49 @@
+"""Two ranks: when one dies everybody is told, nothing hangs, and no process outlives the server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+import psutil
+from conftest import serving
+
+_BODY = {
+    "messages": [{"role": "user", "content": "Count."}],
+    "max_tokens": 2000,
+    "stream": True,
+    "temperature": 1.0,
+}
+
+
+def test_a_killed_rank_fails_chats_and_readiness_but_not_speech(two_rank_artifact: Path) -> None:
+    with (
+        serving(two_rank_artifact) as server,
+        httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client,
+    ):
+        (child,) = _ranks(server.process.pid)
+        lines: list[str] = []
+        with client.stream("POST", "/v1/chat/completions", json=_BODY) as response:
+            for line in response.iter_lines():
+                if line:
+                    lines.append(line)
+                if len(lines) == 3:
+                    child.kill()
+        assert "rank 1" in json.loads(lines[-1].removeprefix("data: "))["error"]["message"]
+        assert client.get("/health").status_code == 503
+        refused = client.post("/v1/chat/completions", json={**_BODY, "stream": False})
+        assert refused.status_code == 500 and "rank 1" in refused.json()["error"]["message"]
+        assert client.post("/v1/audio/speech", json={"input": "Good morning."}).status_code == 200
+
+
+def test_ranks_die_with_a_killed_server(two_rank_artifact: Path) -> None:
+    with serving(two_rank_artifact) as server:
+        ranks = _ranks(server.process.pid)
+        server.process.kill()
+        _gone, alive = psutil.wait_procs(ranks, timeout=10)
+        assert ranks and alive == []
+
+
+def _ranks(pid: int) -> list[psutil.Process]:
+    return [child for child in psutil.Process(pid).children() if "mingc.runtime.rank" in child.cmdline()]

@@ -1,0 +1,125 @@
+"""The official `openai` client, imports, signals and the demo, over a real artifact."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from conftest import CHECKPOINT, Server, mingc, serving
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
+import openai_checks as checks
+
+FORBIDDEN = ("torch._dynamo", "torch._inductor", "transformers", "onnx", "mingc.export", "triton")
+
+
+@pytest.mark.parametrize("check", checks.OF_ANY_SERVER, ids=lambda check: check.__name__)
+def test_openai_client(server: Server, check: Callable[[str], object]) -> None:
+    check(server.url)
+
+
+def test_openai_client_writes_speech_to_a_file(server: Server, tmp_path: Path) -> None:
+    checks.check_speech_file(server.url, tmp_path)
+
+
+def test_a_stream_has_one_audio_chunk_a_patch(server: Server) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "Speak."}],
+        "modalities": ["text", "audio"],
+        "audio": {"voice": "DB30", "format": "pcm16", "max_steps": 3},
+        "max_tokens": 10,
+        "stream": True,
+        "seed": 3,
+    }
+    deltas, sizes, last = 0, [], ""
+    with httpx.stream(
+        "POST", f"{server.url}/v1/chat/completions", json=body, timeout=300, trust_env=False
+    ) as response:
+        for line in response.iter_lines():
+            last = line or last
+            if not line.startswith("data: {"):
+                continue
+            for choice in json.loads(line[6:])["choices"]:
+                deltas += "content" in choice["delta"]
+                data = choice["delta"].get("audio", {}).get("data")
+                if data:
+                    sizes.append(len(base64.b64decode(data)) // 2)
+    assert last == "data: [DONE]"
+    assert deltas >= 10
+    assert len(sizes) >= 3 and sum(sizes) == len(sizes) * 14112
+
+
+def test_the_running_server_loads_no_compiler_and_no_export_code(artifact: Path, tmp_path: Path) -> None:
+    script = tmp_path / "probe.py"
+    script.write_text(
+        "import asyncio, sys\n"
+        "import torch\n"
+        "bare = set(sys.modules)\n"
+        "from pathlib import Path\n"
+        "from mingc.runtime.loading import open_service\n"
+        "from mingc.runtime.server import create_app\n"
+        "from mingc.runtime.config import ServeOptions\n"
+        "from mingc.runtime.request import SpeechRequest, SpeechParams\n"
+        "async def main():\n"
+        "    service = open_service(Path(sys.argv[1]))\n"
+        "    create_app(service, ServeOptions(port=0))\n"
+        "    request = SpeechRequest(request_id='1', text='Hello there.', speech=SpeechParams(seed=1, max_steps=2))\n"
+        "    events = [event async for event in service.speech(request)]\n"
+        "    assert len(events) == 3, events\n"
+        "    await service.close(grace_s=0)\n"
+        "asyncio.run(main())\n"
+        "print('\\n'.join(sorted(set(sys.modules) - bare)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script), str(artifact)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.split()
+    assert "mingc.runtime.talker" in loaded
+    assert [name for name in loaded if name.startswith(FORBIDDEN)] == []
+
+
+def test_sigterm_tells_running_requests_and_leaves_nothing(two_rank_artifact: Path) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "Count."}],
+        "max_tokens": 2000,
+        "stream": True,
+        "temperature": 1.0,
+        "stop": ["no such text"],
+    }
+    with serving(two_rank_artifact, "--grace", 0.2) as running:
+        family = [psutil.Process(running.process.pid)]
+        family += family[0].children(recursive=True)
+        assert len(family) >= 2, "two ranks are two processes"
+        events = []
+        with httpx.stream(
+            "POST", f"{running.url}/v1/chat/completions", json=body, timeout=60, trust_env=False
+        ) as response:
+            for line in response.iter_lines():
+                if line:
+                    events.append(line)
+                if len(events) == 3:
+                    running.process.terminate()
+        assert "error" in json.loads(events[-1].removeprefix("data: ")), events[-3:]
+        assert running.process.wait(20) == 0
+        _gone, alive = psutil.wait_procs(family, timeout=10)
+        assert alive == []
+
+
+def test_demo_answers(artifact: Path, tmp_path: Path) -> None:
+    output = tmp_path / "demo"
+    shutil.copytree(artifact, output / "artifact")  # as a first run would have left it
+    done = mingc("demo", "--output", output, "--checkpoint", CHECKPOINT)
+    assert done.code == 0, done.stderr
+    samples = checks.check_wav((output / "reply.wav").read_bytes())
+    assert len(samples) and len(samples) % 14112 == 0
+    assert (output / "transcript.txt").read_text(encoding="utf-8").strip()
+    assert "random" in done.stdout + done.stderr

@@ -1,0 +1,276 @@
+"""The thinker's eager module against the goldens (spec: thinker.md), and what the stage says of itself."""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from thinker_session import Prompt, Session, golden_prompt
+from torch import Tensor
+
+from mingc.errors import CheckpointError
+from mingc.export.capture import check_example
+from mingc.export.checkpoint import Checkpoint, open_checkpoint
+from mingc.export.layers.decoder import Decoder
+from mingc.export.layers.decoder_graphs import PAGE_SIZE
+from mingc.export.layers.moe import MoeFeedForward
+from mingc.export.stages.base import Shard, StageOptions
+from mingc.export.stages.thinker import STAGE, ThinkerConfig
+from mingc.export.weights import check_weights, float32_module, load_module, write_weights
+from mingc.kernels.mrope import mrope_cos_sin
+
+DATA = Path(__file__).parents[1] / "data"
+CASES = ("text", "image", "audio", "mixed", "video")
+# An independent implementation stays below 2e-6 relative L2 on every tensor; one ulp of noise gives 2e-5 absolute.
+ABSOLUTE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return open_checkpoint(DATA / "tiny-ming")
+
+
+@pytest.fixture(scope="module")
+def config(checkpoint: Checkpoint) -> ThinkerConfig:
+    return STAGE.config(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def module(checkpoint: Checkpoint, config: ThinkerConfig) -> Decoder:
+    built = float32_module(STAGE, config, checkpoint)
+    assert isinstance(built, Decoder)
+    return built
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, Tensor]:
+    return load_file(DATA / "thinker.safetensors")
+
+
+@pytest.fixture
+def session(module: Decoder, config: ThinkerConfig) -> Session:
+    return Session(config.decoder, module.prefill, module.decode)
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    assert got.shape == expected.shape
+    error = (got - expected).abs().max().item()
+    assert error < ABSOLUTE, f"off by {error}"
+    assert ((got - expected).norm() / expected.norm()).item() < 4e-6
+
+
+def by_expert(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    order = ids.long().argsort(-1)
+    return ids.long().gather(-1, order), weights.gather(-1, order)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_prefill_layers_routes_and_logits(
+    case: str, module: Decoder, session: Session, golden: dict[str, Tensor]
+) -> None:
+    inputs: list[Tensor] = []
+    outputs: list[Tensor] = []
+    routes: list[tuple[Tensor, Tensor]] = []
+    hooks = [module.layers[0].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))]
+    for layer in module.layers:
+        hooks.append(layer.register_forward_hook(lambda _, args, out: outputs.append(out)))
+        feed_forward = layer.feed_forward
+        if isinstance(feed_forward, MoeFeedForward):
+            hooks.append(feed_forward.router.register_forward_hook(lambda _, args, out: routes.append(out)))
+    try:
+        logits = session.prefill(golden_prompt(golden, case), chunk=1 << 20)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert torch.equal(inputs[0], golden[f"{case}.inputs_embeds"][0])
+    close(torch.stack(outputs), golden[f"{case}.layer_out"][:, 0])
+    ids, weights = by_expert(
+        torch.stack([each[0] for each in routes]), torch.stack([each[1] for each in routes])
+    )
+    expected = by_expert(golden[f"{case}.moe_topk_ids"][:, 0], golden[f"{case}.moe_topk_weights"][:, 0])
+    assert torch.equal(ids, expected[0])
+    torch.testing.assert_close(weights, expected[1], rtol=0, atol=1e-5)
+    last = golden["text.logits"][:, -1] if case == "text" else golden[f"{case}.logits_last"]
+    close(logits, last)
+
+
+@pytest.mark.parametrize("gate", ["gate", "image_gate", "audio_gate"])
+@pytest.mark.parametrize("case", ["image", "audio"])
+def test_every_gate_chooses_as_recorded(
+    case: str, gate: str, module: Decoder, session: Session, golden: dict[str, Tensor]
+) -> None:
+    seen: list[Tensor] = []
+    feed_forward = module.layers[1].feed_forward
+    assert isinstance(feed_forward, MoeFeedForward)
+    hook = feed_forward.router.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    session.prefill(golden_prompt(golden, case), chunk=1 << 20)
+    hook.remove()
+    number = ["gate", "image_gate", "audio_gate"].index(gate)
+    tokens = seen[0].shape[0]
+    found = by_expert(*feed_forward.router(seen[0], torch.full((tokens,), number)))
+    expected = by_expert(
+        golden[f"{case}.router0.{gate}.topk_ids"][0], golden[f"{case}.router0.{gate}.topk_weights"][0]
+    )
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "layer", "kind", "name"),
+    [
+        ("image", 0, 0, "image.kv.layer0_keys_rotated"),
+        ("text", 1, 0, "text.kv.layer1_keys_rotated"),
+        ("text", 1, 1, "text.kv.layer1_values"),
+    ],
+)
+def test_pool_holds_rotated_keys_and_values(
+    case: str, layer: int, kind: int, name: str, session: Session, golden: dict[str, Tensor]
+) -> None:
+    prompt = golden_prompt(golden, case)
+    session.prefill(prompt, chunk=1 << 20)
+    kept = session.pools[2 * layer + kind][prompt.rows[: prompt.length]]
+    close(kept.transpose(0, 1), golden[name][0])
+
+
+def test_rotary_tables(module: Decoder, golden: dict[str, Tensor]) -> None:
+    cos, sin = mrope_cos_sin(torch.arange(4).expand(3, -1), module.inv_freq, module.position_rows)
+    torch.testing.assert_close(cos.repeat(1, 2), golden["text.rope_cos"], rtol=0, atol=1e-6)
+    torch.testing.assert_close(sin.repeat(1, 2), golden["text.rope_sin"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("chunk", "padding"), [(1 << 20, 5), (17, 0), (16, 3), (2, 0)])
+@pytest.mark.parametrize("case", ["text", "mixed"])
+def test_chunks_and_padding_change_nothing(
+    case: str, chunk: int, padding: int, session: Session, golden: dict[str, Tensor]
+) -> None:
+    logits = session.prefill(golden_prompt(golden, case), chunk=chunk, padding=padding)
+    close(logits, golden["text.logits"][:, -1] if case == "text" else golden[f"{case}.logits_last"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_continuation(case: str, session: Session, golden: dict[str, Tensor]) -> None:
+    expected = golden[f"{case}.greedy_ids"][0].tolist()
+    ids, logits = session.greedy(golden_prompt(golden, case), len(expected))
+    assert ids == expected
+    close(logits, golden[f"{case}.greedy_logits"][0])
+
+
+def ragged_prompts(golden: dict[str, Tensor]) -> list[Prompt]:
+    """The rows of `batch_left` without their padding."""
+    prompts = []
+    for ids, mask in zip(golden["batch_left.input_ids"], golden["batch_left.attention_mask"], strict=True):
+        kept = ids[mask.bool()]
+        prompts.append(
+            Prompt(
+                input_ids=kept,
+                embeds=torch.full((len(kept), golden["text.inputs_embeds"].shape[-1]), torch.nan),
+                embed_kind=torch.zeros_like(kept),
+                positions=torch.arange(len(kept)).expand(3, -1),
+                delta=0,
+            )
+        )
+    return prompts
+
+
+def test_ragged_batch_decodes_as_recorded(session: Session, golden: dict[str, Tensor]) -> None:
+    prompts = ragged_prompts(golden)
+    steps = [torch.cat([session.prefill(prompt, chunk=32) for prompt in prompts])]
+    close(steps[0], golden["batch_left.logits_last_valid"])
+    for _ in range(golden["batch_left.greedy_ids"].shape[1] - 1):
+        steps.append(session.decode(prompts, steps[-1].argmax(-1).tolist(), padding=2))
+    logits = torch.stack(steps, dim=1)
+    assert torch.equal(logits.argmax(-1), golden["batch_left.greedy_ids"])
+    close(logits, golden["batch_left.greedy_logits"])
+
+
+def test_an_unused_prompt_embedding_may_hold_anything(session: Session, golden: dict[str, Tensor]) -> None:
+    prompt = golden_prompt(golden, "text")
+    assert prompt.embeds.isnan().all(), "text tokens must not read `embeds`"
+    assert session.prefill(prompt, chunk=1 << 20).isfinite().all()
+
+
+def test_every_weight_has_a_source_of_the_right_shape(checkpoint: Checkpoint, config: ThinkerConfig) -> None:
+    for world_size in (1, 2, 4, 8):
+        for rank in range(world_size):
+            assert (
+                check_weights(checkpoint, STAGE.weights(config, Shard(rank=rank, world_size=world_size)))
+                == []
+            )
+    used = {tensor for source in STAGE.weights(config, Shard()) for tensor in source.tensors}
+    assert used == {name for name in checkpoint.main.tensors if name.startswith("model.")}
+
+
+def test_bfloat16_recipe_stays_close(
+    checkpoint: Checkpoint, config: ThinkerConfig, module: Decoder, tmp_path: Path
+) -> None:
+    write_weights(checkpoint, STAGE, config, Shard(), torch.bfloat16, tmp_path / "weights.safetensors")
+    narrow = load_module(STAGE, config, Shard(), tmp_path / "weights.safetensors")
+    for plan in STAGE.graphs(config, Shard(), StageOptions(dtype=torch.bfloat16)):
+        example = plan.example(plan.check_dims, torch.Generator().manual_seed(2))
+        check_example(plan.spec, example, plan.check_dims, STAGE.name)
+        wide = [value.float() if value.is_floating_point() else value.clone() for value in example.values()]
+        got = getattr(narrow, plan.method)(*example.values())[0]
+        expected = getattr(module, plan.method)(*wide)[0]
+        assert got.dtype == torch.float32
+        # One flipped expert moves the tiny model a lot: this finds a wrong cast, not a lost digit.
+        assert torch.cosine_similarity(got.flatten(), expected.flatten(), dim=0) > 0.9
+
+
+def test_parameters(config: ThinkerConfig) -> None:
+    values = STAGE.parameters(config, StageOptions())
+    assert values.page_size == PAGE_SIZE
+    assert (values.vocab_size, values.hidden_size, values.num_layers) == (576, 64, 4)
+    assert values.stop_token_ids == (520, 517)
+    assert (values.image_patch_token, values.frame_patch_token, values.audio_patch_token) == (539, 557, 550)
+    assert (values.video_start_token, values.video_end_token) == (542, 543)  # not the config's mislabel
+
+
+def altered(checkpoint: Checkpoint, **changes: object) -> Checkpoint:
+    config = copy.deepcopy(checkpoint.main.config)
+    for key, value in changes.items():
+        if value is None:
+            del config["llm_config"][key]
+        else:
+            config["llm_config"][key] = value
+    return replace(checkpoint, main=replace(checkpoint.main, config=config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"num_experts": "many"}, "num_experts is 'many'"),
+        ({"n_group": 3}, "16 experts cannot form 3 equal groups"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.type='yarn'"),
+        ({"image_start_token": 3}, "<image> is token 540"),
+    ],
+)
+def test_unusable_configs_are_refused(checkpoint: Checkpoint, changes: dict[str, object], words: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(words)) as caught:
+        STAGE.config(altered(checkpoint, **changes))
+    assert "config.json" in str(caught.value)
+
+
+def test_config_keys_of_the_release(checkpoint: Checkpoint) -> None:
+    released = altered(checkpoint, head_dim=None, hidden_size=512)
+    assert STAGE.config(released).decoder.head_dim == 128
+    assert STAGE.config(altered(checkpoint, routed_scaling_factor=1.5)).decoder.routed_scale == 1.5
+    assert STAGE.config(altered(checkpoint, moe_router_topk_scaling_factor=3)).decoder.routed_scale == 3.0
+    assert STAGE.config(altered(checkpoint, num_shared_experts=2)).decoder.shared_intermediate_size == 64
+
+
+def test_examples_suit_every_bucket(config: ThinkerConfig) -> None:
+    options = StageOptions(static_buckets=True, max_batch=4, context_tokens=2048)
+    for plan in STAGE.graphs(config, Shard(), options):
+        for dim in plan.spec.dims:
+            for size in dim.buckets:
+                sizes = {**plan.trace_dims, dim.name: size}
+                example = plan.example(sizes, torch.Generator().manual_seed(0))
+                assert example["context_rows"].max() < sizes["KV"]
+                assert example["write_rows"].max() < sizes["KV"]

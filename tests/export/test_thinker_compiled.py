@@ -1,0 +1,226 @@
+"""The thinker's graphs compiled for the CPU: against the eager module and the goldens, and writing in place."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from compiled_graph import relative_error
+from safetensors.torch import load_file, save_file
+from thinker_session import Session, golden_prompt
+from torch import Tensor
+
+from mingc.export.backends.aoti import compile_graph
+from mingc.export.capture import capture, check_example
+from mingc.export.checkpoint import Checkpoint, open_checkpoint
+from mingc.export.layers.decoder import Decoder
+from mingc.export.stages.base import GraphPlan, Shard, StageOptions
+from mingc.export.stages.thinker import STAGE, ThinkerConfig
+from mingc.export.weights import float32_module
+from mingc.runtime.engines.aoti import load
+from mingc.runtime.engines.base import Engine
+
+DATA = Path(__file__).parents[1] / "data"
+CPU = torch.device("cpu")
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return open_checkpoint(DATA / "tiny-ming")
+
+
+@pytest.fixture(scope="module")
+def config(checkpoint: Checkpoint) -> ThinkerConfig:
+    return STAGE.config(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def module(checkpoint: Checkpoint, config: ThinkerConfig) -> Decoder:
+    built = float32_module(STAGE, config, checkpoint)
+    assert isinstance(built, Decoder)
+    return built
+
+
+@pytest.fixture(scope="module")
+def plans(config: ThinkerConfig) -> dict[str, GraphPlan]:
+    return {plan.spec.name: plan for plan in STAGE.graphs(config, Shard(), StageOptions())}
+
+
+@pytest.fixture(scope="module")
+def files(
+    module: Decoder, plans: dict[str, GraphPlan], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("thinker")
+    found = {}
+    for name, plan in plans.items():
+        found[name] = folder / f"{name}.pt2"
+        program = capture(plan, module, stage="thinker", fixed=None, device=CPU)
+        compile_graph(program, found[name], device="cpu", cache=None, where=name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def engines(files: dict[str, Path], module: Decoder) -> dict[str, Engine]:
+    found: dict[str, Engine] = {}
+    for name, path in files.items():
+        found[name] = load(path, CPU)
+        found[name].bind(module.state_dict())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("graph", "sizes"),
+    [
+        ("prefill", {}),
+        ("prefill", {"T": 2, "C": 16, "KV": 32}),
+        ("prefill", {"T": 16, "C": 64, "KV": 256}),
+        ("prefill", {"T": 128, "C": 512, "KV": 2048}),
+        ("decode", {}),
+        ("decode", {"B": 1, "C": 16, "KV": 32}),
+        ("decode", {"B": 1, "C": 512, "KV": 1024}),
+        ("decode", {"B": 8, "C": 256, "KV": 4096}),
+    ],
+)
+def test_engine_agrees_with_the_module(
+    graph: str,
+    sizes: dict[str, int],
+    module: Decoder,
+    plans: dict[str, GraphPlan],
+    engines: dict[str, Engine],
+) -> None:
+    plan = plans[graph]
+    full = {**plan.check_dims, **sizes}
+    example = plan.example(full, torch.Generator().manual_seed(3))
+    check_example(plan.spec, example, full, "thinker")
+    eager = [value.clone() for value in example.values()]
+    compiled = [value.clone() for value in example.values()]
+    with torch.no_grad():
+        expected = getattr(module, plan.method)(*eager)
+    got = engines[graph].run(compiled)
+    assert relative_error(got[0], expected[0]) < TOLERANCE
+    for name, before, one, other in zip(example, example.values(), compiled, eager, strict=True):
+        if "pages" not in name:
+            assert torch.equal(one, before), f"{name} was changed"
+            continue
+        assert relative_error(one, other) < TOLERANCE, name
+        untouched = torch.ones(len(one), dtype=torch.bool).index_fill(0, example["write_rows"], False)
+        assert torch.equal(one[untouched], before[untouched]), f"{name}: rows that were not named"
+
+
+@pytest.mark.parametrize("case", ["text", "mixed", "video"])
+def test_compiled_greedy_continuation(case: str, config: ThinkerConfig, engines: dict[str, Engine]) -> None:
+    golden = load_file(DATA / "thinker.safetensors")
+    prompt = golden_prompt(golden, case)
+    prompt.embeds = prompt.embeds.nan_to_num()
+    session = Session(
+        config.decoder,
+        lambda *tensors: engines["prefill"].run(tensors),
+        lambda *tensors: engines["decode"].run(tensors),
+    )
+    expected = golden[f"{case}.greedy_ids"][0].tolist()
+    ids, logits = session.greedy(prompt, len(expected), chunk=32, padding=3)
+    assert ids == expected
+    torch.testing.assert_close(logits, golden[f"{case}.greedy_logits"][0], rtol=0, atol=1e-4)
+
+
+def test_a_request_does_not_feel_its_neighbours(
+    plans: dict[str, GraphPlan], engines: dict[str, Engine]
+) -> None:
+    """To the last digits: matrix products round by batch size, nothing else may differ."""
+    plan = plans["decode"]
+    example = plan.example({"B": 6, "C": 64, "KV": 1024}, torch.Generator().manual_seed(9))
+    names = [spec.name for spec in plan.spec.inputs]
+    together = engines["decode"].run([value.clone() for value in example.values()])[0]
+    for request in range(6):
+        alone = {
+            name: value[request : request + 1].clone() if name in names else value.clone()
+            for name, value in example.items()
+        }
+        assert (
+            relative_error(engines["decode"].run(list(alone.values()))[0], together[request : request + 1])
+            < 2e-6
+        )
+
+
+_MEASURE = """
+import json, resource, sys
+import numpy as np
+import torch
+from pathlib import Path
+from safetensors.torch import load_file
+from mingc.runtime.engines.aoti import load
+
+job = json.loads(sys.argv[1])
+engine = load(Path(job["engine"]), torch.device("cpu"))
+engine.bind(load_file(job["weights"]))
+inputs = load_file(job["inputs"])
+peaks = []
+for rows in (1 << 10, 1 << 18):
+    # NumPy's zeros are pages that the kernel has not handed out yet; torch's are written.
+    pools = [torch.from_numpy(np.zeros((rows, *job["shape"]), np.float32)) for _ in range(job["pools"])]
+    for _ in range(3):
+        engine.run([*(inputs[name] for name in job["names"]), *pools])
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print(json.dumps(peaks))
+"""
+
+
+@pytest.mark.parametrize("graph", ["prefill", "decode"])
+def test_pools_are_written_in_place(
+    graph: str,
+    config: ThinkerConfig,
+    module: Decoder,
+    plans: dict[str, GraphPlan],
+    files: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    """Zeros that nobody touched take no memory, so a copy of any pool would show in the peak of the process."""
+    plan = plans[graph]
+    example = plan.example({**plan.check_dims, "KV": 1 << 10}, torch.Generator().manual_seed(0))
+    names = [spec.name for spec in plan.spec.inputs]
+    save_file({name: example[name] for name in names}, tmp_path / "inputs.safetensors")
+    save_file(module.state_dict(), tmp_path / "weights.safetensors")
+    shape = (config.decoder.num_kv_heads, config.decoder.head_dim)
+    job = {
+        "engine": str(files[graph]),
+        "weights": str(tmp_path / "weights.safetensors"),
+        "inputs": str(tmp_path / "inputs.safetensors"),
+        "names": names,
+        "shape": shape,
+        "pools": len(plan.spec.state),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURE, json.dumps(job)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    small, large = json.loads(done.stdout)
+    pool_bytes = (1 << 18) * shape[0] * shape[1] * 4
+    assert large - small < pool_bytes / 8, (
+        f"{(large - small) / 1e6:.0f} MB more with pools of {pool_bytes / 1e6:.0f} MB"
+    )
+
+
+def test_static_buckets_capture(config: ThinkerConfig, checkpoint: Checkpoint) -> None:
+    """Every combination of buckets can be traced with fixed dims over a small pool."""
+    small = replace(config, decoder=replace(config.decoder, num_layers=2))
+    module = float32_module(STAGE, small, checkpoint)
+    options = StageOptions(static_buckets=True, max_batch=2, context_tokens=1024, prefill_tokens=32)
+    for plan in STAGE.graphs(small, Shard(), options):
+        fixed = {dim.name: dim.buckets[0] for dim in plan.spec.dims if dim.buckets}
+        program = capture(plan, module, stage="thinker", fixed=fixed, device=CPU)
+        sizes = {**plan.check_dims, **fixed}
+        example = plan.example(sizes, torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            expected: Tensor = getattr(module, plan.method)(*[value.clone() for value in example.values()])[0]
+            got = program.module()(*[value.clone() for value in example.values()])[0]
+        assert relative_error(got, expected) < TOLERANCE

@@ -1,0 +1,69 @@
+"""Routed experts: both forms against a loop over tokens, and independence of neighbours."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mingc.kernels import moe_experts as kernel
+from mingc.kernels.moe_experts import moe_experts
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def make_inputs(tokens: int, dtype: torch.dtype = torch.float32) -> Inputs:
+    """16 experts of width 24 over hidden 32, four a token."""
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, 32, generator=generator).to(dtype)
+    ids = torch.rand(tokens, 16, generator=generator).topk(4).indices
+    weights = torch.rand(tokens, 4, generator=generator)
+    gate_up = torch.randn(16, 48, 32, generator=generator).to(dtype) / 6
+    down = torch.randn(16, 32, 24, generator=generator).to(dtype) / 5
+    return x, ids, weights, gate_up, down
+
+
+def plain(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """float64, token by token."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token in range(x.shape[0]):
+        for expert, weight in zip(ids[token].tolist(), weights[token].double(), strict=True):
+            gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
+            out[token] += weight * (down[expert].double() @ (F.silu(gate) * up))
+    return out
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_eager_form(tokens: int) -> None:
+    inputs = make_inputs(tokens)
+    torch.testing.assert_close(moe_experts(*inputs).double(), plain(*inputs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_captured_form(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_inputs(tokens)
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    torch.testing.assert_close(moe_experts(*inputs).double(), plain(*inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_one_expert_with_more_rows_than_a_block() -> None:
+    x, ids, weights, gate_up, down = make_inputs(3 * kernel._BLOCK_ROWS + 1)
+    ids[:, 0] = 15
+    inputs = (x, ids, weights, gate_up, down)
+    torch.testing.assert_close(moe_experts(*inputs).double(), plain(*inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_a_token_does_not_depend_on_its_neighbours() -> None:
+    x, ids, weights, gate_up, down = make_inputs(37)
+    together = moe_experts(x, ids, weights, gate_up, down)
+    for token in (0, 20, 36):
+        part = slice(token, token + 1)
+        alone = moe_experts(x[part], ids[part], weights[part], gate_up, down)
+        assert torch.equal(alone, together[part])
+
+
+def test_bfloat16_sums_in_float32() -> None:
+    inputs = make_inputs(8, torch.bfloat16)
+    got = moe_experts(*inputs)
+    assert got.dtype == torch.bfloat16
+    expected = plain(*inputs)
+    assert (got.double() - expected).norm() / expected.norm() < 0.01

@@ -1,0 +1,128 @@
+"""Comparisons with references: what passes, what fails, what is only reported."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from mingc.artifacts.codec import encode
+from mingc.errors import RequestError
+from mingc.runtime.golden.comparison import Comparison
+from mingc.runtime.golden.ledger import Ledger, relative_error
+
+
+def ledger(is_exact: bool = True) -> Ledger:
+    references = {
+        "a.out": np.array([[1.0, -2.0]], np.float32),
+        "a.in": np.array([3.0], np.float32),
+        "a.ids": np.array([1, 2, 3]),
+        "b.out": np.zeros(0, np.float32),
+        "b.hidden": np.ones(4, np.float32),
+    }
+    return Ledger("file.safetensors", references, tolerance=1e-4, is_exact=is_exact)
+
+
+def last(book: Ledger) -> Comparison:
+    return book.comparisons[-1]
+
+
+@pytest.mark.parametrize("off, outcome", [(0.0, "pass"), (1.9e-4, "pass"), (2.1e-4, "FAIL")])
+def test_tensors_pass_within_the_tolerance_of_their_largest_value(off: float, outcome: str) -> None:
+    book = ledger()
+    book.tensor("a.out", np.array([[1.0 + off, -2.0]], np.float64))
+    assert last(book).name == "file: a.out"
+    assert last(book).outcome == outcome
+    assert last(book).error == pytest.approx(off / 2)
+
+
+@pytest.mark.parametrize("value", [[[1.0, np.nan]], [[1.0, np.inf]], [[1.0]], [1.0, -2.0]])
+def test_what_has_another_shape_or_is_not_finite_fails_and_is_still_json(value: list[list[float]]) -> None:
+    book = ledger()
+    book.tensor("a.out", value)
+    assert last(book).outcome == "FAIL"
+    assert last(book).error is None
+    assert "shape" in last(book).note
+    json.dumps(encode(last(book)), allow_nan=False)
+
+
+def test_a_name_that_the_file_lacks_is_no_failure() -> None:
+    book = ledger()
+    book.tensor("absent", [1.0])
+    book.ids("absent", [1])
+    book.differs("absent", [1.0], "why")
+    assert not book.comparisons
+
+
+def test_ids_must_be_identical() -> None:
+    book = ledger()
+    book.ids("a.ids", [1, 2, 3])
+    assert (last(book).outcome, last(book).identical) == ("pass", True)
+    book.ids("a.ids", [1, 2, 4])
+    assert (last(book).outcome, last(book).identical) == ("FAIL", False)
+    book.ids("a.ids", [1, 2])
+    assert last(book).outcome == "FAIL"
+
+
+def test_choices_of_an_engine_may_differ_in_low_precision_only() -> None:
+    for is_exact, outcome in ((True, "FAIL"), (False, "expected difference")):
+        book = ledger(is_exact)
+        book.ids("a.ids", [1, 2, 4], from_engine=True)
+        assert last(book).outcome == outcome
+        book.ids("a.ids", [1, 2, 4])
+        assert last(book).outcome == "FAIL", "what no engine computes is exact in every precision"
+
+
+def test_text_shows_what_differs() -> None:
+    book = ledger()
+    book.text("t", "abc", "abd")
+    assert last(book).outcome == "FAIL"
+    assert "'abc' is not 'abd'" in last(book).note
+
+
+@pytest.mark.parametrize("same, outcome", [(20, "pass"), (19, "pass"), (18, "FAIL")])
+def test_a_share_of_cases_must_be_identical(same: int, outcome: str) -> None:
+    book = ledger()
+    book.share("cases", same=same, total=20, minimum=0.95)
+    assert last(book).outcome == outcome
+
+
+def test_an_error_of_one_case_is_a_failure_and_the_next_case_runs() -> None:
+    book = ledger()
+    with book.case("first"):
+        raise RequestError("too long")
+    with book.case("second"):
+        book.tensor("a.out", [[1.0, -2.0]])
+    assert [each.outcome for each in book.comparisons] == ["FAIL", "pass"]
+    assert "too long" in book.comparisons[0].note
+
+
+def test_a_summary_counts_what_was_compared_fed_in_and_left() -> None:
+    book = ledger()
+    assert book.cases("out") == ["a", "b"]
+    book.input("a.in")
+    book.tensor("a.out", [[1.0, -2.0002]])
+    book.differs("b.out", np.zeros(0), "another variant")
+    book.skip("a.ids", "no engine")
+    summary = book.summary("note")
+    assert (summary.checked, summary.failed, summary.inputs, summary.not_outputs) == (2, 0, 1, 2)
+    assert summary.worst_error == pytest.approx(1e-4, rel=1e-2)
+    assert book.not_outputs() == ["a.ids", "b.hidden"]
+
+
+def test_relative_error_of_zeros_is_absolute() -> None:
+    assert relative_error(np.array([0.5]), np.array([0.0])) == 0.5
+    assert relative_error(np.zeros(0), np.zeros(0)) == 0.0
+
+
+def test_cells_say_it_in_three_columns() -> None:
+    book = ledger()
+    book.tensor("a.out", [[1.0, -2.0]], how="again")
+    book.ids("a.ids", [1, 2, 3])
+    book.differs("b.out", np.zeros(0), "another variant")
+    assert [each.cells() for each in book.comparisons] == [
+        {"name": "file: a.out (again)", "error": "0.0e+00 of 1e-04", "outcome": "pass"},
+        {"name": "file: a.ids", "error": "identical", "outcome": "pass"},
+        {"name": "file: b.out", "error": "0.0e+00", "outcome": "expected difference: another variant"},
+    ]

@@ -1,0 +1,38 @@
+"""`verify` without replay: hashes only, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mingc.errors import ConfigError, IncompatibleError, IntegrityError
+from mingc.runtime.verify import verify
+
+
+def test_a_whole_bundle_passes(bundle_path: Path) -> None:
+    steps: list[str] = []
+    report = verify(bundle_path, replay=False, told=steps.append)
+    assert report.passed
+    assert report.files_hashed == 4
+    assert steps == ["hashes"]
+
+
+def test_a_changed_byte_is_found(bundle_path: Path) -> None:
+    path = bundle_path / "weights/audio.bin"
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    with pytest.raises(IntegrityError, match=r"weights/audio\.bin: sha256 differs"):
+        verify(bundle_path, replay=False)
+
+
+def test_another_torch_is_refused_before_anything_is_loaded(
+    bundle_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.__version__", "2.12.0")
+    with pytest.raises(IncompatibleError, match=r"torch: built with 2\.13\.0, here 2\.12\.0"):
+        verify(bundle_path)
+
+
+def test_goldens_without_replay_make_no_sense(bundle_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--against needs the replay"):
+        verify(bundle_path, against=tmp_path, replay=False)
