@@ -45,7 +45,8 @@ def ring_attention(
         from mingc.kernels.gpu import ring_attention as gpu
 
         seen = k_ring.shape[1] if window is None else window
-        return gpu.ring_attention(qkv.contiguous(), cos, sin, k_ring, v_ring, slots, first_frame, seen)
+        out: Tensor = gpu.ring_attention(qkv.contiguous(), cos, sin, k_ring, v_ring, slots, first_frame, seen)
+        return out
     batch, frames = qkv.shape[:2]
     num_rows, kv_heads, size = k_ring.shape[1:]
     heads = qkv.shape[2] // size - 2 * kv_heads

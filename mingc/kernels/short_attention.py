@@ -21,7 +21,8 @@ def short_attention(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if use_triton(qkv):
         from mingc.kernels.gpu import short_attention as gpu
 
-        return gpu.short_attention(qkv.contiguous(), cos, sin)
+        out: Tensor = gpu.short_attention(qkv.contiguous(), cos, sin)
+        return out
     batch, tokens, width = qkv.shape
     size = 2 * cos.shape[-1]
     heads = width // 3 // size

@@ -37,7 +37,8 @@ def slot_attention(
         from mingc.kernels.gpu import slot_attention as gpu
 
         seen = k_slots.shape[1] if window is None else window
-        return gpu.slot_attention(qkv.contiguous(), cos, sin, k_slots, v_slots, slots, lengths, seen)
+        out: Tensor = gpu.slot_attention(qkv.contiguous(), cos, sin, k_slots, v_slots, slots, lengths, seen)
+        return out
     batch = qkv.shape[0]
     num_rows, kv_heads, size = k_slots.shape[1:]
     heads = qkv.shape[1] // size - 2 * kv_heads
