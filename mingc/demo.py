@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import mingc
 from mingc.artifacts.bundle import open_bundle
+from mingc.artifacts.manifest import FILE_NAME
 from mingc.errors import BundleError, ConfigError, MingcError, WorkerError
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def run_demo(output: Path, *, checkpoint: Path | None, again: bool) -> DemoRepor
     _say(RANDOM_WEIGHTS)
     output.mkdir(parents=True, exist_ok=True)
     artifact = output / "artifact"
-    times = [] if not again and _is_usable(artifact) else _export(source, artifact)
+    times = [] if not again and _is_usable(artifact, source) else _export(source, artifact)
     started = time.monotonic()
     with _server(artifact, output / "server.log") as url:
         times.append(StageTime(stage="server start", seconds=round(time.monotonic() - started, 2)))
@@ -150,22 +151,27 @@ def _find_checkpoint(given: Path | None) -> Path:
     )
 
 
-def _is_usable(artifact: Path) -> bool:
-    """Whether an earlier run left an artifact of this mingc and this torch."""
+def _is_usable(artifact: Path, source: Path) -> bool:
+    """Whether an earlier run left an artifact of this mingc, this torch and this checkpoint."""
     try:
         made = open_bundle(artifact).manifest.fingerprint
     except BundleError:
         return False
     torch = importlib.metadata.version("torch").split("+")[0]
-    return made.mingc == mingc.__version__ and made.torch == torch
+    # In a source tree the version stands still while the code moves: engines older than the code are not its own.
+    package = Path(mingc.__file__).parent
+    inputs = [*package.rglob("*.py"), *(path for path in source.rglob("*") if path.is_file())]
+    is_newer = (artifact / FILE_NAME).stat().st_mtime > max(path.stat().st_mtime for path in inputs)
+    return made.mingc == mingc.__version__ and made.torch == torch and is_newer
 
 
 def _export(source: Path, artifact: Path) -> list[StageTime]:
     """Export in a child; its progress goes to our stderr."""
     jobs = min(4, os.cpu_count() or 1)
     _say(f"exporting {source} with {jobs} job(s); this takes some minutes")
-    command = ["export", str(source), "--output", str(artifact), "--force", "--jobs", str(jobs), "--json"]
-    child = subprocess.run(_command(*command), stdout=subprocess.PIPE, text=True, check=False)
+    options = ["--force", "--jobs", str(jobs), "--cache", str(artifact.parent / "engines"), "--json"]
+    command = _command("export", str(source), "--output", str(artifact), *options)
+    child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if child.returncode != 0:
         raise WorkerError(
             f"the export ended with code {child.returncode}", where=str(source), fix="see above"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import wave
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+import mingc
 from mingc import demo
 from mingc.errors import ConfigError, WorkerError
 
@@ -33,6 +35,23 @@ def test_a_missing_checkpoint_is_named_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no checkpoint in") as caught:
         demo._find_checkpoint(tmp_path / "nowhere")
     assert caught.value.where == "--checkpoint"
+
+
+def test_an_artifact_is_used_again_until_code_or_checkpoint_change(
+    bundle_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0+cpu")
+    hour = 3600
+    now = max(path.stat().st_mtime for path in Path(mingc.__file__).parent.rglob("*.py"))
+    os.utime(checkpoint / "config.json", (now, now))
+    os.utime(bundle_path / "manifest.json", (now + hour, now + hour))
+    assert demo._is_usable(bundle_path, checkpoint)
+    os.utime(checkpoint / "config.json", (now + 2 * hour, now + 2 * hour))
+    assert not demo._is_usable(bundle_path, checkpoint)
+    assert not demo._is_usable(tmp_path / "nowhere", checkpoint)
 
 
 def test_an_answer_is_collected_with_the_moments_that_matter() -> None:
