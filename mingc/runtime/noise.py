@@ -16,6 +16,11 @@ def random_seed() -> int:
     return secrets.randbits(63)
 
 
+def philox_key(seed: int, stream: int) -> NDArray[np.uint64]:
+    """The key (2,) of a generator. Left to numpy, seeds from 2^63 on become floats and lose their low bits."""
+    return np.array([seed & (2**64 - 1), stream], np.uint64)
+
+
 def start_noise(seed: int, segment: int, patch: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
     """Standard normal noise that the flow of one patch starts from (spec: talker.md §6, step 1)."""
     return _normal(seed, segment, patch, _START, shape)
@@ -28,5 +33,5 @@ def diffusion_noise(seed: int, segment: int, patch: int, shape: tuple[int, ...])
 
 def _normal(seed: int, segment: int, patch: int, kind: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
     # The lowest counter word counts the draws themselves.
-    bits = np.random.Philox(key=[seed & (2**64 - 1), _STREAM], counter=[0, patch, kind, segment])
+    bits = np.random.Philox(key=philox_key(seed, _STREAM), counter=[0, patch, kind, segment])
     return np.random.Generator(bits).standard_normal(shape, dtype=np.float32)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mingc.runtime.noise import philox_key
 from mingc.runtime.request import SamplingParams
 
 _STREAM = 1  # second word of the key, apart from the noise of speech (mingc.runtime.noise)
@@ -57,7 +58,7 @@ class SamplerRow:
 
 def uniform(seed: int, step: int) -> float:
     """A number in [0, 1) that belongs to (seed, step): Philox keyed by the seed, counter = step."""
-    bits = np.random.Philox(key=[seed & (2**64 - 1), _STREAM], counter=[step, 0, 0, 0])
+    bits = np.random.Philox(key=philox_key(seed, _STREAM), counter=[step, 0, 0, 0])
     return float(np.random.Generator(bits).random())
 
 

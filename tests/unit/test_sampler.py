@@ -98,6 +98,13 @@ def test_steps_of_one_seed_differ_and_repeat() -> None:
     assert all(0.0 <= number < 1.0 for number in numbers)
 
 
+def test_the_largest_seeds_differ() -> None:
+    seeds = (-1, -2, -3, 2**63, 2**63 + 1)
+    assert len({uniform(seed, 0) for seed in seeds}) == len(seeds)
+    assert len({float(start_noise(seed, 0, 0, (1,))[0]) for seed in seeds}) == len(seeds)
+    assert uniform(-1, 0) == uniform(2**64 - 1, 0)
+
+
 @pytest.mark.parametrize("noise", [start_noise, diffusion_noise])
 def test_noise_is_counted(noise: object) -> None:
     assert callable(noise)
