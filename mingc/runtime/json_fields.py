@@ -28,8 +28,14 @@ def parse_json(raw: bytes) -> object:
         raise _malformed(f"{error.msg} at line {error.lineno} column {error.colno}") from error
     except RecursionError as error:
         raise _malformed("it is nested too deeply") from error
-    except ValueError as error:  # an integer of thousands of digits
+    except _ConstantError as error:
         raise _malformed(str(error)) from error
+    except ValueError as error:  # Python's limit on the digits of an integer
+        raise _malformed("a number has too many digits") from error
+
+
+class _ConstantError(ValueError):
+    """NaN, Infinity or -Infinity, which Python's parser would take."""
 
 
 def _malformed(why: str) -> RequestError:
@@ -37,7 +43,7 @@ def _malformed(why: str) -> RequestError:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
+    raise _ConstantError(f"{name} is not a JSON number")
 
 
 def shorten(value: object, limit: int = 60) -> str:

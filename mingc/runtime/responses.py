@@ -47,7 +47,7 @@ def error_body(error: BaseException) -> dict[str, ErrorBody]:
         return _error(error.message, "server_error", None, None)
     message, param = error.message, error.param
     if isinstance(error, RequestError):
-        message = error.message if error.fix is None else f"{error.message} {error.fix}"
+        message = error.message if error.fix is None else f"{error.message}: {error.fix}"
         param = param or error.where  # preprocessing names the part of the request it looked at
     return _error(message, error.error_type, param, error.code)
 
