@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -84,9 +86,18 @@ def start_worker(inductor_cache: str) -> None:
 
     Workers of one export share `inductor_cache`, so that the C++ compiler is probed once (9 s), not once each.
     """
+    threading.Thread(target=_end_with_the_export, daemon=True).start()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = inductor_cache
     warnings.simplefilter("ignore")
+
+
+def _end_with_the_export() -> None:
+    # An export that was killed cannot tell its workers: without this they would wait for tasks for ever.
+    export = multiprocessing.parent_process()
+    assert export is not None, "start_worker runs in a worker only"
+    export.join()
+    os._exit(1)
 
 
 def build_graph(task: GraphTask, replay: Replay) -> GraphResult:

@@ -43,6 +43,8 @@ class ExportRecipe:
             problems.append(f"--max-batch {self.max_batch}: must be at least 1")
         if self.prefill_tokens < 16:
             problems.append(f"--prefill-tokens {self.prefill_tokens}: must be at least 16")
+        if self.stages is not None and (not self.stages or len(set(self.stages)) < len(self.stages)):
+            problems.append(f"--stages {','.join(self.stages)}: must name at least one stage, and each once")
         if self.context_tokens < self.prefill_tokens:
             problems.append(f"--context-tokens {self.context_tokens}: less than one prefill chunk")
         if problems:

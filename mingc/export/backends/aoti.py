@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import tempfile
 import time
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ def compile_graph(
     """
     options = {**_OPTIONS, **(_cpu_options() if device == "cpu" else {})}
     kept = cache / f"{_key(program, options, device)}.pt2" if cache else None
-    if kept is not None and kept.is_file():
+    if kept is not None and _is_whole(kept):
         shutil.copyfile(kept, path)
         return 0.0
     started = time.perf_counter()
@@ -58,6 +60,15 @@ def compile_graph(
             shutil.copyfile(path, part.name)
         os.replace(part.name, kept)
     return seconds
+
+
+def _is_whole(package: Path) -> bool:
+    """Whether the cached package is there with all its bytes; one that is cut off or changed is compiled anew."""
+    try:
+        with zipfile.ZipFile(package) as archive:
+            return archive.testzip() is None
+    except (OSError, zipfile.BadZipFile, zlib.error):
+        return False
 
 
 def _cpu_options() -> dict[str, Any]:
@@ -96,8 +107,6 @@ def _key(program: torch.export.ExportedProgram, options: dict[str, Any], device:
 
 def _refuse_static_libstdcxx(path: Path, where: str) -> None:
     """An engine that carries its own libstdc++ crashes the process that loads it: refuse it here."""
-    import zipfile
-
     with zipfile.ZipFile(path) as package:
         for name in package.namelist():
             if name.endswith(".so") and b"libstdc++.so.6" not in package.read(name):

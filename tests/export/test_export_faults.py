@@ -1,0 +1,105 @@
+"""What an export does when it is killed, when its cache is damaged, and when it is asked for nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import mingc
+from mingc.errors import ConfigError
+from mingc.export.backends.aoti import compile_graph
+from mingc.export.recipe import ExportRecipe
+
+_END_S = 60
+# A pool as the pipeline's, whose process then waits to be killed.
+_EXPORT = """
+import multiprocessing, os, sys, time
+from concurrent.futures import ProcessPoolExecutor
+from mingc.export.build import start_worker
+
+if __name__ == "__main__":
+    pool = ProcessPoolExecutor(
+        1, multiprocessing.get_context("spawn"), initializer=start_worker, initargs=(sys.argv[1],)
+    )
+    print(pool.submit(os.getpid).result(), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_workers_end_with_a_killed_export(tmp_path: Path) -> None:
+    script = tmp_path / "export.py"
+    script.write_text(_EXPORT, encoding="utf-8")
+    with subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(Path(mingc.__file__).parents[1])},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as export:
+        assert export.stdout is not None
+        line = export.stdout.readline()
+        export.kill()
+    worker = int(line)
+    for _ in range(_END_S * 10):
+        if not _is_running(worker):
+            return
+        time.sleep(0.1)
+    os.kill(worker, signal.SIGKILL)
+    pytest.fail("the worker outlives the export")
+
+
+def _is_running(process: int) -> bool:
+    # Without an init to collect it, an ended orphan stays as a zombie.
+    try:
+        status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+class _Doubled(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "emptied"])
+def test_a_damaged_engine_of_the_cache_is_compiled_anew(
+    tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+
+    def compile_and_package(program: object, *, package_path: str, inductor_configs: object) -> None:
+        compiled.append(package_path)
+        with zipfile.ZipFile(package_path, "w") as package:
+            package.writestr("engine.so", b"code" * 100)
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_and_package)
+    program = torch.export.export(_Doubled(), (torch.ones(4),))
+    cache, engine = tmp_path / "cache", tmp_path / "engine.pt2"
+
+    def count_compiles() -> int:
+        compile_graph(program, engine, device="cpu", cache=cache, where="test")
+        return len(compiled)
+
+    assert count_compiles() == 1
+    (kept,) = cache.iterdir()
+    whole = kept.read_bytes()
+    changed = whole.replace(b"codecode", b"codeCode", 1)
+    kept.write_bytes({"cut": whole[: len(whole) // 2], "changed": changed, "emptied": b""}[damage])
+    assert count_compiles() == 2
+    assert count_compiles() == 2
+    assert engine.read_bytes() == kept.read_bytes()
+
+
+@pytest.mark.parametrize("stages", [(), ("talker", "talker")])
+def test_stages_are_named_once_and_at_least_one(tmp_path: Path, stages: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="--stages"):
+        ExportRecipe(checkpoint=tmp_path, output=tmp_path / "out", stages=stages)
