@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import secrets
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mingc.artifacts.manifest import FILE_NAME, FileRecord, Fingerprint, Manifest, read_manifest
-from mingc.errors import ConfigError, IncompatibleError, IntegrityError
+from mingc.errors import BundleError, ConfigError, IncompatibleError, IntegrityError
 from mingc.machine import Machine
 
 _CHUNK_BYTES = 4 << 20
@@ -100,9 +101,15 @@ def new_bundle(root: Path, *, replace_existing: bool) -> Iterator[Path]:
                 where="--output",
                 fix="pass --force to replace an artifact, or another folder",
             )
-    root.parent.mkdir(parents=True, exist_ok=True)
     work = root.parent / f".{root.name}.{secrets.token_hex(4)}.partial"
-    work.mkdir()
+    try:
+        work.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(
+            f"no folder can be made beside {root}: {error.strerror}",
+            where="--output",
+            fix="pass another folder",
+        ) from error
     try:
         yield work
         if root.exists():
@@ -112,6 +119,14 @@ def new_bundle(root: Path, *, replace_existing: bool) -> Iterator[Path]:
             shutil.rmtree(old)
         else:
             work.rename(root)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        raise BundleError(
+            f"the artifact cannot be written: {error.strerror}",
+            where=str(root),
+            fix="free some space there, or pass another --output",
+        ) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from mingc.artifacts.bundle import check_fingerprint, check_hashes, new_bundle, open_bundle, write_manifest
 from mingc.artifacts.contents import read_contents
 from mingc.artifacts.manifest import Manifest
-from mingc.errors import ConfigError, IncompatibleError, IntegrityError
+from mingc.errors import BundleError, ConfigError, IncompatibleError, IntegrityError
 from mingc.machine import Machine
 
 
@@ -116,3 +117,22 @@ def test_contents_sum_up_a_bundle(bundle_path: Path) -> None:
     assert stage.stage == "audio_encoder"
     assert stage.graphs == ("encode",)
     assert (stage.engines, stage.engine_bytes, stage.weight_bytes) == (1, 900, 850)
+
+
+def test_an_output_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with (
+        pytest.raises(ConfigError, match="no folder can be made"),
+        new_bundle(tmp_path / "file" / "artifact", replace_existing=False),
+    ):
+        pass
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    with (
+        pytest.raises(BundleError, match="cannot be written"),
+        new_bundle(tmp_path / "artifact", replace_existing=False) as work,
+    ):
+        (work / "part").write_text("some")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert not list(tmp_path.iterdir())
