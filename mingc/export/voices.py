@@ -53,10 +53,20 @@ def find(checkpoint: Checkpoint, notes: list[str]) -> tuple[VoiceSource, ...]:
     if not manifest.is_file():
         notes.append("no talker/data/voice_name.json: the bundle has no voices")
         return ()
-    entries = json.loads(manifest.read_text(encoding="utf-8"))
+    try:
+        entries = {
+            str(name): (str(entry["prompt_wav_path"]), str(entry["prompt_text"]))
+            for name, entry in json.loads(manifest.read_text(encoding="utf-8")).items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"the voice list cannot be read: {error!r}",
+            where=str(manifest),
+            fix="give each voice a prompt_wav_path and a prompt_text",
+        ) from error
     found = []
-    for name, entry in entries.items():
-        given = talker / entry["prompt_wav_path"]
+    for name, (path, transcript) in entries.items():
+        given = talker / path
         wav = given
         if not given.is_file():
             candidates = sorted((talker / "data").rglob(given.name))
@@ -64,10 +74,8 @@ def find(checkpoint: Checkpoint, notes: list[str]) -> tuple[VoiceSource, ...]:
                 notes.append(f"voice {name} left out: {given.name} is nowhere below talker/data")
                 continue
             wav = candidates[0]
-            notes.append(
-                f"voice {name}: {entry['prompt_wav_path']} is not there, {wav.relative_to(talker)} used"
-            )
-        found.append(VoiceSource(name=name, wav=wav, transcript=entry["prompt_text"]))
+            notes.append(f"voice {name}: {path} is not there, {wav.relative_to(talker)} used")
+        found.append(VoiceSource(name=name, wav=wav, transcript=transcript))
     return tuple(found)
 
 

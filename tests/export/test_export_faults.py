@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +16,15 @@ import pytest
 import torch
 
 import mingc
-from mingc.errors import ConfigError
+from mingc.errors import CheckpointError, ConfigError
 from mingc.export.backends.aoti import compile_graph
+from mingc.export.checkpoint import Checkpoint, open_checkpoint
 from mingc.export.recipe import ExportRecipe
+from mingc.export.stages import find
+from mingc.export.stages.base import StageOptions
 
 _END_S = 60
+_TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
 # A pool as the pipeline's, whose process then waits to be killed.
 _EXPORT = """
 import multiprocessing, os, sys, time
@@ -103,3 +109,27 @@ def test_a_damaged_engine_of_the_cache_is_compiled_anew(
 def test_stages_are_named_once_and_at_least_one(tmp_path: Path, stages: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="--stages"):
         ExportRecipe(checkpoint=tmp_path, output=tmp_path / "out", stages=stages)
+
+
+def _with_voices(root: Path, document: object) -> Checkpoint:
+    shutil.copytree(_TINY, root)
+    (root / "talker" / "data" / "voice_name.json").write_text(json.dumps(document), encoding="utf-8")
+    return open_checkpoint(root)
+
+
+def test_a_voice_without_its_wave_is_not_the_default(tmp_path: Path) -> None:
+    voices = {
+        "DB30": {"prompt_text": "one", "prompt_wav_path": "data/spks/lost.wav"},
+        "other": {"prompt_text": "two", "prompt_wav_path": "/authoring/prompt16k.wav"},
+    }
+    checkpoint = _with_voices(tmp_path / "checkpoint", voices)
+    stage = find("talker")
+    parameters = stage.parameters(stage.config(checkpoint), StageOptions())
+    assert parameters.default_voice == "other"
+
+
+@pytest.mark.parametrize("document", [{"DB30": {}}, ["DB30"], {"DB30": 3}])
+def test_a_voice_list_of_another_form_is_told(tmp_path: Path, document: object) -> None:
+    checkpoint = _with_voices(tmp_path / "checkpoint", document)
+    with pytest.raises(CheckpointError, match="voice list"):
+        find("talker").config(checkpoint)

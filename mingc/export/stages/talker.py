@@ -7,7 +7,6 @@ Shape letters: B requests, T chunk tokens, D hidden, S slots.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,8 @@ from torch.nn import functional as F
 from mingc.artifacts.model import TalkerParameters
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.errors import CheckpointError
-from mingc.export.checkpoint import Checkpoint, Part
+from mingc.export import voices
+from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.batch_buckets import doubling_buckets
 from mingc.export.layers.qwen2 import Qwen2Config, Qwen2Stack, qwen2_weights
 from mingc.export.layers.speech_llm import MAX_SLOTS, MAX_STEPS, read_llm_config
@@ -107,7 +107,7 @@ class TalkerStage(Stage):
             llm=llm,
             vocab_size=embedding.shape[0],
             slot_tokens=min(_SLOT_TOKENS, llm.max_positions),
-            default_voice=_default_voice(part),
+            default_voice=_default_voice(checkpoint),
         )
 
     def build(self, config: TalkerConfig, shard: Shard) -> nn.Module:
@@ -145,16 +145,10 @@ class TalkerStage(Stage):
         return (("lm_head.", "the speech LLM's logits are never needed"),)
 
 
-def _default_voice(part: Part) -> str | None:
-    """The reference's default voice when the checkpoint ships it, else the first one, else none."""
-    file = part.root / "data" / "voice_name.json"
-    if not file.is_file():
-        return None
-    try:
-        voices = list(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"the voice list cannot be read: {error}", where=str(file)) from error
-    return _PREFERRED_VOICE if _PREFERRED_VOICE in voices else next(iter(voices), None)
+def _default_voice(checkpoint: Checkpoint) -> str | None:
+    """The reference's default voice when its wave is in the checkpoint, else the first one that is, else none."""
+    names = [voice.name for voice in voices.find(checkpoint, [])]
+    return _PREFERRED_VOICE if _PREFERRED_VOICE in names else next(iter(names), None)
 
 
 def _dtype_name(options: StageOptions) -> Any:
