@@ -198,7 +198,10 @@ class _Run:
         ]
         results = []
         with (
-            tempfile.TemporaryDirectory(prefix="mingc-inductor-") as inductor_cache,
+            tempfile.TemporaryDirectory(
+                prefix="mingc-inductor-",
+                ignore_cleanup_errors=True,  # a failed build's compiler may still write
+            ) as inductor_cache,
             ProcessPoolExecutor(
                 max_workers=self._recipe.jobs,
                 mp_context=multiprocessing.get_context("spawn"),

@@ -36,7 +36,7 @@ class Rows(NamedTuple):
 
 def enter(x: Tensor, norm: Tensor, eps: float) -> Rows:
     """The stream `x` (..., D) before the norm of weight `norm` (D,)."""
-    if not use_triton(x) or x.dtype == torch.float32 or x.numel() // x.shape[-1] > _MAX_FUSED_ROWS:
+    if not use_triton(x) or x.numel() // x.shape[-1] > _MAX_FUSED_ROWS:
         return Rows(x, rms_norm(x, norm, eps), None, None)
     from mingc.kernels.gpu.linear import NUM_COUNTERS
 

@@ -41,7 +41,7 @@ def ring_attention(
 
     Returns: (B, n, Hq d) in the dtype of `qkv`.
     """
-    if use_triton(qkv) and k_ring.shape[1] <= _MAX_RING_ROWS:
+    if use_triton(qkv, 2 * cos.shape[-1]) and k_ring.shape[1] <= _MAX_RING_ROWS:
         from mingc.kernels.gpu import ring_attention as gpu
 
         seen = k_ring.shape[1] if window is None else window

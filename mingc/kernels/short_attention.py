@@ -18,7 +18,7 @@ def short_attention(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Returns: (N, T, H d) in the dtype of `qkv`.
     """
-    if use_triton(qkv):
+    if use_triton(qkv, 2 * cos.shape[-1]):
         from mingc.kernels.gpu import short_attention as gpu
 
         out: Tensor = gpu.short_attention(qkv.contiguous(), cos, sin)

@@ -33,7 +33,7 @@ def slot_attention(
 
     Returns: (B, Hq d) in the dtype of `qkv`.
     """
-    if use_triton(qkv):
+    if use_triton(qkv, 2 * cos.shape[-1]):
         from mingc.kernels.gpu import slot_attention as gpu
 
         seen = k_slots.shape[1] if window is None else window
