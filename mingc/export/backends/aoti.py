@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+import mingc.kernels
 from mingc.errors import CompileError
 
 # Weights stay outside: one engine serves every rank, and several graphs share one weights file.
@@ -102,6 +103,10 @@ def _key(program: torch.export.ExportedProgram, options: dict[str, Any], device:
     ):
         digest.update(str(part).encode())
         digest.update(b"\0")
+    if device == "cuda":
+        # A graph names the Triton kernels it calls; their code decides as much as their names.
+        for source in sorted((Path(mingc.kernels.__path__[0]) / "gpu").glob("*.py")):
+            digest.update(source.read_bytes())
     return digest.hexdigest()
 
 

@@ -23,6 +23,9 @@ class AotiEngine(Engine):
 
     def __init__(self, path: Path, device: torch.device) -> None:
         index = -1 if device.type == "cpu" else (device.index or 0)
+        if device.type == "cuda":
+            # An engine's convolutions follow this process-wide flag: float32 engines must not round to 10 bits.
+            torch.backends.cudnn.allow_tf32 = False
         try:
             # Single-threaded: required for CUDA graph capture; callers never run one engine from two threads.
             self._loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
