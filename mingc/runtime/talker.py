@@ -1,16 +1,14 @@
-"""The speech path on one device: speech LLM, flow matching and streaming VAE over shared slots.
+"""Runs segments of speech, many at a time: prompts, noise, stop rule and caps. Which run is the scheduler's.
 
-A slot holds all that a running segment keeps on the device: KV rows, the hidden state that conditions its next
-patch, the latents before it, and the VAE's rings. Which segments run is the scheduler's.
-
-The device work of a patch is in `_sample_and_decode` and `_advance`: fixed tensors in, no host synchronisation
-inside, so that a bucket can be captured once and replayed.
+On a GPU patches are launched one ahead: patch k + 1 is on its way before the stop flags of patch k are read, so the
+device never waits for the host. A segment that turns out to have ended with patch k has then made one patch in
+vain, which is dropped; it touched nothing but its own slot.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +18,8 @@ from torch import Tensor
 
 from mingc.artifacts.model import CfmParameters, TalkerParameters, VaeParameters
 from mingc.runtime.noise import diffusion_noise, start_noise
-from mingc.runtime.stages import LoadedStage, torch_dtype
+from mingc.runtime.stages import LoadedStage
+from mingc.runtime.talker_engines import LaunchedPatch, TalkerEngines
 
 _MAX_PREFIXES = 64  # cached prompt beginnings: at the released dims 12 KiB a token, about 50 tokens each
 
@@ -69,46 +68,24 @@ class Patch:
     is_finite: bool
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Speaking:
     """Host side of a running segment."""
 
     segment: SpeechSegment
-    num_tokens: int  # KV rows written
-    patch: int = 0
+    num_tokens: int  # KV rows written, or on their way
+    launched: int = 0
+    patch: int = 0  # patches collected
     is_last: bool = False
 
 
-class _Buffers:
-    """The inputs of one bucket: the same tensors at every step. On the CPU host and device share them."""
-
-    def __init__(
-        self, size: int, shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device
-    ) -> None:
-        self.size = size
-        is_cuda = device.type == "cuda"
-        self._staged = {
-            name: torch.zeros((size, *shape), dtype=dtype, pin_memory=is_cuda)
-            for name, (dtype, shape) in shapes.items()
-        }
-        self.host = {name: tensor.numpy() for name, tensor in self._staged.items()}
-        self.on_device = (
-            {name: tensor.to(device) for name, tensor in self._staged.items()} if is_cuda else self._staged
-        )
-        self.next_embeds: Tensor | None = None
-
-    def upload(self, *names: str) -> None:
-        for name in names:
-            if self.on_device[name] is not self._staged[name]:
-                self.on_device[name].copy_(self._staged[name], non_blocking=True)
-
-
 class TalkerWorker:
-    """Runs segments in slots, many at a time.
+    """Runs segments in slots.
 
     Args:
         talker, cfm, audio_vae: stages with the graphs `prefill`/`step`, `sample`, `stream`.
         num_slots: slots to allocate, slot 0 (padding) included.
+        depth: patches that may be under way at once; None is 2 on a GPU, 1 where the host does the work itself.
     """
 
     def __init__(
@@ -122,32 +99,34 @@ class TalkerWorker:
         vae: VaeParameters,
         num_slots: int,
         device: torch.device,
+        depth: int | None = None,
     ) -> None:
         self.parameters = parameters
         self.flow = flow
         self.num_slots = num_slots
         self.device = device
+        self.depth = depth or (2 if device.type == "cuda" else 1)
         self.samples_per_patch = flow.latents_per_patch * vae.samples_per_latent
         self._tail = vae.tail_samples
-        self._prefill, self._step = talker["prefill"], talker["step"]
-        self._sample, self._stream = cfm["sample"], audio_vae["stream"]
-        self._talker_state = talker.allocate_state({"S": num_slots}, device)
-        self._vae_state = audio_vae.allocate_state({"S": num_slots}, device)
-        hidden = next(each for each in self._sample.spec.inputs if each.name == "hidden")
-        embeds = next(each for each in self._prefill.spec.inputs if each.name == "embeds")
-        self._embed_dtype = torch_dtype(embeds.dtype)
-        self._hidden = torch.zeros(
-            num_slots, parameters.hidden_size, dtype=torch_dtype(hidden.dtype), device=device
-        )
-        self._history = torch.zeros(num_slots, flow.history_latents, flow.latent_dim, device=device)
+        with torch.inference_mode():
+            self._engines = TalkerEngines(
+                talker,
+                cfm,
+                audio_vae,
+                hidden_size=parameters.hidden_size,
+                flow=flow,
+                num_slots=num_slots,
+                device=device,
+            )
+        self.max_batch = self._engines.batch_sizes[-1]
         self._speaking: dict[int, _Speaking] = {}
-        self._buffers: dict[int, _Buffers] = {}
+        self._launched: deque[tuple[list[tuple[int, _Speaking]], LaunchedPatch]] = deque()
         self._prefixes: OrderedDict[bytes, dict[str, Tensor]] = OrderedDict()
-        graphs = (self._sample, self._step, self._stream)
-        # One size serves the whole patch, so every graph must have it.
-        self._sizes = sorted(set.intersection(*(set(graph.spec.dim("B").buckets) for graph in graphs)))
-        self.max_batch = self._sizes[-1]
-        self._max_chunk = max(self._prefill.spec.dim("T").buckets)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Patches launched and not collected."""
+        return len(self._launched)
 
     @torch.inference_mode()
     def join(self, slot: int, segment: SpeechSegment) -> None:
@@ -158,110 +137,78 @@ class TalkerWorker:
         done = segment.num_prefix
         if done:
             self._place_prefix(slot, segment)
-        hidden = self._run_prompt(slot, segment, done, len(segment.input_ids))
-        self._hidden[slot] = hidden[0]
-        self._history[slot] = torch.from_numpy(segment.history)
+        self._run_prompt(slot, segment, done, len(segment.input_ids))
         self._speaking[slot] = _Speaking(segment, num_tokens=len(segment.input_ids))
 
-    @torch.inference_mode()
-    def sample(self, slots: Sequence[int]) -> list[Patch]:
-        """Make and decode the next patch of each slot, in order. `advance` of the same slots must follow."""
-        buffers = self._fill(slots)
-        samples, stop = self._sample_and_decode(buffers)
-        waves = samples.cpu().numpy()
-        return [
-            self._end_patch(slot, waves[row], probability)
-            for row, (slot, probability) in enumerate(zip(slots, stop.tolist(), strict=False))
-        ]
+    def is_launchable(self, slot: int) -> bool:
+        """Whether the segment in `slot` has a further patch to make, as far as is known."""
+        speaking = self._speaking[slot]
+        return not speaking.is_last and speaking.launched < speaking.segment.max_patches
 
     @torch.inference_mode()
-    def advance(self, slots: Sequence[int]) -> None:
-        """Let the speech LLM hear the patches just made; segments that have ended are left out."""
-        buffers = self._buffers[self._bucket(len(slots))]
-        going = [self._speaking[slot] for slot in slots]
-        if all(speaking.is_last for speaking in going):
-            return
-        buffers.host["step_slots"][:] = 0
-        buffers.host["lengths"][:] = 0
-        for row, (slot, speaking) in enumerate(zip(slots, going, strict=True)):
-            if not speaking.is_last:
-                buffers.host["step_slots"][row] = slot
-                buffers.host["lengths"][row] = speaking.num_tokens
-                speaking.num_tokens += 1
-        buffers.upload("step_slots", "lengths")
-        self._advance(buffers)
+    def launch(self, slots: Sequence[int]) -> None:
+        """Begin the next patch of each slot. All must be launchable, and fewer than `depth` patches in flight."""
+        assert self.num_in_flight < self.depth, "a patch must be collected first"
+        rows = [(slot, self._speaking[slot]) for slot in slots]
+        size = next(size for size in self._engines.batch_sizes if size >= len(rows))
+        launched = self._engines.launch(size, self._inputs(size, rows))
+        self._launched.append((rows, launched))
+        for _, speaking in rows:
+            speaking.launched += 1
+            speaking.num_tokens += 1
+
+    def collect(self) -> dict[int, Patch]:
+        """Wait for the oldest patch in flight. By slot; segments that have left or ended before are not in it."""
+        rows, launched = self._launched.popleft()
+        waves, stop = launched.wait()
+        return {
+            slot: self._end_patch(speaking, waves[row], float(stop[row]))
+            for row, (slot, speaking) in enumerate(rows)
+            if self._speaking.get(slot) is speaking and not speaking.is_last
+        }
+
+    def drop(self) -> set[int]:
+        """Forget every patch in flight, because the device has failed. Returns the slots that waited for one."""
+        slots = {
+            slot
+            for rows, _ in self._launched
+            for slot, speaking in rows
+            if self._speaking.get(slot) is speaking
+        }
+        self._launched.clear()
+        return slots
 
     def leave(self, slot: int) -> None:
         """Forget what runs in `slot`; nothing happens when it is empty."""
         self._speaking.pop(slot, None)
 
-    def _sample_and_decode(self, buffers: _Buffers) -> tuple[Tensor, Tensor]:
-        """Device work: samples (B, n) float32 and stop probabilities (B,) float32; keeps the next embeddings."""
-        inputs = buffers.on_device
-        slots = inputs["slots"]
-        made = self._sample.run(
-            hidden=self._hidden.index_select(0, slots),
-            history=self._history.index_select(0, slots),
-            noise=inputs["noise"],
-            step_noise=inputs["step_noise"],
-            guidance=inputs["guidance"],
-            sigma=inputs["sigma"],
-            temperature=inputs["temperature"],
-        )
-        self._history.index_copy_(0, slots, made["next_history"])
-        decoded = self._stream.run(
-            latents=made["latents"], slots=slots, patch_index=inputs["patch_index"], **self._vae_state
-        )
-        buffers.next_embeds = made["next_embeds"]
-        return decoded["samples"], made["stop_probability"]
-
-    def _advance(self, buffers: _Buffers) -> None:
-        """Device work: one step of the speech LLM, its hidden states kept by slot."""
-        assert buffers.next_embeds is not None
-        slots = buffers.on_device["step_slots"]
-        stepped = self._step.run(
-            embeds=buffers.next_embeds,
-            slots=slots,
-            lengths=buffers.on_device["lengths"],
-            **self._talker_state,
-        )
-        self._hidden.index_copy_(0, slots, stepped["hidden"])
-
-    def _bucket(self, count: int) -> int:
-        return next(size for size in self._sizes if size >= count)
-
-    def _fill(self, slots: Sequence[int]) -> _Buffers:
-        """Write the inputs of the next patch into the buffers of the bucket that holds `slots`."""
-        size = self._bucket(len(slots))
-        if size not in self._buffers:
-            self._buffers[size] = _Buffers(size, self._shapes(), self.device)
-        buffers = self._buffers[size]
-        host = buffers.host
+    def _inputs(self, size: int, rows: Sequence[tuple[int, _Speaking]]) -> Mapping[str, Tensor]:
+        """The inputs of `TalkerEngines.launch`; rows beyond `rows` work in slot 0."""
         patch_shape = (self.flow.latents_per_patch, self.flow.latent_dim)
-        for values in host.values():
-            values[len(slots) :] = 0  # padding rows work in slot 0
-        for row, slot in enumerate(slots):
-            speaking = self._speaking[slot]
-            segment = speaking.segment
-            host["slots"][row] = slot
-            host["patch_index"][row] = speaking.patch
-            host["guidance"][row] = segment.guidance
-            host["sigma"][row] = segment.sigma
-            host["temperature"][row] = segment.temperature
-            host["noise"][row] = start_noise(segment.seed, segment.index, speaking.patch, patch_shape)
-            host["step_noise"][row] = (
-                diffusion_noise(
-                    segment.seed, segment.index, speaking.patch, (self.flow.num_steps, *patch_shape)
-                )
-                if segment.temperature > 0.0
-                else 0.0
-            )
-        buffers.upload("slots", "patch_index", "guidance", "sigma", "temperature", "noise", "step_noise")
-        return buffers
+        noise = np.zeros((size, *patch_shape), np.float32)
+        step_noise = np.zeros((size, self.flow.num_steps, *patch_shape), np.float32)
+        numbers = {name: np.zeros(size, np.float32) for name in ("guidance", "sigma", "temperature")}
+        counts = {
+            name: np.zeros(size, np.int64) for name in ("slots", "patch_index", "step_slots", "lengths")
+        }
+        for row, (slot, speaking) in enumerate(rows):
+            segment, patch = speaking.segment, speaking.launched
+            counts["slots"][row] = slot
+            counts["patch_index"][row] = patch
+            if patch + 1 < segment.max_patches:  # nothing follows the last patch that its cap allows
+                counts["step_slots"][row] = slot
+                counts["lengths"][row] = speaking.num_tokens
+            for name, values in numbers.items():
+                values[row] = getattr(segment, name)
+            noise[row] = start_noise(segment.seed, segment.index, patch, patch_shape)
+            if segment.temperature > 0.0:
+                shape = (self.flow.num_steps, *patch_shape)
+                step_noise[row] = diffusion_noise(segment.seed, segment.index, patch, shape)
+        inputs = {**counts, **numbers, "noise": noise, "step_noise": step_noise}
+        return {name: torch.from_numpy(values) for name, values in inputs.items()}
 
-    def _end_patch(self, slot: int, wave: NDArray[np.float32], stop_probability: float) -> Patch:
+    def _end_patch(self, speaking: _Speaking, wave: NDArray[np.float32], stop_probability: float) -> Patch:
         """Stop rule and caps (spec: talker.md §5), and the part of the decoded wave that is final."""
-        speaking = self._speaking[slot]
         step = speaking.patch
         has_stopped = (
             step > self.parameters.min_stop_step and stop_probability > self.parameters.stop_threshold
@@ -286,54 +233,39 @@ class TalkerWorker:
         rows = self._prefixes.get(key)
         if rows is None:
             self._run_prompt(slot, segment, 0, count)
-            self._prefixes[key] = {
-                name: state[slot, :count].clone() for name, state in self._talker_state.items()
-            }
+            self._prefixes[key] = self._engines.read_rows(slot, count)
             if len(self._prefixes) > _MAX_PREFIXES:
                 self._prefixes.popitem(last=False)
             return
         self._prefixes.move_to_end(key)
-        for name, state in self._talker_state.items():
-            state[slot, :count] = rows[name]
+        self._engines.write_rows(slot, rows)
 
-    def _run_prompt(self, slot: int, segment: SpeechSegment, start: int, end: int) -> Tensor:
-        """Prompt tokens `start` to `end` in chunks; hidden (1, D) of the last one."""
-        hidden = None
+    def _run_prompt(self, slot: int, segment: SpeechSegment, start: int, end: int) -> None:
+        """Prompt tokens `start` to `end` in chunks."""
+        sizes = self._engines.chunk_sizes
+        history = torch.from_numpy(segment.history).unsqueeze(0)
         while start < end:
-            count = min(self._max_chunk, end - start)
-            width = self._prefill.bucket("T", count)
+            count = min(sizes[-1], end - start)
+            width = next(size for size in sizes if size >= count)
             input_ids = torch.zeros(width, dtype=torch.int64)
             input_ids[:count] = torch.from_numpy(segment.input_ids[start : start + count])
-            embeds = torch.zeros(width, self.parameters.hidden_size, dtype=self._embed_dtype)
+            embeds = torch.zeros(width, self.parameters.hidden_size, dtype=self._engines.embed_dtype)
             use_embed = torch.zeros(width, dtype=torch.bool)
             chosen = (segment.embed_rows >= start) & (segment.embed_rows < start + count)
             if chosen.any():
                 places = torch.from_numpy(segment.embed_rows[chosen] - start)
-                embeds[places] = torch.from_numpy(segment.embeds[chosen]).to(self._embed_dtype)
+                embeds[places] = torch.from_numpy(segment.embeds[chosen]).to(embeds.dtype)
                 use_embed[places] = True
-            hidden = self._prefill.run(
-                input_ids=input_ids.to(self.device),
-                embeds=embeds.to(self.device),
-                use_embed=use_embed.to(self.device),
-                slot=torch.tensor([slot], device=self.device),
-                start=torch.tensor([start], device=self.device),
-                last=torch.tensor([count - 1], device=self.device),
-                **self._talker_state,
-            )["hidden"]
+            self._engines.run_prompt(
+                width,
+                {
+                    "input_ids": input_ids,
+                    "embeds": embeds,
+                    "use_embed": use_embed,
+                    "slot": torch.tensor([slot]),
+                    "start": torch.tensor([start]),
+                    "last": torch.tensor([count - 1]),
+                    "history": history,
+                },
+            )
             start += count
-        assert hidden is not None, "a prompt has at least one token behind its prefix"
-        return hidden
-
-    def _shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        patch = (self.flow.latents_per_patch, self.flow.latent_dim)
-        return {
-            "slots": (torch.int64, ()),
-            "step_slots": (torch.int64, ()),
-            "lengths": (torch.int64, ()),
-            "patch_index": (torch.int64, ()),
-            "guidance": (torch.float32, ()),
-            "sigma": (torch.float32, ()),
-            "temperature": (torch.float32, ()),
-            "noise": (torch.float32, patch),
-            "step_noise": (torch.float32, (self.flow.num_steps, *patch)),
-        }

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mingc.errors import RequestError, ServeError, WorkerError
 from mingc.runtime.channel import FailedItem, Item, PatchItem
 from mingc.runtime.engine_thread import EngineThread
 from mingc.runtime.scheduler import TalkerScheduler
-from mingc.runtime.talker import SpeechSegment, TalkerWorker
+from mingc.runtime.talker import Patch, SpeechSegment, TalkerWorker
 
 log = logging.getLogger("mingc.engine")
 
@@ -78,31 +78,43 @@ class TalkerLoop(EngineThread):
                 self._fail_step([stream], error)
         behind = self._find_behind()
         with self._lock:
-            batch = self.scheduler.batch(behind)
-            slots = [self.scheduler.slots.slot(stream) for stream in batch]
+            slots = self._owners(behind)
             if not self.scheduler.num_running and not self.scheduler.num_waiting:
                 self.scheduler.check()
-        if not batch:
-            return bool(joining)
+        launchable = [slot for slot in slots if self._worker.is_launchable(slot)]
         try:
-            patches = self._worker.sample(slots)
-            for stream, patch in zip(batch, patches, strict=True):
-                if patch.is_finite:
-                    self._streams[stream].emit(
-                        PatchItem(
-                            samples=patch.samples, is_segment_end=patch.is_last, is_capped=patch.is_capped
-                        )
-                    )
-            self._worker.advance(slots)
+            if launchable:
+                self._worker.launch(launchable)
+            elif not self._worker.num_in_flight:
+                return bool(joining)
+            if self._worker.num_in_flight == self._worker.depth or not launchable:
+                self._deliver(self._worker.collect())
         except Exception as error:
-            self._fail_step(batch, error)
-            return True
-        for stream, patch in zip(batch, patches, strict=True):
+            # Which of the patches in flight it was cannot be told: the device reports late.
+            hurt = {*launchable, *self._worker.drop()}
+            with self._lock:
+                owners = self._owners()
+            self._fail_step([stream for slot, stream in owners.items() if slot in hurt], error)
+        return True
+
+    def _deliver(self, patches: Mapping[int, Patch]) -> None:
+        """Hand out patches by slot, then let segments that have ended leave."""
+        with self._lock:
+            owners = self._owners()
+        for slot, patch in patches.items():
+            stream = owners[slot]
             if not patch.is_finite:
                 self._fail(stream, WorkerError("the model's samples are not finite", where="audio_vae"))
-            elif patch.is_last:
+                continue
+            self._streams[stream].emit(
+                PatchItem(samples=patch.samples, is_segment_end=patch.is_last, is_capped=patch.is_capped)
+            )
+            if patch.is_last:
                 self._end_segment(stream)
-        return True
+
+    def _owners(self, paused: Container[int] = ()) -> dict[int, int]:
+        """The running stream of each slot, without the `paused` ones."""
+        return {self.scheduler.slots.slot(stream): stream for stream in self.scheduler.batch(paused)}
 
     def _end_segment(self, stream: int) -> None:
         with self._lock:

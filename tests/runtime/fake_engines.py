@@ -377,7 +377,11 @@ VAE = VaeParameters(
 
 
 def make_talker_worker(
-    *, slots: int = 8, stop_probability: float = 0.0, nan_guidance: float | None = None
+    *,
+    slots: int = 8,
+    stop_probability: float = 0.0,
+    nan_guidance: float | None = None,
+    depth: int | None = None,
 ) -> TalkerWorker:
     return TalkerWorker(
         _talker_stage(),
@@ -388,6 +392,7 @@ def make_talker_worker(
         vae=VAE,
         num_slots=slots + 1,
         device=CPU,
+        depth=depth,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -29,6 +29,7 @@ from mingc.runtime.channel import FailedItem, Item, PatchItem, TokenItem
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.step_wire import Step, receive_step, send_step
 from mingc.runtime.talker import SpeechSegment, TalkerWorker
+from mingc.runtime.talker_engines import LaunchedPatch
 from mingc.runtime.talker_loop import TalkerLoop
 from mingc.runtime.thinker import DecodeStep, PrefillStep, ThinkerWorker
 from mingc.runtime.thinker_loop import ThinkerLoop, ThinkerPrompt
@@ -244,8 +245,8 @@ def run_alone(one: SpeechSegment, *, slot: int = 1, worker: TalkerWorker | None 
     worker.join(slot, one)
     parts = []
     while True:
-        (patch,) = worker.sample([slot])
-        worker.advance([slot])
+        worker.launch([slot])
+        (patch,) = worker.collect().values()
         parts.append(patch.samples)
         if patch.is_last:
             worker.leave(slot)
@@ -292,9 +293,8 @@ def test_segments_join_and_leave_a_batch_unchanged() -> None:
                 worker.join(coming[0] + 1, pieces[coming[0]])
                 going.append(coming.pop(0))
         slots = [each + 1 for each in reversed(going)]
-        patches = worker.sample(slots)
-        worker.advance(slots)
-        for slot, patch in zip(slots, patches, strict=True):
+        worker.launch(slots)
+        for slot, patch in worker.collect().items():
             waves[slot - 1].append(patch.samples)
             if patch.is_last:
                 worker.leave(slot)
@@ -308,8 +308,8 @@ def test_the_stop_head_counts_only_beyond_the_least_step_and_its_patch_is_kept()
     worker.join(1, segment(patches=40))
     flags = []
     for _ in range(TALKER.min_stop_step + 2):
-        (patch,) = worker.sample([1])
-        worker.advance([1])
+        worker.launch([1])
+        (patch,) = worker.collect().values()
         flags.append((patch.is_last, patch.is_capped))
     assert flags == [(False, False)] * (TALKER.min_stop_step + 1) + [(True, False)]
 
@@ -317,9 +317,11 @@ def test_the_stop_head_counts_only_beyond_the_least_step_and_its_patch_is_kept()
 def test_a_cap_marks_its_patch_as_last() -> None:
     worker = make_talker_worker()
     worker.join(1, segment(patches=2))
-    (first,) = worker.sample([1])
-    worker.advance([1])
-    (second,) = worker.sample([1])
+    worker.launch([1])
+    (first,) = worker.collect().values()
+    worker.launch([1])
+    (second,) = worker.collect().values()
+    assert not worker.is_launchable(1)
     assert (first.is_last, second.is_last, second.is_capped) == (False, True, True)
 
 
@@ -349,6 +351,49 @@ def test_streams_speak_their_segments_in_order(started: Callable[[TalkerLoop], T
     for collector, pieces in zip(collectors, streams, strict=True):
         for wave, piece in zip(collector.segments(3), pieces, strict=True):
             np.testing.assert_allclose(wave, run_alone(piece), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("stop_probability", [0.0, 0.9])
+def test_launching_ahead_changes_no_audio(
+    started: Callable[[TalkerLoop], TalkerLoop], stop_probability: float
+) -> None:
+    # Few slots, so that a surplus patch is in flight while its slot already belongs to the next segment.
+    streams = [[segment(seed=i, index=j, tokens=12 + i, patches=9 - j) for j in range(3)] for i in range(5)]
+    waves = []
+    for depth in (1, 2, 3):
+        worker = make_talker_worker(slots=2, stop_probability=stop_probability, depth=depth)
+        loop = started(make_talker_loop(worker))
+        collectors = [speak(loop, *pieces) for pieces in streams]
+        waves.append([wave for collector in collectors for wave in collector.segments(3)])
+    lengths = {len(wave) for wave in waves[0]}
+    ended_by_stop = (TALKER.min_stop_step + 2) * PATCH_SAMPLES
+    assert lengths == ({ended_by_stop} if stop_probability else {each * PATCH_SAMPLES for each in (7, 8, 9)})
+    for others in waves[1:]:
+        for mine, expected in zip(others, waves[0], strict=True):
+            np.testing.assert_allclose(mine, expected, rtol=0, atol=1e-6)
+
+
+def test_a_failed_launch_tells_those_in_flight_and_no_others(
+    started: Callable[[TalkerLoop], TalkerLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = make_talker_worker(slots=2, depth=2)
+    loop = started(make_talker_loop(worker))
+    launch, failures = worker._engines.launch, []
+
+    def fail_once(size: int, inputs: Mapping[str, torch.Tensor]) -> LaunchedPatch:
+        if not failures and any(len(rows) == 2 for rows, _ in worker._launched):
+            failures.append(size)
+            raise RuntimeError("device lost")
+        return launch(size, inputs)
+
+    monkeypatch.setattr(worker._engines, "launch", fail_once)
+    hurt = [speak(loop, segment(seed=i, patches=40)) for i in range(2)]
+    waiting = speak(loop, segment(seed=2, patches=5))
+    for collector in hurt:
+        assert "device lost" in collector.error().message
+    np.testing.assert_allclose(
+        waiting.segments()[0], run_alone(segment(seed=2, patches=5)), rtol=0, atol=1e-6
+    )
 
 
 def test_cancelled_speech_frees_its_slot(started: Callable[[TalkerLoop], TalkerLoop]) -> None:

@@ -1,0 +1,121 @@
+"""Runs over fixed tensors: a CUDA graph captured once and replayed, or on the CPU the same function called."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mingc.errors import WorkerError
+
+Shapes = Mapping[str, tuple[torch.dtype, Sequence[int]]]
+
+_ALIGNMENT = 64  # bytes; engines copy inputs that are aligned to less than 16
+_WARM_UPS = 2  # the first call of an engine loads its kernels, which a capture does not allow
+
+
+class GraphPool:
+    """What the graphs of one device share: a stream to capture on and memory for intermediates.
+
+    Graphs of one pool overwrite each other's intermediates, so they must be replayed on one stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._handle = torch.cuda.graph_pool_handle()
+
+    def capture(
+        self, run: Callable[[], tuple[Tensor, ...]], name: str
+    ) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+        """The graph of `run` and the tensors in which every replay leaves its outputs. `run` is called thrice.
+
+        Raises: WorkerError when the device's memory does not suffice.
+        """
+        try:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            with torch.cuda.stream(self._stream):
+                for _ in range(_WARM_UPS):
+                    run()
+            self._stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(
+                graph, pool=self._handle, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                outputs = run()
+        except torch.cuda.OutOfMemoryError as error:
+            raise WorkerError(
+                f"the GPU's memory does not suffice to capture {name}: {error}",
+                where=name,
+                fix="free memory on the device, serve with fewer --slots, or export with smaller batch buckets",
+            ) from error
+        return graph, outputs
+
+
+class InputBlock:
+    """Named inputs of a run in one piece of memory, so that one copy uploads them all."""
+
+    def __init__(self, shapes: Shapes, device: torch.device) -> None:
+        self._places: dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]] = {}
+        end = 0
+        for name, (dtype, shape) in shapes.items():
+            num_bytes = math.prod(shape) * dtype.itemsize
+            self._places[name] = (end, num_bytes, dtype, tuple(shape))
+            end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self._block = torch.zeros(end, dtype=torch.uint8, device=device)
+        self.tensors = self._views(self._block)
+
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """Replace the contents. On CUDA this does not wait for the device."""
+        if not self._block.is_cuda:
+            for name, value in values.items():
+                self.tensors[name].copy_(value)
+            return
+        # Pinned memory from torch's caching allocator: it is not handed out again before the copy has been made.
+        staged = torch.empty(self._block.shape, dtype=torch.uint8, pin_memory=True)
+        views = self._views(staged)
+        for name, value in values.items():
+            views[name].copy_(value)
+        self._block.copy_(staged, non_blocking=True)
+
+    def _views(self, block: Tensor) -> dict[str, Tensor]:
+        return {
+            name: block[start : start + num_bytes].view(dtype).view(shape)
+            for name, (start, num_bytes, dtype, shape) in self._places.items()
+        }
+
+
+class StaticRun:
+    """A function of named tensors of fixed shapes that mutates state and returns tensors.
+
+    Args:
+        shapes: dtype and shape of every input.
+        run: maps these inputs to outputs, without waiting for the device.
+        pool: where to capture it; None calls it at every run.
+        name: for errors.
+    """
+
+    def __init__(
+        self,
+        shapes: Shapes,
+        run: Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]],
+        *,
+        device: torch.device,
+        pool: GraphPool | None,
+        name: str,
+    ) -> None:
+        self._inputs = InputBlock(shapes, device)
+        self._run = run
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._outputs: tuple[Tensor, ...] = ()
+        if pool is not None:
+            self._graph, self._outputs = pool.capture(lambda: run(self._inputs.tensors), name)
+
+    def __call__(self, values: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Outputs for these inputs, every one of which must be given. The next run overwrites them."""
+        self._inputs.write(values)
+        if self._graph is None:
+            return self._run(self._inputs.tensors)
+        self._graph.replay()
+        return self._outputs

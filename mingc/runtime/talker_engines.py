@@ -1,0 +1,197 @@
+"""The device side of speech: engines of the three stages over the state of all slots.
+
+A slot holds all that a running segment keeps on the device: KV rows, the hidden state that conditions its next
+patch, the latents before it, and the VAE's rings. Slot 0 belongs to the padding rows of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mingc.artifacts.model import CfmParameters
+from mingc.runtime.cuda_graphs import GraphPool, Shapes, StaticRun
+from mingc.runtime.stages import LoadedStage, torch_dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LaunchedPatch:
+    """Results of one patch on their way to the host.
+
+    Attributes:
+        samples: (B, n) float32 on the host.
+        stop: (B,) float32 on the host, the stop head's probabilities.
+        event: when both are there; None: at once.
+    """
+
+    samples: Tensor
+    stop: Tensor
+    event: torch.cuda.Event | None
+
+    def wait(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Samples and stop probabilities; blocks until the device has made them."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.samples.numpy(), self.stop.numpy()
+
+
+class TalkerEngines:
+    """Runs prompts and patches. On CUDA every size is captured when this is made, and replayed.
+
+    Args:
+        talker, cfm, audio_vae: stages with the graphs `prefill`/`step`, `sample`, `stream`.
+        num_slots: slots to allocate, slot 0 (padding) included.
+    """
+
+    def __init__(
+        self,
+        talker: LoadedStage,
+        cfm: LoadedStage,
+        audio_vae: LoadedStage,
+        *,
+        hidden_size: int,
+        flow: CfmParameters,
+        num_slots: int,
+        device: torch.device,
+    ) -> None:
+        self.device = device
+        self._prefill, self._step = talker["prefill"], talker["step"]
+        self._sample, self._stream = cfm["sample"], audio_vae["stream"]
+        self._talker_state = talker.allocate_state({"S": num_slots}, device)
+        self._vae_state = audio_vae.allocate_state({"S": num_slots}, device)
+        hidden = next(each for each in self._sample.spec.inputs if each.name == "hidden")
+        embeds = next(each for each in self._prefill.spec.inputs if each.name == "embeds")
+        self.embed_dtype = torch_dtype(embeds.dtype)
+        self._hidden = torch.zeros(num_slots, hidden_size, dtype=torch_dtype(hidden.dtype), device=device)
+        self._history = torch.zeros(num_slots, flow.history_latents, flow.latent_dim, device=device)
+        # One size serves the whole patch, so every graph must have it.
+        graphs = (self._sample, self._step, self._stream)
+        sizes = sorted(set.intersection(*(set(graph.spec.dim("B").buckets) for graph in graphs)))
+        largest = next((size for size in sizes if size >= num_slots - 1), sizes[-1])
+        self.batch_sizes = [size for size in sizes if size <= largest]
+        self.chunk_sizes = sorted(self._prefill.spec.dim("T").buckets)
+        self._is_cuda = device.type == "cuda"
+        self._side = torch.cuda.Stream(device) if self._is_cuda else None
+        pool = GraphPool(device) if self._is_cuda else None
+        patch = (flow.latents_per_patch, flow.latent_dim)
+        self._patches = {
+            size: StaticRun(
+                _patch_shapes(size, flow.num_steps, patch),
+                self._patch,
+                device=device,
+                pool=pool,
+                name=f"a patch of batch {size}",
+            )
+            # The largest first: the others then fit into the memory it has taken.
+            for size in reversed(self.batch_sizes)
+        }
+        self._prompts = {
+            size: StaticRun(
+                self._prompt_shapes(size),
+                self._prompt,
+                device=device,
+                pool=pool,
+                name=f"a prompt of {size} tokens",
+            )
+            for size in reversed(self.chunk_sizes)
+        }
+
+    def launch(self, size: int, inputs: Mapping[str, Tensor]) -> LaunchedPatch:
+        """Make, decode and let the speech LLM hear one patch of `size` rows; does not wait for a GPU.
+
+        Inputs, a row each: slots, patch_index, guidance, sigma, temperature, noise (P, C), step_noise
+        (steps, P, C); step_slots and lengths: where the speech LLM steps, slot 0 where it shall not.
+        """
+        samples, stop = self._patches[size](inputs)
+        if not self._is_cuda:
+            return LaunchedPatch(samples=samples, stop=stop, event=None)
+        kept = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in (samples, stop)]
+        for target, value in zip(kept, (samples, stop), strict=True):
+            target.copy_(value, non_blocking=True)
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return LaunchedPatch(samples=kept[0], stop=kept[1], event=event)
+
+    def run_prompt(self, size: int, inputs: Mapping[str, Tensor]) -> None:
+        """Prefill one chunk of `size` tokens; its last hidden state becomes the slot's, as do these `history`.
+
+        Inputs: as the graph `prefill`, and history (1, H, C).
+        """
+        self._prompts[size](inputs)
+
+    def read_rows(self, slot: int, count: int) -> dict[str, Tensor]:
+        """Copies of the first `count` KV rows of a slot."""
+        return {name: state[slot, :count].clone() for name, state in self._talker_state.items()}
+
+    def write_rows(self, slot: int, rows: Mapping[str, Tensor]) -> None:
+        """Begin a slot with these KV rows."""
+        targets = [self._talker_state[name][slot, : value.shape[0]] for name, value in rows.items()]
+        torch._foreach_copy_(targets, list(rows.values()))
+
+    def _patch(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Samples (B, n) and stop probabilities (B,). The decoder works beside the speech LLM."""
+        slots, step_slots = inputs["slots"], inputs["step_slots"]
+        made = self._sample.run(
+            hidden=self._hidden.index_select(0, slots),
+            history=self._history.index_select(0, slots),
+            **{name: inputs[name] for name in ("noise", "step_noise", "guidance", "sigma", "temperature")},
+        )
+        self._history.index_copy_(0, slots, made["next_history"])
+        if self._side is None:
+            samples = self._decode(made, inputs)
+            self._advance(made, inputs, step_slots)
+        else:
+            main = torch.cuda.current_stream(self.device)
+            self._side.wait_stream(main)
+            with torch.cuda.stream(self._side):
+                samples = self._decode(made, inputs)
+            self._advance(made, inputs, step_slots)
+            main.wait_stream(self._side)
+        return samples, made["stop_probability"]
+
+    def _decode(self, made: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+        decoded = self._stream.run(
+            latents=made["latents"],
+            slots=inputs["slots"],
+            patch_index=inputs["patch_index"],
+            **self._vae_state,
+        )
+        return decoded["samples"]
+
+    def _advance(self, made: Mapping[str, Tensor], inputs: Mapping[str, Tensor], step_slots: Tensor) -> None:
+        stepped = self._step.run(
+            embeds=made["next_embeds"], slots=step_slots, lengths=inputs["lengths"], **self._talker_state
+        )
+        self._hidden.index_copy_(0, step_slots, stepped["hidden"])
+
+    def _prompt(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        given = {name: value for name, value in inputs.items() if name != "history"}
+        hidden = self._prefill.run(**given, **self._talker_state)["hidden"]
+        self._hidden.index_copy_(0, inputs["slot"], hidden)
+        self._history.index_copy_(0, inputs["slot"], inputs["history"])
+        return ()
+
+    def _prompt_shapes(self, size: int) -> Shapes:
+        return {
+            "input_ids": (torch.int64, (size,)),
+            "embeds": (self.embed_dtype, (size, self._hidden.shape[1])),
+            "use_embed": (torch.bool, (size,)),
+            "slot": (torch.int64, (1,)),
+            "start": (torch.int64, (1,)),
+            "last": (torch.int64, (1,)),
+            "history": (torch.float32, (1, *self._history.shape[1:])),
+        }
+
+
+def _patch_shapes(size: int, num_steps: int, patch: tuple[int, int]) -> Shapes:
+    return {
+        **{name: (torch.int64, (size,)) for name in ("slots", "step_slots", "lengths", "patch_index")},
+        **{name: (torch.float32, (size,)) for name in ("guidance", "sigma", "temperature")},
+        "noise": (torch.float32, (size, *patch)),
+        "step_noise": (torch.float32, (size, num_steps, *patch)),
+    }
