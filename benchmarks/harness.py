@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import shlex
 import statistics
@@ -86,7 +87,9 @@ def result(
     return {
         "schema": 1,
         "benchmark": benchmark,
-        "commit": _words("git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", "HEAD") or None,
+        # The variable serves machines that have the files but not the repository.
+        "commit": _words("git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", "HEAD")
+        or os.environ.get("MINGC_COMMIT"),
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": {

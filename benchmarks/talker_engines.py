@@ -36,8 +36,9 @@ class Built:
     seconds: float
 
 
-def options(dtype: torch.dtype = torch.bfloat16, max_batch: int = 64) -> StageOptions:
-    return StageOptions(dtype=dtype, device="cuda", static_buckets=True, max_batch=max_batch)
+def options(dtype: torch.dtype = torch.bfloat16) -> StageOptions:
+    sizes = (1, 2, 4, 8, 16, 32, 64)
+    return StageOptions(dtype=dtype, device="cuda", static_buckets=True, batch_sizes=sizes)
 
 
 def module_of(stage_name: str, dtype: torch.dtype) -> nn.Module:

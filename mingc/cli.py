@@ -74,6 +74,15 @@ def _common(command: Command) -> Command:
     return as_json(debug(command))
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise ConfigError(
+            f"--batch-sizes {text}: not a list of whole numbers", where="mingc export", fix="write 1,2,4"
+        ) from error
+
+
 _HTTP_OPTIONS = ("host", "port", "allow_media_hosts", "media_root", "max_in_flight", "grace_s")
 _SETTINGS = {"show_default": True, "max_content_width": 100, "help_option_names": ["-h", "--help"]}
 
@@ -106,15 +115,20 @@ def commands() -> None:
     "--context-tokens", type=int, default=4096, help="Longest request, prompt and answer, in tokens."
 )
 @click.option("--prefill-tokens", type=int, default=256, help="Tokens of one prefill chunk.")
-@click.option("--max-batch", type=int, default=8, help="Largest batch of one step.")
+@click.option(
+    "--batch-sizes", default="1,2,4,8", help="Requests in one step, with commas; on CUDA an engine each."
+)
+@click.option(
+    "--synthetic", is_flag=True, help="Read only configs and draw random weights: to measure speed."
+)
 @click.option("--model-name", default="ming-omni", help="Name that a server will announce.")
 @_common
-def export_command(as_json: bool, tp: int, stages: str | None, **options: Any) -> int:
+def export_command(as_json: bool, tp: int, stages: str | None, batch_sizes: str, **options: Any) -> int:
     """Compile CHECKPOINT, a folder in the released layout, into an artifact."""
     from mingc.export.recipe import ExportRecipe
 
     names = tuple(name.strip() for name in stages.split(",") if name.strip()) if stages is not None else None
-    recipe = ExportRecipe(world_size=tp, stages=names, **options)
+    recipe = ExportRecipe(world_size=tp, stages=names, batch_sizes=_numbers(batch_sizes), **options)
     from mingc.export.pipeline import export_bundle
     from mingc.progress import progress
     from mingc.report import show
@@ -180,9 +194,13 @@ def serve_command(as_json: bool, artifact: Path, **options: Any) -> int:
     from mingc.runtime.config import ServeOptions
 
     http = ServeOptions(**{name: options.pop(name) for name in _HTTP_OPTIONS})
-    from mingc.report import show
-    from mingc.runtime.loading import EngineOptions, open_service
-    from mingc.runtime.server import bind_socket, create_app, serve
+    from mingc.runtime.startup import StartupClock
+
+    clock = StartupClock()
+    with clock.phase("import"):
+        from mingc.report import show
+        from mingc.runtime.loading import EngineOptions, open_service
+        from mingc.runtime.server import bind_socket, create_app, serve
 
     engines = EngineOptions(
         max_waiting=options.pop("max_queue"), num_torch_threads=options.pop("threads"), **options
@@ -191,10 +209,11 @@ def serve_command(as_json: bool, artifact: Path, **options: Any) -> int:
     for resolved in (http, engines):
         show(resolved, as_json=False, stream=sys.stderr)
     listener = bind_socket(http.host, http.port)
-    service = open_service(artifact, engines)
+    service = open_service(artifact, engines, clock)
 
     def announce(url: str) -> None:
-        print(json.dumps({"url": url, "model": service.info.model}) if as_json else url, flush=True)
+        document = {"url": url, "model": service.info.model, "startup_s": clock.seconds}
+        print(json.dumps(document) if as_json else url, flush=True)
 
     ended_in_order = serve(create_app(service, http), listener, announce=announce)
     return 0 if ended_in_order else EXIT_INTERRUPTED

@@ -22,8 +22,9 @@ from mingc.errors import ExportError
 from mingc.export import parity as parity_rule
 from mingc.export.backends import aoti
 from mingc.export.capture import capture
-from mingc.export.checkpoint import Checkpoint, open_checkpoint
+from mingc.export.checkpoint import Checkpoint
 from mingc.export.recipe import ExportRecipe
+from mingc.export.source import open_source
 from mingc.export.stages import find
 from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions
 from mingc.export.tensor_parallel import stand_in_group
@@ -61,8 +62,16 @@ class GraphTask:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltEngine:
+    """A compiled engine and the most memory its process held."""
+
+    record: EngineRecord
+    peak_rss_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GraphResult:
-    """A built graph and the most memory its process held."""
+    """A built and checked graph and the most memory the process that checked it held."""
 
     stage: str
     record: GraphRecord
@@ -75,7 +84,7 @@ def stage_options(recipe: ExportRecipe) -> StageOptions:
         dtype=getattr(torch, recipe.dtype),
         device=recipe.target,
         static_buckets=recipe.target == "cuda",
-        max_batch=recipe.max_batch,
+        batch_sizes=recipe.batch_sizes,
         context_tokens=recipe.context_tokens,
         prefill_tokens=recipe.prefill_tokens,
     )
@@ -100,26 +109,48 @@ def _end_with_the_export() -> None:
     os._exit(1)
 
 
-def build_graph(task: GraphTask, replay: Replay) -> GraphResult:
-    """Trace and compile `task.graph`, write its golden file and measure its parity.
+def engine_sizes(task: GraphTask) -> list[dict[str, int] | None]:
+    """The sizes that engines of `task.graph` are compiled for; None is one engine for every size."""
+    options = stage_options(task.recipe)
+    if not options.static_buckets:
+        return [None]
+    stage = find(task.stage)
+    config = stage.config(open_source(task.recipe))
+    return [*_fixed_dims(_find_plan(stage, config, _shard(stage, task.recipe), options, task.graph))]
 
-    Raises: CaptureError, CompileError, ParityError.
+
+def build_engine(task: GraphTask, fixed: dict[str, int] | None) -> BuiltEngine:
+    """Trace and compile `task.graph` for the sizes `fixed`.
+
+    Raises: CaptureError, CompileError.
     """
     stage = find(task.stage)
-    checkpoint = open_checkpoint(task.recipe.checkpoint)
-    config = stage.config(checkpoint)
-    options = stage_options(task.recipe)
-    shard = _shard(stage, task.recipe)
+    config = stage.config(open_source(task.recipe))
+    options, shard = stage_options(task.recipe), _shard(stage, task.recipe)
     plan = _find_plan(stage, config, shard, options, task.graph)
     module = load_module(stage, config, shard, task.folder / task.weights[0]).to(options.device)
-    engines = [
-        _compile(task, plan, module, fixed, options)
-        for fixed in (_fixed_dims(plan) if options.static_buckets else [None])
-    ]
+    record = _compile(task, plan, module, fixed, options)
+    return BuiltEngine(record=record, peak_rss_bytes=_peak_rss_bytes())
+
+
+def check_graph(task: GraphTask, engines: tuple[EngineRecord, ...], replay: Replay) -> GraphResult:
+    """Write the golden file of `task.graph` and measure the parity of one of its `engines`.
+
+    Raises: ParityError.
+    """
+    stage = find(task.stage)
+    checkpoint = open_source(task.recipe)
+    config = stage.config(checkpoint)
+    options, shard = stage_options(task.recipe), _shard(stage, task.recipe)
+    plan = _find_plan(stage, config, shard, options, task.graph)
+    module = load_module(stage, config, shard, task.folder / task.weights[0]).to(options.device)
     golden, parity = _check(task, plan, stage, config, checkpoint, module, engines, options, replay)
-    record = GraphRecord(spec=plan.spec, engines=tuple(engines), golden=golden, parity=parity)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return GraphResult(stage=task.stage, record=record, peak_rss_bytes=peak)
+    record = GraphRecord(spec=plan.spec, engines=engines, golden=golden, parity=parity)
+    return GraphResult(stage=task.stage, record=record, peak_rss_bytes=_peak_rss_bytes())
+
+
+def _peak_rss_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _shard(stage: Stage, recipe: ExportRecipe) -> Shard:
@@ -224,7 +255,7 @@ def _float32(options: StageOptions) -> StageOptions:
     return StageOptions(
         dtype=torch.float32,
         device="cpu",
-        max_batch=options.max_batch,
+        batch_sizes=options.batch_sizes,
         context_tokens=options.context_tokens,
         prefill_tokens=options.prefill_tokens,
     )

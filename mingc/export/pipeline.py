@@ -13,7 +13,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mingc
 from mingc.artifacts.bundle import new_bundle, write_manifest
@@ -29,14 +29,26 @@ from mingc.artifacts.manifest import (
 )
 from mingc.errors import CheckpointError, CompileError, ConfigError
 from mingc.export import tokenizers, voices
-from mingc.export.build import GraphResult, GraphTask, Replay, build_graph, stage_options, start_worker
-from mingc.export.checkpoint import Checkpoint, open_checkpoint
+from mingc.export.build import (
+    BuiltEngine,
+    GraphResult,
+    GraphTask,
+    Replay,
+    build_engine,
+    check_graph,
+    engine_sizes,
+    stage_options,
+    start_worker,
+)
+from mingc.export.checkpoint import Checkpoint
 from mingc.export.recipe import ExportRecipe
+from mingc.export.source import open_source
 from mingc.export.stages import discover, find
 from mingc.export.stages.base import Shard, Stage
 from mingc.export.weights import check_weights, write_weights
 from mingc.machine import this_machine
 
+_T = TypeVar("_T")
 _MAX_LISTED = 40  # problems printed before the rest is counted
 
 
@@ -85,7 +97,7 @@ def export_bundle(recipe: ExportRecipe, replay: Replay, progress: Callable[[Step
     Raises: ConfigError, CheckpointError, ExportError. On any of them `recipe.output` is untouched.
     """
     started = time.perf_counter()
-    checkpoint = open_checkpoint(recipe.checkpoint)
+    checkpoint = open_source(recipe)
     stages = _choose(checkpoint, recipe)
     configs = {stage.name: stage.config(checkpoint) for stage in stages}
     notes = [*checkpoint.notes, *_check(checkpoint, stages, configs, recipe)]
@@ -186,7 +198,7 @@ class _Run:
         return files
 
     def build_graphs(self, weights: dict[str, tuple[str, ...]]) -> list[GraphResult]:
-        """Every graph, `jobs` at a time, each in a process of its own so that memory returns."""
+        """Compile every engine, `jobs` at a time, and check each graph as soon as its engines are there."""
         (self._folder / "engines").mkdir()
         (self._folder / "goldens").mkdir()
         tasks = [
@@ -197,6 +209,7 @@ class _Run:
             for graph in graphs
         ]
         results = []
+        engines: dict[str, list[BuiltEngine]] = {}
         with (
             tempfile.TemporaryDirectory(
                 prefix="mingc-inductor-",
@@ -209,13 +222,27 @@ class _Run:
                 initargs=(inductor_cache,),
             ) as pool,
         ):
-            futures = {pool.submit(build_graph, task, self._replay): task for task in _heaviest_first(tasks)}
+            compiling = {
+                pool.submit(build_engine, task, fixed): task
+                for task in _heaviest_first(tasks)
+                for fixed in engine_sizes(task)
+            }
+            checking = {}
             try:
-                for future in as_completed(futures):
-                    task = futures[future]
-                    result = _result(future, task)
+                for compiled in as_completed(compiling):
+                    task = compiling[compiled]
+                    built = _result(compiled, task)
+                    done = engines.setdefault(f"{task.stage}.{task.graph}", [])
+                    done.append(built)
+                    if len(done) == sum(each is task for each in compiling.values()):
+                        records = tuple(each.record for each in sorted(done, key=_size_order))
+                        checking[pool.submit(check_graph, task, records, self._replay)] = task
+                for checked in as_completed(checking):
+                    task = checking[checked]
+                    result = _result(checked, task)
                     results.append(result)
-                    self.peak_rss_bytes = max(self.peak_rss_bytes, result.peak_rss_bytes)
+                    peaks = [each.peak_rss_bytes for each in engines[f"{task.stage}.{task.graph}"]]
+                    self.peak_rss_bytes = max(self.peak_rss_bytes, result.peak_rss_bytes, *peaks)
                     seconds = sum(engine.compile_seconds for engine in result.record.engines)
                     self.step("engine", f"{task.stage}.{task.graph}", seconds)
             except BaseException:
@@ -240,7 +267,11 @@ class _Run:
         return tuple(records)
 
 
-def _result(future: Future[GraphResult], task: GraphTask) -> GraphResult:
+def _size_order(built: BuiltEngine) -> tuple[int, ...]:
+    return tuple((built.record.dims or {}).values())
+
+
+def _result(future: Future[_T], task: GraphTask) -> _T:
     try:
         return future.result()
     except BrokenProcessPool as error:

@@ -13,7 +13,16 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportRecipe:
-    """One export. `stages` None means all that the checkpoint holds; `cache` None means no compile cache."""
+    """One export.
+
+    Attributes:
+        checkpoint: folder in the released layout; with `synthetic` only its configs are read.
+        stages: None means all that the checkpoint holds.
+        cache: None means no compile cache.
+        batch_sizes: requests in one step, ascending; a step is filled up to the next of these. On CUDA each is an
+            engine of its own.
+        synthetic: draw random weights instead of reading any, on the target device.
+    """
 
     checkpoint: Path
     output: Path
@@ -25,9 +34,10 @@ class ExportRecipe:
     cache: Path | None = None
     force: bool = False
     context_tokens: int = 4096
-    max_batch: int = 8
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
     prefill_tokens: int = 256
     model_name: str = "ming-omni"
+    synthetic: bool = False
 
     def __post_init__(self) -> None:
         problems = []
@@ -39,8 +49,13 @@ class ExportRecipe:
             problems.append(f"--tp {self.world_size}: not one of 1, 2, 4, 8")
         if self.jobs < 1:
             problems.append(f"--jobs {self.jobs}: must be at least 1")
-        if self.max_batch < 1:
-            problems.append(f"--max-batch {self.max_batch}: must be at least 1")
+        if (
+            not self.batch_sizes
+            or self.batch_sizes[0] < 1
+            or sorted(set(self.batch_sizes)) != [*self.batch_sizes]
+        ):
+            sizes = ",".join(map(str, self.batch_sizes))
+            problems.append(f"--batch-sizes {sizes}: must be ascending and at least 1")
         if self.prefill_tokens < 16:
             problems.append(f"--prefill-tokens {self.prefill_tokens}: must be at least 16")
         if self.stages is not None and (not self.stages or len(set(self.stages)) < len(self.stages)):

@@ -17,6 +17,7 @@ from mingc.export.checkpoint import Checkpoint, Part, TensorEntry, open_configs
 from mingc.export.stages import discover
 from mingc.export.stages.base import Shard
 
+_NEVER_STOP = 20.0  # logit of going on against 0 of stopping: a probability of 2e-9
 _SPEAKER_VECTOR = 192  # width of the speaker network's output in the released checkpoint
 
 
@@ -34,6 +35,12 @@ class SyntheticPart(Part):
         seed = int.from_bytes(hashlib.sha256(f"{self.name}:{name}".encode()).digest()[:7], "little")
         generator = torch.Generator(self.device).manual_seed(seed)
         value = torch.randn(entry.shape, generator=generator, device=self.device)
+        if name.startswith("stop_head."):
+            # Never stop: how long random speech goes on is then what its request allows.
+            value = torch.zeros(entry.shape)
+            if len(entry.shape) == 1:
+                value[0] = _NEVER_STOP
+            return value.to(torch.bfloat16)
         if len(entry.shape) < 2:
             value = 1 + 0.1 * value if name.endswith("weight") else 0.02 * value
         else:

@@ -23,7 +23,7 @@ class GraphPool:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._handle = torch.cuda.graph_pool_handle()
 
     def capture(

@@ -26,6 +26,7 @@ from mingc.runtime.request import ServiceInfo
 from mingc.runtime.scheduler import TalkerScheduler, ThinkerScheduler
 from mingc.runtime.speech import SpeechPlanner, load_voice
 from mingc.runtime.stages import load_stage, torch_dtype
+from mingc.runtime.startup import StartupClock
 from mingc.runtime.talker import TalkerWorker
 from mingc.runtime.talker_loop import TalkerLoop
 from mingc.runtime.thinker import ThinkerWorker
@@ -83,19 +84,22 @@ class EngineOptions:
             )
 
 
-def open_service(root: Path, options: EngineOptions | None = None) -> OmniService:
-    """Load the bundle at `root` and start its threads and ranks.
+def open_service(
+    root: Path, options: EngineOptions | None = None, clock: StartupClock | None = None
+) -> OmniService:
+    """Load the bundle at `root` and start its threads and ranks. `clock` is told how long each phase takes.
 
     Raises: BundleError and its kind, ConfigError when options and bundle do not fit, WorkerError when a rank
         does not start.
     """
-    options = options or EngineOptions()
-    bundle = open_bundle(root)
-    manifest = bundle.manifest
-    recorded = manifest.fingerprint
-    check_fingerprint(recorded, this_machine(recorded.device))
-    if options.check_hashes:
-        check_hashes(bundle)
+    options, clock = options or EngineOptions(), clock or StartupClock()
+    with clock.phase("check the artifact"):
+        bundle = open_bundle(root)
+        manifest = bundle.manifest
+        recorded = manifest.fingerprint
+        check_fingerprint(recorded, this_machine(recorded.device))
+        if options.check_hashes:
+            check_hashes(bundle)
     if options.tp not in (None, recorded.world_size):
         raise ConfigError(
             f"the artifact is for {recorded.world_size} rank(s), {options.tp} asked",
@@ -114,8 +118,9 @@ def open_service(root: Path, options: EngineOptions | None = None) -> OmniServic
 
     runner: StepRunner | None = None
     try:
-        runner, chat = _load_chat(bundle, options, devices, on_death)
-        speech = _load_speech(bundle, options, devices[0])
+        with clock.phase("load the chat engines"):
+            runner, chat = _load_chat(bundle, options, devices, on_death)
+        speech = _load_speech(bundle, options, devices[0], clock)
     except BaseException:
         if isinstance(runner, RankGroup):
             runner.close()
@@ -201,7 +206,9 @@ def _load_chat(
     return runner, parts
 
 
-def _load_speech(bundle: Bundle, options: EngineOptions, device: torch.device) -> SpeechParts | None:
+def _load_speech(
+    bundle: Bundle, options: EngineOptions, device: torch.device, clock: StartupClock
+) -> SpeechParts | None:
     manifest = bundle.manifest
     if any(name not in manifest.stages for name in _SPEECH_STAGES):
         return None
@@ -211,16 +218,10 @@ def _load_speech(bundle: Bundle, options: EngineOptions, device: torch.device) -
     voices = {record.name: load_voice(bundle, record) for record in manifest.voices}
     largest = min(_largest(manifest, name, "B") for name in _SPEECH_STAGES)
     slots = 1 + min(options.slots or largest, largest)
-    worker = TalkerWorker(
-        load_stage(bundle, "talker", device),
-        load_stage(bundle, "cfm", device),
-        load_stage(bundle, "audio_vae", device),
-        parameters=talker,
-        flow=flow,
-        vae=vae,
-        num_slots=slots,
-        device=device,
-    )
+    with clock.phase("load the speech engines and their weights"):
+        stages = [load_stage(bundle, name, device) for name in _SPEECH_STAGES]
+    with clock.phase("prepare patches and prompts (CUDA: capture)"):
+        worker = TalkerWorker(*stages, parameters=talker, flow=flow, vae=vae, num_slots=slots, device=device)
     planner = SpeechPlanner(
         SpeechPromptBuilder(TextTokenizer.from_file(bundle.path(manifest.tokenizers["talker"]))),
         voices,

@@ -76,7 +76,7 @@ class TalkerEngines:
         self.batch_sizes = [size for size in sizes if size <= largest]
         self.chunk_sizes = sorted(self._prefill.spec.dim("T").buckets)
         self._is_cuda = device.type == "cuda"
-        self._side = torch.cuda.Stream(device) if self._is_cuda else None
+        self._side = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         pool = GraphPool(device) if self._is_cuda else None
         patch = (flow.latents_per_patch, flow.latent_dim)
         self._patches = {
@@ -113,7 +113,7 @@ class TalkerEngines:
         kept = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in (samples, stop)]
         for target, value in zip(kept, (samples, stop), strict=True):
             target.copy_(value, non_blocking=True)
-        event = torch.cuda.Event(blocking=True)
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return LaunchedPatch(samples=kept[0], stop=kept[1], event=event)
 

@@ -282,7 +282,7 @@ def test_released_geometry_has_the_released_size(config: AudioConfig) -> None:
 
 
 def test_buckets_end_at_the_longest_clip_and_batch(config: AudioConfig) -> None:
-    (plan,) = STAGE.graphs(config, Shard(), StageOptions(max_batch=6))
+    (plan,) = STAGE.graphs(config, Shard(), StageOptions(batch_sizes=(1, 2, 4, 6)))
     assert plan.spec.dim("N").buckets == (1, 2, 4, 6)
     assert plan.spec.dim("T4").buckets == (25, 50, 100, 200, 375, 750, 1100)
     (plan,) = STAGE.graphs(config, Shard(), StageOptions(static_buckets=True, dtype=torch.bfloat16))

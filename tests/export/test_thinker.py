@@ -266,7 +266,7 @@ def test_config_keys_of_the_release(checkpoint: Checkpoint) -> None:
 
 
 def test_examples_suit_every_bucket(config: ThinkerConfig) -> None:
-    options = StageOptions(static_buckets=True, max_batch=4, context_tokens=2048)
+    options = StageOptions(static_buckets=True, batch_sizes=(1, 2, 4), context_tokens=2048)
     for plan in STAGE.graphs(config, Shard(), options):
         for dim in plan.spec.dims:
             for size in dim.buckets:

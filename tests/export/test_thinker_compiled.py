@@ -214,7 +214,7 @@ def test_static_buckets_capture(config: ThinkerConfig, checkpoint: Checkpoint) -
     """Every combination of buckets can be traced with fixed dims over a small pool."""
     small = replace(config, decoder=replace(config.decoder, num_layers=2))
     module = float32_module(STAGE, small, checkpoint)
-    options = StageOptions(static_buckets=True, max_batch=2, context_tokens=1024, prefill_tokens=32)
+    options = StageOptions(static_buckets=True, batch_sizes=(1, 2), context_tokens=1024, prefill_tokens=32)
     for plan in STAGE.graphs(small, Shard(), options):
         fixed = {dim.name: dim.buckets[0] for dim in plan.spec.dims if dim.buckets}
         program = capture(plan, module, stage="thinker", fixed=fixed, device=CPU)

@@ -18,8 +18,8 @@ OPTIONS = {
     "bundle inspect": "--debug --json ARTIFACT",
     "demo": "--checkpoint --debug --force --json --output",
     "doctor": "--debug --json --strict",
-    "export": "--cache --context-tokens --debug --dtype --force --jobs --json --max-batch --model-name --output "
-    "--prefill-tokens --stages --target --tp CHECKPOINT",
+    "export": "--batch-sizes --cache --context-tokens --debug --dtype --force --jobs --json --model-name "
+    "--output --prefill-tokens --stages --synthetic --target --tp CHECKPOINT",
     "serve": "--allow-media-host --check-hashes --debug --grace --host --json --kv-tokens --max-in-flight "
     "--max-queue --media-root --port --slots --threads --tp ARTIFACT",
     "verify": "--against --debug --json --no-replay ARTIFACT",

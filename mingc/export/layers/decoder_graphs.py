@@ -85,7 +85,7 @@ def thinker_graphs(config: DecoderConfig, shard: Shard, options: StageOptions) -
                 name="B",
                 minimum=1,
                 maximum=options.max_batch,
-                buckets=_powers_of_two(1, options.max_batch),
+                buckets=options.batch_sizes,
             ),
             context,
             pool,

@@ -335,11 +335,8 @@ def _clip_dim(options: StageOptions) -> Dim:
     """
     if options.static_buckets:
         return Dim(name="N", minimum=1, maximum=1, buckets=(1,))
-    buckets = [1]
-    while buckets[-1] < options.max_batch:
-        buckets.append(min(2 * buckets[-1], options.max_batch))
     # A range of one size would not be a dim that varies.
-    return Dim(name="N", minimum=1, maximum=max(2, options.max_batch), buckets=tuple(buckets))
+    return Dim(name="N", minimum=1, maximum=max(2, options.max_batch), buckets=options.batch_sizes)
 
 
 def _token_dim(config: AudioConfig) -> Dim:

@@ -16,7 +16,6 @@ from mingc.artifacts.model import VaeParameters
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.layers.batch_buckets import doubling_buckets
 from mingc.export.layers.qwen2 import read_qwen2_config
 from mingc.export.layers.speech_llm import MAX_SLOTS, MAX_STEPS
 from mingc.export.layers.vae_decoder import VaeDecoder, VaeDecoderConfig, vae_decoder_weights
@@ -214,9 +213,7 @@ def _stream_plan(config: VaeDecoderConfig, options: StageOptions) -> GraphPlan:
         outputs=(TensorSpec(name="samples", dtype="float32", shape=("B", length)),),
         state=state,
         dims=(
-            Dim(
-                name="B", minimum=1, maximum=options.max_batch, buckets=doubling_buckets(1, options.max_batch)
-            ),
+            Dim(name="B", minimum=1, maximum=options.max_batch, buckets=options.batch_sizes),
             Dim(name="S", minimum=2, maximum=MAX_SLOTS),
         ),
     )

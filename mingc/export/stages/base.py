@@ -31,15 +31,21 @@ class StageOptions:
     """What the recipe asks of every stage.
 
     `dtype` is the compute and storage dtype of weights; `static_buckets` says that every bucket gets an engine
-    of its own (CUDA), otherwise one engine with dynamic dims serves all buckets (CPU).
+    of its own (CUDA), otherwise one engine with dynamic dims serves all buckets (CPU). `batch_sizes` are the
+    buckets of every dim that counts requests, ascending.
     """
 
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     static_buckets: bool = False
-    max_batch: int = 8
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
     context_tokens: int = 32768
     prefill_tokens: int = 256
+
+    @property
+    def max_batch(self) -> int:
+        """The largest batch of one step."""
+        return self.batch_sizes[-1]
 
 
 @dataclass(frozen=True, kw_only=True)

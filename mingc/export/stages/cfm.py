@@ -18,7 +18,6 @@ from mingc.artifacts.model import CfmParameters
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.layers.batch_buckets import doubling_buckets
 from mingc.export.layers.dit import DitConfig, LatentTransformer, latent_transformer_weights, read_dit_config
 from mingc.export.layers.flow_grid import flow_times, time_embeddings
 from mingc.export.layers.speech_llm import read_llm_config
@@ -283,11 +282,7 @@ def _sample_plan(config: CfmConfig, options: StageOptions) -> GraphPlan:
             TensorSpec(name="next_history", dtype="float32", shape=("B", *history)),
             TensorSpec(name="stop_probability", dtype="float32", shape=("B",)),
         ),
-        dims=(
-            Dim(
-                name="B", minimum=1, maximum=options.max_batch, buckets=doubling_buckets(1, options.max_batch)
-            ),
-        ),
+        dims=(Dim(name="B", minimum=1, maximum=options.max_batch, buckets=options.batch_sizes),),
     )
     return GraphPlan(
         spec=spec,

@@ -239,9 +239,7 @@ def _step_plan(config: TalkerConfig, options: StageOptions) -> GraphPlan:
         outputs=(TensorSpec(name="hidden", dtype=dtype, shape=("B", hidden)),),
         state=_state(config, options),
         dims=(
-            Dim(
-                name="B", minimum=1, maximum=options.max_batch, buckets=doubling_buckets(1, options.max_batch)
-            ),
+            Dim(name="B", minimum=1, maximum=options.max_batch, buckets=options.batch_sizes),
             Dim(name="S", minimum=2, maximum=MAX_SLOTS),
         ),
     )

@@ -1,0 +1,328 @@
+"""Speech through HTTP: a server over an artifact of the released dims with random weights, and clients on loopback.
+
+Measures first audio, gaps between chunks, audio seconds a second and underruns at several concurrencies, streamed
+and whole; the phases of a cold start; a ten-minute text; and how soon a cancelled request's slot is taken again.
+Random speech never stops by itself: every request lasts `--patches` patches.
+
+    python benchmarks/speech_http.py --artifact /tmp/speech --json benchmarks/results/speech-http-….json
+
+makes the artifact when the folder does not exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import harness
+import httpx
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "tests" / "data" / "tiny-ming"
+RATE, PATCH_SAMPLES = 44_100, 14_112
+_TIMEOUT_S = 300.0
+_SENTENCES = (
+    "The harbour was quiet and the boats lay side by side in the early light of the morning",
+    "She counted the steps to the top of the tower and wrote the number into her small book",
+    "A train of empty wagons rolled past the station while nobody looked up from their papers",
+    "He mended the roof before the first rain fell and then sat down to drink his coffee",
+)
+
+
+@dataclass(slots=True)
+class Heard:
+    """What a client saw of one answer: seconds since it asked, at each arrival, and bytes that had come by then."""
+
+    sent_at: float
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def first_ms(self) -> float:
+        return 1e3 * (self.arrivals[0][0] - self.sent_at)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.arrivals[-1][1]
+
+    def gaps_ms(self) -> list[float]:
+        times = [when for when, _ in self.arrivals]
+        return [1e3 * (after - before) for before, after in itertools.pairwise(times)]
+
+    def underruns(self) -> int:
+        """Arrivals later than the moment at which playback, begun with the first, has used up what came before."""
+        start = self.arrivals[0][0]
+        count = 0
+        for (_, held), (when, _) in itertools.pairwise(self.arrivals):
+            count += when > start + held / 2 / RATE
+        return count
+
+
+def make_configs(folder: Path) -> None:
+    """The released configs, with tokenizer, voices and speaker network of the tiny checkpoint."""
+    shutil.copytree(ROOT / "benchmarks" / "released", folder)
+    for name in ("tokenizer.json", "talker/llm/tokenizer.json", "talker/campplus.onnx"):
+        shutil.copyfile(TINY / name, folder / name)
+    shutil.copytree(TINY / "talker" / "data", folder / "talker" / "data")
+
+
+def make_artifact(output: Path, given: argparse.Namespace) -> None:
+    """Export the three speech stages over random weights."""
+    with tempfile.TemporaryDirectory() as scratch:
+        configs = TINY if given.tiny else Path(scratch) / "configs"
+        if not given.tiny:
+            make_configs(configs)
+        words = ["--synthetic", "--stages", "talker,cfm,audio_vae", "--batch-sizes", given.batch_sizes]
+        words += ["--target", given.target, "--dtype", given.dtype, "--jobs", str(given.jobs)]
+        words += ["--output", str(output)]
+        subprocess.run([sys.executable, "-m", "mingc", "export", str(configs), *words], check=True, cwd=ROOT)
+
+
+@contextmanager
+def server(artifact: Path, caches: Path, log: Path) -> Iterator[tuple[str, dict[str, float], int]]:
+    """A server as a child: its address, the seconds of its phases, its process id.
+
+    A compiler, were one used, would leave its caches in `caches`.
+    """
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+    }
+    words = ["serve", str(artifact), "--port", "0", "--json", "--no-check-hashes"]
+    started = time.perf_counter()
+    with log.open("wb") as errors:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "mingc", *words],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    try:
+        assert child.stdout is not None
+        line = child.stdout.readline()
+        if not line:
+            raise SystemExit(f"the server did not start:\n{log.read_text()[-3000:]}")
+        ready = json.loads(line)
+        phases = {**ready["startup_s"], "whole": round(time.perf_counter() - started, 3)}
+        yield ready["url"], phases, child.pid
+    finally:
+        child.send_signal(signal.SIGTERM)
+        try:
+            child.wait(30)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def body(index: int, patches: int, *, streamed: bool, text: str | None = None) -> dict[str, Any]:
+    request: dict[str, Any] = {
+        "model": "ming-omni",
+        "input": text or f"{_SENTENCES[index % len(_SENTENCES)]}, number {index}.",
+        "response_format": "pcm",
+        "seed": index,
+        "max_steps": patches,
+    }
+    return {**request, "stream_format": "audio"} if streamed else request
+
+
+async def ask(client: httpx.AsyncClient, request: dict[str, Any], chunks: int | None = None) -> Heard:
+    """Send one request and note when bytes arrive; hang up after `chunks` arrivals when given."""
+    heard = Heard(time.perf_counter())
+    count = 0
+    async with client.stream("POST", "/v1/audio/speech", json=request) as response:
+        if response.status_code != 200:
+            raise SystemExit(f"status {response.status_code}: {(await response.aread())[:500]!r}")
+        async for data in response.aiter_raw():
+            count += len(data)
+            heard.arrivals.append((time.perf_counter(), count))
+            if chunks is not None and len(heard.arrivals) >= chunks:
+                break
+    return heard
+
+
+def client_of(url: str) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
+    return httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, limits=limits)
+
+
+async def load(url: str, concurrency: int, rounds: int, patches: int, *, streamed: bool) -> list[Heard]:
+    """`concurrency` clients, each with `rounds` requests one after the other."""
+
+    async def one(index: int) -> list[Heard]:
+        return [
+            await ask(client, body(1000 * turn + index, patches, streamed=streamed)) for turn in range(rounds)
+        ]
+
+    async with client_of(url) as client:
+        answers = await asyncio.gather(*(one(index) for index in range(concurrency)))
+    return [heard for each in answers for heard in each]
+
+
+def figures_of(heard: list[Heard], concurrency: int, patches: int, *, streamed: bool) -> list[dict[str, Any]]:
+    first, last = min(each.sent_at for each in heard), max(each.arrivals[-1][0] for each in heard)
+    seconds = sum(each.num_bytes for each in heard) / 2 / RATE
+    expected = patches * PATCH_SAMPLES * 2
+    short = [each.num_bytes for each in heard if each.num_bytes != expected]
+    common = {"concurrency": concurrency, "streamed": streamed, "patches": patches, "n": len(heard)}
+    figures = [
+        {**common, "name": "audio_s_per_s", "median": round(seconds / (last - first), 1), "unit": "s/s"},
+        {**common, "name": "incomplete_answers", "median": len(short), "unit": "answers"},
+    ]
+    if streamed:
+        gaps = [gap for each in heard for gap in each.gaps_ms()]
+        underruns = sum(each.underruns() for each in heard)
+        firsts = [each.first_ms for each in heard]
+        figures += [
+            {**common, "name": "first_audio_ms", **harness.summary(firsts), "unit": "ms"},
+            {**common, "name": "chunk_gap_ms", **harness.summary(gaps or [0.0]), "unit": "ms"},
+            {**common, "name": "underruns", "median": underruns, "unit": "chunks"},
+        ]
+    return figures
+
+
+async def long_text(url: str, pid: int, patches: int, segments: int) -> list[dict[str, Any]]:
+    """One request of `segments` segments: memory of the server and of the device, drift, completeness."""
+    text = " ".join(f"{_SENTENCES[index % len(_SENTENCES)]}, number {index}." for index in range(segments))
+    memory: list[tuple[float, int, int]] = []
+
+    async def watch() -> None:
+        while True:
+            memory.append((time.perf_counter(), _resident_bytes(pid), _device_bytes()))
+            await asyncio.sleep(0.5)
+
+    async with client_of(url) as client:
+        watching = asyncio.create_task(watch())
+        heard = await ask(client, body(7, patches, streamed=True, text=text))
+        watching.cancel()
+    gaps = heard.gaps_ms()
+    part = max(1, len(gaps) // 5)
+    drift = statistics.median(gaps[-part:]) / max(1e-9, statistics.median(gaps[:part]))
+    half = len(memory) // 2
+    grown = [memory[-1][column] - memory[half][column] for column in (1, 2)]
+    seconds = heard.num_bytes / 2 / RATE
+    return [
+        {"name": "long_text_audio_s", "median": round(seconds, 2), "unit": "s", "n": 1},
+        {"name": "long_text_whole_patches", "median": float(heard.num_bytes % (2 * PATCH_SAMPLES) == 0)},
+        {"name": "long_text_wall_s", "median": round(heard.arrivals[-1][0] - heard.sent_at, 2), "unit": "s"},
+        {"name": "long_text_patch_drift", "median": round(drift, 3), "unit": "last fifth / first fifth"},
+        {"name": "long_text_host_growth", "median": grown[0], "unit": "bytes, second half", "n": len(memory)},
+        {"name": "long_text_device_growth", "median": grown[1], "unit": "bytes, second half"},
+        {"name": "long_text_underruns", "median": heard.underruns(), "unit": "chunks"},
+    ]
+
+
+async def cancel(url: str, slots: int, patches: int) -> list[dict[str, Any]]:
+    """All slots speak, one more request waits; one client hangs up: how long until the waiting one is heard."""
+    async with client_of(url) as client, client_of(url) as leaving:
+        going = [
+            asyncio.create_task(ask(client, body(index, patches, streamed=True)))
+            for index in range(slots - 1)
+        ]
+        stopped = asyncio.create_task(ask(leaving, body(77, patches, streamed=True), chunks=6))
+        await asyncio.sleep(0.02)
+        waiting = asyncio.create_task(ask(client, body(78, patches, streamed=True), chunks=1))
+        await stopped
+        left_at = time.perf_counter()
+        heard = await waiting
+        others = await asyncio.gather(*going)
+    passed = 1e3 * (heard.arrivals[0][0] - left_at)
+    gaps = [gap for each in others for gap in each.gaps_ms()]
+    return [
+        {
+            "name": "slot_taken_again_ms",
+            "median": round(passed, 2),
+            "unit": "ms from hanging up to first audio",
+        },
+        {"name": "slot_taken_again_patches", "median": round(passed / statistics.median(gaps), 2)},
+    ]
+
+
+def _resident_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit(f"process {pid} is gone")
+
+
+def _device_bytes() -> int:
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--artifact", type=Path, required=True, help="made when it does not exist")
+    parser.add_argument("--target", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--tiny", action="store_true", help="dims of the tiny checkpoint: to try the script")
+    parser.add_argument("--batch-sizes", default="1,4,8,16,32")
+    parser.add_argument("--jobs", type=int, default=12, help="compiler processes at a time")
+    parser.add_argument("--concurrency", default="1,4,8,16,32")
+    parser.add_argument("--rounds", type=int, default=3, help="requests of each client")
+    parser.add_argument("--patches", type=int, default=60, help="patches of each request")
+    parser.add_argument("--segments", type=int, default=70, help="sentences of the long text")
+    parser.add_argument("--only-artifact", action="store_true")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    if not given.artifact.exists():
+        make_artifact(given.artifact, given)
+    if given.only_artifact:
+        return
+    figures: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        caches, log = Path(scratch) / "caches", Path(scratch) / "server.log"
+        with server(given.artifact, caches, log) as (url, phases, pid):
+            figures += [
+                {"name": "cold_start_s", "phase": name, "median": seconds, "unit": "s", "n": 1}
+                for name, seconds in phases.items()
+            ]
+            started = time.perf_counter()
+            asyncio.run(load(url, 1, 1, 4, streamed=True))
+            first = round(time.perf_counter() - started, 3)
+            figures.append({"name": "cold_start_s", "phase": "first request", "median": first, "unit": "s"})
+            for concurrency in map(int, given.concurrency.split(",")):
+                asyncio.run(load(url, concurrency, 1, 8, streamed=True))
+                for streamed in (True, False):
+                    heard = asyncio.run(
+                        load(url, concurrency, given.rounds, given.patches, streamed=streamed)
+                    )
+                    figures += figures_of(heard, concurrency, given.patches, streamed=streamed)
+                rates = [each["median"] for each in figures if each["name"] == "audio_s_per_s"][-2:]
+                ratio = {"name": "stream_ratio", "concurrency": concurrency, "unit": "streamed / whole"}
+                figures.append({**ratio, "median": round(rates[0] / rates[1], 3)})
+            figures += asyncio.run(long_text(url, pid, given.patches, given.segments))
+            largest = max(map(int, given.batch_sizes.split(",")))
+            figures += asyncio.run(cancel(url, largest, given.patches))
+        written = sorted(str(path.relative_to(caches)) for path in caches.rglob("*") if path.is_file())
+        figures.append({"name": "compiler_cache_files", "median": len(written), "unit": "files"})
+        print(log.read_text()[-2000:], file=sys.stderr)
+    for figure in figures:
+        print(" ".join(f"{key}={value}" for key, value in figure.items()))
+    if given.json:
+        ceiling = harness.ceilings() if torch.cuda.is_available() else {}
+        harness.write(given.json, harness.result("speech_http", ceiling, figures))
+
+
+if __name__ == "__main__":
+    main()
