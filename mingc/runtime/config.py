@@ -41,7 +41,7 @@ class ServeOptions:
     max_body_bytes: int = 128 * MIB
     max_media_bytes: int = 96 * MIB
     max_in_flight: int = 256
-    max_speech_characters: int = 4096
+    max_speech_characters: int = 32_768
     max_instructions_characters: int = 1000
     media_timeout_s: float = 30.0
     body_timeout_s: float = 60.0

@@ -196,7 +196,7 @@ SPEECH_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"input": ""}, "input", "empty"),
     ({"input": " \n "}, "input", "empty"),
     ({"input": ["a"]}, "input", "a string"),
-    ({"input": "x" * 4097}, "input", "4096"),
+    ({"input": "x" * 32_769}, "input", "32768"),
     ({"instructions": "x" * 1001}, "instructions", "1000"),
     ({"voice": "alloy"}, "voice", "alloy"),
     ({"response_format": "mp3"}, "response_format", "mp3, opus and aac"),
