@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mingc.errors import ExportError
-
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 INT4 = torch.uint8  # two values a byte
@@ -38,11 +36,11 @@ def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(…, R, K) of any float dtype → uint8 (…, R, K/2) and scale (…, R, ceil(K/128)) bfloat16.
 
-    Raises: ExportError for an odd K.
+    Raises: ValueError for an odd K.
     """
     width = weight.shape[-1]
     if width % 2:
-        raise ExportError(f"INT4 needs an even number of inputs, not {width}", where="quantize_int4")
+        raise ValueError(f"INT4 needs an even number of inputs, not {width}")
     groups = _grouped(weight.to(torch.float32))
     largest = groups.abs().amax(-1, keepdim=True)
     full = torch.where(largest > 0, largest / _INT4_MAX, 1.0)
@@ -72,4 +70,5 @@ def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _grouped(weight: Tensor) -> Tensor:
     """(…, R, K) → (…, R, groups, 128), the last group filled up with zeros."""
-    return F.pad(weight, (0, -weight.shape[-1] % INT4_GROUP)).unflatten(-1, (-1, INT4_GROUP))
+    padded = F.pad(weight, (0, -weight.shape[-1] % INT4_GROUP))
+    return padded.view(*weight.shape[:-1], -1, INT4_GROUP)

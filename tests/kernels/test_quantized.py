@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from mingc.errors import ExportError
 from mingc.kernels.quantized import dequantize, quantize_fp8, quantize_int4
 
 
@@ -55,7 +54,7 @@ def test_int4_groups_are_scaled_apart() -> None:
 def test_int4_cuts_an_outlier_off_when_the_others_gain() -> None:
     weight = experts(64, 256)
     stored, scale = quantize_int4(weight)
-    plain = weight.unflatten(-1, (-1, 128))
+    plain = weight.view(64, 2, 128)
     step = plain.abs().amax(-1, keepdim=True) / 7
     plain_error = relative(((plain / step).round() * step).flatten(-2), weight)
     assert relative(dequantize(stored, scale, torch.float32), weight) < plain_error
@@ -69,5 +68,5 @@ def test_rows_of_zeros_stay_zeros(quantize: object) -> None:
 
 
 def test_int4_refuses_an_odd_width() -> None:
-    with pytest.raises(ExportError, match="even number of inputs, not 33"):
+    with pytest.raises(ValueError, match="even number of inputs, not 33"):
         quantize_int4(torch.ones(4, 33))
