@@ -1,7 +1,9 @@
-"""Attention over keys and values that lie in rows of a page pool.
+"""Attention over keys and values that lie in pages.
 
-A pool is (KV, Hk, d): rows of all pages one after the other. The caller says in which rows a request's tokens
-lie, in token order. Row numbers of padding must be valid (page 0 is reserved for them).
+A pool is (KV, Hk, d): the rows of all pages one after the other, `page_size` rows a page. A page table names a
+request's pages in token order, filled up with 0, the page that belongs to padding. Rows beyond a request's tokens
+may hold what an earlier request left, NaN even, and must not be felt. Scale 1/sqrt(d), softmax in float32
+(spec: thinker.md §2.1).
 """
 
 from __future__ import annotations
@@ -11,36 +13,46 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def write_rows(k_pages: Tensor, v_pages: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> None:
-    """Put keys and values (T, Hk, d) into `rows` (T,) int64 of the pools, in place.
+def token_rows(page_table: Tensor, index: Tensor, page_size: int) -> Tensor:
+    """Pool rows of tokens of one request (or of one token each of several).
 
-    The write goes to the pool itself, not to a view of it: only so does the compiler update it without a copy.
+    Args:
+        page_table: (P,) int32, or (B, P) with `index` (B,).
+        index: (T,) or (B,) int64, which token of its request.
+
+    Returns: like `index`, int64.
     """
-    k_pages.index_put_((rows,), k)
-    v_pages.index_put_((rows,), v)
+    place = index // page_size
+    if page_table.dim() == 1:
+        pages = page_table.index_select(0, place)
+    else:
+        pages = page_table.gather(1, place.unsqueeze(1)).squeeze(1)
+    return pages.to(torch.int64) * page_size + index % page_size
 
 
 def paged_prefill_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, context_rows: Tensor, query_index: Tensor
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, start: Tensor, page_size: int
 ) -> Tensor:
     """Causal attention of one request's chunk over all of its tokens.
 
     Args:
         q: (T, Hq, d); query head j reads KV head j // (Hq / Hk).
         k_pages, v_pages: (KV, Hk, d).
-        context_rows: (C,) int64, the request's rows in token order.
-        query_index: (T,) int64, each query's token index; context j is visible when j <= index. An index below
-            0 (padding) is taken as 0: a row of the softmax must not be empty, NaN would enter the pool.
+        page_table: (P,) int32.
+        start: (1,) int64, tokens of the request before the chunk: query t sees the tokens up to start + t. The
+            rows of all T tokens have been written, padding of the chunk included.
 
-    Returns: (T, Hq, d). Scale 1/sqrt(d), softmax in float32 (spec: thinker.md §2.1).
+    Returns: (T, Hq, d).
     """
     num_tokens, num_heads, width = q.shape
     num_kv_heads = k_pages.shape[1]
     num_groups = num_heads // num_kv_heads
-    k = k_pages.index_select(0, context_rows).transpose(0, 1).unsqueeze(1)
-    v = v_pages.index_select(0, context_rows).transpose(0, 1).unsqueeze(1)
+    rows = _visible_rows(page_table, start + num_tokens, page_size)
+    k = k_pages.index_select(0, rows).transpose(0, 1).unsqueeze(1)
+    v = v_pages.index_select(0, rows).transpose(0, 1).unsqueeze(1)
     grouped_q = q.view(num_tokens, num_kv_heads, num_groups, width).permute(1, 2, 0, 3)
-    is_visible = torch.arange(context_rows.shape[0], device=q.device) <= query_index.clamp_min(0).unsqueeze(1)
+    query_index = start + torch.arange(num_tokens, device=q.device)
+    is_visible = torch.arange(rows.shape[0], device=q.device) <= query_index.unsqueeze(1)
     out = F.scaled_dot_product_attention(
         grouped_q,
         k.expand(-1, num_groups, -1, -1),
@@ -51,27 +63,38 @@ def paged_prefill_attention(
 
 
 def paged_decode_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, context_rows: Tensor, context_lens: Tensor
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, lengths: Tensor, page_size: int
 ) -> Tensor:
     """Attention of one new token a request over the request's tokens, itself included.
 
     Args:
         q: (B, Hq, d).
         k_pages, v_pages: (KV, Hk, d).
-        context_rows: (B, C) int64, each request's rows in token order, padded with any valid row.
-        context_lens: (B,) int64, how many of them count; below 1 (padding) is taken as 1.
+        page_table: (B, P) int32.
+        lengths: (B,) int64, tokens of each request; below 1 is taken as 1: a row of the softmax must not be empty.
 
-    Returns: (B, Hq, d), as `paged_prefill_attention`.
+    Returns: (B, Hq, d).
     """
     num_requests, num_heads, width = q.shape
     num_kv_heads = k_pages.shape[1]
-    num_context = context_rows.shape[1]
-    rows = context_rows.reshape(-1)
+    lengths = lengths.clamp_min(1).unsqueeze(1)
+    rows = _visible_rows(page_table, lengths, page_size)
+    num_context = rows.shape[1]
+    rows = rows.reshape(-1)
     shape = (num_requests, num_context, num_kv_heads, width)
     k = k_pages.index_select(0, rows).view(shape).transpose(1, 2)
     v = v_pages.index_select(0, rows).view(shape).transpose(1, 2)
     # The query heads of one KV head stand where the query tokens would: keys are read once, not per query head.
     grouped_q = q.view(num_requests, num_kv_heads, num_heads // num_kv_heads, width)
-    is_visible = torch.arange(num_context, device=q.device) < context_lens.clamp_min(1).unsqueeze(1)
+    is_visible = torch.arange(num_context, device=q.device) < lengths
     out = F.scaled_dot_product_attention(grouped_q, k, v, attn_mask=is_visible[:, None, None, :])
     return out.reshape(num_requests, num_heads, width)
+
+
+def _visible_rows(page_table: Tensor, length: Tensor, page_size: int) -> Tensor:
+    """Pool rows (..., P * page_size) int64 of the pages; tokens from `length` (..., 1) on are the request's first."""
+    first = page_table.to(torch.int64).unsqueeze(-1) * page_size
+    places = torch.arange(page_size, device=page_table.device)
+    rows = (first + places).flatten(-2)
+    index = torch.arange(rows.shape[-1], device=page_table.device)
+    return torch.where(index < length, rows, rows[..., :1])

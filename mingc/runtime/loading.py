@@ -167,7 +167,7 @@ def _load_chat(
         else None
     )
     tokenizer = TextTokenizer.from_file(bundle.path(manifest.tokenizers["thinker"]))
-    context = _largest(manifest, "thinker", "C")
+    context = _largest(manifest, "thinker", "P") * thinker.page_size
     num_pages = 1 + -(-_kv_tokens(bundle, options, devices, context) // thinker.page_size)
 
     def load() -> ThinkerWorker:

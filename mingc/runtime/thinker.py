@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mingc.runtime.engines.base import Graph
 from mingc.runtime.stages import LoadedStage, torch_dtype
 
 Ints = NDArray[np.int64]
@@ -76,20 +77,12 @@ class ThinkerWorker:
         self._no_embeds: dict[int, Tensor] = {}  # zeros by chunk bucket
         self.max_batch = max(self._decode.spec.dim("B").buckets)
         self.max_chunk = max(self._prefill.spec.dim("T").buckets)
-        self.max_context = min(max(graph.spec.dim("C").buckets) for graph in (self._prefill, self._decode))
 
     @torch.inference_mode()
     def prefill(self, step: PrefillStep) -> Tensor:
         """Run one chunk; logits (1, V) float32 of its last token."""
         count = len(step.input_ids)
         width = self._prefill.bucket("T", count)
-        context = self._prefill.bucket("C", step.start + count)
-        # Padding writes to page 0 and sees context row 0 only, so that no row of a softmax is empty.
-        write_rows = np.arange(width) % self.page_size
-        rows = self._rows(step.pages, step.start + count)
-        write_rows[:count] = rows[step.start :]
-        query_index = np.zeros(width, np.int64)
-        query_index[:count] = np.arange(step.start, step.start + count)
         positions = np.zeros((3, width), np.int64)
         positions[:, :count] = step.positions
         outputs = self._prefill.run(
@@ -97,9 +90,8 @@ class ThinkerWorker:
             embeds=self._embeds(step.embeds, width),
             embed_kind=self._padded(step.embed_kind, width),
             positions=self._put(positions),
-            write_rows=self._put(write_rows),
-            context_rows=self._padded(rows, context),
-            query_index=self._put(query_index),
+            page_table=self._page_table(self._prefill, step.pages[None], step.start + count, 1)[0],
+            start=self._put(np.array([step.start])),
             last=self._put(np.array([count - 1])),
             **self._state,
         )
@@ -110,30 +102,23 @@ class ThinkerWorker:
         """Run one token of each request; logits (B, V) float32, rows beyond n are padding."""
         count = len(step.input_ids)
         width = self._decode.bucket("B", count)
-        context = self._decode.bucket("C", int(step.lengths.max()))
-        last = step.lengths - 1
-        write_rows = np.zeros(width, np.int64)
-        pages = np.take_along_axis(step.pages, last[:, None] // self.page_size, axis=1)[:, 0]
-        write_rows[:count] = pages * self.page_size + last % self.page_size
-        rows = step.pages[:, :, None] * self.page_size + np.arange(self.page_size)
-        rows = rows.reshape(count, -1)[:, :context]
-        context_rows = np.zeros((width, context), np.int64)
-        context_rows[:count, : rows.shape[1]] = rows
         lengths = np.ones(width, np.int64)
         lengths[:count] = step.lengths
         outputs = self._decode.run(
             input_ids=self._padded(step.input_ids, width),
             positions=self._padded(step.positions, width),
-            write_rows=self._put(write_rows),
-            context_rows=self._put(context_rows),
-            context_lens=self._put(lengths),
+            lengths=self._put(lengths),
+            page_table=self._page_table(self._decode, step.pages, int(step.lengths.max()), width),
             **self._state,
         )
         return outputs["logits"]
 
-    def _rows(self, pages: Ints, num_tokens: int) -> Ints:
-        """(num_tokens,) KV rows of a request in token order."""
-        return (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)[:num_tokens]
+    def _page_table(self, graph: Graph, pages: Ints, num_tokens: int, rows: int) -> Tensor:
+        """(rows, P) int32 with `pages` (n, any) in it and 0 elsewhere; P is the bucket that holds `num_tokens`."""
+        table = np.zeros((rows, graph.bucket("P", -(-num_tokens // self.page_size))), np.int32)
+        count = min(pages.shape[1], table.shape[1])
+        table[: len(pages), :count] = pages[:, :count]
+        return torch.from_numpy(table).to(self.device)
 
     def _padded(self, values: Ints, size: int) -> Tensor:
         padded = np.zeros(size, np.int64)

@@ -18,7 +18,7 @@ from torch import Tensor
 from mingc.export.backends.aoti import compile_graph
 from mingc.export.capture import capture, check_example
 from mingc.export.checkpoint import Checkpoint, open_checkpoint
-from mingc.export.layers.decoder import Decoder
+from mingc.export.layers.decoder import PAGE_SIZE, Decoder
 from mingc.export.stages.base import GraphPlan, Shard, StageOptions
 from mingc.export.stages.thinker import STAGE, ThinkerConfig
 from mingc.export.weights import float32_module
@@ -78,13 +78,13 @@ def engines(files: dict[str, Path], module: Decoder) -> dict[str, Engine]:
     ("graph", "sizes"),
     [
         ("prefill", {}),
-        ("prefill", {"T": 2, "C": 16, "KV": 32}),
-        ("prefill", {"T": 16, "C": 64, "KV": 256}),
-        ("prefill", {"T": 128, "C": 512, "KV": 2048}),
+        ("prefill", {"T": 2, "P": 1, "KV": 32}),
+        ("prefill", {"T": 16, "P": 4, "KV": 256}),
+        ("prefill", {"T": 128, "P": 32, "KV": 2048}),
         ("decode", {}),
-        ("decode", {"B": 1, "C": 16, "KV": 32}),
-        ("decode", {"B": 1, "C": 512, "KV": 1024}),
-        ("decode", {"B": 8, "C": 256, "KV": 4096}),
+        ("decode", {"B": 1, "P": 1, "KV": 32}),
+        ("decode", {"B": 1, "P": 32, "KV": 1024}),
+        ("decode", {"B": 8, "P": 16, "KV": 4096}),
     ],
 )
 def test_engine_agrees_with_the_module(
@@ -109,7 +109,7 @@ def test_engine_agrees_with_the_module(
             assert torch.equal(one, before), f"{name} was changed"
             continue
         assert relative_error(one, other) < TOLERANCE, name
-        untouched = torch.ones(len(one), dtype=torch.bool).index_fill(0, example["write_rows"], False)
+        untouched = torch.ones(len(one), dtype=torch.bool).index_fill(0, written_rows(example), False)
         assert torch.equal(one[untouched], before[untouched]), f"{name}: rows that were not named"
 
 
@@ -134,7 +134,7 @@ def test_a_request_does_not_feel_its_neighbours(
 ) -> None:
     """To the last digits: matrix products round by batch size, nothing else may differ."""
     plan = plans["decode"]
-    example = plan.example({"B": 6, "C": 64, "KV": 1024}, torch.Generator().manual_seed(9))
+    example = plan.example({"B": 6, "P": 4, "KV": 1024}, torch.Generator().manual_seed(9))
     names = [spec.name for spec in plan.spec.inputs]
     together = engines["decode"].run([value.clone() for value in example.values()])[0]
     for request in range(6):
@@ -146,6 +146,19 @@ def test_a_request_does_not_feel_its_neighbours(
             relative_error(engines["decode"].run(list(alone.values()))[0], together[request : request + 1])
             < 2e-6
         )
+
+
+def written_rows(example: dict[str, Tensor]) -> Tensor:
+    """Pool rows that a run may write: of its tokens, and page 0."""
+    table = example["page_table"].long()
+    if table.dim() == 2:
+        index = example["lengths"] - 1
+        rows = table.gather(1, index[:, None] // PAGE_SIZE)[:, 0] * PAGE_SIZE + index % PAGE_SIZE
+    else:
+        index = example["start"] + torch.arange(len(example["input_ids"]))
+        index = index[index < len(table) * PAGE_SIZE]
+        rows = table[index // PAGE_SIZE] * PAGE_SIZE + index % PAGE_SIZE
+    return torch.cat((rows, torch.arange(PAGE_SIZE)))
 
 
 _MEASURE = """

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mingc.export.layers.decoder import DecoderConfig
-from mingc.export.layers.decoder_graphs import PAGE_SIZE
+from mingc.export.layers.decoder import PAGE_SIZE, DecoderConfig
 
 Graph = Callable[..., Sequence[Tensor]]
 
@@ -23,8 +22,13 @@ class Prompt:
     embed_kind: Tensor  # (T,) int64
     positions: Tensor  # (3, T) int64
     delta: int  # decode position minus token index
-    rows: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    pages: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
     length: int = 0
+
+    @property
+    def rows(self) -> Tensor:
+        """Pool rows of its pages in token order."""
+        return (self.pages.long()[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()
 
 
 def golden_prompt(golden: dict[str, Tensor], case: str) -> Prompt:
@@ -70,7 +74,7 @@ class Session:
         """All chunks of `prompt`, each followed by `padding` rows; the last token's logits (1, V)."""
         total = len(prompt.input_ids)
         pages = [self._free.pop() for _ in range(-(-(total + room) // PAGE_SIZE))]
-        prompt.rows = (torch.tensor(pages)[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()
+        prompt.pages = torch.tensor(pages, dtype=torch.int32)
         for start in range(0, total, chunk):
             end = min(start + chunk, total)
             index = torch.arange(start, end)
@@ -83,9 +87,8 @@ class Session:
                 torch.nn.functional.pad(prompt.embeds[index], (0, 0, 0, padding)),
                 pad(prompt.embed_kind[index]),
                 pad(prompt.positions[:, index]),
-                pad(prompt.rows[index]),
-                _context(prompt.rows[:end]),
-                pad(index),
+                prompt.pages[: -(-end // PAGE_SIZE)],
+                torch.tensor([start]),
                 torch.tensor([end - start - 1]),
                 *self.pools,
             )[0]
@@ -96,17 +99,17 @@ class Session:
         """One token of each prompt, in a batch with `padding` empty requests; logits (B, V)."""
         for prompt in prompts:
             prompt.length += 1
-        context = max(len(_context(prompt.rows[: prompt.length])) for prompt in prompts)
-        rows = torch.zeros(len(prompts) + padding, context, dtype=torch.int64)
-        for request, prompt in enumerate(prompts):
-            rows[request, : prompt.length] = prompt.rows[: prompt.length]
+        width = max(-(-prompt.length // PAGE_SIZE) for prompt in prompts)
+        table = torch.zeros(len(prompts) + padding, width, dtype=torch.int32)
+        for row, prompt in zip(table, prompts, strict=False):
+            count = min(width, len(prompt.pages))
+            row[:count] = prompt.pages[:count]
         blank = [0] * padding
         logits = self._decode(
             torch.tensor([*tokens, *blank]),
             torch.tensor([*(prompt.length - 1 + prompt.delta for prompt in prompts), *blank]),
-            torch.tensor([*(int(prompt.rows[prompt.length - 1]) for prompt in prompts), *blank]),
-            rows,
             torch.tensor([*(prompt.length for prompt in prompts), *blank]),
+            table,
             *self.pools,
         )[0]
         return logits[: len(prompts)]
@@ -120,8 +123,3 @@ class Session:
             logits.append(self.decode([prompt], [int(logits[-1].argmax())], padding=padding))
         joined = torch.cat(logits)
         return joined.argmax(-1).tolist(), joined
-
-
-def _context(rows: Tensor) -> Tensor:
-    """`rows` filled up to whole pages with row 0."""
-    return torch.nn.functional.pad(rows, (0, -len(rows) % PAGE_SIZE))

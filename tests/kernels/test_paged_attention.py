@@ -1,4 +1,4 @@
-"""Attention over paged rows, against dense causal attention in float64."""
+"""Attention over pages, against dense causal attention in float64."""
 
 import math
 
@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mingc.kernels.paged_attention import paged_decode_attention, paged_prefill_attention, write_rows
+from mingc.kernels.norm_rope_write import norm_rope_write
+from mingc.kernels.paged_attention import paged_decode_attention, paged_prefill_attention, token_rows
+
+PAGE = 8
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -19,53 +22,78 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.stack(out)
 
 
-def make_pool(rows: int, kv_heads: int) -> tuple[Tensor, Tensor, torch.Generator]:
-    generator = torch.Generator().manual_seed(rows)
-    shape = (rows, kv_heads, 16)
+def make_pool(num_pages: int, kv_heads: int) -> tuple[Tensor, Tensor, torch.Generator]:
+    generator = torch.Generator().manual_seed(num_pages)
+    shape = (num_pages * PAGE, kv_heads, 16)
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator), generator
+
+
+def rows_of(table: Tensor) -> Tensor:
+    return (table.long()[:, None] * PAGE + torch.arange(PAGE)).flatten()
+
+
+def test_rows_of_tokens() -> None:
+    one = torch.tensor([5, 2, 9], dtype=torch.int32)
+    index = torch.tensor([0, 7, 8, 20])
+    assert token_rows(one, index, PAGE).tolist() == [40, 47, 16, 76]
+    several = torch.tensor([[5, 2], [3, 0], [1, 4]], dtype=torch.int32)
+    assert token_rows(several, torch.tensor([9, 1, 15]), PAGE).tolist() == [17, 25, 39]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (8, 1), (3, 3)])
 def test_prefill(heads: int, kv_heads: int) -> None:
-    k, v, generator = make_pool(96, kv_heads)
-    rows = torch.randperm(96, generator=generator)[:40]
-    query_index = torch.arange(25, 37)  # a chunk in the middle: rows behind it are not seen
+    k, v, generator = make_pool(12, kv_heads)
+    table = (1 + torch.randperm(11, generator=generator)[:6]).to(torch.int32)
+    rows, start = rows_of(table), 25  # a chunk in the middle: rows behind it are not seen
+    k[rows[start + 12 :]] = v[rows[start + 12 :]] = torch.nan
     q = torch.randn(12, heads, 16, generator=generator)
-    got = paged_prefill_attention(q, k, v, rows, query_index)
-    for token, index in enumerate(query_index.tolist()):
-        expected = dense(q[token], k[rows[: index + 1]], v[rows[: index + 1]])
+    got = paged_prefill_attention(q, k, v, table, torch.tensor([start]), PAGE)
+    for token in range(12):
+        seen = rows[: start + token + 1]
+        expected = dense(q[token], k[seen], v[seen])
         torch.testing.assert_close(got[token].double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (8, 1), (3, 3)])
 def test_decode_of_unequal_requests(heads: int, kv_heads: int) -> None:
-    k, v, generator = make_pool(96, kv_heads)
-    rows = torch.stack([torch.randperm(96, generator=generator)[:32] for _ in range(3)])
+    k, v, generator = make_pool(14, kv_heads)
+    table = (1 + torch.randperm(13, generator=generator)[:12]).view(3, 4).to(torch.int32)
     lengths = torch.tensor([1, 17, 32])
+    for pages, length in zip(table, lengths.tolist(), strict=True):
+        unseen = rows_of(pages)[length:]
+        k[unseen] = v[unseen] = torch.nan
     q = torch.randn(3, heads, 16, generator=generator)
-    got = paged_decode_attention(q, k, v, rows, lengths)
+    got = paged_decode_attention(q, k, v, table, lengths, PAGE)
     for request, length in enumerate(lengths.tolist()):
-        seen = rows[request, :length]
+        seen = rows_of(table[request])[:length]
         torch.testing.assert_close(
             got[request].double(), dense(q[request], k[seen], v[seen]), rtol=1e-5, atol=1e-5
         )
 
 
-def test_padding_rows_stay_finite() -> None:
-    k, v, generator = make_pool(32, 1)
+def test_padding_requests_stay_finite() -> None:
+    k, v, generator = make_pool(4, 1)
     q = torch.randn(2, 2, 16, generator=generator)
-    zeros = torch.zeros(2, 8, dtype=torch.int64)
-    assert paged_decode_attention(q, k, v, zeros, torch.tensor([0, 0])).isfinite().all()
-    assert paged_prefill_attention(q, k, v, zeros[0], torch.tensor([-1, 0])).isfinite().all()
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    assert paged_decode_attention(q, k, v, table, torch.tensor([0, 1]), PAGE).isfinite().all()
 
 
-def test_writing_touches_the_named_rows_only() -> None:
-    k, v, generator = make_pool(20, 2)
+def test_norm_rotation_and_write() -> None:
+    k, v, generator = make_pool(3, 2)
     before = k.clone(), v.clone()
-    rows = torch.tensor([7, 3])
-    new_k, new_v = torch.randn(2, 2, 2, 16, generator=generator)
-    write_rows(k, v, rows, new_k, new_v)
-    for pool, old, new in ((k, before[0], new_k), (v, before[1], new_v)):
-        assert torch.equal(pool[rows], new)
-        others = torch.ones(20, dtype=torch.bool).index_fill(0, rows, False)
-        assert torch.equal(pool[others], old[others])
+    rows = torch.tensor([7, 18])
+    qkv = torch.randn(2, 4 + 2 + 2, 16, generator=generator)
+    q_norm, k_norm = torch.rand(2, 16, generator=generator)
+    angles = torch.rand(2, 4, generator=generator)
+    q = norm_rope_write(qkv, q_norm, k_norm, angles.cos(), angles.sin(), rows, k, v, 1e-6)
+    wide = qkv.double()
+    for heads, weight, got in ((slice(0, 4), q_norm, q), (slice(4, 6), k_norm, k[rows])):
+        normed = wide[:, heads] / (wide[:, heads].square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+        turned = torch.complex(normed[..., :4], normed[..., 4:8]) * torch.polar(
+            torch.ones(2, 4).double(), angles.double()
+        ).unsqueeze(1)
+        expected = torch.cat((turned.real, turned.imag, normed[..., 8:]), dim=-1)
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(v[rows], qkv[:, 6:])
+    others = torch.ones(len(k), dtype=torch.bool).index_fill(0, rows, False)
+    assert torch.equal(k[others], before[0][others]) and torch.equal(v[others], before[1][others])

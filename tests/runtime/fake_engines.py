@@ -101,47 +101,44 @@ def make_thinker_stage(*, fail_on: int | None = None, nan_on: int | None = None)
             return torch.full((VOCAB,), float("nan"))
         return _scores((rows * torch.tensor([1.0, 7.0])).sum(1), VOCAB)
 
+    def rows_of(pages: Tensor) -> Tensor:
+        return (pages.long()[:, None] * PAGE + torch.arange(PAGE)).flatten()
+
     def prefill(
         input_ids: Tensor,
         embeds: Tensor,
         embed_kind: Tensor,
         positions: Tensor,
-        write_rows: Tensor,
-        context_rows: Tensor,
-        query_index: Tensor,
+        page_table: Tensor,
+        start: Tensor,
         last: Tensor,
         k_pages_0: Tensor,
     ) -> tuple[Tensor, ...]:
         if fail_on is not None and (input_ids == fail_on).any():
             raise RuntimeError("engine failure")
         values = torch.where(embed_kind > 0, (embeds.sum(1) * 64).round() + 1000 * embed_kind, input_ids)
-        k_pages_0[write_rows, 0, 0] = values.float()
-        k_pages_0[write_rows, 0, 1] = positions.sum(0).float()
-        count = int(query_index[last]) + 1
-        return (logits_of(k_pages_0[context_rows[:count], 0])[None],)
+        first, count = int(start), int(last) + 1
+        rows = rows_of(page_table)[: first + count]
+        k_pages_0[rows[first:], 0, 0] = values[:count].float()
+        k_pages_0[rows[first:], 0, 1] = positions[:, :count].sum(0).float()
+        return (logits_of(k_pages_0[rows, 0])[None],)
 
     def decode(
         input_ids: Tensor,
         positions: Tensor,
-        write_rows: Tensor,
-        context_rows: Tensor,
-        context_lens: Tensor,
+        lengths: Tensor,
+        page_table: Tensor,
         k_pages_0: Tensor,
     ) -> tuple[Tensor, ...]:
-        k_pages_0[write_rows, 0, 0] = input_ids.float()
-        k_pages_0[write_rows, 0, 1] = 3 * positions.float()
-        return (
-            torch.stack(
-                [
-                    logits_of(k_pages_0[rows[:count], 0])
-                    for rows, count in zip(context_rows, context_lens, strict=True)
-                ]
-            ),
-        )
+        contexts = [rows_of(each)[:count] for each, count in zip(page_table, lengths, strict=True)]
+        last = torch.stack([rows[-1] for rows in contexts])
+        k_pages_0[last, 0, 0] = input_ids.float()
+        k_pages_0[last, 0, 1] = 3 * positions.float()
+        return (torch.stack([logits_of(k_pages_0[rows, 0]) for rows in contexts]),)
 
     ids: tuple[DType, tuple[int | str, ...]] = ("int64", ("T",))
     each: tuple[DType, tuple[int | str, ...]] = ("int64", ("B",))
-    contexts = (16, 32, 64, 128, CONTEXT)
+    tables = (4, 8, 16, 32, CONTEXT // PAGE)
     return LoadedStage(
         "thinker",
         {
@@ -153,14 +150,13 @@ def make_thinker_stage(*, fail_on: int | None = None, nan_on: int | None = None)
                     "embeds": ("float32", ("T", HIDDEN)),
                     "embed_kind": ids,
                     "positions": ("int64", (3, "T")),
-                    "write_rows": ids,
-                    "context_rows": ("int64", ("C",)),
-                    "query_index": ids,
+                    "page_table": ("int32", ("P",)),
+                    "start": ("int64", (1,)),
                     "last": ("int64", (1,)),
                 },
                 outputs=["logits"],
                 state=state,
-                dims={"T": (8, 16, 32), "C": contexts, "KV": ()},
+                dims={"T": (8, 16, 32), "P": tables, "KV": ()},
             ),
             "decode": make_graph(
                 "decode",
@@ -168,13 +164,12 @@ def make_thinker_stage(*, fail_on: int | None = None, nan_on: int | None = None)
                 inputs={
                     "input_ids": each,
                     "positions": each,
-                    "write_rows": each,
-                    "context_rows": ("int64", ("B", "C")),
-                    "context_lens": each,
+                    "lengths": each,
+                    "page_table": ("int32", ("B", "P")),
                 },
                 outputs=["logits"],
                 state=state,
-                dims={"B": (1, 2, 4, 8), "C": contexts, "KV": ()},
+                dims={"B": (1, 2, 4, 8), "P": tables, "KV": ()},
             ),
         },
     )

@@ -16,10 +16,12 @@ from torch.nn import functional as F
 from mingc.export.layers.moe import MoeFeedForward, Router, Routes, SwiGlu
 from mingc.export.layers.tensor_shard import check_heads, share_size
 from mingc.kernels.all_reduce import all_gather_last, all_reduce
-from mingc.kernels.mrope import apply_rope, mrope_cos_sin
-from mingc.kernels.paged_attention import paged_decode_attention, paged_prefill_attention, write_rows
+from mingc.kernels.mrope import mrope_cos_sin
+from mingc.kernels.norm_rope_write import norm_rope_write
+from mingc.kernels.paged_attention import paged_decode_attention, paged_prefill_attention, token_rows
 from mingc.kernels.rms_norm import rms_norm
 
+PAGE_SIZE = 16
 # Expert widths are filled up to this many values: grouped products want rows that are multiples of 16 bytes.
 _EXPERT_WIDTH_MULTIPLE = 8
 
@@ -65,16 +67,17 @@ class DecoderConfig:
 class AttentionContext:
     """What attention of every layer needs of the batch.
 
-    With `query_index` the tokens are one request's chunk, otherwise each token is a request of its own and
-    `context_lens` says how far it sees.
+    With `start` and `last` the tokens are one request's chunk, otherwise each token is a request of its own and
+    `lengths` says how far it sees.
     """
 
     cos: Tensor  # (T, rotary_dim / 2) float32
     sin: Tensor
-    write_rows: Tensor  # (T,) int64
-    context_rows: Tensor  # (C,) or (T, C) int64
-    query_index: Tensor | None = None  # (T,) int64
-    context_lens: Tensor | None = None  # (T,) int64
+    rows: Tensor  # (T,) int64, pool rows that the tokens are written to
+    page_table: Tensor  # (P,) or (T, P) int32
+    start: Tensor | None = None  # (1,) int64
+    last: Tensor | None = None  # (1,) int64, the last token that is not padding
+    lengths: Tensor | None = None  # (T,) int64
 
 
 class Attention(nn.Module):
@@ -97,20 +100,29 @@ class Attention(nn.Module):
     def forward(self, x_TD: Tensor, context: AttentionContext, k_pages: Tensor, v_pages: Tensor) -> Tensor:
         """(T, D) → (T, D), summed over ranks; writes the tokens' keys and values into the pools."""
         qkv_THd = F.linear(x_TD, self.qkv).view(x_TD.shape[0], -1, self.head_dim)
-        q_THd, k_THd, v_THd = qkv_THd.split_with_sizes(
-            (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1
+        if context.last is not None:
+            # Padding writes zeros, whatever it has computed: what lies in the pool stays finite.
+            is_token_T = torch.arange(x_TD.shape[0], device=x_TD.device) <= context.last
+            qkv_THd = torch.where(is_token_T[:, None, None], qkv_THd, 0)
+        q_THd = norm_rope_write(
+            qkv_THd,
+            self.q_norm,
+            self.k_norm,
+            context.cos,
+            context.sin,
+            context.rows,
+            k_pages,
+            v_pages,
+            self.eps,
         )
-        q_THd = apply_rope(rms_norm(q_THd, self.q_norm, self.eps), context.cos, context.sin)
-        k_THd = apply_rope(rms_norm(k_THd, self.k_norm, self.eps), context.cos, context.sin)
-        write_rows(k_pages, v_pages, context.write_rows, k_THd, v_THd)
-        if context.query_index is not None:
+        if context.start is not None:
             out_THd = paged_prefill_attention(
-                q_THd, k_pages, v_pages, context.context_rows, context.query_index
+                q_THd, k_pages, v_pages, context.page_table, context.start, PAGE_SIZE
             )
         else:
-            assert context.context_lens is not None, "a batch is either one chunk or one token a request"
+            assert context.lengths is not None, "a batch is either one chunk or one token a request"
             out_THd = paged_decode_attention(
-                q_THd, k_pages, v_pages, context.context_rows, context.context_lens
+                q_THd, k_pages, v_pages, context.page_table, context.lengths, PAGE_SIZE
             )
         return all_reduce(F.linear(out_THd.flatten(1), self.dense), self.world_size)
 
@@ -194,9 +206,8 @@ class Decoder(nn.Module):
         embeds: Tensor,
         embed_kind: Tensor,
         positions: Tensor,
-        write_rows: Tensor,
-        context_rows: Tensor,
-        query_index: Tensor,
+        page_table: Tensor,
+        start: Tensor,
         last: Tensor,
         *pages: Tensor,
     ) -> Tensor:
@@ -205,7 +216,12 @@ class Decoder(nn.Module):
         x_TD = torch.where((embed_kind == 0).unsqueeze(1), words_TD, embeds)
         cos, sin = mrope_cos_sin(positions, self.inv_freq, self.position_rows)
         context = AttentionContext(
-            cos=cos, sin=sin, write_rows=write_rows, context_rows=context_rows, query_index=query_index
+            cos=cos,
+            sin=sin,
+            rows=_chunk_rows(page_table, start, input_ids.shape[0]),
+            page_table=page_table,
+            start=start,
+            last=last,
         )
         x_TD = self._run_layers(x_TD, context, embed_kind, pages, routes)
         return self._logits(x_TD.index_select(0, last))
@@ -214,17 +230,15 @@ class Decoder(nn.Module):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        write_rows: Tensor,
-        context_rows: Tensor,
-        context_lens: Tensor,
+        lengths: Tensor,
+        page_table: Tensor,
         *pages: Tensor,
     ) -> tuple[Tensor]:
         """One token of every request; all take the text gate (spec: thinker.md §2.3). Returns (logits,)."""
         x_TD = F.embedding(input_ids, self.word_embeddings)
         cos, sin = mrope_cos_sin(positions.expand(3, -1), self.inv_freq, self.position_rows)
-        context = AttentionContext(
-            cos=cos, sin=sin, write_rows=write_rows, context_rows=context_rows, context_lens=context_lens
-        )
+        rows = token_rows(page_table, (lengths - 1).clamp_min(0), PAGE_SIZE)
+        context = AttentionContext(cos=cos, sin=sin, rows=rows, page_table=page_table, lengths=lengths)
         return (self._logits(self._run_layers(x_TD, context, None, pages, None)),)
 
     def _run_layers(
@@ -243,6 +257,14 @@ class Decoder(nn.Module):
         normed_TD = rms_norm(x_TD, self.norm, self.config.norm_eps)
         gathered = all_gather_last(F.linear(normed_TD, self.lm_head), self.world_size)
         return gathered[:, : self.config.vocab_size].to(torch.float32)
+
+
+def _chunk_rows(page_table: Tensor, start: Tensor, num_tokens: int) -> Tensor:
+    """Pool rows (num_tokens,) int64 of a chunk; tokens beyond the table are padding and go to page 0."""
+    index = start + torch.arange(num_tokens, device=start.device)
+    end = page_table.shape[0] * PAGE_SIZE
+    rows = token_rows(page_table, index.clamp_max(end - 1), PAGE_SIZE)
+    return torch.where(index < end, rows, index % PAGE_SIZE)
 
 
 def _feed_forward(config: DecoderConfig, index: int, world_size: int) -> nn.Module:

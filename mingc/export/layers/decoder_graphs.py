@@ -1,6 +1,6 @@
 """The borders of the thinker's two graphs, and inputs that real use could produce for them.
 
-Dims: T tokens of a chunk, B requests, C context tokens that attention reads, KV rows of a page pool.
+Dims: T tokens of a chunk, B requests, P pages of a request, KV rows of a page pool.
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ import torch
 from torch import Tensor
 
 from mingc.artifacts.spec import Dim, DType, GraphSpec, TensorSpec
-from mingc.export.layers.decoder import DecoderConfig
+from mingc.export.layers.decoder import PAGE_SIZE, DecoderConfig
 from mingc.export.stages.base import GraphPlan, Shard, StageOptions
 
-PAGE_SIZE = 16
 _MAX_POOL_ROWS = 1 << 30
 _SMALLEST_CHUNK = 16
-_SMALLEST_CONTEXT = 64
-# Context sizes with an engine of their own where every bucket is one; the largest context is added to them.
-_STATIC_CONTEXTS = (1024, 8192)
+_SMALLEST_TABLE = 4
 _DTYPES: dict[torch.dtype, DType] = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
@@ -37,7 +34,7 @@ def thinker_graphs(config: DecoderConfig, shard: Shard, options: StageOptions) -
         for kind in ("k", "v")
     )
     pool = Dim(name="KV", minimum=2 * PAGE_SIZE, maximum=_MAX_POOL_ROWS, multiple=PAGE_SIZE)
-    context = _context_dim(options)
+    table = _page_table_dim(options)
     logits = config.vocab_size
 
     def ints(name: str, *shape: int | str) -> TensorSpec:
@@ -53,9 +50,8 @@ def thinker_graphs(config: DecoderConfig, shard: Shard, options: StageOptions) -
             TensorSpec(name="embeds", dtype=dtype, shape=("T", config.hidden_size)),
             ints("embed_kind", "T"),
             ints("positions", 3, "T"),
-            ints("write_rows", "T"),
-            ints("context_rows", "C"),
-            ints("query_index", "T"),
+            TensorSpec(name="page_table", dtype="int32", shape=("P",)),
+            ints("start", 1),
             ints("last", 1),
         ),
         outputs=(
@@ -65,7 +61,7 @@ def thinker_graphs(config: DecoderConfig, shard: Shard, options: StageOptions) -
         state=state,
         dims=(
             Dim(name="T", minimum=2, maximum=max(2, options.prefill_tokens), buckets=chunk_buckets),
-            context,
+            table,
             pool,
         ),
     )
@@ -74,9 +70,8 @@ def thinker_graphs(config: DecoderConfig, shard: Shard, options: StageOptions) -
         inputs=(
             ints("input_ids", "B"),
             ints("positions", "B"),
-            ints("write_rows", "B"),
-            ints("context_rows", "B", "C"),
-            ints("context_lens", "B"),
+            ints("lengths", "B"),
+            TensorSpec(name="page_table", dtype="int32", shape=("B", "P")),
         ),
         outputs=(TensorSpec(name="logits", dtype="float32", shape=("B", logits)),),
         state=state,
@@ -87,7 +82,7 @@ def thinker_graphs(config: DecoderConfig, shard: Shard, options: StageOptions) -
                 maximum=options.max_batch,
                 buckets=options.batch_sizes,
             ),
-            context,
+            table,
             pool,
         ),
     )
@@ -97,15 +92,15 @@ def thinker_graphs(config: DecoderConfig, shard: Shard, options: StageOptions) -
             spec=prefill,
             method="prefill_routed" if tells_routes else "prefill",
             example=examples.prefill,
-            trace_dims={"T": min(12, options.prefill_tokens), "C": 5 * PAGE_SIZE, "KV": 9 * PAGE_SIZE},
-            check_dims={"T": min(32, options.prefill_tokens), "C": 8 * PAGE_SIZE, "KV": 20 * PAGE_SIZE},
+            trace_dims={"T": min(12, options.prefill_tokens), "P": 5, "KV": 9 * PAGE_SIZE},
+            check_dims={"T": min(32, options.prefill_tokens), "P": 8, "KV": 20 * PAGE_SIZE},
         ),
         GraphPlan(
             spec=decode,
             method="decode",
             example=examples.decode,
-            trace_dims={"B": 3, "C": 5 * PAGE_SIZE, "KV": 24 * PAGE_SIZE},
-            check_dims={"B": min(4, options.max_batch), "C": 8 * PAGE_SIZE, "KV": 40 * PAGE_SIZE},
+            trace_dims={"B": 3, "P": 5, "KV": 24 * PAGE_SIZE},
+            check_dims={"B": min(4, options.max_batch), "P": 8, "KV": 40 * PAGE_SIZE},
         ),
     )
 
@@ -118,13 +113,11 @@ def _route_outputs(config: DecoderConfig) -> tuple[TensorSpec, TensorSpec]:
     )
 
 
-def _context_dim(options: StageOptions) -> Dim:
-    largest = -(-options.context_tokens // PAGE_SIZE) * PAGE_SIZE
-    if options.static_buckets:
-        buckets = (*(size for size in _STATIC_CONTEXTS if size < largest), largest)
-    else:
-        buckets = _powers_of_two(min(_SMALLEST_CONTEXT, largest), largest)
-    return Dim(name="C", minimum=PAGE_SIZE, maximum=largest, multiple=PAGE_SIZE, buckets=buckets)
+def _page_table_dim(options: StageOptions) -> Dim:
+    """A static engine takes tables of the whole context: its kernels stop at a request's length by themselves."""
+    largest = -(-options.context_tokens // PAGE_SIZE)
+    smallest = largest if options.static_buckets else min(_SMALLEST_TABLE, largest)
+    return Dim(name="P", minimum=1, maximum=largest, buckets=_powers_of_two(smallest, largest))
 
 
 def _powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
@@ -145,43 +138,36 @@ class _Examples:
         self._dtype = dtype
 
     def prefill(self, dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
-        """The last chunk of a request whose context ends a few rows before the bucket does."""
-        tokens, context = dims["T"], dims["C"]
-        length = max(1, context - PAGE_SIZE // 2)
+        """The last chunk of a request whose tokens end a few rows before its pages do."""
+        tokens, num_pages = dims["T"], dims["P"]
+        length = num_pages * PAGE_SIZE - PAGE_SIZE // 2
         num_real = min(tokens, length)  # a chunk longer than its context is padded
-        rows = _scatter_pages(1, context, dims["KV"], generator)[0]
-        rows[length:] = 0
-        query_index = torch.zeros(tokens, dtype=torch.int64)
-        query_index[:num_real] = torch.arange(length - num_real, length)
-        write_rows = torch.arange(tokens) % PAGE_SIZE
-        write_rows[:num_real] = rows[length - num_real : length]
+        start = length - num_real
         height_width = torch.randint(-3, 4, (2, tokens), generator=generator)
-        positions = query_index + torch.cat((torch.zeros(1, tokens, dtype=torch.int64), height_width))
+        time = torch.arange(start, start + tokens)
         embeds = torch.randn(tokens, self._config.hidden_size, generator=generator)
         return {
             "input_ids": torch.randint(0, self._config.vocab_size, (tokens,), generator=generator),
             "embeds": torch.nn.functional.normalize(embeds, dim=-1).to(self._dtype),
             "embed_kind": torch.randint(0, 3, (tokens,), generator=generator),
-            "positions": positions,
-            "write_rows": write_rows,
-            "context_rows": rows,
-            "query_index": query_index,
+            "positions": time + torch.cat((torch.zeros(1, tokens, dtype=torch.int64), height_width)),
+            "page_table": _scatter_pages(1, num_pages, dims["KV"], generator)[0],
+            "start": torch.tensor([start]),
             "last": torch.tensor([num_real - 1]),
             **self._pools(dims["KV"], generator),
         }
 
     def decode(self, dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
         """Requests of different lengths."""
-        requests, context = dims["B"], dims["C"]
-        lengths = torch.randint(1, context + 1, (requests,), generator=generator)
-        rows = _scatter_pages(requests, context, dims["KV"], generator)
-        rows = rows.masked_fill(torch.arange(context) >= lengths[:, None], 0)
+        requests, num_pages = dims["B"], dims["P"]
+        lengths = torch.randint(1, num_pages * PAGE_SIZE + 1, (requests,), generator=generator)
+        table = _scatter_pages(requests, num_pages, dims["KV"], generator)
+        is_owned = torch.arange(num_pages) * PAGE_SIZE < lengths[:, None]
         return {
             "input_ids": torch.randint(0, self._config.vocab_size, (requests,), generator=generator),
             "positions": lengths - 1,
-            "write_rows": rows[torch.arange(requests), lengths - 1],
-            "context_rows": rows,
-            "context_lens": lengths,
+            "lengths": lengths,
+            "page_table": table.masked_fill(~is_owned, 0),
             **self._pools(dims["KV"], generator),
         }
 
@@ -193,14 +179,12 @@ class _Examples:
         return pools
 
 
-def _scatter_pages(requests: int, context: int, pool_rows: int, generator: torch.Generator) -> Tensor:
-    """Rows (requests, context) int64 in pages of the pool, page 0 left out, in random order.
+def _scatter_pages(requests: int, num_pages: int, pool_rows: int, generator: torch.Generator) -> Tensor:
+    """Page tables (requests, num_pages) int32 in random order, page 0 left out.
 
     No request has another's page unless the pool is too small for that (large buckets are traced over a small
     pool); then pages come round again, which no shape or value depends on.
     """
-    per_request = -(-context // PAGE_SIZE)
     shuffled = 1 + torch.randperm(pool_rows // PAGE_SIZE - 1, generator=generator)
-    pages = shuffled[torch.arange(requests * per_request) % len(shuffled)]
-    rows = pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)
-    return rows.view(requests, per_request * PAGE_SIZE)[:, :context].contiguous()
+    pages = shuffled[torch.arange(requests * num_pages) % len(shuffled)]
+    return pages.view(requests, num_pages).to(torch.int32)

@@ -17,8 +17,8 @@ from torch import nn
 from mingc.artifacts.model import ThinkerParameters
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.layers.decoder import Decoder, DecoderConfig
-from mingc.export.layers.decoder_graphs import PAGE_SIZE, thinker_graphs
+from mingc.export.layers.decoder import PAGE_SIZE, Decoder, DecoderConfig
+from mingc.export.layers.decoder_graphs import thinker_graphs
 from mingc.export.layers.decoder_weights import decoder_weights
 from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions, WeightSource
 
