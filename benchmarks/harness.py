@@ -87,9 +87,9 @@ def result(
     return {
         "schema": 1,
         "benchmark": benchmark,
-        # The variable serves machines that have the files but not the repository.
-        "commit": _words("git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", "HEAD")
-        or os.environ.get("MINGC_COMMIT"),
+        # The variable serves machines that have the files but not the repository, or another state of it.
+        "commit": os.environ.get("MINGC_COMMIT")
+        or _words("git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", "HEAD"),
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": {

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mingc.kernels.dispatch import use_triton
+
 
 def slot_prefill_attention(
     qkv: Tensor,
@@ -30,6 +32,14 @@ def slot_prefill_attention(
 
     Returns: (T, Hq d) in the dtype of `qkv`; rows of padding hold finite garbage.
     """
+    if use_triton(qkv, 2 * cos.shape[-1]):
+        from mingc.kernels.gpu import slot_prefill_attention as gpu
+
+        seen = k_slots.shape[1] if window is None else window
+        out: Tensor = gpu.slot_prefill_attention(
+            qkv.contiguous(), cos, sin, k_slots, v_slots, slot, start, last, seen
+        )
+        return out
     tokens = qkv.shape[0]
     num_rows, kv_heads, size = k_slots.shape[1:]
     heads = qkv.shape[1] // size - 2 * kv_heads

@@ -11,6 +11,7 @@ from mingc.kernels.dispatch import plain_torch
 from mingc.kernels.ring_attention import ring_attention
 from mingc.kernels.short_attention import short_attention
 from mingc.kernels.slot_attention import slot_attention
+from mingc.kernels.slot_prefill_attention import slot_prefill_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,6 +51,21 @@ def test_slot_attention(window: int | None) -> None:
     with plain_torch():
         expected = slot_attention(qkv, *tables, *theirs, *places, window)
     check(slot_attention(qkv, *tables, *ours, *places, window), expected)
+    for own, other in zip(ours, theirs, strict=True):
+        check(own, other)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("tokens", "start", "last"), [(32, 0, 31), (64, 37, 60), (37, 290, 9), (1, 0, 0)])
+def test_slot_prefill_attention(tokens: int, start: int, last: int, window: int | None) -> None:
+    qkv, tables = normal(tokens, 18 * 64), turn(tokens, 32)
+    ours, theirs = ([normal(5, 300, 2, 64) for _ in range(2)] for _ in range(2))
+    for own, other in zip(ours, theirs, strict=True):
+        other.copy_(own)
+    places = [torch.tensor([value], device="cuda") for value in (3, start, last)]
+    with plain_torch():
+        expected = slot_prefill_attention(qkv, *tables, *theirs, *places, window)
+    check(slot_prefill_attention(qkv, *tables, *ours, *places, window)[: last + 1], expected[: last + 1])
     for own, other in zip(ours, theirs, strict=True):
         check(own, other)
 
