@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from mingc.kernels.dispatch import use_triton
 from mingc.kernels.mrope import apply_rope
 from mingc.kernels.rms_norm import rms_norm
 
@@ -30,6 +31,13 @@ def norm_rope_write(
 
     Returns: (T, Hq, d) (spec: thinker.md §2.1, §3).
     """
+    if use_triton(qkv, qkv.shape[-1]):
+        from mingc.kernels.gpu import norm_rope_write as gpu
+
+        ready: Tensor = gpu.norm_rope_write(
+            qkv.contiguous(), q_norm, k_norm, cos, sin, rows, k_pages, v_pages, eps
+        )
+        return ready
     num_kv_heads = k_pages.shape[1]
     q, k, v = qkv.split_with_sizes((qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
     # The write goes to the pool itself, not to a view of it: only so does the compiler update it without a copy.

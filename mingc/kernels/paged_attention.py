@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mingc.kernels.dispatch import use_triton
+
 
 def token_rows(page_table: Tensor, index: Tensor, page_size: int) -> Tensor:
     """Pool rows of tokens of one request (or of one token each of several).
@@ -44,6 +46,11 @@ def paged_prefill_attention(
 
     Returns: (T, Hq, d).
     """
+    if use_triton(q, q.shape[-1]):
+        from mingc.kernels.gpu import paged_attention as gpu
+
+        attended: Tensor = gpu.paged_prefill_attention(q, k_pages, v_pages, page_table, start, page_size)
+        return attended
     num_tokens, num_heads, width = q.shape
     num_kv_heads = k_pages.shape[1]
     num_groups = num_heads // num_kv_heads
@@ -75,6 +82,11 @@ def paged_decode_attention(
 
     Returns: (B, Hq, d).
     """
+    if use_triton(q, q.shape[-1]):
+        from mingc.kernels.gpu import paged_attention as gpu
+
+        attended: Tensor = gpu.paged_decode_attention(q, k_pages, v_pages, page_table, lengths, page_size)
+        return attended
     num_requests, num_heads, width = q.shape
     num_kv_heads = k_pages.shape[1]
     lengths = lengths.clamp_min(1).unsqueeze(1)

@@ -1,0 +1,74 @@
+"""`mingc.kernels.norm_rope_write` on CUDA: norm and rotation of queries and keys, keys and values into the pool."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_FEW_TOKENS = 32  # of them each program takes two heads, to fill the device; of more it takes eight
+
+
+@triton.jit
+def mingc_norm_rope_write(
+    qkv, q_norm, k_norm, cos, sin, rows, k_pages, v_pages, q_out,
+    NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, EPS: tl.constexpr,
+    HEADS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    dim = tl.arange(0, SIZE)[None, :]
+    is_query = head < NUM_HEADS
+    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + KV_HEADS)
+    is_value = (head >= NUM_HEADS + KV_HEADS) & (head < NUM_HEADS + 2 * KV_HEADS)
+    is_normed = head < NUM_HEADS + KV_HEADS
+    packed = qkv + (token * (NUM_HEADS + 2 * KV_HEADS) + head) * SIZE
+    x = tl.load(packed + dim, mask=is_normed | is_value, other=0.0)
+    dtype = x.dtype
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + EPS)[:, None]
+    # Dims f and f + HALF turn together; those from 2 HALF on stay, their partner is themselves.
+    partner = tl.where(dim < HALF, dim + HALF, tl.where(dim < 2 * HALF, dim - HALF, dim))
+    other = tl.load(packed + partner, mask=is_normed, other=0.0).to(tl.float32)
+    weight = tl.where(is_query, tl.load(q_norm + dim), tl.load(k_norm + dim)).to(tl.float32)
+    other_weight = tl.where(is_query, tl.load(q_norm + partner), tl.load(k_norm + partner)).to(tl.float32)
+    # Rounded where the reference rounds: after the norm, after its weight, after the rotation.
+    normed = ((wide * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+    turned = ((other * scale).to(dtype).to(tl.float32) * other_weight).to(dtype).to(tl.float32)
+    is_turned = dim < 2 * HALF
+    f = dim % HALF
+    c = tl.load(cos + token * HALF + f, mask=is_turned, other=1.0)
+    s = tl.load(sin + token * HALF + f, mask=is_turned, other=0.0)
+    s = tl.where(dim < HALF, -s, s)
+    y = (normed * c + turned * s).to(dtype)
+    row = tl.load(rows + token)
+    tl.store(q_out + (token * NUM_HEADS + head) * SIZE + dim, y, mask=is_query)
+    tl.store(k_pages + (row * KV_HEADS + head - NUM_HEADS) * SIZE + dim, y, mask=is_key)
+    tl.store(v_pages + (row * KV_HEADS + head - NUM_HEADS - KV_HEADS) * SIZE + dim, x, mask=is_value)
+
+
+@torch.library.triton_op("mingc::norm_rope_write", mutates_args={"k_pages", "v_pages"})
+def norm_rope_write(
+    qkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rows: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    eps: float,
+) -> Tensor:
+    """See `mingc.kernels.norm_rope_write`."""
+    tokens, all_heads, size = qkv.shape
+    kv_heads = k_pages.shape[1]
+    heads = all_heads - 2 * kv_heads
+    q = torch.empty(tokens, heads, size, dtype=qkv.dtype, device=qkv.device)
+    per_program, warps = (2, 1) if tokens <= _FEW_TOKENS else (8, 2)
+    torch.library.wrap_triton(mingc_norm_rope_write)[(tokens, triton.cdiv(all_heads, per_program))](
+        qkv, q_norm, k_norm, cos, sin, rows, k_pages, v_pages, q,
+        NUM_HEADS=heads, KV_HEADS=kv_heads, SIZE=size, HALF=cos.shape[1], EPS=eps, HEADS=per_program,
+        num_warps=warps,
+    )  # fmt: skip
+    return q
