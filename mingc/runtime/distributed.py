@@ -5,6 +5,7 @@ Engines know their group by the name `mingc_tp` only. Nothing here brings in Dyn
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,9 @@ from mingc.errors import WorkerError
 from mingc.kernels.all_reduce import GROUP
 
 _HOST = "127.0.0.1"
+# NVLink multicast is left alone unless the user asks for it: nothing here needs it, and a fault in it can take the
+# GPUs of a whole host out of service.
+_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 # The registry that compiled collectives look their group up in by name; the public API names groups by itself.
 # Its type stubs want a type for names that older torch does not have.
 _registry: Any = c10d
@@ -48,6 +52,8 @@ def init(
     """
     backend = "nccl" if device.startswith("cuda") else "gloo"
     timeout = timedelta(seconds=timeout_s)
+    for name, value in _NO_MULTICAST.items():
+        os.environ.setdefault(name, value)
     try:
         if port is not None:
             store = c10d.TCPStore(_HOST, port, is_master=False, timeout=timeout)

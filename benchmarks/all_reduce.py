@@ -1,0 +1,110 @@
+"""Time of an all-reduce of bfloat16 in a CUDA graph: NCCL against the one-shot kernel, 8 KiB to 4 MiB, 2 to 8 GPUs.
+
+One process a GPU, started by this one. A figure is the slowest rank's median over replays of a graph of 20 calls.
+
+    python benchmarks/all_reduce.py --ranks 2,4,8 --json benchmarks/results/all-reduce-h200-….json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+
+from mingc.runtime import distributed
+from mingc.runtime.all_reduce import Collective, OneShot, graph_us
+
+WIDTH = 4096  # values of a token of the thinker: 8 KiB
+SIZES = [2**power for power in range(13, 23)]  # bytes
+LAYERS = 32
+
+
+def measure(rank: int, world_size: int, port: int) -> list[dict[str, Any]]:
+    """Figures of all sizes; the same on every rank."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    distributed.init(rank=rank, world_size=world_size, port=port, device="cuda", timeout_s=60)
+    methods = {"nccl": Collective(), "one_shot": OneShot(device, torch.bfloat16, SIZES[-1])}
+    figures = []
+    for num_bytes in SIZES:
+        x = torch.zeros(num_bytes // 2 // WIDTH, WIDTH, dtype=torch.bfloat16, device=device)
+        for name, method in methods.items():
+            slowest = torch.tensor(graph_us(lambda: method.reduce_(x), device), device=device)  # noqa: B023
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            figures.append(
+                {
+                    "name": "all_reduce_us",
+                    "ranks": world_size,
+                    "bytes": num_bytes,
+                    "method": name,
+                    "median": round(slowest.item(), 2),
+                    "unit": "us",
+                }
+            )
+    distributed.shutdown()
+    return figures
+
+
+def run_ranks(world_size: int) -> list[dict[str, Any]]:
+    """The figures of `world_size` processes, of which rank 0 prints them."""
+    store = distributed.host_store(timeout_s=120)
+    command = [sys.executable, __file__, "--world-size", str(world_size), "--port", str(store.port)]
+    processes = [
+        subprocess.Popen([*command, "--rank", str(rank)], stdout=None if rank else subprocess.PIPE, text=True)
+        for rank in range(world_size)
+    ]
+    try:
+        out = processes[0].communicate(timeout=300)[0]
+        failed = [rank for rank, process in enumerate(processes) if process.wait(60)]
+    finally:
+        for process in processes:
+            process.kill()
+    if failed:
+        raise SystemExit(f"ranks {failed} of {world_size} failed")
+    figures: list[dict[str, Any]] = json.loads(out.splitlines()[-1])
+    return figures
+
+
+def show(figures: list[dict[str, Any]]) -> None:
+    times = {(each["ranks"], each["bytes"], each["method"]): each["median"] for each in figures}
+    for ranks, num_bytes in dict.fromkeys((each["ranks"], each["bytes"]) for each in figures):
+        nccl, one_shot = times[ranks, num_bytes, "nccl"], times[ranks, num_bytes, "one_shot"]
+        saved = 2 * LAYERS * (nccl - one_shot) / 1e3
+        print(
+            f"TP{ranks} {num_bytes >> 10:5} KiB: NCCL {nccl:6.1f} µs, one-shot {one_shot:6.1f} µs, "
+            f"saves {saved:6.2f} ms in the {2 * LAYERS} of a step"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", default="2,4,8", help="how many GPUs, each")
+    parser.add_argument("--json", type=Path, help="write the result here")
+    for name in ("--rank", "--world-size", "--port"):
+        parser.add_argument(name, type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        print(json.dumps(measure(arguments.rank, arguments.world_size, arguments.port)))
+        return
+    figures: list[dict[str, Any]] = []
+    for world_size in map(int, arguments.ranks.split(",")):
+        if world_size > torch.cuda.device_count():
+            print(f"TP{world_size}: there are {torch.cuda.device_count()} GPUs, left out")
+            continue
+        figures += run_ranks(world_size)
+    show(figures)
+    if arguments.json:
+        value = harness.result("all_reduce", harness.ceilings(), figures)
+        value["hardware"]["count"] = torch.cuda.device_count()
+        harness.write(arguments.json, value)
+
+
+if __name__ == "__main__":
+    main()

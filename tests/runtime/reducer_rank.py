@@ -1,0 +1,62 @@
+"""One rank in a process of its own that sums tensors over the ranks: `python reducer_rank.py JOB`.
+
+JOB is JSON: rank, world_size, port, device, dtype, width, batch_sizes, rows. It prints JSON: the choice, and for
+each count of rows the sums, first called as they are, then (on CUDA) replayed from a graph.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from mingc.runtime import distributed
+from mingc.runtime.all_reduce import make_reducer
+
+
+def part(rank: int, rows: int, width: int) -> Tensor:
+    """What `rank` adds: (rows, width) float32 values that half precision rounds when they are added."""
+    generator = torch.Generator().manual_seed(100 * rows + rank)
+    return torch.randn(rows, width, generator=generator)
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    device, dtype = torch.device(job["device"]), getattr(torch, job["dtype"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1)
+    distributed.init(
+        rank=job["rank"], world_size=job["world_size"], port=job["port"], device=device.type, timeout_s=60
+    )
+    reducer = make_reducer(device, dtype, width=job["width"], batch_sizes=job["batch_sizes"])
+    sums, replayed = [], []
+    for rows in job["rows"]:
+        x = part(job["rank"], rows, job["width"]).to(device, dtype)
+        before = x.clone()
+        total = reducer.reduce(x)
+        assert torch.equal(x, before), "reduce changed its input"
+        reducer.reduce_(x)
+        assert torch.equal(x, total), "reduce_ and reduce differ"
+        sums.append(total.float().cpu().tolist())
+        if device.type == "cuda":
+            static = torch.empty_like(before)
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                reducer.reduce_(static)
+            for _ in range(20):
+                static.copy_(before)
+                graph.replay()
+                assert torch.equal(static, total), "a replay differs"
+            replayed.append(static.float().cpu().tolist())
+    assert "torch._dynamo" not in sys.modules and "torch._inductor" not in sys.modules
+    print(json.dumps({"choice": asdict(reducer.choice), "sums": sums, "replayed": replayed}))
+    distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main()
