@@ -62,7 +62,7 @@ class EngineOptions:
     max_running: int | None = None
     max_waiting: int = 128
     slots: int | None = None
-    max_joins: int = 8
+    max_joins: int = 16
     max_streams: int = 256
     max_pending_patches: int = 128
     num_preprocess_threads: int = 2

@@ -235,7 +235,7 @@ class TalkerWorker:
             self._run_prompt(slot, segment, 0, count)
             self._prefixes[key] = self._engines.read_rows(slot, count)
             if len(self._prefixes) > _MAX_PREFIXES:
-                self._prefixes.popitem(last=False)
+                self._prefixes.popitem(last=False)  # nothing reads it any more: see `write_rows`
             return
         self._prefixes.move_to_end(key)
         self._engines.write_rows(slot, rows)

@@ -6,7 +6,8 @@ patch, the latents before it, and the VAE's rings. Slot 0 belongs to the padding
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,8 @@ from torch import Tensor
 from mingc.artifacts.model import CfmParameters
 from mingc.runtime.cuda_graphs import GraphPool, Shapes, StaticRun
 from mingc.runtime.stages import LoadedStage, torch_dtype
+
+_LANES = 4  # prompts that run beside each other: one alone leaves most of a GPU idle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -38,6 +41,14 @@ class LaunchedPatch:
         if self.event is not None:
             self.event.synchronize()
         return self.samples.numpy(), self.stop.numpy()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Lane:
+    """Prompts of every size, and the stream they run on; None: at once."""
+
+    stream: torch.cuda.Stream | None
+    runs: Mapping[int, StaticRun]
 
 
 class TalkerEngines:
@@ -77,6 +88,7 @@ class TalkerEngines:
         self.chunk_sizes = sorted(self._prefill.spec.dim("T").buckets)
         self._is_cuda = device.type == "cuda"
         self._side = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
+        self._busy: set[torch.cuda.Stream] = set()
         pool = GraphPool(device) if self._is_cuda else None
         patch = (flow.latents_per_patch, flow.latent_dim)
         self._patches = {
@@ -90,16 +102,7 @@ class TalkerEngines:
             # The largest first: the others then fit into the memory it has taken.
             for size in reversed(self.batch_sizes)
         }
-        self._prompts = {
-            size: StaticRun(
-                self._prompt_shapes(size),
-                self._prompt,
-                device=device,
-                pool=pool,
-                name=f"a prompt of {size} tokens",
-            )
-            for size in reversed(self.chunk_sizes)
-        }
+        self._lanes = [self._make_lane(device) for _ in range(_LANES if self._is_cuda else 1)]
 
     def launch(self, size: int, inputs: Mapping[str, Tensor]) -> LaunchedPatch:
         """Make, decode and let the speech LLM hear one patch of `size` rows; does not wait for a GPU.
@@ -107,6 +110,7 @@ class TalkerEngines:
         Inputs, a row each: slots, patch_index, guidance, sigma, temperature, noise (P, C), step_noise
         (steps, P, C); step_slots and lengths: where the speech LLM steps, slot 0 where it shall not.
         """
+        self._wait_for_prompts()
         samples, stop = self._patches[size](inputs)
         if not self._is_cuda:
             return LaunchedPatch(samples=samples, stop=stop, event=None)
@@ -120,18 +124,55 @@ class TalkerEngines:
     def run_prompt(self, size: int, inputs: Mapping[str, Tensor]) -> None:
         """Prefill one chunk of `size` tokens; its last hidden state becomes the slot's, as do these `history`.
 
-        Inputs: as the graph `prefill`, and history (1, H, C).
+        Inputs: as the graph `prefill`, and history (1, H, C). Prompts of other slots may run beside it.
         """
-        self._prompts[size](inputs)
+        with self._lane(int(inputs["slot"])) as lane:
+            lane.runs[size](inputs)
 
     def read_rows(self, slot: int, count: int) -> dict[str, Tensor]:
         """Copies of the first `count` KV rows of a slot."""
+        self._wait_for_prompts()
         return {name: state[slot, :count].clone() for name, state in self._talker_state.items()}
 
     def write_rows(self, slot: int, rows: Mapping[str, Tensor]) -> None:
-        """Begin a slot with these KV rows."""
+        """Begin a slot with these KV rows. Letting go of `rows` is safe after the next `read_rows` or `launch`."""
         targets = [self._talker_state[name][slot, : value.shape[0]] for name, value in rows.items()]
-        torch._foreach_copy_(targets, list(rows.values()))
+        with self._lane(slot):
+            torch._foreach_copy_(targets, list(rows.values()))
+
+    def _make_lane(self, device: torch.device) -> _Lane:
+        # Intermediates of graphs that run at the same time must not share memory: a pool for each lane.
+        pool = GraphPool(device) if self._is_cuda else None
+        runs = {
+            size: StaticRun(
+                self._prompt_shapes(size),
+                self._prompt,
+                device=device,
+                pool=pool,
+                name=f"a prompt of {size} tokens",
+            )
+            for size in reversed(self.chunk_sizes)
+        }
+        stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
+        return _Lane(stream=stream, runs=runs)
+
+    @contextmanager
+    def _lane(self, slot: int) -> Iterator[_Lane]:
+        """Inside, work goes to the lane of `slot`, after all that was launched outside lanes."""
+        lane = self._lanes[slot % len(self._lanes)]
+        if lane.stream is None:
+            yield lane
+            return
+        lane.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(lane.stream):
+            yield lane
+        self._busy.add(lane.stream)
+
+    def _wait_for_prompts(self) -> None:
+        """What is launched from here on comes after every prompt launched so far."""
+        for stream in self._busy:
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+        self._busy.clear()
 
     def _patch(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Samples (B, n) and stop probabilities (B,). The decoder works beside the speech LLM."""
