@@ -220,6 +220,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200, help="timed replays")
     parser.add_argument("--profile", default="1,32", help="batches with a per-kernel breakdown")
     parser.add_argument("--no-references", action="store_true")
+    parser.add_argument(
+        "--quantize", choices=["fp8"], help="weights of our engines; the references stay bf16"
+    )
     given = parser.parse_args()
     batches = [int(size) for size in given.batches.split(",")]
     profiled = [int(size) for size in given.profile.split(",") if size]
@@ -229,9 +232,12 @@ def main() -> None:
         missing = [
             batch
             for batch in batches
-            if not all((folder / f"{s}.{g}-B{batch}.pt2").exists() for s, g in talker_engines.GRAPHS)
+            if not all(
+                (folder / talker_engines.engine_file(*graph, batch, given.quantize)).exists()
+                for graph in talker_engines.GRAPHS
+            )
         ]
-        built = talker_engines.build_all(missing, folder, given.jobs)
+        built = talker_engines.build_all(missing, folder, given.jobs, given.quantize)
         for each in built:
             print(f"{each.stage}.{each.graph} B={each.batch}: compiled in {each.seconds:.0f} s", flush=True)
         measure(given, batches, profiled, folder, built)
@@ -253,7 +259,10 @@ def measure(
     modules = {stage: talker_engines.module_of(stage, torch.bfloat16) for stage, _ in talker_engines.GRAPHS}
     plans = {stage: talker_engines.plan_of(stage, graph) for stage, graph in talker_engines.GRAPHS}
     specs = {stage: plan.spec for stage, plan in plans.items()}
-    weights = {stage: dict(module.state_dict()) for stage, module in modules.items()}
+    weights = {
+        stage: dict(talker_engines.module_of(stage, torch.bfloat16, given.quantize).state_dict())
+        for stage in modules
+    }
     plain_runs = {
         stage: module_run(module, plans[stage].method, specs[stage]) for stage, module in modules.items()
     }
@@ -261,7 +270,11 @@ def measure(
     seconds = 4 * parameters.samples_per_latent / parameters.sample_rate
     for batch in batches:
         runs = {
-            stage: engine_run(folder / f"{stage}.{graph}-B{batch}.pt2", specs[stage], weights[stage])
+            stage: engine_run(
+                folder / talker_engines.engine_file(stage, graph, batch, given.quantize),
+                specs[stage],
+                weights[stage],
+            )
             for stage, graph in talker_engines.GRAPHS
         }
         step = Step(batch, runs, specs)
@@ -330,6 +343,8 @@ def measure(
                     wide[stage] = talker_engines.module_of(stage, torch.float32)
                 figures += parity(stage, batch, runs[stage], modules[stage], wide[stage])
         del graph, single, step, runs
+    if given.quantize:
+        figures = [{**figure, "quantize": given.quantize} for figure in figures]
     report(figures)
     if given.json:
         compiled = [

@@ -16,6 +16,8 @@ from torch import nn
 
 from mingc.export.backends import aoti
 from mingc.export.capture import capture
+from mingc.export.quantization import prepare, stored_tensors
+from mingc.export.recipe import Quantization
 from mingc.export.stages import find
 from mingc.export.stages.base import GraphPlan, Shard, StageOptions
 from mingc.export.synthetic import open_synthetic
@@ -41,21 +43,22 @@ def options(dtype: torch.dtype = torch.bfloat16) -> StageOptions:
     return StageOptions(dtype=dtype, device="cuda", static_buckets=True, batch_sizes=sizes)
 
 
-def module_of(stage_name: str, dtype: torch.dtype) -> nn.Module:
+def module_of(stage_name: str, dtype: torch.dtype, quantization: Quantization | None = None) -> nn.Module:
     """The stage's module on the device over the checkpoint's random weights (the same in every process)."""
     stage = find(stage_name)
     checkpoint = open_synthetic(CONFIGS, "cuda")
     config = stage.config(checkpoint)
+    sources = stage.weights(config, Shard())
     with torch.device("meta"):
-        module = stage.build(config, Shard())
+        module = prepare(stage.build(config, Shard()), sources, quantization)
     tensors = {}
-    for source in stage.weights(config, Shard()):
+    for source in sources:
         part = part_of(checkpoint, source.part)
         assert part is not None
         value = source.make(*[part.read(name) for name in source.tensors])
-        if value.is_floating_point():
-            value = value.to(source.dtype or dtype)
-        tensors[source.name] = value.to("cuda").contiguous()
+        plain = source.dtype or (dtype if value.is_floating_point() else value.dtype)
+        for name, tensor in stored_tensors(source, value, quantization, plain).items():
+            tensors[name] = tensor.to("cuda").contiguous()
     module.load_state_dict(tensors, strict=True, assign=True)
     return module.eval().requires_grad_(False)
 
@@ -66,9 +69,14 @@ def plan_of(stage_name: str, graph: str, dtype: torch.dtype = torch.bfloat16) ->
     return next(plan for plan in stage.graphs(config, Shard(), options(dtype)) if plan.spec.name == graph)
 
 
-def build(stage: str, graph: str, batch: int, folder: Path) -> Built:
-    path = folder / f"{stage}.{graph}-B{batch}.pt2"
-    module = module_of(stage, torch.bfloat16)
+def engine_file(stage: str, graph: str, batch: int, quantization: Quantization | None) -> str:
+    """The engine's file name in the folder of engines."""
+    return f"{stage}.{graph}-B{batch}{f'-{quantization}' if quantization else ''}.pt2"
+
+
+def build(stage: str, graph: str, batch: int, folder: Path, quantization: Quantization | None) -> Built:
+    path = folder / engine_file(stage, graph, batch, quantization)
+    module = module_of(stage, torch.bfloat16, quantization)
     program = capture(
         plan_of(stage, graph), module, stage=stage, fixed={"B": batch}, device=torch.device("cuda")
     )
@@ -77,13 +85,15 @@ def build(stage: str, graph: str, batch: int, folder: Path) -> Built:
     return Built(stage=stage, graph=graph, batch=batch, path=path, seconds=time.perf_counter() - started)
 
 
-def build_all(batches: list[int], folder: Path, jobs: int) -> list[Built]:
+def build_all(
+    batches: list[int], folder: Path, jobs: int, quantization: Quantization | None = None
+) -> list[Built]:
     """Every graph at every batch size; the longest compiles start first."""
     tasks = [(*graph, batch) for graph in (GRAPHS[1], GRAPHS[2], GRAPHS[0]) for batch in batches]
     with ProcessPoolExecutor(
         jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_quiet
     ) as pool:
-        futures = [pool.submit(build, *task, folder) for task in tasks]
+        futures = [pool.submit(build, *task, folder, quantization) for task in tasks]
         return [future.result() for future in futures]
 
 

@@ -121,6 +121,12 @@ def commands() -> None:
 @click.option(
     "--synthetic", is_flag=True, help="Read only configs and draw random weights: to measure speed."
 )
+@click.option(
+    "--quantize",
+    multiple=True,
+    metavar="[STAGE=]fp8",
+    help="Store the weights of all stages that can, or of STAGE, in fewer bits; may be given several times.",
+)
 @click.option("--model-name", default="ming-omni", help="Name that a server will announce.")
 @_common
 def export_command(as_json: bool, tp: int, stages: str | None, batch_sizes: str, **options: Any) -> int:

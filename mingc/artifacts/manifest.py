@@ -41,10 +41,15 @@ class Fingerprint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parity:
-    """How far a compiled graph is from its float32 reference: worst relative error of any output."""
+    """How far a compiled graph is from its float32 reference: worst relative error of any output.
+
+    `eager` is the same of the uncompiled module. The reference computes with the weights as they are stored; when
+    they are quantized, `quantization` is how far it then is from the float32 reference over the checkpoint's weights.
+    """
 
     compiled: float
     eager: float
+    quantization: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

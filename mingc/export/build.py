@@ -128,7 +128,7 @@ def build_engine(task: GraphTask, fixed: dict[str, int] | None) -> BuiltEngine:
     config = stage.config(open_source(task.recipe))
     options, shard = stage_options(task.recipe), _shard(stage, task.recipe)
     plan = _find_plan(stage, config, shard, options, task.graph)
-    module = load_module(stage, config, shard, task.folder / task.weights[0]).to(options.device)
+    module = _load(task, stage, config, shard).to(options.device)
     record = _compile(task, plan, module, fixed, options)
     return BuiltEngine(record=record, peak_rss_bytes=_peak_rss_bytes())
 
@@ -143,10 +143,15 @@ def check_graph(task: GraphTask, engines: tuple[EngineRecord, ...], replay: Repl
     config = stage.config(checkpoint)
     options, shard = stage_options(task.recipe), _shard(stage, task.recipe)
     plan = _find_plan(stage, config, shard, options, task.graph)
-    module = load_module(stage, config, shard, task.folder / task.weights[0]).to(options.device)
+    module = _load(task, stage, config, shard).to(options.device)
     golden, parity = _check(task, plan, stage, config, checkpoint, module, engines, options, replay)
     record = GraphRecord(spec=plan.spec, engines=engines, golden=golden, parity=parity)
     return GraphResult(stage=task.stage, record=record, peak_rss_bytes=_peak_rss_bytes())
+
+
+def _load(task: GraphTask, stage: Stage, config: Any, shard: Shard) -> nn.Module:
+    quantization = task.recipe.quantization(stage.name)
+    return load_module(stage, config, shard, task.folder / task.weights[0], quantization)
 
 
 def _peak_rss_bytes() -> int:
@@ -217,7 +222,10 @@ def _check(
         each.name: _as_reference(tensors, each.name, reference_plan, sizes, is_sharded)
         for each in (*reference_plan.spec.inputs, *reference_plan.spec.state)
     }
-    references = run_eager(reference_plan, float32_module(stage, config, checkpoint), reference_inputs)
+    # The engine is held against what its stored weights stand for; what storing them lost is a figure of its own.
+    quantization = task.recipe.quantization(task.stage)
+    reference = float32_module(stage, config, checkpoint, quantization)
+    references = run_eager(reference_plan, reference, reference_inputs)
     compiled = replay(
         task.folder / engine.file,
         engine.backend,
@@ -235,7 +243,11 @@ def _check(
     if options.dtype != torch.float32 and not is_sharded:
         moved = {name: value.to(options.device) for name, value in tensors.items()}
         eager = parity_rule.worst_error(run_eager(plan, module, moved), expected)
-    parity = Parity(compiled=parity_rule.worst_error(compiled, expected), eager=eager)
+    lost = None
+    if quantization is not None:
+        exact = run_eager(reference_plan, float32_module(stage, config, checkpoint), reference_inputs)
+        lost = parity_rule.worst_error(expected, {name: exact[name] for name in compared})
+    parity = Parity(compiled=parity_rule.worst_error(compiled, expected), eager=eager, quantization=lost)
     parity_rule.check(parity, options.dtype, where)
     golden = f"goldens/{where}.safetensors"
     save_file(_golden_tensors(plan.spec, tensors, expected), task.folder / golden)

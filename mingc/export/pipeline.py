@@ -191,6 +191,7 @@ class _Run:
                     self._shard(stage, rank),
                     dtype,
                     self._folder / file,
+                    self._recipe.quantization(stage.name),
                 )
                 shard_files.append(file)
                 self.step("weights", name, time.perf_counter() - started)

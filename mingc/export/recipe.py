@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, cast
 
 from mingc.errors import ConfigError
 
 TARGETS = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
+Quantization = Literal["fp8", "int4"]
+# By stage; "" stands for all of them.
+QUANTIZABLE: dict[str, tuple[Quantization, ...]] = {
+    "": ("fp8",),
+    "talker": ("fp8",),
+    "cfm": ("fp8",),
+    "audio_vae": ("fp8",),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +31,8 @@ class ExportRecipe:
         batch_sizes: requests in one step, ascending; a step is filled up to the next of these. On CUDA each is an
             engine of its own.
         synthetic: draw random weights instead of reading any, on the target device.
+        quantize: how weights are stored: `fp8` for every stage that can, `STAGE=fp8` for one, `thinker=int4`. Empty:
+            all in `dtype`.
     """
 
     checkpoint: Path
@@ -38,6 +49,7 @@ class ExportRecipe:
     prefill_tokens: int = 256
     model_name: str = "ming-omni"
     synthetic: bool = False
+    quantize: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         problems = []
@@ -62,5 +74,22 @@ class ExportRecipe:
             problems.append(f"--stages {','.join(self.stages)}: must name at least one stage, and each once")
         if self.context_tokens < self.prefill_tokens:
             problems.append(f"--context-tokens {self.context_tokens}: less than one prefill chunk")
+        for word in self.quantize:
+            stage, _, kind = word.rpartition("=")
+            if kind not in QUANTIZABLE.get(stage, ()):
+                problems.append(f"--quantize {word}: not {_quantize_choices()}")
+        if len({word.rpartition("=")[0] for word in self.quantize}) < len(self.quantize):
+            problems.append(f"--quantize {','.join(self.quantize)}: names a stage twice")
         if problems:
             raise ConfigError("\n".join(problems), where="mingc export", fix="see mingc export --help")
+
+    def quantization(self, stage: str) -> Quantization | None:
+        """How the quantizable weights of `stage` are stored; None: like all others. Its own word wins."""
+        chosen = {word.rpartition("=")[0]: word.rpartition("=")[2] for word in self.quantize}
+        kind = chosen.get(stage, chosen.get("") if stage in QUANTIZABLE else None)
+        return cast("Quantization | None", kind)
+
+
+def _quantize_choices() -> str:
+    words = [f"{stage}={kind}" if stage else kind for stage, kinds in QUANTIZABLE.items() for kind in kinds]
+    return f"one of {', '.join(words)}"

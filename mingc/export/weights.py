@@ -17,6 +17,8 @@ from torch import nn
 
 from mingc.errors import CheckpointError, ExportError
 from mingc.export.checkpoint import Checkpoint, Part
+from mingc.export.quantization import prepare, rounded, stored_names, stored_tensors
+from mingc.export.recipe import Quantization
 from mingc.export.stages.base import Shard, Stage, WeightSource
 
 _DTYPE_NAMES = {
@@ -62,27 +64,34 @@ def write_weights(
     shard: Shard,
     dtype: torch.dtype,
     path: Path,
+    quantization: Quantization | None = None,
 ) -> int:
     """Write all weights of one shard to `path`; the largest single weight is the most ever held in memory.
 
     Returns the bytes written. Raises: CheckpointError, ExportError when sources and module disagree.
     """
-    sources = {source.name: source for source in stage.weights(config, shard)}
-    with torch.device("meta"):
-        expected = stage.build(config, shard).state_dict()
-    if set(sources) != set(expected):
+    sources = stage.weights(config, shard)
+    expected = _meta_module(stage, config, shard, sources, quantization).state_dict()
+    names = [name for source in sources for name in stored_names(source, quantization)]
+    if set(names) != set(expected):
         raise ExportError(
-            f"weight sources and module disagree: {sorted(set(sources) ^ set(expected))[:5]}",
+            f"weight sources and module disagree: {sorted(set(names) ^ set(expected))[:5]}",
             where=stage.name,
         )
+    dtypes: dict[str, torch.dtype] = {}
+    for source in sources:
+        stored = {name: expected[name].dtype for name in stored_names(source, quantization)}
+        if len(stored) == 1:
+            is_float = expected[source.name].is_floating_point()
+            stored[source.name] = source.dtype or (dtype if is_float else stored[source.name])
+        dtypes.update(stored)
     header: dict[str, object] = {}
     offset = 0
-    for name, tensor in expected.items():
-        stored = sources[name].dtype or (dtype if tensor.is_floating_point() else tensor.dtype)
-        size = tensor.numel() * stored.itemsize
+    for name in names:
+        size = expected[name].numel() * dtypes[name].itemsize
         header[name] = {
-            "dtype": _DTYPE_NAMES[stored],
-            "shape": list(tensor.shape),
+            "dtype": _DTYPE_NAMES[dtypes[name]],
+            "shape": list(expected[name].shape),
             "data_offsets": [offset, offset + size],
         }
         offset += size
@@ -91,16 +100,31 @@ def write_weights(
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(encoded)))
         file.write(encoded)
-        for name, tensor in expected.items():
-            stored = sources[name].dtype or (dtype if tensor.is_floating_point() else tensor.dtype)
-            value = _make(checkpoint, sources[name], stage.name).to(stored).contiguous()
-            if value.shape != tensor.shape:
-                raise ExportError(
-                    f"weight {name} came out as {list(value.shape)}, the module has {list(tensor.shape)}",
-                    where=stage.name,
-                )
-            file.write(value.view(-1).view(torch.uint8).numpy().data)
+        for source in sources:
+            made = _make(checkpoint, source, stage.name)
+            tensors = stored_tensors(source, made, quantization, dtypes[source.name])
+            del made
+            for name, value in tensors.items():
+                if value.shape != expected[name].shape:
+                    raise ExportError(
+                        f"weight {name} came out as {list(value.shape)}, "
+                        f"the module has {list(expected[name].shape)}",
+                        where=stage.name,
+                    )
+                file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
     return offset
+
+
+def _meta_module(
+    stage: Stage,
+    config: object,
+    shard: Shard,
+    sources: Sequence[WeightSource],
+    quantization: Quantization | None,
+) -> nn.Module:
+    with torch.device("meta"):
+        module = stage.build(config, shard)
+    return prepare(module, sources, quantization)
 
 
 def _make(checkpoint: Checkpoint, source: WeightSource, stage: str) -> torch.Tensor:
@@ -110,24 +134,30 @@ def _make(checkpoint: Checkpoint, source: WeightSource, stage: str) -> torch.Ten
     return source.make(*[part.read(name) for name in source.tensors])
 
 
-def load_module(stage: Stage, config: object, shard: Shard, path: Path) -> nn.Module:
+def load_module(
+    stage: Stage, config: object, shard: Shard, path: Path, quantization: Quantization | None = None
+) -> nn.Module:
     """The stage's module over the weights file at `path`, memory-mapped; in eval mode, without gradients."""
-    with torch.device("meta"):
-        module = stage.build(config, shard)
+    module = _meta_module(stage, config, shard, stage.weights(config, shard), quantization)
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     module.load_state_dict(tensors, strict=True, assign=True)
     return module.eval().requires_grad_(False)
 
 
-def float32_module(stage: Stage, config: object, checkpoint: Checkpoint) -> nn.Module:
-    """The unsharded module with every weight in float32, made straight from the checkpoint: the reference."""
+def float32_module(
+    stage: Stage, config: object, checkpoint: Checkpoint, quantization: Quantization | None = None
+) -> nn.Module:
+    """The unsharded module with every weight in float32, made straight from the checkpoint: the reference.
+
+    With a quantization the weights have the values that the stored ones stand for.
+    """
     shard = Shard()
     with torch.device("meta"):
         module = stage.build(config, shard)
     tensors = {}
     for source in stage.weights(config, shard):
-        value = _make(checkpoint, source, stage.name)
+        value = rounded(source, _make(checkpoint, source, stage.name), quantization)
         tensors[source.name] = value.float() if value.is_floating_point() else value
     module.load_state_dict(tensors, strict=True, assign=True)
     return module.eval().requires_grad_(False)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mingc.kernels.dispatch import use_triton
+from mingc.kernels.quantized import dequantize, quantize_fp8
 from mingc.kernels.rms_norm import rms_norm
 
 Activation = Literal["none", "gelu", "swiglu"]
@@ -53,20 +54,26 @@ def leave(rows: Rows, eps: float) -> Tensor:
 
 
 def normed_linear(
-    rows: Rows, weight: Tensor, bias: Tensor | None, eps: float, activation: Activation = "none"
+    rows: Rows,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    activation: Activation = "none",
+    weight_scale: Tensor | None = None,
 ) -> Tensor:
     """activation(norm(rows) @ weightᵀ + bias): (..., D) → (..., N).
 
     `swiglu` takes gate rows then up rows of `weight` (2N, D) and gives silu(gate) * up; `gelu` is the tanh form.
+    A weight with a scale is FP8 (`mingc.kernels.quantized`).
     """
     if rows.squares is not None:
         from mingc.kernels.gpu import linear as gpu
 
         kind = {"none": gpu.NONE, "gelu": gpu.GELU, "swiglu": gpu.SWIGLU}[activation]
         flat = rows.normed.reshape(-1, rows.normed.shape[-1]).contiguous()
-        out: Tensor = gpu.normed_linear(flat, rows.squares, weight, bias, eps, kind)
+        out: Tensor = gpu.normed_linear(flat, rows.squares, weight, weight_scale, bias, eps, kind)
         return out.view(*rows.normed.shape[:-1], out.shape[-1])
-    out = F.linear(rows.normed, weight, bias)
+    out = linear(rows.normed, weight, bias, weight_scale)
     if activation == "gelu":
         return F.gelu(out, approximate="tanh")
     if activation == "swiglu":
@@ -75,17 +82,50 @@ def normed_linear(
     return out
 
 
-def add_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, norm: Tensor, eps: float) -> Rows:
+def add_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: Rows,
+    norm: Tensor,
+    eps: float,
+    weight_scale: Tensor | None = None,
+) -> Rows:
     """rows + (x @ weightᵀ + bias), before the norm of weight `norm`: x (..., K) → (..., D)."""
     if rows.squares is not None and rows.counters is not None:
         from mingc.kernels.gpu import linear as gpu
 
         shape = rows.values.shape
         flat = [each.reshape(-1, each.shape[-1]).contiguous() for each in (x, rows.values)]
-        values, normed, squares = gpu.add_linear(flat[0], weight, bias, flat[1], norm, rows.counters)
+        values, normed, squares = gpu.add_linear(
+            flat[0], weight, weight_scale, bias, flat[1], norm, rows.counters
+        )
         return Rows(values.view(shape), normed.view(shape), squares, rows.counters)
-    values = rows.values + F.linear(x, weight, bias)
+    values = rows.values + linear(x, weight, bias, weight_scale)
     return Rows(values, rms_norm(values, norm, eps), None, None)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, weight_scale: Tensor | None = None) -> Tensor:
+    """x @ weightᵀ + bias: (..., K) → (..., N).
+
+    With an FP8 weight and its scale (N,) the rows of `x` are rounded to FP8 as well where the device multiplies FP8
+    (each with its own scale, so that no row depends on another); elsewhere the weight is widened.
+    """
+    if weight_scale is None:
+        return F.linear(x, weight, bias)
+    if not use_triton(x):
+        return F.linear(x, dequantize(weight, weight_scale, x.dtype), bias)
+    rounded, scale = quantize_fp8(x.reshape(-1, x.shape[-1]))
+    out = torch._scaled_mm(
+        rounded,
+        weight.t(),
+        scale.unsqueeze(1),
+        weight_scale.unsqueeze(0),
+        bias,
+        out_dtype=x.dtype,
+        use_fast_accum=True,
+    )
+    return out.view(*x.shape[:-1], out.shape[-1])
 
 
 def keep(rows: Rows, kept: slice) -> Rows:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mingc.errors import CheckpointError
+from mingc.export.layers.linear import Linear
 from mingc.export.stages.base import WeightSource
 from mingc.kernels.linear import Rows, add_linear, enter, keep, normed_linear
 from mingc.kernels.short_attention import short_attention
@@ -70,23 +71,25 @@ class DitBlock(nn.Module):
         super().__init__()
         width = config.hidden_size
         self.attention_norm = nn.Parameter(torch.empty(width))
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        self.qkv = Linear(width, 3 * width)
+        self.out = Linear(width, width)
         self.mlp_norm = nn.Parameter(torch.empty(width))
-        self.up = nn.Linear(width, config.mlp_size)
-        self.down = nn.Linear(config.mlp_size, width)
+        self.up = Linear(width, config.mlp_size)
+        self.down = Linear(config.mlp_size, width)
 
     def forward(
         self, x: Rows, cos: Tensor, sin: Tensor, next_norm: Tensor, kept: slice | None = None
     ) -> Rows:
         """Stream (N, T, D) → (N, T, D) before `next_norm`; with `kept` only these tokens: none other is computed
         after attention."""
-        context = short_attention(normed_linear(x, self.qkv.weight, self.qkv.bias, _EPS), cos, sin)
+        qkv, out, up, down = self.qkv, self.out, self.up, self.down
+        packed = normed_linear(x, qkv.weight, qkv.bias, _EPS, weight_scale=qkv.weight_scale)
+        context = short_attention(packed, cos, sin)
         if kept is not None:
             x, context = keep(x, kept), context[:, kept]
-        x = add_linear(context, self.out.weight, self.out.bias, x, self.mlp_norm, _EPS)
-        inner = normed_linear(x, self.up.weight, self.up.bias, _EPS, "gelu")
-        return add_linear(inner, self.down.weight, self.down.bias, x, next_norm, _EPS)
+        x = add_linear(context, out.weight, out.bias, x, self.mlp_norm, _EPS, out.weight_scale)
+        inner = normed_linear(x, up.weight, up.bias, _EPS, "gelu", up.weight_scale)
+        return add_linear(inner, down.weight, down.bias, x, next_norm, _EPS, down.weight_scale)
 
 
 class LatentTransformer(nn.Module):
@@ -139,6 +142,8 @@ def latent_transformer_weights(
             tensors=tuple(source + tensor for tensor in tensors),
             shapes=(shape,) * len(tensors),
             make=lambda *values: values[0] if len(values) == 1 else torch.cat(values),
+            # The matrices of the blocks; the small ones at either end are read once a call.
+            quantizable="linear" if name.startswith("blocks.") and len(shape) == 2 else None,
         )
 
     def linear(name: str, tensor: str, rows: int, columns: int) -> list[WeightSource]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from mingc.errors import CheckpointError
+from mingc.export.layers.linear import Linear
 from mingc.export.stages.base import WeightSource
 from mingc.kernels.linear import Rows, add_linear, enter, leave, normed_linear
 
@@ -102,17 +103,18 @@ class Qwen2Layer(nn.Module):
         hidden, inner = config.hidden_size, config.intermediate_size
         self.eps = config.eps
         self.attention_norm = nn.Parameter(torch.empty(hidden))
-        self.qkv = nn.Linear(hidden, config.qkv_size)
-        self.out = nn.Linear(config.num_heads * config.head_dim, hidden, bias=False)
+        self.qkv = Linear(hidden, config.qkv_size)
+        self.out = Linear(config.num_heads * config.head_dim, hidden, bias=False)
         self.mlp_norm = nn.Parameter(torch.empty(hidden))
-        self.gate_up = nn.Linear(hidden, 2 * inner, bias=False)
-        self.down = nn.Linear(inner, hidden, bias=False)
+        self.gate_up = Linear(hidden, 2 * inner, bias=False)
+        self.down = Linear(inner, hidden, bias=False)
 
     def forward(self, x: Rows, attend: Callable[[Tensor], Tensor], next_norm: Tensor) -> Rows:
-        context = attend(normed_linear(x, self.qkv.weight, self.qkv.bias, self.eps))
-        x = add_linear(context, self.out.weight, None, x, self.mlp_norm, self.eps)
-        inner = normed_linear(x, self.gate_up.weight, None, self.eps, "swiglu")
-        return add_linear(inner, self.down.weight, None, x, next_norm, self.eps)
+        qkv, out, gate_up, down = self.qkv, self.out, self.gate_up, self.down
+        context = attend(normed_linear(x, qkv.weight, qkv.bias, self.eps, weight_scale=qkv.weight_scale))
+        x = add_linear(context, out.weight, None, x, self.mlp_norm, self.eps, out.weight_scale)
+        inner = normed_linear(x, gate_up.weight, None, self.eps, "swiglu", gate_up.weight_scale)
+        return add_linear(inner, down.weight, None, x, next_norm, self.eps, down.weight_scale)
 
 
 class Qwen2Stack(nn.Module):
@@ -147,10 +149,15 @@ def inverse_frequencies(theta: float, head_dim: int) -> Tensor:
     return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
 
 
-def qwen2_weights(config: Qwen2Config, *, part: str, source: str, target: str) -> list[WeightSource]:
+def qwen2_weights(
+    config: Qwen2Config, *, part: str, source: str, target: str, quantizable: bool = True
+) -> list[WeightSource]:
     """Sources of a `Qwen2Stack`: `target` and `source` are its prefixes in the module and the checkpoint."""
     hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
     q_rows, kv_rows = config.num_heads * size, config.num_kv_heads * size
+
+    # The matrices may be stored in fewer bits, not norms and biases.
+    matrix: Literal["linear"] | None = "linear" if quantizable else None
 
     def copy(name: str, tensor: str, *shape: int) -> WeightSource:
         return WeightSource(
@@ -159,6 +166,7 @@ def qwen2_weights(config: Qwen2Config, *, part: str, source: str, target: str) -
             tensors=(source + tensor,),
             shapes=(shape,),
             make=lambda value: value,
+            quantizable=matrix if len(shape) == 2 else None,
         )
 
     def pack(name: str, tensors: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> WeightSource:
@@ -168,6 +176,7 @@ def qwen2_weights(config: Qwen2Config, *, part: str, source: str, target: str) -
             tensors=tuple(source + tensor for tensor in tensors),
             shapes=shapes,
             make=lambda *values: torch.cat(values),
+            quantizable=matrix if len(shapes[0]) == 2 else None,
         )
 
     sources = [copy("norm", "norm.weight", hidden)]

@@ -105,6 +105,12 @@ def vae_encoder_weights(
             shapes=((1, 1, hidden),),
             make=lambda value: value.flatten(),
         ),
-        *qwen2_weights(config.stack, part=part, source=source + "encoder.", target=target + "stack."),
-        *qwen2_weights(config.stack, part=part, source=source + "aggregator.", target=target + "aggregator."),
+        # Only voices are registered with it: nothing is won by fewer bits.
+        *(
+            weight
+            for theirs, ours in (("encoder.", "stack."), ("aggregator.", "aggregator."))
+            for weight in qwen2_weights(
+                config.stack, part=part, source=source + theirs, target=target + ours, quantizable=False
+            )
+        ),
     ]

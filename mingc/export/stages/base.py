@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -57,6 +57,9 @@ class WeightSource:
     shard. With no `tensors` the value is derived (time embeddings, position tables). `shapes` are the full shapes
     that the checkpoint must hold for `tensors`; they are checked for all weights before any is read. The result
     is cast to `dtype`, or to the recipe's dtype when None.
+
+    A `quantizable` weight may be stored in fewer bits (`mingc.export.quantization`): a "linear" has the shape (N, K),
+    "experts" (E, N, K). Its module then holds the scale as `<name>_scale`, and registers that name as None otherwise.
     """
 
     name: str
@@ -65,6 +68,7 @@ class WeightSource:
     shapes: tuple[tuple[int, ...], ...]
     make: Callable[..., torch.Tensor]
     dtype: torch.dtype | None = None
+    quantizable: Literal["linear", "experts"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
 """`mingc.kernels.linear` on CUDA: one kernel does the product, the norm before it and the sum after it.
 
 A norm costs nothing: the row's scale is applied to the accumulator, and the kernel that made the row already left
-the sums of its squares, one a tile. When there are too few tiles to fill the device, K is split; whichever program of
-a tile finishes last adds the parts in order, so that the result does not depend on who that is.
+the sums of its squares, one a tile. FP8 weights (`mingc.kernels.quantized`) are widened as they are loaded, and their
+rows' scales are applied to the accumulator too. When there are too few tiles to fill the device, K is split;
+whichever program of a tile finishes last adds the parts in order, so that the result does not depend on who that is.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ class Tiles:
 
 @triton.jit
 def mingc_linear(
-    x, squares, weight, bias, residual, norm, out, scaled, squares_out, partial, counters,
+    x, squares, weight, weight_scale, bias, residual, norm, out, scaled, squares_out, partial, counters,
     M, EPS: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, ADDS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     num_m = tl.cdiv(M, BM)
@@ -62,9 +63,9 @@ def mingc_linear(
         second = tl.zeros([BM, BN], tl.float32)
     for start in range(0, length, BK):
         a = tl.load(xs + start)
-        total = tl.dot(a, tl.load(ws + start), total)
+        total = tl.dot(a, tl.load(ws + start).to(a.dtype), total)
         if ACTIVATION == 2:
-            second = tl.dot(a, tl.load(ups + start), second)
+            second = tl.dot(a, tl.load(ups + start).to(a.dtype), second)
 
     mask = is_row[:, None]
     place = safe[:, None] * N + n[None, :]
@@ -79,6 +80,10 @@ def mingc_linear(
             for other in range(SPLITS):
                 total += tl.load(partial + other * M * N + place, mask=mask, other=0.0, cache_modifier=".cg")
     if is_last:
+        if HAS_SCALE:
+            total = total * tl.load(weight_scale + n)[None, :]
+            if ACTIVATION == 2:
+                second = second * tl.load(weight_scale + N + n)[None, :]
         if PARTS > 0:
             total = total * scale[:, None]
         if HAS_BIAS:
@@ -101,17 +106,28 @@ def mingc_linear(
 
 @torch.library.triton_op("mingc::normed_linear", mutates_args={})
 def normed_linear(
-    x: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None, eps: float, activation: int
+    x: Tensor,
+    squares: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: int,
 ) -> Tensor:
-    """(M, K) rows already times the norm's weight, squares (M, parts) float32 → (M, N)."""
+    """(M, K) rows already times the norm's weight, squares (M, parts) float32 → (M, N).
+
+    A weight with a scale is FP8.
+    """
     (rows, depth), columns = x.shape, weight.shape[0] // (2 if activation == SWIGLU else 1)
     tiles = choose(rows, columns, depth, adds=False)
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     parts = squares.shape[1]
     torch.library.wrap_triton(mingc_linear)[(triton.cdiv(rows, tiles.rows) * (columns // tiles.columns), 1)](
-        x, squares, weight, x if bias is None else bias, x, x, out, x, x, x, x, rows, EPS=eps,
+        x, squares, weight, squares if weight_scale is None else weight_scale, x if bias is None else bias,
+        x, x, out, x, x, x, x, rows, EPS=eps,
         N=columns, K=depth, PARTS=parts, PARTS_PADDED=triton.next_power_of_2(parts), ACTIVATION=activation,
-        HAS_BIAS=bias is not None, ADDS=False, BM=tiles.rows, BN=tiles.columns, BK=tiles.depth, SPLITS=1,
+        HAS_BIAS=bias is not None, HAS_SCALE=weight_scale is not None, ADDS=False,
+        BM=tiles.rows, BN=tiles.columns, BK=tiles.depth, SPLITS=1,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out
@@ -119,11 +135,17 @@ def normed_linear(
 
 @torch.library.triton_op("mingc::add_linear", mutates_args={"counters"})
 def add_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, counters: Tensor
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm: Tensor,
+    counters: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(M, K), (M, N) → the sum (M, N), the sum times `norm` (M, N), its squares by tile (M, parts) float32.
 
-    `counters` are zeros before and after.
+    `counters` are zeros before and after. A weight with a scale is FP8.
     """
     (rows, depth), columns = x.shape, weight.shape[0]
     tiles = choose(rows, columns, depth, adds=True)
@@ -134,9 +156,10 @@ def add_linear(
         partial = torch.empty(tiles.splits, rows, columns, dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(rows, tiles.rows) * (columns // tiles.columns), tiles.splits)
     torch.library.wrap_triton(mingc_linear)[grid](
-        x, x, weight, x if bias is None else bias, residual, norm, out, scaled, squares, partial, counters,
+        x, x, weight, squares if weight_scale is None else weight_scale, x if bias is None else bias,
+        residual, norm, out, scaled, squares, partial, counters,
         rows, EPS=0.0, N=columns, K=depth, PARTS=0, PARTS_PADDED=1, ACTIVATION=NONE,
-        HAS_BIAS=bias is not None, ADDS=True,
+        HAS_BIAS=bias is not None, HAS_SCALE=weight_scale is not None, ADDS=True,
         BM=tiles.rows, BN=tiles.columns, BK=tiles.depth, SPLITS=tiles.splits,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

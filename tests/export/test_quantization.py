@@ -1,0 +1,150 @@
+"""Weights stored in fewer bits: what is written, what modules compute with it, and what is told about the loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from compiled_graph import check_compiled, relative_error
+from safetensors import safe_open
+from torch import nn
+
+from mingc.errors import ConfigError, ExportError
+from mingc.export.build import run_eager
+from mingc.export.checkpoint import Checkpoint, open_checkpoint
+from mingc.export.quantization import prepare, stored_names, stored_tensors
+from mingc.export.recipe import ExportRecipe
+from mingc.export.stages import find
+from mingc.export.stages.base import GraphPlan, Shard, StageOptions, WeightSource
+from mingc.export.weights import float32_module, load_module, write_weights
+from mingc.kernels.quantized import dequantize, quantize_int4
+
+TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
+# The largest relative error of any output of the tiny stages; random weights of these sizes give 0.04 to 0.13.
+LOSS = 0.2
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return open_checkpoint(TINY)
+
+
+def plan_of(stage: str, graph: str, checkpoint: Checkpoint) -> GraphPlan:
+    plans = find(stage).graphs(find(stage).config(checkpoint), Shard(), StageOptions())
+    return next(plan for plan in plans if plan.spec.name == graph)
+
+
+@pytest.mark.parametrize(
+    ("name", "graph"), [("talker", "step"), ("talker", "prefill"), ("cfm", "sample"), ("audio_vae", "stream")]
+)
+def test_a_stage_computes_with_what_was_stored(
+    name: str, graph: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    stage, plan = find(name), plan_of(name, graph, checkpoint)
+    config = stage.config(checkpoint)
+    sizes = {
+        kind: write_weights(checkpoint, stage, config, Shard(), torch.float32, tmp_path / "weights", kind)
+        for kind in (None, "fp8")
+    }
+    assert sizes["fp8"] < sizes[None]
+    module = load_module(stage, config, Shard(), tmp_path / "weights", "fp8")
+    example = plan.example(plan.check_dims, torch.Generator().manual_seed(1))
+    got = run_eager(plan, module, example)
+    stored = run_eager(plan, float32_module(stage, config, checkpoint, "fp8"), example)
+    exact = run_eager(plan, float32_module(stage, config, checkpoint), example)
+    for key, value in got.items():
+        assert relative_error(value, stored[key]) < 1e-6, key
+    worst = max(relative_error(value, exact[key]) for key, value in got.items())
+    assert 1e-4 < worst < LOSS
+
+
+def test_only_matrices_of_the_layers_are_quantized(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    stage = find("audio_vae")
+    config = stage.config(checkpoint)
+    write_weights(checkpoint, stage, config, Shard(), torch.bfloat16, tmp_path / "weights", "fp8")
+    with safe_open(tmp_path / "weights", framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    narrow = {name for name, value in tensors.items() if value.dtype == torch.float8_e4m3fn}
+    layers = config.decoder.stack.num_layers
+    assert narrow == {
+        f"decoder.stack.layers.{layer}.{matrix}.weight"
+        for layer in range(layers)
+        for matrix in ("qkv", "out", "gate_up", "down")
+    }
+    for name in narrow:
+        scale = tensors[name + "_scale"]
+        assert (scale.dtype, scale.shape) == (torch.float32, tensors[name].shape[:1])
+
+
+def test_a_compiled_graph_takes_quantized_weights(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    stage = find("talker")
+    config = stage.config(checkpoint)
+    write_weights(checkpoint, stage, config, Shard(), torch.float32, tmp_path / "weights", "fp8")
+    module = load_module(stage, config, Shard(), tmp_path / "weights", "fp8")
+    check_compiled(module, plan_of("talker", "step", checkpoint), [{"B": 1}, {"B": 3}], tmp_path, 1e-5)
+
+
+def experts_source() -> WeightSource:
+    return WeightSource(
+        name="experts.down", part="main", tensors=(), shapes=(), make=torch.empty, quantizable="experts"
+    )
+
+
+def test_int4_is_for_experts_and_fp8_for_the_rest() -> None:
+    value = torch.randn(3, 8, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    stored = stored_tensors(experts_source(), value, "int4", torch.bfloat16)
+    weight, scale = quantize_int4(value)
+    assert torch.equal(stored["experts.down"], weight)
+    assert torch.equal(stored["experts.down_scale"], scale)
+    linear = WeightSource(
+        name="dense", part="main", tensors=(), shapes=(), make=torch.empty, quantizable="linear"
+    )
+    assert stored_tensors(linear, value[0], "int4", torch.bfloat16)["dense"].dtype == torch.float8_e4m3fn
+    assert stored_names(experts_source(), None) == ("experts.down",)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_a_module_is_given_places_of_the_stored_shapes(kind: str) -> None:
+    assert kind in ("fp8", "int4")
+    quantization = "int4" if kind == "int4" else "fp8"
+    module = nn.Module()
+    with torch.device("meta"):
+        inner = nn.Module()
+        inner.register_parameter("down", nn.Parameter(torch.empty(3, 8, 192)))
+        inner.register_parameter("down_scale", None)
+    module.add_module("experts", inner)
+    prepare(module, [experts_source()], quantization)
+    value = torch.randn(3, 8, 192, generator=torch.Generator().manual_seed(0))
+    stored = stored_tensors(experts_source(), value, quantization, torch.bfloat16)
+    module.load_state_dict(stored, strict=True, assign=True)
+    back = dequantize(inner.get_parameter("down"), inner.get_parameter("down_scale"), torch.float32)
+    assert (back - value).norm() / value.norm() < 0.12
+
+
+def test_a_module_without_a_place_for_the_scale_is_refused() -> None:
+    module = nn.Module()
+    module.add_module("experts", nn.Linear(4, 4))
+    module.experts.register_parameter("down", nn.Parameter(torch.empty(2, 4, 4)))
+    with pytest.raises(ExportError, match="no place for down_scale"):
+        prepare(module, [experts_source()], "fp8")
+
+
+def recipe(*words: str) -> ExportRecipe:
+    return ExportRecipe(checkpoint=TINY, output=Path("out"), quantize=words)
+
+
+def test_the_recipe_names_stages() -> None:
+    assert recipe().quantization("cfm") is None
+    assert recipe("fp8").quantization("cfm") == "fp8"
+    assert recipe("fp8").quantization("vision_encoder") is None
+    assert recipe("cfm=fp8").quantization("cfm") == "fp8"
+    assert recipe("cfm=fp8").quantization("talker") is None
+
+
+@pytest.mark.parametrize(
+    "words", [("fp4",), ("cfm=int4",), ("vision_encoder=fp8",), ("cfm=",), ("fp8", "fp8")]
+)
+def test_the_recipe_refuses_what_cannot_be(words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="--quantize"):
+        recipe(*words)
