@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mingc.kernels import linear
 from mingc.kernels.dispatch import plain_torch
+from mingc.kernels.quantized import quantize_fp8
 from mingc.kernels.ring_attention import ring_attention
 from mingc.kernels.short_attention import short_attention
 from mingc.kernels.slot_attention import slot_attention
@@ -102,3 +103,29 @@ def test_a_block_of_products(rows: int, activation: linear.Activation, factor: i
         expected = run()
     for value, wanted in zip(run(), expected, strict=True):
         check(value, wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 32, 74])
+@pytest.mark.parametrize(("activation", "factor"), [("gelu", 1), ("swiglu", 2)])
+def test_a_block_of_products_with_fp8_weights(rows: int, activation: linear.Activation, factor: int) -> None:
+    """Beyond 32 rows the activations are rounded to FP8 too, each row by itself."""
+    x, norm, next_norm = normal(rows, 896), normal(896), normal(896)
+    first, first_scale = quantize_fp8(normal(4864 * factor, 896) * 896**-0.5)
+    second, second_scale = quantize_fp8(normal(896, 4864) * 4864**-0.5)
+    bias = normal(4864) if factor == 1 else None
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        stream = linear.enter(x, norm, 1e-6)
+        inner = linear.normed_linear(stream, first, bias, 1e-6, activation, first_scale)
+        stream = linear.add_linear(inner, second, None, stream, next_norm, 1e-6, second_scale)
+        return stream.values, linear.leave(stream, 1e-6)
+
+    with plain_torch():
+        expected = run(x)
+    for value, wanted in zip(run(x), expected, strict=True):
+        if rows <= 32:
+            check(value, wanted)
+        else:
+            assert (value.float() - wanted.float()).norm() / wanted.float().norm() < 0.05
+    if rows > 32:
+        assert torch.equal(run(torch.cat((x[:40], 100 * x[40:])))[0][:40], run(x)[0][:40])
