@@ -1,0 +1,270 @@
+"""Is a request's speech its own? Sixteen mixed requests, in batches of several orders and starts, against each alone.
+
+Runs through `TalkerWorker`. Two questions, two figures each: in one and the same bucket, is it bit for bit what the
+request gives alone (the rest of the bucket is padding then); and how far do buckets differ from each other, in the
+first patch and over the whole. Differences are relative to the request's largest sample alone.
+
+    python benchmarks/speech_isolation.py --artifact /tmp/small --json benchmarks/results/speech-isolation-….json
+
+makes an artifact of small dims and random weights when the folder does not exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mingc.artifacts.bundle import Bundle, open_bundle
+from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
+from mingc.runtime.preprocess.tokenizer import TextTokenizer
+from mingc.runtime.request import SpeechParams
+from mingc.runtime.speech import SpeechPlanner, load_voice
+from mingc.runtime.stages import load_stage
+from mingc.runtime.talker import SpeechSegment, TalkerWorker
+from mingc.runtime.text.segment import speech_segments
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "tests" / "data" / "tiny-ming"
+NUM_REQUESTS = 16
+STAGES = ("talker", "cfm", "audio_vae")
+_TEXTS = (
+    "Good morning.",
+    "她把门轻轻关上了。",
+    "The harbour was quiet and the boats lay side by side.",
+    "第二个声音比第一个长一些，但是也不太长。",
+    "No.",
+)
+_GUIDANCE, _SIGMA = (2.0, 1.0, 3.5), (0.25, 0.5)
+_TEMPERATURE = (0.0, 0.7, 0.0, 1.0)
+# Four query heads of 64 over two key heads.
+_WIDE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512}
+
+Waves = list[list[NDArray[np.float32]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gathering:
+    """How requests come together: who comes when (patch boundaries after the start), in this order."""
+
+    name: str
+    arrivals: tuple[tuple[int, int], ...]  # (boundary, request), in order of boundary
+
+
+def gatherings() -> list[Gathering]:
+    """Three orders from one start, and three ways to start one after the other."""
+    orders = {
+        "given order": range(NUM_REQUESTS),
+        "reversed": range(NUM_REQUESTS - 1, -1, -1),
+        "shuffled": np.random.default_rng(3).permutation(NUM_REQUESTS).tolist(),
+    }
+    together = [
+        Gathering(name=name, arrivals=tuple((0, each) for each in order)) for name, order in orders.items()
+    ]
+    starts = np.random.default_rng(4).integers(0, 9, NUM_REQUESTS).tolist()
+    return [
+        *together,
+        Gathering(name="one a patch", arrivals=tuple(enumerate(range(NUM_REQUESTS)))),
+        Gathering(
+            name="two every third patch", arrivals=tuple((i // 2 * 3, 15 - i) for i in range(NUM_REQUESTS))
+        ),
+        Gathering(
+            name="random starts", arrivals=tuple(sorted(zip(starts, range(NUM_REQUESTS), strict=True)))
+        ),
+    ]
+
+
+def make_artifact(output: Path, *, batch_sizes: str, jobs: int, cache: Path | None = None) -> None:
+    """Export the speech stages for CUDA in bfloat16: dims as small as our kernels take, heads of 64."""
+    with tempfile.TemporaryDirectory() as scratch:
+        configs = Path(scratch) / "configs"
+        shutil.copytree(TINY, configs, ignore=shutil.ignore_patterns("*.safetensors"))
+        _edit(configs / "talker" / "llm" / "config.json", [], _WIDE)
+        _edit(configs / "talker" / "config.json", [], {"steps": 4})
+        for name in ("flowmodel", "aggregator"):
+            _edit(configs / "talker" / "config.json", [name], {"hidden_size": 128, "num_heads": 2})
+        for name in ("enc_kwargs", "dec_kwargs"):
+            _edit(configs / "talker" / "vae" / "config.json", [name, "backbone"], _WIDE)
+        words = ["--synthetic", "--stages", ",".join(STAGES), "--target", "cuda", "--dtype", "bfloat16"]
+        words += ["--batch-sizes", batch_sizes, "--prefill-tokens", "64", "--jobs", str(jobs)]
+        words += ["--output", str(output), *(["--cache", str(cache)] if cache is not None else [])]
+        subprocess.run([sys.executable, "-m", "mingc", "export", str(configs), *words], check=True, cwd=ROOT)
+
+
+def _edit(path: Path, keys: Sequence[str], values: dict[str, int]) -> None:
+    document = json.loads(path.read_text(encoding="utf-8"))
+    place = document
+    for key in keys:
+        place = place[key]
+    place.update(values)
+    path.write_text(json.dumps(document), encoding="utf-8")
+
+
+def make_segments(bundle: Bundle) -> list[SpeechSegment]:
+    """The sixteen: texts, voices, guidance, sigma, temperature, seed and length all vary."""
+    parameters = bundle.manifest.parameters
+    assert parameters.talker is not None and parameters.cfm is not None and parameters.audio_vae is not None
+    planner = SpeechPlanner(
+        SpeechPromptBuilder(TextTokenizer.from_file(bundle.path(bundle.manifest.tokenizers["talker"]))),
+        {record.name: load_voice(bundle, record) for record in bundle.manifest.voices},
+        parameters=parameters.talker,
+        flow=parameters.cfm,
+        vae=parameters.audio_vae,
+    )
+    voices = [record.name for record in bundle.manifest.voices]
+    segments = []
+    for index in range(NUM_REQUESTS):
+        params = SpeechParams(
+            voice=voices[index % len(voices)],
+            guidance=_GUIDANCE[index % len(_GUIDANCE)],
+            sigma=_SIGMA[index // 2 % len(_SIGMA)],
+            temperature=_TEMPERATURE[index // 2 % len(_TEMPERATURE)],
+            max_steps=2 + index % 5,
+        )
+        text = speech_segments(_TEXTS[index % len(_TEXTS)], parameters.talker.max_segment_length)[0]
+        segments.append(planner.segment(text, index % 3, params, 100 + index))
+    return segments
+
+
+def open_worker(bundle: Bundle, device: torch.device) -> TalkerWorker:
+    """A worker with a slot for each row of the largest bucket."""
+    stages = [load_stage(bundle, name, device) for name in STAGES]
+    parameters = bundle.manifest.parameters
+    assert parameters.talker is not None and parameters.cfm is not None and parameters.audio_vae is not None
+    return TalkerWorker(
+        *stages,
+        parameters=parameters.talker,
+        flow=parameters.cfm,
+        vae=parameters.audio_vae,
+        num_slots=NUM_REQUESTS + 1,
+        device=device,
+    )
+
+
+@contextmanager
+def only_bucket(worker: TalkerWorker, size: int) -> Iterator[None]:
+    """Inside, every patch runs in the bucket `size`, however few requests there are."""
+    engines = worker._engines
+    sizes, engines.batch_sizes = engines.batch_sizes, [size]
+    try:
+        yield
+    finally:
+        engines.batch_sizes = sizes
+
+
+def speak(worker: TalkerWorker, segments: Sequence[SpeechSegment], gathering: Gathering, most: int) -> Waves:
+    """Run the requests of `gathering`, at most `most` at a time: the patches of each request, [] of absent ones."""
+    waves: Waves = [[] for _ in segments]
+    coming = list(gathering.arrivals)
+    # The slots are handed out from the last, and rows are launched in the order of joining.
+    free, running = list(range(1, most + 1)), dict[int, int]()
+    boundary = 0
+    while coming or running:
+        while coming and free and coming[0][0] <= boundary:
+            slot = free.pop()
+            running[slot] = coming.pop(0)[1]
+            worker.join(slot, segments[running[slot]])
+        boundary += 1
+        launchable = [slot for slot in running if worker.is_launchable(slot)]
+        if launchable:
+            worker.launch(launchable)
+        if worker.num_in_flight == worker.depth or (worker.num_in_flight and not launchable):
+            for slot, patch in worker.collect().items():
+                waves[running[slot]].append(patch.samples)
+                if patch.is_last:
+                    worker.leave(slot)
+                    free.append(slot)
+                    del running[slot]
+    return waves
+
+
+def speak_alone(worker: TalkerWorker, segments: Sequence[SpeechSegment]) -> Waves:
+    """Every request with nobody beside it."""
+    return [
+        speak(worker, segments, Gathering(name="alone", arrivals=((0, index),)), 1)[index]
+        for index in range(len(segments))
+    ]
+
+
+def compare(waves: Waves, alone: Waves) -> tuple[float, float, int]:
+    """Largest difference in first patches, largest in all, and how many requests are equal bit for bit."""
+    first = whole = 0.0
+    equal = 0
+    for mine, expected in zip(waves, alone, strict=True):
+        assert [len(each) for each in mine] == [len(each) for each in expected], "another number of samples"
+        scale = float(max(np.abs(each).max() for each in expected))
+        gaps = [float(np.abs(a - b).max()) / scale for a, b in zip(mine, expected, strict=True)]
+        first, whole = max(first, gaps[0]), max(whole, *gaps)
+        equal += all(np.array_equal(a, b) for a, b in zip(mine, expected, strict=True))
+    return first, whole, equal
+
+
+def measure(worker: TalkerWorker, segments: Sequence[SpeechSegment]) -> list[dict[str, Any]]:
+    """Figures of every gathering, inside the largest bucket and across buckets."""
+    sizes = list(worker._engines.batch_sizes)
+    largest = sizes[-1]
+    alone = {}
+    for size in sizes:
+        with only_bucket(worker, size):
+            alone[size] = speak_alone(worker, segments)
+    figures = []
+
+    def add(name: str, case: str, waves: Waves, expected: Waves, **more: object) -> None:
+        first, whole, equal = compare(waves, expected)
+        common = {"name": name, "case": case, **more, "n": len(waves)}
+        figures.append(
+            {**common, "median": whole, "first_patch": first, "equal": equal, "unit": "of the largest"}
+        )
+
+    with only_bucket(worker, sizes[0]):
+        add(
+            "isolation_same_bucket",
+            "alone again",
+            speak_alone(worker, segments),
+            alone[sizes[0]],
+            bucket=sizes[0],
+        )
+    for gathering in gatherings():
+        with only_bucket(worker, largest):
+            waves = speak(worker, segments, gathering, largest)
+        add("isolation_same_bucket", gathering.name, waves, alone[largest], bucket=largest)
+        waves = speak(worker, segments, gathering, largest)
+        add("isolation_across_buckets", gathering.name, waves, alone[sizes[0]], bucket=f"{sizes}")
+    for size in sizes[1:]:
+        add("isolation_across_buckets", "alone", alone[size], alone[sizes[0]], bucket=size)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--artifact", type=Path, required=True, help="made when it does not exist")
+    parser.add_argument("--batch-sizes", default="1,4,16")
+    parser.add_argument("--jobs", type=int, default=12, help="compiler processes at a time")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    if not given.artifact.exists():
+        make_artifact(given.artifact, batch_sizes=given.batch_sizes, jobs=given.jobs)
+    bundle = open_bundle(given.artifact)
+    worker = open_worker(bundle, torch.device(bundle.manifest.fingerprint.device))
+    figures = measure(worker, make_segments(bundle))
+    for figure in figures:
+        print(" ".join(f"{key}={value}" for key, value in figure.items()))
+    if given.json:
+        harness.write(given.json, harness.result("speech_isolation", {}, figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Sixteen mixed requests through the talker's worker: speech depends on its own request, on the CPU too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import speech_isolation
+import torch
+from speech_isolation import Gathering, Waves
+
+from mingc.artifacts.bundle import open_bundle
+from mingc.runtime.talker import SpeechSegment, TalkerWorker
+
+# Matrix products of another batch size add in another order; float32 rounds them differently.
+TOLERANCE = 2e-4
+LARGEST = 8
+
+
+@pytest.fixture(scope="module")
+def segments(artifact: Path) -> list[SpeechSegment]:
+    return speech_isolation.make_segments(open_bundle(artifact))
+
+
+@pytest.fixture(scope="module")
+def worker(artifact: Path) -> TalkerWorker:
+    return speech_isolation.open_worker(open_bundle(artifact), torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def alone(worker: TalkerWorker, segments: list[SpeechSegment]) -> Waves:
+    """Each request alone in the largest bucket, the rest of which is padding."""
+    with speech_isolation.only_bucket(worker, LARGEST):
+        return speech_isolation.speak_alone(worker, segments)
+
+
+def test_the_requests_differ_and_are_heard(alone: Waves) -> None:
+    assert len({wave[0].tobytes() for wave in alone}) == speech_isolation.NUM_REQUESTS == len(alone)
+    assert {len(wave) for wave in alone} == {2, 3, 4, 5, 6}
+    assert min(np.abs(wave[0]).max() for wave in alone) > 1e-3
+
+
+@pytest.mark.parametrize("gathering", speech_isolation.gatherings(), ids=lambda each: each.name)
+def test_in_one_bucket_a_request_is_what_it_is_alone_bit_for_bit(
+    worker: TalkerWorker, segments: list[SpeechSegment], alone: Waves, gathering: Gathering
+) -> None:
+    with speech_isolation.only_bucket(worker, LARGEST):
+        waves = speech_isolation.speak(worker, segments, gathering, LARGEST)
+    _first, whole, equal = speech_isolation.compare(waves, alone)
+    assert (whole, equal) == (0.0, speech_isolation.NUM_REQUESTS)
+
+
+@pytest.mark.parametrize("gathering", speech_isolation.gatherings(), ids=lambda each: each.name)
+def test_in_buckets_that_fit_it_differs_by_rounding_only(
+    worker: TalkerWorker, segments: list[SpeechSegment], alone: Waves, gathering: Gathering
+) -> None:
+    waves = speech_isolation.speak(worker, segments, gathering, LARGEST)
+    assert speech_isolation.compare(waves, alone)[1] <= TOLERANCE

@@ -1,0 +1,45 @@
+"""On CUDA in bfloat16: what a request's speech is does not depend on the others of its batch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import speech_isolation
+import torch
+
+from mingc.artifacts.bundle import open_bundle
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+# Another bucket adds products in another order: bfloat16 rounds them differently, and each patch conditions the next.
+TOLERANCE_FIRST_PATCH, TOLERANCE = 0.1, 0.5
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    artifact = tmp_path_factory.mktemp("isolation") / "small"
+    cache = os.environ.get("MINGC_TEST_CACHE")
+    speech_isolation.make_artifact(
+        artifact, batch_sizes="1,4,16", jobs=os.cpu_count() or 1, cache=Path(cache) if cache else None
+    )
+    bundle = open_bundle(artifact)
+    worker = speech_isolation.open_worker(bundle, torch.device("cuda", 0))
+    return speech_isolation.measure(worker, speech_isolation.make_segments(bundle))
+
+
+def test_in_one_bucket_every_request_is_what_it_is_alone_bit_for_bit(figures: list[dict[str, Any]]) -> None:
+    same = [each for each in figures if each["name"] == "isolation_same_bucket"]
+    assert len(same) == 1 + len(speech_isolation.gatherings())
+    assert [each for each in same if each["equal"] < speech_isolation.NUM_REQUESTS] == []
+
+
+def test_across_buckets_it_differs_by_rounding_only(figures: list[dict[str, Any]]) -> None:
+    across = [each for each in figures if each["name"] == "isolation_across_buckets"]
+    assert len(across) == 2 + len(speech_isolation.gatherings())
+    assert max(each["first_patch"] for each in across) <= TOLERANCE_FIRST_PATCH
+    assert max(each["median"] for each in across) <= TOLERANCE
