@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CHECKPOINT, DATA, mingc
+from mingc_command import CHECKPOINT, DATA, mingc
 from safetensors.torch import load_file, save_file
 
 STAGES = {"vision_encoder", "audio_encoder", "thinker", "talker", "cfm", "audio_vae"}

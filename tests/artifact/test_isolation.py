@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import Server
+from mingc_command import Server
 from mixed_requests import MIXED, Answer, send, send_together
 
 # Matrix products of another batch size add in another order; one patch later that is still below this.

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from conftest import CHECKPOINT, Server, mingc, serving
+from mingc_command import CHECKPOINT, Server, mingc, serving
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 import openai_checks as checks
