@@ -89,7 +89,7 @@ def make_artifact(output: Path, given: argparse.Namespace) -> None:
             make_configs(configs)
         words = ["--synthetic", "--stages", "talker,cfm,audio_vae", "--batch-sizes", given.batch_sizes]
         words += ["--target", given.target, "--dtype", given.dtype, "--jobs", str(given.jobs)]
-        words += ["--output", str(output)]
+        words += ["--output", str(output), *(["--cache", str(given.cache)] if given.cache else [])]
         subprocess.run([sys.executable, "-m", "mingc", "export", str(configs), *words], check=True, cwd=ROOT)
 
 
@@ -278,6 +278,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="dims of the tiny checkpoint: to try the script")
     parser.add_argument("--batch-sizes", default="1,4,8,16,32")
     parser.add_argument("--jobs", type=int, default=12, help="compiler processes at a time")
+    parser.add_argument("--cache", type=Path, help="folder of engines to use again")
     parser.add_argument("--concurrency", default="1,4,8,16,32")
     parser.add_argument("--rounds", type=int, default=3, help="requests of each client")
     parser.add_argument("--patches", type=int, default=60, help="patches of each request")

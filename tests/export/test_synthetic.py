@@ -1,0 +1,69 @@
+"""Random weights in place of a checkpoint's: every tensor of the released layout, the same whenever it is read."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from mingc.errors import CheckpointError
+from mingc.export.checkpoint import Checkpoint, Part, open_checkpoint
+from mingc.export.coverage import check_coverage
+from mingc.export.stages import discover
+from mingc.export.synthetic import open_synthetic
+
+TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint without its weights."""
+    folder = tmp_path_factory.mktemp("synthetic") / "configs"
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def synthetic(configs: Path) -> Checkpoint:
+    return open_synthetic(configs)
+
+
+def parts(checkpoint: Checkpoint) -> dict[str, Part]:
+    found = (checkpoint.main, checkpoint.talker, checkpoint.vae)
+    return {part.name: part for part in found if part is not None}
+
+
+def test_it_has_what_every_stage_reads_in_the_shapes_of_the_checkpoint(synthetic: Checkpoint) -> None:
+    stages = list(discover().values())
+    check_coverage(synthetic, stages, {stage.name: stage.config(synthetic) for stage in stages})
+    real = parts(open_checkpoint(TINY))
+    assert set(parts(synthetic)) == set(real)
+    for name, part in parts(synthetic).items():
+        assert part.tensors
+        for tensor, entry in part.tensors.items():
+            assert entry.shape == real[name].tensors[tensor].shape, tensor
+
+
+def test_two_reads_agree_and_two_tensors_differ(configs: Path, synthetic: Checkpoint) -> None:
+    talker, again = synthetic.talker, open_synthetic(configs).talker
+    assert talker is not None and again is not None
+    name = "model.layers.0.mlp.gate_proj.weight"
+    value = talker.read(name)
+    assert value.dtype == torch.bfloat16 and value.isfinite().all() and value.float().std() > 0
+    assert torch.equal(value, again.read(name))
+    assert not torch.equal(value, talker.read(name.replace("gate", "up")))
+
+
+def test_speech_never_stops_by_itself(synthetic: Checkpoint) -> None:
+    talker = synthetic.talker
+    assert talker is not None
+    weight, bias = talker.read("stop_head.weight").float(), talker.read("stop_head.bias").float()
+    hidden = torch.randn(7, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    assert (torch.softmax(hidden @ weight.T + bias, -1)[:, 1] < 1e-6).all()
+
+
+def test_what_is_not_announced_is_missing(synthetic: Checkpoint) -> None:
+    with pytest.raises(CheckpointError, match=r"no\.such\.weight is missing"):
+        synthetic.main.read("no.such.weight")
