@@ -8,11 +8,12 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mingc.artifacts.manifest import FILE_NAME, FileRecord, Fingerprint, Manifest, read_manifest
+from mingc.artifacts.work_folder import work_folder
 from mingc.errors import BundleError, ConfigError, IncompatibleError, IntegrityError
 from mingc.machine import Machine
 
@@ -91,6 +92,8 @@ def _runs_on(recorded: Fingerprint, here: Machine) -> bool:
 def new_bundle(root: Path, *, replace_existing: bool) -> Iterator[Path]:
     """A temporary folder beside `root` that becomes `root` when the block ends well and vanishes otherwise.
 
+    What earlier builds of `root` that were killed have left there is removed.
+
     Raises: ConfigError when `root` exists and is not a bundle that may be replaced.
     """
     if root.exists():
@@ -101,34 +104,32 @@ def new_bundle(root: Path, *, replace_existing: bool) -> Iterator[Path]:
                 where="--output",
                 fix="pass --force to replace an artifact, or another folder",
             )
-    work = root.parent / f".{root.name}.{secrets.token_hex(4)}.partial"
-    try:
-        work.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(
-            f"no folder can be made beside {root}: {error.strerror}",
-            where="--output",
-            fix="pass another folder",
-        ) from error
-    try:
-        yield work
-        if root.exists():
-            old = root.parent / f".{root.name}.{secrets.token_hex(4)}.old"
-            root.rename(old)
-            work.rename(root)
-            shutil.rmtree(old)
-        else:
-            work.rename(root)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            raise
-        raise BundleError(
-            f"the artifact cannot be written: {error.strerror}",
-            where=str(root),
-            fix="free some space there, or pass another --output",
-        ) from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    with ExitStack() as stack:
+        try:
+            work = stack.enter_context(work_folder(root.parent, f".{root.name}."))
+        except OSError as error:
+            raise ConfigError(
+                f"no folder can be made beside {root}: {error.strerror}",
+                where="--output",
+                fix="pass another folder",
+            ) from error
+        try:
+            yield work
+            if root.exists():
+                old = root.parent / f".{root.name}.{secrets.token_hex(4)}.old"
+                root.rename(old)
+                work.rename(root)
+                shutil.rmtree(old)
+            else:
+                work.rename(root)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise
+            raise BundleError(
+                f"the artifact cannot be written: {error.strerror}",
+                where=str(root),
+                fix="free some space there, or pass another --output",
+            ) from error
 
 
 def write_manifest(work: Path, manifest: Manifest) -> Manifest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import resource
+import tempfile
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -90,14 +91,16 @@ def stage_options(recipe: ExportRecipe) -> StageOptions:
     )
 
 
-def start_worker(inductor_cache: str) -> None:
+def start_worker(scratch: str) -> None:
     """Prepare a worker process: one compile thread (workers are the parallelism), torch's own warnings silenced.
 
-    Workers of one export share `inductor_cache`, so that the C++ compiler is probed once (9 s), not once each.
+    All that compilers leave on disk goes to the folder `scratch`. Workers of one export share its Inductor cache, so
+    that the C++ compiler is probed once (9 s), not once each.
     """
     threading.Thread(target=_end_with_the_export, daemon=True).start()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = inductor_cache
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(scratch, "inductor")
+    os.environ["TMPDIR"] = tempfile.tempdir = scratch
     warnings.simplefilter("ignore")
 
 

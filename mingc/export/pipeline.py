@@ -27,6 +27,7 @@ from mingc.artifacts.manifest import (
     StageRecord,
     VoiceRecord,
 )
+from mingc.artifacts.work_folder import work_folder
 from mingc.errors import CheckpointError, CompileError, ConfigError
 from mingc.export import tokenizers, voices
 from mingc.export.build import (
@@ -212,15 +213,12 @@ class _Run:
         results = []
         engines: dict[str, list[BuiltEngine]] = {}
         with (
-            tempfile.TemporaryDirectory(
-                prefix="mingc-inductor-",
-                ignore_cleanup_errors=True,  # a failed build's compiler may still write
-            ) as inductor_cache,
+            work_folder(Path(tempfile.gettempdir()), "mingc-compile-", mode=0o700) as scratch,
             ProcessPoolExecutor(
                 max_workers=self._recipe.jobs,
                 mp_context=multiprocessing.get_context("spawn"),
                 initializer=start_worker,
-                initargs=(inductor_cache,),
+                initargs=(str(scratch),),
             ) as pool,
         ):
             compiling = {

@@ -71,6 +71,22 @@ def _is_running(process: int) -> bool:
     return status.rpartition(")")[2].split()[0] != "Z"
 
 
+def test_compilers_write_into_the_folder_of_their_export(tmp_path: Path) -> None:
+    words = (
+        "import os, sys, tempfile; from mingc.export.build import start_worker; start_worker(sys.argv[1]);"
+    )
+    words += "print(tempfile.gettempdir(), os.environ['TMPDIR'], os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    context = "import threading; threading.Thread.start = lambda thread: None;"  # it is no pool's worker
+    done = subprocess.run(
+        [sys.executable, "-c", context + words, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(Path(mingc.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [str(tmp_path), str(tmp_path), str(tmp_path / "inductor")]
+
+
 class _Doubled(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2
