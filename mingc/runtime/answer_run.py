@@ -28,6 +28,7 @@ from mingc.runtime.stop_strings import StopStrings
 from mingc.runtime.talker_loop import TalkerLoop
 from mingc.runtime.text.live import LiveSegmenter
 from mingc.runtime.text.segment import speech_segments
+from mingc.runtime.text.thoughts import ThoughtFilter
 
 _TICK_S = 0.05  # how often the wait of the first speech segment is looked at
 
@@ -129,6 +130,7 @@ class ChatRun:
         self._completion_tokens = 0
         self._speaker = speaker
         self._segmenter = LiveSegmenter(first_wait_ms=math.inf) if is_reproducible else LiveSegmenter()
+        self._thoughts = ThoughtFilter()
         self._is_timed = speaker is not None and not is_reproducible
         self._max_segment_length = max_segment_length
         self._sample_rate = sample_rate
@@ -175,11 +177,12 @@ class ChatRun:
         if item.finish is not None and not is_stopped:
             rest, is_stopped = self._stops.push(self._detokenizer.flush())
             text += rest + ("" if is_stopped else self._stops.flush())
-        self._say(self._segmenter.push(text) if self._speaker is not None else ())
+        if self._speaker is not None:
+            self._say(self._segmenter.push(self._thoughts.push(text)))
         events: list[Event] = [TextDelta(text=text)] if text or item.token is not None else []
         if item.finish is not None or is_stopped:
             self._finish = "stop" if is_stopped else item.finish
-            self._say(self._segmenter.flush())
+            self._say([*self._segmenter.push(self._thoughts.flush()), *self._segmenter.flush()])
             self._timings.mark("text_done")
             events.append(TextDone(finish_reason=self._finish or "stop"))
         return events

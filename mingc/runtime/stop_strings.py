@@ -19,7 +19,7 @@ class StopStrings:
         if found:
             shown, self._held = self._held[: min(found)], ""
             return shown, True
-        keep = max((self._overlap(stop) for stop in self._stops), default=0)
+        keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
         end = len(self._held) - keep
         shown, self._held = self._held[:end], self._held[end:]
         return shown, False
@@ -29,7 +29,8 @@ class StopStrings:
         shown, self._held = self._held, ""
         return shown
 
-    def _overlap(self, stop: str) -> int:
-        """Longest end of the held text that a proper beginning of `stop` could be."""
-        longest = min(len(stop) - 1, len(self._held))
-        return next((size for size in range(longest, 0, -1) if self._held.endswith(stop[:size])), 0)
+
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that `mark` could go on from: a proper beginning of it."""
+    longest = min(len(mark) - 1, len(text))
+    return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
