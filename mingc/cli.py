@@ -190,6 +190,9 @@ def export_command(as_json: bool, tp: int, stages: str | None, batch_sizes: str,
 @click.option(
     "--grace", "grace_s", type=float, default=5.0, help="Seconds that running requests get at the end."
 )
+@click.option(
+    "--served-model-name", default=None, show_default="the artifact's", help="Name of the model for clients."
+)
 @click.option("--check-hashes/--no-check-hashes", default=True, help="Read and compare every file first.")
 @_common
 def serve_command(as_json: bool, artifact: Path, **options: Any) -> int:

@@ -55,6 +55,7 @@ class EngineOptions:
         num_preprocess_threads: threads that decode media and run encoders.
         num_torch_threads: CPU threads of an engine; None leaves torch's setting alone.
         check_hashes: read every file of the bundle once and compare its hash before anything is loaded.
+        served_model_name: what clients call the model; None is the name that it was exported with.
     """
 
     tp: int | None = None
@@ -68,6 +69,7 @@ class EngineOptions:
     num_preprocess_threads: int = 2
     num_torch_threads: int | None = None
     check_hashes: bool = False
+    served_model_name: str | None = None
 
     def __post_init__(self) -> None:
         problems = [
@@ -78,6 +80,8 @@ class EngineOptions:
             and not isinstance(value, bool)
             and value < least
         ]
+        if self.served_model_name is not None and not self.served_model_name.strip():
+            problems.append("served_model_name is empty")
         if problems:
             raise ConfigError(
                 "; ".join(problems), where="options of the engines", fix="see `mingc serve --help`"
@@ -126,7 +130,7 @@ def open_service(
             runner.close()
         raise
     service = OmniService(
-        _info(manifest),
+        _info(manifest, options),
         chat=chat,
         speech=speech,
         ranks=runner if isinstance(runner, RankGroup) else None,
@@ -240,14 +244,14 @@ def _load_speech(
     )
 
 
-def _info(manifest: Manifest) -> ServiceInfo:
+def _info(manifest: Manifest, options: EngineOptions) -> ServiceInfo:
     stages = manifest.stages
     has_text = "thinker" in stages
     vae = manifest.parameters.audio_vae
     talker = manifest.parameters.talker
     has_speech = all(name in stages for name in _SPEECH_STAGES)
     return ServiceInfo(
-        model=manifest.model,
+        model=options.served_model_name or manifest.model,
         sample_rate=vae.sample_rate if vae is not None else 0,
         voices=tuple(voice.name for voice in manifest.voices) if has_speech else (),
         default_voice=talker.default_voice if has_speech and talker is not None else None,

@@ -175,6 +175,12 @@ def _audio(
     fields: Fields, info: ServiceInfo, options: ServeOptions
 ) -> tuple[AudioFormat, SpeechParams | None]:
     """`modalities` and `audio` together say whether speech is made, and how."""
+    if fields.value("modalities") == []:
+        raise RequestError(
+            "'modalities' is empty, but an answer has at least text: send ['text'] or ['text', 'audio'].",
+            param="modalities",
+            code="invalid_value",
+        )
     modalities = fields.strings("modalities", max_items=8) or ("text",)
     for index, modality in enumerate(modalities):
         if modality not in ("text", "audio"):

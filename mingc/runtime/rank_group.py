@@ -157,7 +157,7 @@ class RankGroup:
         except Exception as error:
             # The ranks may now stand at different steps; no later one could be trusted.
             death = self._find_dead_child() or WorkerError(
-                f"a step of the thinker failed: {error}", where="rank 0", fix="restart the server"
+                f"a step of the thinker failed: {error}", where="rank 0", fix="restart the server", status=503
             )
             self._die(death)
             raise death from error
@@ -201,6 +201,10 @@ class RankGroup:
 
 
 def _death_of(rank: int, code: int) -> WorkerError:
+    # 503: nothing is wrong with a request that comes now, another server may answer it.
     return WorkerError(
-        f"rank {rank} of the thinker ended with code {code}", where=f"rank {rank}", fix="restart the server"
+        f"rank {rank} of the thinker ended with code {code}",
+        where=f"rank {rank}",
+        fix="restart the server",
+        status=503,
     )

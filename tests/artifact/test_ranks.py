@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 import psutil
-from conftest import serving
+from mingc_command import serving
 
 _BODY = {
     "messages": [{"role": "user", "content": "Count."}],
@@ -33,7 +33,7 @@ def test_a_killed_rank_fails_chats_and_readiness_but_not_speech(two_rank_artifac
         assert "rank 1" in json.loads(lines[-1].removeprefix("data: "))["error"]["message"]
         assert client.get("/health").status_code == 503
         refused = client.post("/v1/chat/completions", json={**_BODY, "stream": False})
-        assert refused.status_code == 500 and "rank 1" in refused.json()["error"]["message"]
+        assert refused.status_code == 503 and "rank 1" in refused.json()["error"]["message"]
         assert client.post("/v1/audio/speech", json={"input": "Good morning."}).status_code == 200
 
 

@@ -21,7 +21,7 @@ OPTIONS = {
     "export": "--batch-sizes --cache --context-tokens --debug --dtype --force --jobs --json --model-name "
     "--output --prefill-tokens --quantize --stages --synthetic --target --tp CHECKPOINT",
     "serve": "--allow-media-host --check-hashes --debug --grace --host --json --kv-tokens --max-in-flight "
-    "--max-queue --media-root --port --slots --threads --tp ARTIFACT",
+    "--max-queue --media-root --port --served-model-name --slots --threads --tp ARTIFACT",
     "verify": "--against --debug --json --no-replay ARTIFACT",
 }
 
@@ -89,7 +89,16 @@ def test_help_needs_no_torch(tmp_path: Path) -> None:
         (["export", "x"], "--output"),
         (["export", "x", "--output", "y", "--tp", "3"], "--tp 3"),
         (["export", "x", "--output", "y", "--target", "tpu"], "tpu"),
+        (["export", "x", "--output", "y", "--batch-sizes", "2,1"], "--batch-sizes 2,1: must be ascending"),
+        (["export", "x", "--output", "y", "--batch-sizes", "0,1"], "--batch-sizes 0,1: must be ascending"),
+        (
+            ["export", "x", "--output", "y", "--batch-sizes", "1,4,4"],
+            "--batch-sizes 1,4,4: must be ascending",
+        ),
+        (["export", "x", "--output", "y", "--batch-sizes", "1,two"], "--batch-sizes 1,two: not a list"),
+        (["export", "x", "--output", "y", "--batch-sizes", ""], "must be ascending and at least 1"),
         (["serve", "x", "--port", "99999"], "99999"),
+        (["serve", "x", "--served-model-name", " "], "served_model_name is empty"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -175,6 +175,7 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"modalities": ["text", "image"]}, "modalities[1]", "image"),
     ({"modalities": ["audio"]}, "modalities", "text"),
     ({"modalities": "text"}, "modalities", "an array"),
+    ({"modalities": []}, "modalities", "empty"),
     ({"audio": {"voice": "DB30"}}, "audio", "modalities"),
     (spoken(voice="nobody"), "audio.voice", "DB30, Lina"),
     (spoken(voice=["DB30"]), "audio.voice", "a string"),

@@ -1,0 +1,20 @@
+"""What a server says of itself before any engine is loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from mingc.artifacts.manifest import Manifest
+from mingc.errors import ConfigError
+from mingc.runtime.loading import EngineOptions, _info
+
+
+def test_clients_see_the_artifacts_name_or_the_one_asked_for(manifest: Manifest) -> None:
+    assert _info(manifest, EngineOptions()).model == manifest.model
+    assert _info(manifest, EngineOptions(served_model_name="house/voice-1")).model == "house/voice-1"
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_an_empty_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="served_model_name is empty"):
+        EngineOptions(served_model_name=name)
