@@ -16,7 +16,7 @@ from mingc.dsp.log_mel import log_mel
 from mingc.errors import CheckpointError
 from mingc.export.backends.aoti import compile_graph
 from mingc.export.capture import capture, check_example
-from mingc.export.checkpoint import Checkpoint, open_checkpoint
+from mingc.export.checkpoint import Checkpoint
 from mingc.export.stages.audio_encoder import STAGE, AudioBlock, AudioConfig, AudioEncoder
 from mingc.export.stages.base import Shard, StageOptions
 from mingc.export.weights import check_weights, float32_module
@@ -24,23 +24,6 @@ from mingc.runtime.engines.aoti import load
 
 DATA = Path(__file__).parents[1] / "data"
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def checkpoint() -> Checkpoint:
-    return open_checkpoint(DATA / "tiny-ming")
-
-
-@pytest.fixture(scope="module")
-def config(checkpoint: Checkpoint) -> AudioConfig:
-    return STAGE.config(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def module(checkpoint: Checkpoint, config: AudioConfig) -> AudioEncoder:
-    built = float32_module(STAGE, config, checkpoint)
-    assert isinstance(built, AudioEncoder)
-    return built
 
 
 @pytest.fixture(scope="module")

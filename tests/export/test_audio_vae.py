@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingc.export.checkpoint import Checkpoint, open_checkpoint
+from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.istft import IstftHead, istft_weights, overlap_add
 from mingc.export.layers.qwen2 import Qwen2Config, inverse_frequencies
 from mingc.export.layers.vae_decoder import VaeDecoderConfig, blend_weights
@@ -23,16 +23,6 @@ from mingc.export.weights import check_weights, float32_module
 
 DATA = Path(__file__).parents[1] / "data"
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(scope="module")
-def checkpoint() -> Checkpoint:
-    return open_checkpoint(DATA / "tiny-ming")
-
-
-@pytest.fixture(scope="module")
-def config(checkpoint: Checkpoint) -> AudioVaeConfig:
-    return STAGE.config(checkpoint)
 
 
 @pytest.fixture(scope="module")

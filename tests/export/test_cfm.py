@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mingc.errors import CheckpointError
-from mingc.export.checkpoint import Checkpoint, open_checkpoint
+from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.dit import read_dit_config
 from mingc.export.layers.flow_grid import flow_times
 from mingc.export.stages import talker as talker_stage
@@ -24,23 +24,6 @@ from mingc.kernels.linear import enter
 DATA = Path(__file__).parents[1] / "data"
 TOLERANCE = 1e-5
 CASES = ["zero_history", "clone_history", "sde_temperature"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint() -> Checkpoint:
-    return open_checkpoint(DATA / "tiny-ming")
-
-
-@pytest.fixture(scope="module")
-def config(checkpoint: Checkpoint) -> CfmConfig:
-    return STAGE.config(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def module(checkpoint: Checkpoint, config: CfmConfig) -> Cfm:
-    built = float32_module(STAGE, config, checkpoint)
-    assert isinstance(built, Cfm)
-    return built
 
 
 @pytest.fixture(scope="module")

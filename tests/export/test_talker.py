@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mingc.errors import CheckpointError
-from mingc.export.checkpoint import Checkpoint, open_checkpoint
+from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.qwen2 import read_qwen2_config
 from mingc.export.stages.base import Shard, StageOptions
 from mingc.export.stages.talker import STAGE, Talker, TalkerConfig
@@ -20,23 +20,6 @@ from mingc.export.weights import check_weights, float32_module
 
 DATA = Path(__file__).parents[1] / "data"
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(scope="module")
-def checkpoint() -> Checkpoint:
-    return open_checkpoint(DATA / "tiny-ming")
-
-
-@pytest.fixture(scope="module")
-def config(checkpoint: Checkpoint) -> TalkerConfig:
-    return STAGE.config(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def module(checkpoint: Checkpoint, config: TalkerConfig) -> Talker:
-    built = float32_module(STAGE, config, checkpoint)
-    assert isinstance(built, Talker)
-    return built
 
 
 @pytest.fixture(scope="module")

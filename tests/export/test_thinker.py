@@ -15,35 +15,18 @@ from torch import Tensor
 
 from mingc.errors import CheckpointError
 from mingc.export.capture import check_example
-from mingc.export.checkpoint import Checkpoint, open_checkpoint
+from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.decoder import PAGE_SIZE, Decoder
 from mingc.export.layers.moe import MoeFeedForward
 from mingc.export.stages.base import Shard, StageOptions
 from mingc.export.stages.thinker import STAGE, ThinkerConfig
-from mingc.export.weights import check_weights, float32_module, load_module, write_weights
+from mingc.export.weights import check_weights, load_module, write_weights
 from mingc.kernels.mrope import mrope_cos_sin
 
 DATA = Path(__file__).parents[1] / "data"
 CASES = ("text", "image", "audio", "mixed", "video")
 # An independent implementation stays below 2e-6 relative L2 on every tensor; one ulp of noise gives 2e-5 absolute.
 ABSOLUTE = 1e-4
-
-
-@pytest.fixture(scope="module")
-def checkpoint() -> Checkpoint:
-    return open_checkpoint(DATA / "tiny-ming")
-
-
-@pytest.fixture(scope="module")
-def config(checkpoint: Checkpoint) -> ThinkerConfig:
-    return STAGE.config(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def module(checkpoint: Checkpoint, config: ThinkerConfig) -> Decoder:
-    built = float32_module(STAGE, config, checkpoint)
-    assert isinstance(built, Decoder)
-    return built
 
 
 @pytest.fixture(scope="module")

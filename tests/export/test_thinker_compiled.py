@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mingc.export.backends.aoti import compile_graph
 from mingc.export.capture import capture, check_example
-from mingc.export.checkpoint import Checkpoint, open_checkpoint
+from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.decoder import PAGE_SIZE, Decoder
 from mingc.export.stages.base import GraphPlan, Shard, StageOptions
 from mingc.export.stages.thinker import STAGE, ThinkerConfig
@@ -28,23 +28,6 @@ from mingc.runtime.engines.base import Engine
 DATA = Path(__file__).parents[1] / "data"
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(scope="module")
-def checkpoint() -> Checkpoint:
-    return open_checkpoint(DATA / "tiny-ming")
-
-
-@pytest.fixture(scope="module")
-def config(checkpoint: Checkpoint) -> ThinkerConfig:
-    return STAGE.config(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def module(checkpoint: Checkpoint, config: ThinkerConfig) -> Decoder:
-    built = float32_module(STAGE, config, checkpoint)
-    assert isinstance(built, Decoder)
-    return built
 
 
 @pytest.fixture(scope="module")

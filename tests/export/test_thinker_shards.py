@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mingc.errors import ConfigError
 from mingc.export.backends.aoti import compile_graph
 from mingc.export.capture import capture
-from mingc.export.checkpoint import Checkpoint, open_checkpoint
+from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers import decoder as decoder_file
 from mingc.export.layers.decoder import DecoderConfig
 from mingc.export.stages.base import GraphPlan, Shard, StageOptions
@@ -31,16 +31,6 @@ from mingc.runtime import distributed
 DATA = Path(__file__).parents[1] / "data"
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(scope="module")
-def checkpoint() -> Checkpoint:
-    return open_checkpoint(DATA / "tiny-ming")
-
-
-@pytest.fixture(scope="module")
-def config(checkpoint: Checkpoint) -> ThinkerConfig:
-    return STAGE.config(checkpoint)
 
 
 class Lockstep:

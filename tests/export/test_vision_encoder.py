@@ -16,7 +16,7 @@ from torch import Tensor
 from mingc.errors import CheckpointError
 from mingc.export.backends.aoti import compile_graph
 from mingc.export.capture import capture, check_example
-from mingc.export.checkpoint import Checkpoint, open_checkpoint
+from mingc.export.checkpoint import Checkpoint
 from mingc.export.stages.base import Shard, StageOptions
 from mingc.export.stages.vision_encoder import STAGE, VisionConfig, VisionEncoder
 from mingc.export.weights import check_weights, float32_module
@@ -25,23 +25,6 @@ from mingc.runtime.engines.aoti import load
 DATA = Path(__file__).parents[1] / "data"
 CASES = ("one", "multi", "video_interleaved_grid", "video_TxHxW_grid")
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def checkpoint() -> Checkpoint:
-    return open_checkpoint(DATA / "tiny-ming")
-
-
-@pytest.fixture(scope="module")
-def config(checkpoint: Checkpoint) -> VisionConfig:
-    return STAGE.config(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def module(checkpoint: Checkpoint, config: VisionConfig) -> VisionEncoder:
-    built = float32_module(STAGE, config, checkpoint)
-    assert isinstance(built, VisionEncoder)
-    return built
 
 
 @pytest.fixture(scope="module")

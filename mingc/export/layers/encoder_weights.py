@@ -1,4 +1,4 @@
-"""Weight sources of what both encoders are made of: tensors as stored, linear layers, layer norms."""
+"""Weight sources that several layers share: tensors as stored, linear layers, layer norms."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def dtype_name(dtype: torch.dtype) -> DType:
     return _DTYPE_NAMES[dtype]
 
 
-def stored(name: str, tensor: str, *shape: int, dtype: torch.dtype | None = None) -> WeightSource:
-    """Weight `name` is the main part's `tensor` of `shape` unchanged."""
-    return WeightSource(
-        name=name, part="main", tensors=(tensor,), shapes=(shape,), make=_identity, dtype=dtype
-    )
+def stored(
+    name: str, tensor: str, *shape: int, part: str = "main", dtype: torch.dtype | None = None
+) -> WeightSource:
+    """Weight `name` is the `tensor` of `shape` of the checkpoint's `part`, unchanged."""
+    return WeightSource(name=name, part=part, tensors=(tensor,), shapes=(shape,), make=_identity, dtype=dtype)
 
 
 def linear(name: str, tensor: str, outputs: int, inputs: int) -> list[WeightSource]:

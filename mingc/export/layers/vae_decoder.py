@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mingc.export.layers.encoder_weights import stored
 from mingc.export.layers.istft import IstftHead, istft_weights, overlap_add
 from mingc.export.layers.qwen2 import Qwen2Config, Qwen2Stack, qwen2_weights
 from mingc.export.stages.base import WeightSource
@@ -152,13 +153,7 @@ def vae_decoder_weights(
     hidden = config.stack.hidden_size
 
     def copy(name: str, tensor: str, *shape: int) -> WeightSource:
-        return WeightSource(
-            name=target + name,
-            part=part,
-            tensors=(source + tensor,),
-            shapes=(shape,),
-            make=lambda value: value,
-        )
+        return stored(target + name, source + tensor, *shape, part=part)
 
     return [
         copy("latent_in.weight", "fc1.weight", hidden, config.latent_dim),

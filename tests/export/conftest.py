@@ -1,0 +1,27 @@
+"""The tiny checkpoint, and of the stage `STAGE` that a test module names its config and its float32 eager module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from mingc.export.checkpoint import Checkpoint, open_checkpoint
+from mingc.export.weights import float32_module
+
+
+@pytest.fixture(scope="session")
+def checkpoint() -> Checkpoint:
+    return open_checkpoint(Path(__file__).parents[1] / "data" / "tiny-ming")
+
+
+@pytest.fixture(scope="module")
+def config(checkpoint: Checkpoint, request: pytest.FixtureRequest) -> Any:
+    return request.module.STAGE.config(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def module(checkpoint: Checkpoint, config: Any, request: pytest.FixtureRequest) -> nn.Module:
+    return float32_module(request.module.STAGE, config, checkpoint)
