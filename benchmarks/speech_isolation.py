@@ -253,10 +253,11 @@ def main() -> None:
     parser.add_argument("--artifact", type=Path, required=True, help="made when it does not exist")
     parser.add_argument("--batch-sizes", default="1,4,16")
     parser.add_argument("--jobs", type=int, default=12, help="compiler processes at a time")
+    parser.add_argument("--cache", type=Path, help="folder of engines to use again")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if not given.artifact.exists():
-        make_artifact(given.artifact, batch_sizes=given.batch_sizes, jobs=given.jobs)
+        make_artifact(given.artifact, batch_sizes=given.batch_sizes, jobs=given.jobs, cache=given.cache)
     bundle = open_bundle(given.artifact)
     worker = open_worker(bundle, torch.device(bundle.manifest.fingerprint.device))
     figures = measure(worker, make_segments(bundle))
