@@ -1,4 +1,4 @@
-"""Two ranks: when one dies everybody is told, nothing hangs, and no process outlives the server."""
+"""Two ranks meet the goldens; when one dies everybody is told, nothing hangs, and no process outlives the server."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+from golden_checks import check_goldens
 from mingc_command import serving
 
 _BODY = {
@@ -15,6 +16,10 @@ _BODY = {
     "stream": True,
     "temperature": 1.0,
 }
+
+
+def test_every_golden_is_met_by_two_ranks(two_rank_artifact: Path) -> None:
+    check_goldens(two_rank_artifact)
 
 
 def test_a_killed_rank_fails_chats_and_readiness_but_not_speech(two_rank_artifact: Path) -> None:
