@@ -53,17 +53,40 @@ class Parity:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EngineWork:
+    """What one call of an engine must do at least at sizes `dims`, as counted in the traced graph.
+
+    Attributes:
+        flops: operations of matrix products, convolutions and attention; a multiply-add is two.
+        weight_bytes: every weight once; of tables the rows that are taken.
+        state_bytes: state read or written.
+        context_flops, context_bytes: what each token that every request already holds adds to these.
+        uncounted: kernels that no rule counts; with any, the figures are too small.
+    """
+
+    dims: dict[str, int]
+    flops: int
+    weight_bytes: int
+    state_bytes: int
+    context_flops: int = 0
+    context_bytes: int = 0
+    uncounted: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineRecord:
     """One compiled engine of a graph.
 
     `dims` are the sizes it was compiled for, for a static engine; None for one that takes every size in the
-    graph's ranges. `file` is relative to the bundle; `sha256` repeats the file table's entry.
+    graph's ranges. `file` is relative to the bundle; `sha256` repeats the file table's entry. `work` holds one
+    entry for a static engine, else one for every combination of buckets.
     """
 
     backend: str
     file: str
     dims: dict[str, int] | None
     compile_seconds: float
+    work: tuple[EngineWork, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

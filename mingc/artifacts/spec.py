@@ -5,6 +5,7 @@ A dim is an int or the name of a dim that varies; its range and buckets stand in
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,3 +56,11 @@ class GraphSpec:
             if dim.name == name:
                 return dim
         raise KeyError(f"graph {self.name} has no dim {name}")
+
+    def bucket_sizes(self) -> list[dict[str, int]]:
+        """Every combination of buckets of the dims that have some; one empty combination when none has."""
+        bucketed = [dim for dim in self.dims if dim.buckets]
+        return [
+            dict(zip((dim.name for dim in bucketed), sizes, strict=True))
+            for sizes in itertools.product(*(dim.buckets for dim in bucketed))
+        ]

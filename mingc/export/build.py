@@ -30,6 +30,7 @@ from mingc.export.stages import find
 from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions
 from mingc.export.tensor_parallel import stand_in_group
 from mingc.export.weights import float32_module, load_module
+from mingc.export.work import count_work
 
 BACKEND = "aoti"
 
@@ -119,7 +120,8 @@ def engine_sizes(task: GraphTask) -> list[dict[str, int] | None]:
         return [None]
     stage = find(task.stage)
     config = stage.config(open_source(task.recipe))
-    return [*_fixed_dims(_find_plan(stage, config, _shard(stage, task.recipe), options, task.graph))]
+    plan = _find_plan(stage, config, _shard(stage, task.recipe), options, task.graph)
+    return [*plan.spec.bucket_sizes()]
 
 
 def build_engine(task: GraphTask, fixed: dict[str, int] | None) -> BuiltEngine:
@@ -172,15 +174,6 @@ def _find_plan(stage: Stage, config: Any, shard: Shard, options: StageOptions, g
     raise ExportError(f"stage {stage.name} has no graph {graph}")
 
 
-def _fixed_dims(plan: GraphPlan) -> list[dict[str, int]]:
-    """Every combination of buckets of the plan's bucketed dims."""
-    combinations: list[dict[str, int]] = [{}]
-    for dim in plan.spec.dims:
-        if dim.buckets:
-            combinations = [{**each, dim.name: size} for each in combinations for size in dim.buckets]
-    return combinations
-
-
 def _compile(
     task: GraphTask, plan: GraphPlan, module: nn.Module, fixed: dict[str, int] | None, options: StageOptions
 ) -> EngineRecord:
@@ -195,7 +188,13 @@ def _compile(
             cache=task.recipe.cache,
             where=f"{task.stage}.{plan.spec.name}",
         )
-    return EngineRecord(backend=BACKEND, file=file, dims=fixed, compile_seconds=round(seconds, 1))
+    return EngineRecord(
+        backend=BACKEND,
+        file=file,
+        dims=fixed,
+        compile_seconds=round(seconds, 1),
+        work=count_work(program, plan.spec, fixed),
+    )
 
 
 def _check(

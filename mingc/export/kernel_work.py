@@ -1,0 +1,112 @@
+"""What our own kernels do at least, by the shapes of their arguments: operations, and elements of state touched.
+
+Attention over slots reads only the tokens held. How many that are no shape tells: it is the symbol `CONTEXT`, and
+every rule is linear in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+Size = Any  # a sympy integer or expression over the trace's symbols; sympy has no types
+Shapes = Mapping[str, Sequence[Size]]  # of tensor arguments, by name
+
+CONTEXT = sympy.Symbol("context", integer=True, nonnegative=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelWork:
+    """Operations of one call and elements of state that it reads or writes."""
+
+    flops: Size = 0
+    state_elements: Size = 0
+
+
+Rule = Callable[[Shapes, Mapping[str, Any]], KernelWork]
+
+
+def _normed_linear(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
+    """x (M, K), weight (N, K), which holds gate and up rows for swiglu."""
+    return KernelWork(flops=2 * shapes["x"][0] * math.prod(shapes["weight"]))
+
+
+def _add_linear(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
+    """x (M, K), weight (N, K)."""
+    return KernelWork(flops=2 * shapes["x"][0] * math.prod(shapes["weight"]))
+
+
+def _slot_attention(shapes: Shapes, arguments: Mapping[str, Any]) -> KernelWork:
+    """qkv (B, (Hq + 2 Hk) d), k_slots (S, N, Hk, d): each query sees the context, up to a window, and itself."""
+    (batch, width), (_, rows, kv_heads, size) = shapes["qkv"], shapes["k_slots"]
+    seen = CONTEXT + 1 if arguments["window"] >= rows else arguments["window"]
+    return KernelWork(
+        flops=4 * batch * (width - 2 * kv_heads * size) * seen,
+        state_elements=2 * batch * kv_heads * size * seen,
+    )
+
+
+def _slot_prefill_attention(shapes: Shapes, arguments: Mapping[str, Any]) -> KernelWork:
+    """qkv (T, (Hq + 2 Hk) d), k_slots (S, N, Hk, d), no window: query t sees the context and t + 1 new tokens."""
+    (tokens, width), (_, _, kv_heads, size) = shapes["qkv"], shapes["k_slots"]
+    return _causal(tokens, width - 2 * kv_heads * size, kv_heads * size)
+
+
+def _ring_attention(shapes: Shapes, arguments: Mapping[str, Any]) -> KernelWork:
+    """qkv (B, n, (Hq + 2 Hk) d), k_ring (S, R, Hk, d): each query sees a window, together they see the ring."""
+    (batch, frames, width), (_, rows, kv_heads, size) = shapes["qkv"], shapes["k_ring"]
+    return KernelWork(
+        flops=4 * batch * frames * (width - 2 * kv_heads * size) * arguments["window"],
+        state_elements=2 * batch * rows * kv_heads * size,
+    )
+
+
+def _short_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
+    """qkv (N, T, 3 H d): every query sees every key."""
+    batch, tokens, width = shapes["qkv"]
+    return KernelWork(flops=4 * batch * tokens * tokens * (width // 3))
+
+
+def _paged_decode_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
+    """q (B, Hq, d), k_pages (KV, Hk, d): each query sees the context and itself."""
+    (batch, heads, size), (_, kv_heads, _) = shapes["q"], shapes["k_pages"]
+    return KernelWork(
+        flops=4 * batch * heads * size * (CONTEXT + 1),
+        state_elements=2 * batch * kv_heads * size * (CONTEXT + 1),
+    )
+
+
+def _paged_prefill_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
+    """q (T, Hq, d), k_pages (KV, Hk, d): query t sees the context and t + 1 new tokens."""
+    (tokens, heads, size), (_, kv_heads, _) = shapes["q"], shapes["k_pages"]
+    return _causal(tokens, heads * size, kv_heads * size)
+
+
+def _norm_rope_write(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
+    """qkv (T, …), k_pages (KV, Hk, d): writes the keys and values of T tokens."""
+    return KernelWork(state_elements=2 * shapes["qkv"][0] * math.prod(shapes["k_pages"][1:]))
+
+
+def _causal(tokens: Size, query_width: Size, key_width: Size) -> KernelWork:
+    """One request's chunk of `tokens` over the context and itself."""
+    return KernelWork(
+        flops=2 * query_width * tokens * (2 * CONTEXT + tokens + 1),
+        state_elements=2 * key_width * (tokens + CONTEXT),
+    )
+
+
+KERNELS: Mapping[str, Rule] = {
+    "add_linear": _add_linear,
+    "norm_rope_write": _norm_rope_write,
+    "normed_linear": _normed_linear,
+    "paged_decode_attention": _paged_decode_attention,
+    "paged_prefill_attention": _paged_prefill_attention,
+    "ring_attention": _ring_attention,
+    "short_attention": _short_attention,
+    "slot_attention": _slot_attention,
+    "slot_prefill_attention": _slot_prefill_attention,
+}

@@ -1,0 +1,131 @@
+"""The work of a graph, counted from its trace, against what torch counts while the module runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from mingc.artifacts.manifest import EngineWork
+from mingc.artifacts.spec import Dim, DType, GraphSpec, TensorSpec
+from mingc.export.capture import capture
+from mingc.export.kernel_work import CONTEXT, KERNELS
+from mingc.export.stages.base import GraphPlan
+from mingc.export.work import count_work
+
+WIDTH, HEADS, VOCABULARY, EXPERTS, ROWS = 32, 4, 100, 6, 10
+
+
+class Model(nn.Module):
+    """One of everything that is counted: embedding, product, convolution, attention, experts, state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(VOCABULARY, WIDTH))
+        self.packed = nn.Linear(WIDTH, 3 * WIDTH)
+        self.mix = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.experts = nn.Parameter(torch.randn(EXPERTS, 8, WIDTH))
+        self.unused = nn.Parameter(torch.randn(1000))
+
+    def attend(self, ids: Tensor) -> tuple[Tensor]:
+        x = F.embedding(ids, self.table)
+        x = self.mix(x.transpose(0, 1).unsqueeze(0)).squeeze(0).transpose(0, 1)
+        q, k, v = self.packed(x).view(-1, 3, HEADS, WIDTH // HEADS).permute(1, 2, 0, 3)
+        return (F.scaled_dot_product_attention(q, k, v),)
+
+    def route(self, ids: Tensor) -> tuple[Tensor]:
+        return ((self.experts[ids % EXPERTS] * 2.0).sum(-1),)
+
+    def remember(self, ids: Tensor, slots: Tensor, pool: Tensor) -> tuple[Tensor]:
+        pool.index_put_((slots,), ids[:, None].float().expand(-1, ROWS))
+        return (pool[slots],)
+
+
+def tensor(name: str, dtype: DType, *shape: int | str) -> TensorSpec:
+    return TensorSpec(name=name, dtype=dtype, shape=shape)
+
+
+def count(model: Model, method: str, fixed: dict[str, int] | None = None) -> tuple[EngineWork, ...]:
+    state = (tensor("pool", "float32", "S", ROWS),) if method == "remember" else ()
+    inputs = [tensor("ids", "int64", "T")]
+    dims = [Dim(name="T", minimum=2, maximum=64, buckets=(4, 16))]
+    if state:
+        inputs.append(tensor("slots", "int64", "T"))
+        dims.append(Dim(name="S", minimum=2, maximum=999))
+    spec = GraphSpec(
+        name=method,
+        inputs=tuple(inputs),
+        outputs=(tensor("out", "float32", "T"),),
+        state=state,
+        dims=tuple(dims),
+    )
+
+    def example(sizes: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
+        ids = torch.arange(sizes["T"])
+        return {"ids": ids, "slots": ids % sizes.get("S", 1), "pool": torch.zeros(sizes.get("S", 1), ROWS)}
+
+    sizes = {"T": 5, **({"S": 7} if state else {})}
+    plan = GraphPlan(spec=spec, method=method, example=example, trace_dims=sizes, check_dims=sizes)
+    program = capture(plan, model, stage="toy", fixed=fixed, device=torch.device("cpu"))
+    return count_work(program, spec, fixed)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model().eval().requires_grad_(False)
+
+
+def test_a_graph_of_varying_dims_is_counted_at_every_bucket_as_torch_counts_it(model: Model) -> None:
+    works = count(model, "attend")
+    assert [work.dims for work in works] == [{"T": 4}, {"T": 16}]
+    for work in works:
+        with FlopCounterMode(display=False) as counter:
+            model.attend(torch.arange(work.dims["T"]))
+        assert work.flops == counter.get_total_flops()
+
+
+def test_a_static_engine_is_counted_the_same(model: Model) -> None:
+    assert count(model, "attend", {"T": 16}) == (count(model, "attend")[1],)
+
+
+def test_of_a_table_only_the_rows_taken_count_and_of_weights_all(model: Model) -> None:
+    products = sum(each.numel() for each in (*model.packed.parameters(), *model.mix.parameters()))
+    for work in count(model, "attend"):
+        assert work.weight_bytes == 4 * (products + work.dims["T"] * WIDTH)
+
+
+def test_a_table_counts_no_more_than_once(model: Model) -> None:
+    few, many = count(model, "route")
+    assert few.weight_bytes == 4 * 4 * 8 * WIDTH
+    assert many.weight_bytes == 4 * EXPERTS * 8 * WIDTH
+    assert many.flops == 2 * 16 * 8 * WIDTH, "sums of products are products"
+
+
+def test_state_counts_what_is_written_and_read_whatever_the_pool(model: Model) -> None:
+    for work in count(model, "remember"):
+        assert work.state_bytes == 2 * 4 * work.dims["T"] * ROWS
+        assert work.uncounted == ()
+
+
+def test_decode_attention_grows_with_the_context() -> None:
+    shapes = {"q": (3, 8, 64), "k_pages": (1000, 2, 64)}
+    work = KERNELS["paged_decode_attention"](shapes, {})
+    assert work.flops.subs({CONTEXT: 99}) == 4 * 3 * 8 * 64 * 100
+    assert work.state_elements.subs({CONTEXT: 99}) == 2 * 3 * 2 * 64 * 100
+
+
+def test_a_prefill_chunk_sees_the_context_and_half_of_itself() -> None:
+    shapes = {"q": (4, 8, 64), "k_pages": (1000, 2, 64)}
+    work = KERNELS["paged_prefill_attention"](shapes, {})
+    assert work.flops.subs({CONTEXT: 10}) == 4 * 8 * 64 * (11 + 12 + 13 + 14)
+    assert work.state_elements.subs({CONTEXT: 10}) == 2 * 2 * 64 * 14
+
+
+def test_slot_attention_sees_no_more_than_its_window() -> None:
+    shapes = {"qkv": (2, (8 + 4) * 64), "k_slots": (5, 300, 2, 64)}
+    whole = KERNELS["slot_attention"](shapes, {"window": 300})
+    near = KERNELS["slot_attention"](shapes, {"window": 50})
+    assert whole.flops.subs({CONTEXT: 9}) == 4 * 2 * 8 * 64 * 10
+    assert near.flops == 4 * 2 * 8 * 64 * 50
