@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import mingc
+from mingc.runtime.timing import Stopwatch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -64,16 +65,8 @@ def summary(samples: list[float]) -> dict[str, float]:
 
 def ceilings() -> dict[str, float]:
     """Copy rate (bytes read and written) and bf16 matrix rate of this device, on random data."""
-    source = torch.randn(2**29, device="cuda")  # 2 GiB, far beyond the cache
-    target = torch.empty_like(source)
-    copy_ms = statistics.median(time_ms(lambda: target.copy_(source), 10, 2))
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    b = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    product_ms = statistics.median(time_ms(lambda: torch.mm(a, b), 10, 3))
-    return {
-        "copy_tb_s": round(2 * source.nbytes / copy_ms / 1e9, 3),
-        "bf16_tflop_s": round(2 * 8192**3 / product_ms / 1e9, 1),
-    }
+    measured = Stopwatch(torch.device("cuda")).ceilings(torch.bfloat16)
+    return {"copy_tb_s": measured.copy_tb_s, "bf16_tflop_s": measured.matmul_tflop_s}
 
 
 def result(

@@ -9,15 +9,20 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
 from mingc import __version__
 from mingc.errors import ConfigError, MingcError
+
+if TYPE_CHECKING:
+    from mingc.export.pipeline import ExportReport
+    from mingc.export.recipe import ExportRecipe
 
 EXIT_FAILED = 1
 EXIT_ASKED_WRONGLY = 2
@@ -74,12 +79,17 @@ def _common(command: Command) -> Command:
     return as_json(debug(command))
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _names(_: click.Context, option: click.Parameter, text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _numbers(_: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...] | None:
     try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
+        return None if text is None else tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError as error:
+        name = option.opts[0]
         raise ConfigError(
-            f"--batch-sizes {text}: not a list of whole numbers", where="mingc export", fix="write 1,2,4"
+            f"{name} {text}: not a list of whole numbers", where=name, fix="write 1,2,4"
         ) from error
 
 
@@ -104,7 +114,7 @@ def commands() -> None:
 )
 @click.option("--tp", type=int, default=1, help="Tensor-parallel ranks of the thinker: 1, 2, 4 or 8.")
 @click.option(
-    "--stages", default=None, show_default="all that the checkpoint holds", help="Names, with commas."
+    "--stages", callback=_names, show_default="all that the checkpoint holds", help="Names, with commas."
 )
 @click.option("--jobs", type=int, default=1, help="Engines compiled at the same time.")
 @click.option("--force", is_flag=True, help="Replace an artifact that is already there.")
@@ -116,7 +126,10 @@ def commands() -> None:
 )
 @click.option("--prefill-tokens", type=int, default=256, help="Tokens of one prefill chunk.")
 @click.option(
-    "--batch-sizes", default="1,2,4,8", help="Requests in one step, with commas; on CUDA an engine each."
+    "--batch-sizes",
+    callback=_numbers,
+    default="1,2,4,8",
+    help="Requests in one step, with commas; on CUDA an engine each.",
 )
 @click.option(
     "--synthetic", is_flag=True, help="Read only configs and draw random weights: to measure speed."
@@ -129,12 +142,16 @@ def commands() -> None:
 )
 @click.option("--model-name", default="ming-omni", help="Name that a server will announce.")
 @_common
-def export_command(as_json: bool, tp: int, stages: str | None, batch_sizes: str, **options: Any) -> int:
+def export_command(as_json: bool, tp: int, **options: Any) -> int:
     """Compile CHECKPOINT, a folder in the released layout, into an artifact."""
     from mingc.export.recipe import ExportRecipe
+    from mingc.report import show
 
-    names = tuple(name.strip() for name in stages.split(",") if name.strip()) if stages is not None else None
-    recipe = ExportRecipe(world_size=tp, stages=names, batch_sizes=_numbers(batch_sizes), **options)
+    show(_export(ExportRecipe(world_size=tp, **options)), as_json=as_json)
+    return 0
+
+
+def _export(recipe: ExportRecipe) -> ExportReport:
     from mingc.export.pipeline import export_bundle
     from mingc.progress import progress
     from mingc.report import show
@@ -142,13 +159,11 @@ def export_command(as_json: bool, tp: int, stages: str | None, batch_sizes: str,
 
     show(recipe, as_json=False, stream=sys.stderr)
     with progress("export") as told:
-        result = export_bundle(
+        return export_bundle(
             recipe,
             replay,
             lambda step: told(step.done, step.total, f"{step.name} {step.subject}", step.seconds),
         )
-    show(result, as_json=as_json)
-    return 0
 
 
 @commands.command("serve")
@@ -256,6 +271,72 @@ def verify_command(as_json: bool, artifact: Path, against: Path | None, no_repla
         f"{result.checked} comparisons, {result.failed} failed, {result.expected_differences} expected differences"
     )
     return 0 if result.passed else EXIT_FOUND_PROBLEMS
+
+
+@commands.command("probe")
+@click.argument("artifact", type=_PATH, required=False)
+@click.option(
+    "--engine",
+    "engines",
+    callback=_names,
+    show_default="all",
+    help="Stages (cfm) or graphs (cfm.sample) to time, with commas.",
+)
+@click.option(
+    "--batch", "batch_sizes", callback=_numbers, show_default="all", help="Requests in a call, with commas."
+)
+@click.option("--context", type=int, default=256, help="Tokens that every request already holds.")
+@click.option("--repetitions", type=int, show_default="200, CPU: 3 to 10", help="Timed calls of an engine.")
+@click.option("--against", type=_PATH, show_default="none", help="Report of --json to compare with.")
+@click.option(
+    "--tolerance", type=float, default=0.1, help="Share by which a median may exceed that report's."
+)
+@click.option(
+    "--synthetic",
+    type=_PATH,
+    metavar="CONFIG",
+    show_default="none",
+    help="Export random weights over this folder of configs first, into ARTIFACT or a folder that goes again: "
+    "the stages of --engine, or all but the thinker.",
+)
+@click.option("--jobs", type=int, default=1, help="With --synthetic: engines compiled at the same time.")
+@click.option(
+    "--cache", type=_PATH, show_default="no cache", help="With --synthetic: folder of engines to use again."
+)
+@_common
+def probe_command(
+    as_json: bool,
+    artifact: Path | None,
+    synthetic: Path | None,
+    jobs: int,
+    cache: Path | None,
+    **options: Any,
+) -> int:
+    """Time every engine of ARTIFACT and hold it against what this machine could do at most.
+
+    Exits with 3 when an engine is slower than in --against.
+    """
+    from mingc.report import show
+    from mingc.runtime.probe import ProbeOptions, probe
+
+    asked = ProbeOptions(**options)
+    if artifact is None and synthetic is None:
+        raise ConfigError(
+            "nothing to probe", where="mingc probe", fix="name an ARTIFACT, or pass --synthetic CONFIG"
+        )
+    with tempfile.TemporaryDirectory(prefix="mingc-probe-") as scratch:
+        artifact = artifact or Path(scratch) / "artifact"
+        if synthetic is not None:
+            from mingc.export.synthetic import synthetic_recipe
+
+            _export(
+                synthetic_recipe(
+                    synthetic, artifact, asked.engines, asked.batch_sizes, jobs=jobs, cache=cache
+                )
+            )
+        result = probe(artifact, asked, lambda step: print(f"probe: {step}", file=sys.stderr, flush=True))
+    show(result, as_json=as_json)
+    return EXIT_FOUND_PROBLEMS if result.regressions else 0
 
 
 @commands.group("bundle")

@@ -111,11 +111,14 @@ def _print_table(console: Console, title: str, rows: list[dict[str, Any]]) -> No
     for index, name in enumerate(names):
         is_number = all(isinstance(row[name], (int, float, type(None))) for row in rows)
         is_flag = any(isinstance(row[name], bool) for row in rows)
+        longest = max(len(name), *(len(_text(row[name])) for row in rows))
         table.add_column(
             _words(name),
             justify="right" if is_number and not is_flag else "left",
             overflow="fold",
-            min_width=min(_MAX_NAME, max(len(_text(row[name])) for row in rows)) if index == 0 else None,
+            # Fixed where it fits: with a least width alone, rich narrows this column only and then cuts the last ones.
+            width=longest if index == 0 and longest <= _MAX_NAME else None,
+            min_width=_MAX_NAME if index == 0 and longest > _MAX_NAME else None,
         )
     for row in rows:
         table.add_row(*(Text(_text(row[name])) for name in names))

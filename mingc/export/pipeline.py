@@ -108,6 +108,9 @@ def export_bundle(recipe: ExportRecipe, replay: Replay, progress: Callable[[Step
         results = run.build_graphs(weights)
         records = run.write_voices()
         notes.extend(run.notes)
+        copied = tokenizers.copy(
+            checkpoint, folder, {stage.name for stage in stages}, notes, is_synthetic=recipe.synthetic
+        )
         manifest = Manifest(
             schema=SCHEMA,
             model=recipe.model_name,
@@ -119,7 +122,7 @@ def export_bundle(recipe: ExportRecipe, replay: Replay, progress: Callable[[Step
                     for stage in stages
                 }
             ),
-            tokenizers=tokenizers.copy(checkpoint, folder, {stage.name for stage in stages}),
+            tokenizers=copied,
             speaker_network=voices.copy_speaker_network(checkpoint, folder) if run.has_voices else None,
             chat_template=tokenizers.chat_template(checkpoint),
             voices=records,

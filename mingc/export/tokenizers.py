@@ -10,9 +10,12 @@ from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
 
 
-def copy(checkpoint: Checkpoint, folder: Path, stages: set[str]) -> dict[str, str]:
+def copy(
+    checkpoint: Checkpoint, folder: Path, stages: set[str], notes: list[str], *, is_synthetic: bool
+) -> dict[str, str]:
     """Copy the tokenizer.json of the thinker and of the talker; their paths relative to the bundle.
 
+    Random weights may do without: engines can be timed, and `notes` tell that nothing more can be done with them.
     Raises: CheckpointError. The released weights ship no thinker tokenizer (spec: checkpoint.md §1).
     """
     sources = {
@@ -22,6 +25,9 @@ def copy(checkpoint: Checkpoint, folder: Path, stages: set[str]) -> dict[str, st
     copied = {}
     for name, (source, is_needed) in sources.items():
         if not is_needed:
+            continue
+        if not source.is_file() and is_synthetic:
+            notes.append(f"no tokenizer of the {name}: the bundle can be probed, not served")
             continue
         if not source.is_file():
             raise CheckpointError(

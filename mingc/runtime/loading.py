@@ -170,7 +170,7 @@ def _load_chat(
         if "audio_encoder" in manifest.stages
         else None
     )
-    tokenizer = TextTokenizer.from_file(bundle.path(manifest.tokenizers["thinker"]))
+    tokenizer = _tokenizer(bundle, "thinker")
     context = _largest(manifest, "thinker", "P") * thinker.page_size
     num_pages = 1 + -(-_kv_tokens(bundle, options, devices, context) // thinker.page_size)
 
@@ -227,7 +227,7 @@ def _load_speech(
     with clock.phase("prepare patches and prompts (CUDA: capture)"):
         worker = TalkerWorker(*stages, parameters=talker, flow=flow, vae=vae, num_slots=slots, device=device)
     planner = SpeechPlanner(
-        SpeechPromptBuilder(TextTokenizer.from_file(bundle.path(manifest.tokenizers["talker"]))),
+        SpeechPromptBuilder(_tokenizer(bundle, "talker")),
         voices,
         parameters=talker,
         flow=flow,
@@ -298,6 +298,17 @@ def _devices(kind: str, world_size: int) -> list[torch.device]:
             fix="make more GPUs visible, or export with a smaller --tp",
         )
     return [torch.device("cuda", index) for index in range(world_size)]
+
+
+def _tokenizer(bundle: Bundle, stage: str) -> TextTokenizer:
+    file = bundle.manifest.tokenizers.get(stage)
+    if file is None:
+        raise BundleError(
+            f"the artifact has no tokenizer of the {stage}",
+            where="manifest.json",
+            fix="export again from a checkpoint with tokenizers; mingc probe needs none",
+        )
+    return TextTokenizer.from_file(bundle.path(file))
 
 
 def _recorded(parameters: _T | None, stage: str) -> _T:

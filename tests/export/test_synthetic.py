@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from mingc.errors import CheckpointError
+from mingc.export import tokenizers
 from mingc.export.checkpoint import Checkpoint, Part, open_checkpoint
 from mingc.export.coverage import check_coverage
 from mingc.export.stages import discover
-from mingc.export.synthetic import open_synthetic
+from mingc.export.synthetic import open_synthetic, synthetic_recipe
 
 TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
 
@@ -67,3 +69,24 @@ def test_speech_never_stops_by_itself(synthetic: Checkpoint) -> None:
 def test_what_is_not_announced_is_missing(synthetic: Checkpoint) -> None:
     with pytest.raises(CheckpointError, match=r"no\.such\.weight is missing"):
         synthetic.main.read("no.such.weight")
+
+
+def test_a_probe_of_random_weights_exports_the_stages_of_its_engines(configs: Path, tmp_path: Path) -> None:
+    asked = ("cfm.sample", "talker", "cfm.speaker")
+    recipe = synthetic_recipe(configs, tmp_path, asked, (16, 1), jobs=3, cache=None)
+    assert recipe.synthetic and recipe.stages == ("cfm", "talker")
+    assert recipe.batch_sizes == (1, 16)
+
+
+def test_a_probe_of_all_leaves_out_what_may_not_fit_on_the_disk(configs: Path, tmp_path: Path) -> None:
+    recipe = synthetic_recipe(configs, tmp_path, None, None, jobs=1, cache=None)
+    assert recipe.stages == ("vision_encoder", "audio_encoder", "talker", "cfm", "audio_vae")
+
+
+def test_only_random_weights_do_without_a_tokenizer(synthetic: Checkpoint, tmp_path: Path) -> None:
+    bare = replace(synthetic, root=tmp_path)
+    notes: list[str] = []
+    assert tokenizers.copy(bare, tmp_path, {"talker"}, notes, is_synthetic=True) == {}
+    assert notes == ["no tokenizer of the talker: the bundle can be probed, not served"]
+    with pytest.raises(CheckpointError, match=r"talker's tokenizer\.json is missing"):
+        tokenizers.copy(bare, tmp_path, {"talker"}, notes, is_synthetic=False)

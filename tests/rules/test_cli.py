@@ -20,6 +20,8 @@ OPTIONS = {
     "doctor": "--debug --json --strict",
     "export": "--batch-sizes --cache --context-tokens --debug --dtype --force --jobs --json --model-name "
     "--output --prefill-tokens --quantize --stages --synthetic --target --tp CHECKPOINT",
+    "probe": "--against --batch --cache --context --debug --engine --jobs --json --repetitions --synthetic "
+    "--tolerance ARTIFACT",
     "serve": "--allow-media-host --check-hashes --debug --grace --host --json --kv-tokens --max-in-flight "
     "--max-queue --media-root --port --served-model-name --slots --threads --tp ARTIFACT",
     "verify": "--against --debug --json --no-replay ARTIFACT",
@@ -98,6 +100,11 @@ def test_help_needs_no_torch(tmp_path: Path) -> None:
         (["export", "x", "--output", "y", "--batch-sizes", "1,two"], "--batch-sizes 1,two: not a list"),
         (["export", "x", "--output", "y", "--batch-sizes", ""], "must be ascending and at least 1"),
         (["serve", "x", "--port", "99999"], "99999"),
+        (["probe"], "nothing to probe"),
+        (["probe", "x", "--batch", "1,two"], "--batch 1,two: not a list"),
+        (["probe", "x", "--engine", ","], "--engine: names nothing"),
+        (["probe", "x", "--tolerance", "-1"], "--tolerance -1"),
+        (["probe", "x", "--against", "nowhere.json"], "nowhere.json"),
         (["serve", "x", "--served-model-name", " "], "served_model_name is empty"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -116,6 +123,7 @@ def test_asking_wrongly_exits_with_2(words: list[str], says: str) -> None:
     [
         ["bundle", "inspect", "nowhere"],
         ["verify", "nowhere"],
+        ["probe", "nowhere"],
         ["serve", "nowhere"],
         ["export", "nowhere", "--output", "out"],
     ],

@@ -83,6 +83,31 @@ def test_no_line_of_a_table_is_wider_than_a_hundred_columns() -> None:
     assert max(map(len, shown(result).splitlines())) <= MAX_COLUMNS
 
 
+def test_no_column_is_cut_off_to_keep_the_width() -> None:
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Wide:
+        engine: str
+        median_ms: float
+        p95_ms: float
+        p99_ms: float
+        min_ms: float
+        no_graph_ms: float
+        enqueue_ms: float
+        last_column_of_all: float
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Wides:
+        rows: tuple[Wide, ...]
+
+    numbers = (111.11, 122.22, 133.33, 144.44, 155.55, 166.66, 177.77)
+    names = ("median_ms", "p95_ms", "p99_ms", "min_ms", "no_graph_ms", "enqueue_ms", "last_column_of_all")
+    wide = Wide(engine="thinker.prefill T=256 P=2048 +256", **dict(zip(names, numbers, strict=True)))
+    text = shown(Wides(rows=(wide,)))
+    assert max(map(len, text.splitlines())) <= MAX_COLUMNS
+    assert all(str(number) in text for number in numbers)
+    assert wide.engine in text
+
+
 def test_markup_in_a_value_is_shown_as_it_is() -> None:
     result = Result(output=Path("[red]x[/red]"), total_seconds=0.0, notes=("[bold]",), rows=RESULT.rows)
     assert "[red]x[/red]" in shown(result) and "[bold]" in shown(result)

@@ -1,0 +1,282 @@
+"""Times every engine of a bundle and holds it against what the machine could do at most.
+
+A figure is of one engine alone, on random data. What runs around engines (copies, scheduling, sampling) is not in it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mingc.artifacts.bundle import Bundle, check_fingerprint, open_bundle
+from mingc.artifacts.manifest import EngineRecord
+from mingc.artifacts.spec import GraphSpec
+from mingc.errors import ConfigError
+from mingc.machine import this_machine
+from mingc.runtime.cuda_graphs import GraphPool
+from mingc.runtime.engines.base import Graph
+from mingc.runtime.probe_baseline import Comparison, compare, read_baseline
+from mingc.runtime.probe_inputs import ProbeCase, page_size, room
+from mingc.runtime.probe_report import EngineFigures, EngineFloor, Latency, ProbeReport, floor_of, title
+from mingc.runtime.stages import load_stage, torch_dtype
+from mingc.runtime.timing import Stopwatch, percentile
+
+_BATCH_DIMS = ("B", "N")  # dims that count requests, clips or rows
+_REPETITIONS = 200
+_CPU_REPETITIONS = (3, 10)  # as many as fit into the next line's time
+_CPU_MS = 1000.0
+_ENQUEUED = 10
+_NOTES = {
+    "cuda": "times are of CUDA graph replays that find neither weights nor inputs in the device's cache",
+    "cpu": "times are of calls back to back by the wall clock: small engines find their weights in the cache",
+}
+
+
+_Row = tuple[EngineFigures, EngineFloor | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeOptions:
+    """What to time.
+
+    Attributes:
+        engines: stages (`cfm`) or graphs (`cfm.sample`); None takes all.
+        batch_sizes: of dims that count requests; None takes every bucket.
+        context: tokens every request already holds, or as many as its slot or its pages take.
+        repetitions: timed calls of an engine; None chooses by the device.
+        against: a report written with `--json` to compare with.
+        tolerance: share by which a median may exceed the one compared with.
+    """
+
+    engines: tuple[str, ...] | None = None
+    batch_sizes: tuple[int, ...] | None = None
+    context: int = 256
+    repetitions: int | None = None
+    against: Path | None = None
+    tolerance: float = 0.1
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.engines == ():
+            problems.append("--engine: names nothing")
+        if self.batch_sizes == ():
+            problems.append("--batch: names nothing")
+        if self.context < 0:
+            problems.append(f"--context {self.context}: must not be below 0")
+        if self.repetitions is not None and self.repetitions < 1:
+            problems.append(f"--repetitions {self.repetitions}: must be at least 1")
+        if self.tolerance < 0:
+            problems.append(f"--tolerance {self.tolerance}: must not be below 0")
+        if problems:
+            raise ConfigError("\n".join(problems), where="mingc probe", fix="see mingc probe --help")
+
+    def choose(self, engine: str, sizes: Mapping[str, int]) -> bool:
+        """Whether `stage.graph` at `sizes` is to be timed."""
+        if self.engines is not None and not {engine, engine.partition(".")[0]} & {*self.engines}:
+            return False
+        batch = _batch(sizes)
+        return self.batch_sizes is None or not batch or bool({*batch} & {*self.batch_sizes})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Target:
+    """One engine at one set of sizes. `room` is for tokens of a request, held and new; infinity without state."""
+
+    stage: str
+    spec: GraphSpec
+    engine: EngineRecord
+    sizes: dict[str, int]
+    room: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.stage}.{self.spec.name}"
+
+    @property
+    def new_tokens(self) -> int:
+        return self.sizes.get("T", 1)
+
+
+def probe(
+    artifact: Path, options: ProbeOptions, told: Callable[[str], None] = lambda step: None
+) -> ProbeReport:
+    """Time the engines of the bundle at `artifact` that `options` choose. `told` hears what is timed next.
+
+    Raises: ManifestError, IntegrityError, IncompatibleError; ConfigError when the options choose what is not there.
+    """
+    baseline = read_baseline(options.against) if options.against is not None else None
+    bundle = open_bundle(artifact)
+    fingerprint = bundle.manifest.fingerprint
+    check_fingerprint(fingerprint, this_machine(fingerprint.device))
+    targets = _choose(bundle, options)
+    told("ceilings")
+    run = _Run(bundle, options, told)
+    with torch.inference_mode():
+        rows = [
+            row
+            for stage in dict.fromkeys(target.stage for target in targets)
+            for row in run.stage(stage, [each for each in targets if each.stage == stage])
+        ]
+    figures = [each for each, _ in rows]
+    floors = [floor for _, floor in rows if floor is not None]
+    uncounted = sorted({kernel for floor in floors for kernel in floor.uncounted})
+    if uncounted:
+        run.notes.append(f"some floors are too low: nothing counts {', '.join(uncounted)}")
+    comparison = Comparison()
+    if baseline is not None:
+        asked = [each for each in baseline.engines if options.choose(each.engine, each.sizes)]
+        comparison = compare(asked, figures, tolerance=options.tolerance)
+        if baseline.ceilings.device != run.ceilings.device:
+            run.notes.append(f"the baseline was measured on {baseline.ceilings.device}")
+    return ProbeReport(
+        artifact=str(artifact),
+        model=bundle.manifest.model,
+        dtype=fingerprint.dtype,
+        torch=torch.__version__,
+        ceilings=run.ceilings,
+        engines=tuple(figures),
+        floors=tuple(floors),
+        tolerance=options.tolerance if baseline is not None else None,
+        regressions=comparison.regressions,
+        only_here=comparison.only_here,
+        only_in_baseline=comparison.only_in_baseline,
+        notes=tuple(run.notes),
+    )
+
+
+def _choose(bundle: Bundle, options: ProbeOptions) -> list[_Target]:
+    """The targets that the options name. Raises: ConfigError telling what there is when they name something else."""
+    targets = list(_targets(bundle))
+    known = sorted({each.stage for each in targets} | {each.name for each in targets})
+    unknown = [name for name in options.engines or () if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"the artifact has no {', '.join(unknown)}", where="--engine", fix=f"it has {', '.join(known)}"
+        )
+    absent = {*(options.batch_sizes or ())} - {size for each in targets for size in _batch(each.sizes)}
+    if absent:
+        raise ConfigError(
+            f"no engine for batch {', '.join(map(str, sorted(absent)))}",
+            where="--batch",
+            fix="mingc probe without --batch times what there is",
+        )
+    return [each for each in targets if options.choose(each.name, each.sizes)]
+
+
+def _batch(sizes: Mapping[str, int]) -> list[int]:
+    return [sizes[dim] for dim in _BATCH_DIMS if dim in sizes]
+
+
+def _targets(bundle: Bundle) -> Iterator[_Target]:
+    """Every static engine; of one that takes all sizes every combination of buckets that a request fits into."""
+    for stage, record in bundle.manifest.stages.items():
+        for graph in record.graphs.values():
+            for engine in graph.engines:
+                for sizes in graph.spec.bucket_sizes() if engine.dims is None else [engine.dims]:
+                    target = _Target(
+                        stage=stage,
+                        spec=graph.spec,
+                        engine=engine,
+                        sizes=sizes,
+                        room=room(graph.spec, sizes, page_size(bundle.manifest.parameters)),
+                    )
+                    if target.room >= target.new_tokens:
+                        yield target
+
+
+class _Run:
+    """One probe under way: what all of its engines share."""
+
+    def __init__(self, bundle: Bundle, options: ProbeOptions, told: Callable[[str], None]) -> None:
+        fingerprint = bundle.manifest.fingerprint
+        self._bundle, self._options, self._told = bundle, options, told
+        self._device = torch.device(fingerprint.device)
+        self.notes = [_NOTES[fingerprint.device]]
+        self._watch = Stopwatch(self._device)
+        self.ceilings = self._watch.ceilings(torch_dtype(fingerprint.dtype))
+
+    def stage(self, name: str, targets: list[_Target]) -> Iterator[_Row]:
+        """Load one stage and time its `targets`."""
+        manifest = self._bundle.manifest
+        if manifest.stages[name].is_sharded and manifest.fingerprint.world_size > 1:
+            raise ConfigError(
+                f"{name} is cut for {manifest.fingerprint.world_size} ranks, which probe does not start",
+                where="--engine",
+                fix="name other engines, or probe an export with --tp 1",
+            )
+        loaded = load_stage(self._bundle, name, self._device)
+        pool = GraphPool(self._device) if self._device.type == "cuda" else None
+        for target in targets:
+            self._told(title(target.name, target.sizes))
+            yield self._time(target, loaded[target.spec.name], pool)
+
+    def _time(self, target: _Target, graph: Graph, pool: GraphPool | None) -> _Row:
+        case = ProbeCase(
+            stage=target.stage,
+            spec=target.spec,
+            sizes=target.sizes,
+            context=int(min(self._options.context, target.room - target.new_tokens)),
+            parameters=self._bundle.manifest.parameters,
+        )
+        tensors = case.make(self._device)
+
+        def run() -> tuple[torch.Tensor, ...]:
+            return tuple(graph.run(**tensors).values())
+
+        latency = self._latency(run, title(target.name, target.sizes), pool)
+        figures = EngineFigures(
+            engine=target.name,
+            sizes=target.sizes,
+            context_tokens=case.context if math.isfinite(target.room) else None,
+            latency=latency,
+        )
+        work = next((each for each in target.engine.work if each.dims == target.sizes), None)
+        return figures, None if work is None else floor_of(figures, work, case.border_bytes(), self.ceilings)
+
+    def _latency(
+        self, run: Callable[[], tuple[torch.Tensor, ...]], name: str, pool: GraphPool | None
+    ) -> Latency:
+        watch = self._watch
+        count = self._options.repetitions or self._repetitions(run)
+        enqueue = watch.enqueue_ms(run, _ENQUEUED)
+        replay, uncaptured, warm = None, None, None
+        if pool is not None:
+            uncaptured = statistics.median(watch.samples_ms(run, _ENQUEUED, cold=True))
+            replay = self._capture(run, name, pool)
+        if replay is not None:
+            warm = statistics.median(watch.samples_ms(replay, count))
+        samples = watch.samples_ms(replay or run, count, cold=True)
+        return Latency(
+            median_ms=statistics.median(samples),
+            p95_ms=percentile(samples, 0.95),
+            p99_ms=percentile(samples, 0.99),
+            min_ms=min(samples),
+            repetitions=count,
+            is_captured=replay is not None,
+            warm_ms=warm,
+            uncaptured_ms=uncaptured,
+            enqueue_ms=enqueue,
+        )
+
+    def _repetitions(self, run: Callable[[], object]) -> int:
+        if self._device.type == "cuda":
+            return _REPETITIONS
+        least, most = _CPU_REPETITIONS
+        once_ms = min(self._watch.samples_ms(run, 1))
+        return min(most, max(least, int(_CPU_MS / once_ms)))
+
+    def _capture(
+        self, run: Callable[[], tuple[torch.Tensor, ...]], name: str, pool: GraphPool
+    ) -> Callable[[], None] | None:
+        """A replay of `run`; None, and a note, when it waits for the device and so cannot be captured."""
+        try:
+            graph, _ = pool.capture(run, name)
+        except RuntimeError as error:
+            self.notes.append(f"{name} runs without a CUDA graph: {str(error).splitlines()[0]}")
+            return None
+        return graph.replay

@@ -1,0 +1,56 @@
+"""`mingc probe` on a real artifact: what it tells, and that it finds what became slower."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mingc_command import mingc
+
+CHOSEN = ("--engine", "talker,cfm.sample,thinker.decode", "--batch", "1,8", "--repetitions", 2)
+
+
+def test_every_chosen_engine_has_figures_and_floors_and_finds_itself_slower(
+    artifact: Path, tmp_path: Path
+) -> None:
+    done = mingc("probe", artifact, *CHOSEN, "--json")
+    assert done.code == 0, done.stderr
+    report = done.document
+    assert set(report) == {
+        *("artifact", "model", "dtype", "torch", "ceilings", "tolerance", "engines", "floors"),
+        *("regressions", "only_here", "only_in_baseline", "notes"),
+    }
+    names = {(row["engine"], row["sizes"].get("B")) for row in report["engines"]}
+    assert names == {
+        *((name, size) for name in ("talker.step", "cfm.sample", "thinker.decode") for size in (1, 8)),
+        ("talker.prefill", None),
+    }
+    assert len(report["floors"]) == len(report["engines"])
+    for row, floor in zip(report["engines"], report["floors"], strict=True):
+        latency = row["latency"]
+        assert 0 < latency["min_ms"] <= latency["median_ms"] <= latency["p99_ms"]
+        assert not latency["is_captured"] and latency["repetitions"] == 2
+        assert floor["flops"] > 0 and floor["weight_bytes"] > 0 and floor["uncounted"] == []
+        assert floor["engine"].startswith(row["engine"])
+    steps = [floor["flops"] for floor in report["floors"] if floor["engine"].startswith("talker.step")]
+    assert steps[1] == 8 * steps[0]
+
+    for row in report["engines"]:
+        row["latency"]["median_ms"] = 1e-6 if row["engine"] == "cfm.sample" else 1e6
+    gone = {**report["engines"][0], "engine": "talker.gone"}
+    report["engines"] = [row for row in report["engines"] if row["engine"] != "talker.prefill"] + [gone]
+    baseline = tmp_path / "baseline.json"
+    baseline.write_text(json.dumps(report), encoding="utf-8")
+    again = mingc("probe", artifact, *CHOSEN, "--against", baseline, "--json")
+    assert again.code == 3, again.stderr
+    compared = again.document
+    assert {row["engine"] for row in compared["regressions"]} == {"cfm.sample B=1", "cfm.sample B=8"}
+    assert all(name.startswith("talker.prefill") for name in compared["only_here"])
+    assert [name.partition(" ")[0] for name in compared["only_in_baseline"]] == ["talker.gone"]
+
+
+def test_engines_and_batches_that_are_not_there_are_told(artifact: Path) -> None:
+    wrong = mingc("probe", artifact, "--engine", "talker,nosuch")
+    assert wrong.code == 2 and "nosuch" in wrong.stderr and "cfm.sample" in wrong.stderr
+    absent = mingc("probe", artifact, "--engine", "cfm", "--batch", "3")
+    assert absent.code == 2 and "no engine for batch 3" in absent.stderr
