@@ -165,10 +165,11 @@ def only_bucket(worker: TalkerWorker, size: int) -> Iterator[None]:
         engines.batch_sizes = sizes
 
 
-def speak(worker: TalkerWorker, segments: Sequence[SpeechSegment], gathering: Gathering, most: int) -> Waves:
-    """Run the requests of `gathering`, at most `most` at a time: the patches of each request, [] of absent ones."""
+def speak(worker: TalkerWorker, segments: Sequence[SpeechSegment], gathering: Gathering) -> Waves:
+    """Run the requests of `gathering`, as many at a time as fit: the patches of each, [] of absent ones."""
     waves: Waves = [[] for _ in segments]
     coming = list(gathering.arrivals)
+    most = min(worker._engines.batch_sizes[-1], worker.num_slots - 1)
     # The slots are handed out from the last, and rows are launched in the order of joining.
     free, running = list(range(1, most + 1)), dict[int, int]()
     boundary = 0
@@ -194,7 +195,7 @@ def speak(worker: TalkerWorker, segments: Sequence[SpeechSegment], gathering: Ga
 def speak_alone(worker: TalkerWorker, segments: Sequence[SpeechSegment]) -> Waves:
     """Every request with nobody beside it."""
     return [
-        speak(worker, segments, Gathering(name="alone", arrivals=((0, index),)), 1)[index]
+        speak(worker, segments, Gathering(name="alone", arrivals=((0, index),)))[index]
         for index in range(len(segments))
     ]
 
@@ -239,9 +240,9 @@ def measure(worker: TalkerWorker, segments: Sequence[SpeechSegment]) -> list[dic
         )
     for gathering in gatherings():
         with only_bucket(worker, largest):
-            waves = speak(worker, segments, gathering, largest)
+            waves = speak(worker, segments, gathering)
         add("isolation_same_bucket", gathering.name, waves, alone[largest], bucket=largest)
-        waves = speak(worker, segments, gathering, largest)
+        waves = speak(worker, segments, gathering)
         add("isolation_across_buckets", gathering.name, waves, alone[sizes[0]], bucket=f"{sizes}")
     for size in sizes[1:]:
         add("isolation_across_buckets", "alone", alone[size], alone[sizes[0]], bucket=size)

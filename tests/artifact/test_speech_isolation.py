@@ -46,7 +46,7 @@ def test_in_one_bucket_a_request_is_what_it_is_alone_bit_for_bit(
     worker: TalkerWorker, segments: list[SpeechSegment], alone: Waves, gathering: Gathering
 ) -> None:
     with speech_isolation.only_bucket(worker, LARGEST):
-        waves = speech_isolation.speak(worker, segments, gathering, LARGEST)
+        waves = speech_isolation.speak(worker, segments, gathering)
     _first, whole, equal = speech_isolation.compare(waves, alone)
     assert (whole, equal) == (0.0, speech_isolation.NUM_REQUESTS)
 
@@ -55,5 +55,5 @@ def test_in_one_bucket_a_request_is_what_it_is_alone_bit_for_bit(
 def test_in_buckets_that_fit_it_differs_by_rounding_only(
     worker: TalkerWorker, segments: list[SpeechSegment], alone: Waves, gathering: Gathering
 ) -> None:
-    waves = speech_isolation.speak(worker, segments, gathering, LARGEST)
+    waves = speech_isolation.speak(worker, segments, gathering)
     assert speech_isolation.compare(waves, alone)[1] <= TOLERANCE
