@@ -292,6 +292,9 @@ def verify_command(as_json: bool, artifact: Path, against: Path | None, no_repla
     "--tolerance", type=float, default=0.1, help="Share by which a median may exceed that report's."
 )
 @click.option(
+    "--compare", type=click.Choice(["patch-embed"]), help="Time the patch embedding as convolution, too."
+)
+@click.option(
     "--synthetic",
     type=_PATH,
     metavar="CONFIG",

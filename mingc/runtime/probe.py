@@ -22,7 +22,16 @@ from mingc.runtime.cuda_graphs import GraphPool
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.probe_baseline import Comparison, compare, read_baseline
 from mingc.runtime.probe_inputs import ProbeCase, page_size, room
-from mingc.runtime.probe_report import EngineFigures, EngineFloor, Latency, ProbeReport, floor_of, title
+from mingc.runtime.probe_patch_embed import compare_patch_embed
+from mingc.runtime.probe_report import (
+    EngineFigures,
+    EngineFloor,
+    Latency,
+    PatchEmbed,
+    ProbeReport,
+    floor_of,
+    title,
+)
 from mingc.runtime.stages import load_stage, torch_dtype
 from mingc.runtime.timing import Stopwatch, percentile
 
@@ -51,6 +60,7 @@ class ProbeOptions:
         repetitions: timed calls of an engine; None chooses by the device.
         against: a report written with `--json` to compare with.
         tolerance: share by which a median may exceed the one compared with.
+        compare: `patch-embed` times its two forms as well.
     """
 
     engines: tuple[str, ...] | None = None
@@ -59,6 +69,7 @@ class ProbeOptions:
     repetitions: int | None = None
     against: Path | None = None
     tolerance: float = 0.1
+    compare: str | None = None
 
     def __post_init__(self) -> None:
         problems = []
@@ -122,6 +133,7 @@ def probe(
             for stage in dict.fromkeys(target.stage for target in targets)
             for row in run.stage(stage, [each for each in targets if each.stage == stage])
         ]
+        patch_embed = run.patch_embed() if options.compare == "patch-embed" else ()
     figures = [each for each, _ in rows]
     floors = [floor for _, floor in rows if floor is not None]
     uncounted = sorted({kernel for floor in floors for kernel in floor.uncounted})
@@ -145,6 +157,7 @@ def probe(
         regressions=comparison.regressions,
         only_here=comparison.only_here,
         only_in_baseline=comparison.only_in_baseline,
+        patch_embed=patch_embed,
         notes=tuple(run.notes),
     )
 
@@ -214,6 +227,11 @@ class _Run:
         for target in targets:
             self._told(title(target.name, target.sizes))
             yield self._time(target, loaded[target.spec.name], pool)
+
+    def patch_embed(self) -> tuple[PatchEmbed, ...]:
+        """Both forms of the vision encoder's patch embedding."""
+        self._told("patch embedding")
+        return compare_patch_embed(self._bundle, self._watch)
 
     def _time(self, target: _Target, graph: Graph, pool: GraphPool | None) -> _Row:
         case = ProbeCase(

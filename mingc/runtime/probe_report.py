@@ -117,6 +117,17 @@ class Regression:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PatchEmbed:
+    """Median times of the vision encoder's patch embedding of `patches` patches in two forms, and how they differ."""
+
+    patches: int
+    conv3d_ms: float
+    linear_ms: float
+    ratio: float
+    relative_difference: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeReport:
     """The result of `mingc probe`; written with `--json` it is the baseline of a later one.
 
@@ -134,6 +145,7 @@ class ProbeReport:
     regressions: tuple[Regression, ...]
     only_here: tuple[str, ...]
     only_in_baseline: tuple[str, ...]
+    patch_embed: tuple[PatchEmbed, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
 

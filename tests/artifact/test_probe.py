@@ -18,7 +18,7 @@ def test_every_chosen_engine_has_figures_and_floors_and_finds_itself_slower(
     report = done.document
     assert set(report) == {
         *("artifact", "model", "dtype", "torch", "ceilings", "tolerance", "engines", "floors"),
-        *("regressions", "only_here", "only_in_baseline", "notes"),
+        *("regressions", "only_here", "only_in_baseline", "patch_embed", "notes"),
     }
     names = {(row["engine"], row["sizes"].get("B")) for row in report["engines"]}
     assert names == {
@@ -54,3 +54,12 @@ def test_engines_and_batches_that_are_not_there_are_told(artifact: Path) -> None
     assert wrong.code == 2 and "nosuch" in wrong.stderr and "cfm.sample" in wrong.stderr
     absent = mingc("probe", artifact, "--engine", "cfm", "--batch", "3")
     assert absent.code == 2 and "no engine for batch 3" in absent.stderr
+
+
+def test_the_patch_embedding_is_a_linear_map(artifact: Path) -> None:
+    words = ("--engine", "cfm.speaker", "--repetitions", 1, "--compare", "patch-embed", "--json")
+    done = mingc("probe", artifact, *words)
+    assert done.code == 0, done.stderr
+    rows = done.document["patch_embed"]
+    assert [row["patches"] for row in rows] == [256, 1024, 4096]
+    assert all(row["relative_difference"] < 1e-5 and row["conv3d_ms"] > 0 for row in rows)

@@ -20,8 +20,8 @@ OPTIONS = {
     "doctor": "--debug --json --strict",
     "export": "--batch-sizes --cache --context-tokens --debug --dtype --force --jobs --json --model-name "
     "--output --prefill-tokens --quantize --stages --synthetic --target --tp CHECKPOINT",
-    "probe": "--against --batch --cache --context --debug --engine --jobs --json --repetitions --synthetic "
-    "--tolerance ARTIFACT",
+    "probe": "--against --batch --cache --compare --context --debug --engine --jobs --json --repetitions "
+    "--synthetic --tolerance ARTIFACT",
     "serve": "--allow-media-host --check-hashes --debug --grace --host --json --kv-tokens --max-in-flight "
     "--max-queue --media-root --port --served-model-name --slots --threads --tp ARTIFACT",
     "verify": "--against --debug --json --no-replay ARTIFACT",

@@ -1,0 +1,65 @@
+"""The patch embedding of the vision encoder as the linear map that engines use, beside the convolution it is.
+
+Every patch is as large as the kernel and its stride, so a three-dimensional convolution gives each patch one output:
+the same sums of products, which vendors' convolutions compute far slower.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+from safetensors import safe_open
+from torch.nn import functional as F
+
+from mingc.artifacts.bundle import Bundle
+from mingc.errors import ConfigError
+from mingc.runtime.probe_report import PatchEmbed
+from mingc.runtime.timing import Stopwatch
+
+_PATCHES = (256, 1024, 4096)
+_REPETITIONS = 10
+
+
+def compare_patch_embed(bundle: Bundle, watch: Stopwatch) -> tuple[PatchEmbed, ...]:
+    """Time both forms over the artifact's weights and random patches, outside any engine or graph.
+
+    Raises: ConfigError when the artifact has no vision encoder.
+    """
+    manifest = bundle.manifest
+    vision = manifest.parameters.vision_encoder
+    if vision is None:
+        raise ConfigError(
+            "the artifact has no vision encoder", where="--compare patch-embed", fix="leave --compare out"
+        )
+    device = torch.device(manifest.fingerprint.device)
+    with safe_open(bundle.path(manifest.stages["vision_encoder"].weights[0]), framework="pt") as file:
+        weight, bias = (file.get_tensor(f"patch_embed.{name}").to(device) for name in ("weight", "bias"))
+    block = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+    kernel = weight.view(-1, *block)
+    rows = []
+    for count in _PATCHES:
+        generator = torch.Generator(device).manual_seed(1)
+        patches = torch.randn(count, weight.shape[1], generator=generator, device=device).to(weight.dtype)
+        volume = patches.view(-1, *block)
+        convolved = F.conv3d(volume, kernel, bias, stride=block[1:]).flatten(1)
+        multiplied = F.linear(patches, weight, bias)
+        conv_ms, linear_ms = (
+            statistics.median(watch.samples_ms(run, _REPETITIONS, cold=True))
+            for run in (
+                lambda volume=volume: F.conv3d(volume, kernel, bias, stride=block[1:]),
+                lambda patches=patches: F.linear(patches, weight, bias),
+            )
+        )
+        rows.append(
+            PatchEmbed(
+                patches=count,
+                conv3d_ms=conv_ms,
+                linear_ms=linear_ms,
+                ratio=conv_ms / linear_ms,
+                relative_difference=float(
+                    (convolved - multiplied).float().abs().max() / multiplied.float().abs().max()
+                ),
+            )
+        )
+    return tuple(rows)
