@@ -12,13 +12,21 @@ from typing import Literal
 DType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "int64", "int32", "int8", "uint8", "bool"]
 
 
+Ranks = Literal["same", "sum", "concat"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """One tensor at a graph's border. `shape` mixes ints and names of dims: `("T", 4096)`."""
+    """One tensor at a graph's border. `shape` mixes ints and names of dims: `("T", 4096)`.
+
+    `ranks` says of an output of a sharded stage how the values of all ranks make the whole one: every rank has it,
+    they are added up, or they stand side by side along the last axis. Engines leave that to whoever runs them.
+    """
 
     name: str
     dtype: DType
     shape: tuple[int | str, ...]
+    ranks: Ranks = "same"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +50,10 @@ class GraphSpec:
 
     Called with `inputs` then `state`, in this order; returns `outputs`. `state` tensors belong to the runtime
     and are updated in place; they start as zeros and are shared between graphs of the stage by name.
+
+    A graph that runs for several layers is compiled once and has an instance a layer: the path that the names of
+    the layer's weights begin with (`layers.3.attention`). State is an instance's own: its names, to the stage, begin
+    with the path as well. One instance, the empty path, is the whole stage.
     """
 
     name: str
@@ -49,6 +61,7 @@ class GraphSpec:
     outputs: tuple[TensorSpec, ...]
     state: tuple[TensorSpec, ...] = ()
     dims: tuple[Dim, ...] = ()
+    instances: tuple[str, ...] = ("",)
 
     def dim(self, name: str) -> Dim:
         """The dim called `name`; KeyError when the graph has none."""
@@ -64,3 +77,8 @@ class GraphSpec:
             dict(zip((dim.name for dim in bucketed), sizes, strict=True))
             for sizes in itertools.product(*(dim.buckets for dim in bucketed))
         ]
+
+
+def join_path(instance: str, name: str) -> str:
+    """The name of an instance's weight or state within its stage."""
+    return f"{instance}.{name}" if instance else name

@@ -28,7 +28,6 @@ from mingc.export.recipe import ExportRecipe
 from mingc.export.source import open_source
 from mingc.export.stages import find
 from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions
-from mingc.export.tensor_parallel import stand_in_group
 from mingc.export.weights import float32_module, load_module
 from mingc.export.work import count_work
 
@@ -36,9 +35,9 @@ BACKEND = "aoti"
 
 
 class Replay(Protocol):
-    """Runs a compiled engine once, in as many ranks as there are weights files; given by the CLI.
+    """Runs a compiled engine once with each rank's weights file, those of its first instance; given by the CLI.
 
-    Returns outputs by name and, under `state.<name>`, the state tensors afterwards, of rank 0.
+    Returns outputs by name, put together from all ranks, and, under `state.<name>`, rank 0's state afterwards.
     """
 
     def __call__(
@@ -133,7 +132,7 @@ def build_engine(task: GraphTask, fixed: dict[str, int] | None) -> BuiltEngine:
     config = stage.config(open_source(task.recipe))
     options, shard = stage_options(task.recipe), _shard(stage, task.recipe)
     plan = _find_plan(stage, config, shard, options, task.graph)
-    module = _load(task, stage, config, shard).to(options.device)
+    module = _load(task, stage, config, shard, plan).to(options.device)
     record = _compile(task, plan, module, fixed, options)
     return BuiltEngine(record=record, peak_rss_bytes=_peak_rss_bytes())
 
@@ -148,15 +147,16 @@ def check_graph(task: GraphTask, engines: tuple[EngineRecord, ...], replay: Repl
     config = stage.config(checkpoint)
     options, shard = stage_options(task.recipe), _shard(stage, task.recipe)
     plan = _find_plan(stage, config, shard, options, task.graph)
-    module = _load(task, stage, config, shard).to(options.device)
+    module = _load(task, stage, config, shard, plan).to(options.device)
     golden, parity = _check(task, plan, stage, config, checkpoint, module, engines, options, replay)
     record = GraphRecord(spec=plan.spec, engines=engines, golden=golden, parity=parity)
     return GraphResult(stage=task.stage, record=record, peak_rss_bytes=_peak_rss_bytes())
 
 
-def _load(task: GraphTask, stage: Stage, config: Any, shard: Shard) -> nn.Module:
+def _load(task: GraphTask, stage: Stage, config: Any, shard: Shard, plan: GraphPlan) -> nn.Module:
     quantization = task.recipe.quantization(stage.name)
-    return load_module(stage, config, shard, task.folder / task.weights[0], quantization)
+    path = task.folder / task.weights[0]
+    return load_module(stage, config, shard, path, quantization, part=plan.spec.instances[0])
 
 
 def _peak_rss_bytes() -> int:
@@ -179,15 +179,14 @@ def _compile(
 ) -> EngineRecord:
     label = "".join(f"-{name}{size}" for name, size in (fixed or {}).items())
     file = f"engines/{task.stage}.{plan.spec.name}{label}.pt2"
-    with stand_in_group(len(task.weights)):
-        program = capture(plan, module, stage=task.stage, fixed=fixed, device=torch.device(options.device))
-        seconds = aoti.compile_graph(
-            program,
-            task.folder / file,
-            device=options.device,
-            cache=task.recipe.cache,
-            where=f"{task.stage}.{plan.spec.name}",
-        )
+    program = capture(plan, module, stage=task.stage, fixed=fixed, device=torch.device(options.device))
+    seconds = aoti.compile_graph(
+        program,
+        task.folder / file,
+        device=options.device,
+        cache=task.recipe.cache,
+        where=f"{task.stage}.{plan.spec.name}",
+    )
     return EngineRecord(
         backend=BACKEND,
         file=file,
@@ -225,8 +224,8 @@ def _check(
         for each in (*reference_plan.spec.inputs, *reference_plan.spec.state)
     }
     # The engine is held against what its stored weights stand for; what storing them lost is a figure of its own.
-    quantization = task.recipe.quantization(task.stage)
-    reference = float32_module(stage, config, checkpoint, quantization)
+    quantization, part = task.recipe.quantization(task.stage), plan.spec.instances[0]
+    reference = float32_module(stage, config, checkpoint, quantization, part=part)
     references = run_eager(reference_plan, reference, reference_inputs)
     compiled = replay(
         task.folder / engine.file,
@@ -240,14 +239,15 @@ def _check(
     compared = [each.name for each in plan.spec.outputs]
     if not is_sharded:
         compared.extend(f"state.{each.name}" for each in plan.spec.state)
-    expected = {name: references[name] for name in compared}
+    expected = {name: _widened(references[name], compiled[name]) for name in compared}
     eager = 0.0
     if options.dtype != torch.float32 and not is_sharded:
         moved = {name: value.to(options.device) for name, value in tensors.items()}
         eager = parity_rule.worst_error(run_eager(plan, module, moved), expected)
     lost = None
     if quantization is not None:
-        exact = run_eager(reference_plan, float32_module(stage, config, checkpoint), reference_inputs)
+        exact_module = float32_module(stage, config, checkpoint, part=part)
+        exact = run_eager(reference_plan, exact_module, reference_inputs)
         lost = parity_rule.worst_error(expected, {name: exact[name] for name in compared})
     parity = Parity(compiled=parity_rule.worst_error(compiled, expected), eager=eager, quantization=lost)
     parity_rule.check(parity, options.dtype, where)
@@ -288,6 +288,11 @@ def _as_reference(
         return torch.zeros([size if isinstance(size, int) else sizes[size] for size in spec.shape])
     value = tensors[name].clone()
     return value.float() if value.is_floating_point() else value
+
+
+def _widened(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`reference` with zeros on its last axis where shares that do not divide it make `value` longer."""
+    return torch.nn.functional.pad(reference, (0, value.shape[-1] - reference.shape[-1]))
 
 
 def run_eager(

@@ -286,7 +286,7 @@ def _result(future: Future[_T], task: GraphTask) -> _T:
 
 def _heaviest_first(tasks: Iterable[GraphTask]) -> list[GraphTask]:
     """Longest compiles first, so that no job is left with one at the end: the unrolled sampler, then the decoders."""
-    weight = {"cfm.sample": 0, "thinker.prefill": 1, "thinker.decode": 2}
+    weight = {"cfm.sample": 0, "talker.prefill": 1, "talker.step": 2}
     return sorted(tasks, key=lambda task: weight.get(f"{task.stage}.{task.graph}", 3))
 
 

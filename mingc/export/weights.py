@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from mingc.artifacts.spec import join_path
 from mingc.errors import CheckpointError, ExportError
 from mingc.export.checkpoint import Checkpoint, Part
 from mingc.export.quantization import prepare, rounded, stored_names, stored_tensors
@@ -135,29 +136,53 @@ def _make(checkpoint: Checkpoint, source: WeightSource, stage: str) -> torch.Ten
 
 
 def load_module(
-    stage: Stage, config: object, shard: Shard, path: Path, quantization: Quantization | None = None
+    stage: Stage,
+    config: object,
+    shard: Shard,
+    path: Path,
+    quantization: Quantization | None = None,
+    *,
+    part: str = "",
 ) -> nn.Module:
-    """The stage's module over the weights file at `path`, memory-mapped; in eval mode, without gradients."""
+    """The stage's module over the weights file at `path`, memory-mapped; in eval mode, without gradients.
+
+    With `part`, the submodule at this path and nothing else.
+    """
     module = _meta_module(stage, config, shard, stage.weights(config, shard), quantization)
     with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    module.load_state_dict(tensors, strict=True, assign=True)
-    return module.eval().requires_grad_(False)
+        names = [name for name in file.keys() if _is_within(name, part)]  # noqa: SIM118 - not a dict
+        return _fill(module, part, {name: file.get_tensor(name) for name in names})
 
 
 def float32_module(
-    stage: Stage, config: object, checkpoint: Checkpoint, quantization: Quantization | None = None
+    stage: Stage,
+    config: object,
+    checkpoint: Checkpoint,
+    quantization: Quantization | None = None,
+    *,
+    part: str = "",
 ) -> nn.Module:
     """The unsharded module with every weight in float32, made straight from the checkpoint: the reference.
 
-    With a quantization the weights have the values that the stored ones stand for.
+    With a quantization the weights have the values that the stored ones stand for. With `part`, the submodule at
+    this path; no other weight is read.
     """
-    shard = Shard()
     with torch.device("meta"):
-        module = stage.build(config, shard)
+        module = stage.build(config, Shard())
     tensors = {}
-    for source in stage.weights(config, shard):
-        value = rounded(source, _make(checkpoint, source, stage.name), quantization)
-        tensors[source.name] = value.float() if value.is_floating_point() else value
-    module.load_state_dict(tensors, strict=True, assign=True)
-    return module.eval().requires_grad_(False)
+    for source in stage.weights(config, Shard()):
+        if _is_within(source.name, part):
+            value = rounded(source, _make(checkpoint, source, stage.name), quantization)
+            tensors[source.name] = value.float() if value.is_floating_point() else value
+    return _fill(module, part, tensors)
+
+
+def _fill(module: nn.Module, part: str, tensors: dict[str, torch.Tensor]) -> nn.Module:
+    """The submodule at `part` over `tensors`, whose names are those of the whole module."""
+    filled, start = module.get_submodule(part), len(join_path(part, ""))
+    filled.load_state_dict({name[start:]: value for name, value in tensors.items()}, strict=True, assign=True)
+    return filled.eval().requires_grad_(False)
+
+
+def _is_within(name: str, part: str) -> bool:
+    return name.startswith(join_path(part, ""))

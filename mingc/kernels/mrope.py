@@ -17,7 +17,8 @@ def mrope_cos_sin(positions: Tensor, inv_freq: Tensor, rows: Tensor) -> tuple[Te
 
     Returns: two (T, R) float32.
     """
-    angles = positions.index_select(0, rows).t().to(torch.float32) * inv_freq
+    # Transposed first: the result is then contiguous, as an engine that takes it expects.
+    angles = positions.t().index_select(1, rows).to(torch.float32) * inv_freq
     return angles.cos(), angles.sin()
 
 

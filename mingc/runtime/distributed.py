@@ -1,27 +1,24 @@
-"""The tensor-parallel group of this process: rendezvous, registration by name, shutdown.
+"""The tensor-parallel group of this process: rendezvous, the gathering of shares, shutdown.
 
-Engines know their group by the name `mingc_tp` only. Nothing here brings in Dynamo or Inductor.
+Sums are `mingc.runtime.all_reduce`. Without a group, one rank is all there is. Nothing here brings in Dynamo or
+Inductor.
 """
 
 from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from mingc.errors import WorkerError
-from mingc.kernels.all_reduce import GROUP
 
 _HOST = "127.0.0.1"
 # NVLink multicast is left alone unless the user asks for it: nothing here needs it, and a fault in it can take the
 # GPUs of a whole host out of service.
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-# The registry that compiled collectives look their group up in by name; the public API names groups by itself.
-# Its type stubs want a type for names that older torch does not have.
-_registry: Any = c10d
 
 
 def host_store(*, timeout_s: float = 300.0) -> c10d.TCPStore:
@@ -37,16 +34,14 @@ def host_store(*, timeout_s: float = 300.0) -> c10d.TCPStore:
 def init(
     rank: int,
     world_size: int,
-    init_method: str | None = None,
     *,
-    port: int | None = None,
+    port: int,
     device: str = "cpu",
     timeout_s: float = 300.0,
 ) -> None:
-    """Join the group of `world_size` ranks and register it for the engines.
+    """Join the group of `world_size` ranks, who meet at the `port` of `host_store`.
 
-    The ranks meet at the `port` of `host_store`, or where `init_method` says (`file:///path/of/a/new/file`). Must
-    come before the first run of a sharded engine. On CUDA the caller has chosen its device already.
+    Must come before the first step of a sharded stage. On CUDA the caller has chosen its device already.
 
     Raises: WorkerError when the others do not come within `timeout_s`.
     """
@@ -55,25 +50,25 @@ def init(
     for name, value in _NO_MULTICAST.items():
         os.environ.setdefault(name, value)
     try:
-        if port is not None:
-            store = c10d.TCPStore(_HOST, port, is_master=False, timeout=timeout)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-        else:
-            dist.init_process_group(
-                backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
-            )
+        store = c10d.TCPStore(_HOST, port, is_master=False, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
-        place = f"port {port}" if port is not None else init_method
         raise WorkerError(
-            f"rank {rank} of {world_size} cannot join the group: {error}", where=place
+            f"rank {rank} of {world_size} cannot join the group: {error}", where=f"port {port}"
         ) from error
-    group = dist.group.WORLD
-    assert group is not None, "init_process_group sets the default group"
-    _registry._register_process_group(GROUP, group)
+
+
+def all_gather_last(x: torch.Tensor) -> torch.Tensor:
+    """The ranks' `x` (N, W) side by side in rank order, (N, world size * W); `x` itself with one rank."""
+    if not dist.is_initialized():
+        return x
+    world_size = dist.get_world_size()
+    gathered = x.new_empty(world_size, *x.shape)
+    dist.all_gather_into_tensor(gathered, x.contiguous())
+    return gathered.permute(1, 0, 2).reshape(x.shape[0], -1)
 
 
 def shutdown() -> None:
     """Leave the group; does nothing when there is none."""
     if dist.is_initialized():
-        _registry._unregister_process_group(GROUP)
         dist.destroy_process_group()

@@ -25,11 +25,11 @@ from mingc.runtime.rank_group import RankGroup
 from mingc.runtime.request import ServiceInfo
 from mingc.runtime.scheduler import TalkerScheduler, ThinkerScheduler
 from mingc.runtime.speech import SpeechPlanner, load_voice
-from mingc.runtime.stages import load_stage, torch_dtype
+from mingc.runtime.stages import LoadedStage, load_stage, torch_dtype
 from mingc.runtime.startup import StartupClock
 from mingc.runtime.talker import TalkerWorker
 from mingc.runtime.talker_loop import TalkerLoop
-from mingc.runtime.thinker import ThinkerWorker
+from mingc.runtime.thinker import ThinkerWorker, make_worker
 from mingc.runtime.thinker_loop import StepRunner, ThinkerLoop
 
 _T = TypeVar("_T")
@@ -174,21 +174,16 @@ def _load_chat(
     context = _largest(manifest, "thinker", "P") * thinker.page_size
     num_pages = 1 + -(-_kv_tokens(bundle, options, devices, context) // thinker.page_size)
 
-    def load() -> ThinkerWorker:
-        stage = load_stage(bundle, "thinker", devices[0])
-        return ThinkerWorker(stage, page_size=thinker.page_size, num_pages=num_pages, device=devices[0])
+    def load() -> LoadedStage:
+        return load_stage(bundle, "thinker", devices[0])
+
+    def start(stage: LoadedStage) -> ThinkerWorker:
+        return make_worker(stage, manifest, num_pages=num_pages, device=devices[0])
 
     runner: RankGroup | ThinkerWorker = (
-        RankGroup(
-            bundle.root,
-            devices,
-            load,
-            page_size=thinker.page_size,
-            num_pages=num_pages,
-            on_death=on_death,
-        )
+        RankGroup(bundle.root, devices, load, start, num_pages=num_pages, on_death=on_death)
         if len(devices) > 1
-        else load()
+        else start(load())
     )
     batch = _largest(manifest, "thinker", "B")
     scheduler = ThinkerScheduler(
@@ -278,10 +273,10 @@ def _kv_tokens(bundle: Bundle, options: EngineOptions, devices: list[torch.devic
     if devices[0].type != "cuda":
         return max(context, _MIN_KV_TOKENS)
     record = bundle.manifest.stages["thinker"]
-    state = next(iter(record.graphs.values())).spec.state
-    row_bytes = sum(
+    attention = record.graphs["decode_attention"].spec
+    row_bytes = len(attention.instances) * sum(
         torch_dtype(tensor.dtype).itemsize * math.prod(size for size in tensor.shape if isinstance(size, int))
-        for tensor in state
+        for tensor in attention.state
     )
     weight_bytes = max(bundle.manifest.files[file].size_bytes for file in record.weights)
     free = min(torch.cuda.mem_get_info(device)[0] for device in devices) - weight_bytes

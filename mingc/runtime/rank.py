@@ -23,7 +23,7 @@ from mingc.artifacts.manifest import read_manifest
 from mingc.runtime import distributed
 from mingc.runtime.stages import load_stage
 from mingc.runtime.step_wire import receive_step
-from mingc.runtime.thinker import PrefillStep, ThinkerWorker
+from mingc.runtime.thinker import PrefillStep, make_worker
 
 LOADED, READY = b"L", b"R"
 # Ranks get a step at the same moment, so none waits long for another; one that hangs must not hang the server.
@@ -44,7 +44,6 @@ class RankJob:
     rank: int
     world_size: int
     device: str
-    page_size: int
     num_pages: int
     num_threads: int
     port: int
@@ -64,8 +63,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     with socket.socket(fileno=job.steps) as sock:
         root = Path(job.bundle)
-        stage = load_stage(Bundle(root, read_manifest(root)), "thinker", device, rank=job.rank)
-        worker = ThinkerWorker(stage, page_size=job.page_size, num_pages=job.num_pages, device=device)
+        manifest = read_manifest(root)
+        stage = load_stage(Bundle(root, manifest), "thinker", device, rank=job.rank)
         sock.sendall(LOADED)
         distributed.init(
             rank=job.rank,
@@ -74,6 +73,7 @@ def main() -> None:
             device=job.device,
             timeout_s=COLLECTIVE_TIMEOUT_S,
         )
+        worker = make_worker(stage, manifest, num_pages=job.num_pages, device=device)
         sock.sendall(READY)
         while (step := receive_step(sock)) is not None:
             if isinstance(step, PrefillStep):

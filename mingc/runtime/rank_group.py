@@ -20,6 +20,7 @@ from mingc.artifacts.codec import encode
 from mingc.errors import WorkerError
 from mingc.runtime import distributed
 from mingc.runtime.rank import COLLECTIVE_TIMEOUT_S, LOADED, READY, RankJob
+from mingc.runtime.stages import LoadedStage
 from mingc.runtime.step_wire import Step, send_step
 from mingc.runtime.thinker import DecodeStep, PrefillStep, ThinkerWorker
 
@@ -38,7 +39,8 @@ class RankGroup:
 
     Args:
         devices: one a rank; the first one is this process's.
-        load: makes this process's worker while the children load theirs.
+        load: loads this process's stage while the children load theirs.
+        start: makes this process's worker of it, once the ranks have met.
         on_death: called once, on any thread, when a child has ended unasked or a step has failed.
     """
 
@@ -46,9 +48,9 @@ class RankGroup:
         self,
         bundle: Path,
         devices: list[torch.device],
-        load: Callable[[], ThinkerWorker],
+        load: Callable[[], LoadedStage],
+        start: Callable[[LoadedStage], ThinkerWorker],
         *,
-        page_size: int,
         num_pages: int,
         on_death: Callable[[WorkerError], None],
     ) -> None:
@@ -69,7 +71,6 @@ class RankGroup:
                         rank=rank,
                         world_size=len(devices),
                         device=str(devices[rank]),
-                        page_size=page_size,
                         num_pages=num_pages,
                         num_threads=max(1, torch.get_num_threads() // len(devices)),
                         port=self._store.port,
@@ -77,7 +78,7 @@ class RankGroup:
                         lifeline=self._lifeline_read,
                     )
                 )
-            self._worker = load()
+            stage = load()
             self._await(LOADED)
             distributed.init(
                 rank=0,
@@ -86,6 +87,7 @@ class RankGroup:
                 device=str(devices[0]),
                 timeout_s=COLLECTIVE_TIMEOUT_S,
             )
+            self._worker = start(stage)
             self._await(READY)
         except BaseException:
             self.close()

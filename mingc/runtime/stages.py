@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from mingc.artifacts.bundle import Bundle
 from mingc.artifacts.manifest import EngineRecord, GraphRecord, StageRecord
-from mingc.artifacts.spec import GraphSpec, TensorSpec
+from mingc.artifacts.spec import GraphSpec, TensorSpec, join_path
 from mingc.errors import BundleError
 from mingc.runtime.engines import load_engine
 from mingc.runtime.engines.base import Engine, Graph
@@ -19,17 +19,33 @@ from mingc.runtime.engines.base import Engine, Graph
 
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
-    """The graphs of one stage; all of them share one set of weights."""
+    """The graphs of one stage; all of them share one set of weights, a graph with instances by instance.
+
+    `weights` by the names that they have in the stage; of use for graphs with several instances only.
+    """
 
     name: str
     graphs: Mapping[str, Graph]
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def __getitem__(self, graph: str) -> Graph:
         return self.graphs[graph]
 
+    def instances(self, graph: str) -> dict[str, Graph]:
+        """The graph with the weights of each of its instances, in order."""
+        return {
+            instance: self.graphs[graph].with_weights(_within(self.weights, instance))
+            for instance in self.graphs[graph].spec.instances
+        }
+
     def state_specs(self) -> dict[str, TensorSpec]:
         """Every state tensor of the stage by name; graphs that share a name share the tensor."""
-        return {tensor.name: tensor for graph in self.graphs.values() for tensor in graph.spec.state}
+        return {
+            join_path(instance, tensor.name): tensor
+            for graph in self.graphs.values()
+            for instance in graph.spec.instances
+            for tensor in graph.spec.state
+        }
 
     def allocate_state(self, dims: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:
         """Zeroed state tensors with `dims` for their named dims (`KV` rows, `S` slots)."""
@@ -57,7 +73,7 @@ def load_stage(bundle: Bundle, name: str, device: torch.device, *, rank: int = 0
     files: dict[str, Engine] = {}
     for graph_name, graph in record.graphs.items():
         graphs[graph_name] = _load_graph(bundle, name, graph, weights, device, files)
-    return LoadedStage(name, graphs)
+    return LoadedStage(name, graphs, weights)
 
 
 def load_graph(
@@ -99,16 +115,27 @@ def _load_graph(
         engine = files.get(record.file)
         if engine is None:
             engine = files[record.file] = load_engine(record.backend, bundle.path(record.file), device)
-            absent = [name for name in engine.constants() if name not in weights]
+            absent = [
+                path
+                for instance in graph.spec.instances
+                for name in engine.constants()
+                if (path := join_path(instance, name)) not in weights
+            ]
             if absent:
                 raise BundleError(
                     f"engine needs weights that the bundle has not: {', '.join(absent[:5])}",
                     where=f"{stage}.{graph.spec.name}: {record.file}",
                     fix="export again",
                 )
-            engine.bind(weights)
+            engine.bind(_within(weights, graph.spec.instances[0]))
         engines[_engine_key(graph.spec, record)] = engine
     return Graph(graph.spec, engines)
+
+
+def _within(weights: Mapping[str, torch.Tensor], instance: str) -> Mapping[str, torch.Tensor]:
+    """The weights of an instance by the names that its engine knows them by."""
+    start = join_path(instance, "")
+    return {name[len(start) :]: value for name, value in weights.items() if name.startswith(start)}
 
 
 def _read_weights(

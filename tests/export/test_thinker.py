@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from thinker_session import Prompt, Session, golden_prompt
+from thinker_session import EagerStage, Prompt, Session, eager_stage, golden_prompt
 from torch import Tensor
 
 from mingc.errors import CheckpointError
@@ -35,8 +35,13 @@ def golden() -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def session(module: Decoder, config: ThinkerConfig) -> Session:
-    return Session(config.decoder, module.prefill, module.decode)
+def stage(module: Decoder, config: ThinkerConfig) -> EagerStage:
+    return eager_stage(module, STAGE.graphs(config, Shard(), StageOptions()))
+
+
+@pytest.fixture
+def session(stage: EagerStage, config: ThinkerConfig) -> Session:
+    return Session(stage, config.decoder.vocab_size)
 
 
 def close(got: Tensor, expected: Tensor) -> None:
@@ -53,32 +58,21 @@ def by_expert(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_prefill_layers_routes_and_logits(
-    case: str, module: Decoder, session: Session, golden: dict[str, Tensor]
+    case: str, stage: EagerStage, session: Session, golden: dict[str, Tensor]
 ) -> None:
-    inputs: list[Tensor] = []
-    outputs: list[Tensor] = []
-    routes: list[tuple[Tensor, Tensor]] = []
-    hooks = [module.layers[0].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))]
-    for layer in module.layers:
-        hooks.append(layer.register_forward_hook(lambda _, args, out: outputs.append(out)))
-        feed_forward = layer.feed_forward
-        if isinstance(feed_forward, MoeFeedForward):
-            hooks.append(feed_forward.router.register_forward_hook(lambda _, args, out: routes.append(out)))
-    try:
-        logits = session.prefill(golden_prompt(golden, case), chunk=1 << 20)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    assert torch.equal(inputs[0], golden[f"{case}.inputs_embeds"][0])
-    close(torch.stack(outputs), golden[f"{case}.layer_out"][:, 0])
-    ids, weights = by_expert(
-        torch.stack([each[0] for each in routes]), torch.stack([each[1] for each in routes])
-    )
+    logits = session.prefill(golden_prompt(golden, case), chunk=1 << 20)
+    attention = stage["prefill_attention"].spec.instances
+    streams = [stage.engines["prefill_attention", name].outputs[0] for name in attention]
+    last = stage.engines["prefill_experts", attention[-1].replace("attention", "feed_forward")].outputs
+    assert torch.equal(streams[0], golden[f"{case}.inputs_embeds"][0])
+    close(torch.stack([*streams[1:], last[0] + last[1]]), golden[f"{case}.layer_out"][:, 0])
+    ids, weights = (torch.stack([each[index] for each in session.layers.routes]) for index in (0, 1))
+    found = by_expert(ids, weights)
     expected = by_expert(golden[f"{case}.moe_topk_ids"][:, 0], golden[f"{case}.moe_topk_weights"][:, 0])
-    assert torch.equal(ids, expected[0])
-    torch.testing.assert_close(weights, expected[1], rtol=0, atol=1e-5)
-    last = golden["text.logits"][:, -1] if case == "text" else golden[f"{case}.logits_last"]
-    close(logits, last)
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=1e-5)
+    recorded = golden["text.logits"][:, -1] if case == "text" else golden[f"{case}.logits_last"]
+    close(logits, recorded)
 
 
 @pytest.mark.parametrize("gate", ["gate", "image_gate", "audio_gate"])
@@ -105,22 +99,22 @@ def test_every_gate_chooses_as_recorded(
 @pytest.mark.parametrize(
     ("case", "layer", "kind", "name"),
     [
-        ("image", 0, 0, "image.kv.layer0_keys_rotated"),
-        ("text", 1, 0, "text.kv.layer1_keys_rotated"),
-        ("text", 1, 1, "text.kv.layer1_values"),
+        ("image", 0, "k", "image.kv.layer0_keys_rotated"),
+        ("text", 1, "k", "text.kv.layer1_keys_rotated"),
+        ("text", 1, "v", "text.kv.layer1_values"),
     ],
 )
 def test_pool_holds_rotated_keys_and_values(
-    case: str, layer: int, kind: int, name: str, session: Session, golden: dict[str, Tensor]
+    case: str, layer: int, kind: str, name: str, session: Session, golden: dict[str, Tensor]
 ) -> None:
     prompt = golden_prompt(golden, case)
     session.prefill(prompt, chunk=1 << 20)
-    kept = session.pools[2 * layer + kind][prompt.rows[: prompt.length]]
+    kept = session.state[f"layers.{layer}.attention.{kind}_pages"][prompt.rows[: prompt.length]]
     close(kept.transpose(0, 1), golden[name][0])
 
 
 def test_rotary_tables(module: Decoder, golden: dict[str, Tensor]) -> None:
-    cos, sin = mrope_cos_sin(torch.arange(4).expand(3, -1), module.inv_freq, module.position_rows)
+    cos, sin = mrope_cos_sin(torch.arange(4).expand(3, -1), module.embed.inv_freq, module.embed.position_rows)
     torch.testing.assert_close(cos.repeat(1, 2), golden["text.rope_cos"], rtol=0, atol=1e-6)
     torch.testing.assert_close(sin.repeat(1, 2), golden["text.rope_sin"], rtol=0, atol=1e-6)
 
@@ -195,12 +189,20 @@ def test_bfloat16_recipe_stays_close(
     for plan in STAGE.graphs(config, Shard(), StageOptions(dtype=torch.bfloat16)):
         example = plan.example(plan.check_dims, torch.Generator().manual_seed(2))
         check_example(plan.spec, example, plan.check_dims, STAGE.name)
-        wide = [value.float() if value.is_floating_point() else value.clone() for value in example.values()]
-        got = getattr(narrow, plan.method)(*example.values())[0]
-        expected = getattr(module, plan.method)(*wide)[0]
-        assert got.dtype == torch.float32
-        # One flipped expert moves the tiny model a lot: this finds a wrong cast, not a lost digit.
-        assert torch.cosine_similarity(got.flatten(), expected.flatten(), dim=0) > 0.9
+        wide = {
+            name: value.float() if value.is_floating_point() else value for name, value in example.items()
+        }
+        names = [each.name for each in (*plan.spec.inputs, *plan.spec.state)]
+        for instance in plan.spec.instances:
+            run = getattr(narrow.get_submodule(instance), plan.method)
+            reference = getattr(module.get_submodule(instance), plan.method)
+            outputs = run(*[example[name].clone() for name in names])
+            expected = reference(*[wide[name].clone() for name in names])
+            for spec, got, value in zip(plan.spec.outputs, outputs, expected, strict=True):
+                assert str(got.dtype) == f"torch.{spec.dtype}", f"{plan.spec.name}: {spec.name}"
+                # One flipped expert moves the tiny model a lot: this finds a wrong cast, not a lost digit.
+                cosine = torch.cosine_similarity(got.float().flatten(), value.float().flatten(), dim=0)
+                assert cosine > 0.9 or value.count_nonzero() == 0, f"{instance}: {spec.name}"
 
 
 def test_parameters(config: ThinkerConfig) -> None:
@@ -254,4 +256,6 @@ def test_examples_suit_every_bucket(config: ThinkerConfig) -> None:
             for size in dim.buckets:
                 sizes = {**plan.trace_dims, dim.name: size}
                 example = plan.example(sizes, torch.Generator().manual_seed(0))
-                assert 0 < example["page_table"].max() < sizes["KV"] // PAGE_SIZE
+                check_example(plan.spec, example, sizes, STAGE.name)
+                if "page_table" in example:
+                    assert 0 < example["page_table"].max() < sizes["KV"] // PAGE_SIZE

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import threading
-from dataclasses import replace
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from compiled_graph import relative_error
-from safetensors.torch import load_file, save_file
+from thinker_session import compiled_stage, eager_stage
 from torch import Tensor, nn
 
 from mingc.errors import ConfigError
 from mingc.export.backends.aoti import compile_graph
 from mingc.export.capture import capture
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.layers import decoder as decoder_file
 from mingc.export.layers.decoder import DecoderConfig
-from mingc.export.stages.base import GraphPlan, Shard, StageOptions
+from mingc.export.stages.base import Shard, StageOptions
 from mingc.export.stages.thinker import STAGE, ThinkerConfig
-from mingc.export.tensor_parallel import stand_in_group
 from mingc.export.weights import float32_module, load_module, write_weights
-from mingc.runtime import distributed
+from mingc.runtime.engines.aoti import load
+from mingc.runtime.stages import LoadedStage
+from mingc.runtime.thinker_layers import ThinkerLayers
 
 DATA = Path(__file__).parents[1] / "data"
 CPU = torch.device("cpu")
@@ -37,6 +35,7 @@ class Lockstep:
     """Collectives between threads of this process, each thread a rank."""
 
     def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
         self._barrier = threading.Barrier(world_size, timeout=60)
         self._parts: dict[int, Tensor] = {}
         self._rank = threading.local()
@@ -51,10 +50,10 @@ class Lockstep:
         self._barrier.wait()
         return parts
 
-    def all_reduce(self, x: Tensor, world_size: int) -> Tensor:
-        return torch.stack(self.gather(x)).sum(0)
+    def reduce_(self, x: Tensor) -> None:
+        x.copy_(torch.stack(self.gather(x.clone())).sum(0))
 
-    def all_gather_last(self, x: Tensor, world_size: int) -> Tensor:
+    def gather_last(self, x: Tensor) -> Tensor:
         return torch.cat(self.gather(x), dim=-1)
 
 
@@ -83,82 +82,84 @@ def random_tensors(config: ThinkerConfig) -> dict[str, Tensor]:
     return tensors
 
 
-def share_state(
-    config: DecoderConfig, example: dict[str, Tensor], rank: int, world_size: int
-) -> dict[str, Tensor]:
-    """The rank's inputs: its KV heads of the whole pools."""
-    _, count = config.local_heads(world_size)
-    first = rank * config.num_kv_heads // world_size
-    return {
-        name: value[:, first : first + count].clone() if "pages" in name else value.clone()
-        for name, value in example.items()
+@dataclass(frozen=True)
+class Step:
+    """A step of the whole model: its inputs, and the pages of all KV heads before it."""
+
+    kind: str  # prefill or decode
+    inputs: dict[str, Tensor]
+    pages: dict[str, Tensor]
+
+    def share(self, config: DecoderConfig, rank: int, world_size: int) -> dict[str, Tensor]:
+        """The rank's KV heads of the pages."""
+        _, count = config.local_heads(world_size)
+        first = rank * config.num_kv_heads // world_size
+        return {name: value[:, first : first + count].clone() for name, value in self.pages.items()}
+
+
+def make_step(config: ThinkerConfig, kind: str) -> Step:
+    plans = {plan.spec.name: plan for plan in STAGE.graphs(config, Shard(), StageOptions())}
+    attention, embed = plans[f"{kind}_attention"], plans["embed"]
+    generator = torch.Generator().manual_seed(5)
+    place = attention.example(attention.check_dims, generator)
+    tokens = {"N": len(place["residual"])}
+    inputs = {**place, **embed.example(tokens, generator)}
+    if kind == "decode":
+        inputs["embed_kind"].zero_()
+    pages = {
+        f"{instance}.{each.name}": torch.randn(place[each.name].shape, generator=generator)
+        for instance in attention.spec.instances
+        for each in attention.spec.state
     }
+    return Step(kind, inputs, pages)
 
 
-def plan_of(config: ThinkerConfig, shard: Shard, name: str) -> GraphPlan:
-    plans = {plan.spec.name: plan for plan in STAGE.graphs(config, shard, StageOptions())}
-    return plans[name]
+def run_step(stage: LoadedStage, config: ThinkerConfig, step: Step, group: Lockstep, rank: int) -> Tensor:
+    """The logits of one rank."""
+    group.enter(rank)
+    layers = ThinkerLayers(
+        stage,
+        step.share(config.decoder, rank, group.world_size),
+        vocab_size=config.decoder.vocab_size,
+        reduce_=group.reduce_,
+        gather=group.gather_last,
+    )
+    return getattr(layers, step.kind)(step.inputs)
 
 
-def run_ranks(
-    config: ThinkerConfig,
-    tensors: dict[str, Tensor],
-    world_size: int,
-    graph: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> list[Tensor]:
+def run_ranks(stages: Sequence[LoadedStage], config: ThinkerConfig, step: Step) -> list[Tensor]:
     """The logits of every rank, ranks being threads."""
-    group = Lockstep(world_size)
-    whole = plan_of(config, Shard(), graph)
-    example = whole.example(whole.check_dims, torch.Generator().manual_seed(5))
-    logits: dict[int, Tensor] = {}
-
-    def work(rank: int) -> None:
-        group.enter(rank)
-        module = make_module(config, Shard(rank=rank, world_size=world_size), tensors)
-        with torch.no_grad():
-            outputs = getattr(module, whole.method)(
-                *share_state(config.decoder, example, rank, world_size).values()
-            )
-        logits[rank] = outputs[0]
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
-    with monkeypatch.context() as patched:
-        patched.setattr(decoder_file, "all_reduce", group.all_reduce)
-        patched.setattr(decoder_file, "all_gather_last", group.all_gather_last)
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    return [logits[rank] for rank in range(world_size)]
+    group = Lockstep(len(stages))
+    with ThreadPoolExecutor(len(stages)) as pool:
+        ranks = [pool.submit(run_step, stage, config, step, group, rank) for rank, stage in enumerate(stages)]
+        return [rank.result(timeout=120) for rank in ranks]
 
 
-def run_whole(config: ThinkerConfig, tensors: dict[str, Tensor], graph: str) -> Tensor:
-    plan = plan_of(config, Shard(), graph)
-    example = plan.example(plan.check_dims, torch.Generator().manual_seed(5))
-    with torch.no_grad():
-        outputs: tuple[Tensor, ...] = getattr(make_module(config, Shard(), tensors), plan.method)(
-            *example.values()
-        )
-    return outputs[0]
+def eager_ranks(config: ThinkerConfig, tensors: dict[str, Tensor], world_size: int) -> list[LoadedStage]:
+    shards = [Shard(rank=rank, world_size=world_size) for rank in range(world_size)]
+    return [
+        eager_stage(make_module(config, shard, tensors), STAGE.graphs(config, shard, StageOptions()))
+        for shard in shards
+    ]
 
 
-@pytest.mark.parametrize("graph", ["prefill", "decode"])
+def check_ranks(config: ThinkerConfig, tensors: dict[str, Tensor], world_size: int, kind: str) -> None:
+    step = make_step(config, kind)
+    (expected,) = run_ranks(eager_ranks(config, tensors, 1), config, step)
+    for logits in run_ranks(eager_ranks(config, tensors, world_size), config, step):
+        assert relative_error(logits, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_ranks_agree_with_one(
-    world_size: int,
-    graph: str,
-    checkpoint: Checkpoint,
-    config: ThinkerConfig,
-    monkeypatch: pytest.MonkeyPatch,
+    world_size: int, kind: str, checkpoint: Checkpoint, config: ThinkerConfig
 ) -> None:
     """4 query heads and 2 KV heads: at 4 ranks KV heads are kept twice, at 8 every head is."""
     tensors = {
         name: checkpoint.main.read(name) for name in checkpoint.main.tensors if name.startswith("model.")
     }
-    expected = run_whole(config, tensors, graph)
-    for logits in run_ranks(config, tensors, world_size, graph, monkeypatch):
-        assert relative_error(logits, expected) < TOLERANCE
+    check_ranks(config, tensors, world_size, kind)
 
 
 CHANGES: dict[str, dict[str, int]] = {
@@ -182,19 +183,17 @@ CHANGES: dict[str, dict[str, int]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_other_geometries(change: str, config: ThinkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_geometries(change: str, config: ThinkerConfig) -> None:
     other = replace(config, decoder=replace(config.decoder, **{"num_layers": 2, **CHANGES[change]}))
     tensors = random_tensors(other)
-    for graph in ("prefill", "decode"):
-        expected = run_whole(other, tensors, graph)
-        for logits in run_ranks(other, tensors, 4, graph, monkeypatch):
-            assert relative_error(logits, expected) < TOLERANCE
+    for kind in ("prefill", "decode"):
+        check_ranks(other, tensors, 4, kind)
 
 
 def test_tied_head_reads_the_embedding(config: ThinkerConfig) -> None:
     tied = replace(config, is_tied=True)
     module = make_module(tied, Shard(), random_tensors(tied)).state_dict()
-    assert torch.equal(module["lm_head"], module["word_embeddings"])
+    assert torch.equal(module["head.lm_head"], module["embed.word_embeddings"])
 
 
 def test_heads_that_cannot_be_shared(config: ThinkerConfig) -> None:
@@ -218,65 +217,32 @@ def test_ranks_have_one_layout(config: ThinkerConfig) -> None:
     assert all(layout == layouts[0] for layout in layouts)
 
 
-def test_compiled_ranks_in_processes(checkpoint: Checkpoint, config: ThinkerConfig, tmp_path: Path) -> None:
-    """One engine a graph, two processes over gloo, each with its own weights; neither loads the compiler."""
+def test_compiled_ranks(checkpoint: Checkpoint, config: ThinkerConfig, tmp_path: Path) -> None:
+    """One engine a graph serves both ranks, each with its own weights."""
     small = replace(config, decoder=replace(config.decoder, num_layers=2))
-    world_size = 2
-    weights: list[Path] = []
-    for rank in range(world_size):
-        weights.append(tmp_path / f"weights-{rank}.safetensors")
-        shard = Shard(rank=rank, world_size=world_size)
-        write_weights(checkpoint, STAGE, small, shard, torch.float32, weights[-1])
-    module = load_module(STAGE, small, Shard(world_size=world_size), weights[0])
-    reference = float32_module(STAGE, small, checkpoint)
-    jobs: list[list[dict[str, object]]] = [[] for _ in range(world_size)]
-    expected: dict[str, Tensor] = {}
-    for plan in STAGE.graphs(small, Shard(world_size=world_size), StageOptions()):
-        name = plan.spec.name
-        engine = tmp_path / f"{name}.pt2"
-        with stand_in_group(world_size):
-            program = capture(plan, module, stage="thinker", fixed=None, device=CPU)
-            compile_graph(program, engine, device="cpu", cache=None, where=name)
-        whole = plan_of(small, Shard(), name)
-        example = whole.example(whole.check_dims, torch.Generator().manual_seed(3))
-        for rank, job in enumerate(jobs):
-            inputs = tmp_path / f"{name}-{rank}.in.safetensors"
-            save_file(share_state(small.decoder, example, rank, world_size), inputs)
-            names = [spec.name for spec in (*plan.spec.inputs, *plan.spec.state)]
-            outputs = tmp_path / f"{name}-{rank}.out.safetensors"
-            job.append(
-                {"engine": str(engine), "inputs": str(inputs), "outputs": str(outputs), "names": names}
-            )
-        with torch.no_grad():
-            expected[name] = getattr(reference, whole.method)(*example.values())[0]
-    run_processes(jobs, weights)
-    for name, logits in expected.items():
-        for rank in range(world_size):
-            got = load_file(tmp_path / f"{name}-{rank}.out.safetensors")["logits"]
-            assert relative_error(got, logits) < TOLERANCE, f"{name}, rank {rank}"
-
-
-def run_processes(jobs: list[list[dict[str, object]]], weights: list[Path]) -> None:
-    """One process a rank; raises with the words of the first that fails."""
-    store = distributed.host_store(timeout_s=60)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    children = []
-    for rank, graphs in enumerate(jobs):
-        job = {
-            "rank": rank,
-            "world_size": len(jobs),
-            "port": store.port,
-            "weights": str(weights[rank]),
-            "graphs": graphs,
-        }
-        script = Path(__file__).with_name("thinker_rank.py")
-        command = [sys.executable, str(script), json.dumps(job)]
-        children.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment))
-    try:
-        for child in children:
-            _, words = child.communicate(timeout=240)
-            assert child.returncode == 0, words
-    finally:
-        for child in children:
-            child.kill()
-            child.communicate()
+    shards = [Shard(rank=rank, world_size=2) for rank in range(2)]
+    modules = []
+    for shard in shards:
+        file = tmp_path / f"weights-{shard.rank}.safetensors"
+        write_weights(checkpoint, STAGE, small, shard, torch.float32, file)
+        modules.append(load_module(STAGE, small, shard, file))
+    plans = STAGE.graphs(small, shards[0], StageOptions())
+    files = {plan.spec.name: tmp_path / f"{plan.spec.name}.pt2" for plan in plans}
+    for plan in plans:
+        part = modules[0].get_submodule(plan.spec.instances[0])
+        program = capture(plan, part, stage="thinker", fixed=None, device=CPU)
+        compile_graph(program, files[plan.spec.name], device="cpu", cache=None, where=plan.spec.name)
+    stages = [
+        compiled_stage(
+            [plan.spec for plan in plans], {name: load(path, CPU) for name, path in files.items()}, module
+        )
+        for module in modules
+    ]
+    whole = eager_stage(
+        float32_module(STAGE, small, checkpoint), STAGE.graphs(small, Shard(), StageOptions())
+    )
+    for kind in ("prefill", "decode"):
+        step = make_step(small, kind)
+        (expected,) = run_ranks([whole], small, step)
+        for logits in run_ranks(stages, small, step):
+            assert relative_error(logits, expected) < TOLERANCE, kind

@@ -1,16 +1,75 @@
-"""Runs prompts through the thinker's two graphs the way a server does: pages, chunks, padding, a decode batch."""
+"""Runs prompts through the thinker's graphs the way a server does: pages, chunks, padding, a decode batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mingc.export.layers.decoder import PAGE_SIZE, DecoderConfig
+from mingc.artifacts.spec import GraphSpec
+from mingc.export.layers.decoder import PAGE_SIZE
+from mingc.export.stages.base import GraphPlan
+from mingc.runtime.engines.base import Engine, Graph
+from mingc.runtime.stages import LoadedStage
+from mingc.runtime.thinker_layers import ThinkerLayers
 
-Graph = Callable[..., Sequence[Tensor]]
+
+class EagerEngine(Engine):
+    """A method of a module, in the place of what is compiled from it. Remembers its last run."""
+
+    def __init__(self, method: Callable[..., Sequence[Tensor]]) -> None:
+        self._method = method
+        self.inputs: Sequence[Tensor] = ()
+        self.outputs: Sequence[Tensor] = ()
+
+    def constants(self) -> Sequence[str]:
+        return ()
+
+    def bind(self, weights: Mapping[str, Tensor]) -> None:
+        raise NotImplementedError
+
+    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        self.inputs = tensors
+        with torch.no_grad():
+            self.outputs = self._method(*tensors)
+        return list(self.outputs)
+
+
+@dataclass(frozen=True)
+class EagerStage(LoadedStage):
+    """A stage whose instances are modules; `engines` by graph and instance."""
+
+    engines: dict[tuple[str, str], EagerEngine] = field(default_factory=dict)
+
+    def instances(self, graph: str) -> dict[str, Graph]:
+        spec = self.graphs[graph].spec
+        return {name: Graph(spec, {None: self.engines[graph, name]}) for name in spec.instances}
+
+
+def eager_stage(module: nn.Module, plans: Sequence[GraphPlan]) -> EagerStage:
+    """The graphs of `plans` over `module`."""
+    engines = {
+        (plan.spec.name, instance): EagerEngine(getattr(module.get_submodule(instance), plan.method))
+        for plan in plans
+        for instance in plan.spec.instances
+    }
+    graphs = {plan.spec.name: Graph(plan.spec, {}) for plan in plans}
+    return EagerStage("thinker", graphs, engines=engines)
+
+
+def compiled_stage(
+    specs: Sequence[GraphSpec], engines: Mapping[str, Engine], module: nn.Module
+) -> LoadedStage:
+    """The graphs of `specs` over compiled `engines` with the weights of `module`."""
+    graphs = {spec.name: Graph(spec, {None: engines[spec.name]}) for spec in specs}
+    return LoadedStage("thinker", graphs, module.state_dict())
+
+
+def alone(x: Tensor) -> Tensor:
+    """What one rank gathers, or sums up."""
+    return x
 
 
 @dataclass(kw_only=True)
@@ -52,21 +111,11 @@ def golden_prompt(golden: dict[str, Tensor], case: str) -> Prompt:
 
 
 class Session:
-    """A pool of pages and the two graphs over it."""
+    """A pool of pages and a stage over it."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        prefill: Graph,
-        decode: Graph,
-        *,
-        kv_heads: int | None = None,
-        pages: int = 64,
-    ) -> None:
-        shape = (pages * PAGE_SIZE, kv_heads or config.num_kv_heads, config.head_dim)
-        self.pools = [torch.zeros(shape) for _ in range(2 * config.num_layers)]
-        self._prefill = prefill
-        self._decode = decode
+    def __init__(self, stage: LoadedStage, vocab_size: int, *, pages: int = 64) -> None:
+        self.state = stage.allocate_state({"KV": pages * PAGE_SIZE}, torch.device("cpu"))
+        self.layers = ThinkerLayers(stage, self.state, vocab_size=vocab_size, reduce_=alone, gather=alone)
         order = 1 + torch.randperm(pages - 1, generator=torch.Generator().manual_seed(7))
         self._free: list[int] = order.tolist()
 
@@ -82,16 +131,17 @@ class Session:
             def pad(values: Tensor) -> Tensor:
                 return torch.nn.functional.pad(values, (0, padding))
 
-            logits = self._prefill(
-                pad(prompt.input_ids[index]),
-                torch.nn.functional.pad(prompt.embeds[index], (0, 0, 0, padding)),
-                pad(prompt.embed_kind[index]),
-                pad(prompt.positions[:, index]),
-                prompt.pages[: -(-end // PAGE_SIZE)],
-                torch.tensor([start]),
-                torch.tensor([end - start - 1]),
-                *self.pools,
-            )[0]
+            logits = self.layers.prefill(
+                {
+                    "input_ids": pad(prompt.input_ids[index]),
+                    "embeds": torch.nn.functional.pad(prompt.embeds[index], (0, 0, 0, padding)),
+                    "embed_kind": pad(prompt.embed_kind[index]),
+                    "positions": pad(prompt.positions[:, index]),
+                    "page_table": prompt.pages[: -(-end // PAGE_SIZE)],
+                    "start": torch.tensor([start]),
+                    "last": torch.tensor([end - start - 1]),
+                }
+            )
         prompt.length = total
         return logits
 
@@ -105,13 +155,17 @@ class Session:
             count = min(width, len(prompt.pages))
             row[:count] = prompt.pages[:count]
         blank = [0] * padding
-        logits = self._decode(
-            torch.tensor([*tokens, *blank]),
-            torch.tensor([*(prompt.length - 1 + prompt.delta for prompt in prompts), *blank]),
-            torch.tensor([*(prompt.length for prompt in prompts), *blank]),
-            table,
-            *self.pools,
-        )[0]
+        positions = torch.tensor([*(prompt.length - 1 + prompt.delta for prompt in prompts), *blank])
+        logits = self.layers.decode(
+            {
+                "input_ids": torch.tensor([*tokens, *blank]),
+                "embeds": torch.zeros(len(table), prompts[0].embeds.shape[1]),
+                "embed_kind": torch.zeros(len(table), dtype=torch.int64),
+                "positions": positions.expand(3, -1).contiguous(),
+                "lengths": torch.tensor([*(prompt.length for prompt in prompts), *blank]),
+                "page_table": table,
+            }
+        )
         return logits[: len(prompts)]
 
     def greedy(

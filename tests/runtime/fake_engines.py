@@ -38,7 +38,7 @@ class FunctionEngine(Engine):
         return ()
 
     def bind(self, weights: Mapping[str, Tensor]) -> None:
-        raise NotImplementedError
+        assert not weights
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(self._function(**dict(zip(self._names, tensors, strict=True))))
@@ -52,6 +52,7 @@ def make_graph(
     outputs: Sequence[str],
     state: dict[str, tuple[int | str, ...]],
     dims: dict[str, tuple[int, ...]],
+    instances: tuple[str, ...] = ("",),
 ) -> Graph:
     spec = GraphSpec(
         name=name,
@@ -64,6 +65,7 @@ def make_graph(
             Dim(name=key, minimum=1, maximum=max(buckets, default=1 << 20), buckets=buckets)
             for key, buckets in dims.items()
         ),
+        instances=instances,
     )
     names = [*inputs, *(key.replace(".", "_") for key in state)]
 
@@ -90,88 +92,147 @@ def _scores(values: Tensor, width: int) -> Tensor:
 
 
 def make_thinker_stage(*, fail_on: int | None = None, nan_on: int | None = None) -> LoadedStage:
-    """A thinker whose logits depend on ids, positions and embeddings of the visible rows in order.
+    """A thinker of one layer whose logits depend on ids, positions and embeddings of the visible rows in order.
 
-    `fail_on`: an input id that makes the engine raise; `nan_on`: one that makes its request's logits NaN.
+    `fail_on`: an input id that makes prefill raise; `nan_on`: one that makes its request's logits NaN.
+    The stream holds a token's value, its positions, and what its request's visible rows sum up to.
     """
-    state: dict[str, tuple[int | str, ...]] = {"k_pages.0": ("KV", 1, 2)}
 
-    def logits_of(rows: Tensor) -> Tensor:
+    def sum_of(rows: Tensor) -> float:
         if nan_on is not None and (rows[:, 0] == nan_on).any():
-            return torch.full((VOCAB,), float("nan"))
-        return _scores((rows * torch.tensor([1.0, 7.0])).sum(1), VOCAB)
+            return float("nan")
+        values = (rows * torch.tensor([1.0, 7.0])).sum(1).double()
+        return float((values * torch.arange(1, len(values) + 1)).sum() % 1009)
 
     def rows_of(pages: Tensor) -> Tensor:
         return (pages.long()[:, None] * PAGE + torch.arange(PAGE)).flatten()
 
+    def embed(input_ids: Tensor, embeds: Tensor, embed_kind: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        values = torch.where(embed_kind > 0, (embeds.sum(1) * 64).round() + 1000 * embed_kind, input_ids)
+        stream = torch.zeros(len(input_ids), HIDDEN)
+        stream[:, 0], stream[:, 1] = values, positions.sum(0)
+        return stream, torch.zeros_like(stream), stream[:, :1], stream[:, :1]
+
     def prefill(
-        input_ids: Tensor,
-        embeds: Tensor,
-        embed_kind: Tensor,
-        positions: Tensor,
+        residual: Tensor,
+        delta: Tensor,
+        cos: Tensor,
+        sin: Tensor,
         page_table: Tensor,
         start: Tensor,
         last: Tensor,
-        k_pages_0: Tensor,
+        k_pages: Tensor,
     ) -> tuple[Tensor, ...]:
-        if fail_on is not None and (input_ids == fail_on).any():
+        stream = residual + delta
+        if fail_on is not None and (stream[:, 0] == fail_on).any():
             raise RuntimeError("engine failure")
-        values = torch.where(embed_kind > 0, (embeds.sum(1) * 64).round() + 1000 * embed_kind, input_ids)
         first, count = int(start), int(last) + 1
         rows = rows_of(page_table)[: first + count]
-        k_pages_0[rows[first:], 0, 0] = values[:count].float()
-        k_pages_0[rows[first:], 0, 1] = positions[:, :count].sum(0).float()
-        return (logits_of(k_pages_0[rows, 0])[None],)
+        k_pages[rows[first:], 0] = stream[:count, :2]
+        partial = torch.zeros_like(stream)
+        partial[count - 1, 2] = sum_of(k_pages[rows, 0])
+        return stream, partial
 
     def decode(
-        input_ids: Tensor,
-        positions: Tensor,
-        lengths: Tensor,
+        residual: Tensor,
+        delta: Tensor,
+        cos: Tensor,
+        sin: Tensor,
         page_table: Tensor,
-        k_pages_0: Tensor,
+        lengths: Tensor,
+        k_pages: Tensor,
     ) -> tuple[Tensor, ...]:
+        stream = residual + delta
         contexts = [rows_of(each)[:count] for each, count in zip(page_table, lengths, strict=True)]
-        last = torch.stack([rows[-1] for rows in contexts])
-        k_pages_0[last, 0, 0] = input_ids.float()
-        k_pages_0[last, 0, 1] = 3 * positions.float()
-        return (torch.stack([logits_of(k_pages_0[rows, 0]) for rows in contexts]),)
+        k_pages[torch.stack([rows[-1] for rows in contexts]), 0] = stream[:, :2]
+        partial = torch.zeros_like(stream)
+        partial[:, 2] = torch.tensor([sum_of(k_pages[rows, 0]) for rows in contexts])
+        return stream, partial
 
-    ids: tuple[DType, tuple[int | str, ...]] = ("int64", ("T",))
-    each: tuple[DType, tuple[int | str, ...]] = ("int64", ("B",))
-    tables = (4, 8, 16, 32, CONTEXT // PAGE)
-    return LoadedStage(
-        "thinker",
-        {
-            "prefill": make_graph(
-                "prefill",
-                prefill,
-                inputs={
-                    "input_ids": ids,
-                    "embeds": ("float32", ("T", HIDDEN)),
-                    "embed_kind": ids,
-                    "positions": ("int64", (3, "T")),
-                    "page_table": ("int32", ("P",)),
-                    "start": ("int64", (1,)),
-                    "last": ("int64", (1,)),
-                },
-                outputs=["logits"],
-                state=state,
-                dims={"T": (8, 16, 32), "P": tables, "KV": ()},
-            ),
-            "decode": make_graph(
-                "decode",
-                decode,
-                inputs={
-                    "input_ids": each,
-                    "positions": each,
-                    "lengths": each,
-                    "page_table": ("int32", ("B", "P")),
-                },
-                outputs=["logits"],
-                state=state,
-                dims={"B": (1, 2, 4, 8), "P": tables, "KV": ()},
-            ),
-        },
+    def dense(residual: Tensor, delta: Tensor) -> tuple[Tensor, ...]:
+        return residual + delta, torch.zeros_like(residual)
+
+    def head(residual: Tensor, delta: Tensor) -> tuple[Tensor, ...]:
+        total = (residual + delta)[:, 2:3].double()
+        return (torch.sin(total * torch.arange(1, VOCAB + 1) + total).float(),)
+
+    def stream_of(dim: str) -> dict[str, tuple[DType, tuple[int | str, ...]]]:
+        return {name: ("float32", (dim, HIDDEN)) for name in ("residual", "delta")}
+
+    chunks, batches, tables = (8, 16, 32), (1, 2, 4, 8), (4, 8, 16, 32, CONTEXT // PAGE)
+    either = tuple(sorted({*chunks, *batches}))
+    halfway = ("residual", "partial")
+    graphs = [
+        make_graph(
+            "embed",
+            embed,
+            inputs={
+                "input_ids": ("int64", ("N",)),
+                "embeds": ("float32", ("N", HIDDEN)),
+                "embed_kind": ("int64", ("N",)),
+                "positions": ("int64", (3, "N")),
+            },
+            outputs=("residual", "delta", "cos", "sin"),
+            state={},
+            dims={"N": either},
+            instances=("embed",),
+        ),
+        make_graph(
+            "prefill_attention",
+            prefill,
+            inputs={
+                **stream_of("T"),
+                "cos": ("float32", ("T", 1)),
+                "sin": ("float32", ("T", 1)),
+                "page_table": ("int32", ("P",)),
+                "start": ("int64", (1,)),
+                "last": ("int64", (1,)),
+            },
+            outputs=halfway,
+            state={"k_pages": ("KV", 1, 2)},
+            dims={"T": chunks, "P": tables, "KV": ()},
+            instances=("layers.0.attention",),
+        ),
+        make_graph(
+            "decode_attention",
+            decode,
+            inputs={
+                **stream_of("B"),
+                "cos": ("float32", ("B", 1)),
+                "sin": ("float32", ("B", 1)),
+                "page_table": ("int32", ("B", "P")),
+                "lengths": ("int64", ("B",)),
+            },
+            outputs=halfway,
+            state={"k_pages": ("KV", 1, 2)},
+            dims={"B": batches, "P": tables, "KV": ()},
+            instances=("layers.0.attention",),
+        ),
+        make_graph(
+            "dense",
+            dense,
+            inputs=stream_of("N"),
+            outputs=halfway,
+            state={},
+            dims={"N": either},
+            instances=("layers.0.feed_forward",),
+        ),
+        make_graph(
+            "head",
+            head,
+            inputs=stream_of("B"),
+            outputs=("logits",),
+            state={},
+            dims={"B": batches},
+            instances=("head",),
+        ),
+    ]
+    return LoadedStage("thinker", {graph.spec.name: graph for graph in graphs})
+
+
+def make_thinker_worker(stage: LoadedStage | None = None, *, num_pages: int = 129) -> ThinkerWorker:
+    return ThinkerWorker(
+        stage or make_thinker_stage(), vocab_size=VOCAB, page_size=PAGE, num_pages=num_pages, device=CPU
     )
 
 
@@ -184,7 +245,7 @@ def make_thinker_loop(
     max_waiting: int = 64,
     stop_ids: Sequence[int] = (),
 ) -> ThinkerLoop:
-    worker = ThinkerWorker(stage or make_thinker_stage(), page_size=PAGE, num_pages=num_pages, device=CPU)
+    worker = make_thinker_worker(stage, num_pages=num_pages)
     scheduler = ThinkerScheduler(
         PagePool(num_pages, PAGE),
         max_running=max_running,

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from fake_engines import (
-    CPU,
     FLOW,
     HIDDEN,
     HISTORY,
@@ -22,6 +21,7 @@ from fake_engines import (
     make_talker_worker,
     make_thinker_loop,
     make_thinker_stage,
+    make_thinker_worker,
 )
 
 from mingc.errors import CapacityError, RequestError, ServeError
@@ -31,7 +31,7 @@ from mingc.runtime.step_wire import Step, receive_step, send_step
 from mingc.runtime.talker import SpeechSegment, TalkerWorker
 from mingc.runtime.talker_engines import LaunchedPatch
 from mingc.runtime.talker_loop import TalkerLoop
-from mingc.runtime.thinker import DecodeStep, PrefillStep, ThinkerWorker
+from mingc.runtime.thinker import DecodeStep, PrefillStep
 from mingc.runtime.thinker_loop import ThinkerLoop, ThinkerPrompt
 
 FAILING_ID, NAN_ID = 501, 502
@@ -476,7 +476,7 @@ def test_steps_cross_the_wire_unchanged() -> None:
 
 
 def test_no_row_outside_the_given_pages_is_written() -> None:
-    worker = ThinkerWorker(make_thinker_stage(), page_size=PAGE, num_pages=9, device=CPU)
+    worker = make_thinker_worker(num_pages=9)
     worker.prefill(
         PrefillStep(
             input_ids=np.arange(1, 7),
@@ -487,6 +487,6 @@ def test_no_row_outside_the_given_pages_is_written() -> None:
             pages=np.array([5, 2]),
         )
     )
-    rows = worker._state["k_pages.0"][:, 0, 0].view(-1, PAGE)
+    rows = worker.state["layers.0.attention.k_pages"][:, 0, 0].view(-1, PAGE)
     assert rows[5].tolist() == [1, 2, 3, 4] and rows[2].tolist() == [5, 6, 0, 0]
     assert not rows[[1, 3, 4, 6, 7, 8]].any()

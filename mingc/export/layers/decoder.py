@@ -1,21 +1,24 @@
-"""The thinker's decoder: embeddings, grouped-query attention over paged keys and values, feed-forward, logits.
+"""The thinker's decoder in the pieces that are compiled: embedding, attention, feed-forward, head.
 
-Shape suffixes: T tokens, D hidden, H this rank's heads, d head width. Shapes at the graphs' borders: see
-`mingc.export.stages.thinker`.
+A layer is two halves, `Attention` and a feed-forward (`mingc.export.layers.moe`). Each takes the residual stream and
+what the half before adds to it, and returns the new residual and a partial sum: what this rank adds to it in turn.
+Whoever runs the halves sums the partials over the ranks in between, so no piece knows of other ranks, and pieces of
+the same shape are compiled once for all layers.
+
+Shape suffixes: T tokens, D hidden, H this rank's heads, d head width, R half the rotated width, V this rank's share
+of the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingc.export.layers.moe import MoeFeedForward, Router, Routes, SwiGlu
+from mingc.export.layers.moe import DenseFeedForward, MoeFeedForward, Router
 from mingc.export.layers.tensor_shard import check_heads, share_size
-from mingc.kernels.all_reduce import all_gather_last, all_reduce
 from mingc.kernels.mrope import mrope_cos_sin
 from mingc.kernels.norm_rope_write import norm_rope_write
 from mingc.kernels.paged_attention import paged_decode_attention, paged_prefill_attention, token_rows
@@ -63,21 +66,33 @@ class DecoderConfig:
         return share_size(intermediate_size, world_size, _EXPERT_WIDTH_MULTIPLE)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionContext:
-    """What attention of every layer needs of the batch.
+class Embedding(nn.Module):
+    """Token ids and media embeddings to the residual stream, positions to rotation angles.
 
-    With `start` and `last` the tokens are one request's chunk, otherwise each token is a request of its own and
-    `lengths` says how far it sees.
+    The word embedding is whole on every rank: splitting it would save 1.1 GB of 139 at the released size on 8
+    ranks, and cost one more all-reduce (7-14 µs) in every step.
     """
 
-    cos: Tensor  # (T, rotary_dim / 2) float32
-    sin: Tensor
-    rows: Tensor  # (T,) int64, pool rows that the tokens are written to
-    page_table: Tensor  # (P,) or (T, P) int32
-    start: Tensor | None = None  # (1,) int64
-    last: Tensor | None = None  # (1,) int64, the last token that is not padding
-    lengths: Tensor | None = None  # (T,) int64
+    inv_freq: Tensor
+    position_rows: Tensor
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        half = config.rotary_dim // 2
+        self.word_embeddings = nn.Parameter(
+            torch.empty(config.vocab_size, config.hidden_size), requires_grad=False
+        )
+        self.register_buffer("inv_freq", torch.empty(half, dtype=torch.float32))
+        self.register_buffer("position_rows", torch.empty(half, dtype=torch.int64))
+
+    def forward(
+        self, input_ids: Tensor, embeds: Tensor, embed_kind: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Residual (T, D), zeros (T, D) to add to it, cosines and sines (T, R) float32."""
+        words_TD = F.embedding(input_ids, self.word_embeddings)
+        x_TD = torch.where((embed_kind == 0).unsqueeze(1), words_TD, embeds)
+        cos, sin = mrope_cos_sin(positions, self.inv_freq, self.position_rows)
+        return x_TD, torch.zeros_like(x_TD), cos, sin
 
 
 class Attention(nn.Module):
@@ -88,8 +103,8 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = config.local_heads(world_size)
         self.head_dim = config.head_dim
         self.eps = config.norm_eps
-        self.world_size = world_size
         rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        self.norm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
         self.qkv = nn.Parameter(torch.empty(rows, config.hidden_size), requires_grad=False)
         self.q_norm = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
         self.k_norm = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
@@ -97,179 +112,103 @@ class Attention(nn.Module):
             torch.empty(config.hidden_size, self.num_heads * self.head_dim), requires_grad=False
         )
 
-    def forward(self, x_TD: Tensor, context: AttentionContext, k_pages: Tensor, v_pages: Tensor) -> Tensor:
-        """(T, D) → (T, D), summed over ranks; writes the tokens' keys and values into the pools."""
-        qkv_THd = F.linear(x_TD, self.qkv).view(x_TD.shape[0], -1, self.head_dim)
-        if context.last is not None:
-            # Padding writes zeros, whatever it has computed: what lies in the pool stays finite.
-            is_token_T = torch.arange(x_TD.shape[0], device=x_TD.device) <= context.last
-            qkv_THd = torch.where(is_token_T[:, None, None], qkv_THd, 0)
-        q_THd = norm_rope_write(
-            qkv_THd,
-            self.q_norm,
-            self.k_norm,
-            context.cos,
-            context.sin,
-            context.rows,
-            k_pages,
-            v_pages,
-            self.eps,
-        )
-        if context.start is not None:
-            out_THd = paged_prefill_attention(
-                q_THd, k_pages, v_pages, context.page_table, context.start, PAGE_SIZE
-            )
-        else:
-            assert context.lengths is not None, "a batch is either one chunk or one token a request"
-            out_THd = paged_decode_attention(
-                q_THd, k_pages, v_pages, context.page_table, context.lengths, PAGE_SIZE
-            )
-        return all_reduce(F.linear(out_THd.flatten(1), self.dense), self.world_size)
-
-
-class DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward with two residual additions."""
-
-    def __init__(self, config: DecoderConfig, feed_forward: nn.Module, world_size: int) -> None:
-        super().__init__()
-        self.input_norm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
-        self.attention = Attention(config, world_size)
-        self.post_attention_norm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
-        self.feed_forward = feed_forward
-        self.eps = config.norm_eps
-        self.world_size = world_size
-
-    def forward(
+    def prefill(
         self,
-        x_TD: Tensor,
-        context: AttentionContext,
-        gate_index_T: Tensor | None,
+        residual_TD: Tensor,
+        delta_TD: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        page_table: Tensor,
+        start: Tensor,
+        last: Tensor,
         k_pages: Tensor,
         v_pages: Tensor,
-        routes: Routes | None,
-    ) -> Tensor:
-        """(T, D) → (T, D)."""
-        x_TD = x_TD + self.attention(rms_norm(x_TD, self.input_norm, self.eps), context, k_pages, v_pages)
-        partial_TD = self.feed_forward(
-            rms_norm(x_TD, self.post_attention_norm, self.eps), gate_index_T, routes
+    ) -> tuple[Tensor, Tensor]:
+        """One chunk of one request; tokens beyond `last` are padding. New residual and partial sum."""
+        x_TD = residual_TD + delta_TD
+        place_T = torch.arange(x_TD.shape[0], device=x_TD.device)
+        # Padding writes zeros, whatever it has computed: what lies in the pool stays finite.
+        qkv_THd = torch.where((place_T <= last)[:, None, None], self._qkv(x_TD), 0)
+        rows = _chunk_rows(page_table, start + place_T)
+        q_THd = norm_rope_write(qkv_THd, self.q_norm, self.k_norm, cos, sin, rows, k_pages, v_pages, self.eps)
+        out_THd = paged_prefill_attention(q_THd, k_pages, v_pages, page_table, start, PAGE_SIZE)
+        return x_TD, F.linear(out_THd.flatten(1), self.dense)
+
+    def decode(
+        self,
+        residual_TD: Tensor,
+        delta_TD: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        page_table: Tensor,
+        lengths: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """One token of every request, the last of its `lengths`. New residual and partial sum."""
+        x_TD = residual_TD + delta_TD
+        rows = token_rows(page_table, (lengths - 1).clamp_min(0), PAGE_SIZE)
+        q_THd = norm_rope_write(
+            self._qkv(x_TD), self.q_norm, self.k_norm, cos, sin, rows, k_pages, v_pages, self.eps
         )
-        return x_TD + all_reduce(partial_TD, self.world_size)
+        out_THd = paged_decode_attention(q_THd, k_pages, v_pages, page_table, lengths, PAGE_SIZE)
+        return x_TD, F.linear(out_THd.flatten(1), self.dense)
+
+    def _qkv(self, x_TD: Tensor) -> Tensor:
+        packed = F.linear(rms_norm(x_TD, self.norm, self.eps), self.qkv)
+        return packed.view(x_TD.shape[0], -1, self.head_dim)
 
 
-class Decoder(nn.Module):
-    """The whole thinker, one rank's share. `prefill` and `decode` are the graphs.
-
-    The word embedding is whole on every rank: splitting it would save 1.1 GB of 139 at the released size on 8
-    ranks, and cost one more all-reduce (7-14 µs) in every step.
-    """
-
-    inv_freq: Tensor
-    position_rows: Tensor
+class Head(nn.Module):
+    """Residual stream to this rank's share of the logits."""
 
     def __init__(self, config: DecoderConfig, world_size: int) -> None:
         super().__init__()
-        self.config = config
-        self.world_size = world_size
-        half = config.rotary_dim // 2
-        self.word_embeddings = nn.Parameter(
-            torch.empty(config.vocab_size, config.hidden_size), requires_grad=False
-        )
-        self.register_buffer("inv_freq", torch.empty(half, dtype=torch.float32))
-        self.register_buffer("position_rows", torch.empty(half, dtype=torch.int64))
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, _feed_forward(config, index, world_size), world_size)
-            for index in range(config.num_layers)
-        )
+        self.eps = config.norm_eps
         self.norm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
         self.lm_head = nn.Parameter(
             torch.empty(config.local_vocab(world_size), config.hidden_size), requires_grad=False
         )
 
-    def prefill(self, *tensors: Tensor) -> tuple[Tensor]:
-        """One chunk of one request, inputs and state as in the graph's spec. Returns (logits,)."""
-        return (self._prefill(None, *tensors),)
+    def forward(self, residual_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor]:
+        """(T, V) float32."""
+        normed_TD = rms_norm(residual_TD + delta_TD, self.norm, self.eps)
+        return (F.linear(normed_TD, self.lm_head).to(torch.float32),)
 
-    def prefill_routed(self, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`prefill` that also tells which experts were used.
 
-        Returns (logits, expert ids (M, T, K) int32, expert weights (M, T, K) float32) for M expert layers.
-        """
-        routes: Routes = []
-        logits = self._prefill(routes, *tensors)
-        ids = torch.stack([ids_TK for ids_TK, _ in routes]).to(torch.int32)
-        return logits, ids, torch.stack([weights_TK for _, weights_TK in routes])
+class DecoderLayer(nn.Module):
+    """The two halves of a layer, under the names that its weights have."""
 
-    def _prefill(
-        self,
-        routes: Routes | None,
-        input_ids: Tensor,
-        embeds: Tensor,
-        embed_kind: Tensor,
-        positions: Tensor,
-        page_table: Tensor,
-        start: Tensor,
-        last: Tensor,
-        *pages: Tensor,
-    ) -> Tensor:
-        """Logits; `pages` are k, v of layer 0, then of layer 1, ..."""
-        words_TD = F.embedding(input_ids, self.word_embeddings)
-        x_TD = torch.where((embed_kind == 0).unsqueeze(1), words_TD, embeds)
-        cos, sin = mrope_cos_sin(positions, self.inv_freq, self.position_rows)
-        context = AttentionContext(
-            cos=cos,
-            sin=sin,
-            rows=_chunk_rows(page_table, start, input_ids.shape[0]),
-            page_table=page_table,
-            start=start,
-            last=last,
+    def __init__(self, attention: Attention, feed_forward: DenseFeedForward | MoeFeedForward) -> None:
+        super().__init__()
+        self.attention = attention
+        self.feed_forward = feed_forward
+
+
+class Decoder(nn.Module):
+    """All pieces of the thinker, one rank's share."""
+
+    def __init__(self, config: DecoderConfig, world_size: int) -> None:
+        super().__init__()
+        self.embed = Embedding(config)
+        self.layers = nn.ModuleList(
+            DecoderLayer(Attention(config, world_size), _feed_forward(config, index, world_size))
+            for index in range(config.num_layers)
         )
-        x_TD = self._run_layers(x_TD, context, embed_kind, pages, routes)
-        return self._logits(x_TD.index_select(0, last))
-
-    def decode(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        lengths: Tensor,
-        page_table: Tensor,
-        *pages: Tensor,
-    ) -> tuple[Tensor]:
-        """One token of every request; all take the text gate (spec: thinker.md §2.3). Returns (logits,)."""
-        x_TD = F.embedding(input_ids, self.word_embeddings)
-        cos, sin = mrope_cos_sin(positions.expand(3, -1), self.inv_freq, self.position_rows)
-        rows = token_rows(page_table, (lengths - 1).clamp_min(0), PAGE_SIZE)
-        context = AttentionContext(cos=cos, sin=sin, rows=rows, page_table=page_table, lengths=lengths)
-        return (self._logits(self._run_layers(x_TD, context, None, pages, None)),)
-
-    def _run_layers(
-        self,
-        x_TD: Tensor,
-        context: AttentionContext,
-        gate_index_T: Tensor | None,
-        pages: Sequence[Tensor],
-        routes: Routes | None,
-    ) -> Tensor:
-        for index, layer in enumerate(self.layers):
-            x_TD = layer(x_TD, context, gate_index_T, pages[2 * index], pages[2 * index + 1], routes)
-        return x_TD
-
-    def _logits(self, x_TD: Tensor) -> Tensor:
-        normed_TD = rms_norm(x_TD, self.norm, self.config.norm_eps)
-        gathered = all_gather_last(F.linear(normed_TD, self.lm_head), self.world_size)
-        return gathered[:, : self.config.vocab_size].to(torch.float32)
+        self.head = Head(config, world_size)
 
 
-def _chunk_rows(page_table: Tensor, start: Tensor, num_tokens: int) -> Tensor:
-    """Pool rows (num_tokens,) int64 of a chunk; tokens beyond the table are padding and go to page 0."""
-    index = start + torch.arange(num_tokens, device=start.device)
+def _chunk_rows(page_table: Tensor, index: Tensor) -> Tensor:
+    """Pool rows (T,) int64 of a chunk's tokens `index`; those beyond the table are padding and go to page 0."""
     end = page_table.shape[0] * PAGE_SIZE
     rows = token_rows(page_table, index.clamp_max(end - 1), PAGE_SIZE)
     return torch.where(index < end, rows, index % PAGE_SIZE)
 
 
-def _feed_forward(config: DecoderConfig, index: int, world_size: int) -> nn.Module:
+def _feed_forward(config: DecoderConfig, index: int, world_size: int) -> DenseFeedForward | MoeFeedForward:
     if index < config.num_dense_layers:
-        return SwiGlu(config.hidden_size, config.local_width(config.dense_intermediate_size, world_size))
+        width = config.local_width(config.dense_intermediate_size, world_size)
+        return DenseFeedForward(config.hidden_size, width, config.norm_eps)
     router = Router(
         config.hidden_size,
         config.num_experts,
@@ -284,4 +223,5 @@ def _feed_forward(config: DecoderConfig, index: int, world_size: int) -> nn.Modu
         config.num_experts,
         config.local_width(config.expert_intermediate_size, world_size),
         config.local_width(config.shared_intermediate_size, world_size),
+        config.norm_eps,
     )

@@ -1,6 +1,7 @@
-"""The borders of the thinker's two graphs, and inputs that real use could produce for them.
+"""The borders of the thinker's graphs, and inputs that real use could produce for them.
 
-Dims: T tokens of a chunk, B requests, P pages of a request, KV rows of a page pool.
+A step runs `embed`, then of every layer attention and feed-forward, then `head`. Dims: T tokens of a chunk, B requests,
+N either of both, P pages of a request, KV rows of a page pool.
 """
 
 from __future__ import annotations
@@ -25,92 +26,172 @@ _DTYPES: dict[torch.dtype, DType] = {
 
 
 def thinker_graphs(config: DecoderConfig, shard: Shard, options: StageOptions) -> Sequence[GraphPlan]:
-    """`prefill` and `decode` of one rank."""
-    dtype = _DTYPES[options.dtype]
-    _, num_kv_heads = config.local_heads(shard.world_size)
-    state = tuple(
-        TensorSpec(name=f"{kind}_pages.{index}", dtype=dtype, shape=("KV", num_kv_heads, config.head_dim))
-        for index in range(config.num_layers)
-        for kind in ("k", "v")
-    )
-    pool = Dim(name="KV", minimum=2 * PAGE_SIZE, maximum=_MAX_POOL_ROWS, multiple=PAGE_SIZE)
-    table = _page_table_dim(options)
-    logits = config.vocab_size
+    """All graphs of one rank; without dense or without expert layers there is no graph of that kind."""
+    borders = _Borders(config, shard, options)
+    plans = [borders.embed(), borders.attention("prefill"), borders.attention("decode"), borders.head()]
+    if config.num_dense_layers:
+        plans.append(borders.dense())
+    if config.num_layers > config.num_dense_layers:
+        plans += [borders.experts("prefill"), borders.experts("decode")]
+    return plans
 
-    def ints(name: str, *shape: int | str) -> TensorSpec:
-        return TensorSpec(name=name, dtype="int64", shape=shape)
 
-    # A float32 bundle is what is held against recorded results, router choices included; others pay nothing for it.
-    tells_routes = options.dtype == torch.float32 and config.num_layers > config.num_dense_layers
-    chunk_buckets = _powers_of_two(min(_SMALLEST_CHUNK, options.prefill_tokens), options.prefill_tokens)
-    prefill = GraphSpec(
-        name="prefill",
-        inputs=(
-            ints("input_ids", "T"),
-            TensorSpec(name="embeds", dtype=dtype, shape=("T", config.hidden_size)),
-            ints("embed_kind", "T"),
-            ints("positions", 3, "T"),
-            TensorSpec(name="page_table", dtype="int32", shape=("P",)),
-            ints("start", 1),
-            ints("last", 1),
-        ),
-        outputs=(
-            TensorSpec(name="logits", dtype="float32", shape=(1, logits)),
-            *(_route_outputs(config) if tells_routes else ()),
-        ),
-        state=state,
-        dims=(
-            Dim(name="T", minimum=2, maximum=max(2, options.prefill_tokens), buckets=chunk_buckets),
-            table,
-            pool,
-        ),
-    )
-    decode = GraphSpec(
-        name="decode",
-        inputs=(
-            ints("input_ids", "B"),
-            ints("positions", "B"),
-            ints("lengths", "B"),
-            TensorSpec(name="page_table", dtype="int32", shape=("B", "P")),
-        ),
-        outputs=(TensorSpec(name="logits", dtype="float32", shape=("B", logits)),),
-        state=state,
-        dims=(
-            Dim(
-                name="B",
-                minimum=1,
-                maximum=options.max_batch,
-                buckets=options.batch_sizes,
+class _Borders:
+    """Makes the plans; what they have in common is made once."""
+
+    def __init__(self, config: DecoderConfig, shard: Shard, options: StageOptions) -> None:
+        self._config = config
+        self._world_size = shard.world_size
+        self._options = options
+        self._dtype = _DTYPES[options.dtype]
+        chunks = _powers_of_two(min(_SMALLEST_CHUNK, options.prefill_tokens), options.prefill_tokens)
+        longest = max(2, options.prefill_tokens)
+        self._chunk = Dim(name="T", minimum=2, maximum=longest, buckets=chunks)
+        self._batch = Dim(name="B", minimum=1, maximum=options.max_batch, buckets=options.batch_sizes)
+        self._either = Dim(
+            name="N",
+            minimum=1,
+            maximum=max(longest, options.max_batch),
+            buckets=tuple(sorted({*chunks, *options.batch_sizes})),
+        )
+        self._table = _page_table_dim(options)
+        self._pool = Dim(name="KV", minimum=2 * PAGE_SIZE, maximum=_MAX_POOL_ROWS, multiple=PAGE_SIZE)
+        # Sizes to trace and to check at; none is 1, which tracing would take for a constant.
+        self._trace = {"T": min(12, longest), "B": 3, "N": 3, "P": 5, "KV": 24 * PAGE_SIZE}
+        self._check = {
+            "T": min(32, longest),
+            "B": min(4, options.max_batch),
+            "N": min(32, longest),
+            "P": 8,
+            "KV": 40 * PAGE_SIZE,
+        }
+        self._examples = _Examples(config, options.dtype)
+
+    def embed(self) -> GraphPlan:
+        half = self._config.rotary_dim // 2
+        spec = GraphSpec(
+            name="embed",
+            inputs=(
+                _ints("input_ids", "N"),
+                self._stream("embeds", "N"),
+                _ints("embed_kind", "N"),
+                _ints("positions", 3, "N"),
             ),
-            table,
-            pool,
-        ),
-    )
-    examples = _Examples(config, state, options.dtype)
-    return (
-        GraphPlan(
-            spec=prefill,
-            method="prefill_routed" if tells_routes else "prefill",
-            example=examples.prefill,
-            trace_dims={"T": min(12, options.prefill_tokens), "P": 5, "KV": 9 * PAGE_SIZE},
-            check_dims={"T": min(32, options.prefill_tokens), "P": 8, "KV": 20 * PAGE_SIZE},
-        ),
-        GraphPlan(
-            spec=decode,
-            method="decode",
-            example=examples.decode,
-            trace_dims={"B": 3, "P": 5, "KV": 24 * PAGE_SIZE},
-            check_dims={"B": min(4, options.max_batch), "P": 8, "KV": 40 * PAGE_SIZE},
-        ),
-    )
+            outputs=(
+                self._stream("residual", "N"),
+                self._stream("delta", "N"),
+                TensorSpec(name="cos", dtype="float32", shape=("N", half)),
+                TensorSpec(name="sin", dtype="float32", shape=("N", half)),
+            ),
+            dims=(self._either,),
+            instances=("embed",),
+        )
+        return self._plan(spec, "forward")
+
+    def attention(self, kind: str) -> GraphPlan:
+        """Of `prefill` or `decode`."""
+        config = self._config
+        tokens = "T" if kind == "prefill" else "B"
+        half, (_, num_kv_heads) = config.rotary_dim // 2, config.local_heads(self._world_size)
+        shape = ("KV", num_kv_heads, config.head_dim)
+        place = (
+            (TensorSpec(name="page_table", dtype="int32", shape=("P",)), _ints("start", 1), _ints("last", 1))
+            if kind == "prefill"
+            else (TensorSpec(name="page_table", dtype="int32", shape=("B", "P")), _ints("lengths", "B"))
+        )
+        spec = GraphSpec(
+            name=f"{kind}_attention",
+            inputs=(
+                self._stream("residual", tokens),
+                self._stream("delta", tokens),
+                TensorSpec(name="cos", dtype="float32", shape=(tokens, half)),
+                TensorSpec(name="sin", dtype="float32", shape=(tokens, half)),
+                *place,
+            ),
+            outputs=self._halfway(tokens),
+            state=tuple(
+                TensorSpec(name=name, dtype=self._dtype, shape=shape) for name in ("k_pages", "v_pages")
+            ),
+            dims=(self._chunk if kind == "prefill" else self._batch, self._table, self._pool),
+            instances=tuple(f"layers.{index}.attention" for index in range(config.num_layers)),
+        )
+        return self._plan(spec, kind)
+
+    def dense(self) -> GraphPlan:
+        spec = GraphSpec(
+            name="dense",
+            inputs=(self._stream("residual", "N"), self._stream("delta", "N")),
+            outputs=self._halfway("N"),
+            dims=(self._either,),
+            instances=_feed_forwards(range(min(self._config.num_dense_layers, self._config.num_layers))),
+        )
+        return self._plan(spec, "forward")
+
+    def experts(self, kind: str) -> GraphPlan:
+        """Of `prefill` or `decode`."""
+        config = self._config
+        is_prefill = kind == "prefill"
+        tokens = "T" if is_prefill else "B"
+        # A float32 bundle is what is held against recorded results, router choices included; others pay nothing.
+        tells_routes = is_prefill and self._options.dtype == torch.float32
+        chosen = (tokens, config.num_experts_per_token)
+        routes = (
+            TensorSpec(name="expert_ids", dtype="int32", shape=chosen),
+            TensorSpec(name="expert_weights", dtype="float32", shape=chosen),
+        )
+        spec = GraphSpec(
+            name=f"{kind}_experts",
+            inputs=(
+                self._stream("residual", tokens),
+                self._stream("delta", tokens),
+                *((_ints("embed_kind", tokens),) if is_prefill else ()),
+            ),
+            outputs=(*self._halfway(tokens), *(routes if tells_routes else ())),
+            dims=(self._chunk if is_prefill else self._batch,),
+            instances=_feed_forwards(range(config.num_dense_layers, config.num_layers)),
+        )
+        return self._plan(spec, "prefill_routed" if tells_routes else kind)
+
+    def head(self) -> GraphPlan:
+        share = self._config.local_vocab(self._world_size)
+        sizes = tuple(sorted({1, *self._options.batch_sizes}))  # the last token of a chunk is alone
+        spec = GraphSpec(
+            name="head",
+            inputs=(self._stream("residual", "B"), self._stream("delta", "B")),
+            outputs=(TensorSpec(name="logits", dtype="float32", shape=("B", share), ranks="concat"),),
+            dims=(Dim(name="B", minimum=1, maximum=self._options.max_batch, buckets=sizes),),
+            instances=("head",),
+        )
+        return self._plan(spec, "forward")
+
+    def _plan(self, spec: GraphSpec, method: str) -> GraphPlan:
+        names = [dim.name for dim in spec.dims]
+        return GraphPlan(
+            spec=spec,
+            method=method,
+            example=lambda dims, generator: self._examples.make(spec, dims, generator),
+            trace_dims={name: self._trace[name] for name in names},
+            check_dims={name: self._check[name] for name in names},
+        )
+
+    def _stream(self, name: str, tokens: str) -> TensorSpec:
+        return TensorSpec(name=name, dtype=self._dtype, shape=(tokens, self._config.hidden_size))
+
+    def _halfway(self, tokens: str) -> tuple[TensorSpec, TensorSpec]:
+        """What both halves of a layer give: the stream before them, and what they add to it."""
+        hidden = self._config.hidden_size
+        return (
+            self._stream("residual", tokens),
+            TensorSpec(name="partial", dtype=self._dtype, shape=(tokens, hidden), ranks="sum"),
+        )
 
 
-def _route_outputs(config: DecoderConfig) -> tuple[TensorSpec, TensorSpec]:
-    shape = (config.num_layers - config.num_dense_layers, "T", config.num_experts_per_token)
-    return (
-        TensorSpec(name="expert_ids", dtype="int32", shape=shape),
-        TensorSpec(name="expert_weights", dtype="float32", shape=shape),
-    )
+def _ints(name: str, *shape: int | str) -> TensorSpec:
+    return TensorSpec(name=name, dtype="int64", shape=shape)
+
+
+def _feed_forwards(layers: range) -> tuple[str, ...]:
+    return tuple(f"layers.{index}.feed_forward" for index in layers)
 
 
 def _page_table_dim(options: StageOptions) -> Dim:
@@ -130,61 +211,73 @@ def _powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
 
 
 class _Examples:
-    """Random requests in a random pool."""
+    """Tokens of random requests in the middle of the decoder, and random pools."""
 
-    def __init__(self, config: DecoderConfig, state: Sequence[TensorSpec], dtype: torch.dtype) -> None:
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
         self._config = config
-        self._state = state
         self._dtype = dtype
 
-    def prefill(self, dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
+    def make(self, spec: GraphSpec, dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
+        """Inputs and state of `spec`."""
+        tokens = dims[next(size for size in ("T", "B", "N") if size in dims)]
+        tensors = {}
+        if "P" in dims:
+            place = self._chunk if "T" in dims else self._batch
+            tensors.update(place(tokens, dims["P"], dims["KV"] // PAGE_SIZE, generator))
+        for tensor in (*spec.inputs, *spec.state):
+            if tensor.name not in tensors:
+                shape = [size if isinstance(size, int) else dims[size] for size in tensor.shape]
+                tensors[tensor.name] = self._value(tensor.name, shape, generator)
+        return tensors
+
+    def _value(self, name: str, shape: list[int], generator: torch.Generator) -> Tensor:
+        config = self._config
+        match name:
+            case "input_ids":
+                return torch.randint(0, config.vocab_size, shape, generator=generator)
+            case "embed_kind":
+                return torch.randint(0, 3, shape, generator=generator)
+            case "positions":
+                return torch.arange(shape[1]) + torch.randint(-3, 40, (3, 1), generator=generator)
+            case "embeds":
+                embeds = torch.randn(shape, generator=generator)
+                return torch.nn.functional.normalize(embeds, dim=-1).to(self._dtype)
+            case "cos" | "sin":
+                # The same positions for both, whichever is made first.
+                places = torch.arange(shape[0], dtype=torch.float32)[:, None] + 7
+                angles = places / config.rope_theta ** (torch.arange(shape[1]) / shape[1])
+                return angles.cos() if name == "cos" else angles.sin()
+            case _:  # the stream and the pools
+                return torch.randn(shape, generator=generator).to(self._dtype)
+
+    def _chunk(
+        self, tokens: int, num_pages: int, pool_pages: int, generator: torch.Generator
+    ) -> dict[str, Tensor]:
         """The last chunk of a request whose tokens end a few rows before its pages do."""
-        tokens, num_pages = dims["T"], dims["P"]
         length = num_pages * PAGE_SIZE - PAGE_SIZE // 2
         num_real = min(tokens, length)  # a chunk longer than its context is padded
-        start = length - num_real
-        height_width = torch.randint(-3, 4, (2, tokens), generator=generator)
-        time = torch.arange(start, start + tokens)
-        embeds = torch.randn(tokens, self._config.hidden_size, generator=generator)
         return {
-            "input_ids": torch.randint(0, self._config.vocab_size, (tokens,), generator=generator),
-            "embeds": torch.nn.functional.normalize(embeds, dim=-1).to(self._dtype),
-            "embed_kind": torch.randint(0, 3, (tokens,), generator=generator),
-            "positions": time + torch.cat((torch.zeros(1, tokens, dtype=torch.int64), height_width)),
-            "page_table": _scatter_pages(1, num_pages, dims["KV"], generator)[0],
-            "start": torch.tensor([start]),
+            "page_table": _scatter_pages(1, num_pages, pool_pages, generator)[0],
+            "start": torch.tensor([length - num_real]),
             "last": torch.tensor([num_real - 1]),
-            **self._pools(dims["KV"], generator),
         }
 
-    def decode(self, dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
+    def _batch(
+        self, requests: int, num_pages: int, pool_pages: int, generator: torch.Generator
+    ) -> dict[str, Tensor]:
         """Requests of different lengths."""
-        requests, num_pages = dims["B"], dims["P"]
         lengths = torch.randint(1, num_pages * PAGE_SIZE + 1, (requests,), generator=generator)
-        table = _scatter_pages(requests, num_pages, dims["KV"], generator)
+        table = _scatter_pages(requests, num_pages, pool_pages, generator)
         is_owned = torch.arange(num_pages) * PAGE_SIZE < lengths[:, None]
-        return {
-            "input_ids": torch.randint(0, self._config.vocab_size, (requests,), generator=generator),
-            "positions": lengths - 1,
-            "lengths": lengths,
-            "page_table": table.masked_fill(~is_owned, 0),
-            **self._pools(dims["KV"], generator),
-        }
-
-    def _pools(self, num_rows: int, generator: torch.Generator) -> dict[str, Tensor]:
-        pools = {}
-        for spec in self._state:
-            shape = [num_rows if isinstance(size, str) else size for size in spec.shape]
-            pools[spec.name] = torch.randn(shape, generator=generator).to(self._dtype)
-        return pools
+        return {"page_table": table.masked_fill(~is_owned, 0), "lengths": lengths}
 
 
-def _scatter_pages(requests: int, num_pages: int, pool_rows: int, generator: torch.Generator) -> Tensor:
+def _scatter_pages(requests: int, num_pages: int, pool_pages: int, generator: torch.Generator) -> Tensor:
     """Page tables (requests, num_pages) int32 in random order, page 0 left out.
 
     No request has another's page unless the pool is too small for that (large buckets are traced over a small
     pool); then pages come round again, which no shape or value depends on.
     """
-    shuffled = 1 + torch.randperm(pool_rows // PAGE_SIZE - 1, generator=generator)
+    shuffled = 1 + torch.randperm(pool_pages - 1, generator=generator)
     pages = shuffled[torch.arange(requests * num_pages) % len(shuffled)]
     return pages.view(requests, num_pages).to(torch.int32)

@@ -33,18 +33,20 @@ def decoder_weights(config: DecoderConfig, shard: Shard, *, is_tied: bool) -> Se
     head_share = config.local_vocab(shard.world_size)
     half = config.rotary_dim // 2
     sources = [
-        _source("word_embeddings", (embedding,), (vocab_shape,), _as_stored),
-        _source("inv_freq", (), (), partial(_inverse_frequencies, config), torch.float32),
-        _source("position_rows", (), (), partial(_position_rows, half), torch.int64),
-        _source("norm", (f"{_ROOT}.norm.weight",), ((hidden,),), _as_stored),
-        _source("lm_head", (head,), (vocab_shape,), partial(cut, axis=0, rank=shard.rank, share=head_share)),
+        _source("embed.word_embeddings", (embedding,), (vocab_shape,), _as_stored),
+        _source("embed.inv_freq", (), (), partial(_inverse_frequencies, config), torch.float32),
+        _source("embed.position_rows", (), (), partial(_position_rows, half), torch.int64),
+        _source("head.norm", (f"{_ROOT}.norm.weight",), ((hidden,),), _as_stored),
+        _source(
+            "head.lm_head", (head,), (vocab_shape,), partial(cut, axis=0, rank=shard.rank, share=head_share)
+        ),
     ]
     for index in range(config.num_layers):
         sources += _attention(config, shard, index)
         if index < config.num_dense_layers:
             width = config.dense_intermediate_size
             sources += _swiglu(
-                config, shard, f"layers.{index}.feed_forward", f"{_ROOT}.layers.{index}.mlp", width
+                config, shard, f"layers.{index}.feed_forward.mlp", f"{_ROOT}.layers.{index}.mlp", width
             )
         else:
             sources += _moe(config, shard, index)
@@ -67,10 +69,10 @@ def _attention(config: DecoderConfig, shard: Shard, index: int) -> list[WeightSo
     rows = (config.num_heads + 2 * config.num_kv_heads) * width
     dense_shape = (hidden, config.num_heads * width)
     plain = {
-        f"{ours}.input_norm": (f"{theirs}.input_layernorm.weight", hidden),
+        f"{ours}.attention.norm": (f"{theirs}.input_layernorm.weight", hidden),
         f"{ours}.attention.q_norm": (f"{theirs}.attention.q_norm.weight", width),
         f"{ours}.attention.k_norm": (f"{theirs}.attention.k_norm.weight", width),
-        f"{ours}.post_attention_norm": (f"{theirs}.post_attention_layernorm.weight", hidden),
+        f"{ours}.feed_forward.norm": (f"{theirs}.post_attention_layernorm.weight", hidden),
     }
     sources = [_source(name, (tensor,), ((size,),), _as_stored) for name, (tensor, size) in plain.items()]
     qkv, dense = f"{theirs}.attention.query_key_value.weight", f"{theirs}.attention.dense.weight"

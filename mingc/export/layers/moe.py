@@ -1,7 +1,8 @@
-"""Feed-forward layers of a decoder: SwiGLU, and a mixture of SwiGLU experts with one router a modality.
+"""Feed-forward halves of a decoder layer: SwiGLU, and a mixture of SwiGLU experts with one router a modality.
 
 Shape suffixes: T tokens, D hidden, F this rank's intermediate width, E experts, K experts a token.
-Both modules return this rank's partial sum; the caller adds up the ranks.
+Both halves add up the residual stream, norm it, and return it with this rank's partial sum (see
+`mingc.export.layers.decoder`).
 """
 
 from __future__ import annotations
@@ -11,12 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mingc.kernels.moe_experts import moe_experts
+from mingc.kernels.rms_norm import rms_norm
 from mingc.kernels.router import route
 
 NUM_GATES = 3  # text, image, audio: the values of `embed_kind`
-
-
-Routes = list[tuple[Tensor, Tensor]]  # expert ids and weights (T, K) of each expert layer
 
 
 class SwiGlu(nn.Module):
@@ -27,12 +26,25 @@ class SwiGlu(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(2 * intermediate_size, hidden_size), requires_grad=False)
         self.down = nn.Parameter(torch.empty(hidden_size, intermediate_size), requires_grad=False)
 
-    def forward(
-        self, x_TD: Tensor, gate_index_T: Tensor | None = None, routes: Routes | None = None
-    ) -> Tensor:
-        """(T, D) → (T, D). The other arguments are taken so that dense and expert layers are called alike."""
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """(T, D) → (T, D)."""
         gate_TF, up_TF = F.linear(x_TD, self.gate_up).chunk(2, dim=-1)
         return F.linear(F.silu(gate_TF) * up_TF, self.down)
+
+
+class DenseFeedForward(nn.Module):
+    """The half of a layer without experts."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, norm_eps: float) -> None:
+        super().__init__()
+        self.eps = norm_eps
+        self.norm = nn.Parameter(torch.empty(hidden_size), requires_grad=False)
+        self.mlp = SwiGlu(hidden_size, intermediate_size)
+
+    def forward(self, residual_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """New residual and partial sum, both (T, D)."""
+        x_TD = residual_TD + delta_TD
+        return x_TD, self.mlp(rms_norm(x_TD, self.norm, self.eps))
 
 
 class Router(nn.Module):
@@ -84,7 +96,7 @@ class Router(nn.Module):
 
 
 class MoeFeedForward(nn.Module):
-    """Routed experts plus an always-on shared expert (spec: thinker.md §2.3)."""
+    """The half of a layer with routed experts and an always-on shared one (spec: thinker.md §2.3)."""
 
     def __init__(
         self,
@@ -93,8 +105,11 @@ class MoeFeedForward(nn.Module):
         num_experts: int,
         intermediate_size: int,
         shared_intermediate_size: int,
+        norm_eps: float,
     ) -> None:
         super().__init__()
+        self.eps = norm_eps
+        self.norm = nn.Parameter(torch.empty(hidden_size), requires_grad=False)
         self.router = router
         self.gate_up = nn.Parameter(
             torch.empty(num_experts, 2 * intermediate_size, hidden_size), requires_grad=False
@@ -104,12 +119,29 @@ class MoeFeedForward(nn.Module):
         )
         self.shared = SwiGlu(hidden_size, shared_intermediate_size) if shared_intermediate_size else None
 
-    def forward(
-        self, x_TD: Tensor, gate_index_T: Tensor | None = None, routes: Routes | None = None
-    ) -> Tensor:
-        """(T, D) → (T, D), this rank's share of routed and shared experts added up. Adds its choice to `routes`."""
-        ids_TK, weights_TK = self.router(x_TD, gate_index_T)
-        if routes is not None:
-            routes.append((ids_TK, weights_TK))
-        routed_TD = moe_experts(x_TD, ids_TK, weights_TK, self.gate_up, self.down)
-        return routed_TD if self.shared is None else routed_TD + self.shared(x_TD)
+    def prefill(self, residual_TD: Tensor, delta_TD: Tensor, embed_kind: Tensor) -> tuple[Tensor, Tensor]:
+        """New residual and partial sum, both (T, D); `embed_kind` (T,) names each token's gate."""
+        return self._run(residual_TD, delta_TD, embed_kind)[:2]
+
+    def prefill_routed(
+        self, residual_TD: Tensor, delta_TD: Tensor, embed_kind: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`prefill` that also tells the experts: ids (T, K) int32 and weights (T, K) float32."""
+        x_TD, partial_TD, ids_TK, weights_TK = self._run(residual_TD, delta_TD, embed_kind)
+        return x_TD, partial_TD, ids_TK.to(torch.int32), weights_TK
+
+    def decode(self, residual_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """`prefill` of tokens that all take the text gate (spec: thinker.md §2.3)."""
+        return self._run(residual_TD, delta_TD, None)[:2]
+
+    def _run(
+        self, residual_TD: Tensor, delta_TD: Tensor, gate_index_T: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Residual, this rank's share of routed and shared experts added up, expert ids and weights."""
+        x_TD = residual_TD + delta_TD
+        normed_TD = rms_norm(x_TD, self.norm, self.eps)
+        ids_TK, weights_TK = self.router(normed_TD, gate_index_T)
+        partial_TD = moe_experts(normed_TD, ids_TK, weights_TK, self.gate_up, self.down)
+        if self.shared is not None:
+            partial_TD = partial_TD + self.shared(normed_TD)
+        return x_TD, partial_TD, ids_TK, weights_TK

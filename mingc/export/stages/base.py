@@ -75,6 +75,7 @@ class WeightSource:
 class GraphPlan:
     """One graph to trace: its border, the module's method, and valid random inputs for it.
 
+    The module is the stage's, or the part of it at the path of the spec's first instance: others have the same code.
     `method` is called with the inputs then the state tensors of `spec`, positionally, and returns the outputs
     as a tuple. `example(dims, generator)` returns inputs and state for concrete dim sizes (CPU tensors; every dim of
     `spec` is a key); values must be ones that real use could produce, so that parity on them means something.

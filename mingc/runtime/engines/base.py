@@ -12,7 +12,15 @@ from mingc.errors import RequestError, WorkerError
 
 
 class Engine(ABC):
-    """One compiled file. Implementations: one file a backend in this folder."""
+    """One compiled file. Implementations: one file a backend in this folder. Belongs to one thread."""
+
+    _used: Mapping[str, torch.Tensor] | None = None
+
+    def use(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """`bind` these weights unless they are the ones it was last called with."""
+        if self._used is not weights:
+            self.bind(weights)
+            self._used = weights
 
     @abstractmethod
     def constants(self) -> Sequence[str]:
@@ -30,16 +38,28 @@ class Engine(ABC):
 class Graph:
     """One graph of a stage, ready to run: picks the engine for the sizes it is given.
 
-    `engines` maps the sizes of the varying dims (in spec order) to an engine; the key None serves every size.
+    Args:
+        engines: by the sizes of the varying dims (in spec order); the key None serves every size.
+        weights: of the instance that this is, bound before a run; None when they are bound for good.
     """
 
-    def __init__(self, spec: GraphSpec, engines: Mapping[tuple[int, ...] | None, Engine]) -> None:
+    def __init__(
+        self,
+        spec: GraphSpec,
+        engines: Mapping[tuple[int, ...] | None, Engine],
+        weights: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         self.spec = spec
         self._engines = dict(engines)
+        self._weights = weights
         self._names = tuple(tensor.name for tensor in (*spec.inputs, *spec.state))
         self._outputs = tuple(tensor.name for tensor in spec.outputs)
         self._bucketed = tuple(dim for dim in spec.dims if dim.buckets)
         self._places = {dim.name: _find_dim(spec, dim.name) for dim in self._bucketed}
+
+    def with_weights(self, weights: Mapping[str, torch.Tensor]) -> Graph:
+        """The same engines run with other weights."""
+        return Graph(self.spec, self._engines, weights)
 
     def bucket(self, dim: str, size: int) -> int:
         """The padded size for `size`: the smallest bucket that holds it.
@@ -68,6 +88,8 @@ class Graph:
                 raise WorkerError(
                     f"no engine of {self.spec.name} for sizes {key}; built: {sorted(self._engines, key=str)}"
                 )
+        if self._weights is not None:
+            engine.use(self._weights)
         return dict(zip(self._outputs, engine.run(ordered), strict=True))
 
 

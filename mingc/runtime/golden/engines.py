@@ -60,7 +60,8 @@ class Engines:
 
     def stage_with_state(self, name: str) -> StageWithState:
         """The same engines with state of their own."""
-        return StageWithState(name, self.stage(name).graphs)
+        stage = self.stage(name)
+        return StageWithState(name, stage.graphs, stage.weights)
 
     def tokenizer(self, name: str) -> TextTokenizer | None:
         """The tokenizer of `thinker` or `talker`, or None."""

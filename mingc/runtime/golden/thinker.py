@@ -14,14 +14,14 @@ import torch
 from numpy.typing import NDArray
 
 from mingc.artifacts.model import ThinkerParameters
-from mingc.runtime.engines.base import Graph
-from mingc.runtime.golden.engines import Engines, StageWithState, to_numpy
+from mingc.runtime.golden.engines import Engines, to_numpy
 from mingc.runtime.golden.ledger import Ledger
 from mingc.runtime.preprocess.chat import AUDIO, VISION, WORD
 from mingc.runtime.preprocess.image import Grid
 from mingc.runtime.preprocess.positions import VisionSpan, compute_positions
 from mingc.runtime.rank_group import RankGroup
-from mingc.runtime.thinker import DecodeStep, PrefillStep, ThinkerWorker
+from mingc.runtime.stages import LoadedStage
+from mingc.runtime.thinker import DecodeStep, PrefillStep, ThinkerWorker, make_worker
 
 Ints = NDArray[np.int64]
 _KV = re.compile(r"^(?P<case>.+)\.kv\.layer(?P<layer>\d+)_(?P<what>keys_rotated|values)$")
@@ -39,48 +39,37 @@ class _Prompt:
     embeds: torch.Tensor | None
 
 
-class _WatchedGraph(Graph):
-    """A graph that keeps the outputs of its last run, for those that the worker does not hand on."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.spec = graph.spec
-        self.bucket = graph.bucket  # type: ignore[method-assign]
-        self._graph = graph
-        self.last: dict[str, torch.Tensor] = {}
-
-    def run(self, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
-        self.last = self._graph.run(**tensors)
-        return self.last
-
-
 class _Replay:
     """The ranks' workers and the pages of the prompts that run in them."""
 
     def __init__(self, engines: Engines, ledger: Ledger, parameters: ThinkerParameters) -> None:
         self._parameters = parameters
-        stage = engines.stage("thinker")
-        self._prefill = _WatchedGraph(stage["prefill"])
-        self._stage = StageWithState("thinker", {**stage.graphs, "prefill": self._prefill})
         shapes = [ledger.references[f"{case}.input_ids"].shape for case in ledger.cases("input_ids")]
         steps = [ledger.references[f"{case}.greedy_ids"].shape[1] for case in ledger.cases("greedy_ids")]
         longest = max(length for _, length in shapes) + max(steps, default=0)
         self._pages_each = -(-longest // parameters.page_size)
         num_pages = 1 + max(rows for rows, _ in shapes) * self._pages_each
-        worker = ThinkerWorker(
-            self._stage, page_size=parameters.page_size, num_pages=num_pages, device=engines.device
-        )
-        self.max_chunk = worker.max_chunk
+
+        def start(stage: LoadedStage) -> ThinkerWorker:
+            self._worker = make_worker(
+                stage, engines.bundle.manifest, num_pages=num_pages, device=engines.device
+            )
+            return self._worker
+
         self._group: RankGroup | None = None
         if engines.world_size > 1:
             self._group = RankGroup(
                 engines.bundle.root,
                 engines.rank_devices(),
-                lambda: worker,
-                page_size=parameters.page_size,
+                lambda: engines.stage("thinker"),
+                start,
                 num_pages=num_pages,
                 on_death=lambda error: None,  # the next step raises it
             )
-        self._worker: ThinkerWorker | RankGroup = self._group or worker
+        else:
+            start(engines.stage("thinker"))
+        self._runner: ThinkerWorker | RankGroup = self._group or self._worker
+        self.max_chunk = self._worker.max_chunk
 
     def close(self) -> None:
         if self._group is not None:
@@ -104,7 +93,7 @@ class _Replay:
                 start=start,
                 pages=self.pages(row),
             )
-            logits.append(to_numpy(self._worker.prefill(step))[0].astype(np.float32))
+            logits.append(to_numpy(self._runner.prefill(step))[0].astype(np.float32))
         return logits
 
     def greedy(self, prompts: Sequence[_Prompt], steps: int) -> tuple[Ints, NDArray[np.float32]]:
@@ -118,7 +107,7 @@ class _Replay:
         pages = np.stack([self.pages(row) for row in range(len(prompts))])
         for _ in range(steps - 1):
             step = DecodeStep(input_ids=ids[-1], positions=lengths + deltas, lengths=lengths + 1, pages=pages)
-            logits.append(to_numpy(self._worker.decode(step))[: len(prompts)].astype(np.float32))
+            logits.append(to_numpy(self._runner.decode(step))[: len(prompts)].astype(np.float32))
             ids.append(logits[-1].argmax(axis=1))
             lengths = lengths + 1
         return np.stack(ids, axis=1), np.stack(logits, axis=1)
@@ -127,18 +116,16 @@ class _Replay:
         """(heads, num_tokens, head_dim) of the first prompt in token order, from the state `name`."""
         size = self._parameters.page_size
         rows = (self.pages(0)[:, None] * size + np.arange(size)).reshape(-1)[:num_tokens]
-        held: NDArray[np.generic] = to_numpy(self._stage.state[name])[rows].swapaxes(0, 1)
+        held: NDArray[np.generic] = to_numpy(self._worker.state[name])[rows].swapaxes(0, 1)
         return held
 
     def experts(self, num_tokens: int) -> tuple[Ints, NDArray[np.float32]] | None:
         """Experts and their weights (layers, tokens, k) of the last chunk, each token's sorted by id."""
-        outputs = self._prefill.last
-        if "expert_ids" not in outputs:
+        routes = self._worker.routes
+        if not routes:
             return None
-        return _sorted_experts(
-            to_numpy(outputs["expert_ids"])[:, :num_tokens],
-            to_numpy(outputs["expert_weights"])[:, :num_tokens],
-        )
+        ids, weights = (torch.stack([each[index][:num_tokens] for each in routes]) for index in (0, 1))
+        return _sorted_experts(to_numpy(ids), to_numpy(weights).astype(np.float32))
 
 
 def replay(engines: Engines, ledger: Ledger) -> None:
@@ -167,7 +154,8 @@ def _replay_prompt(case: str, prompt: _Prompt, run: _Replay, ledger: Ledger) -> 
         match = _KV.match(name)
         if match is None or match["case"] != case:
             continue
-        state = f"{'k' if match['what'] == 'keys_rotated' else 'v'}_pages.{match['layer']}"
+        kind = "k" if match["what"] == "keys_rotated" else "v"
+        state = f"layers.{match['layer']}.attention.{kind}_pages"
         held = run.cached(state, num_tokens)
         # Rank 0 is this process: of sharded heads it has the first ones.
         ledger.tensor(name, held, reference=ledger.references[name][0, : len(held)])
@@ -268,7 +256,7 @@ def _media(
         rows[index] = ledger.input(f"{case}.audio_embeds").reshape(-1, parameters.hidden_size)
     if not kinds.any():
         return kinds, None
-    spec = next(each for each in engines.stage("thinker")["prefill"].spec.inputs if each.name == "embeds")
+    spec = next(each for each in engines.stage("thinker")["embed"].spec.inputs if each.name == "embeds")
     return kinds, torch.from_numpy(rows).to(engines.device, getattr(torch, spec.dtype))
 
 
