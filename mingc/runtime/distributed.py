@@ -59,13 +59,12 @@ def init(
 
 
 def all_gather_last(x: torch.Tensor) -> torch.Tensor:
-    """The ranks' `x` (N, W) side by side in rank order, (N, world size * W); `x` itself with one rank."""
+    """The ranks' contiguous `x` (N, W) side by side in rank order, (N, world size * W); `x` itself with one rank."""
     if not dist.is_initialized():
         return x
-    world_size = dist.get_world_size()
-    gathered = x.new_empty(world_size, *x.shape)
-    dist.all_gather_into_tensor(gathered, x.contiguous())
-    return gathered.permute(1, 0, 2).reshape(x.shape[0], -1)
+    shares = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(shares, x)
+    return torch.cat(shares, dim=-1)
 
 
 def shutdown() -> None:

@@ -6,6 +6,7 @@ same steps on its own weights and pages.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from mingc.artifacts.manifest import Manifest
 from mingc.runtime.all_reduce import make_reducer
-from mingc.runtime.distributed import all_gather_last
+from mingc.runtime.cuda_graphs import GraphPool, Shapes, StaticRun
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.stages import LoadedStage, torch_dtype
 from mingc.runtime.thinker_layers import ThinkerLayers
@@ -61,13 +62,17 @@ class DecodeStep:
 
 
 class ThinkerWorker:
-    """Runs steps on one rank's engines.
+    """Runs steps on one rank's engines. On CUDA every size is captured when this is made, and replayed.
 
     Args:
         stage: the graphs of `ThinkerLayers`.
         num_pages: KV pages to allocate, page 0 included.
 
-    The group of ranks, if there is one, must have met.
+    The group of ranks, if there is one, must have met; making one is a collective.
+
+    Attributes:
+        routes: expert ids and weights (T, K) of each expert layer in the last chunk; empty when the engines do not
+            tell.
     """
 
     def __init__(
@@ -83,91 +88,117 @@ class ThinkerWorker:
         self.page_size = page_size
         self.num_pages = num_pages
         self.state = stage.allocate_state({"KV": num_pages * page_size}, device)
+        self.routes: list[tuple[Tensor, Tensor]] = []
         self._prefill, self._decode = stage["prefill_attention"], stage["decode_attention"]
+        batches, chunks = self._decode.spec.dim("B").buckets, self._prefill.spec.dim("T").buckets
+        self.max_batch, self.max_chunk = max(batches), max(chunks)
         embeds = next(each for each in stage["embed"].spec.inputs if each.name == "embeds")
-        self._embed_dtype = torch_dtype(embeds.dtype)
-        self.hidden_size = int(embeds.shape[1])
-        self._no_embeds: dict[int, Tensor] = {}  # zeros by number of tokens
-        batch_sizes = self._decode.spec.dim("B").buckets
-        self.max_batch = max(batch_sizes)
-        self.reducer = make_reducer(
-            device, self._embed_dtype, width=self.hidden_size, batch_sizes=batch_sizes
-        )
-        self._layers = ThinkerLayers(
-            stage, self.state, vocab_size=vocab_size, reduce_=self.reducer.reduce_, gather=all_gather_last
-        )
-        self.max_chunk = max(self._prefill.spec.dim("T").buckets)
-
-    @property
-    def routes(self) -> list[tuple[Tensor, Tensor]]:
-        """Router choices of the last chunk, see `ThinkerLayers`."""
-        return self._layers.routes
+        dtype, self.hidden_size = torch_dtype(embeds.dtype), int(embeds.shape[1])
+        longest = max(self.max_batch, self.max_chunk)
+        self._embeds = torch.zeros(longest, self.hidden_size, dtype=dtype, device=device)
+        self._words = torch.zeros(
+            self.max_batch, dtype=torch.int64, device=device
+        )  # the kind of answers' tokens
+        self.reducer = make_reducer(device, dtype, width=self.hidden_size, batch_sizes=batches)
+        self._layers = ThinkerLayers(stage, self.state, vocab_size=vocab_size, reduce_=self.reducer.reduce_)
+        self._runs: dict[tuple[str, int], StaticRun] = {}
+        if device.type == "cuda":
+            with torch.inference_mode():
+                self._capture(batches, chunks)
 
     @torch.inference_mode()
     def prefill(self, step: PrefillStep) -> Tensor:
-        """Run one chunk; logits (1, V) float32 of its last token."""
+        """Run one chunk; logits (1, V) float32 of its last token, until the next step."""
         count = len(step.input_ids)
         width = self._prefill.bucket("T", count)
+        if step.embeds is not None:
+            self._embeds[:count].copy_(step.embeds)
         positions = np.zeros((3, width), np.int64)
         positions[:, :count] = step.positions
-        return self._layers.prefill(
+        logits, *told = self._run(
+            "prefill",
+            width,
             {
-                "input_ids": self._padded(step.input_ids, width),
-                "embeds": self._embeds(step.embeds, width),
-                "embed_kind": self._padded(step.embed_kind, width),
-                "positions": self._put(positions),
+                "input_ids": _padded(step.input_ids, width),
+                "embed_kind": _padded(step.embed_kind, width),
+                "positions": torch.from_numpy(positions),
                 "page_table": self._page_table(self._prefill, step.pages[None], step.start + count, 1)[0],
-                "start": self._put(np.array([step.start])),
-                "last": self._put(np.array([count - 1])),
-            }
+                "start": torch.tensor([step.start]),
+                "last": torch.tensor([count - 1]),
+            },
         )
+        self.routes = list(zip(told[::2], told[1::2], strict=True))
+        return logits
 
     @torch.inference_mode()
     def decode(self, step: DecodeStep) -> Tensor:
-        """Run one token of each request; logits (B, V) float32, rows beyond n are padding."""
-        count = len(step.input_ids)
-        width = self._decode.bucket("B", count)
-        lengths = np.ones(width, np.int64)
-        lengths[:count] = step.lengths
-        positions = np.zeros((3, width), np.int64)
-        positions[:, :count] = step.positions
-        return self._layers.decode(
+        """Run one token of each request; logits (B, V) float32 until the next step, rows beyond n are padding."""
+        width = self._decode.bucket("B", len(step.input_ids))
+        (logits,) = self._run(
+            "decode",
+            width,
             {
-                "input_ids": self._padded(step.input_ids, width),
-                "embeds": self._embeds(None, width),
-                "embed_kind": self._put(np.zeros(width, np.int64)),
-                "positions": self._put(positions),
-                "lengths": self._put(lengths),
+                "input_ids": _padded(step.input_ids, width),
+                "positions": _padded(step.positions, width),
+                "lengths": _padded(step.lengths, width).clamp_min_(1),
                 "page_table": self._page_table(self._decode, step.pages, int(step.lengths.max()), width),
-            }
+            },
         )
+        return logits
+
+    def _run(self, kind: str, width: int, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """`_run_prefill` or `_run_decode` of host tensors."""
+        if self._runs:
+            return self._runs[kind, width](inputs)
+        run = self._run_prefill if kind == "prefill" else self._run_decode
+        return run({name: value.to(self.device) for name, value in inputs.items()})
+
+    def _run_prefill(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        return self._layers.prefill({**inputs, "embeds": self._embeds[: len(inputs["input_ids"])]})
+
+    def _run_decode(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        width = len(inputs["input_ids"])
+        answers = {
+            "embeds": self._embeds[:width],
+            "embed_kind": self._words[:width],
+            "positions": inputs["positions"].expand(3, -1).contiguous(),
+        }
+        return (self._layers.decode({**inputs, **answers}),)
+
+    def _capture(self, batches: Sequence[int], chunks: Sequence[int]) -> None:
+        """A graph for every size, the largest first: the others then fit into the memory it has taken."""
+        pool = GraphPool(self.device)
+        for width in sorted(chunks, reverse=True):
+            ints = (torch.int64, (width,))
+            shapes: Shapes = {
+                "input_ids": ints,
+                "embed_kind": ints,
+                "positions": (torch.int64, (3, width)),
+                "page_table": (torch.int32, (_only_size(self._prefill, "P"),)),
+                "start": (torch.int64, (1,)),
+                "last": (torch.int64, (1,)),
+            }
+            self._runs["prefill", width] = StaticRun(
+                shapes, self._run_prefill, device=self.device, pool=pool, name=f"a chunk of {width} tokens"
+            )
+        for width in sorted(batches, reverse=True):
+            ints = (torch.int64, (width,))
+            shapes = {
+                "input_ids": ints,
+                "positions": ints,
+                "lengths": ints,
+                "page_table": (torch.int32, (width, _only_size(self._decode, "P"))),
+            }
+            self._runs["decode", width] = StaticRun(
+                shapes, self._run_decode, device=self.device, pool=pool, name=f"a step of batch {width}"
+            )
 
     def _page_table(self, graph: Graph, pages: Ints, num_tokens: int, rows: int) -> Tensor:
         """(rows, P) int32 with `pages` (n, any) in it and 0 elsewhere; P is the bucket that holds `num_tokens`."""
         table = np.zeros((rows, graph.bucket("P", -(-num_tokens // self.page_size))), np.int32)
         count = min(pages.shape[1], table.shape[1])
         table[: len(pages), :count] = pages[:, :count]
-        return torch.from_numpy(table).to(self.device)
-
-    def _padded(self, values: Ints, size: int) -> Tensor:
-        padded = np.zeros(size, np.int64)
-        padded[: len(values)] = values
-        return self._put(padded)
-
-    def _put(self, values: Ints) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
-
-    def _embeds(self, embeds: Tensor | None, width: int) -> Tensor:
-        if embeds is None:
-            if width not in self._no_embeds:
-                self._no_embeds[width] = self._new_embeds(width)
-            return self._no_embeds[width]
-        padded = self._new_embeds(width)
-        padded[: len(embeds)] = embeds
-        return padded
-
-    def _new_embeds(self, width: int) -> Tensor:
-        return torch.zeros(width, self.hidden_size, dtype=self._embed_dtype, device=self.device)
+        return torch.from_numpy(table)
 
 
 def make_worker(
@@ -183,3 +214,15 @@ def make_worker(
         num_pages=num_pages,
         device=device,
     )
+
+
+def _padded(values: Ints, size: int) -> Tensor:
+    padded = np.zeros(size, np.int64)
+    padded[: len(values)] = values
+    return torch.from_numpy(padded)
+
+
+def _only_size(graph: Graph, dim: str) -> int:
+    """The one size of `dim` that a captured graph can have."""
+    (size,) = graph.spec.dim(dim).buckets
+    return size

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from mingc.artifacts.spec import join_path
+from mingc.runtime.distributed import all_gather_last
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.stages import LoadedStage
 
@@ -24,10 +25,6 @@ class ThinkerLayers:
         state: the pages of every layer, by the stage's names.
         reduce_: replaces a tensor by its sum over the ranks.
         gather: puts the ranks' (N, W) side by side.
-
-    Attributes:
-        routes: expert ids and weights (T, K) of each expert layer in the last prefill; empty when its engines do not
-            tell.
     """
 
     def __init__(
@@ -37,7 +34,7 @@ class ThinkerLayers:
         *,
         vocab_size: int,
         reduce_: Callable[[Tensor], None],
-        gather: Callable[[Tensor], Tensor],
+        gather: Callable[[Tensor], Tensor] = all_gather_last,
     ) -> None:
         (self._embed,) = stage.instances("embed").values()
         (self._head,) = stage.instances("head").values()
@@ -45,26 +42,28 @@ class ThinkerLayers:
         self._reduce_ = reduce_
         self._gather = gather
         self._layers = {kind: _layers(stage, state, kind) for kind in _KINDS}
-        self.routes: list[tuple[Tensor, Tensor]] = []
 
-    def prefill(self, inputs: Mapping[str, Tensor]) -> Tensor:
+    def prefill(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Logits (1, V) float32 of token `last` of one request's chunk.
 
         Inputs: of `embed` (input_ids, embeds, embed_kind, positions), page_table (P,), start (1,), last (1,).
+        Behind the logits, of each expert layer, the ids and weights (T, K) of the experts; nothing when the engines
+        do not tell.
         """
-        self.routes = []
-        residual, delta = self._run("prefill", inputs)
+        routes: list[Tensor] = []
+        residual, delta = self._run("prefill", inputs, routes)
         last = inputs["last"]
-        return self._logits(residual.index_select(0, last), delta.index_select(0, last))
+        logits = self._logits(residual.index_select(0, last), delta.index_select(0, last))
+        return (logits, *routes)
 
     def decode(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Logits (B, V) float32 of one token a request.
 
         Inputs: of `embed`, page_table (B, P), lengths (B,).
         """
-        return self._logits(*self._run("decode", inputs))
+        return self._logits(*self._run("decode", inputs, []))
 
-    def _run(self, kind: str, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _run(self, kind: str, inputs: Mapping[str, Tensor], routes: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The residual stream (N, D) and what the last half adds to it."""
         context = {**inputs, **self._embed.run(**_needed(self._embed, inputs))}
         residual, delta = context.pop("residual"), context.pop("delta")
@@ -73,7 +72,7 @@ class ThinkerLayers:
             residual, delta = outputs["residual"], outputs["partial"]
             self._reduce_(delta)
             if "expert_ids" in outputs:
-                self.routes.append((outputs["expert_ids"], outputs["expert_weights"]))
+                routes += (outputs["expert_ids"], outputs["expert_weights"])
         return residual, delta
 
     def _logits(self, residual: Tensor, delta: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def test_prefill_layers_routes_and_logits(
     last = stage.engines["prefill_experts", attention[-1].replace("attention", "feed_forward")].outputs
     assert torch.equal(streams[0], golden[f"{case}.inputs_embeds"][0])
     close(torch.stack([*streams[1:], last[0] + last[1]]), golden[f"{case}.layer_out"][:, 0])
-    ids, weights = (torch.stack([each[index] for each in session.layers.routes]) for index in (0, 1))
+    ids, weights = (torch.stack([each[index] for each in session.routes]) for index in (0, 1))
     found = by_expert(ids, weights)
     expected = by_expert(golden[f"{case}.moe_topk_ids"][:, 0], golden[f"{case}.moe_topk_weights"][:, 0])
     assert torch.equal(found[0], expected[0])

@@ -124,7 +124,7 @@ def run_step(stage: LoadedStage, config: ThinkerConfig, step: Step, group: Locks
         reduce_=group.reduce_,
         gather=group.gather_last,
     )
-    return getattr(layers, step.kind)(step.inputs)
+    return layers.prefill(step.inputs)[0] if step.kind == "prefill" else layers.decode(step.inputs)
 
 
 def run_ranks(stages: Sequence[LoadedStage], config: ThinkerConfig, step: Step) -> list[Tensor]:

@@ -115,7 +115,8 @@ class Session:
 
     def __init__(self, stage: LoadedStage, vocab_size: int, *, pages: int = 64) -> None:
         self.state = stage.allocate_state({"KV": pages * PAGE_SIZE}, torch.device("cpu"))
-        self.layers = ThinkerLayers(stage, self.state, vocab_size=vocab_size, reduce_=alone, gather=alone)
+        self._layers = ThinkerLayers(stage, self.state, vocab_size=vocab_size, reduce_=alone, gather=alone)
+        self.routes: list[tuple[Tensor, Tensor]] = []  # expert ids and weights a layer, of the last chunk
         order = 1 + torch.randperm(pages - 1, generator=torch.Generator().manual_seed(7))
         self._free: list[int] = order.tolist()
 
@@ -131,7 +132,7 @@ class Session:
             def pad(values: Tensor) -> Tensor:
                 return torch.nn.functional.pad(values, (0, padding))
 
-            logits = self.layers.prefill(
+            logits, *told = self._layers.prefill(
                 {
                     "input_ids": pad(prompt.input_ids[index]),
                     "embeds": torch.nn.functional.pad(prompt.embeds[index], (0, 0, 0, padding)),
@@ -143,6 +144,7 @@ class Session:
                 }
             )
         prompt.length = total
+        self.routes = list(zip(told[::2], told[1::2], strict=True))
         return logits
 
     def decode(self, prompts: Sequence[Prompt], tokens: Sequence[int], *, padding: int = 0) -> Tensor:
@@ -156,7 +158,7 @@ class Session:
             row[:count] = prompt.pages[:count]
         blank = [0] * padding
         positions = torch.tensor([*(prompt.length - 1 + prompt.delta for prompt in prompts), *blank])
-        logits = self.layers.decode(
+        logits = self._layers.decode(
             {
                 "input_ids": torch.tensor([*tokens, *blank]),
                 "embeds": torch.zeros(len(table), prompts[0].embeds.shape[1]),
