@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mingc_command import mingc
 
-CHOSEN = ("--engine", "talker,cfm.sample,thinker.decode", "--batch", "1,8", "--repetitions", 2)
+CHOSEN = ("--engine", "talker,cfm.sample,thinker.decode_attention", "--batch", "1,8", "--repetitions", 2)
 
 
 def test_every_chosen_engine_has_figures_and_floors_and_finds_itself_slower(
@@ -22,7 +22,11 @@ def test_every_chosen_engine_has_figures_and_floors_and_finds_itself_slower(
     }
     names = {(row["engine"], row["sizes"].get("B")) for row in report["engines"]}
     assert names == {
-        *((name, size) for name in ("talker.step", "cfm.sample", "thinker.decode") for size in (1, 8)),
+        *(
+            (name, size)
+            for name in ("talker.step", "cfm.sample", "thinker.decode_attention")
+            for size in (1, 8)
+        ),
         ("talker.prefill", None),
     }
     assert len(report["floors"]) == len(report["engines"])
