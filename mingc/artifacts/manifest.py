@@ -59,6 +59,7 @@ class EngineWork:
     Attributes:
         flops: operations of matrix products, convolutions and attention; a multiply-add is two.
         weight_bytes: every weight once; of tables the rows that are taken.
+        reuse_bytes: of weights that are used again, as often as they are; a cache may hold some.
         state_bytes: state read or written.
         context_flops, context_bytes: what each token that every request already holds adds to these.
         uncounted: kernels that no rule counts; with any, the figures are too small.
@@ -68,6 +69,7 @@ class EngineWork:
     flops: int
     weight_bytes: int
     state_bytes: int
+    reuse_bytes: int = 0
     context_flops: int = 0
     context_bytes: int = 0
     uncounted: tuple[str, ...] = ()

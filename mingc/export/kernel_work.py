@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 
 Size = Any  # a sympy integer or expression over the trace's symbols; sympy has no types
-Shapes = Mapping[str, Sequence[Size]]  # of tensor arguments, by name
+# Of arguments by name: the shape of a tensor, of a list of tensors a shape each, of others nothing.
+Shapes = Mapping[str, Any]
 
 CONTEXT = sympy.Symbol("context", integer=True, nonnegative=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelWork:
-    """Operations of one call and elements of state that it reads or writes."""
+    """Operations of one call and elements of state that it reads or writes.
+
+    `weight_shares`: how often it reads an argument that it does not read just once.
+    """
 
     flops: Size = 0
     state_elements: Size = 0
+    weight_shares: Mapping[str, Size] = field(default_factory=dict)
 
 
 Rule = Callable[[Shapes, Mapping[str, Any]], KernelWork]
@@ -91,6 +96,57 @@ def _norm_rope_write(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
     return KernelWork(state_elements=2 * shapes["qkv"][0] * math.prod(shapes["k_pages"][1:]))
 
 
+def _decode_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
+    """qkv (B, (Hq + 2 Hk) d), k_pages (KV, Hk, d): writes the new token, which then sees the context and itself."""
+    (batch, width), (_, kv_heads, size) = shapes["qkv"], shapes["k_pages"]
+    return KernelWork(
+        flops=4 * batch * (width - 2 * kv_heads * size) * (CONTEXT + 1),
+        state_elements=2 * batch * kv_heads * size * (CONTEXT + 1),
+    )
+
+
+def _experts(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
+    """x (T, D), ids (T, K), gate_up (E, 2F, …), perhaps one shared expert of every token.
+
+    Of the experts those are read that some token chose. Random tokens choose evenly: so many are to be expected.
+    """
+    (tokens, hidden), chosen = shapes["x"], shapes["ids"][1]
+    experts, rows = shapes["gate_up"][:2]
+    shared = shapes.get("shared_gate_up") or (0, 0)
+    share = 1 - sympy.Float(1 - chosen / experts) ** tokens
+    return KernelWork(
+        flops=3 * tokens * hidden * (chosen * rows + shared[-2]),
+        weight_shares={name: share for name in ("gate_up", "down", "gate_up_scale", "down_scale")},
+    )
+
+
+def _route_hidden(shapes: Shapes, arguments: Mapping[str, Any]) -> KernelWork:
+    """x (T, D), weight (gates, E, D), of which one gate serves every token unless an index says which."""
+    gates, experts, hidden = shapes["weight"]
+    share = 1 if arguments["gate_index"] is not None else sympy.Rational(1, gates)
+    return KernelWork(flops=2 * shapes["x"][0] * experts * hidden, weight_shares={"weight": share})
+
+
+def _resident_transform(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
+    """tokens (N, T, D) through all blocks."""
+    sequences, tokens, width = shapes["tokens"]
+    return KernelWork(flops=_blocks(shapes["blocks"], sequences * tokens, tokens, width))
+
+
+def _resident_sample(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
+    """first (1, steps, …), noise (1, P, C): two sequences of the T tokens of `cos` a step, P of them embedded anew."""
+    steps, (_, patch, _), tokens = shapes["first"][1], shapes["noise"], shapes["cos"][0]
+    ends = 2 * 2 * patch * sum(math.prod(shape) for shape in shapes["edges"] if len(shape) == 2)
+    return KernelWork(flops=steps * (ends + _blocks(shapes["blocks"], 2 * tokens, tokens, shapes["norm"][0])))
+
+
+def _blocks(weights: Sequence[Sequence[Size]], rows: Size, tokens: Size, width: Size) -> Size:
+    """Operations of transformer blocks, four matrices each, over `rows` of sequences of `tokens`."""
+    matrices = [shape for shape in weights if len(shape) == 2]
+    products = 2 * rows * sum(math.prod(shape) for shape in matrices)
+    return products + len(matrices) // 4 * 4 * rows * tokens * width
+
+
 def _causal(tokens: Size, query_width: Size, key_width: Size) -> KernelWork:
     """One request's chunk of `tokens` over the context and itself."""
     return KernelWork(
@@ -101,11 +157,17 @@ def _causal(tokens: Size, query_width: Size, key_width: Size) -> KernelWork:
 
 KERNELS: Mapping[str, Rule] = {
     "add_linear": _add_linear,
+    "decode_attention": _decode_attention,
+    "moe_decode": _experts,
+    "moe_prefill": _experts,
     "norm_rope_write": _norm_rope_write,
     "normed_linear": _normed_linear,
     "paged_decode_attention": _paged_decode_attention,
     "paged_prefill_attention": _paged_prefill_attention,
+    "resident_sample": _resident_sample,
+    "resident_transform": _resident_transform,
     "ring_attention": _ring_attention,
+    "route_hidden": _route_hidden,
     "short_attention": _short_attention,
     "slot_attention": _slot_attention,
     "slot_prefill_attention": _slot_prefill_attention,

@@ -2,8 +2,9 @@
 
 Nothing is run: every count follows from the shapes that the trace recorded, so a graph of varying dims is counted
 once and evaluated at every size. Counted are matrix products, convolutions, attention and sums of products (a
-multiply-add is two operations), and every weight once. Not counted: elementwise work, norms, Fourier transforms,
-intermediate tensors. What a mask hides is counted where the code computes it and skipped where a kernel skips it.
+multiply-add is two operations), and every weight, once and as often as it is used. Not counted: elementwise work,
+norms, Fourier transforms, intermediate tensors. What a mask hides is counted where the code computes it and skipped
+where a kernel skips it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.fx import Node
 
 from mingc.artifacts.manifest import EngineWork
 from mingc.artifacts.spec import GraphSpec
-from mingc.export.kernel_work import CONTEXT, KERNELS, Size
+from mingc.export.kernel_work import CONTEXT, KERNELS, KernelWork, Size
 
 _PRODUCTS = {"mm", "bmm", "matmul", "_scaled_mm"}  # operands 0 and 1
 _ADDED_PRODUCTS = {"addmm", "baddbmm"}  # operands 1 and 2
@@ -41,7 +42,8 @@ def count_work(
         name: sum(terms, start=sympy.Integer(0))
         for name, terms in (
             ("flops", tally.flops),
-            ("weight_bytes", tally.weights.values()),
+            ("weight_bytes", tally.weights),
+            ("reuse_bytes", tally.reuse),
             ("state_bytes", tally.state),
         )
     }
@@ -53,10 +55,11 @@ def count_work(
 
 @dataclass(slots=True)
 class _Tally:
-    """Terms of the sums; a weight has one term however often it is used."""
+    """Terms of the sums."""
 
     flops: list[Size] = field(default_factory=list)
-    weights: dict[str, Size] = field(default_factory=dict)
+    weights: list[Size] = field(default_factory=list)
+    reuse: list[Size] = field(default_factory=list)
     state: list[Size] = field(default_factory=list)
     uncounted: set[str] = field(default_factory=set)
 
@@ -69,7 +72,7 @@ def _tally(program: torch.export.ExportedProgram, spec: GraphSpec) -> _Tally:
     state = set(given[len(spec.inputs) :])
     for node in program.graph.nodes:
         if node.op == "placeholder" and node.name in constants:
-            tally.weights[node.name] = _weight_bytes(node)
+            _add_weight(tally, node)
         elif node.op == "placeholder" and node.name in state:
             _add_state(tally, node)
         elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
@@ -78,16 +81,12 @@ def _tally(program: torch.export.ExportedProgram, spec: GraphSpec) -> _Tally:
 
 
 def _add_flops(tally: _Tally, node: Node) -> None:
-    assert isinstance(node.target, torch._ops.OpOverload)
     space, name = _name(node)
     if space == "mingc":
-        rule = KERNELS.get(name)
-        if rule is None:
+        work = _kernel_work(node)
+        if work is None:
             tally.uncounted.add(f"mingc::{name}")
             return
-        given = dict(zip((each.name for each in node.target._schema.arguments), node.args, strict=False))
-        given.update(node.kwargs)
-        work = rule({key: _shape(value) for key, value in given.items()}, given)
         tally.flops.append(work.flops)
         tally.state.append(work.state_elements * _state_item_bytes(node))
     elif name in _PRODUCTS or name == "linear":
@@ -107,12 +106,46 @@ def _add_flops(tally: _Tally, node: Node) -> None:
         tally.flops.append(2 * _numel(node.args[0]))
 
 
-def _weight_bytes(weight: Node) -> Size:
-    """All of it; of a table from which rows are only taken, the rows, but never more than all."""
-    whole, users = _num_bytes(weight), list(weight.users)
-    if not users or any(_name(user)[1] not in _GATHERS for user in users):
-        return whole if users else sympy.Integer(0)
-    return sympy.Min(whole, sum((_num_bytes(user) for user in users), start=sympy.Integer(0)))
+def _kernel_work(node: Node) -> KernelWork | None:
+    """What a kernel of ours does; None when no rule says."""
+    rule = KERNELS.get(_name(node)[1])
+    given = _given(node)
+    return None if rule is None else rule({name: _shape(value) for name, value in given.items()}, given)
+
+
+def _given(node: Node) -> dict[str, Any]:
+    """The arguments of an operator's call by their names."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = (each.name for each in node.target._schema.arguments)
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _add_weight(tally: _Tally, weight: Node) -> None:
+    """All of it once; of a table from which only rows are taken, those, but never more than all.
+
+    What reads it as a whole again counts as reuse: ten steps of a sampler stream their weights ten times.
+    """
+    whole = _num_bytes(weight)
+    taken = [_taken(user, weight, whole) for user in weight.users]
+    once = sympy.Min(whole, sum((each for each, _ in taken), start=sympy.Integer(0)))
+    tally.weights.append(once)
+    again = sum((each for each, is_table in taken if not is_table), start=sympy.Integer(0))
+    tally.reuse.append(sympy.Max(0, again - once))
+
+
+def _taken(user: Node, weight: Node, whole: Size) -> tuple[Size, bool]:
+    """Bytes of `weight` that one of its users reads, and whether it takes rows of a table."""
+    space, name = _name(user)
+    if name in _GATHERS:
+        return _num_bytes(user), True
+    work = _kernel_work(user) if space == "mingc" else None
+    if work is not None:
+        for key, value in _given(user).items():
+            if (value is weight or (isinstance(value, (list, tuple)) and weight in value)) and (
+                key in work.weight_shares
+            ):
+                return whole * work.weight_shares[key], False
+    return whole, False
 
 
 def _add_state(tally: _Tally, state: Node) -> None:
@@ -143,7 +176,9 @@ def _name(node: Node) -> tuple[str, str]:
 
 
 def _shape(value: object) -> tuple[Size, ...]:
-    """The traced shape of an argument; empty for what is no tensor."""
+    """The traced shape of an argument, of a list those of its items; empty for what is no tensor."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_shape(each) for each in value)
     traced: Any = value.meta.get("val") if isinstance(value, Node) else None
     if not isinstance(traced, torch.Tensor):
         return ()
@@ -195,6 +230,7 @@ def _evaluate(
         flops=at[0]["flops"],
         context_flops=at[1]["flops"] - at[0]["flops"],
         weight_bytes=at[0]["weight_bytes"],
+        reuse_bytes=at[0]["reuse_bytes"],
         state_bytes=at[0]["state_bytes"],
         context_bytes=at[1]["state_bytes"] - at[0]["state_bytes"],
         uncounted=tuple(sorted(uncounted)),

@@ -10,12 +10,16 @@ from mingc.artifacts.manifest import EngineWork
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ceilings:
-    """Rates of a machine, measured on large random tensors: copying (bytes read and written), matrix products."""
+    """Rates of a machine, measured on large random tensors: copying (bytes read and written), matrix products.
+
+    `cache_bytes` is the last cache before the memory; None where it is not known.
+    """
 
     device: str
     copy_tb_s: float
     matmul_tflop_s: float
     matmul_dtype: str
+    cache_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +82,7 @@ class EngineFloor:
 
     Attributes:
         engine: as `EngineFigures.title`.
+        weight_bytes: every weight once, and again for every further use what the cache cannot keep of it.
         border_bytes: inputs and outputs.
         roofline: share of the measured median that the larger of both floors makes up.
         uncounted: kernels whose work no rule counts; with any, the floors are too low.
@@ -160,12 +165,15 @@ def floor_of(figures: EngineFigures, work: EngineWork, border_bytes: int, ceilin
     context = figures.context_tokens or 0
     flops = work.flops + context * work.context_flops
     state_bytes = work.state_bytes + context * work.context_bytes
-    bytes_ms = (work.weight_bytes + state_bytes + border_bytes) / ceilings.copy_tb_s / 1e9
+    weight_bytes = work.weight_bytes
+    if ceilings.cache_bytes is not None and weight_bytes > ceilings.cache_bytes:
+        weight_bytes += int(work.reuse_bytes * (1 - ceilings.cache_bytes / weight_bytes))
+    bytes_ms = (weight_bytes + state_bytes + border_bytes) / ceilings.copy_tb_s / 1e9
     flops_ms = flops / ceilings.matmul_tflop_s / 1e9
     return EngineFloor(
         engine=figures.title,
         flops=flops,
-        weight_bytes=work.weight_bytes,
+        weight_bytes=weight_bytes,
         state_bytes=state_bytes,
         border_bytes=border_bytes,
         bytes_floor_ms=bytes_ms,

@@ -70,6 +70,7 @@ class Stopwatch:
             copy_tb_s=round(2 * source.nbytes / copy_ms / 1e9, 4),
             matmul_tflop_s=round(2 * side**3 / matmul_ms / 1e9, 3),
             matmul_dtype=str(dtype).removeprefix("torch."),
+            cache_bytes=self._flush.numel() // _FLUSH_CACHES if self._flush is not None else None,
         )
 
 

@@ -35,6 +35,12 @@ class Model(nn.Module):
         q, k, v = self.packed(x).view(-1, 3, HEADS, WIDTH // HEADS).permute(1, 2, 0, 3)
         return (F.scaled_dot_product_attention(q, k, v),)
 
+    def iterate(self, ids: Tensor) -> tuple[Tensor]:
+        x = F.embedding(ids, self.table)
+        for _ in range(5):
+            x = F.linear(x, self.packed.weight)[:, :WIDTH]
+        return (x,)
+
     def route(self, ids: Tensor) -> tuple[Tensor]:
         return ((self.experts[ids % EXPERTS] * 2.0).sum(-1),)
 
@@ -96,10 +102,18 @@ def test_of_a_table_only_the_rows_taken_count_and_of_weights_all(model: Model) -
         assert work.weight_bytes == 4 * (products + work.dims["T"] * WIDTH)
 
 
+def test_a_weight_that_is_used_again_counts_as_reuse(model: Model) -> None:
+    work = count(model, "iterate")[0]
+    whole = 4 * 3 * WIDTH * WIDTH
+    assert work.weight_bytes == whole + 4 * work.dims["T"] * WIDTH
+    assert work.reuse_bytes == 4 * whole
+
+
 def test_a_table_counts_no_more_than_once(model: Model) -> None:
     few, many = count(model, "route")
     assert few.weight_bytes == 4 * 4 * 8 * WIDTH
     assert many.weight_bytes == 4 * EXPERTS * 8 * WIDTH
+    assert many.reuse_bytes == 0
     assert many.flops == 2 * 16 * 8 * WIDTH, "sums of products are products"
 
 
@@ -129,3 +143,51 @@ def test_slot_attention_sees_no_more_than_its_window() -> None:
     near = KERNELS["slot_attention"](shapes, {"window": 50})
     assert whole.flops.subs({CONTEXT: 9}) == 4 * 2 * 8 * 64 * 10
     assert near.flops == 4 * 2 * 8 * 64 * 50
+
+
+def test_of_the_experts_those_count_that_random_tokens_are_expected_to_choose() -> None:
+    shapes = {
+        "x": (4, 64),
+        "ids": (4, 2),
+        "gate_up": (16, 2 * 32, 64),
+        "down": (16, 64, 32),
+        "shared_gate_up": (2 * 32, 64),
+    }
+    work = KERNELS["moe_decode"](shapes, {})
+    assert work.flops == 2 * 4 * (2 + 1) * (3 * 32 * 64)
+    assert float(work.weight_shares["gate_up"]) == pytest.approx(1 - (14 / 16) ** 4)
+    one = KERNELS["moe_decode"]({**shapes, "x": (1, 64), "ids": (1, 2)}, {})
+    assert float(one.weight_shares["down"]) == pytest.approx(2 / 16)
+
+
+def test_a_resident_transformer_counts_its_products_and_its_attention() -> None:
+    block = ((8,), (24, 8), (24,), (8, 8), (8,), (8,), (32, 8), (32,), (8, 32), (8,))
+    work = KERNELS["resident_transform"]({"tokens": (2, 5, 8), "blocks": block * 3}, {})
+    products = 24 * 8 + 8 * 8 + 2 * 32 * 8
+    assert work.flops == 3 * (2 * 10 * products + 4 * 10 * 5 * 8)
+
+
+@torch.library.custom_op("mingc::moe_prefill_stand_in", mutates_args=())
+def _stand_in(x: Tensor, ids: Tensor, gate_up: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@_stand_in.register_fake
+def _(x: Tensor, ids: Tensor, gate_up: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_kernel_without_a_rule_is_told(monkeypatch: pytest.MonkeyPatch, model: Model) -> None:
+    def blend(ids: Tensor) -> tuple[Tensor]:
+        x = model.table[ids]
+        return (torch.ops.mingc.moe_prefill_stand_in(x, ids[:, None] % EXPERTS, model.experts),)
+
+    monkeypatch.setattr(model, "blend", blend, raising=False)
+    whole = count(model, "blend", {"T": 4})[0]
+    assert whole.uncounted == ("mingc::moe_prefill_stand_in",)
+    assert whole.weight_bytes == 4 * (4 * WIDTH + EXPERTS * 8 * WIDTH)
+    monkeypatch.setitem(KERNELS, "moe_prefill_stand_in", KERNELS["moe_prefill"])
+    part = count(model, "blend", {"T": 4})[0]
+    assert part.uncounted == () and part.flops == 3 * 4 * WIDTH * 8
+    share = 1 - (1 - 1 / EXPERTS) ** 4
+    assert part.weight_bytes == pytest.approx(4 * (4 * WIDTH + share * EXPERTS * 8 * WIDTH), abs=1)

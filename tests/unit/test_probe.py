@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,17 @@ def test_floors_grow_with_the_context() -> None:
     assert floor.flops_floor_ms == pytest.approx(2.0)
     assert floor.bytes_floor_ms == pytest.approx(1.0005)
     assert floor.roofline == pytest.approx(0.5)
+
+
+def test_weights_used_again_are_read_again_as_far_as_the_cache_does_not_hold_them() -> None:
+    work = EngineWork(dims={}, flops=0, weight_bytes=100, reuse_bytes=900, state_bytes=0)
+
+    def read(cache_bytes: int | None) -> int:
+        ceilings = replace(CEILINGS, cache_bytes=cache_bytes)
+        return floor_of(figures(1.0), work, border_bytes=0, ceilings=ceilings).weight_bytes
+
+    assert read(None) == 100 and read(100) == 100
+    assert read(25) == 100 + 900 * 3 // 4
 
 
 def test_only_what_is_slower_than_the_tolerance_allows_is_a_regression() -> None:
