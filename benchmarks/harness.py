@@ -32,7 +32,8 @@ def capture(step: Callable[[], object], warmups: int = 3) -> torch.cuda.CUDAGrap
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Other threads, a process group's for one, may call CUDA meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()
     return graph
 
@@ -61,6 +62,24 @@ def summary(samples: list[float]) -> dict[str, float]:
         "min": round(ordered[0], 4),
         "n": len(ordered),
     }
+
+
+def kernel_table(step: Callable[[], object], repeats: int = 5) -> list[dict[str, Any]]:
+    """Kernels of one run of `step` by name: calls and microseconds."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(repeats):
+            step()
+        torch.cuda.synchronize()
+    rows = [
+        {
+            "kernel": row.key[:110],
+            "calls": row.count / repeats,
+            "us": round(row.self_device_time_total / repeats, 2),
+        }
+        for row in profile.key_averages()
+        if row.self_device_time_total > 0
+    ]
+    return sorted(rows, key=lambda row: -row["us"])
 
 
 def ceilings() -> dict[str, float]:

@@ -193,24 +193,6 @@ def parity(stage: str, batch: int, run: Run, module: nn.Module, reference: nn.Mo
     return figures
 
 
-def kernel_table(step: Callable[[], object], repeats: int = 5) -> list[dict[str, Any]]:
-    """Kernels of one run of `step` by name: calls and microseconds."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(repeats):
-            step()
-        torch.cuda.synchronize()
-    rows = [
-        {
-            "kernel": row.key[:110],
-            "calls": row.count / repeats,
-            "us": round(row.self_device_time_total / repeats, 2),
-        }
-        for row in profile.key_averages()
-        if row.self_device_time_total > 0
-    ]
-    return sorted(rows, key=lambda row: -row["us"])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batches", default="1,2,4,8,16,32")
@@ -318,7 +300,7 @@ def measure(
                 }
             )
             if batch in profiled:
-                breakdown[f"{name} B={batch}"] = kernel_table(alone.replay)
+                breakdown[f"{name} B={batch}"] = harness.kernel_table(alone.replay)
         if not given.no_references:
             with plain_torch():
                 plain = Step(batch, plain_runs, specs)
