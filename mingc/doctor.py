@@ -140,11 +140,28 @@ def _devices() -> list[Check]:
     if not torch.cuda.is_available():
         why = "torch is a CPU build" if torch.version.cuda is None else "no device or no driver"
         checks.append(Check(name="cuda", state="missing", detail=why, needed_for="--target cuda"))
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index in range(count):
         device = torch.cuda.get_device_properties(index)
         detail = f"{device.name}, sm_{device.major}{device.minor}, {device.total_memory >> 30} GiB"
         checks.append(Check(name=f"cuda:{index}", state="ok", detail=detail, needed_for="--target cuda"))
+    if count > 1:
+        closed = [
+            f"{one}-{other}"
+            for one in range(count)
+            for other in range(count)
+            if one != other and not torch.cuda.can_device_access_peer(one, other)
+        ]
+        checks.append(peer_check(closed))
     return checks
+
+
+def peer_check(closed: list[str]) -> Check:
+    """What ranks can do whose devices do not reach each other's memory in these pairs, `one-other`."""
+    detail = "all-reduce by NCCL, or one-shot where `mingc serve` measures it faster"
+    if closed:
+        detail = f"all-reduce by NCCL only: devices {', '.join(closed)} do not reach each other's memory"
+    return Check(name="GPU links", state="ok", detail=detail, needed_for="serve with several ranks")
 
 
 def _compiler() -> Check:

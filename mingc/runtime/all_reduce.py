@@ -24,6 +24,7 @@ log = logging.getLogger("mingc.ranks")
 _CALLS = 20  # of one graph: its launch counts little then
 _REPLAYS = 15
 _ONE_SHOT_DTYPES = (torch.bfloat16, torch.float32)
+_ROUNDING = 2e-2  # of a sum in half precision, relative to the largest
 _ROW_ALIGNMENT = 16  # bytes: the kernel reads so many at a time, the width of a row must be a multiple
 
 
@@ -155,6 +156,8 @@ def make_reducer(
         # A rank without it takes it from all: they must call the same kernels.
         if not _agrees(one_shot is not None, device):
             one_shot, obstacle = None, obstacle or "another rank could not open its memory"
+        elif one_shot is not None and not adds_up(one_shot, device, dtype, width, max(batch_sizes)):
+            one_shot, obstacle = None, "its sums are not those of the group"
     if one_shot is None:
         choice = ReduceChoice(
             world_size=world_size,
@@ -233,6 +236,20 @@ def _compare(
             ReduceTiming(num_bytes=x.nbytes, nccl_us=round(nccl_us, 2), one_shot_us=round(one_shot_us, 2))
         )
     return timings
+
+
+def adds_up(method: Method, device: torch.device, dtype: torch.dtype, width: int, rows: int) -> bool:
+    """Whether the sums of `method` are right, and the same bits on all ranks: they steer the same router choices."""
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    x = torch.randn(rows, width, generator=generator, device=device).to(dtype)
+    expected = x.float()
+    dist.all_reduce(expected)
+    method.reduce_(x)
+    least, most = x.clone(), x.clone()
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    error = (x.float() - expected).abs().max() / expected.abs().max()
+    return _agrees(torch.equal(least, most) and float(error) < _ROUNDING, device)
 
 
 def _obstacle(device: torch.device, dtype: torch.dtype, width: int) -> str | None:

@@ -11,16 +11,27 @@ import sys
 from dataclasses import asdict
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mingc.runtime import distributed
-from mingc.runtime.all_reduce import make_reducer
+from mingc.runtime.all_reduce import Collective, adds_up, make_reducer
 
 
 def part(rank: int, rows: int, width: int) -> Tensor:
     """What `rank` adds: (rows, width) float32 values that half precision rounds when they are added."""
     generator = torch.Generator().manual_seed(100 * rows + rank)
     return torch.randn(rows, width, generator=generator)
+
+
+class Forgetful:
+    """Sums that lack the part of rank 0 on rank 1: wrong there only."""
+
+    def reduce_(self, x: Tensor) -> None:
+        own = x.clone()
+        Collective().reduce_(x)
+        if dist.get_rank() == 1:
+            x.copy_(own)
 
 
 def main() -> None:
@@ -33,9 +44,12 @@ def main() -> None:
         rank=job["rank"], world_size=job["world_size"], port=job["port"], device=device.type, timeout_s=60
     )
     reducer = make_reducer(device, dtype, width=job["width"], batch_sizes=job["batch_sizes"])
+    rows, width = job["batch_sizes"][-1], job["width"]
+    assert adds_up(Collective(), device, dtype, width, rows)
+    assert not adds_up(Forgetful(), device, dtype, width, rows)
     sums, replayed = [], []
     for rows in job["rows"]:
-        x = part(job["rank"], rows, job["width"]).to(device, dtype)
+        x = part(job["rank"], rows, width).to(device, dtype)
         before = x.clone()
         total = reducer.reduce(x)
         assert torch.equal(x, before), "reduce changed its input"
