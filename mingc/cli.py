@@ -235,8 +235,8 @@ def serve_command(as_json: bool, artifact: Path, **options: Any) -> int:
         show(resolved, as_json=False, stream=sys.stderr)
     listener = bind_socket(http.host, http.port)
     service = open_service(artifact, engines, clock)
-    # What start-up made lives as long as the process: a full collection would walk through it for a tenth of a second, again
-    # and again, while every stream waits.
+    # What start-up made lives as long as the process: a full collection would walk through it for a tenth of a
+    # second, while every stream waits.
     gc.collect()
     gc.freeze()
 
