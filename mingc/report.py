@@ -83,7 +83,11 @@ def _split(result: object) -> tuple[list[tuple[str, str]], list[tuple[str, list[
         elif isinstance(value, (tuple, list)):
             lines.extend((title if i == 0 else "", _text(item)) for i, item in enumerate(value))
         elif dataclasses.is_dataclass(value):
-            lines.extend((f"{title} {_words(key)}", _text(item)) for key, item in _row(value).items())
+            lines.extend(
+                (f"{title} {_words(key)}", _text(item))
+                for key, item in _row(value).items()
+                if item is not None
+            )
         elif value is not None:
             lines.append((title, _text(value)))
     return lines, tables

@@ -216,12 +216,9 @@ class _Run:
     def stage(self, name: str, targets: list[_Target]) -> Iterator[_Row]:
         """Load one stage and time its `targets`."""
         manifest = self._bundle.manifest
-        if manifest.stages[name].is_sharded and manifest.fingerprint.world_size > 1:
-            raise ConfigError(
-                f"{name} is cut for {manifest.fingerprint.world_size} ranks, which probe does not start",
-                where="--engine",
-                fix="name other engines, or probe an export with --tp 1",
-            )
+        ranks = manifest.fingerprint.world_size
+        if manifest.stages[name].is_sharded and ranks > 1:
+            self.notes.append(f"{name}: the share of rank 0 of {ranks}, without what the ranks exchange")
         loaded = load_stage(self._bundle, name, self._device)
         pool = GraphPool(self._device) if self._device.type == "cuda" else None
         for target in targets:
@@ -251,6 +248,7 @@ class _Run:
             engine=target.name,
             sizes=target.sizes,
             context_tokens=case.context if math.isfinite(target.room) else None,
+            instances=len(target.spec.instances),
             latency=latency,
         )
         work = next((each for each in target.engine.work if each.dims == target.sizes), None)

@@ -49,19 +49,21 @@ class Latency:
 class EngineFigures:
     """One engine at one set of sizes.
 
-    `context_tokens` are held by every request before the call; None where no request holds any.
+    `context_tokens` are held by every request before the call; None where no request holds any. A step runs it
+    `instances` times: once a layer where layers share an engine; timed is the first one.
     """
 
     engine: str
     sizes: dict[str, int]
     context_tokens: int | None
+    instances: int
     latency: Latency
 
     @property
     def title(self) -> str:
         return title(self.engine, self.sizes, self.context_tokens)
 
-    def cells(self) -> dict[str, str | float | bool | None]:
+    def cells(self) -> dict[str, str | float | None]:
         """The columns that people see."""
         latency = self.latency
         return {
@@ -70,7 +72,6 @@ class EngineFigures:
             "p95_ms": latency.p95_ms,
             "p99_ms": latency.p99_ms,
             "min_ms": latency.min_ms,
-            "graph": latency.is_captured or None,
             "no_graph_ms": latency.uncaptured_ms,
             "enqueue_ms": latency.enqueue_ms,
         }

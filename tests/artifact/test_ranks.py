@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import psutil
 from golden_checks import check_goldens
-from mingc_command import serving
+from mingc_command import mingc, serving
 
 _BODY = {
     "messages": [{"role": "user", "content": "Count."}],
@@ -20,6 +20,15 @@ _BODY = {
 
 def test_every_golden_is_met_by_two_ranks(two_rank_artifact: Path) -> None:
     check_goldens(two_rank_artifact)
+
+
+def test_a_probe_times_the_share_of_one_rank(two_rank_artifact: Path) -> None:
+    words = ("--engine", "thinker.head,thinker.decode_attention", "--batch", 1, "--repetitions", 1, "--json")
+    done = mingc("probe", two_rank_artifact, *words)
+    assert done.code == 0, done.stderr
+    assert "thinker: the share of rank 0 of 2, without what the ranks exchange" in done.document["notes"]
+    layers = {row["engine"]: row["instances"] for row in done.document["engines"]}
+    assert layers == {"thinker.head": 1, "thinker.decode_attention": 4}
 
 
 def test_a_killed_rank_fails_chats_and_readiness_but_not_speech(two_rank_artifact: Path) -> None:

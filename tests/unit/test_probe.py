@@ -70,7 +70,7 @@ def figures(median: float, engine: str = "cfm.sample", context: int | None = Non
         uncaptured_ms=None,
         enqueue_ms=None,
     )
-    return EngineFigures(engine=engine, sizes={"B": 2}, context_tokens=context, latency=latency)
+    return EngineFigures(engine=engine, sizes={"B": 2}, context_tokens=context, instances=1, latency=latency)
 
 
 def report(*rows: EngineFigures) -> ProbeReport:
