@@ -14,8 +14,7 @@ from typing import Any
 import sympy
 
 Size = Any  # a sympy integer or expression over the trace's symbols; sympy has no types
-# Of arguments by name: the shape of a tensor, of a list of tensors a shape each, of others nothing.
-Shapes = Mapping[str, Any]
+Shapes = Mapping[str, Sequence[Size]]  # of arguments by name; empty for what is no tensor
 
 CONTEXT = sympy.Symbol("context", integer=True, nonnegative=True)
 
@@ -127,26 +126,6 @@ def _route_hidden(shapes: Shapes, arguments: Mapping[str, Any]) -> KernelWork:
     return KernelWork(flops=2 * shapes["x"][0] * experts * hidden, weight_shares={"weight": share})
 
 
-def _resident_transform(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
-    """tokens (N, T, D) through all blocks."""
-    sequences, tokens, width = shapes["tokens"]
-    return KernelWork(flops=_blocks(shapes["blocks"], sequences * tokens, tokens, width))
-
-
-def _resident_sample(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
-    """first (1, steps, …), noise (1, P, C): two sequences of the T tokens of `cos` a step, P of them embedded anew."""
-    steps, (_, patch, _), tokens = shapes["first"][1], shapes["noise"], shapes["cos"][0]
-    ends = 2 * 2 * patch * sum(math.prod(shape) for shape in shapes["edges"] if len(shape) == 2)
-    return KernelWork(flops=steps * (ends + _blocks(shapes["blocks"], 2 * tokens, tokens, shapes["norm"][0])))
-
-
-def _blocks(weights: Sequence[Sequence[Size]], rows: Size, tokens: Size, width: Size) -> Size:
-    """Operations of transformer blocks, four matrices each, over `rows` of sequences of `tokens`."""
-    matrices = [shape for shape in weights if len(shape) == 2]
-    products = 2 * rows * sum(math.prod(shape) for shape in matrices)
-    return products + len(matrices) // 4 * 4 * rows * tokens * width
-
-
 def _causal(tokens: Size, query_width: Size, key_width: Size) -> KernelWork:
     """One request's chunk of `tokens` over the context and itself."""
     return KernelWork(
@@ -164,8 +143,6 @@ KERNELS: Mapping[str, Rule] = {
     "normed_linear": _normed_linear,
     "paged_decode_attention": _paged_decode_attention,
     "paged_prefill_attention": _paged_prefill_attention,
-    "resident_sample": _resident_sample,
-    "resident_transform": _resident_transform,
     "ring_attention": _ring_attention,
     "route_hidden": _route_hidden,
     "short_attention": _short_attention,

@@ -56,8 +56,8 @@ class EngineFigures:
     engine: str
     sizes: dict[str, int]
     context_tokens: int | None
-    instances: int
     latency: Latency
+    instances: int = 1
 
     @property
     def title(self) -> str:

@@ -160,13 +160,6 @@ def test_of_the_experts_those_count_that_random_tokens_are_expected_to_choose() 
     assert float(one.weight_shares["down"]) == pytest.approx(2 / 16)
 
 
-def test_a_resident_transformer_counts_its_products_and_its_attention() -> None:
-    block = ((8,), (24, 8), (24,), (8, 8), (8,), (8,), (32, 8), (32,), (8, 32), (8,))
-    work = KERNELS["resident_transform"]({"tokens": (2, 5, 8), "blocks": block * 3}, {})
-    products = 24 * 8 + 8 * 8 + 2 * 32 * 8
-    assert work.flops == 3 * (2 * 10 * products + 4 * 10 * 5 * 8)
-
-
 @torch.library.custom_op("mingc::moe_prefill_stand_in", mutates_args=())
 def _stand_in(x: Tensor, ids: Tensor, gate_up: Tensor) -> Tensor:
     return torch.empty_like(x)
