@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mingc.kernels.decode_attention import decode_attention
 from mingc.kernels.dispatch import plain_torch
 from mingc.kernels.norm_rope_write import norm_rope_write
 from mingc.kernels.paged_attention import paged_decode_attention, paged_prefill_attention
@@ -107,3 +108,23 @@ def test_norm_rotation_and_write(tokens: int, heads: int, kv_heads: int) -> None
         expected = norm_rope_write(qkv, *weights, angles.cos(), angles.sin(), rows, *theirs, 1e-6)
     for value, wanted in zip((got, *ours), (expected, *theirs), strict=True):
         check(value, wanted)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_decode_from_the_packed_projection(heads: int, kv_heads: int) -> None:
+    """Twice over the same memory: what one call counted must not be felt by the next."""
+    lengths = [1, 128, 129, 2048, 2049, 3000, 8000]
+    table = tables(lengths, 512)
+    ours = pools(int(table.max()) + 1, kv_heads)
+    theirs = [pool.clone() for pool in ours]
+    qkv, weights = normal(len(lengths), heads + 2 * kv_heads, SIZE), [normal(SIZE) for _ in range(2)]
+    angles = torch.rand(len(lengths), 32, device="cuda") * 6
+    places = table, ints(*lengths)
+    turn = angles.cos(), angles.sin()
+    got = decode_attention(qkv, *weights, *turn, *ours, *places, 1e-6, PAGE)
+    again = decode_attention(qkv, *weights, *turn, *ours, *places, 1e-6, PAGE)
+    with plain_torch():
+        expected = decode_attention(qkv, *weights, *turn, *theirs, *places, 1e-6, PAGE)
+    for value, wanted in zip((got, *ours), (expected, *theirs), strict=True):
+        check(value, wanted)
+    assert torch.equal(got, again)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mingc.kernels.decode_attention import decode_attention
 from mingc.kernels.norm_rope_write import norm_rope_write
 from mingc.kernels.paged_attention import paged_decode_attention, paged_prefill_attention, token_rows
 
@@ -97,3 +98,20 @@ def test_norm_rotation_and_write() -> None:
     assert torch.equal(v[rows], qkv[:, 6:])
     others = torch.ones(len(k), dtype=torch.bool).index_fill(0, rows, False)
     assert torch.equal(k[others], before[0][others]) and torch.equal(v[others], before[1][others])
+
+
+def test_decode_from_the_packed_projection() -> None:
+    """The new token's key and value are written and seen."""
+    k, v, generator = make_pool(8, 2)
+    table = torch.tensor([[3, 5], [6, 0]], dtype=torch.int32)
+    lengths = torch.tensor([PAGE + 2, 1])
+    qkv = torch.randn(2, 4 + 2 + 2, 16, generator=generator)
+    ones, angles = torch.ones(16), torch.zeros(2, 4)
+    got = decode_attention(qkv, ones, ones, angles.cos(), angles.sin(), k, v, table, lengths, 0.0, PAGE)
+    normed = qkv / qkv.square().mean(-1, keepdim=True).sqrt()
+    for request, length in enumerate(lengths.tolist()):
+        seen = rows_of(table[request])[:length]
+        torch.testing.assert_close(k[seen[-1]], normed[request, 4:6])
+        assert torch.equal(v[seen[-1]], qkv[request, 6:])
+        expected = dense(normed[request, :4], k[seen], v[seen])
+        torch.testing.assert_close(got[request].double(), expected, rtol=1e-5, atol=1e-5)

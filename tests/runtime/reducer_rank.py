@@ -25,7 +25,7 @@ def part(rank: int, rows: int, width: int) -> Tensor:
 
 
 class Forgetful:
-    """Sums that lack the part of rank 0 on rank 1: wrong there only."""
+    """Sums that rank 1 does not get."""
 
     def reduce_(self, x: Tensor) -> None:
         own = x.clone()

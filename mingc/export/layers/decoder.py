@@ -19,9 +19,10 @@ from torch.nn import functional as F
 
 from mingc.export.layers.moe import DenseFeedForward, MoeFeedForward, Router
 from mingc.export.layers.tensor_shard import check_heads, share_size
+from mingc.kernels.decode_attention import decode_attention
 from mingc.kernels.mrope import mrope_cos_sin
 from mingc.kernels.norm_rope_write import norm_rope_write
-from mingc.kernels.paged_attention import paged_decode_attention, paged_prefill_attention, token_rows
+from mingc.kernels.paged_attention import paged_prefill_attention, token_rows
 from mingc.kernels.rms_norm import rms_norm
 
 PAGE_SIZE = 16
@@ -147,11 +148,19 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """One token of every request, the last of its `lengths`. New residual and partial sum."""
         x_TD = residual_TD + delta_TD
-        rows = token_rows(page_table, (lengths - 1).clamp_min(0), PAGE_SIZE)
-        q_THd = norm_rope_write(
-            self._qkv(x_TD), self.q_norm, self.k_norm, cos, sin, rows, k_pages, v_pages, self.eps
+        out_THd = decode_attention(
+            self._qkv(x_TD),
+            self.q_norm,
+            self.k_norm,
+            cos,
+            sin,
+            k_pages,
+            v_pages,
+            page_table,
+            lengths,
+            self.eps,
+            PAGE_SIZE,
         )
-        out_THd = paged_decode_attention(q_THd, k_pages, v_pages, page_table, lengths, PAGE_SIZE)
         return x_TD, F.linear(out_THd.flatten(1), self.dense)
 
     def _qkv(self, x_TD: Tensor) -> Tensor:

@@ -114,13 +114,19 @@ def paged_decode_attention(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, lengths: Tensor, page_size: int
 ) -> Tensor:
     """See `mingc.kernels.paged_attention`."""
+    return launch_decode(q, k_pages, v_pages, page_table, lengths, page_size)
+
+
+def launch_decode(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, lengths: Tensor, page_size: int
+) -> Tensor:
+    """`paged_decode_attention` for use within another operation."""
     batch, heads, size = q.shape
     kv_heads, table_width = k_pages.shape[1], page_table.shape[1]
     splits = num_splits(table_width * page_size, kv_heads)
     out = torch.empty_like(q)
-    numbers = torch.empty(2, batch, heads, splits, dtype=torch.float32, device=q.device)
     partial = torch.empty(batch, heads, splits, size, dtype=torch.float32, device=q.device)
-    tops, totals = numbers[0], numbers[1]
+    tops, totals = (torch.empty(batch, heads, splits, dtype=torch.float32, device=q.device) for _ in range(2))
     group = heads // kv_heads
     torch.library.wrap_triton(mingc_paged_decode)[(kv_heads, batch, splits)](
         q, k_pages, v_pages, page_table, lengths, out, partial, tops, totals, table_width,
