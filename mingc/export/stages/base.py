@@ -80,7 +80,9 @@ class GraphPlan:
     as a tuple. `example(dims, generator)` returns inputs and state for concrete dim sizes (CPU tensors; every dim of
     `spec` is a key); values must be ones that real use could produce, so that parity on them means something.
     `trace_dims` are the sizes used for tracing (never 1: torch.export would specialise on it), `check_dims`
-    the sizes at which goldens and parity are taken.
+    the sizes at which goldens and parity are taken. A graph that routes tokens to experts by the module's submodule
+    `router` names in `routing` a method that is called with the inputs and ends what it returns with the expert ids
+    (tokens, K) and weights (tokens, K): narrow engines are compared token by token (see `mingc.export.routes`).
     """
 
     spec: GraphSpec
@@ -88,6 +90,7 @@ class GraphPlan:
     example: Callable[[dict[str, int], torch.Generator], dict[str, torch.Tensor]]
     trace_dims: dict[str, int]
     check_dims: dict[str, int]
+    routing: str | None = None
 
 
 class Stage(ABC):
