@@ -108,13 +108,19 @@ def add_linear(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, weight_scale: Tensor | None = None) -> Tensor:
     """x @ weightᵀ + bias: (..., K) → (..., N).
 
-    With an FP8 weight and its scale (N,) the rows of `x` are rounded to FP8 as well where the device multiplies FP8
-    (each with its own scale, so that no row depends on another); elsewhere the weight is widened.
+    With an FP8 weight and its scale (N,), many rows of `x` are rounded to FP8 as well where the device multiplies FP8
+    (each with its own scale, so that no row depends on another); else the weight is widened.
     """
     if weight_scale is None:
         return F.linear(x, weight, bias)
     if not use_triton(x):
         return F.linear(x, dequantize(weight, weight_scale, x.dtype), bias)
+    if x.numel() // x.shape[-1] <= _MAX_FUSED_ROWS:
+        from mingc.kernels.gpu import linear as gpu
+
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        made: Tensor = gpu.normed_linear(flat, None, weight, weight_scale, bias, 0.0, gpu.NONE)
+        return made.view(*x.shape[:-1], made.shape[-1])
     rounded, scale = quantize_fp8(x.reshape(-1, x.shape[-1]))
     # The vendor's product takes one scale a matrix; the one that takes a scale a row is slower than the scales are
     # here, where they become part of what comes next (benchmarks/NOTES.md).

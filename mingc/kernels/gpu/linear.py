@@ -17,6 +17,9 @@ from torch import Tensor
 
 NUM_COUNTERS = 4096
 NONE, GELU, SWIGLU = 0, 1, 2
+# FP8 becomes float16 in one instruction for two values, bfloat16 in several for one. So with FP8 weights the rows are
+# made float16 too, in steps of this: its range then ends at a million, and bfloat16's precision is kept down to 1e-3.
+_FP16_STEP = tl.constexpr(16.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +66,8 @@ def mingc_linear(
         second = tl.zeros([BM, BN], tl.float32)
     for start in range(0, length, BK):
         a = tl.load(xs + start)
+        if HAS_SCALE:
+            a = tl.clamp(a.to(tl.float32) * (1 / _FP16_STEP), -65504.0, 65504.0).to(tl.float16)
         total = tl.dot(a, tl.load(ws + start).to(a.dtype), total)
         if ACTIVATION == 2:
             second = tl.dot(a, tl.load(ups + start).to(a.dtype), second)
@@ -81,9 +86,9 @@ def mingc_linear(
                 total += tl.load(partial + other * M * N + place, mask=mask, other=0.0, cache_modifier=".cg")
     if is_last:
         if HAS_SCALE:
-            total = total * tl.load(weight_scale + n)[None, :]
+            total = total * (tl.load(weight_scale + n) * _FP16_STEP)[None, :]
             if ACTIVATION == 2:
-                second = second * tl.load(weight_scale + N + n)[None, :]
+                second = second * (tl.load(weight_scale + N + n) * _FP16_STEP)[None, :]
         if PARTS > 0:
             total = total * scale[:, None]
         if HAS_BIAS:
@@ -107,7 +112,7 @@ def mingc_linear(
 @torch.library.triton_op("mingc::normed_linear", mutates_args={})
 def normed_linear(
     x: Tensor,
-    squares: Tensor,
+    squares: Tensor | None,
     weight: Tensor,
     weight_scale: Tensor | None,
     bias: Tensor | None,
@@ -116,16 +121,16 @@ def normed_linear(
 ) -> Tensor:
     """(M, K) rows already times the norm's weight, squares (M, parts) float32 → (M, N).
 
-    A weight with a scale is FP8.
+    Without squares there is no norm. A weight with a scale is FP8.
     """
     (rows, depth), columns = x.shape, weight.shape[0] // (2 if activation == SWIGLU else 1)
     tiles = choose(rows, columns, depth, adds=False)
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    parts = squares.shape[1]
+    parts = 0 if squares is None else squares.shape[1]
     torch.library.wrap_triton(mingc_linear)[(triton.cdiv(rows, tiles.rows) * (columns // tiles.columns), 1)](
-        x, squares, weight, squares if weight_scale is None else weight_scale, x if bias is None else bias,
-        x, x, out, x, x, x, x, rows, EPS=eps,
-        N=columns, K=depth, PARTS=parts, PARTS_PADDED=triton.next_power_of_2(parts), ACTIVATION=activation,
+        x, x if squares is None else squares, weight, x if weight_scale is None else weight_scale,
+        x if bias is None else bias, x, x, out, x, x, x, x, rows, EPS=eps,
+        N=columns, K=depth, PARTS=parts, PARTS_PADDED=triton.next_power_of_2(max(1, parts)), ACTIVATION=activation,
         HAS_BIAS=bias is not None, HAS_SCALE=weight_scale is not None, ADDS=False,
         BM=tiles.rows, BN=tiles.columns, BK=tiles.depth, SPLITS=1,
         num_warps=tiles.warps, num_stages=tiles.stages,
@@ -156,7 +161,7 @@ def add_linear(
         partial = torch.empty(tiles.splits, rows, columns, dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(rows, tiles.rows) * (columns // tiles.columns), tiles.splits)
     torch.library.wrap_triton(mingc_linear)[grid](
-        x, x, weight, squares if weight_scale is None else weight_scale, x if bias is None else bias,
+        x, x, weight, x if weight_scale is None else weight_scale, x if bias is None else bias,
         residual, norm, out, scaled, squares, partial, counters,
         rows, EPS=0.0, N=columns, K=depth, PARTS=0, PARTS_PADDED=1, ACTIVATION=NONE,
         HAS_BIAS=bias is not None, HAS_SCALE=weight_scale is not None, ADDS=True,
