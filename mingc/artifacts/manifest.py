@@ -105,12 +105,31 @@ class GraphRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Fidelity:
+    """What a decoder lost when its weights were quantized, on one prompt of random text; all arithmetic in float32.
+
+    `layer_cosine` compares what each layer adds to the residual stream with what it adds over the checkpoint's weights,
+    from the same stream: the mean over tokens. `logit_kl` is the mean divergence of the next token's distribution from
+    the exact one after all layers, in nats; `same_argmax` the share of tokens whose likeliest next token stays.
+    """
+
+    tokens: int
+    layer_cosine: tuple[float, ...]
+    logit_kl: float
+    same_argmax: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StageRecord:
-    """One stage: graphs by name, and one weights file a rank (one in all when the stage is not sharded)."""
+    """One stage: graphs by name, and one weights file a rank (one in all when the stage is not sharded).
+
+    `fidelity` is there when the weights of a decoder are quantized.
+    """
 
     is_sharded: bool
     weights: tuple[str, ...]
     graphs: dict[str, GraphRecord]
+    fidelity: Fidelity | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

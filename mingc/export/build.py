@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from mingc.artifacts.manifest import EngineRecord, GraphRecord, Parity
+from mingc.artifacts.manifest import EngineRecord, Fidelity, GraphRecord, Parity
 from mingc.artifacts.spec import GraphSpec
 from mingc.errors import ExportError
 from mingc.export import parity as parity_rule
@@ -25,7 +25,9 @@ from mingc.export import routes
 from mingc.export.backends import aoti
 from mingc.export.capture import capture
 from mingc.export.checkpoint import Checkpoint
+from mingc.export.quantization import in_float32
 from mingc.export.recipe import ExportRecipe
+from mingc.export.reference import Ranks, float32_inputs, widened
 from mingc.export.source import open_source
 from mingc.export.stages import find
 from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions
@@ -154,9 +156,30 @@ def check_graph(task: GraphTask, engines: tuple[EngineRecord, ...], replay: Repl
     return GraphResult(stage=task.stage, record=record, peak_rss_bytes=_peak_rss_bytes())
 
 
+def check_fidelity(
+    recipe: ExportRecipe, stage_name: str, folder: Path, weights: tuple[str, ...]
+) -> Fidelity | None:
+    """What the quantized weights of a stage lose end to end, if the stage can tell."""
+    stage = find(stage_name)
+    checkpoint = open_source(recipe)
+    config = stage.config(checkpoint)
+
+    def exact(part: str) -> nn.Module:
+        return float32_module(stage, config, checkpoint, part=part)
+
+    def stored(part: str) -> list[nn.Module]:
+        quantization = recipe.quantization(stage_name)
+        return [
+            in_float32(load_module(stage, config, shard, folder / file, quantization, part=part))
+            for shard, file in zip(_shards(weights), weights, strict=True)
+        ]
+
+    return stage.fidelity(config, exact, stored)
+
+
 def _load(task: GraphTask, stage: Stage, config: Any, shard: Shard, plan: GraphPlan) -> nn.Module:
     quantization = task.recipe.quantization(stage.name)
-    path = task.folder / task.weights[0]
+    path = task.folder / task.weights[shard.rank]
     return load_module(stage, config, shard, path, quantization, part=plan.spec.instances[0])
 
 
@@ -166,6 +189,11 @@ def _peak_rss_bytes() -> int:
 
 def _shard(stage: Stage, recipe: ExportRecipe) -> Shard:
     return Shard(rank=0, world_size=recipe.world_size if stage.is_sharded else 1)
+
+
+def _shards(weights: Sequence[str]) -> list[Shard]:
+    """A shard for each rank's file."""
+    return [Shard(rank=rank, world_size=len(weights)) for rank in range(len(weights))]
 
 
 def _find_plan(stage: Stage, config: Any, shard: Shard, options: StageOptions, graph: str) -> GraphPlan:
@@ -219,15 +247,17 @@ def _check(
             name: torch.zeros_like(value) if name in {each.name for each in plan.spec.state} else value
             for name, value in tensors.items()
         }
-    reference_plan = _find_plan(stage, config, Shard(), _float32(options), task.graph)
-    reference_inputs = {
-        each.name: _as_reference(tensors, each.name, reference_plan, sizes, is_sharded)
-        for each in (*reference_plan.spec.inputs, *reference_plan.spec.state)
-    }
     # The engine is held against what its stored weights stand for; what storing them lost is a figure of its own.
     quantization, part = task.recipe.quantization(task.stage), plan.spec.instances[0]
-    reference = float32_module(stage, config, checkpoint, quantization, part=part)
-    references = run_eager(reference_plan, reference, reference_inputs)
+    exact_plan = _find_plan(stage, config, Shard(), _float32(options), task.graph)
+    whole = float32_module(stage, config, checkpoint, part=part)
+    exact = Ranks(exact_plan, [whole], float32_inputs(exact_plan, tensors, sizes))
+    reference = exact
+    if quantization is not None:
+        stored = [in_float32(_load(task, stage, config, shard, plan)) for shard in _shards(task.weights)]
+        stored_plan = _find_plan(stage, config, _shards(task.weights)[0], _float32(options), task.graph)
+        reference = Ranks(stored_plan, stored, float32_inputs(stored_plan, tensors, sizes))
+    references = reference.run()
     compiled = replay(
         task.folder / engine.file,
         engine.backend,
@@ -240,25 +270,29 @@ def _check(
     compared = [each.name for each in plan.spec.outputs]
     if not is_sharded:
         compared.extend(f"state.{each.name}" for each in plan.spec.state)
-    expected = {name: _widened(references[name], compiled[name]) for name in compared}
+    expected = {name: widened(references[name], compiled[name]) for name in compared}
     moved = {name: value.to(options.device) for name, value in tensors.items()}
     eager_expected, rerouted = expected, None
     if options.dtype != torch.float32 and plan.routing is not None:
         chosen = routes.tell_routes(plan, module, moved)
-        reference_ids, _ = routes.tell_routes(plan, reference, reference_inputs)
+        reference_ids, _ = routes.tell_routes(plan, reference.modules[0], reference.inputs)
         rerouted = routes.rerouted_share(chosen[0], reference_ids, where)
-        with routes.given_routes(reference, chosen):
-            followed = run_eager(reference_plan, reference, reference_inputs)
-        eager_expected = {name: _widened(followed[name], compiled[name]) for name in compared}
+        with routes.given_routes(reference.modules, chosen):
+            followed = reference.run()
+        eager_expected = {name: widened(followed[name], compiled[name]) for name in compared}
         expected = routes.nearer_rows(compiled, (expected, eager_expected))
     eager = 0.0
-    if options.dtype != torch.float32 and not is_sharded:
-        eager = parity_rule.worst_error(run_eager(plan, module, moved), eager_expected)
+    if options.dtype != torch.float32:
+        others = [
+            _load(task, stage, config, shard, plan).to(options.device) for shard in _shards(task.weights)[1:]
+        ]
+        eager = parity_rule.worst_error(Ranks(plan, [module, *others], moved).run(), eager_expected)
     lost = None
     if quantization is not None:
-        exact_module = float32_module(stage, config, checkpoint, part=part)
-        exact = run_eager(reference_plan, exact_module, reference_inputs)
-        lost = parity_rule.worst_error(references, {name: exact[name] for name in compared})
+        wide = exact.run()
+        lost = parity_rule.worst_error(
+            references, {name: widened(wide[name], references[name]) for name in compared}
+        )
     parity = Parity(
         compiled=parity_rule.worst_error(compiled, expected),
         eager=eager,
@@ -288,39 +322,6 @@ def _float32(options: StageOptions) -> StageOptions:
         context_tokens=options.context_tokens,
         prefill_tokens=options.prefill_tokens,
     )
-
-
-def _as_reference(
-    tensors: Mapping[str, torch.Tensor],
-    name: str,
-    plan: GraphPlan,
-    sizes: Mapping[str, int],
-    is_sharded: bool,
-) -> torch.Tensor:
-    """The input `name` for the float32, unsharded reference."""
-    spec = next(each for each in (*plan.spec.inputs, *plan.spec.state) if each.name == name)
-    if is_sharded and any(each.name == name for each in plan.spec.state):
-        return torch.zeros([size if isinstance(size, int) else sizes[size] for size in spec.shape])
-    value = tensors[name].clone()
-    return value.float() if value.is_floating_point() else value
-
-
-def _widened(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`reference` with zeros on its last axis where shares that do not divide it make `value` longer."""
-    return torch.nn.functional.pad(reference, (0, value.shape[-1] - reference.shape[-1]))
-
-
-def run_eager(
-    plan: GraphPlan, module: nn.Module, tensors: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Outputs by name and `state.<name>` afterwards, of the eager module. `tensors` are not changed."""
-    arguments = [tensors[each.name].clone() for each in (*plan.spec.inputs, *plan.spec.state)]
-    with torch.no_grad():
-        outputs = getattr(module, plan.method)(*arguments)
-    result = {each.name: value for each, value in zip(plan.spec.outputs, outputs, strict=True)}
-    state = arguments[len(plan.spec.inputs) :]
-    result.update({f"state.{each.name}": value for each, value in zip(plan.spec.state, state, strict=True)})
-    return result
 
 
 def _golden_tensors(

@@ -20,6 +20,7 @@ from mingc.artifacts.bundle import new_bundle, write_manifest
 from mingc.artifacts.codec import encode
 from mingc.artifacts.manifest import (
     SCHEMA,
+    Fidelity,
     Fingerprint,
     GraphRecord,
     Manifest,
@@ -36,6 +37,7 @@ from mingc.export.build import (
     GraphTask,
     Replay,
     build_engine,
+    check_fidelity,
     check_graph,
     engine_sizes,
     stage_options,
@@ -105,7 +107,7 @@ def export_bundle(recipe: ExportRecipe, replay: Replay, progress: Callable[[Step
     with new_bundle(recipe.output, replace_existing=recipe.force) as folder:
         run = _Run(recipe, checkpoint, stages, configs, folder, replay, progress)
         weights = run.write_weights()
-        results = run.build_graphs(weights)
+        results, fidelity = run.build_graphs(weights)
         records = run.write_voices()
         notes.extend(run.notes)
         copied = tokenizers.copy(
@@ -115,7 +117,7 @@ def export_bundle(recipe: ExportRecipe, replay: Replay, progress: Callable[[Step
             schema=SCHEMA,
             model=recipe.model_name,
             fingerprint=_fingerprint(recipe, checkpoint),
-            stages={stage.name: _stage_record(stage, weights, results) for stage in stages},
+            stages={stage.name: _stage_record(stage, weights, results, fidelity) for stage in stages},
             parameters=ModelParameters(
                 **{
                     stage.name: stage.parameters(configs[stage.name], stage_options(recipe))
@@ -202,8 +204,13 @@ class _Run:
             files[stage.name] = tuple(shard_files)
         return files
 
-    def build_graphs(self, weights: dict[str, tuple[str, ...]]) -> list[GraphResult]:
-        """Compile every engine, `jobs` at a time, and check each graph as soon as its engines are there."""
+    def build_graphs(
+        self, weights: dict[str, tuple[str, ...]]
+    ) -> tuple[list[GraphResult], dict[str, Fidelity]]:
+        """Compile every engine, `jobs` at a time, and check each graph as soon as its engines are there.
+
+        Returns the graphs, and what stages of quantized weights lose by name, where they tell.
+        """
         (self._folder / "engines").mkdir()
         (self._folder / "goldens").mkdir()
         tasks = [
@@ -229,11 +236,18 @@ class _Run:
                 for task in _heaviest_first(tasks)
                 for fixed in engine_sizes(task)
             }
+            comparing = {
+                stage.name: pool.submit(
+                    check_fidelity, self._recipe, stage.name, self._folder, weights[stage.name]
+                )
+                for stage in self._stages
+                if self._recipe.quantization(stage.name) is not None
+            }
             checking = {}
             try:
                 for compiled in as_completed(compiling):
                     task = compiling[compiled]
-                    built = _result(compiled, task)
+                    built = _result(compiled, f"{task.stage}.{task.graph}")
                     done = engines.setdefault(f"{task.stage}.{task.graph}", [])
                     done.append(built)
                     if len(done) == sum(each is task for each in compiling.values()):
@@ -241,19 +255,20 @@ class _Run:
                         checking[pool.submit(check_graph, task, records, self._replay)] = task
                 for checked in as_completed(checking):
                     task = checking[checked]
-                    result = _result(checked, task)
+                    result = _result(checked, f"{task.stage}.{task.graph}")
                     results.append(result)
                     peaks = [each.peak_rss_bytes for each in engines[f"{task.stage}.{task.graph}"]]
                     self.peak_rss_bytes = max(self.peak_rss_bytes, result.peak_rss_bytes, *peaks)
                     seconds = sum(engine.compile_seconds for engine in result.record.engines)
                     self.step("engine", f"{task.stage}.{task.graph}", seconds)
+                told = {name: _result(future, name) for name, future in comparing.items()}
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         self.peak_rss_bytes = max(
             self.peak_rss_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         )
-        return results
+        return results, {name: fidelity for name, fidelity in told.items() if fidelity is not None}
 
     def write_voices(self) -> tuple[VoiceRecord, ...]:
         """The voices of the checkpoint, registered once so that serving needs neither encoder nor speaker network."""
@@ -273,13 +288,13 @@ def _size_order(built: BuiltEngine) -> tuple[int, ...]:
     return tuple((built.record.dims or {}).values())
 
 
-def _result(future: Future[_T], task: GraphTask) -> _T:
+def _result(future: Future[_T], where: str) -> _T:
     try:
         return future.result()
     except BrokenProcessPool as error:
         raise CompileError(
-            "the process that built this graph died (out of memory?)",
-            where=f"{task.stage}.{task.graph}",
+            "the process that built or checked this died (out of memory?)",
+            where=where,
             fix="lower --jobs, or give the machine more memory",
         ) from error
 
@@ -304,12 +319,20 @@ def _choose(checkpoint: Checkpoint, recipe: ExportRecipe) -> list[Stage]:
 
 
 def _stage_record(
-    stage: Stage, weights: dict[str, tuple[str, ...]], results: Sequence[GraphResult]
+    stage: Stage,
+    weights: dict[str, tuple[str, ...]],
+    results: Sequence[GraphResult],
+    fidelity: dict[str, Fidelity],
 ) -> StageRecord:
     graphs: dict[str, GraphRecord] = {
         result.record.spec.name: result.record for result in results if result.stage == stage.name
     }
-    return StageRecord(is_sharded=stage.is_sharded, weights=weights[stage.name], graphs=graphs)
+    return StageRecord(
+        is_sharded=stage.is_sharded,
+        weights=weights[stage.name],
+        graphs=graphs,
+        fidelity=fidelity.get(stage.name),
+    )
 
 
 def _fingerprint(recipe: ExportRecipe, checkpoint: Checkpoint) -> Fingerprint:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mingc.errors import ExportError
 from mingc.export.recipe import Quantization
 from mingc.export.stages.base import WeightSource
-from mingc.kernels.quantized import FP8, INT4, dequantize, quantize_fp8, quantize_int4
+from mingc.kernels.quantized import FP8, INT4, quantize_fp8, quantize_int4
 
 _SUFFIX = "_scale"
 _QUANTIZERS = {FP8: quantize_fp8, INT4: quantize_int4}
@@ -63,13 +63,17 @@ def prepare(
     return module
 
 
-def rounded(source: WeightSource, value: Tensor, quantization: Quantization | None) -> Tensor:
-    """`value` in float32 as it is after being stored: what the engines compute with."""
-    tensors = stored_tensors(source, value, quantization, value.dtype)
-    if len(tensors) == 1:
-        return value
-    weight, scale = tensors.values()
-    return dequantize(weight, scale, torch.float32)
+def in_float32(module: nn.Module) -> nn.Module:
+    """`module` computing in float32 with the values that its stored weights stand for; changed in place."""
+    for owner in module.modules():
+        for name, weight in list(owner.named_parameters(recurse=False)):
+            is_stored = name.endswith(_SUFFIX) or getattr(owner, name + _SUFFIX, None) is not None
+            if weight.is_floating_point() and not is_stored:
+                owner.register_parameter(name, nn.Parameter(weight.float(), requires_grad=False))
+        for name, value in list(owner.named_buffers(recurse=False)):
+            if value.is_floating_point():
+                owner.register_buffer(name, value.float())
+    return module
 
 
 def _format(source: WeightSource, quantization: Quantization | None) -> torch.dtype | None:

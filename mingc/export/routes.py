@@ -43,14 +43,16 @@ def tell_routes(plan: GraphPlan, module: nn.Module, tensors: Mapping[str, Tensor
 
 
 @contextmanager
-def given_routes(module: nn.Module, routes: tuple[Tensor, Tensor]) -> Iterator[None]:
-    """Inside, the router of `module` chooses `routes`."""
-    router = module.get_submodule("router")
-    module.add_module("router", _GivenRoutes(*(each.cpu() for each in routes)))
+def given_routes(modules: Sequence[nn.Module], routes: tuple[Tensor, Tensor]) -> Iterator[None]:
+    """Inside, the routers of `modules` choose `routes`."""
+    routers = [module.get_submodule("router") for module in modules]
     try:
+        for module in modules:
+            module.add_module("router", _GivenRoutes(*(each.cpu() for each in routes)))
         yield
     finally:
-        module.add_module("router", router)
+        for module, router in zip(modules, routers, strict=True):
+            module.add_module("router", router)
 
 
 def rerouted_share(ids: Tensor, reference_ids: Tensor, where: str) -> float:

@@ -18,7 +18,7 @@ from torch import nn
 from mingc.artifacts.spec import join_path
 from mingc.errors import CheckpointError, ExportError
 from mingc.export.checkpoint import Checkpoint, Part
-from mingc.export.quantization import prepare, rounded, stored_names, stored_tensors
+from mingc.export.quantization import prepare, stored_names, stored_tensors
 from mingc.export.recipe import Quantization
 from mingc.export.stages.base import Shard, Stage, WeightSource
 
@@ -154,25 +154,17 @@ def load_module(
         return _fill(module, part, {name: file.get_tensor(name) for name in names})
 
 
-def float32_module(
-    stage: Stage,
-    config: object,
-    checkpoint: Checkpoint,
-    quantization: Quantization | None = None,
-    *,
-    part: str = "",
-) -> nn.Module:
+def float32_module(stage: Stage, config: object, checkpoint: Checkpoint, *, part: str = "") -> nn.Module:
     """The unsharded module with every weight in float32, made straight from the checkpoint: the reference.
 
-    With a quantization the weights have the values that the stored ones stand for. With `part`, the submodule at
-    this path; no other weight is read.
+    With `part`, the submodule at this path; no other weight is read.
     """
     with torch.device("meta"):
         module = stage.build(config, Shard())
     tensors = {}
     for source in stage.weights(config, Shard()):
         if _is_within(source.name, part):
-            value = rounded(source, _make(checkpoint, source, stage.name), quantization)
+            value = _make(checkpoint, source, stage.name)
             tensors[source.name] = value.float() if value.is_floating_point() else value
     return _fill(module, part, tensors)
 

@@ -123,10 +123,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, weight_scale: Tensor 
         return made.view(*x.shape[:-1], made.shape[-1])
     rounded, scale = quantize_fp8(x.reshape(-1, x.shape[-1]))
     # The vendor's product takes one scale a matrix; the one that takes a scale a row is slower than the scales are
-    # here, where they become part of what comes next (benchmarks/NOTES.md).
-    one = torch.ones((), dtype=torch.float32, device=x.device)
-    product = torch._scaled_mm(rounded, weight.t(), one, one, out_dtype=x.dtype, use_fast_accum=True)
-    out = product.to(torch.float32) * scale.unsqueeze(1) * weight_scale
+    # here, where they become part of what comes next (benchmarks/NOTES.md). In the place of the one scale stands a
+    # stored number and is taken out again: ones would be filled in anew for every product.
+    any_scale = weight_scale[:1]
+    product = torch._scaled_mm(
+        rounded, weight.t(), any_scale, any_scale, out_dtype=x.dtype, use_fast_accum=True
+    )
+    out = product.to(torch.float32) * scale.unsqueeze(1) * (weight_scale / any_scale.square())
     if bias is not None:
         out = out + bias
     return out.to(x.dtype).view(*x.shape[:-1], out.shape[-1])

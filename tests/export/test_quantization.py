@@ -11,12 +11,12 @@ from safetensors import safe_open
 from torch import nn
 
 from mingc.errors import ConfigError, ExportError
-from mingc.export.build import run_eager
-from mingc.export.checkpoint import Checkpoint, open_checkpoint
+from mingc.export.checkpoint import Checkpoint
 from mingc.export.quantization import prepare, stored_names, stored_tensors
 from mingc.export.recipe import ExportRecipe
+from mingc.export.reference import run_eager
 from mingc.export.stages import find
-from mingc.export.stages.base import GraphPlan, Shard, StageOptions, WeightSource
+from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions, WeightSource
 from mingc.export.weights import float32_module, load_module, write_weights
 from mingc.kernels.quantized import dequantize, quantize_int4
 
@@ -25,14 +25,20 @@ TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
 LOSS = 0.2
 
 
-@pytest.fixture(scope="module")
-def checkpoint() -> Checkpoint:
-    return open_checkpoint(TINY)
-
-
 def plan_of(stage: str, graph: str, checkpoint: Checkpoint) -> GraphPlan:
     plans = find(stage).graphs(find(stage).config(checkpoint), Shard(), StageOptions())
     return next(plan for plan in plans if plan.spec.name == graph)
+
+
+def rounded_module(stage: Stage, config: object, checkpoint: Checkpoint, module: nn.Module) -> nn.Module:
+    """The float32 module with the quantized weights of `module` in the place of its own, widened."""
+    state = module.state_dict()
+    wide = float32_module(stage, config, checkpoint)
+    names = [name for name in state if name + "_scale" in state]
+    assert names
+    values = {name: dequantize(state[name], state[name + "_scale"], torch.float32) for name in names}
+    wide.load_state_dict(values, strict=False)
+    return wide
 
 
 @pytest.mark.parametrize(
@@ -51,7 +57,7 @@ def test_a_stage_computes_with_what_was_stored(
     module = load_module(stage, config, Shard(), tmp_path / "weights", "fp8")
     example = plan.example(plan.check_dims, torch.Generator().manual_seed(1))
     got = run_eager(plan, module, example)
-    stored = run_eager(plan, float32_module(stage, config, checkpoint, "fp8"), example)
+    stored = run_eager(plan, rounded_module(stage, config, checkpoint, module), example)
     exact = run_eager(plan, float32_module(stage, config, checkpoint), example)
     for key, value in got.items():
         assert relative_error(value, stored[key]) < 1e-6, key

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from mingc.export.layers.moe import DenseFeedForward, MoeFeedForward, Router
 from mingc.export.layers.tensor_shard import check_heads, share_size
 from mingc.kernels.decode_attention import decode_attention
+from mingc.kernels.linear import linear
 from mingc.kernels.mrope import mrope_cos_sin
 from mingc.kernels.norm_rope_write import norm_rope_write
 from mingc.kernels.paged_attention import paged_prefill_attention, token_rows
@@ -97,7 +98,13 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with normed, rotated queries and keys (spec: thinker.md §2.1)."""
+    """Causal grouped-query attention with normed, rotated queries and keys (spec: thinker.md §2.1).
+
+    Quantized matrices have scales.
+    """
+
+    qkv_scale: Tensor | None
+    dense_scale: Tensor | None
 
     def __init__(self, config: DecoderConfig, world_size: int) -> None:
         super().__init__()
@@ -107,11 +114,13 @@ class Attention(nn.Module):
         rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         self.norm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
         self.qkv = nn.Parameter(torch.empty(rows, config.hidden_size), requires_grad=False)
+        self.register_parameter("qkv_scale", None)
         self.q_norm = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
         self.k_norm = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
         self.dense = nn.Parameter(
             torch.empty(config.hidden_size, self.num_heads * self.head_dim), requires_grad=False
         )
+        self.register_parameter("dense_scale", None)
 
     def prefill(
         self,
@@ -133,7 +142,7 @@ class Attention(nn.Module):
         rows = _chunk_rows(page_table, start + place_T)
         q_THd = norm_rope_write(qkv_THd, self.q_norm, self.k_norm, cos, sin, rows, k_pages, v_pages, self.eps)
         out_THd = paged_prefill_attention(q_THd, k_pages, v_pages, page_table, start, PAGE_SIZE)
-        return x_TD, F.linear(out_THd.flatten(1), self.dense)
+        return x_TD, linear(out_THd.flatten(1), self.dense, None, self.dense_scale)
 
     def decode(
         self,
@@ -161,15 +170,17 @@ class Attention(nn.Module):
             self.eps,
             PAGE_SIZE,
         )
-        return x_TD, F.linear(out_THd.flatten(1), self.dense)
+        return x_TD, linear(out_THd.flatten(1), self.dense, None, self.dense_scale)
 
     def _qkv(self, x_TD: Tensor) -> Tensor:
-        packed = F.linear(rms_norm(x_TD, self.norm, self.eps), self.qkv)
+        packed = linear(rms_norm(x_TD, self.norm, self.eps), self.qkv, None, self.qkv_scale)
         return packed.view(x_TD.shape[0], -1, self.head_dim)
 
 
 class Head(nn.Module):
-    """Residual stream to this rank's share of the logits."""
+    """Residual stream to this rank's share of the logits. A quantized matrix has a scale."""
+
+    lm_head_scale: Tensor | None
 
     def __init__(self, config: DecoderConfig, world_size: int) -> None:
         super().__init__()
@@ -178,11 +189,12 @@ class Head(nn.Module):
         self.lm_head = nn.Parameter(
             torch.empty(config.local_vocab(world_size), config.hidden_size), requires_grad=False
         )
+        self.register_parameter("lm_head_scale", None)
 
     def forward(self, residual_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor]:
         """(T, V) float32."""
         normed_TD = rms_norm(residual_TD + delta_TD, self.norm, self.eps)
-        return (F.linear(normed_TD, self.lm_head).to(torch.float32),)
+        return (linear(normed_TD, self.lm_head, None, self.lm_head_scale).to(torch.float32),)
 
 
 class DecoderLayer(nn.Module):

@@ -7,6 +7,7 @@ N either of both, P pages of a request, KV rows of a page pool.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -150,7 +151,8 @@ class _Borders:
             dims=(self._chunk if is_prefill else self._batch,),
             instances=_feed_forwards(range(config.num_dense_layers, config.num_layers)),
         )
-        return self._plan(spec, "prefill_routed" if tells_routes else kind)
+        plan = self._plan(spec, "prefill_routed" if tells_routes else kind)
+        return replace(plan, routing=f"{kind}_routed")
 
     def head(self) -> GraphPlan:
         share = self._config.local_vocab(self._world_size)

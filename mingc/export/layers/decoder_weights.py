@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mingc.export.layers.decoder import DecoderConfig
 from mingc.export.layers.tensor_shard import cut
-from mingc.export.stages.base import Shard, WeightSource
+from mingc.export.stages.base import Quantizable, Shard, WeightSource
 
 _ROOT = "model.model"
 _GATES = ("gate", "image_gate", "audio_gate")
@@ -38,16 +38,19 @@ def decoder_weights(config: DecoderConfig, shard: Shard, *, is_tied: bool) -> Se
         _source("embed.position_rows", (), (), partial(_position_rows, half), torch.int64),
         _source("head.norm", (f"{_ROOT}.norm.weight",), ((hidden,),), _as_stored),
         _source(
-            "head.lm_head", (head,), (vocab_shape,), partial(cut, axis=0, rank=shard.rank, share=head_share)
+            "head.lm_head",
+            (head,),
+            (vocab_shape,),
+            partial(cut, axis=0, rank=shard.rank, share=head_share),
+            quantizable="linear",
         ),
     ]
     for index in range(config.num_layers):
         sources += _attention(config, shard, index)
         if index < config.num_dense_layers:
             width = config.dense_intermediate_size
-            sources += _swiglu(
-                config, shard, f"layers.{index}.feed_forward.mlp", f"{_ROOT}.layers.{index}.mlp", width
-            )
+            ours, theirs = f"layers.{index}.feed_forward.mlp", f"{_ROOT}.layers.{index}.mlp"
+            sources += _swiglu(config, shard, ours, theirs, width, "linear")
         else:
             sources += _moe(config, shard, index)
     return sources
@@ -59,8 +62,17 @@ def _source(
     shapes: tuple[tuple[int, ...], ...],
     make: Callable[..., Tensor],
     dtype: torch.dtype | None = None,
+    quantizable: Quantizable | None = None,
 ) -> WeightSource:
-    return WeightSource(name=name, part="main", tensors=tensors, shapes=shapes, make=make, dtype=dtype)
+    return WeightSource(
+        name=name,
+        part="main",
+        tensors=tensors,
+        shapes=shapes,
+        make=make,
+        dtype=dtype,
+        quantizable=quantizable,
+    )
 
 
 def _attention(config: DecoderConfig, shard: Shard, index: int) -> list[WeightSource]:
@@ -77,22 +89,48 @@ def _attention(config: DecoderConfig, shard: Shard, index: int) -> list[WeightSo
     sources = [_source(name, (tensor,), ((size,),), _as_stored) for name, (tensor, size) in plain.items()]
     qkv, dense = f"{theirs}.attention.query_key_value.weight", f"{theirs}.attention.dense.weight"
     sources.append(
-        _source(f"{ours}.attention.qkv", (qkv,), ((rows, hidden),), partial(_cut_qkv, config, shard))
+        _source(
+            f"{ours}.attention.qkv",
+            (qkv,),
+            ((rows, hidden),),
+            partial(_cut_qkv, config, shard),
+            quantizable="linear",
+        )
     )
     sources.append(
-        _source(f"{ours}.attention.dense", (dense,), (dense_shape,), partial(_cut_dense, config, shard))
+        _source(
+            f"{ours}.attention.dense",
+            (dense,),
+            (dense_shape,),
+            partial(_cut_dense, config, shard),
+            quantizable="linear",
+        )
     )
     return sources
 
 
-def _swiglu(config: DecoderConfig, shard: Shard, ours: str, theirs: str, width: int) -> list[WeightSource]:
+def _swiglu(
+    config: DecoderConfig, shard: Shard, ours: str, theirs: str, width: int, quantizable: Quantizable
+) -> list[WeightSource]:
     up_shape, down_shape = (width, config.hidden_size), (config.hidden_size, width)
     share = config.local_width(width, shard.world_size)
     gate_up = (f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight")
     down = (f"{theirs}.down_proj.weight",)
     return [
-        _source(f"{ours}.gate_up", gate_up, (up_shape, up_shape), partial(_join_gate_up, shard.rank, share)),
-        _source(f"{ours}.down", down, (down_shape,), partial(cut, axis=1, rank=shard.rank, share=share)),
+        _source(
+            f"{ours}.gate_up",
+            gate_up,
+            (up_shape, up_shape),
+            partial(_join_gate_up, shard.rank, share),
+            quantizable=quantizable,
+        ),
+        _source(
+            f"{ours}.down",
+            down,
+            (down_shape,),
+            partial(cut, axis=1, rank=shard.rank, share=share),
+            quantizable=quantizable,
+        ),
     ]
 
 
@@ -113,15 +151,20 @@ def _moe(config: DecoderConfig, shard: Shard, index: int) -> list[WeightSource]:
             gate_up,
             ((width, hidden),) * len(gate_up),
             partial(_stack_gate_up, shard.rank, share),
+            quantizable="experts",
         ),
         _source(
-            f"{ours}.down", down, ((hidden, width),) * num_experts, partial(_stack_down, shard.rank, share)
+            f"{ours}.down",
+            down,
+            ((hidden, width),) * num_experts,
+            partial(_stack_down, shard.rank, share),
+            quantizable="experts",
         ),
     ]
     if config.shared_intermediate_size:
-        sources += _swiglu(
-            config, shard, f"{ours}.shared", f"{theirs}.shared_experts", config.shared_intermediate_size
-        )
+        width = config.shared_intermediate_size
+        # In the format of the others, it is one expert more to their kernels.
+        sources += _swiglu(config, shard, f"{ours}.shared", f"{theirs}.shared_experts", width, "experts")
     return sources
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mingc.kernels.linear import linear
 from mingc.kernels.moe_experts import moe_experts
 from mingc.kernels.rms_norm import rms_norm
 from mingc.kernels.router import route
@@ -19,17 +20,22 @@ NUM_GATES = 3  # text, image, audio: the values of `embed_kind`
 
 
 class SwiGlu(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, gate and up as one matrix."""
+    """`down(silu(gate(x)) * up(x))`, gate and up as one matrix. Quantized matrices have scales."""
+
+    gate_up_scale: Tensor | None
+    down_scale: Tensor | None
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
         self.gate_up = nn.Parameter(torch.empty(2 * intermediate_size, hidden_size), requires_grad=False)
         self.down = nn.Parameter(torch.empty(hidden_size, intermediate_size), requires_grad=False)
+        self.register_parameter("gate_up_scale", None)
+        self.register_parameter("down_scale", None)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """(T, D) → (T, D)."""
-        gate_TF, up_TF = F.linear(x_TD, self.gate_up).chunk(2, dim=-1)
-        return F.linear(F.silu(gate_TF) * up_TF, self.down)
+        gate_TF, up_TF = linear(x_TD, self.gate_up, None, self.gate_up_scale).chunk(2, dim=-1)
+        return linear(F.silu(gate_TF) * up_TF, self.down, None, self.down_scale)
 
 
 class DenseFeedForward(nn.Module):
@@ -129,6 +135,10 @@ class MoeFeedForward(nn.Module):
         """`prefill` that also tells the experts: ids (T, K) int32 and weights (T, K) float32."""
         x_TD, partial_TD, ids_TK, weights_TK = self._run(residual_TD, delta_TD, embed_kind)
         return x_TD, partial_TD, ids_TK.to(torch.int32), weights_TK
+
+    def decode_routed(self, residual_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`decode` that also tells the experts."""
+        return self._run(residual_TD, delta_TD, None)
 
     def decode(self, residual_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
         """`prefill` of tokens that all take the text gate (spec: thinker.md §2.3)."""

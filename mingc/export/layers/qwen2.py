@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mingc.errors import CheckpointError
 from mingc.export.layers.linear import Linear
-from mingc.export.stages.base import WeightSource
+from mingc.export.stages.base import Quantizable, WeightSource
 from mingc.kernels.linear import Rows, add_linear, enter, leave, normed_linear
 
 Attend = Callable[[int, Tensor], Tensor]
@@ -157,7 +157,7 @@ def qwen2_weights(
     q_rows, kv_rows = config.num_heads * size, config.num_kv_heads * size
 
     # The matrices may be stored in fewer bits, not norms and biases.
-    matrix: Literal["linear"] | None = "linear" if quantizable else None
+    matrix: Quantizable | None = "linear" if quantizable else None
 
     def copy(name: str, tensor: str, *shape: int) -> WeightSource:
         return WeightSource(

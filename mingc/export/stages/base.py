@@ -14,8 +14,17 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from mingc.artifacts.manifest import Fidelity
 from mingc.artifacts.spec import GraphSpec
 from mingc.export.checkpoint import Checkpoint
+
+Quantizable = Literal["linear", "experts"]
+
+Load = Callable[[str], nn.Module]
+"""Path in the stage's module → the unsharded module there in float32, over the checkpoint's weights."""
+
+LoadRanks = Callable[[str], Sequence[nn.Module]]
+"""Path in the stage's module → each rank's module there, computing in float32 over the weights it has stored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +68,8 @@ class WeightSource:
     is cast to `dtype`, or to the recipe's dtype when None.
 
     A `quantizable` weight may be stored in fewer bits (`mingc.export.quantization`): a "linear" has the shape (N, K),
-    "experts" (E, N, K). Its module then holds the scale as `<name>_scale`, and registers that name as None otherwise.
+    "experts" (E, N, K) or, a single one, (N, K). Its module then holds the scale as `<name>_scale`, and registers that
+    name as None otherwise.
     """
 
     name: str
@@ -68,7 +78,7 @@ class WeightSource:
     shapes: tuple[tuple[int, ...], ...]
     make: Callable[..., torch.Tensor]
     dtype: torch.dtype | None = None
-    quantizable: Literal["linear", "experts"] | None = None
+    quantizable: Quantizable | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +132,10 @@ class Stage(ABC):
     @abstractmethod
     def parameters(self, config: Any, options: StageOptions) -> Any:
         """The stage's dataclass of `mingc.artifacts.model` for the manifest."""
+
+    def fidelity(self, config: Any, exact: Load, stored: LoadRanks) -> Fidelity | None:
+        """What quantized weights lose end to end; None: the parity of the graphs says it all."""
+        return None
 
     def ignored(self, checkpoint: Checkpoint) -> Sequence[tuple[str, str]]:
         """(prefix of tensor names, why) of tensors that belong to this stage and are knowingly not used."""

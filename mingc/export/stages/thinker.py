@@ -14,13 +14,15 @@ from typing import Any
 
 from torch import nn
 
+from mingc.artifacts.manifest import Fidelity
 from mingc.artifacts.model import ThinkerParameters
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.decoder import PAGE_SIZE, Decoder, DecoderConfig
+from mingc.export.layers.decoder_fidelity import decoder_fidelity
 from mingc.export.layers.decoder_graphs import thinker_graphs
 from mingc.export.layers.decoder_weights import decoder_weights
-from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions, WeightSource
+from mingc.export.stages.base import GraphPlan, Load, LoadRanks, Shard, Stage, StageOptions, WeightSource
 
 _DEFAULT_SYSTEM_TEXT = "你是一个友好的AI助手。"
 _THINKING_SUFFIX = "\n\ndetailed thinking {state}"
@@ -109,6 +111,9 @@ class ThinkerStage(Stage):
 
     def graphs(self, config: ThinkerConfig, shard: Shard, options: StageOptions) -> Sequence[GraphPlan]:
         return thinker_graphs(config.decoder, shard, options)
+
+    def fidelity(self, config: ThinkerConfig, exact: Load, stored: LoadRanks) -> Fidelity:
+        return decoder_fidelity(config.decoder, exact, stored)
 
     def parameters(self, config: ThinkerConfig, options: StageOptions) -> ThinkerParameters:
         ids = config.token_ids

@@ -1,0 +1,63 @@
+"""What a compiled graph is held against: the same graph run eagerly, by one module or by one a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from mingc.export.stages.base import GraphPlan
+
+
+def run_eager(
+    plan: GraphPlan, module: nn.Module, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Outputs by name and `state.<name>` afterwards, of the eager module. `tensors` are not changed."""
+    arguments = [tensors[each.name].clone() for each in (*plan.spec.inputs, *plan.spec.state)]
+    with torch.no_grad():
+        outputs = getattr(module, plan.method)(*arguments)
+    result = {each.name: value for each, value in zip(plan.spec.outputs, outputs, strict=True)}
+    state = arguments[len(plan.spec.inputs) :]
+    result.update({f"state.{each.name}": value for each, value in zip(plan.spec.state, state, strict=True)})
+    return result
+
+
+class Ranks:
+    """A graph's eager modules, one a rank, on the same `inputs`."""
+
+    def __init__(
+        self, plan: GraphPlan, modules: Sequence[nn.Module], inputs: Mapping[str, torch.Tensor]
+    ) -> None:
+        self.modules = modules
+        self.inputs = inputs
+        self._plan = plan
+
+    def run(self) -> dict[str, torch.Tensor]:
+        """Outputs by name, of all ranks together, and `state.<name>` afterwards, of the first."""
+        ranks = [run_eager(self._plan, module, self.inputs) for module in self.modules]
+        whole = dict(ranks[0])
+        for spec in self._plan.spec.outputs:
+            parts = [rank[spec.name] for rank in ranks]
+            if spec.ranks == "sum":
+                whole[spec.name] = torch.stack(parts).float().sum(0).to(parts[0].dtype)
+            elif spec.ranks == "concat":
+                whole[spec.name] = torch.cat(parts, dim=-1)
+        return whole
+
+
+def float32_inputs(
+    plan: GraphPlan, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
+    """Inputs and state of a float32 `plan` from the engine's. A state of another layout begins as zeros, as theirs."""
+    made = {}
+    for spec in (*plan.spec.inputs, *plan.spec.state):
+        shape = [size if isinstance(size, int) else sizes[size] for size in spec.shape]
+        value = tensors[spec.name] if list(tensors[spec.name].shape) == shape else torch.zeros(shape)
+        made[spec.name] = value.float() if value.is_floating_point() else value
+    return made
+
+
+def widened(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`reference` with zeros on its last axis where shares that do not divide it make `value` longer."""
+    return torch.nn.functional.pad(reference, (0, value.shape[-1] - reference.shape[-1]))
