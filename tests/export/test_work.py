@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+import mingc.kernels
 from mingc.artifacts.manifest import EngineWork
 from mingc.artifacts.spec import Dim, DType, GraphSpec, TensorSpec
 from mingc.export.capture import capture
@@ -184,3 +188,9 @@ def test_a_kernel_without_a_rule_is_told(monkeypatch: pytest.MonkeyPatch, model:
     assert part.uncounted == () and part.flops == 3 * 4 * WIDTH * 8
     share = 1 - (1 - 1 / EXPERTS) ** 4
     assert part.weight_bytes == pytest.approx(4 * (4 * WIDTH + share * EXPERTS * 8 * WIDTH), abs=1)
+
+
+def test_every_kernel_of_ours_has_a_rule() -> None:
+    folder = Path(mingc.kernels.__path__[0]) / "gpu"
+    ops = {name for file in folder.glob("*.py") for name in re.findall(r'"mingc::(\w+)"', file.read_text())}
+    assert ops and ops <= set(KERNELS)
