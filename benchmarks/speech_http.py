@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
-import itertools
 import json
 import os
 import shutil
@@ -26,52 +24,16 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import harness
-import httpx
 import torch
+from speech_clients import RATE, SENTENCES, Clients, Heard, ask, body, client_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tests" / "data" / "tiny-ming"
-RATE, PATCH_SAMPLES = 44_100, 14_112
-_TIMEOUT_S = 300.0
-_SENTENCES = (
-    "The harbour was quiet and the boats lay side by side in the early light of the morning",
-    "She counted the steps to the top of the tower and wrote the number into her small book",
-    "A train of empty wagons rolled past the station while nobody looked up from their papers",
-    "He mended the roof before the first rain fell and then sat down to drink his coffee",
-)
-
-
-@dataclass(slots=True)
-class Heard:
-    """What a client saw of one answer: seconds since it asked, at each arrival, and bytes that had come by then."""
-
-    sent_at: float
-    arrivals: list[tuple[float, int]] = field(default_factory=list)
-
-    @property
-    def first_ms(self) -> float:
-        return 1e3 * (self.arrivals[0][0] - self.sent_at)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.arrivals[-1][1]
-
-    def gaps_ms(self) -> list[float]:
-        times = [when for when, _ in self.arrivals]
-        return [1e3 * (after - before) for before, after in itertools.pairwise(times)]
-
-    def underruns(self) -> int:
-        """Arrivals later than the moment at which playback, begun with the first, has used up what came before."""
-        start = self.arrivals[0][0]
-        count = 0
-        for (_, held), (when, _) in itertools.pairwise(self.arrivals):
-            count += when > start + held / 2 / RATE
-        return count
+PATCH_SAMPLES = 14_112
 
 
 def make_configs(folder: Path) -> None:
@@ -134,50 +96,6 @@ def server(artifact: Path, caches: Path, log: Path) -> Iterator[tuple[str, dict[
             child.wait()
 
 
-def body(index: int, patches: int, *, streamed: bool, text: str | None = None) -> dict[str, Any]:
-    request: dict[str, Any] = {
-        "model": "ming-omni",
-        "input": text or f"{_SENTENCES[index % len(_SENTENCES)]}, number {index}.",
-        "response_format": "pcm",
-        "seed": index,
-        "max_steps": patches,
-    }
-    return {**request, "stream_format": "audio"} if streamed else request
-
-
-async def ask(client: httpx.AsyncClient, request: dict[str, Any], chunks: int | None = None) -> Heard:
-    """Send one request and note when bytes arrive; hang up after `chunks` arrivals when given."""
-    heard = Heard(time.perf_counter())
-    count = 0
-    async with client.stream("POST", "/v1/audio/speech", json=request) as response:
-        if response.status_code != 200:
-            raise SystemExit(f"status {response.status_code}: {(await response.aread())[:500]!r}")
-        async for data in response.aiter_raw():
-            count += len(data)
-            heard.arrivals.append((time.perf_counter(), count))
-            if chunks is not None and len(heard.arrivals) >= chunks:
-                break
-    return heard
-
-
-def client_of(url: str) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
-    return httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, limits=limits)
-
-
-async def load(url: str, concurrency: int, rounds: int, patches: int, *, streamed: bool) -> list[Heard]:
-    """`concurrency` clients, each with `rounds` requests one after the other."""
-
-    async def one(index: int) -> list[Heard]:
-        return [
-            await ask(client, body(1000 * turn + index, patches, streamed=streamed)) for turn in range(rounds)
-        ]
-
-    async with client_of(url) as client:
-        answers = await asyncio.gather(*(one(index) for index in range(concurrency)))
-    return [heard for each in answers for heard in each]
-
-
 def figures_of(heard: list[Heard], concurrency: int, patches: int, *, streamed: bool) -> list[dict[str, Any]]:
     first, last = min(each.sent_at for each in heard), max(each.arrivals[-1][0] for each in heard)
     seconds = sum(each.num_bytes for each in heard) / 2 / RATE
@@ -202,7 +120,7 @@ def figures_of(heard: list[Heard], concurrency: int, patches: int, *, streamed: 
 
 async def long_text(url: str, pid: int, patches: int, segments: int) -> list[dict[str, Any]]:
     """One request of `segments` segments: memory of the server and of the device, drift, completeness."""
-    text = " ".join(f"{_SENTENCES[index % len(_SENTENCES)]}, number {index}." for index in range(segments))
+    text = " ".join(f"{SENTENCES[index % len(SENTENCES)]}, number {index}." for index in range(segments))
     memory: list[tuple[float, int, int]] = []
 
     async def watch() -> None:
@@ -283,6 +201,9 @@ def main() -> None:
     parser.add_argument("--concurrency", default="1,4,8,16,32")
     parser.add_argument("--rounds", type=int, default=3, help="requests of each client")
     parser.add_argument("--patches", type=int, default=60, help="patches of each request")
+    parser.add_argument(
+        "--client-processes", type=int, default=4, help="processes the clients are spread over"
+    )
     parser.add_argument("--segments", type=int, default=70, help="sentences of the long text")
     parser.add_argument("--only-artifact", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -291,6 +212,7 @@ def main() -> None:
         make_artifact(given.artifact, given)
     if given.only_artifact:
         return
+    clients = Clients(given.client_processes)
     figures: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         caches, log = Path(scratch) / "caches", Path(scratch) / "server.log"
@@ -299,18 +221,14 @@ def main() -> None:
                 {"name": "cold_start_s", "phase": name, "median": seconds, "unit": "s", "n": 1}
                 for name, seconds in phases.items()
             ]
-            gc.collect()
-            gc.freeze()  # a collection of torch's objects here would look like a late chunk
             started = time.perf_counter()
-            asyncio.run(load(url, 1, 1, 4, streamed=True))
+            clients.load(url, 1, 1, 4, streamed=True)
             first = round(time.perf_counter() - started, 3)
             figures.append({"name": "cold_start_s", "phase": "first request", "median": first, "unit": "s"})
             for concurrency in map(int, given.concurrency.split(",")):
-                asyncio.run(load(url, concurrency, 1, 8, streamed=True))
+                clients.load(url, concurrency, 1, 8, streamed=True)
                 for streamed in (True, False):
-                    heard = asyncio.run(
-                        load(url, concurrency, given.rounds, given.patches, streamed=streamed)
-                    )
+                    heard = clients.load(url, concurrency, given.rounds, given.patches, streamed=streamed)
                     figures += figures_of(heard, concurrency, given.patches, streamed=streamed)
                 rates = [each["median"] for each in figures if each["name"] == "audio_s_per_s"][-2:]
                 ratio = {"name": "stream_ratio", "concurrency": concurrency, "unit": "streamed / whole"}
@@ -321,6 +239,7 @@ def main() -> None:
         written = sorted(str(path.relative_to(caches)) for path in caches.rglob("*") if path.is_file())
         figures.append({"name": "compiler_cache_files", "median": len(written), "unit": "files"})
         print(log.read_text()[-2000:], file=sys.stderr)
+    clients.close()
     for figure in figures:
         print(" ".join(f"{key}={value}" for key, value in figure.items()))
     if given.json:

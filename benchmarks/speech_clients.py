@@ -1,0 +1,122 @@
+"""Clients of a speech server, for measuring it: each request notes when its bytes come. Torch is not needed."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import multiprocessing
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+RATE = 44_100
+_TIMEOUT_S = 300.0
+SENTENCES = (
+    "The harbour was quiet and the boats lay side by side in the early light of the morning",
+    "She counted the steps to the top of the tower and wrote the number into her small book",
+    "A train of empty wagons rolled past the station while nobody looked up from their papers",
+    "He mended the roof before the first rain fell and then sat down to drink his coffee",
+)
+
+
+@dataclass(slots=True)
+class Heard:
+    """What a client saw of one answer: seconds since it asked, at each arrival, and bytes that had come by then."""
+
+    sent_at: float
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def first_ms(self) -> float:
+        return 1e3 * (self.arrivals[0][0] - self.sent_at)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.arrivals[-1][1]
+
+    def gaps_ms(self) -> list[float]:
+        times = [when for when, _ in self.arrivals]
+        return [1e3 * (after - before) for before, after in itertools.pairwise(times)]
+
+    def underruns(self) -> int:
+        """Arrivals later than the moment at which playback, begun with the first, has used up what came before."""
+        start = self.arrivals[0][0]
+        count = 0
+        for (_, held), (when, _) in itertools.pairwise(self.arrivals):
+            count += when > start + held / 2 / RATE
+        return count
+
+
+def body(index: int, patches: int, *, streamed: bool, text: str | None = None) -> dict[str, Any]:
+    request: dict[str, Any] = {
+        "model": "ming-omni",
+        "input": text or f"{SENTENCES[index % len(SENTENCES)]}, number {index}.",
+        "response_format": "pcm",
+        "seed": index,
+        "max_steps": patches,
+    }
+    return {**request, "stream_format": "audio"} if streamed else request
+
+
+async def ask(client: httpx.AsyncClient, request: dict[str, Any], chunks: int | None = None) -> Heard:
+    """Send one request and note when bytes arrive; hang up after `chunks` arrivals when given."""
+    heard = Heard(time.perf_counter())
+    count = 0
+    async with client.stream("POST", "/v1/audio/speech", json=request) as response:
+        if response.status_code != 200:
+            raise SystemExit(f"status {response.status_code}: {(await response.aread())[:500]!r}")
+        async for data in response.aiter_raw():
+            count += len(data)
+            heard.arrivals.append((time.perf_counter(), count))
+            if chunks is not None and len(heard.arrivals) >= chunks:
+                break
+    return heard
+
+
+def client_of(url: str) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
+    return httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, limits=limits)
+
+
+class Clients:
+    """Clients in processes of their own: one process alone sends sixteen requests over tens of milliseconds."""
+
+    def __init__(self, num_processes: int) -> None:
+        # A collection of all that was ever imported would look like a late chunk.
+        gc.collect()
+        gc.freeze()
+        # Forked before anything has started a thread; nothing is imported again.
+        context = multiprocessing.get_context("fork")
+        self._num_processes = num_processes
+        self._pool = ProcessPoolExecutor(num_processes, mp_context=context)
+        self._pool.submit(int).result()  # forks them all
+
+    def load(self, url: str, concurrency: int, rounds: int, patches: int, *, streamed: bool) -> list[Heard]:
+        """`concurrency` clients, each with `rounds` requests one after the other."""
+        shares = [range(first, concurrency, self._num_processes) for first in range(self._num_processes)]
+        futures = [
+            self._pool.submit(_run_clients, url, share, rounds, patches, streamed)
+            for share in shares
+            if share
+        ]
+        return [heard for future in futures for heard in future.result()]
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def _run_clients(url: str, indexes: range, rounds: int, patches: int, streamed: bool) -> list[Heard]:
+    async def one(client: httpx.AsyncClient, index: int) -> list[Heard]:
+        return [
+            await ask(client, body(1000 * turn + index, patches, streamed=streamed)) for turn in range(rounds)
+        ]
+
+    async def all_of_them() -> list[list[Heard]]:
+        async with client_of(url) as client:
+            return await asyncio.gather(*(one(client, index) for index in indexes))
+
+    return [heard for each in asyncio.run(all_of_them()) for heard in each]
