@@ -67,6 +67,12 @@ def all_gather_last(x: torch.Tensor) -> torch.Tensor:
     return torch.cat(shares, dim=-1)
 
 
+def take_from_first_(x: torch.Tensor) -> None:
+    """Replace `x` by that of rank 0, so that all ranks go on alike."""
+    if dist.is_initialized():
+        dist.broadcast(x, src=0)
+
+
 def shutdown() -> None:
     """Leave the group; does nothing when there is none."""
     if dist.is_initialized():

@@ -78,8 +78,10 @@ def main() -> None:
         while (step := receive_step(sock)) is not None:
             if isinstance(step, PrefillStep):
                 worker.prefill(step)
-            else:
+            elif step.sampling is None:
                 worker.decode(step)
+            else:
+                worker.launch(step)
     distributed.shutdown()
 
 

@@ -22,7 +22,7 @@ from mingc.runtime import distributed
 from mingc.runtime.rank import COLLECTIVE_TIMEOUT_S, LOADED, READY, RankJob
 from mingc.runtime.stages import LoadedStage
 from mingc.runtime.step_wire import Step, send_step
-from mingc.runtime.thinker import DecodeStep, PrefillStep, ThinkerWorker
+from mingc.runtime.thinker import DecodeStep, LaunchedTokens, PrefillStep, ThinkerWorker
 
 _SEND_TIMEOUT_S = 60.0
 _START_TIMEOUT_S = 600.0  # the weights of the real model take minutes from a cold disk
@@ -30,6 +30,7 @@ _END_TIMEOUT_S = 5.0
 _END_NOTICE_S = 0.2  # a closed connection is noticed before the end of its process is
 
 _Step = TypeVar("_Step", PrefillStep, DecodeStep)
+_Result = TypeVar("_Result")
 
 log = logging.getLogger("mingc.ranks")
 
@@ -101,6 +102,10 @@ class RankGroup:
     def is_alive(self) -> bool:
         return self._death is None and not self._is_closing.is_set()
 
+    @property
+    def samples(self) -> bool:
+        return self._worker.samples
+
     def prefill(self, step: PrefillStep) -> Tensor:
         """As `ThinkerWorker.prefill`. Raises: WorkerError when a rank is gone."""
         return self._run(step, self._worker.prefill)
@@ -108,6 +113,10 @@ class RankGroup:
     def decode(self, step: DecodeStep) -> Tensor:
         """As `ThinkerWorker.decode`. Raises: WorkerError when a rank is gone."""
         return self._run(step, self._worker.decode)
+
+    def launch(self, step: DecodeStep) -> LaunchedTokens:
+        """As `ThinkerWorker.launch`. Raises: WorkerError when a rank is gone."""
+        return self._run(step, self._worker.launch)
 
     def close(self) -> None:
         """End the children: closed sockets tell them, what is left after a while is killed."""
@@ -150,7 +159,7 @@ class RankGroup:
                 code = child.wait()
                 raise WorkerError(f"rank {rank} ended with code {code} while starting", where=f"rank {rank}")
 
-    def _run(self, step: _Step, run: Callable[[_Step], Tensor]) -> Tensor:
+    def _run(self, step: _Step, run: Callable[[_Step], _Result]) -> _Result:
         if self._death is not None:
             raise self._death
         try:

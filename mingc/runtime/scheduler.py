@@ -63,7 +63,7 @@ class ThinkerScheduler:
     ) -> None:
         self.pool = pool
         self.max_context = min(max_context, pool.max_tokens)
-        self._max_running = max_running
+        self.max_running = max_running
         self._chunk_tokens = chunk_tokens
         self._max_waiting = max_waiting
         self._waiting: OrderedDict[int, _Sequence] = OrderedDict()
@@ -114,7 +114,7 @@ class ThinkerScheduler:
 
     def plan(self) -> ThinkerPlan:
         """Admit what fits and choose the next step. Changes nothing but admissions until `commit`."""
-        while self._waiting and self.num_running < self._max_running:
+        while self._waiting and self.num_running < self.max_running:
             request, sequence = next(iter(self._waiting.items()))
             if not self.pool.extend(request, sequence.prompt_tokens + sequence.max_tokens):
                 break  # strictly in order: passing it by would starve large requests
@@ -140,7 +140,7 @@ class ThinkerScheduler:
 
     def _has_room(self, prompt_tokens: int, max_tokens: int) -> bool:
         return (
-            self.num_running < self._max_running
+            self.num_running < self.max_running
             and self.pool.pages_for(prompt_tokens + max_tokens) <= self.pool.num_free
         )
 

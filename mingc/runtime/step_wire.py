@@ -32,8 +32,8 @@ def send_step(sock: socket.socket, step: Step) -> None:
             header["arrays"].append((name, str(host.dtype), list(host.shape)))
             payload.append(host.view(torch.uint8).numpy().tobytes())
         elif value is not None:
-            host_array = np.ascontiguousarray(value, dtype=np.int64)
-            header["arrays"].append((name, "int64", list(host_array.shape)))
+            host_array = np.ascontiguousarray(value)
+            header["arrays"].append((name, str(host_array.dtype), list(host_array.shape)))
             payload.append(host_array.tobytes())
     text = json.dumps(header).encode()
     sock.sendall(_LENGTH.pack(len(text)) + text)
@@ -52,14 +52,14 @@ def receive_step(sock: socket.socket) -> Step | None:
     fields: dict[str, Any] = dict(header["numbers"])
     for name, dtype, shape in header["arrays"]:
         is_tensor = dtype in _TENSOR_DTYPES
-        itemsize = _TENSOR_DTYPES[dtype].itemsize if is_tensor else 8
+        itemsize = _TENSOR_DTYPES[dtype].itemsize if is_tensor else np.dtype(dtype).itemsize
         data = _receive(sock, int(np.prod(shape)) * itemsize)
         if data is None:
             return None
         if is_tensor:
             fields[name] = torch.frombuffer(data, dtype=_TENSOR_DTYPES[dtype]).view(shape)
         else:
-            fields[name] = np.frombuffer(data, dtype=np.int64).reshape(shape)
+            fields[name] = np.frombuffer(data, dtype=dtype).reshape(shape)
     if header["kind"] == PrefillStep.__name__:
         fields.setdefault("embeds", None)
         return PrefillStep(**fields)

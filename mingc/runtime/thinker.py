@@ -6,8 +6,9 @@ same steps on its own weights and pages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 from mingc.artifacts.manifest import Manifest
 from mingc.runtime.all_reduce import make_reducer
 from mingc.runtime.cuda_graphs import GraphPool, Shapes, StaticRun
+from mingc.runtime.device_sampler import NUM_COLUMNS, choose_likeliest, choose_tokens, needs_draw
+from mingc.runtime.distributed import take_from_first_
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.stages import LoadedStage, torch_dtype
 from mingc.runtime.thinker_layers import ThinkerLayers
@@ -35,6 +38,7 @@ class PrefillStep:
         embeds: (n, D), rows of media tokens; None when the chunk has none.
         start: tokens of the request before this chunk.
         pages: (P,) int64, the request's pages in token order, enough for start + n tokens.
+        slot: where the device keeps what sampling needs of the request; 0 when it does not sample.
     """
 
     input_ids: Ints
@@ -43,6 +47,7 @@ class PrefillStep:
     embeds: Tensor | None
     start: int
     pages: Ints
+    slot: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,15 +55,40 @@ class DecodeStep:
     """One token of each of n requests.
 
     Attributes:
-        input_ids, positions: (n,) int64.
+        input_ids: (n,) int64; -1 for the token that the device chose for the request's slot last.
+        positions: (n,) int64.
         lengths: (n,) int64, tokens of each request, the new one included.
         pages: (n, P) int64, pages in token order, padded with 0.
+        slots: (n,) int64; None when the device does not sample.
+        sampling: (n, NUM_COLUMNS) float64, see `device_sampler`; None with `slots`.
     """
 
     input_ids: Ints
     positions: Ints
     lengths: Ints
     pages: Ints
+    slots: Ints | None = None
+    sampling: NDArray[np.float64] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LaunchedTokens:
+    """The tokens of a step on their way to the host.
+
+    Attributes:
+        tokens: (B,) int64 on the host, `NOT_FINITE` for a row without one.
+        event: when they are there; None: at once.
+    """
+
+    tokens: Tensor
+    event: torch.cuda.Event | None
+
+    def wait(self) -> list[int]:
+        """The tokens; blocks until the device has chosen them."""
+        if self.event is not None:
+            self.event.synchronize()
+        tokens: list[int] = self.tokens.tolist()
+        return tokens
 
 
 class ThinkerWorker:
@@ -67,10 +97,13 @@ class ThinkerWorker:
     Args:
         stage: the graphs of `ThinkerLayers`.
         num_pages: KV pages to allocate, page 0 included.
+        is_static: whether steps run over fixed tensors, captured on CUDA, and `launch` chooses tokens on the
+            device; None: on CUDA. Page tables then always have their largest size.
 
     The group of ranks, if there is one, must have met; making one is a collective.
 
     Attributes:
+        samples: whether `launch` is there.
         routes: expert ids and weights (T, K) of each expert layer in the last chunk; empty when the engines do not
             tell.
     """
@@ -83,8 +116,10 @@ class ThinkerWorker:
         page_size: int,
         num_pages: int,
         device: torch.device,
+        is_static: bool | None = None,
     ) -> None:
         self.device = device
+        self.samples = device.type == "cuda" if is_static is None else is_static
         self.page_size = page_size
         self.num_pages = num_pages
         self.state = stage.allocate_state({"KV": num_pages * page_size}, device)
@@ -101,10 +136,15 @@ class ThinkerWorker:
         )  # the kind of answers' tokens
         self.reducer = make_reducer(device, dtype, width=self.hidden_size, batch_sizes=batches)
         self._layers = ThinkerLayers(stage, self.state, vocab_size=vocab_size, reduce_=self.reducer.reduce_)
+        if self.samples:
+            slots = self.max_batch + 1
+            self._last = torch.zeros(slots, dtype=torch.int64, device=device)  # token of each slot's request
+            self._seen = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
+            self._yes = torch.ones((), dtype=torch.bool, device=device)
         self._runs: dict[tuple[str, int], StaticRun] = {}
-        if device.type == "cuda":
+        if self.samples:
             with torch.inference_mode():
-                self._capture(batches, chunks)
+                self._prepare(batches, chunks)
 
     @torch.inference_mode()
     def prefill(self, step: PrefillStep) -> Tensor:
@@ -125,6 +165,7 @@ class ThinkerWorker:
                 "page_table": self._page_table(self._prefill, step.pages[None], step.start + count, 1)[0],
                 "start": torch.tensor([step.start]),
                 "last": torch.tensor([count - 1]),
+                "slot": torch.tensor([step.slot]),
             },
         )
         self.routes = list(zip(told[::2], told[1::2], strict=True))
@@ -133,69 +174,119 @@ class ThinkerWorker:
     @torch.inference_mode()
     def decode(self, step: DecodeStep) -> Tensor:
         """Run one token of each request; logits (B, V) float32 until the next step, rows beyond n are padding."""
-        width = self._decode.bucket("B", len(step.input_ids))
-        (logits,) = self._run(
-            "decode",
-            width,
-            {
-                "input_ids": _padded(step.input_ids, width),
-                "positions": _padded(step.positions, width),
-                "lengths": _padded(step.lengths, width).clamp_min_(1),
-                "page_table": self._page_table(self._decode, step.pages, int(step.lengths.max()), width),
-            },
-        )
+        logits: Tensor = self._decode_step(step, "decode")[0]
         return logits
 
+    @torch.inference_mode()
+    def launch(self, step: DecodeStep) -> LaunchedTokens:
+        """Run one token of each request and choose the next ones; does not wait for the device."""
+        assert self.samples and step.sampling is not None, "the worker was made to sample"
+        _, chosen = self._decode_step(step, "draw" if needs_draw(step.sampling) else "decode")
+        count = len(step.input_ids)
+        if self.device.type != "cuda":
+            return LaunchedTokens(tokens=chosen[:count].clone(), event=None)
+        kept = torch.empty(count, dtype=torch.int64, pin_memory=True)
+        kept.copy_(chosen[:count], non_blocking=True)
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return LaunchedTokens(tokens=kept, event=event)
+
+    def _decode_step(self, step: DecodeStep, kind: str) -> tuple[Tensor, ...]:
+        width = self._decode.bucket("B", len(step.input_ids))
+        inputs = {
+            "input_ids": _padded(step.input_ids, width),
+            "positions": _padded(step.positions, width),
+            "lengths": _padded(step.lengths, width).clamp_min_(1),
+            "page_table": self._page_table(self._decode, step.pages, int(step.lengths.max()), width),
+        }
+        if self.samples:
+            sampling = torch.zeros(width, NUM_COLUMNS)
+            if step.sampling is not None:
+                sampling[: len(step.sampling)] = torch.from_numpy(step.sampling)
+            slots = np.zeros(1, np.int64) if step.slots is None else step.slots
+            inputs.update(slots=_padded(slots, width), sampling=sampling)
+        return self._run(kind, width, inputs)
+
     def _run(self, kind: str, width: int, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """`_run_prefill` or `_run_decode` of host tensors."""
+        """A prefill chunk, or a decode step with or without drawing, of host tensors."""
         if self._runs:
             return self._runs[kind, width](inputs)
-        run = self._run_prefill if kind == "prefill" else self._run_decode
-        return run({name: value.to(self.device) for name, value in inputs.items()})
+        return self._function(kind)({name: value.to(self.device) for name, value in inputs.items()})
+
+    def _function(self, kind: str) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]:
+        if kind == "prefill":
+            return self._run_prefill
+        return partial(self._run_decode, draws=kind == "draw")
 
     def _run_prefill(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        return self._layers.prefill({**inputs, "embeds": self._embeds[: len(inputs["input_ids"])]})
+        ids = inputs["input_ids"]
+        if self.samples:
+            slot, start = inputs["slot"], inputs["start"]
+            self._seen.index_copy_(0, slot, self._seen.index_select(0, slot) & (start > 0))
+            is_token = torch.arange(len(ids), device=self.device) <= inputs["last"]
+            self._seen.index_put_((slot, torch.where(is_token, ids, ids[0])), self._yes)
+        return self._layers.prefill({**inputs, "embeds": self._embeds[: len(ids)]})
 
-    def _run_decode(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        width = len(inputs["input_ids"])
+    def _run_decode(self, inputs: Mapping[str, Tensor], *, draws: bool) -> tuple[Tensor, ...]:
+        ids = inputs["input_ids"]
+        if self.samples:
+            slots = inputs["slots"]
+            ids = torch.where(ids >= 0, ids, self._last.index_select(0, slots))
+            self._seen.index_put_((slots, ids), self._yes)
         answers = {
-            "embeds": self._embeds[:width],
-            "embed_kind": self._words[:width],
+            "input_ids": ids,
+            "embeds": self._embeds[: len(ids)],
+            "embed_kind": self._words[: len(ids)],
             "positions": inputs["positions"].expand(3, -1).contiguous(),
         }
-        return (self._layers.decode({**inputs, **answers}),)
+        logits = self._layers.decode({**inputs, **answers})
+        if not self.samples:
+            return (logits,)
+        if draws:
+            chosen = choose_tokens(logits, inputs["sampling"], self._seen.index_select(0, slots))
+        else:
+            chosen = choose_likeliest(logits)
+        take_from_first_(chosen)
+        self._last.index_copy_(0, slots, chosen.clamp_min(0))
+        return logits, chosen
 
-    def _capture(self, batches: Sequence[int], chunks: Sequence[int]) -> None:
-        """A graph for every size, the largest first: the others then fit into the memory it has taken."""
-        pool = GraphPool(self.device)
+    def _prepare(self, batches: Sequence[int], chunks: Sequence[int]) -> None:
+        """A run for every size, the largest first: the others then fit into the memory its graph has taken."""
+        pool = GraphPool(self.device) if self.device.type == "cuda" else None
+        one = (torch.int64, (1,))
         for width in sorted(chunks, reverse=True):
             ints = (torch.int64, (width,))
             shapes: Shapes = {
                 "input_ids": ints,
                 "embed_kind": ints,
                 "positions": (torch.int64, (3, width)),
-                "page_table": (torch.int32, (_only_size(self._prefill, "P"),)),
-                "start": (torch.int64, (1,)),
-                "last": (torch.int64, (1,)),
+                "page_table": (torch.int32, (max(self._prefill.spec.dim("P").buckets),)),
+                "start": one,
+                "last": one,
+                "slot": one,
             }
-            self._runs["prefill", width] = StaticRun(
-                shapes, self._run_prefill, device=self.device, pool=pool, name=f"a chunk of {width} tokens"
-            )
+            self._prepare_run("prefill", width, shapes, pool, f"a chunk of {width} tokens")
         for width in sorted(batches, reverse=True):
             ints = (torch.int64, (width,))
             shapes = {
                 "input_ids": ints,
                 "positions": ints,
                 "lengths": ints,
-                "page_table": (torch.int32, (width, _only_size(self._decode, "P"))),
+                "page_table": (torch.int32, (width, max(self._decode.spec.dim("P").buckets))),
+                "slots": ints,
+                "sampling": (torch.float32, (width, NUM_COLUMNS)),
             }
-            self._runs["decode", width] = StaticRun(
-                shapes, self._run_decode, device=self.device, pool=pool, name=f"a step of batch {width}"
-            )
+            for kind in ("draw", "decode"):
+                self._prepare_run(kind, width, shapes, pool, f"a step of batch {width}")
+
+    def _prepare_run(self, kind: str, width: int, shapes: Shapes, pool: GraphPool | None, name: str) -> None:
+        run = self._function(kind)
+        self._runs[kind, width] = StaticRun(shapes, run, device=self.device, pool=pool, name=name)
 
     def _page_table(self, graph: Graph, pages: Ints, num_tokens: int, rows: int) -> Tensor:
         """(rows, P) int32 with `pages` (n, any) in it and 0 elsewhere; P is the bucket that holds `num_tokens`."""
-        table = np.zeros((rows, graph.bucket("P", -(-num_tokens // self.page_size))), np.int32)
+        size = graph.bucket("P", -(-num_tokens // self.page_size))
+        table = np.zeros((rows, max(graph.spec.dim("P").buckets) if self.samples else size), np.int32)
         count = min(pages.shape[1], table.shape[1])
         table[: len(pages), :count] = pages[:, :count]
         return torch.from_numpy(table)
@@ -220,9 +311,3 @@ def _padded(values: Ints, size: int) -> Tensor:
     padded = np.zeros(size, np.int64)
     padded[: len(values)] = values
     return torch.from_numpy(padded)
-
-
-def _only_size(graph: Graph, dim: str) -> int:
-    """The one size of `dim` that a captured graph can have."""
-    (size,) = graph.spec.dim(dim).buckets
-    return size

@@ -1,9 +1,15 @@
-"""The thinker's thread: plans a step, runs it on all ranks, samples, and hands tokens to the requests."""
+"""The thinker's thread: plans a step, runs it on all ranks, and hands tokens to the requests.
+
+A runner that samples chooses tokens on the device: the next step is then launched before the host knows the tokens of
+the one before. A request that turns out to have ended has then run one token too many, which nobody hears of. Where
+the runner does not sample, the host does, between steps.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,11 +21,13 @@ from torch import Tensor
 
 from mingc.errors import ServeError, WorkerError
 from mingc.runtime.channel import FailedItem, Item, TokenItem
+from mingc.runtime.device_sampler import NOT_FINITE, sampling_columns
 from mingc.runtime.engine_thread import EngineThread
+from mingc.runtime.kv_cache import SlotPool
 from mingc.runtime.request import FinishReason, SamplingParams
-from mingc.runtime.sampler import SamplerRow, sample
+from mingc.runtime.sampler import SamplerRow, sample, uniform
 from mingc.runtime.scheduler import PrefillChunk, ThinkerScheduler
-from mingc.runtime.thinker import DecodeStep, PrefillStep
+from mingc.runtime.thinker import DecodeStep, LaunchedTokens, PrefillStep
 
 log = logging.getLogger("mingc.engine")
 
@@ -29,9 +37,14 @@ class StepRunner(Protocol):
 
     device: torch.device
 
+    @property
+    def samples(self) -> bool: ...
+
     def prefill(self, step: PrefillStep) -> Tensor: ...
 
     def decode(self, step: DecodeStep) -> Tensor: ...
+
+    def launch(self, step: DecodeStep) -> LaunchedTokens: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -61,11 +74,19 @@ class _Running:
     row: SamplerRow
     emit: Callable[[Item], None]
     answer: list[int] = field(default_factory=list)
+    pending: int = (
+        0  # tokens of the answer that the device has chosen, or is about to, and the host does not know
+    )
 
     @property
     def num_tokens(self) -> int:
         """Tokens of prompt and answer."""
-        return len(self.prompt.input_ids) + len(self.answer)
+        return len(self.prompt.input_ids) + len(self.answer) + self.pending
+
+    @property
+    def is_launchable(self) -> bool:
+        """Whether a further token is wanted, as far as is known."""
+        return len(self.answer) + self.pending < self.max_tokens
 
 
 class ThinkerLoop(EngineThread):
@@ -85,6 +106,8 @@ class ThinkerLoop(EngineThread):
         self._vocab_size = vocab_size
         self._requests: dict[int, _Running] = {}
         self._ids = itertools.count(1)
+        self._slots = SlotPool(scheduler.max_running + 1)
+        self._launched: deque[tuple[list[tuple[int, _Running]], LaunchedTokens]] = deque()
 
     def submit(
         self, prompt: ThinkerPrompt, sampling: SamplingParams, seed: int, emit: Callable[[Item], None]
@@ -114,22 +137,27 @@ class ThinkerLoop(EngineThread):
     def _step(self) -> bool:
         with self._lock:
             plan = self.scheduler.plan()
-        if plan.is_empty:
+        if plan.is_empty and not self._launched:
             with self._lock:
                 self.scheduler.check()
+                self._slots.check()
             return False
         logits = self._run_prefill(plan.prefill) if plan.prefill is not None else None
         with self._lock:
             self.scheduler.commit(plan)
         if plan.prefill is not None and plan.prefill.is_last and logits is not None:
             self._sample([plan.prefill.request], logits)
-        if plan.decode:
+        if self._runner.samples:
+            self._run_ahead(plan.decode)
+        elif plan.decode:
             self._run_decode(plan.decode)
         return True
 
     def _run_prefill(self, chunk: PrefillChunk) -> Tensor | None:
         """Logits (1, V), or None when the engine failed and the request with it."""
         prompt = self._requests[chunk.request].prompt
+        if chunk.start == 0:
+            self._slots.allocate(chunk.request)
         inside = slice(chunk.start, chunk.start + chunk.count)
         step = PrefillStep(
             input_ids=prompt.input_ids[inside],
@@ -137,6 +165,7 @@ class ThinkerLoop(EngineThread):
             embed_kind=prompt.embed_kind[inside],
             embeds=_chunk_embeds(prompt, chunk.start, chunk.count),
             start=chunk.start,
+            slot=self._slots.slot(chunk.request),
             pages=self._pages(chunk.request, chunk.start + chunk.count),
         )
         try:
@@ -146,6 +175,42 @@ class ThinkerLoop(EngineThread):
             return None
 
     def _run_decode(self, requests: Sequence[int]) -> None:
+        try:
+            logits = self._runner.decode(self._decode_step(requests))
+        except Exception as error:
+            self._fail_step(requests, error)
+            return
+        self._sample(requests, logits)
+
+    def _run_ahead(self, requests: Sequence[int]) -> None:
+        """Launch the next token of `requests`, then hand out those of the step before it."""
+        wanted = [request for request in requests if self._requests[request].is_launchable]
+        try:
+            if wanted:
+                launched = self._runner.launch(self._decode_step(wanted))
+                rows = [(request, self._requests[request]) for request in wanted]
+                self._launched.append((rows, launched))
+                for _, running in rows:
+                    running.pending += 1
+            if self._launched and (len(self._launched) > 1 or not wanted):
+                self._collect()
+        except Exception as error:
+            # Which of the steps under way it was cannot be told: the device reports late.
+            hurt = {*wanted} | {request for rows, _ in self._launched for request, _ in rows}
+            self._launched.clear()
+            self._fail_step([request for request in hurt if request in self._requests], error)
+
+    def _collect(self) -> None:
+        """Hand out the tokens of the oldest step; requests that have gone or ended before are passed over."""
+        rows, launched = self._launched[0]
+        tokens = launched.wait()
+        self._launched.popleft()
+        for (request, running), token in zip(rows, tokens, strict=True):
+            if self._requests.get(request) is running:
+                running.pending -= 1
+                self._take(request, None if token == NOT_FINITE else token)
+
+    def _decode_step(self, requests: Sequence[int]) -> DecodeStep:
         running = [self._requests[request] for request in requests]
         lengths = np.array([each.num_tokens for each in running])
         pages = [
@@ -154,29 +219,35 @@ class ThinkerLoop(EngineThread):
         table = np.zeros((len(pages), max(map(len, pages))), np.int64)
         for row, owned in enumerate(pages):
             table[row, : len(owned)] = owned
-        step = DecodeStep(
-            input_ids=np.array([each.answer[-1] for each in running]),
+        slots, sampling = None, None
+        if self._runner.samples:
+            slots = np.array([self._slots.slot(request) for request in requests])
+            sampling = np.array(
+                [
+                    sampling_columns(each.row.params, uniform(each.row.seed, each.row.step + each.pending))
+                    for each in running
+                ]
+            )
+        return DecodeStep(
+            input_ids=np.array([-1 if each.pending else each.answer[-1] for each in running]),
             positions=lengths - 1 + np.array([each.prompt.rope_delta for each in running]),
             lengths=lengths,
             pages=table,
+            slots=slots,
+            sampling=sampling,
         )
-        try:
-            logits = self._runner.decode(step)
-        except Exception as error:
-            self._fail_step(requests, error)
-            return
-        self._sample(requests, logits)
 
     def _sample(self, requests: Sequence[int], logits: Tensor) -> None:
         ids = sample(logits, [self._requests[request].row for request in requests])
         for request, token in zip(requests, ids, strict=True):
-            if token is None:
-                self._fail(request, WorkerError("the model's logits are not finite", where="thinker"))
-            else:
-                self._accept(request, token)
+            self._take(request, token)
 
-    def _accept(self, request: int, token: int) -> None:
+    def _take(self, request: int, token: int | None) -> None:
+        """The next token of a request; None when its logits are not finite."""
         running = self._requests[request]
+        if token is None:
+            self._fail(request, WorkerError("the model's logits are not finite", where="thinker"))
+            return
         if token in self._stop_ids:
             running.emit(TokenItem(token=None, finish="stop"))
             self._remove(request)
@@ -195,6 +266,7 @@ class ThinkerLoop(EngineThread):
     def _remove(self, request: int) -> None:
         with self._lock:
             self.scheduler.remove(request)
+            self._slots.free(request)
             self._requests.pop(request, None)
 
     def _fail(self, request: int, error: ServeError) -> None:

@@ -230,9 +230,16 @@ def make_thinker_stage(*, fail_on: int | None = None, nan_on: int | None = None)
     return LoadedStage("thinker", {graph.spec.name: graph for graph in graphs})
 
 
-def make_thinker_worker(stage: LoadedStage | None = None, *, num_pages: int = 129) -> ThinkerWorker:
+def make_thinker_worker(
+    stage: LoadedStage | None = None, *, num_pages: int = 129, is_static: bool = False
+) -> ThinkerWorker:
     return ThinkerWorker(
-        stage or make_thinker_stage(), vocab_size=VOCAB, page_size=PAGE, num_pages=num_pages, device=CPU
+        stage or make_thinker_stage(),
+        vocab_size=VOCAB,
+        page_size=PAGE,
+        num_pages=num_pages,
+        device=CPU,
+        is_static=is_static,
     )
 
 
@@ -244,8 +251,9 @@ def make_thinker_loop(
     max_running: int = 8,
     max_waiting: int = 64,
     stop_ids: Sequence[int] = (),
+    is_static: bool = False,
 ) -> ThinkerLoop:
-    worker = make_thinker_worker(stage, num_pages=num_pages)
+    worker = make_thinker_worker(stage, num_pages=num_pages, is_static=is_static)
     scheduler = ThinkerScheduler(
         PagePool(num_pages, PAGE),
         max_running=max_running,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -31,7 +33,7 @@ from mingc.runtime.step_wire import Step, receive_step, send_step
 from mingc.runtime.talker import SpeechSegment, TalkerWorker
 from mingc.runtime.talker_engines import LaunchedPatch
 from mingc.runtime.talker_loop import TalkerLoop
-from mingc.runtime.thinker import DecodeStep, PrefillStep
+from mingc.runtime.thinker import DecodeStep, LaunchedTokens, PrefillStep
 from mingc.runtime.thinker_loop import ThinkerLoop, ThinkerPrompt
 
 FAILING_ID, NAN_ID = 501, 502
@@ -157,39 +159,56 @@ PROMPTS = [
 ]
 
 
-def test_chunked_prefill_equals_one_chunk(started: Callable[[ThinkerLoop], ThinkerLoop]) -> None:
-    whole = [ask(started(make_thinker_loop(chunk=32)), each).tokens() for each in PROMPTS]
+MakeLoop = Callable[..., ThinkerLoop]
+
+
+@pytest.fixture(params=[False, True], ids=["host samples", "device samples"])
+def make_loop(request: pytest.FixtureRequest) -> MakeLoop:
+    """Where the device samples, the next step is launched before the tokens of the one before are known."""
+    return partial(make_thinker_loop, is_static=request.param)
+
+
+def test_chunked_prefill_equals_one_chunk(
+    started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop
+) -> None:
+    whole = [ask(started(make_loop(chunk=32)), each).tokens() for each in PROMPTS]
     for chunk in (3, 8):
-        loop = started(make_thinker_loop(chunk=chunk))
+        loop = started(make_loop(chunk=chunk))
         assert [ask(loop, each).tokens() for each in PROMPTS] == whole
     assert len({tuple(tokens) for tokens in whole}) == len(PROMPTS)
 
 
-def test_a_batch_gives_what_each_gets_alone(started: Callable[[ThinkerLoop], ThinkerLoop]) -> None:
+def test_a_batch_gives_what_each_gets_alone(
+    started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop
+) -> None:
     settings = [
         {"temperature": 0.3 * (i % 3), "seed": i, "max_tokens": 5 + 2 * i} for i in range(len(PROMPTS))
     ]
     settings[3]["repetition_penalty"] = 1.3
     alone = [
-        ask(started(make_thinker_loop(chunk=8)), each, **chosen).tokens()
+        ask(started(make_loop(chunk=8)), each, **chosen).tokens()
         for each, chosen in zip(PROMPTS, settings, strict=True)
     ]
-    loop = started(make_thinker_loop(chunk=8, max_running=3))
+    loop = started(make_loop(chunk=8, max_running=3))
     together = [ask(loop, each, **chosen) for each, chosen in zip(PROMPTS, settings, strict=True)]
     assert [each.tokens() for each in together] == alone
     assert [len(tokens) for tokens in alone] == [5, 7, 9, 11, 13]
 
 
-def test_a_stop_token_ends_and_is_not_shown(started: Callable[[ThinkerLoop], ThinkerLoop]) -> None:
-    free = ask(started(make_thinker_loop()), PROMPTS[0], max_tokens=20).tokens()
+def test_a_stop_token_ends_and_is_not_shown(
+    started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop
+) -> None:
+    free = ask(started(make_loop()), PROMPTS[0], max_tokens=20).tokens()
     stop = free[4]
-    collector = ask(started(make_thinker_loop(stop_ids=[stop])), PROMPTS[0], max_tokens=20)
+    collector = ask(started(make_loop(stop_ids=[stop])), PROMPTS[0], max_tokens=20)
     assert collector.tokens() == free[: free.index(stop)]
     assert collector.items[-1] == TokenItem(token=None, finish="stop")
 
 
-def test_cancelling_frees_all_pages(started: Callable[[ThinkerLoop], ThinkerLoop]) -> None:
-    loop = started(make_thinker_loop(max_running=2))
+def test_cancelling_frees_all_pages(
+    started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop
+) -> None:
+    loop = started(make_loop(max_running=2))
     jobs = [ask(loop, each, max_tokens=150) for each in (PROMPTS[0], PROMPTS[2], PROMPTS[4])]
     jobs[0].wait(lambda items: len(items) > 2, "tokens")
     for job in jobs:
@@ -199,9 +218,11 @@ def test_cancelling_frees_all_pages(started: Callable[[ThinkerLoop], ThinkerLoop
     assert loop.scheduler.num_running <= 1
 
 
-def test_a_failing_request_leaves_the_others_alone(started: Callable[[ThinkerLoop], ThinkerLoop]) -> None:
-    expected = ask(started(make_thinker_loop()), PROMPTS[0]).tokens()
-    loop = started(make_thinker_loop(make_thinker_stage(fail_on=FAILING_ID, nan_on=NAN_ID)))
+def test_a_failing_request_leaves_the_others_alone(
+    started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop
+) -> None:
+    expected = ask(started(make_loop()), PROMPTS[0]).tokens()
+    loop = started(make_loop(make_thinker_stage(fail_on=FAILING_ID, nan_on=NAN_ID)))
     good = ask(loop, PROMPTS[0])
     broken, sick = ask(loop, prompt([1, FAILING_ID])), ask(loop, prompt([1, NAN_ID]))
     assert "engine failure" in broken.error().message
@@ -210,8 +231,8 @@ def test_a_failing_request_leaves_the_others_alone(started: Callable[[ThinkerLoo
     assert ask(loop, PROMPTS[0]).tokens() == expected
 
 
-def test_the_queue_is_bounded(started: Callable[[ThinkerLoop], ThinkerLoop]) -> None:
-    loop = make_thinker_loop(max_running=1, max_waiting=2)  # not started: nothing leaves the queue
+def test_the_queue_is_bounded(started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop) -> None:
+    loop = make_loop(max_running=1, max_waiting=2)  # not started: nothing leaves the queue
     ask(loop, PROMPTS[0])
     ask(loop, PROMPTS[0])
     with pytest.raises(CapacityError):
@@ -221,9 +242,9 @@ def test_the_queue_is_bounded(started: Callable[[ThinkerLoop], ThinkerLoop]) -> 
 
 
 def test_a_failed_loop_tells_everybody_and_takes_nobody(
-    started: Callable[[ThinkerLoop], ThinkerLoop],
+    started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop
 ) -> None:
-    loop = started(make_thinker_loop())
+    loop = started(make_loop())
     running = ask(loop, PROMPTS[0], max_tokens=200)
     loop.fail(ServeError("gone"))
     assert running.error().message == "gone"
@@ -232,12 +253,50 @@ def test_a_failed_loop_tells_everybody_and_takes_nobody(
         ask(loop, PROMPTS[0])
 
 
-def test_a_stopped_loop_tells_its_requests() -> None:
-    loop = make_thinker_loop()
+def test_a_stopped_loop_tells_its_requests(make_loop: MakeLoop) -> None:
+    loop = make_loop()
     waiting = ask(loop, PROMPTS[0], max_tokens=200)
     loop.start()
     loop.stop()
     assert waiting.items and (isinstance(waiting.items[-1], FailedItem) or len(waiting.items) == 200)
+
+
+def test_launching_ahead_changes_no_answer(started: Callable[[ThinkerLoop], ThinkerLoop]) -> None:
+    """Mixed rules, stop tokens met while the next step runs, requests that join and leave."""
+    rules: list[dict[str, float]] = [
+        {},
+        {"temperature": 0.9, "top_k": 20},
+        {"temperature": 1.2, "top_p": 0.8, "repetition_penalty": 1.5},
+        {"temperature": 0.7, "min_p": 0.1},
+        {"repetition_penalty": 2.0},
+    ]
+    stop_ids = ask(started(make_thinker_loop()), PROMPTS[0], max_tokens=20).tokens()[5:6]
+    answers = []
+    for is_static in (False, True):
+        loop = started(make_thinker_loop(chunk=8, max_running=3, stop_ids=stop_ids, is_static=is_static))
+        asked = [
+            ask(loop, each, seed=seed, max_tokens=30, **rule)
+            for seed, (each, rule) in enumerate(zip(PROMPTS * 2, rules * 2, strict=True))
+        ]
+        answers.append([(each.tokens(), each.items[-1]) for each in asked])
+    assert answers[0] == answers[1]
+
+
+def test_a_failed_launch_tells_its_requests_and_the_next_ones_run(
+    started: Callable[[ThinkerLoop], ThinkerLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_thinker_loop(is_static=True)
+    launch, calls = loop._runner.launch, itertools.count()
+
+    def fail_once(step: DecodeStep) -> LaunchedTokens:
+        if next(calls) == 3:
+            raise RuntimeError("launch failure")
+        return launch(step)
+
+    monkeypatch.setattr(loop._runner, "launch", fail_once)
+    started(loop)
+    assert "launch failure" in ask(loop, PROMPTS[0], max_tokens=20).error().message
+    assert len(ask(loop, PROMPTS[0], max_tokens=20).tokens()) == 20
 
 
 def run_alone(one: SpeechSegment, *, slot: int = 1, worker: TalkerWorker | None = None) -> np.ndarray:
@@ -444,6 +503,7 @@ def test_steps_cross_the_wire_unchanged() -> None:
             embeds=torch.randn(5, HIDDEN).bfloat16(),
             start=7,
             pages=np.array([4, 2]),
+            slot=3,
         ),
         PrefillStep(
             input_ids=np.arange(2),
@@ -458,6 +518,14 @@ def test_steps_cross_the_wire_unchanged() -> None:
             positions=np.array([8, 9]),
             lengths=np.array([9, 10]),
             pages=np.array([[1, 2], [3, 0]]),
+        ),
+        DecodeStep(
+            input_ids=np.array([3, -1]),
+            positions=np.array([8, 9]),
+            lengths=np.array([9, 10]),
+            pages=np.array([[1, 2], [3, 0]]),
+            slots=np.array([2, 1]),
+            sampling=np.random.default_rng(1).random((2, 6)),
         ),
     ]
     with ours, theirs:

@@ -1,0 +1,70 @@
+"""The device's sampler against the host's: the same token for the same logits, rules and number."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from mingc.runtime.device_sampler import (
+    NOT_FINITE,
+    choose_likeliest,
+    choose_tokens,
+    needs_draw,
+    sampling_columns,
+)
+from mingc.runtime.request import SamplingParams
+from mingc.runtime.sampler import SamplerRow, sample, uniform
+
+VOCAB = 300
+RULES = [
+    SamplingParams(),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_k=1),
+    SamplingParams(temperature=0.7, top_k=5),
+    SamplingParams(temperature=1.3, top_k=10 * VOCAB),
+    SamplingParams(temperature=1.0, top_p=0.4),
+    SamplingParams(temperature=1.0, top_p=1e-9),
+    SamplingParams(temperature=2.0, min_p=0.2),
+    SamplingParams(temperature=0.9, top_k=40, top_p=0.8, min_p=0.01),
+    SamplingParams(repetition_penalty=1.8),
+    SamplingParams(temperature=1.1, repetition_penalty=0.6, top_p=0.9),
+]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_row_of_a_mixed_batch_gets_what_the_host_draws(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(len(RULES), VOCAB, generator=generator)
+    prompt = torch.randint(0, VOCAB, (40,), generator=generator).tolist()
+    rows = [SamplerRow.begin(params, seed + 7, prompt, VOCAB, torch.device("cpu")) for params in RULES]
+    for step, row in enumerate(rows):
+        row.step = step
+    columns = [sampling_columns(row.params, uniform(row.seed, row.step)) for row in rows]
+    seen = torch.zeros(len(rows), VOCAB, dtype=torch.bool)
+    seen[:, prompt] = True
+    found = choose_tokens(logits, torch.tensor(columns, dtype=torch.float32), seen)
+    assert found.tolist() == sample(logits, rows)
+
+
+def test_rows_that_are_not_finite_are_told() -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
+    logits[0, 7], logits[2, 9] = torch.nan, torch.inf
+    columns = torch.tensor([sampling_columns(SamplingParams(temperature=1.0), 0.5)] * 3)
+    seen = torch.zeros(3, VOCAB, dtype=torch.bool)
+    assert (choose_tokens(logits, columns, seen) == NOT_FINITE).tolist() == [True, False, True]
+    assert choose_likeliest(logits).tolist() == [NOT_FINITE, int(logits[1].argmax()), NOT_FINITE]
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (SamplingParams(), False),
+        (SamplingParams(temperature=2.0, top_k=1), False),
+        (SamplingParams(temperature=0.5), True),
+        (SamplingParams(repetition_penalty=1.1), True),
+    ],
+)
+def test_one_row_is_enough_for_a_draw(params: SamplingParams, expected: bool) -> None:
+    rows = [sampling_columns(each, 0.5) for each in (SamplingParams(), params)]
+    assert needs_draw(np.array(rows)) == expected
