@@ -1,64 +1,147 @@
-"""The routed experts of a mixture-of-experts layer.
+"""The experts of a mixture-of-experts layer: those the router chose for a token, and one of every token.
 
 Which experts have rows is known only when it runs, which tensor code of fixed shape cannot say. So there are two
 forms of the same maths: eager, experts are visited one by one; in a captured graph every (token, expert) pair
-is a row of its own. Neither lets a token's result depend on the tokens it shares a batch with.
+is a row of its own. Neither lets a token's result depend on the tokens it shares a batch with. On CUDA in half
+precision kernels take their place.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from mingc.kernels.dispatch import use_triton
+from mingc.kernels.linear import linear
+from mingc.kernels.quantized import INT4, dequantize
 
 # Rows of one eager matrix product. Products with another number of rows may add up in another order, so blocks
 # are always this large (filled up with zeros).
 _BLOCK_ROWS = 16
 
 
-def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Weighted sum over each token's experts of `down(silu(gate(x)) * up(x))`.
+class Weights(NamedTuple):
+    """Experts (E, …), or one expert without that axis: gate_up (E, 2F, D), gate rows then up rows; down (E, D, F).
+
+    With scales the matrices are in one of the formats of `mingc.kernels.quantized`, else in the dtype of the tokens.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_scale: Tensor | None = None
+    down_scale: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """F, this rank's part of the intermediate width."""
+        return self.gate_up.shape[-2] // 2
+
+
+def moe_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    *,
+    shared: Weights | None = None,
+) -> Tensor:
+    """Weighted sum over each token's experts of `down(silu(gate(x)) * up(x))`, and the shared expert's once.
 
     Args:
         x: (T, D).
         ids: (T, K) int64, the experts of each token.
         weights: (T, K) float32.
-        gate_up: (E, 2F, D), gate rows then up rows, in the dtype of `x`.
-        down: (E, D, F).
+        gate_up, down, gate_up_scale, down_scale: the experts, see `Weights`.
+        shared: the expert of every token, if there is one.
 
     Returns: (T, D) in the dtype of `x`. Expert outputs are weighted and summed in float32 in the order of `ids`
     (spec: thinker.md §2.3).
     """
+    experts = Weights(gate_up, down, gate_up_scale, down_scale)
+    if use_triton(x) and _has_kernel(x, experts):
+        return _launch(x, ids, weights, experts, shared)
     is_captured = torch.compiler.is_compiling() or torch.compiler.is_exporting()
-    outputs = (_pair_rows if is_captured else _visit_experts)(x, ids, gate_up, down)
-    return (outputs.to(torch.float32) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+    outputs = (_pair_rows if is_captured else _visit_experts)(x, ids, experts)
+    routed = (outputs.to(torch.float32) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+    return routed if shared is None else routed + swiglu(x, shared)
 
 
-def _pair_rows(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def swiglu(x: Tensor, expert: Weights) -> Tensor:
+    """`down(silu(gate(x)) * up(x))` of one expert for all tokens: (T, D) → (T, D)."""
+    gate, up = _product(x, expert.gate_up, expert.gate_up_scale).chunk(2, dim=-1)
+    return _product(F.silu(gate) * up, expert.down, expert.down_scale)
+
+
+def _has_kernel(x: Tensor, experts: Weights) -> bool:
+    """The kernels work on whole tiles, and sort by tables of a power of two."""
+    count = experts.gate_up.shape[0]
+    return x.shape[1] % 128 == 0 and experts.width % 128 == 0 and count & (count - 1) == 0
+
+
+def _launch(x: Tensor, ids: Tensor, weights: Tensor, experts: Weights, shared: Weights | None) -> Tensor:
+    from mingc.kernels.gpu import moe_experts as gpu
+
+    if x.shape[0] > gpu.MAX_DECODE_TOKENS:
+        routed: Tensor = gpu.moe_prefill(x, ids, weights, *experts)
+        return routed if shared is None else routed + swiglu(x, shared)
+    if shared is None:
+        alone: Tensor = gpu.moe_decode(x, ids, weights, *experts, None, None, None, None)
+        return alone
+    if shared.gate_up.dtype == experts.gate_up.dtype and shared.width == experts.width:
+        together: Tensor = gpu.moe_decode(x, ids, weights, *experts, *shared)
+        return together
+    return _launch(x, ids, weights, experts, None) + swiglu(x, shared)
+
+
+def _pair_rows(x: Tensor, ids: Tensor, experts: Weights) -> Tensor:
     """Outputs (T, K, D) of all pairs, as gathers that feed sums.
 
     The compiler makes one loop of gather, product and sum that reads the chosen experts where they lie; run
     eagerly this would copy an expert for every pair.
     """
-    hidden = (gate_up[ids].to(torch.float32) * x[:, None, None].to(torch.float32)).sum(-1).to(x.dtype)
+    gate_up = _chosen(experts.gate_up, experts.gate_up_scale, ids, x.dtype)
+    hidden = (gate_up.to(torch.float32) * x[:, None, None].to(torch.float32)).sum(-1).to(x.dtype)
     gate, up = hidden.chunk(2, dim=-1)
     activated = (F.silu(gate) * up).unsqueeze(2).to(torch.float32)
-    return (down[ids].to(torch.float32) * activated).sum(-1).to(x.dtype)
+    down = _chosen(experts.down, experts.down_scale, ids, x.dtype)
+    return (down.to(torch.float32) * activated).sum(-1).to(x.dtype)
 
 
-def _visit_experts(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def _visit_experts(x: Tensor, ids: Tensor, experts: Weights) -> Tensor:
     """Outputs (T, K, D) of all pairs; only the chosen experts are read, and nothing larger is kept."""
     num_chosen = ids.shape[1]
     pair_ids = ids.reshape(-1)
     order = pair_ids.argsort(stable=True)
     outputs = x.new_empty(pair_ids.shape[0], x.shape[1])
     start = 0
-    for expert, count in enumerate(torch.bincount(pair_ids, minlength=gate_up.shape[0]).tolist()):
+    num_experts = experts.gate_up.shape[0]
+    for number, count in enumerate(torch.bincount(pair_ids, minlength=num_experts).tolist()):
+        if count == 0:
+            continue
+        expert = Weights(
+            _chosen(experts.gate_up, experts.gate_up_scale, number, x.dtype),
+            _chosen(experts.down, experts.down_scale, number, x.dtype),
+        )
         for first in range(start, start + count, _BLOCK_ROWS):
             places = order[first : min(first + _BLOCK_ROWS, start + count)]
             block = x.new_zeros(_BLOCK_ROWS, x.shape[1])
             block[: len(places)] = x[places // num_chosen]
-            gate, up = F.linear(block, gate_up[expert]).chunk(2, dim=-1)
-            outputs[places] = F.linear(F.silu(gate) * up, down[expert])[: len(places)]
+            outputs[places] = swiglu(block, expert)[: len(places)]
         start += count
     return outputs.view(ids.shape[0], num_chosen, x.shape[1])
+
+
+def _chosen(weight: Tensor, scale: Tensor | None, ids: Tensor | int, dtype: torch.dtype) -> Tensor:
+    return weight[ids] if scale is None else dequantize(weight[ids], scale[ids], dtype)
+
+
+def _product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    if scale is not None and weight.dtype == INT4:
+        return F.linear(x, dequantize(weight, scale, x.dtype))
+    return linear(x, weight, None, scale)

@@ -4,6 +4,55 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from mingc.kernels.dispatch import use_triton
+
+
+def route_hidden(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    gate_index: Tensor | None,
+    *,
+    num_groups: int,
+    num_kept_groups: int,
+    num_chosen: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Score all experts in float32 and `route`, each token with the gate of its modality.
+
+    Args:
+        x: (T, D).
+        weight: (G, E, D), a matrix a gate.
+        bias: (G, E) float32.
+        gate_index: (T,) int64; without it every token takes gate 0.
+    """
+    num_gates, num_experts, hidden_size = weight.shape
+    is_power = num_experts & (num_experts - 1) == 0 and num_groups & (num_groups - 1) == 0
+    if use_triton(x) and is_power and num_experts >= 16 and hidden_size % 128 == 0:
+        from mingc.kernels.gpu import router as gpu
+
+        chosen: tuple[Tensor, Tensor] = gpu.route_hidden(
+            x, weight, bias, gate_index, num_groups, num_kept_groups, num_chosen, scale
+        )
+        return chosen
+    wide = x.to(torch.float32)
+    if gate_index is None:
+        logits, own_bias = F.linear(wide, weight[0].to(torch.float32)), bias[0]
+    else:
+        # One product with all gates costs less than one a gate and a merge; the unwanted are dropped.
+        every = F.linear(wide, weight.flatten(0, 1).to(torch.float32)).view(-1, num_gates, num_experts)
+        logits = every.gather(1, gate_index[:, None, None].expand(-1, 1, num_experts)).squeeze(1)
+        own_bias = bias.index_select(0, gate_index)
+    return route(
+        logits,
+        own_bias,
+        num_groups=num_groups,
+        num_kept_groups=num_kept_groups,
+        num_chosen=num_chosen,
+        scale=scale,
+    )
 
 
 def route(

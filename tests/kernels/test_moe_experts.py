@@ -1,12 +1,15 @@
 """Routed experts: both forms against a loop over tokens, and independence of neighbours."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from mingc.kernels import moe_experts as kernel
-from mingc.kernels.moe_experts import moe_experts
+from mingc.kernels.moe_experts import Weights, moe_experts
+from mingc.kernels.quantized import dequantize, quantize_fp8, quantize_int4
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -67,3 +70,22 @@ def test_bfloat16_sums_in_float32() -> None:
     assert got.dtype == torch.bfloat16
     expected = plain(*inputs)
     assert (got.double() - expected).norm() / expected.norm() < 0.01
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("quantize", [quantize_fp8, quantize_int4])
+def test_quantized_weights_with_a_shared_expert(
+    quantize: Callable[[Tensor], tuple[Tensor, Tensor]], is_captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, ids, weights, gate_up, down = make_inputs(5)
+    stored_up, up_scale = quantize(gate_up)
+    stored_down, down_scale = quantize(down)
+    wide_up, wide_down = (
+        dequantize(*pair, torch.float32) for pair in ((stored_up, up_scale), (stored_down, down_scale))
+    )
+    shared = Weights(stored_up[3], stored_down[3], up_scale[3], down_scale[3])
+    everywhere = torch.full((5, 1), 3), torch.ones(5, 1)
+    expected = plain(x, ids, weights, wide_up, wide_down) + plain(x, *everywhere, wide_up, wide_down)
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: is_captured)
+    got = moe_experts(x, ids, weights, stored_up, stored_down, up_scale, down_scale, shared=shared)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)

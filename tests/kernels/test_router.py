@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mingc.kernels.router import route
+from mingc.kernels.router import route, route_hidden
 
 
 def plain_route(logits: Tensor, bias: Tensor, groups: int, kept: int, chosen: int) -> dict[int, float]:
@@ -54,3 +54,19 @@ def test_at_most_the_kept_groups_appear() -> None:
     ids, weights = route(logits, torch.zeros(256), num_groups=8, num_kept_groups=4, num_chosen=8, scale=2.5)
     assert set((ids // 32).flatten().tolist()) == {3}
     torch.testing.assert_close(weights.sum(), torch.tensor(2.5))
+
+
+def test_each_token_takes_its_own_gate() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(9, 32, generator=generator)
+    weight, bias = torch.randn(3, 16, 32, generator=generator), torch.randn(3, 16, generator=generator)
+    gates = torch.arange(9) % 3
+    limits = {"num_groups": 4, "num_kept_groups": 2, "num_chosen": 4, "scale": 2.5}
+    ids, weights = route_hidden(x, weight, bias, gates, **limits)
+    for gate in range(3):
+        own = gates == gate
+        wanted_ids, wanted = route(x[own] @ weight[gate].t(), bias[gate], **limits)
+        assert torch.equal(ids[own], wanted_ids)
+        torch.testing.assert_close(weights[own], wanted)
+    plain_ids, _ = route_hidden(x, weight, bias, None, **limits)
+    assert torch.equal(plain_ids, route(x @ weight[0].t(), bias[0], **limits)[0])

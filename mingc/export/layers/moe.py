@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from mingc.kernels.linear import linear
-from mingc.kernels.moe_experts import moe_experts
+from mingc.kernels.moe_experts import Weights, moe_experts, swiglu
 from mingc.kernels.rms_norm import rms_norm
-from mingc.kernels.router import route
+from mingc.kernels.router import route_hidden
 
 NUM_GATES = 3  # text, image, audio: the values of `embed_kind`
 
@@ -34,8 +32,11 @@ class SwiGlu(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """(T, D) → (T, D)."""
-        gate_TF, up_TF = linear(x_TD, self.gate_up, None, self.gate_up_scale).chunk(2, dim=-1)
-        return linear(F.silu(gate_TF) * up_TF, self.down, None, self.down_scale)
+        return swiglu(x_TD, self.weights())
+
+    def weights(self) -> Weights:
+        """As an expert of every token."""
+        return Weights(self.gate_up, self.down, self.gate_up_scale, self.down_scale)
 
 
 class DenseFeedForward(nn.Module):
@@ -78,22 +79,11 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor, gate_index_T: Tensor | None) -> tuple[Tensor, Tensor]:
         """Expert ids (T, K) int64 and weights (T, K) float32. Without `gate_index_T` all take the text gate."""
-        wide_TD = x_TD.to(torch.float32)
-        if gate_index_T is None:
-            logits_TE = F.linear(wide_TD, self.weight[0].to(torch.float32))
-            bias = self.bias[0]
-        else:
-            # One product with the three gates costs less than three and a merge; the unwanted two are dropped.
-            num_experts = self.weight.shape[1]
-            all_TGE = F.linear(wide_TD, self.weight.flatten(0, 1).to(torch.float32)).view(
-                -1, NUM_GATES, num_experts
-            )
-            picked = gate_index_T[:, None, None].expand(-1, 1, num_experts)
-            logits_TE = all_TGE.gather(1, picked).squeeze(1)
-            bias = self.bias.index_select(0, gate_index_T)
-        return route(
-            logits_TE,
-            bias,
+        return route_hidden(
+            x_TD,
+            self.weight,
+            self.bias,
+            gate_index_T,
             num_groups=self.num_groups,
             num_kept_groups=self.num_kept_groups,
             num_chosen=self.num_chosen,
@@ -151,7 +141,6 @@ class MoeFeedForward(nn.Module):
         x_TD = residual_TD + delta_TD
         normed_TD = rms_norm(x_TD, self.norm, self.eps)
         ids_TK, weights_TK = self.router(normed_TD, gate_index_T)
-        partial_TD = moe_experts(normed_TD, ids_TK, weights_TK, self.gate_up, self.down)
-        if self.shared is not None:
-            partial_TD = partial_TD + self.shared(normed_TD)
+        shared = None if self.shared is None else self.shared.weights()
+        partial_TD = moe_experts(normed_TD, ids_TK, weights_TK, self.gate_up, self.down, shared=shared)
         return x_TD, partial_TD, ids_TK, weights_TK

@@ -1,0 +1,95 @@
+"""`mingc.kernels.moe_experts` on CUDA, launched: decode steps here, prefill chunks in `moe_prefill`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from mingc.kernels.gpu import moe_decode as kernels
+from mingc.kernels.gpu import moe_tiles
+from mingc.kernels.gpu.moe_decode import as_operand, storage_of
+from mingc.kernels.gpu.moe_prefill import moe_prefill
+
+__all__ = ["MAX_DECODE_TOKENS", "moe_decode", "moe_prefill"]
+
+MAX_DECODE_TOKENS = 64
+_ROWS = 16  # tokens of one matrix product: what the matrix units take at least
+_SUM_COLUMNS = 512
+
+
+@torch.library.triton_op("mingc::moe_decode", mutates_args={})
+def moe_decode(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_scale: Tensor | None,
+    down_scale: Tensor | None,
+    shared_gate_up: Tensor | None,
+    shared_down: Tensor | None,
+    shared_gate_up_scale: Tensor | None,
+    shared_down_scale: Tensor | None,
+) -> Tensor:
+    """See `mingc.kernels.moe_experts`; (T, D) with T at most `MAX_DECODE_TOKENS`. All weights are in one format."""
+    (tokens, hidden_size), chosen = x.shape, ids.shape[1]
+    width = gate_up.shape[1] // 2
+    storage = storage_of(gate_up)
+    bytes_each = 2 if storage == moe_tiles.INT4 else 1  # the kernels count bytes where two values share one
+    has_shared = shared_gate_up is not None
+    up_weights = (
+        gate_up, x if gate_up_scale is None else gate_up_scale,
+        gate_up if shared_gate_up is None else shared_gate_up,
+        x if shared_gate_up_scale is None else shared_gate_up_scale,
+    )  # fmt: skip
+    down_weights = (
+        down, x if down_scale is None else down_scale,
+        down if shared_down is None else shared_down,
+        x if shared_down_scale is None else shared_down_scale,
+    )  # fmt: skip
+    num_pairs = tokens * (chosen + has_shared)
+    out = torch.empty_like(x)
+    if tokens == 1 and storage != moe_tiles.INT4:
+        hidden = torch.empty(num_pairs, width, dtype=x.dtype, device=x.device)
+        tiles = moe_tiles.row_up(width, hidden_size)
+        torch.library.wrap_triton(kernels.mingc_moe_row_up)[(width // tiles.columns, num_pairs)](
+            x, ids, *up_weights, hidden, K=chosen, D=hidden_size, F=width, FORMAT=storage,
+            BN=tiles.columns, BK=tiles.depth, num_warps=tiles.warps,
+        )  # fmt: skip
+        tiles = moe_tiles.row_down(width, hidden_size)
+        torch.library.wrap_triton(kernels.mingc_moe_row_down)[(hidden_size // tiles.columns,)](
+            hidden, ids, weights, *down_weights, out, K=chosen, D=hidden_size, F=width, HAS_SHARED=has_shared,
+            FORMAT=storage, BN=tiles.columns, BK=tiles.depth, num_warps=tiles.warps,
+        )  # fmt: skip
+        return out
+
+    shape = {
+        "K": chosen,
+        "K_PADDED": triton.next_power_of_2(chosen),
+        "HAS_SHARED": has_shared,
+        "FORMAT": storage,
+        "TOKENS": max(_ROWS, triton.next_power_of_2(tokens)),
+        "ROWS": _ROWS,
+    }
+    num_experts_read = tokens * chosen + has_shared
+    hidden_dtype = torch.float16 if storage == moe_tiles.FP8 else x.dtype
+    x = as_operand(x, storage)
+    hidden = torch.empty(num_pairs, width, dtype=hidden_dtype, device=x.device)
+    tiles = moe_tiles.up(width, hidden_size // bytes_each, storage)
+    torch.library.wrap_triton(kernels.mingc_moe_up)[(width // tiles.columns, num_experts_read)](
+        x, ids, *up_weights, hidden, tokens, **shape, D=hidden_size // bytes_each, F=width,
+        BN=tiles.columns, BK=tiles.depth, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    tiles = moe_tiles.down(width // bytes_each, hidden_size, storage)
+    outputs = torch.empty(num_pairs, hidden_size, dtype=out.dtype, device=x.device)
+    grid = (hidden_size // (tiles.columns * tiles.repeats), num_experts_read)
+    torch.library.wrap_triton(kernels.mingc_moe_down)[grid](
+        hidden, ids, *down_weights, outputs, tokens, **shape, D=hidden_size, F=width // bytes_each,
+        BN=tiles.columns, BK=tiles.depth, TILES=tiles.repeats, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    columns = min(_SUM_COLUMNS, hidden_size & -hidden_size)
+    torch.library.wrap_triton(kernels.mingc_moe_sum)[(hidden_size // columns, tokens)](
+        outputs, weights, out, tokens, K=chosen, D=hidden_size, HAS_SHARED=has_shared, BN=columns, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,137 @@
+"""`mingc.kernels.router` on CUDA: the scores' product cut over the device, then the choice, some tokens a program."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_MAX_SPLIT_TOKENS = 64  # beyond, token blocks alone fill the device
+
+
+@triton.jit
+def mingc_router_logits(
+    x, weight, gate_index, partial, T,
+    D: tl.constexpr, E: tl.constexpr, GATES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Parts of x (T, D) @ weight[gate] (GATES, E, D), each over D / SPLITS inputs: partial (SPLITS, T, E) float32."""
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    split = tl.program_id(2)
+    k = tl.arange(0, BK)
+    is_token = m < T
+    length: tl.constexpr = D // SPLITS
+    xs = x + m[:, None] * D + split * length + k[None, :]
+    ws = weight + n[None, :] * D + split * length + k[:, None]
+    logits = tl.zeros([BM, BN], tl.float32)
+    if GATES == 1:
+        for start in range(0, length, BK):
+            a = tl.load(xs + start, mask=is_token[:, None], other=0.0)
+            logits = tl.dot(a, tl.load(ws + start), logits)
+    else:
+        gate = tl.load(gate_index + m, mask=is_token, other=-1)
+        for each in tl.static_range(GATES):
+            is_wanted = gate == each
+            # Most blocks hold tokens of one modality.
+            if tl.max(is_wanted.to(tl.int32), 0) > 0:
+                total = tl.zeros([BM, BN], tl.float32)
+                for start in range(0, length, BK):
+                    a = tl.load(xs + start, mask=is_token[:, None], other=0.0)
+                    total = tl.dot(a, tl.load(ws + each * E * D + start), total)
+                logits = tl.where(is_wanted[:, None], total, logits)
+    tl.store(partial + (split * T + m[:, None]) * E + n[None, :], logits, mask=is_token[:, None])
+
+
+@triton.jit
+def mingc_router_choice(
+    partial, bias, gate_index, ids, weights, T, scale,
+    E: tl.constexpr, GATES: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, K: tl.constexpr,
+    K_PADDED: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Sigmoid, bias, the best groups, the best experts in them, their weights. Equal scores: the lower index wins."""
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    e = tl.arange(0, E)
+    is_token = m < T
+    logits = tl.zeros([ROWS, E], tl.float32)
+    for split in tl.static_range(SPLITS):
+        logits += tl.load(
+            partial + (split * T + m[:, None]) * E + e[None, :], mask=is_token[:, None], other=0.0
+        )
+    scores = tl.sigmoid(logits)
+    if GATES == 1:
+        biased = scores + tl.load(bias + e)[None, :]
+    else:
+        gate = tl.load(gate_index + m, mask=is_token, other=0)
+        biased = scores + tl.load(bias + gate[:, None] * E + e[None, :])
+    if KEPT < GROUPS:
+        grouped = tl.reshape(biased, [ROWS, GROUPS, E // GROUPS])
+        best = tl.max(grouped, 2)
+        is_best = grouped == best[:, :, None]
+        second = tl.max(tl.where(is_best, float("-inf"), grouped), 2)
+        second = tl.where(tl.sum(is_best.to(tl.int32), 2) > 1, best, second)
+        rank = best + second
+        g = tl.arange(0, GROUPS)
+        is_ahead = (rank[:, None, :] > rank[:, :, None]) | (
+            (rank[:, None, :] == rank[:, :, None]) & (g[None, None, :] < g[None, :, None])
+        )
+        is_kept = tl.sum(is_ahead.to(tl.int32), 2) < KEPT
+        grouped = tl.where(is_kept[:, :, None], grouped, float("-inf"))
+        biased = tl.reshape(grouped, [ROWS, E])
+    # Scores as integers of the same order, the index below them: one maximum finds both.
+    bits = biased.to(tl.int32, bitcast=True)
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) * 4294967296 + (E - 1 - e).to(tl.int64)[None, :]
+    place = tl.arange(0, K_PADDED)
+    chosen = tl.zeros([ROWS, K_PADDED], tl.float32)
+    for each in tl.static_range(K):
+        best_key = tl.max(keys, 1)
+        expert = E - 1 - (best_key & 0xFFFFFFFF)
+        is_it = e[None, :] == expert[:, None]
+        score = tl.sum(tl.where(is_it, scores, 0.0), 1)
+        keys = tl.where(is_it, -9223372036854775807, keys)
+        chosen = tl.where((place == each)[None, :], score[:, None], chosen)
+        tl.store(ids + m * K + each, expert, mask=is_token)
+    chosen = chosen * (scale / (tl.sum(chosen, 1) + 1e-20))[:, None]
+    mask = is_token[:, None] & (place < K)[None, :]
+    tl.store(weights + m[:, None] * K + place[None, :], chosen, mask=mask)
+
+
+@torch.library.triton_op("mingc::route_hidden", mutates_args={})
+def route_hidden(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    gate_index: Tensor | None,
+    num_groups: int,
+    num_kept_groups: int,
+    num_chosen: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """See `mingc.kernels.router`. D must be a multiple of 128, E and `num_groups` powers of two."""
+    (tokens, hidden_size), (gates, experts) = x.shape, weight.shape[:2]
+    if gate_index is None:
+        gates = 1
+    splits = 1
+    if tokens <= _MAX_SPLIT_TOKENS:
+        splits = math.gcd(8, hidden_size // 128)
+        bm, bn, bk = max(16, triton.next_power_of_2(tokens)), min(32, experts), 128
+    else:
+        bm, bn, bk = 64, min(64, experts), 64
+    partial = torch.empty(splits, tokens, experts, dtype=torch.float32, device=x.device)
+    which = bias if gate_index is None else gate_index
+    torch.library.wrap_triton(mingc_router_logits)[(triton.cdiv(tokens, bm), experts // bn, splits)](
+        x, weight, which, partial, tokens, D=hidden_size, E=experts, GATES=gates, BM=bm, BN=bn, BK=bk,
+        SPLITS=splits, num_warps=4, num_stages=4,
+    )  # fmt: skip
+    ids = torch.empty(tokens, num_chosen, dtype=torch.int64, device=x.device)
+    weights = torch.empty(tokens, num_chosen, dtype=torch.float32, device=x.device)
+    rows = 1 if tokens <= _MAX_SPLIT_TOKENS else 4
+    torch.library.wrap_triton(mingc_router_choice)[(triton.cdiv(tokens, rows),)](
+        partial, bias, which, ids, weights, tokens, scale, E=experts, GATES=gates, GROUPS=num_groups,
+        KEPT=num_kept_groups, K=num_chosen, K_PADDED=triton.next_power_of_2(num_chosen), SPLITS=splits,
+        ROWS=rows, num_warps=rows,
+    )  # fmt: skip
+    return ids, weights

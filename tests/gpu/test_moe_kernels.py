@@ -1,0 +1,138 @@
+"""The Triton kernels of a mixture-of-experts layer against their torch references, on a CUDA device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mingc.kernels.dispatch import plain_torch
+from mingc.kernels.moe_experts import Weights, moe_experts
+from mingc.kernels.quantized import quantize_fp8, quantize_int4
+from mingc.kernels.router import route_hidden
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+HIDDEN, EXPERTS, CHOSEN = 1024, 32, 4
+# Outputs are sums of 2 width values, each rounded to bfloat16; relative to the largest value.
+TOLERANCE = 1.5e-2
+
+
+def store(weight: Tensor, storage: str) -> tuple[Tensor, Tensor | None]:
+    if storage == "fp8":
+        return quantize_fp8(weight)
+    if storage == "int4":
+        return quantize_int4(weight)
+    return weight.to(torch.bfloat16), None
+
+
+def make(storage: str, width: int, *leading: int) -> Weights:
+    gate_up, up_scale = store(torch.randn(*leading, 2 * width, HIDDEN, device="cuda") * HIDDEN**-0.5, storage)
+    down, down_scale = store(torch.randn(*leading, HIDDEN, width, device="cuda") * width**-0.5, storage)
+    return Weights(gate_up, down, up_scale, down_scale)
+
+
+def choose(tokens: int) -> tuple[Tensor, Tensor]:
+    scores = torch.rand(tokens, EXPERTS, device="cuda")
+    return scores.topk(CHOSEN).indices, torch.rand(tokens, CHOSEN, device="cuda")
+
+
+def check(value: Tensor, expected: Tensor) -> None:
+    error = (value.float() - expected.float()).abs().max() / expected.float().abs().max()
+    assert error < TOLERANCE
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16, 37, 64, 65, 700])
+@pytest.mark.parametrize("storage", ["bf16", "fp8", "int4"])
+@pytest.mark.parametrize("width", [128, 512])
+def test_experts(tokens: int, storage: str, width: int) -> None:
+    x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
+    experts, shared = make(storage, width, EXPERTS), make(storage, width)
+    choice = choose(tokens)
+    with plain_torch():
+        expected = moe_experts(x, *choice, *experts, shared=shared)
+    check(moe_experts(x, *choice, *experts, shared=shared), expected)
+
+
+@pytest.mark.parametrize("tokens", [40, 200])
+@pytest.mark.parametrize("storage", ["bf16", "fp8", "int4"])
+def test_all_tokens_at_the_same_experts(tokens: int, storage: str) -> None:
+    x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
+    experts = make(storage, 128, EXPERTS)
+    ids = torch.tensor([[31, 7, 0, 12]], device="cuda").expand(tokens, -1).contiguous()
+    choice = ids, torch.rand(tokens, CHOSEN, device="cuda")
+    with plain_torch():
+        expected = moe_experts(x, *choice, *experts)
+    check(moe_experts(x, *choice, *experts), expected)
+
+
+@pytest.mark.parametrize("tokens", [12, 60, 300])
+@pytest.mark.parametrize("storage", ["bf16", "fp8", "int4"])
+def test_a_token_does_not_depend_on_its_neighbours(tokens: int, storage: str) -> None:
+    """Other tokens of the same number, other experts for them: the same bits for the one in the middle."""
+    x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
+    experts, shared = make(storage, 256, EXPERTS), make(storage, 256)
+    ids, mix = choose(tokens)
+    kept = tokens // 2
+    before = moe_experts(x, ids, mix, *experts, shared=shared)[kept]
+    others, (other_ids, other_mix) = torch.randn_like(x), choose(tokens)
+    for mine, own in ((others, x), (other_ids, ids), (other_mix, mix)):
+        mine[kept] = own[kept]
+    after = moe_experts(others, other_ids, other_mix, *experts, shared=shared)[kept]
+    assert torch.equal(before, after)
+
+
+def test_a_shared_expert_of_another_width_and_format() -> None:
+    x = torch.randn(5, HIDDEN, device="cuda").to(torch.bfloat16)
+    experts, shared = make("int4", 128, EXPERTS), make("bf16", 256)
+    choice = choose(5)
+    with plain_torch():
+        expected = moe_experts(x, *choice, *experts, shared=shared)
+    check(moe_experts(x, *choice, *experts, shared=shared), expected)
+
+
+@pytest.mark.parametrize(("tokens", "has_gates"), [(1, False), (9, False), (64, True), (300, True)])
+def test_router(tokens: int, has_gates: bool) -> None:
+    x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
+    weight = (torch.randn(3, 256, HIDDEN, device="cuda") * HIDDEN**-0.5).to(torch.bfloat16)
+    bias = torch.randn(3, 256, device="cuda") / 100
+    gates = torch.randint(0, 3, (tokens,), device="cuda") if has_gates else None
+    options = {"num_groups": 8, "num_kept_groups": 4, "num_chosen": 8, "scale": 2.5}
+    with plain_torch():
+        expected_ids, expected_mix = route_hidden(x, weight, bias, gates, **options)
+    ids, mix = route_hidden(x, weight, bias, gates, **options)
+    # Two sums of 1024 products in other orders may put nearly equal experts the other way round.
+    is_same = (ids == expected_ids).all(1)
+    assert is_same.float().mean() > 0.97
+    torch.testing.assert_close(mix[is_same], expected_mix[is_same], rtol=1e-4, atol=1e-5)
+
+
+def test_equal_scores_go_to_the_first_experts() -> None:
+    x = torch.zeros(3, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    weight = torch.zeros(1, 64, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    ids, mix = route_hidden(
+        x, weight, torch.zeros(1, 64, device="cuda"), None,
+        num_groups=8, num_kept_groups=2, num_chosen=3, scale=2.5,
+    )  # fmt: skip
+    assert ids.tolist() == [[0, 1, 2]] * 3
+    torch.testing.assert_close(mix, torch.full_like(mix, 2.5 / 3))
+
+
+@pytest.mark.parametrize("storage", ["bf16", "fp8", "int4"])
+@pytest.mark.parametrize("tokens", [1, 6, 80])
+def test_compiled(storage: str, tokens: int) -> None:
+    """The kernels' helpers and constants reach the code that the compiler writes around them."""
+    x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
+    experts, shared = make(storage, 128, EXPERTS), make(storage, 128)
+    weight = (torch.randn(1, EXPERTS, HIDDEN, device="cuda") * HIDDEN**-0.5).to(torch.bfloat16)
+    bias = torch.zeros(1, EXPERTS, device="cuda")
+
+    def layer(x: Tensor) -> Tensor:
+        choice = route_hidden(
+            x, weight, bias, None, num_groups=4, num_kept_groups=2, num_chosen=CHOSEN, scale=2.5
+        )
+        return moe_experts(x, *choice, *experts, shared=shared)
+
+    check(torch.compile(layer, fullgraph=True)(x), layer(x))
