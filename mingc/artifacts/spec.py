@@ -48,12 +48,15 @@ class Dim:
 class GraphSpec:
     """One entry point of a stage.
 
-    Called with `inputs` then `state`, in this order; returns `outputs`. `state` tensors belong to the runtime
-    and are updated in place; they start as zeros and are shared between graphs of the stage by name.
+    Called with `inputs` then `state` (then `weights`), in this order; returns `outputs`. `state` tensors belong to
+    the runtime and are updated in place; they start as zeros and are shared between graphs of the stage by name.
 
     A graph that runs for several layers is compiled once and has an instance a layer: the path that the names of
     the layer's weights begin with (`layers.3.attention`). State is an instance's own: its names, to the stage, begin
     with the path as well. One instance, the empty path, is the whole stage.
+
+    A graph with several instances is called with its `weights` behind the state; any other has them bound to its
+    engines once.
     """
 
     name: str
@@ -62,6 +65,7 @@ class GraphSpec:
     state: tuple[TensorSpec, ...] = ()
     dims: tuple[Dim, ...] = ()
     instances: tuple[str, ...] = ("",)
+    weights: tuple[str, ...] = ()
 
     def dim(self, name: str) -> Dim:
         """The dim called `name`; KeyError when the graph has none."""

@@ -23,7 +23,7 @@ from mingc.errors import ExportError
 from mingc.export import parity as parity_rule
 from mingc.export import routes
 from mingc.export.backends import aoti
-from mingc.export.capture import capture
+from mingc.export.capture import capture, share_weights
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.quantization import in_float32
 from mingc.export.recipe import ExportRecipe
@@ -136,6 +136,7 @@ def build_engine(task: GraphTask, fixed: dict[str, int] | None) -> BuiltEngine:
     options, shard = stage_options(task.recipe), _shard(stage, task.recipe)
     plan = _find_plan(stage, config, shard, options, task.graph)
     module = _load(task, stage, config, shard, plan).to(options.device)
+    plan = share_weights(plan, module)
     record = _compile(task, plan, module, fixed, options)
     return BuiltEngine(record=record, peak_rss_bytes=_peak_rss_bytes())
 
@@ -151,6 +152,7 @@ def check_graph(task: GraphTask, engines: tuple[EngineRecord, ...], replay: Repl
     options, shard = stage_options(task.recipe), _shard(stage, task.recipe)
     plan = _find_plan(stage, config, shard, options, task.graph)
     module = _load(task, stage, config, shard, plan).to(options.device)
+    plan = share_weights(plan, module)
     golden, parity = _check(task, plan, stage, config, checkpoint, module, engines, options, replay)
     record = GraphRecord(spec=plan.spec, engines=engines, golden=golden, parity=parity)
     return GraphResult(stage=task.stage, record=record, peak_rss_bytes=_peak_rss_bytes())

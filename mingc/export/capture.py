@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,10 +26,35 @@ class _Entry(nn.Module):
         return getattr(self.model, self._method)(*tensors)
 
 
+class _SharedEntry(nn.Module):
+    """Calls an entry with weights that are given behind the other tensors, in the order of `names`.
+
+    An engine could also be bound to each layer's weights in turn. But one that was bound anew folds its constants at
+    the next run and then waits for the device (torch 2.13), which no CUDA graph can hold.
+    """
+
+    def __init__(self, entry: _Entry, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self._hidden = [entry]  # not a submodule: its own weights are no part of the graph
+        self._names = tuple(f"model.{name}" for name in names)
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        count = len(self._names)
+        weights = dict(zip(self._names, tensors[-count:], strict=True))
+        return torch.func.functional_call(self._hidden[0], weights, tensors[:-count])
+
+
+def share_weights(plan: GraphPlan, module: nn.Module) -> GraphPlan:
+    """`plan` with the weights of `module` as arguments when several instances share its engines; else as it is."""
+    if len(plan.spec.instances) == 1:
+        return plan
+    return replace(plan, spec=replace(plan.spec, weights=tuple(module.state_dict())))
+
+
 def capture(
     plan: GraphPlan, module: nn.Module, *, stage: str, fixed: Mapping[str, int] | None, device: torch.device
 ) -> torch.export.ExportedProgram:
-    """Trace `plan.method` of `module`.
+    """Trace `plan.method` of `module`; weights that the spec names become arguments behind the state.
 
     `fixed` gives sizes of dims that become static; every other dim of the spec stays dynamic in its range.
 
@@ -39,11 +65,15 @@ def capture(
     arguments = tuple(example[tensor.name].to(device) for tensor in (*plan.spec.inputs, *plan.spec.state))
     check_example(plan.spec, example, sizes, stage)
     dynamic = _dynamic_shapes(plan.spec, frozenset(fixed or ()))
+    entry: nn.Module = _Entry(module, plan.method)
+    if plan.spec.weights:
+        entry = _SharedEntry(_Entry(module, plan.method), plan.spec.weights)
+        weights = module.state_dict()
+        arguments += tuple(weights[name] for name in plan.spec.weights)
+        dynamic += tuple({} for _ in plan.spec.weights)
     try:
         with torch.no_grad():
-            return torch.export.export(
-                _Entry(module, plan.method), arguments, dynamic_shapes={"tensors": dynamic}, strict=False
-            )
+            return torch.export.export(entry, arguments, dynamic_shapes={"tensors": dynamic}, strict=False)
     except Exception as error:  # torch.export raises many kinds; all mean that the graph cannot be captured
         raise CaptureError(
             f"torch.export refused the graph: {error}", where=f"{stage}.{plan.spec.name}"

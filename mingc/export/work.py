@@ -69,7 +69,9 @@ def _tally(program: torch.export.ExportedProgram, spec: GraphSpec) -> _Tally:
     signature = program.graph_signature
     constants = {*signature.inputs_to_parameters, *signature.inputs_to_buffers}
     given = list(signature.user_inputs)
-    state = set(given[len(spec.inputs) :])
+    first, end = len(spec.inputs), len(spec.inputs) + len(spec.state)
+    state = {*given[first:end]}
+    constants |= {*given[end:]}  # weights that are given at each call
     for node in program.graph.nodes:
         if node.op == "placeholder" and node.name in constants:
             _add_weight(tally, node)
@@ -205,7 +207,8 @@ def _symbols(
     places = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     found: dict[Size, int] = {}
     tensors = (*spec.inputs, *spec.state)
-    for name, tensor in zip(program.graph_signature.user_inputs, tensors, strict=True):
+    given = program.graph_signature.user_inputs[: len(tensors)]
+    for name, tensor in zip(given, tensors, strict=True):
         for traced, size in zip(_shape(places[str(name)]), tensor.shape, strict=True):
             if isinstance(size, str) and traced.free_symbols:
                 factor, symbol = traced.as_coeff_Mul()  # a dim of multiples is traced as 16*s

@@ -42,15 +42,15 @@ def _run(
 ) -> dict[str, torch.Tensor]:
     loaded = load_engine(backend, engine, place)
     with safe_open(weights, framework="pt") as file:
-        loaded.bind(
-            {
-                name: file.get_tensor(join_path(spec.instances[0], name)).to(place)
-                for name in loaded.constants()
-            }
-        )
+
+        def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
+            return {name: file.get_tensor(join_path(spec.instances[0], name)).to(place) for name in names}
+
+        loaded.bind(read(loaded.constants()))
+        given = read(spec.weights)
     arguments = [tensors[each.name].clone().to(place) for each in (*spec.inputs, *spec.state)]
     with torch.no_grad():
-        outputs = loaded.run(arguments)
+        outputs = loaded.run([*arguments, *given.values()])
     result = {each.name: value.cpu() for each, value in zip(spec.outputs, outputs, strict=True)}
     state = arguments[len(spec.inputs) :]
     result.update({f"state.{each.name}": value.cpu() for each, value in zip(spec.state, state, strict=True)})

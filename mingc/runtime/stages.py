@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from safetensors import safe_open
@@ -19,9 +18,9 @@ from mingc.runtime.engines.base import Engine, Graph
 
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
-    """The graphs of one stage; all of them share one set of weights, a graph with instances by instance.
+    """The graphs of one stage; all of them share one set of weights, which have the names of the stage.
 
-    `weights` by the names that they have in the stage; of use for graphs with several instances only.
+    A graph with several instances is its first one; `instances` gives all.
     """
 
     name: str
@@ -76,19 +75,6 @@ def load_stage(bundle: Bundle, name: str, device: torch.device, *, rank: int = 0
     return LoadedStage(name, graphs, weights)
 
 
-def load_graph(
-    bundle_root: Path, spec: GraphSpec, engines: tuple[EngineRecord, ...], device: torch.device
-) -> Graph:
-    """The graph over the engine files of `engines`, without weights."""
-    return Graph(
-        spec,
-        {
-            _engine_key(spec, record): load_engine(record.backend, bundle_root / record.file, device)
-            for record in engines
-        },
-    )
-
-
 def torch_dtype(name: str) -> torch.dtype:
     """`float32` → `torch.float32`."""
     dtype = getattr(torch, name)
@@ -111,6 +97,7 @@ def _load_graph(
     files: dict[str, Engine],
 ) -> Graph:
     engines: dict[tuple[int, ...] | None, Engine] = {}
+    first = _within(weights, graph.spec.instances[0])
     for record in graph.engines:
         engine = files.get(record.file)
         if engine is None:
@@ -118,7 +105,7 @@ def _load_graph(
             absent = [
                 path
                 for instance in graph.spec.instances
-                for name in engine.constants()
+                for name in (*engine.constants(), *graph.spec.weights)
                 if (path := join_path(instance, name)) not in weights
             ]
             if absent:
@@ -127,9 +114,9 @@ def _load_graph(
                     where=f"{stage}.{graph.spec.name}: {record.file}",
                     fix="export again",
                 )
-            engine.bind(_within(weights, graph.spec.instances[0]))
+            engine.bind(first)
         engines[_engine_key(graph.spec, record)] = engine
-    return Graph(graph.spec, engines)
+    return Graph(graph.spec, engines, first)
 
 
 def _within(weights: Mapping[str, torch.Tensor], instance: str) -> Mapping[str, torch.Tensor]:

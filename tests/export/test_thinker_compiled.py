@@ -16,7 +16,7 @@ from thinker_session import Session, compiled_stage, golden_prompt
 from torch import Tensor
 
 from mingc.export.backends.aoti import compile_graph
-from mingc.export.capture import capture, check_example
+from mingc.export.capture import capture, check_example, share_weights
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.decoder import PAGE_SIZE, Decoder
 from mingc.export.stages.base import GraphPlan, Shard, StageOptions
@@ -32,8 +32,11 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def plans(config: ThinkerConfig) -> dict[str, GraphPlan]:
-    return {plan.spec.name: plan for plan in STAGE.graphs(config, Shard(), StageOptions())}
+def plans(config: ThinkerConfig, module: Decoder) -> dict[str, GraphPlan]:
+    """With weights as arguments where layers share an engine."""
+    plans = STAGE.graphs(config, Shard(), StageOptions())
+    shared = [share_weights(plan, module.get_submodule(plan.spec.instances[0])) for plan in plans]
+    return {plan.spec.name: plan for plan in shared}
 
 
 @pytest.fixture(scope="module")
@@ -171,14 +174,15 @@ from mingc.runtime.engines.aoti import load
 
 job = json.loads(sys.argv[1])
 engine = load(Path(job["engine"]), torch.device("cpu"))
-engine.bind(load_file(job["weights"]))
+weights = load_file(job["weights"])
+engine.bind(weights)
 inputs = load_file(job["inputs"])
 peaks = []
 for rows in (1 << 10, 1 << 18):
     # NumPy's zeros are pages that the kernel has not handed out yet; torch's are written.
     pools = [torch.from_numpy(np.zeros((rows, *job["shape"]), np.float32)) for _ in range(job["pools"])]
     for _ in range(3):
-        engine.run([*(inputs[name] for name in job["names"]), *pools])
+        engine.run([*(inputs[name] for name in job["names"]), *pools, *(weights[name] for name in job["given"])])
     peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 print(json.dumps(peaks))
 """
@@ -208,6 +212,7 @@ def test_pools_are_written_in_place(
         "names": names,
         "shape": shape,
         "pools": len(plan.spec.state),
+        "given": plan.spec.weights,
     }
     done = subprocess.run(
         [sys.executable, "-c", _MEASURE, json.dumps(job)],

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mingc.errors import ConfigError
 from mingc.export.backends.aoti import compile_graph
-from mingc.export.capture import capture
+from mingc.export.capture import capture, share_weights
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.decoder import DecoderConfig
 from mingc.export.stages.base import Shard, StageOptions
@@ -219,14 +219,17 @@ def test_ranks_have_one_layout(config: ThinkerConfig) -> None:
 
 def test_compiled_ranks(checkpoint: Checkpoint, config: ThinkerConfig, tmp_path: Path) -> None:
     """One engine a graph serves both ranks, each with its own weights."""
-    small = replace(config, decoder=replace(config.decoder, num_layers=2))
+    small = replace(config, decoder=replace(config.decoder, num_layers=3))
     shards = [Shard(rank=rank, world_size=2) for rank in range(2)]
     modules = []
     for shard in shards:
         file = tmp_path / f"weights-{shard.rank}.safetensors"
         write_weights(checkpoint, STAGE, small, shard, torch.float32, file)
         modules.append(load_module(STAGE, small, shard, file))
-    plans = STAGE.graphs(small, shards[0], StageOptions())
+    plans = [
+        share_weights(plan, modules[0].get_submodule(plan.spec.instances[0]))
+        for plan in STAGE.graphs(small, shards[0], StageOptions())
+    ]
     files = {plan.spec.name: tmp_path / f"{plan.spec.name}.pt2" for plan in plans}
     for plan in plans:
         part = modules[0].get_submodule(plan.spec.instances[0])

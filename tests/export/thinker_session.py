@@ -63,7 +63,12 @@ def compiled_stage(
     specs: Sequence[GraphSpec], engines: Mapping[str, Engine], module: nn.Module
 ) -> LoadedStage:
     """The graphs of `specs` over compiled `engines` with the weights of `module`."""
-    graphs = {spec.name: Graph(spec, {None: engines[spec.name]}) for spec in specs}
+    graphs = {}
+    for spec in specs:
+        weights = module.get_submodule(spec.instances[0]).state_dict()
+        if not spec.weights:
+            engines[spec.name].bind(weights)
+        graphs[spec.name] = Graph(spec, {None: engines[spec.name]}, weights)
     return LoadedStage("thinker", graphs, module.state_dict())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -12,15 +13,7 @@ from mingc.errors import RequestError, WorkerError
 
 
 class Engine(ABC):
-    """One compiled file. Implementations: one file a backend in this folder. Belongs to one thread."""
-
-    _used: Mapping[str, torch.Tensor] | None = None
-
-    def use(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """`bind` these weights unless they are the ones it was last called with."""
-        if self._used is not weights:
-            self.bind(weights)
-            self._used = weights
+    """One compiled file. Implementations: one file a backend in this folder."""
 
     @abstractmethod
     def constants(self) -> Sequence[str]:
@@ -32,7 +25,7 @@ class Engine(ABC):
 
     @abstractmethod
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Inputs then state in spec order → outputs in spec order. State is updated in place."""
+        """Inputs, state and weights in spec order → outputs in spec order. State is updated in place."""
 
 
 class Graph:
@@ -40,25 +33,25 @@ class Graph:
 
     Args:
         engines: by the sizes of the varying dims (in spec order); the key None serves every size.
-        weights: of the instance that this is, bound before a run; None when they are bound for good.
+        weights: of the instance that this is, by name; those that the spec names are given to every run.
     """
 
     def __init__(
         self,
         spec: GraphSpec,
         engines: Mapping[tuple[int, ...] | None, Engine],
-        weights: Mapping[str, torch.Tensor] | None = None,
+        weights: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         self.spec = spec
         self._engines = dict(engines)
-        self._weights = weights
+        self._weights = [weights[name] for name in spec.weights]
         self._names = tuple(tensor.name for tensor in (*spec.inputs, *spec.state))
         self._outputs = tuple(tensor.name for tensor in spec.outputs)
         self._bucketed = tuple(dim for dim in spec.dims if dim.buckets)
         self._places = {dim.name: _find_dim(spec, dim.name) for dim in self._bucketed}
 
     def with_weights(self, weights: Mapping[str, torch.Tensor]) -> Graph:
-        """The same engines run with other weights."""
+        """The same engines run as another instance."""
         return Graph(self.spec, self._engines, weights)
 
     def bucket(self, dim: str, size: int) -> int:
@@ -88,9 +81,7 @@ class Graph:
                 raise WorkerError(
                     f"no engine of {self.spec.name} for sizes {key}; built: {sorted(self._engines, key=str)}"
                 )
-        if self._weights is not None:
-            engine.use(self._weights)
-        return dict(zip(self._outputs, engine.run(ordered), strict=True))
+        return dict(zip(self._outputs, engine.run([*ordered, *self._weights]), strict=True))
 
 
 def _find_dim(spec: GraphSpec, name: str) -> tuple[str, int]:
