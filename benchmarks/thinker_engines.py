@@ -1,0 +1,255 @@
+"""Builds the engines of the thinker's pieces for one rank's share, and random weights for them on the device."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mingc.export.backends import aoti
+from mingc.export.capture import capture, share_weights
+from mingc.export.layers.decoder import PAGE_SIZE, DecoderConfig
+from mingc.export.layers.decoder_graphs import thinker_graphs
+from mingc.export.quantization import prepare
+from mingc.export.recipe import Quantization
+from mingc.export.stages import find
+from mingc.export.stages.base import GraphPlan, Shard, StageOptions, WeightSource
+from mingc.export.synthetic import open_synthetic
+from mingc.kernels.quantized import FP8, INT4
+from mingc.runtime.engines.base import Graph
+from mingc.runtime.stages import LoadedStage, load_engine
+
+_SCALE = 0.02  # of random quantized weights
+# Of a graph with T, N or B: a piece takes whatever it is given of these.
+PREFILL, DECODE, BOTH = (
+    ("prefill_attention", "prefill_experts"),
+    ("decode_attention", "decode_experts"),
+    ("embed", "dense"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is built: one rank's share of the thinker of `configs` for these batches, chunks and contexts."""
+
+    configs: str
+    world_size: int
+    batches: tuple[int, ...]
+    chunks: tuple[int, ...]
+    context_tokens: int
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    layers: int | None = None
+    quantize: Quantization | None = None
+
+    def config(self) -> DecoderConfig:
+        full: DecoderConfig = find("thinker").config(open_synthetic(Path(self.configs))).decoder
+        return replace(full, num_layers=self.layers or full.num_layers)
+
+    def options(self) -> StageOptions:
+        return StageOptions(
+            dtype=getattr(torch, self.dtype),
+            device=self.device,
+            static_buckets=True,
+            batch_sizes=self.batches,
+            context_tokens=self.context_tokens,
+            prefill_tokens=max(self.chunks, default=256),
+        )
+
+    def plans(self) -> dict[str, GraphPlan]:
+        shard = Shard(world_size=self.world_size)
+        return {plan.spec.name: plan for plan in thinker_graphs(self.config(), shard, self.options())}
+
+    def sizes(self, graph: str) -> list[dict[str, int]]:
+        """The sizes that `graph` is compiled for."""
+        pages = self.context_tokens // PAGE_SIZE
+        tokens = {
+            **dict.fromkeys(PREFILL, ("T", self.chunks)),
+            **dict.fromkeys(DECODE, ("B", self.batches)),
+            **dict.fromkeys(BOTH, ("N", tuple(sorted({*self.batches, *self.chunks})))),
+            "head": ("B", tuple(sorted({1, *self.batches}))),
+        }
+        name, counts = tokens[graph]
+        table = {"P": pages} if graph.endswith("attention") else {}
+        return [{name: count, **table} for count in counts]
+
+
+def engine_path(folder: Path, setup: Setup, graph: str, sizes: Mapping[str, int]) -> Path:
+    label = "".join(f"-{name}{size}" for name, size in sizes.items())
+    return folder / f"tp{setup.world_size}.{setup.quantize or setup.dtype}.{graph}{label}.pt2"
+
+
+def build_all(setup: Setup, folder: Path, jobs: int) -> float:
+    """Compile every piece. Returns the sum of the seconds that single compilations took."""
+    tasks = [(graph, sizes) for graph in setup.plans() for sizes in setup.sizes(graph)]
+    tasks.sort(key=lambda task: task[0] not in PREFILL + DECODE)  # the longest first
+    with ProcessPoolExecutor(
+        jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_quiet
+    ) as pool:
+        futures = [pool.submit(_build, setup, graph, sizes, folder) for graph, sizes in tasks]
+        return sum(future.result() for future in futures)
+
+
+def load(setup: Setup, folder: Path, weights: Mapping[str, Tensor], device: torch.device) -> LoadedStage:
+    """The stage over the engines in `folder`."""
+    graphs = {}
+    for name, plan in setup.plans().items():
+        instance = plan.spec.instances[0]
+        spec = share_weights(plan, piece(setup, instance, weights)).spec
+        own = _within(weights, instance)
+        order = [dim.name for dim in spec.dims if dim.buckets]
+        loaded = {}
+        for sizes in setup.sizes(name):
+            engine = load_engine("aoti", engine_path(folder, setup, name, sizes), device)
+            engine.bind(own)
+            loaded[tuple(sizes[dim] for dim in order)] = engine
+        graphs[name] = Graph(spec, loaded, own)
+    return LoadedStage("thinker", graphs, weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """One stored weight of a rank: `source` says how the checkpoint makes it, None for a scale."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    source: WeightSource | None
+
+
+def layout(setup: Setup) -> dict[str, Weight]:
+    """Every stored weight of a rank by name."""
+    stage = find("thinker")
+    full = stage.config(open_synthetic(Path(setup.configs)))
+    shard = Shard(world_size=setup.world_size)
+    sources = {source.name: source for source in stage.weights(replace(full, decoder=setup.config()), shard)}
+    weights = {}
+    for name, tensor in _module(setup).state_dict().items():
+        source = sources.get(name)
+        is_plain = source is not None and tensor.dtype == torch.float32
+        dtype = (source.dtype if source else None) or getattr(torch, setup.dtype)
+        weights[name] = Weight(shape=tensor.shape, dtype=dtype if is_plain else tensor.dtype, source=source)
+    return weights
+
+
+def random_weights(setup: Setup, device: torch.device, *, distinct: int | None) -> dict[str, Tensor]:
+    """Every weight of a rank by name, drawn on `device`; norms near 1, products keep the size of their input.
+
+    With `distinct`, so many expert layers have weights of their own and the others use the same again, in turn: the
+    caches of the device hold no layer of them, so the time is the same.
+    """
+    config = setup.config()
+    generator = torch.Generator(device).manual_seed(0)
+    weights: dict[str, Tensor] = {}
+    for name, weight in layout(setup).items():
+        shared = _same_weight(name, config, distinct)
+        weights[name] = weights[shared] if shared != name else _draw(name, weight, device, generator)
+    return weights
+
+
+def _same_weight(name: str, config: DecoderConfig, distinct: int | None) -> str:
+    """The name of the weight that stands for `name`."""
+    words = name.split(".")
+    if distinct is None or words[0] != "layers" or words[2] != "feed_forward":
+        return name
+    layer = int(words[1]) - config.num_dense_layers
+    if layer < distinct:
+        return name
+    return ".".join((words[0], str(config.num_dense_layers + layer % distinct), *words[2:]))
+
+
+def _draw(name: str, weight: Weight, device: torch.device, generator: torch.Generator) -> Tensor:
+    if weight.source is None:
+        return torch.full(weight.shape, _SCALE, dtype=weight.dtype, device=device)
+    if not weight.source.tensors:
+        return weight.source.make().to(device)
+    if weight.dtype == INT4:
+        return torch.randint(0, 256, weight.shape, dtype=INT4, device=device, generator=generator)
+    value = torch.empty(
+        weight.shape, dtype=torch.bfloat16 if weight.dtype == FP8 else weight.dtype, device=device
+    )
+    if weight.dtype == FP8:
+        return value.normal_(generator=generator).to(FP8)
+    if value.dim() < 2:
+        return value.normal_(1, 0.1, generator=generator)
+    if name.endswith("router.bias"):
+        return value.zero_()
+    return value.normal_(0, value.shape[-1] ** -0.5, generator=generator)
+
+
+def _module(setup: Setup) -> torch.nn.Module:
+    """The whole decoder of one rank, without memory."""
+    stage = find("thinker")
+    full = replace(stage.config(open_synthetic(Path(setup.configs))), decoder=setup.config())
+    shard = Shard(world_size=setup.world_size)
+    with torch.device("meta"):
+        module = stage.build(full, shard)
+    return prepare(module, stage.weights(full, shard), setup.quantize).eval().requires_grad_(False)
+
+
+def piece(setup: Setup, instance: str, weights: Mapping[str, Tensor]) -> torch.nn.Module:
+    """The eager module at the path `instance` over `weights` of the whole stage."""
+    module = _module(setup).get_submodule(instance)
+    module.load_state_dict(_within(weights, instance), strict=True, assign=True)
+    return module
+
+
+def _within(weights: Mapping[str, Tensor], instance: str) -> dict[str, Tensor]:
+    """The weights of an instance by the names that its module knows them by."""
+    start = f"{instance}."
+    return {name.removeprefix(start): value for name, value in weights.items() if name.startswith(start)}
+
+
+def _build(setup: Setup, graph: str, sizes: dict[str, int], folder: Path) -> float:
+    plan = setup.plans()[graph]
+    device = torch.device(setup.device)
+    instance = plan.spec.instances[0]
+    zeros = {
+        name: torch.zeros(weight.shape, dtype=weight.dtype, device=device)
+        for name, weight in layout(setup).items()
+        if name.startswith(f"{instance}.")
+    }
+    module = piece(setup, instance, zeros)
+    plan = share_weights(plan, module)
+    program = capture(plan, module, stage="thinker", fixed=sizes, device=device)
+    path = engine_path(folder, setup, graph, sizes)
+    return aoti.compile_graph(
+        program, path, device=setup.device, cache=folder / "cache", where=f"thinker.{graph}"
+    )
+
+
+def _quiet() -> None:
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    torch.set_num_threads(2)
+    warnings.simplefilter("ignore")
+
+
+def expected_experts(config: DecoderConfig, tokens: int) -> float:
+    """How many experts of a layer `tokens` tokens choose, if all are equally likely: the worst case."""
+    share = config.num_experts_per_token / config.num_experts
+    return config.num_experts * (1 - (1 - share) ** tokens)
+
+
+def step_bytes(setup: Setup, lengths: Sequence[int]) -> float:
+    """Bytes that one rank must read for one token of each of the requests of `lengths` tokens."""
+    config = setup.config()
+    chosen = expected_experts(config, len(lengths)) / config.num_experts
+    total = 0.0
+    for name, weight in layout(setup).items():
+        words = name.split(".")
+        num_bytes = weight.shape.numel() * weight.dtype.itemsize
+        if words[0] == "embed":
+            continue  # a row a token
+        if words[-2] == "router":
+            num_bytes //= weight.shape[0]  # the gate of text alone
+        is_expert = words[-2] == "feed_forward" and len(weight.shape) == 3
+        total += num_bytes * (chosen if is_expert else 1)
+    _, kv_heads = config.local_heads(setup.world_size)
+    row = 2 * kv_heads * config.head_dim * getattr(torch, setup.dtype).itemsize
+    return total + config.num_layers * row * sum(lengths)
