@@ -138,7 +138,7 @@ def commands() -> None:
 @click.option(
     "--quantize",
     multiple=True,
-    metavar="[STAGE=]fp8",
+    metavar="fp8|STAGE=fp8|thinker=int4",
     help="Store the weights of all stages that can, or of STAGE, in fewer bits; may be given several times.",
 )
 @click.option("--model-name", default="ming-omni", help="Name that a server will announce.")

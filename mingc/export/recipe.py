@@ -17,6 +17,7 @@ QUANTIZABLE: dict[str, tuple[Quantization, ...]] = {
     "talker": ("fp8",),
     "cfm": ("fp8",),
     "audio_vae": ("fp8",),
+    "thinker": ("fp8", "int4"),
 }
 
 

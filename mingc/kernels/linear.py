@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mingc.kernels.dispatch import use_triton
-from mingc.kernels.quantized import dequantize, quantize_fp8
+from mingc.kernels.quantized import FP8, dequantize, quantize_fp8
 from mingc.kernels.rms_norm import rms_norm
 
 Activation = Literal["none", "gelu", "swiglu"]
 _MAX_FUSED_ROWS = (
     32  # beyond, the vendor's matrix products win by more than the fusions save (benchmarks/NOTES.md)
 )
+_FP8_MULTIPLE = 16  # inputs and outputs of a product of FP8 come in blocks of this many
 
 
 class Rows(NamedTuple):
@@ -108,12 +109,14 @@ def add_linear(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, weight_scale: Tensor | None = None) -> Tensor:
     """x @ weightᵀ + bias: (..., K) → (..., N).
 
-    With an FP8 weight and its scale (N,), many rows of `x` are rounded to FP8 as well where the device multiplies FP8
-    (each with its own scale, so that no row depends on another); else the weight is widened.
+    A weight with a scale is in one of the formats of `mingc.kernels.quantized`. With FP8, many rows of `x` are rounded
+    to FP8 as well where the device multiplies FP8 (each with its own scale, so that no row depends on another); else
+    the weight is widened.
     """
     if weight_scale is None:
         return F.linear(x, weight, bias)
-    if not use_triton(x):
+    is_whole = weight.shape[0] % _FP8_MULTIPLE == 0 and weight.shape[1] % _FP8_MULTIPLE == 0
+    if weight.dtype != FP8 or not is_whole or not use_triton(x):
         return F.linear(x, dequantize(weight, weight_scale, x.dtype), bias)
     if x.numel() // x.shape[-1] <= _MAX_FUSED_ROWS:
         from mingc.kernels.gpu import linear as gpu
@@ -123,13 +126,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, weight_scale: Tensor 
         return made.view(*x.shape[:-1], made.shape[-1])
     rounded, scale = quantize_fp8(x.reshape(-1, x.shape[-1]))
     # The vendor's product takes one scale a matrix; the one that takes a scale a row is slower than the scales are
-    # here, where they become part of what comes next (benchmarks/NOTES.md). In the place of the one scale stands a
-    # stored number and is taken out again: ones would be filled in anew for every product.
-    any_scale = weight_scale[:1]
-    product = torch._scaled_mm(
-        rounded, weight.t(), any_scale, any_scale, out_dtype=x.dtype, use_fast_accum=True
-    )
-    out = product.to(torch.float32) * scale.unsqueeze(1) * (weight_scale / any_scale.square())
+    # here, where they become part of what comes next (benchmarks/NOTES.md).
+    one = torch.ones((), dtype=torch.float32, device=x.device)
+    product = torch._scaled_mm(rounded, weight.t(), one, one, out_dtype=x.dtype, use_fast_accum=True)
+    out = product.to(torch.float32) * scale.unsqueeze(1) * weight_scale
     if bias is not None:
         out = out + bias
     return out.to(x.dtype).view(*x.shape[:-1], out.shape[-1])

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from mingc.kernels.dispatch import use_triton
 from mingc.kernels.linear import linear
-from mingc.kernels.quantized import INT4, dequantize
+from mingc.kernels.quantized import dequantize
 
 # Rows of one eager matrix product. Products with another number of rows may add up in another order, so blocks
 # are always this large (filled up with zeros).
@@ -74,8 +74,8 @@ def moe_experts(
 
 def swiglu(x: Tensor, expert: Weights) -> Tensor:
     """`down(silu(gate(x)) * up(x))` of one expert for all tokens: (T, D) → (T, D)."""
-    gate, up = _product(x, expert.gate_up, expert.gate_up_scale).chunk(2, dim=-1)
-    return _product(F.silu(gate) * up, expert.down, expert.down_scale)
+    gate, up = linear(x, expert.gate_up, None, expert.gate_up_scale).chunk(2, dim=-1)
+    return linear(F.silu(gate) * up, expert.down, None, expert.down_scale)
 
 
 def _has_kernel(x: Tensor, experts: Weights) -> bool:
@@ -139,9 +139,3 @@ def _visit_experts(x: Tensor, ids: Tensor, experts: Weights) -> Tensor:
 
 def _chosen(weight: Tensor, scale: Tensor | None, ids: Tensor | int, dtype: torch.dtype) -> Tensor:
     return weight[ids] if scale is None else dequantize(weight[ids], scale[ids], dtype)
-
-
-def _product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-    if scale is not None and weight.dtype == INT4:
-        return F.linear(x, dequantize(weight, scale, x.dtype))
-    return linear(x, weight, None, scale)

@@ -10,10 +10,12 @@ from compiled_graph import check_compiled, relative_error
 from safetensors import safe_open
 from torch import nn
 
+from mingc.artifacts.manifest import Fidelity
 from mingc.errors import ConfigError, ExportError
+from mingc.export.build import check_fidelity
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.quantization import prepare, stored_names, stored_tensors
-from mingc.export.recipe import ExportRecipe
+from mingc.export.recipe import ExportRecipe, Quantization
 from mingc.export.reference import run_eager
 from mingc.export.stages import find
 from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions, WeightSource
@@ -148,8 +150,62 @@ def test_the_recipe_names_stages() -> None:
     assert recipe("cfm=fp8").quantization("talker") is None
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_fidelity_of_the_thinker(
+    kind: Quantization, world_size: int, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Every layer loses what its format loses, however many ranks; nothing lost is told as nothing."""
+    stage = find("thinker")
+    config = stage.config(checkpoint)
+
+    def measure(quantization: Quantization | None) -> Fidelity:
+        files = []
+        for rank in range(world_size):
+            shard = Shard(rank=rank, world_size=world_size)
+            files.append(f"{quantization}{rank}")
+            path = tmp_path / files[-1]
+            write_weights(checkpoint, stage, config, shard, torch.float32, path, quantization)
+        words = () if quantization is None else (f"thinker={quantization}",)
+        made = check_fidelity(recipe(*words), "thinker", tmp_path, tuple(files))
+        assert made is not None
+        return made
+
+    exact, told = measure(None), measure(kind)
+    assert min(exact.layer_cosine) > 0.99999
+    assert exact.logit_kl < 1e-6
+    assert exact.same_argmax == 1.0
+    least = {"fp8": 0.99, "int4": 0.96}[kind]
+    assert len(told.layer_cosine) == config.decoder.num_layers
+    assert all(least < value < 0.9999 for value in told.layer_cosine)
+    assert 0.01 < told.logit_kl < 1.0
+    assert told.same_argmax < 1.0
+
+
 @pytest.mark.parametrize(
-    "words", [("fp4",), ("cfm=int4",), ("vision_encoder=fp8",), ("cfm=",), ("fp8", "fp8")]
+    ("kind", "formats"),
+    [("fp8", {torch.float8_e4m3fn}), ("int4", {torch.float8_e4m3fn, torch.uint8})],
+)
+def test_formats_of_the_thinker(
+    kind: Quantization, formats: set[torch.dtype], checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    stage = find("thinker")
+    config = stage.config(checkpoint)
+    write_weights(checkpoint, stage, config, Shard(), torch.bfloat16, tmp_path / "weights", kind)
+    with safe_open(tmp_path / "weights", framework="pt") as file:
+        names = set(file.keys())
+        dtypes = {name: file.get_tensor(name).dtype for name in names}
+    quantized = {name for name in names if name + "_scale" in names}
+    assert {dtypes[name] for name in quantized} == formats
+    experts = {name for name in quantized if dtypes[name] == torch.uint8}
+    assert all(".feed_forward." in name and "layers.0." not in name for name in experts)
+    kept = {name.rpartition(".")[2] for name in names - quantized if not name.endswith("_scale")}
+    tables = {"word_embeddings", "inv_freq", "position_rows"}
+    assert kept == tables | {"norm", "q_norm", "k_norm", "weight", "bias"}  # the last two are the router's
+
+
+@pytest.mark.parametrize(
+    "words", [("fp4",), ("cfm=int4",), ("talker=int4",), ("vision_encoder=fp8",), ("cfm=",), ("fp8", "fp8")]
 )
 def test_the_recipe_refuses_what_cannot_be(words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="--quantize"):

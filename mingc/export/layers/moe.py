@@ -92,7 +92,13 @@ class Router(nn.Module):
 
 
 class MoeFeedForward(nn.Module):
-    """The half of a layer with routed experts and an always-on shared one (spec: thinker.md §2.3)."""
+    """The half of a layer with routed experts and an always-on shared one (spec: thinker.md §2.3).
+
+    Quantized experts have scales.
+    """
+
+    gate_up_scale: Tensor | None
+    down_scale: Tensor | None
 
     def __init__(
         self,
@@ -113,6 +119,8 @@ class MoeFeedForward(nn.Module):
         self.down = nn.Parameter(
             torch.empty(num_experts, hidden_size, intermediate_size), requires_grad=False
         )
+        self.register_parameter("gate_up_scale", None)
+        self.register_parameter("down_scale", None)
         self.shared = SwiGlu(hidden_size, shared_intermediate_size) if shared_intermediate_size else None
 
     def prefill(self, residual_TD: Tensor, delta_TD: Tensor, embed_kind: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,5 +150,8 @@ class MoeFeedForward(nn.Module):
         normed_TD = rms_norm(x_TD, self.norm, self.eps)
         ids_TK, weights_TK = self.router(normed_TD, gate_index_T)
         shared = None if self.shared is None else self.shared.weights()
-        partial_TD = moe_experts(normed_TD, ids_TK, weights_TK, self.gate_up, self.down, shared=shared)
+        scales = self.gate_up_scale, self.down_scale
+        partial_TD = moe_experts(
+            normed_TD, ids_TK, weights_TK, self.gate_up, self.down, *scales, shared=shared
+        )
         return x_TD, partial_TD, ids_TK, weights_TK
