@@ -185,6 +185,15 @@ _MEASURED = {
     (32, 4864, 896): Tiles(rows=32, columns=64, depth=128, stages=5),
     (32, 896, 896): Tiles(rows=32, columns=32, depth=64, splits=2, stages=5),
     (32, 896, 4864): Tiles(rows=32, columns=32, depth=64, splits=4, stages=5),
+    # The thinker's, whose weights come here only in FP8: one rank, then a quarter.
+    (16, 5120, 4096): Tiles(rows=16, columns=64, depth=256, stages=4),
+    (16, 4096, 4096): Tiles(rows=16, columns=64, depth=256, stages=4),
+    (16, 157184, 4096): Tiles(rows=16, columns=64, depth=128, stages=4),
+    (16, 1280, 4096): Tiles(rows=16, columns=32, depth=256, stages=4),
+    (16, 39296, 4096): Tiles(rows=16, columns=64, depth=256, stages=4),
+    (32, 4096, 4096): Tiles(rows=32, columns=32, depth=256, stages=4),
+    (32, 1280, 4096): Tiles(rows=32, columns=32, depth=256, stages=4),
+    (32, 157184, 4096): Tiles(rows=32, columns=64, depth=128, stages=4),
 }
 
 
