@@ -129,11 +129,12 @@ def open_service(
         if isinstance(runner, RankGroup):
             runner.close()
         raise
+    ranks = runner if isinstance(runner, RankGroup) else None
     service = OmniService(
-        _info(manifest, options),
+        _info(manifest, options, ranks),
         chat=chat,
         speech=speech,
-        ranks=runner if isinstance(runner, RankGroup) else None,
+        ranks=ranks,
         num_threads=options.num_preprocess_threads,
         max_pending_patches=options.max_pending_patches,
     )
@@ -239,7 +240,7 @@ def _load_speech(
     )
 
 
-def _info(manifest: Manifest, options: EngineOptions) -> ServiceInfo:
+def _info(manifest: Manifest, options: EngineOptions, ranks: RankGroup | None) -> ServiceInfo:
     stages = manifest.stages
     has_text = "thinker" in stages
     vae = manifest.parameters.audio_vae
@@ -255,6 +256,7 @@ def _info(manifest: Manifest, options: EngineOptions) -> ServiceInfo:
         has_video=has_text and "vision_encoder" in stages,
         has_audio_input=has_text and "audio_encoder" in stages,
         has_speech=has_speech,
+        all_reduce=ranks.reduce_choice.reason if ranks is not None else None,
     )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from mingc.artifacts.codec import encode
 from mingc.errors import WorkerError
 from mingc.runtime import distributed
+from mingc.runtime.all_reduce import ReduceChoice
 from mingc.runtime.rank import COLLECTIVE_TIMEOUT_S, LOADED, READY, RankJob
 from mingc.runtime.stages import LoadedStage
 from mingc.runtime.step_wire import Step, send_step
@@ -97,6 +98,11 @@ class RankGroup:
             threading.Thread(
                 target=self._watch, args=(rank, child), name=f"mingc-watch-{rank}", daemon=True
             ).start()
+
+    @property
+    def reduce_choice(self) -> ReduceChoice:
+        """How the ranks sum up."""
+        return self._worker.reducer.choice
 
     @property
     def is_alive(self) -> bool:

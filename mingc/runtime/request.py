@@ -149,6 +149,7 @@ class ServiceInfo:
     has_video: bool
     has_audio_input: bool
     has_speech: bool
+    all_reduce: str | None = None  # how the thinker's ranks sum up, and why; None for one rank
 
 
 class Service(Protocol):

@@ -37,6 +37,7 @@ def test_a_killed_rank_fails_chats_and_readiness_but_not_speech(two_rank_artifac
         httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client,
     ):
         (child,) = _ranks(server.process.pid)
+        assert "it is for CUDA devices" in client.get("/health").json()["all_reduce"]
         lines: list[str] = []
         with client.stream("POST", "/v1/chat/completions", json=_BODY) as response:
             for line in response.iter_lines():

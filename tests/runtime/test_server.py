@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,12 @@ def test_models_voices_health(client: Client) -> None:
     assert (voices["voices"], voices["default"]) == (["DB30", "Lina"], "DB30")
     health = client.http.get("/health")
     assert (health.status_code, health.json()["status"]) == (200, "ready")
+    assert "all_reduce" not in health.json()
+
+
+def test_health_tells_how_ranks_sum_up() -> None:
+    for client in start(info=replace(INFO, all_reduce="one-shot up to 8192 bytes")):
+        assert client.http.get("/health").json()["all_reduce"] == "one-shot up to 8192 bytes"
 
 
 def test_a_service_that_is_not_ready() -> None:
