@@ -259,3 +259,12 @@ def test_examples_suit_every_bucket(config: ThinkerConfig) -> None:
                 check_example(plan.spec, example, sizes, STAGE.name)
                 if "page_table" in example:
                     assert 0 < example["page_table"].max() < sizes["KV"] // PAGE_SIZE
+
+
+@pytest.mark.parametrize("batch_sizes", [(1, 2), (1, 2, 4, 8)])
+def test_sizes_to_trace_and_check_are_in_range(config: ThinkerConfig, batch_sizes: tuple[int, ...]) -> None:
+    options = StageOptions(batch_sizes=batch_sizes, context_tokens=512)
+    for plan in STAGE.graphs(config, Shard(), options):
+        for dim in plan.spec.dims:
+            for sizes in (plan.trace_dims, plan.check_dims):
+                assert dim.minimum <= sizes[dim.name] <= dim.maximum, f"{plan.spec.name}: {dim.name}"

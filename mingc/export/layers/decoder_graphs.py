@@ -58,7 +58,13 @@ class _Borders:
         self._table = _page_table_dim(options)
         self._pool = Dim(name="KV", minimum=2 * PAGE_SIZE, maximum=_MAX_POOL_ROWS, multiple=PAGE_SIZE)
         # Sizes to trace and to check at; none is 1, which tracing would take for a constant.
-        self._trace = {"T": min(12, longest), "B": 3, "N": 3, "P": 5, "KV": 24 * PAGE_SIZE}
+        self._trace = {
+            "T": min(12, longest),
+            "B": min(3, options.max_batch),
+            "N": 3,
+            "P": 5,
+            "KV": 24 * PAGE_SIZE,
+        }
         self._check = {
             "T": min(32, longest),
             "B": min(4, options.max_batch),
