@@ -244,7 +244,10 @@ def serve_command(as_json: bool, artifact: Path, **options: Any) -> int:
         document = {"url": url, "model": service.info.model, "startup_s": clock.seconds}
         print(json.dumps(document) if as_json else url, flush=True)
 
-    ended_in_order = serve(create_app(service, http), listener, announce=announce)
+    try:
+        ended_in_order = serve(create_app(service, http), listener, announce=announce)
+    finally:
+        gc.unfreeze()  # engines remove their unpacked files when they are collected
     return 0 if ended_in_order else EXIT_INTERRUPTED
 
 

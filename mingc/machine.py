@@ -15,13 +15,14 @@ class Machine:
 
 
 def this_machine(device: str) -> Machine:
-    """The machine this process runs on, as seen for `device` (cpu or cuda)."""
+    """The machine this process runs on, as seen for `device` (cpu or cuda); as a CPU where there is no GPU."""
     import torch
 
     release = torch.__version__.split("+")[0]
-    if device == "cuda":
+    if device == "cuda" and torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         capability = f"{major}.{minor}"
     else:
+        device = "cpu"
         capability = torch.backends.cpu.get_cpu_capability()
     return Machine(torch=release, device=device, capability=capability)

@@ -5,6 +5,7 @@ The engines and pools of the runtime are configured elsewhere; this file only kn
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,15 +60,20 @@ class ServeOptions:
             problems.append(f"--media-root {str(self.media_root)!r} is not a folder")
         for name in ("max_body_bytes", "max_media_bytes", "max_in_flight", "max_speech_characters",
                      "max_instructions_characters", "media_timeout_s", "body_timeout_s"):  # fmt: skip
-            if not getattr(self, name) > 0:
-                problems.append(f"{name} is {getattr(self, name)}, which is not above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                problems.append(f"{_option(name)} is {getattr(self, name)}, which is not above 0")
         for name in ("grace_s", "retry_after_s"):
-            if getattr(self, name) < 0:
-                problems.append(f"{name} is {getattr(self, name)}, which is below 0")
+            if not 0 <= getattr(self, name) < math.inf:
+                problems.append(f"{_option(name)} is {getattr(self, name)}, which is not 0 or above")
         if problems:
             raise ConfigError(
                 "; ".join(problems), where="options of the HTTP server", fix="see `mingc serve --help`"
             )
+
+
+def _option(name: str) -> str:
+    """What the command line calls `name`; the name itself where it has no option."""
+    return {"max_in_flight": "--max-in-flight", "grace_s": "--grace"}.get(name, name)
 
 
 def _is_host_entry(entry: str) -> bool:

@@ -39,6 +39,16 @@ _MIN_KV_TOKENS = 16384
 _CUDA_KV_SHARE = 0.8  # of the memory that is free once the weights are loaded
 
 
+# What the command line calls the options that it has.
+_OPTIONS = {
+    "tp": "--tp",
+    "kv_tokens": "--kv-tokens",
+    "max_waiting": "--max-queue",
+    "slots": "--slots",
+    "num_torch_threads": "--threads",
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
     """How a bundle is run.
@@ -73,7 +83,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         problems = [
-            f"{field.name} is {value}, which is below {least}"
+            f"{_OPTIONS.get(field.name, field.name)} is {value}, which is below {least}"
             for field in dataclasses.fields(self)
             for least in (0 if field.name == "max_waiting" else 1,)
             if isinstance(value := getattr(self, field.name), int)
@@ -81,7 +91,7 @@ class EngineOptions:
             and value < least
         ]
         if self.served_model_name is not None and not self.served_model_name.strip():
-            problems.append("served_model_name is empty")
+            problems.append("--served-model-name is empty")
         if problems:
             raise ConfigError(
                 "; ".join(problems), where="options of the engines", fix="see `mingc serve --help`"

@@ -87,7 +87,10 @@ def test_the_running_server_loads_no_compiler_and_no_export_code(artifact: Path,
     assert [name for name in loaded if name.startswith(FORBIDDEN)] == []
 
 
-def test_sigterm_tells_running_requests_and_leaves_nothing(two_rank_artifact: Path) -> None:
+def test_sigterm_tells_running_requests_and_leaves_nothing(
+    two_rank_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     body = {
         "messages": [{"role": "user", "content": "Count."}],
         "max_tokens": 2000,
@@ -112,6 +115,7 @@ def test_sigterm_tells_running_requests_and_leaves_nothing(two_rank_artifact: Pa
         assert running.process.wait(20) == 0
         _gone, alive = psutil.wait_procs(family, timeout=10)
         assert alive == []
+    assert [path.name for path in tmp_path.iterdir()] == []
 
 
 def test_demo_answers(artifact: Path, tmp_path: Path) -> None:

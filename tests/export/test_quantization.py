@@ -39,7 +39,8 @@ def rounded_module(stage: Stage, config: object, checkpoint: Checkpoint, module:
     names = [name for name in state if name + "_scale" in state]
     assert names
     values = {name: dequantize(state[name], state[name + "_scale"], torch.float32) for name in names}
-    wide.load_state_dict(values, strict=False)
+    # Assigned, not copied: the float32 module reads from the memory-mapped checkpoint itself.
+    wide.load_state_dict(values, strict=False, assign=True)
     return wide
 
 

@@ -105,7 +105,9 @@ def test_help_needs_no_torch(tmp_path: Path) -> None:
         (["probe", "x", "--engine", ","], "--engine: names nothing"),
         (["probe", "x", "--tolerance", "-1"], "--tolerance -1"),
         (["probe", "x", "--against", "nowhere.json"], "nowhere.json"),
-        (["serve", "x", "--served-model-name", " "], "served_model_name is empty"),
+        (["serve", "x", "--grace", "nan"], "--grace is nan"),
+        (["serve", "x", "--slots", "0"], "--slots is 0"),
+        (["serve", "x", "--served-model-name", " "], "--served-model-name is empty"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -10,11 +10,11 @@ from mingc.runtime.loading import EngineOptions, _info
 
 
 def test_clients_see_the_artifacts_name_or_the_one_asked_for(manifest: Manifest) -> None:
-    assert _info(manifest, EngineOptions()).model == manifest.model
-    assert _info(manifest, EngineOptions(served_model_name="house/voice-1")).model == "house/voice-1"
+    assert _info(manifest, EngineOptions(), None).model == manifest.model
+    assert _info(manifest, EngineOptions(served_model_name="house/voice-1"), None).model == "house/voice-1"
 
 
 @pytest.mark.parametrize("name", ["", "  "])
 def test_an_empty_name_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="served_model_name is empty"):
+    with pytest.raises(ConfigError, match="--served-model-name is empty"):
         EngineOptions(served_model_name=name)
