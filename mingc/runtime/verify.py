@@ -51,6 +51,8 @@ def verify(
     Raises: ManifestError, IntegrityError, IncompatibleError, or ConfigError when `against` holds no golden file.
     """
     bundle = open_bundle(artifact)
+    if against is not None:
+        _check_against(against, replay=replay)
     told("hashes")
     check_hashes(bundle)
     found: list[tuple[FileSummary, list[Comparison], list[str]]] = []
@@ -61,8 +63,6 @@ def verify(
         found += _replay_own(bundle, told)
         if against is not None:
             found += _replay_against(bundle, against, told)
-    elif against is not None:
-        raise ConfigError("--against needs the replay", where="--no-replay", fix="leave one of the two out")
     comparisons = tuple(each for _, group, _ in found for each in group)
     failed = sum(each.outcome == "FAIL" for each in comparisons)
     return VerifyReport(
@@ -76,6 +76,14 @@ def verify(
         comparisons=comparisons,
         not_engine_outputs=tuple(name for _, _, names in found for name in names),
     )
+
+
+def _check_against(folder: Path, *, replay: bool) -> None:
+    """Raises: ConfigError when `folder` cannot be replayed, whatever it holds."""
+    if not replay:
+        raise ConfigError("--against needs the replay", where="--no-replay", fix="leave one of the two out")
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder", where="--against", fix="pass a folder of golden files")
 
 
 _Found = tuple[FileSummary, list[Comparison], list[str]]
@@ -103,8 +111,6 @@ def _replay_against(bundle: Bundle, folder: Path, told: Callable[[str], None]) -
     from mingc.runtime.golden import audio, preprocess, talker, text, thinker, vae, vision
     from mingc.runtime.golden.engines import Engines
 
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder", where="--against", fix="pass a folder of golden files")
     engines = Engines(bundle, torch.device(bundle.manifest.fingerprint.device))
     replays: list[tuple[str, str | None, tuple[str, ...], Callable[[Ledger, Mapping[str, Any]], None]]] = [
         ("preprocess.safetensors", "preprocess.json", (), lambda a, b: preprocess.replay(engines, a, b)),

@@ -36,3 +36,10 @@ def test_another_torch_is_refused_before_anything_is_loaded(
 def test_goldens_without_replay_make_no_sense(bundle_path: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--against needs the replay"):
         verify(bundle_path, against=tmp_path, replay=False)
+
+
+def test_a_folder_that_is_not_there_is_refused_before_anything_is_hashed(bundle_path: Path) -> None:
+    steps: list[str] = []
+    with pytest.raises(ConfigError, match="is not a folder"):
+        verify(bundle_path, against=bundle_path / "nowhere", told=steps.append)
+    assert steps == []
