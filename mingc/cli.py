@@ -10,9 +10,9 @@ import gc
 import json
 import logging
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -20,6 +20,7 @@ import click
 
 from mingc import __version__
 from mingc.errors import ConfigError, MingcError
+from mingc.option_lists import names, numbers
 
 if TYPE_CHECKING:
     from mingc.export.pipeline import ExportReport
@@ -80,20 +81,6 @@ def _common(command: Command) -> Command:
     return as_json(debug(command))
 
 
-def _names(_: click.Context, option: click.Parameter, text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _numbers(_: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    try:
-        return None if text is None else tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError as error:
-        name = option.opts[0]
-        raise ConfigError(
-            f"{name} {text}: not a list of whole numbers", where=name, fix="write 1,2,4"
-        ) from error
-
-
 _HTTP_OPTIONS = ("host", "port", "allow_media_hosts", "media_root", "max_in_flight", "grace_s")
 _SETTINGS = {"show_default": True, "max_content_width": 100, "help_option_names": ["-h", "--help"]}
 
@@ -115,7 +102,7 @@ def commands() -> None:
 )
 @click.option("--tp", type=int, default=1, help="Tensor-parallel ranks of the thinker: 1, 2, 4 or 8.")
 @click.option(
-    "--stages", callback=_names, show_default="all that the checkpoint holds", help="Names, with commas."
+    "--stages", callback=names, show_default="all that the checkpoint holds", help="Names, with commas."
 )
 @click.option("--jobs", type=int, default=1, help="Engines compiled at the same time.")
 @click.option("--force", is_flag=True, help="Replace an artifact that is already there.")
@@ -128,7 +115,7 @@ def commands() -> None:
 @click.option("--prefill-tokens", type=int, default=256, help="Tokens of one prefill chunk.")
 @click.option(
     "--batch-sizes",
-    callback=_numbers,
+    callback=numbers,
     default="1,2,4,8",
     help="Requests in one step, with commas; on CUDA an engine each.",
 )
@@ -281,17 +268,21 @@ def verify_command(as_json: bool, artifact: Path, against: Path | None, no_repla
     return 0 if result.passed else EXIT_FOUND_PROBLEMS
 
 
+def _tell_step(step: str) -> None:
+    print(f"probe: {step}", file=sys.stderr, flush=True)
+
+
 @commands.command("probe")
 @click.argument("artifact", type=_PATH, required=False)
 @click.option(
     "--engine",
     "engines",
-    callback=_names,
+    callback=names,
     show_default="all",
     help="Stages (cfm) or graphs (cfm.sample) to time, with commas.",
 )
 @click.option(
-    "--batch", "batch_sizes", callback=_numbers, show_default="all", help="Requests in a call, with commas."
+    "--batch", "batch_sizes", callback=numbers, show_default="all", help="Requests in a call, with commas."
 )
 @click.option("--context", type=int, default=256, help="Tokens that every request already holds.")
 @click.option("--repetitions", type=int, show_default="200, CPU: 3 to 10", help="Timed calls of an engine.")
@@ -310,7 +301,9 @@ def verify_command(as_json: bool, artifact: Path, against: Path | None, no_repla
     help="Export random weights over this folder of configs first, into ARTIFACT or a folder that goes again: "
     "the stages of --engine, or all but the thinker.",
 )
-@click.option("--jobs", type=int, default=1, help="With --synthetic: engines compiled at the same time.")
+@click.option(
+    "--jobs", type=int, show_default="1", help="With --synthetic: engines compiled at the same time."
+)
 @click.option(
     "--cache", type=_PATH, show_default="no cache", help="With --synthetic: folder of engines to use again."
 )
@@ -318,8 +311,9 @@ def verify_command(as_json: bool, artifact: Path, against: Path | None, no_repla
 def probe_command(
     as_json: bool,
     artifact: Path | None,
+    against: Path | None,
     synthetic: Path | None,
-    jobs: int,
+    jobs: int | None,
     cache: Path | None,
     **options: Any,
 ) -> int:
@@ -329,23 +323,32 @@ def probe_command(
     """
     from mingc.report import show
     from mingc.runtime.probe import ProbeOptions, probe
+    from mingc.runtime.probe_baseline import read_baseline
 
     asked = ProbeOptions(**options)
-    if artifact is None and synthetic is None:
-        raise ConfigError(
-            "nothing to probe", where="mingc probe", fix="name an ARTIFACT, or pass --synthetic CONFIG"
-        )
-    with tempfile.TemporaryDirectory(prefix="mingc-probe-") as scratch:
-        artifact = artifact or Path(scratch) / "artifact"
+    baseline = read_baseline(against) if against is not None else None
+    with ExitStack() as stack:
         if synthetic is not None:
-            from mingc.export.synthetic import synthetic_recipe
+            from mingc.export.probe_export import probe_folder, synthetic_recipe
 
-            _export(
-                synthetic_recipe(
-                    synthetic, artifact, asked.engines, asked.batch_sizes, jobs=jobs, cache=cache
-                )
+            artifact = stack.enter_context(probe_folder(artifact))
+            recipe = synthetic_recipe(
+                synthetic,
+                artifact,
+                asked.engines,
+                asked.batch_sizes,
+                jobs=1 if jobs is None else jobs,
+                cache=cache,
+                compare=asked.compare,
             )
-        result = probe(artifact, asked, lambda step: print(f"probe: {step}", file=sys.stderr, flush=True))
+            _export(recipe)
+        elif artifact is None or jobs is not None or cache is not None:
+            raise ConfigError(
+                "nothing to probe" if artifact is None else "--jobs and --cache are for an export",
+                where="mingc probe",
+                fix="pass --synthetic CONFIG" + (", or name an ARTIFACT" if artifact is None else " as well"),
+            )
+        result = probe(artifact, asked, _tell_step, baseline=baseline)
     show(result, as_json=as_json)
     return EXIT_FOUND_PROBLEMS if result.regressions else 0
 

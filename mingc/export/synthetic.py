@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import torch
 
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint, Part, TensorEntry, open_configs
-from mingc.export.recipe import ExportRecipe
 from mingc.export.stages import discover
 from mingc.export.stages.base import Shard
 
@@ -101,34 +99,3 @@ def open_synthetic(configs: Path, device: str = "cpu") -> Checkpoint:
         vae=part(plain.vae),
         notes=tuple(notes),
     )
-
-
-def synthetic_recipe(
-    configs: Path,
-    output: Path,
-    engines: Sequence[str] | None,
-    batch_sizes: Sequence[int] | None,
-    *,
-    jobs: int,
-    cache: Path | None,
-) -> ExportRecipe:
-    """The export of random weights that holds `engines` (stages, or graphs as `cfm.sample`) at `batch_sizes`.
-
-    On a GPU in bfloat16 where there is one, else on the CPU in float32. No engines means all stages but sharded
-    ones, whose weights may be larger than the disk; no batch sizes the usual ones. Raises: CheckpointError.
-    """
-    checkpoint, has_gpu = open_synthetic(configs), torch.cuda.is_available()
-    stages = dict.fromkeys(name.partition(".")[0] for name in engines or ()) or [
-        name for name, stage in discover().items() if stage.is_present(checkpoint) and not stage.is_sharded
-    ]
-    recipe = ExportRecipe(
-        checkpoint=configs,
-        output=output,
-        target="cuda" if has_gpu else "cpu",
-        dtype="bfloat16" if has_gpu else "float32",
-        stages=tuple(stages),
-        jobs=jobs,
-        cache=cache,
-        synthetic=True,
-    )
-    return replace(recipe, batch_sizes=tuple(sorted({*batch_sizes}))) if batch_sizes is not None else recipe

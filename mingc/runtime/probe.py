@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,9 +20,9 @@ from mingc.errors import ConfigError
 from mingc.machine import this_machine
 from mingc.runtime.cuda_graphs import GraphPool
 from mingc.runtime.engines.base import Graph
-from mingc.runtime.probe_baseline import Comparison, compare, read_baseline
+from mingc.runtime.probe_baseline import Comparison, check_common, compare, differences
 from mingc.runtime.probe_inputs import ProbeCase, page_size, room
-from mingc.runtime.probe_patch_embed import compare_patch_embed
+from mingc.runtime.probe_patch_embed import check_patch_embed, compare_patch_embed
 from mingc.runtime.probe_report import (
     EngineFigures,
     EngineFloor,
@@ -58,8 +58,7 @@ class ProbeOptions:
         batch_sizes: of dims that count requests; None takes every bucket.
         context: tokens every request already holds, or as many as its slot or its pages take.
         repetitions: timed calls of an engine; None chooses by the device.
-        against: a report written with `--json` to compare with.
-        tolerance: share by which a median may exceed the one compared with.
+        tolerance: share by which a median may exceed the baseline's.
         compare: `patch-embed` times its two forms as well.
     """
 
@@ -67,7 +66,6 @@ class ProbeOptions:
     batch_sizes: tuple[int, ...] | None = None
     context: int = 256
     repetitions: int | None = None
-    against: Path | None = None
     tolerance: float = 0.1
     compare: str | None = None
 
@@ -81,17 +79,21 @@ class ProbeOptions:
             problems.append(f"--context {self.context}: must not be below 0")
         if self.repetitions is not None and self.repetitions < 1:
             problems.append(f"--repetitions {self.repetitions}: must be at least 1")
-        if self.tolerance < 0:
-            problems.append(f"--tolerance {self.tolerance}: must not be below 0")
+        if not (math.isfinite(self.tolerance) and self.tolerance >= 0):
+            problems.append(f"--tolerance {self.tolerance}: must be a number not below 0")
         if problems:
             raise ConfigError("\n".join(problems), where="mingc probe", fix="see mingc probe --help")
 
     def choose(self, engine: str, sizes: Mapping[str, int]) -> bool:
         """Whether `stage.graph` at `sizes` is to be timed."""
-        if self.engines is not None and not {engine, engine.partition(".")[0]} & {*self.engines}:
-            return False
         batch = _batch(sizes)
-        return self.batch_sizes is None or not batch or bool({*batch} & {*self.batch_sizes})
+        return self.names(engine) and (
+            self.batch_sizes is None or not batch or bool({*batch} & {*self.batch_sizes})
+        )
+
+    def names(self, engine: str) -> bool:
+        """Whether `stage.graph` is to be timed at any sizes."""
+        return self.engines is None or bool({engine, engine.partition(".")[0]} & {*self.engines})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,19 +114,35 @@ class _Target:
     def new_tokens(self) -> int:
         return self.sizes.get("T", 1)
 
+    def held(self, context: int) -> int:
+        """Of `context` tokens those that a request has room for beside the new ones."""
+        return int(min(context, self.room - self.new_tokens))
+
+    def title(self, context: int) -> str:
+        """As the figures at `context` are titled."""
+        return title(self.name, self.sizes, self.held(context) if math.isfinite(self.room) else None)
+
 
 def probe(
-    artifact: Path, options: ProbeOptions, told: Callable[[str], None] = lambda step: None
+    artifact: Path,
+    options: ProbeOptions,
+    told: Callable[[str], None] = lambda step: None,
+    *,
+    baseline: ProbeReport | None = None,
 ) -> ProbeReport:
     """Time the engines of the bundle at `artifact` that `options` choose. `told` hears what is timed next.
 
-    Raises: ManifestError, IntegrityError, IncompatibleError; ConfigError when the options choose what is not there.
+    Raises: ManifestError, IntegrityError, IncompatibleError; ConfigError when the options choose what is not there,
+    or nothing that `baseline` has.
     """
-    baseline = read_baseline(options.against) if options.against is not None else None
     bundle = open_bundle(artifact)
     fingerprint = bundle.manifest.fingerprint
     check_fingerprint(fingerprint, this_machine(fingerprint.device))
     targets = _choose(bundle, options)
+    if options.compare == "patch-embed":
+        check_patch_embed(bundle)
+    if baseline is not None:
+        check_common(baseline.engines, [each.title(options.context) for each in targets])
     told("ceilings")
     run = _Run(bundle, options, told)
     with torch.inference_mode():
@@ -143,9 +161,7 @@ def probe(
     if baseline is not None:
         asked = [each for each in baseline.engines if options.choose(each.engine, each.sizes)]
         comparison = compare(asked, figures, tolerance=options.tolerance)
-        if baseline.ceilings.device != run.ceilings.device:
-            run.notes.append(f"the baseline was measured on {baseline.ceilings.device}")
-    return ProbeReport(
+    report = ProbeReport(
         artifact=str(artifact),
         model=bundle.manifest.model,
         dtype=fingerprint.dtype,
@@ -160,6 +176,9 @@ def probe(
         patch_embed=patch_embed,
         notes=tuple(run.notes),
     )
+    if baseline is None:
+        return report
+    return replace(report, notes=(*report.notes, *differences(baseline, report)))
 
 
 def _choose(bundle: Bundle, options: ProbeOptions) -> list[_Target]:
@@ -171,14 +190,20 @@ def _choose(bundle: Bundle, options: ProbeOptions) -> list[_Target]:
         raise ConfigError(
             f"the artifact has no {', '.join(unknown)}", where="--engine", fix=f"it has {', '.join(known)}"
         )
-    absent = {*(options.batch_sizes or ())} - {size for each in targets for size in _batch(each.sizes)}
-    if absent:
+    named = [each for each in targets if options.names(each.name)]
+    chosen = [each for each in named if options.choose(each.name, each.sizes)]
+    sizes = {size for each in named for size in _batch(each.sizes)}
+    absent = {*(options.batch_sizes or ())} - sizes if sizes else set()
+    idle = {*(options.engines or ())} - {name for each in chosen for name in (each.stage, each.name)}
+    if absent or idle:
+        batches = ", ".join(map(str, sorted(absent or {*(options.batch_sizes or ())})))
+        of = f" of {', '.join(sorted(idle or {*(options.engines or ())}))}" if options.engines else ""
         raise ConfigError(
-            f"no engine for batch {', '.join(map(str, sorted(absent)))}",
+            f"no engine for batch {batches}{of}",
             where="--batch",
             fix="mingc probe without --batch times what there is",
         )
-    return [each for each in targets if options.choose(each.name, each.sizes)]
+    return chosen
 
 
 def _batch(sizes: Mapping[str, int]) -> list[int]:
@@ -235,7 +260,7 @@ class _Run:
             stage=target.stage,
             spec=target.spec,
             sizes=target.sizes,
-            context=int(min(self._options.context, target.room - target.new_tokens)),
+            context=target.held(self._options.context),
             parameters=self._bundle.manifest.parameters,
         )
         tensors = case.make(self._device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 from mingc.artifacts.codec import decode
 from mingc.errors import ConfigError, ManifestError
 from mingc.runtime.probe_report import EngineFigures, ProbeReport, Regression
+
+_SHOWN = 4  # engines that an error names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,15 +25,63 @@ class Comparison:
 
 
 def read_baseline(path: Path) -> ProbeReport:
-    """The report that `mingc probe --json` wrote to `path`. Raises: ConfigError."""
+    """The report that `mingc probe --json` wrote to `path`.
+
+    Raises: ConfigError when it is none, or holds what no figure can be compared with.
+    """
     try:
-        return decode(ProbeReport, json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, ManifestError) as error:
+        report = decode(ProbeReport, json.loads(path.read_text(encoding="utf-8")))
+        _check(report.engines)
+    except (OSError, ValueError, OverflowError, RecursionError, ManifestError) as error:
         raise ConfigError(
             f"{path} is no baseline: {error}",
             where="--against",
             fix=f"write one: mingc probe ARTIFACT --json > {path}",
         ) from error
+    return report
+
+
+def _check(engines: Sequence[EngineFigures]) -> None:
+    """Raises: ValueError unless there are engines, each once, whose medians are times."""
+    if not engines:
+        raise ValueError("it holds no engine")
+    seen = set()
+    for each in engines:
+        if each.title in seen:
+            raise ValueError(f"{each.title} stands in it twice")
+        seen.add(each.title)
+        if not (math.isfinite(each.latency.median_ms) and each.latency.median_ms > 0):
+            raise ValueError(f"{each.title} has a median of {each.latency.median_ms} ms")
+
+
+def check_common(baseline: Sequence[EngineFigures], titles: Sequence[str]) -> None:
+    """Raises: ConfigError when the baseline has none of the engines that are to be timed, by `titles`."""
+    before = [each.title for each in baseline]
+    if not {*before} & {*titles}:
+        raise ConfigError(
+            f"the baseline has none of the engines to be timed ({_some(titles)}): it has {_some(before)}",
+            where="--against",
+            fix="choose --engine, --batch and --context as for the baseline",
+        )
+
+
+def _some(titles: Sequence[str]) -> str:
+    return ", ".join(titles[:_SHOWN]) + (", …" if len(titles) > _SHOWN else "")
+
+
+def differences(baseline: ProbeReport, here: ProbeReport) -> tuple[str, ...]:
+    """What was another when the baseline was measured, as notes: figures then differ for that reason, too."""
+    pairs = {
+        "model": (baseline.model, here.model),
+        "dtype": (baseline.dtype, here.dtype),
+        "torch": (baseline.torch, here.torch),
+        "device": (baseline.ceilings.device, here.ceilings.device),
+    }
+    return tuple(
+        f"the baseline was measured with {name} {before}, here it is {now}"
+        for name, (before, now) in pairs.items()
+        if before != now
+    )
 
 
 def compare(

@@ -21,17 +21,19 @@ _PATCHES = (256, 1024, 4096)
 _REPETITIONS = 10
 
 
-def compare_patch_embed(bundle: Bundle, watch: Stopwatch) -> tuple[PatchEmbed, ...]:
-    """Time both forms over the artifact's weights and random patches, outside any engine or graph.
-
-    Raises: ConfigError when the artifact has no vision encoder.
-    """
-    manifest = bundle.manifest
-    vision = manifest.parameters.vision_encoder
-    if vision is None:
+def check_patch_embed(bundle: Bundle) -> None:
+    """Raises: ConfigError when the artifact has no vision encoder."""
+    if bundle.manifest.parameters.vision_encoder is None:
         raise ConfigError(
             "the artifact has no vision encoder", where="--compare patch-embed", fix="leave --compare out"
         )
+
+
+def compare_patch_embed(bundle: Bundle, watch: Stopwatch) -> tuple[PatchEmbed, ...]:
+    """Time both forms over the weights of a checked artifact and random patches, outside any engine or graph."""
+    manifest = bundle.manifest
+    vision = manifest.parameters.vision_encoder
+    assert vision is not None, "check_patch_embed found it"
     device = torch.device(manifest.fingerprint.device)
     with safe_open(bundle.path(manifest.stages["vision_encoder"].weights[0]), framework="pt") as file:
         weight, bias = (file.get_tensor(f"patch_embed.{name}").to(device) for name in ("weight", "bias"))

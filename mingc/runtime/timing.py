@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -64,7 +66,7 @@ class Stopwatch:
         copy_ms = statistics.median(self.samples_ms(lambda: target.copy_(source), count))
         a, b = (torch.randn(side, side, device=self._device).to(dtype) for _ in range(2))
         matmul_ms = statistics.median(self.samples_ms(lambda: torch.mm(a, b), count))
-        name = torch.cuda.get_device_name(self._device) if is_cuda else "cpu"
+        name = torch.cuda.get_device_name(self._device) if is_cuda else processor_name()
         return Ceilings(
             device=name,
             copy_tb_s=round(2 * source.nbytes / copy_ms / 1e9, 4),
@@ -72,6 +74,16 @@ class Stopwatch:
             matmul_dtype=str(dtype).removeprefix("torch."),
             cache_bytes=self._flush.numel() // _FLUSH_CACHES if self._flush is not None else None,
         )
+
+
+def processor_name() -> str:
+    """The CPU's model as Linux tells it; its architecture where it does not, as on many ARM machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def percentile(samples: Sequence[float], share: float) -> float:

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from mingc.errors import CheckpointError
+from mingc.errors import CheckpointError, ConfigError
 from mingc.export import tokenizers
 from mingc.export.checkpoint import Checkpoint, Part, open_checkpoint
 from mingc.export.coverage import check_coverage
+from mingc.export.probe_export import probe_folder, synthetic_recipe
 from mingc.export.stages import discover
-from mingc.export.synthetic import open_synthetic, synthetic_recipe
+from mingc.export.synthetic import open_synthetic
 
 TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
 
@@ -81,6 +82,37 @@ def test_a_probe_of_random_weights_exports_the_stages_of_its_engines(configs: Pa
 def test_a_probe_of_all_leaves_out_what_may_not_fit_on_the_disk(configs: Path, tmp_path: Path) -> None:
     recipe = synthetic_recipe(configs, tmp_path, None, None, jobs=1, cache=None)
     assert recipe.stages == ("vision_encoder", "audio_encoder", "talker", "cfm", "audio_vae")
+
+
+@pytest.mark.parametrize("engine", ["nope", "cfm.nope", "cfm,nope.sample"])
+def test_an_engine_that_would_not_be_exported_is_refused_by_the_name_of_its_option(
+    configs: Path, tmp_path: Path, engine: str
+) -> None:
+    with pytest.raises(ConfigError, match="nope") as caught:
+        synthetic_recipe(configs, tmp_path, engine.split(","), None, jobs=1, cache=None)
+    assert caught.value.where == "--engine" and "cfm" in str(caught.value.fix)
+
+
+def test_a_comparison_that_lacks_its_stage_is_refused_before_an_export(configs: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="vision encoder"):
+        synthetic_recipe(configs, tmp_path, ("cfm",), None, jobs=1, cache=None, compare="patch-embed")
+
+
+def test_the_artifact_of_a_probe_replaces_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="exists") as caught, probe_folder(tmp_path):
+        pass
+    assert "--force" not in str(caught.value.fix)
+
+
+def test_the_next_probe_removes_what_a_killed_one_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left = tmp_path / "mingc-probe-0123abcd.partial"
+    left.mkdir()
+    with probe_folder(None) as folder:
+        assert not left.exists() and folder.parent.parent == tmp_path
+    assert not list(tmp_path.iterdir())
 
 
 def test_only_random_weights_do_without_a_tokenizer(synthetic: Checkpoint, tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from mingc.artifacts.spec import Dim, DType, GraphSpec, TensorSpec
 from mingc.errors import BundleError, ConfigError
 from mingc.report import to_json
 from mingc.runtime.probe import ProbeOptions, probe
-from mingc.runtime.probe_baseline import compare, read_baseline
+from mingc.runtime.probe_baseline import check_common, compare, differences, read_baseline
 from mingc.runtime.probe_inputs import ProbeCase, room
 from mingc.runtime.probe_report import Ceilings, EngineFigures, Latency, ProbeReport, floor_of
-from mingc.runtime.timing import Stopwatch, percentile
+from mingc.runtime.timing import Stopwatch, percentile, processor_name
 
 CEILINGS = Ceilings(device="cpu", copy_tb_s=2.0, matmul_tflop_s=100.0, matmul_dtype="float32")
 SLOT_TOKENS, PAGES, PAGE_SIZE = 40, 8, 16
@@ -95,6 +95,8 @@ def report(*rows: EngineFigures) -> ProbeReport:
         ({"context": -1}, "--context"),
         ({"repetitions": 0}, "--repetitions"),
         ({"tolerance": -0.1}, "--tolerance"),
+        ({"tolerance": float("nan")}, "--tolerance nan"),
+        ({"tolerance": float("inf")}, "--tolerance inf"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], word: str) -> None:
@@ -118,6 +120,48 @@ def test_an_engine_that_is_not_there_is_refused_with_those_that_are(
         probe(bundle_path, ProbeOptions(engines=("cfm",)))
     assert caught.value.where == "--engine"
     assert caught.value.fix == "it has audio_encoder, audio_encoder.encode"
+
+
+@pytest.fixture
+def probed(bundle_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A bundle of one engine at N 1, 2 and 8, on whatever machine; timing it would fail the test."""
+    monkeypatch.setattr("mingc.runtime.probe.check_fingerprint", lambda recorded, here: None)
+    monkeypatch.setattr("mingc.runtime.probe._Run", lambda *given: pytest.fail("it was timed"))
+    manifest = json.loads((bundle_path / "manifest.json").read_text(encoding="utf-8"))
+    graph = manifest["stages"]["audio_encoder"]["graphs"]["encode"]
+    graph["spec"]["dims"][1]["buckets"] = [16]
+    whole = manifest["stages"]["audio_encoder"]["graphs"]
+    whole["other"] = {**graph, "spec": {**graph["spec"], "name": "other"}, "golden": graph["golden"]}
+    whole["other"]["engines"] = [{**graph["engines"][0], "dims": {"N": 4, "T4": 16}}]
+    (bundle_path / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    return bundle_path
+
+
+@pytest.mark.parametrize(
+    "engines, batches, says",
+    [
+        (("audio_encoder.encode",), (4,), "no engine for batch 4 of audio_encoder.encode"),
+        (
+            ("audio_encoder.encode", "audio_encoder.other"),
+            (1,),
+            "no engine for batch 1 of audio_encoder.other",
+        ),
+        (None, (3, 4), "no engine for batch 3"),
+    ],
+)
+def test_a_batch_that_a_chosen_engine_lacks_is_refused(
+    probed: Path, engines: tuple[str, ...] | None, batches: tuple[int, ...], says: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        probe(probed, ProbeOptions(engines=engines, batch_sizes=batches))
+    assert caught.value.message == says and caught.value.where == "--batch"
+
+
+def test_nothing_is_timed_for_a_baseline_or_a_comparison_without_a_counterpart(probed: Path) -> None:
+    with pytest.raises(ConfigError, match="none of the engines"):
+        probe(probed, ProbeOptions(), baseline=report(figures(1.0)))
+    with pytest.raises(ConfigError, match="no vision encoder"):
+        probe(probed, ProbeOptions(compare="patch-embed"))
 
 
 def test_every_request_has_a_slot_of_its_own_and_a_context(parameters: ModelParameters) -> None:
@@ -204,12 +248,56 @@ def test_a_report_reads_back_as_a_baseline(tmp_path: Path) -> None:
     assert read_baseline(path) == report(figures(1.5))
 
 
-@pytest.mark.parametrize("text", ["", "[]", json.dumps({"engines": []})])
+@pytest.mark.parametrize("text", ["", "[]", json.dumps({"engines": []}), "[" * 100_000])
 def test_what_is_no_report_is_no_baseline(tmp_path: Path, text: str) -> None:
     path = tmp_path / "baseline.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match="is no baseline"):
         read_baseline(path)
+
+
+@pytest.mark.parametrize(
+    "rows, says",
+    [
+        ((), "no engine"),
+        ((figures(1.0), figures(2.0)), "twice"),
+        ((figures(0.0),), "0.0 ms"),
+        ((figures(-1.0),), "-1.0 ms"),
+        ((figures(float("nan")),), "nan ms"),
+        ((figures(float("inf")),), "inf ms"),
+    ],
+)
+def test_a_baseline_that_nothing_can_be_compared_with_is_refused(
+    tmp_path: Path, rows: tuple[EngineFigures, ...], says: str
+) -> None:
+    path = tmp_path / "baseline.json"
+    path.write_text(to_json(report(*rows)), encoding="utf-8")
+    with pytest.raises(ConfigError, match="is no baseline") as caught:
+        read_baseline(path)
+    assert says in caught.value.message
+
+
+def test_a_baseline_without_a_common_engine_is_refused_with_what_it_has() -> None:
+    check_common([figures(1.0)], ["cfm.sample B=2", "other"])
+    with pytest.raises(ConfigError, match=r"cfm\.sample B=2 \+256") as caught:
+        check_common([figures(1.0, context=256)], ["cfm.sample B=2 +1024"])
+    assert caught.value.where == "--against"
+
+
+def test_what_was_another_for_the_baseline_is_told() -> None:
+    here = report(figures(1.0))
+    assert not differences(here, here)
+    other = replace(
+        here, model="large", dtype="bfloat16", torch="2.12.0", ceilings=replace(CEILINGS, device="Other CPU")
+    )
+    told = differences(other, here)
+    assert len(told) == 4
+    for word in ("large", "bfloat16", "2.12.0", "Other CPU"):
+        assert any(word in note for note in told)
+
+
+def test_the_processor_has_a_name() -> None:
+    assert processor_name() not in ("", "cpu")
 
 
 def test_percentiles_are_samples() -> None:
