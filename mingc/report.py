@@ -26,8 +26,23 @@ _MAX_NAME = 52  # the first column is not narrowed below this width
 
 
 def show(result: object, *, as_json: bool, stream: IO[str] | None = None) -> None:
-    """Write `result`, a dataclass instance, to `stream` (stdout by default)."""
+    """Write `result`, a dataclass instance, to `stream` (stdout by default).
+
+    Raises: MingcError when it cannot be written.
+    """
     stream = stream or sys.stdout
+    try:
+        _show(result, stream, as_json=as_json)
+    except OSError as error:
+        _abandon(stream)
+        raise MingcError(
+            f"the result cannot be written: {error.strerror}",
+            where=stream.name.strip("<>"),
+            fix="free some space there, or write it elsewhere",
+        ) from error
+
+
+def _show(result: object, stream: IO[str], *, as_json: bool) -> None:
     if as_json:
         stream.write(to_json(result) + "\n")
         stream.flush()
@@ -39,6 +54,7 @@ def show(result: object, *, as_json: bool, stream: IO[str] | None = None) -> Non
         console.print(f"{name:{width}}  {value}", markup=False, highlight=False, soft_wrap=True)
     for title, rows in tables:
         _print_table(console, title, rows)
+    stream.flush()
 
 
 def show_error(error: MingcError, *, as_json: bool) -> None:
@@ -49,7 +65,17 @@ def show_error(error: MingcError, *, as_json: bool) -> None:
     if error.fix:
         print(f"  fix: {error.fix}", file=sys.stderr)
     if as_json:
-        print(json.dumps({"error": error.to_json()}, ensure_ascii=False, indent=1))
+        try:
+            print(json.dumps({"error": error.to_json()}, ensure_ascii=False, indent=1), flush=True)
+        except OSError:  # stderr has it
+            _abandon(sys.stdout)
+
+
+def _abandon(stream: IO[str]) -> None:
+    """Let what `stream` still holds go nowhere: Python would try to write it at its end, and fail again."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def to_json(result: object) -> str:
@@ -112,22 +138,40 @@ def _print_table(console: Console, title: str, rows: list[dict[str, Any]]) -> No
 
     names = [name for name in rows[0] if any(row[name] not in (None, "", ()) for row in rows)]
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    for index, name in enumerate(names):
+    texts = [[_words(name), *(_text(row[name]) for row in rows)] for name in names]
+    for name, width in zip(names, _widths(texts, console.width), strict=True):
         is_number = all(isinstance(row[name], (int, float, type(None))) for row in rows)
         is_flag = any(isinstance(row[name], bool) for row in rows)
-        longest = max(len(name), *(len(_text(row[name])) for row in rows))
         table.add_column(
             _words(name),
             justify="right" if is_number and not is_flag else "left",
             overflow="fold",
-            # Fixed where it fits: with a least width alone, rich narrows this column only and then cuts the last ones.
-            width=longest if index == 0 and longest <= _MAX_NAME else None,
-            min_width=_MAX_NAME if index == 0 and longest > _MAX_NAME else None,
+            width=width,
         )
     for row in rows:
         table.add_row(*(Text(_text(row[name])) for name in names))
     console.print(f"\n{title}", markup=False, highlight=False, style="bold")
     console.print(table)
+
+
+def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Widths of columns of texts in a table of `width`: each longest word is kept whole, the first column too.
+
+    What room is left goes to the columns in order. Where there is not enough, the widest ones lose: a column left to
+    rich would be the only one that it narrows, before it cuts off the last ones.
+    """
+    wished = [max(map(len, texts)) for texts in columns]
+    widths = [max(len(word) for text in texts for word in text.split() or [""]) for texts in columns]
+    widths[0] = min(wished[0], _MAX_NAME)
+    room = width - (3 * len(columns) - 1) - sum(widths)  # a blank at both sides, one between columns
+    for index, wish in enumerate(wished):
+        more = max(0, min(wish - widths[index], room))
+        widths[index] += more
+        room -= more
+    while room < 0 and max(widths) > 1:
+        widths[widths.index(max(widths))] -= 1
+        room += 1
+    return widths
 
 
 def _words(name: str) -> str:

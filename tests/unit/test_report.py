@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+import mingc
 from mingc.errors import MingcError
 from mingc.report import MAX_COLUMNS, show, show_error
 
@@ -106,6 +110,74 @@ def test_no_column_is_cut_off_to_keep_the_width() -> None:
     assert max(map(len, text.splitlines())) <= MAX_COLUMNS
     assert all(str(number) in text for number in numbers)
     assert wide.engine in text
+
+
+def test_words_of_a_list_are_kept_whole() -> None:
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Stage:
+        stage: str
+        graphs: tuple[str, ...]
+        backends: tuple[str, ...]
+        engines: int
+        engine_bytes: int
+        weight_bytes: int
+        worst_relative_error: float
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Stages:
+        stages: tuple[Stage, ...]
+
+    graphs = ("decode_attention", "decode_experts", "embed", "head", "prefill_attention", "prefill_experts")
+    stage = Stage(
+        stage="thinker",
+        graphs=graphs,
+        backends=("aoti",),
+        engines=7,
+        engine_bytes=22105619,
+        weight_bytes=3268736,
+        worst_relative_error=5.91e-7,
+    )
+    text = shown(Stages(stages=(stage,)))
+    assert max(map(len, text.splitlines())) <= MAX_COLUMNS
+    assert all(graph in text for graph in graphs) and "5.91e-07" in text
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_result_that_cannot_be_written_is_an_error_of_stdout(as_json: bool) -> None:
+    words = ["doctor", "--json"] if as_json else ["doctor"]
+    code = (
+        "from mingc.cli import main; import mingc.doctor\n"
+        "mingc.doctor.examine = lambda: mingc.doctor.DoctorReport(can_export=True, can_serve=True, checks=())\n"
+        f"main({words})"
+    )
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            env={**os.environ, "PYTHONPATH": str(Path(mingc.__file__).parents[1])},
+        )
+    assert done.returncode == 1, done.stderr
+    assert "the result cannot be written: No space left" in done.stderr and "where: stdout" in done.stderr
+    assert "bug of mingc" not in done.stderr and "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_an_error_that_stdout_does_not_take_is_told_once() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "mingc", "nosuch", "--json"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            env={**os.environ, "PYTHONPATH": str(Path(mingc.__file__).parents[1])},
+        )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("mingc: error: No such command")
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
 def test_markup_in_a_value_is_shown_as_it_is() -> None:
