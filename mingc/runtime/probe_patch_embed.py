@@ -9,12 +9,12 @@ from __future__ import annotations
 import statistics
 
 import torch
-from safetensors import safe_open
 from torch.nn import functional as F
 
 from mingc.artifacts.bundle import Bundle
 from mingc.errors import ConfigError
 from mingc.runtime.probe_report import PatchEmbed
+from mingc.runtime.stages import opened_weights
 from mingc.runtime.timing import Stopwatch
 
 _PATCHES = (256, 1024, 4096)
@@ -35,7 +35,7 @@ def compare_patch_embed(bundle: Bundle, watch: Stopwatch) -> tuple[PatchEmbed, .
     vision = manifest.parameters.vision_encoder
     assert vision is not None, "check_patch_embed found it"
     device = torch.device(manifest.fingerprint.device)
-    with safe_open(bundle.path(manifest.stages["vision_encoder"].weights[0]), framework="pt") as file:
+    with opened_weights(bundle.path(manifest.stages["vision_encoder"].weights[0])) as file:
         weight, bias = (file.get_tensor(f"patch_embed.{name}").to(device) for name in ("weight", "bias"))
     block = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     kernel = weight.view(-1, *block)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from mingc.artifacts.bundle import Bundle
 from mingc.artifacts.manifest import EngineRecord, GraphRecord, StageRecord
 from mingc.artifacts.spec import GraphSpec, TensorSpec, join_path
-from mingc.errors import BundleError
+from mingc.errors import BundleError, IntegrityError
 from mingc.runtime.engines import load_engine
 from mingc.runtime.engines.base import Engine, Graph
 
@@ -61,7 +64,8 @@ class LoadedStage:
 def load_stage(bundle: Bundle, name: str, device: torch.device, *, rank: int = 0) -> LoadedStage:
     """Load every engine of stage `name` and bind the weights of `rank`.
 
-    Raises: BundleError when the bundle lacks the stage, or an engine asks for a weight that is not there.
+    Raises: IntegrityError when the weights cannot be read; BundleError when the bundle lacks the stage, or an engine
+    asks for a weight that is not there.
     """
     record = bundle.manifest.stages.get(name)
     if record is None:
@@ -130,5 +134,19 @@ def _read_weights(
 ) -> dict[str, torch.Tensor]:
     """All weights of a rank: memory-mapped on the CPU, copied once to any other device."""
     path = bundle.path(record.weights[rank if record.is_sharded else 0])
-    with safe_open(path, framework="pt") as file:
+    with opened_weights(path) as file:
         return {name: file.get_tensor(name).to(device) for name in file.keys()}  # noqa: SIM118 - not a dict
+
+
+@contextmanager
+def opened_weights(path: Path) -> Iterator[Any]:  # safetensors has no types
+    """A weights file of a bundle, for reading inside the block. Raises: IntegrityError when its header is damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise IntegrityError(
+            f"the weights cannot be read: {error}",
+            where=str(path),
+            fix="copy the artifact again, or export again",
+        ) from error
