@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -94,16 +95,10 @@ def new_bundle(root: Path, *, replace_existing: bool) -> Iterator[Path]:
 
     What earlier builds of `root` that were killed have left there is removed.
 
-    Raises: ConfigError when `root` exists and is not a bundle that may be replaced.
+    Raises: ConfigError when `root` exists and is not a bundle that may be replaced. When that comes about while the
+    block runs, the finished folder stays beside `root`, under a name that the error tells.
     """
-    if root.exists():
-        is_bundle = (root / FILE_NAME).is_file() or (root.is_dir() and not any(root.iterdir()))
-        if not replace_existing or not is_bundle:
-            raise ConfigError(
-                f"{root} exists" + ("" if is_bundle else " and is not an artifact"),
-                where="--output",
-                fix="pass --force to replace an artifact, or another folder",
-            )
+    _check_replaceable(root, replace_existing=replace_existing)
     with ExitStack() as stack:
         try:
             work = stack.enter_context(work_folder(root.parent, f".{root.name}."))
@@ -115,13 +110,7 @@ def new_bundle(root: Path, *, replace_existing: bool) -> Iterator[Path]:
             ) from error
         try:
             yield work
-            if root.exists():
-                old = root.parent / f".{root.name}.{secrets.token_hex(4)}.old"
-                root.rename(old)
-                work.rename(root)
-                shutil.rmtree(old)
-            else:
-                work.rename(root)
+            _put_in_place(work, root, replace_existing=replace_existing)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
                 raise
@@ -130,6 +119,48 @@ def new_bundle(root: Path, *, replace_existing: bool) -> Iterator[Path]:
                 where=str(root),
                 fix="free some space there, or pass another --output",
             ) from error
+
+
+def _check_replaceable(root: Path, *, replace_existing: bool) -> None:
+    """Raises: ConfigError unless nothing is at `root`, or a bundle or an empty folder that may be replaced."""
+    if not os.path.lexists(root):
+        return
+    fix = "pass another folder"
+    if root.is_symlink() or root.name == "..":
+        problem = f"{root} is a symbolic link or ends in .."
+        fix = "pass the folder by its own name"
+    elif Path.cwd().is_relative_to(root.resolve()) or root.is_mount():
+        problem = f"{root} cannot be replaced: it is a mount point or holds the working folder"
+        fix = "pass a folder inside it"
+    elif not ((root / FILE_NAME).is_file() or (root.is_dir() and not any(root.iterdir()))):
+        problem = f"{root} exists and is not an artifact"
+    elif not replace_existing:
+        problem = f"{root} exists"
+        fix = "pass --force to replace it, or another folder"
+    else:
+        return
+    raise ConfigError(problem, where="--output", fix=fix)
+
+
+def _put_in_place(work: Path, root: Path, *, replace_existing: bool) -> None:
+    """Rename `work` to `root` and remove what stood there, now or when an earlier build was killed at this point."""
+    try:
+        _check_replaceable(root, replace_existing=replace_existing)
+    except ConfigError as error:
+        kept = root.with_name(f"{root.name}.{secrets.token_hex(4)}")
+        work.rename(kept)
+        raise ConfigError(
+            f"{error.message} (it was not there at the start); the finished artifact is {kept}",
+            where="--output",
+            fix=f"move {kept} to where it shall be",
+        ) from error
+    if root.exists():
+        root.rename(root.with_name(f".{root.name}.{secrets.token_hex(4)}.old"))
+    work.rename(root)
+    replaced = re.compile(rf"\.{re.escape(root.name)}\.[0-9a-f]{{8}}\.old")
+    for path in root.parent.iterdir():
+        if replaced.fullmatch(path.name) and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def write_manifest(work: Path, manifest: Manifest) -> Manifest:

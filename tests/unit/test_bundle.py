@@ -65,6 +65,84 @@ def test_a_folder_that_is_no_bundle_is_never_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
 
 
+@pytest.mark.parametrize("replace_existing", [False, True])
+def test_what_appears_at_the_output_during_a_build_is_kept_and_so_is_the_build(
+    tmp_path: Path, manifest: Manifest, replace_existing: bool
+) -> None:
+    root = tmp_path / "out"
+    with (
+        pytest.raises(ConfigError, match="is not an artifact") as caught,
+        new_bundle(root, replace_existing=replace_existing) as work,
+    ):
+        write_manifest(work, manifest)
+        root.mkdir()
+        (root / "thesis.txt").write_text("years of work")
+    assert (root / "thesis.txt").read_text() == "years of work"
+    (kept,) = set(tmp_path.iterdir()) - {root}
+    assert str(kept) in caught.value.message
+    assert open_bundle(kept).manifest.model == manifest.model
+
+
+def test_a_bundle_that_appears_during_a_build_is_kept_without_force(
+    tmp_path: Path, manifest: Manifest
+) -> None:
+    root = tmp_path / "out"
+    with pytest.raises(ConfigError, match="exists"), new_bundle(root, replace_existing=False) as work:
+        write_manifest(work, manifest)
+        root.mkdir()
+        write_manifest(root, replace(manifest, model="of somebody else"))
+    assert open_bundle(root).manifest.model == "of somebody else"
+
+
+def test_a_replaced_bundle_that_a_killed_build_left_goes_with_the_next(
+    bundle_path: Path, manifest: Manifest
+) -> None:
+    left = bundle_path.with_name(f".{bundle_path.name}.0123abcd.old")
+    mine = bundle_path.with_name(f".{bundle_path.name}.notes.old")
+    for folder in (left, mine):
+        folder.mkdir()
+        (folder / "part").touch()
+    with new_bundle(bundle_path, replace_existing=True) as work:
+        write_manifest(work, manifest)
+    assert set(bundle_path.parent.iterdir()) == {bundle_path, mine}
+
+
+@pytest.mark.parametrize("target", ["artifact", "nowhere"])
+def test_a_link_is_never_replaced(bundle_path: Path, target: str) -> None:
+    link = bundle_path.with_name("latest")
+    link.symlink_to({"artifact": bundle_path.name}.get(target, target))
+    with pytest.raises(ConfigError, match="symbolic link"), new_bundle(link, replace_existing=True):
+        pytest.fail("nothing is built")
+    assert link.is_symlink()
+    assert set(bundle_path.parent.iterdir()) == {bundle_path, link}
+
+
+def test_a_path_that_ends_in_its_parent_is_never_replaced(bundle_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"ends in \.\."),
+        new_bundle(bundle_path / "weights" / "..", replace_existing=True),
+    ):
+        pytest.fail("nothing is built")
+    check_hashes(open_bundle(bundle_path))
+
+
+@pytest.mark.parametrize("words", [".", "/"])
+def test_the_working_folder_is_never_replaced(
+    tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="working folder"), new_bundle(Path(words), replace_existing=True):
+        pytest.fail("nothing is built")
+    assert not list(tmp_path.iterdir())
+
+
+def test_force_is_not_advised_where_it_does_not_help(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    with pytest.raises(ConfigError) as caught, new_bundle(tmp_path / "mine", replace_existing=True):
+        pytest.fail("nothing is built")
+    assert caught.value.fix == "pass another folder"
+
+
 def test_one_changed_byte_is_found_by_hash(bundle_path: Path) -> None:
     path = bundle_path / "engines/encode.pt2"
     data = bytearray(path.read_bytes())
