@@ -20,7 +20,9 @@ import click
 
 from mingc import __version__
 from mingc.errors import ConfigError, MingcError
+from mingc.interruption import ending_tidily
 from mingc.option_lists import names, numbers
+from mingc.progress import progress, teller
 
 if TYPE_CHECKING:
     from mingc.export.pipeline import ExportReport
@@ -141,12 +143,11 @@ def export_command(as_json: bool, tp: int, **options: Any) -> int:
 
 def _export(recipe: ExportRecipe) -> ExportReport:
     from mingc.export.pipeline import export_bundle
-    from mingc.progress import progress
     from mingc.report import show
     from mingc.runtime.replay import replay
 
     show(recipe, as_json=False, stream=sys.stderr)
-    with progress("export") as told:
+    with ending_tidily(), progress("export") as told:
         return export_bundle(
             recipe,
             replay,
@@ -257,19 +258,13 @@ def verify_command(as_json: bool, artifact: Path, against: Path | None, no_repla
     from mingc.report import show
     from mingc.runtime.verify import verify
 
-    def told(step: str) -> None:
-        print(f"verify: {step}", file=sys.stderr, flush=True)
-
+    told = teller("verify")
     result = verify(artifact, against=against, replay=not no_replay, told=told)
     show(result, as_json=as_json)
     told(
         f"{result.checked} comparisons, {result.failed} failed, {result.expected_differences} expected differences"
     )
     return 0 if result.passed else EXIT_FOUND_PROBLEMS
-
-
-def _tell_step(step: str) -> None:
-    print(f"probe: {step}", file=sys.stderr, flush=True)
 
 
 @commands.command("probe")
@@ -327,7 +322,7 @@ def probe_command(
 
     asked = ProbeOptions(**options)
     baseline = read_baseline(against) if against is not None else None
-    with ExitStack() as stack:
+    with ending_tidily(), ExitStack() as stack:
         if synthetic is not None:
             from mingc.export.probe_export import probe_folder, synthetic_recipe
 
@@ -348,7 +343,7 @@ def probe_command(
                 where="mingc probe",
                 fix="pass --synthetic CONFIG" + (", or name an ARTIFACT" if artifact is None else " as well"),
             )
-        result = probe(artifact, asked, _tell_step, baseline=baseline)
+        result = probe(artifact, asked, teller("probe"), baseline=baseline)
     show(result, as_json=as_json)
     return EXIT_FOUND_PROBLEMS if result.regressions else 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -12,6 +12,15 @@ class Progress(Protocol):
     """Called after every step with the steps done, the steps in all, what was done and the seconds it took."""
 
     def __call__(self, done: int, total: int, step: str, seconds: float, /) -> None: ...
+
+
+def teller(title: str) -> Callable[[str], None]:
+    """Tells what a job does next, one line each, where nobody knows how much there is to do."""
+
+    def tell(step: str) -> None:
+        print(f"{title}: {step}", file=sys.stderr, flush=True)
+
+    return tell
 
 
 @contextmanager
