@@ -56,15 +56,18 @@ def capture(
 ) -> torch.export.ExportedProgram:
     """Trace `plan.method` of `module`; weights that the spec names become arguments behind the state.
 
-    `fixed` gives sizes of dims that become static; every other dim of the spec stays dynamic in its range.
+    `fixed` gives sizes of dims that become static, as those are that have one size only; every other dim of the spec
+    stays dynamic in its range.
 
     Raises: CaptureError with torch's own words.
     """
-    sizes = {**plan.trace_dims, **(fixed or {})}
+    single = {dim.name: dim.minimum for dim in plan.spec.dims if dim.minimum == dim.maximum}
+    static = {**single, **(fixed or {})}
+    sizes = {**plan.trace_dims, **static}
     example = plan.example(sizes, torch.Generator().manual_seed(0))
     arguments = tuple(example[tensor.name].to(device) for tensor in (*plan.spec.inputs, *plan.spec.state))
     check_example(plan.spec, example, sizes, stage)
-    dynamic = _dynamic_shapes(plan.spec, frozenset(fixed or ()))
+    dynamic = _dynamic_shapes(plan.spec, frozenset(static))
     entry: nn.Module = _Entry(module, plan.method)
     if plan.spec.weights:
         entry = _SharedEntry(_Entry(module, plan.method), plan.spec.weights)

@@ -57,10 +57,14 @@ def tensor(name: str, dtype: DType, *shape: int | str) -> TensorSpec:
     return TensorSpec(name=name, dtype=dtype, shape=shape)
 
 
-def count(model: Model, method: str, fixed: dict[str, int] | None = None) -> tuple[EngineWork, ...]:
+def count(
+    model: Model, method: str, fixed: dict[str, int] | None = None, *, only: int | None = None
+) -> tuple[EngineWork, ...]:
     state = (tensor("pool", "float32", "S", ROWS),) if method == "remember" else ()
     inputs = [tensor("ids", "int64", "T")]
     dims = [Dim(name="T", minimum=2, maximum=64, buckets=(4, 16))]
+    if only is not None:
+        dims = [Dim(name="T", minimum=only, maximum=only, buckets=(only,))]
     if state:
         inputs.append(tensor("slots", "int64", "T"))
         dims.append(Dim(name="S", minimum=2, maximum=999))
@@ -94,6 +98,11 @@ def test_a_graph_of_varying_dims_is_counted_at_every_bucket_as_torch_counts_it(m
         with FlopCounterMode(display=False) as counter:
             model.attend(torch.arange(work.dims["T"]))
         assert work.flops == counter.get_total_flops()
+
+
+def test_a_dim_of_one_size_is_static(model: Model) -> None:
+    assert count(model, "attend", only=16) == (count(model, "attend")[1],)
+    assert [work.dims for work in count(model, "attend", only=1)] == [{"T": 1}]
 
 
 def test_a_static_engine_is_counted_the_same(model: Model) -> None:
