@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import resource
-import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import mingc
 from mingc.artifacts.bundle import new_bundle, write_manifest
@@ -28,8 +26,7 @@ from mingc.artifacts.manifest import (
     StageRecord,
     VoiceRecord,
 )
-from mingc.artifacts.work_folder import work_folder
-from mingc.errors import CheckpointError, CompileError, ConfigError
+from mingc.errors import CheckpointError, ConfigError
 from mingc.export import tokenizers, voices
 from mingc.export.build import (
     BuiltEngine,
@@ -41,25 +38,24 @@ from mingc.export.build import (
     check_graph,
     engine_sizes,
     stage_options,
-    start_worker,
 )
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.coverage import check_coverage
+from mingc.export.preflight import check_machine
 from mingc.export.recipe import ExportRecipe
 from mingc.export.source import open_source
 from mingc.export.stages import discover, find
 from mingc.export.stages.base import Shard, Stage
 from mingc.export.weights import write_weights
+from mingc.export.workers import result_of, worker_pool
 from mingc.machine import this_machine
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
     """One finished step of an export, for progress lines."""
 
-    name: str  # weights, engine, voice, manifest
+    name: str  # weights, engine (compiled), check (of a graph), voice, manifest
     subject: str
     seconds: float
     done: int
@@ -100,6 +96,7 @@ def export_bundle(recipe: ExportRecipe, replay: Replay, progress: Callable[[Step
     Raises: ConfigError, CheckpointError, ExportError. On any of them `recipe.output` is untouched.
     """
     started = time.perf_counter()
+    check_machine(recipe)
     checkpoint = open_source(recipe)
     stages = _choose(checkpoint, recipe)
     configs = {stage.name: stage.config(checkpoint) for stage in stages}
@@ -162,15 +159,19 @@ class _Run:
         self.notes: list[str] = []
         self.peak_rss_bytes = 0
         options = stage_options(recipe)
-        self._plans = {
-            stage.name: [
-                plan.spec.name for plan in stage.graphs(configs[stage.name], self._shard(stage), options)
-            ]
+        specs = {
+            stage.name: [plan.spec for plan in stage.graphs(configs[stage.name], self._shard(stage), options)]
             for stage in stages
         }
+        self._plans = {name: [spec.name for spec in each] for name, each in specs.items()}
+        builds = sum(
+            1 + (len([*spec.bucket_sizes()]) if options.static_buckets else 1)
+            for each in specs.values()
+            for spec in each
+        )
         shards = sum(recipe.world_size if stage.is_sharded else 1 for stage in stages)
         self._voices = voices.find(checkpoint, self.notes) if self.has_voices else ()
-        self._total = shards + sum(map(len, self._plans.values())) + len(self._voices) + 1
+        self._total = shards + builds + len(self._voices) + 1
 
     def step(self, name: str, subject: str, seconds: float) -> None:
         self._done += 1
@@ -220,55 +221,57 @@ class _Run:
             for stage, graphs in self._plans.items()
             for graph in graphs
         ]
-        results = []
-        engines: dict[str, list[BuiltEngine]] = {}
-        with (
-            work_folder(Path(tempfile.gettempdir()), "mingc-compile-", mode=0o700) as scratch,
-            ProcessPoolExecutor(
-                max_workers=self._recipe.jobs,
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=start_worker,
-                initargs=(str(scratch),),
-            ) as pool,
-        ):
-            compiling = {
-                pool.submit(build_engine, task, fixed): task
-                for task in _heaviest_first(tasks)
-                for fixed in engine_sizes(task)
-            }
-            comparing = {
-                stage.name: pool.submit(
-                    check_fidelity, self._recipe, stage.name, self._folder, weights[stage.name]
-                )
-                for stage in self._stages
-                if self._recipe.quantization(stage.name) is not None
-            }
-            checking = {}
-            try:
-                for compiled in as_completed(compiling):
-                    task = compiling[compiled]
-                    built = _result(compiled, f"{task.stage}.{task.graph}")
+        sizes = {id(task): engine_sizes(task) for task in tasks}
+        waiting = deque((task, fixed) for task in _heaviest_first(tasks) for fixed in sizes[id(task)])
+        results: list[GraphResult] = []
+        with worker_pool(self._recipe.jobs) as pool:
+            comparing: dict[str, Future[Fidelity | None]] = {}
+            compiling: dict[Future[BuiltEngine], GraphTask] = {}
+            checking: dict[Future[GraphResult], tuple[GraphTask, float]] = {}
+            engines: dict[str, list[BuiltEngine]] = {}
+            while waiting or compiling or checking:
+                # No more than there are processes, so that a check need not queue behind compiles.
+                while waiting and len(compiling) + len(checking) < self._recipe.jobs:
+                    task, fixed = waiting.popleft()
+                    compiling[pool.submit(build_engine, task, fixed)] = task
+                if not waiting and not comparing:
+                    comparing = {
+                        name: pool.submit(check_fidelity, self._recipe, name, self._folder, weights[name])
+                        for name in self._plans
+                        if self._recipe.quantization(name) is not None
+                    }
+                running: list[Future[Any]] = [*compiling, *checking]
+                finished, _ = wait(running, return_when=FIRST_COMPLETED)
+                for compiled in compiling.keys() & finished:
+                    task = compiling.pop(compiled)
+                    built = self._take_engine(compiled, task)
                     done = engines.setdefault(f"{task.stage}.{task.graph}", [])
                     done.append(built)
-                    if len(done) == sum(each is task for each in compiling.values()):
+                    if len(done) == len(sizes[id(task)]):
                         records = tuple(each.record for each in sorted(done, key=_size_order))
-                        checking[pool.submit(check_graph, task, records, self._replay)] = task
-                for checked in as_completed(checking):
-                    task = checking[checked]
-                    result = _result(checked, f"{task.stage}.{task.graph}")
-                    results.append(result)
-                    peaks = [each.peak_rss_bytes for each in engines[f"{task.stage}.{task.graph}"]]
-                    self.peak_rss_bytes = max(self.peak_rss_bytes, result.peak_rss_bytes, *peaks)
-                    seconds = sum(engine.compile_seconds for engine in result.record.engines)
-                    self.step("engine", f"{task.stage}.{task.graph}", seconds)
-                told = {name: _result(future, name) for name, future in comparing.items()}
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+                        check = pool.submit(check_graph, task, records, self._replay)
+                        checking[check] = (task, time.perf_counter())
+                for checked in checking.keys() & finished:
+                    results.append(self._take_check(checked, *checking.pop(checked)))
+            told = {name: result_of(future, name) for name, future in comparing.items()}
         self.peak_rss_bytes = max(
             self.peak_rss_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         )
         return results, {name: fidelity for name, fidelity in told.items() if fidelity is not None}
+
+    def _take_engine(self, compiled: Future[BuiltEngine], task: GraphTask) -> BuiltEngine:
+        name = f"{task.stage}.{task.graph}"
+        built = result_of(compiled, name)
+        self.peak_rss_bytes = max(self.peak_rss_bytes, built.peak_rss_bytes)
+        self.step("engine", Path(built.record.file).stem, built.record.compile_seconds)
+        return built
+
+    def _take_check(self, checked: Future[GraphResult], task: GraphTask, started: float) -> GraphResult:
+        name, seconds = f"{task.stage}.{task.graph}", time.perf_counter() - started
+        result = result_of(checked, name)
+        self.peak_rss_bytes = max(self.peak_rss_bytes, result.peak_rss_bytes)
+        self.step("check", name, seconds)
+        return result
 
     def write_voices(self) -> tuple[VoiceRecord, ...]:
         """The voices of the checkpoint, registered once so that serving needs neither encoder nor speaker network."""
@@ -286,17 +289,6 @@ class _Run:
 
 def _size_order(built: BuiltEngine) -> tuple[int, ...]:
     return tuple((built.record.dims or {}).values())
-
-
-def _result(future: Future[_T], where: str) -> _T:
-    try:
-        return future.result()
-    except BrokenProcessPool as error:
-        raise CompileError(
-            "the process that built or checked this died (out of memory?)",
-            where=where,
-            fix="lower --jobs, or give the machine more memory",
-        ) from error
 
 
 def _heaviest_first(tasks: Iterable[GraphTask]) -> list[GraphTask]:

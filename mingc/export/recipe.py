@@ -10,6 +10,9 @@ from mingc.errors import ConfigError
 
 TARGETS = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
+# Far above what a device holds: beyond, a number is a slip, and sizes of tensors would overflow.
+MOST_REQUESTS = 1024
+MOST_TOKENS = 1 << 20
 Quantization = Literal["fp8", "int4"]
 # By stage; "" stands for all of them.
 QUANTIZABLE: dict[str, tuple[Quantization, ...]] = {
@@ -69,12 +72,20 @@ class ExportRecipe:
         ):
             sizes = ",".join(map(str, self.batch_sizes))
             problems.append(f"--batch-sizes {sizes}: must be ascending and at least 1")
+        elif self.batch_sizes[-1] > MOST_REQUESTS:
+            problems.append(
+                f"--batch-sizes {self.batch_sizes[-1]}: more than {MOST_REQUESTS} requests in one step"
+            )
         if self.prefill_tokens < 16:
             problems.append(f"--prefill-tokens {self.prefill_tokens}: must be at least 16")
         if self.stages is not None and (not self.stages or len(set(self.stages)) < len(self.stages)):
             problems.append(f"--stages {','.join(self.stages)}: must name at least one stage, and each once")
         if self.context_tokens < self.prefill_tokens:
             problems.append(f"--context-tokens {self.context_tokens}: less than one prefill chunk")
+        if self.context_tokens > MOST_TOKENS:
+            problems.append(f"--context-tokens {self.context_tokens}: more than {MOST_TOKENS}")
+        if not self.model_name.strip():
+            problems.append("--model-name: is empty")
         for word in self.quantize:
             stage, _, kind = word.rpartition("=")
             if kind not in QUANTIZABLE.get(stage, ()):

@@ -57,7 +57,7 @@ def _announce(plain: Checkpoint) -> Checkpoint:
     try:
         llm = json.loads(file.read_text(encoding="utf-8"))
         vocabulary, hidden = int(llm["vocab_size"]), int(llm["hidden_size"])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"the speech LLM's config cannot be read: {error}", where=str(file)) from error
     shapes = {
         "model.embed_tokens.weight": (vocabulary, hidden),

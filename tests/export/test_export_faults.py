@@ -11,6 +11,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ import mingc
 from mingc.errors import CheckpointError, ConfigError
 from mingc.export.backends.aoti import compile_graph
 from mingc.export.checkpoint import Checkpoint, open_checkpoint
+from mingc.export.pipeline import export_bundle
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stages import find
 from mingc.export.stages.base import StageOptions
+from mingc.runtime.replay import replay
 
 _END_S = 60
 _TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
@@ -125,6 +128,43 @@ def test_a_damaged_engine_of_the_cache_is_compiled_anew(
 def test_stages_are_named_once_and_at_least_one(tmp_path: Path, stages: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="--stages"):
         ExportRecipe(checkpoint=tmp_path, output=tmp_path / "out", stages=stages)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch_sizes": (1, 10**20)}, "--batch-sizes 1000"),
+        ({"context_tokens": 10**24}, "--context-tokens 1000"),
+        ({"model_name": " "}, "--model-name: is empty"),
+    ],
+)
+def test_sizes_and_names_that_cannot_be_are_refused(
+    tmp_path: Path, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        ExportRecipe(checkpoint=tmp_path, output=tmp_path / "out", **options)
+
+
+@pytest.mark.parametrize("synthetic", [False, True])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+def test_a_target_that_is_not_here_is_refused_before_anything_is_written(
+    tmp_path: Path, synthetic: bool
+) -> None:
+    recipe = ExportRecipe(
+        checkpoint=_TINY, output=tmp_path / "out", target="cuda", dtype="bfloat16", synthetic=synthetic
+    )
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        export_bundle(recipe, replay, print)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_that_cannot_be_written_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    recipe = ExportRecipe(checkpoint=_TINY, output=tmp_path / "out", cache=tmp_path / "file" / "cache")
+    with pytest.raises(ConfigError, match="no folder that can be written") as caught:
+        export_bundle(recipe, replay, print)
+    assert caught.value.where == "--cache"
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
 def _with_voices(root: Path, document: object) -> Checkpoint:

@@ -122,3 +122,12 @@ def test_only_random_weights_do_without_a_tokenizer(synthetic: Checkpoint, tmp_p
     assert notes == ["no tokenizer of the talker: the bundle can be probed, not served"]
     with pytest.raises(CheckpointError, match=r"talker's tokenizer\.json is missing"):
         tokenizers.copy(bare, tmp_path, {"talker"}, notes, is_synthetic=False)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '{"vocab_size": null, "hidden_size": 8}'])
+def test_a_speech_llm_config_of_another_form_is_told(configs: Path, tmp_path: Path, text: str) -> None:
+    folder = tmp_path / "configs"
+    shutil.copytree(configs, folder)
+    (folder / "talker" / "llm" / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(CheckpointError, match="config cannot be read"):
+        open_synthetic(folder)
