@@ -25,6 +25,7 @@ try:
         work_folder(Path(sys.argv[1]), "job-"),
         ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool,
     ):
+        pool.submit(int).result()  # the worker is there: a future counts as running before it is
         sleeping = pool.submit(time.sleep, 600)
         while not sleeping.running():
             time.sleep(0.01)
