@@ -13,12 +13,13 @@ import pytest
 import mingc
 
 _JOB = """
-import multiprocessing, sys, time
+import multiprocessing, signal, sys, time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from mingc.artifacts.work_folder import work_folder
 from mingc.interruption import ending_tidily
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born deaf to it
 try:
     with (
         ending_tidily(),
