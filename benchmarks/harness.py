@@ -95,19 +95,23 @@ def result(
     import triton
 
     properties = torch.cuda.get_device_properties(0)
-    driver = _words("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    drivers = _words("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "schema": 1,
         "benchmark": benchmark,
         # The variable serves machines that have the files but not the repository, or another state of it.
         "commit": os.environ.get("MINGC_COMMIT")
         or _words("git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", "HEAD"),
-        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        # Of a folder elsewhere only the last name: where this machine keeps its files says nothing.
+        "command": shlex.join(
+            ["python", f"benchmarks/{Path(sys.argv[0]).name}"]
+            + [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+        ),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": {
             "gpu": properties.name,
             "count": 1,
-            "driver": driver,
+            "driver": drivers.partition("\n")[0],  # a line a GPU
             "cpu": platform.processor() or platform.machine(),
         },
         "versions": {
