@@ -96,10 +96,10 @@ def _norm_rope_write(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
 
 
 def _decode_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
-    """qkv (B, (Hq + 2 Hk) d), k_pages (KV, Hk, d): writes the new token, which then sees the context and itself."""
-    (batch, width), (_, kv_heads, size) = shapes["qkv"], shapes["k_pages"]
+    """qkv (B, Hq + 2 Hk, d), k_pages (KV, Hk, d): writes the new token, which then sees the context and itself."""
+    (batch, packed, size), (_, kv_heads, _) = shapes["qkv"], shapes["k_pages"]
     return KernelWork(
-        flops=4 * batch * (width - 2 * kv_heads * size) * (CONTEXT + 1),
+        flops=4 * batch * (packed - 2 * kv_heads) * size * (CONTEXT + 1),
         state_elements=2 * batch * kv_heads * size * (CONTEXT + 1),
     )
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mingc.kernels.dispatch import plain_torch
 from mingc.kernels.moe_experts import Weights, moe_experts
-from mingc.kernels.quantized import quantize_fp8, quantize_int4
+from mingc.kernels.quantized import dequantize, quantize_fp8, quantize_int4
 from mingc.kernels.router import route_hidden
 
 pytestmark = [
@@ -18,6 +19,12 @@ pytestmark = [
 HIDDEN, EXPERTS, CHOSEN = 1024, 32, 4
 # Outputs are sums of 2 width values, each rounded to bfloat16; relative to the largest value.
 TOLERANCE = 1.5e-2
+# Beyond so many tokens an FP8 shared expert is a product of FP8 with FP8, whose rows are rounded to 3 bits: that alone
+# is 0.024 to 0.043 of the largest value here. The reference below rounds them too.
+DECODE_TOKENS = 64
+# The compiler keeps silu(gate) * up in float32 before it is rounded to FP8, eager code rounds it to bfloat16
+# first: some values fall on the other side. That alone is 0.011 to 0.027.
+ROUNDED_TOLERANCE = 4e-2
 
 
 def store(weight: Tensor, storage: str) -> tuple[Tensor, Tensor | None]:
@@ -39,9 +46,21 @@ def choose(tokens: int) -> tuple[Tensor, Tensor]:
     return scores.topk(CHOSEN).indices, torch.rand(tokens, CHOSEN, device="cuda")
 
 
-def check(value: Tensor, expected: Tensor) -> None:
+def check(value: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
     error = (value.float() - expected.float()).abs().max() / expected.float().abs().max()
-    assert error < TOLERANCE
+    assert error < tolerance
+
+
+def rounded_swiglu(x: Tensor, expert: Weights) -> Tensor:
+    """The shared expert in FP8 with the rows of both products rounded to FP8, as `mingc.kernels.linear` has them."""
+
+    def product(rows: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+        assert scale is not None
+        rounded = dequantize(*quantize_fp8(rows), torch.float32)
+        return (rounded @ dequantize(weight, scale, torch.float32).t()).to(x.dtype)
+
+    gate, up = product(x, expert.gate_up, expert.gate_up_scale).chunk(2, dim=-1)
+    return product(F.silu(gate) * up, expert.down, expert.down_scale)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 37, 64, 65, 700])
@@ -51,8 +70,11 @@ def test_experts(tokens: int, storage: str, width: int) -> None:
     x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
     experts, shared = make(storage, width, EXPERTS), make(storage, width)
     choice = choose(tokens)
+    is_rounded = storage == "fp8" and tokens > DECODE_TOKENS
     with plain_torch():
-        expected = moe_experts(x, *choice, *experts, shared=shared)
+        expected = moe_experts(x, *choice, *experts, shared=None if is_rounded else shared)
+    if is_rounded:
+        expected += rounded_swiglu(x, shared)
     check(moe_experts(x, *choice, *experts, shared=shared), expected)
 
 
@@ -135,4 +157,6 @@ def test_compiled(storage: str, tokens: int) -> None:
         )
         return moe_experts(x, *choice, *experts, shared=shared)
 
-    check(torch.compile(layer, fullgraph=True)(x), layer(x))
+    is_rounded = storage == "fp8" and tokens > DECODE_TOKENS
+    tolerance = ROUNDED_TOLERANCE if is_rounded else TOLERANCE
+    check(torch.compile(layer, fullgraph=True)(x), layer(x), tolerance)

@@ -38,6 +38,7 @@ def moe_decode(
     storage = storage_of(gate_up)
     bytes_each = 2 if storage == moe_tiles.INT4 else 1  # the kernels count bytes where two values share one
     has_shared = shared_gate_up is not None
+    num_shared = int(has_shared)  # a bool would reach symbolic shapes, which cannot add it
     up_weights = (
         gate_up, x if gate_up_scale is None else gate_up_scale,
         gate_up if shared_gate_up is None else shared_gate_up,
@@ -48,7 +49,7 @@ def moe_decode(
         down if shared_down is None else shared_down,
         x if shared_down_scale is None else shared_down_scale,
     )  # fmt: skip
-    num_pairs = tokens * (chosen + has_shared)
+    num_pairs = tokens * (chosen + num_shared)
     out = torch.empty_like(x)
     if tokens == 1 and storage != moe_tiles.INT4:
         hidden = torch.empty(num_pairs, width, dtype=x.dtype, device=x.device)
@@ -72,7 +73,7 @@ def moe_decode(
         "TOKENS": max(_ROWS, triton.next_power_of_2(tokens)),
         "ROWS": _ROWS,
     }
-    num_experts_read = tokens * chosen + has_shared
+    num_experts_read = tokens * chosen + num_shared
     hidden_dtype = torch.float16 if storage == moe_tiles.FP8 else x.dtype
     x = as_operand(x, storage)
     hidden = torch.empty(num_pairs, width, dtype=hidden_dtype, device=x.device)

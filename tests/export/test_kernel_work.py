@@ -1,0 +1,256 @@
+"""Every operator of ours as it is called: its rule of work must take the arguments that it truly gets.
+
+The operators' files need Triton, so a stand-in takes its place and the operators only note their arguments. Each call
+runs in plain torch first: shapes that the reference takes are those that the operator gets.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import Tensor
+
+import mingc.kernels
+from mingc.export.kernel_work import CONTEXT, KERNELS
+from mingc.kernels import (
+    decode_attention,
+    linear,
+    moe_experts,
+    norm_rope_write,
+    paged_attention,
+    quantized,
+    ring_attention,
+    router,
+    short_attention,
+    slot_attention,
+    slot_prefill_attention,
+)
+
+BATCH, TOKENS, HIDDEN, SIZE, HEADS, KV_HEADS, PAGE = 3, 70, 256, 64, 8, 2, 16
+EXPERTS, WIDTH, CHOSEN = 16, 128, 4
+PACKED = HEADS + 2 * KV_HEADS
+
+
+class Reached(Exception):
+    """An operator was called: its name and arguments."""
+
+    def __init__(self, name: str, arguments: dict[str, Any]) -> None:
+        super().__init__(name)
+        self.name, self.arguments = name, arguments
+
+
+def noting(name: str, *, mutates_args: object) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """In place of `triton_op`."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+        known.add(name.removeprefix("mingc::"))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            raise Reached(name.removeprefix("mingc::"), dict(bound.arguments))
+
+        return call
+
+    return wrap
+
+
+known: set[str] = set()
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Called, it makes every kernel function reach for its operator, which raises `Reached`."""
+
+    def is_ours(name: str) -> bool:
+        return name == "mingc.kernels.gpu" or name.startswith("mingc.kernels.gpu.")
+
+    before = {name: module for name, module in sys.modules.items() if is_ours(name)}
+    for name in before:
+        del sys.modules[name]
+
+    def switch() -> None:
+        fake = MagicMock(next_power_of_2=lambda n: 1 << (n - 1).bit_length(), cdiv=lambda a, b: -(-a // b))
+        fake.language.constexpr = lambda value: SimpleNamespace(value=value)
+        monkeypatch.setitem(sys.modules, "triton", fake)
+        monkeypatch.setitem(sys.modules, "triton.language", fake.language)
+        monkeypatch.setattr(torch.library, "triton_op", noting)
+        for each in pkgutil.iter_modules(mingc.kernels.__path__):
+            module = importlib.import_module(f"mingc.kernels.{each.name}")
+            if hasattr(module, "use_triton"):
+                monkeypatch.setattr(module, "use_triton", lambda *_: True)
+        gpu = importlib.import_module("mingc.kernels.gpu")
+        for each in pkgutil.iter_modules(gpu.__path__):
+            importlib.import_module(f"mingc.kernels.gpu.{each.name}")
+
+    yield switch
+    for name in [name for name in sys.modules if is_ours(name)]:
+        del sys.modules[name]
+    sys.modules.update(before)
+    if "mingc.kernels.gpu" in before:
+        mingc.kernels.gpu = before["mingc.kernels.gpu"]
+    elif hasattr(mingc.kernels, "gpu"):
+        del mingc.kernels.gpu
+
+
+def angles(*shape: int) -> tuple[Tensor, Tensor]:
+    angle = torch.rand(*shape)
+    return angle.cos(), angle.sin()
+
+
+def pages() -> tuple[Tensor, Tensor]:
+    return torch.randn(20 * PAGE, KV_HEADS, SIZE), torch.randn(20 * PAGE, KV_HEADS, SIZE)
+
+
+def tables(batch: int) -> Tensor:
+    return torch.arange(1, 1 + 6 * batch, dtype=torch.int32).view(batch, 6)
+
+
+def slots() -> tuple[Tensor, Tensor]:
+    return torch.randn(5, 100, KV_HEADS, SIZE), torch.randn(5, 100, KV_HEADS, SIZE)
+
+
+def attend_pages() -> object:
+    return paged_attention.paged_decode_attention(
+        torch.randn(BATCH, HEADS, SIZE), *pages(), tables(BATCH), torch.tensor([3, 40, 90]), PAGE
+    )
+
+
+def attend_pages_at_once() -> object:
+    return decode_attention.decode_attention(
+        torch.randn(BATCH, PACKED, SIZE), torch.ones(SIZE), torch.ones(SIZE), *angles(BATCH, SIZE // 4),
+        *pages(), tables(BATCH), torch.tensor([3, 40, 90]), 1e-6, PAGE,
+    )  # fmt: skip
+
+
+def attend_pages_by_chunk() -> object:
+    q, start = torch.randn(TOKENS, HEADS, SIZE), torch.tensor([16])
+    return paged_attention.paged_prefill_attention(q, *pages(), tables(1)[0], start, PAGE)
+
+
+def write_pages() -> object:
+    return norm_rope_write.norm_rope_write(
+        torch.randn(TOKENS, PACKED, SIZE), torch.ones(SIZE), torch.ones(SIZE), *angles(TOKENS, SIZE // 4),
+        torch.arange(TOKENS), *pages(), 1e-6,
+    )  # fmt: skip
+
+
+def attend_slots() -> object:
+    qkv, where = torch.randn(BATCH, PACKED * SIZE), torch.tensor([1, 2, 3])
+    return slot_attention.slot_attention(qkv, *angles(BATCH, SIZE // 2), *slots(), where, 9 * where, None)
+
+
+def attend_slots_by_chunk() -> object:
+    qkv, one = torch.randn(TOKENS, PACKED * SIZE), torch.tensor([1])
+    return slot_prefill_attention.slot_prefill_attention(
+        qkv, *angles(TOKENS, SIZE // 2), *slots(), one, one, one, None
+    )
+
+
+def attend_rings() -> object:
+    qkv, where = torch.randn(BATCH, 8, PACKED * SIZE), torch.tensor([1, 2, 3])
+    return ring_attention.ring_attention(qkv, *angles(BATCH, 8, SIZE // 2), *slots(), where, 8 * where, 64)
+
+
+def attend_short() -> object:
+    return short_attention.short_attention(torch.randn(BATCH, 9, 3 * HEADS * SIZE), *angles(9, SIZE // 2))
+
+
+def choose_experts() -> object:
+    weight, bias, gates = torch.randn(3, EXPERTS, HIDDEN), torch.zeros(3, EXPERTS), torch.tensor([0, 2, 1])
+    return router.route_hidden(
+        torch.randn(BATCH, HIDDEN), weight, bias, gates,
+        num_groups=4, num_kept_groups=2, num_chosen=CHOSEN, scale=2.5,
+    )  # fmt: skip
+
+
+def run_experts(tokens: int, *, has_shared: bool, is_fp8: bool = False) -> object:
+    def make(*leading: int) -> moe_experts.Weights:
+        gate_up, down = torch.randn(*leading, 2 * WIDTH, HIDDEN), torch.randn(*leading, HIDDEN, WIDTH)
+        if not is_fp8:
+            return moe_experts.Weights(gate_up, down)
+        (gate_up, up_scale), (down, down_scale) = map(quantized.quantize_fp8, (gate_up, down))
+        return moe_experts.Weights(gate_up, down, up_scale, down_scale)
+
+    ids = torch.rand(tokens, EXPERTS).topk(CHOSEN).indices
+    shared = make() if has_shared else None
+    return moe_experts.moe_experts(
+        torch.randn(tokens, HIDDEN), ids, torch.rand(tokens, CHOSEN), *make(EXPERTS), shared=shared
+    )
+
+
+def multiply() -> object:
+    return linear.linear(torch.randn(BATCH, HIDDEN), *_fp8(WIDTH, HIDDEN))
+
+
+def _fp8(rows: int, depth: int) -> tuple[Tensor, None, Tensor]:
+    weight, scale = quantized.quantize_fp8(torch.randn(rows, depth))
+    return weight, None, scale
+
+
+def multiply_and_add() -> object:
+    rows = linear.Rows(torch.randn(BATCH, HIDDEN), torch.randn(BATCH, HIDDEN), None, None)
+    if sys.modules.get("mingc.kernels.gpu.linear") is not None:
+        rows = rows._replace(squares=torch.ones(BATCH, 1), counters=torch.zeros(8, dtype=torch.int32))
+    x, weight = torch.randn(BATCH, WIDTH), torch.randn(HIDDEN, WIDTH)
+    return linear.add_linear(x, weight, None, rows, torch.ones(HIDDEN), 1e-6)
+
+
+# Operations of one call at a context of 9 tokens, counted here from what the call means.
+CALLS: dict[str, tuple[str, Callable[[], object], int]] = {
+    "paged decode": ("paged_decode_attention", attend_pages, 4 * BATCH * HEADS * SIZE * 10),
+    "decode": ("decode_attention", attend_pages_at_once, 4 * BATCH * HEADS * SIZE * 10),
+    "paged prefill": (
+        "paged_prefill_attention", attend_pages_by_chunk,
+        4 * HEADS * SIZE * sum(9 + t + 1 for t in range(TOKENS)),
+    ),
+    "write": ("norm_rope_write", write_pages, 0),
+    "slots": ("slot_attention", attend_slots, 4 * BATCH * HEADS * SIZE * 10),
+    "slots by chunk": (
+        "slot_prefill_attention", attend_slots_by_chunk,
+        4 * HEADS * SIZE * sum(9 + t + 1 for t in range(TOKENS)),
+    ),
+    "rings": ("ring_attention", attend_rings, 4 * BATCH * 8 * HEADS * SIZE * 64),
+    "short": ("short_attention", attend_short, 4 * BATCH * 9 * 9 * HEADS * SIZE),
+    "router": ("route_hidden", choose_experts, 2 * BATCH * EXPERTS * HIDDEN),
+    "experts": (
+        "moe_decode", lambda: run_experts(BATCH, has_shared=True), 6 * BATCH * (CHOSEN + 1) * WIDTH * HIDDEN
+    ),
+    "experts in FP8": (
+        "moe_decode", lambda: run_experts(1, has_shared=False, is_fp8=True), 6 * CHOSEN * WIDTH * HIDDEN
+    ),
+    "experts by chunk": (
+        "moe_prefill", lambda: run_experts(TOKENS, has_shared=True), 6 * TOKENS * CHOSEN * WIDTH * HIDDEN
+    ),
+    "linear": ("normed_linear", multiply, 2 * BATCH * WIDTH * HIDDEN),
+    "linear and sum": ("add_linear", multiply_and_add, 2 * BATCH * WIDTH * HIDDEN),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_rule_takes_what_the_operator_gets(name: str, on_device: Callable[[], None]) -> None:
+    operator, call, flops = CALLS[name]
+    call()
+    on_device()
+    with pytest.raises(Reached) as reached:
+        call()
+    assert reached.value.name == operator
+    given = reached.value.arguments
+    shapes = {key: tuple(each.shape) if isinstance(each, Tensor) else () for key, each in given.items()}
+    work = KERNELS[operator](shapes, given)
+    assert work.flops == flops or work.flops.subs({CONTEXT: 9}) == flops
+    assert work.weight_shares.keys() <= given.keys()
+
+
+def test_every_operator_is_called_here(on_device: Callable[[], None]) -> None:
+    on_device()
+    assert known == {operator for operator, *_ in CALLS.values()}
