@@ -27,6 +27,9 @@ _OPTIONS: dict[str, Any] = {
     "always_keep_tensor_constants": True,
 }
 _CPU_OPTIONS: dict[str, Any] = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+# The host's part of such an engine computes nothing, so it needs no vector instructions. To find out which there are,
+# Inductor would compile probes and load each in a new Python that imports torch: 37 s of a worker's first compile.
+_CUDA_OPTIONS: dict[str, Any] = {"cpp.vec_isa_ok": False}
 # What the fingerprint's capability promises. The default, -march=native, would use instructions of this very
 # processor that others of the same capability lack.
 _CPU_ARCHITECTURES = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
@@ -39,7 +42,7 @@ def compile_graph(
 
     Raises: CompileError.
     """
-    options = {**_OPTIONS, **(_cpu_options() if device == "cpu" else {})}
+    options = {**_OPTIONS, **(_cpu_options() if device == "cpu" else _CUDA_OPTIONS)}
     kept = cache / f"{_key(program, options, device)}.pt2" if cache else None
     if kept is not None and _is_whole(kept):
         shutil.copyfile(kept, path)

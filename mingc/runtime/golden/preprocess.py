@@ -188,6 +188,7 @@ class _Media:
     def __init__(self, case: Mapping[str, Any], engines: Engines, video: VideoFeatures | None) -> None:
         self._grids: Iterator[list[int]] = iter(case.get("image_grid_thw", []))
         self._frames: Iterator[int] = iter(case.get("audio_feats_lengths", [[]])[0])
+        self._vision = engines.parameters.vision_encoder
         self._audio = engines.parameters.audio_encoder
         self._video = video
         self.missing = ""
@@ -197,7 +198,7 @@ class _Media:
         if kind == "text":
             return TextPart(text=item["text"])
         items: list[Features] = []
-        if kind == "image":
+        if kind == "image" and self._vision is not None:
             items = [_image(next(self._grids)) for _ in range(int(item["image"].split()[0]))]
         elif kind == "audio" and self._audio is not None:
             bands = self._audio.num_mels

@@ -1,0 +1,37 @@
+"""What the compiler is told for a device, without compiling."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mingc.export.backends.aoti import compile_graph
+
+
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", None), ("cuda", False)])
+def test_engines_of_a_gpu_probe_no_vector_instructions(
+    device: str, expected: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Probing takes a worker half a minute, and needs nothing of what it finds."""
+    seen: dict[str, Any] = {}
+
+    def compile_nothing(program: object, *, package_path: str, inductor_configs: dict[str, Any]) -> None:
+        seen.update(inductor_configs)
+        zipfile.ZipFile(package_path, "w").close()
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_nothing)
+    program = torch.export.export(Double(), (torch.ones(3),))
+    compile_graph(program, tmp_path / "engine.pt2", device=device, cache=None, where="toy")
+    assert seen.get("cpp.vec_isa_ok") is expected
+    with torch._inductor.config.patch(seen):  # refuses names that it does not know
+        assert torch._inductor.config.cpp.vec_isa_ok is expected
