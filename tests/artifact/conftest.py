@@ -48,6 +48,13 @@ def two_rank_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def wide_thinker_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The thinker alone, for batches of up to 32."""
+    options = ("--stages", "thinker", "--batch-sizes", "1,8,32", "--context-tokens", 256)
+    return _export_once(tmp_path_factory, "wide-thinker", *options, "--prefill-tokens", 64)
+
+
+@pytest.fixture(scope="session")
 def server(artifact: Path) -> Iterator[Server]:
     with serving(artifact) as running:
         yield running

@@ -1,0 +1,80 @@
+"""Thirty-two ragged requests through the thinker's loop: an answer depends on its own request, on the CPU too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import thinker_isolation
+import torch
+from thinker_isolation import NUM_REQUESTS, Answer, Gathering, Request, TracingWorker
+
+from mingc.artifacts.bundle import Bundle, open_bundle
+from mingc.artifacts.model import ThinkerParameters
+
+# Matrix products of another batch size add in another order; float32 rounds them differently.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def bundle(wide_thinker_artifact: Path) -> Bundle:
+    return open_bundle(wide_thinker_artifact)
+
+
+@pytest.fixture(scope="module")
+def parameters(bundle: Bundle) -> ThinkerParameters:
+    return thinker_isolation.thinker_parameters(bundle)
+
+
+@pytest.fixture(scope="module")
+def requests(parameters: ThinkerParameters) -> list[Request]:
+    return thinker_isolation.make_requests(parameters)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["host samples", "device samples"])
+def worker(bundle: Bundle, request: pytest.FixtureRequest) -> TracingWorker:
+    return TracingWorker(bundle, torch.device("cpu"), is_static=request.param)
+
+
+@pytest.fixture(scope="module")
+def alone(worker: TracingWorker, parameters: ThinkerParameters, requests: list[Request]) -> dict[int, Answer]:
+    """Each request alone in the largest bucket, the rest of which is padding."""
+    with thinker_isolation.only_bucket(worker, NUM_REQUESTS):
+        return thinker_isolation.meet_nobody(worker, parameters, requests)
+
+
+def test_the_requests_differ_and_are_ragged(requests: list[Request], alone: dict[int, Answer]) -> None:
+    assert len({tuple(answer.tokens) for answer in alone.values()}) == NUM_REQUESTS
+    assert len({len(request.prompt.input_ids) for request in requests}) > NUM_REQUESTS // 2
+    assert len({len(answer.tokens) for answer in alone.values()}) > 5
+
+
+@pytest.mark.parametrize("gathering", thinker_isolation.gatherings(), ids=lambda each: each.name)
+def test_in_one_bucket_an_answer_is_what_it_is_alone_bit_for_bit(
+    worker: TracingWorker,
+    parameters: ThinkerParameters,
+    requests: list[Request],
+    alone: dict[int, Answer],
+    gathering: Gathering,
+) -> None:
+    worker.widest = 0
+    with thinker_isolation.only_bucket(worker, NUM_REQUESTS):
+        answers = thinker_isolation.meet(worker, parameters, requests, gathering)
+    likeness = thinker_isolation.compare(answers, alone)
+    assert (likeness.gap, likeness.same_bits) == (0.0, NUM_REQUESTS)
+    if gathering.name == "given order":
+        assert worker.widest > NUM_REQUESTS * 3 // 4  # some draw a stop token before the last has come
+
+
+@pytest.mark.parametrize("gathering", thinker_isolation.gatherings(), ids=lambda each: each.name)
+def test_in_buckets_that_fit_its_tokens_are_the_same(
+    worker: TracingWorker,
+    parameters: ThinkerParameters,
+    requests: list[Request],
+    alone: dict[int, Answer],
+    gathering: Gathering,
+) -> None:
+    answers = thinker_isolation.meet(worker, parameters, requests, gathering)
+    likeness = thinker_isolation.compare(answers, alone)
+    assert likeness.same_tokens == NUM_REQUESTS
+    assert likeness.gap <= TOLERANCE
