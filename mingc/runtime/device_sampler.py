@@ -63,9 +63,11 @@ def choose_tokens(logits: Tensor, sampling: Tensor, seen: Tensor) -> Tensor:
     is_enough = probabilities.cumsum(-1) - probabilities >= top_p
     keep = is_within & ~(is_enough & (top_p < 1.0)) & (probabilities >= min_p * probabilities[:, :1])
     keep = keep | (rank == 0)
-    cumulated = (probabilities * keep).cumsum(-1)
-    index = (cumulated <= point * cumulated[:, -1:]).sum(-1, keepdim=True)
-    last = keep.sum(-1, keepdim=True) - 1
-    drawn = ids.gather(1, torch.minimum(index, last)).squeeze(1)
+    # By id, as the host does: places of tokens that are equally likely but for rounding must not depend on it.
+    kept = torch.zeros_like(probabilities).scatter(1, ids, probabilities * keep)
+    cumulated = kept.cumsum(-1)
+    total = cumulated[:, -1:]
+    index = (cumulated <= point * total).sum(-1)
+    drawn = torch.minimum(index, (cumulated < total).sum(-1))
     is_drawn = ((temperature > 0.0) & (top_k != 1.0)).squeeze(1)
     return torch.where(is_drawn & (likeliest != NOT_FINITE), drawn, likeliest)

@@ -105,7 +105,9 @@ def _draw(logits: Tensor, params: SamplingParams, point: float) -> int:
     if params.min_p > 0.0:
         keep &= probabilities >= params.min_p * probabilities[0]
     keep[0] = True
-    cumulated = (probabilities * keep).cumsum(0)
-    index = torch.searchsorted(cumulated, point * cumulated[-1], right=True)
-    last = keep.sum() - 1
-    return int(ids[torch.minimum(index, last)])
+    # By id: in the order of probabilities, rounding would exchange the places of tokens that are equally likely.
+    kept, order = ids[keep].sort()
+    cumulated = probabilities[keep][order].cumsum(0)
+    index = int(torch.searchsorted(cumulated, point * cumulated[-1], right=True))
+    last = int((cumulated < cumulated[-1]).sum())
+    return int(kept[min(index, last)])

@@ -44,6 +44,12 @@ def test_draws_follow_the_probabilities() -> None:
     assert torch.allclose(counted, expected, atol=0.04)
 
 
+def test_rounding_that_exchanges_likely_tokens_changes_no_draw() -> None:
+    logits = [1.0 + 1e-6 * (token % 3) for token in range(40)]
+    rounded = [1.0 + 1e-6 * (token % 5) for token in range(40)]
+    assert draws(logits, temperature=1.0) == draws(rounded, temperature=1.0)
+
+
 def test_low_temperature_sharpens() -> None:
     assert set(draws([0.0, 1.0, 2.0], temperature=0.05)) == {2}
 
