@@ -1,0 +1,64 @@
+"""On CUDA: what a request is answered does not depend on the others of its batch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import thinker_isolation
+import torch
+
+from mingc.artifacts.bundle import open_bundle
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+# Another bucket adds products in another order. In shares of the request's largest logit; bfloat16 rounds so that now
+# and then a token gets another expert, and from the first other token on nothing can be compared.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 0.3}
+
+
+@dataclass(frozen=True)
+class Measured:
+    dtype: str
+    figures: list[dict[str, Any]]
+
+    def of(self, name: str) -> list[dict[str, Any]]:
+        return [each for each in self.figures if each["name"] == name]
+
+
+@pytest.fixture(scope="module", params=list(TOLERANCE))
+def measured(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Measured:
+    artifact = tmp_path_factory.mktemp("isolation") / "tiny"
+    cache = os.environ.get("MINGC_TEST_CACHE")
+    thinker_isolation.make_artifact(
+        artifact,
+        target="cuda",
+        dtype=request.param,
+        batch_sizes="1,8,32",
+        jobs=os.cpu_count() or 1,
+        cache=Path(cache) if cache else None,
+    )
+    bundle = open_bundle(artifact)
+    parameters = thinker_isolation.thinker_parameters(bundle)
+    worker = thinker_isolation.TracingWorker(bundle, torch.device("cuda", 0))
+    requests = thinker_isolation.make_requests(parameters)
+    return Measured(request.param, thinker_isolation.measure(worker, parameters, requests))
+
+
+def test_in_one_bucket_an_answer_is_what_it_is_alone_bit_for_bit(measured: Measured) -> None:
+    same = measured.of("isolation_same_bucket")
+    assert len(same) == len(thinker_isolation.gatherings())
+    assert [each for each in same if each["same_bits"] < thinker_isolation.NUM_REQUESTS] == []
+
+
+def test_across_buckets_it_differs_by_rounding_only(measured: Measured) -> None:
+    across = measured.of("isolation_across_buckets")
+    assert len(across) == 1 + len(thinker_isolation.gatherings())
+    assert max(each["median"] for each in across) <= TOLERANCE[measured.dtype]
+    if measured.dtype == "float32":
+        assert {each["same_tokens"] for each in across} == {thinker_isolation.NUM_REQUESTS}
