@@ -15,6 +15,7 @@ MingcError                 exit code 1
     ├── RequestError       the client's fault (400 unless said otherwise)
     ├── CapacityError      no room now (503)
     └── WorkerError        a worker died or an engine failed (500)
+        └── RankError      a rank of the thinker is gone or hangs (503), which ends the server; exit code 4
 """
 
 from __future__ import annotations
@@ -131,3 +132,10 @@ class CapacityError(ServeError):
 
 class WorkerError(ServeError):
     """A worker died or an engine failed while the request was running."""
+
+
+class RankError(WorkerError):
+    """A rank of the thinker has ended or hangs. No step can run any more, so the process ends with this code."""
+
+    exit_code = 4
+    status = 503  # nothing is wrong with a request: another server may answer it

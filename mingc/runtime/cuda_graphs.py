@@ -119,3 +119,8 @@ class StaticRun:
             return self._run(self._inputs.tensors)
         self._graph.replay()
         return self._outputs
+
+    def close(self) -> None:
+        """Give up the graph; not to be run any more."""
+        if self._graph is not None:
+            self._graph.reset()

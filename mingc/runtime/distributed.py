@@ -73,7 +73,11 @@ def take_from_first_(x: torch.Tensor) -> None:
         dist.broadcast(x, src=0)
 
 
-def shutdown() -> None:
-    """Leave the group; does nothing when there is none."""
-    if dist.is_initialized():
+def shutdown(*, is_whole: bool = True) -> None:
+    """Leave the group; does nothing when there is none.
+
+    NCCL waits here for all graphs that it was captured in, and for its kernels: close the workers before. When a rank
+    is gone (not `is_whole`) its kernels may never end, and the group is left to the end of the process.
+    """
+    if dist.is_initialized() and (is_whole or dist.get_backend() != "nccl"):
         dist.destroy_process_group()

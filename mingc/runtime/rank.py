@@ -26,8 +26,6 @@ from mingc.runtime.step_wire import receive_step
 from mingc.runtime.thinker import PrefillStep, make_worker
 
 LOADED, READY = b"L", b"R"
-# Ranks get a step at the same moment, so none waits long for another; one that hangs must not hang the server.
-COLLECTIVE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +36,7 @@ class RankJob:
         steps: file descriptor of the socket that steps come in on and `LOADED`, `READY` go out on.
         lifeline: file descriptor of a pipe that closes when the server is gone.
         port: where the ranks meet.
+        timeout_s: of a collective that the host waits for.
     """
 
     bundle: str
@@ -47,6 +46,7 @@ class RankJob:
     num_pages: int
     num_threads: int
     port: int
+    timeout_s: float
     steps: int
     lifeline: int
 
@@ -71,7 +71,7 @@ def main() -> None:
             world_size=job.world_size,
             port=job.port,
             device=job.device,
-            timeout_s=COLLECTIVE_TIMEOUT_S,
+            timeout_s=job.timeout_s,
         )
         worker = make_worker(stage, manifest, num_pages=job.num_pages, device=device)
         sock.sendall(READY)
@@ -82,6 +82,7 @@ def main() -> None:
                 worker.decode(step)
             else:
                 worker.launch(step)
+        worker.close()
     distributed.shutdown()
 
 

@@ -146,6 +146,15 @@ class ThinkerWorker:
             with torch.inference_mode():
                 self._prepare(batches, chunks)
 
+    def close(self) -> None:
+        """Give up what was captured; no step may come any more.
+
+        Must come before the ranks part: NCCL ends a communicator only after the last graph that uses it, and waits
+        for that without end (pytorch issue 115388).
+        """
+        for run in self._runs.values():
+            run.close()
+
     @torch.inference_mode()
     def prefill(self, step: PrefillStep) -> Tensor:
         """Run one chunk; logits (1, V) float32 of its last token, until the next step."""

@@ -111,7 +111,8 @@ def _replay_against(bundle: Bundle, folder: Path, told: Callable[[str], None]) -
     from mingc.runtime.golden import audio, preprocess, talker, text, thinker, vae, vision
     from mingc.runtime.golden.engines import Engines
 
-    engines = Engines(bundle, torch.device(bundle.manifest.fingerprint.device))
+    kind = bundle.manifest.fingerprint.device
+    engines = Engines(bundle, torch.device(kind, 0) if kind == "cuda" else torch.device(kind))
     replays: list[tuple[str, str | None, tuple[str, ...], Callable[[Ledger, Mapping[str, Any]], None]]] = [
         ("preprocess.safetensors", "preprocess.json", (), lambda a, b: preprocess.replay(engines, a, b)),
         ("vision.safetensors", None, ("vision_encoder",), lambda a, b: vision.replay(engines, a)),

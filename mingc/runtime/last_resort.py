@@ -1,0 +1,39 @@
+"""Ending this process while one of its threads may be inside a call to the device that never returns."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+
+from mingc.errors import MingcError
+
+END_LIMIT_S = 30.0
+
+log = logging.getLogger("mingc")
+
+
+def end_process_for(error: MingcError, limit_s: float = END_LIMIT_S) -> None:
+    """See to it that this process ends with the exit code of `error`, in order within `limit_s`, else as it stands.
+
+    From now on an ordinary end skips the interpreter's teardown: what torch and NCCL do there waits for the device.
+    """
+    atexit.register(_end, error)
+    threading.Thread(target=_end_later, args=(error, limit_s), name="mingc-last-resort", daemon=True).start()
+
+
+def _end_later(error: MingcError, limit_s: float) -> None:
+    time.sleep(limit_s)
+    log.critical("the process did not end within %g s and is cut off: %s", limit_s, error.message)
+    _end(error)
+
+
+def _end(error: MingcError) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a reader that has gone, a stream that is closed
+            stream.flush()
+    os._exit(error.exit_code)
