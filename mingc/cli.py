@@ -39,7 +39,7 @@ _PATH = click.Path(path_type=Path)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit: 0 done, 1 failed, 2 asked wrongly, 3 found problems, 130 interrupted."""
+    """Run the command line and exit: 0 done, 1 failed, 2 asked wrongly, 3 problems, 4 lost a rank, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_json, debug = "--json" in words, "--debug" in words
     try:
@@ -192,6 +192,9 @@ def _export(recipe: ExportRecipe) -> ExportReport:
     "--threads", type=int, default=None, show_default="torch's choice", help="CPU threads of an engine."
 )
 @click.option(
+    "--step-timeout", "step_timeout_s", type=float, default=60.0, help="Seconds after which ranks are lost."
+)
+@click.option(
     "--grace", "grace_s", type=float, default=5.0, help="Seconds that running requests get at the end."
 )
 @click.option(
@@ -203,6 +206,7 @@ def serve_command(as_json: bool, artifact: Path, **options: Any) -> int:
     """Serve ARTIFACT over an OpenAI-compatible HTTP interface.
 
     Prints its address on stdout when it is ready. SIGTERM or Ctrl-C lets running requests end; a second one stops.
+    When a rank of the thinker dies or hangs, running chats get an error, and the server ends with code 4.
     """
     from mingc.runtime.config import ServeOptions
 

@@ -21,7 +21,7 @@ from mingc.runtime.omni import ChatParts, OmniService, SpeechParts
 from mingc.runtime.preprocess.chat import ChatProcessor
 from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
-from mingc.runtime.rank_group import RankGroup
+from mingc.runtime.rank_group import STEP_TIMEOUT_S, RankGroup
 from mingc.runtime.request import ServiceInfo
 from mingc.runtime.scheduler import TalkerScheduler, ThinkerScheduler
 from mingc.runtime.speech import SpeechPlanner, load_voice
@@ -46,6 +46,7 @@ _OPTIONS = {
     "max_waiting": "--max-queue",
     "slots": "--slots",
     "num_torch_threads": "--threads",
+    "step_timeout_s": "--step-timeout",
 }
 
 
@@ -64,6 +65,8 @@ class EngineOptions:
         max_pending_patches: patches a client may leave unread before its speech pauses.
         num_preprocess_threads: threads that decode media and run encoders.
         num_torch_threads: CPU threads of an engine; None leaves torch's setting alone.
+        step_timeout_s: how long the thinker's ranks may take for a step before they are taken for hanging, which
+            ends the service.
         check_hashes: read every file of the bundle once and compare its hash before anything is loaded.
         served_model_name: what clients call the model; None is the name that it was exported with.
     """
@@ -78,6 +81,7 @@ class EngineOptions:
     max_pending_patches: int = 128
     num_preprocess_threads: int = 2
     num_torch_threads: int | None = None
+    step_timeout_s: float = STEP_TIMEOUT_S
     check_hashes: bool = False
     served_model_name: str | None = None
 
@@ -90,6 +94,8 @@ class EngineOptions:
             and not isinstance(value, bool)
             and value < least
         ]
+        if not 0 < self.step_timeout_s < math.inf:
+            problems.append(f"--step-timeout is {self.step_timeout_s}, which is not above 0")
         if self.served_model_name is not None and not self.served_model_name.strip():
             problems.append("--served-model-name is empty")
         if problems:
@@ -125,10 +131,12 @@ def open_service(
     devices = _devices(recorded.device, recorded.world_size)
     # The group of ranks exists before the service that it reports to.
     services: list[OmniService] = []
+    deaths: list[ServeError] = []
 
     def on_death(error: ServeError) -> None:
+        deaths.append(error)
         for service in services:
-            service.fail_chats(error)
+            service.end(error)
 
     runner: StepRunner | None = None
     try:
@@ -149,6 +157,8 @@ def open_service(
         max_pending_patches=options.max_pending_patches,
     )
     services.append(service)
+    for error in deaths:
+        service.end(error)
     return service
 
 
@@ -192,7 +202,15 @@ def _load_chat(
         return make_worker(stage, manifest, num_pages=num_pages, device=devices[0])
 
     runner: RankGroup | ThinkerWorker = (
-        RankGroup(bundle.root, devices, load, start, num_pages=num_pages, on_death=on_death)
+        RankGroup(
+            bundle.root,
+            devices,
+            load,
+            start,
+            num_pages=num_pages,
+            on_death=on_death,
+            step_timeout_s=options.step_timeout_s,
+        )
         if len(devices) > 1
         else start(load())
     )

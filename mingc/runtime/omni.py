@@ -7,6 +7,7 @@ and back through a channel into the caller's event loop. Errors of one request s
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ from mingc.runtime.speech import SpeechPlanner
 from mingc.runtime.talker_loop import TalkerLoop
 from mingc.runtime.text.segment import speech_segments
 from mingc.runtime.thinker_loop import ThinkerLoop, ThinkerPrompt
+
+_JOIN_S, _FAILED_JOIN_S = 10.0, 1.0
 
 _T = TypeVar("_T")
 
@@ -86,6 +89,9 @@ class OmniService:
         self._running: set[Channel] = set()
         self._chatting: set[Channel] = set()
         self._is_closing = False
+        self._end: ServeError | None = None
+        self._told: Callable[[ServeError], None] = lambda error: None
+        self._end_lock = threading.Lock()
         for loop in self._loops:
             loop.start()
 
@@ -173,16 +179,32 @@ class OmniService:
             channel.put(FailedItem(error=WorkerError("the server is stopping", status=503)))
         await asyncio.get_running_loop().run_in_executor(None, self._stop)
 
-    def fail_chats(self, error: ServeError) -> None:
-        """A rank of the thinker is gone: nobody is to wait for it. Callable from any thread."""
+    def on_end(self, told: Callable[[ServeError], None]) -> None:
+        """See `Service`."""
+        with self._end_lock:
+            self._told = told
+            error = self._end
+        if error is not None:
+            told(error)
+
+    def end(self, error: ServeError) -> None:
+        """A rank of the thinker is gone: nobody is to wait for it. Callable from any thread.
+
+        Speech goes on for as long as the process grants.
+        """
         if self._chat is not None:
             self._chat.loop.fail(error)
         for channel in list(self._chatting):
             channel.put(FailedItem(error=error))
+        with self._end_lock:
+            self._end = self._end or error
+            told = self._told
+        told(error)
 
     def _stop(self) -> None:
         for loop in self._loops:
-            loop.stop()
+            # A thread whose ranks are gone may be inside a call that never returns.
+            loop.stop(_JOIN_S if loop.is_healthy else _FAILED_JOIN_S)
         if self._ranks is not None:
             self._ranks.close()
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -5,12 +5,14 @@ Media are encoded bytes here (a PNG, a WAV, an MP4); they become tensors in `min
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from mingc.errors import ServeError
 
 Role = Literal["system", "user", "assistant"]
 FinishReason = Literal["stop", "length"]
@@ -165,6 +167,13 @@ class Service(Protocol):
 
     @property
     def is_ready(self) -> bool: ...
+
+    def on_end(self, told: Callable[[ServeError], None]) -> None:
+        """Have `told` called once when the service has ended by itself and the process should, too.
+
+        It may be called on any thread, and is called at once when that has happened already.
+        """
+        ...
 
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]: ...
 

@@ -167,8 +167,8 @@ async def serve_async(
     """Listen and serve inside a running event loop, until a signal or `stop`.
 
     On the first signal the port closes, the service is closed with the grace of the options, and streams that are
-    cut off get an error event. The second signal stops at once. Whatever happens, `service.close` is called last
-    with no grace: it must bear being called twice.
+    cut off get an error event. The second signal stops at once. A service that ends by itself ends the server like a
+    first signal. Whatever happens, `service.close` is called last with no grace: it must bear being called twice.
 
     Args:
         app: from `create_app`.
@@ -181,12 +181,15 @@ async def serve_async(
 
     Raises:
         ConfigError: when the port is taken.
+        ServeError: when the service ended by itself: that error.
     """
     http: Http = app.state.http
+    ends: list[ServeError] = []
     try:
         with contextlib.closing(listener or bind_socket(http.options.host, http.options.port)) as bound:
             server = _Server(app, bound, announce)
             serving = asyncio.create_task(server.serve(sockets=[bound]))
+            http.service.on_end(_ending(server, ends))
             try:
                 with _stop_signals(server, serving), _stop_event(server, stop):
                     await serving
@@ -195,6 +198,8 @@ async def serve_async(
                     raise
             finally:
                 server.cut_off()
+            if ends:
+                raise ends[0]
             return not server.force_exit
     finally:
         http.stopping = True
@@ -208,6 +213,21 @@ async def _close(service: Service, grace_s: float) -> None:
             await service.close(grace_s=grace_s)
     except TimeoutError:
         log.error("the service did not close within %g s", grace_s + _CLOSE_MARGIN_S)
+
+
+def _ending(server: _Server, ends: list[ServeError]) -> Callable[[ServeError], None]:
+    """What a service that ends by itself calls, on any thread: its error goes to `ends`, and the server stops."""
+    loop = asyncio.get_running_loop()
+
+    def end(error: ServeError) -> None:
+        ends.append(error)
+        server.should_exit = True
+
+    def told(error: ServeError) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+            loop.call_soon_threadsafe(end, error)
+
+    return told
 
 
 @contextlib.contextmanager

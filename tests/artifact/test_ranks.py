@@ -1,15 +1,19 @@
-"""Two ranks meet the goldens; when one dies everybody is told, nothing hangs, and no process outlives the server."""
+"""Two ranks meet the goldens; when one dies or hangs everybody is told, the server ends, and no process outlives it."""
 
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 from golden_checks import check_goldens
 from mingc_command import mingc, serving
 
+_NUM_CLIENTS = 8
 _BODY = {
     "messages": [{"role": "user", "content": "Count."}],
     "max_tokens": 2000,
@@ -31,25 +35,48 @@ def test_a_probe_times_the_share_of_one_rank(two_rank_artifact: Path) -> None:
     assert layers == {"thinker.head": 1, "thinker.decode_attention": 4}
 
 
-def test_a_killed_rank_fails_chats_and_readiness_but_not_speech(two_rank_artifact: Path) -> None:
+def test_a_killed_rank_ends_the_server_which_tells_everybody(two_rank_artifact: Path) -> None:
     with (
         serving(two_rank_artifact) as server,
         httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client,
     ):
         (child,) = _ranks(server.process.pid)
         assert "it is for CUDA devices" in client.get("/health").json()["all_reduce"]
-        lines: list[str] = []
-        with client.stream("POST", "/v1/chat/completions", json=_BODY) as response:
-            for line in response.iter_lines():
-                if line:
-                    lines.append(line)
-                if len(lines) == 3:
-                    child.kill()
-        assert "rank 1" in json.loads(lines[-1].removeprefix("data: "))["error"]["message"]
-        assert client.get("/health").status_code == 503
-        refused = client.post("/v1/chat/completions", json={**_BODY, "stream": False})
-        assert refused.status_code == 503 and "rank 1" in refused.json()["error"]["message"]
-        assert client.post("/v1/audio/speech", json={"input": "Good morning."}).status_code == 200
+        family = [psutil.Process(server.process.pid), child]
+        with ThreadPoolExecutor(_NUM_CLIENTS) as threads:
+            streams = [_Stream(client, seed) for seed in range(_NUM_CLIENTS)]
+            answers = [threads.submit(stream.read) for stream in streams]
+            for stream in streams:
+                assert stream.is_running.wait(60)
+            child.kill()
+            for answer in answers:
+                assert "rank 1" in json.loads(answer.result().removeprefix("data: "))["error"]["message"]
+        assert server.process.wait(60) == 4
+        with pytest.raises(httpx.ConnectError):
+            client.get("/health")
+        _gone, alive = psutil.wait_procs(family, timeout=10)
+        assert alive == []
+    with serving(two_rank_artifact) as server:
+        body = {**_BODY, "stream": False, "max_tokens": 3}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+        assert answer.json()["usage"]["completion_tokens"] == 3
+
+
+def test_a_rank_that_hangs_ends_the_server(two_rank_artifact: Path) -> None:
+    with (
+        serving(two_rank_artifact, "--step-timeout", 3) as server,
+        httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client,
+    ):
+        (child,) = _ranks(server.process.pid)
+        with ThreadPoolExecutor(1) as threads:
+            stream = _Stream(client, 0)
+            answer = threads.submit(stream.read)
+            assert stream.is_running.wait(60)
+            child.suspend()
+            assert "did not return within 3 s" in answer.result()
+        assert server.process.wait(60) == 4
+        _gone, alive = psutil.wait_procs([child], timeout=10)
+        assert alive == []
 
 
 def test_ranks_die_with_a_killed_server(two_rank_artifact: Path) -> None:
@@ -62,3 +89,23 @@ def test_ranks_die_with_a_killed_server(two_rank_artifact: Path) -> None:
 
 def _ranks(pid: int) -> list[psutil.Process]:
     return [child for child in psutil.Process(pid).children() if "mingc.runtime.rank" in child.cmdline()]
+
+
+class _Stream:
+    """A long answer; `is_running` is set when it has begun."""
+
+    def __init__(self, client: httpx.Client, seed: int) -> None:
+        self._client = client
+        self._body = {**_BODY, "seed": seed, "stop": ["no such text"]}
+        self.is_running = threading.Event()
+
+    def read(self) -> str:
+        """The last line of the stream."""
+        lines: list[str] = []
+        with self._client.stream("POST", "/v1/chat/completions", json=self._body) as response:
+            for line in response.iter_lines():
+                if line:
+                    lines.append(line)
+                if len(lines) == 3:
+                    self.is_running.set()
+        return lines[-1]

@@ -23,7 +23,7 @@ OPTIONS = {
     "probe": "--against --batch --cache --compare --context --debug --engine --jobs --json --repetitions "
     "--synthetic --tolerance ARTIFACT",
     "serve": "--allow-media-host --check-hashes --debug --grace --host --json --kv-tokens --max-in-flight "
-    "--max-queue --media-root --port --served-model-name --slots --threads --tp ARTIFACT",
+    "--max-queue --media-root --port --served-model-name --slots --step-timeout --threads --tp ARTIFACT",
     "verify": "--against --debug --json --no-replay ARTIFACT",
 }
 

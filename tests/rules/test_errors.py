@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import mingc.errors
-from mingc.errors import ConfigError, MingcError, RequestError, ServeError
+from mingc.errors import ConfigError, MingcError, RankError, RequestError, ServeError
 
 PACKAGE = Path(mingc.errors.__file__).parent
 CLASSES = [
@@ -22,7 +22,7 @@ def test_every_error_is_drawn_in_the_tree_and_explained(kind: type[MingcError]) 
     assert mingc.errors.__doc__ is not None
     assert kind.__name__ in mingc.errors.__doc__
     assert kind.__doc__
-    assert kind.exit_code == (2 if issubclass(kind, ConfigError) else 1)
+    assert kind.exit_code == (2 if issubclass(kind, ConfigError) else 4 if kind is RankError else 1)
 
 
 def test_an_error_says_what_where_and_how() -> None:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import numpy as np
 
-from mingc.errors import CapacityError, RequestError, WorkerError
+from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
 from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,
@@ -74,6 +74,9 @@ class FakeService:
     @property
     def is_ready(self) -> bool:
         return self._ready and not self.graces
+
+    def on_end(self, told: Callable[[ServeError], None]) -> None:
+        self.end = told
 
     async def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
         self.chats.append(request)

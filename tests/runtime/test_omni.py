@@ -381,7 +381,7 @@ def test_a_dead_rank_fails_chats_and_leaves_speech_alone() -> None:
         running = asyncio.create_task(collect(service.chat(chat("Hello", max_tokens=220))))
         while len(service._chatting) < 1:
             await asyncio.sleep(0)
-        service.fail_chats(WorkerError("rank 1 ended"))
+        service.end(WorkerError("rank 1 ended"))
         with pytest.raises(WorkerError, match="rank 1"):
             await running
         assert not service.is_ready
