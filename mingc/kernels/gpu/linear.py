@@ -15,11 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mingc.kernels.gpu.float16_step import FP16_STEP
+
 NUM_COUNTERS = 4096
 NONE, GELU, SWIGLU = 0, 1, 2
-# FP8 becomes float16 in one instruction for two values, bfloat16 in several for one. So with FP8 weights the rows are
-# made float16 too, in steps of this: its range then ends at a million, and bfloat16's precision is kept down to 1e-3.
-_FP16_STEP = tl.constexpr(16.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +66,7 @@ def mingc_linear(
     for start in range(0, length, BK):
         a = tl.load(xs + start)
         if HAS_SCALE:
-            a = tl.clamp(a.to(tl.float32) * (1 / _FP16_STEP), -65504.0, 65504.0).to(tl.float16)
+            a = tl.clamp(a.to(tl.float32) * (1 / FP16_STEP), -65504.0, 65504.0).to(tl.float16)
         total = tl.dot(a, tl.load(ws + start).to(a.dtype), total)
         if ACTIVATION == 2:
             second = tl.dot(a, tl.load(ups + start).to(a.dtype), second)
@@ -86,9 +85,9 @@ def mingc_linear(
                 total += tl.load(partial + other * M * N + place, mask=mask, other=0.0, cache_modifier=".cg")
     if is_last:
         if HAS_SCALE:
-            total = total * (tl.load(weight_scale + n) * _FP16_STEP)[None, :]
+            total = total * (tl.load(weight_scale + n) * FP16_STEP)[None, :]
             if ACTIVATION == 2:
-                second = second * (tl.load(weight_scale + N + n) * _FP16_STEP)[None, :]
+                second = second * (tl.load(weight_scale + N + n) * FP16_STEP)[None, :]
         if PARTS > 0:
             total = total * scale[:, None]
         if HAS_BIAS:

@@ -16,12 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mingc.kernels.gpu.float16_step import FP16_STEP
 from mingc.kernels.gpu.moe_tiles import BF16, FP8, INT4
 
 IN_INTERPRETER = tl.constexpr(bool(triton.knobs.runtime.interpret))  # it knows no PTX
-# FP8 becomes float16 in one instruction for two values, bfloat16 in several for one. So the other operand is
-# float16 as well, in steps of this: its range then ends at a million, and bfloat16's precision is kept down to 1e-3.
-FP16_STEP = tl.constexpr(16.0)
 
 
 def storage_of(weight: Tensor) -> int:

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mingc.kernels.gpu import moe_tiles
+from mingc.kernels.gpu.float16_step import FP16_STEP
 from mingc.kernels.gpu.moe_decode import (
-    FP16_STEP,
     activate,
     as_operand,
     mingc_moe_sum,
