@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from mingc.export.stages.base import GraphPlan
+from mingc.rank_outputs import whole_output
 
 
 def run_eager(
@@ -36,14 +37,11 @@ class Ranks:
     def run(self) -> dict[str, torch.Tensor]:
         """Outputs by name, of all ranks together, and `state.<name>` afterwards, of the first."""
         ranks = [run_eager(self._plan, module, self.inputs) for module in self.modules]
-        whole = dict(ranks[0])
-        for spec in self._plan.spec.outputs:
-            parts = [rank[spec.name] for rank in ranks]
-            if spec.ranks == "sum":
-                whole[spec.name] = torch.stack(parts).float().sum(0).to(parts[0].dtype)
-            elif spec.ranks == "concat":
-                whole[spec.name] = torch.cat(parts, dim=-1)
-        return whole
+        outputs = {
+            spec.name: whole_output(spec, [rank[spec.name] for rank in ranks])
+            for spec in self._plan.spec.outputs
+        }
+        return {**ranks[0], **outputs}
 
 
 def float32_inputs(

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from mingc.artifacts.spec import GraphSpec, TensorSpec, join_path
+from mingc.artifacts.spec import GraphSpec, join_path
+from mingc.rank_outputs import whole_output
 from mingc.runtime.engines import load_engine
 
 
@@ -27,7 +28,7 @@ def replay(
             put together here. The state is rank 0's.
     """
     ranks = [_run(engine, backend, spec, path, tensors, torch.device(device)) for path in weights]
-    result = {each.name: _whole(each, [rank[each.name] for rank in ranks]) for each in spec.outputs}
+    result = {each.name: whole_output(each, [rank[each.name] for rank in ranks]) for each in spec.outputs}
     result.update({f"state.{each.name}": ranks[0][f"state.{each.name}"] for each in spec.state})
     return result
 
@@ -55,10 +56,3 @@ def _run(
     state = arguments[len(spec.inputs) :]
     result.update({f"state.{each.name}": value.cpu() for each, value in zip(spec.state, state, strict=True)})
     return result
-
-
-def _whole(spec: TensorSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The output that the ranks' `parts` make."""
-    if spec.ranks == "sum":
-        return torch.stack([part.float() for part in parts]).sum(0).to(parts[0].dtype)
-    return torch.cat(tuple(parts), dim=-1) if spec.ranks == "concat" else parts[0]
