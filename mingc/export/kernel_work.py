@@ -34,13 +34,8 @@ class KernelWork:
 Rule = Callable[[Shapes, Mapping[str, Any]], KernelWork]
 
 
-def _normed_linear(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
+def _linear(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
     """x (M, K), weight (N, K), which holds gate and up rows for swiglu."""
-    return KernelWork(flops=2 * shapes["x"][0] * math.prod(shapes["weight"]))
-
-
-def _add_linear(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
-    """x (M, K), weight (N, K)."""
     return KernelWork(flops=2 * shapes["x"][0] * math.prod(shapes["weight"]))
 
 
@@ -48,10 +43,7 @@ def _slot_attention(shapes: Shapes, arguments: Mapping[str, Any]) -> KernelWork:
     """qkv (B, (Hq + 2 Hk) d), k_slots (S, N, Hk, d): each query sees the context, up to a window, and itself."""
     (batch, width), (_, rows, kv_heads, size) = shapes["qkv"], shapes["k_slots"]
     seen = CONTEXT + 1 if arguments["window"] >= rows else arguments["window"]
-    return KernelWork(
-        flops=4 * batch * (width - 2 * kv_heads * size) * seen,
-        state_elements=2 * batch * kv_heads * size * seen,
-    )
+    return _one_token_each(batch, width - 2 * kv_heads * size, kv_heads * size, seen)
 
 
 def _slot_prefill_attention(shapes: Shapes, arguments: Mapping[str, Any]) -> KernelWork:
@@ -78,10 +70,7 @@ def _short_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
 def _paged_decode_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
     """q (B, Hq, d), k_pages (KV, Hk, d): each query sees the context and itself."""
     (batch, heads, size), (_, kv_heads, _) = shapes["q"], shapes["k_pages"]
-    return KernelWork(
-        flops=4 * batch * heads * size * (CONTEXT + 1),
-        state_elements=2 * batch * kv_heads * size * (CONTEXT + 1),
-    )
+    return _one_token_each(batch, heads * size, kv_heads * size)
 
 
 def _paged_prefill_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
@@ -98,10 +87,7 @@ def _norm_rope_write(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
 def _decode_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
     """qkv (B, Hq + 2 Hk, d), k_pages (KV, Hk, d): writes the new token, which then sees the context and itself."""
     (batch, packed, size), (_, kv_heads, _) = shapes["qkv"], shapes["k_pages"]
-    return KernelWork(
-        flops=4 * batch * (packed - 2 * kv_heads) * size * (CONTEXT + 1),
-        state_elements=2 * batch * kv_heads * size * (CONTEXT + 1),
-    )
+    return _one_token_each(batch, (packed - 2 * kv_heads) * size, kv_heads * size)
 
 
 def _experts(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
@@ -126,6 +112,11 @@ def _route_hidden(shapes: Shapes, arguments: Mapping[str, Any]) -> KernelWork:
     return KernelWork(flops=2 * shapes["x"][0] * experts * hidden, weight_shares={"weight": share})
 
 
+def _one_token_each(batch: Size, query_width: Size, key_width: Size, seen: Size = CONTEXT + 1) -> KernelWork:
+    """One new token of each of `batch` requests, which sees `seen` tokens of its own."""
+    return KernelWork(flops=4 * batch * query_width * seen, state_elements=2 * batch * key_width * seen)
+
+
 def _causal(tokens: Size, query_width: Size, key_width: Size) -> KernelWork:
     """One request's chunk of `tokens` over the context and itself."""
     return KernelWork(
@@ -135,12 +126,12 @@ def _causal(tokens: Size, query_width: Size, key_width: Size) -> KernelWork:
 
 
 KERNELS: Mapping[str, Rule] = {
-    "add_linear": _add_linear,
+    "add_linear": _linear,
     "decode_attention": _decode_attention,
     "moe_decode": _experts,
     "moe_prefill": _experts,
     "norm_rope_write": _norm_rope_write,
-    "normed_linear": _normed_linear,
+    "normed_linear": _linear,
     "paged_decode_attention": _paged_decode_attention,
     "paged_prefill_attention": _paged_prefill_attention,
     "ring_attention": _ring_attention,
