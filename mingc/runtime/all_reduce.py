@@ -123,14 +123,6 @@ class Reducer:
         else:
             self._collective.reduce_(x)
 
-    def reduce(self, x: Tensor) -> Tensor:
-        """The sum of `x` over the ranks; `x` is left as it is. For one rank it is `x` itself."""
-        if self._collective is None:
-            return x
-        total = x.clone(memory_format=torch.contiguous_format)
-        self.reduce_(total)
-        return total
-
 
 def make_reducer(
     device: torch.device, dtype: torch.dtype, *, width: int, batch_sizes: Sequence[int]

@@ -49,12 +49,9 @@ def main() -> None:
     assert not adds_up(Forgetful(), device, dtype, width, rows)
     sums, replayed = [], []
     for rows in job["rows"]:
-        x = part(job["rank"], rows, width).to(device, dtype)
-        before = x.clone()
-        total = reducer.reduce(x)
-        assert torch.equal(x, before), "reduce changed its input"
-        reducer.reduce_(x)
-        assert torch.equal(x, total), "reduce_ and reduce differ"
+        before = part(job["rank"], rows, width).to(device, dtype)
+        total = before.clone()
+        reducer.reduce_(total)
         sums.append(total.float().cpu().tolist())
         if device.type == "cuda":
             static = torch.empty_like(before)
