@@ -12,6 +12,8 @@ from pathlib import Path
 from mingc.errors import ConfigError
 
 MIB = 1024 * 1024
+# What the command line calls the options that it has.
+_OPTIONS = {"max_in_flight": "--max-in-flight", "grace_s": "--grace"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,19 +63,16 @@ class ServeOptions:
         for name in ("max_body_bytes", "max_media_bytes", "max_in_flight", "max_speech_characters",
                      "max_instructions_characters", "media_timeout_s", "body_timeout_s"):  # fmt: skip
             if not 0 < getattr(self, name) < math.inf:
-                problems.append(f"{_option(name)} is {getattr(self, name)}, which is not above 0")
+                problems.append(f"{_OPTIONS.get(name, name)} is {getattr(self, name)}, which is not above 0")
         for name in ("grace_s", "retry_after_s"):
             if not 0 <= getattr(self, name) < math.inf:
-                problems.append(f"{_option(name)} is {getattr(self, name)}, which is not 0 or above")
+                problems.append(
+                    f"{_OPTIONS.get(name, name)} is {getattr(self, name)}, which is not 0 or above"
+                )
         if problems:
             raise ConfigError(
                 "; ".join(problems), where="options of the HTTP server", fix="see `mingc serve --help`"
             )
-
-
-def _option(name: str) -> str:
-    """What the command line calls `name`; the name itself where it has no option."""
-    return {"max_in_flight": "--max-in-flight", "grace_s": "--grace"}.get(name, name)
 
 
 def _is_host_entry(entry: str) -> bool:

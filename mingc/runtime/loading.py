@@ -37,8 +37,6 @@ _T = TypeVar("_T")
 _SPEECH_STAGES = ("talker", "cfm", "audio_vae")
 _MIN_KV_TOKENS = 16384
 _CUDA_KV_SHARE = 0.8  # of the memory that is free once the weights are loaded
-
-
 # What the command line calls the options that it has.
 _OPTIONS = {
     "tp": "--tp",
