@@ -64,6 +64,11 @@ class GraphTask:
     folder: Path
     weights: tuple[str, ...]
 
+    @property
+    def name(self) -> str:
+        """The graph's name among those of all stages: `cfm.sample`."""
+        return f"{self.stage}.{self.graph}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltEngine:
@@ -115,15 +120,9 @@ def _end_with_the_export() -> None:
     os._exit(1)
 
 
-def engine_sizes(task: GraphTask) -> list[dict[str, int] | None]:
-    """The sizes that engines of `task.graph` are compiled for; None is one engine for every size."""
-    options = stage_options(task.recipe)
-    if not options.static_buckets:
-        return [None]
-    stage = find(task.stage)
-    config = stage.config(open_source(task.recipe))
-    plan = _find_plan(stage, config, _shard(stage, task.recipe), options, task.graph)
-    return [*plan.spec.bucket_sizes()]
+def engine_sizes(spec: GraphSpec, options: StageOptions) -> list[dict[str, int] | None]:
+    """The sizes that engines of a graph are compiled for; None is one engine for every size."""
+    return [*spec.bucket_sizes()] if options.static_buckets else [None]
 
 
 def build_engine(task: GraphTask, fixed: dict[str, int] | None) -> BuiltEngine:
@@ -209,14 +208,14 @@ def _compile(
     task: GraphTask, plan: GraphPlan, module: nn.Module, fixed: dict[str, int] | None, options: StageOptions
 ) -> EngineRecord:
     label = "".join(f"-{name}{size}" for name, size in (fixed or {}).items())
-    file = f"engines/{task.stage}.{plan.spec.name}{label}.pt2"
+    file = f"engines/{task.name}{label}.pt2"
     program = capture(plan, module, stage=task.stage, fixed=fixed, device=torch.device(options.device))
     seconds = aoti.compile_graph(
         program,
         task.folder / file,
         device=options.device,
         cache=task.recipe.cache,
-        where=f"{task.stage}.{plan.spec.name}",
+        where=task.name,
     )
     return EngineRecord(
         backend=BACKEND,
@@ -239,7 +238,7 @@ def _check(
     replay: Replay,
 ) -> tuple[str, Parity]:
     """Write the golden file (float32 reference outputs) and compare the compiled graph with it."""
-    where = f"{task.stage}.{plan.spec.name}"
+    where = task.name
     engine, sizes = _check_engine(plan, engines)
     tensors = plan.example(sizes, torch.Generator().manual_seed(1))
     is_sharded = len(task.weights) > 1

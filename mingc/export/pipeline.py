@@ -159,16 +159,15 @@ class _Run:
         self.notes: list[str] = []
         self.peak_rss_bytes = 0
         options = stage_options(recipe)
-        specs = {
-            stage.name: [plan.spec for plan in stage.graphs(configs[stage.name], self._shard(stage), options)]
+        # Of each graph, by stage: what its engines are compiled for.
+        self._sizes = {
+            stage.name: {
+                plan.spec.name: engine_sizes(plan.spec, options)
+                for plan in stage.graphs(configs[stage.name], self._shard(stage), options)
+            }
             for stage in stages
         }
-        self._plans = {name: [spec.name for spec in each] for name, each in specs.items()}
-        builds = sum(
-            1 + (len([*spec.bucket_sizes()]) if options.static_buckets else 1)
-            for each in specs.values()
-            for spec in each
-        )
+        builds = sum(len(sizes) + 1 for graphs in self._sizes.values() for sizes in graphs.values())
         shards = sum(recipe.world_size if stage.is_sharded else 1 for stage in stages)
         self._voices = voices.find(checkpoint, self.notes) if self.has_voices else ()
         self._total = shards + builds + len(self._voices) + 1
@@ -218,11 +217,12 @@ class _Run:
             GraphTask(
                 recipe=self._recipe, stage=stage, graph=graph, folder=self._folder, weights=weights[stage]
             )
-            for stage, graphs in self._plans.items()
+            for stage, graphs in self._sizes.items()
             for graph in graphs
         ]
-        sizes = {id(task): engine_sizes(task) for task in tasks}
-        waiting = deque((task, fixed) for task in _heaviest_first(tasks) for fixed in sizes[id(task)])
+        waiting = deque(
+            (task, fixed) for task in _heaviest_first(tasks) for fixed in self._sizes[task.stage][task.graph]
+        )
         results: list[GraphResult] = []
         with worker_pool(self._recipe.jobs) as pool:
             comparing: dict[str, Future[Fidelity | None]] = {}
@@ -237,7 +237,7 @@ class _Run:
                 if not waiting and not comparing:
                     comparing = {
                         name: pool.submit(check_fidelity, self._recipe, name, self._folder, weights[name])
-                        for name in self._plans
+                        for name in self._sizes
                         if self._recipe.quantization(name) is not None
                     }
                 running: list[Future[Any]] = [*compiling, *checking]
@@ -245,9 +245,9 @@ class _Run:
                 for compiled in compiling.keys() & finished:
                     task = compiling.pop(compiled)
                     built = self._take_engine(compiled, task)
-                    done = engines.setdefault(f"{task.stage}.{task.graph}", [])
+                    done = engines.setdefault(task.name, [])
                     done.append(built)
-                    if len(done) == len(sizes[id(task)]):
+                    if len(done) == len(self._sizes[task.stage][task.graph]):
                         records = tuple(each.record for each in sorted(done, key=_size_order))
                         check = pool.submit(check_graph, task, records, self._replay)
                         checking[check] = (task, time.perf_counter())
@@ -260,17 +260,16 @@ class _Run:
         return results, {name: fidelity for name, fidelity in told.items() if fidelity is not None}
 
     def _take_engine(self, compiled: Future[BuiltEngine], task: GraphTask) -> BuiltEngine:
-        name = f"{task.stage}.{task.graph}"
-        built = result_of(compiled, name)
+        built = result_of(compiled, task.name)
         self.peak_rss_bytes = max(self.peak_rss_bytes, built.peak_rss_bytes)
         self.step("engine", Path(built.record.file).stem, built.record.compile_seconds)
         return built
 
     def _take_check(self, checked: Future[GraphResult], task: GraphTask, started: float) -> GraphResult:
-        name, seconds = f"{task.stage}.{task.graph}", time.perf_counter() - started
-        result = result_of(checked, name)
+        seconds = time.perf_counter() - started
+        result = result_of(checked, task.name)
         self.peak_rss_bytes = max(self.peak_rss_bytes, result.peak_rss_bytes)
-        self.step("check", name, seconds)
+        self.step("check", task.name, seconds)
         return result
 
     def write_voices(self) -> tuple[VoiceRecord, ...]:
@@ -294,7 +293,7 @@ def _size_order(built: BuiltEngine) -> tuple[int, ...]:
 def _heaviest_first(tasks: Iterable[GraphTask]) -> list[GraphTask]:
     """Longest compiles first, so that no job is left with one at the end: the unrolled sampler, then the decoders."""
     weight = {"cfm.sample": 0, "talker.prefill": 1, "talker.step": 2}
-    return sorted(tasks, key=lambda task: weight.get(f"{task.stage}.{task.graph}", 3))
+    return sorted(tasks, key=lambda task: weight.get(task.name, 3))
 
 
 def _choose(checkpoint: Checkpoint, recipe: ExportRecipe) -> list[Stage]:
