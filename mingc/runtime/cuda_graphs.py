@@ -1,4 +1,7 @@
-"""Runs over fixed tensors: a CUDA graph captured once and replayed, or on the CPU the same function called."""
+"""Runs over fixed tensors: a CUDA graph captured once and replayed, or on the CPU the same function called.
+
+And the way of their outputs to the host.
+"""
 
 from __future__ import annotations
 
@@ -84,6 +87,27 @@ class InputBlock:
             name: block[start : start + num_bytes].view(dtype).view(shape)
             for name, (start, num_bytes, dtype, shape) in self._places.items()
         }
+
+
+class Download:
+    """Tensors on their way to the host. What is launched next may overwrite the `values` that it was given."""
+
+    def __init__(self, *values: Tensor) -> None:
+        self._copies = values
+        self._event: torch.cuda.Event | None = None
+        if not values[0].is_cuda:
+            return
+        self._copies = tuple(torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in values)
+        for copy, value in zip(self._copies, values, strict=True):
+            copy.copy_(value, non_blocking=True)
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(values[0].device))
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The tensors on the host; blocks until the device has made them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copies
 
 
 class StaticRun:

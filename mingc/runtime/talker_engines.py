@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mingc.artifacts.model import CfmParameters
-from mingc.runtime.cuda_graphs import GraphPool, Shapes, StaticRun
+from mingc.runtime.cuda_graphs import Download, GraphPool, Shapes, StaticRun
 from mingc.runtime.stages import LoadedStage, torch_dtype
 
 _LANES = 4  # prompts that run beside each other: one alone leaves most of a GPU idle
@@ -24,23 +24,14 @@ _LANES = 4  # prompts that run beside each other: one alone leaves most of a GPU
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LaunchedPatch:
-    """Results of one patch on their way to the host.
+    """Results of one patch on their way to the host: samples (B, n) and stop probabilities (B,), both float32."""
 
-    Attributes:
-        samples: (B, n) float32 on the host.
-        stop: (B,) float32 on the host, the stop head's probabilities.
-        event: when both are there; None: at once.
-    """
-
-    samples: Tensor
-    stop: Tensor
-    event: torch.cuda.Event | None
+    download: Download
 
     def wait(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Samples and stop probabilities; blocks until the device has made them."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self.samples.numpy(), self.stop.numpy()
+        samples, stop = self.download.wait()
+        return samples.numpy(), stop.numpy()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -112,14 +103,7 @@ class TalkerEngines:
         """
         self._wait_for_prompts()
         samples, stop = self._patches[size](inputs)
-        if not self._is_cuda:
-            return LaunchedPatch(samples=samples, stop=stop, event=None)
-        kept = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in (samples, stop)]
-        for target, value in zip(kept, (samples, stop), strict=True):
-            target.copy_(value, non_blocking=True)
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return LaunchedPatch(samples=kept[0], stop=kept[1], event=event)
+        return LaunchedPatch(download=Download(samples, stop))
 
     def run_prompt(self, size: int, inputs: Mapping[str, Tensor]) -> None:
         """Prefill one chunk of `size` tokens; its last hidden state becomes the slot's, as do these `history`.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mingc.artifacts.manifest import Manifest
 from mingc.runtime.all_reduce import make_reducer
-from mingc.runtime.cuda_graphs import GraphPool, Shapes, StaticRun
+from mingc.runtime.cuda_graphs import Download, GraphPool, Shapes, StaticRun
 from mingc.runtime.device_sampler import NUM_COLUMNS, choose_likeliest, choose_tokens, needs_draw
 from mingc.runtime.distributed import take_from_first_
 from mingc.runtime.engines.base import Graph
@@ -73,21 +73,14 @@ class DecodeStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LaunchedTokens:
-    """The tokens of a step on their way to the host.
+    """The tokens (B,) int64 of a step on their way to the host, `NOT_FINITE` for a row without one."""
 
-    Attributes:
-        tokens: (B,) int64 on the host, `NOT_FINITE` for a row without one.
-        event: when they are there; None: at once.
-    """
-
-    tokens: Tensor
-    event: torch.cuda.Event | None
+    download: Download
 
     def wait(self) -> list[int]:
         """The tokens; blocks until the device has chosen them."""
-        if self.event is not None:
-            self.event.synchronize()
-        tokens: list[int] = self.tokens.tolist()
+        (chosen,) = self.download.wait()
+        tokens: list[int] = chosen.tolist()
         return tokens
 
 
@@ -191,14 +184,7 @@ class ThinkerWorker:
         """Run one token of each request and choose the next ones; does not wait for the device."""
         assert self.samples and step.sampling is not None, "the worker was made to sample"
         _, chosen = self._decode_step(step, "draw" if needs_draw(step.sampling) else "decode")
-        count = len(step.input_ids)
-        if self.device.type != "cuda":
-            return LaunchedTokens(tokens=chosen[:count].clone(), event=None)
-        kept = torch.empty(count, dtype=torch.int64, pin_memory=True)
-        kept.copy_(chosen[:count], non_blocking=True)
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return LaunchedTokens(tokens=kept, event=event)
+        return LaunchedTokens(download=Download(chosen[: len(step.input_ids)]))
 
     def _decode_step(self, step: DecodeStep, kind: str) -> tuple[Tensor, ...]:
         width = self._decode.bucket("B", len(step.input_ids))
