@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_engines import (
+from fake_engines import HIDDEN
+from fake_talker import (
     FLOW,
-    HIDDEN,
     LATENT_DIM,
     LATENTS,
     PATCH_SAMPLES,
@@ -22,9 +22,8 @@ from fake_engines import (
     VAE,
     make_talker_loop,
     make_talker_worker,
-    make_thinker_loop,
-    thinker_parameters,
 )
+from fake_thinker import make_thinker_loop, thinker_parameters
 
 from mingc.errors import CapacityError, RequestError, WorkerError
 from mingc.runtime.omni import ChatParts, OmniService, SpeechParts

@@ -1,0 +1,29 @@
+"""Loops that end with their test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import pytest
+
+from mingc.runtime.talker_loop import TalkerLoop
+from mingc.runtime.thinker_loop import ThinkerLoop
+
+Loop = TypeVar("Loop", ThinkerLoop, TalkerLoop)
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[[Loop], Loop]]:
+    """Starts loops and stops them after the test."""
+    loops: list[ThinkerLoop | TalkerLoop] = []
+
+    def start(loop: Loop) -> Loop:
+        loops.append(loop)
+        loop.start()
+        return loop
+
+    yield start
+    for loop in loops:
+        loop.stop()
+        loop.scheduler.check()

@@ -1,0 +1,245 @@
+"""The talker's worker and its thread over fake engines: speech is its segment's own, alone or among others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+import torch
+from collector import Collector
+from fake_engines import HIDDEN
+from fake_talker import (
+    FLOW,
+    HISTORY,
+    LATENT_DIM,
+    PATCH_SAMPLES,
+    TALKER,
+    make_talker_loop,
+    make_talker_worker,
+)
+
+from mingc.runtime.talker import SpeechSegment, TalkerWorker
+from mingc.runtime.talker_engines import LaunchedPatch
+from mingc.runtime.talker_loop import TalkerLoop
+
+
+def segment(
+    seed: int = 1,
+    index: int = 0,
+    *,
+    tokens: int = 21,
+    patches: int = 6,
+    prefix: int = 9,
+    guidance: float = 2.0,
+    temperature: float = 0.0,
+) -> SpeechSegment:
+    generator = np.random.default_rng(tokens)
+    return SpeechSegment(
+        input_ids=generator.integers(0, 500, tokens),
+        embed_rows=np.array([3, tokens - 2, tokens - 1]),
+        embeds=generator.standard_normal((3, HIDDEN)).astype(np.float32),
+        num_prefix=prefix,
+        history=generator.standard_normal((HISTORY, LATENT_DIM)).astype(np.float32),
+        seed=seed,
+        index=index,
+        max_patches=patches,
+        guidance=guidance,
+        sigma=FLOW.sigma,
+        temperature=temperature,
+    )
+
+
+def run_alone(one: SpeechSegment, *, slot: int = 1, worker: TalkerWorker | None = None) -> np.ndarray:
+    worker = worker or make_talker_worker()
+    worker.join(slot, one)
+    parts = []
+    while True:
+        worker.launch([slot])
+        (patch,) = worker.collect().values()
+        parts.append(patch.samples)
+        if patch.is_last:
+            worker.leave(slot)
+            return np.concatenate(parts)
+
+
+def test_samples_of_a_segment_are_patches_times_their_length() -> None:
+    wave = run_alone(segment(patches=6))
+    assert len(wave) == 6 * PATCH_SAMPLES
+    assert np.isfinite(wave).all()
+    assert len(run_alone(segment(patches=1))) == PATCH_SAMPLES
+
+
+def test_audio_is_the_same_in_any_slot_and_after_other_uses_of_it() -> None:
+    expected = run_alone(segment(seed=3))
+    worker = make_talker_worker()
+    for slot in (1, 8, 1, 4):
+        assert np.array_equal(run_alone(segment(seed=3), slot=slot, worker=worker), expected)
+        run_alone(segment(seed=slot, tokens=30), slot=slot, worker=worker)
+
+
+def test_a_prefix_of_a_voice_is_reused_without_a_trace() -> None:
+    worker = make_talker_worker()
+    first = run_alone(segment(seed=1), worker=worker)
+    assert len(worker._prefixes) == 1
+    assert np.array_equal(run_alone(segment(seed=1), slot=5, worker=worker), first)
+    assert np.array_equal(run_alone(segment(seed=1, prefix=0), slot=2, worker=worker), first)
+    run_alone(segment(seed=1, tokens=30), worker=worker)
+    assert len(worker._prefixes) == 2
+
+
+def test_segments_join_and_leave_a_batch_unchanged() -> None:
+    pieces = [
+        segment(seed=i, tokens=14 + i, patches=2 + 3 * (i % 3), temperature=0.5 * (i % 2)) for i in range(6)
+    ]
+    alone = [run_alone(piece) for piece in pieces]
+    worker = make_talker_worker()
+    waves: list[list[np.ndarray]] = [[] for _ in pieces]
+    going: list[int] = []
+    coming = list(range(len(pieces)))
+    while going or coming:
+        for _ in range(2):  # two join at each boundary
+            if coming:
+                worker.join(coming[0] + 1, pieces[coming[0]])
+                going.append(coming.pop(0))
+        slots = [each + 1 for each in reversed(going)]
+        worker.launch(slots)
+        for slot, patch in worker.collect().items():
+            waves[slot - 1].append(patch.samples)
+            if patch.is_last:
+                worker.leave(slot)
+                going.remove(slot - 1)
+    for mine, expected in zip(waves, alone, strict=True):
+        np.testing.assert_allclose(np.concatenate(mine), expected, rtol=0, atol=1e-6)
+
+
+def test_the_stop_head_counts_only_beyond_the_least_step_and_its_patch_is_kept() -> None:
+    worker = make_talker_worker(stop_probability=0.9)
+    worker.join(1, segment(patches=40))
+    flags = []
+    for _ in range(TALKER.min_stop_step + 2):
+        worker.launch([1])
+        (patch,) = worker.collect().values()
+        flags.append((patch.is_last, patch.is_capped))
+    assert flags == [(False, False)] * (TALKER.min_stop_step + 1) + [(True, False)]
+
+
+def test_a_cap_marks_its_patch_as_last() -> None:
+    worker = make_talker_worker()
+    worker.join(1, segment(patches=2))
+    worker.launch([1])
+    (first,) = worker.collect().values()
+    worker.launch([1])
+    (second,) = worker.collect().values()
+    assert not worker.is_launchable(1)
+    assert (first.is_last, second.is_last, second.is_capped) == (False, True, True)
+
+
+def test_noise_is_of_seed_segment_and_patch() -> None:
+    assert np.array_equal(run_alone(segment(seed=1)), run_alone(segment(seed=1)))
+    for other in (segment(seed=2), segment(seed=1, index=1), segment(seed=1, temperature=1.0)):
+        assert not np.allclose(run_alone(other), run_alone(segment(seed=1)))
+
+
+def speak(
+    loop: TalkerLoop, *pieces: SpeechSegment, is_behind: Callable[[], bool] = lambda: False
+) -> Collector:
+    collector = Collector()
+    stream = loop.open(collector.put, is_behind)
+    collector.stream = stream  # type: ignore[attr-defined]
+    for piece in pieces:
+        loop.add(stream, piece)
+    return collector
+
+
+def test_streams_speak_their_segments_in_order(started: Callable[[TalkerLoop], TalkerLoop]) -> None:
+    loop = started(make_talker_loop(make_talker_worker(slots=3)))
+    streams = [
+        [segment(seed=i, index=j, tokens=12 + i + j, patches=3 + j) for j in range(3)] for i in range(5)
+    ]
+    collectors = [speak(loop, *pieces) for pieces in streams]
+    for collector, pieces in zip(collectors, streams, strict=True):
+        for wave, piece in zip(collector.segments(3), pieces, strict=True):
+            np.testing.assert_allclose(wave, run_alone(piece), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("stop_probability", [0.0, 0.9])
+def test_launching_ahead_changes_no_audio(
+    started: Callable[[TalkerLoop], TalkerLoop], stop_probability: float
+) -> None:
+    # Few slots, so that a surplus patch is in flight while its slot already belongs to the next segment.
+    streams = [[segment(seed=i, index=j, tokens=12 + i, patches=9 - j) for j in range(3)] for i in range(5)]
+    waves = []
+    for depth in (1, 2, 3):
+        worker = make_talker_worker(slots=2, stop_probability=stop_probability, depth=depth)
+        loop = started(make_talker_loop(worker))
+        collectors = [speak(loop, *pieces) for pieces in streams]
+        waves.append([wave for collector in collectors for wave in collector.segments(3)])
+    lengths = {len(wave) for wave in waves[0]}
+    ended_by_stop = (TALKER.min_stop_step + 2) * PATCH_SAMPLES
+    assert lengths == ({ended_by_stop} if stop_probability else {each * PATCH_SAMPLES for each in (7, 8, 9)})
+    for others in waves[1:]:
+        for mine, expected in zip(others, waves[0], strict=True):
+            np.testing.assert_allclose(mine, expected, rtol=0, atol=1e-6)
+
+
+def test_a_failed_launch_tells_those_in_flight_and_no_others(
+    started: Callable[[TalkerLoop], TalkerLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = make_talker_worker(slots=2, depth=2)
+    loop = started(make_talker_loop(worker))
+    launch, failures = worker._engines.launch, []
+
+    def fail_once(size: int, inputs: Mapping[str, torch.Tensor]) -> LaunchedPatch:
+        if not failures and any(len(rows) == 2 for rows, _ in worker._launched):
+            failures.append(size)
+            raise RuntimeError("device lost")
+        return launch(size, inputs)
+
+    monkeypatch.setattr(worker._engines, "launch", fail_once)
+    hurt = [speak(loop, segment(seed=i, patches=40)) for i in range(2)]
+    waiting = speak(loop, segment(seed=2, patches=5))
+    for collector in hurt:
+        assert "device lost" in collector.error().message
+    np.testing.assert_allclose(
+        waiting.segments()[0], run_alone(segment(seed=2, patches=5)), rtol=0, atol=1e-6
+    )
+
+
+def test_cancelled_speech_frees_its_slot(started: Callable[[TalkerLoop], TalkerLoop]) -> None:
+    loop = started(make_talker_loop(make_talker_worker(slots=1)))
+    first = speak(loop, segment(patches=40), segment(index=1, patches=40))
+    first.wait(lambda items: len(items) > 1, "patches")
+    second = speak(loop, segment(seed=2, patches=2))
+    loop.cancel(first.stream)  # type: ignore[attr-defined]
+    assert len(second.segments()[0]) == 2 * PATCH_SAMPLES
+
+
+def test_a_slow_reader_is_paused_and_others_go_on(started: Callable[[TalkerLoop], TalkerLoop]) -> None:
+    loop = started(make_talker_loop())
+    reads = threading.Event()
+    slow = Collector()
+    stream = loop.open(slow.put, lambda: len(slow.items) >= 2 and not reads.is_set())
+    loop.add(stream, segment(patches=8))
+    fast = speak(loop, segment(seed=2, patches=12))
+    fast.segments()
+    assert len(slow.items) == 2
+    reads.set()
+    loop.wake()
+    np.testing.assert_allclose(slow.segments()[0], run_alone(segment(patches=8)), rtol=0, atol=1e-6)
+
+
+def test_a_reader_that_never_reads_loses_its_slot(started: Callable[[TalkerLoop], TalkerLoop]) -> None:
+    loop = started(make_talker_loop(max_behind_s=0.0))
+    stuck = speak(loop, segment(), is_behind=lambda: True)
+    assert stuck.error().status == 408
+
+
+def test_samples_that_are_not_finite_fail_their_request_only(
+    started: Callable[[TalkerLoop], TalkerLoop],
+) -> None:
+    loop = started(make_talker_loop(make_talker_worker(nan_guidance=9.0)))
+    good, sick = speak(loop, segment(patches=9)), speak(loop, segment(seed=2, guidance=9.0))
+    assert "not finite" in sick.error().message
+    np.testing.assert_allclose(good.segments()[0], run_alone(segment(patches=9)), rtol=0, atol=1e-6)

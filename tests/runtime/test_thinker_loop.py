@@ -1,0 +1,211 @@
+"""The thinker's worker and its thread over fake engines: an answer is its request's own, alone or among others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from collector import Collector
+from fake_engines import HIDDEN
+from fake_thinker import PAGE, make_thinker_loop, make_thinker_stage, make_thinker_worker
+
+from mingc.errors import CapacityError, RequestError, ServeError
+from mingc.runtime.channel import FailedItem, TokenItem
+from mingc.runtime.request import SamplingParams
+from mingc.runtime.thinker import DecodeStep, LaunchedTokens, PrefillStep
+from mingc.runtime.thinker_loop import ThinkerLoop, ThinkerPrompt
+
+FAILING_ID, NAN_ID = 501, 502
+
+
+def prompt(ids: Sequence[int], *, media: Sequence[int] = (), rope_delta: int = 0) -> ThinkerPrompt:
+    """A prompt whose rows `media` hold embeddings."""
+    rows = np.array(media, dtype=np.int64)
+    kind = np.zeros(len(ids), np.int64)
+    kind[rows] = 1 + rows % 2
+    generator = torch.Generator().manual_seed(len(ids))
+    return ThinkerPrompt(
+        input_ids=np.array(ids, dtype=np.int64),
+        positions=np.stack([np.arange(len(ids))] * 3) - np.array([[0], [1], [2]]),
+        rope_delta=rope_delta,
+        embed_kind=kind,
+        media_rows=rows,
+        media_embeds=torch.randn(len(rows), HIDDEN, generator=generator) if len(rows) else None,
+    )
+
+
+def ask(loop: ThinkerLoop, request: ThinkerPrompt, *, seed: int = 5, **params: float) -> Collector:
+    collector = Collector()
+    sampling = SamplingParams(**{"max_tokens": 9, **params})  # type: ignore[arg-type]
+    collector.job = loop.submit(request, sampling, seed, collector.put)  # type: ignore[attr-defined]
+    return collector
+
+
+PROMPTS = [
+    prompt([3, 1, 4, 1, 5]),
+    prompt(list(range(40, 110)), media=[10, 11, 12, 50], rope_delta=-3),
+    prompt([9] * 33),
+    prompt([2, 7, 1, 8, 2, 8], media=[1, 2]),
+    prompt([100]),
+]
+
+
+MakeLoop = Callable[..., ThinkerLoop]
+
+
+@pytest.fixture(params=[False, True], ids=["host samples", "device samples"])
+def make_loop(request: pytest.FixtureRequest) -> MakeLoop:
+    """Where the device samples, the next step is launched before the tokens of the one before are known."""
+    return partial(make_thinker_loop, is_static=request.param)
+
+
+def test_chunked_prefill_equals_one_chunk(
+    started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop
+) -> None:
+    whole = [ask(started(make_loop(chunk=32)), each).tokens() for each in PROMPTS]
+    for chunk in (3, 8):
+        loop = started(make_loop(chunk=chunk))
+        assert [ask(loop, each).tokens() for each in PROMPTS] == whole
+    assert len({tuple(tokens) for tokens in whole}) == len(PROMPTS)
+
+
+def test_a_batch_gives_what_each_gets_alone(
+    started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop
+) -> None:
+    settings = [
+        {"temperature": 0.3 * (i % 3), "seed": i, "max_tokens": 5 + 2 * i} for i in range(len(PROMPTS))
+    ]
+    settings[3]["repetition_penalty"] = 1.3
+    alone = [
+        ask(started(make_loop(chunk=8)), each, **chosen).tokens()
+        for each, chosen in zip(PROMPTS, settings, strict=True)
+    ]
+    loop = started(make_loop(chunk=8, max_running=3))
+    together = [ask(loop, each, **chosen) for each, chosen in zip(PROMPTS, settings, strict=True)]
+    assert [each.tokens() for each in together] == alone
+    assert [len(tokens) for tokens in alone] == [5, 7, 9, 11, 13]
+
+
+def test_a_stop_token_ends_and_is_not_shown(
+    started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop
+) -> None:
+    free = ask(started(make_loop()), PROMPTS[0], max_tokens=20).tokens()
+    stop = free[4]
+    collector = ask(started(make_loop(stop_ids=[stop])), PROMPTS[0], max_tokens=20)
+    assert collector.tokens() == free[: free.index(stop)]
+    assert collector.items[-1] == TokenItem(token=None, finish="stop")
+
+
+def test_cancelling_frees_all_pages(
+    started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop
+) -> None:
+    loop = started(make_loop(max_running=2))
+    jobs = [ask(loop, each, max_tokens=150) for each in (PROMPTS[0], PROMPTS[2], PROMPTS[4])]
+    jobs[0].wait(lambda items: len(items) > 2, "tokens")
+    for job in jobs:
+        loop.cancel(job.job)  # type: ignore[attr-defined]
+    last = ask(loop, PROMPTS[0], max_tokens=200)
+    assert len(last.tokens()) == 200
+    assert loop.scheduler.num_running <= 1
+
+
+def test_a_failing_request_leaves_the_others_alone(
+    started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop
+) -> None:
+    expected = ask(started(make_loop()), PROMPTS[0]).tokens()
+    loop = started(make_loop(make_thinker_stage(fail_on=FAILING_ID, nan_on=NAN_ID)))
+    good = ask(loop, PROMPTS[0])
+    broken, sick = ask(loop, prompt([1, FAILING_ID])), ask(loop, prompt([1, NAN_ID]))
+    assert "engine failure" in broken.error().message
+    assert "not finite" in sick.error().message
+    assert good.tokens() == expected
+    assert ask(loop, PROMPTS[0]).tokens() == expected
+
+
+def test_the_queue_is_bounded(started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop) -> None:
+    loop = make_loop(max_running=1, max_waiting=2)  # not started: nothing leaves the queue
+    ask(loop, PROMPTS[0])
+    ask(loop, PROMPTS[0])
+    with pytest.raises(CapacityError):
+        ask(loop, PROMPTS[0])
+    with pytest.raises(RequestError, match="context"):
+        ask(loop, prompt([1] * 600))
+
+
+def test_a_failed_loop_tells_everybody_and_takes_nobody(
+    started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop
+) -> None:
+    loop = started(make_loop())
+    running = ask(loop, PROMPTS[0], max_tokens=200)
+    loop.fail(ServeError("gone"))
+    assert running.error().message == "gone"
+    assert not loop.is_healthy
+    with pytest.raises(ServeError, match="gone"):
+        ask(loop, PROMPTS[0])
+
+
+def test_a_stopped_loop_tells_its_requests(make_loop: MakeLoop) -> None:
+    loop = make_loop()
+    waiting = ask(loop, PROMPTS[0], max_tokens=200)
+    loop.start()
+    loop.stop()
+    assert waiting.items and (isinstance(waiting.items[-1], FailedItem) or len(waiting.items) == 200)
+
+
+def test_launching_ahead_changes_no_answer(started: Callable[[ThinkerLoop], ThinkerLoop]) -> None:
+    """Mixed rules, stop tokens met while the next step runs, requests that join and leave."""
+    rules: list[dict[str, float]] = [
+        {},
+        {"temperature": 0.9, "top_k": 20},
+        {"temperature": 1.2, "top_p": 0.8, "repetition_penalty": 1.5},
+        {"temperature": 0.7, "min_p": 0.1},
+        {"repetition_penalty": 2.0},
+    ]
+    stop_ids = ask(started(make_thinker_loop()), PROMPTS[0], max_tokens=20).tokens()[5:6]
+    answers = []
+    for is_static in (False, True):
+        loop = started(make_thinker_loop(chunk=8, max_running=3, stop_ids=stop_ids, is_static=is_static))
+        asked = [
+            ask(loop, each, seed=seed, max_tokens=30, **rule)
+            for seed, (each, rule) in enumerate(zip(PROMPTS * 2, rules * 2, strict=True))
+        ]
+        answers.append([(each.tokens(), each.items[-1]) for each in asked])
+    assert answers[0] == answers[1]
+
+
+def test_a_failed_launch_tells_its_requests_and_the_next_ones_run(
+    started: Callable[[ThinkerLoop], ThinkerLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_thinker_loop(is_static=True)
+    launch, calls = loop._runner.launch, itertools.count()
+
+    def fail_once(step: DecodeStep) -> LaunchedTokens:
+        if next(calls) == 3:
+            raise RuntimeError("launch failure")
+        return launch(step)
+
+    monkeypatch.setattr(loop._runner, "launch", fail_once)
+    started(loop)
+    assert "launch failure" in ask(loop, PROMPTS[0], max_tokens=20).error().message
+    assert len(ask(loop, PROMPTS[0], max_tokens=20).tokens()) == 20
+
+
+def test_no_row_outside_the_given_pages_is_written() -> None:
+    worker = make_thinker_worker(num_pages=9)
+    worker.prefill(
+        PrefillStep(
+            input_ids=np.arange(1, 7),
+            positions=np.zeros((3, 6), np.int64),
+            embed_kind=np.zeros(6, np.int64),
+            embeds=None,
+            start=0,
+            pages=np.array([5, 2]),
+        )
+    )
+    rows = worker.state["layers.0.attention.k_pages"][:, 0, 0].view(-1, PAGE)
+    assert rows[5].tolist() == [1, 2, 3, 4] and rows[2].tolist() == [5, 6, 0, 0]
+    assert not rows[[1, 3, 4, 6, 7, 8]].any()
