@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import statistics
 import subprocess
@@ -264,6 +265,9 @@ def measure(job: Job, rank: int, port: int) -> list[Figure]:
         peak = round(torch.cuda.max_memory_allocated() / 2**30, 1)
         same = {"ranks": job.setup.world_size, "alone": job.is_alone}
         figures.append({"name": "peak_gib", **same, "median": peak, "unit": "GiB"})
+    # NCCL ends its communicator only after the graphs that use it.
+    del own
+    gc.collect()
     distributed.shutdown()
     return figures
 

@@ -1,0 +1,284 @@
+"""A rank of a served thinker is killed, or stopped, amid streams: what clients see, what is left, a restart.
+
+Serves an artifact of several ranks, opens streams, sends SIGKILL (or SIGSTOP with --hang) to the last rank, and notes
+when each client has its error event, when and how the server ends, what its GPUs still hold, and that a new server
+answers. Nothing here needs torch; on a CPU artifact no memory is told.
+
+    python benchmarks/rank_failure.py artifacts/tp2 --json benchmarks/results/rank-failure-h200-….json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parent.parent
+ERROR_LIMIT_S = 5.0
+_START_S, _END_S = 600.0, 120.0
+_WARM_LINES = 5  # of a stream, after which it counts as running
+_FREED_MIB = 64  # a GPU that holds no more than this beyond what it held before is free
+_OPTIONS = ("--port", "0", "--json", "--no-check-hashes")
+_RANK = "mingc.runtime.rank"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """A running server: its process, address, ranks above 0 by process id, and seconds until it was ready."""
+
+    process: subprocess.Popen[str]
+    url: str
+    ranks: list[int]
+    start_s: float
+
+
+@dataclass(kw_only=True)
+class Stream:
+    """What a client sees: lines of its answer until now, the last one, and when the answer ended."""
+
+    lines: int = 0
+    last: str = ""
+    ended_at: float = 0.0
+
+    @property
+    def has_error(self) -> bool:
+        return self.last.startswith('data: {"error"')
+
+    @property
+    def is_whole(self) -> bool:
+        return self.last == "data: [DONE]"
+
+
+@contextmanager
+def serving(artifact: Path, options: list[str], log: Path) -> Iterator[Served]:
+    started = time.perf_counter()
+    with log.open("ab") as errors:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "mingc", "serve", str(artifact), *_OPTIONS, *options],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    try:
+        assert child.stdout is not None
+        line = child.stdout.readline()
+        if not line:
+            raise SystemExit(f"the server did not start:\n{log.read_text()[-3000:]}")
+        took = time.perf_counter() - started
+        yield Served(process=child, url=json.loads(line)["url"], ranks=rank_ids(child.pid), start_s=took)
+    finally:
+        child.terminate()
+        try:
+            child.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def rank_ids(parent: int) -> list[int]:
+    """Processes of the ranks above 0, in their order."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal():
+            continue
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            owner = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError):  # it has ended meanwhile
+            continue
+        if owner == parent and _RANK.encode() in words:
+            found.append(int(folder.name))
+    return sorted(found)
+
+
+def memory_mib() -> list[int]:
+    """What every visible GPU holds; nothing without a driver."""
+    words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [int(line) for line in said.split()]
+
+
+async def listen(client: httpx.AsyncClient, bodies: Iterator[dict[str, Any]], stream: Stream) -> None:
+    """Ask again as long as answers end by themselves."""
+    for body in bodies:
+        stream.lines = 0
+        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                if line:
+                    stream.last, stream.lines = line, stream.lines + 1
+        stream.ended_at = time.perf_counter()
+        if not stream.is_whole:
+            return
+
+
+def body_of(index: int, tokens: int, *, streamed: bool = True) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": f"Count from {index} on."}],
+        "max_tokens": tokens,
+        "stream": streamed,
+        "temperature": 1.0,
+        "seed": index,
+    }
+
+
+async def fail(
+    served: Served, clients: int, tokens: int, number: signal.Signals
+) -> tuple[list[Stream], float]:
+    """The streams, all ended, and when the signal was sent: while all of them ran."""
+    streams = [Stream() for _ in range(clients)]
+    is_sent = False
+
+    def bodies(first: int) -> Iterator[dict[str, Any]]:
+        for index in itertools.count(first, clients):
+            if is_sent:
+                return
+            yield body_of(index, tokens)
+
+    async with httpx.AsyncClient(base_url=served.url, timeout=_END_S, trust_env=False) as client:
+        reading = [
+            asyncio.create_task(listen(client, bodies(index), stream)) for index, stream in enumerate(streams)
+        ]
+        deadline = time.monotonic() + _END_S
+        while not all(stream.lines >= _WARM_LINES and not stream.is_whole for stream in streams):
+            if time.monotonic() > deadline or any(task.done() for task in reading):
+                seen = [(stream.lines, stream.last[:80]) for stream in streams]
+                raise SystemExit(f"{clients} answers never ran at once: {seen}")
+            await asyncio.sleep(0)
+        sent_at, is_sent = time.perf_counter(), True
+        os.kill(served.ranks[-1], number)
+        await asyncio.gather(*reading)
+    return streams, sent_at
+
+
+def is_open(url: str) -> bool:
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
+def wait_until_free(before: list[int]) -> list[int]:
+    """What the GPUs hold once it is what they held before, or after a while all the same."""
+    deadline = time.monotonic() + 10
+    while True:
+        after = memory_mib()
+        if all(now <= then + _FREED_MIB for now, then in zip(after, before, strict=True)):
+            return after
+        if time.monotonic() > deadline:
+            return after
+        time.sleep(0.2)
+
+
+def restart(artifact: Path, options: list[str], log: Path) -> float:
+    """Seconds until a new server is ready, which then answers."""
+    with serving(artifact, options, log) as served:
+        path, body = f"{served.url}/v1/chat/completions", body_of(0, 8, streamed=False)
+        answer = httpx.post(path, json=body, timeout=_END_S, trust_env=False)
+        if answer.status_code != 200:
+            raise SystemExit(f"the restarted server answered {answer.status_code}: {answer.text[:500]}")
+        return served.start_s
+
+
+def measure(
+    arguments: argparse.Namespace, options: list[str], log: Path
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Figures, and what was not as it should be."""
+    number = signal.SIGSTOP if arguments.hang else signal.SIGKILL
+    before = memory_mib()
+    with serving(arguments.artifact, options, log) as served:
+        if not served.ranks:
+            raise SystemExit(f"{arguments.artifact} is of one rank: there is none to lose")
+        during = memory_mib()
+        streams, sent_at = asyncio.run(fail(served, arguments.clients, arguments.tokens, number))
+        code = served.process.wait(_END_S)
+        exit_s = time.perf_counter() - sent_at
+        was_open = is_open(served.url)
+    after = wait_until_free(before)
+    left = [each for each in served.ranks if Path(f"/proc/{each}").exists()]
+    restart_s = None if arguments.no_restart else restart(arguments.artifact, options, log)
+    # An answer that was whole before the signal had its effect is none that failed.
+    error_s = sorted(stream.ended_at - sent_at for stream in streams if not stream.is_whole)
+    # A rank that hangs is noticed after the step's limit; a dead one at once.
+    limit_s = ERROR_LIMIT_S + (arguments.step_timeout if arguments.hang else 0.0)
+    problems = {
+        "a client got no error event": not all(stream.has_error or stream.is_whole for stream in streams),
+        "no client got an error event": not error_s,
+        f"a client waited longer than {limit_s:g} s": any(each > limit_s for each in error_s),
+        f"the server ended with code {code}": code != 4,
+        "the port stayed open": was_open,
+        f"processes of ranks are left: {left}": bool(left),
+        f"GPUs hold {after} MiB, before {before}": any(
+            now > then + _FREED_MIB for now, then in zip(after, before, strict=True)
+        ),
+    }
+    same = {"ranks": len(served.ranks) + 1, "clients": arguments.clients, "signal": number.name}
+    figures: list[dict[str, Any]] = [
+        {"name": "error_event_s", **same, "median": round(statistics.median(error_s or [0.0]), 3),
+         "max": round(max(error_s, default=0.0), 3), "n": len(error_s), "unit": "s"},
+        {"name": "exit_s", **same, "median": round(exit_s, 3), "n": 1, "exit_code": code, "unit": "s"},
+    ]  # fmt: skip
+    if restart_s is not None:
+        figures.append({"name": "restart_s", **same, "median": round(restart_s, 3), "n": 1, "unit": "s"})
+    figures += [
+        {"name": "gpu_memory_mib", **same, "gpu": index, "before": first, "serving": second, "after": third,
+         "unit": "MiB"}
+        for index, (first, second, third) in enumerate(zip(before, during, after, strict=True))
+    ]  # fmt: skip
+    return figures, [problem for problem, is_so in problems.items() if is_so]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("artifact", type=Path)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=1900, help="longest answer")
+    parser.add_argument("--hang", action="store_true", help="stop the rank instead of killing it")
+    parser.add_argument("--no-restart", action="store_true", help="leave the second server out")
+    parser.add_argument("--step-timeout", type=float, default=60.0, help="what the server gets")
+    parser.add_argument("--kv-tokens", type=int, help="what the server gets")
+    parser.add_argument("--json", type=Path, help="write the result here")
+    arguments = parser.parse_args()
+    options = ["--step-timeout", str(arguments.step_timeout)]
+    if arguments.kv_tokens is not None:
+        options += ["--kv-tokens", str(arguments.kv_tokens)]
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch) / "server.log"
+        figures, problems = measure(arguments, options, log)
+        if problems:
+            print(log.read_text()[-6000:], file=sys.stderr)
+    for each in figures:
+        print(" ".join(f"{key}={value}" for key, value in each.items()))
+    for problem in problems:
+        print(f"NOT AS IT SHOULD BE: {problem}")
+    if arguments.json:
+        import harness  # needs torch and a GPU
+
+        value = harness.result("rank_failure", {}, figures, problems=problems)
+        value["hardware"]["count"] = figures[0]["ranks"]
+        harness.write(arguments.json, value)
+    if problems:
+        raise SystemExit(3)
+
+
+if __name__ == "__main__":
+    main()
