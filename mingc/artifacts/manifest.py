@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +123,15 @@ class Fidelity:
 class StageRecord:
     """One stage: graphs by name, and one weights file a rank (one in all when the stage is not sharded).
 
-    `fidelity` is there when the weights of a decoder are quantized.
+    `fidelity` is there when the weights of a decoder are quantized. `repeated` says of an instance whose weights are
+    in no file which other one's it gets a copy of: random weights are stored for one instance of a graph.
     """
 
     is_sharded: bool
     weights: tuple[str, ...]
     graphs: dict[str, GraphRecord]
     fidelity: Fidelity | None = None
+    repeated: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

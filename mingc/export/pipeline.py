@@ -107,20 +107,20 @@ def export_bundle(recipe: ExportRecipe, replay: Replay, progress: Callable[[Step
         results, fidelity = run.build_graphs(weights)
         records = run.write_voices()
         notes.extend(run.notes)
-        copied = tokenizers.copy(
-            checkpoint, folder, {stage.name for stage in stages}, notes, is_synthetic=recipe.synthetic
+        options = stage_options(recipe)
+        parameters = ModelParameters(
+            **{stage.name: stage.parameters(configs[stage.name], options) for stage in stages}
         )
+        copied = tokenizers.copy(checkpoint, folder, parameters, notes, is_synthetic=recipe.synthetic)
         manifest = Manifest(
             schema=SCHEMA,
             model=recipe.model_name,
             fingerprint=_fingerprint(recipe, checkpoint),
-            stages={stage.name: _stage_record(stage, weights, results, fidelity) for stage in stages},
-            parameters=ModelParameters(
-                **{
-                    stage.name: stage.parameters(configs[stage.name], stage_options(recipe))
-                    for stage in stages
-                }
-            ),
+            stages={
+                stage.name: _stage_record(stage, weights, results, fidelity, run.repeated[stage.name])
+                for stage in stages
+            },
+            parameters=parameters,
             tokenizers=copied,
             speaker_network=voices.copy_speaker_network(checkpoint, folder) if run.has_voices else None,
             chat_template=tokenizers.chat_template(checkpoint),
@@ -160,12 +160,23 @@ class _Run:
         self.peak_rss_bytes = 0
         options = stage_options(recipe)
         # Of each graph, by stage: what its engines are compiled for.
-        self._sizes = {
-            stage.name: {
-                plan.spec.name: engine_sizes(plan.spec, options)
-                for plan in stage.graphs(configs[stage.name], self._shard(stage), options)
-            }
+        specs = {
+            stage.name: [plan.spec for plan in stage.graphs(configs[stage.name], self._shard(stage), options)]
             for stage in stages
+        }
+        self._sizes = {
+            name: {spec.name: engine_sizes(spec, options) for spec in graphs}
+            for name, graphs in specs.items()
+        }
+        # Of random weights one layer of each kind is enough: the bundle is as small as two layers.
+        self.repeated = {
+            name: {
+                instance: spec.instances[0]
+                for spec in graphs
+                for instance in spec.instances[1:]
+                if recipe.synthetic
+            }
+            for name, graphs in specs.items()
         }
         builds = sum(len(sizes) + 1 for graphs in self._sizes.values() for sizes in graphs.values())
         shards = sum(recipe.world_size if stage.is_sharded else 1 for stage in stages)
@@ -198,6 +209,7 @@ class _Run:
                     dtype,
                     self._folder / file,
                     self._recipe.quantization(stage.name),
+                    omitted=self.repeated[stage.name],
                 )
                 shard_files.append(file)
                 self.step("weights", name, time.perf_counter() - started)
@@ -238,7 +250,7 @@ class _Run:
                     comparing = {
                         name: pool.submit(check_fidelity, self._recipe, name, self._folder, weights[name])
                         for name in self._sizes
-                        if self._recipe.quantization(name) is not None
+                        if self._recipe.quantization(name) is not None and not self._recipe.synthetic
                     }
                 running: list[Future[Any]] = [*compiling, *checking]
                 finished, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -314,6 +326,7 @@ def _stage_record(
     weights: dict[str, tuple[str, ...]],
     results: Sequence[GraphResult],
     fidelity: dict[str, Fidelity],
+    repeated: dict[str, str],
 ) -> StageRecord:
     graphs: dict[str, GraphRecord] = {
         result.record.spec.name: result.record for result in results if result.stage == stage.name
@@ -323,6 +336,7 @@ def _stage_record(
         weights=weights[stage.name],
         graphs=graphs,
         fidelity=fidelity.get(stage.name),
+        repeated=repeated,
     )
 
 

@@ -1,35 +1,41 @@
-"""Copies the tokenizers of a checkpoint into the bundle."""
+"""Puts the tokenizers of a checkpoint into the bundle."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
+from mingc.artifacts.manifest import ModelParameters
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
+from mingc.export.synthetic_tokenizer import byte_tokenizer
 
 
 def copy(
-    checkpoint: Checkpoint, folder: Path, stages: set[str], notes: list[str], *, is_synthetic: bool
+    checkpoint: Checkpoint, folder: Path, parameters: ModelParameters, notes: list[str], *, is_synthetic: bool
 ) -> dict[str, str]:
-    """Copy the tokenizer.json of the thinker and of the talker; their paths relative to the bundle.
+    """Write the tokenizer.json of the thinker and of the talker; their paths relative to the bundle.
 
-    Random weights may do without: engines can be timed, and `notes` tell that nothing more can be done with them.
+    Random weights may do without: the thinker gets one of bytes; of the talker engines can be timed, and `notes` tell
+    that nothing more can be done with them.
     Raises: CheckpointError. The released weights ship no thinker tokenizer (spec: checkpoint.md §1).
     """
-    sources = {
-        "thinker": (checkpoint.root / "tokenizer.json", "thinker" in stages),
-        "talker": (checkpoint.root / "talker" / "llm" / "tokenizer.json", "talker" in stages),
-    }
+    sources = {}
+    if parameters.thinker is not None:
+        sources["thinker"] = checkpoint.root / "tokenizer.json"
+    if parameters.talker is not None:
+        sources["talker"] = checkpoint.root / "talker" / "llm" / "tokenizer.json"
     copied = {}
-    for name, (source, is_needed) in sources.items():
-        if not is_needed:
-            continue
-        if not source.is_file() and is_synthetic:
+    for name, source in sources.items():
+        if source.is_file():
+            text = source.read_text(encoding="utf-8")
+        elif is_synthetic and name == "thinker" and parameters.thinker is not None:
+            notes.append("no tokenizer of the thinker: the bundle has one of bytes")
+            text = byte_tokenizer(parameters.thinker.vocab_size)
+        elif is_synthetic:
             notes.append(f"no tokenizer of the {name}: the bundle can be probed, not served")
             continue
-        if not source.is_file():
+        else:
             raise CheckpointError(
                 f"the {name}'s tokenizer.json is missing",
                 where=str(source),
@@ -38,7 +44,7 @@ def copy(
             )
         target = folder / "tokenizers" / name / "tokenizer.json"
         target.parent.mkdir(parents=True)
-        shutil.copyfile(source, target)
+        target.write_text(text, encoding="utf-8")
         copied[name] = target.relative_to(folder).as_posix()
     return copied
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -66,10 +66,13 @@ def write_weights(
     dtype: torch.dtype,
     path: Path,
     quantization: Quantization | None = None,
+    *,
+    omitted: Collection[str] = (),
 ) -> int:
-    """Write all weights of one shard to `path`; the largest single weight is the most ever held in memory.
+    """Write the weights of one shard to `path`; the largest single weight is the most ever held in memory.
 
-    Returns the bytes written. Raises: CheckpointError, ExportError when sources and module disagree.
+    Those of the submodules at the paths `omitted` are left out. Returns the bytes written.
+    Raises: CheckpointError, ExportError when sources and module disagree.
     """
     sources = stage.weights(config, shard)
     expected = _meta_module(stage, config, shard, sources, quantization).state_dict()
@@ -79,6 +82,8 @@ def write_weights(
             f"weight sources and module disagree: {sorted(set(names) ^ set(expected))[:5]}",
             where=stage.name,
         )
+    sources = [source for source in sources if not any(_is_within(source.name, part) for part in omitted)]
+    names = [name for source in sources for name in stored_names(source, quantization)]
     dtypes: dict[str, torch.dtype] = {}
     for source in sources:
         stored = {name: expected[name].dtype for name in stored_names(source, quantization)}

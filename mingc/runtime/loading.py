@@ -25,7 +25,7 @@ from mingc.runtime.rank_group import STEP_TIMEOUT_S, RankGroup
 from mingc.runtime.request import ServiceInfo
 from mingc.runtime.scheduler import TalkerScheduler, ThinkerScheduler
 from mingc.runtime.speech import SpeechPlanner, load_voice
-from mingc.runtime.stages import LoadedStage, load_stage, torch_dtype
+from mingc.runtime.stages import LoadedStage, load_stage, torch_dtype, weight_bytes
 from mingc.runtime.startup import StartupClock
 from mingc.runtime.talker import TalkerWorker
 from mingc.runtime.talker_loop import TalkerLoop
@@ -306,8 +306,7 @@ def _kv_tokens(bundle: Bundle, options: EngineOptions, devices: list[torch.devic
         torch_dtype(tensor.dtype).itemsize * math.prod(size for size in tensor.shape if isinstance(size, int))
         for tensor in attention.state
     )
-    weight_bytes = max(bundle.manifest.files[file].size_bytes for file in record.weights)
-    free = min(torch.cuda.mem_get_info(device)[0] for device in devices) - weight_bytes
+    free = min(torch.cuda.mem_get_info(device)[0] for device in devices) - weight_bytes(bundle, "thinker")
     return max(context, int(free * _CUDA_KV_SHARE) // row_bytes)
 
 

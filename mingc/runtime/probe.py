@@ -244,7 +244,7 @@ class _Run:
         ranks = manifest.fingerprint.world_size
         if manifest.stages[name].is_sharded and ranks > 1:
             self.notes.append(f"{name}: the share of rank 0 of {ranks}, without what the ranks exchange")
-        loaded = load_stage(self._bundle, name, self._device)
+        loaded = load_stage(self._bundle, name, self._device, only_first=True)
         pool = GraphPool(self._device) if self._device.type == "cuda" else None
         for target in targets:
             self._told(title(target.name, target.sizes))

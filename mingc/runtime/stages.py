@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +18,12 @@ from mingc.artifacts.spec import GraphSpec, TensorSpec, join_path
 from mingc.errors import BundleError, IntegrityError
 from mingc.runtime.engines import load_engine
 from mingc.runtime.engines.base import Engine, Graph
+
+_Value = TypeVar("_Value")
+# Of the element types of safetensors, as a file names them.
+_BITS = {
+    "F32": 32, "BF16": 16, "F16": 16, "F8_E4M3": 8, "I64": 64, "I32": 32, "I8": 8, "U8": 8, "BOOL": 8
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +68,13 @@ class LoadedStage:
         }
 
 
-def load_stage(bundle: Bundle, name: str, device: torch.device, *, rank: int = 0) -> LoadedStage:
+def load_stage(
+    bundle: Bundle, name: str, device: torch.device, *, rank: int = 0, only_first: bool = False
+) -> LoadedStage:
     """Load every engine of stage `name` and bind the weights of `rank`.
+
+    With `only_first`, of every graph the weights of its first instance alone: enough to run each engine, and little of
+    a decoder's memory. `LoadedStage.instances` is then not to be called.
 
     Raises: IntegrityError when the weights cannot be read; BundleError when the bundle lacks the stage, or an engine
     asks for a weight that is not there.
@@ -71,11 +83,14 @@ def load_stage(bundle: Bundle, name: str, device: torch.device, *, rank: int = 0
     if record is None:
         held = ", ".join(sorted(bundle.manifest.stages))
         raise BundleError(f"the artifact has no stage {name}; it has {held}", where=str(bundle.root))
-    weights = _read_weights(bundle, record, device, rank)
+    left_out = {
+        instance for graph in record.graphs.values() for instance in graph.spec.instances[1:] if only_first
+    }
+    weights = _read_weights(bundle, record, device, rank, left_out)
     graphs = {}
     files: dict[str, Engine] = {}
     for graph_name, graph in record.graphs.items():
-        graphs[graph_name] = _load_graph(bundle, name, graph, weights, device, files)
+        graphs[graph_name] = _load_graph(bundle, name, graph, weights, device, files, left_out)
     return LoadedStage(name, graphs, weights)
 
 
@@ -99,6 +114,7 @@ def _load_graph(
     weights: Mapping[str, torch.Tensor],
     device: torch.device,
     files: dict[str, Engine],
+    left_out: Collection[str],
 ) -> Graph:
     engines: dict[tuple[int, ...] | None, Engine] = {}
     first = _within(weights, graph.spec.instances[0])
@@ -109,6 +125,7 @@ def _load_graph(
             absent = [
                 path
                 for instance in graph.spec.instances
+                if instance not in left_out
                 for name in (*engine.constants(), *graph.spec.weights)
                 if (path := join_path(instance, name)) not in weights
             ]
@@ -123,19 +140,46 @@ def _load_graph(
     return Graph(graph.spec, engines, first)
 
 
-def _within(weights: Mapping[str, torch.Tensor], instance: str) -> Mapping[str, torch.Tensor]:
+def _within(weights: Mapping[str, _Value], instance: str) -> dict[str, _Value]:
     """The weights of an instance by the names that its engine knows them by."""
     start = join_path(instance, "")
     return {name[len(start) :]: value for name, value in weights.items() if name.startswith(start)}
 
 
+def weight_bytes(bundle: Bundle, name: str) -> int:
+    """Bytes of memory that the weights of stage `name` take on the rank with the most of them."""
+    record = bundle.manifest.stages[name]
+    totals = []
+    for path in map(bundle.path, record.weights):
+        with opened_weights(path) as file:
+            held = {weight: file.get_slice(weight) for weight in file.keys()}  # noqa: SIM118 - not a dict
+            sizes: dict[str, int] = {
+                weight: math.prod(each.get_shape()) * _BITS[each.get_dtype()] // 8
+                for weight, each in held.items()
+            }
+        copies = sum(sum(_within(sizes, source).values()) for source in record.repeated.values())
+        totals.append(sum(sizes.values()) + copies)
+    return max(totals)
+
+
 def _read_weights(
-    bundle: Bundle, record: StageRecord, device: torch.device, rank: int
+    bundle: Bundle, record: StageRecord, device: torch.device, rank: int, left_out: Collection[str]
 ) -> dict[str, torch.Tensor]:
-    """All weights of a rank: memory-mapped on the CPU, copied once to any other device."""
+    """The weights of a rank: memory-mapped on the CPU, copied once to any other device.
+
+    Instances `left_out` are not read. One that repeats another gets memory of its own: an engine is then as slow over
+    random weights, which caches could otherwise hold, as over others.
+    """
     path = bundle.path(record.weights[rank if record.is_sharded else 0])
+    starts = tuple(join_path(instance, "") for instance in left_out)
     with opened_weights(path) as file:
-        return {name: file.get_tensor(name).to(device) for name in file.keys()}  # noqa: SIM118 - not a dict
+        names = [name for name in file.keys() if not name.startswith(starts)]  # noqa: SIM118 - not a dict
+        weights = {name: file.get_tensor(name).to(device) for name in names}
+    for instance, source in record.repeated.items():
+        if instance not in left_out:
+            for name, value in _within(weights, source).items():
+                weights[join_path(instance, name)] = value.clone()
+    return weights
 
 
 @contextmanager

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from mingc_command import CACHE, CHECKPOINT, Server, mingc, serving
+
+_WIDE_THINKER = (
+    *("--stages", "thinker", "--batch-sizes", "1,8,32"),
+    *("--context-tokens", 256, "--prefill-tokens", 64),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -18,7 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(1800))
 
 
-def _export_once(factory: pytest.TempPathFactory, name: str, *options: object) -> Path:
+def _export_once(
+    factory: pytest.TempPathFactory, name: str, *options: object, checkpoint: Path = CHECKPOINT
+) -> Path:
     """The artifact `name` of this run: the first of pytest's workers to ask exports it, the others wait for it."""
     shared = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -29,7 +37,7 @@ def _export_once(factory: pytest.TempPathFactory, name: str, *options: object) -
         report = folder / "report.json"
         if not report.exists():
             words = ("--output", folder / "tiny", "--jobs", 2, "--cache", CACHE, "--json", *options)
-            done = mingc("export", CHECKPOINT, *words)
+            done = mingc("export", checkpoint, *words)
             assert done.code == 0, done.stderr
             report.write_text(done.stdout, encoding="utf-8")
     return folder / "tiny"
@@ -50,8 +58,18 @@ def two_rank_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def wide_thinker_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The thinker alone, for batches of up to 32."""
-    options = ("--stages", "thinker", "--batch-sizes", "1,8,32", "--context-tokens", 256)
-    return _export_once(tmp_path_factory, "wide-thinker", *options, "--prefill-tokens", 64)
+    return _export_once(tmp_path_factory, "wide-thinker", *_WIDE_THINKER)
+
+
+@pytest.fixture(scope="session")
+def synthetic_thinker_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of random weights, with nothing but configs to go by."""
+    configs = tmp_path_factory.mktemp("configs")
+    for name in ("config.json", "preprocessor_config.json"):
+        shutil.copy(CHECKPOINT / name, configs)
+    return _export_once(
+        tmp_path_factory, "synthetic-thinker", *_WIDE_THINKER, "--synthetic", checkpoint=configs
+    )
 
 
 @pytest.fixture(scope="session")

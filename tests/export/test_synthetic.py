@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from mingc.artifacts.manifest import ModelParameters
 from mingc.errors import CheckpointError, ConfigError
 from mingc.export import tokenizers
 from mingc.export.checkpoint import Checkpoint, Part, open_checkpoint
 from mingc.export.coverage import check_coverage
 from mingc.export.probe_export import probe_folder, synthetic_recipe
-from mingc.export.stages import discover
+from mingc.export.stages import discover, find
+from mingc.export.stages.base import StageOptions
 from mingc.export.synthetic import open_synthetic
 
 TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
@@ -118,10 +120,13 @@ def test_the_next_probe_removes_what_a_killed_one_left(
 def test_only_random_weights_do_without_a_tokenizer(synthetic: Checkpoint, tmp_path: Path) -> None:
     bare = replace(synthetic, root=tmp_path)
     notes: list[str] = []
-    assert tokenizers.copy(bare, tmp_path, {"talker"}, notes, is_synthetic=True) == {}
+    stage = find("talker")
+    talker = stage.parameters(stage.config(synthetic), StageOptions())
+    parameters = ModelParameters(talker=talker)
+    assert tokenizers.copy(bare, tmp_path, parameters, notes, is_synthetic=True) == {}
     assert notes == ["no tokenizer of the talker: the bundle can be probed, not served"]
     with pytest.raises(CheckpointError, match=r"talker's tokenizer\.json is missing"):
-        tokenizers.copy(bare, tmp_path, {"talker"}, notes, is_synthetic=False)
+        tokenizers.copy(bare, tmp_path, parameters, notes, is_synthetic=False)
 
 
 @pytest.mark.parametrize("text", ["[]", "3", '{"vocab_size": null, "hidden_size": 8}'])
