@@ -77,7 +77,7 @@ def main() -> None:
         sock.sendall(READY)
         while (step := receive_step(sock)) is not None:
             if isinstance(step, PrefillStep):
-                worker.prefill(step)
+                (worker.prefill if step.sampling is None else worker.launch_first)(step)
             elif step.sampling is None:
                 worker.decode(step)
             else:

@@ -136,6 +136,10 @@ class RankGroup:
         """As `ThinkerWorker.launch`. Raises: WorkerError when a rank is gone."""
         return self._run(step, self._worker.launch)
 
+    def launch_first(self, step: PrefillStep) -> LaunchedTokens:
+        """As `ThinkerWorker.launch_first`. Raises: WorkerError when a rank is gone."""
+        return self._run(step, self._worker.launch_first)
+
     def close(self) -> None:
         """End the children: closed sockets tell them, what is left after a while is killed."""
         if self._is_closing.is_set():

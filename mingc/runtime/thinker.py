@@ -39,6 +39,7 @@ class PrefillStep:
         start: tokens of the request before this chunk.
         pages: (P,) int64, the request's pages in token order, enough for start + n tokens.
         slot: where the device keeps what sampling needs of the request; 0 when it does not sample.
+        sampling: (1, NUM_COLUMNS) float64 when the device is to choose the token behind this chunk; else None.
     """
 
     input_ids: Ints
@@ -48,6 +49,7 @@ class PrefillStep:
     start: int
     pages: Ints
     slot: int = 0
+    sampling: NDArray[np.float64] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +98,7 @@ class ThinkerWorker:
     The group of ranks, if there is one, must have met; making one is a collective.
 
     Attributes:
-        samples: whether `launch` is there.
+        samples: whether `launch` and `launch_first` are there.
         routes: expert ids and weights (T, K) of each expert layer in the last chunk; empty when the engines do not
             tell.
     """
@@ -134,6 +136,7 @@ class ThinkerWorker:
             self._last = torch.zeros(slots, dtype=torch.int64, device=device)  # token of each slot's request
             self._seen = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
             self._yes = torch.ones((), dtype=torch.bool, device=device)
+            self._chunk_logits = torch.zeros(1, vocab_size, device=device)  # of the last chunk
         self._runs: dict[tuple[str, int], StaticRun] = {}
         if self.samples:
             with torch.inference_mode():
@@ -186,6 +189,15 @@ class ThinkerWorker:
         _, chosen = self._decode_step(step, "draw" if needs_draw(step.sampling) else "decode")
         return LaunchedTokens(download=Download(chosen[: len(step.input_ids)]))
 
+    @torch.inference_mode()
+    def launch_first(self, step: PrefillStep) -> LaunchedTokens:
+        """Run the last chunk of a prompt and choose the answer's first token; does not wait for the device."""
+        assert self.samples and step.sampling is not None, "the worker was made to sample"
+        self.prefill(step)
+        inputs = {"slots": torch.tensor([step.slot]), "sampling": torch.from_numpy(step.sampling).float()}
+        (chosen,) = self._run("draw first" if needs_draw(step.sampling) else "first", 1, inputs)
+        return LaunchedTokens(download=Download(chosen))
+
     def _decode_step(self, step: DecodeStep, kind: str) -> tuple[Tensor, ...]:
         width = self._decode.bucket("B", len(step.input_ids))
         inputs = {
@@ -203,7 +215,7 @@ class ThinkerWorker:
         return self._run(kind, width, inputs)
 
     def _run(self, kind: str, width: int, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """A prefill chunk, or a decode step with or without drawing, of host tensors."""
+        """A prefill chunk, a decode step, or the choice behind a chunk; the latter two with or without drawing."""
         if self._runs:
             return self._runs[kind, width](inputs)
         return self._function(kind)({name: value.to(self.device) for name, value in inputs.items()})
@@ -211,6 +223,8 @@ class ThinkerWorker:
     def _function(self, kind: str) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]:
         if kind == "prefill":
             return self._run_prefill
+        if kind.endswith("first"):
+            return partial(self._run_first, draws=kind.startswith("draw"))
         return partial(self._run_decode, draws=kind == "draw")
 
     def _run_prefill(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -220,7 +234,13 @@ class ThinkerWorker:
             self._seen.index_copy_(0, slot, self._seen.index_select(0, slot) & (start > 0))
             is_token = torch.arange(len(ids), device=self.device) <= inputs["last"]
             self._seen.index_put_((slot, torch.where(is_token, ids, ids[0])), self._yes)
-        return self._layers.prefill({**inputs, "embeds": self._embeds[: len(ids)]})
+        outputs = self._layers.prefill({**inputs, "embeds": self._embeds[: len(ids)]})
+        if self.samples:
+            self._chunk_logits.copy_(outputs[0])
+        return outputs
+
+    def _run_first(self, inputs: Mapping[str, Tensor], *, draws: bool) -> tuple[Tensor, ...]:
+        return (self._choose(self._chunk_logits, inputs, draws=draws),)
 
     def _run_decode(self, inputs: Mapping[str, Tensor], *, draws: bool) -> tuple[Tensor, ...]:
         ids = inputs["input_ids"]
@@ -235,15 +255,18 @@ class ThinkerWorker:
             "positions": inputs["positions"].expand(3, -1).contiguous(),
         }
         logits = self._layers.decode({**inputs, **answers})
-        if not self.samples:
-            return (logits,)
+        return (logits, self._choose(logits, inputs, draws=draws)) if self.samples else (logits,)
+
+    def _choose(self, logits: Tensor, inputs: Mapping[str, Tensor], *, draws: bool) -> Tensor:
+        """The tokens (B,) behind `logits` (B, V), kept as the last ones of `slots`; the same on all ranks."""
+        slots = inputs["slots"]
         if draws:
             chosen = choose_tokens(logits, inputs["sampling"], self._seen.index_select(0, slots))
         else:
             chosen = choose_likeliest(logits)
         take_from_first_(chosen)
         self._last.index_copy_(0, slots, chosen.clamp_min(0))
-        return logits, chosen
+        return chosen
 
     def _prepare(self, batches: Sequence[int], chunks: Sequence[int]) -> None:
         """A run for every size, the largest first: the others then fit into the memory its graph has taken."""
@@ -273,6 +296,9 @@ class ThinkerWorker:
             }
             for kind in ("draw", "decode"):
                 self._prepare_run(kind, width, shapes, pool, f"a step of batch {width}")
+        shapes = {"slots": one, "sampling": (torch.float32, (1, NUM_COLUMNS))}
+        for kind in ("draw first", "first"):
+            self._prepare_run(kind, 1, shapes, pool, "the choice of a first token")
 
     def _prepare_run(self, kind: str, width: int, shapes: Shapes, pool: GraphPool | None, name: str) -> None:
         run = self._function(kind)

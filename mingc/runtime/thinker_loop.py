@@ -1,8 +1,8 @@
 """The thinker's thread: plans a step, runs it on all ranks, and hands tokens to the requests.
 
-A runner that samples chooses tokens on the device: the next step is then launched before the host knows the tokens of
-the one before. A request that turns out to have ended has then run one token too many, which nobody hears of. Where
-the runner does not sample, the host does, between steps.
+A runner that samples chooses tokens on the device, the first one of an answer too: the next step is then launched
+before the host knows the tokens of the one before. A request that turns out to have ended has then run one token too
+many, which nobody hears of. Where the runner does not sample, the host does, between steps.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class StepRunner(Protocol):
     def decode(self, step: DecodeStep) -> Tensor: ...
 
     def launch(self, step: DecodeStep) -> LaunchedTokens: ...
+
+    def launch_first(self, step: PrefillStep) -> LaunchedTokens: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -118,9 +120,12 @@ class ThinkerLoop(EngineThread):
         """
         count = len(prompt.input_ids)
         max_tokens = self.scheduler.max_new_tokens(count, sampling.max_tokens)
-        row = SamplerRow.begin(
-            sampling, seed, prompt.input_ids.tolist(), self._vocab_size, self._runner.device
-        )
+        if self._runner.samples:
+            row = SamplerRow(sampling, seed)  # the device knows which tokens were seen
+        else:
+            row = SamplerRow.begin(
+                sampling, seed, prompt.input_ids.tolist(), self._vocab_size, self._runner.device
+            )
         with self._lock:
             self._check_healthy()
             request = next(self._ids)
@@ -142,20 +147,22 @@ class ThinkerLoop(EngineThread):
                 self.scheduler.check()
                 self._slots.check()
             return False
+        under_way = len(self._launched)
         logits = self._run_prefill(plan.prefill) if plan.prefill is not None else None
         with self._lock:
             self.scheduler.commit(plan)
-        if plan.prefill is not None and plan.prefill.is_last and logits is not None:
+        if plan.prefill is not None and logits is not None:
             self._sample([plan.prefill.request], logits)
         if self._runner.samples:
-            self._run_ahead(plan.decode)
+            self._run_ahead(plan.decode, under_way)
         elif plan.decode:
             self._run_decode(plan.decode)
         return True
 
     def _run_prefill(self, chunk: PrefillChunk) -> Tensor | None:
-        """Logits (1, V), or None when the engine failed and the request with it."""
-        prompt = self._requests[chunk.request].prompt
+        """Logits (1, V) when the prompt is whole and the host is to choose. A failure is told to the request."""
+        running = self._requests[chunk.request]
+        prompt = running.prompt
         if chunk.start == 0:
             self._slots.allocate(chunk.request)
         inside = slice(chunk.start, chunk.start + chunk.count)
@@ -167,9 +174,14 @@ class ThinkerLoop(EngineThread):
             start=chunk.start,
             slot=self._slots.slot(chunk.request),
             pages=self._pages(chunk.request, chunk.start + chunk.count),
+            sampling=_sampling([running]) if chunk.is_last and self._runner.samples else None,
         )
         try:
-            return self._runner.prefill(step)
+            if step.sampling is None:
+                logits = self._runner.prefill(step)
+                return logits if chunk.is_last else None
+            self._add_launched([chunk.request], self._runner.launch_first(step))
+            return None
         except Exception as error:
             self._fail_step([chunk.request], error)
             return None
@@ -182,17 +194,13 @@ class ThinkerLoop(EngineThread):
             return
         self._sample(requests, logits)
 
-    def _run_ahead(self, requests: Sequence[int]) -> None:
-        """Launch the next token of `requests`, then hand out those of the step before it."""
+    def _run_ahead(self, requests: Sequence[int], under_way: int) -> None:
+        """Launch the next token of `requests`, then hand out those of the `under_way` calls of earlier steps."""
         wanted = [request for request in requests if self._requests[request].is_launchable]
         try:
             if wanted:
-                launched = self._runner.launch(self._decode_step(wanted))
-                rows = [(request, self._requests[request]) for request in wanted]
-                self._launched.append((rows, launched))
-                for _, running in rows:
-                    running.pending += 1
-            if self._launched and (len(self._launched) > 1 or not wanted):
+                self._add_launched(wanted, self._runner.launch(self._decode_step(wanted)))
+            for _ in range(under_way):
                 self._collect()
         except Exception as error:
             # Which of the steps under way it was cannot be told: the device reports late.
@@ -200,8 +208,14 @@ class ThinkerLoop(EngineThread):
             self._launched.clear()
             self._fail_step([request for request in hurt if request in self._requests], error)
 
+    def _add_launched(self, requests: Sequence[int], launched: LaunchedTokens) -> None:
+        rows = [(request, self._requests[request]) for request in requests]
+        self._launched.append((rows, launched))
+        for _, running in rows:
+            running.pending += 1
+
     def _collect(self) -> None:
-        """Hand out the tokens of the oldest step; requests that have gone or ended before are passed over."""
+        """Hand out the tokens of the oldest call; requests that have gone or ended before are passed over."""
         rows, launched = self._launched[0]
         tokens = launched.wait()
         self._launched.popleft()
@@ -222,12 +236,7 @@ class ThinkerLoop(EngineThread):
         slots, sampling = None, None
         if self._runner.samples:
             slots = np.array([self._slots.slot(request) for request in requests])
-            sampling = np.array(
-                [
-                    sampling_columns(each.row.params, uniform(each.row.seed, each.row.step + each.pending))
-                    for each in running
-                ]
-            )
+            sampling = _sampling(running)
         return DecodeStep(
             input_ids=np.array([-1 if each.pending else each.answer[-1] for each in running]),
             positions=lengths - 1 + np.array([each.prompt.rope_delta for each in running]),
@@ -285,6 +294,16 @@ class ThinkerLoop(EngineThread):
     def _fail_all(self, error: ServeError) -> None:
         for request in list(self._requests):
             self._fail(request, error)
+
+
+def _sampling(running: Sequence[_Running]) -> NDArray[np.float64]:
+    """(n, NUM_COLUMNS): how the next token of each is to be chosen."""
+    return np.array(
+        [
+            sampling_columns(each.row.params, uniform(each.row.seed, each.row.step + each.pending))
+            for each in running
+        ]
+    )
 
 
 def _chunk_embeds(prompt: ThinkerPrompt, start: int, count: int) -> Tensor | None:

@@ -22,6 +22,7 @@ def test_steps_cross_the_wire_unchanged() -> None:
             start=7,
             pages=np.array([4, 2]),
             slot=3,
+            sampling=np.random.default_rng(2).random((1, 6)),
         ),
         PrefillStep(
             input_ids=np.arange(2),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -98,6 +99,46 @@ def test_a_stop_token_ends_and_is_not_shown(
     collector = ask(started(make_loop(stop_ids=[stop])), PROMPTS[0], max_tokens=20)
     assert collector.tokens() == free[: free.index(stop)]
     assert collector.items[-1] == TokenItem(token=None, finish="stop")
+
+
+def test_a_first_token_may_end_an_answer(
+    started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop
+) -> None:
+    first = ask(started(make_loop()), PROMPTS[0]).tokens()[0]
+    assert ask(started(make_loop()), PROMPTS[0], max_tokens=1).tokens() == [first]
+    loop = started(make_loop(stop_ids=[first]))
+    collector = ask(loop, PROMPTS[0])
+    assert collector.tokens() == [] and collector.items == [TokenItem(token=None, finish="stop")]
+    assert len(ask(loop, PROMPTS[1], max_tokens=1).tokens()) == 1
+
+
+def test_no_first_token_is_waited_for_before_the_next_step_is_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = make_thinker_loop(is_static=True)  # not started: steps are run here
+    calls: list[str] = []
+    worker = loop._runner
+
+    def noting(name: str, launch: Callable[..., LaunchedTokens]) -> Callable[..., LaunchedTokens]:
+        def noted(step: PrefillStep | DecodeStep) -> LaunchedTokens:
+            calls.append(f"{name} {len(calls)}")
+            return _Noted(download=launch(step).download, calls=calls, name=f"wait for {calls[-1]}")
+
+        return noted
+
+    for name in ("launch", "launch_first"):
+        monkeypatch.setattr(worker, name, noting(name, getattr(worker, name)))
+    running = ask(loop, PROMPTS[0], max_tokens=20)
+    loop._step()
+    assert calls == ["launch_first 0"] and not running.items
+    loop._step()
+    assert calls[1:] == ["launch 1", "wait for launch_first 0"] and len(running.items) == 1
+    joining = ask(loop, PROMPTS[3], max_tokens=20)
+    loop._step()
+    assert calls[3:] == ["launch_first 3", "launch 4", "wait for launch 1"] and not joining.items
+    loop._step()
+    assert calls[6:] == ["launch 6", "wait for launch_first 3", "wait for launch 4"]
+    assert len(joining.items) == 1 and len(running.items) == 3
 
 
 def test_cancelling_frees_all_pages(
@@ -209,3 +250,15 @@ def test_no_row_outside_the_given_pages_is_written() -> None:
     rows = worker.state["layers.0.attention.k_pages"][:, 0, 0].view(-1, PAGE)
     assert rows[5].tolist() == [1, 2, 3, 4] and rows[2].tolist() == [5, 6, 0, 0]
     assert not rows[[1, 3, 4, 6, 7, 8]].any()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Noted(LaunchedTokens):
+    """Tokens that note when they are waited for."""
+
+    calls: list[str]
+    name: str
+
+    def wait(self) -> list[int]:
+        self.calls.append(self.name)
+        return LaunchedTokens.wait(self)
