@@ -191,6 +191,8 @@ class TracingWorker(ThinkerWorker):
         if kind == "prefill":  # what an earlier chunk gave is not kept: no token is chosen from it
             self._traces[int(inputs["page_table"][0])] = [outputs[0].clone()]
             return outputs
+        if kind.endswith("first"):  # a choice from the chunk's
+            return outputs
         first_pages: list[int] = inputs["page_table"][:, 0].tolist()
         self.widest = max(self.widest, sum(page > 0 for page in first_pages))
         for row, page in enumerate(first_pages):
