@@ -67,3 +67,47 @@ def test_the_patch_embedding_is_a_linear_map(artifact: Path) -> None:
     rows = done.document["patch_embed"]
     assert [row["patches"] for row in rows] == [256, 1024, 4096]
     assert all(row["relative_difference"] < 1e-5 and row["conv3d_ms"] > 0 for row in rows)
+
+
+def test_every_engine_of_the_thinker_is_timed_and_must_do_what_its_dims_say(
+    wide_thinker_artifact: Path,
+) -> None:
+    """By hand: 64 wide, 4 query and 2 key heads of 128, 16 experts of 32 of which 4 and a shared one, float32."""
+    done = mingc("probe", wide_thinker_artifact, "--engine", "thinker", "--repetitions", 1, "--json")
+    assert done.code == 0, done.stderr
+    report = done.document
+    rows = {
+        (row["engine"].removeprefix("thinker."), *row["sizes"].values()): (row, floor)
+        for row, floor in zip(report["engines"], report["floors"], strict=True)
+    }
+    batches, chunks, tables, tokens = (1, 8, 32), (16, 32, 64), (4, 8, 16), (1, 8, 16, 32, 64)
+    assert set(rows) == {
+        *(("decode_attention", batch, pages) for batch in batches for pages in tables),
+        *(("prefill_attention", count, pages) for count in chunks for pages in tables),
+        *(("decode_experts", batch) for batch in batches),
+        *(("prefill_experts", count) for count in chunks),
+        *((name, count) for name in ("embed", "dense") for count in tokens),
+        *(("head", batch) for batch in batches),
+    }
+    assert report["notes"] and not any(floor["uncounted"] for _, floor in rows.values())
+
+    def floor(*key: object) -> dict[str, float]:
+        return rows[key][1]
+
+    projections = 64 * (4 + 2 * 2) * 128 + 4 * 128 * 64
+    for batch in batches:
+        row, attention = rows["decode_attention", batch, 8]
+        assert (row["context_tokens"], row["instances"]) == (8 * 16 - 1, 4)
+        assert attention["flops"] == batch * (2 * projections + 4 * 4 * 128 * 8 * 16)
+        assert attention["weight_bytes"] == 4 * (projections + 64 + 2 * 128)
+        assert attention["state_bytes"] == batch * 4 * 2 * 2 * 128 * (8 * 16 + 1)
+        assert floor("head", batch)["flops"] == batch * 2 * 64 * 576
+    for count in tokens:
+        assert floor("dense", count)["flops"] == count * 2 * 3 * 64 * 128
+        assert floor("embed", count)["flops"] == 0
+    expert, gate = 3 * 64 * 32, 64 * 16
+    one, many = floor("decode_experts", 1), floor("decode_experts", 32)
+    assert one["flops"] == 2 * (gate + 5 * expert + 4 * 64)
+    assert one["weight_bytes"] == 4 * (gate + 16 + 5 * expert + 64)
+    assert (many["flops"], many["weight_bytes"]) == (32 * one["flops"], 4 * (gate + 16 + 17 * expert + 64))
+    assert floor("prefill_experts", 64)["flops"] == 64 * 2 * (3 * gate + 5 * expert + 4 * 64)
