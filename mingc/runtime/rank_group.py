@@ -177,7 +177,7 @@ class RankGroup:
         if parting.is_alive():
             error = RankError(f"the ranks did not part within {_PART_TIMEOUT_S:g} s", where="rank 0")
             log.error("%s", error.message)
-            end_process_for(error)
+            end_process_for(error, self)
 
     def _spawn(self, job: RankJob) -> None:
         ours, theirs = socket.socketpair()
@@ -263,7 +263,7 @@ class RankGroup:
             self._death = death
         log.error("%s", death.message)
         if self.device.type == "cuda":
-            end_process_for(death)
+            end_process_for(death, self)
         # The others may wait in a collective for a rank that is gone; without them it fails here as well.
         self._kill()
         self._on_death(death)

@@ -18,13 +18,18 @@ from mingc.runtime.step_watch import StepWatch
 
 _CPU = torch.device("cpu")
 _END = """
-import sys, time
+import ctypes, sys, time
 from mingc.errors import RankError
-from mingc.runtime.last_resort import end_process_for
+from mingc.runtime import last_resort
 
-end_process_for(RankError("a rank is gone"), float(sys.argv[1]))
-print("said")
-time.sleep(float(sys.argv[2]))
+class Engine:
+    def __del__(self):
+        time.sleep(600)
+
+last_resort.GIL_MARGIN_S = 0.5
+last_resort.end_process_for(RankError("a rank is gone"), Engine(), float(sys.argv[1]))
+print("said", flush=True)
+exec(sys.argv[2])
 """
 
 
@@ -54,11 +59,19 @@ def test_steps_within_the_limit_and_idle_time_are_not_told() -> None:
     watch.close()
 
 
-@pytest.mark.parametrize(("limit_s", "work_s"), [(0.2, 600), (600, 0)], ids=["cut off", "in order"])
-def test_a_process_without_its_ranks_ends_with_their_code(limit_s: float, work_s: float) -> None:
-    words = [sys.executable, "-c", _END, str(limit_s), str(work_s)]
+@pytest.mark.parametrize(
+    ("limit_s", "work", "code"),
+    [
+        (0.2, "time.sleep(600)", RankError.exit_code),
+        (600, "pass", RankError.exit_code),
+        (0.2, "ctypes.PyDLL(None).sleep(600)", 1),
+    ],
+    ids=["cut off", "in order", "cut off in a call that holds the interpreter"],
+)
+def test_a_process_without_its_ranks_ends_with_their_code(limit_s: float, work: str, code: int) -> None:
+    words = [sys.executable, "-c", _END, str(limit_s), work]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (RankError.exit_code, "said\n")
+    assert (done.returncode, done.stdout) == (code, "said\n")
 
 
 def test_a_service_that_ends_by_itself_ends_the_server_with_its_error() -> None:
