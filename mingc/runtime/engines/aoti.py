@@ -7,11 +7,17 @@ fresh process), so it is no substitute.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import atexit
+import functools
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
+from mingc.artifacts.work_folder import work_folder
 from mingc.errors import BundleError
 from mingc.runtime.engines.base import Engine
 
@@ -28,7 +34,8 @@ class AotiEngine(Engine):
             torch.backends.cudnn.allow_tf32 = False
         try:
             # Single-threaded: required for CUDA graph capture; callers never run one engine from two threads.
-            self._loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
+            with _unpacking_to(_unpack_folder()):
+                self._loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
         except RuntimeError as error:
             raise BundleError(
                 f"engine cannot be loaded: {error}", where=str(path), fix="run mingc verify"
@@ -47,6 +54,30 @@ class AotiEngine(Engine):
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         outputs: list[torch.Tensor] = self._loader.run(list(tensors))
         return outputs
+
+
+@functools.cache
+def _unpack_folder() -> Path:
+    """Where the loader of this process unpacks packages; gone when the process ends.
+
+    What a process leaves that was killed is removed by the next one.
+    """
+    stack = ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(work_folder(Path(tempfile.gettempdir()), "mingc-engines-", mode=0o700))
+
+
+@contextmanager
+def _unpacking_to(folder: Path) -> Iterator[None]:
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
 
 
 def load(path: Path, device: torch.device) -> Engine:
