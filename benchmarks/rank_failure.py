@@ -189,14 +189,19 @@ def wait_until_free(before: list[int]) -> list[int]:
         time.sleep(0.2)
 
 
-def restart(artifact: Path, options: list[str], log: Path) -> float:
-    """Seconds until a new server is ready, which then answers."""
+def restart(artifact: Path, options: list[str], log: Path) -> tuple[float, float]:
+    """Seconds until a new server is ready, which then answers, and until SIGTERM has ended it."""
     with serving(artifact, options, log) as served:
         path, body = f"{served.url}/v1/chat/completions", body_of(0, 8, streamed=False)
         answer = httpx.post(path, json=body, timeout=_END_S, trust_env=False)
         if answer.status_code != 200:
             raise SystemExit(f"the restarted server answered {answer.status_code}: {answer.text[:500]}")
-        return served.start_s
+        asked_at = time.perf_counter()
+        served.process.terminate()
+        code = served.process.wait(_END_S)
+        if code != 0:
+            raise SystemExit(f"the restarted server ended with code {code} after SIGTERM")
+        return served.start_s, time.perf_counter() - asked_at
 
 
 def measure(
@@ -215,7 +220,7 @@ def measure(
         was_open = is_open(served.url)
     after = wait_until_free(before)
     left = [each for each in served.ranks if Path(f"/proc/{each}").exists()]
-    restart_s = None if arguments.no_restart else restart(arguments.artifact, options, log)
+    again = None if arguments.no_restart else restart(arguments.artifact, options, log)
     # An answer that was whole before the signal had its effect is none that failed.
     error_s = sorted(stream.ended_at - sent_at for stream in streams if not stream.is_whole)
     # A rank that hangs is noticed after the step's limit; a dead one at once.
@@ -237,8 +242,8 @@ def measure(
          "max": round(max(error_s, default=0.0), 3), "n": len(error_s), "unit": "s"},
         {"name": "exit_s", **same, "median": round(exit_s, 3), "n": 1, "exit_code": code, "unit": "s"},
     ]  # fmt: skip
-    if restart_s is not None:
-        figures.append({"name": "restart_s", **same, "median": round(restart_s, 3), "n": 1, "unit": "s"})
+    for name, seconds in zip(("restart_s", "stop_s"), again or (), strict=False):
+        figures.append({"name": name, **same, "median": round(seconds, 3), "n": 1, "unit": "s"})
     figures += [
         {"name": "gpu_memory_mib", **same, "gpu": index, "before": first, "serving": second, "after": third,
          "unit": "MiB"}
