@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
-import multiprocessing
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from clients import client_of
 
 RATE = 44_100
-_TIMEOUT_S = 300.0
 SENTENCES = (
     "The harbour was quiet and the boats lay side by side in the early light of the morning",
     "She counted the steps to the top of the tower and wrote the number into her small book",
@@ -77,39 +74,9 @@ async def ask(client: httpx.AsyncClient, request: dict[str, Any], chunks: int | 
     return heard
 
 
-def client_of(url: str) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
-    return httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, limits=limits)
+def speak(url: str, indexes: range, rounds: int, patches: int, streamed: bool) -> list[Heard]:
+    """The clients `indexes`, each with `rounds` requests one after the other."""
 
-
-class Clients:
-    """Clients in processes of their own: one process alone sends sixteen requests over tens of milliseconds."""
-
-    def __init__(self, num_processes: int) -> None:
-        # A collection of all that was ever imported would look like a late chunk.
-        gc.collect()
-        gc.freeze()
-        # Forked before anything has started a thread; nothing is imported again.
-        context = multiprocessing.get_context("fork")
-        self._num_processes = num_processes
-        self._pool = ProcessPoolExecutor(num_processes, mp_context=context)
-        self._pool.submit(int).result()  # forks them all
-
-    def load(self, url: str, concurrency: int, rounds: int, patches: int, *, streamed: bool) -> list[Heard]:
-        """`concurrency` clients, each with `rounds` requests one after the other."""
-        shares = [range(first, concurrency, self._num_processes) for first in range(self._num_processes)]
-        futures = [
-            self._pool.submit(_run_clients, url, share, rounds, patches, streamed)
-            for share in shares
-            if share
-        ]
-        return [heard for future in futures for heard in future.result()]
-
-    def close(self) -> None:
-        self._pool.shutdown()
-
-
-def _run_clients(url: str, indexes: range, rounds: int, patches: int, streamed: bool) -> list[Heard]:
     async def one(client: httpx.AsyncClient, index: int) -> list[Heard]:
         return [
             await ask(client, body(1000 * turn + index, patches, streamed=streamed)) for turn in range(rounds)

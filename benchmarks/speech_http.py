@@ -13,23 +13,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import harness
 import torch
-from speech_clients import RATE, SENTENCES, Clients, Heard, ask, body, client_of
+from clients import Clients, client_of
+from serving import server
+from speech_clients import RATE, SENTENCES, Heard, ask, body, speak
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tests" / "data" / "tiny-ming"
@@ -54,46 +51,6 @@ def make_artifact(output: Path, given: argparse.Namespace) -> None:
         words += ["--target", given.target, "--dtype", given.dtype, "--jobs", str(given.jobs)]
         words += ["--output", str(output), *(["--cache", str(given.cache)] if given.cache else [])]
         subprocess.run([sys.executable, "-m", "mingc", "export", str(configs), *words], check=True, cwd=ROOT)
-
-
-@contextmanager
-def server(artifact: Path, caches: Path, log: Path) -> Iterator[tuple[str, dict[str, float], int]]:
-    """A server as a child: its address, the seconds of its phases, its process id.
-
-    A compiler, were one used, would leave its caches in `caches`.
-    """
-    environment = {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
-        "TRITON_CACHE_DIR": str(caches / "triton"),
-    }
-    words = ["serve", str(artifact), "--port", "0", "--json", "--no-check-hashes"]
-    started = time.perf_counter()
-    with log.open("wb") as errors:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "mingc", *words],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-    try:
-        assert child.stdout is not None
-        line = child.stdout.readline()
-        if not line:
-            raise SystemExit(f"the server did not start:\n{log.read_text()[-3000:]}")
-        ready = json.loads(line)
-        phases = {**ready["startup_s"], "whole": round(time.perf_counter() - started, 3)}
-        yield ready["url"], phases, child.pid
-    finally:
-        child.send_signal(signal.SIGTERM)
-        try:
-            child.wait(30)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
 
 
 def figures_of(heard: list[Heard], concurrency: int, patches: int, *, streamed: bool) -> list[dict[str, Any]]:
@@ -222,13 +179,13 @@ def main() -> None:
                 for name, seconds in phases.items()
             ]
             started = time.perf_counter()
-            clients.load(url, 1, 1, 4, streamed=True)
+            clients.load(speak, url, 1, 1, 4, True)
             first = round(time.perf_counter() - started, 3)
             figures.append({"name": "cold_start_s", "phase": "first request", "median": first, "unit": "s"})
             for concurrency in map(int, given.concurrency.split(",")):
-                clients.load(url, concurrency, 1, 8, streamed=True)
+                clients.load(speak, url, concurrency, 1, 8, True)
                 for streamed in (True, False):
-                    heard = clients.load(url, concurrency, given.rounds, given.patches, streamed=streamed)
+                    heard = clients.load(speak, url, concurrency, given.rounds, given.patches, streamed)
                     figures += figures_of(heard, concurrency, given.patches, streamed=streamed)
                 rates = [each["median"] for each in figures if each["name"] == "audio_s_per_s"][-2:]
                 ratio = {"name": "stream_ratio", "concurrency": concurrency, "unit": "streamed / whole"}

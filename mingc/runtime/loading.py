@@ -147,7 +147,7 @@ def open_service(
         raise
     ranks = runner if isinstance(runner, RankGroup) else None
     service = OmniService(
-        _info(manifest, options, ranks),
+        _info(manifest, options, ranks, chat),
         chat=chat,
         speech=speech,
         ranks=ranks,
@@ -266,7 +266,9 @@ def _load_speech(
     )
 
 
-def _info(manifest: Manifest, options: EngineOptions, ranks: RankGroup | None) -> ServiceInfo:
+def _info(
+    manifest: Manifest, options: EngineOptions, ranks: RankGroup | None, chat: ChatParts | None
+) -> ServiceInfo:
     stages = manifest.stages
     has_text = "thinker" in stages
     vae = manifest.parameters.audio_vae
@@ -282,6 +284,8 @@ def _info(manifest: Manifest, options: EngineOptions, ranks: RankGroup | None) -
         has_video=has_text and "vision_encoder" in stages,
         has_audio_input=has_text and "audio_encoder" in stages,
         has_speech=has_speech,
+        context_tokens=chat.loop.scheduler.max_context if chat is not None else None,
+        kv_tokens=chat.loop.scheduler.pool.max_tokens if chat is not None else None,
         all_reduce=ranks.reduce_choice.reason if ranks is not None else None,
     )
 

@@ -273,6 +273,7 @@ def _sampling(fields: Fields) -> SamplingParams:
         min_p=number("min_p", default.min_p, 1.0),
         repetition_penalty=number("repetition_penalty", default.repetition_penalty, 10.0, above_low=True),
         stop=_stop(fields),
+        ignore_eos=fields.boolean("ignore_eos") or False,
         seed=_seed(fields),
     )
 

@@ -40,7 +40,9 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 and `min_p` 0 are off."""
+    """How the next token is chosen, and when no other is. Temperature 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0
+    are off. With `ignore_eos` a token that ends answers is one like others.
+    """
 
     max_tokens: int = 2048
     temperature: float = 0.0
@@ -49,6 +51,7 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
     seed: int | None = None
 
 
@@ -151,6 +154,8 @@ class ServiceInfo:
     has_video: bool
     has_audio_input: bool
     has_speech: bool
+    context_tokens: int | None = None  # of one prompt and its answer; None without a thinker
+    kv_tokens: int | None = None  # of all prompts and answers together; None without a thinker
     all_reduce: str | None = None  # how the thinker's ranks sum up, and why; None for one rank
 
 

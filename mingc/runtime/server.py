@@ -56,8 +56,9 @@ def create_app(service: Service, options: ServeOptions) -> Starlette:
     async def health(request: Request) -> Response:
         status = "stopping" if http.stopping else "ready" if service.is_ready else "not_ready"
         body: responses.Json = {"status": status, "model": service.info.model, "in_flight": http.in_flight}
-        if service.info.all_reduce is not None:
-            body["all_reduce"] = service.info.all_reduce
+        for name in ("context_tokens", "kv_tokens", "all_reduce"):
+            if (value := getattr(service.info, name)) is not None:
+                body[name] = value
         return _json(body, 200 if status == "ready" else 503)
 
     async def metrics(request: Request) -> Response:

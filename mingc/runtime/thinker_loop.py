@@ -257,7 +257,7 @@ class ThinkerLoop(EngineThread):
         if token is None:
             self._fail(request, WorkerError("the model's logits are not finite", where="thinker"))
             return
-        if token in self._stop_ids:
+        if token in self._stop_ids and not running.row.params.ignore_eos:
             running.emit(TokenItem(token=None, finish="stop"))
             self._remove(request)
             return

@@ -44,12 +44,12 @@ def test_defaults() -> None:
 def test_all_sampling_fields() -> None:
     call = chat(
         max_completion_tokens=5, temperature=1, top_p=0.5, top_k=7, min_p=0.1, repetition_penalty=1.2,
-        stop="END", seed=-1, stream=True, stream_options={"include_usage": True}, thinking=True,
+        stop="END", seed=-1, ignore_eos=True, stream=True, stream_options={"include_usage": True}, thinking=True,
         video_fps=1.5, video_max_frames=8, video_min_pixels=1, video_max_pixels=2, video_total_pixels=3,
     )  # fmt: skip
     assert call.sampling == SamplingParams(
         max_tokens=5, temperature=1.0, top_p=0.5, top_k=7, min_p=0.1, repetition_penalty=1.2,
-        stop=("END",), seed=(1 << 64) - 1,
+        stop=("END",), ignore_eos=True, seed=(1 << 64) - 1,
     )  # fmt: skip
     assert (call.stream, call.include_usage, call.thinking) == (True, True, True)
     assert call.video == VideoParams(fps=1.5, max_frames=8, min_pixels=1, max_pixels=2, total_pixels=3)

@@ -107,12 +107,18 @@ def test_models_voices_health(client: Client) -> None:
     assert (voices["voices"], voices["default"]) == (["DB30", "Lina"], "DB30")
     health = client.http.get("/health")
     assert (health.status_code, health.json()["status"]) == (200, "ready")
-    assert "all_reduce" not in health.json()
+    assert {"all_reduce", "kv_tokens"}.isdisjoint(health.json())
 
 
 def test_health_tells_how_ranks_sum_up() -> None:
     for client in start(info=replace(INFO, all_reduce="one-shot up to 8192 bytes")):
         assert client.http.get("/health").json()["all_reduce"] == "one-shot up to 8192 bytes"
+
+
+def test_health_tells_how_many_tokens_fit() -> None:
+    for client in start(info=replace(INFO, context_tokens=4096, kv_tokens=16384)):
+        health = client.http.get("/health").json()
+        assert (health["context_tokens"], health["kv_tokens"]) == (4096, 16384)
 
 
 def test_a_service_that_is_not_ready() -> None:

@@ -141,6 +141,16 @@ def test_no_first_token_is_waited_for_before_the_next_step_is_launched(
     assert len(joining.items) == 1 and len(running.items) == 3
 
 
+def test_a_stop_token_is_one_like_others_to_a_request_that_ignores_them(
+    started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop
+) -> None:
+    free = ask(started(make_loop()), PROMPTS[0], max_tokens=20).tokens()
+    loop = started(make_loop(stop_ids=[free[4]]))
+    collector = ask(loop, PROMPTS[0], max_tokens=20, ignore_eos=True)
+    assert collector.tokens() == free
+    assert collector.items[-1] == TokenItem(token=free[-1], finish="length")
+
+
 def test_cancelling_frees_all_pages(
     started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop
 ) -> None:

@@ -1,0 +1,87 @@
+"""Clients of a chat server, for measuring it: each request notes when its tokens come. Torch is not needed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from clients import client_of
+
+SENTENCE = "The harbour was quiet and the boats lay side by side in the early light of the morning. "
+_DATA = "data: "
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a client saw of one answer; times of `time.perf_counter`, which all processes of a machine share.
+
+    Attributes:
+        arrivals: of each token.
+        num_tokens: (prompt, answer) as the server counts them; zeros when the client hung up before the end.
+    """
+
+    sent_at: float
+    arrivals: list[float] = field(default_factory=list)
+    num_tokens: tuple[int, int] = (0, 0)
+
+    @property
+    def first_ms(self) -> float:
+        return 1e3 * (self.arrivals[0] - self.sent_at)
+
+    def gaps(self) -> list[tuple[float, float]]:
+        """Beginning and end of the time between two tokens."""
+        return list(itertools.pairwise(self.arrivals))
+
+
+def body(num_sentences: int, tokens: int, index: int = 0) -> dict[str, Any]:
+    """A request of `num_sentences` sentences for an answer of exactly `tokens` tokens; `index` makes it another."""
+    return {
+        "messages": [{"role": "user", "content": f"{index % 10}: {SENTENCE * num_sentences}"}],
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+async def ask(client: httpx.AsyncClient, request: dict[str, Any], until: float | None = None) -> Seen:
+    """Send one request and note when its tokens arrive; hang up at the first one after the moment `until`."""
+    seen = Seen(time.perf_counter())
+    async with client.stream("POST", "/v1/chat/completions", json=request) as response:
+        if response.status_code != 200:
+            raise SystemExit(f"status {response.status_code}: {(await response.aread())[:500]!r}")
+        async for line in response.aiter_lines():
+            now = time.perf_counter()
+            if not line.startswith(_DATA + "{"):
+                continue
+            event = json.loads(line[len(_DATA) :])
+            if "error" in event:
+                raise SystemExit(f"the stream ended with {event['error']}")
+            if usage := event.get("usage"):
+                seen.num_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+            delta = event["choices"][0]["delta"] if event["choices"] else {}
+            if "content" in delta and "role" not in delta:
+                seen.arrivals.append(now)
+                if until is not None and now > until:
+                    break
+    return seen
+
+
+def chat(
+    url: str, indexes: range, num_sentences: int, tokens: int, rounds: int, until: float | None = None
+) -> list[Seen]:
+    """The clients `indexes`, each with `rounds` requests one after the other."""
+
+    async def one(client: httpx.AsyncClient, index: int) -> list[Seen]:
+        return [await ask(client, body(num_sentences, tokens, index + turn), until) for turn in range(rounds)]
+
+    async def all_of_them() -> list[list[Seen]]:
+        async with client_of(url) as client:
+            return await asyncio.gather(*(one(client, index) for index in indexes))
+
+    return [seen for each in asyncio.run(all_of_them()) for seen in each]

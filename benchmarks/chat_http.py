@@ -1,0 +1,234 @@
+"""Chat through HTTP: a server over an artifact with a thinker, and clients on loopback.
+
+Measures the phases of a cold start; tokens a second and the time between tokens at several concurrencies; the time to
+the first token of long prompts, alone and while other answers are streamed; the time between those answers' tokens
+before and while the prompts are prefilled; one request that fills the context. Every answer has all its tokens
+(`ignore_eos`), so weights may be random.
+
+    python benchmarks/chat_http.py --artifact /tmp/chat --json benchmarks/results/chat-http-….json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shlex
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import harness
+import httpx
+import torch
+from chat_clients import Seen, ask, body, chat
+from clients import Clients, client_of
+from serving import server
+
+from mingc.runtime.timing import percentile
+
+Figures = list[dict[str, Any]]
+_CALM_S = 1.5  # how long streams run alone before the prompts come
+_SETTLE_S = 0.3  # of that, what is left out after the last stream's first token
+_LONG_ANSWER = 16  # tokens of the answer that fills the context
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Prompts of a wanted number of tokens, by what the server counts in two of them."""
+
+    overhead: float
+    per_sentence: float
+
+    @classmethod
+    def measure(cls, url: str) -> Prompts:
+        counts = [asyncio.run(alone(url, sentences, 1)).num_tokens[0] for sentences in (2, 6)]
+        per_sentence = (counts[1] - counts[0]) / 4
+        return cls(counts[0] - 2 * per_sentence, per_sentence)
+
+    def sentences(self, tokens: int) -> int:
+        """Sentences of the longest prompt of at most `tokens` tokens, at least one."""
+        return max(1, int((tokens - self.overhead - 1) / self.per_sentence))
+
+
+async def alone(url: str, sentences: int, tokens: int) -> Seen:
+    async with client_of(url) as client:
+        return await ask(client, body(sentences, tokens))
+
+
+def summary(samples: list[float]) -> dict[str, float]:
+    return {**harness.summary(samples), "p99": round(percentile(samples, 0.99), 4)}
+
+
+def gaps_ms(seen: list[Seen]) -> list[float]:
+    return [1e3 * (end - start) for each in seen for start, end in each.gaps()]
+
+
+def cold_start(url: str, phases: dict[str, float]) -> Figures:
+    """The server's phases, and the first answer's first token behind them."""
+    first = round(asyncio.run(alone(url, 1, 1)).first_ms / 1e3, 3)
+    seconds = {**phases, "first token": first, "start to first token": round(phases["whole"] + first, 3)}
+    return [
+        {"name": "cold_start_s", "phase": phase, "median": passed, "unit": "s", "n": 1}
+        for phase, passed in seconds.items()
+    ]
+
+
+def throughput(seen: list[Seen], concurrency: int, tokens: int) -> Figures:
+    first, last = min(each.sent_at for each in seen), max(each.arrivals[-1] for each in seen)
+    count = sum(len(each.arrivals) for each in seen)
+    short = sum(len(each.arrivals) != tokens or each.num_tokens[1] != tokens for each in seen)
+    common = {"concurrency": concurrency, "prompt_tokens": seen[0].num_tokens[0], "tokens": tokens}
+    return [
+        {
+            **common,
+            "name": "tok_per_s",
+            "median": round(count / (last - first), 1),
+            "unit": "tokens/s",
+            "n": len(seen),
+        },
+        {**common, "name": "ttft_ms", **summary([each.first_ms for each in seen]), "unit": "ms"},
+        {**common, "name": "inter_token_ms", **summary(gaps_ms(seen) or [0.0]), "unit": "ms"},
+        {**common, "name": "incomplete_answers", "median": short, "unit": "answers", "n": len(seen)},
+    ]
+
+
+def prompts_alone(url: str, sentences: int, count: int) -> Figures:
+    """Time to first token of a prompt that the server has to itself."""
+    seen = [asyncio.run(alone(url, sentences, 1)) for _ in range(count)]
+    common = {"prompt_tokens": seen[0].num_tokens[0], "streams": 0}
+    return [{**common, "name": "ttft_ms", **summary([each.first_ms for each in seen]), "unit": "ms"}]
+
+
+async def prompts_until(url: str, sentences: int, until: float) -> list[Seen]:
+    """Prompts one after the other, as many as have their first token before `until`; one in any case."""
+    seen: list[Seen] = []
+    async with client_of(url) as client:
+        while not seen or time.perf_counter() < until:
+            seen.append(await ask(client, body(sentences, 1, len(seen))))
+            await asyncio.sleep(0.05)
+    return [each for each in seen if each.arrivals[0] < until] or seen[:1]
+
+
+def prompts_beside_streams(
+    clients: Clients, url: str, sentences: int, streams: int, window_s: float, stream_tokens: int
+) -> Figures:
+    """Streams run alone for a while, then prompts come one after the other: what both see of each other."""
+    begun = time.perf_counter()
+    until = begun + _CALM_S + window_s
+    running = clients.begin(chat, url, streams, 1, stream_tokens, 1, until)
+    time.sleep(_CALM_S)
+    prompts = asyncio.run(prompts_until(url, sentences, until))
+    others = [each for future in running for each in future.result()]
+    calm_from = max(each.arrivals[0] for each in others) + _SETTLE_S
+    calm_to, end = prompts[0].sent_at, min(each.arrivals[-1] for each in others)
+    calm = [gap for each in others for gap in each.gaps() if calm_from <= gap[0] and gap[1] <= calm_to]
+    busy = [
+        gap
+        for each in others
+        for gap in each.gaps()
+        if any(gap[1] > prompt.sent_at and gap[0] < prompt.arrivals[0] for prompt in prompts)
+    ]
+    late = sum(each.arrivals[0] > end for each in prompts)
+    common = {"prompt_tokens": prompts[0].num_tokens[0], "streams": streams}
+    first_ms = [each.first_ms for each in prompts]
+    figures: Figures = [
+        {**common, "name": "ttft_ms", **summary(first_ms), "unit": "ms"},
+        {
+            **common,
+            "name": "prompts_beside_fewer_streams",
+            "median": late,
+            "unit": f"of {len(prompts)} prompts",
+        },
+    ]
+    rows = [
+        summary([1e3 * (last - first) for first, last in each]) if each else None for each in (calm, busy)
+    ]
+    for when, row in zip(("before the prompts", "during the prompts"), rows, strict=True):
+        if row is not None:
+            figures.append({**common, "name": "inter_token_ms", "when": when, **row, "unit": "ms"})
+    if rows[0] and rows[1]:
+        ratio = round(rows[1]["p99"] / rows[0]["p99"], 3)
+        figures.append(
+            {**common, "name": "inter_token_p99_ratio", "median": ratio, "unit": "during / before"}
+        )
+    return figures
+
+
+def longest(url: str, prompts: Prompts, context: int) -> Figures:
+    """One request whose prompt and answer fill the context but for a sentence."""
+    seen = asyncio.run(alone(url, prompts.sentences(context - _LONG_ANSWER), _LONG_ANSWER))
+    prompt, answer = seen.num_tokens
+    return [
+        {"name": "longest_ttft_ms", "prompt_tokens": prompt, "median": round(seen.first_ms, 2), "unit": "ms"},
+        {"name": "longest_answer", "median": answer, "unit": f"of {_LONG_ANSWER} tokens"},
+    ]
+
+
+def measure(url: str, health: dict[str, Any], clients: Clients, given: argparse.Namespace) -> Figures:
+    figures: Figures = []
+    context, kv_tokens = int(health["context_tokens"]), int(health["kv_tokens"])
+    figures.append({"name": "kv_tokens", "median": kv_tokens, "unit": "tokens"})
+    prompts = Prompts.measure(url)
+    short = prompts.sentences(min(given.prompt_tokens, context - given.tokens))
+    for concurrency in map(int, given.concurrency.split(",")):
+        clients.load(chat, url, concurrency, short, 4, 1)
+        seen = clients.load(chat, url, concurrency, short, given.tokens, given.rounds)
+        figures += throughput(seen, concurrency, given.tokens)
+    # Streams must not run out of tokens, and leave pages to the prompts.
+    room = (kv_tokens - context) // given.streams - given.prompt_tokens
+    if room < 1:
+        raise SystemExit(
+            f"KV pages for {kv_tokens} tokens hold no {given.streams} streams beside a long prompt"
+        )
+    stream_tokens = min(given.stream_tokens, context - given.prompt_tokens, room)
+    wanted = [min(int(each), context - _LONG_ANSWER) for each in given.prompts.split(",")]
+    for tokens in dict.fromkeys(wanted):
+        sentences = prompts.sentences(tokens)
+        figures += prompts_alone(url, sentences, given.prompt_rounds)
+        figures += prompts_beside_streams(clients, url, sentences, given.streams, given.window, stream_tokens)
+    return figures + longest(url, prompts, context)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--artifact", type=Path, required=True)
+    parser.add_argument("--serve", default="", help="further words of `mingc serve`")
+    parser.add_argument("--concurrency", default="1,16,32")
+    parser.add_argument("--rounds", type=int, default=3, help="requests of each client")
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="of those requests")
+    parser.add_argument("--tokens", type=int, default=152, help="tokens of each answer")
+    parser.add_argument("--prompts", default="1024,8192", help="tokens of the long prompts")
+    parser.add_argument("--prompt-rounds", type=int, default=5, help="long prompts sent alone")
+    parser.add_argument("--streams", type=int, default=16, help="answers streamed beside the long prompts")
+    parser.add_argument(
+        "--stream-tokens", type=int, default=2000, help="the most that each of these may have"
+    )
+    parser.add_argument("--window", type=float, default=4.0, help="seconds of long prompts beside streams")
+    parser.add_argument("--client-processes", type=int, default=4)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    clients = Clients(given.client_processes)
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch) / "server.log"
+        try:
+            words = shlex.split(given.serve)
+            with server(given.artifact, Path(scratch) / "caches", log, words) as (url, phases, _):
+                figures = cold_start(url, phases)
+                health = httpx.get(f"{url}/health").json()
+                figures += measure(url, health, clients, given)
+        finally:
+            clients.close()
+            if log.exists():
+                print(log.read_text()[-2000:], file=sys.stderr)
+    for figure in figures:
+        print(" ".join(f"{key}={value}" for key, value in figure.items()))
+    if given.json:
+        ceiling = harness.ceilings() if torch.cuda.is_available() else {}
+        harness.write(given.json, harness.result("chat_http", ceiling, figures, health=health))
+
+
+if __name__ == "__main__":
+    main()

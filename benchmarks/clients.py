@@ -1,0 +1,47 @@
+"""Processes that clients of a server are spread over, for measuring it. Torch is not needed."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any, TypeVar
+
+import httpx
+
+_TIMEOUT_S = 300.0
+_T = TypeVar("_T")
+
+
+def client_of(url: str) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
+    return httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, limits=limits)
+
+
+class Clients:
+    """Clients in processes of their own: one process alone sends sixteen requests over tens of milliseconds."""
+
+    def __init__(self, num_processes: int) -> None:
+        # A collection of all that was ever imported would look like a late chunk.
+        gc.collect()
+        gc.freeze()
+        # Forked before anything has started a thread; nothing is imported again.
+        context = multiprocessing.get_context("fork")
+        self._num_processes = num_processes
+        self._pool = ProcessPoolExecutor(num_processes, mp_context=context)
+        self._pool.submit(int).result()  # forks them all
+
+    def begin(
+        self, run: Callable[..., list[_T]], url: str, concurrency: int, *arguments: Any
+    ) -> list[Future[list[_T]]]:
+        """Start `run(url, indexes, *arguments)` in each process; the indexes are 0 to `concurrency` in all."""
+        shares = [range(first, concurrency, self._num_processes) for first in range(self._num_processes)]
+        return [self._pool.submit(run, url, share, *arguments) for share in shares if share]
+
+    def load(self, run: Callable[..., list[_T]], url: str, concurrency: int, *arguments: Any) -> list[_T]:
+        """As `begin`, and wait for what all of them return."""
+        return [each for future in self.begin(run, url, concurrency, *arguments) for each in future.result()]
+
+    def close(self) -> None:
+        self._pool.shutdown()
