@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import random
+import string
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import httpx
 from clients import client_of
 
-SENTENCE = "The harbour was quiet and the boats lay side by side in the early light of the morning. "
+_WORD_LENGTH = 5
 _DATA = "data: "
 
 
@@ -38,10 +40,15 @@ class Seen:
         return list(itertools.pairwise(self.arrivals))
 
 
-def body(num_sentences: int, tokens: int, index: int = 0) -> dict[str, Any]:
-    """A request of `num_sentences` sentences for an answer of exactly `tokens` tokens; `index` makes it another."""
+def body(num_words: int, tokens: int, index: int = 0) -> dict[str, Any]:
+    """A request of `num_words` random words for an answer of exactly `tokens` tokens; `index` makes it another.
+
+    A text that repeats itself would go to few of the experts.
+    """
+    letters = random.Random(index).choices(string.ascii_lowercase, k=_WORD_LENGTH * num_words)
+    words = map("".join, zip(*[iter(letters)] * _WORD_LENGTH, strict=True))
     return {
-        "messages": [{"role": "user", "content": f"{index % 10}: {SENTENCE * num_sentences}"}],
+        "messages": [{"role": "user", "content": " ".join(words)}],
         "max_tokens": tokens,
         "ignore_eos": True,
         "stream": True,
@@ -73,12 +80,14 @@ async def ask(client: httpx.AsyncClient, request: dict[str, Any], until: float |
 
 
 def chat(
-    url: str, indexes: range, num_sentences: int, tokens: int, rounds: int, until: float | None = None
+    url: str, indexes: range, num_words: int, tokens: int, rounds: int, until: float | None = None
 ) -> list[Seen]:
     """The clients `indexes`, each with `rounds` requests one after the other."""
 
     async def one(client: httpx.AsyncClient, index: int) -> list[Seen]:
-        return [await ask(client, body(num_sentences, tokens, index + turn), until) for turn in range(rounds)]
+        return [
+            await ask(client, body(num_words, tokens, 1000 * turn + index), until) for turn in range(rounds)
+        ]
 
     async def all_of_them() -> list[list[Seen]]:
         async with client_of(url) as client:

@@ -2,7 +2,7 @@
 
 Measures the phases of a cold start; tokens a second and the time between tokens at several concurrencies; the time to
 the first token of long prompts, alone and while other answers are streamed; the time between those answers' tokens
-before and while the prompts are prefilled; one request that fills the context. Every answer has all its tokens
+before and while the prompts are prefilled; one request that all but fills the context. Every answer has all its tokens
 (`ignore_eos`), so weights may be random.
 
     python benchmarks/chat_http.py --artifact /tmp/chat --json benchmarks/results/chat-http-….json
@@ -32,7 +32,9 @@ from mingc.runtime.timing import percentile
 Figures = list[dict[str, Any]]
 _CALM_S = 1.5  # how long streams run alone before the prompts come
 _SETTLE_S = 0.3  # of that, what is left out after the last stream's first token
-_LONG_ANSWER = 16  # tokens of the answer that fills the context
+_COUNTED = (4, 24)  # words of the prompts whose tokens tell how many a word has
+_NEARLY = 0.96  # random words differ in tokens
+_LONG_ANSWER = 16  # tokens of the answer that all but fills the context
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +42,22 @@ class Prompts:
     """Prompts of a wanted number of tokens, by what the server counts in two of them."""
 
     overhead: float
-    per_sentence: float
+    per_word: float
 
     @classmethod
     def measure(cls, url: str) -> Prompts:
-        counts = [asyncio.run(alone(url, sentences, 1)).num_tokens[0] for sentences in (2, 6)]
-        per_sentence = (counts[1] - counts[0]) / 4
-        return cls(counts[0] - 2 * per_sentence, per_sentence)
+        few, many = (asyncio.run(alone(url, words, 1)).num_tokens[0] for words in _COUNTED)
+        per_word = (many - few) / (_COUNTED[1] - _COUNTED[0])
+        return cls(few - _COUNTED[0] * per_word, per_word)
 
-    def sentences(self, tokens: int) -> int:
-        """Sentences of the longest prompt of at most `tokens` tokens, at least one."""
-        return max(1, int((tokens - self.overhead - 1) / self.per_sentence))
+    def words(self, tokens: int) -> int:
+        """Words of a prompt of nearly, and at most, `tokens` tokens; at least one."""
+        return max(1, int(_NEARLY * (tokens - self.overhead) / self.per_word))
 
 
-async def alone(url: str, sentences: int, tokens: int) -> Seen:
+async def alone(url: str, words: int, tokens: int) -> Seen:
     async with client_of(url) as client:
-        return await ask(client, body(sentences, tokens))
+        return await ask(client, body(words, tokens))
 
 
 def summary(samples: list[float]) -> dict[str, float]:
@@ -95,32 +97,32 @@ def throughput(seen: list[Seen], concurrency: int, tokens: int) -> Figures:
     ]
 
 
-def prompts_alone(url: str, sentences: int, count: int) -> Figures:
+def prompts_alone(url: str, words: int, count: int) -> Figures:
     """Time to first token of a prompt that the server has to itself."""
-    seen = [asyncio.run(alone(url, sentences, 1)) for _ in range(count)]
+    seen = [asyncio.run(alone(url, words, 1)) for _ in range(count)]
     common = {"prompt_tokens": seen[0].num_tokens[0], "streams": 0}
     return [{**common, "name": "ttft_ms", **summary([each.first_ms for each in seen]), "unit": "ms"}]
 
 
-async def prompts_until(url: str, sentences: int, until: float) -> list[Seen]:
+async def prompts_until(url: str, words: int, until: float) -> list[Seen]:
     """Prompts one after the other, as many as have their first token before `until`; one in any case."""
     seen: list[Seen] = []
     async with client_of(url) as client:
         while not seen or time.perf_counter() < until:
-            seen.append(await ask(client, body(sentences, 1, len(seen))))
+            seen.append(await ask(client, body(words, 1, len(seen))))
             await asyncio.sleep(0.05)
     return [each for each in seen if each.arrivals[0] < until] or seen[:1]
 
 
 def prompts_beside_streams(
-    clients: Clients, url: str, sentences: int, streams: int, window_s: float, stream_tokens: int
+    clients: Clients, url: str, words: int, streams: int, window_s: float, stream_tokens: int
 ) -> Figures:
     """Streams run alone for a while, then prompts come one after the other: what both see of each other."""
     begun = time.perf_counter()
     until = begun + _CALM_S + window_s
     running = clients.begin(chat, url, streams, 1, stream_tokens, 1, until)
     time.sleep(_CALM_S)
-    prompts = asyncio.run(prompts_until(url, sentences, until))
+    prompts = asyncio.run(prompts_until(url, words, until))
     others = [each for future in running for each in future.result()]
     calm_from = max(each.arrivals[0] for each in others) + _SETTLE_S
     calm_to, end = prompts[0].sent_at, min(each.arrivals[-1] for each in others)
@@ -158,8 +160,8 @@ def prompts_beside_streams(
 
 
 def longest(url: str, prompts: Prompts, context: int) -> Figures:
-    """One request whose prompt and answer fill the context but for a sentence."""
-    seen = asyncio.run(alone(url, prompts.sentences(context - _LONG_ANSWER), _LONG_ANSWER))
+    """One request whose prompt and answer all but fill the context."""
+    seen = asyncio.run(alone(url, prompts.words(context - _LONG_ANSWER), _LONG_ANSWER))
     prompt, answer = seen.num_tokens
     return [
         {"name": "longest_ttft_ms", "prompt_tokens": prompt, "median": round(seen.first_ms, 2), "unit": "ms"},
@@ -172,7 +174,7 @@ def measure(url: str, health: dict[str, Any], clients: Clients, given: argparse.
     context, kv_tokens = int(health["context_tokens"]), int(health["kv_tokens"])
     figures.append({"name": "kv_tokens", "median": kv_tokens, "unit": "tokens"})
     prompts = Prompts.measure(url)
-    short = prompts.sentences(min(given.prompt_tokens, context - given.tokens))
+    short = prompts.words(min(given.prompt_tokens, context - given.tokens))
     for concurrency in map(int, given.concurrency.split(",")):
         clients.load(chat, url, concurrency, short, 4, 1)
         seen = clients.load(chat, url, concurrency, short, given.tokens, given.rounds)
@@ -186,9 +188,9 @@ def measure(url: str, health: dict[str, Any], clients: Clients, given: argparse.
     stream_tokens = min(given.stream_tokens, context - given.prompt_tokens, room)
     wanted = [min(int(each), context - _LONG_ANSWER) for each in given.prompts.split(",")]
     for tokens in dict.fromkeys(wanted):
-        sentences = prompts.sentences(tokens)
-        figures += prompts_alone(url, sentences, given.prompt_rounds)
-        figures += prompts_beside_streams(clients, url, sentences, given.streams, given.window, stream_tokens)
+        words = prompts.words(tokens)
+        figures += prompts_alone(url, words, given.prompt_rounds)
+        figures += prompts_beside_streams(clients, url, words, given.streams, given.window, stream_tokens)
     return figures + longest(url, prompts, context)
 
 

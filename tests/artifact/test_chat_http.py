@@ -39,7 +39,7 @@ def test_every_answer_has_all_its_tokens(figures: list[dict[str, str]]) -> None:
     by_name = {each["name"]: each for each in figures}
     assert by_name["longest_answer"]["median"] == "16"
     assert by_name["kv_tokens"]["median"] == "4096"
-    assert 200 < int(by_name["longest_ttft_ms"]["prompt_tokens"]) <= 240
+    assert 180 < int(by_name["longest_ttft_ms"]["prompt_tokens"]) <= 240
 
 
 def test_prompts_are_timed_alone_and_beside_streams(figures: list[dict[str, str]]) -> None:
@@ -47,4 +47,4 @@ def test_prompts_are_timed_alone_and_beside_streams(figures: list[dict[str, str]
     assert [each["streams"] for each in firsts] == ["0", "2", "0", "2"]
     assert all(float(each["median"]) > 0 for each in firsts)
     lengths = [int(each["prompt_tokens"]) for each in firsts[::2]]
-    assert 60 < lengths[0] <= 100 and 160 < lengths[1] <= 200
+    assert 80 < lengths[0] <= 100 and 170 < lengths[1] <= 200
