@@ -144,7 +144,7 @@ class ThinkerLoop(EngineThread):
             plan = self.scheduler.plan()
         if plan.is_empty and not self._launched:
             with self._lock:
-                self.scheduler.check()
+                self.scheduler.check_count()
                 self._slots.check()
             return False
         under_way = len(self._launched)

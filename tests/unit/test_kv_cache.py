@@ -43,7 +43,16 @@ def test_free_of_a_stranger_is_harmless() -> None:
 def test_check_finds_a_leak() -> None:
     pool = PagePool(num_pages=4, page_size=4)
     pool._free.pop()
-    with pytest.raises(AssertionError, match="leaked"):
+    for check in (pool.check, pool.check_count):
+        with pytest.raises(AssertionError, match="leaked"):
+            check()
+
+
+def test_only_the_check_of_every_page_finds_two_owners() -> None:
+    pool = PagePool(num_pages=4, page_size=4)
+    pool._free[0] = pool._free[1]
+    pool.check_count()
+    with pytest.raises(AssertionError, match="lent twice"):
         pool.check()
 
 
