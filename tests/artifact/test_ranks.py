@@ -19,6 +19,7 @@ _BODY = {
     "max_tokens": 2000,
     "stream": True,
     "temperature": 1.0,
+    "ignore_eos": True,
 }
 
 
@@ -96,7 +97,7 @@ class _Stream:
 
     def __init__(self, client: httpx.Client, seed: int) -> None:
         self._client = client
-        self._body = {**_BODY, "seed": seed, "stop": ["no such text"]}
+        self._body = {**_BODY, "seed": seed}
         self.is_running = threading.Event()
 
     def read(self) -> str:
