@@ -83,17 +83,21 @@ def bytes_read(storage: str, width: int, routing: list[tuple[Tensor, Tensor]]) -
     return experts * 3 * width * HIDDEN * BYTES[storage]
 
 
-def graph_us(
-    run: Callable[[Tensor, Tensor], object], routing: list[tuple[Tensor, Tensor]], count: int = 7
-) -> float:
-    """Microseconds of one call of `run`."""
+def samples_us(
+    run: Callable[[Tensor, Tensor], object],
+    routing: list[tuple[Tensor, Tensor]],
+    count: int,
+    *,
+    is_eager: bool = False,
+) -> list[float]:
+    """Microseconds of one call of `run`, `count` times; in a CUDA graph unless it is to be eager."""
 
     def step() -> None:
         for each in routing:
             run(*each)
 
-    graph = harness.capture(step, 1)
-    return statistics.median(harness.time_ms(graph.replay, count, 2)) * 1000 / len(routing)
+    timed = step if is_eager else harness.capture(step, 1).replay
+    return [1000 * each / len(routing) for each in harness.time_ms(timed, count, 2)]
 
 
 def candidates(storage: str, tokens: int, width: int, part: str) -> Iterator[Tiles]:
@@ -154,7 +158,7 @@ def tune_grouped(layer: Layer, tokens: int, shard: int) -> dict[str, Any]:
     for cut in grouped_candidates(layer.storage, tokens):
         moe_tiles.grouped = lambda *_, chosen=cut: chosen
         try:
-            rows.append((graph_us(run, routing, 4), cut))
+            rows.append((statistics.median(samples_us(run, routing, 4)), cut))
         except Exception as fault:
             print("  fault", cut, type(fault).__name__, str(fault)[:120], flush=True)
     moe_tiles.grouped = before
@@ -192,7 +196,7 @@ def tune(layer: Layer, tokens: int, shard: int, part: str, limit: float) -> dict
             break
         setattr(moe_tiles, part, lambda *_, chosen=tiles: chosen)
         try:
-            rows.append((graph_us(run, routing), tiles))
+            rows.append((statistics.median(samples_us(run, routing, 7)), tiles))
         except Exception as fault:
             print("  fault", part, tiles, type(fault).__name__, str(fault)[:120], flush=True)
     setattr(moe_tiles, part, before)

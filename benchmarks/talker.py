@@ -25,6 +25,7 @@ from mingc.artifacts.spec import GraphSpec
 from mingc.export.parity import relative_error
 from mingc.export.stages import find
 from mingc.export.synthetic import open_synthetic
+from mingc.kernels.dispatch import plain_torch
 from mingc.runtime.engines.aoti import AotiEngine
 
 CONTEXT = 256  # tokens of each request in the speech LLM: a prompt of about 150 and 100 patches
@@ -138,17 +139,6 @@ def module_run(module: nn.Module, method: str, spec: GraphSpec) -> Run:
         return dict(zip(outputs, getattr(module, method)(*[tensors[name] for name in names]), strict=True))
 
     return run
-
-
-def plain_torch() -> Any:
-    """Networks in plain torch inside this context, without our kernels."""
-    try:
-        from mingc.kernels.dispatch import plain_torch as context
-    except ImportError:
-        import contextlib
-
-        return contextlib.nullcontext()
-    return context()
 
 
 def parity(stage: str, batch: int, run: Run, module: nn.Module, reference: nn.Module) -> list[dict[str, Any]]:

@@ -12,13 +12,12 @@ little faster than copying: a kernel may be below its floor).
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import harness
 import torch
-from moe_tiles import CHOSEN, EXPERTS, HIDDEN, WIDTH, Layer, bytes_read, routings
+from moe_tiles import CHOSEN, EXPERTS, HIDDEN, WIDTH, Layer, bytes_read, routings, samples_us
 from torch import Tensor
 
 from mingc.kernels.dispatch import plain_torch
@@ -28,20 +27,6 @@ from mingc.kernels.router import route_hidden
 DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 PREFILL_TOKENS = (256, 1024, 4096)
 ROUTER = {"num_groups": 8, "num_kept_groups": 4, "num_chosen": CHOSEN, "scale": 2.5}
-Call = Callable[[Tensor, Tensor], object]
-
-
-def samples_us(
-    run: Call, routing: list[tuple[Tensor, Tensor]], count: int, eager: bool = False
-) -> list[float]:
-    """Microseconds of one call of `run`, `count` times."""
-
-    def step() -> None:
-        for each in routing:
-            run(*each)
-
-    timed = step if eager else harness.capture(step, 1).replay
-    return [1000 * each / len(routing) for each in harness.time_ms(timed, count, 2)]
 
 
 def experts_figure(
@@ -61,7 +46,7 @@ def experts_figure(
 
     if is_plain:
         with plain_torch():
-            samples = samples_us(run, routing[:2], 5, eager=True)
+            samples = samples_us(run, routing[:2], 5, is_eager=True)
     else:
         samples = samples_us(run, routing, 15)
     floor = bytes_read(layer.storage, width, routing) / tb_s / 1e6
@@ -91,7 +76,7 @@ def router_figure(tokens: int, is_plain: bool = False) -> dict[str, Any]:
 
     if is_plain:
         with plain_torch():
-            samples = samples_us(run, calls, 5, eager=True)
+            samples = samples_us(run, calls, 5, is_eager=True)
     else:
         samples = samples_us(run, calls, 15)
     name = "router" + (", plain torch, eager" if is_plain else "")

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from mingc.export.pipeline import ExportReport
     from mingc.export.recipe import ExportRecipe
 
-EXIT_FAILED = 1
-EXIT_ASKED_WRONGLY = 2
 EXIT_FOUND_PROBLEMS = 3
 EXIT_INTERRUPTED = 130
 
