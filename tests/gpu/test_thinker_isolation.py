@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import thinker_clients
 import thinker_isolation
 import torch
 
@@ -44,21 +45,21 @@ def measured(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
         cache=Path(cache) if cache else None,
     )
     bundle = open_bundle(artifact)
-    parameters = thinker_isolation.thinker_parameters(bundle)
-    worker = thinker_isolation.TracingWorker(bundle, torch.device("cuda", 0))
-    requests = thinker_isolation.make_requests(parameters)
+    parameters = thinker_clients.thinker_parameters(bundle)
+    worker = thinker_clients.TracingWorker(bundle, torch.device("cuda", 0))
+    requests = thinker_clients.make_requests(parameters)
     return Measured(request.param, thinker_isolation.measure(worker, parameters, requests))
 
 
 def test_in_one_bucket_an_answer_is_what_it_is_alone_bit_for_bit(measured: Measured) -> None:
     same = measured.of("isolation_same_bucket")
-    assert len(same) == len(thinker_isolation.gatherings())
-    assert [each for each in same if each["same_bits"] < thinker_isolation.NUM_REQUESTS] == []
+    assert len(same) == len(thinker_clients.gatherings())
+    assert [each for each in same if each["same_bits"] < thinker_clients.NUM_REQUESTS] == []
 
 
 def test_across_buckets_it_differs_by_rounding_only(measured: Measured) -> None:
     across = measured.of("isolation_across_buckets")
-    assert len(across) == 1 + len(thinker_isolation.gatherings())
+    assert len(across) == 1 + len(thinker_clients.gatherings())
     assert max(each["median"] for each in across) <= TOLERANCE[measured.dtype]
     if measured.dtype == "float32":
-        assert {each["same_tokens"] for each in across} == {thinker_isolation.NUM_REQUESTS}
+        assert {each["same_tokens"] for each in across} == {thinker_clients.NUM_REQUESTS}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import thinker_isolation
+import thinker_clients
 import torch
-from thinker_isolation import NUM_REQUESTS, Answer, Gathering, Request, TracingWorker
+from thinker_clients import NUM_REQUESTS, Answer, Gathering, Request, TracingWorker
+from thinker_isolation import compare
 
 from mingc.artifacts.bundle import Bundle, open_bundle
 from mingc.artifacts.model import ThinkerParameters
@@ -23,12 +24,12 @@ def bundle(wide_thinker_artifact: Path) -> Bundle:
 
 @pytest.fixture(scope="module")
 def parameters(bundle: Bundle) -> ThinkerParameters:
-    return thinker_isolation.thinker_parameters(bundle)
+    return thinker_clients.thinker_parameters(bundle)
 
 
 @pytest.fixture(scope="module")
 def requests(parameters: ThinkerParameters) -> list[Request]:
-    return thinker_isolation.make_requests(parameters)
+    return thinker_clients.make_requests(parameters)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["host samples", "device samples"])
@@ -39,8 +40,8 @@ def worker(bundle: Bundle, request: pytest.FixtureRequest) -> TracingWorker:
 @pytest.fixture(scope="module")
 def alone(worker: TracingWorker, parameters: ThinkerParameters, requests: list[Request]) -> dict[int, Answer]:
     """Each request alone in the largest bucket, the rest of which is padding."""
-    with thinker_isolation.only_bucket(worker, NUM_REQUESTS):
-        return thinker_isolation.meet_nobody(worker, parameters, requests)
+    with thinker_clients.only_bucket(worker, NUM_REQUESTS):
+        return thinker_clients.meet_nobody(worker, parameters, requests)
 
 
 def test_the_requests_differ_and_are_ragged(requests: list[Request], alone: dict[int, Answer]) -> None:
@@ -49,7 +50,7 @@ def test_the_requests_differ_and_are_ragged(requests: list[Request], alone: dict
     assert len({len(answer.tokens) for answer in alone.values()}) > 5
 
 
-@pytest.mark.parametrize("gathering", thinker_isolation.gatherings(), ids=lambda each: each.name)
+@pytest.mark.parametrize("gathering", thinker_clients.gatherings(), ids=lambda each: each.name)
 def test_in_one_bucket_an_answer_is_what_it_is_alone_bit_for_bit(
     worker: TracingWorker,
     parameters: ThinkerParameters,
@@ -58,15 +59,15 @@ def test_in_one_bucket_an_answer_is_what_it_is_alone_bit_for_bit(
     gathering: Gathering,
 ) -> None:
     worker.widest = 0
-    with thinker_isolation.only_bucket(worker, NUM_REQUESTS):
-        answers = thinker_isolation.meet(worker, parameters, requests, gathering)
-    likeness = thinker_isolation.compare(answers, alone)
+    with thinker_clients.only_bucket(worker, NUM_REQUESTS):
+        answers = thinker_clients.meet(worker, parameters, requests, gathering)
+    likeness = compare(answers, alone)
     assert (likeness.gap, likeness.same_bits) == (0.0, NUM_REQUESTS)
     if gathering.name == "given order":
         assert worker.widest > NUM_REQUESTS * 3 // 4  # some draw a stop token before the last has come
 
 
-@pytest.mark.parametrize("gathering", thinker_isolation.gatherings(), ids=lambda each: each.name)
+@pytest.mark.parametrize("gathering", thinker_clients.gatherings(), ids=lambda each: each.name)
 def test_in_buckets_that_fit_its_tokens_are_the_same(
     worker: TracingWorker,
     parameters: ThinkerParameters,
@@ -74,7 +75,7 @@ def test_in_buckets_that_fit_its_tokens_are_the_same(
     alone: dict[int, Answer],
     gathering: Gathering,
 ) -> None:
-    answers = thinker_isolation.meet(worker, parameters, requests, gathering)
-    likeness = thinker_isolation.compare(answers, alone)
+    answers = thinker_clients.meet(worker, parameters, requests, gathering)
+    likeness = compare(answers, alone)
     assert likeness.same_tokens == NUM_REQUESTS
     assert likeness.gap <= TOLERANCE

@@ -1,0 +1,308 @@
+"""Clients of a thinker's loop inside one process: thirty-two ragged requests, how they come together, what each gets.
+
+Engines, worker, scheduler and loop are those of a server; the worker keeps the logits as well.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mingc.artifacts.bundle import Bundle
+from mingc.artifacts.model import ThinkerParameters
+from mingc.runtime.channel import FailedItem, Item, TokenItem
+from mingc.runtime.engines.base import Graph
+from mingc.runtime.kv_cache import PagePool
+from mingc.runtime.request import SamplingParams
+from mingc.runtime.scheduler import ThinkerScheduler
+from mingc.runtime.stages import load_stage
+from mingc.runtime.thinker import ThinkerWorker
+from mingc.runtime.thinker_loop import ThinkerLoop, ThinkerPrompt
+
+NUM_REQUESTS = 32
+CONTEXT_TOKENS = 256
+_ANSWER_TIMEOUT_S = 300
+# Most prompts are one chunk, so that all requests are decoded together in the end.
+_PROMPT_TOKENS = (5, 64, 1, 23, 130, 40, 12, 63)
+_RULES: tuple[dict[str, float], ...] = (
+    {},
+    {"temperature": 0.8},
+    {"temperature": 1.1, "top_p": 0.9},
+    {"repetition_penalty": 1.3},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 1.0, "min_p": 0.05, "repetition_penalty": 1.1},
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What one client asks."""
+
+    prompt: ThinkerPrompt
+    sampling: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What it gets.
+
+    Attributes:
+        logits: (n, V) float32; the last rows may belong to a token that nobody heard of any more.
+    """
+
+    tokens: list[int]
+    logits: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gathering:
+    """How requests come together.
+
+    Attributes:
+        arrivals: (tokens heard by all clients before it comes, request), in order of the first.
+        max_running: requests that are worked on at once; later ones take slots and pages of earlier ones.
+        patience: tokens after which every third client leaves; None: none does.
+    """
+
+    name: str
+    arrivals: tuple[tuple[int, int], ...]
+    max_running: int = NUM_REQUESTS
+    patience: int | None = None
+
+
+def gatherings() -> list[Gathering]:
+    """Three orders at one moment, few at a time, two ways to come one after the other, and leaving early."""
+    random = np.random.default_rng(3)
+    backwards = range(NUM_REQUESTS - 1, -1, -1)
+    shuffled: list[int] = random.permutation(NUM_REQUESTS).tolist()
+    moments: list[int] = sorted(random.integers(0, 600, NUM_REQUESTS).tolist())
+
+    def at_once(order: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        return tuple((0, request) for request in order)
+
+    return [
+        Gathering(name="given order", arrivals=at_once(range(NUM_REQUESTS))),
+        Gathering(name="reversed", arrivals=at_once(backwards)),
+        Gathering(name="shuffled", arrivals=at_once(shuffled)),
+        Gathering(name="five at a time", arrivals=at_once(shuffled), max_running=5),
+        Gathering(
+            name="one every seventh token", arrivals=tuple((7 * i, r) for i, r in enumerate(backwards))
+        ),
+        Gathering(name="random starts", arrivals=tuple(zip(moments, shuffled, strict=True))),
+        Gathering(name="a third leaves", arrivals=tuple(zip(moments, backwards, strict=True)), patience=11),
+    ]
+
+
+def make_requests(parameters: ThinkerParameters) -> list[Request]:
+    """The thirty-two: length, media, sampling rules, seed and length of the answer all vary."""
+    return [_request(parameters, index) for index in range(NUM_REQUESTS)]
+
+
+def _request(parameters: ThinkerParameters, index: int) -> Request:
+    random = np.random.default_rng(index)
+    count = _PROMPT_TOKENS[index % len(_PROMPT_TOKENS)] + index // len(_PROMPT_TOKENS)
+    has_media = index % 4 == 1
+    rows = np.arange(count // 4, count // 2) if has_media else np.zeros(0, np.int64)
+    kind = np.zeros(count, np.int64)
+    kind[rows] = 1 + index // 4 % 2
+    generator = torch.Generator().manual_seed(index)
+    return Request(
+        prompt=ThinkerPrompt(
+            input_ids=random.integers(0, parameters.image_patch_token, count),
+            positions=np.arange(count) // np.array([[1], [1 + has_media], [1 + has_media]]),
+            rope_delta=-3 * has_media,
+            embed_kind=kind,
+            media_rows=rows,
+            media_embeds=torch.randn(len(rows), parameters.hidden_size, generator=generator)
+            if has_media
+            else None,
+        ),
+        sampling=SamplingParams(max_tokens=48 + 3 * (index % 9), **_RULES[index % len(_RULES)]),  # type: ignore[arg-type]
+        seed=100 + index,
+    )
+
+
+def thinker_parameters(bundle: Bundle) -> ThinkerParameters:
+    parameters = bundle.manifest.parameters.thinker
+    assert parameters is not None, "a bundle with the stage has its parameters"
+    return parameters
+
+
+class TracingWorker(ThinkerWorker):
+    """A worker that keeps the logits of every step, by the first page of the requests.
+
+    Attributes:
+        widest: most requests that a decode step had.
+    """
+
+    def __init__(self, bundle: Bundle, device: torch.device, *, is_static: bool | None = None) -> None:
+        parameters = thinker_parameters(bundle)
+        pages = CONTEXT_TOKENS // parameters.page_size
+        super().__init__(
+            load_stage(bundle, "thinker", device),
+            vocab_size=parameters.vocab_size,
+            page_size=parameters.page_size,
+            num_pages=1 + NUM_REQUESTS * pages,
+            device=device,
+            is_static=is_static,
+        )
+        self.widest = 0
+        self._traces: dict[int, list[Tensor]] = {}
+
+    def trace(self, page: int) -> list[Tensor]:
+        """The logits (1, V) that each token of the request was chosen from which began in `page` last."""
+        return self._traces[page]
+
+    def _run(self, kind: str, width: int, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        outputs = super()._run(kind, width, inputs)
+        if kind == "prefill":  # what an earlier chunk gave is not kept: no token is chosen from it
+            self._traces[int(inputs["page_table"][0])] = [outputs[0].clone()]
+            return outputs
+        if kind.endswith("first"):  # a choice from the chunk's
+            return outputs
+        first_pages: list[int] = inputs["page_table"][:, 0].tolist()
+        self.widest = max(self.widest, sum(page > 0 for page in first_pages))
+        for row, page in enumerate(first_pages):
+            if page:  # page 0 belongs to padding
+                self._traces[page].append(outputs[0][row : row + 1].clone())
+        return outputs
+
+
+@contextmanager
+def only_bucket(worker: ThinkerWorker, size: int) -> Iterator[None]:
+    """Inside, every decode step runs in the bucket `size`, however few requests there are."""
+    graph = worker._decode
+
+    def bucket(dim: str, count: int) -> int:
+        return size if dim == "B" else Graph.bucket(graph, dim, count)
+
+    graph.bucket = bucket  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del graph.bucket
+
+
+@dataclass(slots=True)
+class _Client:
+    """One request under way."""
+
+    job: int
+    tokens: list[int] = field(default_factory=list)
+    trace: list[Tensor] = field(default_factory=list)
+
+
+class _Visit:
+    """One gathering at one loop. Who comes and who leaves depends on what was heard, not on the clock."""
+
+    def __init__(
+        self,
+        worker: TracingWorker,
+        parameters: ThinkerParameters,
+        requests: Sequence[Request],
+        gathering: Gathering,
+    ) -> None:
+        self._worker = worker
+        self._requests = requests
+        self._gathering = gathering
+        self._coming = list(gathering.arrivals)
+        self._clients: dict[int, _Client] = {}
+        self._num_heard = self._num_gone = 0
+        self._errors: list[Exception] = []
+        self._is_over = threading.Event()
+        self._pool = PagePool(worker.num_pages, worker.page_size)
+        self._loop = ThinkerLoop(
+            worker,
+            ThinkerScheduler(
+                self._pool,
+                max_running=gathering.max_running,
+                chunk_tokens=worker.max_chunk,
+                max_context=CONTEXT_TOKENS,
+                max_waiting=NUM_REQUESTS,
+            ),
+            stop_ids=parameters.stop_token_ids,
+            vocab_size=parameters.vocab_size,
+        )
+
+    def answers(self) -> dict[int, Answer]:
+        self._let_in()
+        self._loop.start()
+        try:
+            if not self._is_over.wait(_ANSWER_TIMEOUT_S):
+                raise RuntimeError(f"{self._gathering.name}: no end after {self._num_heard} tokens")
+        finally:
+            self._loop.stop()
+        if self._errors:
+            raise RuntimeError(f"{self._gathering.name}: {self._errors[0]}") from self._errors[0]
+        self._loop.scheduler.check()
+        return {
+            request: Answer(tokens=client.tokens, logits=torch.cat(client.trace).cpu())
+            for request, client in self._clients.items()
+        }
+
+    def _let_in(self) -> None:
+        """Those whose moment has come; when all others have gone, the next one."""
+        while self._coming and (
+            self._coming[0][0] <= self._num_heard or self._num_gone == len(self._clients)
+        ):
+            _, index = self._coming.pop(0)
+            request = self._requests[index]
+            self._clients[index] = _Client(
+                self._loop.submit(
+                    request.prompt, request.sampling, request.seed, lambda item, i=index: self._hear(i, item)
+                )
+            )
+
+    def _hear(self, index: int, item: Item) -> None:
+        """On the loop's thread, which takes no exceptions: it would go on with the others."""
+        client = self._clients[index]
+        if isinstance(item, FailedItem):
+            self._errors.append(item.error)
+            self._is_over.set()
+            return
+        assert isinstance(item, TokenItem)
+        if not client.trace:
+            client.trace = self._worker.trace(self._pool.pages(client.job)[0])
+        if item.token is not None:
+            client.tokens.append(item.token)
+            self._num_heard += 1
+        patience = self._gathering.patience
+        leaves = patience is not None and index % 3 == 0 and len(client.tokens) == patience
+        if leaves and item.finish is None:
+            self._loop.cancel(client.job)
+        if leaves or item.finish is not None:
+            self._num_gone += 1
+        try:
+            self._let_in()
+        except Exception as error:
+            self._errors.append(error)
+            self._is_over.set()
+        if not self._coming and self._num_gone == len(self._clients):
+            self._is_over.set()
+
+
+def meet(
+    worker: TracingWorker, parameters: ThinkerParameters, requests: Sequence[Request], gathering: Gathering
+) -> dict[int, Answer]:
+    """What each request of `gathering` gets.
+
+    Raises: RuntimeError when one fails, or all together take too long.
+    """
+    return _Visit(worker, parameters, requests, gathering).answers()
+
+
+def meet_nobody(
+    worker: TracingWorker, parameters: ThinkerParameters, requests: Sequence[Request]
+) -> dict[int, Answer]:
+    """What each request gets with nobody beside it."""
+    answers: dict[int, Answer] = {}
+    for index in range(len(requests)):
+        answers |= meet(worker, parameters, requests, Gathering(name="alone", arrivals=((0, index),)))
+    return answers
