@@ -17,24 +17,21 @@ from typing import Any
 import torch
 
 import mingc
+from mingc.runtime.cuda_graphs import GraphPool
 from mingc.runtime.timing import Stopwatch
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def capture(step: Callable[[], object], warmups: int = 3) -> torch.cuda.CUDAGraph:
-    """`step` as one CUDA graph; it runs `warmups` times first."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(warmups):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # Other threads, a process group's for one, may call CUDA meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+def capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """`step` as one CUDA graph, captured the way a server does; it runs twice first."""
+
+    def run() -> tuple[torch.Tensor, ...]:
         step()
+        return ()
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    graph, _ = GraphPool(device).capture(run, "a benchmark's step")
     return graph
 
 

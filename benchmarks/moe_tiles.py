@@ -96,7 +96,7 @@ def samples_us(
         for each in routing:
             run(*each)
 
-    timed = step if is_eager else harness.capture(step, 1).replay
+    timed = step if is_eager else harness.capture(step).replay
     return [1000 * each / len(routing) for each in harness.time_ms(timed, count, 2)]
 
 

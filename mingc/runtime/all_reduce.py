@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mingc.runtime.cuda_graphs import GraphPool
+
 log = logging.getLogger("mingc.ranks")
 
 _CALLS = 20  # of one graph: its launch counts little then
@@ -187,16 +189,13 @@ def choose(timings: Sequence[ReduceTiming], *, world_size: int, backend: str) ->
 
 def graph_us(run: Callable[[], None], device: torch.device, calls: int = _CALLS) -> float:
     """Microseconds of `run` in a CUDA graph that holds it `calls` times; every rank must be at the same place."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+
+    def run_all() -> tuple[Tensor, ...]:
         for _ in range(calls):
             run()
+        return ()
+
+    graph, _ = GraphPool(device).capture(run_all, "sums over the ranks")
     samples: list[float] = []
     for _ in range(_REPLAYS):
         start, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
