@@ -19,6 +19,7 @@ from mingc.artifacts.model import ThinkerParameters
 from mingc.runtime.channel import FailedItem, Item, TokenItem
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.kv_cache import PagePool
+from mingc.runtime.prefill_pace import PrefillPace
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.scheduler import ThinkerScheduler
 from mingc.runtime.stages import load_stage
@@ -223,7 +224,8 @@ class _Visit:
             ThinkerScheduler(
                 self._pool,
                 max_running=gathering.max_running,
-                chunk_tokens=worker.max_chunk,
+                # Prompts are cut the same wherever they come: chunks of other sizes round otherwise.
+                pace=PrefillPace([worker.max_chunk]),
                 max_context=CONTEXT_TOKENS,
                 max_waiting=NUM_REQUESTS,
             ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from mingc.machine import this_machine
 from mingc.runtime.encoders import AudioEncoder, VisionEncoder
 from mingc.runtime.kv_cache import PagePool, SlotPool
 from mingc.runtime.omni import ChatParts, OmniService, SpeechParts
+from mingc.runtime.prefill_pace import PrefillPace
 from mingc.runtime.preprocess.chat import ChatProcessor
 from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
@@ -31,6 +33,8 @@ from mingc.runtime.talker import TalkerWorker
 from mingc.runtime.talker_loop import TalkerLoop
 from mingc.runtime.thinker import ThinkerWorker, make_worker
 from mingc.runtime.thinker_loop import StepRunner, ThinkerLoop
+
+log = logging.getLogger("mingc.startup")
 
 _T = TypeVar("_T")
 
@@ -193,6 +197,8 @@ def _load_chat(
     context = _largest(manifest, "thinker", "P") * thinker.page_size
     num_pages = 1 + -(-_kv_tokens(bundle, options, devices, context) // thinker.page_size)
 
+    log.info("KV pages for %d tokens, a request may have %d", (num_pages - 1) * thinker.page_size, context)
+
     def load() -> LoadedStage:
         return load_stage(bundle, "thinker", devices[0])
 
@@ -212,11 +218,20 @@ def _load_chat(
         if len(devices) > 1
         else start(load())
     )
+    if runner.times is not None:
+        log.info(
+            "ms of a prompt's chunk by tokens %s, of a decode step by requests %s",
+            *(
+                {size: round(ms, 2) for size, ms in each}
+                for each in (runner.times.chunks, runner.times.decodes)
+            ),
+        )
     batch = _largest(manifest, "thinker", "B")
+    chunks = manifest.stages["thinker"].graphs["prefill_attention"].spec.dim("T")
     scheduler = ThinkerScheduler(
         PagePool(num_pages, thinker.page_size),
         max_running=min(options.max_running or batch, batch),
-        chunk_tokens=_largest(manifest, "thinker", "T"),
+        pace=PrefillPace(chunks.buckets, runner.times),
         max_context=min(context, thinker.max_positions),
         max_waiting=options.max_waiting,
     )

@@ -21,6 +21,7 @@ from mingc.errors import RankError, WorkerError
 from mingc.runtime import distributed
 from mingc.runtime.all_reduce import ReduceChoice
 from mingc.runtime.last_resort import end_process_for
+from mingc.runtime.prefill_pace import StepTimes
 from mingc.runtime.rank import LOADED, READY, RankJob
 from mingc.runtime.stages import LoadedStage
 from mingc.runtime.step_watch import StepWatch
@@ -123,6 +124,11 @@ class RankGroup:
     @property
     def samples(self) -> bool:
         return self._worker.samples
+
+    @property
+    def times(self) -> StepTimes | None:
+        """As `ThinkerWorker.times`."""
+        return self._worker.times
 
     def prefill(self, step: PrefillStep) -> Tensor:
         """As `ThinkerWorker.prefill`. Raises: WorkerError when a rank is gone."""

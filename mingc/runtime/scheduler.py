@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from mingc.errors import CapacityError, RequestError
 from mingc.runtime.kv_cache import PagePool, SlotPool
+from mingc.runtime.prefill_pace import PrefillPace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,23 +49,24 @@ class ThinkerScheduler:
 
     A request is admitted, in order of arrival, when pages for its prompt and all of its answer are free, so a
     running request never waits for memory and is never put out. Each step has at most one chunk of one prompt:
-    running answers are held up by a chunk, never by a whole prompt. Chunks go by turns to the oldest prompt
-    and to the one with the least left, so short prompts pass long ones and no prompt starves.
+    running answers are held up by a chunk, never by a whole prompt, and `PrefillPace` says how long it may be.
+    Chunks go by turns to the oldest prompt and to the one with the least left, so short prompts pass long ones
+    and no prompt starves.
 
     Args:
         max_running: requests admitted at once; the largest decode batch.
-        chunk_tokens: longest chunk.
+        pace: how long a chunk may be.
         max_context: tokens of prompt and answer together.
         max_waiting: requests in the queue before more are refused.
     """
 
     def __init__(
-        self, pool: PagePool, *, max_running: int, chunk_tokens: int, max_context: int, max_waiting: int
+        self, pool: PagePool, *, max_running: int, pace: PrefillPace, max_context: int, max_waiting: int
     ) -> None:
         self.pool = pool
         self.max_context = min(max_context, pool.max_tokens)
         self.max_running = max_running
-        self._chunk_tokens = chunk_tokens
+        self._pace = pace
         self._max_waiting = max_waiting
         self._waiting: OrderedDict[int, _Sequence] = OrderedDict()
         self._prefilling: OrderedDict[int, _Sequence] = OrderedDict()
@@ -156,7 +158,8 @@ class ThinkerScheduler:
         if not self._is_turn_of_oldest:
             request = min(self._prefilling, key=lambda each: self._left(each))
         sequence = self._prefilling[request]
-        count = min(self._chunk_tokens, self._left(request))
+        longest = self._pace.longest(len(self._prefilling), len(self._decoding))
+        count = min(longest, self._left(request))
         return PrefillChunk(
             request=request, start=sequence.computed, count=count, is_last=count == self._left(request)
         )

@@ -21,8 +21,10 @@ from mingc.runtime.cuda_graphs import Download, GraphPool, Shapes, StaticRun
 from mingc.runtime.device_sampler import NUM_COLUMNS, choose_likeliest, choose_tokens, needs_draw
 from mingc.runtime.distributed import take_from_first_
 from mingc.runtime.engines.base import Graph
+from mingc.runtime.prefill_pace import StepTimes
 from mingc.runtime.stages import LoadedStage, torch_dtype
 from mingc.runtime.thinker_layers import ThinkerLayers
+from mingc.runtime.timing import call_ms
 
 Ints = NDArray[np.int64]
 
@@ -99,6 +101,7 @@ class ThinkerWorker:
 
     Attributes:
         samples: whether `launch` and `launch_first` are there.
+        times: of every size, once `time_sizes` was called.
         routes: expert ids and weights (T, K) of each expert layer in the last chunk; empty when the engines do not
             tell.
     """
@@ -116,6 +119,7 @@ class ThinkerWorker:
         self.device = device
         self.samples = device.type == "cuda" if is_static is None else is_static
         self.page_size = page_size
+        self._vocab_size = vocab_size
         self.num_pages = num_pages
         self.state = stage.allocate_state({"KV": num_pages * page_size}, device)
         self.routes: list[tuple[Tensor, Tensor]] = []
@@ -137,6 +141,7 @@ class ThinkerWorker:
             self._seen = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
             self._yes = torch.ones((), dtype=torch.bool, device=device)
             self._chunk_logits = torch.zeros(1, vocab_size, device=device)  # of the last chunk
+        self.times: StepTimes | None = None
         self._runs: dict[tuple[str, int], StaticRun] = {}
         if self.samples:
             with torch.inference_mode():
@@ -150,6 +155,38 @@ class ThinkerWorker:
         """
         for run in self._runs.values():
             run.close()
+
+    def time_sizes(self) -> None:
+        """Run every size on random tokens (equal ones would go to few experts) and note its time. A collective."""
+        batches, chunks = self._decode.spec.dim("B").buckets, self._prefill.spec.dim("T").buckets
+        ids = np.random.default_rng(0).integers(0, self._vocab_size, max(self.max_batch, self.max_chunk))
+
+        def chunk(size: int) -> Callable[[], object]:
+            pages = np.zeros(-(-size // self.page_size), np.int64)
+            words = np.zeros(size, np.int64)
+            step = PrefillStep(
+                input_ids=ids[:size],
+                positions=np.tile(np.arange(size), (3, 1)),
+                embed_kind=words,
+                embeds=None,
+                start=0,
+                pages=pages,
+            )
+            return lambda: self.prefill(step)
+
+        def decode(size: int) -> Callable[[], object]:
+            step = DecodeStep(
+                input_ids=ids[:size],
+                positions=np.zeros(size, np.int64),
+                lengths=np.ones(size, np.int64),
+                pages=np.zeros((size, 1), np.int64),
+            )
+            return lambda: self.decode(step)
+
+        self.times = StepTimes(
+            chunks=tuple((size, call_ms(chunk(size), self.device)) for size in sorted(chunks)),
+            decodes=tuple((size, call_ms(decode(size), self.device)) for size in sorted(batches)),
+        )
 
     @torch.inference_mode()
     def prefill(self, step: PrefillStep) -> Tensor:
@@ -316,16 +353,19 @@ class ThinkerWorker:
 def make_worker(
     stage: LoadedStage, manifest: Manifest, *, num_pages: int, device: torch.device
 ) -> ThinkerWorker:
-    """The worker of the thinker in the bundle of `manifest`."""
+    """The worker of the thinker in the bundle of `manifest`; on CUDA its sizes are timed."""
     parameters = manifest.parameters.thinker
     assert parameters is not None, "a bundle with the stage has its parameters"
-    return ThinkerWorker(
+    worker = ThinkerWorker(
         stage,
         vocab_size=parameters.vocab_size,
         page_size=parameters.page_size,
         num_pages=num_pages,
         device=device,
     )
+    if device.type == "cuda":
+        worker.time_sizes()
+    return worker
 
 
 def _padded(values: Ints, size: int) -> Tensor:

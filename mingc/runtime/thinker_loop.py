@@ -24,6 +24,7 @@ from mingc.runtime.channel import FailedItem, Item, TokenItem
 from mingc.runtime.device_sampler import NOT_FINITE, sampling_columns
 from mingc.runtime.engine_thread import EngineThread
 from mingc.runtime.kv_cache import SlotPool
+from mingc.runtime.prefill_pace import StepTimes
 from mingc.runtime.request import FinishReason, SamplingParams
 from mingc.runtime.sampler import SamplerRow, sample, uniform
 from mingc.runtime.scheduler import PrefillChunk, ThinkerScheduler
@@ -39,6 +40,9 @@ class StepRunner(Protocol):
 
     @property
     def samples(self) -> bool: ...
+
+    @property
+    def times(self) -> StepTimes | None: ...
 
     def prefill(self, step: PrefillStep) -> Tensor: ...
 

@@ -92,6 +92,18 @@ def percentile(samples: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
+def call_ms(run: Callable[[], object], device: torch.device, count: int = 2) -> float:
+    """The least of `count` calls' milliseconds, the host's part included, after one that is not counted."""
+
+    def until_done() -> None:
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    until_done()
+    return min(_wall_ms(until_done) for _ in range(count))
+
+
 def _wall_ms(run: Callable[[], object]) -> float:
     started = time.perf_counter()
     run()

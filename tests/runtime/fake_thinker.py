@@ -12,6 +12,7 @@ from torch import Tensor
 from mingc.artifacts.model import ThinkerParameters
 from mingc.artifacts.spec import DType
 from mingc.runtime.kv_cache import PagePool
+from mingc.runtime.prefill_pace import PrefillPace
 from mingc.runtime.scheduler import ThinkerScheduler
 from mingc.runtime.stages import LoadedStage
 from mingc.runtime.thinker import ThinkerWorker
@@ -186,7 +187,7 @@ def make_thinker_loop(
     scheduler = ThinkerScheduler(
         PagePool(num_pages, PAGE),
         max_running=max_running,
-        chunk_tokens=chunk,
+        pace=PrefillPace([chunk]),
         max_context=CONTEXT,
         max_waiting=max_waiting,
     )

@@ -17,7 +17,7 @@ from fake_thinker import PAGE, make_thinker_loop, make_thinker_stage, make_think
 from mingc.errors import CapacityError, RequestError, ServeError
 from mingc.runtime.channel import FailedItem, TokenItem
 from mingc.runtime.request import SamplingParams
-from mingc.runtime.thinker import DecodeStep, LaunchedTokens, PrefillStep
+from mingc.runtime.thinker import DecodeStep, LaunchedTokens, PrefillStep, ThinkerWorker
 from mingc.runtime.thinker_loop import ThinkerLoop, ThinkerPrompt
 
 FAILING_ID, NAN_ID = 501, 502
@@ -272,3 +272,20 @@ class _Noted(LaunchedTokens):
     def wait(self) -> list[int]:
         self.calls.append(self.name)
         return LaunchedTokens.wait(self)
+
+
+@pytest.mark.parametrize("is_static", [False, True], ids=["host samples", "device samples"])
+def test_timing_a_worker_names_every_size_and_changes_no_answer(
+    started: Callable[[ThinkerLoop], ThinkerLoop], is_static: bool
+) -> None:
+    expected = ask(started(make_thinker_loop(is_static=is_static)), PROMPTS[1], max_tokens=20).tokens()
+    loop = make_thinker_loop(is_static=is_static)
+    worker = loop._runner
+    assert isinstance(worker, ThinkerWorker)
+    worker.time_sizes()
+    times = worker.times
+    assert times is not None
+    assert [size for size, _ in times.chunks] == [8, 16, 32]
+    assert [size for size, _ in times.decodes] == [1, 2, 4, 8]
+    assert all(ms > 0 for _, ms in (*times.chunks, *times.decodes))
+    assert ask(started(loop), PROMPTS[1], max_tokens=20).tokens() == expected

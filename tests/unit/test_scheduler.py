@@ -8,15 +8,26 @@ from hypothesis import strategies as st
 
 from mingc.errors import CapacityError, RequestError
 from mingc.runtime.kv_cache import PagePool, SlotPool
+from mingc.runtime.prefill_pace import PrefillPace
 from mingc.runtime.scheduler import TalkerScheduler, ThinkerScheduler
 
 
 def make_thinker(
-    *, num_pages: int = 17, max_running: int = 4, chunk: int = 8, max_context: int = 64, max_waiting: int = 8
+    *,
+    num_pages: int = 17,
+    max_running: int = 4,
+    chunk: int = 8,
+    max_context: int = 64,
+    max_waiting: int = 8,
+    pace: PrefillPace | None = None,
 ) -> ThinkerScheduler:
     pool = PagePool(num_pages=num_pages, page_size=4)
     return ThinkerScheduler(
-        pool, max_running=max_running, chunk_tokens=chunk, max_context=max_context, max_waiting=max_waiting
+        pool,
+        max_running=max_running,
+        pace=pace or PrefillPace([chunk]),
+        max_context=max_context,
+        max_waiting=max_waiting,
     )
 
 
@@ -49,6 +60,17 @@ def test_decode_goes_on_while_a_long_prompt_is_prefilled() -> None:
         assert plan.decode == (1,)
         scheduler.commit(plan)
     assert scheduler.plan().decode == (1, 2)
+
+
+def test_chunks_are_short_beside_answers_and_long_without() -> None:
+    scheduler = make_thinker(num_pages=256, max_context=400, pace=PrefillPace([16, 64, 128]))
+    scheduler.add(1, prompt_tokens=300, max_tokens=8)
+    scheduler.add(2, prompt_tokens=100, max_tokens=8)
+    seen = []
+    while (plan := scheduler.plan()).prefill is not None:
+        seen.append((plan.prefill.request, plan.prefill.count, len(plan.decode)))
+        scheduler.commit(plan)
+    assert seen == [(1, 128, 0), (2, 100, 0), (1, 64, 1), (1, 64, 1), (1, 44, 1)]
 
 
 def test_a_short_prompt_passes_a_long_one_and_both_end() -> None:
