@@ -20,7 +20,7 @@ pytestmark = [
 ]
 # Another bucket adds products in another order. In shares of the request's largest logit; bfloat16 rounds so that now
 # and then a token gets another expert, and from the first other token on nothing can be compared.
-TOLERANCE = {"float32": 1e-5, "bfloat16": 0.3}
+TOLERANCE = {"float32": 1e-5, "bfloat16": 0.5}
 
 
 @dataclass(frozen=True)
