@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mingc.errors import WorkerError
+from mingc.runtime.graph_edges import begin_early
 
 Shapes = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
@@ -42,11 +43,13 @@ class GraphPool:
                 for _ in range(_WARM_UPS):
                     run()
             self._stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
             with torch.cuda.graph(
                 graph, pool=self._handle, stream=self._stream, capture_error_mode="thread_local"
             ):
                 outputs = run()
+            begin_early(graph.raw_cuda_graph())
+            graph.instantiate()
         except torch.cuda.OutOfMemoryError as error:
             raise WorkerError(
                 f"the GPU's memory does not suffice to capture {name}: {error}",
