@@ -14,7 +14,8 @@ from typing import Any
 import sympy
 
 Size = Any  # a sympy integer or expression over the trace's symbols; sympy has no types
-Shapes = Mapping[str, Sequence[Size]]  # of arguments by name; empty for what is no tensor
+# Of arguments by name; of a list's members where one is a list; empty for what is no tensor.
+Shapes = Mapping[str, Sequence[Size]]
 
 CONTEXT = sympy.Symbol("context", integer=True, nonnegative=True)
 
@@ -117,6 +118,29 @@ def _one_token_each(batch: Size, query_width: Size, key_width: Size, seen: Size 
     return KernelWork(flops=4 * batch * query_width * seen, state_elements=2 * batch * key_width * seen)
 
 
+def _dit_rows_transform(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
+    """x (rows, D), the blocks' parameters, cos (T, d/2)."""
+    return KernelWork(flops=_blocks_flops(shapes["x"][0], shapes["cos"][0], shapes))
+
+
+def _dit_rows_sample(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
+    """first (2, steps, D), noise (1, P, C), edges (embedding, projection) and the blocks' parameters, cos (T, d/2)."""
+    steps, patch, tokens = shapes["first"][1], shapes["noise"][1], shapes["cos"][0]
+    embed, _, project, _ = shapes["edges"]
+    edges = 2 * patch * (math.prod(embed) + 2 * math.prod(project))
+    return KernelWork(
+        flops=steps * (_blocks_flops(2 * tokens, tokens, shapes) + edges),
+        weight_shares={"blocks": steps, "edges": steps},
+    )
+
+
+def _blocks_flops(rows: Size, tokens: Size, shapes: Shapes) -> Size:
+    """Products of all blocks, and the attention of each, over sequences of `tokens`."""
+    matrices = [shape for shape in shapes["blocks"] if len(shape) == 2]
+    attention = 4 * rows * tokens * (shapes["norm"][0] * len(matrices) // 4)  # four matrices a block
+    return 2 * rows * sum(math.prod(shape) for shape in matrices) + attention
+
+
 def _causal(tokens: Size, query_width: Size, key_width: Size) -> KernelWork:
     """One request's chunk of `tokens` over the context and itself."""
     return KernelWork(
@@ -128,6 +152,8 @@ def _causal(tokens: Size, query_width: Size, key_width: Size) -> KernelWork:
 KERNELS: Mapping[str, Rule] = {
     "add_linear": _linear,
     "decode_attention": _decode_attention,
+    "dit_rows_sample": _dit_rows_sample,
+    "dit_rows_transform": _dit_rows_transform,
     "moe_decode": _experts,
     "moe_prefill": _experts,
     "norm_rope_write": _norm_rope_write,

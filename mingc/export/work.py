@@ -143,7 +143,8 @@ def _taken(user: Node, weight: Node, whole: Size) -> tuple[Size, bool]:
     work = _kernel_work(user) if space == "mingc" else None
     if work is not None:
         for key, value in _given(user).items():
-            if value is weight and key in work.weight_shares:
+            members = value if isinstance(value, (list, tuple)) else (value,)
+            if any(each is weight for each in members) and key in work.weight_shares:
                 return whole * work.weight_shares[key], False
     return whole, False
 
@@ -176,7 +177,9 @@ def _name(node: Node) -> tuple[str, str]:
 
 
 def _shape(value: object) -> tuple[Size, ...]:
-    """The traced shape of an argument; empty for what is no tensor."""
+    """The traced shape of an argument, or the shapes of a list's members; empty for what is no tensor."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_shape(each) for each in value)
     traced: Any = value.meta.get("val") if isinstance(value, Node) else None
     if not isinstance(traced, torch.Tensor):
         return ()

@@ -22,6 +22,13 @@ def use_triton(tensor: Tensor, head_size: int | None = None) -> bool:
     return head_size is None or (head_size >= _MIN_HEAD_SIZE and head_size & (head_size - 1) == 0)
 
 
+def use_clusters(tensor: Tensor) -> bool:
+    """Whether a kernel in CUDA C++ for Hopper's clusters and matrix units is to work on `tensor`."""
+    if _is_plain or not tensor.is_cuda or tensor.dtype != torch.bfloat16:
+        return False
+    return torch.cuda.get_device_capability(tensor.device) == (9, 0)
+
+
 @contextmanager
 def plain_torch() -> Iterator[None]:
     """Inside, every kernel is its torch reference, on CUDA too: to compare with. Not for several threads."""

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mingc.errors import CheckpointError
 from mingc.export.layers.linear import Linear
 from mingc.export.stages.base import WeightSource
+from mingc.kernels.dit_rows import BlockWeights, TransformerWeights, takes_transformer, transform
 from mingc.kernels.linear import Rows, add_linear, enter, keep, normed_linear
 from mingc.kernels.short_attention import short_attention
 
@@ -91,6 +93,21 @@ class DitBlock(nn.Module):
         inner = normed_linear(x, up.weight, up.bias, _EPS, "gelu", up.weight_scale)
         return add_linear(inner, down.weight, down.bias, x, next_norm, _EPS, down.weight_scale)
 
+    def weights(self) -> BlockWeights:
+        """Its parameters, as the kernels that take whole transformers want them."""
+        return BlockWeights(
+            attention_norm=self.attention_norm,
+            qkv=self.qkv.weight,
+            qkv_bias=_present(self.qkv.bias),
+            out=self.out.weight,
+            out_bias=_present(self.out.bias),
+            mlp_norm=self.mlp_norm,
+            up=self.up.weight,
+            up_bias=_present(self.up.bias),
+            down=self.down.weight,
+            down_bias=_present(self.down.bias),
+        )
+
 
 class LatentTransformer(nn.Module):
     """Blocks, final norm and output projection; rope tables are float32 buffers over the fixed length."""
@@ -118,8 +135,16 @@ class LatentTransformer(nn.Module):
         """The weight of the norm before each block's attention and of the final one."""
         return [*(block.get_parameter("attention_norm") for block in self.blocks), self.norm]
 
+    def weights(self) -> TransformerWeights:
+        """What lies between the embedding and the projection."""
+        blocks = [block.weights() for block in self.blocks if isinstance(block, DitBlock)]
+        return TransformerWeights(blocks, self.norm, self.cos, self.sin)
+
     def forward(self, x: Tensor, kept: slice) -> Tensor:
         """Tokens (N, T, D) → projected outputs (N, tokens kept, out_size) of the tokens `kept`."""
+        weights = self.weights()
+        if takes_transformer(x.shape[0], weights):
+            return F.linear(transform(x, weights)[:, kept], self.project.weight, self.project.bias)
         last = len(self.blocks) - 1
         norms = self.norms()
         rows = enter(x, norms[0], _EPS)
@@ -181,6 +206,12 @@ def latent_transformer_weights(
             )
         )
     return sources
+
+
+def _present(bias: Tensor | None) -> Tensor:
+    """The products of a block have biases."""
+    assert bias is not None
+    return bias
 
 
 def _rope_angles(config: DitConfig) -> Tensor:

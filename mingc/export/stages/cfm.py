@@ -22,6 +22,7 @@ from mingc.export.layers.dit import DitConfig, LatentTransformer, latent_transfo
 from mingc.export.layers.flow_grid import flow_times, time_embeddings
 from mingc.export.layers.speech_llm import read_llm_config
 from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions, WeightSource
+from mingc.kernels import dit_rows
 
 _PART = "talker"
 # Default arguments of the reference's sampler. The config's `cfg_strength` is never read (golden README, 22).
@@ -76,7 +77,13 @@ class Cfm(nn.Module):
         temperature: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One patch of B requests; inputs and outputs as in the graph's spec."""
-        latents = self.trajectory(hidden, history, noise, step_noise, guidance, sigma, temperature)[-1]
+        weights = self.sampler_weights()
+        if dit_rows.takes_sampler(noise, weights):
+            kicks = self.kicks(step_noise, sigma, temperature)
+            prefix = self.prefix(hidden, history)
+            latents = dit_rows.sample(*prefix, noise, kicks, self.step_sizes, guidance, weights)
+        else:
+            latents = self.trajectory(hidden, history, noise, step_noise, guidance, sigma, temperature)[-1]
         next_history = torch.cat((history, latents), dim=1)[:, latents.shape[1] :]
         stop = self.stop_head(hidden).float().softmax(-1)[:, 1]
         return latents, self.aggregate(latents)[0], next_history, stop
@@ -94,8 +101,7 @@ class Cfm(nn.Module):
         """ODE states (B, P, C) float32: the start noise and the state after each step."""
         prefix, history_tokens = self.prefix(hidden, history)
         guidance = guidance[:, None, None]
-        spread = (sigma * temperature.sqrt())[:, None, None, None] * self.step_sizes.sqrt()[:, None, None]
-        kicks = step_noise * spread
+        kicks = self.kicks(step_noise, sigma, temperature)
         states = [noise]
         for step in range(self.config.num_steps):
             state = states[-1]
@@ -105,6 +111,18 @@ class Cfm(nn.Module):
             # Noise is added after the last step too, as the reference does (golden README, 21).
             states.append(state + velocity * self.step_sizes[step] + kicks[:, step])
         return states
+
+    def kicks(self, step_noise: Tensor, sigma: Tensor, temperature: Tensor) -> Tensor:
+        """Noise (B, steps, P, C) float32 that the steps add."""
+        spread = (sigma * temperature.sqrt())[:, None, None, None] * self.step_sizes.sqrt()[:, None, None]
+        return step_noise * spread
+
+    def sampler_weights(self) -> dit_rows.SamplerWeights:
+        """The DiT with its embedding and projection."""
+        embed, project = self.dit.embed, self.dit.project
+        return dit_rows.SamplerWeights(
+            self.dit.weights(), embed.weight, embed.bias, project.weight, project.bias
+        )
 
     def prefix(self, hidden: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
         """What all steps share: first tokens (2B, steps, width) and history tokens (2B, H, width).

@@ -1,0 +1,119 @@
+"""CUDA C++ compiled by NVRTC and launched through the driver: for what Triton cannot say (clusters, bulk copies).
+
+Compilation belongs to export: the machine code travels in the graph, and who runs it needs the driver only.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import functools
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_STRUCT_ALIGNMENT = 8  # the driver reads a struct to the end of its padding
+
+
+class KernelError(OSError):
+    """The compiler or the driver refuses, or is not there."""
+
+
+@functools.cache
+def compile_source(path: Path, defines: tuple[tuple[str, int], ...], architecture: str) -> str:
+    """Machine code, as text, of the source at `path` for an `architecture` such as sm_90a.
+
+    Raises: KernelError with the compiler's words.
+    """
+    library = _open_nvrtc()
+    options = [f"--gpu-architecture={architecture}", "--std=c++17"]
+    options += [f"-D{name}={value}" for name, value in defines]
+    program = ctypes.c_void_p()
+    library.nvrtcCreateProgram(ctypes.byref(program), path.read_bytes(), path.name.encode(), 0, None, None)
+    encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    status = library.nvrtcCompileProgram(program, len(options), encoded)
+    if status:
+        log = _take(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program)
+        raise KernelError(f"NVRTC cannot compile {path.name} ({status}): {log.decode(errors='replace')}")
+    code = _take(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program)
+    library.nvrtcDestroyProgram(ctypes.byref(program))
+    return base64.b64encode(zlib.compress(code)).decode()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """How one kernel of a module is launched; the size of its clusters stands in the code."""
+
+    threads: int
+    shared_bytes: int = 0
+
+
+class CudaModule:
+    """Kernels of machine code from `compile_source`, loaded on the current device."""
+
+    def __init__(self, code: str, launches: Mapping[str, Launch]) -> None:
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._launches = dict(launches)
+        self._functions: dict[str, ctypes.c_void_p] = {}
+        module = ctypes.c_void_p()
+        self._check(
+            self._driver.cuModuleLoadData(ctypes.byref(module), zlib.decompress(base64.b64decode(code)))
+        )
+        for name, launch in launches.items():
+            function = ctypes.c_void_p()
+            self._check(self._driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+            self._check(
+                self._driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, launch.shared_bytes)
+            )
+            self._functions[name] = function
+
+    def launch(
+        self, name: str, blocks: int, pointers: Sequence[Tensor | None], numbers: Sequence[int]
+    ) -> None:
+        """On the current stream; the kernel's one argument is a struct of these pointers, then these ints."""
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in pointers]
+        packed = struct.pack(f"{len(addresses)}Q{len(numbers)}i", *addresses, *numbers)
+        argument = ctypes.create_string_buffer(packed, len(packed) + _STRUCT_ALIGNMENT)
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        launch = self._launches[name]
+        grid, block = (blocks, 1, 1), (launch.threads, 1, 1)
+        self._check(
+            self._driver.cuLaunchKernel(
+                self._functions[name], *grid, *block, launch.shared_bytes, stream, arguments, None
+            )
+        )
+
+    def _check(self, status: int) -> None:
+        if status:
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorString(status, ctypes.byref(text))
+            raise KernelError(f"CUDA driver: {(text.value or b'unknown error').decode()} ({status})")
+
+
+def _open_nvrtc() -> ctypes.CDLL:
+    """The compiler that came with torch, or the toolkit's."""
+    major = (torch.version.cuda or "").split(".")[0]
+    name = f"libnvrtc.so.{major}"
+    packages = Path(torch.__file__).resolve().parents[1] / "nvidia"
+    for candidate in (name, *map(str, packages.glob(f"*/lib/{name}"))):
+        try:
+            return ctypes.CDLL(candidate)
+        except OSError:
+            continue
+    raise KernelError(f"{name} is neither on the loader's path nor under {packages}")
+
+
+def _take(size_of: Any, get: Any, program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    size_of(program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(size.value)
+    get(program, buffer)
+    return buffer.raw
