@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from mingc.artifacts.work_folder import work_folder
 from mingc.errors import CompileError
 from mingc.export.build import start_worker
@@ -42,7 +44,7 @@ def worker_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def result_of(future: Future[_T], where: str) -> _T:
-    """What `future` returned or raised. Raises: CompileError when its process died."""
+    """What `future` returned or raised. Raises: CompileError when its process died or a device has too little memory."""
     try:
         return future.result()
     except BrokenProcessPool as error:
@@ -50,4 +52,11 @@ def result_of(future: Future[_T], where: str) -> _T:
             "the process that built or checked this died (out of memory?)",
             where=where,
             fix="lower --jobs, or give the machine more memory",
+        ) from error
+    except torch.OutOfMemoryError as error:
+        # A check holds its graph's layer in float32, and as many run at a time as there are jobs.
+        raise CompileError(
+            f"the device's memory does not suffice: {str(error).partition('. ')[0]}",
+            where=where,
+            fix="lower --jobs, or end what else uses the device",
         ) from error

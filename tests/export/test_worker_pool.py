@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 import mingc
 from mingc.artifacts.manifest import EngineRecord, GraphRecord, Parity
@@ -20,6 +21,7 @@ from mingc.export.build import BuiltEngine, GraphResult, GraphTask
 from mingc.export.checkpoint import open_checkpoint
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stages import find
+from mingc.export.workers import result_of
 from mingc.runtime.replay import replay
 
 _END_S = 100
@@ -110,3 +112,13 @@ def test_a_failed_check_ends_the_export_before_the_next_compile(
 ) -> None:
     (step,) = _run(tmp_path, monkeypatch, "cfm.sample")
     assert (step.name, step.subject) == ("engine", "cfm.sample")
+
+
+def test_too_little_memory_on_the_device_is_told_and_no_bug() -> None:
+    future: Future[None] = Future()
+    future.set_exception(
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.40 GiB. GPU 0 has …")
+    )
+    with pytest.raises(CompileError, match="memory does not suffice: CUDA out of memory") as caught:
+        result_of(future, "thinker.prefill_experts")
+    assert caught.value.where == "thinker.prefill_experts" and "--jobs" in str(caught.value.fix)
