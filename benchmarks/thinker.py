@@ -26,6 +26,7 @@ import harness
 import thinker_engines as engines
 import torch
 import torch.distributed as dist
+from thinker_routing import experts_read
 from torch import Tensor
 
 from mingc.export.layers.decoder import PAGE_SIZE
@@ -36,6 +37,7 @@ from mingc.runtime.thinker_layers import ThinkerLayers
 
 CONFIGS = Path(__file__).resolve().parent / "released"
 PEAK_TB_S = 4.27  # device copy of an H200, which the roofline is counted with
+PEAK_TFLOPS = 785  # large bf16 products of an H200
 OUTPUT_TOKENS = 152
 Figure = dict[str, Any]
 
@@ -59,7 +61,7 @@ class Rank:
         self.job, self.setup, self.device = job, job.setup, device
         self.config = self.setup.config()
         self.weights = engines.random_weights(self.setup, device, distinct=job.distinct)
-        stage = engines.load(self.setup, Path(job.folder), self.weights, device)
+        self.stage = stage = engines.load(self.setup, Path(job.folder), self.weights, device)
         tokens = max(self.setup.batches) * (max(job.prompts) + OUTPUT_TOKENS + PAGE_SIZE)
         self.num_pages = tokens // PAGE_SIZE + 2 + max(self.setup.batches)
         self.state = stage.allocate_state({"KV": self.num_pages * PAGE_SIZE}, device)
@@ -69,9 +71,9 @@ class Rank:
         self.reducer: Reducer = make_reducer(
             device, self.dtype, width=self.config.hidden_size, batch_sizes=self.setup.batches
         )
-        vocab_size = (
-            self.config.vocab_size if not job.is_alone else self.config.local_vocab(self.setup.world_size)
-        )
+        vocab_size = self.config.vocab_size
+        if job.is_alone:
+            vocab_size = self.config.local_vocab(self.setup.world_size)
         self.layers = ThinkerLayers(stage, self.state, vocab_size=vocab_size, reduce_=self.reducer.reduce_)
 
     def page_table(self, batch: int, tokens: int) -> Tensor:
@@ -113,16 +115,19 @@ class Rank:
 
         generate()
         samples = self.slowest(generate())
+        read_experts = experts_read(self.stage, self.state, self.weights, self.config, inputs)
         step_ms = statistics.mean(samples)
         read = engines.step_bytes(self.setup, [prompt + OUTPUT_TOKENS // 2] * batch)
         same = {"batch": batch, "prompt": prompt, "ranks": self.setup.world_size, "alone": self.job.is_alone}
         floor_ms = read / PEAK_TB_S / 1e9
-        is_first = (batch, prompt) == (self.setup.batches[0], self.job.prompts[0])
-        kernels = harness.kernel_table(replay)[:25] if self.job.profile and is_first else []
+        is_told = self.job.profile and (batch, prompt) == (self.setup.batches[0], self.job.prompts[0])
+        kernels = harness.kernel_table(replay)[:25] if is_told else []
         figures: list[Figure] = [
             {"name": "decode_step_ms", **same, **harness.summary(samples), "unit": "ms",
              "floor": round(floor_ms, 3), "percent_of_roofline": round(100 * floor_ms / step_ms, 1)},
             {"name": "tok_per_s", **same, "median": round(1e3 * batch / step_ms, 1), "unit": "tokens/s"},
+            {"name": "experts_read", **same, "median": round(read_experts, 1), "unit": "a layer",
+             "expected": round(engines.expected_experts(self.config, batch), 1)},
             *({"name": "kernel_us", **same, **kernel, "unit": "us a step"} for kernel in kernels),
         ]  # fmt: skip
         if self.setup.world_size > 1 and not self.job.is_alone:
@@ -147,9 +152,8 @@ class Rank:
         chunks = []
         for start in range(0, prompt, chunk):
             inputs = self.inputs(chunk, 0)
-            inputs["positions"] = (
-                torch.arange(start, start + chunk, device=self.device).expand(3, -1).contiguous()
-            )
+            place = torch.arange(start, start + chunk, device=self.device)
+            inputs["positions"] = place.expand(3, -1).contiguous()
             inputs["page_table"] = table
             inputs["start"] = torch.tensor([start], device=self.device)
             inputs["last"] = torch.tensor([chunk - 1], device=self.device)
@@ -173,8 +177,20 @@ class Rank:
         samples = self.slowest(samples[1:])
         same = {"prompt": prompt, "chunk": chunk, "ranks": self.setup.world_size, "alone": self.job.is_alone}
         median = statistics.median(samples)
+        flops = sum(engines.chunk_flops(self.setup, chunk, start) for start in range(0, prompt, chunk))
+        rate = flops / median / 1e9
+        is_told = self.job.profile and prompt == self.job.prompts[0]
+        kernels = harness.kernel_table(replay)[:25] if is_told else []
         return [
             {"name": "ttft_ms", **same, **harness.summary(samples), "unit": "ms"},
+            {
+                "name": "prefill_tflops",
+                **same,
+                "median": round(rate, 1),
+                "unit": "TFLOP/s",
+                "percent_of_peak": round(100 * rate / PEAK_TFLOPS, 1),
+            },
+            *({"name": "prefill_kernel_us", **same, **each, "unit": "us a prompt"} for each in kernels),
             {"name": "prefill_tok_per_s", **same, "median": round(1e3 * prompt / median), "unit": "tokens/s"},
         ]
 
@@ -191,14 +207,8 @@ class Rank:
 
         def eager() -> None:
             residual, delta = attention.decode(
-                stream,
-                stream,
-                angles.cos(),
-                angles.sin(),
-                table[:, : -(-prompt // PAGE_SIZE)],
-                lengths,
-                *pages,
-            )
+                stream, stream, angles.cos(), angles.sin(), table[:, : -(-prompt // PAGE_SIZE)], lengths, *pages
+            )  # fmt: skip
             feed_forward.decode(residual, delta)
 
         with plain_torch(), torch.no_grad():
@@ -262,9 +272,9 @@ def measure(job: Job, rank: int, port: int) -> list[Figure]:
         for batch in job.setup.batches:
             figures += show(own.layer(batch, job.prompts[0]), rank)
     if kind == "cuda":
+        same = {"ranks": job.setup.world_size, "alone": job.is_alone, "unit": "GiB"}
         peak = round(torch.cuda.max_memory_allocated() / 2**30, 1)
-        same = {"ranks": job.setup.world_size, "alone": job.is_alone}
-        figures.append({"name": "peak_gib", **same, "median": peak, "unit": "GiB"})
+        figures.append({"name": "peak_gib", **same, "median": peak})
     # NCCL ends its communicator only after the graphs that use it.
     del own
     gc.collect()
@@ -321,16 +331,12 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=32768, help="tokens that a page table has room for")
     parser.add_argument("--quantize", choices=["fp8", "int4"], help="stored weights of our engines")
     parser.add_argument("--layers", type=int, help="fewer layers than released")
-    parser.add_argument(
-        "--distinct", type=int, help="expert layers with weights of their own; more take turns"
-    )
+    parser.add_argument("--distinct", type=int, help="expert layers with own weights; more take turns")
     parser.add_argument("--engines", type=Path, help="keep compiled engines in this folder")
     parser.add_argument("--jobs", type=int, default=8, help="compile at a time")
     parser.add_argument("--build-only", action="store_true", help="compile into --engines and end")
     parser.add_argument("--measure-only", action="store_true", help="the engines lie in --engines already")
-    parser.add_argument(
-        "--profile", action="store_true", help="time the kernels of the first decode step too"
-    )
+    parser.add_argument("--profile", action="store_true", help="time the kernels of first step and prompt")
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     for name in ("--rank", "--port"):

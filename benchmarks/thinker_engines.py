@@ -26,7 +26,11 @@ from mingc.kernels.quantized import FP8, INT4
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.stages import LoadedStage, load_engine
 
-_SCALE = 0.02  # of random quantized weights
+_SCALE = 0.02  # of random quantized weights: FP8 of unit variance
+_INT4_MAX = (
+    7  # random values are as often negative as positive: an offset would send all tokens to the same experts
+)
+_INT4_SCALE = _SCALE / (_INT4_MAX * (_INT4_MAX + 1) / 3) ** 0.5
 # Of a graph with T, N or B: a piece takes whatever it is given of these.
 PREFILL, DECODE, BOTH = (
     ("prefill_attention", "prefill_experts"),
@@ -166,11 +170,12 @@ def _same_weight(name: str, config: DecoderConfig, distinct: int | None) -> str:
 
 def _draw(name: str, weight: Weight, device: torch.device, generator: torch.Generator) -> Tensor:
     if weight.source is None:
-        return torch.full(weight.shape, _SCALE, dtype=weight.dtype, device=device)
+        scale = _INT4_SCALE if weight.dtype == torch.bfloat16 else _SCALE
+        return torch.full(weight.shape, scale, dtype=weight.dtype, device=device)
     if not weight.source.tensors:
         return weight.source.make().to(device)
     if weight.dtype == INT4:
-        return torch.randint(0, 256, weight.shape, dtype=INT4, device=device, generator=generator)
+        return _draw_int4(weight.shape, device, generator)
     value = torch.empty(
         weight.shape, dtype=torch.bfloat16 if weight.dtype == FP8 else weight.dtype, device=device
     )
@@ -181,6 +186,14 @@ def _draw(name: str, weight: Weight, device: torch.device, generator: torch.Gene
     if name.endswith("router.bias"):
         return value.zero_()
     return value.normal_(0, value.shape[-1] ** -0.5, generator=generator)
+
+
+def _draw_int4(shape: torch.Size, device: torch.device, generator: torch.Generator) -> Tensor:
+    """Two random values -7..7 a byte."""
+    pairs = torch.randint(0, (2 * _INT4_MAX + 1) ** 2, shape, dtype=INT4, device=device, generator=generator)
+    low, high = pairs % (2 * _INT4_MAX + 1), pairs // (2 * _INT4_MAX + 1)
+    # Unsigned bytes wrap around: the low four bits are those of the signed value.
+    return ((low - _INT4_MAX) & 15) | ((high - _INT4_MAX) & 15) << 4
 
 
 def _module(setup: Setup) -> torch.nn.Module:
@@ -234,6 +247,28 @@ def expected_experts(config: DecoderConfig, tokens: int) -> float:
     """How many experts of a layer `tokens` tokens choose, if all are equally likely: the worst case."""
     share = config.num_experts_per_token / config.num_experts
     return config.num_experts * (1 - (1 - share) ** tokens)
+
+
+def chunk_flops(setup: Setup, tokens: int, start: int) -> float:
+    """Operations of one rank for a chunk of `tokens` tokens behind `start` others: products and causal attention."""
+    config = setup.config()
+    heads, kv_heads = config.local_heads(setup.world_size)
+    hidden, size = config.hidden_size, config.head_dim
+    seen = tokens * start + tokens * (tokens + 1) / 2
+    attention = 2 * tokens * hidden * size * (2 * heads + 2 * kv_heads) + 4 * heads * size * seen
+    width, shared, dense = (
+        config.local_width(each, setup.world_size)
+        for each in (
+            config.expert_intermediate_size,
+            config.shared_intermediate_size,
+            config.dense_intermediate_size,
+        )
+    )
+    experts = config.num_experts_per_token * width + shared
+    routed = 2 * tokens * hidden * (3 * experts + config.num_experts)
+    num_routed = config.num_layers - config.num_dense_layers
+    feed_forward = num_routed * routed + config.num_dense_layers * 6 * tokens * hidden * dense
+    return config.num_layers * attention + feed_forward + 2 * hidden * config.local_vocab(setup.world_size)
 
 
 def step_bytes(setup: Setup, lengths: Sequence[int]) -> float:

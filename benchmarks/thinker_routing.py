@@ -1,0 +1,50 @@
+"""How many experts a decode step reads, asked of the routers: what the roofline assumes must be what is measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from mingc.export.layers.decoder import DecoderConfig
+from mingc.kernels.rms_norm import rms_norm
+from mingc.kernels.router import route_hidden
+from mingc.runtime.stages import LoadedStage
+
+
+def experts_read(
+    stage: LoadedStage,
+    state: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    config: DecoderConfig,
+    inputs: Mapping[str, Tensor],
+) -> float:
+    """How many different experts the tokens of one step choose, the mean of all layers with experts.
+
+    One rank's share without the sums: the streams differ from the true ones, the spread over the experts does not.
+    """
+    counts: list[int] = []
+    (embed,) = stage.instances("embed").values()
+    context = {**inputs, **embed.run(**{each.name: inputs[each.name] for each in embed.spec.inputs})}
+    residual, delta = context.pop("residual"), context.pop("delta")
+    feed_forwards = {**stage.instances("dense"), **stage.instances("decode_experts")}
+    for name, attention in stage.instances("decode_attention").items():
+        given = {each.name: context[each.name] for each in attention.spec.inputs if each.name in context}
+        pages = {each.name: state[f"{name}.{each.name}"] for each in attention.spec.state}
+        made = attention.run(residual=residual, delta=delta, **given, **pages)
+        half = f"{name.removesuffix('.attention')}.feed_forward"
+        residual, delta = made["residual"], made["partial"]
+        if f"{half}.router.weight" in weights:
+            normed = rms_norm(residual + delta, weights[f"{half}.norm"], config.norm_eps)
+            if not normed.isfinite().all():
+                raise SystemExit(f"{half}: the residual stream is not finite")
+            ids, _ = route_hidden(
+                normed, weights[f"{half}.router.weight"], weights[f"{half}.router.bias"], None,
+                num_groups=config.num_expert_groups, num_kept_groups=config.num_kept_groups,
+                num_chosen=config.num_experts_per_token, scale=config.routed_scale,
+            )  # fmt: skip
+            counts.append(ids.unique().numel())
+        made = feed_forwards[half].run(residual=residual, delta=delta)
+        residual, delta = made["residual"], made["partial"]
+    return statistics.mean(counts)
