@@ -40,6 +40,11 @@ def _linear(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
     return KernelWork(flops=2 * shapes["x"][0] * math.prod(shapes["weight"]))
 
 
+def _row_linear(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
+    """One row times weight (N, K)."""
+    return KernelWork(flops=2 * math.prod(shapes["weight"]))
+
+
 def _slot_attention(shapes: Shapes, arguments: Mapping[str, Any]) -> KernelWork:
     """qkv (B, (Hq + 2 Hk) d), k_slots (S, N, Hk, d): each query sees the context, up to a window, and itself."""
     (batch, width), (_, rows, kv_heads, size) = shapes["qkv"], shapes["k_slots"]
@@ -106,6 +111,17 @@ def _experts(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
     )
 
 
+def _expert_row(shapes: Shapes, arguments: Mapping[str, Any]) -> KernelWork:
+    """One token: the first gate of `gate` (gates, E, D), and the experts as in `_experts`."""
+    gates, experts, hidden = shapes["gate"]
+    token = {**shapes, "x": (1, hidden), "ids": (1, arguments["num_chosen"])}
+    work = _experts(token, arguments)
+    return KernelWork(
+        flops=work.flops + 2 * experts * hidden,
+        weight_shares={**work.weight_shares, "gate": sympy.Rational(1, gates)},
+    )
+
+
 def _route_hidden(shapes: Shapes, arguments: Mapping[str, Any]) -> KernelWork:
     """x (T, D), weight (gates, E, D), of which one gate serves every token unless an index says which."""
     gates, experts, hidden = shapes["weight"]
@@ -154,6 +170,7 @@ KERNELS: Mapping[str, Rule] = {
     "decode_attention": _decode_attention,
     "dit_rows_sample": _dit_rows_sample,
     "dit_rows_transform": _dit_rows_transform,
+    "expert_row": _expert_row,
     "moe_decode": _experts,
     "moe_prefill": _experts,
     "norm_rope_write": _norm_rope_write,
@@ -162,7 +179,9 @@ KERNELS: Mapping[str, Rule] = {
     "paged_prefill_attention": _paged_prefill_attention,
     "ring_attention": _ring_attention,
     "route_hidden": _route_hidden,
+    "row_linear": _linear,
     "short_attention": _short_attention,
     "slot_attention": _slot_attention,
     "slot_prefill_attention": _slot_prefill_attention,
+    "sum_norm_linear": _row_linear,
 }

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import mingc.kernels
 from mingc.export.kernel_work import CONTEXT, KERNELS
+from mingc.export.layers import moe
 from mingc.kernels import (
     decode_attention,
     linear,
@@ -30,6 +31,7 @@ from mingc.kernels import (
     quantized,
     ring_attention,
     router,
+    row_linear,
     short_attention,
     slot_attention,
     slot_prefill_attention,
@@ -205,6 +207,26 @@ def multiply_and_add() -> object:
     return linear.add_linear(x, weight, None, rows, torch.ones(HIDDEN), 1e-6)
 
 
+def norm_and_multiply() -> object:
+    row = torch.randn(1, HIDDEN)
+    return row_linear.sum_norm_linear(row, row, torch.ones(HIDDEN), torch.randn(WIDTH, HIDDEN), 1e-6)
+
+
+def multiply_a_row() -> object:
+    weight, _, scale = _fp8(WIDTH, HIDDEN)
+    return row_linear.row_linear(torch.randn(1, HIDDEN), weight, scale)
+
+
+def run_half() -> object:
+    config = {"num_groups": 4, "num_kept_groups": 2, "num_chosen": CHOSEN, "scale": 2.5}
+    half = moe.MoeFeedForward(moe.Router(HIDDEN, EXPERTS, **config), HIDDEN, EXPERTS, WIDTH, WIDTH, 1e-6)
+    for parameter in half.parameters():
+        parameter.data.normal_()
+    row = torch.randn(1, HIDDEN)
+    with torch.no_grad():
+        return half.decode(row, row)
+
+
 # Operations of one call at a context of 9 tokens, counted here from what the call means.
 CALLS: dict[str, tuple[str, Callable[[], object], int]] = {
     "paged decode": ("paged_decode_attention", attend_pages, 4 * BATCH * HEADS * SIZE * 10),
@@ -231,6 +253,11 @@ CALLS: dict[str, tuple[str, Callable[[], object], int]] = {
     "experts by chunk": (
         "moe_prefill", lambda: run_experts(TOKENS, has_shared=True), 6 * TOKENS * CHOSEN * WIDTH * HIDDEN
     ),
+    "experts of a row": (
+        "expert_row", run_half, 2 * EXPERTS * HIDDEN + 6 * (CHOSEN + 1) * WIDTH * HIDDEN
+    ),
+    "row": ("row_linear", multiply_a_row, 2 * WIDTH * HIDDEN),
+    "row before its norm": ("sum_norm_linear", norm_and_multiply, 2 * WIDTH * HIDDEN),
     "linear": ("normed_linear", multiply, 2 * BATCH * WIDTH * HIDDEN),
     "linear and sum": ("add_linear", multiply_and_add, 2 * BATCH * WIDTH * HIDDEN),
 }  # fmt: skip

@@ -25,6 +25,7 @@ from mingc.kernels.mrope import mrope_cos_sin
 from mingc.kernels.norm_rope_write import norm_rope_write
 from mingc.kernels.paged_attention import paged_prefill_attention, token_rows
 from mingc.kernels.rms_norm import rms_norm
+from mingc.kernels.row_linear import row_linear, sum_norm_linear
 
 PAGE_SIZE = 16
 # Expert widths are filled up to this many values: grouped products want rows that are multiples of 16 bytes.
@@ -156,9 +157,9 @@ class Attention(nn.Module):
         v_pages: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """One token of every request, the last of its `lengths`. New residual and partial sum."""
-        x_TD = residual_TD + delta_TD
+        x_TD, packed = sum_norm_linear(residual_TD, delta_TD, self.norm, self.qkv, self.eps, self.qkv_scale)
         out_THd = decode_attention(
-            self._qkv(x_TD),
+            packed.view(x_TD.shape[0], -1, self.head_dim),
             self.q_norm,
             self.k_norm,
             cos,
@@ -170,7 +171,7 @@ class Attention(nn.Module):
             self.eps,
             PAGE_SIZE,
         )
-        return x_TD, linear(out_THd.flatten(1), self.dense, None, self.dense_scale)
+        return x_TD, row_linear(out_THd.flatten(1), self.dense, self.dense_scale)
 
     def _qkv(self, x_TD: Tensor) -> Tensor:
         packed = linear(rms_norm(x_TD, self.norm, self.eps), self.qkv, None, self.qkv_scale)
@@ -193,8 +194,10 @@ class Head(nn.Module):
 
     def forward(self, residual_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor]:
         """(T, V) float32."""
-        normed_TD = rms_norm(residual_TD + delta_TD, self.norm, self.eps)
-        return (linear(normed_TD, self.lm_head, None, self.lm_head_scale).to(torch.float32),)
+        _, logits_TV = sum_norm_linear(
+            residual_TD, delta_TD, self.norm, self.lm_head, self.eps, self.lm_head_scale
+        )
+        return (logits_TV.to(torch.float32),)
 
 
 class DecoderLayer(nn.Module):

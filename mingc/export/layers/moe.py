@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from mingc.kernels.expert_row import Gates, expert_row, has_expert_row
 from mingc.kernels.moe_experts import Weights, moe_experts, swiglu
 from mingc.kernels.rms_norm import rms_norm
 from mingc.kernels.router import route_hidden
@@ -90,6 +91,12 @@ class Router(nn.Module):
             scale=self.scale,
         )
 
+    def gates(self) -> Gates:
+        """The router as kernels of the whole half take it."""
+        return Gates(
+            self.weight, self.bias, self.num_groups, self.num_kept_groups, self.num_chosen, self.scale
+        )
+
 
 class MoeFeedForward(nn.Module):
     """The half of a layer with routed experts and an always-on shared one (spec: thinker.md §2.3).
@@ -146,12 +153,14 @@ class MoeFeedForward(nn.Module):
         self, residual_TD: Tensor, delta_TD: Tensor, gate_index_T: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Residual, this rank's share of routed and shared experts added up, expert ids and weights."""
+        experts = Weights(self.gate_up, self.down, self.gate_up_scale, self.down_scale)
+        shared = None if self.shared is None else self.shared.weights()
+        if gate_index_T is None and isinstance(self.router, Router):
+            gates = self.router.gates()
+            if has_expert_row(residual_TD, gates, experts, shared):
+                return expert_row(residual_TD, delta_TD, self.norm, self.eps, gates, experts, shared)
         x_TD = residual_TD + delta_TD
         normed_TD = rms_norm(x_TD, self.norm, self.eps)
         ids_TK, weights_TK = self.router(normed_TD, gate_index_T)
-        shared = None if self.shared is None else self.shared.weights()
-        scales = self.gate_up_scale, self.down_scale
-        partial_TD = moe_experts(
-            normed_TD, ids_TK, weights_TK, self.gate_up, self.down, *scales, shared=shared
-        )
+        partial_TD = moe_experts(normed_TD, ids_TK, weights_TK, *experts, shared=shared)
         return x_TD, partial_TD, ids_TK, weights_TK

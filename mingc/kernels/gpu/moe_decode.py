@@ -75,7 +75,7 @@ def _compact(is_member, row, done, TOKENS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _start(first, other, is_other, offset, item: tl.constexpr):
+def shift_to(first, other, is_other, offset, item: tl.constexpr):
     """Where the data lie, counted from `first` in items: at `offset` there, or at the beginning of `other`.
 
     A pointer chosen by a branch would lose its known alignment, and with it wide loads.
@@ -163,13 +163,13 @@ def mingc_moe_up(
     item: tl.constexpr = gate_up.dtype.element_ty.primitive_bitwidth // 8
     n = tile * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
-    start = _start(gate_up, shared, is_shared, expert * (2 * F * D), item)
+    start = shift_to(gate_up, shared, is_shared, expert * (2 * F * D), item)
     rows = gate_up + start + n * D
     groups: tl.constexpr = D // 64 if FORMAT == 2 else 1
     at_once: tl.constexpr = BK // 64 if FORMAT == 2 else 1
     if FORMAT != 0:
         size: tl.constexpr = 4 if FORMAT == 1 else 2
-        start = _start(gate_up_scale, shared_scale, is_shared, expert * (2 * F * groups), size)
+        start = shift_to(gate_up_scale, shared_scale, is_shared, expert * (2 * F * groups), size)
         scales = gate_up_scale + start + n * groups
     for done in range(0, count, ROWS):
         token, place, is_live = _compact(is_member, row, done, TOKENS, ROWS)
@@ -244,13 +244,13 @@ def mingc_moe_down(
     column = tl.program_id(0) * (TILES * BN)
     n = tl.arange(0, BN)
     k = tl.arange(0, BK)
-    start = _start(down, shared, is_shared, expert * (D * F), item)
+    start = shift_to(down, shared, is_shared, expert * (D * F), item)
     rows = down + start + column * F + n * F
     groups: tl.constexpr = F // 64 if FORMAT == 2 else 1
     at_once: tl.constexpr = BK // 64 if FORMAT == 2 else 1
     if FORMAT != 0:
         size: tl.constexpr = 4 if FORMAT == 1 else 2
-        scales = down_scale + _start(down_scale, shared_scale, is_shared, expert * (D * groups), size)
+        scales = down_scale + shift_to(down_scale, shared_scale, is_shared, expert * (D * groups), size)
         scales += (column + n) * groups
     steps: tl.constexpr = F // BK
     for done in range(0, count, ROWS):
@@ -319,7 +319,7 @@ def mingc_moe_row_up(
     is_shared = pair == K
     expert = tl.load(ids + pair, mask=pair < K, other=0)
     item: tl.constexpr = gate_up.dtype.element_ty.primitive_bitwidth // 8
-    start = _start(gate_up, shared, is_shared, expert * (2 * F * D), item)
+    start = shift_to(gate_up, shared, is_shared, expert * (2 * F * D), item)
     gates = gate_up + start + n[:, None] * D + k[None, :]
     gate = tl.zeros([BN, BK], tl.float32)
     up = tl.zeros([BN, BK], tl.float32)
@@ -330,7 +330,7 @@ def mingc_moe_row_up(
     gate = tl.sum(gate, 1)
     up = tl.sum(up, 1)
     if FORMAT == 1:
-        scales = gate_up_scale + _start(gate_up_scale, shared_scale, is_shared, expert * (2 * F), 4) + n
+        scales = gate_up_scale + shift_to(gate_up_scale, shared_scale, is_shared, expert * (2 * F), 4) + n
         gate *= tl.load(scales)
         up *= tl.load(scales + F)
     activated = activate(gate, up, x.dtype.element_ty)

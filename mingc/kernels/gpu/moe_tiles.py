@@ -43,6 +43,11 @@ def row_up(width: int, depth: int) -> Tiles:
     return Tiles(columns=_divisor(width, 2 if width > 512 else 4), depth=_divisor(depth, 2048))
 
 
+def expert_row_up(width: int, depth: int) -> Tiles:
+    """First product of one token in the kernel that also chooses its experts."""
+    return Tiles(columns=_divisor(width, 4), depth=_divisor(depth, 4096), warps=4 if width > 512 else 8)
+
+
 def row_down(width: int, columns: int) -> Tiles:
     """Second product of one token: `columns` the hidden size."""
     return Tiles(columns=_divisor(columns, 16 if width > 512 else 8), depth=_divisor(width, 512))
