@@ -44,7 +44,7 @@ def worker_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def result_of(future: Future[_T], where: str) -> _T:
-    """What `future` returned or raised. Raises: CompileError when its process died or a device has too little memory."""
+    """What `future` returned or raised. Raises: CompileError when its process died or its device has no memory left."""
     try:
         return future.result()
     except BrokenProcessPool as error:
