@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import ctypes
 import functools
+import json
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -27,8 +28,8 @@ class KernelError(OSError):
 
 
 @functools.cache
-def compile_source(path: Path, defines: tuple[tuple[str, int], ...], architecture: str) -> str:
-    """Machine code, as text, of the source at `path` for an `architecture` such as sm_90a.
+def compile_source(path: Path, defines: tuple[tuple[str, int], ...], architecture: str) -> bytes:
+    """Machine code of the source at `path` for an `architecture` such as sm_90a.
 
     Raises: KernelError with the compiler's words.
     """
@@ -44,7 +45,24 @@ def compile_source(path: Path, defines: tuple[tuple[str, int], ...], architectur
         raise KernelError(f"NVRTC cannot compile {path.name} ({status}): {log.decode(errors='replace')}")
     code = _take(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program)
     library.nvrtcDestroyProgram(ctypes.byref(program))
-    return base64.b64encode(zlib.compress(code)).decode()
+    return code
+
+
+def pack(numbers: Mapping[str, Sequence[int]], code: bytes) -> str:
+    """Machine code and numbers that its launcher needs, in base64.
+
+    Other text would not do for an operator's argument: torch writes it between quotes as it stands, and a quote or a
+    line break of its own would end it.
+    """
+    head = json.dumps({name: list(values) for name, values in numbers.items()}).encode()
+    return base64.b64encode(zlib.compress(head + b"\n" + code)).decode()
+
+
+def unpack(text: str) -> tuple[dict[str, list[int]], bytes]:
+    """What `pack` was given."""
+    head, _, code = zlib.decompress(base64.b64decode(text)).partition(b"\n")
+    numbers: dict[str, list[int]] = json.loads(head)
+    return numbers, code
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,14 +76,12 @@ class Launch:
 class CudaModule:
     """Kernels of machine code from `compile_source`, loaded on the current device."""
 
-    def __init__(self, code: str, launches: Mapping[str, Launch]) -> None:
+    def __init__(self, code: bytes, launches: Mapping[str, Launch]) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._launches = dict(launches)
         self._functions: dict[str, ctypes.c_void_p] = {}
         module = ctypes.c_void_p()
-        self._check(
-            self._driver.cuModuleLoadData(ctypes.byref(module), zlib.decompress(base64.b64decode(code)))
-        )
+        self._check(self._driver.cuModuleLoadData(ctypes.byref(module), code))
         for name, launch in launches.items():
             function = ctypes.c_void_p()
             self._check(self._driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))

@@ -6,7 +6,6 @@ Importing this registers them. It needs neither Triton nor a compiler.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from mingc.kernels.gpu.cuda_source import CudaModule, Launch, compile_source
+from mingc.kernels.gpu.cuda_source import CudaModule, Launch, compile_source, pack, unpack
 
 if TYPE_CHECKING:
     from mingc.kernels.dit_rows import SamplerWeights, TransformerWeights
@@ -85,25 +84,22 @@ def _flat(weights: TransformerWeights) -> list[Tensor]:
 
 
 def _code(x: Tensor) -> str:
-    """The tiles, a line break, and the machine code."""
+    """The tiles and the machine code that was made for them."""
     major, minor = torch.cuda.get_device_capability(x.device)
     defines = tuple(
         (f"{name.upper()}_{key.upper()}", value)
         for name, tiles in _TILES.items()
         for key, value in tiles._asdict().items()
     )
-    return json.dumps(_TILES) + "\n" + compile_source(_SOURCE, defines, f"sm_{major}{minor}a")
-
-
-def _tiles(code: str) -> dict[str, _Tiles]:
-    return {name: _Tiles(*numbers) for name, numbers in json.loads(code.partition("\n")[0]).items()}
+    return pack(_TILES, compile_source(_SOURCE, defines, f"sm_{major}{minor}a"))
 
 
 class _Kernels:
     """The kernels of one machine code on a device, and how each is launched."""
 
     def __init__(self, code: str) -> None:
-        self.tiles = _tiles(code)
+        numbers, machine_code = unpack(code)
+        self.tiles = {name: _Tiles(*values) for name, values in numbers.items()}
         launches = {
             f"mingc_dit_{name}_early": Launch(
                 threads=2 * tiles.columns,
@@ -117,7 +113,7 @@ class _Kernels:
             "mingc_dit_attention_early": Launch(threads=96),
             "mingc_dit_turn_early": Launch(threads=256),
         }
-        self._module = CudaModule(code.partition("\n")[2], {**launches, **others})
+        self._module = CudaModule(machine_code, {**launches, **others})
 
     def product(self, name: str, pointers: Sequence[Tensor | None], rows: int, parts: int) -> None:
         tiles = self.tiles[name]
@@ -241,7 +237,9 @@ def _(
     sin: Tensor,
     code: str,
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), squares.new_empty(x.shape[0], _WIDTH // _tiles(code)["down"].columns)
+    return torch.empty_like(x), squares.new_empty(
+        x.shape[0], _WIDTH // _Tiles(*unpack(code)[0]["down"]).columns
+    )
 
 
 @_sample.register_fake
