@@ -163,8 +163,9 @@ class TracingWorker(ThinkerWorker):
 
     def _run(self, kind: str, width: int, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         outputs = super()._run(kind, width, inputs)
-        if kind == "prefill":  # what an earlier chunk gave is not kept: no token is chosen from it
-            self._traces[int(inputs["page_table"][0])] = [outputs[0].clone()]
+        if kind.startswith("prefill"):  # what an earlier chunk gave is not kept: no token is chosen from it
+            if len(outputs[0]):  # behind its last part
+                self._traces[int(inputs["page_table"][0])] = [outputs[0].clone()]
             return outputs
         if kind.endswith("first"):  # a choice from the chunk's
             return outputs
@@ -224,8 +225,8 @@ class _Visit:
             ThinkerScheduler(
                 self._pool,
                 max_running=gathering.max_running,
-                # Prompts are cut the same wherever they come: chunks of other sizes round otherwise.
-                pace=PrefillPace([worker.max_chunk]),
+                chunk_tokens=worker.max_chunk,
+                pace=PrefillPace(num_parts=worker.num_parts),
                 max_context=CONTEXT_TOKENS,
                 max_waiting=NUM_REQUESTS,
             ),

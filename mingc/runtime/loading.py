@@ -31,8 +31,9 @@ from mingc.runtime.stages import LoadedStage, load_stage, torch_dtype, weight_by
 from mingc.runtime.startup import StartupClock
 from mingc.runtime.talker import TalkerWorker
 from mingc.runtime.talker_loop import TalkerLoop
-from mingc.runtime.thinker import ThinkerWorker, make_worker
+from mingc.runtime.thinker import ThinkerWorker
 from mingc.runtime.thinker_loop import StepRunner, ThinkerLoop
+from mingc.runtime.thinker_start import make_worker
 
 log = logging.getLogger("mingc.startup")
 
@@ -227,11 +228,11 @@ def _load_chat(
             ),
         )
     batch = _largest(manifest, "thinker", "B")
-    chunks = manifest.stages["thinker"].graphs["prefill_attention"].spec.dim("T")
     scheduler = ThinkerScheduler(
         PagePool(num_pages, thinker.page_size),
         max_running=min(options.max_running or batch, batch),
-        pace=PrefillPace(chunks.buckets, runner.times),
+        chunk_tokens=_largest(manifest, "thinker", "T"),
+        pace=PrefillPace(num_parts=runner.num_parts, times=runner.times),
         max_context=min(context, thinker.max_positions),
         max_waiting=options.max_waiting,
     )

@@ -1,13 +1,15 @@
-"""How long a chunk of a prompt may be beside answers that run, as plain numbers. Imports no torch and times nothing."""
+"""How much of a prompt's chunk runs beside answers in one step, as plain numbers. Imports no torch, times nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Of the rate at which a prompt is read when nothing else runs, what a single one gets beside answers at least.
-_LEAST_SHARE = 1 / 16
-_UNTIMED_CHUNK = 64  # tokens beside answers, for each prompt, where nothing was timed
+# Of a decode step's time, what parts of a chunk may take beside it. Timed steps are of random tokens, which reach
+# more experts than those of a text: real steps may take hardly more than half as long.
+_SHARE_OF_STEP = 0.5
+_UNTIMED_TOKENS = (
+    64  # of a whole chunk, what runs beside answers in a step for each prompt where nothing was timed
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,53 +17,45 @@ class StepTimes:
     """Milliseconds of one call at each size it is compiled for, as (size, ms) by size, ascending.
 
     Attributes:
-        chunks: chunks of prompts, sizes in tokens.
+        chunks: whole chunks of prompts, sizes in tokens.
         decodes: decode steps, sizes in requests.
     """
 
     chunks: tuple[tuple[int, float], ...]
     decodes: tuple[tuple[int, float], ...]
 
+    def chunk_ms(self, num_tokens: int) -> float:
+        """Of the smallest chunk that holds so many tokens."""
+        return next(ms for size, ms in self.chunks if size >= num_tokens)
+
     def decode_ms(self, num_requests: int) -> float:
         """Of the smallest step that holds so many requests."""
         return next(ms for size, ms in self.decodes if size >= num_requests)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillPace:
-    """Chooses the chunk of a step.
+    """Chooses how many parts of a chunk a step runs.
 
-    Without running answers a chunk is as long as can be. Beside them it is the longest that takes no longer than
-    their decode step: the time between two tokens then at most doubles. Where chunks cost nearly the same, however
-    short (each reads most experts), such a chunk may read next to nothing. So prompts have a claim, a share of the
-    rate at which the machine reads prompts alone: a single prompt to a sixteenth, P prompts beside N answers to
-    (P - 1) / (P - 1 + N) if that is more. The chunk is then the shortest that keeps it, or, where none does, the one
-    that comes nearest.
+    A chunk is as long as can be: short ones cost nearly the same, as each reads most experts. But it runs in
+    `num_parts`, each of some layers, and decode steps may come between them. Without running answers a step runs them
+    all; beside answers as many as take half of their decode step, and one at least. Of P prompts and N answers a step
+    runs (P - 1) / (P - 1 + N) of the parts if these are more: answers yield to a queue of prompts, not to a single one.
 
-    Without times a chunk beside answers has at most 64 tokens for each prompt.
-
-    Args:
-        sizes: lengths that chunks are compiled for; shorter ones are padded to the next.
-        times: of all of `sizes`.
+    Without times a step beside answers runs parts of a chunk that amount to 64 of its tokens for each prompt.
     """
 
-    def __init__(self, sizes: Sequence[int], times: StepTimes | None = None) -> None:
-        assert times is None or {size for size, _ in times.chunks} >= {*sizes}, "every chunk was timed"
-        self._sizes = sorted(sizes)
-        self._times = times
+    num_parts: int
+    times: StepTimes | None = None
 
-    def longest(self, num_prompts: int, num_answers: int) -> int:
-        """Tokens of the longest chunk that may run now, with `num_prompts` (at least 1) to be read."""
+    def parts(self, num_tokens: int, *, num_prompts: int, num_answers: int) -> int:
+        """Parts of a chunk of `num_tokens` that may run now, 1 to `num_parts`; `num_prompts` counts its own."""
         if not num_answers:
-            return self._sizes[-1]
-        if self._times is None:
-            fitting = [size for size in self._sizes if size <= _UNTIMED_CHUNK * num_prompts]
-            return max(fitting, default=self._sizes[0])
-        step_ms = self._times.decode_ms(num_answers)
-        chunk_ms = {size: ms for size, ms in self._times.chunks if size in self._sizes}
-        alone = max(size / ms for size, ms in chunk_ms.items())
-        rates = {size: size / (ms + step_ms) for size, ms in chunk_ms.items()}
-        others = num_prompts - 1
-        claim = alone * max(_LEAST_SHARE, others / (others + num_answers))
-        kept = [size for size in self._sizes if rates[size] >= claim]
-        least = kept[0] if kept else max(self._sizes, key=lambda size: rates[size])
-        return max([least, *(size for size in self._sizes if chunk_ms[size] <= step_ms)])
+            return self.num_parts
+        if self.times is None:
+            share = _UNTIMED_TOKENS * num_prompts / num_tokens
+        else:
+            others = num_prompts - 1
+            paced = _SHARE_OF_STEP * self.times.decode_ms(num_answers) / self.times.chunk_ms(num_tokens)
+            share = max(paced, others / (others + num_answers))
+        return max(1, min(self.num_parts, int(share * self.num_parts)))

@@ -126,6 +126,11 @@ class RankGroup:
         return self._worker.samples
 
     @property
+    def num_parts(self) -> int:
+        """As `ThinkerWorker.num_parts`."""
+        return self._worker.num_parts
+
+    @property
     def times(self) -> StepTimes | None:
         """As `ThinkerWorker.times`."""
         return self._worker.times

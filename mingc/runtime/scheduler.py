@@ -17,17 +17,26 @@ from mingc.runtime.prefill_pace import PrefillPace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillChunk:
-    """Tokens `start` to `start + count` of a prompt; `is_last` when the prompt is whole after them."""
+    """Tokens `start` to `start + count` of a prompt, or some parts of the layers for them.
+
+    Attributes:
+        first_part, end_part: of `PrefillPace.num_parts`; those before have been run.
+        is_whole: whether these are its last parts.
+        is_last: whether the prompt is whole after them.
+    """
 
     request: int
     start: int
     count: int
+    first_part: int
+    end_part: int
+    is_whole: bool
     is_last: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThinkerPlan:
-    """One step: at most one chunk of one prompt, then one token for each request of `decode`."""
+    """One step: at most one chunk of one prompt, or parts of it, then one token for each request of `decode`."""
 
     prefill: PrefillChunk | None
     decode: tuple[int, ...]
@@ -48,25 +57,37 @@ class ThinkerScheduler:
     """Continuous batching with paged KV and chunked prefill.
 
     A request is admitted, in order of arrival, when pages for its prompt and all of its answer are free, so a
-    running request never waits for memory and is never put out. Each step has at most one chunk of one prompt:
-    running answers are held up by a chunk, never by a whole prompt, and `PrefillPace` says how long it may be.
+    running request never waits for memory and is never put out. Each step has at most one chunk of one prompt,
+    and of its parts as many as `PrefillPace` says: running answers are held up by these, never by a whole prompt.
     Chunks go by turns to the oldest prompt and to the one with the least left, so short prompts pass long ones
-    and no prompt starves.
+    and no prompt starves. One that was begun is made whole before another one begins.
 
     Args:
         max_running: requests admitted at once; the largest decode batch.
-        pace: how long a chunk may be.
+        chunk_tokens: longest chunk.
+        pace: how much of a chunk a step runs.
         max_context: tokens of prompt and answer together.
         max_waiting: requests in the queue before more are refused.
     """
 
     def __init__(
-        self, pool: PagePool, *, max_running: int, pace: PrefillPace, max_context: int, max_waiting: int
+        self,
+        pool: PagePool,
+        *,
+        max_running: int,
+        chunk_tokens: int,
+        pace: PrefillPace,
+        max_context: int,
+        max_waiting: int,
     ) -> None:
         self.pool = pool
         self.max_context = min(max_context, pool.max_tokens)
         self.max_running = max_running
+        self._chunk_tokens = chunk_tokens
         self._pace = pace
+        self._begun: tuple[int, int] | None = (
+            None  # request whose chunk is under way, parts that have been run
+        )
         self._max_waiting = max_waiting
         self._waiting: OrderedDict[int, _Sequence] = OrderedDict()
         self._prefilling: OrderedDict[int, _Sequence] = OrderedDict()
@@ -112,6 +133,8 @@ class ThinkerScheduler:
         """Forget a request, wherever it is, and free its pages; nothing happens when it is not known."""
         for place in (self._waiting, self._prefilling, self._decoding):
             place.pop(request, None)
+        if self._begun and self._begun[0] == request:
+            self._begun = None
         self.pool.free(request)
 
     def plan(self) -> ThinkerPlan:
@@ -128,6 +151,9 @@ class ThinkerScheduler:
         """Record that the prefill chunk of `plan` was run."""
         chunk = plan.prefill
         if chunk is None or chunk.request not in self._prefilling:
+            return
+        self._begun = None if chunk.is_whole else (chunk.request, chunk.end_part)
+        if not chunk.is_whole:
             return
         self._prefilling[chunk.request].computed += chunk.count
         self._is_turn_of_oldest = not self._is_turn_of_oldest
@@ -152,16 +178,26 @@ class ThinkerScheduler:
         )
 
     def _next_chunk(self) -> PrefillChunk | None:
+        """Parts of the chunk under way, or of the next one."""
         if not self._prefilling:
             return None
-        request = next(iter(self._prefilling))
-        if not self._is_turn_of_oldest:
+        request = self._begun[0] if self._begun else next(iter(self._prefilling))
+        if not self._begun and not self._is_turn_of_oldest:
             request = min(self._prefilling, key=lambda each: self._left(each))
         sequence = self._prefilling[request]
-        longest = self._pace.longest(len(self._prefilling), len(self._decoding))
-        count = min(longest, self._left(request))
+        count = min(self._chunk_tokens, self._left(request))
+        first = self._begun[1] if self._begun else 0
+        parts = self._pace.parts(count, num_prompts=len(self._prefilling), num_answers=len(self._decoding))
+        end = min(first + parts, self._pace.num_parts)
+        is_whole = end == self._pace.num_parts
         return PrefillChunk(
-            request=request, start=sequence.computed, count=count, is_last=count == self._left(request)
+            request=request,
+            start=sequence.computed,
+            count=count,
+            first_part=first,
+            end_part=end,
+            is_whole=is_whole,
+            is_last=is_whole and count == self._left(request),
         )
 
     def _left(self, request: int) -> int:

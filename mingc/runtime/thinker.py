@@ -6,7 +6,7 @@ same steps on its own weights and pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mingc.artifacts.manifest import Manifest
 from mingc.runtime.all_reduce import make_reducer
 from mingc.runtime.cuda_graphs import Download, GraphPool, Shapes, StaticRun
 from mingc.runtime.device_sampler import NUM_COLUMNS, choose_likeliest, choose_tokens, needs_draw
@@ -24,7 +23,6 @@ from mingc.runtime.engines.base import Graph
 from mingc.runtime.prefill_pace import StepTimes
 from mingc.runtime.stages import LoadedStage, torch_dtype
 from mingc.runtime.thinker_layers import ThinkerLayers
-from mingc.runtime.timing import call_ms
 
 Ints = NDArray[np.int64]
 
@@ -42,6 +40,9 @@ class PrefillStep:
         pages: (P,) int64, the request's pages in token order, enough for start + n tokens.
         slot: where the device keeps what sampling needs of the request; 0 when it does not sample.
         sampling: (1, NUM_COLUMNS) float64 when the device is to choose the token behind this chunk; else None.
+        first_part: the first to be run of `ThinkerWorker.num_parts`; those before have been, for the same chunk, and
+            no other chunk since. `embeds` is read by part 0 alone.
+        end_part: behind the last to be run; None for all that are left.
     """
 
     input_ids: Ints
@@ -52,6 +53,8 @@ class PrefillStep:
     pages: Ints
     slot: int = 0
     sampling: NDArray[np.float64] | None = None
+    first_part: int = 0
+    end_part: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,8 +103,10 @@ class ThinkerWorker:
     The group of ranks, if there is one, must have met; making one is a collective.
 
     Attributes:
+        batches, chunks: sizes that steps are padded to.
+        num_parts: that a chunk is run in, one after the other; decode steps may come between them.
         samples: whether `launch` and `launch_first` are there.
-        times: of every size, once `time_sizes` was called.
+        times: of every size, once they were measured.
         routes: expert ids and weights (T, K) of each expert layer in the last chunk; empty when the engines do not
             tell.
     """
@@ -119,13 +124,13 @@ class ThinkerWorker:
         self.device = device
         self.samples = device.type == "cuda" if is_static is None else is_static
         self.page_size = page_size
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self.num_pages = num_pages
         self.state = stage.allocate_state({"KV": num_pages * page_size}, device)
         self.routes: list[tuple[Tensor, Tensor]] = []
         self._prefill, self._decode = stage["prefill_attention"], stage["decode_attention"]
-        batches, chunks = self._decode.spec.dim("B").buckets, self._prefill.spec.dim("T").buckets
-        self.max_batch, self.max_chunk = max(batches), max(chunks)
+        self.batches, self.chunks = self._decode.spec.dim("B").buckets, self._prefill.spec.dim("T").buckets
+        self.max_batch, self.max_chunk = max(self.batches), max(self.chunks)
         embeds = next(each for each in stage["embed"].spec.inputs if each.name == "embeds")
         dtype, self.hidden_size = torch_dtype(embeds.dtype), int(embeds.shape[1])
         longest = max(self.max_batch, self.max_chunk)
@@ -133,8 +138,11 @@ class ThinkerWorker:
         self._words = torch.zeros(
             self.max_batch, dtype=torch.int64, device=device
         )  # the kind of answers' tokens
-        self.reducer = make_reducer(device, dtype, width=self.hidden_size, batch_sizes=batches)
+        self.reducer = make_reducer(device, dtype, width=self.hidden_size, batch_sizes=self.batches)
         self._layers = ThinkerLayers(stage, self.state, vocab_size=vocab_size, reduce_=self.reducer.reduce_)
+        self.num_parts = self._layers.num_parts
+        self._stream: dict[str, Tensor] = {}  # of the chunk under way, rows for the largest
+        self._no_logits = torch.zeros(0, vocab_size, device=device)
         if self.samples:
             slots = self.max_batch + 1
             self._last = torch.zeros(slots, dtype=torch.int64, device=device)  # token of each slot's request
@@ -145,7 +153,7 @@ class ThinkerWorker:
         self._runs: dict[tuple[str, int], StaticRun] = {}
         if self.samples:
             with torch.inference_mode():
-                self._prepare(batches, chunks)
+                self._prepare()
 
     def close(self) -> None:
         """Give up what was captured; no step may come any more.
@@ -156,62 +164,40 @@ class ThinkerWorker:
         for run in self._runs.values():
             run.close()
 
-    def time_sizes(self) -> None:
-        """Run every size on random tokens (equal ones would go to few experts) and note its time. A collective."""
-        batches, chunks = self._decode.spec.dim("B").buckets, self._prefill.spec.dim("T").buckets
-        ids = np.random.default_rng(0).integers(0, self._vocab_size, max(self.max_batch, self.max_chunk))
-
-        def chunk(size: int) -> Callable[[], object]:
-            pages = np.zeros(-(-size // self.page_size), np.int64)
-            words = np.zeros(size, np.int64)
-            step = PrefillStep(
-                input_ids=ids[:size],
-                positions=np.tile(np.arange(size), (3, 1)),
-                embed_kind=words,
-                embeds=None,
-                start=0,
-                pages=pages,
-            )
-            return lambda: self.prefill(step)
-
-        def decode(size: int) -> Callable[[], object]:
-            step = DecodeStep(
-                input_ids=ids[:size],
-                positions=np.zeros(size, np.int64),
-                lengths=np.ones(size, np.int64),
-                pages=np.zeros((size, 1), np.int64),
-            )
-            return lambda: self.decode(step)
-
-        self.times = StepTimes(
-            chunks=tuple((size, call_ms(chunk(size), self.device)) for size in sorted(chunks)),
-            decodes=tuple((size, call_ms(decode(size), self.device)) for size in sorted(batches)),
-        )
-
     @torch.inference_mode()
     def prefill(self, step: PrefillStep) -> Tensor:
-        """Run one chunk; logits (1, V) float32 of its last token, until the next step."""
+        """Run a chunk, or parts of one; logits (1, V) float32 of its last token once it is whole, until the next step.
+
+        Before that the logits have no rows.
+        """
         count = len(step.input_ids)
         width = self._prefill.bucket("T", count)
+        inputs = {
+            "page_table": self._page_table(self._prefill, step.pages[None], step.start + count, 1)[0],
+            "start": torch.tensor([step.start]),
+            "last": torch.tensor([count - 1]),
+        }
+        for part in range(step.first_part, step.end_part or self.num_parts):
+            first = {} if part else self._chunk_inputs(step, width)
+            logits, *told = self._run(f"prefill {part}", width, {**inputs, **first})
+            if part == 0:
+                self.routes = []
+            self.routes += zip(told[::2], told[1::2], strict=True)
+        return logits
+
+    def _chunk_inputs(self, step: PrefillStep, width: int) -> dict[str, Tensor]:
+        """What the first part of a chunk takes besides the others' inputs."""
+        count = len(step.input_ids)
         if step.embeds is not None:
             self._embeds[:count].copy_(step.embeds)
         positions = np.zeros((3, width), np.int64)
         positions[:, :count] = step.positions
-        logits, *told = self._run(
-            "prefill",
-            width,
-            {
-                "input_ids": _padded(step.input_ids, width),
-                "embed_kind": _padded(step.embed_kind, width),
-                "positions": torch.from_numpy(positions),
-                "page_table": self._page_table(self._prefill, step.pages[None], step.start + count, 1)[0],
-                "start": torch.tensor([step.start]),
-                "last": torch.tensor([count - 1]),
-                "slot": torch.tensor([step.slot]),
-            },
-        )
-        self.routes = list(zip(told[::2], told[1::2], strict=True))
-        return logits
+        return {
+            "input_ids": _padded(step.input_ids, width),
+            "embed_kind": _padded(step.embed_kind, width),
+            "positions": torch.from_numpy(positions),
+            "slot": torch.tensor([step.slot]),
+        }
 
     @torch.inference_mode()
     def decode(self, step: DecodeStep) -> Tensor:
@@ -255,26 +241,42 @@ class ThinkerWorker:
         """A prefill chunk, a decode step, or the choice behind a chunk; the latter two with or without drawing."""
         if self._runs:
             return self._runs[kind, width](inputs)
-        return self._function(kind)({name: value.to(self.device) for name, value in inputs.items()})
+        return self._function(kind, width)({name: value.to(self.device) for name, value in inputs.items()})
 
-    def _function(self, kind: str) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]:
-        if kind == "prefill":
-            return self._run_prefill
+    def _function(self, kind: str, width: int) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]:
+        if kind.startswith("prefill"):
+            return partial(self._run_prefill, part=int(kind.removeprefix("prefill")), width=width)
         if kind.endswith("first"):
             return partial(self._run_first, draws=kind.startswith("draw"))
         return partial(self._run_decode, draws=kind == "draw")
 
-    def _run_prefill(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        ids = inputs["input_ids"]
+    def _run_prefill(self, inputs: Mapping[str, Tensor], *, part: int, width: int) -> tuple[Tensor, ...]:
+        """Logits (1, V) behind the last part, else (0, V); then what expert layers tell."""
+        if part == 0:
+            inputs = {**inputs, "embeds": self._embeds[:width]}
+            if self.samples:
+                ids, slot, start = inputs["input_ids"], inputs["slot"], inputs["start"]
+                self._seen.index_copy_(0, slot, self._seen.index_select(0, slot) & (start > 0))
+                is_token = torch.arange(width, device=self.device) <= inputs["last"]
+                self._seen.index_put_((slot, torch.where(is_token, ids, ids[0])), self._yes)
+        before = {name: kept[:width] for name, kept in self._stream.items()}
+        stream, routes = self._layers.prefill_part(part, inputs, before)
+        if part < self.num_parts - 1:
+            self._keep(stream)
+            return self._no_logits, *routes
+        logits = self._layers.chunk_logits(inputs, stream)
         if self.samples:
-            slot, start = inputs["slot"], inputs["start"]
-            self._seen.index_copy_(0, slot, self._seen.index_select(0, slot) & (start > 0))
-            is_token = torch.arange(len(ids), device=self.device) <= inputs["last"]
-            self._seen.index_put_((slot, torch.where(is_token, ids, ids[0])), self._yes)
-        outputs = self._layers.prefill({**inputs, "embeds": self._embeds[: len(ids)]})
-        if self.samples:
-            self._chunk_logits.copy_(outputs[0])
-        return outputs
+            self._chunk_logits.copy_(logits)
+        return logits, *routes
+
+    def _keep(self, stream: Mapping[str, Tensor]) -> None:
+        """Copy a chunk's stream to where no other step writes; the first, a warm-up, makes the room."""
+        for name, value in stream.items():
+            if name not in self._stream:
+                self._stream[name] = value.new_zeros(self.max_chunk, *value.shape[1:])
+            kept = self._stream[name][: len(value)]
+            if kept.data_ptr() != value.data_ptr():
+                kept.copy_(value)
 
     def _run_first(self, inputs: Mapping[str, Tensor], *, draws: bool) -> tuple[Tensor, ...]:
         return (self._choose(self._chunk_logits, inputs, draws=draws),)
@@ -305,23 +307,24 @@ class ThinkerWorker:
         self._last.index_copy_(0, slots, chosen.clamp_min(0))
         return chosen
 
-    def _prepare(self, batches: Sequence[int], chunks: Sequence[int]) -> None:
+    def _prepare(self) -> None:
         """A run for every size, the largest first: the others then fit into the memory its graph has taken."""
         pool = GraphPool(self.device) if self.device.type == "cuda" else None
         one = (torch.int64, (1,))
-        for width in sorted(chunks, reverse=True):
+        for width in sorted(self.chunks, reverse=True):
             ints = (torch.int64, (width,))
-            shapes: Shapes = {
+            table = (torch.int32, (max(self._prefill.spec.dim("P").buckets),))
+            shapes: Shapes = {"page_table": table, "start": one, "last": one}
+            first = {
                 "input_ids": ints,
                 "embed_kind": ints,
                 "positions": (torch.int64, (3, width)),
-                "page_table": (torch.int32, (max(self._prefill.spec.dim("P").buckets),)),
-                "start": one,
-                "last": one,
                 "slot": one,
             }
-            self._prepare_run("prefill", width, shapes, pool, f"a chunk of {width} tokens")
-        for width in sorted(batches, reverse=True):
+            for part in range(self.num_parts):
+                inputs = shapes if part else {**shapes, **first}
+                self._prepare_run(f"prefill {part}", width, inputs, pool, f"a chunk of {width} tokens")
+        for width in sorted(self.batches, reverse=True):
             ints = (torch.int64, (width,))
             shapes = {
                 "input_ids": ints,
@@ -338,7 +341,7 @@ class ThinkerWorker:
             self._prepare_run(kind, 1, shapes, pool, "the choice of a first token")
 
     def _prepare_run(self, kind: str, width: int, shapes: Shapes, pool: GraphPool | None, name: str) -> None:
-        run = self._function(kind)
+        run = self._function(kind, width)
         self._runs[kind, width] = StaticRun(shapes, run, device=self.device, pool=pool, name=name)
 
     def _page_table(self, graph: Graph, pages: Ints, num_tokens: int, rows: int) -> Tensor:
@@ -348,24 +351,6 @@ class ThinkerWorker:
         count = min(pages.shape[1], table.shape[1])
         table[: len(pages), :count] = pages[:, :count]
         return torch.from_numpy(table)
-
-
-def make_worker(
-    stage: LoadedStage, manifest: Manifest, *, num_pages: int, device: torch.device
-) -> ThinkerWorker:
-    """The worker of the thinker in the bundle of `manifest`; on CUDA its sizes are timed."""
-    parameters = manifest.parameters.thinker
-    assert parameters is not None, "a bundle with the stage has its parameters"
-    worker = ThinkerWorker(
-        stage,
-        vocab_size=parameters.vocab_size,
-        page_size=parameters.page_size,
-        num_pages=num_pages,
-        device=device,
-    )
-    if device.type == "cuda":
-        worker.time_sizes()
-    return worker
 
 
 def _padded(values: Ints, size: int) -> Tensor:

@@ -42,6 +42,9 @@ class StepRunner(Protocol):
     def samples(self) -> bool: ...
 
     @property
+    def num_parts(self) -> int: ...
+
+    @property
     def times(self) -> StepTimes | None: ...
 
     def prefill(self, step: PrefillStep) -> Tensor: ...
@@ -167,18 +170,20 @@ class ThinkerLoop(EngineThread):
         """Logits (1, V) when the prompt is whole and the host is to choose. A failure is told to the request."""
         running = self._requests[chunk.request]
         prompt = running.prompt
-        if chunk.start == 0:
+        if chunk.start == chunk.first_part == 0:
             self._slots.allocate(chunk.request)
         inside = slice(chunk.start, chunk.start + chunk.count)
         step = PrefillStep(
             input_ids=prompt.input_ids[inside],
             positions=prompt.positions[:, inside],
             embed_kind=prompt.embed_kind[inside],
-            embeds=_chunk_embeds(prompt, chunk.start, chunk.count),
+            embeds=_chunk_embeds(prompt, chunk.start, chunk.count) if chunk.first_part == 0 else None,
             start=chunk.start,
             slot=self._slots.slot(chunk.request),
             pages=self._pages(chunk.request, chunk.start + chunk.count),
             sampling=_sampling([running]) if chunk.is_last and self._runner.samples else None,
+            first_part=chunk.first_part,
+            end_part=chunk.end_part,
         )
         try:
             if step.sampling is None:

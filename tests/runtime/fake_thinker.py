@@ -19,10 +19,11 @@ from mingc.runtime.thinker import ThinkerWorker
 from mingc.runtime.thinker_loop import ThinkerLoop
 
 VOCAB, PAGE, CONTEXT = 576, 4, 256
+LAYERS = 5
 
 
 def make_thinker_stage(*, fail_on: int | None = None, nan_on: int | None = None) -> LoadedStage:
-    """A thinker of one layer whose logits depend on ids, positions and embeddings of the visible rows in order.
+    """A thinker of equal layers whose logits depend on ids, positions and embeddings of the visible rows in order.
 
     `fail_on`: an input id that makes prefill raise; `nan_on`: one that makes its request's logits NaN.
     The stream holds a token's value, its positions, and what its request's visible rows sum up to.
@@ -121,7 +122,7 @@ def make_thinker_stage(*, fail_on: int | None = None, nan_on: int | None = None)
             outputs=halfway,
             state={"k_pages": ("KV", 1, 2)},
             dims={"T": chunks, "P": tables, "KV": ()},
-            instances=("layers.0.attention",),
+            instances=tuple(f"layers.{layer}.attention" for layer in range(LAYERS)),
         ),
         make_graph(
             "decode_attention",
@@ -136,7 +137,7 @@ def make_thinker_stage(*, fail_on: int | None = None, nan_on: int | None = None)
             outputs=halfway,
             state={"k_pages": ("KV", 1, 2)},
             dims={"B": batches, "P": tables, "KV": ()},
-            instances=("layers.0.attention",),
+            instances=tuple(f"layers.{layer}.attention" for layer in range(LAYERS)),
         ),
         make_graph(
             "dense",
@@ -145,7 +146,7 @@ def make_thinker_stage(*, fail_on: int | None = None, nan_on: int | None = None)
             outputs=halfway,
             state={},
             dims={"N": either},
-            instances=("layers.0.feed_forward",),
+            instances=tuple(f"layers.{layer}.feed_forward" for layer in range(LAYERS)),
         ),
         make_graph(
             "head",
@@ -182,12 +183,14 @@ def make_thinker_loop(
     max_waiting: int = 64,
     stop_ids: Sequence[int] = (),
     is_static: bool = False,
+    pace: PrefillPace | None = None,
 ) -> ThinkerLoop:
     worker = make_thinker_worker(stage, num_pages=num_pages, is_static=is_static)
     scheduler = ThinkerScheduler(
         PagePool(num_pages, PAGE),
         max_running=max_running,
-        pace=PrefillPace([chunk]),
+        chunk_tokens=chunk,
+        pace=pace or PrefillPace(num_parts=worker.num_parts),
         max_context=CONTEXT,
         max_waiting=max_waiting,
     )
@@ -198,7 +201,7 @@ def thinker_parameters(token_id: Callable[[str], int]) -> ThinkerParameters:
     return ThinkerParameters(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
-        num_layers=1,
+        num_layers=LAYERS,
         max_positions=CONTEXT,
         page_size=PAGE,
         stop_token_ids=(token_id("<|role_end|>"),),

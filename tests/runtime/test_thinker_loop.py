@@ -16,9 +16,11 @@ from fake_thinker import PAGE, make_thinker_loop, make_thinker_stage, make_think
 
 from mingc.errors import CapacityError, RequestError, ServeError
 from mingc.runtime.channel import FailedItem, TokenItem
+from mingc.runtime.prefill_pace import PrefillPace, StepTimes
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.thinker import DecodeStep, LaunchedTokens, PrefillStep, ThinkerWorker
 from mingc.runtime.thinker_loop import ThinkerLoop, ThinkerPrompt
+from mingc.runtime.thinker_start import time_sizes
 
 FAILING_ID, NAN_ID = 501, 502
 
@@ -282,10 +284,35 @@ def test_timing_a_worker_names_every_size_and_changes_no_answer(
     loop = make_thinker_loop(is_static=is_static)
     worker = loop._runner
     assert isinstance(worker, ThinkerWorker)
-    worker.time_sizes()
-    times = worker.times
-    assert times is not None
+    times = time_sizes(worker)
     assert [size for size, _ in times.chunks] == [8, 16, 32]
     assert [size for size, _ in times.decodes] == [1, 2, 4, 8]
     assert all(ms > 0 for _, ms in (*times.chunks, *times.decodes))
     assert ask(started(loop), PROMPTS[1], max_tokens=20).tokens() == expected
+
+
+# Beside answers one part of a chunk a step.
+SLOW_CHUNKS = PrefillPace(num_parts=5, times=StepTimes(chunks=((32, 90.0),), decodes=((8, 1.0),)))
+
+
+def test_parts_of_chunks_amid_answers_change_no_answer(
+    started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = [ask(started(make_loop()), each, max_tokens=60).tokens() for each in PROMPTS]
+    loop = make_loop(pace=SLOW_CHUNKS)
+    parts: list[tuple[int, int | None]] = []
+
+    def noting(run: Callable[[PrefillStep], object]) -> Callable[[PrefillStep], object]:
+        def noted(step: PrefillStep) -> object:
+            parts.append((step.first_part, step.end_part))
+            return run(step)
+
+        return noted
+
+    for name in ("prefill", "launch_first"):
+        monkeypatch.setattr(loop._runner, name, noting(getattr(loop._runner, name)))
+    first = ask(started(loop), PROMPTS[0], max_tokens=60)
+    first.wait(lambda items: len(items) > 2, "tokens")
+    together = [first, *(ask(loop, each, max_tokens=60) for each in PROMPTS[1:])]
+    assert [each.tokens() for each in together] == alone
+    assert {(0, 1), (1, 2), (4, 5)} <= {*parts}

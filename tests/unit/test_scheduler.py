@@ -8,8 +8,11 @@ from hypothesis import strategies as st
 
 from mingc.errors import CapacityError, RequestError
 from mingc.runtime.kv_cache import PagePool, SlotPool
-from mingc.runtime.prefill_pace import PrefillPace
+from mingc.runtime.prefill_pace import PrefillPace, StepTimes
 from mingc.runtime.scheduler import TalkerScheduler, ThinkerScheduler
+
+# Beside answers one part of three a step.
+SLOW_CHUNKS = PrefillPace(num_parts=3, times=StepTimes(chunks=((9, 90.0),), decodes=((4, 1.0),)))
 
 
 def make_thinker(
@@ -25,7 +28,8 @@ def make_thinker(
     return ThinkerScheduler(
         pool,
         max_running=max_running,
-        pace=pace or PrefillPace([chunk]),
+        chunk_tokens=chunk,
+        pace=pace or PrefillPace(num_parts=1),
         max_context=max_context,
         max_waiting=max_waiting,
     )
@@ -62,15 +66,54 @@ def test_decode_goes_on_while_a_long_prompt_is_prefilled() -> None:
     assert scheduler.plan().decode == (1, 2)
 
 
-def test_chunks_are_short_beside_answers_and_long_without() -> None:
-    scheduler = make_thinker(num_pages=256, max_context=400, pace=PrefillPace([16, 64, 128]))
+def test_a_chunk_runs_in_parts_beside_answers_and_whole_without() -> None:
+    scheduler = make_thinker(num_pages=256, chunk=128, max_context=400, pace=PrefillPace(num_parts=4))
     scheduler.add(1, prompt_tokens=300, max_tokens=8)
     scheduler.add(2, prompt_tokens=100, max_tokens=8)
     seen = []
     while (plan := scheduler.plan()).prefill is not None:
-        seen.append((plan.prefill.request, plan.prefill.count, len(plan.decode)))
+        chunk = plan.prefill
+        seen.append((chunk.request, chunk.start, chunk.count, chunk.first_part, chunk.end_part, plan.decode))
+        assert chunk.is_whole == (chunk.end_part == 4)
+        assert chunk.is_last == (chunk.is_whole and plan.prefill.start + chunk.count in (300, 100))
         scheduler.commit(plan)
-    assert seen == [(1, 128, 0), (2, 100, 0), (1, 64, 1), (1, 64, 1), (1, 44, 1)]
+    assert seen == [
+        (1, 0, 128, 0, 4, ()),
+        (2, 0, 100, 0, 4, ()),
+        (1, 128, 128, 0, 2, (2,)),
+        (1, 128, 128, 2, 4, (2,)),
+        (1, 256, 44, 0, 4, (2,)),
+    ]
+
+
+def test_a_chunk_that_was_begun_is_made_whole_before_another() -> None:
+    scheduler = make_thinker(num_pages=256, chunk=128, max_context=400, pace=PrefillPace(num_parts=4))
+    scheduler.add(1, prompt_tokens=4, max_tokens=8)
+    scheduler.commit(scheduler.plan())
+    scheduler.add(2, prompt_tokens=128, max_tokens=8)
+    scheduler.commit(scheduler.plan())  # half of it
+    scheduler.add(3, prompt_tokens=4, max_tokens=8)
+    chunks = []
+    for _ in range(2):
+        plan = scheduler.plan()
+        assert plan.prefill is not None
+        chunks.append((plan.prefill.request, plan.prefill.first_part))
+        scheduler.commit(plan)
+    assert chunks == [(2, 2), (3, 0)]
+
+
+def test_a_chunk_that_was_begun_goes_with_its_request() -> None:
+    scheduler = make_thinker(num_pages=256, chunk=128, max_context=400, pace=PrefillPace(num_parts=4))
+    scheduler.add(1, prompt_tokens=4, max_tokens=8)
+    scheduler.commit(scheduler.plan())
+    for request in (2, 3):
+        scheduler.add(request, prompt_tokens=300, max_tokens=8)
+        scheduler.remove(request - 1 if request > 2 else 0)
+        plan = scheduler.plan()
+        assert plan.prefill is not None
+        assert (plan.prefill.request, plan.prefill.first_part) == (request, 0)
+        scheduler.commit(plan)
+    scheduler.check()
 
 
 def test_a_short_prompt_passes_a_long_one_and_both_end() -> None:
@@ -158,18 +201,21 @@ def traffic(draw: st.DrawFn) -> list[tuple[int, int, int, int | None]]:
 
 
 @settings(deadline=None)
-@given(traffic(), st.integers(1, 4), st.integers(1, 9))
+@given(
+    traffic(), st.integers(1, 4), st.integers(1, 9), st.sampled_from([SLOW_CHUNKS, PrefillPace(num_parts=1)])
+)
 def test_thinker_random_traffic_never_leaks_or_starves(
-    requests: list[tuple[int, int, int, int | None]], max_running: int, chunk: int
+    requests: list[tuple[int, int, int, int | None]], max_running: int, chunk: int, pace: PrefillPace
 ) -> None:
     scheduler = make_thinker(
-        num_pages=14, max_running=max_running, chunk=chunk, max_context=52, max_waiting=99
+        num_pages=14, max_running=max_running, chunk=chunk, max_context=52, max_waiting=99, pace=pace
     )
     left = {}
     prefilled: dict[int, int] = {}
     finished: set[int] = set()
     cancelled: set[int] = set()
-    work = sum(prompt + answer for _, prompt, answer, _ in requests)
+    done_parts: dict[int, int] = {}
+    work = sum(3 * prompt + answer for _, prompt, answer, _ in requests)
     for step in range(work + 100):
         for request, (arrival, prompt, answer, cancel) in enumerate(requests):
             if arrival == step:
@@ -186,7 +232,12 @@ def test_thinker_random_traffic_never_leaks_or_starves(
         emitted = list(plan.decode)
         if plan.prefill is not None:
             assert plan.prefill.start == prefilled[plan.prefill.request]
-            prefilled[plan.prefill.request] += plan.prefill.count
+            assert plan.prefill.first_part == done_parts.pop(plan.prefill.request, 0)
+            assert not done_parts.keys() - cancelled, "one chunk is under way at a time"
+            if plan.prefill.is_whole:
+                prefilled[plan.prefill.request] += plan.prefill.count
+            else:
+                done_parts[plan.prefill.request] = plan.prefill.end_part
             if plan.prefill.is_last:
                 assert prefilled[plan.prefill.request] == requests[plan.prefill.request][1]
                 emitted.append(plan.prefill.request)

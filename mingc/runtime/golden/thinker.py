@@ -21,7 +21,8 @@ from mingc.runtime.preprocess.image import Grid
 from mingc.runtime.preprocess.positions import VisionSpan, compute_positions
 from mingc.runtime.rank_group import RankGroup
 from mingc.runtime.stages import LoadedStage
-from mingc.runtime.thinker import DecodeStep, PrefillStep, ThinkerWorker, make_worker
+from mingc.runtime.thinker import DecodeStep, PrefillStep, ThinkerWorker
+from mingc.runtime.thinker_start import make_worker
 
 Ints = NDArray[np.int64]
 _KV = re.compile(r"^(?P<case>.+)\.kv\.layer(?P<layer>\d+)_(?P<what>keys_rotated|values)$")

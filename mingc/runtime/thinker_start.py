@@ -1,0 +1,62 @@
+"""One rank of the thinker from its bundle; on CUDA its sizes are timed before it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from mingc.artifacts.manifest import Manifest
+from mingc.runtime.prefill_pace import StepTimes
+from mingc.runtime.stages import LoadedStage
+from mingc.runtime.thinker import DecodeStep, PrefillStep, ThinkerWorker
+from mingc.runtime.timing import call_ms
+
+
+def make_worker(
+    stage: LoadedStage, manifest: Manifest, *, num_pages: int, device: torch.device
+) -> ThinkerWorker:
+    """The worker of the thinker in the bundle of `manifest`. Making one is a collective."""
+    parameters = manifest.parameters.thinker
+    assert parameters is not None, "a bundle with the stage has its parameters"
+    worker = ThinkerWorker(
+        stage,
+        vocab_size=parameters.vocab_size,
+        page_size=parameters.page_size,
+        num_pages=num_pages,
+        device=device,
+    )
+    if device.type == "cuda":
+        worker.times = time_sizes(worker)
+    return worker
+
+
+def time_sizes(worker: ThinkerWorker) -> StepTimes:
+    """Run every size on random tokens: equal ones would go to few experts. A collective; writes to page 0 only."""
+    ids = np.random.default_rng(0).integers(0, worker.vocab_size, max(worker.max_batch, worker.max_chunk))
+
+    def chunk(size: int) -> Callable[[], object]:
+        step = PrefillStep(
+            input_ids=ids[:size],
+            positions=np.tile(np.arange(size), (3, 1)),
+            embed_kind=np.zeros(size, np.int64),
+            embeds=None,
+            start=0,
+            pages=np.zeros(-(-size // worker.page_size), np.int64),
+        )
+        return lambda: worker.prefill(step)
+
+    def decode(size: int) -> Callable[[], object]:
+        step = DecodeStep(
+            input_ids=ids[:size],
+            positions=np.zeros(size, np.int64),
+            lengths=np.ones(size, np.int64),
+            pages=np.zeros((size, 1), np.int64),
+        )
+        return lambda: worker.decode(step)
+
+    return StepTimes(
+        chunks=tuple((size, call_ms(chunk(size), worker.device)) for size in sorted(worker.chunks)),
+        decodes=tuple((size, call_ms(decode(size), worker.device)) for size in sorted(worker.batches)),
+    )
