@@ -73,7 +73,8 @@ class ThinkerLayers:
         has given, tensors (T, …), and nothing for the first.
         Returns the stream behind the part, and what its expert layers tell.
         """
-        stream = dict(stream) if part else self._embed.run(**_needed(self._embed, inputs))
+        if part == 0:  # routers read the kind of each token, too
+            stream = {**self._embed.run(**_needed(self._embed, inputs)), "embed_kind": inputs["embed_kind"]}
         routes: list[Tensor] = []
         halves = self._layers["prefill"]
         first, end = (2 * (len(halves) // 2 * each // self.num_parts) for each in (part, part + 1))

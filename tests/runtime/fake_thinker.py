@@ -19,10 +19,11 @@ from mingc.runtime.thinker import ThinkerWorker
 from mingc.runtime.thinker_loop import ThinkerLoop
 
 VOCAB, PAGE, CONTEXT = 576, 4, 256
-LAYERS = 5
 
 
-def make_thinker_stage(*, fail_on: int | None = None, nan_on: int | None = None) -> LoadedStage:
+def make_thinker_stage(
+    *, fail_on: int | None = None, nan_on: int | None = None, num_layers: int = 1
+) -> LoadedStage:
     """A thinker of equal layers whose logits depend on ids, positions and embeddings of the visible rows in order.
 
     `fail_on`: an input id that makes prefill raise; `nan_on`: one that makes its request's logits NaN.
@@ -122,7 +123,7 @@ def make_thinker_stage(*, fail_on: int | None = None, nan_on: int | None = None)
             outputs=halfway,
             state={"k_pages": ("KV", 1, 2)},
             dims={"T": chunks, "P": tables, "KV": ()},
-            instances=tuple(f"layers.{layer}.attention" for layer in range(LAYERS)),
+            instances=tuple(f"layers.{layer}.attention" for layer in range(num_layers)),
         ),
         make_graph(
             "decode_attention",
@@ -137,7 +138,7 @@ def make_thinker_stage(*, fail_on: int | None = None, nan_on: int | None = None)
             outputs=halfway,
             state={"k_pages": ("KV", 1, 2)},
             dims={"B": batches, "P": tables, "KV": ()},
-            instances=tuple(f"layers.{layer}.attention" for layer in range(LAYERS)),
+            instances=tuple(f"layers.{layer}.attention" for layer in range(num_layers)),
         ),
         make_graph(
             "dense",
@@ -146,7 +147,7 @@ def make_thinker_stage(*, fail_on: int | None = None, nan_on: int | None = None)
             outputs=halfway,
             state={},
             dims={"N": either},
-            instances=tuple(f"layers.{layer}.feed_forward" for layer in range(LAYERS)),
+            instances=tuple(f"layers.{layer}.feed_forward" for layer in range(num_layers)),
         ),
         make_graph(
             "head",
@@ -201,7 +202,7 @@ def thinker_parameters(token_id: Callable[[str], int]) -> ThinkerParameters:
     return ThinkerParameters(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
-        num_layers=LAYERS,
+        num_layers=1,
         max_positions=CONTEXT,
         page_size=PAGE,
         stop_token_ids=(token_id("<|role_end|>"),),

@@ -298,8 +298,9 @@ SLOW_CHUNKS = PrefillPace(num_parts=5, times=StepTimes(chunks=((32, 90.0),), dec
 def test_parts_of_chunks_amid_answers_change_no_answer(
     started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = [ask(started(make_loop()), each, max_tokens=60).tokens() for each in PROMPTS]
-    loop = make_loop(pace=SLOW_CHUNKS)
+    stage = make_thinker_stage(num_layers=5)
+    alone = [ask(started(make_loop(stage)), each, max_tokens=60).tokens() for each in PROMPTS]
+    loop = make_loop(stage, pace=SLOW_CHUNKS)
     parts: list[tuple[int, int | None]] = []
 
     def noting(run: Callable[[PrefillStep], object]) -> Callable[[PrefillStep], object]:
