@@ -10,8 +10,9 @@ from mingc.runtime.loading import EngineOptions, _info
 
 
 def test_clients_see_the_artifacts_name_or_the_one_asked_for(manifest: Manifest) -> None:
-    assert _info(manifest, EngineOptions(), None).model == manifest.model
-    assert _info(manifest, EngineOptions(served_model_name="house/voice-1"), None).model == "house/voice-1"
+    assert _info(manifest, EngineOptions(), None, None).model == manifest.model
+    renamed = EngineOptions(served_model_name="house/voice-1")
+    assert _info(manifest, renamed, None, None).model == "house/voice-1"
 
 
 @pytest.mark.parametrize("name", ["", "  "])
