@@ -22,7 +22,6 @@ from typing import Any
 
 import harness
 import httpx
-import torch
 from chat_clients import Seen, ask, body, chat
 from clients import Clients, client_of
 from serving import server
@@ -210,8 +209,10 @@ def main() -> None:
     )
     parser.add_argument("--window", type=float, default=4.0, help="seconds of long prompts beside streams")
     parser.add_argument("--client-processes", type=int, default=4)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write the result here; needs a GPU")
     given = parser.parse_args()
+    if given.json:
+        harness.check_device(parser)
     clients = Clients(given.client_processes)
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "server.log"
@@ -228,8 +229,7 @@ def main() -> None:
     for figure in figures:
         print(" ".join(f"{key}={value}" for key, value in figure.items()))
     if given.json:
-        ceiling = harness.ceilings() if torch.cuda.is_available() else {}
-        harness.write(given.json, harness.result("chat_http", ceiling, figures, health=health))
+        harness.write(given.json, harness.result("chat_http", harness.ceilings(), figures, health=health))
 
 
 if __name__ == "__main__":

@@ -49,6 +49,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the result here; needs a GPU")
     parser.add_argument("words", nargs="+", help="of mingc export, behind --")
     arguments = parser.parse_args()
+    if arguments.json:
+        harness.check_device(parser)
     command = [sys.executable, "-m", "mingc", "export", *arguments.words, "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:

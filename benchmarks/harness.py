@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -83,6 +84,12 @@ def ceilings() -> dict[str, float]:
     """Copy rate (bytes read and written) and bf16 matrix rate of this device, on random data."""
     measured = Stopwatch(torch.device("cuda")).ceilings(torch.bfloat16)
     return {"copy_tb_s": measured.copy_tb_s, "bf16_tflop_s": measured.matmul_tflop_s}
+
+
+def check_device(parser: argparse.ArgumentParser) -> None:
+    """End with a plain word where `result` could not tell of a device, before anything is measured."""
+    if not torch.cuda.is_available():
+        parser.error("--json tells of a CUDA device, and there is none")
 
 
 def result(

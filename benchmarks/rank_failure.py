@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from serving import read_ready
 
 ROOT = Path(__file__).resolve().parent.parent
 ERROR_LIMIT_S = 5.0
@@ -65,7 +65,7 @@ def serving(artifact: Path, options: list[str], log: Path) -> Iterator[Served]:
     started = time.perf_counter()
     with log.open("ab") as errors:
         child = subprocess.Popen(
-            [sys.executable, "-m", "mingc", "serve", str(artifact), *_OPTIONS, *options],
+            [sys.executable, "-m", "mingc", "serve", str(artifact.resolve()), *_OPTIONS, *options],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -73,12 +73,9 @@ def serving(artifact: Path, options: list[str], log: Path) -> Iterator[Served]:
             text=True,
         )
     try:
-        assert child.stdout is not None
-        line = child.stdout.readline()
-        if not line:
-            raise SystemExit(f"the server did not start:\n{log.read_text()[-3000:]}")
+        ready = read_ready(child, log)
         took = time.perf_counter() - started
-        yield Served(process=child, url=json.loads(line)["url"], ranks=rank_ids(child.pid), start_s=took)
+        yield Served(process=child, url=ready["url"], ranks=rank_ids(child.pid), start_s=took)
     finally:
         child.terminate()
         try:
@@ -243,8 +240,14 @@ def main() -> None:
     parser.add_argument("--no-restart", action="store_true", help="leave the second server out")
     parser.add_argument("--step-timeout", type=float, default=60.0, help="what the server gets")
     parser.add_argument("--kv-tokens", type=int, help="what the server gets")
-    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--json", type=Path, help="write the result here; needs a GPU")
     arguments = parser.parse_args()
+    if arguments.clients < 1:
+        parser.error("--clients must be at least 1")
+    if arguments.json:
+        import harness  # needs torch
+
+        harness.check_device(parser)
     options = ["--step-timeout", str(arguments.step_timeout)]
     if arguments.kv_tokens is not None:
         options += ["--kv-tokens", str(arguments.kv_tokens)]
@@ -258,8 +261,6 @@ def main() -> None:
     for problem in problems:
         print(f"NOT AS IT SHOULD BE: {problem}")
     if arguments.json:
-        import harness  # needs torch and a GPU
-
         value = harness.result("rank_failure", {}, figures, problems=problems)
         value["hardware"]["count"] = figures[0]["ranks"]
         harness.write(arguments.json, value)

@@ -11,8 +11,21 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def read_ready(child: subprocess.Popen[str], log: Path) -> dict[str, Any]:
+    """What `mingc serve --json` says when it is ready. Raises: SystemExit with its words when it has ended instead."""
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    try:
+        ready: dict[str, Any] = json.loads(line)
+    except ValueError:  # an error takes several lines
+        said = line + child.stdout.read()
+        raise SystemExit(f"the server did not start:\n{said}{log.read_text()[-3000:]}") from None
+    return ready
 
 
 @contextmanager
@@ -28,7 +41,7 @@ def server(
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
     }
-    words = ["serve", str(artifact), "--port", "0", "--json", "--no-check-hashes", *options]
+    words = ["serve", str(artifact.resolve()), "--port", "0", "--json", "--no-check-hashes", *options]
     started = time.perf_counter()
     with log.open("wb") as errors:
         child = subprocess.Popen(
@@ -41,11 +54,7 @@ def server(
             text=True,
         )
     try:
-        assert child.stdout is not None
-        line = child.stdout.readline()
-        if not line:
-            raise SystemExit(f"the server did not start:\n{log.read_text()[-3000:]}")
-        ready = json.loads(line)
+        ready = read_ready(child, log)
         phases = {**ready["startup_s"], "whole": round(time.perf_counter() - started, 3)}
         yield ready["url"], phases, child.pid
     finally:

@@ -98,7 +98,7 @@ class EngineOptions:
             and value < least
         ]
         if not 0 < self.step_timeout_s < math.inf:
-            problems.append(f"--step-timeout is {self.step_timeout_s}, which is not above 0")
+            problems.append(f"--step-timeout is {self.step_timeout_s}, not a finite number above 0")
         if self.served_model_name is not None and not self.served_model_name.strip():
             problems.append("--served-model-name is empty")
         if problems:
