@@ -107,9 +107,8 @@ def export_bundle(recipe: ExportRecipe, replay: Replay, progress: Callable[[Step
         results, fidelity = run.build_graphs(weights)
         records = run.write_voices()
         notes.extend(run.notes)
-        options = stage_options(recipe)
         parameters = ModelParameters(
-            **{stage.name: stage.parameters(configs[stage.name], options) for stage in stages}
+            **{stage.name: stage.parameters(configs[stage.name], run.options) for stage in stages}
         )
         copied = tokenizers.copy(checkpoint, folder, parameters, notes, is_synthetic=recipe.synthetic)
         manifest = Manifest(
@@ -158,7 +157,7 @@ class _Run:
         self.has_voices = {"talker", "cfm", "audio_vae"} <= names
         self.notes: list[str] = []
         self.peak_rss_bytes = 0
-        options = stage_options(recipe)
+        self.options = options = stage_options(recipe)
         # Of each graph, by stage: what its engines are compiled for.
         specs = {
             stage.name: [plan.spec for plan in stage.graphs(configs[stage.name], self._shard(stage), options)]
@@ -193,7 +192,7 @@ class _Run:
     def write_weights(self) -> dict[str, tuple[str, ...]]:
         """One weights file a rank and stage; the paths, relative to the bundle."""
         (self._folder / "weights").mkdir()
-        dtype = stage_options(self._recipe).dtype
+        dtype = self.options.dtype
         files: dict[str, tuple[str, ...]] = {}
         for stage in self._stages:
             shard_files = []

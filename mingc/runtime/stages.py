@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,10 +19,6 @@ from mingc.runtime.engines import load_engine
 from mingc.runtime.engines.base import Engine, Graph
 
 _Value = TypeVar("_Value")
-# Of the element types of safetensors, as a file names them.
-_BITS = {
-    "F32": 32, "BF16": 16, "F16": 16, "F8_E4M3": 8, "I64": 64, "I32": 32, "I8": 8, "U8": 8, "BOOL": 8
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +147,8 @@ def weight_bytes(bundle: Bundle, name: str) -> int:
     totals = []
     for path in map(bundle.path, record.weights):
         with opened_weights(path) as file:
-            held = {weight: file.get_slice(weight) for weight in file.keys()}  # noqa: SIM118 - not a dict
-            sizes: dict[str, int] = {
-                weight: math.prod(each.get_shape()) * _BITS[each.get_dtype()] // 8
-                for weight, each in held.items()
-            }
+            # Tensors are mapped here, not read.
+            sizes: dict[str, int] = {key: file.get_tensor(key).nbytes for key in file.keys()}  # noqa: SIM118 - not a dict
         copies = sum(sum(_within(sizes, source).values()) for source in record.repeated.values())
         totals.append(sum(sizes.values()) + copies)
     return max(totals)
