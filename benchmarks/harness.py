@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import multiprocessing
 import os
 import platform
 import shlex
 import statistics
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +87,19 @@ def ceilings() -> dict[str, float]:
     """Copy rate (bytes read and written) and bf16 matrix rate of this device, on random data."""
     measured = Stopwatch(torch.device("cuda")).ceilings(torch.bfloat16)
     return {"copy_tb_s": measured.copy_tb_s, "bf16_tflop_s": measured.matmul_tflop_s}
+
+
+def compiler_pool(jobs: int) -> ProcessPoolExecutor:
+    """Processes that compile engines, `jobs` at a time."""
+    return ProcessPoolExecutor(
+        jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_start_compiler
+    )
+
+
+def _start_compiler() -> None:
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    torch.set_num_threads(2)
+    warnings.simplefilter("ignore")
 
 
 def check_device(parser: argparse.ArgumentParser) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import time
-import warnings
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness import compiler_pool
 from torch import nn
 
 from mingc.export.backends import aoti
@@ -90,14 +87,6 @@ def build_all(
 ) -> list[Built]:
     """Every graph at every batch size; the longest compiles start first."""
     tasks = [(*graph, batch) for graph in (GRAPHS[1], GRAPHS[2], GRAPHS[0]) for batch in batches]
-    with ProcessPoolExecutor(
-        jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_quiet
-    ) as pool:
+    with compiler_pool(jobs) as pool:
         futures = [pool.submit(build, *task, folder, quantization) for task in tasks]
         return [future.result() for future in futures]
-
-
-def _quiet() -> None:
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    torch.set_num_threads(2)
-    warnings.simplefilter("ignore")

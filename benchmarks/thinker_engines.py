@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import warnings
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from harness import compiler_pool
 from torch import Tensor
 
 from mingc.export.backends import aoti
@@ -94,9 +91,7 @@ def build_all(setup: Setup, folder: Path, jobs: int) -> float:
     """Compile every piece. Returns the sum of the seconds that single compilations took."""
     tasks = [(graph, sizes) for graph in setup.plans() for sizes in setup.sizes(graph)]
     tasks.sort(key=lambda task: task[0] not in PREFILL + DECODE)  # the longest first
-    with ProcessPoolExecutor(
-        jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_quiet
-    ) as pool:
+    with compiler_pool(jobs) as pool:
         futures = [pool.submit(_build, setup, graph, sizes, folder) for graph, sizes in tasks]
         return sum(future.result() for future in futures)
 
@@ -235,12 +230,6 @@ def _build(setup: Setup, graph: str, sizes: dict[str, int], folder: Path) -> flo
     return aoti.compile_graph(
         program, path, device=setup.device, cache=folder / "cache", where=f"thinker.{graph}"
     )
-
-
-def _quiet() -> None:
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    torch.set_num_threads(2)
-    warnings.simplefilter("ignore")
 
 
 def expected_experts(config: DecoderConfig, tokens: int) -> float:
