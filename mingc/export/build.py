@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import resource
 import tempfile
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -125,6 +127,17 @@ def engine_sizes(spec: GraphSpec, options: StageOptions) -> list[dict[str, int] 
     return [*spec.bucket_sizes()] if options.static_buckets else [None]
 
 
+@contextmanager
+def _gives_memory_back() -> Iterator[None]:
+    """A worker that waits must hold nothing on the device: what its allocator keeps, others cannot have."""
+    try:
+        yield
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()  # nothing where there is no device
+
+
+@_gives_memory_back()
 def build_engine(task: GraphTask, fixed: dict[str, int] | None) -> BuiltEngine:
     """Trace and compile `task.graph` for the sizes `fixed`.
 
@@ -140,6 +153,7 @@ def build_engine(task: GraphTask, fixed: dict[str, int] | None) -> BuiltEngine:
     return BuiltEngine(record=record, peak_rss_bytes=_peak_rss_bytes())
 
 
+@_gives_memory_back()
 def check_graph(task: GraphTask, engines: tuple[EngineRecord, ...], replay: Replay) -> GraphResult:
     """Write the golden file of `task.graph` and measure the parity of one of its `engines`.
 
@@ -157,6 +171,7 @@ def check_graph(task: GraphTask, engines: tuple[EngineRecord, ...], replay: Repl
     return GraphResult(stage=task.stage, record=record, peak_rss_bytes=_peak_rss_bytes())
 
 
+@_gives_memory_back()
 def check_fidelity(
     recipe: ExportRecipe, stage_name: str, folder: Path, weights: tuple[str, ...]
 ) -> Fidelity | None:

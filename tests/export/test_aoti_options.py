@@ -1,4 +1,4 @@
-"""What the compiler is told for a device, without compiling."""
+"""What the compiler is told for a device, and what its errors become, without compiling."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mingc.errors import CompileError
 from mingc.export.backends.aoti import compile_graph
 
 
@@ -35,3 +36,27 @@ def test_engines_of_a_gpu_probe_no_vector_instructions(
     assert seen.get("cpp.vec_isa_ok") is expected
     with torch._inductor.config.patch(seen):  # refuses names that it does not know
         assert torch._inductor.config.cpp.vec_isa_ok is expected
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        (
+            "Failed to run autotuning code block: CUDA out of memory. Tried to allocate 4.00 GiB",
+            torch.OutOfMemoryError,
+        ),
+        ("no such operator", CompileError),
+    ],
+)
+def test_memory_that_ran_out_amid_a_compile_is_known_as_such(
+    message: str, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pipeline then says what helps: fewer jobs."""
+
+    def fail(program: object, **_: object) -> None:
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fail)
+    program = torch.export.export(Double(), (torch.ones(3),))
+    with pytest.raises(kind, match=message.partition(".")[0]):
+        compile_graph(program, tmp_path / "engine.pt2", device="cuda", cache=None, where="toy")

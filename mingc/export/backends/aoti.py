@@ -40,7 +40,7 @@ def compile_graph(
 ) -> float:
     """Write the package of `program` to `path`. Returns the seconds of compilation, 0.0 on a cache hit.
 
-    Raises: CompileError.
+    Raises: CompileError, torch.OutOfMemoryError.
     """
     options = {**_OPTIONS, **(_cpu_options() if device == "cpu" else _CUDA_OPTIONS)}
     kept = cache / f"{_key(program, options, device)}.pt2" if cache else None
@@ -54,6 +54,8 @@ def compile_graph(
                 program, package_path=str(path), inductor_configs=options
             )
     except Exception as error:  # Inductor and the C++ compiler raise many kinds; all mean no engine
+        if "CUDA out of memory" in str(error):  # Inductor hides its kind when a trial of a kernel raised it
+            raise torch.OutOfMemoryError(str(error)) from error
         raise CompileError(f"AOTInductor failed: {error}", where=where, fix="run mingc doctor") from error
     seconds = time.perf_counter() - started
     if device == "cuda":
