@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 # Of a decode step's time, what parts of a chunk may take beside it. Timed steps are of random tokens, which reach
@@ -10,6 +11,7 @@ _SHARE_OF_STEP = 0.5
 _UNTIMED_TOKENS = (
     64  # of a whole chunk, what runs beside answers in a step for each prompt where nothing was timed
 )
+_SHORT_QUEUE = 3  # prompts that wait, the one under way included
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +41,9 @@ class PrefillPace:
 
     A chunk is as long as can be: short ones cost nearly the same, as each reads most experts. But it runs in
     `num_parts`, each of some layers, and decode steps may come between them. Without running answers a step runs them
-    all; beside answers as many as take half of their decode step, and one at least. Of P prompts and N answers a step
-    runs (P - 1) / (P - 1 + N) of the parts if these are more: answers yield to a queue of prompts, not to a single one.
+    all; beside answers as many as take half of their decode step, and one at least. Two or three prompts that wait get
+    half a chunk a step, four and more a whole one: answers yield to a queue, which every step of theirs makes longer,
+    but not to a single prompt.
 
     Without times a step beside answers runs parts of a chunk that amount to 64 of its tokens for each prompt.
     """
@@ -55,7 +58,9 @@ class PrefillPace:
         if self.times is None:
             share = _UNTIMED_TOKENS * num_prompts / num_tokens
         else:
-            others = num_prompts - 1
-            paced = _SHARE_OF_STEP * self.times.decode_ms(num_answers) / self.times.chunk_ms(num_tokens)
-            share = max(paced, others / (others + num_answers))
-        return max(1, min(self.num_parts, int(share * self.num_parts)))
+            share = _SHARE_OF_STEP * self.times.decode_ms(num_answers) / self.times.chunk_ms(num_tokens)
+        parts = min(self.num_parts, max(1, int(share * self.num_parts)))
+        if num_prompts == 1:
+            return parts
+        steps = 2 if num_prompts <= _SHORT_QUEUE else 1  # that a chunk takes
+        return max(parts, math.ceil(self.num_parts / steps))
