@@ -28,9 +28,9 @@ def row(width: int) -> Tensor:
     return torch.randn(1, width, device="cuda").to(torch.bfloat16)
 
 
-def check(value: Tensor, expected: Tensor) -> None:
+def check(value: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
     error = (value.float() - expected.float()).abs().max() / expected.float().abs().max()
-    assert error < TOLERANCE
+    assert error < tolerance
 
 
 @pytest.mark.parametrize("storage", ["bf16", "fp8"])
@@ -87,7 +87,7 @@ def test_one_token_of_a_layer_with_experts(
         if not torch.equal(ids, expected[2]):
             continue
         torch.testing.assert_close(weights, expected[3], rtol=1e-3, atol=1e-4)
-        check(partial, expected[1])
+        check(partial, expected[1], 2 * TOLERANCE)  # two products in a row, of rounded rows
         break
     else:
         raise AssertionError("other experts for every token")

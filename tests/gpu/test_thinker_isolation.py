@@ -18,9 +18,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-# Another bucket adds products in another order. In shares of the request's largest logit; bfloat16 rounds so that now
-# and then a token gets another expert, and from the first other token on nothing can be compared.
-TOLERANCE = {"float32": 1e-5, "bfloat16": 0.5}
+# Another bucket adds products in another order. In shares of the request's largest logit. In bfloat16 rounding sends
+# some token of nearly every request to another expert, after which nothing can be compared: no bound holds there.
+TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Measured:
         return [each for each in self.figures if each["name"] == name]
 
 
-@pytest.fixture(scope="module", params=list(TOLERANCE))
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def measured(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Measured:
     artifact = tmp_path_factory.mktemp("isolation") / "tiny"
     cache = os.environ.get("MINGC_TEST_CACHE")
@@ -57,9 +57,9 @@ def test_in_one_bucket_an_answer_is_what_it_is_alone_bit_for_bit(measured: Measu
     assert [each for each in same if each["same_bits"] < thinker_clients.NUM_REQUESTS] == []
 
 
+@pytest.mark.parametrize("measured", ["float32"], indirect=True)
 def test_across_buckets_it_differs_by_rounding_only(measured: Measured) -> None:
     across = measured.of("isolation_across_buckets")
     assert len(across) == 1 + len(thinker_clients.gatherings())
-    assert max(each["median"] for each in across) <= TOLERANCE[measured.dtype]
-    if measured.dtype == "float32":
-        assert {each["same_tokens"] for each in across} == {thinker_clients.NUM_REQUESTS}
+    assert max(each["median"] for each in across) <= TOLERANCE
+    assert {each["same_tokens"] for each in across} == {thinker_clients.NUM_REQUESTS}
