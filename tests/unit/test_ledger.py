@@ -37,6 +37,19 @@ def test_tensors_pass_within_the_tolerance_of_their_largest_value(off: float, ou
     assert last(book).error == pytest.approx(off / 2)
 
 
+@pytest.mark.parametrize(
+    "value, outcome",
+    [([[1.0, -2.0]], "pass"), ([[1.5, -2.0]], "expected difference"), ([[np.nan, -2.0]], "FAIL")],
+)
+def test_an_excuse_covers_a_difference_but_nothing_that_is_no_number(
+    value: list[list[float]], outcome: str
+) -> None:
+    book = ledger()
+    book.tensor("a.out", value, excuse="tokens went elsewhere")
+    assert last(book).outcome == outcome
+    assert (last(book).note == "tokens went elsewhere") == (outcome == "expected difference")
+
+
 @pytest.mark.parametrize("value", [[[1.0, np.nan]], [[1.0, np.inf]], [[1.0]], [1.0, -2.0]])
 def test_what_has_another_shape_or_is_not_finite_fails_and_is_still_json(value: list[list[float]]) -> None:
     book = ledger()

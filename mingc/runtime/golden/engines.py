@@ -58,6 +58,10 @@ class Engines:
             self._stages[name] = load_stage(self.bundle, name, self.device)
         return self._stages[name]
 
+    def share(self, name: str, rank: int) -> LoadedStage:
+        """The share of `rank` of a sharded stage, loaded anew on its device."""
+        return load_stage(self.bundle, name, self.rank_devices()[rank], rank=rank)
+
     def stage_with_state(self, name: str) -> StageWithState:
         """The same engines with state of their own."""
         stage = self.stage(name)

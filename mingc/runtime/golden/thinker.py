@@ -6,8 +6,7 @@ Prompts run through the same worker and rank group as a server's, with pages tha
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,28 +15,15 @@ from numpy.typing import NDArray
 from mingc.artifacts.model import ThinkerParameters
 from mingc.runtime.golden.engines import Engines, to_numpy
 from mingc.runtime.golden.ledger import Ledger
-from mingc.runtime.preprocess.chat import AUDIO, VISION, WORD
-from mingc.runtime.preprocess.image import Grid
-from mingc.runtime.preprocess.positions import VisionSpan, compute_positions
+from mingc.runtime.golden.thinker_followed import UNEVEN_CHUNK, FollowedCase, FollowedThinker
+from mingc.runtime.golden.thinker_prompts import Prompt, read_prompts
 from mingc.runtime.rank_group import RankGroup
 from mingc.runtime.stages import LoadedStage
-from mingc.runtime.thinker import DecodeStep, PrefillStep, ThinkerWorker
+from mingc.runtime.thinker import DecodeStep, ThinkerWorker
 from mingc.runtime.thinker_start import make_worker
 
 Ints = NDArray[np.int64]
 _KV = re.compile(r"^(?P<case>.+)\.kv\.layer(?P<layer>\d+)_(?P<what>keys_rotated|values)$")
-_UNEVEN_CHUNK = 7  # tokens; divides neither pages nor buckets
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Prompt:
-    """A recorded prompt: `input_ids` (T,), `positions` (3, T), `embed_kind` (T,), `embeds` (T, D) or None."""
-
-    input_ids: Ints
-    positions: Ints
-    rope_delta: int
-    embed_kind: Ints
-    embeds: torch.Tensor | None
 
 
 class _Replay:
@@ -46,9 +32,7 @@ class _Replay:
     def __init__(self, engines: Engines, ledger: Ledger, parameters: ThinkerParameters) -> None:
         self._parameters = parameters
         shapes = [ledger.references[f"{case}.input_ids"].shape for case in ledger.cases("input_ids")]
-        steps = [ledger.references[f"{case}.greedy_ids"].shape[1] for case in ledger.cases("greedy_ids")]
-        longest = max(length for _, length in shapes) + max(steps, default=0)
-        self._pages_each = -(-longest // parameters.page_size)
+        self._pages_each = -(-_longest(ledger) // parameters.page_size)
         num_pages = 1 + max(rows for rows, _ in shapes) * self._pages_each
 
         def start(stage: LoadedStage) -> ThinkerWorker:
@@ -57,6 +41,7 @@ class _Replay:
             )
             return self._worker
 
+        self.num_ranks = engines.world_size
         self._group: RankGroup | None = None
         if engines.world_size > 1:
             self._group = RankGroup(
@@ -81,23 +66,14 @@ class _Replay:
         first = 1 + row * self._pages_each
         return np.arange(first, first + self._pages_each)[::-1].copy()
 
-    def prefill(self, prompt: _Prompt, row: int, chunk: int) -> list[NDArray[np.float32]]:
+    def prefill(self, prompt: Prompt, row: int, chunk: int) -> list[NDArray[np.float32]]:
         """Logits (V,) of the last token of every chunk of at most `chunk` tokens."""
-        logits = []
-        for start in range(0, len(prompt.input_ids), chunk):
-            part = slice(start, min(start + chunk, len(prompt.input_ids)))
-            step = PrefillStep(
-                input_ids=prompt.input_ids[part],
-                positions=prompt.positions[:, part],
-                embed_kind=prompt.embed_kind[part],
-                embeds=None if prompt.embeds is None else prompt.embeds[part],
-                start=start,
-                pages=self.pages(row),
-            )
-            logits.append(to_numpy(self._runner.prefill(step))[0].astype(np.float32))
-        return logits
+        return [
+            to_numpy(self._runner.prefill(step))[0].astype(np.float32)
+            for step in prompt.chunks(chunk, self.pages(row))
+        ]
 
-    def greedy(self, prompts: Sequence[_Prompt], steps: int) -> tuple[Ints, NDArray[np.float32]]:
+    def greedy(self, prompts: Sequence[Prompt], steps: int) -> tuple[Ints, NDArray[np.float32]]:
         """Continue all prompts together: ids (B, steps) and logits (B, steps, V)."""
         logits = [
             np.stack([self.prefill(prompt, row, self.max_chunk)[-1] for row, prompt in enumerate(prompts)])
@@ -130,25 +106,68 @@ class _Replay:
 
 
 def replay(engines: Engines, ledger: Ledger) -> None:
-    """Every case alone, in chunks, and rows of a batch together."""
+    """Every case alone, in chunks, and rows of a batch together; of half precision also followed runs."""
     parameters = engines.parameters.thinker
     assert parameters is not None
+    prompts: dict[str, list[Prompt]] = {}
+    for case in ledger.cases("input_ids"):
+        with ledger.case(case):
+            prompts[case] = read_prompts(case, engines, ledger, parameters)
+    followed: dict[str, FollowedCase] = {}
+    if not ledger.is_exact:
+        # Before the ranks meet: here they run one after the other.
+        followed = _follow(engines, prompts, ledger, parameters)
     run = _Replay(engines, ledger, parameters)
     try:
-        for case in ledger.cases("input_ids"):
+        for case, rows in prompts.items():
             with ledger.case(case):
-                prompts = _prompts(case, engines, ledger, parameters)
-                if len(prompts) == 1:
-                    _replay_prompt(case, prompts[0], run, ledger)
-                _replay_greedy(case, prompts, run, ledger)
+                if len(rows) == 1:
+                    _replay_prompt(case, rows[0], run, ledger, followed.get(case))
+                _replay_greedy(case, rows, run, ledger, followed.get(case))
     finally:
         run.close()
 
 
-def _replay_prompt(case: str, prompt: _Prompt, run: _Replay, ledger: Ledger) -> None:
+def _follow(
+    engines: Engines, prompts: Mapping[str, Sequence[Prompt]], ledger: Ledger, parameters: ThinkerParameters
+) -> dict[str, FollowedCase]:
+    """Followed runs of all cases, by case; those that fail are missing."""
+    devices = engines.rank_devices()
+    thinker = FollowedThinker(
+        engines.stage("thinker"),
+        [(engines.share("thinker", rank), devices[rank]) for rank in range(1, len(devices))],
+        parameters,
+        longest=_longest(ledger),
+        device=engines.device,
+    )
+    followed: dict[str, FollowedCase] = {}
+    for case, rows in prompts.items():
+        with ledger.case(case):
+            followed[case] = thinker.check(case, rows, ledger)
+    return followed
+
+
+def _longest(ledger: Ledger) -> int:
+    """Tokens of the longest prompt and the longest answer."""
+    lengths: list[int] = [
+        ledger.references[f"{case}.input_ids"].shape[1] for case in ledger.cases("input_ids")
+    ]
+    steps: list[int] = [
+        ledger.references[f"{case}.greedy_ids"].shape[1] for case in ledger.cases("greedy_ids")
+    ]
+    return max(lengths) + max(steps, default=0)
+
+
+def _replay_prompt(
+    case: str, prompt: Prompt, run: _Replay, ledger: Ledger, followed: FollowedCase | None
+) -> None:
     num_tokens = len(prompt.input_ids)
+    excuse = followed.excuse if followed is not None else ""
     whole = run.prefill(prompt, 0, run.max_chunk)
-    ledger.tensor(f"{case}.logits_last", whole[-1][None])
+    ledger.tensor(f"{case}.logits_last", whole[-1][None], excuse=excuse)
+    if followed is not None and followed.logits_last is not None and run.num_ranks == 1:
+        # Ranks that meet may add up in another order.
+        ledger.tensor(f"{case}.logits_last", whole[-1], reference=followed.logits_last, how="graph by graph")
     if num_tokens <= run.max_chunk:
         _check_experts(case, run.experts(num_tokens), ledger)
     for name in ledger.references:
@@ -160,17 +179,20 @@ def _replay_prompt(case: str, prompt: _Prompt, run: _Replay, ledger: Ledger) -> 
         held = run.cached(state, num_tokens)
         # Rank 0 is this process: of sharded heads it has the first ones.
         ledger.tensor(name, held, reference=ledger.references[name][0, : len(held)])
-    ledger.tensor(
-        f"{case}.logits_last", run.prefill(prompt, 0, _UNEVEN_CHUNK)[-1][None], how="in uneven chunks"
-    )
+    uneven = run.prefill(prompt, 0, UNEVEN_CHUNK)[-1][None]
+    ledger.tensor(f"{case}.logits_last", uneven, how="in uneven chunks", excuse=excuse)
     if f"{case}.logits" in ledger:
-        ledger.tensor(f"{case}.logits", np.stack(run.prefill(prompt, 0, 1))[None], how="token by token")
+        single = np.stack(run.prefill(prompt, 0, 1))[None]
+        ledger.tensor(f"{case}.logits", single, how="token by token", excuse=excuse)
 
 
-def _replay_greedy(case: str, prompts: Sequence[_Prompt], run: _Replay, ledger: Ledger) -> None:
+def _replay_greedy(
+    case: str, prompts: Sequence[Prompt], run: _Replay, ledger: Ledger, followed: FollowedCase | None
+) -> None:
+    excuse = followed.excuse if followed is not None else ""
     steps = ledger.references[f"{case}.greedy_ids"].shape[1] if f"{case}.greedy_ids" in ledger else 1
     ids, logits = run.greedy(prompts, steps)
-    ledger.tensor(f"{case}.logits_last_valid", logits[:, 0])
+    ledger.tensor(f"{case}.logits_last_valid", logits[:, 0], excuse=excuse)
     ledger.ids(f"{case}.greedy_ids", ids, from_engine=True)
     if f"{case}.greedy_ids" in ledger:
         same = (ids == ledger.references[f"{case}.greedy_ids"]).all()
@@ -181,7 +203,8 @@ def _replay_greedy(case: str, prompts: Sequence[_Prompt], run: _Replay, ledger: 
         reference = ledger.references.get(f"{case}.greedy_logits")
         if reference is not None:
             how = "" if same else f"first {until} steps"
-            ledger.tensor(f"{case}.greedy_logits", logits[:, :until], reference=reference[:, :until], how=how)
+            name = f"{case}.greedy_logits"
+            ledger.tensor(name, logits[:, :until], reference=reference[:, :until], how=how, excuse=excuse)
 
 
 def _check_experts(case: str, found: tuple[Ints, NDArray[np.float32]] | None, ledger: Ledger) -> None:
@@ -205,74 +228,3 @@ def _sorted_experts(
         np.take_along_axis(ids, order, axis=-1).astype(np.int64),
         np.take_along_axis(weights, order, axis=-1).astype(np.float32),
     )
-
-
-def _prompts(case: str, engines: Engines, ledger: Ledger, parameters: ThinkerParameters) -> list[_Prompt]:
-    """The rows of a case without their padding, and what the case records about them compared."""
-    ids = ledger.input(f"{case}.input_ids").astype(np.int64)
-    mask_name = f"{case}.attention_mask"
-    masks = ledger.input(mask_name).astype(bool) if mask_name in ledger else np.ones(ids.shape, bool)
-    if len(ids) > 1:
-        return [_text_prompt(row[mask]) for row, mask in zip(ids, masks, strict=True)]
-    tokens = ids[0][masks[0]]
-    kinds, embeds = _media(case, tokens, engines, ledger, parameters)
-    positions, delta = compute_positions(
-        len(tokens),
-        _spans(case, tokens, ledger, parameters),
-        merge_size=1,
-        temporal_scale=parameters.temporal_position_scale,
-    )
-    ledger.ids(f"{case}.position_ids", positions[:, None])
-    ledger.ids(f"{case}.rope_deltas", [delta])
-    ledger.ids(f"{case}.image_mask", (kinds == VISION)[None])
-    ledger.ids(f"{case}.audio_mask", (kinds == AUDIO)[None])
-    return [_Prompt(input_ids=tokens, positions=positions, rope_delta=delta, embed_kind=kinds, embeds=embeds)]
-
-
-def _text_prompt(tokens: Ints) -> _Prompt:
-    return _Prompt(
-        input_ids=tokens,
-        positions=np.tile(np.arange(len(tokens)), (3, 1)),
-        rope_delta=0,
-        embed_kind=np.full(len(tokens), WORD),
-        embeds=None,
-    )
-
-
-def _media(
-    case: str, tokens: Ints, engines: Engines, ledger: Ledger, parameters: ThinkerParameters
-) -> tuple[Ints, torch.Tensor | None]:
-    """Which rows take an embedding, and the embeddings in these rows."""
-    kinds = np.full(len(tokens), WORD)
-    rows = np.zeros((len(tokens), parameters.hidden_size), np.float32)
-    for name, token in (("image", parameters.image_patch_token), ("video", parameters.frame_patch_token)):
-        if f"{case}.{name}_embeds" in ledger:
-            kinds[tokens == token] = VISION
-            rows[tokens == token] = ledger.input(f"{case}.{name}_embeds")
-    if f"{case}.audio_embeds" in ledger:
-        places = ledger.input(f"{case}.audio_placeholder_loc_lens").reshape(-1, 2)
-        ledger.input(f"{case}.audio_embeds_lengths")
-        index = np.concatenate([np.arange(int(start), int(start + length)) for start, length in places])
-        kinds[index] = AUDIO
-        rows[index] = ledger.input(f"{case}.audio_embeds").reshape(-1, parameters.hidden_size)
-    if not kinds.any():
-        return kinds, None
-    spec = next(each for each in engines.stage("thinker")["embed"].spec.inputs if each.name == "embeds")
-    return kinds, torch.from_numpy(rows).to(engines.device, getattr(torch, spec.dtype))
-
-
-def _spans(case: str, tokens: Ints, ledger: Ledger, parameters: ThinkerParameters) -> list[VisionSpan]:
-    """Each run of patch tokens with its grid, in merged tokens (the merge is square and the same everywhere)."""
-    spans: list[VisionSpan] = []
-    for name, token in (("image", parameters.image_patch_token), ("video", parameters.frame_patch_token)):
-        if f"{case}.{name}_grid_thw" not in ledger:
-            continue
-        places = np.flatnonzero(tokens == token)
-        grids = ledger.input(f"{case}.{name}_grid_thw").astype(np.int64)
-        merge = round((int(grids.prod(axis=1).sum()) / len(places)) ** 0.5)
-        done = 0
-        for frames, height, width in grids:
-            grid: Grid = (int(frames), int(height) // merge, int(width) // merge)
-            spans.append(VisionSpan(start=int(places[done]), grid=grid))
-            done += int(np.prod(grid))
-    return sorted(spans, key=lambda span: span.start)

@@ -1,0 +1,187 @@
+"""A thinker in half precision against thinker.safetensors, after the experts that were recorded (`followed_stage`).
+
+In whole runs of such an artifact some rows go to other experts than in float32, and nothing behind them can be
+compared. Here runs return to the record where that happens: every layer of every token is, and so are the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mingc.artifacts.model import ThinkerParameters
+from mingc.runtime.golden.engines import to_numpy
+from mingc.runtime.golden.followed_stage import RouteWatch, followed_stage
+from mingc.runtime.golden.ledger import Ledger
+from mingc.runtime.golden.thinker_prompts import Prompt
+from mingc.runtime.stages import LoadedStage
+from mingc.runtime.thinker import DecodeStep, ThinkerWorker
+
+Floats = NDArray[np.float32]
+
+UNEVEN_CHUNK = 7  # tokens; divides neither pages nor buckets
+_TOLERANCE = 3e-2  # of a layer's rows: what an export allows a graph in half precision
+_LEAST_KEPT = (
+    0.9  # share of rows; of the tiny thinker's 2 in 100 are followed, of random ones of the release 1 in 40
+)
+_HOW = "experts followed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FollowedCase:
+    """What is known of whole runs of a case.
+
+    Attributes:
+        excuse: why they may leave the record; empty when they may not.
+        logits_last: (V,) float32 of the only prompt when it runs through the same graphs and nothing is followed;
+            None of several prompts.
+    """
+
+    excuse: str
+    logits_last: Floats | None
+
+
+class FollowedThinker:
+    """Runs one prompt at a time.
+
+    Args:
+        first: the first rank's share, and `others` those of the ranks behind it, with their devices.
+        longest: tokens of a prompt and its continuation.
+    """
+
+    def __init__(
+        self,
+        first: LoadedStage,
+        others: Sequence[tuple[LoadedStage, torch.device]],
+        parameters: ThinkerParameters,
+        *,
+        longest: int,
+        device: torch.device,
+    ) -> None:
+        num_pages = -(-longest // parameters.page_size)
+        self._watch = RouteWatch(_TOLERANCE)
+        self._num_layers = parameters.num_layers
+        # Last page first, so that rows in memory are not in token order.
+        self._pages = np.arange(1, num_pages + 1)[::-1].copy()
+        self._worker = ThinkerWorker(
+            followed_stage(first, others, self._watch),
+            vocab_size=parameters.vocab_size,
+            page_size=parameters.page_size,
+            num_pages=num_pages + 1,
+            device=device,
+            is_static=False,
+        )
+
+    def check(self, case: str, prompts: Sequence[Prompt], ledger: Ledger) -> FollowedCase:
+        """Compare all that the case records with followed runs; without recorded layers only look for ties."""
+        num_ties = 0
+        record = ledger.references.get(f"{case}.layer_out")
+        if record is None or len(prompts) > 1:
+            for prompt in prompts:
+                self._watch.begin(None)
+                self._prefill(prompt, self._worker.max_chunk)
+                num_ties += self._watch.num_ties
+            rows = self._num_layers * sum(len(prompt.input_ids) for prompt in prompts)
+            excuse = f"{num_ties} of {rows} rows score alike for other experts" if num_ties else ""
+            return FollowedCase(excuse=excuse, logits_last=None)
+        (prompt,) = prompts
+        self._watch.begin(None, is_off=True)
+        free = self._prefill(prompt, self._worker.max_chunk)[-1]
+        layers = record[:, 0].astype(np.float32)
+        num_followed = 0
+        for size, how in (
+            (self._worker.max_chunk, ""),
+            (UNEVEN_CHUNK, ", in uneven chunks"),
+            (1, ", token by token"),
+        ):
+            self._watch.begin(layers)
+            logits = self._prefill(prompt, size)
+            num_followed = max(num_followed, self._compare(case, layers, logits, how, ledger))
+        if prompt.embeds is None:
+            self._watch.begin(layers)
+            logits = self._decode_prompt(prompt)
+            num_followed = max(num_followed, self._compare(case, layers, logits, ", by decode steps", ledger))
+        num_ties += self._compare_greedy(case, prompt, logits[-1], ledger)
+        found = []
+        if num_followed:
+            rows = layers.shape[0] * layers.shape[1]
+            found.append(f"{num_followed} of {rows} rows go to other experts by rounding")
+        if num_ties:
+            found.append("the answer comes to a tie of experts")
+        return FollowedCase(excuse=", ".join(found), logits_last=free)
+
+    def _prefill(self, prompt: Prompt, size: int) -> list[Floats]:
+        """Logits (V,) of the last token of every chunk of at most `size`."""
+        logits = []
+        for step in prompt.chunks(size, self._pages):
+            self._watch.next(step.start, len(step.input_ids))
+            logits.append(to_numpy(self._worker.prefill(step))[0].astype(np.float32))
+        return logits
+
+    def _decode(self, token: int, position: int, length: int) -> Floats:
+        """Logits (V,) behind `token`, the last of `length` tokens."""
+        step = DecodeStep(
+            input_ids=np.array([token]),
+            positions=np.array([position]),
+            lengths=np.array([length]),
+            pages=self._pages[None],
+        )
+        self._watch.next(length - 1, 1)
+        logits: Floats = to_numpy(self._worker.decode(step))[0].astype(np.float32)
+        return logits
+
+    def _decode_prompt(self, prompt: Prompt) -> list[Floats]:
+        """As if every token of the prompt were an answer's."""
+        return [
+            self._decode(int(token), int(prompt.positions[0, index]), index + 1)
+            for index, token in enumerate(prompt.input_ids)
+        ]
+
+    def _compare(self, case: str, layers: Floats, logits: list[Floats], how: str, ledger: Ledger) -> int:
+        """The layers and logits of a run that was watched; returns how many rows were followed."""
+        followed, num_rows = self._watch.num_followed, layers.shape[0] * layers.shape[1]
+        scale = np.abs(layers).max(axis=(1, 2), keepdims=True)
+        ledger.tensor(
+            f"{case}.layer_out",
+            self._watch.layers / scale,
+            reference=layers / scale,
+            how=f"{_HOW}{how}",
+            tolerance=_TOLERANCE,
+        )
+        ledger.share(
+            f"{case}.layer_out ({_HOW}{how}: rows)",
+            same=num_rows - followed,
+            total=num_rows,
+            minimum=_LEAST_KEPT,
+            note="the others went to other experts by rounding",
+        )
+        ledger.tensor(f"{case}.logits_last", logits[-1][None], how=f"{_HOW}{how}")
+        if len(logits) == layers.shape[1]:
+            ledger.tensor(f"{case}.logits", np.stack(logits)[None], how=f"{_HOW}{how}")
+        return followed
+
+    def _compare_greedy(self, case: str, prompt: Prompt, logits: Floats, ledger: Ledger) -> int:
+        """Decode the recorded answer behind a followed prompt, up to the first tie; returns the number of ties."""
+        if f"{case}.greedy_ids" not in ledger:
+            return 0
+        ids = ledger.references[f"{case}.greedy_ids"][0]
+        rows = [logits]
+        for index, token in enumerate(ids[:-1]):
+            # What an answer's tokens did is not recorded: a row that could go elsewhere may have.
+            self._watch.begin(None)
+            length = len(prompt.input_ids) + index + 1
+            found = self._decode(int(token), length - 1 + prompt.rope_delta, length)
+            if self._watch.num_ties:
+                break
+            rows.append(found)
+        reference = ledger.references.get(f"{case}.greedy_logits")
+        if reference is not None:
+            how = f"{_HOW}, {len(rows)} of {len(ids)} steps before a tie"
+            ledger.tensor(
+                f"{case}.greedy_logits", np.stack(rows)[None], reference=reference[:, : len(rows)], how=how
+            )
+        return self._watch.num_ties

@@ -1,0 +1,235 @@
+"""A thinker in bfloat16 against float32 records: rounding may send rows to other experts, a fault may not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from thinker_session import EagerEngine, EagerStage, eager_stage, golden_prompt
+from torch import Tensor
+
+from mingc.artifacts.manifest import ModelParameters
+from mingc.artifacts.model import ThinkerParameters
+from mingc.export.checkpoint import Checkpoint
+from mingc.export.layers.decoder import Decoder
+from mingc.export.stages.base import Shard, StageOptions
+from mingc.export.stages.thinker import STAGE, ThinkerConfig
+from mingc.export.weights import load_module, write_weights
+from mingc.runtime.golden.comparison import Comparison
+from mingc.runtime.golden.engines import Engines
+from mingc.runtime.golden.ledger import Ledger
+from mingc.runtime.golden.thinker import replay
+from mingc.runtime.golden.thinker_followed import FollowedCase, FollowedThinker
+from mingc.runtime.golden.thinker_prompts import Prompt
+
+DATA = Path(__file__).parents[1] / "data"
+OPTIONS = StageOptions(dtype=torch.bfloat16, context_tokens=128, prefill_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, Tensor]:
+    return load_file(DATA / "thinker.safetensors")
+
+
+@pytest.fixture
+def ranks(
+    checkpoint: Checkpoint, config: ThinkerConfig, tmp_path: Path, request: pytest.FixtureRequest
+) -> list[Decoder]:
+    """The tiny thinker in bfloat16, one module a rank; one rank unless asked for more."""
+    world_size = getattr(request, "param", 1)
+    modules = []
+    for rank in range(world_size):
+        shard, path = Shard(rank=rank, world_size=world_size), tmp_path / f"rank{rank}"
+        write_weights(checkpoint, STAGE, config, shard, torch.bfloat16, path)
+        modules.append(load_module(STAGE, config, shard, path))
+    return modules
+
+
+class Found:
+    """What a followed run of one case said."""
+
+    def __init__(self, ledger: Ledger, case: FollowedCase) -> None:
+        self.comparisons = ledger.comparisons
+        self.case = case
+
+    @property
+    def failed(self) -> list[Comparison]:
+        return [each for each in self.comparisons if each.outcome == "FAIL"]
+
+
+def stages(ranks: Sequence[Decoder], config: ThinkerConfig) -> list[EagerStage]:
+    shard = Shard(world_size=len(ranks))
+    return [eager_stage(module, STAGE.graphs(config, shard, OPTIONS)) for module in ranks]
+
+
+def beginning(golden: dict[str, Tensor], case: str, length: int) -> dict[str, Tensor]:
+    """The first tokens of a prompt of text: what later ones are does not change what is recorded of them."""
+    names = ("input_ids", "position_ids", "layer_out", "logits")
+    axes = {"layer_out": 2, "position_ids": 2}
+    made = {f"{case}.{name}": golden[f"{case}.{name}"].narrow(axes.get(name, 1), 0, length) for name in names}
+    made[f"{case}.rope_deltas"] = golden[f"{case}.rope_deltas"]
+    made[f"{case}.inputs_embeds"] = golden[f"{case}.inputs_embeds"]
+    return made
+
+
+def follow(parts: Sequence[EagerStage], config: ThinkerConfig, golden: dict[str, Tensor], case: str) -> Found:
+    references = {name: value.numpy() for name, value in golden.items()}
+    ledger = Ledger("thinker.safetensors", references, tolerance=0.1, is_exact=False)
+    thinker = FollowedThinker(
+        parts[0],
+        [(part, torch.device("cpu")) for part in parts[1:]],
+        STAGE.parameters(config, OPTIONS),
+        longest=100,
+        device=torch.device("cpu"),
+    )
+    given = golden_prompt(golden, case)
+    prompt = Prompt(
+        input_ids=given.input_ids.numpy(),
+        positions=given.positions.numpy(),
+        rope_delta=given.delta,
+        embed_kind=given.embed_kind.numpy(),
+        embeds=given.embeds.bfloat16() if given.embed_kind.any() else None,
+    )
+    with torch.inference_mode():
+        return Found(ledger, thinker.check(case, [prompt], ledger))
+
+
+@pytest.mark.parametrize("ranks", [1, 2], indirect=True)
+@pytest.mark.parametrize("case", ["text", "image", "audio"])
+def test_rows_that_rounding_sends_elsewhere_are_followed_and_counted(
+    case: str, ranks: list[Decoder], config: ThinkerConfig, golden: dict[str, Tensor]
+) -> None:
+    found = follow(stages(ranks, config), config, golden, case)
+    assert not found.failed
+    shares = [each for each in found.comparisons if each.kind == "share"]
+    assert shares and all("went to other experts by rounding" in each.note for each in shares)
+    assert any(each.error for each in shares), "no row went elsewhere: the case tests nothing"
+    assert found.case.excuse
+
+
+def test_an_unrouted_run_leaves_the_record(
+    ranks: list[Decoder], config: ThinkerConfig, golden: dict[str, Tensor]
+) -> None:
+    """The reason for all of this: the same graphs without the record give other logits."""
+    found = follow(stages(ranks, config), config, golden, "image")
+    assert found.case.logits_last is not None
+    recorded = golden["image.logits_last"][0].numpy()
+    assert abs(found.case.logits_last - recorded).max() > 0.1 * abs(recorded).max()
+
+
+def exchange_experts(module: Decoder) -> None:
+    layer = module.layers[2].feed_forward
+    layer.gate_up[[5, 6]] = layer.gate_up[[6, 5]]
+
+
+def weaken_an_expert(module: Decoder) -> None:
+    module.layers[3].feed_forward.down[9] *= 0.7
+
+
+def turn_a_gate(module: Decoder) -> None:
+    module.layers[1].feed_forward.router.weight[0, 4] *= -1
+
+
+def forget_the_bias(module: Decoder) -> None:
+    module.layers[2].feed_forward.router.bias.zero_()
+
+
+def shake_the_router(module: Decoder) -> None:
+    weight = module.layers[2].feed_forward.router.weight
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    weight += (0.2 * noise * weight.float().std()).to(weight.dtype)
+
+
+def lose_the_shared_expert(module: Decoder) -> None:
+    module.layers[1].feed_forward.shared.down.zero_()
+
+
+def turn_a_head(module: Decoder) -> None:
+    module.layers[2].attention.qkv[:128] *= -1
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        exchange_experts,
+        weaken_an_expert,
+        turn_a_gate,
+        forget_the_bias,
+        shake_the_router,
+        lose_the_shared_expert,
+        turn_a_head,
+    ],
+)
+def test_a_fault_is_no_rounding(
+    spoil: Callable[[Decoder], None], ranks: list[Decoder], config: ThinkerConfig, golden: dict[str, Tensor]
+) -> None:
+    (module,) = (copied(each) for each in ranks)
+    spoil(module)
+    found = follow(stages([module], config), config, beginning(golden, "text", 20), "text")
+    assert {"layer_out"} <= {each.name.split()[1].split(".")[1] for each in found.failed}
+
+
+def copied(module: Decoder) -> Decoder:
+    """The module with weights that may be written: those of a file are mapped."""
+    for part in module.modules():
+        for name, value in list(part._parameters.items()):
+            if value is not None:
+                part._parameters[name] = torch.nn.Parameter(value.clone(), requires_grad=False)
+    return module
+
+
+def test_a_fault_of_decode_steps_alone_is_found(
+    ranks: list[Decoder], config: ThinkerConfig, golden: dict[str, Tensor]
+) -> None:
+    (stage,) = stages(ranks, config)
+    name = stage["decode_experts"].spec.instances[0]
+    right = stage.engines["decode_experts", name]
+    stage.engines["decode_experts", name] = EagerEngine(
+        lambda residual, delta: [each.roll(1, -1) for each in right.run([residual, delta])]
+    )
+    found = follow([stage], config, beginning(golden, "text", 20), "text")
+    assert found.failed and all("by decode steps" in each.name for each in found.failed)
+
+
+def test_a_rank_with_anothers_experts_is_found(
+    checkpoint: Checkpoint, config: ThinkerConfig, golden: dict[str, Tensor], tmp_path: Path
+) -> None:
+    shard = Shard(rank=0, world_size=2)
+    write_weights(checkpoint, STAGE, config, shard, torch.bfloat16, tmp_path / "rank0")
+    twice = [load_module(STAGE, config, shard, tmp_path / "rank0") for _ in range(2)]
+    found = follow(stages(twice, config), config, beginning(golden, "text", 20), "text")
+    assert found.failed
+
+
+class EagerEngines(Engines):
+    """An artifact of the thinker alone, whose engines are eager modules."""
+
+    def __init__(self, stage: EagerStage, parameters: ThinkerParameters) -> None:
+        self.device = torch.device("cpu")
+        manifest = SimpleNamespace(
+            parameters=ModelParameters(thinker=parameters), fingerprint=SimpleNamespace(world_size=1)
+        )
+        self.bundle = SimpleNamespace(manifest=manifest)
+        self._stages = {"thinker": stage}
+
+
+def test_a_replay_tells_whole_runs_that_leave_the_record_from_faults(
+    ranks: list[Decoder], config: ThinkerConfig, golden: dict[str, Tensor]
+) -> None:
+    references = {name: value.numpy() for name, value in golden.items() if name.startswith("image.")}
+    ledger = Ledger("thinker.safetensors", references, tolerance=0.1, is_exact=False)
+    (stage,) = stages(ranks, config)
+    with torch.inference_mode():
+        replay(EagerEngines(stage, STAGE.parameters(config, OPTIONS)), ledger)
+    outcomes = {each.name: each for each in ledger.comparisons}
+    assert "FAIL" not in {each.outcome for each in ledger.comparisons}
+    assert outcomes["thinker: image.logits_last (experts followed)"].outcome == "pass"
+    assert outcomes["thinker: image.logits_last (graph by graph)"].outcome == "pass"
+    whole = outcomes["thinker: image.logits_last"]
+    assert whole.outcome == "expected difference"
+    assert re.search(r"\d of 228 rows go to other experts by rounding", whole.note)
