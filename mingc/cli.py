@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_json, debug = "--json" in words, "--debug" in words
     try:
-        sys.exit(commands.main(args=words, prog_name="mingc", standalone_mode=False) or 0)
+        with ending_tidily():
+            sys.exit(commands.main(args=words, prog_name="mingc", standalone_mode=False) or 0)
     except (click.Abort, KeyboardInterrupt):
         print("mingc: interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
@@ -145,7 +146,7 @@ def _export(recipe: ExportRecipe) -> ExportReport:
     from mingc.runtime.replay import replay
 
     show(recipe, as_json=False, stream=sys.stderr)
-    with ending_tidily(), progress("export") as told:
+    with progress("export") as told:
         return export_bundle(
             recipe,
             replay,
@@ -324,7 +325,7 @@ def probe_command(
 
     asked = ProbeOptions(**options)
     baseline = read_baseline(against) if against is not None else None
-    with ending_tidily(), ExitStack() as stack:
+    with ExitStack() as stack:
         if synthetic is not None:
             from mingc.export.probe_export import probe_folder, synthetic_recipe
 

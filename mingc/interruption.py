@@ -1,28 +1,37 @@
-"""How a job that has worker processes ends before its time: at once, but tidily."""
+"""How a command ends before its time: at once, but tidily."""
 
 from __future__ import annotations
 
 import multiprocessing
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ONE_REQUEST_S = 1.0  # `timeout` and shells signal a process and its group: one request that comes twice
 
 
 @contextmanager
 def ending_tidily() -> Iterator[None]:
     """Inside the block SIGINT and SIGTERM kill the worker processes and raise KeyboardInterrupt; main thread only.
 
-    A second signal ends this process as it stands. A signal that was ignored before stays so.
+    A second signal ends this process as it stands, unless it comes so soon that it belongs to the first: also behind
+    the block, for what is removed when the interpreter ends. A signal that was ignored before stays so.
     """
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     heard = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+    first: float | None = None
 
     def end(number: int, frame: FrameType | None) -> None:
-        for each in heard:
-            signal.signal(each, signal.SIG_DFL)
+        nonlocal first
+        if first is not None:
+            if time.monotonic() - first < _ONE_REQUEST_S:
+                return
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        first = time.monotonic()
         # A pool waits for what its workers have begun: with a compiler that is minutes.
         for worker in multiprocessing.active_children():
             worker.kill()
@@ -33,5 +42,6 @@ def ending_tidily() -> Iterator[None]:
     try:
         yield
     finally:
-        for each in heard:
-            signal.signal(each, before[each])
+        if first is None:
+            for each in heard:
+                signal.signal(each, before[each])

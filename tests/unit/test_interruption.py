@@ -1,4 +1,4 @@
-"""A job that is told to end does so without waiting for its workers, and leaves nothing behind."""
+"""What is told to end does so without waiting for its workers, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,21 +39,105 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_job_alone_ends_its_workers_and_removes_its_folder(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+_CLEANING = """
+import signal, sys, time
+from contextlib import contextmanager
+from pathlib import Path
+from mingc import interruption
+from mingc.artifacts.work_folder import work_folder
+
+@contextmanager
+def slow_to_clean():
+    try:
+        yield
+    finally:
+        print("cleaning", flush=True)
+        sys.stdin.readline()
+
+interruption._ONE_REQUEST_S = float(sys.argv[2])
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    with interruption.ending_tidily(), work_folder(Path(sys.argv[1]), "job-"), slow_to_clean():
+        print("begun", flush=True)
+        time.sleep(600)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+_SERVE = """
+import signal, sys, time
+from mingc.cli import main
+from mingc.runtime import loading
+from mingc.runtime.engines import aoti
+
+def load(*_):
+    aoti._unpack_folder()
+    print("begun", flush=True)
+    time.sleep(600)
+
+loading.open_service = load
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main(["serve", sys.argv[1], "--port", "0"])
+"""
+
+
+@contextmanager
+def running(code: str, folder: Path, *words: object) -> Iterator[subprocess.Popen[str]]:
+    """A process of `code` that has said that it has begun; temporary files are in `folder`."""
     with subprocess.Popen(
-        [sys.executable, "-c", _JOB, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(Path(mingc.__file__).parents[1])},
-        stdin=subprocess.DEVNULL,
+        [sys.executable, "-c", code, str(folder), *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(Path(mingc.__file__).parents[1]), "TMPDIR": str(folder)},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     ) as job:
         try:
-            assert job.stdout is not None and job.stdout.readline() == "begun\n"
-            job.send_signal(number)
-            assert job.wait(timeout=60) == 130
+            said(job, "begun")
+            yield job
         finally:
             job.kill()
+
+
+def said(job: subprocess.Popen[str], word: str) -> None:
+    """Wait for the next line, which is `word`."""
+    assert job.stdout is not None and job.stdout.readline() == f"{word}\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_job_alone_ends_its_workers_and_removes_its_folder(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with running(_JOB, tmp_path) as job:
+        job.send_signal(number)
+        assert job.wait(timeout=60) == 130
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_request_that_comes_twice_does_not_cut_the_cleaning_short(tmp_path: Path) -> None:
+    with running(_CLEANING, tmp_path, 600) as job:
+        job.terminate()
+        said(job, "cleaning")
+        job.terminate()
+        job.send_signal(signal.SIGINT)
+        job.communicate("\n", timeout=60)
+        assert job.returncode == 130
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_later_signal_ends_a_job_as_it_stands(tmp_path: Path) -> None:
+    with running(_CLEANING, tmp_path, 0) as job:
+        job.terminate()
+        said(job, "cleaning")
+        job.terminate()
+        assert job.wait(timeout=60) == -signal.SIGTERM
+    assert [path.suffix for path in tmp_path.iterdir()] == [".partial"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_that_is_not_ready_yet_leaves_no_unpacked_engines(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with running(_SERVE, tmp_path) as server:
+        assert list(tmp_path.iterdir())
+        server.send_signal(number)
+        assert server.wait(timeout=60) == 130
     assert not list(tmp_path.iterdir())
