@@ -317,6 +317,7 @@ def _choose(checkpoint: Checkpoint, recipe: ExportRecipe) -> list[Stage]:
         raise ConfigError(f"the checkpoint does not hold {absent}", where="--stages", fix="leave them out")
     if not present:
         raise CheckpointError("the checkpoint holds no stage that mingc knows", where=str(checkpoint.root))
+    recipe.check_stages([stage.name for stage in present])
     return present
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, cast
 
@@ -21,6 +22,12 @@ QUANTIZABLE: dict[str, tuple[Quantization, ...]] = {
     "cfm": ("fp8",),
     "audio_vae": ("fp8",),
     "thinker": ("fp8", "int4"),
+}
+# What is for some stages only: by field, its option and these stages.
+_CONCERNS = {
+    "world_size": ("--tp", ("thinker",)),
+    "context_tokens": ("--context-tokens", ("thinker",)),
+    "prefill_tokens": ("--prefill-tokens", ("thinker", "talker")),
 }
 
 
@@ -94,6 +101,29 @@ class ExportRecipe:
             problems.append(f"--quantize {','.join(self.quantize)}: names a stage twice")
         if problems:
             raise ConfigError("\n".join(problems), where="mingc export", fix="see mingc export --help")
+
+    def check_stages(self, stages: Collection[str]) -> None:
+        """Raises: ConfigError when a choice concerns none of `stages`, which are those to be built."""
+        defaults = {each.name: each.default for each in fields(self)}
+        chosen = [
+            (f"{option} {getattr(self, name)}", concerned)
+            for name, (option, concerned) in _CONCERNS.items()
+            if getattr(self, name) != defaults[name]
+        ]
+        for word in self.quantize:
+            stage = word.rpartition("=")[0]
+            chosen.append((f"--quantize {word}", (stage,) if stage else tuple(filter(None, QUANTIZABLE))))
+        problems = [
+            f"{choice}: is for {' and '.join(concerned)}"
+            for choice, concerned in chosen
+            if not set(concerned) & set(stages)
+        ]
+        if problems:
+            raise ConfigError(
+                "\n".join(problems),
+                where="mingc export",
+                fix=f"leave them out, or name the stages in --stages; {', '.join(stages)} would be exported",
+            )
 
     def quantization(self, stage: str) -> Quantization | None:
         """How the quantizable weights of `stage` are stored; None: like all others. Its own word wins."""

@@ -145,6 +145,41 @@ def test_sizes_and_names_that_cannot_be_are_refused(
         ExportRecipe(checkpoint=tmp_path, output=tmp_path / "out", **options)
 
 
+@pytest.mark.parametrize(
+    ("stages", "options", "says"),
+    [
+        ("talker", {"world_size": 2}, "--tp 2: is for thinker"),
+        ("talker", {"context_tokens": 8192}, "--context-tokens 8192: is for thinker"),
+        ("cfm,audio_vae", {"prefill_tokens": 64}, "--prefill-tokens 64: is for thinker and talker"),
+        ("talker", {"quantize": ("fp8", "thinker=int4")}, "--quantize thinker=int4: is for thinker"),
+        ("vision_encoder", {"quantize": ("fp8",)}, "--quantize fp8: is for talker and cfm"),
+    ],
+)
+def test_what_concerns_no_stage_to_be_built_is_refused_before_anything_is_written(
+    tmp_path: Path, stages: str, options: dict[str, Any], says: str
+) -> None:
+    recipe = ExportRecipe(
+        checkpoint=_TINY, output=tmp_path / "out", stages=tuple(stages.split(",")), **options
+    )
+    with pytest.raises(ConfigError, match=says):
+        export_bundle(recipe, replay, print)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("stages", "options"),
+    [
+        ("talker,thinker", {"world_size": 2, "context_tokens": 8192}),
+        ("talker", {"prefill_tokens": 64, "quantize": ("fp8",)}),
+        ("cfm", {"world_size": 1, "context_tokens": 4096}),
+    ],
+)
+def test_what_concerns_one_of_the_stages_is_taken(
+    tmp_path: Path, stages: str, options: dict[str, Any]
+) -> None:
+    ExportRecipe(checkpoint=_TINY, output=tmp_path, **options).check_stages(stages.split(","))
+
+
 @pytest.mark.parametrize("synthetic", [False, True])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
 def test_a_target_that_is_not_here_is_refused_before_anything_is_written(
