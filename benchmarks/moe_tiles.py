@@ -153,7 +153,7 @@ def tune_grouped(layer: Layer, tokens: int, shard: int) -> dict[str, Any]:
     weights = layer.weights(width)[:4]
     x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
     routing = routings(tokens, 2)
-    run = lambda ids, mix: moe_experts.moe_prefill(x, ids, mix, *weights)  # noqa: E731
+    run = lambda ids, mix: moe_experts.moe_prefill(x, ids, mix, *weights, None)  # noqa: E731
     before, rows = moe_tiles.grouped, []
     for cut in grouped_candidates(layer.storage, tokens):
         moe_tiles.grouped = lambda *_, chosen=cut: chosen
@@ -242,7 +242,7 @@ def compile_only(cases: list[tuple[str, int, int, str]], share: int, shares: int
             setattr(moe_tiles, part, lambda *_, chosen=tiles: chosen)
             try:
                 if part == "grouped":
-                    moe_experts.moe_prefill(x, ids, ids.float(), gate_up, down, *scales)
+                    moe_experts.moe_prefill(x, ids, ids.float(), gate_up, down, *scales, None)
                     continue
                 moe_experts.moe_decode(
                     x, ids, ids.float(), gate_up, down, *scales, gate_up[0], down[0], *scales

@@ -88,8 +88,9 @@ def _launch(x: Tensor, ids: Tensor, weights: Tensor, experts: Weights, shared: W
     from mingc.kernels.gpu import moe_experts as gpu
 
     if x.shape[0] > gpu.MAX_DECODE_TOKENS:
-        routed: Tensor = gpu.moe_prefill(x, ids, weights, *experts)
-        return routed if shared is None else routed + swiglu(x, shared)
+        own = None if shared is None else swiglu(x, shared)
+        summed: Tensor = gpu.moe_prefill(x, ids, weights, *experts, own)
+        return summed
     if shared is None:
         alone: Tensor = gpu.moe_decode(x, ids, weights, *experts, None, None, None, None)
         return alone

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from mingc.kernels.dispatch import plain_torch
+from mingc.kernels.gpu import moe_tiles
 from mingc.kernels.linear import linear
 from mingc.kernels.moe_experts import Weights, moe_experts
 from mingc.kernels.quantized import quantize_fp8, quantize_int4
@@ -67,7 +70,7 @@ def rounded_swiglu(x: Tensor, expert: Weights) -> Tensor:
     return rounded_product(F.silu(gate) * up, expert.down, expert.down_scale)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 16, 37, 64, 65, 700])
+@pytest.mark.parametrize("tokens", [1, 2, 16, 37, 64, 65, 700, 1100])
 @pytest.mark.parametrize("storage", ["bf16", "fp8", "int4"])
 @pytest.mark.parametrize("width", [128, 512])
 def test_experts(tokens: int, storage: str, width: int) -> None:
@@ -103,7 +106,7 @@ def test_all_tokens_at_the_same_experts(tokens: int, storage: str) -> None:
     check(moe_experts(x, *choice, *experts), expected)
 
 
-@pytest.mark.parametrize("tokens", [12, 60, 300])
+@pytest.mark.parametrize("tokens", [12, 60, 300, 1100])
 @pytest.mark.parametrize("storage", ["bf16", "fp8", "int4"])
 def test_a_token_does_not_depend_on_its_neighbours(tokens: int, storage: str) -> None:
     """Other tokens of the same number, other experts for them: the same bits for the one in the middle."""
@@ -117,6 +120,17 @@ def test_a_token_does_not_depend_on_its_neighbours(tokens: int, storage: str) ->
         mine[kept] = own[kept]
     after = moe_experts(others, other_ids, other_mix, *experts, shared=shared)[kept]
     assert torch.equal(before, after)
+
+
+def test_rows_beyond_a_block_get_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """137 rows an expert: those beyond 128 share the block of the others, or have one of their own."""
+    x = torch.randn(1100, HIDDEN, device="cuda").to(torch.bfloat16)
+    experts, choice = make("bf16", 256, EXPERTS), choose(1100)
+    together = moe_experts(x, *choice, *experts)
+    chosen = moe_tiles.grouped
+    assert chosen(1100 * CHOSEN, EXPERTS, 256, HIDDEN, moe_tiles.BF16).extra > 0
+    monkeypatch.setattr(moe_tiles, "grouped", lambda *shape: replace(chosen(*shape), extra=0))
+    assert torch.equal(moe_experts(x, *choice, *experts), together)
 
 
 def test_a_shared_expert_of_another_width_and_format() -> None:

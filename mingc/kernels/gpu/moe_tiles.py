@@ -6,7 +6,7 @@ quarter of it, 8 a token. Sizes that a tile would not divide get the largest pow
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BF16, FP8, INT4 = 0, 1, 2  # how weights are stored
 
@@ -27,15 +27,16 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grouped:
-    """Cut of the grouped products: `rows` pairs a block; `swap` puts weights on the matrix units' first side.
+    """Cut of the grouped products: `rows` pairs a block, and up to `extra` more in an expert's last one.
 
-    Columns of `up` count gate and up rows.
+    `swap` puts weights on the matrix units' first side. Columns of `up` count gate and up rows.
     """
 
     rows: int
     up: Tiles
     down: Tiles
     swap: bool
+    extra: int = 0
 
 
 def row_up(width: int, depth: int) -> Tiles:
@@ -75,24 +76,30 @@ def down(width: int, columns: int, storage: int) -> Tiles:
 def grouped(pairs: int, experts: int, width: int, hidden_size: int, storage: int) -> Grouped:
     """All products of a prefill chunk: `pairs` (token, expert) pairs over `experts` experts of `width`."""
     mean = pairs // experts
+    extra, second = 0, None
     if storage == BF16 and mean >= 64:
-        rows, cut = 128, Tiles(columns=256, depth=64, warps=8, stages=4)
+        rows, extra, cut = 128, 32, Tiles(columns=256, depth=64, warps=8, stages=4)
+        if width <= 256:
+            # A few steps make a tile: of two programs on a multiprocessor one writes while the other reads.
+            second = Tiles(columns=128, depth=64, warps=8, stages=3)
     elif storage == BF16 and mean >= 16:
         rows, cut = 64, Tiles(columns=128, depth=64)
     elif mean >= (64 if storage == INT4 else 16):
         rows, cut = 64, Tiles(columns=128, depth=64 if storage == INT4 else 128)
     else:
         rows, cut = 32 if mean >= 16 else 16, Tiles(columns=128, depth=128)
-    up_cut, down_cut = (
-        Tiles(
-            columns=_divisor(columns, cut.columns),
-            depth=_divisor(depth, cut.depth),
-            warps=cut.warps,
-            stages=cut.stages,
-        )
-        for columns, depth in ((2 * width, hidden_size), (hidden_size, width))
+    return Grouped(
+        rows=rows,
+        up=_fitted(cut, 2 * width, hidden_size),
+        down=_fitted(second or cut, hidden_size, width),
+        swap=storage != BF16 or rows < 64,
+        extra=extra,
     )
-    return Grouped(rows=rows, up=up_cut, down=down_cut, swap=storage != BF16 or rows < 64)
+
+
+def _fitted(tiles: Tiles, columns: int, depth: int) -> Tiles:
+    """Such tiles, or smaller ones that divide the weight."""
+    return replace(tiles, columns=_divisor(columns, tiles.columns), depth=_divisor(depth, tiles.depth))
 
 
 def _divisor(size: int, at_most: int) -> int:
