@@ -74,7 +74,7 @@ def test_padding_requests_stay_finite() -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-@pytest.mark.parametrize(("tokens", "start"), [(16, 0), (17, 4070), (300, 1000), (2048, 5)])
+@pytest.mark.parametrize(("tokens", "start"), [(16, 0), (17, 4070), (300, 1000), (2048, 5), (4096, 0)])
 def test_prefill(heads: int, kv_heads: int, tokens: int, start: int) -> None:
     table = tables([start + tokens], 256)[0]
     k, v = pools(int(table.max()) + 1, kv_heads)

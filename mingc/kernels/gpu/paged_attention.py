@@ -17,6 +17,9 @@ _LEAST_PART = 128  # tokens: fewer read too little to pay for the sum, more leav
 _DECODE_BLOCK = 64
 _MIN_QUERIES = 16  # rows that the matrix units take at least
 _PREFILL_ROWS = 64  # two programs share a multiprocessor: one adds up while the other multiplies
+_WIDE_ROWS = 128  # of the only KV head of a long chunk: its keys and values are read half as often
+_WIDE_SIZE = 128  # of a head: shared memory holds no more
+_WIDE_PROGRAMS = 256  # as many as were timed: with fewer the longest would be waited for
 _PROGRAMS = 132  # multiprocessors of an H200: the longest context of one request gives each a part
 
 
@@ -216,11 +219,14 @@ def paged_prefill_attention(
     tokens, heads, size = q.shape
     kv_heads = k_pages.shape[1]
     out = torch.empty_like(q)
-    programs = heads * triton.cdiv(tokens, _PREFILL_ROWS)
-    block = 64 if programs >= _PROGRAMS else 128
-    torch.library.wrap_triton(mingc_paged_prefill)[(heads, triton.cdiv(tokens, _PREFILL_ROWS))](
+    if kv_heads == 1 and size <= _WIDE_SIZE and heads * tokens >= _WIDE_PROGRAMS * _WIDE_ROWS:
+        rows, block, warps, stages = _WIDE_ROWS, 128, 8, 3
+    else:
+        is_full = heads * triton.cdiv(tokens, _PREFILL_ROWS) >= _PROGRAMS
+        rows, block, warps, stages = _PREFILL_ROWS, 64 if is_full else 128, 4, 2
+    torch.library.wrap_triton(mingc_paged_prefill)[(heads, triton.cdiv(tokens, rows))](
         q, k_pages, v_pages, page_table, start, out, tokens, page_table.shape[0],
-        KV_HEADS=kv_heads, GROUP=heads // kv_heads, SIZE=size, PAGE=page_size, ROWS=_PREFILL_ROWS, BLOCK=block,
-        num_warps=4, num_stages=2,
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, SIZE=size, PAGE=page_size, ROWS=rows, BLOCK=block,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
