@@ -1,5 +1,7 @@
-"""Time of an all-reduce of bfloat16 in a CUDA graph: NCCL against the one-shot kernel, 8 KiB to 4 MiB, 2 to 8 GPUs.
+"""Time of an all-reduce of bfloat16 in a CUDA graph, 8 KiB to 32 MiB, 2 to 8 GPUs: NCCL, one-shot and two-shot kernel.
 
+The one-shot kernel, up to 4 MiB, is the one that decode steps may take. The two-shot kernel, from 1 MiB, is here to be
+compared: every rank adds up a share, and all read the sums; its time holds the copy to where the others can read.
 One process a GPU, started by this one. A figure is the slowest rank's median over replays of a graph of 20 calls.
 
     python benchmarks/all_reduce.py --ranks 2,4,8 --json benchmarks/results/all-reduce-h200-….json
@@ -17,13 +19,33 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mingc.runtime import distributed
-from mingc.runtime.all_reduce import Collective, OneShot, graph_us
+from mingc.runtime.all_reduce import Collective, Method, OneShot, adds_up, graph_us
 
 WIDTH = 4096  # values of a token of the thinker: 8 KiB
-SIZES = [2**power for power in range(13, 23)]  # bytes
+SIZES = [2**power for power in range(13, 26)]  # bytes
+MOST_ONE_SHOT, LEAST_TWO_SHOT = 2**22, 2**20
 LAYERS = 32
+
+
+class TwoShot:
+    """Sums in two steps over symmetric memory. Making one is a collective."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, max_bytes: int) -> None:
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        group = dist.group.WORLD
+        assert group is not None, "the ranks have met"
+        self._group_name = group.group_name
+        self._buffer = symmetric_memory.empty(max_bytes // dtype.itemsize, dtype=dtype, device=device)
+        self._peers = symmetric_memory.rendezvous(self._buffer, self._group_name)
+
+    def reduce_(self, x: Tensor) -> None:
+        shared = self._buffer[: x.numel()].view(x.shape)
+        shared.copy_(x)
+        torch.ops.symm_mem.two_shot_all_reduce_out(shared, "sum", self._group_name, x)
 
 
 def measure(rank: int, world_size: int, port: int) -> list[dict[str, Any]]:
@@ -31,11 +53,20 @@ def measure(rank: int, world_size: int, port: int) -> list[dict[str, Any]]:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     distributed.init(rank=rank, world_size=world_size, port=port, device="cuda", timeout_s=60)
-    methods = {"nccl": Collective(), "one_shot": OneShot(device, torch.bfloat16, SIZES[-1])}
+    dtype = torch.bfloat16
+    methods: dict[str, tuple[Method, int, int]] = {
+        "nccl": (Collective(), SIZES[0], SIZES[-1]),
+        "one_shot": (OneShot(device, dtype, MOST_ONE_SHOT), SIZES[0], MOST_ONE_SHOT),
+        "two_shot": (TwoShot(device, dtype, SIZES[-1]), LEAST_TWO_SHOT, SIZES[-1]),
+    }
     figures = []
     for num_bytes in SIZES:
-        x = torch.zeros(num_bytes // 2 // WIDTH, WIDTH, dtype=torch.bfloat16, device=device)
-        for name, method in methods.items():
+        rows = num_bytes // dtype.itemsize // WIDTH
+        x = torch.zeros(rows, WIDTH, dtype=dtype, device=device)
+        for name, (method, least, most) in methods.items():
+            if not least <= num_bytes <= most:
+                continue
+            is_right = adds_up(method, device, dtype, WIDTH, rows)
             slowest = torch.tensor(graph_us(lambda: method.reduce_(x), device), device=device)  # noqa: B023
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             figures.append(
@@ -46,6 +77,7 @@ def measure(rank: int, world_size: int, port: int) -> list[dict[str, Any]]:
                     "method": name,
                     "median": round(slowest.item(), 2),
                     "unit": "us",
+                    "is_right": is_right,
                 }
             )
     distributed.shutdown()
@@ -75,12 +107,12 @@ def run_ranks(world_size: int) -> list[dict[str, Any]]:
 def show(figures: list[dict[str, Any]]) -> None:
     times = {(each["ranks"], each["bytes"], each["method"]): each["median"] for each in figures}
     for ranks, num_bytes in dict.fromkeys((each["ranks"], each["bytes"]) for each in figures):
-        nccl, one_shot = times[ranks, num_bytes, "nccl"], times[ranks, num_bytes, "one_shot"]
-        saved = 2 * LAYERS * (nccl - one_shot) / 1e3
-        print(
-            f"TP{ranks} {num_bytes >> 10:5} KiB: NCCL {nccl:6.1f} µs, one-shot {one_shot:6.1f} µs, "
-            f"saves {saved:6.2f} ms in the {2 * LAYERS} of a step"
-        )
+        told = [
+            f"{method} {us:6.1f} µs, {2 * LAYERS * us / 1e3:6.2f} ms in the {2 * LAYERS} of a step"
+            for (own_ranks, size, method), us in times.items()
+            if (own_ranks, size) == (ranks, num_bytes)
+        ]
+        print(f"TP{ranks} {num_bytes >> 10:5} KiB: {'; '.join(told)}")
 
 
 def main() -> None:
