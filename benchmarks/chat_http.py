@@ -22,6 +22,7 @@ from typing import Any
 
 import harness
 import httpx
+from arguments import seconds, whole, wholes
 from chat_clients import Seen, ask, body, chat
 from clients import Clients, client_of
 from serving import server
@@ -168,52 +169,79 @@ def longest(url: str, prompts: Prompts, context: int) -> Figures:
     ]
 
 
-def measure(url: str, health: dict[str, Any], clients: Clients, given: argparse.Namespace) -> Figures:
+def fitting(option: str, tokens: int, room: int, notes: list[str]) -> int:
+    """So many tokens of a prompt as there is room for; a note when these are not all."""
+    if tokens > room:
+        notes.append(f"{option} {tokens}: shortened to {room}, the context holds no more beside the answer")
+    return min(tokens, room)
+
+
+def note_incomplete(figures: Figures, notes: list[str]) -> None:
+    """A note for every load with answers that had not all their tokens."""
+    for each in figures:
+        if each["name"] == "incomplete_answers" and each["median"]:
+            where = f"of {each['n']} at concurrency {each['concurrency']}"
+            notes.append(f"{each['median']} answers {where} had not {each['tokens']} tokens")
+        if each["name"] == "longest_answer" and each["median"] != _LONG_ANSWER:
+            notes.append(f"the longest request was answered with {each['median']} {each['unit']}")
+
+
+def measure(
+    url: str, health: dict[str, Any], clients: Clients, given: argparse.Namespace, notes: list[str]
+) -> Figures:
+    """All but the cold start; `notes` gets what was not measured as it was asked for."""
     figures: Figures = []
     context, kv_tokens = int(health["context_tokens"]), int(health["kv_tokens"])
-    figures.append({"name": "kv_tokens", "median": kv_tokens, "unit": "tokens"})
-    prompts = Prompts.measure(url)
-    short = prompts.words(min(given.prompt_tokens, context - given.tokens))
-    for concurrency in map(int, given.concurrency.split(",")):
-        clients.load(chat, url, concurrency, short, 4, 1)
-        seen = clients.load(chat, url, concurrency, short, given.tokens, given.rounds)
-        figures += throughput(seen, concurrency, given.tokens)
+    if given.tokens >= context:
+        raise SystemExit(f"--tokens {given.tokens}: a context of {context} tokens has no room for a prompt")
     # Streams must not run out of tokens, and leave pages to the prompts.
     room = (kv_tokens - context) // given.streams - given.prompt_tokens
     if room < 1:
         raise SystemExit(
             f"KV pages for {kv_tokens} tokens hold no {given.streams} streams beside a long prompt"
         )
-    stream_tokens = min(given.stream_tokens, context - given.prompt_tokens, room)
-    wanted = [min(int(each), context - _LONG_ANSWER) for each in given.prompts.split(",")]
+    figures.append({"name": "kv_tokens", "median": kv_tokens, "unit": "tokens"})
+    prompts = Prompts.measure(url)
+    asked = fitting("--prompt-tokens", given.prompt_tokens, context - given.tokens, notes)
+    short = prompts.words(asked)
+    for concurrency in given.concurrency:
+        clients.load(chat, url, concurrency, short, 4, 1)
+        seen = clients.load(chat, url, concurrency, short, given.tokens, given.rounds)
+        figures += throughput(seen, concurrency, given.tokens)
+    stream_tokens = min(given.stream_tokens, context - asked, room)
+    wanted = [fitting("--prompts", each, context - _LONG_ANSWER, notes) for each in given.prompts]
     for tokens in dict.fromkeys(wanted):
         words = prompts.words(tokens)
         figures += prompts_alone(url, words, given.prompt_rounds)
         figures += prompts_beside_streams(clients, url, words, given.streams, given.window, stream_tokens)
-    return figures + longest(url, prompts, context)
+    figures += longest(url, prompts, context)
+    note_incomplete(figures, notes)
+    return figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--artifact", type=Path, required=True)
     parser.add_argument("--serve", default="", help="further words of `mingc serve`")
-    parser.add_argument("--concurrency", default="1,16,32")
-    parser.add_argument("--rounds", type=int, default=3, help="requests of each client")
-    parser.add_argument("--prompt-tokens", type=int, default=128, help="of those requests")
-    parser.add_argument("--tokens", type=int, default=152, help="tokens of each answer")
-    parser.add_argument("--prompts", default="1024,8192", help="tokens of the long prompts")
-    parser.add_argument("--prompt-rounds", type=int, default=5, help="long prompts sent alone")
-    parser.add_argument("--streams", type=int, default=16, help="answers streamed beside the long prompts")
+    parser.add_argument("--concurrency", type=wholes(1, 256), default="1,16,32")
+    parser.add_argument("--rounds", type=whole(1), default=3, help="requests of each client")
+    parser.add_argument("--prompt-tokens", type=whole(1), default=128, help="of those requests")
+    parser.add_argument("--tokens", type=whole(1), default=152, help="tokens of each answer")
+    parser.add_argument("--prompts", type=wholes(1), default="1024,8192", help="tokens of the long prompts")
+    parser.add_argument("--prompt-rounds", type=whole(1), default=5, help="long prompts sent alone")
     parser.add_argument(
-        "--stream-tokens", type=int, default=2000, help="the most that each of these may have"
+        "--streams", type=whole(1), default=16, help="answers streamed beside the long prompts"
     )
-    parser.add_argument("--window", type=float, default=4.0, help="seconds of long prompts beside streams")
-    parser.add_argument("--client-processes", type=int, default=4)
+    parser.add_argument(
+        "--stream-tokens", type=whole(1), default=2000, help="the most that each of these may have"
+    )
+    parser.add_argument("--window", type=seconds, default=4.0, help="seconds of long prompts beside streams")
+    parser.add_argument("--client-processes", type=whole(1, 64), default=4)
     parser.add_argument("--json", type=Path, help="write the result here; needs a GPU")
     given = parser.parse_args()
     if given.json:
         harness.check_device(parser)
-    clients = Clients(given.client_processes)
+    clients, notes = Clients(given.client_processes), list[str]()
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "server.log"
         try:
@@ -221,15 +249,18 @@ def main() -> None:
             with server(given.artifact, Path(scratch) / "caches", log, words) as (url, phases, _):
                 figures = cold_start(url, phases)
                 health = httpx.get(f"{url}/health").json()
-                figures += measure(url, health, clients, given)
+                figures += measure(url, health, clients, given, notes)
         finally:
             clients.close()
             if log.exists():
                 print(log.read_text()[-2000:], file=sys.stderr)
     for figure in figures:
         print(" ".join(f"{key}={value}" for key, value in figure.items()))
+    for note in notes:
+        print(f"NOT AS ASKED: {note}", file=sys.stderr)
     if given.json:
-        harness.write(given.json, harness.result("chat_http", harness.ceilings(), figures, health=health))
+        value = harness.result("chat_http", harness.ceilings(), figures, health=health, notes=notes)
+        harness.write(given.json, value)
 
 
 if __name__ == "__main__":

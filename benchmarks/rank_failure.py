@@ -26,12 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from arguments import seconds, whole
 from serving import read_ready
 
 ROOT = Path(__file__).resolve().parent.parent
 ERROR_LIMIT_S = 5.0
 _START_S, _END_S = 600.0, 120.0
 _WARM_LINES = 5  # of a stream, after which it counts as running
+_LEAST_TOKENS = 100  # of an answer: shorter ones may end before all of them run
+_MOST_CLIENTS = 128  # that a server lets wait at once
 _FREED_MIB = 64  # a GPU that holds no more than this beyond what it held before is free
 _OPTIONS = ("--port", "0", "--json", "--no-check-hashes")
 _RANK = "mingc.runtime.rank"
@@ -135,7 +138,10 @@ async def fail(
 ) -> tuple[list[Stream], float]:
     """The streams, all ended, and when the signal was sent: while all of them ran."""
     streams = [Stream() for _ in range(clients)]
-    async with httpx.AsyncClient(base_url=served.url, timeout=_END_S, trust_env=False) as client:
+    limits = httpx.Limits(max_connections=clients)
+    async with httpx.AsyncClient(
+        base_url=served.url, timeout=_END_S, limits=limits, trust_env=False
+    ) as client:
         reading = [
             asyncio.create_task(listen(client, body_of(index, tokens), stream))
             for index, stream in enumerate(streams)
@@ -144,6 +150,9 @@ async def fail(
         while not all(stream.lines >= _WARM_LINES for stream in streams):
             if time.monotonic() > deadline or any(task.done() for task in reading):
                 seen = [(stream.lines, stream.last[:80]) for stream in streams]
+                for task in reading:
+                    task.cancel()
+                await asyncio.gather(*reading, return_exceptions=True)
                 raise SystemExit(f"{clients} answers never ran at once: {seen}")
             await asyncio.sleep(0)
         sent_at = time.perf_counter()
@@ -221,8 +230,8 @@ def measure(
          "max": round(max(error_s), 3), "n": len(error_s), "unit": "s"},
         {"name": "exit_s", **same, "median": round(exit_s, 3), "n": 1, "exit_code": code, "unit": "s"},
     ]  # fmt: skip
-    for name, seconds in zip(("restart_s", "stop_s"), again or (), strict=False):
-        figures.append({"name": name, **same, "median": round(seconds, 3), "n": 1, "unit": "s"})
+    for name, passed in zip(("restart_s", "stop_s"), again or (), strict=False):
+        figures.append({"name": name, **same, "median": round(passed, 3), "n": 1, "unit": "s"})
     figures += [
         {"name": "gpu_memory_mib", **same, "gpu": index, "before": first, "serving": second, "after": third,
          "unit": "MiB"}
@@ -234,16 +243,14 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("artifact", type=Path)
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=1900, help="longest answer")
+    parser.add_argument("--clients", type=whole(1, _MOST_CLIENTS), default=8)
+    parser.add_argument("--tokens", type=whole(_LEAST_TOKENS), default=1900, help="longest answer")
     parser.add_argument("--hang", action="store_true", help="stop the rank instead of killing it")
     parser.add_argument("--no-restart", action="store_true", help="leave the second server out")
-    parser.add_argument("--step-timeout", type=float, default=60.0, help="what the server gets")
-    parser.add_argument("--kv-tokens", type=int, help="what the server gets")
+    parser.add_argument("--step-timeout", type=seconds, default=60.0, help="what the server gets")
+    parser.add_argument("--kv-tokens", type=whole(1), help="what the server gets")
     parser.add_argument("--json", type=Path, help="write the result here; needs a GPU")
     arguments = parser.parse_args()
-    if arguments.clients < 1:
-        parser.error("--clients must be at least 1")
     if arguments.json:
         import harness  # needs torch
 

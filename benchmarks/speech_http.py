@@ -24,6 +24,7 @@ from typing import Any
 
 import harness
 import torch
+from arguments import whole, wholes
 from clients import Clients, client_of
 from serving import server
 from speech_clients import RATE, SENTENCES, Heard, ask, body, speak
@@ -47,7 +48,8 @@ def make_artifact(output: Path, given: argparse.Namespace) -> None:
         configs = TINY if given.tiny else Path(scratch) / "configs"
         if not given.tiny:
             make_configs(configs)
-        words = ["--synthetic", "--stages", "talker,cfm,audio_vae", "--batch-sizes", given.batch_sizes]
+        words = ["--synthetic", "--stages", "talker,cfm,audio_vae", "--batch-sizes"]
+        words += [",".join(map(str, given.batch_sizes))]
         words += ["--target", given.target, "--dtype", given.dtype, "--jobs", str(given.jobs)]
         words += ["--output", str(output), *(["--cache", str(given.cache)] if given.cache else [])]
         subprocess.run([sys.executable, "-m", "mingc", "export", str(configs), *words], check=True, cwd=ROOT)
@@ -152,16 +154,16 @@ def main() -> None:
     parser.add_argument("--target", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tiny", action="store_true", help="dims of the tiny checkpoint: to try the script")
-    parser.add_argument("--batch-sizes", default="1,4,8,16,32")
-    parser.add_argument("--jobs", type=int, default=12, help="compiler processes at a time")
+    parser.add_argument("--batch-sizes", type=wholes(1), default="1,4,8,16,32")
+    parser.add_argument("--jobs", type=whole(1), default=12, help="compiler processes at a time")
     parser.add_argument("--cache", type=Path, help="folder of engines to use again")
-    parser.add_argument("--concurrency", default="1,4,8,16,32")
-    parser.add_argument("--rounds", type=int, default=3, help="requests of each client")
-    parser.add_argument("--patches", type=int, default=60, help="patches of each request")
+    parser.add_argument("--concurrency", type=wholes(1, 256), default="1,4,8,16,32")
+    parser.add_argument("--rounds", type=whole(1), default=3, help="requests of each client")
+    parser.add_argument("--patches", type=whole(1), default=60, help="patches of each request")
     parser.add_argument(
-        "--client-processes", type=int, default=4, help="processes the clients are spread over"
+        "--client-processes", type=whole(1, 64), default=4, help="processes the clients are spread over"
     )
-    parser.add_argument("--segments", type=int, default=70, help="sentences of the long text")
+    parser.add_argument("--segments", type=whole(1), default=70, help="sentences of the long text")
     parser.add_argument("--only-artifact", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -182,7 +184,7 @@ def main() -> None:
             clients.load(speak, url, 1, 1, 4, True)
             first = round(time.perf_counter() - started, 3)
             figures.append({"name": "cold_start_s", "phase": "first request", "median": first, "unit": "s"})
-            for concurrency in map(int, given.concurrency.split(",")):
+            for concurrency in given.concurrency:
                 clients.load(speak, url, concurrency, 1, 8, True)
                 for streamed in (True, False):
                     heard = clients.load(speak, url, concurrency, given.rounds, given.patches, streamed)
@@ -191,8 +193,7 @@ def main() -> None:
                 ratio = {"name": "stream_ratio", "concurrency": concurrency, "unit": "streamed / whole"}
                 figures.append({**ratio, "median": round(rates[0] / rates[1], 3)})
             figures += asyncio.run(long_text(url, pid, given.patches, given.segments))
-            largest = max(map(int, given.batch_sizes.split(",")))
-            figures += asyncio.run(cancel(url, largest, given.patches))
+            figures += asyncio.run(cancel(url, max(given.batch_sizes), given.patches))
         written = sorted(str(path.relative_to(caches)) for path in caches.rglob("*") if path.is_file())
         figures.append({"name": "compiler_cache_files", "median": len(written), "unit": "files"})
         print(log.read_text()[-2000:], file=sys.stderr)

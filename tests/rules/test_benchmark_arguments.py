@@ -1,0 +1,74 @@
+"""What the measuring scripts refuse, before they start anything: a plain word and exit code 2, no traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from chat_http import fitting, note_incomplete
+
+ROOT = Path(__file__).parents[2]
+CHAT, FAILURE, SPEECH = "chat_http.py", "rank_failure.py", "speech_http.py"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([FAILURE, "x", "--tokens", "1"], "argument --tokens: 1 is not at least 100"),
+        ([FAILURE, "x", "--clients", "300"], "argument --clients: 300 is not from 1 to 128"),
+        (
+            [FAILURE, "x", "--step-timeout", "nan"],
+            "argument --step-timeout: nan is not a finite number above 0",
+        ),
+        (
+            [CHAT, "--artifact", "x", "--concurrency", "x"],
+            "argument --concurrency: 'x' is not a whole number",
+        ),
+        ([CHAT, "--artifact", "x", "--concurrency", "1,0"], "argument --concurrency: 0 is not from 1 to 256"),
+        ([CHAT, "--artifact", "x", "--streams", "0"], "argument --streams: 0 is not at least 1"),
+        ([CHAT, "--artifact", "x", "--window", "-1"], "argument --window: -1 is not a finite number above 0"),
+        (
+            [SPEECH, "--artifact", "x", "--batch-sizes", ""],
+            "argument --batch-sizes: '' is not a whole number",
+        ),
+    ],
+)
+def test_numbers_out_of_range_are_told(words: list[str], says: str) -> None:
+    script, *rest = words
+    done = subprocess.run(
+        [sys.executable, f"benchmarks/{script}", *rest],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_prompt_that_is_shortened_is_told() -> None:
+    notes: list[str] = []
+    assert fitting("--prompts", 100, 200, notes) == 100
+    assert notes == []
+    assert fitting("--prompts", 8192, 4080, notes) == 4080
+    assert notes == ["--prompts 8192: shortened to 4080, the context holds no more beside the answer"]
+
+
+def test_incomplete_answers_are_told() -> None:
+    notes: list[str] = []
+    common = {"name": "incomplete_answers", "n": 48, "tokens": 152}
+    note_incomplete(
+        [
+            {**common, "concurrency": 1, "median": 0},
+            {**common, "concurrency": 16, "median": 3},
+            {"name": "longest_answer", "median": 2, "unit": "of 16 tokens"},
+        ],
+        notes,
+    )
+    assert notes == [
+        "3 answers of 48 at concurrency 16 had not 152 tokens",
+        "the longest request was answered with 2 of 16 tokens",
+    ]
