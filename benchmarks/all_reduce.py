@@ -10,15 +10,14 @@ One process a GPU, started by this one. A figure is the slowest rank's median ov
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import harness
 import torch
 import torch.distributed as dist
+from arguments import wholes
+from ranks import add_options, give_back, run_ranks
 from torch import Tensor
 
 from mingc.runtime import distributed
@@ -84,26 +83,6 @@ def measure(rank: int, world_size: int, port: int) -> list[dict[str, Any]]:
     return figures
 
 
-def run_ranks(world_size: int) -> list[dict[str, Any]]:
-    """The figures of `world_size` processes, of which rank 0 prints them."""
-    store = distributed.host_store(timeout_s=120)
-    command = [sys.executable, __file__, "--world-size", str(world_size), "--port", str(store.port)]
-    processes = [
-        subprocess.Popen([*command, "--rank", str(rank)], stdout=None if rank else subprocess.PIPE, text=True)
-        for rank in range(world_size)
-    ]
-    try:
-        out = processes[0].communicate(timeout=300)[0]
-        failed = [rank for rank, process in enumerate(processes) if process.wait(60)]
-    finally:
-        for process in processes:
-            process.kill()
-    if failed:
-        raise SystemExit(f"ranks {failed} of {world_size} failed")
-    figures: list[dict[str, Any]] = json.loads(out.splitlines()[-1])
-    return figures
-
-
 def show(figures: list[dict[str, Any]]) -> None:
     times = {(each["ranks"], each["bytes"], each["method"]): each["median"] for each in figures}
     for ranks, num_bytes in dict.fromkeys((each["ranks"], each["bytes"]) for each in figures):
@@ -117,20 +96,20 @@ def show(figures: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", default="2,4,8", help="how many GPUs, each")
+    parser.add_argument("--ranks", type=wholes(2), default="2,4,8", help="how many GPUs, each")
     parser.add_argument("--json", type=Path, help="write the result here")
-    for name in ("--rank", "--world-size", "--port"):
-        parser.add_argument(name, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--world-size", type=int, help=argparse.SUPPRESS)
+    add_options(parser)
     arguments = parser.parse_args()
     if arguments.rank is not None:
-        print(json.dumps(measure(arguments.rank, arguments.world_size, arguments.port)))
+        give_back(arguments, measure(arguments.rank, arguments.world_size, arguments.port))
         return
     figures: list[dict[str, Any]] = []
-    for world_size in map(int, arguments.ranks.split(",")):
+    for world_size in arguments.ranks:
         if world_size > torch.cuda.device_count():
             print(f"TP{world_size}: there are {torch.cuda.device_count()} GPUs, left out")
             continue
-        figures += run_ranks(world_size)
+        figures += run_ranks(["--world-size", str(world_size)], world_size, timeout_s=300)
     show(figures)
     if arguments.json:
         value = harness.result("all_reduce", harness.ceilings(), figures)

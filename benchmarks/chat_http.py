@@ -194,15 +194,15 @@ def measure(
     context, kv_tokens = int(health["context_tokens"]), int(health["kv_tokens"])
     if given.tokens >= context:
         raise SystemExit(f"--tokens {given.tokens}: a context of {context} tokens has no room for a prompt")
+    asked = fitting("--prompt-tokens", given.prompt_tokens, context - given.tokens, notes)
     # Streams must not run out of tokens, and leave pages to the prompts.
-    room = (kv_tokens - context) // given.streams - given.prompt_tokens
+    room = (kv_tokens - context) // given.streams - asked
     if room < 1:
         raise SystemExit(
             f"KV pages for {kv_tokens} tokens hold no {given.streams} streams beside a long prompt"
         )
     figures.append({"name": "kv_tokens", "median": kv_tokens, "unit": "tokens"})
     prompts = Prompts.measure(url)
-    asked = fitting("--prompt-tokens", given.prompt_tokens, context - given.tokens, notes)
     short = prompts.words(asked)
     for concurrency in given.concurrency:
         clients.load(chat, url, concurrency, short, 4, 1)

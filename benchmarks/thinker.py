@@ -14,7 +14,6 @@ import dataclasses
 import gc
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ import harness
 import thinker_engines as engines
 import torch
 import torch.distributed as dist
+from ranks import add_options, give_back, run_ranks
 from thinker_routing import experts_read
 from torch import Tensor
 
@@ -289,22 +289,11 @@ def show(figures: list[Figure], rank: int) -> list[Figure]:
     return figures
 
 
-def run_ranks(job: Job, path: Path) -> list[Figure]:
-    """The figures of one process a rank; those of rank 0 lie in a file in the end."""
-    world_size = 1 if job.is_alone else job.setup.world_size
-    store = distributed.host_store(timeout_s=120) if world_size > 1 else None
+def run_job(job: Job, path: Path) -> list[Figure]:
+    """The figures of one process a rank, which find the job at `path`."""
     path.write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
-    command = [sys.executable, __file__, "--job", str(path), "--port", str(store.port if store else 0)]
-    processes = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(world_size)]
-    try:
-        failed = [rank for rank, process in enumerate(processes) if process.wait(900)]
-    finally:
-        for process in processes:
-            process.kill()
-    if failed:
-        raise SystemExit(f"ranks {failed} of {world_size} failed")
-    figures: list[Figure] = json.loads(path.with_suffix(".figures").read_text(encoding="utf-8"))
-    return figures
+    world_size = 1 if job.is_alone else job.setup.world_size
+    return run_ranks(["--job", str(path)], world_size, timeout_s=900)
 
 
 def read_job(path: Path) -> Job:
@@ -339,13 +328,10 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="time the kernels of first step and prompt")
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
-    for name in ("--rank", "--port"):
-        parser.add_argument(name, type=int, help=argparse.SUPPRESS)
+    add_options(parser)
     arguments = parser.parse_args()
     if arguments.job is not None:
-        figures = measure(read_job(arguments.job), arguments.rank, arguments.port)
-        if arguments.rank == 0:
-            arguments.job.with_suffix(".figures").write_text(json.dumps(figures), encoding="utf-8")
+        give_back(arguments, measure(read_job(arguments.job), arguments.rank, arguments.port))
         return
 
     figures: list[Figure] = []
@@ -382,7 +368,7 @@ def main() -> None:
                 is_alone=arguments.alone,
                 profile=arguments.profile,
             )
-            figures += run_ranks(job, Path(scratch) / f"tp{world_size}.job")
+            figures += run_job(job, Path(scratch) / f"tp{world_size}.job")
     if arguments.json and arguments.device == "cuda":
         value = harness.result(
             "thinker",

@@ -1,0 +1,51 @@
+"""A measuring script once a rank: starts itself as processes that meet, and takes what rank 0 has found."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mingc.runtime import distributed
+
+Figures = list[dict[str, Any]]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `run_ranks` passes to the processes; `rank` is None in the process that a person has started."""
+    for name in ("--rank", "--port"):
+        parser.add_argument(name, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--figures", type=Path, help=argparse.SUPPRESS)
+
+
+def give_back(arguments: argparse.Namespace, figures: Figures) -> None:
+    """In a rank: its figures, of which rank 0's are taken."""
+    if arguments.rank == 0:
+        arguments.figures.write_text(json.dumps(figures), encoding="utf-8")
+
+
+def run_ranks(words: Sequence[str], world_size: int, *, timeout_s: float) -> Figures:
+    """The figures of `world_size` processes of this script with `words`; one alone gets port 0: nobody to meet.
+
+    Raises: SystemExit when one of them fails; subprocess.TimeoutExpired.
+    """
+    store = distributed.host_store(timeout_s=120) if world_size > 1 else None
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "figures.json"
+        command = [sys.executable, sys.argv[0], *words, "--port", str(store.port if store else 0)]
+        command += ["--figures", str(path)]
+        processes = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(world_size)]
+        try:
+            failed = [rank for rank, process in enumerate(processes) if process.wait(timeout_s)]
+        finally:
+            for process in processes:
+                process.kill()
+        if failed:
+            raise SystemExit(f"ranks {failed} of {world_size} failed")
+        figures: Figures = json.loads(path.read_text(encoding="utf-8"))
+    return figures
