@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -76,6 +77,22 @@ class DecodeStep:
     pages: Ints
     slots: Ints | None = None
     sampling: NDArray[np.float64] | None = None
+
+
+class _Kind(NamedTuple):
+    """What is run over fixed tensors, and captured on CUDA.
+
+    Attributes:
+        what: a part of a chunk, a decode step, or the choice of a token behind a chunk.
+        width: tokens of a chunk, requests of a step.
+        part: of a chunk, `ThinkerWorker.num_parts` in all.
+        draws: whether tokens may be drawn; else each is the likeliest.
+    """
+
+    what: Literal["chunk", "decode", "first"]
+    width: int
+    part: int = 0
+    draws: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -150,7 +167,7 @@ class ThinkerWorker:
             self._yes = torch.ones((), dtype=torch.bool, device=device)
             self._chunk_logits = torch.zeros(1, vocab_size, device=device)  # of the last chunk
         self.times: StepTimes | None = None
-        self._runs: dict[tuple[str, int], StaticRun] = {}
+        self._runs: dict[_Kind, StaticRun] = {}
         if self.samples:
             with torch.inference_mode():
                 self._prepare()
@@ -179,7 +196,7 @@ class ThinkerWorker:
         }
         for part in range(step.first_part, step.end_part or self.num_parts):
             first = {} if part else self._chunk_inputs(step, width)
-            logits, *told = self._run(f"prefill {part}", width, {**inputs, **first})
+            logits, *told = self._run(_Kind("chunk", width, part=part), {**inputs, **first})
             if part == 0:
                 self.routes = []
             self.routes += zip(told[::2], told[1::2], strict=True)
@@ -202,14 +219,14 @@ class ThinkerWorker:
     @torch.inference_mode()
     def decode(self, step: DecodeStep) -> Tensor:
         """Run one token of each request; logits (B, V) float32 until the next step, rows beyond n are padding."""
-        logits: Tensor = self._decode_step(step, "decode")[0]
+        logits: Tensor = self._decode_step(step, draws=False)[0]
         return logits
 
     @torch.inference_mode()
     def launch(self, step: DecodeStep) -> LaunchedTokens:
         """Run one token of each request and choose the next ones; does not wait for the device."""
         assert self.samples and step.sampling is not None, "the worker was made to sample"
-        _, chosen = self._decode_step(step, "draw" if needs_draw(step.sampling) else "decode")
+        _, chosen = self._decode_step(step, draws=needs_draw(step.sampling))
         return LaunchedTokens(download=Download(chosen[: len(step.input_ids)]))
 
     @torch.inference_mode()
@@ -218,10 +235,10 @@ class ThinkerWorker:
         assert self.samples and step.sampling is not None, "the worker was made to sample"
         self.prefill(step)
         inputs = {"slots": torch.tensor([step.slot]), "sampling": torch.from_numpy(step.sampling).float()}
-        (chosen,) = self._run("draw first" if needs_draw(step.sampling) else "first", 1, inputs)
+        (chosen,) = self._run(_Kind("first", 1, draws=needs_draw(step.sampling)), inputs)
         return LaunchedTokens(download=Download(chosen))
 
-    def _decode_step(self, step: DecodeStep, kind: str) -> tuple[Tensor, ...]:
+    def _decode_step(self, step: DecodeStep, *, draws: bool) -> tuple[Tensor, ...]:
         width = self._decode.bucket("B", len(step.input_ids))
         inputs = {
             "input_ids": _padded(step.input_ids, width),
@@ -235,20 +252,21 @@ class ThinkerWorker:
                 sampling[: len(step.sampling)] = torch.from_numpy(step.sampling)
             slots = np.zeros(1, np.int64) if step.slots is None else step.slots
             inputs.update(slots=_padded(slots, width), sampling=sampling)
-        return self._run(kind, width, inputs)
+        return self._run(_Kind("decode", width, draws=draws), inputs)
 
-    def _run(self, kind: str, width: int, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """A prefill chunk, a decode step, or the choice behind a chunk; the latter two with or without drawing."""
+    def _run(self, kind: _Kind, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         if self._runs:
-            return self._runs[kind, width](inputs)
-        return self._function(kind, width)({name: value.to(self.device) for name, value in inputs.items()})
+            return self._runs[kind](inputs)
+        return self._function(kind)({name: value.to(self.device) for name, value in inputs.items()})
 
-    def _function(self, kind: str, width: int) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]:
-        if kind.startswith("prefill"):
-            return partial(self._run_prefill, part=int(kind.removeprefix("prefill")), width=width)
-        if kind.endswith("first"):
-            return partial(self._run_first, draws=kind.startswith("draw"))
-        return partial(self._run_decode, draws=kind == "draw")
+    def _function(self, kind: _Kind) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]:
+        match kind.what:
+            case "chunk":
+                return partial(self._run_prefill, part=kind.part, width=kind.width)
+            case "first":
+                return partial(self._run_first, draws=kind.draws)
+            case "decode":
+                return partial(self._run_decode, draws=kind.draws)
 
     def _run_prefill(self, inputs: Mapping[str, Tensor], *, part: int, width: int) -> tuple[Tensor, ...]:
         """Logits (1, V) behind the last part, else (0, V); then what expert layers tell."""
@@ -323,7 +341,8 @@ class ThinkerWorker:
             }
             for part in range(self.num_parts):
                 inputs = shapes if part else {**shapes, **first}
-                self._prepare_run(f"prefill {part}", width, inputs, pool, f"a chunk of {width} tokens")
+                kind = _Kind("chunk", width, part=part)
+                self._prepare_run(kind, inputs, pool, f"a chunk of {width} tokens")
         for width in sorted(self.batches, reverse=True):
             ints = (torch.int64, (width,))
             shapes = {
@@ -334,15 +353,17 @@ class ThinkerWorker:
                 "slots": ints,
                 "sampling": (torch.float32, (width, NUM_COLUMNS)),
             }
-            for kind in ("draw", "decode"):
-                self._prepare_run(kind, width, shapes, pool, f"a step of batch {width}")
+            for draws in (True, False):
+                kind = _Kind("decode", width, draws=draws)
+                self._prepare_run(kind, shapes, pool, f"a step of batch {width}")
         shapes = {"slots": one, "sampling": (torch.float32, (1, NUM_COLUMNS))}
-        for kind in ("draw first", "first"):
-            self._prepare_run(kind, 1, shapes, pool, "the choice of a first token")
+        for draws in (True, False):
+            kind = _Kind("first", 1, draws=draws)
+            self._prepare_run(kind, shapes, pool, "the choice of a first token")
 
-    def _prepare_run(self, kind: str, width: int, shapes: Shapes, pool: GraphPool | None, name: str) -> None:
-        run = self._function(kind, width)
-        self._runs[kind, width] = StaticRun(shapes, run, device=self.device, pool=pool, name=name)
+    def _prepare_run(self, kind: _Kind, shapes: Shapes, pool: GraphPool | None, name: str) -> None:
+        run = self._function(kind)
+        self._runs[kind] = StaticRun(shapes, run, device=self.device, pool=pool, name=name)
 
     def _page_table(self, graph: Graph, pages: Ints, num_tokens: int, rows: int) -> Tensor:
         """(rows, P) int32 with `pages` (n, any) in it and 0 elsewhere; P is the bucket that holds `num_tokens`."""
