@@ -2,7 +2,8 @@
 
 A patch is everything a request needs for 0.32 s of sound: ten flow-matching steps with guidance, aggregator, stop
 head, streaming VAE decode, one step of the speech LLM, and the gathering and scattering of per-request state.
-Timed as one CUDA graph over our engines, and beside it the same modules in plain torch: eager, and in a CUDA graph.
+Timed from patch to patch as a server runs them (`mingc.runtime.patch_pipeline`), and beside it the same modules in
+plain torch: eager, and in a CUDA graph.
 
     python benchmarks/talker.py --batches 1,2,4,8,16,32 --json benchmarks/results/talker-h200-….json
 """
@@ -10,8 +11,11 @@ Timed as one CUDA graph over our engines, and beside it the same modules in plai
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import tempfile
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,9 +31,12 @@ from mingc.export.stages import find
 from mingc.export.synthetic import open_synthetic
 from mingc.kernels.dispatch import plain_torch
 from mingc.runtime.engines.aoti import AotiEngine
+from mingc.runtime.patch_pipeline import LaunchedPatch, PatchPipeline
 
 CONTEXT = 256  # tokens of each request in the speech LLM: a prompt of about 150 and 100 patches
 PATCH_INDEX = 100
+SAMPLER_INPUTS = ("noise", "step_noise", "guidance", "sigma", "temperature")
+WARM_UPS = 10
 Run = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
@@ -59,68 +66,84 @@ class Step:
         flow = specs["cfm"]
         self.talker_state, self.vae_state = state(specs["talker"]), state(specs["audio_vae"])
         self.hidden, self.history = (normal(flow, name, batch + 1) for name in ("hidden", "history"))
-        self.noise, self.step_noise = (normal(flow, name, batch) for name in ("noise", "step_noise"))
-        self.guidance, self.sigma, self.temperature = (
-            torch.full((batch,), value, device="cuda") for value in (2.0, 0.25, 0.5)
-        )
-        self.slots = torch.arange(1, batch + 1, device="cuda")
-        self.lengths = torch.full((batch,), CONTEXT, device="cuda")
-        self.patch_index = torch.full((batch,), PATCH_INDEX, device="cuda")
-        self.side = torch.cuda.Stream()
-
-    def __call__(self) -> tuple[Tensor, Tensor]:
-        """Samples and stop probabilities. The decoder and the LLM step run side by side."""
-        made = self.sample()
-        main = torch.cuda.current_stream()
-        self.side.wait_stream(main)
-        with torch.cuda.stream(self.side):
-            samples = self.decode(made)
-        self.advance(made)
-        main.wait_stream(self.side)
-        return samples, made["stop_probability"]
+        slots = torch.arange(1, batch + 1, device="cuda")
+        self.inputs = {
+            **{name: normal(flow, name, batch) for name in ("noise", "step_noise")},
+            **{
+                name: torch.full((batch,), value, device="cuda")
+                for name, value in (("guidance", 2.0), ("sigma", 0.25), ("temperature", 0.5))
+            },
+            "slots": slots,
+            "step_slots": slots,
+            "lengths": torch.full((batch,), CONTEXT, device="cuda"),
+            "patch_index": torch.full((batch,), PATCH_INDEX, device="cuda"),
+        }
 
     def in_sequence(self) -> tuple[Tensor, Tensor]:
-        """The same on one stream."""
-        made = self.sample()
-        samples = self.decode(made)
-        self.advance(made)
+        """Samples and stop probabilities of the given inputs, on one stream."""
+        made = self.sample(self.inputs)
+        samples = self.decode(made["latents"], self.inputs["slots"], self.inputs["patch_index"])
+        self.advance(made, self.inputs)
         return samples, made["stop_probability"]
 
-    def sample(self) -> dict[str, Tensor]:
+    def sample(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        slots = inputs["slots"]
         made = self.runs["cfm"](
             {
-                "hidden": self.hidden.index_select(0, self.slots),
-                "history": self.history.index_select(0, self.slots),
-                "noise": self.noise,
-                "step_noise": self.step_noise,
-                "guidance": self.guidance,
-                "sigma": self.sigma,
-                "temperature": self.temperature,
+                "hidden": self.hidden.index_select(0, slots),
+                "history": self.history.index_select(0, slots),
+                **{name: inputs[name] for name in SAMPLER_INPUTS},
             }
         )
-        self.history.index_copy_(0, self.slots, made["next_history"])
+        self.history.index_copy_(0, slots, made["next_history"])
         return made
 
-    def decode(self, made: Mapping[str, Tensor]) -> Tensor:
-        return self.runs["audio_vae"](
-            {
-                "latents": made["latents"],
-                "slots": self.slots,
-                "patch_index": self.patch_index,
-                **self.vae_state,
-            }
-        )["samples"]
+    def decode(self, latents: Tensor, slots: Tensor, patch_index: Tensor) -> Tensor:
+        given = {"latents": latents, "slots": slots, "patch_index": patch_index, **self.vae_state}
+        return self.runs["audio_vae"](given)["samples"]
 
-    def advance(self, made: Mapping[str, Tensor]) -> None:
+    def advance(self, made: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
+        slots = inputs["step_slots"]
         stepped = self.runs["talker"](
             {
                 "embeds": made["next_embeds"],
-                "slots": self.slots,
-                "lengths": self.lengths,
+                "slots": slots,
+                "lengths": inputs["lengths"],
                 **self.talker_state,
             }
         )
-        self.hidden.index_copy_(0, self.slots, stepped["hidden"])
+        self.hidden.index_copy_(0, slots, stepped["hidden"])
+
+
+def served_times(step: Step, batch: int, count: int) -> tuple[list[float], list[float]]:
+    """Milliseconds from patch to patch, launched two ahead as a server does; and of patches that have the device to
+    themselves, from the launch until samples and stop probabilities are on the host."""
+    noise = step.inputs["step_noise"]
+    pipeline = PatchPipeline(
+        step,
+        [batch],
+        num_steps=noise.shape[1],
+        patch=(noise.shape[2], noise.shape[3]),
+        device=noise.device,
+    )
+    inputs = {name: value.cpu() for name, value in step.inputs.items()}
+    under_way: deque[LaunchedPatch] = deque()
+    starts = [torch.cuda.Event(enable_timing=True) for _ in range(count + WARM_UPS)]
+    for start in starts:
+        if len(under_way) == 2:
+            under_way.popleft().wait()
+        start.record()
+        under_way.append(pipeline.launch(batch, inputs))
+    torch.cuda.synchronize()
+    periods = [start.elapsed_time(end) for start, end in itertools.pairwise(starts[WARM_UPS:])]
+    alone = []
+    for _ in range(max(1, count // 4)):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        pipeline.launch(batch, inputs).wait()
+        alone.append(1e3 * (time.perf_counter() - begun))
+    torch.cuda.synchronize()
+    return periods, alone
 
 
 def engine_run(path: Path, spec: GraphSpec, weights: Mapping[str, Tensor]) -> Run:
@@ -250,8 +273,7 @@ def measure(
             for stage, graph in talker_engines.GRAPHS
         }
         step = Step(batch, runs, specs)
-        graph = harness.capture(step)
-        times = harness.time_ms(graph.replay, given.count)
+        times, alone = served_times(step, batch, given.count)
         figure = {
             "name": "patch_step_ms",
             "batch": batch,
@@ -260,6 +282,7 @@ def measure(
             "unit": "ms",
         }
         figures.append(figure)
+        figures.append({"name": "patch_latency_ms", "batch": batch, **harness.summary(alone), "unit": "ms"})
         single = harness.capture(step.in_sequence)
         print(f"B={batch}: {figure['median']:.3f} ms", flush=True)
         figures.append(
@@ -271,11 +294,13 @@ def measure(
                 "unit": "ms",
             }
         )
-        made = step.sample()
+        made = step.sample(step.inputs)
         parts: dict[str, Callable[[], object]] = {
-            "cfm": step.sample,
-            "audio_vae": lambda made=made, step=step: step.decode(made),
-            "talker": lambda made=made, step=step: step.advance(made),
+            "cfm": lambda step=step: step.sample(step.inputs),
+            "audio_vae": lambda made=made, step=step: step.decode(
+                made["latents"], step.inputs["slots"], step.inputs["patch_index"]
+            ),
+            "talker": lambda made=made, step=step: step.advance(made, step.inputs),
         }
         for name, part in parts.items():
             alone = harness.capture(part)
@@ -314,7 +339,7 @@ def measure(
                 if stage not in wide:
                     wide[stage] = talker_engines.module_of(stage, torch.float32)
                 figures += parity(stage, batch, runs[stage], modules[stage], wide[stage])
-        del graph, single, step, runs
+        del single, step, runs
     if given.quantize:
         figures = [{**figure, "quantize": given.quantize} for figure in figures]
     report(figures)
@@ -349,6 +374,8 @@ def report(figures: list[dict[str, Any]]) -> None:
             print(
                 f"B={figure['batch']:<3} {streams} {figure['median']:.3f} ms p95 {figure['p95']:.3f}{others}"
             )
+        if figure["name"] == "patch_latency_ms":
+            print(f"B={figure['batch']:<3} launch to samples on the host {figure['median']:.3f} ms")
         if figure["name"] == "audio_s_per_s":
             print(f"B={figure['batch']:<3} {figure['median']:.0f} audio s/s")
 

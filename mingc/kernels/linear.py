@@ -27,19 +27,23 @@ class Rows(NamedTuple):
     """A residual stream before a norm.
 
     `normed` is the stream after the norm; or, when `squares` is there, the stream times the norm's weight, still to
-    be divided by the root mean square that `squares` (rows, parts) float32 adds up to.
+    be divided by the root mean square that `squares` (rows, parts) float32 adds up to. With `norm`, the norm's weight,
+    it is the stream itself, and the next product makes the norm.
     """
 
     values: Tensor
     normed: Tensor
     squares: Tensor | None
     counters: Tensor | None
+    norm: Tensor | None = None
 
 
 def enter(x: Tensor, norm: Tensor, eps: float) -> Rows:
     """The stream `x` (..., D) before the norm of weight `norm` (D,)."""
     if not use_triton(x) or x.numel() // x.shape[-1] > _MAX_FUSED_ROWS:
         return Rows(x, rms_norm(x, norm, eps), None, None)
+    if x.numel() == x.shape[-1]:
+        return Rows(x, x, None, None, norm)
     from mingc.kernels.gpu.linear import NUM_COUNTERS
 
     squares = x.reshape(-1, x.shape[-1]).float().square().sum(-1, keepdim=True)
@@ -48,6 +52,8 @@ def enter(x: Tensor, norm: Tensor, eps: float) -> Rows:
 
 def leave(rows: Rows, eps: float) -> Tensor:
     """The stream after its norm (..., D)."""
+    if rows.norm is not None:
+        return rms_norm(rows.values, rows.norm, eps)
     if rows.squares is None:
         return rows.normed
     scale = torch.rsqrt(rows.squares.sum(-1) / rows.normed.shape[-1] + eps).view(*rows.normed.shape[:-1], 1)
@@ -67,10 +73,14 @@ def normed_linear(
     `swiglu` takes gate rows then up rows of `weight` (2N, D) and gives silu(gate) * up; `gelu` is the tanh form.
     A weight with a scale is FP8 (`mingc.kernels.quantized`).
     """
+    if rows.norm is not None:
+        return _layer_row(
+            rows.values, weight, weight_scale, bias, norm=rows.norm, eps=eps, activation=activation
+        )
     if rows.squares is not None:
         from mingc.kernels.gpu import linear as gpu
 
-        kind = {"none": gpu.NONE, "gelu": gpu.GELU, "swiglu": gpu.SWIGLU}[activation]
+        kind = gpu.ACTIVATIONS[activation]
         flat = rows.normed.reshape(-1, rows.normed.shape[-1]).contiguous()
         out: Tensor = gpu.normed_linear(flat, rows.squares, weight, weight_scale, bias, eps, kind)
         return out.view(*rows.normed.shape[:-1], out.shape[-1])
@@ -93,6 +103,9 @@ def add_linear(
     weight_scale: Tensor | None = None,
 ) -> Rows:
     """rows + (x @ weightᵀ + bias), before the norm of weight `norm`: x (..., K) → (..., D)."""
+    if rows.norm is not None:
+        values = _layer_row(x, weight, weight_scale, bias, residual=rows.values)
+        return Rows(values, values, None, None, norm)
     if rows.squares is not None and rows.counters is not None:
         from mingc.kernels.gpu import linear as gpu
 
@@ -104,6 +117,26 @@ def add_linear(
         return Rows(values.view(shape), normed.view(shape), squares, rows.counters)
     values = rows.values + linear(x, weight, bias, weight_scale)
     return Rows(values, rms_norm(values, norm, eps), None, None)
+
+
+def _layer_row(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    bias: Tensor | None,
+    *,
+    norm: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 0.0,
+    activation: Activation = "none",
+) -> Tensor:
+    """One row (..., K) → (..., N), by one kernel."""
+    from mingc.kernels.gpu import layer_row as gpu
+
+    flat, kind = x.reshape(1, -1), gpu.ACTIVATIONS[activation]
+    held = None if residual is None else residual.reshape(1, -1)
+    out: Tensor = gpu.layer_row(flat, norm, weight, weight_scale, bias, held, eps, kind)
+    return out.view(*x.shape[:-1], out.shape[-1])
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, weight_scale: Tensor | None = None) -> Tensor:

@@ -6,8 +6,8 @@ have ended; the second waits by itself (`griddepcontrol.wait`) for that end. Unt
 depend on other kernels: fetch weights.
 
 A kernel says by its name, which ends in `EARLY_SUFFIX`, that in all its thread blocks it waits before it reads what
-any kernel writes and before it writes anything. Nothing else is touched: captures know no launch attributes of
-engines whose launcher has none, which is why the graph is edited.
+another kernel of the graph writes and before it writes anything. Nothing else is touched: captures know no launch
+attributes of engines whose launcher has none, which is why the graph is edited.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from mingc.artifacts.model import CfmParameters, TalkerParameters, VaeParameters
 from mingc.runtime.noise import diffusion_noise, start_noise
+from mingc.runtime.patch_pipeline import LaunchedPatch
 from mingc.runtime.stages import LoadedStage
-from mingc.runtime.talker_engines import LaunchedPatch, TalkerEngines
+from mingc.runtime.talker_engines import TalkerEngines
 
 _MAX_PREFIXES = 64  # cached prompt beginnings: at the released dims 12 KiB a token, about 50 tokens each
 

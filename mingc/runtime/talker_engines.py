@@ -10,28 +10,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from mingc.artifacts.model import CfmParameters
-from mingc.runtime.cuda_graphs import Download, GraphPool, Shapes, StaticRun
+from mingc.runtime.cuda_graphs import GraphPool, Shapes, StaticRun
+from mingc.runtime.patch_pipeline import LaunchedPatch, PatchPipeline
 from mingc.runtime.stages import LoadedStage, torch_dtype
 
 _LANES = 4  # prompts that run beside each other: one alone leaves most of a GPU idle
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LaunchedPatch:
-    """Results of one patch on their way to the host: samples (B, n) and stop probabilities (B,), both float32."""
-
-    download: Download
-
-    def wait(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Samples and stop probabilities; blocks until the device has made them."""
-        samples, stop = self.download.wait()
-        return samples.numpy(), stop.numpy()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -78,32 +65,20 @@ class TalkerEngines:
         self.batch_sizes = [size for size in sizes if size <= largest]
         self.chunk_sizes = sorted(self._prefill.spec.dim("T").buckets)
         self._is_cuda = device.type == "cuda"
-        self._side = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._busy: set[torch.cuda.Stream] = set()
-        pool = GraphPool(device) if self._is_cuda else None
-        patch = (flow.latents_per_patch, flow.latent_dim)
-        self._patches = {
-            size: StaticRun(
-                _patch_shapes(size, flow.num_steps, patch),
-                self._patch,
-                device=device,
-                pool=pool,
-                name=f"a patch of batch {size}",
-            )
-            # The largest first: the others then fit into the memory it has taken.
-            for size in reversed(self.batch_sizes)
-        }
+        self._patches = PatchPipeline(
+            self,
+            self.batch_sizes,
+            num_steps=flow.num_steps,
+            patch=(flow.latents_per_patch, flow.latent_dim),
+            device=device,
+        )
         self._lanes = [self._make_lane(device) for _ in range(_LANES if self._is_cuda else 1)]
 
     def launch(self, size: int, inputs: Mapping[str, Tensor]) -> LaunchedPatch:
-        """Make, decode and let the speech LLM hear one patch of `size` rows; does not wait for a GPU.
-
-        Inputs, a row each: slots, patch_index, guidance, sigma, temperature, noise (P, C), step_noise
-        (steps, P, C); step_slots and lengths: where the speech LLM steps, slot 0 where it shall not.
-        """
+        """Begin one patch of `size` rows, after all prompts launched so far. See `PatchPipeline.launch`."""
         self._wait_for_prompts()
-        samples, stop = self._patches[size](inputs)
-        return LaunchedPatch(download=Download(samples, stop))
+        return self._patches.launch(size, inputs)
 
     def run_prompt(self, size: int, inputs: Mapping[str, Tensor]) -> None:
         """Prefill one chunk of `size` tokens; its last hidden state becomes the slot's, as do these `history`.
@@ -158,41 +133,29 @@ class TalkerEngines:
             torch.cuda.current_stream(self.device).wait_stream(stream)
         self._busy.clear()
 
-    def _patch(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Samples (B, n) and stop probabilities (B,). The decoder works beside the speech LLM."""
-        slots, step_slots = inputs["slots"], inputs["step_slots"]
+    def sample(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """See `PatchWork`."""
+        slots = inputs["slots"]
         made = self._sample.run(
             hidden=self._hidden.index_select(0, slots),
             history=self._history.index_select(0, slots),
             **{name: inputs[name] for name in ("noise", "step_noise", "guidance", "sigma", "temperature")},
         )
         self._history.index_copy_(0, slots, made["next_history"])
-        if self._side is None:
-            samples = self._decode(made, inputs)
-            self._advance(made, inputs, step_slots)
-        else:
-            main = torch.cuda.current_stream(self.device)
-            self._side.wait_stream(main)
-            with torch.cuda.stream(self._side):
-                samples = self._decode(made, inputs)
-            self._advance(made, inputs, step_slots)
-            main.wait_stream(self._side)
-        return samples, made["stop_probability"]
+        return made
 
-    def _decode(self, made: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
-        decoded = self._stream.run(
-            latents=made["latents"],
-            slots=inputs["slots"],
-            patch_index=inputs["patch_index"],
-            **self._vae_state,
-        )
+    def decode(self, latents: Tensor, slots: Tensor, patch_index: Tensor) -> Tensor:
+        """See `PatchWork`."""
+        decoded = self._stream.run(latents=latents, slots=slots, patch_index=patch_index, **self._vae_state)
         return decoded["samples"]
 
-    def _advance(self, made: Mapping[str, Tensor], inputs: Mapping[str, Tensor], step_slots: Tensor) -> None:
+    def advance(self, made: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
+        """See `PatchWork`."""
+        slots = inputs["step_slots"]
         stepped = self._step.run(
-            embeds=made["next_embeds"], slots=step_slots, lengths=inputs["lengths"], **self._talker_state
+            embeds=made["next_embeds"], slots=slots, lengths=inputs["lengths"], **self._talker_state
         )
-        self._hidden.index_copy_(0, step_slots, stepped["hidden"])
+        self._hidden.index_copy_(0, slots, stepped["hidden"])
 
     def _prompt(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         given = {name: value for name, value in inputs.items() if name != "history"}
@@ -211,12 +174,3 @@ class TalkerEngines:
             "last": (torch.int64, (1,)),
             "history": (torch.float32, (1, *self._history.shape[1:])),
         }
-
-
-def _patch_shapes(size: int, num_steps: int, patch: tuple[int, int]) -> Shapes:
-    return {
-        **{name: (torch.int64, (size,)) for name in ("slots", "step_slots", "lengths", "patch_index")},
-        **{name: (torch.float32, (size,)) for name in ("guidance", "sigma", "temperature")},
-        "noise": (torch.float32, (size, *patch)),
-        "step_noise": (torch.float32, (size, num_steps, *patch)),
-    }

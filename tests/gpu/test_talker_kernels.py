@@ -43,12 +43,17 @@ def test_short_attention() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 50])
-def test_slot_attention(window: int | None) -> None:
-    qkv, tables = normal(3, 18 * 64), turn(3, 32)
-    ours, theirs = ([normal(5, 300, 2, 64) for _ in range(2)] for _ in range(2))
+@pytest.mark.parametrize(
+    ("slots", "lengths"),
+    [([1, 4, 2], [0, 130, 599]), ([4], [0]), ([1], [130]), ([3], [256]), ([2], [599])],
+)
+def test_slot_attention(slots: list[int], lengths: list[int], window: int | None) -> None:
+    """One request has a kernel of its own."""
+    qkv, tables = normal(len(slots), 18 * 64), turn(len(slots), 32)
+    ours, theirs = ([normal(5, 600, 2, 64) for _ in range(2)] for _ in range(2))
     for own, other in zip(ours, theirs, strict=True):
         other.copy_(own)
-    places = torch.tensor([1, 4, 2], device="cuda"), torch.tensor([0, 130, 299], device="cuda")
+    places = torch.tensor(slots, device="cuda"), torch.tensor(lengths, device="cuda")
     with plain_torch():
         expected = slot_attention(qkv, *tables, *theirs, *places, window)
     check(slot_attention(qkv, *tables, *ours, *places, window), expected)
@@ -103,6 +108,23 @@ def test_a_block_of_products(rows: int, activation: linear.Activation, factor: i
         expected = run()
     for value, wanted in zip(run(), expected, strict=True):
         check(value, wanted)
+
+
+@pytest.mark.parametrize(("width", "inner"), [(72, 200), (1152, 24), (896, 5000)])
+def test_one_row_of_any_width(width: int, inner: int) -> None:
+    """Also of widths that no tile divides."""
+    x, norm, next_norm = normal(1, width), normal(width), normal(width)
+    first, second = normal(2 * inner, width) * width**-0.5, normal(width, inner) * inner**-0.5
+    bias = normal(width)
+
+    def run() -> Tensor:
+        stream = linear.enter(x, norm, 1e-6)
+        made = linear.normed_linear(stream, first, None, 1e-6, "swiglu")
+        return linear.leave(linear.add_linear(made, second, bias, stream, next_norm, 1e-6), 1e-6)
+
+    with plain_torch():
+        expected = run()
+    check(run(), expected)
 
 
 @pytest.mark.parametrize("rows", [1, 32, 74])

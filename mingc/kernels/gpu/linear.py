@@ -19,6 +19,7 @@ from mingc.kernels.gpu.float16_step import FP16_STEP
 
 NUM_COUNTERS = 4096
 NONE, GELU, SWIGLU = 0, 1, 2
+ACTIVATIONS = {"none": NONE, "gelu": GELU, "swiglu": SWIGLU}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,100 @@
+"""Patches on a CUDA device, decoded beside the next ones, give what they give one after the other."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mingc.runtime.patch_pipeline import LaunchedPatch, PatchPipeline
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SLOTS, STEPS, LATENTS, DIM = 6, 2, 3, 4
+SLOW = 4_000_000  # clocks, some 2 ms: many times what everything else takes
+
+
+class CountingWork:
+    """Whole numbers small enough for float32, so that every order of the same work gives the same bits.
+
+    Every tensor passes through further kernels before it is read, so that a graph's intermediates are in use."""
+
+    def __init__(self, device: torch.device, slow: str | None) -> None:
+        self._slow = slow
+        self.hidden, self.heard, self.decoded = (torch.zeros(SLOTS, device=device) for _ in range(3))
+
+    def _wait(self, part: str) -> None:
+        if part == self._slow and self.hidden.is_cuda:
+            torch.cuda._sleep(SLOW)  # type: ignore[no-untyped-call]
+
+    def sample(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        self._wait("sample")
+        base = self.hidden.index_select(0, inputs["slots"]) + inputs["guidance"]
+        latents = (inputs["noise"] + inputs["step_noise"].sum(1) + base[:, None, None]) % 251
+        return {
+            "latents": latents,
+            "next_embeds": latents.sum((1, 2)) % 241,
+            "stop_probability": latents.amax((1, 2)) % 11,
+        }
+
+    def advance(self, made: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
+        self._wait("advance")
+        heard = (made["next_embeds"] * 3 + inputs["lengths"]) % 239
+        self.hidden.index_copy_(0, inputs["step_slots"], heard)
+
+    def decode(self, latents: Tensor, slots: Tensor, patch_index: Tensor) -> Tensor:
+        self._wait("decode")
+        before = torch.where(patch_index == 0, 0.0, self.decoded.index_select(0, slots))
+        self.decoded.index_copy_(0, slots, (before * 5 + latents.sum((1, 2))) % 233)
+        return latents.flatten(1) + before[:, None]
+
+
+def patch_inputs(size: int, number: int) -> dict[str, Tensor]:
+    """Slots take turns, also between batch sizes; a slot's patches begin anew now and then."""
+    generator = torch.Generator().manual_seed(number)
+
+    def whole(*shape: int) -> Tensor:
+        return torch.randint(0, 50, shape, generator=generator).float()
+
+    slots = 1 + (torch.arange(size) + number) % (SLOTS - 1)
+    return {
+        "slots": slots,
+        "step_slots": slots,
+        "lengths": torch.full((size,), number),
+        "patch_index": torch.full((size,), number % 7),
+        **{name: whole(size) for name in ("guidance", "sigma", "temperature")},
+        "noise": whole(size, LATENTS, DIM),
+        "step_noise": whole(size, STEPS, LATENTS, DIM),
+    }
+
+
+def speak(device: torch.device, slow: str | None) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
+    sizes = (1, 2, 4)
+    pipeline = PatchPipeline(
+        CountingWork(device, slow), sizes, num_steps=STEPS, patch=(LATENTS, DIM), device=device
+    )
+    results = []
+    under_way: deque[LaunchedPatch] = deque()
+    for number in range(40):
+        if len(under_way) == 3:
+            results.append(under_way.popleft().wait())
+        size = sizes[number * number % 3]
+        under_way.append(pipeline.launch(size, patch_inputs(size, number)))
+    return results + [each.wait() for each in under_way]
+
+
+@pytest.mark.parametrize("slow", [None, "sample", "advance", "decode"])
+def test_patches_beside_each_other_are_those_one_after_the_other(slow: str | None) -> None:
+    expected = speak(torch.device("cpu"), None)
+    with torch.inference_mode():
+        made = speak(torch.device("cuda", 0), slow)
+    for (samples, stop), (wanted, wanted_stop) in zip(made, expected, strict=True):
+        assert np.array_equal(samples, wanted)
+        assert np.array_equal(stop, wanted_stop)
