@@ -1,4 +1,4 @@
-"""Patches on a CUDA device, decoded beside the next ones, give what they give one after the other."""
+"""Patches that are decoded beside the next ones give what they give one after the other."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from simulated_streams import Device
 from torch import Tensor
 
+from mingc.runtime import patch_pipeline
 from mingc.runtime.patch_pipeline import LaunchedPatch, PatchPipeline
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 SLOTS, STEPS, LATENTS, DIM = 6, 2, 3, 4
 SLOW = 4_000_000  # clocks, some 2 ms: many times what everything else takes
 
@@ -26,9 +24,13 @@ class CountingWork:
 
     Every tensor passes through further kernels before it is read, so that a graph's intermediates are in use."""
 
-    def __init__(self, device: torch.device, slow: str | None) -> None:
+    def __init__(self, device: torch.device, slow: str | None = None) -> None:
         self._slow = slow
-        self.hidden, self.heard, self.decoded = (torch.zeros(SLOTS, device=device) for _ in range(3))
+        self.hidden, self.decoded = (torch.zeros(SLOTS, device=device) for _ in range(2))
+
+    def forget(self) -> None:
+        for state in (self.hidden, self.decoded):
+            state.zero_()
 
     def _wait(self, part: str) -> None:
         if part == self._slow and self.hidden.is_cuda:
@@ -75,26 +77,41 @@ def patch_inputs(size: int, number: int) -> dict[str, Tensor]:
     }
 
 
-def speak(device: torch.device, slow: str | None) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
+def speak(device: torch.device, work: CountingWork) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
     sizes = (1, 2, 4)
-    pipeline = PatchPipeline(
-        CountingWork(device, slow), sizes, num_steps=STEPS, patch=(LATENTS, DIM), device=device
-    )
+    pipeline = PatchPipeline(work, sizes, num_steps=STEPS, patch=(LATENTS, DIM), device=device)
+    work.forget()  # what captures did
     results = []
     under_way: deque[LaunchedPatch] = deque()
-    for number in range(40):
+    for number in range(60):
         if len(under_way) == 3:
             results.append(under_way.popleft().wait())
-        size = sizes[number * number % 3]
+        size = sizes[(number // 3) * (number // 2) % 3]
         under_way.append(pipeline.launch(size, patch_inputs(size, number)))
     return results + [each.wait() for each in under_way]
 
 
-@pytest.mark.parametrize("slow", [None, "sample", "advance", "decode"])
-def test_patches_beside_each_other_are_those_one_after_the_other(slow: str | None) -> None:
-    expected = speak(torch.device("cpu"), None)
-    with torch.inference_mode():
-        made = speak(torch.device("cuda", 0), slow)
-    for (samples, stop), (wanted, wanted_stop) in zip(made, expected, strict=True):
+def check(
+    made: list[tuple[NDArray[np.float32], NDArray[np.float32]]],
+) -> None:
+    cpu = torch.device("cpu")
+    for (samples, stop), (wanted, wanted_stop) in zip(made, speak(cpu, CountingWork(cpu)), strict=True):
         assert np.array_equal(samples, wanted)
         assert np.array_equal(stop, wanted_stop)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_a_device_does_first_gives_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(seed)
+    for name in ("torch", "GraphPool", "InputBlock", "Download"):
+        monkeypatch.setattr(patch_pipeline, name, getattr(device, name))
+    check(speak(torch.device("cuda"), CountingWork(torch.device("cpu"))))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("slow", [None, "sample", "advance", "decode"])
+def test_on_a_device_it_is_the_same_whatever_is_slow(slow: str | None) -> None:
+    device = torch.device("cuda", 0)
+    with torch.inference_mode():
+        check(speak(device, CountingWork(device, slow)))
