@@ -204,7 +204,7 @@ def _export(recipe: ExportRecipe) -> ExportReport:
 def serve_command(as_json: bool, artifact: Path, **options: Any) -> int:
     """Serve ARTIFACT over an OpenAI-compatible HTTP interface.
 
-    Prints its address on stdout when it is ready. SIGTERM or Ctrl-C lets running requests end; a second one stops.
+    Prints its address on stdout when it is ready. SIGTERM or Ctrl-C lets running requests end; a later one stops.
     When a rank of the thinker dies or hangs, running chats get an error, and the server ends with code 4.
     """
     from mingc.runtime.config import ServeOptions

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_ONE_REQUEST_S = 1.0  # `timeout` and shells signal a process and its group: one request that comes twice
+ONE_REQUEST_S = 1.0  # `timeout` signals a process and its group: what comes again so soon is one request
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def ending_tidily() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         nonlocal first
         if first is not None:
-            if time.monotonic() - first < _ONE_REQUEST_S:
+            if time.monotonic() - first < ONE_REQUEST_S:
                 return
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from mingc import interruption
 from mingc.errors import ConfigError, MingcError, RequestError, ServeError
 from mingc.runtime import responses
 from mingc.runtime.config import ServeOptions
@@ -168,8 +169,9 @@ async def serve_async(
     """Listen and serve inside a running event loop, until a signal or `stop`.
 
     On the first signal the port closes, the service is closed with the grace of the options, and streams that are
-    cut off get an error event. The second signal stops at once. A service that ends by itself ends the server like a
-    first signal. Whatever happens, `service.close` is called last with no grace: it must bear being called twice.
+    cut off get an error event. A second one stops at once, unless it comes so soon that it belongs to the first. A
+    service that ends by itself ends the server like a first signal. Whatever happens, `service.close` is called last
+    with no grace: it must bear being called twice.
 
     Args:
         app: from `create_app`.
@@ -233,18 +235,24 @@ def _ending(server: _Server, ends: list[ServeError]) -> Callable[[ServeError], N
 
 @contextlib.contextmanager
 def _stop_signals(server: _Server, serving: asyncio.Task[None]) -> Iterator[None]:
-    """First signal: end in order. Second: cancel. Outside the main thread signals are somebody else's."""
+    """First signal: end in order. A later one: cancel. Outside the main thread signals are somebody else's."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    loop = asyncio.get_running_loop()
+    first: float | None = None
+
     def stop() -> None:
+        nonlocal first
+        if first is not None and loop.time() - first < interruption.ONE_REQUEST_S:
+            return
+        first = loop.time()
         if server.should_exit:
             server.force_exit = True
             serving.cancel()
         server.should_exit = True
 
-    loop = asyncio.get_running_loop()
     for number in _STOP_SIGNALS:
         loop.add_signal_handler(number, stop)
     try:

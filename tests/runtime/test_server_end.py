@@ -25,10 +25,12 @@ from mingc.runtime.server import base_url, bind_socket, create_app, serve
 CHAT = "/v1/chat/completions"
 CHILD = """
 import sys
+from mingc import interruption
 from fake_service import FakeService
 from mingc.runtime.config import ServeOptions
 from mingc.runtime.server import create_app, serve
 
+interruption.ONE_REQUEST_S = float(sys.argv[2])
 app = create_app(FakeService(), ServeOptions(port=0, grace_s=float(sys.argv[1])))
 ended_in_order = serve(app, announce=lambda url: print(url, flush=True))
 print("in order" if ended_in_order else "cut short", flush=True)
@@ -48,12 +50,12 @@ def eventually(claim: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def child(grace_s: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server in a process of its own, and its URL."""
+def child(grace_s: float, one_request_s: float = 600.0) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, and its URL; signals within `one_request_s` are one."""
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(Path(__file__).parent), str(root), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", CHILD, str(grace_s)],
+        [sys.executable, "-W", "error", "-c", CHILD, str(grace_s), str(one_request_s)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -131,9 +133,22 @@ def test_requests_that_end_within_the_grace_are_answered() -> None:
         assert (process.returncode, out) == (0, "in order\n")
 
 
+def test_a_signal_that_comes_twice_at_once_cuts_nothing_off() -> None:
+    with (
+        child(grace_s=30) as (process, url),
+        httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
+    ):
+        with client.stream("POST", CHAT, json=body("hi")) as response:
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGINT)
+            assert "[DONE]" in "".join(response.iter_text())
+        out, _ = process.communicate(timeout=30)
+        assert (process.returncode, out) == (0, "in order\n")
+
+
 def test_a_second_signal_stops_at_once() -> None:
     with (
-        child(grace_s=600) as (process, url),
+        child(grace_s=600, one_request_s=0) as (process, url),
         httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
     ):
         with pytest.raises(httpx.HTTPError), client.stream("POST", CHAT, json=body("endless")) as response:

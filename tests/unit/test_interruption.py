@@ -54,7 +54,7 @@ def slow_to_clean():
         print("cleaning", flush=True)
         sys.stdin.readline()
 
-interruption._ONE_REQUEST_S = float(sys.argv[2])
+interruption.ONE_REQUEST_S = float(sys.argv[2])
 signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     with interruption.ending_tidily(), work_folder(Path(sys.argv[1]), "job-"), slow_to_clean():
