@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_STRUCT_ALIGNMENT = 8  # the driver reads a struct to the end of its padding
+_CLUSTER_SCHEDULING_POLICY = 15  # CU_FUNC_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE
+_SPREAD = 1  # CU_CLUSTER_SCHEDULING_POLICY_SPREAD
+_STRUCT_ALIGNMENT = 64  # the driver reads a struct to the end of its padding; tensor maps are aligned so
+_MAP_BYTES = 128
+_MAP_BFLOAT16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+_MAP_SWIZZLE_128 = 3  # CU_TENSOR_MAP_SWIZZLE_128B
+_MAP_PROMOTION_128 = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
 
 class KernelError(OSError):
@@ -71,6 +77,7 @@ class Launch:
 
     threads: int
     shared_bytes: int = 0
+    spread: bool = False  # the blocks of a cluster over multiprocessors, not two on one
 
 
 class CudaModule:
@@ -88,14 +95,21 @@ class CudaModule:
             self._check(
                 self._driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, launch.shared_bytes)
             )
+            if launch.spread:
+                self._check(self._driver.cuFuncSetAttribute(function, _CLUSTER_SCHEDULING_POLICY, _SPREAD))
             self._functions[name] = function
 
     def launch(
-        self, name: str, blocks: int, pointers: Sequence[Tensor | None], numbers: Sequence[int]
+        self,
+        name: str,
+        blocks: int,
+        pointers: Sequence[Tensor | None],
+        numbers: Sequence[int],
+        maps: Sequence[bytes] = (),
     ) -> None:
-        """On the current stream; the kernel's one argument is a struct of these pointers, then these ints."""
+        """On the current stream; the kernel's one argument is a struct of these maps, then pointers, then ints."""
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in pointers]
-        packed = struct.pack(f"{len(addresses)}Q{len(numbers)}i", *addresses, *numbers)
+        packed = b"".join(maps) + struct.pack(f"{len(addresses)}Q{len(numbers)}i", *addresses, *numbers)
         argument = ctypes.create_string_buffer(packed, len(packed) + _STRUCT_ALIGNMENT)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
@@ -108,10 +122,45 @@ class CudaModule:
         )
 
     def _check(self, status: int) -> None:
-        if status:
-            text = ctypes.c_char_p()
-            self._driver.cuGetErrorString(status, ctypes.byref(text))
-            raise KernelError(f"CUDA driver: {(text.value or b'unknown error').decode()} ({status})")
+        _check(self._driver, status)
+
+
+def tensor_map(values: Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
+    """A tensor map over bfloat16 `values` for copies of `box`, innermost dimension first, swizzled by 128 bytes.
+
+    Args:
+        values: what the map points to; it must outlive the launches that get the map.
+        sizes: elements of each dimension; a copy beyond them brings zeros.
+        strides: bytes between elements of each dimension but the innermost.
+        box: elements of each dimension that one copy brings; 64 of the innermost.
+    """
+    rank = len(sizes)
+    memory = ctypes.create_string_buffer(2 * _MAP_BYTES)
+    place = -(-ctypes.addressof(memory) // _STRUCT_ALIGNMENT) * _STRUCT_ALIGNMENT
+    driver = ctypes.CDLL("libcuda.so.1")
+    status = driver.cuTensorMapEncodeTiled(
+        ctypes.c_void_p(place),
+        _MAP_BFLOAT16,
+        rank,
+        ctypes.c_void_p(values.data_ptr()),
+        (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        0,  # not interleaved
+        _MAP_SWIZZLE_128,
+        _MAP_PROMOTION_128,
+        0,  # beyond the sizes zeros
+    )
+    _check(driver, status)
+    return ctypes.string_at(place, _MAP_BYTES)
+
+
+def _check(driver: ctypes.CDLL, status: int) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        driver.cuGetErrorString(status, ctypes.byref(text))
+        raise KernelError(f"CUDA driver: {(text.value or b'unknown error').decode()} ({status})")
 
 
 def _open_nvrtc() -> ctypes.CDLL:

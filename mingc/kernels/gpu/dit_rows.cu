@@ -1,8 +1,9 @@
 // The DiT over the rows of one request: products, the attention between them, what is between sampler steps.
 //
-// A product takes up to 80 rows. Its weights are the first factor of the matrix instruction (64 outputs), the
-// rows the second (80 columns). A cluster of thread blocks shares the depth: each block has all outputs of
-// the cluster over its part of the depth, then takes its share of the rows from all of them, added in order.
+// A product takes up to 80 rows, or up to 8. Its weights are the first factor of the matrix instruction (64
+// outputs), the rows the second (80 columns, or 8). A cluster of thread blocks shares the depth: each block has all outputs of
+// the cluster over its part of the depth and owns some pairs of rows of the result. It writes its parts of
+// the others' rows into their shared memory, and adds in order what it was sent.
 // Weights are asked for before the kernel waits for the one before it, so they come while that one ends.
 // dit_rows.py defines the tiles, launches the kernels and fills their structs.
 
@@ -10,22 +11,32 @@ typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
 
-constexpr int MAX_ROWS = 80;  // ten groups of eight: what one matrix instruction takes
-constexpr int SLICE = 64;     // depth of a slice: 128 bytes a row, the width of the swizzle
-constexpr int ROWS_SLICE = MAX_ROWS * SLICE * 2;
+constexpr int SLICE = 64;  // depth of a slice: 128 bytes a row, the width of the swizzle
+
+// A tensor map: where a copy by the copy engine reads, and the shape of what it brings.
+struct alignas(64) Map {
+  u64 words[16];
+};
 
 struct Product {
-  const u16* x;          // (M, K) bf16
+  Map weight_map;  // of weight: 64 of K, of 16 outputs the even ones before the odd ones
+  Map x_map;       // of x: 64 of K, all rows
+  const u16* x;          // (M, K) bf16; of `out` the (M, 3, 16, 64) that `qkv` made
   const float* squares;  // (M, parts) of x, when a norm comes before
   const u16* weight;     // (N, K)
   const u16* bias;       // (N)
   const u16* residual;   // (M, N)
   const u16* norm;       // (N) weight of the norm that comes next
-  u16* out;              // (M, N)
-  u16* scaled;           // (M, N) out times norm
-  float* squares_out;    // (M, N / BN)
+  const float* cos;      // (tokens, 32): `qkv` turns its queries and keys
+  const float* sin;
+  const u16* ahead;   // weights that a later kernel will read
+  u16* out;           // (M, N)
+  u16* scaled;        // (M, N) out times norm
+  float* squares_out;  // (M, N / 64)
   int rows;
   int parts;
+  int tokens;
+  int ahead_bytes;  // of `ahead`, to be fetched by one block
 };
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -33,19 +44,16 @@ __device__ __forceinline__ void wait_for_kernels() { asm volatile("griddepcontro
 __device__ __forceinline__ void let_next_begin() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
-__device__ __forceinline__ void copy16(u32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N>
-__device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
 __device__ __forceinline__ float wide(u32 half) { return __uint_as_float(half << 16); }
 __device__ __forceinline__ u32 pack(float low, float high) {
   u32 out;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
   return out;
+}
+// A pair of neighbouring dims, turned by an angle.
+__device__ __forceinline__ u32 turned(u32 pair, float c, float s) {
+  const float even = wide(pair & 0xFFFF), odd = wide(pair >> 16);
+  return pack(even * c - odd * s, odd * c + even * s);
 }
 __device__ __forceinline__ float4 peer_load(u32 address, u32 rank) {
   float4 v;
@@ -56,6 +64,66 @@ __device__ __forceinline__ float4 peer_load(u32 address, u32 rank) {
                : "r"(there)
                : "memory");
   return v;
+}
+__device__ __forceinline__ u32 peer_address(u32 address, u32 rank) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+// Four floats into the memory of a block of the cluster, counted by a barrier of that block.
+__device__ __forceinline__ void push(u32 to, u32 barrier, float a, float b, float c, float d) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(to),
+      "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier)
+      : "memory");
+}
+// Barriers that open when so many bytes came.
+__device__ __forceinline__ void make_barrier(u32 barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void show_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait_bytes(u32 barrier) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n@!done bra again;\n}" ::"r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ float4 own_load(u32 address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void fetch_map(const Map* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+__device__ __forceinline__ void copy_rows(u32 to, const Map* map, int column, int row, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void copy_outputs(u32 to, const Map* map, int column, int output, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3, %4}], "
+      "[%5];" ::"r"(to),
+      "l"(map), "r"(column), "r"(0), "r"(output / 16), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void fetch_ahead(const void* from, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+// Only that it came: no writes become visible by it.
+__device__ __forceinline__ void cluster_come() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -79,20 +147,31 @@ __device__ __forceinline__ void multiply(float (&d)[40], u64 a, u64 b) {
       : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32)
       : "l"(a), "l"(b));
 }
+__device__ __forceinline__ void multiply(float (&d)[20], u64 a, u64 b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n40k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19}, %20, %21, 1, 1, 1, 0, 0;"
+      : SUMS(0), SUMS(8), SUM(16), SUM(17), SUM(18), SUM(19)
+      : "l"(a), "l"(b));
+}
+__device__ __forceinline__ void multiply(float (&d)[4], u64 a, u64 b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0,%1,%2,%3}, %4, %5, 1, 1, 1, 0, 0;"
+      : SUM(0), SUM(1), SUM(2), SUM(3)
+      : "l"(a), "l"(b));
+}
 
 __device__ __forceinline__ void show_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void begin_multiply() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void end_multiply() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
+template <int N>
 __device__ __forceinline__ void wait_multiply() {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-__device__ __forceinline__ void store_shared(u32 to, float v) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
-}
-__device__ __forceinline__ void clear16(u32 to) {
-  asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(to), "r"(0) : "memory");
+__device__ __forceinline__ void store_shared(u32 to, u32 v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
 }
 __device__ __forceinline__ u32 memory_base() {
   extern __shared__ char memory[];
@@ -120,221 +199,224 @@ __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u3
 
 // What follows is plain C++ over the instructions above.
 
-enum Kind { NORM, NORM_GELU, ADD };
+enum Kind { NORM_TURN, NORM_GELU, ADD };
 
-template <int N, int K, int BN, int S, int RING, Kind KIND>
-__device__ __forceinline__ void product(const Product& p) {
-  constexpr int THREADS = 2 * BN, DEPTH = K / S, SLICES = DEPTH / SLICE, WEIGHT_SLICE = BN * SLICE * 2;
-  constexpr int STRIDE = BN + 4, OWN = MAX_ROWS / S, QUADS = BN / 4;
-  static_assert(RING <= SLICES && MAX_ROWS * STRIDE * 4 <= SLICES * WEIGHT_SLICE + RING * ROWS_SLICE, "");
-  const u32 base = memory_base();
-  const u32 weights = base, ring = base + SLICES * WEIGHT_SLICE;
-  const int t = threadIdx.x, tile = blockIdx.x / S, rank = blockIdx.x % S;
-  let_next_begin();
-  {
-    const u16* from = p.weight + (size_t)tile * BN * K + rank * DEPTH;
-    constexpr int CHUNKS = DEPTH / 8;  // 16 bytes each
+// The sum over a cluster of S blocks of BN outputs for GROUPS times 8 rows, and what follows it. Pairs of rows
+// are dealt to the blocks in turn; a warp takes 64 outputs of a pair at a time, a thread two of them.
+template <int N, int K, int BN, int S, int GROUPS, Kind KIND>
+struct Sum {
+  static constexpr int WARPS = BN / 16, PAIRS = 4 * GROUPS, MOST = (PAIRS + S - 1) / S;
+  static constexpr int COUNT = (MOST * BN / 64 + WARPS - 1) / WARPS;
+  static constexpr int BYTES = S * MOST * BN * 8;
+  static_assert(S % 4 == 0 && WARPS % (BN / 64) == 0, "");
+  const Product& p;
+  const u32 received, barrier;  // memory that `send` of the others writes to
+  const int rank, first_row, rows, warp, lane, half, column;
+  u32 bias, next, rest[COUNT][2];
+  float scale[COUNT], cos[COUNT][2], sin[COUNT][2];
+
+  // Of the rows after first_row the first `rows` are there.
+  __device__ __forceinline__ Sum(const Product& p, u32 received, u32 barrier, int tile, int rank, int first_row,
+                                 int rows)
+      : p(p),
+        received(received),
+        barrier(barrier),
+        rank(rank),
+        first_row(first_row),
+        rows(rows),
+        warp(threadIdx.x / 32),
+        lane(threadIdx.x % 32),
+        half(warp % (BN / 64)),
+        column(tile * BN + half * 64 + lane * 2) {}
+  __device__ __forceinline__ int local(int i) const { return (i * WARPS + warp) / (BN / 64); }
+  __device__ __forceinline__ int row(int i) const { return 2 * (local(i) * S + rank); }
+  __device__ __forceinline__ bool real(int i, int c) const { return local(i) < MOST && row(i) + c < rows; }
+
+  __device__ __forceinline__ u32 bytes() const { return S * ((PAIRS - rank + S - 1) / S) * BN * 8; }
+  // Before the kernel waits: what no kernel writes.
+  __device__ __forceinline__ void begin() {
+    bias = *(const u32*)(p.bias + column);
+    next = KIND == ADD ? *(const u32*)(p.norm + column) : 0;
+    if (KIND == NORM_TURN) {
 #pragma unroll
-    for (int i = 0; i < BN * CHUNKS / THREADS; ++i) {
-      const int c = i * THREADS + t, row = c / CHUNKS, chunk = c % CHUNKS;
-      copy16(weights + (chunk / 8) * WEIGHT_SLICE + row * 128 + (((chunk % 8) ^ (row & 7)) << 4),
-             from + (size_t)row * K + chunk * 8);
+      for (int i = 0; i < COUNT; ++i)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const bool turns = column < 2 * K && real(i, c);  // queries and keys
+          const int angle = (first_row + row(i) + c) % p.tokens * 32 + column % 64 / 2;
+          cos[i][c] = turns ? p.cos[angle] : 1.f, sin[i][c] = turns ? p.sin[angle] : 0.f;
+        }
     }
-    commit();
-  }
-  // Of the sum over the cluster each block owns OWN rows: a thread four columns of every STEP-th.
-  constexpr int STEP = THREADS / QUADS, COUNT = (OWN + STEP - 1) / STEP;
-  const int quad = t % QUADS, column = tile * BN + quad * 4;
-  const uint2 bias = *(const uint2*)(p.bias + column);
-  uint2 next = {0, 0};
-  if (KIND == ADD) next = *(const uint2*)(p.norm + column);
-  wait_for_kernels();
-  auto load_slice = [&](int s) {
-    const u16* from = p.x + rank * DEPTH + s * SLICE;
-#pragma unroll
-    for (int i = 0; i < (MAX_ROWS * 8 + THREADS - 1) / THREADS; ++i) {
-      const int c = i * THREADS + t, row = c / 8, chunk = c % 8;
-      if (row < p.rows)
-        copy16(ring + (s % RING) * ROWS_SLICE + row * 128 + ((chunk ^ (row & 7)) << 4),
-               from + (size_t)row * K + chunk * 8);
-    }
-  };
-#pragma unroll
-  for (int s = 0; s < RING; ++s) {
-    load_slice(s);
-    commit();
   }
   // What the sum is combined with.
-  float scale[COUNT];
-  uint2 rest[COUNT];
+  __device__ __forceinline__ void load_rest() {
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) {
-    const int own = i * STEP + t / QUADS, row = rank * OWN + own;
-    const bool real = own < OWN && row < p.rows;
-    rest[i] = {0, 0};
-    if (KIND == ADD && real) rest[i] = *(const uint2*)(p.residual + (size_t)row * N + column);
-    scale[i] = KIND != ADD && real && quad < p.parts ? p.squares[row * p.parts + quad] : 0.f;
+    for (int i = 0; i < COUNT; ++i) {
+      const int squares_row = row(i) + lane / 16;
+      scale[i] = KIND != ADD && real(i, lane / 16) && lane % 16 < p.parts
+                     ? p.squares[squares_row * p.parts + lane % 16]
+                     : 0.f;
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        rest[i][c] =
+            KIND == ADD && real(i, c) ? *(const u32*)(p.residual + (size_t)(first_row + row(i) + c) * N + column) : 0;
+    }
   }
-  float d[40];
+  // The accumulators of the matrix instruction: rows 8 j + 2 (lane % 4) and the next, a pair of outputs.
+  __device__ __forceinline__ void send(const float (&d)[4 * GROUPS]) {
+    const int outputs = warp * 8 + lane / 4;
+    u32 to[S / 4], barriers[S / 4];
 #pragma unroll
-  for (int i = 0; i < 40; ++i) d[i] = 0.f;
+    for (int s = 0; s < S / 4; ++s) {
+      to[s] = peer_address(received, s * 4 + lane % 4) + ((rank * MOST * BN / 2 + outputs) << 4);
+      barriers[s] = peer_address(barrier, s * 4 + lane % 4);
+    }
+#pragma unroll
+    for (int j = 0; j < GROUPS; ++j)
+      push(to[j % (S / 4)] + ((j / (S / 4) * BN / 2) << 4), barriers[j % (S / 4)], d[4 * j], d[4 * j + 1],
+           d[4 * j + 2], d[4 * j + 3]);
+  }
+  __device__ __forceinline__ void finish() {
+    if (KIND != ADD) {
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i)
+#pragma unroll
+        for (int apart = 8; apart; apart /= 2) scale[i] += __shfl_xor_sync(0xFFFFFFFFu, scale[i], apart);
+    }
+    wait_bytes(barrier);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      const float other = KIND == ADD ? 0.f : __shfl_xor_sync(0xFFFFFFFFu, scale[i], 16);
+      float v[2][2] = {};
+      if (real(i, 0)) {
+        float4 part[S];
+#pragma unroll
+        for (int s = 0; s < S; ++s)
+          part[s] = own_load(received + (((s * MOST + local(i)) * (BN / 2) + half * 32 + lane) << 4));
+#pragma unroll
+        for (int s = 0; s < S; ++s)
+          v[0][0] += part[s].x, v[1][0] += part[s].y, v[0][1] += part[s].z, v[1][1] += part[s].w;
+      }
+#pragma unroll
+      for (int c = 0; c < 2; ++c) finish_row(i, c, v[c], lane / 16 == c ? scale[i] : other);
+    }
+  }
+  __device__ __forceinline__ void finish_row(int i, int c, float (&v)[2], float squares) {
+    const float factor = KIND == ADD ? 1.f : rsqrtf(squares / K + 1e-6f);
+    const int where = first_row + row(i) + c;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      v[e] = v[e] * factor + wide(e ? bias >> 16 : bias & 0xFFFF);
+      if (KIND == NORM_GELU)
+        v[e] = __fdividef(
+            v[e], 1.f + __expf(fminf(-1.5957691216057308f * (v[e] + 0.044715f * v[e] * v[e] * v[e]), 80.f)));
+      if (KIND == ADD) v[e] += wide(e ? rest[i][c] >> 16 : rest[i][c] & 0xFFFF);
+    }
+    u32 rounded = pack(v[0], v[1]);
+    if (KIND == NORM_TURN) rounded = turned(rounded, cos[i][c], sin[i][c]);
+    if (real(i, c)) *(u32*)(p.out + (size_t)where * N + column) = rounded;
+    if (KIND == ADD) {
+      const float w[2] = {wide(rounded & 0xFFFF), wide(rounded >> 16)};
+      if (real(i, c))
+        *(u32*)(p.scaled + (size_t)where * N + column) =
+            pack(w[0] * wide(next & 0xFFFF), w[1] * wide(next >> 16));
+      float sum = real(i, c) ? w[0] * w[0] + w[1] * w[1] : 0.f;
+#pragma unroll
+      for (int apart = 16; apart; apart /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, apart);
+      if (real(i, c) && lane == 0) p.squares_out[where * (N / 64) + column / 64] = sum;
+    }
+  }
+};
+
+template <int ROWS, int N, int K, int BN, int S, int RING, Kind KIND>
+__device__ __forceinline__ void product(const Product& p) {
+  constexpr int DEPTH = K / S, SLICES = DEPTH / SLICE, WEIGHT_SLICE = BN * SLICE * 2, ROWS_SLICE = ROWS * SLICE * 2;
+  using Total = Sum<N, K, BN, S, ROWS / 8, KIND>;
+  // Parts of others come to where weights lay, all but those of the last slice.
+  static_assert(RING <= SLICES && Total::BYTES <= (SLICES - 1) * WEIGHT_SLICE, "");
+  const u32 weights = memory_base(), ring = weights + SLICES * WEIGHT_SLICE, barriers = ring + RING * ROWS_SLICE;
+  const int t = threadIdx.x, tile = blockIdx.x / S, rank = blockIdx.x % S;
+  Total sum(p, weights, barriers + 8 * SLICES, tile, rank, 0, p.rows);
+  if (t == 0) {
+    for (int s = 0; s <= SLICES; ++s) make_barrier(barriers + 8 * s);
+    show_barriers();
+    expect_bytes(sum.barrier, sum.bytes());
+    for (int s = 0; s < SLICES; ++s) {
+      expect_bytes(barriers + 8 * s, WEIGHT_SLICE + ROWS_SLICE);
+      copy_outputs(weights + s * WEIGHT_SLICE, &p.weight_map, rank * DEPTH + s * SLICE, tile * BN, barriers + 8 * s);
+    }
+    fetch_map(&p.x_map);
+    if (p.ahead_bytes) fetch_ahead((const char*)p.ahead + (size_t)blockIdx.x * p.ahead_bytes, p.ahead_bytes);
+  }
+  sum.begin();
+  __syncthreads();
+  wait_for_kernels();
+  auto load_slice = [&](int s) {
+    if (t == 0)
+      copy_rows(ring + (s % RING) * ROWS_SLICE, &p.x_map, rank * DEPTH + s * SLICE, 0, barriers + 8 * s);
+  };
+#pragma unroll
+  for (int s = 0; s < RING; ++s) load_slice(s);
+  sum.load_rest();
+  let_next_begin();
+  float d[ROWS / 2];
+#pragma unroll
+  for (int i = 0; i < ROWS / 2; ++i) d[i] = 0.f;
   const int group = t / 128;
 #pragma unroll
   for (int s = 0; s < SLICES; ++s) {
-    wait_copies<RING - 1>();
-    show_copies();
-    __syncthreads();
+    wait_bytes(barriers + 8 * s);
     begin_multiply();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
       multiply(d, descriptor(weights + s * WEIGHT_SLICE + group * 64 * 128 + k * 32),
                descriptor(ring + (s % RING) * ROWS_SLICE + k * 32));
     end_multiply();
-    if (s + RING < SLICES) {
-      wait_multiply();
+    if (s > 0 && s - 1 + RING < SLICES) {  // the product of the slice before is at its end
+      wait_multiply<1>();
       __syncthreads();
-      load_slice(s + RING);
+      load_slice(s - 1 + RING);
     }
-    commit();
   }
-  wait_multiply();
-  __syncthreads();
-  // The parts, transposed to rows of features, where the operands lay.
-  {
-    const int lane = t % 32, m = group * 64 + (t / 32 % 4) * 16 + lane / 4, n = (lane % 4) * 2;
-#pragma unroll
-    for (int j = 0; j < 10; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        store_shared(weights + (((8 * j + n + e % 2) * STRIDE + m + (e / 2) * 8) << 2), d[4 * j + e]);
-  }
-  cluster_arrive();
+  wait_multiply<1>();
+  cluster_come();
+  wait_multiply<0>();
   cluster_wait();
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) {
-    const int own = i * STEP + t / QUADS, row = rank * OWN + own;
-    const bool real = own < OWN && row < p.rows;
-    float v[4] = {0.f, 0.f, 0.f, 0.f};
-    if (real) {
-      float4 part[S];
-#pragma unroll
-      for (int s = 0; s < S; ++s) part[s] = peer_load(weights + ((row * STRIDE + quad * 4) << 2), s);
-#pragma unroll
-      for (int s = 0; s < S; ++s) v[0] += part[s].x, v[1] += part[s].y, v[2] += part[s].z, v[3] += part[s].w;
-    }
-    if (KIND != ADD) {
-#pragma unroll
-      for (int apart = QUADS / 2; apart; apart /= 2)
-        scale[i] += __shfl_xor_sync(0xFFFFFFFFu, scale[i], apart);
-    }
-    const float factor = KIND == ADD ? 1.f : rsqrtf(scale[i] / K + 1e-6f);
-    const u32 biases[4] = {bias.x & 0xFFFF, bias.x >> 16, bias.y & 0xFFFF, bias.y >> 16};
-    const u32 rests[4] = {rest[i].x & 0xFFFF, rest[i].x >> 16, rest[i].y & 0xFFFF, rest[i].y >> 16};
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      v[e] = v[e] * factor + wide(biases[e]);
-      if (KIND == NORM_GELU)
-        v[e] = v[e] / (1.f + __expf(-1.5957691216057308f * (v[e] + 0.044715f * v[e] * v[e] * v[e])));
-      if (KIND == ADD) v[e] += wide(rests[e]);
-    }
-    const uint2 rounded = {pack(v[0], v[1]), pack(v[2], v[3])};
-    if (real) *(uint2*)(p.out + (size_t)row * N + column) = rounded;
-    if (KIND == ADD) {
-      const float w[4] = {wide(rounded.x & 0xFFFF), wide(rounded.x >> 16), wide(rounded.y & 0xFFFF),
-                          wide(rounded.y >> 16)};
-      const uint2 scaled = {pack(w[0] * wide(next.x & 0xFFFF), w[1] * wide(next.x >> 16)),
-                            pack(w[2] * wide(next.y & 0xFFFF), w[3] * wide(next.y >> 16))};
-      if (real) *(uint2*)(p.scaled + (size_t)row * N + column) = scaled;
-      float sum = real ? w[0] * w[0] + w[1] * w[1] + w[2] * w[2] + w[3] * w[3] : 0.f;
-#pragma unroll
-      for (int apart = QUADS / 2; apart; apart /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, apart);
-      if (real && quad == 0) p.squares_out[row * (N / BN) + tile] = sum;
-    }
-  }
-  // No block may end while another reads its memory.
-  cluster_arrive();
-  cluster_wait();
+  sum.send(d);
+  sum.finish();
 }
 
-extern "C" __global__ void __launch_bounds__(2 * QKV_COLUMNS, 2) __cluster_dims__(QKV_SPLITS, 1, 1)
-    mingc_dit_qkv_early(const __grid_constant__ Product p) {
-  product<3072, 1024, QKV_COLUMNS, QKV_SPLITS, QKV_RING, NORM>(p);
-}
-extern "C" __global__ void __launch_bounds__(2 * OUT_COLUMNS, 2) __cluster_dims__(OUT_SPLITS, 1, 1)
-    mingc_dit_out_early(const __grid_constant__ Product p) {
-  product<1024, 1024, OUT_COLUMNS, OUT_SPLITS, OUT_RING, ADD>(p);
-}
-extern "C" __global__ void __launch_bounds__(2 * UP_COLUMNS, 2) __cluster_dims__(UP_SPLITS, 1, 1)
-    mingc_dit_up_early(const __grid_constant__ Product p) {
-  product<4096, 1024, UP_COLUMNS, UP_SPLITS, UP_RING, NORM_GELU>(p);
-}
-extern "C" __global__ void __launch_bounds__(2 * DOWN_COLUMNS, 2) __cluster_dims__(DOWN_SPLITS, 1, 1)
-    mingc_dit_down_early(const __grid_constant__ Product p) {
-  product<1024, 4096, DOWN_COLUMNS, DOWN_SPLITS, DOWN_RING, ADD>(p);
-}
+#define PRODUCT(name, rows, outputs, depth, ring, TILES, kind)                                                 \
+  extern "C" __global__ void __launch_bounds__(2 * TILES##_COLUMNS, 2) __cluster_dims__(TILES##_SPLITS, 1, 1)  \
+      mingc_dit_##name##_early(const __grid_constant__ Product p) {                                            \
+    product<rows, outputs, depth, TILES##_COLUMNS, TILES##_SPLITS, ring, kind>(p);                             \
+  }
+PRODUCT(qkv, 80, 3072, 1024, QKV_RING, QKV, NORM_TURN)
+PRODUCT(up, 80, 4096, 1024, UP_RING, UP, NORM_GELU)
+PRODUCT(down, 80, 1024, 4096, DOWN_RING, DOWN, ADD)
+PRODUCT(qkv_few, 8, 3072, 1024, 1024 / SLICE / QKV_SPLITS, QKV, NORM_TURN)
+PRODUCT(up_few, 8, 4096, 1024, 1024 / SLICE / UP_SPLITS, UP, NORM_GELU)
+PRODUCT(down_few, 8, 1024, 4096, 4096 / SLICE / DOWN_SPLITS, DOWN, ADD)
 
-// Attention of one head of one sequence of TOKENS: three warps of 16 queries.
-struct Attention {
-  const u16* qkv;    // (2, TOKENS, 3, 16, 64)
-  const float* cos;  // (TOKENS, 32)
-  const float* sin;
-  u16* out;  // (2, TOKENS, 16, 64)
-  int tokens;
-};
-__device__ __forceinline__ u32 turned(u32 pair, float c, float s) {
-  const float even = wide(pair & 0xFFFF), odd = wide(pair >> 16);
-  return pack(even * c - odd * s, odd * c + even * s);
-}
-extern "C" __global__ void __launch_bounds__(96)
-    mingc_dit_attention_early(const __grid_constant__ Attention p) {
-  constexpr int KEYS = 48;
-  __shared__ __align__(128) char tiles[3 * KEYS * 128];
-  __shared__ float tables[2][KEYS * 33];
-  const int t = threadIdx.x, lane = t % 32, warp = t / 32, head = blockIdx.x % 16, sequence = blockIdx.x / 16;
-  const u32 base = shared_address(tiles);
-  let_next_begin();
-  for (int i = t; i < KEYS * 32; i += 96) {
-    const bool real = i / 32 < p.tokens;
-    tables[0][i / 32 * 33 + i % 32] = real ? p.cos[i] : 0.f;
-    tables[1][i / 32 * 33 + i % 32] = real ? p.sin[i] : 0.f;
-  }
-  wait_for_kernels();
-#pragma unroll
-  for (int i = 0; i < 3 * KEYS * 8 / 96; ++i) {
-    const int c = i * 96 + t, part = c / (KEYS * 8), row = c / 8 % KEYS, chunk = c % 8;
-    const u32 to = base + part * KEYS * 128 + row * 128 + ((chunk ^ (row & 7)) << 4);
-    if (row < p.tokens)
-      copy16(to, p.qkv + ((size_t)(sequence * p.tokens + row) * 3 + part) * 1024 + head * 64 + chunk * 8);
-    else
-      clear16(to);
-  }
-  commit();
-  wait_copies<0>();
-  __syncthreads();
+// Attention of one warp: 16 queries of a head over at most 48 keys. Tiles of 48 tokens by 64 dims; what comes
+// out replaces the queries.
+constexpr int KEYS = 48, TILE = KEYS * 128;
+__device__ __forceinline__ void attend(u32 queries, u32 keys, u32 values, int first, int tokens) {
+  const int lane = threadIdx.x % 32;
   float score[6][4] = {};
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     u32 q[4];
     {
-      const int row = warp * 16 + lane % 16, chunk = 2 * k + lane / 16;
-      load4(q, base + row * 128 + ((chunk ^ (row & 7)) << 4));
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {  // rows lane/4 (+8), dims 16k + 2(lane%4) (+8)
-        const int token = warp * 16 + lane / 4 + (e & 1) * 8, f = 8 * k + lane % 4 + (e / 2) * 4;
-        q[e] = turned(q[e], tables[0][token * 33 + f], tables[1][token * 33 + f]);
-      }
+      const int row = first + lane % 16, chunk = 2 * k + lane / 16;
+      load4(q, queries + row * 128 + ((chunk ^ (row & 7)) << 4));
     }
 #pragma unroll
     for (int j = 0; j < 3;
          ++j) {  // 16 keys at a time: matrices (keys 0-7, dims 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15)
       u32 key[4];
       const int row = j * 16 + lane % 8 + (lane / 16) * 8, chunk = 2 * k + (lane / 8 & 1);
-      load4(key, base + KEYS * 128 + row * 128 + ((chunk ^ (row & 7)) << 4));
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int token = j * 16 + lane / 4 + (e / 2) * 8, f = 8 * k + lane % 4 + (e & 1) * 4;
-        key[e] = turned(key[e], tables[0][token * 33 + f], tables[1][token * 33 + f]);
-      }
+      load4(key, keys + row * 128 + ((chunk ^ (row & 7)) << 4));
       mma(score[2 * j], q, key[0], key[1]);
       mma(score[2 * j + 1], q, key[2], key[3]);
     }
@@ -345,7 +427,7 @@ extern "C" __global__ void __launch_bounds__(96)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int key = 8 * j + (lane % 4) * 2 + (e & 1);
-      score[j][e] = key < p.tokens ? score[j][e] * 0.125f : -1e30f;
+      score[j][e] = key < tokens ? score[j][e] * 0.125f : -1e30f;
       top[e / 2] = fmaxf(top[e / 2], score[j][e]);
     }
 #pragma unroll
@@ -372,21 +454,89 @@ extern "C" __global__ void __launch_bounds__(96)
          ++n) {  // 16 dims: matrices (keys 0-7, dims 0-7), (keys 8-15, dims 0-7), then dims 8-15
       u32 value[4];
       const int row = j * 16 + lane % 16, chunk = 2 * n + lane / 16;
-      load4t(value, base + 2 * KEYS * 128 + row * 128 + ((chunk ^ (row & 7)) << 4));
+      load4t(value, values + row * 128 + ((chunk ^ (row & 7)) << 4));
       mma(context[2 * n], a, value[0], value[1]);
       mma(context[2 * n + 1], a, value[2], value[3]);
     }
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int token = warp * 16 + lane / 4 + h * 8;
-    if (token < p.tokens) {
-      u16* to = p.out + (size_t)(sequence * p.tokens + token) * 1024 + head * 64 + (lane % 4) * 2;
+    const int row = first + lane / 4 + h * 8;
+    const float share = 1.f / total[h];
 #pragma unroll
-      for (int n = 0; n < 8; ++n)
-        *(u32*)(to + n * 8) = pack(context[n][2 * h] / total[h], context[n][2 * h + 1] / total[h]);
-    }
+    for (int n = 0; n < 8; ++n)
+      store_shared(queries + row * 128 + ((n ^ (row & 7)) << 4) + lane % 4 * 4,
+                   pack(context[n][2 * h] * share, context[n][2 * h + 1] * share));
   }
+}
+
+// Attention and the product after it, of one sequence of at most TOKENS: a block has the depth of two heads,
+// whose attention it computes in all tiles again, and 128 outputs.
+template <int TOKENS>
+__device__ __forceinline__ void attend_and_project(const Product& p) {
+  constexpr int BN = 128, S = 8, WEIGHT_SLICE = BN * 128;
+  using Total = Sum<1024, 1024, BN, S, TOKENS / 8, ADD>;
+  static_assert(Total::BYTES <= 4 * TILE, "");  // parts of others come to where keys and values lay
+  const u32 weights = memory_base(), tiles = weights + 2 * WEIGHT_SLICE, barriers = tiles + 6 * TILE;
+  const int t = threadIdx.x, warp = t / 32, sequence = blockIdx.x / 64, tile = blockIdx.x / S % 8,
+            rank = blockIdx.x % S;
+  const int first_row = sequence * p.tokens;
+  Total sum(p, tiles + 2 * TILE, barriers + 24, tile, rank, first_row, p.tokens);
+  if (t == 0) {
+    for (int i = 0; i < 4; ++i) make_barrier(barriers + 8 * i);
+    show_barriers();
+    expect_bytes(sum.barrier, sum.bytes());
+    expect_bytes(barriers, 2 * WEIGHT_SLICE);
+    for (int s = 0; s < 2; ++s)
+      copy_outputs(weights + s * WEIGHT_SLICE, &p.weight_map, rank * 128 + s * SLICE, tile * BN, barriers);
+    fetch_map(&p.x_map);
+    if (p.ahead_bytes) fetch_ahead((const char*)p.ahead + (size_t)blockIdx.x * p.ahead_bytes, p.ahead_bytes);
+  }
+  sum.begin();
+  __syncthreads();
+  wait_for_kernels();
+  // Queries of both heads, keys of both, then values of both. The tokens after the last are another sequence's or
+  // zeros: as queries they go nowhere, as keys they get no weight.
+  if (t == 0) {
+    expect_bytes(barriers + 8, 4 * TILE);
+    expect_bytes(barriers + 16, 2 * TILE);
+    for (int i = 0; i < 6; ++i)
+      copy_rows(tiles + i * TILE, &p.x_map, i / 2 * 1024 + rank * 128 + i % 2 * 64, first_row,
+                barriers + (i < 4 ? 8 : 16));
+  }
+  sum.load_rest();
+  let_next_begin();
+  wait_bytes(barriers + 8);
+  wait_bytes(barriers + 16);
+  if (warp < 6 && warp % 3 * 16 < p.tokens) {
+    const int head = warp / 3;
+    attend(tiles + head * TILE, tiles + (2 + head) * TILE, tiles + (4 + head) * TILE, warp % 3 * 16, p.tokens);
+    show_copies();
+  }
+  __syncthreads();
+  cluster_come();
+  wait_bytes(barriers);
+  float d[TOKENS / 2];
+#pragma unroll
+  for (int i = 0; i < TOKENS / 2; ++i) d[i] = 0.f;
+  begin_multiply();
+#pragma unroll
+  for (int k = 0; k < 8; ++k)
+    multiply(d, descriptor(weights + k / 4 * WEIGHT_SLICE + warp / 4 * 64 * 128 + k % 4 * 32),
+             descriptor(tiles + k / 4 * TILE + k % 4 * 32));
+  end_multiply();
+  wait_multiply<0>();
+  cluster_wait();
+  sum.send(d);
+  sum.finish();
+}
+extern "C" __global__ void __launch_bounds__(256, 2) __cluster_dims__(8, 1, 1)
+    mingc_dit_out_early(const __grid_constant__ Product p) {
+  attend_and_project<40>(p);
+}
+extern "C" __global__ void __launch_bounds__(256, 2) __cluster_dims__(8, 1, 1)
+    mingc_dit_out_few_early(const __grid_constant__ Product p) {
+  attend_and_project<8>(p);
 }
 
 // Between two steps of the sampler: final norm, projection, guidance and ODE update of the last one, tokens

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from mingc.kernels.gpu.cuda_source import CudaModule, Launch, compile_source, pack, unpack
+from mingc.kernels.gpu.cuda_source import CudaModule, Launch, compile_source, pack, tensor_map, unpack
 
 if TYPE_CHECKING:
     from mingc.kernels.dit_rows import SamplerWeights, TransformerWeights
@@ -26,8 +26,13 @@ _SHAPES = {
     "up": (_INNER, _WIDTH),
     "down": (_WIDTH, _INNER),
 }
-_SLICE_BYTES = 80 * 64 * 2  # rows of one slice of the depth in shared memory
+_SLICE = 64  # depth of a slice, which is what one copy brings of rows or outputs
+_MOST_ROWS, _FEW_ROWS = 80, 8  # each kernel is there for either
+_OUT_COLUMNS, _OUT_SPLITS = 128, 8
+_OUT_TOKENS = 48  # of queries, keys and values of a head in shared memory
 _ALIGNMENT = 1024  # of slices in shared memory
+_BARRIERS_BYTES = 128
+_SQUARES_COLUMNS = 64  # of the columns of a row of which one sum of squares is left
 _EPS = 1e-6
 _TURN_BLOCKS = 8  # of the one cluster between steps; each leaves a sum of squares a row
 
@@ -43,8 +48,7 @@ class _Tiles(NamedTuple):
 # Measured on an H200 (benchmarks/NOTES.md). They travel with the machine code that was made for them.
 _TILES = {
     "qkv": _Tiles(columns=64, splits=4, ring=4),
-    "out": _Tiles(columns=64, splits=4, ring=4),
-    "up": _Tiles(columns=128, splits=4, ring=4),
+    "up": _Tiles(columns=64, splits=4, ring=4),
     "down": _Tiles(columns=64, splits=8, ring=4),
 }
 
@@ -100,31 +104,60 @@ class _Kernels:
     def __init__(self, code: str) -> None:
         numbers, machine_code = unpack(code)
         self.tiles = {name: _Tiles(*values) for name, values in numbers.items()}
-        launches = {
-            f"mingc_dit_{name}_early": Launch(
-                threads=2 * tiles.columns,
-                shared_bytes=_SHAPES[name][1] // tiles.splits * tiles.columns * 2
-                + tiles.ring * _SLICE_BYTES
-                + _ALIGNMENT,
-            )
-            for name, tiles in self.tiles.items()
-        }
-        others = {
-            "mingc_dit_attention_early": Launch(threads=96),
-            "mingc_dit_turn_early": Launch(threads=256),
-        }
-        self._module = CudaModule(machine_code, {**launches, **others})
+        launches = {"mingc_dit_turn_early": Launch(threads=256)}
+        for name, tiles in self.tiles.items():
+            slices = _SHAPES[name][1] // tiles.splits // _SLICE
+            for suffix, rows in (("", tiles.ring * _MOST_ROWS), ("_few", slices * _FEW_ROWS)):
+                launches[f"mingc_dit_{name}{suffix}_early"] = Launch(
+                    threads=2 * tiles.columns,
+                    shared_bytes=(slices * tiles.columns + rows) * _SLICE * 2 + _BARRIERS_BYTES + _ALIGNMENT,
+                    spread=True,
+                )
+        out = Launch(
+            threads=2 * _OUT_COLUMNS,
+            shared_bytes=(2 * _OUT_COLUMNS + 6 * _OUT_TOKENS) * _SLICE * 2 + _BARRIERS_BYTES + _ALIGNMENT,
+            spread=True,
+        )
+        launches |= {"mingc_dit_out_early": out, "mingc_dit_out_few_early": out}
+        self._module = CudaModule(machine_code, launches)
 
-    def product(self, name: str, pointers: Sequence[Tensor | None], rows: int, parts: int) -> None:
-        tiles = self.tiles[name]
-        blocks = _SHAPES[name][0] // tiles.columns * tiles.splits
-        self._module.launch(f"mingc_dit_{name}_early", blocks, pointers, [rows, parts])
+    def product(
+        self, name: str, pointers: Sequence[Tensor | None], numbers: Sequence[int], ahead: Tensor
+    ) -> None:
+        """One of the four products of a block.
 
-    def attention(self, sequences: int, pointers: Sequence[Tensor], tokens: int) -> None:
-        self._module.launch("mingc_dit_attention_early", sequences * _HEADS, pointers, [tokens])
+        Args:
+            name: which; `out` does the attention before it too.
+            pointers: those of the struct `Product` but for `ahead`.
+            numbers: rows, parts and tokens of that struct.
+            ahead: weights that a later product reads, fetched into the second-level cache, a share by each block.
+        """
+        x, weight = pointers[0], pointers[2]
+        assert x is not None and weight is not None
+        rows, _, tokens = numbers
+        if name == "out":
+            columns, box_rows = _OUT_COLUMNS, _OUT_TOKENS
+            blocks = _WIDTH // columns * _OUT_SPLITS * (rows // tokens)
+        else:
+            columns, box_rows = self.tiles[name].columns, _FEW_ROWS if rows <= _FEW_ROWS else _MOST_ROWS
+            blocks = _SHAPES[name][0] // columns * self.tiles[name].splits
+        share = ahead.numel() * ahead.element_size() // blocks // 16 * 16
+        maps = [
+            _map_of_outputs(weight, columns),
+            tensor_map(x, (x.shape[1], rows), (2 * x.shape[1],), (_SLICE, box_rows)),
+        ]
+        kernel = f"mingc_dit_{name}{'_few' if rows <= _FEW_ROWS else ''}_early"
+        self._module.launch(kernel, blocks, [*pointers[:8], ahead, *pointers[8:]], [*numbers, share], maps)
 
     def turn(self, pointers: Sequence[Tensor], numbers: Sequence[int]) -> None:
         self._module.launch("mingc_dit_turn_early", _TURN_BLOCKS, pointers, numbers)
+
+
+def _map_of_outputs(weight: Tensor, columns: int) -> bytes:
+    """A copy brings so many outputs; of every 16 the even ones first, so that a thread gets two neighbours."""
+    outputs, depth = weight.shape
+    strides = [2 * depth * step for step in (2, 1, 16)]
+    return tensor_map(weight, (depth, 8, 2, outputs // 16), strides, (_SLICE, 8, 2, columns // 16))
 
 
 @functools.cache
@@ -149,28 +182,28 @@ class _Stream:
             _, qkv, qkv_bias, out, out_bias, mlp_norm, up, up_bias, down, down_bias = blocks[
                 start : start + size
             ]
-            next_norm = blocks[start + size] if start + size < len(blocks) else last_norm
-            self._add("out", self._attend(self._normed("qkv", qkv, qkv_bias)), out, out_bias, mlp_norm)
-            self._add("down", self._normed("up", up, up_bias), down, down_bias, next_norm)
+            following = (start + size) % len(blocks)  # after the last block the next sampler step's first
+            next_norm = blocks[following] if following else last_norm
+            turned = self._normed("qkv", qkv, qkv_bias, ahead=out)
+            self._add("out", turned, out, out_bias, mlp_norm, ahead=up)
+            wide = self._normed("up", up, up_bias, ahead=down)
+            self._add("down", wide, down, down_bias, next_norm, ahead=blocks[following + 1])
 
-    def _normed(self, name: str, weight: Tensor, bias: Tensor) -> Tensor:
+    def _normed(self, name: str, weight: Tensor, bias: Tensor, ahead: Tensor) -> Tensor:
         rows, parts = self.squares.shape
         out = self.x.new_empty(rows, _SHAPES[name][0])
-        pointers = [self.scaled, self.squares, weight, bias, None, None, out, None, None]
-        self._kernels.product(name, pointers, rows, parts)
+        pointers = [
+            self.scaled, self.squares, weight, bias, None, None, self._cos, self._sin, out, None, None
+        ]  # fmt: skip
+        self._kernels.product(name, pointers, [rows, parts, self._cos.shape[0]], ahead)
         return out
 
-    def _add(self, name: str, x: Tensor, weight: Tensor, bias: Tensor, norm: Tensor) -> None:
+    def _add(self, name: str, x: Tensor, weight: Tensor, bias: Tensor, norm: Tensor, ahead: Tensor) -> None:
         values, scaled = torch.empty_like(self.x), torch.empty_like(self.x)
-        squares = self.squares.new_empty(values.shape[0], _WIDTH // self._kernels.tiles[name].columns)
-        pointers = [x, None, weight, bias, self.x, norm, values, scaled, squares]
-        self._kernels.product(name, pointers, values.shape[0], 0)
+        squares = self.squares.new_empty(values.shape[0], _WIDTH // _SQUARES_COLUMNS)
+        pointers = [x, None, weight, bias, self.x, norm, None, None, values, scaled, squares]
+        self._kernels.product(name, pointers, [values.shape[0], 0, self._cos.shape[0]], ahead)
         self.x, self.scaled, self.squares = values, scaled, squares
-
-    def _attend(self, qkv: Tensor) -> Tensor:
-        out, tokens = torch.empty_like(self.x), self._cos.shape[0]
-        self._kernels.attention(qkv.shape[0] // tokens, [qkv, self._cos, self._sin, out], tokens)
-        return out
 
 
 @torch.library.custom_op("mingc::dit_rows_transform", mutates_args=())
@@ -237,9 +270,7 @@ def _(
     sin: Tensor,
     code: str,
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), squares.new_empty(
-        x.shape[0], _WIDTH // _Tiles(*unpack(code)[0]["down"]).columns
-    )
+    return torch.empty_like(x), squares.new_empty(x.shape[0], _WIDTH // _SQUARES_COLUMNS)
 
 
 @_sample.register_fake
