@@ -25,16 +25,11 @@ Features = VisionFeatures | AudioFeatures | VideoFeatures
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaSpan:
-    """Tokens [start, start + length) ← embeddings [offset, offset + length) of an item.
-
-    `item` counts in `Prompt.vision` for images and videos, in `Prompt.audio` for audio.
-    """
+    """Tokens [start, start + length), which take embeddings."""
 
     kind: MediaKind
     start: int
     length: int
-    item: int
-    offset: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,24 +92,20 @@ class PromptWriter:
         self.close()
         self.ids.append(token_id)
 
-    def _patches(self, token_id: int, span: MediaSpan) -> None:
-        self.ids += [token_id] * span.length
-        self.spans.append(span)
+    def _patches(self, kind: MediaKind, token_id: int, length: int) -> None:
+        self.spans.append(MediaSpan(kind=kind, start=len(self.ids), length=length))
+        self.ids += [token_id] * length
 
-    def _vision_span(self, kind: MediaKind, patch_token: int, grid: Grid, offset: int) -> int:
-        """One grid between image tokens; returns the offset behind it."""
-        length = grid[0] * grid[1] * grid[2] // self._merge_size**2
+    def _vision_span(self, kind: MediaKind, patch_token: int, grid: Grid) -> None:
+        """One grid between image tokens."""
         self._token(self._thinker.image_start_token)
         self.grids.append(VisionSpan(start=len(self.ids), grid=grid))
-        item = len(self.vision) - 1
-        span = MediaSpan(kind=kind, start=len(self.ids), length=length, item=item, offset=offset)
-        self._patches(patch_token, span)
+        self._patches(kind, patch_token, grid[0] * grid[1] * grid[2] // self._merge_size**2)
         self._token(self._thinker.image_end_token)
-        return offset + length
 
     def _image(self, image: VisionFeatures) -> None:
         self.vision.append(image)
-        self._vision_span("image", self._thinker.image_patch_token, image.grid, 0)
+        self._vision_span("image", self._thinker.image_patch_token, image.grid)
         self.text("\n")
 
     def _video(self, video: VideoFeatures) -> None:
@@ -122,16 +113,13 @@ class PromptWriter:
         self.vision.append(video.vision)
         _, height, width = video.vision.grid
         self._token(self._thinker.video_start_token)
-        offset = 0
         for seconds in video.timestamps:
             self.text(f"<{seconds:.1f} seconds>")
-            offset = self._vision_span("video", self._thinker.frame_patch_token, (1, height, width), offset)
+            self._vision_span("video", self._thinker.frame_patch_token, (1, height, width))
         self._token(self._thinker.video_end_token)
 
     def _audio_clip(self, clip: AudioFeatures) -> None:
         self.audio.append(clip)
         self._token(self._thinker.audio_start_token)
-        item = len(self.audio) - 1
-        span = MediaSpan(kind="audio", start=len(self.ids), length=clip.num_tokens, item=item, offset=0)
-        self._patches(self._thinker.audio_patch_token, span)
+        self._patches("audio", self._thinker.audio_patch_token, clip.num_tokens)
         self._token(self._thinker.audio_end_token)
