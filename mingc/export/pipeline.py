@@ -1,4 +1,4 @@
-"""The order of an export: check the checkpoint, write weights, build every graph, voices, manifest, rename."""
+"""The order of an export: check the checkpoint, tokenizers, voices, weights, every graph, manifest, rename."""
 
 from __future__ import annotations
 
@@ -103,14 +103,16 @@ def export_bundle(recipe: ExportRecipe, replay: Replay, progress: Callable[[Step
     notes = [*checkpoint.notes, *check_coverage(checkpoint, stages, configs)]
     with new_bundle(recipe.output, replace_existing=recipe.force) as folder:
         run = _Run(recipe, checkpoint, stages, configs, folder, replay, progress)
-        weights = run.write_weights()
-        results, fidelity = run.build_graphs(weights)
-        records = run.write_voices()
-        notes.extend(run.notes)
         parameters = ModelParameters(
             **{stage.name: stage.parameters(configs[stage.name], run.options) for stage in stages}
         )
+        # What may be missing comes before the hours of compiling: the released weights have no tokenizer.
         copied = tokenizers.copy(checkpoint, folder, parameters, notes, is_synthetic=recipe.synthetic)
+        template = tokenizers.chat_template(checkpoint)
+        records = run.write_voices()
+        weights = run.write_weights()
+        results, fidelity = run.build_graphs(weights)
+        notes.extend(run.notes)
         manifest = Manifest(
             schema=SCHEMA,
             model=recipe.model_name,
@@ -122,7 +124,7 @@ def export_bundle(recipe: ExportRecipe, replay: Replay, progress: Callable[[Step
             parameters=parameters,
             tokenizers=copied,
             speaker_network=voices.copy_speaker_network(checkpoint, folder) if run.has_voices else None,
-            chat_template=tokenizers.chat_template(checkpoint),
+            chat_template=template,
             voices=records,
             notes=tuple(notes),
             files={},

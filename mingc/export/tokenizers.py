@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from mingc.artifacts.manifest import ModelParameters
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
@@ -18,7 +20,8 @@ def copy(
 
     Random weights may do without: the thinker gets one of bytes; of the talker engines can be timed, and `notes` tell
     that nothing more can be done with them.
-    Raises: CheckpointError. The released weights ship no thinker tokenizer (spec: checkpoint.md §1).
+    Raises: CheckpointError when one is missing or is none. The released weights ship no thinker tokenizer (spec:
+    checkpoint.md §1).
     """
     sources = {}
     if parameters.thinker is not None:
@@ -28,7 +31,7 @@ def copy(
     copied = {}
     for name, source in sources.items():
         if source.is_file():
-            text = source.read_text(encoding="utf-8")
+            text = _read_tokenizer(source)
         elif is_synthetic and name == "thinker" and parameters.thinker is not None:
             notes.append("no tokenizer of the thinker: the bundle has one of bytes")
             text = byte_tokenizer(parameters.thinker.vocab_size)
@@ -50,9 +53,25 @@ def copy(
 
 
 def chat_template(checkpoint: Checkpoint) -> str | None:
-    """The jinja template of the thinker's tokenizer_config.json, when there is one."""
+    """The jinja template of the thinker's tokenizer_config.json, when there is one. Raises: CheckpointError."""
     path = checkpoint.root / "tokenizer_config.json"
     if not path.is_file():
         return None
-    template = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"not readable as JSON ({error})", where=str(path)) from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"holds {type(config).__name__}, expected a JSON object", where=str(path))
+    template = config.get("chat_template")
     return template if isinstance(template, str) else None
+
+
+def _read_tokenizer(file: Path) -> str:
+    """The text of a tokenizer.json, after checking that it is one."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        Tokenizer.from_str(text)
+    except Exception as error:  # the library has no type of its own
+        raise CheckpointError(f"not a tokenizer: {error}", where=str(file)) from error
+    return text

@@ -156,8 +156,12 @@ class VoiceMaker:
 
 def _read_wave(path: Path) -> tuple[NDArray[np.float32], int]:
     """First channel of a sound file as (n,) float32, and its rate in Hz."""
-    import soundfile
-
+    try:
+        import soundfile
+    except ImportError as error:
+        raise ConfigError(
+            "registering voices needs soundfile", where="mingc export", fix="pip install 'mingc[export]'"
+        ) from error
     try:
         samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
     except soundfile.SoundFileError as error:

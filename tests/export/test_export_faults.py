@@ -20,7 +20,7 @@ import mingc
 from mingc.errors import CheckpointError, ConfigError
 from mingc.export.backends.aoti import compile_graph
 from mingc.export.checkpoint import Checkpoint, open_checkpoint
-from mingc.export.pipeline import export_bundle
+from mingc.export.pipeline import Step, export_bundle
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stages import find
 from mingc.export.stages.base import StageOptions
@@ -224,3 +224,46 @@ def test_a_voice_list_of_another_form_is_told(tmp_path: Path, document: object) 
     checkpoint = _with_voices(tmp_path / "checkpoint", document)
     with pytest.raises(CheckpointError, match="voice list"):
         find("talker").config(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("tokenizer.json", None, "the thinker's tokenizer.json is missing"),
+        ("tokenizer.json", b'{"added_tokens": []}', "not a tokenizer"),
+        ("talker/llm/tokenizer.json", b"{", "not a tokenizer"),
+        ("talker/llm/tokenizer.json", b"\xff", "not a tokenizer"),
+        ("tokenizer_config.json", b"{", "not readable as JSON"),
+        ("tokenizer_config.json", b"[]", "holds list"),
+    ],
+)
+def test_tokenizers_are_read_before_anything_is_built(
+    tmp_path: Path, file: str, content: bytes | None, says: str
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(_TINY, checkpoint)
+    if content is None:
+        (checkpoint / file).unlink()
+    else:
+        (checkpoint / file).write_bytes(content)
+    recipe = ExportRecipe(checkpoint=checkpoint, output=tmp_path / "out", stages=("thinker", "talker"))
+    steps: list[object] = []
+    with pytest.raises(CheckpointError, match=says) as caught:
+        export_bundle(recipe, replay, steps.append)
+    assert caught.value.where == str(checkpoint / file)
+    assert steps == [] and list(tmp_path.iterdir()) == [checkpoint]
+
+
+def test_voices_are_registered_before_anything_is_built(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(_TINY, checkpoint)
+    wave = next((checkpoint / "talker" / "data").rglob("*.wav"))
+    wave.write_bytes(b"no sound")
+    recipe = ExportRecipe(
+        checkpoint=checkpoint, output=tmp_path / "out", stages=("talker", "cfm", "audio_vae")
+    )
+    steps: list[Step] = []
+    with pytest.raises(CheckpointError, match="the voice's wave cannot be read"):
+        export_bundle(recipe, replay, steps.append)
+    assert {step.name for step in steps} <= {"voice"}
+    assert list(tmp_path.iterdir()) == [checkpoint]
