@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from mingc.artifacts.bundle import Bundle
@@ -42,7 +43,7 @@ def load_voice(bundle: Bundle, record: VoiceRecord) -> VoicePack:
     try:
         tensors = load_file(path)
         latents, embeds, speaker = tensors["latents"][0], tensors["embeds"], tensors["speaker"]
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, IndexError, SafetensorError) as error:
         raise BundleError(f"voice {record.name} cannot be read: {error}", where=str(path)) from error
     if len(embeds) != record.num_patches:
         raise BundleError(

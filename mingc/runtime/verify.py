@@ -16,6 +16,9 @@ from mingc.errors import ConfigError
 from mingc.runtime.golden.comparison import Comparison, FileSummary
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from mingc.runtime.golden.engines import Engines
     from mingc.runtime.golden.ledger import Ledger
 
@@ -143,8 +146,6 @@ def _replay_file(
     stages: tuple[str, ...],
     run: Callable[[Ledger, Mapping[str, Any]], None],
 ) -> _Found:
-    from safetensors.numpy import load_file
-
     from mingc.runtime.golden.ledger import Ledger
 
     dtype = engines.bundle.manifest.fingerprint.dtype
@@ -152,7 +153,7 @@ def _replay_file(
     is_tensors = path.suffix == ".safetensors" and path.is_file()
     ledger = Ledger(
         file,
-        load_file(path) if is_tensors else {},
+        _read_tensors(path) if is_tensors else {},
         tolerance=TOLERANCES[dtype],
         is_exact=dtype == "float32",
     )
@@ -161,7 +162,32 @@ def _replay_file(
         return ledger.summary(_NO_FILES), [], []
     if not engines.has(*stages):
         return ledger.summary(f"this artifact has no {' and '.join(stages)}"), [], []
-    given = json.loads(beside.read_text(encoding="utf-8")) if beside is not None and has_document else {}
+    given = _read_document(beside) if beside is not None and has_document else {}
     with ledger.case("replay"):
         run(ledger, given)
     return ledger.summary(), ledger.comparisons, [f"{file}: {name}" for name in ledger.not_outputs()]
+
+
+def _read_tensors(path: Path) -> dict[str, NDArray[np.generic]]:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        tensors: dict[str, NDArray[np.generic]] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
+    return tensors
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    if not isinstance(document, dict):
+        raise _unreadable(path, f"it holds {type(document).__name__}, not a JSON object")
+    return document
+
+
+def _unreadable(path: Path, why: object) -> ConfigError:
+    return ConfigError(f"{path} cannot be read: {why}", where="--against", fix="copy the golden set again")

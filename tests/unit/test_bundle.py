@@ -13,6 +13,7 @@ from mingc.artifacts.contents import read_contents
 from mingc.artifacts.manifest import Manifest
 from mingc.errors import BundleError, ConfigError, IncompatibleError, IntegrityError
 from mingc.machine import Machine
+from mingc.runtime.speech import load_voice
 
 
 def test_a_bundle_opens_and_its_hashes_hold(bundle_path: Path) -> None:
@@ -214,3 +215,9 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
         (work / "part").write_text("some")
         raise OSError(errno.ENOSPC, "No space left on device")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_voice_that_cannot_be_read_is_named(bundle_path: Path) -> None:
+    bundle = open_bundle(bundle_path)
+    with pytest.raises(BundleError, match="voice DB30 cannot be read"):
+        load_voice(bundle, bundle.manifest.voices[0])

@@ -111,6 +111,16 @@ def test_an_error_of_one_case_is_a_failure_and_the_next_case_runs() -> None:
     assert "too long" in book.comparisons[0].note
 
 
+def test_a_reference_that_the_file_lacks_fails_its_case_alone() -> None:
+    book = ledger()
+    with book.case("first"):
+        book.input("absent")
+    with book.case("second"):
+        book.tensor("a.out", [[1.0, -2.0]])
+    assert [each.outcome for each in book.comparisons] == ["FAIL", "pass"]
+    assert "file.safetensors lacks absent" in book.comparisons[0].note
+
+
 def test_a_summary_counts_what_was_compared_fed_in_and_left() -> None:
     book = ledger()
     assert book.cases("out") == ["a", "b"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mingc.errors import ConfigError, IncompatibleError, IntegrityError
-from mingc.runtime.verify import verify
+from mingc.runtime.verify import _read_document, _read_tensors, verify
 
 
 def test_a_whole_bundle_passes(bundle_path: Path) -> None:
@@ -43,3 +44,16 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_is_hashed(bundle_
     with pytest.raises(ConfigError, match="is not a folder"):
         verify(bundle_path, against=bundle_path / "nowhere", told=steps.append)
     assert steps == []
+
+
+@pytest.mark.parametrize(
+    ("read", "content"), [(_read_tensors, b"no tensors"), (_read_document, b"{"), (_read_document, b"[]")]
+)
+def test_a_golden_file_that_cannot_be_read_is_told(
+    tmp_path: Path, read: Callable[[Path], object], content: bytes
+) -> None:
+    path = tmp_path / "golden"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="golden cannot be read") as caught:
+        read(path)
+    assert caught.value.where == "--against"

@@ -9,10 +9,21 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mingc.errors import MingcError
+from mingc.errors import ConfigError, MingcError
 from mingc.runtime.golden.comparison import Comparison, FileSummary, Kind, Outcome
 
 Array = NDArray[np.generic]
+
+
+class _References(dict[str, Array]):
+    """Arrays of a golden file by name. Asking for one that is not there raises ConfigError."""
+
+    def __init__(self, file: str, arrays: Mapping[str, Array]) -> None:
+        super().__init__(arrays)
+        self._file = file
+
+    def __missing__(self, name: str) -> Array:
+        raise ConfigError(f"{self._file} lacks {name}", where="--against", fix="take a whole golden set")
 
 
 class Ledger:
@@ -28,7 +39,7 @@ class Ledger:
         self, file: str, references: Mapping[str, Array], *, tolerance: float, is_exact: bool
     ) -> None:
         self.file = file
-        self.references = references
+        self.references: Mapping[str, Array] = _References(file, references)
         self.comparisons: list[Comparison] = []
         self._tolerance = tolerance
         self.is_exact = is_exact
@@ -39,7 +50,7 @@ class Ledger:
         return name in self.references
 
     def input(self, name: str) -> Array:
-        """The reference `name`, to be fed into an engine. Raises KeyError when the file lacks it."""
+        """The reference `name`, to be fed into an engine. Raises: ConfigError when the file lacks it."""
         self._inputs.add(name)
         return self.references[name]
 
