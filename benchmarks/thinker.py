@@ -148,14 +148,18 @@ class Rank:
     def prefill(self, prompt: int) -> list[Figure]:
         """Time to the first token of one prompt, alone on the device: its chunks as one CUDA graph."""
         chunk = max(size for size in self.setup.chunks if size <= prompt)
-        table = self.page_table(1, prompt)[0]
+        tables = next(
+            each for each in self.stage["prefill_attention"].spec.inputs if each.name == "page_table"
+        )
+        table = self.page_table(1, prompt)
+        table = torch.cat([table, table.new_zeros(int(tables.shape[0]) - 1, table.shape[1])])
         chunks = []
         for start in range(0, prompt, chunk):
             inputs = self.inputs(chunk, 0)
             place = torch.arange(start, start + chunk, device=self.device)
             inputs["positions"] = place.expand(3, -1).contiguous()
             inputs["page_table"] = table
-            inputs["start"] = torch.tensor([start], device=self.device)
+            inputs["segment"], inputs["index"] = torch.zeros_like(place), place
             inputs["last"] = torch.tensor([chunk - 1], device=self.device)
             chunks.append(inputs)
 

@@ -107,11 +107,11 @@ def decode(ranks: int, pool: Pool, batch: int, context: int, copy_tb_s: float) -
 
 def prefill(ranks: int, pool: Pool, tokens: int, start: int) -> Figure:
     heads, _ = HEADS[ranks]
-    q, place = normal(tokens, heads, SIZE), torch.tensor([start], device="cuda")
-    table = pool.tables(1, start + tokens)[0][0]
+    q, place = normal(tokens, heads, SIZE), torch.arange(start, start + tokens, device="cuda")
+    table, segment = pool.tables(1, start + tokens)[0], torch.zeros_like(place)
 
     def run() -> Tensor:
-        return paged_prefill_attention(q, pool.k, pool.v, table, place, PAGE_SIZE)
+        return paged_prefill_attention(q, pool.k, pool.v, table, segment, place, PAGE_SIZE)
 
     timing = graph_us([run] * 3)
     operations = 4 * SIZE * heads * tokens * (start + (tokens + 1) / 2)

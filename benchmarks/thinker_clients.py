@@ -21,7 +21,7 @@ from mingc.runtime.engines.base import Graph
 from mingc.runtime.kv_cache import PagePool
 from mingc.runtime.prefill_pace import PrefillPace
 from mingc.runtime.request import SamplingParams
-from mingc.runtime.scheduler import ThinkerScheduler
+from mingc.runtime.scheduler import ChunkShape, ThinkerScheduler
 from mingc.runtime.stages import load_stage
 from mingc.runtime.thinker import ThinkerWorker
 from mingc.runtime.thinker_loop import ThinkerLoop, ThinkerPrompt
@@ -150,12 +150,15 @@ class TracingWorker(ThinkerWorker):
             load_stage(bundle, "thinker", device),
             vocab_size=parameters.vocab_size,
             page_size=parameters.page_size,
+            chunk_alignment=parameters.chunk_alignment,
+            shared_rows=parameters.shared_rows,
             num_pages=1 + NUM_REQUESTS * pages,
             device=device,
             is_static=is_static,
         )
         self.widest = 0
         self._traces: dict[int, list[Tensor]] = {}
+        self._prefilled: list[int] = []  # first pages of the prompts in the chunk under way
 
     def trace(self, page: int) -> list[Tensor]:
         """The logits (1, V) that each token of the request was chosen from which began in `page` last."""
@@ -164,8 +167,10 @@ class TracingWorker(ThinkerWorker):
     def _run(self, kind: str, width: int, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         outputs = super()._run(kind, width, inputs)
         if kind.startswith("prefill"):  # what an earlier chunk gave is not kept: no token is chosen from it
-            if len(outputs[0]):  # behind its last part
-                self._traces[int(inputs["page_table"][0])] = [outputs[0].clone()]
+            if inputs:  # of its first part
+                self._prefilled = inputs["page_table"][:, 0].tolist()
+            for page, row in zip(self._prefilled, outputs[0], strict=False):  # rows come with its last part
+                self._traces[page] = [row[None].clone()]
             return outputs
         if kind.endswith("first"):  # a choice from the chunk's
             return outputs
@@ -225,7 +230,7 @@ class _Visit:
             ThinkerScheduler(
                 self._pool,
                 max_running=gathering.max_running,
-                chunk_tokens=worker.max_chunk,
+                chunk=ChunkShape(max_rows=worker.max_chunk),  # a prompt's alone: always cut the same
                 pace=PrefillPace(num_parts=worker.num_parts),
                 max_context=CONTEXT_TOKENS,
                 max_waiting=NUM_REQUESTS,

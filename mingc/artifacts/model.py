@@ -56,6 +56,8 @@ class ThinkerParameters:
     num_layers: int
     max_positions: int
     page_size: int
+    chunk_alignment: int  # a prompt's tokens begin at a multiple of this many rows of a chunk
+    shared_rows: int  # of the longest chunk that may hold tokens of several prompts
     stop_token_ids: tuple[int, ...]
     image_patch_token: int
     frame_patch_token: int

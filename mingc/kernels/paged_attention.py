@@ -14,52 +14,80 @@ from torch.nn import functional as F
 
 from mingc.kernels.dispatch import use_triton
 
+# A chunk's rows of another request begin at a multiple of this: a program of the kernel takes so many, all of one. With
+# 64 two programs share a multiprocessor: one adds up while the other multiplies.
+CHUNK_ALIGNMENT = 64
+# The longest chunk that may hold rows of several requests. Beyond it a chunk's time grows as its rows do: one more
+# request gains nothing and makes the others wait.
+SHARED_ROWS = 1024
+
 
 def token_rows(page_table: Tensor, index: Tensor, page_size: int) -> Tensor:
-    """Pool rows of tokens of one request (or of one token each of several).
+    """Pool rows (B,) int64 of one token each of several requests.
 
     Args:
-        page_table: (P,) int32, or (B, P) with `index` (B,).
-        index: (T,) or (B,) int64, which token of its request.
-
-    Returns: like `index`, int64.
+        page_table: (B, P) int32.
+        index: (B,) int64, which token of its request.
     """
-    place = index // page_size
-    if page_table.dim() == 1:
-        pages = page_table.index_select(0, place)
-    else:
-        pages = page_table.gather(1, place.unsqueeze(1)).squeeze(1)
+    pages = page_table.gather(1, (index // page_size).unsqueeze(1)).squeeze(1)
     return pages.to(torch.int64) * page_size + index % page_size
 
 
+def chunk_rows(page_table: Tensor, segment: Tensor, index: Tensor, page_size: int) -> Tensor:
+    """Pool rows (T,) int64 of a chunk's tokens; padding goes to page 0. Arguments as `paged_prefill_attention`."""
+    place = index.clamp_min(0)
+    pages = page_table.view(-1).index_select(0, segment * page_table.shape[1] + place // page_size)
+    rows = pages.to(torch.int64) * page_size + place % page_size
+    padding = torch.arange(index.shape[0], device=index.device) % page_size
+    return torch.where(index >= 0, rows, padding)
+
+
 def paged_prefill_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, start: Tensor, page_size: int
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    segment: Tensor,
+    index: Tensor,
+    page_size: int,
 ) -> Tensor:
-    """Causal attention of one request's chunk over all of its tokens.
+    """Causal attention of a chunk, which may hold tokens of several requests, over all tokens of each.
 
     Args:
-        q: (T, Hq, d); query head j reads KV head j // (Hq / Hk).
+        q: (T, Hq, d); query head j reads KV head j // (Hq / Hk). Tokens of a request are rows that follow each other,
+            the first at a multiple of `CHUNK_ALIGNMENT`; padding may follow them. More than `SHARED_ROWS` are of one
+            request.
         k_pages, v_pages: (KV, Hk, d).
-        page_table: (P,) int32.
-        start: (1,) int64, tokens of the request before the chunk: query t sees the tokens up to start + t. The
-            rows of all T tokens have been written, padding of the chunk included.
+        page_table: (S, P) int32.
+        segment: (T,) int64, the row of `page_table` that a token belongs to; of padding any.
+        index: (T,) int64, which token of its request: it sees those up to itself, whose rows have been written. -1
+            for padding, whose result is finite where the rows of its segment are.
 
     Returns: (T, Hq, d).
     """
     if use_triton(q, q.shape[-1]):
         from mingc.kernels.gpu import paged_attention as gpu
 
-        attended: Tensor = gpu.paged_prefill_attention(q, k_pages, v_pages, page_table, start, page_size)
+        attended: Tensor = gpu.paged_prefill_attention(
+            q, k_pages, v_pages, page_table, segment, index, page_size
+        )
         return attended
     num_tokens, num_heads, width = q.shape
     num_kv_heads = k_pages.shape[1]
     num_groups = num_heads // num_kv_heads
-    rows = _visible_rows(page_table, start + num_tokens, page_size)
+    num_segments = page_table.shape[0]
+    is_own = torch.arange(num_segments, device=q.device).unsqueeze(1) == segment
+    lengths = torch.where(is_own, index + 1, 1).amax(1, keepdim=True)
+    rows = _visible_rows(page_table, lengths, page_size)
+    num_keys = rows.shape[1]
+    rows = rows.reshape(-1)
+    key = torch.arange(rows.shape[0], device=q.device)
+    is_visible = (key // num_keys == segment.unsqueeze(1)) & (
+        key % num_keys <= index.clamp_min(0).unsqueeze(1)
+    )
     k = k_pages.index_select(0, rows).transpose(0, 1).unsqueeze(1)
     v = v_pages.index_select(0, rows).transpose(0, 1).unsqueeze(1)
     grouped_q = q.view(num_tokens, num_kv_heads, num_groups, width).permute(1, 2, 0, 3)
-    query_index = start + torch.arange(num_tokens, device=q.device)
-    is_visible = torch.arange(rows.shape[0], device=q.device) <= query_index.unsqueeze(1)
     out = F.scaled_dot_product_attention(
         grouped_q,
         k.expand(-1, num_groups, -1, -1),

@@ -74,6 +74,8 @@ class InputBlock:
 
     def write(self, values: Mapping[str, Tensor]) -> None:
         """Replace the contents. On CUDA this does not wait for the device."""
+        if not self._places:
+            return
         if not self._block.is_cuda:
             for name, value in values.items():
                 self.tensors[name].copy_(value)

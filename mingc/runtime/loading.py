@@ -231,7 +231,7 @@ def _load_chat(
     scheduler = ThinkerScheduler(
         PagePool(num_pages, thinker.page_size),
         max_running=min(options.max_running or batch, batch),
-        chunk_tokens=_largest(manifest, "thinker", "T"),
+        chunk=runner.chunk,
         pace=PrefillPace(num_parts=runner.num_parts, times=runner.times),
         max_context=min(context, thinker.max_positions),
         max_waiting=options.max_waiting,

@@ -143,7 +143,9 @@ def _position_index(case: ProbeCase, shape: _Shape) -> Tensor:
 
 
 def _segment(case: ProbeCase, shape: _Shape) -> Tensor:
-    """All patches are of one image."""
+    """All patches are of one image, all tokens of a chunk of one prompt."""
+    if case.stage == "thinker":
+        return torch.zeros(shape)
     return torch.tensor([0, shape[0] * shape[1]]).expand(shape)
 
 
@@ -176,9 +178,9 @@ def _page_table(case: ProbeCase, shape: _Shape) -> Tensor:
     pages = 1 + torch.randperm(case.requests * case.pages, generator=generator).view(
         case.requests, case.pages
     )
-    table = torch.zeros(case.requests, shape[-1], dtype=torch.int64)
-    table[:, : case.pages] = pages
-    return table.view(shape)
+    table = torch.zeros(shape, dtype=torch.int64)
+    table[: case.requests, : case.pages] = pages
+    return table
 
 
 _RULES: Mapping[str, Callable[[ProbeCase, _Shape], Tensor]] = {
@@ -189,6 +191,7 @@ _RULES: Mapping[str, Callable[[ProbeCase, _Shape], Tensor]] = {
     "lengths": _lengths,
     "start": lambda case, shape: torch.full(shape, case.context),
     "last": lambda case, shape: torch.full(shape, case.tokens - 1),
+    "index": lambda case, shape: case.context + torch.arange(shape[0]),
     "slot": _slots,
     "slots": _slots,
     "patch_index": lambda case, shape: torch.full(shape, _STEADY_PATCH),

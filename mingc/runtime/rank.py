@@ -23,8 +23,8 @@ from mingc.artifacts.manifest import read_manifest
 from mingc.runtime import distributed
 from mingc.runtime.stages import load_stage
 from mingc.runtime.step_wire import receive_step
-from mingc.runtime.thinker import PrefillStep
 from mingc.runtime.thinker_start import make_worker
+from mingc.runtime.thinker_step import PrefillStep
 
 LOADED, READY = b"L", b"R"
 

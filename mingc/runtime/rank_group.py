@@ -23,10 +23,12 @@ from mingc.runtime.all_reduce import ReduceChoice
 from mingc.runtime.last_resort import end_process_for
 from mingc.runtime.prefill_pace import StepTimes
 from mingc.runtime.rank import LOADED, READY, RankJob
+from mingc.runtime.scheduler import ChunkShape
 from mingc.runtime.stages import LoadedStage
 from mingc.runtime.step_watch import StepWatch
 from mingc.runtime.step_wire import Step, send_step
-from mingc.runtime.thinker import DecodeStep, LaunchedTokens, PrefillStep, ThinkerWorker
+from mingc.runtime.thinker import LaunchedTokens, ThinkerWorker
+from mingc.runtime.thinker_step import DecodeStep, PrefillStep
 
 STEP_TIMEOUT_S = 60.0
 _MEET_TIMEOUT_S = 60.0  # of ranks that wait for each other while they start
@@ -124,6 +126,11 @@ class RankGroup:
     @property
     def samples(self) -> bool:
         return self._worker.samples
+
+    @property
+    def chunk(self) -> ChunkShape:
+        """As `ThinkerWorker.chunk`."""
+        return self._worker.chunk
 
     @property
     def num_parts(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mingc.errors import CapacityError, RequestError
 from mingc.runtime.kv_cache import PagePool, SlotPool
@@ -16,27 +16,62 @@ from mingc.runtime.prefill_pace import PrefillPace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrefillChunk:
-    """Tokens `start` to `start + count` of a prompt, or some parts of the layers for them.
+class ChunkShape:
+    """What a chunk can hold.
 
     Attributes:
-        first_part, end_part: of `PrefillPace.num_parts`; those before have been run.
-        is_whole: whether these are its last parts.
-        is_last: whether the prompt is whole after them.
+        max_rows: tokens, and what alignment leaves empty.
+        max_prompts: of which it may hold tokens.
+        alignment: the first token of each prompt stands at a multiple of it.
+        shared_rows: longest chunk with tokens of several.
     """
+
+    max_rows: int
+    max_prompts: int = 1
+    alignment: int = 1
+    shared_rows: int = 0
+
+    def place(self, num_rows: int) -> int:
+        """Where a further prompt begins behind `num_rows` rows."""
+        return -(-num_rows // self.alignment) * self.alignment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptPart:
+    """Tokens `start` to `start + count` of a request's prompt; `is_end` when these are its last."""
 
     request: int
     start: int
     count: int
+    is_end: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillChunk:
+    """The next tokens of some prompts, or some parts of the layers for them.
+
+    Attributes:
+        prompts: those still there; in the first parts all.
+        num_rows: from the first token to the last, alignment included.
+        first_part, end_part: of `PrefillPace.num_parts`; those before have been run.
+        is_whole: whether these are its last parts.
+    """
+
+    prompts: tuple[PromptPart, ...]
+    num_rows: int
     first_part: int
     end_part: int
     is_whole: bool
-    is_last: bool
+
+    @property
+    def ended(self) -> tuple[PromptPart, ...]:
+        """The prompts that are whole after these parts."""
+        return tuple(each for each in self.prompts if each.is_end) if self.is_whole else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThinkerPlan:
-    """One step: at most one chunk of one prompt, or parts of it, then one token for each request of `decode`."""
+    """One step: at most one chunk of prompts, or parts of it, then one token for each request of `decode`."""
 
     prefill: PrefillChunk | None
     decode: tuple[int, ...]
@@ -57,14 +92,14 @@ class ThinkerScheduler:
     """Continuous batching with paged KV and chunked prefill.
 
     A request is admitted, in order of arrival, when pages for its prompt and all of its answer are free, so a
-    running request never waits for memory and is never put out. Each step has at most one chunk of one prompt,
-    and of its parts as many as `PrefillPace` says: running answers are held up by these, never by a whole prompt.
-    Chunks go by turns to the oldest prompt and to the one with the least left, so short prompts pass long ones
-    and no prompt starves. One that was begun is made whole before another one begins.
+    running request never waits for memory and is never put out. Each step has at most one chunk, and of its parts as
+    many as `PrefillPace` says: running answers are held up by these, never by a whole prompt. Chunks go by turns to
+    the oldest prompt and to the one with the least left, so short prompts pass long ones and no prompt starves; what
+    others have left joins them while there is room, the oldest first. One that was begun is made whole before another
+    one begins.
 
     Args:
         max_running: requests admitted at once; the largest decode batch.
-        chunk_tokens: longest chunk.
         pace: how much of a chunk a step runs.
         max_context: tokens of prompt and answer together.
         max_waiting: requests in the queue before more are refused.
@@ -75,7 +110,7 @@ class ThinkerScheduler:
         pool: PagePool,
         *,
         max_running: int,
-        chunk_tokens: int,
+        chunk: ChunkShape,
         pace: PrefillPace,
         max_context: int,
         max_waiting: int,
@@ -83,11 +118,9 @@ class ThinkerScheduler:
         self.pool = pool
         self.max_context = min(max_context, pool.max_tokens)
         self.max_running = max_running
-        self._chunk_tokens = chunk_tokens
+        self._chunk = chunk
         self._pace = pace
-        self._begun: tuple[int, int] | None = (
-            None  # request whose chunk is under way, parts that have been run
-        )
+        self._begun: PrefillChunk | None = None  # the last parts that were run, when others are to follow
         self._max_waiting = max_waiting
         self._waiting: OrderedDict[int, _Sequence] = OrderedDict()
         self._prefilling: OrderedDict[int, _Sequence] = OrderedDict()
@@ -133,8 +166,9 @@ class ThinkerScheduler:
         """Forget a request, wherever it is, and free its pages; nothing happens when it is not known."""
         for place in (self._waiting, self._prefilling, self._decoding):
             place.pop(request, None)
-        if self._begun and self._begun[0] == request:
-            self._begun = None
+        if self._begun:
+            left = tuple(each for each in self._begun.prompts if each.request != request)
+            self._begun = replace(self._begun, prompts=left) if left else None
         self.pool.free(request)
 
     def plan(self) -> ThinkerPlan:
@@ -148,17 +182,19 @@ class ThinkerScheduler:
         return ThinkerPlan(prefill=self._next_chunk(), decode=tuple(self._decoding))
 
     def commit(self, plan: ThinkerPlan) -> None:
-        """Record that the prefill chunk of `plan` was run."""
-        chunk = plan.prefill
-        if chunk is None or chunk.request not in self._prefilling:
+        """Record that the prefill chunk of `plan` was run, for those of its prompts that are still there."""
+        if plan.prefill is None:
             return
-        self._begun = None if chunk.is_whole else (chunk.request, chunk.end_part)
-        if not chunk.is_whole:
+        left = tuple(each for each in plan.prefill.prompts if each.request in self._prefilling)
+        if not left or not plan.prefill.is_whole:
+            self._begun = replace(plan.prefill, prompts=left) if left else None
             return
-        self._prefilling[chunk.request].computed += chunk.count
+        self._begun = None
         self._is_turn_of_oldest = not self._is_turn_of_oldest
-        if chunk.is_last:
-            self._decoding[chunk.request] = self._prefilling.pop(chunk.request)
+        for part in left:
+            self._prefilling[part.request].computed += part.count
+            if part.is_end:
+                self._decoding[part.request] = self._prefilling.pop(part.request)
 
     def check_count(self) -> None:
         """Assert that pages belong to admitted requests only, as far as their numbers tell. For idle moments."""
@@ -181,24 +217,40 @@ class ThinkerScheduler:
         """Parts of the chunk under way, or of the next one."""
         if not self._prefilling:
             return None
-        request = self._begun[0] if self._begun else next(iter(self._prefilling))
-        if not self._begun and not self._is_turn_of_oldest:
-            request = min(self._prefilling, key=lambda each: self._left(each))
-        sequence = self._prefilling[request]
-        count = min(self._chunk_tokens, self._left(request))
-        first = self._begun[1] if self._begun else 0
-        parts = self._pace.parts(count, num_prompts=len(self._prefilling), num_answers=len(self._decoding))
-        end = min(first + parts, self._pace.num_parts)
-        is_whole = end == self._pace.num_parts
+        if self._begun:
+            first, prompts, num_rows = self._begun.end_part, self._begun.prompts, self._begun.num_rows
+        else:
+            first = 0
+            prompts, num_rows = self._gather()
+        num_parts = self._pace.num_parts
+        parts = self._pace.parts(num_rows, num_prompts=len(self._prefilling), num_answers=len(self._decoding))
+        end = min(first + parts, num_parts)
         return PrefillChunk(
-            request=request,
-            start=sequence.computed,
-            count=count,
-            first_part=first,
-            end_part=end,
-            is_whole=is_whole,
-            is_last=is_whole and count == self._left(request),
+            prompts=prompts, num_rows=num_rows, first_part=first, end_part=end, is_whole=end == num_parts
         )
+
+    def _gather(self) -> tuple[tuple[PromptPart, ...], int]:
+        """The prompts of a new chunk, and its rows."""
+        request = next(iter(self._prefilling))
+        if not self._is_turn_of_oldest:
+            request = min(self._prefilling, key=self._left)
+        prompts = [self._part(request)]
+        num_rows = prompts[0].count
+        for other in self._prefilling:
+            if len(prompts) == self._chunk.max_prompts:
+                break
+            end = self._chunk.place(num_rows) + self._left(other)
+            if other != request and end <= min(self._chunk.shared_rows, self._chunk.max_rows):
+                prompts.append(self._part(other))
+                num_rows = end
+        return tuple(prompts), num_rows
+
+    def _part(self, request: int) -> PromptPart:
+        """As much of what a prompt has left as a chunk takes."""
+        left = self._left(request)
+        count = min(self._chunk.max_rows, left)
+        start = self._prefilling[request].computed
+        return PromptPart(request=request, start=start, count=count, is_end=count == left)
 
     def _left(self, request: int) -> int:
         sequence = self._prefilling[request]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mingc.runtime.thinker import DecodeStep, PrefillStep
+from mingc.runtime.thinker_step import DecodeStep, PrefillStep
 
 Step = PrefillStep | DecodeStep
 

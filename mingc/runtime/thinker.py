@@ -22,61 +22,10 @@ from mingc.runtime.device_sampler import NUM_COLUMNS, choose_likeliest, choose_t
 from mingc.runtime.distributed import take_from_first_
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.prefill_pace import StepTimes
+from mingc.runtime.scheduler import ChunkShape
 from mingc.runtime.stages import LoadedStage, torch_dtype
 from mingc.runtime.thinker_layers import ThinkerLayers
-
-Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefillStep:
-    """One chunk of one prompt.
-
-    Attributes:
-        input_ids: (n,) int64.
-        positions: (3, n) int64.
-        embed_kind: (n,) int64; 0 word embedding, 1 image gate, 2 audio gate.
-        embeds: (n, D), rows of media tokens; None when the chunk has none.
-        start: tokens of the request before this chunk.
-        pages: (P,) int64, the request's pages in token order, enough for start + n tokens.
-        slot: where the device keeps what sampling needs of the request; 0 when it does not sample.
-        sampling: (1, NUM_COLUMNS) float64 when the device is to choose the token behind this chunk; else None.
-        first_part: the first to be run of `ThinkerWorker.num_parts`; those before have been, for the same chunk, and
-            no other chunk since. `embeds` is read by part 0 alone.
-        end_part: behind the last to be run; None for all that are left.
-    """
-
-    input_ids: Ints
-    positions: Ints
-    embed_kind: Ints
-    embeds: Tensor | None
-    start: int
-    pages: Ints
-    slot: int = 0
-    sampling: NDArray[np.float64] | None = None
-    first_part: int = 0
-    end_part: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeStep:
-    """One token of each of n requests.
-
-    Attributes:
-        input_ids: (n,) int64; -1 for the token that the device chose for the request's slot last.
-        positions: (n,) int64.
-        lengths: (n,) int64, tokens of each request, the new one included.
-        pages: (n, P) int64, pages in token order, padded with 0.
-        slots: (n,) int64; None when the device does not sample.
-        sampling: (n, NUM_COLUMNS) float64, see `device_sampler`; None with `slots`.
-    """
-
-    input_ids: Ints
-    positions: Ints
-    lengths: Ints
-    pages: Ints
-    slots: Ints | None = None
-    sampling: NDArray[np.float64] | None = None
+from mingc.runtime.thinker_step import DecodeStep, Ints, PrefillStep
 
 
 class _Kind(NamedTuple):
@@ -84,7 +33,7 @@ class _Kind(NamedTuple):
 
     Attributes:
         what: a part of a chunk, a decode step, or the choice of a token behind a chunk.
-        width: tokens of a chunk, requests of a step.
+        width: rows of a chunk, requests of a step, prompts of a chunk.
         part: of a chunk, `ThinkerWorker.num_parts` in all.
         draws: whether tokens may be drawn; else each is the likeliest.
     """
@@ -121,6 +70,7 @@ class ThinkerWorker:
 
     Attributes:
         batches, chunks: sizes that steps are padded to.
+        chunk: what a chunk can hold.
         num_parts: that a chunk is run in, one after the other; decode steps may come between them.
         samples: whether `launch` and `launch_first` are there.
         times: of every size, once they were measured.
@@ -134,6 +84,8 @@ class ThinkerWorker:
         *,
         vocab_size: int,
         page_size: int,
+        chunk_alignment: int,
+        shared_rows: int,
         num_pages: int,
         device: torch.device,
         is_static: bool | None = None,
@@ -148,6 +100,13 @@ class ThinkerWorker:
         self._prefill, self._decode = stage["prefill_attention"], stage["decode_attention"]
         self.batches, self.chunks = self._decode.spec.dim("B").buckets, self._prefill.spec.dim("T").buckets
         self.max_batch, self.max_chunk = max(self.batches), max(self.chunks)
+        tables = next(each for each in self._prefill.spec.inputs if each.name == "page_table")
+        self.chunk = ChunkShape(
+            max_rows=self.max_chunk,
+            max_prompts=int(tables.shape[0]),
+            alignment=chunk_alignment,
+            shared_rows=shared_rows,
+        )
         embeds = next(each for each in stage["embed"].spec.inputs if each.name == "embeds")
         dtype, self.hidden_size = torch_dtype(embeds.dtype), int(embeds.shape[1])
         longest = max(self.max_batch, self.max_chunk)
@@ -159,13 +118,14 @@ class ThinkerWorker:
         self._layers = ThinkerLayers(stage, self.state, vocab_size=vocab_size, reduce_=self.reducer.reduce_)
         self.num_parts = self._layers.num_parts
         self._stream: dict[str, Tensor] = {}  # of the chunk under way, rows for the largest
+        self._chunk_inputs: dict[int, Mapping[str, Tensor]] = {}  # by width, of the chunk under way
         self._no_logits = torch.zeros(0, vocab_size, device=device)
         if self.samples:
             slots = self.max_batch + 1
             self._last = torch.zeros(slots, dtype=torch.int64, device=device)  # token of each slot's request
             self._seen = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
             self._yes = torch.ones((), dtype=torch.bool, device=device)
-            self._chunk_logits = torch.zeros(1, vocab_size, device=device)  # of the last chunk
+            self._chunk_logits = torch.zeros(self.chunk.max_prompts, vocab_size, device=device)
         self.times: StepTimes | None = None
         self._runs: dict[_Kind, StaticRun] = {}
         if self.samples:
@@ -183,37 +143,57 @@ class ThinkerWorker:
 
     @torch.inference_mode()
     def prefill(self, step: PrefillStep) -> Tensor:
-        """Run a chunk, or parts of one; logits (1, V) float32 of its last token once it is whole, until the next step.
+        """Run a chunk, or parts of one; logits (s, V) float32 of its last tokens once it is whole, until the next step.
 
         Before that the logits have no rows.
         """
-        count = len(step.input_ids)
-        width = self._prefill.bucket("T", count)
-        inputs = {
-            "page_table": self._page_table(self._prefill, step.pages[None], step.start + count, 1)[0],
-            "start": torch.tensor([step.start]),
-            "last": torch.tensor([count - 1]),
-        }
+        offsets = self._offsets(step.counts)
+        width = self._prefill.bucket("T", int(offsets[-1] + step.counts[-1]))
         for part in range(step.first_part, step.end_part or self.num_parts):
-            first = {} if part else self._chunk_inputs(step, width)
-            logits, *told = self._run(_Kind("chunk", width, part=part), {**inputs, **first})
+            inputs = self._first_inputs(step, offsets, width) if part == 0 else {}
+            logits, *told = self._run(_Kind("chunk", width, part=part), inputs)
             if part == 0:
                 self.routes = []
             self.routes += zip(told[::2], told[1::2], strict=True)
-        return logits
+        return logits[: len(step.counts)]
 
-    def _chunk_inputs(self, step: PrefillStep, width: int) -> dict[str, Tensor]:
-        """What the first part of a chunk takes besides the others' inputs."""
-        count = len(step.input_ids)
+    def _offsets(self, counts: Ints) -> Ints:
+        """The row that each prompt of a chunk begins at."""
+        offsets, end = [], 0
+        for count in counts:
+            offsets.append(self.chunk.place(end))
+            end = offsets[-1] + int(count)
+        return np.array(offsets, np.int64)
+
+    def _first_inputs(self, step: PrefillStep, offsets: Ints, width: int) -> dict[str, Tensor]:
+        """What the first part of a chunk takes; the others read it where it was put."""
+        prompts = np.repeat(np.arange(len(step.counts)), step.counts)
+        before = np.cumsum(step.counts) - step.counts  # tokens of the prompts in front
+        place = np.arange(len(prompts)) - before[prompts]
+        rows = offsets[prompts] + place
         if step.embeds is not None:
-            self._embeds[:count].copy_(step.embeds)
-        positions = np.zeros((3, width), np.int64)
-        positions[:, :count] = step.positions
+            for offset, begin, count in zip(offsets, before, step.counts, strict=True):
+                self._embeds[offset : offset + count].copy_(step.embeds[begin : begin + count])
+
+        def put(values: Ints, padding: int = 0) -> Tensor:
+            spread = np.full((*values.shape[:-1], width), padding, np.int64)
+            spread[..., rows] = values
+            return torch.from_numpy(spread)
+
+        held = self.chunk.max_prompts
         return {
-            "input_ids": _padded(step.input_ids, width),
-            "embed_kind": _padded(step.embed_kind, width),
-            "positions": torch.from_numpy(positions),
-            "slot": torch.tensor([step.slot]),
+            "input_ids": put(step.input_ids),
+            "embed_kind": put(step.embed_kind),
+            "positions": put(step.positions),
+            "segment": put(prompts),
+            "index": put(step.starts[prompts] + place, -1),
+            "row_slots": put(step.slots[prompts]),
+            "page_table": self._page_table(
+                self._prefill, step.pages, int((step.starts + step.counts).max()), held
+            ),
+            "last": _padded(offsets + step.counts - 1, held),
+            "starts": _padded(step.starts, held),
+            "slots": _padded(step.slots, held),
         }
 
     @torch.inference_mode()
@@ -231,12 +211,19 @@ class ThinkerWorker:
 
     @torch.inference_mode()
     def launch_first(self, step: PrefillStep) -> LaunchedTokens:
-        """Run the last chunk of a prompt and choose the answer's first token; does not wait for the device."""
-        assert self.samples and step.sampling is not None, "the worker was made to sample"
+        """Run the last parts of a chunk and choose the first tokens (k,) of answers; does not wait for the device."""
+        assert self.samples and step.sampling is not None and step.ended is not None, (
+            "the worker was made to sample"
+        )
         self.prefill(step)
-        inputs = {"slots": torch.tensor([step.slot]), "sampling": torch.from_numpy(step.sampling).float()}
-        (chosen,) = self._run(_Kind("first", 1, draws=needs_draw(step.sampling)), inputs)
-        return LaunchedTokens(download=Download(chosen))
+        held = self.chunk.max_prompts
+        inputs = {
+            "ended": _padded(step.ended, held),
+            "slots": _padded(step.slots[step.ended], held),
+            "sampling": _padded_sampling(step.sampling, held),
+        }
+        (chosen,) = self._run(_Kind("first", held, draws=needs_draw(step.sampling)), inputs)
+        return LaunchedTokens(download=Download(chosen[: len(step.ended)]))
 
     def _decode_step(self, step: DecodeStep, *, draws: bool) -> tuple[Tensor, ...]:
         width = self._decode.bucket("B", len(step.input_ids))
@@ -247,11 +234,8 @@ class ThinkerWorker:
             "page_table": self._page_table(self._decode, step.pages, int(step.lengths.max()), width),
         }
         if self.samples:
-            sampling = torch.zeros(width, NUM_COLUMNS)
-            if step.sampling is not None:
-                sampling[: len(step.sampling)] = torch.from_numpy(step.sampling)
             slots = np.zeros(1, np.int64) if step.slots is None else step.slots
-            inputs.update(slots=_padded(slots, width), sampling=sampling)
+            inputs.update(slots=_padded(slots, width), sampling=_padded_sampling(step.sampling, width))
         return self._run(_Kind("decode", width, draws=draws), inputs)
 
     def _run(self, kind: _Kind, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -269,14 +253,16 @@ class ThinkerWorker:
                 return partial(self._run_decode, draws=kind.draws)
 
     def _run_prefill(self, inputs: Mapping[str, Tensor], *, part: int, width: int) -> tuple[Tensor, ...]:
-        """Logits (1, V) behind the last part, else (0, V); then what expert layers tell."""
+        """Logits (S, V) behind the last part, else (0, V); then what expert layers tell."""
         if part == 0:
             inputs = {**inputs, "embeds": self._embeds[:width]}
+            self._chunk_inputs[width] = inputs
             if self.samples:
-                ids, slot, start = inputs["input_ids"], inputs["slot"], inputs["start"]
-                self._seen.index_copy_(0, slot, self._seen.index_select(0, slot) & (start > 0))
-                is_token = torch.arange(width, device=self.device) <= inputs["last"]
-                self._seen.index_put_((slot, torch.where(is_token, ids, ids[0])), self._yes)
+                slots, is_begun = inputs["slots"], (inputs["starts"] > 0).unsqueeze(1)
+                self._seen.index_copy_(0, slots, self._seen.index_select(0, slots) & is_begun)
+                rows = inputs["row_slots"]  # of padding slot 0
+                self._seen.index_put_((rows, inputs["input_ids"]), self._yes)
+        inputs = self._chunk_inputs[width]
         before = {name: kept[:width] for name, kept in self._stream.items()}
         stream, routes = self._layers.prefill_part(part, inputs, before)
         if part < self.num_parts - 1:
@@ -297,7 +283,8 @@ class ThinkerWorker:
                 kept.copy_(value)
 
     def _run_first(self, inputs: Mapping[str, Tensor], *, draws: bool) -> tuple[Tensor, ...]:
-        return (self._choose(self._chunk_logits, inputs, draws=draws),)
+        logits = self._chunk_logits.index_select(0, inputs["ended"])
+        return (self._choose(logits, inputs, draws=draws),)
 
     def _run_decode(self, inputs: Mapping[str, Tensor], *, draws: bool) -> tuple[Tensor, ...]:
         ids = inputs["input_ids"]
@@ -328,21 +315,19 @@ class ThinkerWorker:
     def _prepare(self) -> None:
         """A run for every size, the largest first: the others then fit into the memory its graph has taken."""
         pool = GraphPool(self.device) if self.device.type == "cuda" else None
-        one = (torch.int64, (1,))
+        held = self.chunk.max_prompts
+        prompts = (torch.int64, (held,))
         for width in sorted(self.chunks, reverse=True):
-            ints = (torch.int64, (width,))
-            table = (torch.int32, (max(self._prefill.spec.dim("P").buckets),))
-            shapes: Shapes = {"page_table": table, "start": one, "last": one}
-            first = {
-                "input_ids": ints,
-                "embed_kind": ints,
+            rows = (torch.int64, (width,))
+            shapes: Shapes = {
+                **dict.fromkeys(("input_ids", "embed_kind", "segment", "index", "row_slots"), rows),
                 "positions": (torch.int64, (3, width)),
-                "slot": one,
+                "page_table": (torch.int32, (held, max(self._prefill.spec.dim("P").buckets))),
+                **dict.fromkeys(("last", "starts", "slots"), prompts),
             }
             for part in range(self.num_parts):
-                inputs = shapes if part else {**shapes, **first}
                 kind = _Kind("chunk", width, part=part)
-                self._prepare_run(kind, inputs, pool, f"a chunk of {width} tokens")
+                self._prepare_run(kind, {} if part else shapes, pool, f"a chunk of {width} tokens")
         for width in sorted(self.batches, reverse=True):
             ints = (torch.int64, (width,))
             shapes = {
@@ -356,10 +341,10 @@ class ThinkerWorker:
             for draws in (True, False):
                 kind = _Kind("decode", width, draws=draws)
                 self._prepare_run(kind, shapes, pool, f"a step of batch {width}")
-        shapes = {"slots": one, "sampling": (torch.float32, (1, NUM_COLUMNS))}
+        shapes = {"ended": prompts, "slots": prompts, "sampling": (torch.float32, (held, NUM_COLUMNS))}
         for draws in (True, False):
-            kind = _Kind("first", 1, draws=draws)
-            self._prepare_run(kind, shapes, pool, "the choice of a first token")
+            kind = _Kind("first", held, draws=draws)
+            self._prepare_run(kind, shapes, pool, "the choice of first tokens")
 
     def _prepare_run(self, kind: _Kind, shapes: Shapes, pool: GraphPool | None, name: str) -> None:
         run = self._function(kind)
@@ -378,3 +363,11 @@ def _padded(values: Ints, size: int) -> Tensor:
     padded = np.zeros(size, np.int64)
     padded[: len(values)] = values
     return torch.from_numpy(padded)
+
+
+def _padded_sampling(sampling: NDArray[np.float64] | None, size: int) -> Tensor:
+    """(size, NUM_COLUMNS) float32; the rows behind those given are greedy."""
+    padded = torch.zeros(size, NUM_COLUMNS)
+    if sampling is not None:
+        padded[: len(sampling)] = torch.from_numpy(sampling)
+    return padded

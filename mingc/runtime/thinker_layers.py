@@ -51,9 +51,10 @@ class ThinkerLayers:
         self.num_parts = min(_MOST_PARTS, len(self._layers["prefill"]) // 2)
 
     def prefill(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Logits (1, V) float32 of token `last` of one request's chunk.
+        """Logits (S, V) float32 of the tokens `last` of a chunk.
 
-        Inputs: of `embed` (input_ids, embeds, embed_kind, positions), page_table (P,), start (1,), last (1,).
+        Inputs: of `embed` (input_ids, embeds, embed_kind, positions), page_table (S, P), segment (T,), index (T,), last
+        (S,): rows of the chunk.
         Behind the logits, of each expert layer, the ids and weights (T, K) of the experts; nothing when the engines
         do not tell.
         """
@@ -82,7 +83,7 @@ class ThinkerLayers:
         return {**stream, "residual": residual, "delta": delta}, routes
 
     def chunk_logits(self, inputs: Mapping[str, Tensor], stream: Mapping[str, Tensor]) -> Tensor:
-        """Logits (1, V) float32 of token `last` behind the last part."""
+        """Logits (S, V) float32 of the tokens `last` behind the last part."""
         last = inputs["last"]
         return self._logits(*(stream[name].index_select(0, last) for name in ("residual", "delta")))
 

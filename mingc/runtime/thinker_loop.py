@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -27,8 +27,9 @@ from mingc.runtime.kv_cache import SlotPool
 from mingc.runtime.prefill_pace import StepTimes
 from mingc.runtime.request import FinishReason, SamplingParams
 from mingc.runtime.sampler import SamplerRow, sample, uniform
-from mingc.runtime.scheduler import PrefillChunk, ThinkerScheduler
-from mingc.runtime.thinker import DecodeStep, LaunchedTokens, PrefillStep
+from mingc.runtime.scheduler import PrefillChunk, PromptPart, ThinkerScheduler
+from mingc.runtime.thinker import LaunchedTokens
+from mingc.runtime.thinker_step import DecodeStep, PrefillStep
 
 log = logging.getLogger("mingc.engine")
 
@@ -116,6 +117,8 @@ class ThinkerLoop(EngineThread):
         self._requests: dict[int, _Running] = {}
         self._ids = itertools.count(1)
         self._slots = SlotPool(scheduler.max_running + 1)
+        self._chunk_requests: list[int] = []  # of the chunk under way, those that have gone included
+        self._chunk_step: PrefillStep  # its tokens, with which every part of it is run
         self._launched: deque[tuple[list[tuple[int, _Running]], LaunchedTokens]] = deque()
 
     def submit(
@@ -159,7 +162,7 @@ class ThinkerLoop(EngineThread):
         with self._lock:
             self.scheduler.commit(plan)
         if plan.prefill is not None and logits is not None:
-            self._sample([plan.prefill.request], logits)
+            self._sample([each.request for each in plan.prefill.ended], logits)
         if self._runner.samples:
             self._run_ahead(plan.decode, under_way)
         elif plan.decode:
@@ -167,33 +170,50 @@ class ThinkerLoop(EngineThread):
         return True
 
     def _run_prefill(self, chunk: PrefillChunk) -> Tensor | None:
-        """Logits (1, V) when the prompt is whole and the host is to choose. A failure is told to the request."""
-        running = self._requests[chunk.request]
-        prompt = running.prompt
-        if chunk.start == chunk.first_part == 0:
-            self._slots.allocate(chunk.request)
-        inside = slice(chunk.start, chunk.start + chunk.count)
-        step = PrefillStep(
-            input_ids=prompt.input_ids[inside],
-            positions=prompt.positions[:, inside],
-            embed_kind=prompt.embed_kind[inside],
-            embeds=_chunk_embeds(prompt, chunk.start, chunk.count) if chunk.first_part == 0 else None,
-            start=chunk.start,
-            slot=self._slots.slot(chunk.request),
-            pages=self._pages(chunk.request, chunk.start + chunk.count),
-            sampling=_sampling([running]) if chunk.is_last and self._runner.samples else None,
+        """Logits (k, V) of the k prompts that are whole now, when the host is to choose. A failure is told to all."""
+        requests = [each.request for each in chunk.prompts]
+        if chunk.first_part == 0:
+            for part in chunk.prompts:
+                if part.start == 0:
+                    self._slots.allocate(part.request)
+            self._chunk_requests, self._chunk_step = requests, self._prefill_step(chunk.prompts)
+        ended = [each.request for each in chunk.ended]
+        rows = np.array([self._chunk_requests.index(each) for each in ended], np.int64)
+        samples = bool(ended) and self._runner.samples
+        step = replace(
+            self._chunk_step,
+            embeds=self._chunk_step.embeds if chunk.first_part == 0 else None,
             first_part=chunk.first_part,
             end_part=chunk.end_part,
+            ended=rows if samples else None,
+            sampling=_sampling([self._requests[each] for each in ended]) if samples else None,
         )
         try:
-            if step.sampling is None:
-                logits = self._runner.prefill(step)
-                return logits if chunk.is_last else None
-            self._add_launched([chunk.request], self._runner.launch_first(step))
-            return None
+            if samples:
+                self._add_launched(ended, self._runner.launch_first(step))
+                return None
+            logits = self._runner.prefill(step)
+            return logits[torch.from_numpy(rows).to(logits.device)] if ended else None
         except Exception as error:
-            self._fail_step([chunk.request], error)
+            self._fail_step(requests, error)
             return None
+
+    def _prefill_step(self, parts: Sequence[PromptPart]) -> PrefillStep:
+        """The tokens of a chunk's prompts, one prompt's behind the other's."""
+        prompts = [self._requests[each.request].prompt for each in parts]
+        inside = [slice(each.start, each.start + each.count) for each in parts]
+        both = list(zip(prompts, inside, strict=True))
+        pages = [self._pages(each.request, each.start + each.count) for each in parts]
+        return PrefillStep(
+            input_ids=np.concatenate([prompt.input_ids[where] for prompt, where in both]),
+            positions=np.concatenate([prompt.positions[:, where] for prompt, where in both], axis=1),
+            embed_kind=np.concatenate([prompt.embed_kind[where] for prompt, where in both]),
+            embeds=_chunk_embeds(both),
+            counts=np.array([each.count for each in parts], np.int64),
+            starts=np.array([each.start for each in parts], np.int64),
+            pages=_page_table(pages),
+            slots=np.array([self._slots.slot(each.request) for each in parts], np.int64),
+        )
 
     def _run_decode(self, requests: Sequence[int]) -> None:
         try:
@@ -239,9 +259,6 @@ class ThinkerLoop(EngineThread):
         pages = [
             self._pages(request, each.num_tokens) for request, each in zip(requests, running, strict=True)
         ]
-        table = np.zeros((len(pages), max(map(len, pages))), np.int64)
-        for row, owned in enumerate(pages):
-            table[row, : len(owned)] = owned
         slots, sampling = None, None
         if self._runner.samples:
             slots = np.array([self._slots.slot(request) for request in requests])
@@ -250,7 +267,7 @@ class ThinkerLoop(EngineThread):
             input_ids=np.array([-1 if each.pending else each.answer[-1] for each in running]),
             positions=lengths - 1 + np.array([each.prompt.rope_delta for each in running]),
             lengths=lengths,
-            pages=table,
+            pages=_page_table(pages),
             slots=slots,
             sampling=sampling,
         )
@@ -315,13 +332,26 @@ def _sampling(running: Sequence[_Running]) -> NDArray[np.float64]:
     )
 
 
-def _chunk_embeds(prompt: ThinkerPrompt, start: int, count: int) -> Tensor | None:
-    """(count, D) with the media embeddings of this chunk at their rows; None when it has none."""
-    if prompt.media_embeds is None:
+def _page_table(pages: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """(n, P) with the pages of each in a row, 0 behind them."""
+    table = np.zeros((len(pages), max(map(len, pages))), np.int64)
+    for row, owned in enumerate(pages):
+        table[row, : len(owned)] = owned
+    return table
+
+
+def _chunk_embeds(parts: Sequence[tuple[ThinkerPrompt, slice]]) -> Tensor | None:
+    """(n, D) with the media embeddings of a chunk at their rows; None when it has none."""
+    given = next((prompt.media_embeds for prompt, _ in parts if prompt.media_embeds is not None), None)
+    if given is None:
         return None
-    first, end = np.searchsorted(prompt.media_rows, [start, start + count])
-    if first == end:
-        return None
-    embeds = prompt.media_embeds.new_zeros(count, prompt.media_embeds.shape[1])
-    embeds[torch.from_numpy(prompt.media_rows[first:end] - start)] = prompt.media_embeds[first:end]
-    return embeds
+    embeds = given.new_zeros(sum(inside.stop - inside.start for _, inside in parts), given.shape[1])
+    begin, has_media = 0, False
+    for prompt, inside in parts:
+        if prompt.media_embeds is not None:
+            first, end = np.searchsorted(prompt.media_rows, [inside.start, inside.stop])
+            rows = torch.from_numpy(prompt.media_rows[first:end] - inside.start + begin)
+            embeds[rows] = prompt.media_embeds[first:end]
+            has_media |= bool(end > first)
+        begin += inside.stop - inside.start
+    return embeds if has_media else None

@@ -10,7 +10,8 @@ import torch
 from mingc.artifacts.manifest import Manifest
 from mingc.runtime.prefill_pace import StepTimes
 from mingc.runtime.stages import LoadedStage
-from mingc.runtime.thinker import DecodeStep, PrefillStep, ThinkerWorker
+from mingc.runtime.thinker import ThinkerWorker
+from mingc.runtime.thinker_step import DecodeStep, PrefillStep
 from mingc.runtime.timing import call_ms
 
 
@@ -24,6 +25,8 @@ def make_worker(
         stage,
         vocab_size=parameters.vocab_size,
         page_size=parameters.page_size,
+        chunk_alignment=parameters.chunk_alignment,
+        shared_rows=parameters.shared_rows,
         num_pages=num_pages,
         device=device,
     )
@@ -42,8 +45,10 @@ def time_sizes(worker: ThinkerWorker) -> StepTimes:
             positions=np.tile(np.arange(size), (3, 1)),
             embed_kind=np.zeros(size, np.int64),
             embeds=None,
-            start=0,
-            pages=np.zeros(-(-size // worker.page_size), np.int64),
+            counts=np.array([size]),
+            starts=np.zeros(1, np.int64),
+            pages=np.zeros((1, -(-size // worker.page_size)), np.int64),
+            slots=np.zeros(1, np.int64),
         )
         return lambda: worker.prefill(step)
 

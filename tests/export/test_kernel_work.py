@@ -135,8 +135,10 @@ def attend_pages_at_once() -> object:
 
 
 def attend_pages_by_chunk() -> object:
-    q, start = torch.randn(TOKENS, HEADS, SIZE), torch.tensor([16])
-    return paged_attention.paged_prefill_attention(q, *pages(), tables(1)[0], start, PAGE)
+    q, index = torch.randn(TOKENS, HEADS, SIZE), 16 + torch.arange(TOKENS)
+    return paged_attention.paged_prefill_attention(
+        q, *pages(), tables(1), torch.zeros_like(index), index, PAGE
+    )
 
 
 def write_pages() -> object:

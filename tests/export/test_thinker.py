@@ -16,7 +16,7 @@ from torch import Tensor
 from mingc.errors import CheckpointError
 from mingc.export.capture import check_example
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.layers.decoder import PAGE_SIZE, Decoder
+from mingc.export.layers.decoder import PAGE_SIZE, Attention, Decoder
 from mingc.export.layers.moe import MoeFeedForward
 from mingc.export.stages.base import Shard, StageOptions
 from mingc.export.stages.thinker import STAGE, ThinkerConfig
@@ -268,3 +268,35 @@ def test_sizes_to_trace_and_check_are_in_range(config: ThinkerConfig, batch_size
         for dim in plan.spec.dims:
             for sizes in (plan.trace_dims, plan.check_dims):
                 assert dim.minimum <= sizes[dim.name] <= dim.maximum, f"{plan.spec.name}: {dim.name}"
+
+
+def test_prompts_that_share_a_chunk_see_only_their_own(config: ThinkerConfig) -> None:
+    """A graph of static sizes takes several; each gets what it gets in a chunk of its own."""
+    options = StageOptions(
+        dtype=torch.bfloat16,
+        static_buckets=True,
+        batch_sizes=(1, 2, 4),
+        context_tokens=256,
+        prefill_tokens=256,
+    )
+    (plan,) = (
+        each for each in STAGE.graphs(config, Shard(), options) if each.spec.name == "prefill_attention"
+    )
+    sizes = {"T": 256, "P": 16, "KV": 80 * PAGE_SIZE}
+    generator = torch.Generator().manual_seed(0)
+    example = {name: each.float() if each.is_floating_point() else each
+               for name, each in plan.example(sizes, generator).items()}  # fmt: skip
+    assert example["segment"].unique().tolist() == [0, 1, 2, 3]
+    attention = Attention(config.decoder, 1)
+    for weight in attention.parameters():
+        weight.data.normal_(0, 0.1, generator=generator)
+    names = [each.name for each in (*plan.spec.inputs, *plan.spec.state)]
+    _, together = attention.prefill(*(example[name].clone() for name in names))
+    for prompt in range(4):
+        own = example["segment"] == prompt
+        alone = {name: each[own] if each.shape[0] == 256 and "pages" not in name else each
+                 for name, each in example.items()}  # fmt: skip
+        alone["page_table"] = example["page_table"][prompt : prompt + 1]
+        alone["segment"] = torch.zeros_like(alone["segment"])
+        _, expected = attention.prefill(*(alone[name].clone() for name in names))
+        torch.testing.assert_close(together[own], expected)

@@ -113,13 +113,12 @@ def test_every_instance_agrees_with_its_module(
 def written_rows(example: dict[str, Tensor]) -> Tensor:
     """Pool rows that a run may write: of its tokens, and page 0."""
     table = example["page_table"].long()
-    if table.dim() == 2:
-        index = example["lengths"] - 1
-        rows = table.gather(1, index[:, None] // PAGE_SIZE)[:, 0] * PAGE_SIZE + index % PAGE_SIZE
+    if "lengths" in example:
+        request, index = torch.arange(len(table)), example["lengths"] - 1
     else:
-        index = example["start"] + torch.arange(len(example["residual"]))
-        index = index[index < len(table) * PAGE_SIZE]
-        rows = table[index // PAGE_SIZE] * PAGE_SIZE + index % PAGE_SIZE
+        is_real = example["index"] >= 0
+        request, index = example["segment"][is_real], example["index"][is_real]
+    rows = table[request, index // PAGE_SIZE] * PAGE_SIZE + index % PAGE_SIZE
     return torch.cat((rows, torch.arange(PAGE_SIZE)))
 
 

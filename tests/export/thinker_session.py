@@ -143,8 +143,9 @@ class Session:
                     "embeds": torch.nn.functional.pad(prompt.embeds[index], (0, 0, 0, padding)),
                     "embed_kind": pad(prompt.embed_kind[index]),
                     "positions": pad(prompt.positions[:, index]),
-                    "page_table": prompt.pages[: -(-end // PAGE_SIZE)],
-                    "start": torch.tensor([start]),
+                    "page_table": prompt.pages[None, : -(-end // PAGE_SIZE)],
+                    "segment": torch.zeros(end - start + padding, dtype=torch.int64),
+                    "index": torch.nn.functional.pad(index, (0, padding), value=-1),
                     "last": torch.tensor([end - start - 1]),
                 }
             )

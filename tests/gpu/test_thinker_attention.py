@@ -76,23 +76,50 @@ def test_padding_requests_stay_finite() -> None:
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 @pytest.mark.parametrize(("tokens", "start"), [(16, 0), (17, 4070), (300, 1000), (2048, 5), (4096, 0)])
 def test_prefill(heads: int, kv_heads: int, tokens: int, start: int) -> None:
-    table = tables([start + tokens], 256)[0]
+    table = tables([start + tokens], 256)
     k, v = pools(int(table.max()) + 1, kv_heads)
     q = 2 * normal(tokens, heads, SIZE)
-    got = paged_prefill_attention(q, k, v, table, ints(start), PAGE)
+    place = start + torch.arange(tokens, device="cuda")
+    got = paged_prefill_attention(q, k, v, table, torch.zeros_like(place), place, PAGE)
     with plain_torch():
-        expected = paged_prefill_attention(q.float(), k.float(), v.float(), table, ints(start), PAGE)
+        expected = paged_prefill_attention(
+            q.float(), k.float(), v.float(), table, torch.zeros_like(place), place, PAGE
+        )
     check(got, expected)
 
 
-def test_padding_of_a_chunk_may_lie_beyond_the_table() -> None:
-    table = tables([256], 16)[0]
-    k, v = pools(17, 1)
-    q = normal(64, 8, SIZE)
-    got = paged_prefill_attention(q, k, v, table, ints(240), PAGE)
-    expected = paged_prefill_attention(q[:16], k, v, table, ints(240), PAGE)
-    assert got.isfinite().all()
-    check(got[:16], expected)
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_prefill_of_requests_that_share_a_chunk(heads: int, kv_heads: int) -> None:
+    parts = [(0, 5), (1000, 64), (37, 130), (4000, 1)]  # tokens before the chunk, and in it
+    lengths = [start + count for start, count in parts]
+    table = tables([*lengths, 0], 256)
+    k, v = pools(int(table.max()) + 1, kv_heads)
+    for pages, length in zip(table, lengths, strict=False):
+        rows = (pages.long().unsqueeze(1) * PAGE + torch.arange(PAGE, device="cuda")).flatten()
+        unseen = rows[length : -(-length // PAGE) * PAGE]
+        k[unseen] = v[unseen] = torch.nan
+    offsets = [0, 64, 128, 320]
+    tokens = 448  # a block and a half of padding behind
+    segment = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+    index = segment - 1
+    for prompt, (offset, (start, count)) in enumerate(zip(offsets, parts, strict=True)):
+        segment[offset : offset + count] = prompt
+        index[offset : offset + count] = start + torch.arange(count, device="cuda")
+    q = 2 * normal(tokens, heads, SIZE)
+    got = paged_prefill_attention(q, k, v, table, segment, index, PAGE)
+    assert got[index >= 0].isfinite().all()
+    for prompt, (offset, (_, count)) in enumerate(zip(offsets, parts, strict=True)):
+        own = slice(offset, offset + count)
+        alone = paged_prefill_attention(
+            q[own].clone(), k, v, table[prompt : prompt + 1], torch.zeros_like(index[own]), index[own], PAGE
+        )
+        check(got[own], alone)
+        with plain_torch():
+            expected = paged_prefill_attention(
+                q[own].float(), k.nan_to_num().float(), v.nan_to_num().float(), table[prompt : prompt + 1],
+                torch.zeros_like(index[own]), index[own], PAGE,
+            )  # fmt: skip
+        check(got[own], expected)
 
 
 @pytest.mark.parametrize("tokens", [1, 33, 500])

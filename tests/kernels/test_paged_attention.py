@@ -8,7 +8,12 @@ from torch import Tensor
 
 from mingc.kernels.decode_attention import decode_attention
 from mingc.kernels.norm_rope_write import norm_rope_write
-from mingc.kernels.paged_attention import paged_decode_attention, paged_prefill_attention, token_rows
+from mingc.kernels.paged_attention import (
+    chunk_rows,
+    paged_decode_attention,
+    paged_prefill_attention,
+    token_rows,
+)
 
 PAGE = 8
 
@@ -34,25 +39,34 @@ def rows_of(table: Tensor) -> Tensor:
 
 
 def test_rows_of_tokens() -> None:
-    one = torch.tensor([5, 2, 9], dtype=torch.int32)
-    index = torch.tensor([0, 7, 8, 20])
-    assert token_rows(one, index, PAGE).tolist() == [40, 47, 16, 76]
     several = torch.tensor([[5, 2], [3, 0], [1, 4]], dtype=torch.int32)
+    segment, index = torch.tensor([0, 0, 0, 2, 2, 0, 1]), torch.tensor([0, 7, 8, 15, -1, -1, 3])
+    assert chunk_rows(several, segment, index, PAGE).tolist() == [40, 47, 16, 39, 4, 5, 27]
     assert token_rows(several, torch.tensor([9, 1, 15]), PAGE).tolist() == [17, 25, 39]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (8, 1), (3, 3)])
 def test_prefill(heads: int, kv_heads: int) -> None:
     k, v, generator = make_pool(12, kv_heads)
-    table = (1 + torch.randperm(11, generator=generator)[:6]).to(torch.int32)
-    rows, start = rows_of(table), 25  # a chunk in the middle: rows behind it are not seen
-    k[rows[start + 12 :]] = v[rows[start + 12 :]] = torch.nan
-    q = torch.randn(12, heads, 16, generator=generator)
-    got = paged_prefill_attention(q, k, v, table, torch.tensor([start]), PAGE)
-    for token in range(12):
-        seen = rows[: start + token + 1]
-        expected = dense(q[token], k[seen], v[seen])
-        torch.testing.assert_close(got[token].double(), expected, rtol=1e-5, atol=1e-5)
+    tables = (1 + torch.randperm(11, generator=generator)[:10]).to(torch.int32).view(2, 5)
+    parts = {
+        0: (25, 12),
+        1: (3, 9),
+    }  # chunks in the middle: tokens before, and in them; rows behind are not seen
+    segment, index = torch.zeros(25, dtype=torch.int64), torch.full((25,), -1)
+    for prompt, (start, count) in parts.items():
+        unseen = rows_of(tables[prompt])[start + count :]
+        k[unseen] = v[unseen] = torch.nan
+        own = slice(14 * prompt, 14 * prompt + count)
+        segment[own], index[own] = prompt, start + torch.arange(count)
+    q = torch.randn(25, heads, 16, generator=generator)
+    got = paged_prefill_attention(q, k, v, tables, segment, index, PAGE)
+    assert got.isfinite().all()
+    for token, (prompt, place) in enumerate(zip(segment.tolist(), index.tolist(), strict=True)):
+        if place >= 0:
+            seen = rows_of(tables[prompt])[: place + 1]
+            expected = dense(q[token], k[seen], v[seen])
+            torch.testing.assert_close(got[token].double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (8, 1), (3, 3)])

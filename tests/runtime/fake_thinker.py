@@ -4,6 +4,7 @@ KV rows in order), so mixing requests up changes results."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from fake_engines import CPU, HIDDEN, make_graph
@@ -19,14 +20,20 @@ from mingc.runtime.thinker import ThinkerWorker
 from mingc.runtime.thinker_loop import ThinkerLoop
 
 VOCAB, PAGE, CONTEXT = 576, 4, 256
+CHUNK_ALIGNMENT, SHARED_ROWS = 4, 32
 
 
 def make_thinker_stage(
-    *, fail_on: int | None = None, nan_on: int | None = None, num_layers: int = 1
+    *,
+    fail_on: int | None = None,
+    nan_on: int | None = None,
+    num_layers: int = 1,
+    max_prompts: int = 1,
 ) -> LoadedStage:
     """A thinker of equal layers whose logits depend on ids, positions and embeddings of the visible rows in order.
 
-    `fail_on`: an input id that makes prefill raise; `nan_on`: one that makes its request's logits NaN.
+    `fail_on`: an input id that makes prefill raise; `nan_on`: one that makes its request's logits NaN. A chunk holds
+    tokens of at most `max_prompts` requests.
     The stream holds a token's value, its positions, and what its request's visible rows sum up to.
     """
 
@@ -51,18 +58,21 @@ def make_thinker_stage(
         cos: Tensor,
         sin: Tensor,
         page_table: Tensor,
-        start: Tensor,
-        last: Tensor,
+        segment: Tensor,
+        index: Tensor,
         k_pages: Tensor,
     ) -> tuple[Tensor, ...]:
         stream = residual + delta
         if fail_on is not None and (stream[:, 0] == fail_on).any():
             raise RuntimeError("engine failure")
-        first, count = int(start), int(last) + 1
-        rows = rows_of(page_table)[: first + count]
-        k_pages[rows[first:], 0] = stream[:count, :2]
         partial = torch.zeros_like(stream)
-        partial[count - 1, 2] = sum_of(k_pages[rows, 0])
+        for prompt, table in enumerate(page_table):
+            (own,) = torch.where((segment == prompt) & (index >= 0))
+            if len(own):
+                assert own[0] % CHUNK_ALIGNMENT == 0 and torch.equal(own, own[0] + torch.arange(len(own)))
+                rows = rows_of(table)[: index[own[-1]] + 1]
+                k_pages[rows[index[own]], 0] = stream[own, :2]
+                partial[own[-1], 2] = sum_of(k_pages[rows, 0])
         return stream, partial
 
     def decode(
@@ -116,9 +126,9 @@ def make_thinker_stage(
                 **stream_of("T"),
                 "cos": ("float32", ("T", 1)),
                 "sin": ("float32", ("T", 1)),
-                "page_table": ("int32", ("P",)),
-                "start": ("int64", (1,)),
-                "last": ("int64", (1,)),
+                "page_table": ("int32", (max_prompts, "P")),
+                "segment": ("int64", ("T",)),
+                "index": ("int64", ("T",)),
             },
             outputs=halfway,
             state={"k_pages": ("KV", 1, 2)},
@@ -169,6 +179,8 @@ def make_thinker_worker(
         stage or make_thinker_stage(),
         vocab_size=VOCAB,
         page_size=PAGE,
+        chunk_alignment=CHUNK_ALIGNMENT,
+        shared_rows=SHARED_ROWS,
         num_pages=num_pages,
         device=CPU,
         is_static=is_static,
@@ -185,12 +197,14 @@ def make_thinker_loop(
     stop_ids: Sequence[int] = (),
     is_static: bool = False,
     pace: PrefillPace | None = None,
+    max_prompts: int = 1,
 ) -> ThinkerLoop:
+    stage = stage or make_thinker_stage(max_prompts=max_prompts)
     worker = make_thinker_worker(stage, num_pages=num_pages, is_static=is_static)
     scheduler = ThinkerScheduler(
         PagePool(num_pages, PAGE),
         max_running=max_running,
-        chunk_tokens=chunk,
+        chunk=replace(worker.chunk, max_rows=chunk),
         pace=pace or PrefillPace(num_parts=worker.num_parts),
         max_context=CONTEXT,
         max_waiting=max_waiting,
@@ -205,6 +219,8 @@ def thinker_parameters(token_id: Callable[[str], int]) -> ThinkerParameters:
         num_layers=1,
         max_positions=CONTEXT,
         page_size=PAGE,
+        chunk_alignment=CHUNK_ALIGNMENT,
+        shared_rows=SHARED_ROWS,
         stop_token_ids=(token_id("<|role_end|>"),),
         image_patch_token=token_id("<imagePatch>"),
         frame_patch_token=token_id("<framePatch>"),

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from mingc.runtime.step_wire import Step, receive_step, send_step
-from mingc.runtime.thinker import DecodeStep, PrefillStep
+from mingc.runtime.thinker_step import DecodeStep, PrefillStep
 
 
 def test_steps_cross_the_wire_unchanged() -> None:
@@ -19,9 +19,11 @@ def test_steps_cross_the_wire_unchanged() -> None:
             positions=np.arange(15).reshape(3, 5) - 4,
             embed_kind=np.array([0, 1, 0, 2, 0]),
             embeds=torch.randn(5, 4).bfloat16(),
-            start=7,
-            pages=np.array([4, 2]),
-            slot=3,
+            counts=np.array([3, 2]),
+            starts=np.array([7, 0]),
+            pages=np.array([[4, 2], [5, 0]]),
+            slots=np.array([3, 1]),
+            ended=np.array([1]),
             sampling=np.random.default_rng(2).random((1, 6)),
         ),
         PrefillStep(
@@ -29,8 +31,10 @@ def test_steps_cross_the_wire_unchanged() -> None:
             positions=np.zeros((3, 2), np.int64),
             embed_kind=np.zeros(2, np.int64),
             embeds=None,
-            start=0,
-            pages=np.array([1]),
+            counts=np.array([2]),
+            starts=np.array([0]),
+            pages=np.array([[1]]),
+            slots=np.array([0]),
         ),
         DecodeStep(
             input_ids=np.array([3, 4]),

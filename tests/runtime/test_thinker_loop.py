@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +19,10 @@ from mingc.errors import CapacityError, RequestError, ServeError
 from mingc.runtime.channel import FailedItem, TokenItem
 from mingc.runtime.prefill_pace import PrefillPace, StepTimes
 from mingc.runtime.request import SamplingParams
-from mingc.runtime.thinker import DecodeStep, LaunchedTokens, PrefillStep, ThinkerWorker
+from mingc.runtime.thinker import LaunchedTokens, ThinkerWorker
 from mingc.runtime.thinker_loop import ThinkerLoop, ThinkerPrompt
 from mingc.runtime.thinker_start import time_sizes
+from mingc.runtime.thinker_step import DecodeStep, PrefillStep
 
 FAILING_ID, NAN_ID = 501, 502
 
@@ -60,10 +62,14 @@ PROMPTS = [
 MakeLoop = Callable[..., ThinkerLoop]
 
 
-@pytest.fixture(params=[False, True], ids=["host samples", "device samples"])
+@pytest.fixture(params=[(False, 1), (True, 1), (False, 4), (True, 4)], ids=str)
 def make_loop(request: pytest.FixtureRequest) -> MakeLoop:
-    """Where the device samples, the next step is launched before the tokens of the one before are known."""
-    return partial(make_thinker_loop, is_static=request.param)
+    """Whether the device samples, and how many prompts may share a chunk.
+
+    Where it does, the next step is launched before the tokens of the one before are known.
+    """
+    is_static, max_prompts = request.param
+    return partial(make_thinker_loop, is_static=is_static, max_prompts=max_prompts)
 
 
 def test_chunked_prefill_equals_one_chunk(
@@ -255,8 +261,10 @@ def test_no_row_outside_the_given_pages_is_written() -> None:
             positions=np.zeros((3, 6), np.int64),
             embed_kind=np.zeros(6, np.int64),
             embeds=None,
-            start=0,
-            pages=np.array([5, 2]),
+            counts=np.array([6]),
+            starts=np.zeros(1, np.int64),
+            pages=np.array([[5, 2]]),
+            slots=np.zeros(1, np.int64),
         )
     )
     rows = worker.state["layers.0.attention.k_pages"][:, 0, 0].view(-1, PAGE)
@@ -295,10 +303,14 @@ def test_timing_a_worker_names_every_size_and_changes_no_answer(
 SLOW_CHUNKS = PrefillPace(num_parts=5, times=StepTimes(chunks=((32, 90.0),), decodes=((8, 1.0),)))
 
 
+@pytest.mark.parametrize("max_prompts", [1, 4])
 def test_parts_of_chunks_amid_answers_change_no_answer(
-    started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
+    max_prompts: int,
+    started: Callable[[ThinkerLoop], ThinkerLoop],
+    make_loop: MakeLoop,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stage = make_thinker_stage(num_layers=5)
+    stage = make_thinker_stage(num_layers=5, max_prompts=max_prompts)
     alone = [ask(started(make_loop(stage)), each, max_tokens=60).tokens() for each in PROMPTS]
     loop = make_loop(stage, pace=SLOW_CHUNKS)
     parts: list[tuple[int, int | None]] = []
@@ -316,4 +328,46 @@ def test_parts_of_chunks_amid_answers_change_no_answer(
     first.wait(lambda items: len(items) > 2, "tokens")
     together = [first, *(ask(loop, each, max_tokens=60) for each in PROMPTS[1:])]
     assert [each.tokens() for each in together] == alone
-    assert {(0, 1), (1, 2), (4, 5)} <= {*parts}
+    assert {*parts} - {(0, 5)}, "no chunk was run in parts"
+
+
+@pytest.mark.parametrize("is_static", [False, True], ids=["host samples", "device samples"])
+def test_prompts_that_wait_together_share_a_chunk_and_one_may_go_amid_it(
+    started: Callable[[ThinkerLoop], ThinkerLoop], is_static: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = make_thinker_stage(num_layers=5, max_prompts=4)
+    short = [PROMPTS[0], PROMPTS[3], PROMPTS[4]]
+    alone = [ask(started(make_thinker_loop(stage, is_static=is_static)), each).tokens() for each in short]
+    loop = make_thinker_loop(stage, is_static=is_static, pace=SLOW_CHUNKS)
+    answers = [ask(loop, PROMPTS[2], max_tokens=60)]
+    steps: list[PrefillStep] = []
+
+    def noting(run: Callable[[PrefillStep], object]) -> Callable[[PrefillStep], object]:
+        def noted(step: PrefillStep) -> object:
+            steps.append(step)
+            if len(step.counts) == 3 and step.first_part == 0:
+                loop.cancel(answers[2].job)  # type: ignore[attr-defined]
+            return run(step)
+
+        return noted
+
+    for name in ("prefill", "launch_first"):
+        monkeypatch.setattr(loop._runner, name, noting(getattr(loop._runner, name)))
+    is_reached, are_asked = threading.Event(), threading.Event()
+    name = "launch" if is_static else "decode"
+    run_decode = getattr(loop._runner, name)
+
+    def decode_when_asked(step: DecodeStep) -> object:
+        is_reached.set()
+        assert are_asked.wait(60)
+        return run_decode(step)
+
+    monkeypatch.setattr(loop._runner, name, decode_when_asked)
+    started(loop)
+    assert is_reached.wait(60)
+    answers += [ask(loop, each) for each in short]
+    are_asked.set()
+    assert [answers[1].tokens(), answers[3].tokens()] == [alone[0], alone[2]]
+    shared = [step for step in steps if len(step.counts) == 3]
+    assert shared and shared[0].first_part == 0 and shared[-1].end_part == 5, "no chunk was shared"
+    assert answers[0].tokens() and not answers[2].items

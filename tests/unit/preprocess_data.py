@@ -91,6 +91,8 @@ def thinker_parameters() -> ThinkerParameters:
         num_layers=llm["num_hidden_layers"],
         max_positions=llm["max_position_embeddings"],
         page_size=64,
+        chunk_alignment=64,
+        shared_rows=1024,
         stop_token_ids=(llm["eos_token_id"],),
         image_patch_token=token("<imagePatch>"),
         frame_patch_token=token("<framePatch>"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mingc.errors import CapacityError, RequestError
 from mingc.runtime.kv_cache import PagePool, SlotPool
 from mingc.runtime.prefill_pace import PrefillPace, StepTimes
-from mingc.runtime.scheduler import TalkerScheduler, ThinkerScheduler
+from mingc.runtime.scheduler import ChunkShape, PrefillChunk, PromptPart, TalkerScheduler, ThinkerScheduler
 
 # Beside answers one part of three a step.
 SLOW_CHUNKS = PrefillPace(num_parts=3, times=StepTimes(chunks=((9, 90.0),), decodes=((4, 1.0),)))
@@ -23,16 +23,25 @@ def make_thinker(
     max_context: int = 64,
     max_waiting: int = 8,
     pace: PrefillPace | None = None,
+    max_prompts: int = 1,
+    alignment: int = 1,
 ) -> ThinkerScheduler:
     pool = PagePool(num_pages=num_pages, page_size=4)
     return ThinkerScheduler(
         pool,
         max_running=max_running,
-        chunk_tokens=chunk,
+        chunk=ChunkShape(max_rows=chunk, max_prompts=max_prompts, alignment=alignment, shared_rows=1024),
         pace=pace or PrefillPace(num_parts=1),
         max_context=max_context,
         max_waiting=max_waiting,
     )
+
+
+def only(chunk: PrefillChunk | None) -> PromptPart:
+    """The one prompt of a chunk."""
+    assert chunk is not None
+    (part,) = chunk.prompts
+    return part
 
 
 def make_talker(*, slots: int = 3, max_joins: int = 8, max_streams: int = 8) -> TalkerScheduler:
@@ -46,7 +55,8 @@ def test_a_prompt_is_prefilled_in_chunks_then_decodes() -> None:
     for _ in range(3):
         plan = scheduler.plan()
         assert plan.prefill is not None and plan.decode == ()
-        seen.append((plan.prefill.start, plan.prefill.count, plan.prefill.is_last))
+        part = only(plan.prefill)
+        seen.append((part.start, part.count, part.is_end))
         scheduler.commit(plan)
     assert seen == [(0, 8, False), (8, 8, False), (16, 3, True)]
     assert scheduler.plan().decode == (1,)
@@ -60,7 +70,7 @@ def test_decode_goes_on_while_a_long_prompt_is_prefilled() -> None:
     scheduler.add(2, prompt_tokens=16, max_tokens=1)
     for _ in range(4):
         plan = scheduler.plan()
-        assert plan.prefill is not None and plan.prefill.request == 2
+        assert only(plan.prefill).request == 2
         assert plan.decode == (1,)
         scheduler.commit(plan)
     assert scheduler.plan().decode == (1, 2)
@@ -72,10 +82,11 @@ def test_a_chunk_runs_in_parts_beside_answers_and_whole_without() -> None:
     scheduler.add(2, prompt_tokens=100, max_tokens=8)
     seen = []
     while (plan := scheduler.plan()).prefill is not None:
-        chunk = plan.prefill
-        seen.append((chunk.request, chunk.start, chunk.count, chunk.first_part, chunk.end_part, plan.decode))
-        assert chunk.is_whole == (chunk.end_part == 4)
-        assert chunk.is_last == (chunk.is_whole and plan.prefill.start + chunk.count in (300, 100))
+        chunk, part = plan.prefill, only(plan.prefill)
+        seen.append((part.request, part.start, part.count, chunk.first_part, chunk.end_part, plan.decode))
+        assert chunk.num_rows == part.count and chunk.is_whole == (chunk.end_part == 4)
+        assert part.is_end == (part.start + part.count in (300, 100))
+        assert chunk.ended == ((part,) if chunk.is_whole and part.is_end else ())
         scheduler.commit(plan)
     assert seen == [
         (1, 0, 128, 0, 4, ()),
@@ -97,7 +108,7 @@ def test_a_chunk_that_was_begun_is_made_whole_before_another() -> None:
     for _ in range(2):
         plan = scheduler.plan()
         assert plan.prefill is not None
-        chunks.append((plan.prefill.request, plan.prefill.first_part))
+        chunks.append((only(plan.prefill).request, plan.prefill.first_part))
         scheduler.commit(plan)
     assert chunks == [(2, 2), (3, 0)]
 
@@ -111,7 +122,7 @@ def test_a_chunk_that_was_begun_goes_with_its_request() -> None:
         scheduler.remove(request - 1 if request > 2 else 0)
         plan = scheduler.plan()
         assert plan.prefill is not None
-        assert (plan.prefill.request, plan.prefill.first_part) == (request, 0)
+        assert (only(plan.prefill).request, plan.prefill.first_part) == (request, 0)
         scheduler.commit(plan)
     scheduler.check()
 
@@ -122,10 +133,76 @@ def test_a_short_prompt_passes_a_long_one_and_both_end() -> None:
     scheduler.add(2, prompt_tokens=4, max_tokens=1)
     order = []
     while (plan := scheduler.plan()).prefill is not None:
-        order.append(plan.prefill.request)
+        order.append(only(plan.prefill).request)
         scheduler.commit(plan)
     assert order[:3] == [1, 2, 1]
     assert order.count(1) == 8
+
+
+def test_short_prompts_share_a_chunk_each_at_an_aligned_row() -> None:
+    scheduler = make_thinker(
+        num_pages=256, chunk=64, max_context=99, max_prompts=3, alignment=8, max_running=8
+    )
+    for request, count in enumerate((5, 8, 50, 20, 8), start=1):
+        scheduler.add(request, prompt_tokens=count, max_tokens=1)
+    plan = scheduler.plan()
+    assert plan.prefill is not None and plan.prefill.num_rows == 8 + 8 + 20, (
+        "3 has no room, 5 comes after three"
+    )
+    assert [(each.request, each.start, each.count, each.is_end) for each in plan.prefill.prompts] == [
+        (1, 0, 5, True),
+        (2, 0, 8, True),
+        (4, 0, 20, True),
+    ]
+    scheduler.commit(plan)
+    plan = scheduler.plan()
+    assert plan.decode == (1, 2, 4)
+    assert plan.prefill is not None and [each.request for each in plan.prefill.prompts] == [5, 3]
+    scheduler.commit(plan)
+    assert scheduler.plan().decode == (1, 2, 4, 5, 3)
+
+
+def test_a_chunk_of_one_long_prompt_has_no_room() -> None:
+    scheduler = make_thinker(num_pages=256, chunk=16, max_context=99, max_prompts=4)
+    scheduler.add(1, prompt_tokens=30, max_tokens=1)
+    scheduler.add(2, prompt_tokens=2, max_tokens=1)
+    parts = []
+    while (plan := scheduler.plan()).prefill is not None:
+        parts.append([(each.request, each.count) for each in plan.prefill.prompts])
+        scheduler.commit(plan)
+    assert parts == [[(1, 16)], [(2, 2), (1, 14)]]
+
+
+def test_beyond_the_rows_that_cost_least_nobody_joins() -> None:
+    scheduler = make_thinker(num_pages=2000, chunk=4096, max_context=4096, max_prompts=4)
+    for request, count in enumerate((1000, 100, 24), start=1):
+        scheduler.add(request, prompt_tokens=count, max_tokens=1)
+    plan = scheduler.plan()
+    assert plan.prefill is not None and [each.request for each in plan.prefill.prompts] == [1, 3]
+
+
+def test_a_shared_chunk_that_was_begun_goes_on_without_a_request_that_has_gone() -> None:
+    pace = PrefillPace(num_parts=4, times=StepTimes(chunks=((64, 80.0),), decodes=((4, 1.0),)))
+    scheduler = make_thinker(num_pages=256, chunk=64, max_context=99, max_prompts=2, pace=pace)
+    scheduler.add(1, prompt_tokens=4, max_tokens=8)
+    scheduler.commit(scheduler.plan())
+    scheduler.add(2, prompt_tokens=5, max_tokens=8)
+    scheduler.add(3, prompt_tokens=6, max_tokens=8)
+    scheduler.commit(scheduler.plan())  # half of it
+    scheduler.remove(2)
+    scheduler.add(4, prompt_tokens=7, max_tokens=8)
+    plan = scheduler.plan()
+    assert plan.prefill is not None and plan.prefill.num_rows == 11, "the rows of both are still there"
+    assert (only(plan.prefill).request, plan.prefill.first_part) == (3, 2)
+    while not plan.prefill.is_whole:
+        scheduler.commit(plan)
+        plan = scheduler.plan()
+        assert plan.prefill is not None
+    assert [each.request for each in plan.prefill.ended] == [3]
+    scheduler.commit(plan)
+    assert scheduler.plan().decode == (1, 3)
+    scheduler.remove(3)
+    scheduler.check()
 
 
 def test_admission_waits_for_pages_of_the_whole_answer_in_order() -> None:
@@ -202,19 +279,36 @@ def traffic(draw: st.DrawFn) -> list[tuple[int, int, int, int | None]]:
 
 @settings(deadline=None)
 @given(
-    traffic(), st.integers(1, 4), st.integers(1, 9), st.sampled_from([SLOW_CHUNKS, PrefillPace(num_parts=1)])
+    traffic(),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.sampled_from([SLOW_CHUNKS, PrefillPace(num_parts=1)]),
+    st.integers(1, 4),
+    st.sampled_from([1, 4]),
 )
 def test_thinker_random_traffic_never_leaks_or_starves(
-    requests: list[tuple[int, int, int, int | None]], max_running: int, chunk: int, pace: PrefillPace
+    requests: list[tuple[int, int, int, int | None]],
+    max_running: int,
+    chunk: int,
+    pace: PrefillPace,
+    max_prompts: int,
+    alignment: int,
 ) -> None:
     scheduler = make_thinker(
-        num_pages=14, max_running=max_running, chunk=chunk, max_context=52, max_waiting=99, pace=pace
+        num_pages=14,
+        max_running=max_running,
+        chunk=chunk,
+        max_context=52,
+        max_waiting=99,
+        pace=pace,
+        max_prompts=max_prompts,
+        alignment=alignment,
     )
     left = {}
     prefilled: dict[int, int] = {}
     finished: set[int] = set()
     cancelled: set[int] = set()
-    done_parts: dict[int, int] = {}
+    done_parts = 0
     work = sum(3 * prompt + answer for _, prompt, answer, _ in requests)
     for step in range(work + 100):
         for request, (arrival, prompt, answer, cancel) in enumerate(requests):
@@ -231,16 +325,15 @@ def test_thinker_random_traffic_never_leaks_or_starves(
         scheduler.commit(plan)
         emitted = list(plan.decode)
         if plan.prefill is not None:
-            assert plan.prefill.start == prefilled[plan.prefill.request]
-            assert plan.prefill.first_part == done_parts.pop(plan.prefill.request, 0)
-            assert not done_parts.keys() - cancelled, "one chunk is under way at a time"
-            if plan.prefill.is_whole:
-                prefilled[plan.prefill.request] += plan.prefill.count
-            else:
-                done_parts[plan.prefill.request] = plan.prefill.end_part
-            if plan.prefill.is_last:
-                assert prefilled[plan.prefill.request] == requests[plan.prefill.request][1]
-                emitted.append(plan.prefill.request)
+            assert 1 <= len(plan.prefill.prompts) <= max_prompts and plan.prefill.num_rows <= chunk
+            assert plan.prefill.first_part in (0, done_parts), "one chunk is under way at a time"
+            done_parts = 0 if plan.prefill.is_whole else plan.prefill.end_part
+            for part in plan.prefill.prompts:
+                assert part.start == prefilled[part.request] and part.request not in cancelled
+                if plan.prefill.is_whole:
+                    prefilled[part.request] += part.count
+                    assert part.is_end == (prefilled[part.request] == requests[part.request][1])
+            emitted += [part.request for part in plan.prefill.ended]
         for request in emitted:
             left[request] -= 1
             if left[request] == 0:

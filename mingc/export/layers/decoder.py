@@ -23,7 +23,7 @@ from mingc.kernels.decode_attention import decode_attention
 from mingc.kernels.linear import linear
 from mingc.kernels.mrope import mrope_cos_sin
 from mingc.kernels.norm_rope_write import norm_rope_write
-from mingc.kernels.paged_attention import paged_prefill_attention, token_rows
+from mingc.kernels.paged_attention import chunk_rows, paged_prefill_attention
 from mingc.kernels.rms_norm import rms_norm
 from mingc.kernels.row_linear import row_linear, sum_norm_linear
 
@@ -130,19 +130,18 @@ class Attention(nn.Module):
         cos: Tensor,
         sin: Tensor,
         page_table: Tensor,
-        start: Tensor,
-        last: Tensor,
+        segment: Tensor,
+        index: Tensor,
         k_pages: Tensor,
         v_pages: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """One chunk of one request; tokens beyond `last` are padding. New residual and partial sum."""
+        """One chunk of tokens of some requests, see `paged_prefill_attention`. New residual and partial sum."""
         x_TD = residual_TD + delta_TD
-        place_T = torch.arange(x_TD.shape[0], device=x_TD.device)
         # Padding writes zeros, whatever it has computed: what lies in the pool stays finite.
-        qkv_THd = torch.where((place_T <= last)[:, None, None], self._qkv(x_TD), 0)
-        rows = _chunk_rows(page_table, start + place_T)
+        qkv_THd = torch.where((index >= 0)[:, None, None], self._qkv(x_TD), 0)
+        rows = chunk_rows(page_table, segment, index, PAGE_SIZE)
         q_THd = norm_rope_write(qkv_THd, self.q_norm, self.k_norm, cos, sin, rows, k_pages, v_pages, self.eps)
-        out_THd = paged_prefill_attention(q_THd, k_pages, v_pages, page_table, start, PAGE_SIZE)
+        out_THd = paged_prefill_attention(q_THd, k_pages, v_pages, page_table, segment, index, PAGE_SIZE)
         return x_TD, linear(out_THd.flatten(1), self.dense, None, self.dense_scale)
 
     def decode(
@@ -220,13 +219,6 @@ class Decoder(nn.Module):
             for index in range(config.num_layers)
         )
         self.head = Head(config, world_size)
-
-
-def _chunk_rows(page_table: Tensor, index: Tensor) -> Tensor:
-    """Pool rows (T,) int64 of a chunk's tokens `index`; those beyond the table are padding and go to page 0."""
-    end = page_table.shape[0] * PAGE_SIZE
-    rows = token_rows(page_table, index.clamp_max(end - 1), PAGE_SIZE)
-    return torch.where(index < end, rows, index % PAGE_SIZE)
 
 
 def _feed_forward(config: DecoderConfig, index: int, world_size: int) -> DenseFeedForward | MoeFeedForward:

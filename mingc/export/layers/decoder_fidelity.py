@@ -77,10 +77,10 @@ class _Prompt:
         if isinstance(module, Attention):
             num_pages = -(-_NUM_TOKENS // PAGE_SIZE)
             shape = ((1 + num_pages) * PAGE_SIZE, module.num_kv_heads, module.head_dim)
-            table = torch.arange(1, 1 + num_pages, dtype=torch.int32)
-            start, last = torch.tensor([0]), torch.tensor([_NUM_TOKENS - 1])
+            table = torch.arange(1, 1 + num_pages, dtype=torch.int32)[None]
+            segment, index = torch.zeros_like(self._text), torch.arange(_NUM_TOKENS)
             pages = [torch.zeros(shape) for _ in range(2)]
-            _, partial = module.prefill(stream, none, self._cos, self._sin, table, start, last, *pages)
+            _, partial = module.prefill(stream, none, self._cos, self._sin, table, segment, index, *pages)
         elif isinstance(module, MoeFeedForward):
             _, partial = module.prefill(stream, none, self._text)
         else:

@@ -1,7 +1,8 @@
 """The borders of the thinker's graphs, and inputs that real use could produce for them.
 
-A step runs `embed`, then of every layer attention and feed-forward, then `head`. Dims: T tokens of a chunk, B requests,
-N either of both, P pages of a request, KV rows of a page pool.
+A step runs `embed`, then of every layer attention and feed-forward, then `head`. Dims: T tokens of a chunk, B
+requests, N either of both, P pages of a request, KV rows of a page pool. On CUDA a chunk may hold tokens of several
+requests: there every chunk takes as long as reading most experts does.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from torch import Tensor
 from mingc.artifacts.spec import Dim, DType, GraphSpec, TensorSpec
 from mingc.export.layers.decoder import PAGE_SIZE, DecoderConfig
 from mingc.export.stages.base import GraphPlan, Shard, StageOptions
+from mingc.kernels.paged_attention import CHUNK_ALIGNMENT
 
 _MAX_POOL_ROWS = 1 << 30
 _SMALLEST_CHUNK = 16
 _SMALLEST_TABLE = 4
+_MOST_PROMPTS = 16  # of a chunk: more would fill it with less than their alignment
 _DTYPES: dict[torch.dtype, DType] = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
@@ -56,6 +59,7 @@ class _Borders:
             buckets=tuple(sorted({*chunks, *options.batch_sizes})),
         )
         self._table = _page_table_dim(options)
+        self._num_prompts = _num_prompts(options)
         self._pool = Dim(name="KV", minimum=2 * PAGE_SIZE, maximum=_MAX_POOL_ROWS, multiple=PAGE_SIZE)
         # Sizes to trace and to check at; none is 1, which tracing would take for a constant.
         self._trace = {
@@ -72,7 +76,7 @@ class _Borders:
             "P": 8,
             "KV": 40 * PAGE_SIZE,
         }
-        self._examples = _Examples(config, options.dtype)
+        self._examples = _Examples(config, options.dtype, self._num_prompts)
 
     def embed(self) -> GraphPlan:
         half = self._config.rotary_dim // 2
@@ -102,7 +106,11 @@ class _Borders:
         half, (_, num_kv_heads) = config.rotary_dim // 2, config.local_heads(self._world_size)
         shape = ("KV", num_kv_heads, config.head_dim)
         place = (
-            (TensorSpec(name="page_table", dtype="int32", shape=("P",)), _ints("start", 1), _ints("last", 1))
+            (
+                TensorSpec(name="page_table", dtype="int32", shape=(self._num_prompts, "P")),
+                _ints("segment", "T"),
+                _ints("index", "T"),
+            )
             if kind == "prefill"
             else (TensorSpec(name="page_table", dtype="int32", shape=("B", "P")), _ints("lengths", "B"))
         )
@@ -162,7 +170,9 @@ class _Borders:
 
     def head(self) -> GraphPlan:
         share = self._config.local_vocab(self._world_size)
-        sizes = tuple(sorted({1, *self._options.batch_sizes}))  # the last token of a chunk is alone
+        sizes = tuple(
+            sorted({self._num_prompts, *self._options.batch_sizes})
+        )  # last tokens of a chunk's requests
         spec = GraphSpec(
             name="head",
             inputs=(self._stream("residual", "B"), self._stream("delta", "B")),
@@ -209,6 +219,13 @@ def _page_table_dim(options: StageOptions) -> Dim:
     return Dim(name="P", minimum=1, maximum=largest, buckets=_powers_of_two(smallest, largest))
 
 
+def _num_prompts(options: StageOptions) -> int:
+    """Requests that a chunk may hold tokens of: one in float32 too, which is for comparing with recorded results."""
+    if not options.static_buckets or options.dtype == torch.float32:
+        return 1
+    return max((size for size in options.batch_sizes if size <= _MOST_PROMPTS), default=1)
+
+
 def _powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
     """`smallest` doubled until `largest`, which ends the list whether it fits or not."""
     sizes = []
@@ -221,9 +238,10 @@ def _powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
 class _Examples:
     """Tokens of random requests in the middle of the decoder, and random pools."""
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, num_prompts: int) -> None:
         self._config = config
         self._dtype = dtype
+        self._num_prompts = num_prompts
 
     def make(self, spec: GraphSpec, dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
         """Inputs and state of `spec`."""
@@ -261,13 +279,17 @@ class _Examples:
     def _chunk(
         self, tokens: int, num_pages: int, pool_pages: int, generator: torch.Generator
     ) -> dict[str, Tensor]:
-        """The last chunk of a request whose tokens end a few rows before its pages do."""
+        """The last tokens of requests that end a few rows before their pages do; as many requests as there is room."""
         length = num_pages * PAGE_SIZE - PAGE_SIZE // 2
-        num_real = min(tokens, length)  # a chunk longer than its context is padded
+        whole = -(-tokens // CHUNK_ALIGNMENT)  # of what a request has at least
+        each = CHUNK_ALIGNMENT * -(-whole // self._num_prompts)
+        segment = torch.arange(tokens) // each
+        place = torch.arange(tokens) % each
+        count = torch.bincount(segment)[segment].clamp_max(length)  # rows longer than a context are padded
         return {
-            "page_table": _scatter_pages(1, num_pages, pool_pages, generator)[0],
-            "start": torch.tensor([length - num_real]),
-            "last": torch.tensor([num_real - 1]),
+            "page_table": _scatter_pages(self._num_prompts, num_pages, pool_pages, generator),
+            "segment": segment,
+            "index": torch.where(place < count, length - count + place, -1),
         }
 
     def _batch(

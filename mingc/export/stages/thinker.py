@@ -1,7 +1,7 @@
 """The thinker: the MoE decoder that reads text and media embeddings and writes text, sharded by rank.
 
-Two graphs share one set of weights and one page pool a layer: `prefill` takes a chunk of one request, `decode`
-one token of several. The pool's rows are the runtime's: it names the row of every token; page 0 belongs to
+Two graphs share one set of weights and one page pool a layer: `prefill` takes a chunk of one request or of several,
+`decode` one token of several. The pool's rows are the runtime's: it names the row of every token; page 0 belongs to
 padding and is never allocated.
 """
 
@@ -23,6 +23,7 @@ from mingc.export.layers.decoder_fidelity import decoder_fidelity
 from mingc.export.layers.decoder_graphs import thinker_graphs
 from mingc.export.layers.decoder_weights import decoder_weights
 from mingc.export.stages.base import GraphPlan, Load, LoadRanks, Shard, Stage, StageOptions, WeightSource
+from mingc.kernels.paged_attention import CHUNK_ALIGNMENT, SHARED_ROWS
 
 _DEFAULT_SYSTEM_TEXT = "你是一个友好的AI助手。"
 _THINKING_SUFFIX = "\n\ndetailed thinking {state}"
@@ -123,6 +124,8 @@ class ThinkerStage(Stage):
             num_layers=config.decoder.num_layers,
             max_positions=config.max_positions,
             page_size=PAGE_SIZE,
+            chunk_alignment=CHUNK_ALIGNMENT,
+            shared_rows=SHARED_ROWS,
             stop_token_ids=config.stop_token_ids,
             image_patch_token=ids["<imagePatch>"],
             frame_patch_token=ids["<framePatch>"],

@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mingc.kernels.paged_attention import CHUNK_ALIGNMENT, SHARED_ROWS
+
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LEAST_PART = 128  # tokens: fewer read too little to pay for the sum, more leave the device idle at batch 1
 _DECODE_BLOCK = 64
 _MIN_QUERIES = 16  # rows that the matrix units take at least
-_PREFILL_ROWS = 64  # two programs share a multiprocessor: one adds up while the other multiplies
 _WIDE_ROWS = 128  # of the only KV head of a long chunk: its keys and values are read half as often
 _WIDE_SIZE = 128  # of a head: shared memory holds no more
 _WIDE_PROGRAMS = 256  # as many as were timed: with fewer the longest would be waited for
@@ -155,7 +156,7 @@ def num_splits(max_tokens: int, kv_heads: int) -> int:
 
 @triton.jit
 def mingc_paged_prefill(
-    q, k_pages, v_pages, page_table, start, out, num_tokens, table_width,
+    q, k_pages, v_pages, page_tables, segment, index, out, num_tokens, table_width,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -163,9 +164,12 @@ def mingc_paged_prefill(
     # The last rows see most: they begin first, so that the device is not left with the longest at the end.
     block = tl.num_programs(1) - 1 - tl.program_id(1)
     kv_head = head // GROUP
-    before = tl.maximum(tl.load(start).to(tl.int32), 0)
     dim = tl.arange(0, SIZE)
     query = block * ROWS + tl.arange(0, ROWS)
+    # All rows are of one request; padding, which has the index -1, stands behind.
+    place = tl.load(index + query, mask=query < num_tokens, other=-1).to(tl.int32)
+    before = tl.maximum(tl.load(index + block * ROWS).to(tl.int32), 0)
+    page_table = page_tables + tl.load(segment + block * ROWS) * table_width
     is_query = (query < num_tokens)[:, None]
     own = (query * (KV_HEADS * GROUP) + head)[:, None] * SIZE + dim[None, :]
     queries = tl.load(q + own, mask=is_query, other=0.0)
@@ -174,11 +178,9 @@ def mingc_paged_prefill(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     context = tl.zeros([ROWS, SIZE], tl.float32)
-    # All rows see the tokens below `common`; of those up to `end` some rows see some.
-    # Padding may reach beyond the table; it sees what the table has.
-    held = table_width * PAGE
-    common = tl.minimum(before + block * ROWS + 1, held) // BLOCK * BLOCK
-    end = tl.minimum(before + tl.minimum(block * ROWS + ROWS, num_tokens), held)
+    # All rows see the tokens below `common`; of those up to `end` some rows see some. Padding sees what the last does.
+    common = (before + 1) // BLOCK * BLOCK
+    end = tl.maximum(tl.max(place, 0), 0) + 1
     for first in range(0, common, BLOCK):
         token = first + tl.arange(0, BLOCK)
         row = tl.load(page_table + token // PAGE).to(tl.int64) * PAGE + token % PAGE
@@ -200,7 +202,7 @@ def mingc_paged_prefill(
         at = (row * KV_HEADS + kv_head)[:, None] * SIZE + dim[None, :]
         k = tl.load(k_pages + at, mask=is_held[:, None], other=0.0)
         v = tl.load(v_pages + at, mask=is_held[:, None], other=0.0)
-        is_seen = token[None, :] <= before + query[:, None]
+        is_seen = is_held[None, :] & (token[None, :] <= tl.where(place < 0, end, place)[:, None])
         scores = tl.where(is_seen, tl.dot(queries, tl.trans(k)) * scale, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
@@ -213,19 +215,26 @@ def mingc_paged_prefill(
 
 @torch.library.triton_op("mingc::paged_prefill_attention", mutates_args={})
 def paged_prefill_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, start: Tensor, page_size: int
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    segment: Tensor,
+    index: Tensor,
+    page_size: int,
 ) -> Tensor:
     """See `mingc.kernels.paged_attention`."""
     tokens, heads, size = q.shape
     kv_heads = k_pages.shape[1]
     out = torch.empty_like(q)
-    if kv_heads == 1 and size <= _WIDE_SIZE and heads * tokens >= _WIDE_PROGRAMS * _WIDE_ROWS:
+    is_long = tokens > SHARED_ROWS and heads * tokens >= _WIDE_PROGRAMS * _WIDE_ROWS
+    if is_long and kv_heads == 1 and size <= _WIDE_SIZE:
         rows, block, warps, stages = _WIDE_ROWS, 128, 8, 3
     else:
-        is_full = heads * triton.cdiv(tokens, _PREFILL_ROWS) >= _PROGRAMS
-        rows, block, warps, stages = _PREFILL_ROWS, 64 if is_full else 128, 4, 2
+        is_full = heads * triton.cdiv(tokens, CHUNK_ALIGNMENT) >= _PROGRAMS
+        rows, block, warps, stages = CHUNK_ALIGNMENT, 64 if is_full else 128, 4, 2
     torch.library.wrap_triton(mingc_paged_prefill)[(heads, triton.cdiv(tokens, rows))](
-        q, k_pages, v_pages, page_table, start, out, tokens, page_table.shape[0],
+        q, k_pages, v_pages, page_table, segment, index, out, tokens, page_table.shape[1],
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, SIZE=size, PAGE=page_size, ROWS=rows, BLOCK=block,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -19,8 +19,9 @@ from mingc.runtime.golden.thinker_followed import UNEVEN_CHUNK, FollowedCase, Fo
 from mingc.runtime.golden.thinker_prompts import Prompt, read_prompts
 from mingc.runtime.rank_group import RankGroup
 from mingc.runtime.stages import LoadedStage
-from mingc.runtime.thinker import DecodeStep, ThinkerWorker
+from mingc.runtime.thinker import ThinkerWorker
 from mingc.runtime.thinker_start import make_worker
+from mingc.runtime.thinker_step import DecodeStep
 
 Ints = NDArray[np.int64]
 _KV = re.compile(r"^(?P<case>.+)\.kv\.layer(?P<layer>\d+)_(?P<what>keys_rotated|values)$")

@@ -19,7 +19,8 @@ from mingc.runtime.golden.followed_stage import RouteWatch, followed_stage
 from mingc.runtime.golden.ledger import Ledger
 from mingc.runtime.golden.thinker_prompts import Prompt
 from mingc.runtime.stages import LoadedStage
-from mingc.runtime.thinker import DecodeStep, ThinkerWorker
+from mingc.runtime.thinker import ThinkerWorker
+from mingc.runtime.thinker_step import DecodeStep
 
 Floats = NDArray[np.float32]
 

@@ -15,7 +15,7 @@ from mingc.runtime.golden.ledger import Ledger
 from mingc.runtime.preprocess.chat import AUDIO, VISION, WORD
 from mingc.runtime.preprocess.image import Grid
 from mingc.runtime.preprocess.positions import VisionSpan, compute_positions
-from mingc.runtime.thinker import PrefillStep
+from mingc.runtime.thinker_step import PrefillStep
 
 Ints = NDArray[np.int64]
 
@@ -39,8 +39,10 @@ class Prompt:
                 positions=self.positions[:, part],
                 embed_kind=self.embed_kind[part],
                 embeds=None if self.embeds is None else self.embeds[part],
-                start=start,
-                pages=pages,
+                counts=np.array([part.stop - start]),
+                starts=np.array([start]),
+                pages=pages[None],
+                slots=np.zeros(1, np.int64),
             )
 
 
