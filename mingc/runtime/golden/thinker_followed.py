@@ -72,6 +72,8 @@ class FollowedThinker:
             followed_stage(first, others, self._watch),
             vocab_size=parameters.vocab_size,
             page_size=parameters.page_size,
+            chunk_alignment=parameters.chunk_alignment,
+            shared_rows=parameters.shared_rows,
             num_pages=num_pages + 1,
             device=device,
             is_static=False,
@@ -119,7 +121,7 @@ class FollowedThinker:
         """Logits (V,) of the last token of every chunk of at most `size`."""
         logits = []
         for step in prompt.chunks(size, self._pages):
-            self._watch.next(step.start, len(step.input_ids))
+            self._watch.next(int(step.starts[0]), len(step.input_ids))
             logits.append(to_numpy(self._worker.prefill(step))[0].astype(np.float32))
         return logits
 
