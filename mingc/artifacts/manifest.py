@@ -20,7 +20,7 @@ from mingc.artifacts.model import (
 from mingc.artifacts.spec import GraphSpec
 from mingc.errors import ManifestError
 
-SCHEMA = 3
+SCHEMA = 4
 FILE_NAME = "manifest.json"
 
 

@@ -53,7 +53,7 @@ def test_a_manifest_that_is_not_ours_is_refused(bundle_path: Path, text: str) ->
 
 def test_another_schema_is_refused_with_both_numbers(bundle_path: Path) -> None:
     change(bundle_path, schema=99)
-    with pytest.raises(ManifestError, match="manifest schema 99, this mingc reads schema 3"):
+    with pytest.raises(ManifestError, match="manifest schema 99, this mingc reads schema 4"):
         read_manifest(bundle_path)
 
 
