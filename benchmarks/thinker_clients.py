@@ -23,7 +23,7 @@ from mingc.runtime.prefill_pace import PrefillPace
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.scheduler import ChunkShape, ThinkerScheduler
 from mingc.runtime.stages import load_stage
-from mingc.runtime.thinker import ThinkerWorker
+from mingc.runtime.thinker import RunKind, ThinkerWorker
 from mingc.runtime.thinker_loop import ThinkerLoop, ThinkerPrompt
 
 NUM_REQUESTS = 32
@@ -164,15 +164,15 @@ class TracingWorker(ThinkerWorker):
         """The logits (1, V) that each token of the request was chosen from which began in `page` last."""
         return self._traces[page]
 
-    def _run(self, kind: str, width: int, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        outputs = super()._run(kind, width, inputs)
-        if kind.startswith("prefill"):  # what an earlier chunk gave is not kept: no token is chosen from it
+    def _run(self, kind: RunKind, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        outputs = super()._run(kind, inputs)
+        if kind.what == "chunk":  # what an earlier chunk gave is not kept: no token is chosen from it
             if inputs:  # of its first part
                 self._prefilled = inputs["page_table"][:, 0].tolist()
             for page, row in zip(self._prefilled, outputs[0], strict=False):  # rows come with its last part
                 self._traces[page] = [row[None].clone()]
             return outputs
-        if kind.endswith("first"):  # a choice from the chunk's
+        if kind.what == "first":  # a choice from the chunk's
             return outputs
         first_pages: list[int] = inputs["page_table"][:, 0].tolist()
         self.widest = max(self.widest, sum(page > 0 for page in first_pages))

@@ -28,7 +28,7 @@ from mingc.runtime.thinker_layers import ThinkerLayers
 from mingc.runtime.thinker_step import DecodeStep, Ints, PrefillStep
 
 
-class _Kind(NamedTuple):
+class RunKind(NamedTuple):
     """What is run over fixed tensors, and captured on CUDA.
 
     Attributes:
@@ -127,7 +127,7 @@ class ThinkerWorker:
             self._yes = torch.ones((), dtype=torch.bool, device=device)
             self._chunk_logits = torch.zeros(self.chunk.max_prompts, vocab_size, device=device)
         self.times: StepTimes | None = None
-        self._runs: dict[_Kind, StaticRun] = {}
+        self._runs: dict[RunKind, StaticRun] = {}
         if self.samples:
             with torch.inference_mode():
                 self._prepare()
@@ -151,7 +151,7 @@ class ThinkerWorker:
         width = self._prefill.bucket("T", int(offsets[-1] + step.counts[-1]))
         for part in range(step.first_part, step.end_part or self.num_parts):
             inputs = self._first_inputs(step, offsets, width) if part == 0 else {}
-            logits, *told = self._run(_Kind("chunk", width, part=part), inputs)
+            logits, *told = self._run(RunKind("chunk", width, part=part), inputs)
             if part == 0:
                 self.routes = []
             self.routes += zip(told[::2], told[1::2], strict=True)
@@ -222,7 +222,7 @@ class ThinkerWorker:
             "slots": _padded(step.slots[step.ended], held),
             "sampling": _padded_sampling(step.sampling, held),
         }
-        (chosen,) = self._run(_Kind("first", held, draws=needs_draw(step.sampling)), inputs)
+        (chosen,) = self._run(RunKind("first", held, draws=needs_draw(step.sampling)), inputs)
         return LaunchedTokens(download=Download(chosen[: len(step.ended)]))
 
     def _decode_step(self, step: DecodeStep, *, draws: bool) -> tuple[Tensor, ...]:
@@ -236,14 +236,14 @@ class ThinkerWorker:
         if self.samples:
             slots = np.zeros(1, np.int64) if step.slots is None else step.slots
             inputs.update(slots=_padded(slots, width), sampling=_padded_sampling(step.sampling, width))
-        return self._run(_Kind("decode", width, draws=draws), inputs)
+        return self._run(RunKind("decode", width, draws=draws), inputs)
 
-    def _run(self, kind: _Kind, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    def _run(self, kind: RunKind, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         if self._runs:
             return self._runs[kind](inputs)
         return self._function(kind)({name: value.to(self.device) for name, value in inputs.items()})
 
-    def _function(self, kind: _Kind) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]:
+    def _function(self, kind: RunKind) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]:
         match kind.what:
             case "chunk":
                 return partial(self._run_prefill, part=kind.part, width=kind.width)
@@ -326,7 +326,7 @@ class ThinkerWorker:
                 **dict.fromkeys(("last", "starts", "slots"), prompts),
             }
             for part in range(self.num_parts):
-                kind = _Kind("chunk", width, part=part)
+                kind = RunKind("chunk", width, part=part)
                 self._prepare_run(kind, {} if part else shapes, pool, f"a chunk of {width} tokens")
         for width in sorted(self.batches, reverse=True):
             ints = (torch.int64, (width,))
@@ -339,14 +339,14 @@ class ThinkerWorker:
                 "sampling": (torch.float32, (width, NUM_COLUMNS)),
             }
             for draws in (True, False):
-                kind = _Kind("decode", width, draws=draws)
+                kind = RunKind("decode", width, draws=draws)
                 self._prepare_run(kind, shapes, pool, f"a step of batch {width}")
         shapes = {"ended": prompts, "slots": prompts, "sampling": (torch.float32, (held, NUM_COLUMNS))}
         for draws in (True, False):
-            kind = _Kind("first", held, draws=draws)
+            kind = RunKind("first", held, draws=draws)
             self._prepare_run(kind, shapes, pool, "the choice of first tokens")
 
-    def _prepare_run(self, kind: _Kind, shapes: Shapes, pool: GraphPool | None, name: str) -> None:
+    def _prepare_run(self, kind: RunKind, shapes: Shapes, pool: GraphPool | None, name: str) -> None:
         run = self._function(kind)
         self._runs[kind] = StaticRun(shapes, run, device=self.device, pool=pool, name=name)
 
