@@ -48,12 +48,12 @@ def float32_inputs(
     plan: GraphPlan, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int]
 ) -> dict[str, torch.Tensor]:
     """Inputs and state of a float32 `plan` from the engine's. A state of another layout begins as zeros, as theirs."""
-    made = {}
-    for spec in (*plan.spec.inputs, *plan.spec.state):
+    made = {each.name: tensors[each.name] for each in plan.spec.inputs}
+    for spec in plan.spec.state:
         shape = [size if isinstance(size, int) else sizes[size] for size in spec.shape]
-        value = tensors[spec.name] if list(tensors[spec.name].shape) == shape else torch.zeros(shape)
-        made[spec.name] = value.float() if value.is_floating_point() else value
-    return made
+        is_same = list(tensors[spec.name].shape) == shape
+        made[spec.name] = tensors[spec.name] if is_same else torch.zeros(shape)
+    return {name: value.float() if value.is_floating_point() else value for name, value in made.items()}
 
 
 def widened(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from mingc.export.capture import check_example
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.decoder import PAGE_SIZE, Attention, Decoder
 from mingc.export.layers.moe import MoeFeedForward
+from mingc.export.reference import float32_inputs
 from mingc.export.stages.base import Shard, StageOptions
 from mingc.export.stages.thinker import STAGE, ThinkerConfig
 from mingc.export.weights import check_weights, load_module, write_weights
@@ -300,3 +301,18 @@ def test_prompts_that_share_a_chunk_see_only_their_own(config: ThinkerConfig) ->
         alone["segment"] = torch.zeros_like(alone["segment"])
         _, expected = attention.prefill(*(alone[name].clone() for name in names))
         torch.testing.assert_close(together[own], expected)
+
+
+def test_a_reference_takes_the_inputs_of_the_engine_that_is_checked(config: ThinkerConfig) -> None:
+    """In float32 a chunk holds one prompt; the page table of several must not pass for a state of another layout."""
+    options = StageOptions(dtype=torch.bfloat16, static_buckets=True, batch_sizes=(1, 4), context_tokens=256)
+    plan, exact = (
+        next(each for each in STAGE.graphs(config, Shard(), chosen) if each.spec.name == "prefill_attention")
+        for chosen in (options, StageOptions(batch_sizes=(1, 4), context_tokens=256))
+    )
+    sizes = {"T": 32, "P": 16, "KV": 80 * PAGE_SIZE}
+    example = plan.example(sizes, torch.Generator().manual_seed(0))
+    taken = float32_inputs(exact, example, sizes)
+    assert example["page_table"].shape == (4, 16) and taken["page_table"] is example["page_table"]
+    assert taken["residual"].dtype == torch.float32
+    assert torch.equal(taken["k_pages"], example["k_pages"].float())

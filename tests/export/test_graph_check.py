@@ -1,0 +1,83 @@
+"""Which engines of a graph an export holds against its float32 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from mingc.artifacts.manifest import EngineRecord
+from mingc.artifacts.spec import GraphSpec
+from mingc.errors import ParityError
+from mingc.export import build
+from mingc.export.build import GraphTask, check_graph
+from mingc.export.checkpoint import open_checkpoint
+from mingc.export.recipe import ExportRecipe
+from mingc.export.reference import run_eager
+from mingc.export.stages.base import Shard, StageOptions
+from mingc.export.stages.thinker import STAGE
+from mingc.export.weights import load_module, write_weights
+
+TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
+OPTIONS = StageOptions(static_buckets=True, batch_sizes=(1, 2, 4))
+
+
+class Engines:
+    """Engines of the thinker's head that are the eager module; the one of batch `spoiled` is wrong."""
+
+    def __init__(self, folder: Path, spoiled: int | None) -> None:
+        checkpoint = open_checkpoint(TINY)
+        config = STAGE.config(checkpoint)
+        write_weights(checkpoint, STAGE, config, Shard(), torch.float32, folder / "weights.safetensors")
+        (folder / "goldens").mkdir()
+        self._plan = next(each for each in STAGE.graphs(config, Shard(), OPTIONS) if each.spec.name == "head")
+        self._module = load_module(STAGE, config, Shard(), folder / "weights.safetensors", part="head")
+        self._spoiled = spoiled
+        self.batches: list[int] = []
+        recipe = ExportRecipe(checkpoint=TINY, output=folder / "out", stages=("thinker",))
+        self.task = GraphTask(
+            recipe=recipe, stage="thinker", graph="head", folder=folder, weights=("weights.safetensors",)
+        )
+        self.records = tuple(
+            EngineRecord(backend="aoti", file=f"engines/thinker.head-B{size}.pt2", dims={"B": size}, compile_seconds=0)
+            for size in OPTIONS.batch_sizes
+        )  # fmt: skip
+
+    def replay(
+        self,
+        engine: Path,
+        backend: str,
+        spec: GraphSpec,
+        weights: Sequence[Path],
+        tensors: Mapping[str, torch.Tensor],
+        device: str,
+    ) -> dict[str, torch.Tensor]:
+        batch = len(tensors["residual"])
+        assert engine.stem == f"thinker.head-B{batch}"
+        self.batches.append(batch)
+        found = run_eager(self._plan, self._module, tensors)
+        return {name: 1.01 * value if batch == self._spoiled else value for name, value in found.items()}
+
+
+@pytest.fixture
+def _static(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "stage_options", lambda recipe: OPTIONS)
+
+
+@pytest.mark.usefixtures("_static")
+def test_the_engine_for_one_request_is_checked_beside_another(tmp_path: Path) -> None:
+    engines = Engines(tmp_path, None)
+    record = check_graph(engines.task, engines.records, engines.replay).record
+    assert engines.batches == [4, 1]
+    assert record.parity.compiled == 0.0 and record.golden == "goldens/thinker.head.safetensors"
+
+
+@pytest.mark.usefixtures("_static")
+@pytest.mark.parametrize(("spoiled", "where"), [(4, "thinker.head"), (1, "thinker.head-B1")])
+def test_either_of_them_refuses_the_export(tmp_path: Path, spoiled: int, where: str) -> None:
+    engines = Engines(tmp_path, spoiled)
+    with pytest.raises(ParityError, match="off the float32 reference") as caught:
+        check_graph(engines.task, engines.records, engines.replay)
+    assert caught.value.where == where
