@@ -171,6 +171,7 @@ KERNELS: Mapping[str, Rule] = {
     "dit_rows_sample": _dit_rows_sample,
     "dit_rows_transform": _dit_rows_transform,
     "expert_row": _expert_row,
+    "layer_row": _linear,
     "moe_decode": _experts,
     "moe_prefill": _experts,
     "norm_rope_write": _norm_rope_write,

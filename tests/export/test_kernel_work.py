@@ -201,6 +201,14 @@ def _fp8(rows: int, depth: int) -> tuple[Tensor, None, Tensor]:
     return weight, None, scale
 
 
+def multiply_a_layers_row() -> object:
+    row = torch.randn(1, HIDDEN)
+    rows = linear.Rows(row, row, None, None)
+    if sys.modules.get("mingc.kernels.gpu.layer_row") is not None:
+        rows = rows._replace(norm=torch.ones(HIDDEN))
+    return linear.normed_linear(rows, torch.randn(WIDTH, HIDDEN), None, 1e-6)
+
+
 def multiply_and_add() -> object:
     rows = linear.Rows(torch.randn(BATCH, HIDDEN), torch.randn(BATCH, HIDDEN), None, None)
     if sys.modules.get("mingc.kernels.gpu.linear") is not None:
@@ -261,6 +269,7 @@ CALLS: dict[str, tuple[str, Callable[[], object], int]] = {
     "row": ("row_linear", multiply_a_row, 2 * WIDTH * HIDDEN),
     "row before its norm": ("sum_norm_linear", norm_and_multiply, 2 * WIDTH * HIDDEN),
     "linear": ("normed_linear", multiply, 2 * BATCH * WIDTH * HIDDEN),
+    "one row of a layer": ("layer_row", multiply_a_layers_row, 2 * WIDTH * HIDDEN),
     "linear and sum": ("add_linear", multiply_and_add, 2 * BATCH * WIDTH * HIDDEN),
 }  # fmt: skip
 

@@ -106,6 +106,8 @@ def make_step(config: ThinkerConfig, kind: str) -> Step:
     inputs = {**place, **embed.example(tokens, generator)}
     if kind == "decode":
         inputs["embed_kind"].zero_()
+    else:
+        inputs["last"] = (place["index"] >= 0).sum(0, keepdim=True) - 1
     pages = {
         f"{instance}.{each.name}": torch.randn(place[each.name].shape, generator=generator)
         for instance in attention.spec.instances

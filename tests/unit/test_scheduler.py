@@ -1,4 +1,4 @@
-"""Schedulers as plain Python: order, fairness, limits; nothing leaks and nothing starves under random traffic."""
+"""The thinker's scheduler as plain Python: order, fairness, limits; nothing leaks or starves under random traffic."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mingc.errors import CapacityError, RequestError
-from mingc.runtime.kv_cache import PagePool, SlotPool
+from mingc.runtime.kv_cache import PagePool
 from mingc.runtime.prefill_pace import PrefillPace, StepTimes
-from mingc.runtime.scheduler import ChunkShape, PrefillChunk, PromptPart, TalkerScheduler, ThinkerScheduler
+from mingc.runtime.scheduler import ChunkShape, PrefillChunk, PromptPart, ThinkerScheduler
 
 # Beside answers one part of three a step.
 SLOW_CHUNKS = PrefillPace(num_parts=3, times=StepTimes(chunks=((9, 90.0),), decodes=((4, 1.0),)))
@@ -42,10 +42,6 @@ def only(chunk: PrefillChunk | None) -> PromptPart:
     assert chunk is not None
     (part,) = chunk.prompts
     return part
-
-
-def make_talker(*, slots: int = 3, max_joins: int = 8, max_streams: int = 8) -> TalkerScheduler:
-    return TalkerScheduler(SlotPool(slots + 1), max_batch=8, max_joins=max_joins, max_streams=max_streams)
 
 
 def test_a_prompt_is_prefilled_in_chunks_then_decodes() -> None:
@@ -344,94 +340,3 @@ def test_thinker_random_traffic_never_leaks_or_starves(
     assert expected <= finished
     assert scheduler.num_running == scheduler.num_waiting == 0
     assert scheduler.pool.num_free == scheduler.pool.num_pages - 1
-
-
-def test_segments_of_a_stream_are_spoken_in_order_one_at_a_time() -> None:
-    scheduler = make_talker(slots=3)
-    scheduler.open(1)
-    scheduler.add(1, 10)
-    scheduler.add(1, 11)
-    assert [(stream, segment) for stream, segment, _ in scheduler.admit()] == [(1, 10)]
-    assert scheduler.admit() == []
-    scheduler.end_segment(1)
-    assert [(stream, segment) for stream, segment, _ in scheduler.admit()] == [(1, 11)]
-    scheduler.end_segment(1)
-    assert scheduler.admit() == [] and scheduler.batch() == ()
-    scheduler.check()
-
-
-def test_a_long_stream_lets_others_in_between_its_segments() -> None:
-    scheduler = make_talker(slots=1)
-    for stream in (1, 2):
-        scheduler.open(stream)
-    scheduler.add(1, 10)
-    scheduler.add(1, 11)
-    scheduler.add(2, 20)
-    spoken = []
-    for _ in range(3):
-        ((stream, segment, _),) = scheduler.admit()
-        spoken.append(segment)
-        scheduler.end_segment(stream)
-    assert spoken == [10, 20, 11]
-
-
-def test_joins_at_one_boundary_are_limited() -> None:
-    scheduler = make_talker(slots=3, max_joins=2)
-    for stream in (1, 2, 3):
-        scheduler.open(stream)
-        scheduler.add(stream, stream)
-    assert len(scheduler.admit()) == 2
-    assert len(scheduler.admit()) == 1
-    assert scheduler.batch(paused={2}) == (1, 3)
-
-
-def test_too_many_streams_are_refused() -> None:
-    scheduler = make_talker(max_streams=1)
-    scheduler.open(1)
-    with pytest.raises(CapacityError):
-        scheduler.open(2)
-    scheduler.remove(1)
-    scheduler.open(2)
-
-
-@settings(deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 20), st.lists(st.integers(1, 6), max_size=4), st.none() | st.integers(0, 40)
-        ),
-        max_size=12,
-    ),
-    st.integers(1, 3),
-)
-def test_talker_random_traffic_never_leaks_or_starves(
-    streams: list[tuple[int, list[int], int | None]], num_slots: int
-) -> None:
-    scheduler = make_talker(slots=num_slots, max_joins=2, max_streams=99)
-    left: dict[int, int] = {}
-    spoken: dict[int, list[int]] = {stream: [] for stream in range(len(streams))}
-    alive: set[int] = set()
-    for step in range(sum(sum(lengths) for _, lengths, _ in streams) + 80):
-        for stream, (arrival, lengths, cancel) in enumerate(streams):
-            if arrival == step:
-                scheduler.open(stream)
-                alive.add(stream)
-                for segment in range(len(lengths)):
-                    scheduler.add(stream, segment)
-            if cancel == step:
-                scheduler.remove(stream)
-                alive.discard(stream)
-        for stream, segment, slot in scheduler.admit():
-            assert 0 < slot <= num_slots
-            spoken[stream].append(segment)
-            left[stream] = streams[stream][1][segment]
-        batch = scheduler.batch()
-        assert set(batch) <= alive and len(batch) <= num_slots
-        for stream in batch:
-            left[stream] -= 1
-            if left[stream] == 0:
-                scheduler.end_segment(stream)
-        scheduler.check()
-    for stream in alive:
-        assert spoken[stream] == list(range(len(streams[stream][1])))
-    assert scheduler.num_running == 0
