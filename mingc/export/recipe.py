@@ -87,7 +87,8 @@ class ExportRecipe:
             problems.append(f"--prefill-tokens {self.prefill_tokens}: must be at least 16")
         if self.stages is not None and (not self.stages or len(set(self.stages)) < len(self.stages)):
             problems.append(f"--stages {','.join(self.stages)}: must name at least one stage, and each once")
-        if self.context_tokens < self.prefill_tokens:
+        has_thinker = self.stages is None or "thinker" in self.stages
+        if has_thinker and self.context_tokens < self.prefill_tokens:
             problems.append(f"--context-tokens {self.context_tokens}: less than one prefill chunk")
         if self.context_tokens > MOST_TOKENS:
             problems.append(f"--context-tokens {self.context_tokens}: more than {MOST_TOKENS}")

@@ -72,6 +72,8 @@ def paged_prefill_attention(
             q, k_pages, v_pages, page_table, segment, index, page_size
         )
         return attended
+    if not torch.compiler.is_compiling():
+        page_table = page_table[: int(segment.max()) + 1]  # tables of nobody, and long ones, cost memory here
     num_tokens, num_heads, width = q.shape
     num_kv_heads = k_pages.shape[1]
     num_groups = num_heads // num_kv_heads

@@ -313,6 +313,8 @@ def test_a_reference_takes_the_inputs_of_the_engine_that_is_checked(config: Thin
     sizes = {"T": 32, "P": 16, "KV": 80 * PAGE_SIZE}
     example = plan.example(sizes, torch.Generator().manual_seed(0))
     taken = float32_inputs(exact, example, sizes)
+    assert plan.check_dims["T"] == 128, "a chunk of two prompts is checked"
+    assert plan.example({**sizes, "T": 128}, torch.Generator())["segment"].unique().tolist() == [0, 1]
     assert example["page_table"].shape == (4, 16) and taken["page_table"] is example["page_table"]
     assert taken["residual"].dtype == torch.float32
     assert torch.equal(taken["k_pages"], example["k_pages"].float())

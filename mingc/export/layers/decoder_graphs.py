@@ -69,8 +69,9 @@ class _Borders:
             "P": 5,
             "KV": 24 * PAGE_SIZE,
         }
+        # A chunk of two prompts where it may hold several.
         self._check = {
-            "T": min(32, longest),
+            "T": min(32 if self._num_prompts == 1 else 2 * CHUNK_ALIGNMENT, longest),
             "B": min(4, options.max_batch),
             "N": min(32, longest),
             "P": 8,
@@ -223,7 +224,7 @@ def _num_prompts(options: StageOptions) -> int:
     """Requests that a chunk may hold tokens of: one in float32 too, which is for comparing with recorded results."""
     if not options.static_buckets or options.dtype == torch.float32:
         return 1
-    return max((size for size in options.batch_sizes if size <= _MOST_PROMPTS), default=1)
+    return min(_MOST_PROMPTS, options.max_batch)
 
 
 def _powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
