@@ -29,17 +29,8 @@ MOST_ONE_SHOT, LEAST_TWO_SHOT = 2**22, 2**20
 LAYERS = 32
 
 
-class TwoShot:
-    """Sums in two steps over symmetric memory. Making one is a collective."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype, max_bytes: int) -> None:
-        from torch.distributed import _symmetric_memory as symmetric_memory
-
-        group = dist.group.WORLD
-        assert group is not None, "the ranks have met"
-        self._group_name = group.group_name
-        self._buffer = symmetric_memory.empty(max_bytes // dtype.itemsize, dtype=dtype, device=device)
-        self._peers = symmetric_memory.rendezvous(self._buffer, self._group_name)
+class TwoShot(OneShot):
+    """Over the same shared memory as one shot: each rank adds up its share of all, then the shares are exchanged."""
 
     def reduce_(self, x: Tensor) -> None:
         shared = self._buffer[: x.numel()].view(x.shape)
