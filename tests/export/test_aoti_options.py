@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mingc.errors import CompileError
+from mingc.export.backends import aoti
 from mingc.export.backends.aoti import compile_graph
 
 
@@ -60,3 +62,18 @@ def test_memory_that_ran_out_amid_a_compile_is_known_as_such(
     program = torch.export.export(Double(), (torch.ones(3),))
     with pytest.raises(kind, match=message.partition(".")[0]):
         compile_graph(program, tmp_path / "engine.pt2", device="cuda", cache=None, where="toy")
+
+
+def test_an_array_is_declared_wherever_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ids the methods have that write: of two writers with one id the second must get its own declaration."""
+    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+
+    monkeypatch.setattr(CppWrapperCpu, "codegen_int_array_var", CppWrapperCpu.codegen_int_array_var)
+    aoti._declare_every_int_array()
+    wrapper = CppWrapperCpu.__new__(CppWrapperCpu)
+    wrapper.int_array_id, wrapper.declared_int_array_vars = itertools.count(), set()
+    wrapper.codegen_int_array_var_cache = {}
+    written: list[str] = []
+    names = {wrapper.codegen_int_array_var("{1L, 2L}", written.append, True) for _ in range(3)}
+    assert len(names) == len(written) == 3
+    assert all(any(f"{name}[]" in line for line in written) for name in names)

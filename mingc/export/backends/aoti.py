@@ -12,6 +12,7 @@ import tempfile
 import time
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ def compile_graph(
         shutil.copyfile(kept, path)
         return 0.0
     started = time.perf_counter()
+    if torch.__version__ < "2.13":
+        _declare_every_int_array()
     try:
         with torch.no_grad():
             torch._inductor.aoti_compile_and_package(
@@ -66,6 +69,28 @@ def compile_graph(
             shutil.copyfile(path, part.name)
         os.replace(part.name, kept)
     return seconds
+
+
+def _declare_every_int_array() -> None:
+    """Let the C++ that Inductor writes declare each array of sizes or strides anew.
+
+    Before 2.13 it looks a declared one up by the id of a bound method that is gone by then. A method of another
+    writer may have got the same id: once in some thousand engines an array is then used where none was declared.
+    """
+    from torch._inductor.codegen.cpp_wrapper_cpu import (
+        CppWrapperCpu,
+    )  # seconds: only when something is compiled
+
+    def declare(
+        wrapper: CppWrapperCpu,
+        int_array: str,
+        writeline: Callable[[str], None],
+        known_statically: bool = False,
+        graph: object = None,
+    ) -> str:
+        return wrapper._codegen_int_array_var_impl(int_array, writeline, known_statically)
+
+    CppWrapperCpu.codegen_int_array_var = declare  # type: ignore[assignment]
 
 
 def _is_whole(package: Path) -> bool:
