@@ -44,11 +44,43 @@ class FailedItem:
 Item = TokenItem | PatchItem | FailedItem
 
 
-class Channel:
-    """A queue with its reader on `loop` and writers on any thread."""
+class Mailbox:
+    """Takes items on any thread to the channels of one event loop.
+
+    The loop is woken once for all that come together: waking it is a system call, at which a thread may lose Python's
+    lock to it, and an engine thread has an item for every request of a step.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        self._items: deque[tuple[Channel, Item]] = deque()
+        self._is_woken = False
+
+    def put(self, channel: Channel, item: Item) -> None:
+        """Hand an item over. Raises: RuntimeError when the event loop is closed."""
+        self._items.append((channel, item))
+        if self._is_woken:
+            return
+        self._is_woken = True
+        try:
+            self._loop.call_soon_threadsafe(self._hand_over)
+        except RuntimeError:
+            self._is_woken = False
+            self._items.clear()
+            raise
+
+    def _hand_over(self) -> None:
+        self._is_woken = False  # before the items are taken: what is put from here on wakes the loop again
+        while self._items:
+            channel, item = self._items.popleft()
+            channel.accept(item)
+
+
+class Channel:
+    """A queue with its reader on the mailbox's event loop and writers on any thread."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
         self._items: deque[Item] = deque()
         self._filled = asyncio.Event()
         self._is_closed = False
@@ -68,7 +100,7 @@ class Channel:
         if isinstance(item, PatchItem):
             self._patches_put += 1
         try:
-            self._loop.call_soon_threadsafe(self._append, item)
+            self._mailbox.put(self, item)
         except RuntimeError:  # the event loop is closed: nobody reads
             self._is_closed = True
 
@@ -91,7 +123,8 @@ class Channel:
         self._is_closed = True
         self._items.clear()
 
-    def _append(self, item: Item) -> None:
+    def accept(self, item: Item) -> None:
+        """What the mailbox calls on the event loop."""
         if not self._is_closed:
             self._items.append(item)
             self._filled.set()

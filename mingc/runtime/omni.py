@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
 from mingc.runtime.answer_run import ChatRun, Speaker, SpeechRun, Timings
-from mingc.runtime.channel import Channel, FailedItem
+from mingc.runtime.channel import Channel, FailedItem, Mailbox
 from mingc.runtime.encoders import AudioEncoder, VisionEncoder
 from mingc.runtime.noise import random_seed
 from mingc.runtime.preprocess.chat import AUDIO, VISION, ChatProcessor
@@ -30,7 +30,7 @@ from mingc.runtime.rank_group import RankGroup
 from mingc.runtime.request import ChatRequest, Event, ServiceInfo, SpeechParams, SpeechRequest
 from mingc.runtime.speech import SpeechPlanner
 from mingc.runtime.talker_loop import TalkerLoop
-from mingc.runtime.text.segment import speech_segments
+from mingc.runtime.text.segment import iter_speech_segments
 from mingc.runtime.thinker_loop import ThinkerLoop, ThinkerPrompt
 
 _JOIN_S, _FAILED_JOIN_S = 10.0, 1.0
@@ -86,6 +86,7 @@ class OmniService:
         self._max_pending_patches = max_pending_patches
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="mingc-preprocess")
         self._loops = [part.loop for part in (chat, speech) if part is not None]
+        self._mailbox: Mailbox | None = None
         self._running: set[Channel] = set()
         self._chatting: set[Channel] = set()
         self._is_closing = False
@@ -151,12 +152,12 @@ class OmniService:
         with self._begin(is_chat=False) as channel:
             speaker = self._open_speaker(speech, request.speech, channel, request.speech.seed)
             try:
-                segments = await self._offload(
-                    lambda: speech_segments(request.text, speech.max_segment_length)
+                # In one go: between two the requests of a crowd would all have to be read before any is spoken.
+                await self._offload(
+                    lambda: speaker.say(iter_speech_segments(request.text, speech.max_segment_length))
                 )
-                if not segments:
+                if speaker.is_silent:
                     raise RequestError("the text has nothing that can be spoken", param="input")
-                await self._offload(lambda: speaker.say(segments))
                 timings.mark("prepared")
                 run = SpeechRun(speaker, sample_rate=self._info.sample_rate, timings=timings)
                 while not run.is_done:
@@ -231,7 +232,9 @@ class OmniService:
     def _begin(self, *, is_chat: bool) -> Iterator[Channel]:
         if self._is_closing:
             raise CapacityError("the server is stopping", code="stopping")
-        channel = Channel(asyncio.get_running_loop())
+        if self._mailbox is None:  # an event loop runs only from the first request on
+            self._mailbox = Mailbox(asyncio.get_running_loop())
+        channel = Channel(self._mailbox)
         self._running.add(channel)
         if is_chat:
             self._chatting.add(channel)

@@ -34,6 +34,9 @@ from mingc.runtime.request import Service
 
 log = logging.getLogger("mingc.http")
 _CLOSE_MARGIN_S = 2.0  # beyond the grace, for last events to go out and workers to be joined
+# How long a thread may keep Python's lock from one that waits for it. Python's own 5 ms are two patches of one request:
+# so long the engines' threads would wait, at every turn, for one that prepares a long text.
+_SWITCH_S = 0.001
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -155,8 +158,13 @@ def _say_url(url: str) -> None:
 def serve(
     app: Starlette, listener: socket.socket | None = None, *, announce: Callable[[str], None] = _say_url
 ) -> bool:
-    """Serve until SIGTERM or SIGINT, then end in order; see `serve_async`."""
-    return asyncio.run(serve_async(app, listener, announce=announce))
+    """Serve until SIGTERM or SIGINT, then end in order; see `serve_async`. Threads take turns more often meanwhile."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        return asyncio.run(serve_async(app, listener, announce=announce))
+    finally:
+        sys.setswitchinterval(before)
 
 
 async def serve_async(

@@ -122,7 +122,7 @@ class TalkerWorker:
         self.max_batch = self._engines.batch_sizes[-1]
         self._speaking: dict[int, _Speaking] = {}
         self._launched: deque[tuple[list[tuple[int, _Speaking]], LaunchedPatch]] = deque()
-        self._prefixes: OrderedDict[bytes, dict[str, Tensor]] = OrderedDict()
+        self._prefixes: OrderedDict[bytes, Tensor] = OrderedDict()
 
     @property
     def num_in_flight(self) -> int:

@@ -18,6 +18,8 @@ from mingc.runtime.cuda_graphs import GraphPool, Shapes, StaticRun
 from mingc.runtime.patch_pipeline import LaunchedPatch, PatchPipeline
 from mingc.runtime.stages import LoadedStage, torch_dtype
 
+_ALIGNMENT = 16  # bytes; engines copy what is aligned to less
+_META = torch.device("meta")
 _LANES = 4  # prompts that run beside each other: one alone leaves most of a GPU idle
 
 
@@ -51,7 +53,7 @@ class TalkerEngines:
         self.device = device
         self._prefill, self._step = talker["prefill"], talker["step"]
         self._sample, self._stream = cfm["sample"], audio_vae["stream"]
-        self._talker_state = talker.allocate_state({"S": num_slots}, device)
+        self._talker_state, self._rows = _allocate_rows(talker, num_slots, device)
         self._vae_state = audio_vae.allocate_state({"S": num_slots}, device)
         hidden = next(each for each in self._sample.spec.inputs if each.name == "hidden")
         embeds = next(each for each in self._prefill.spec.inputs if each.name == "embeds")
@@ -88,16 +90,15 @@ class TalkerEngines:
         with self._lane(int(inputs["slot"])) as lane:
             lane.runs[size](inputs)
 
-    def read_rows(self, slot: int, count: int) -> dict[str, Tensor]:
-        """Copies of the first `count` KV rows of a slot."""
+    def read_rows(self, slot: int, count: int) -> Tensor:
+        """A copy of the first `count` KV rows of a slot, (states, count, …)."""
         self._wait_for_prompts()
-        return {name: state[slot, :count].clone() for name, state in self._talker_state.items()}
+        return self._rows[:, slot, :count].clone()
 
-    def write_rows(self, slot: int, rows: Mapping[str, Tensor]) -> None:
+    def write_rows(self, slot: int, rows: Tensor) -> None:
         """Begin a slot with these KV rows. Letting go of `rows` is safe after the next `read_rows` or `launch`."""
-        targets = [self._talker_state[name][slot, : value.shape[0]] for name, value in rows.items()]
         with self._lane(slot):
-            torch._foreach_copy_(targets, list(rows.values()))
+            self._rows[:, slot, : rows.shape[1]].copy_(rows)
 
     def _make_lane(self, device: torch.device) -> _Lane:
         # Intermediates of graphs that run at the same time must not share memory: a pool for each lane.
@@ -174,3 +175,20 @@ class TalkerEngines:
             "last": (torch.int64, (1,)),
             "history": (torch.float32, (1, *self._history.shape[1:])),
         }
+
+
+def _allocate_rows(
+    talker: LoadedStage, num_slots: int, device: torch.device
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The KV rows of all layers, zeros, by name, and the tensor (states, slots, rows, …) that they are slices of.
+
+    In one piece, the rows of a slot are copied at once: one by one, 48 states cost the host 0.2 ms a segment.
+    """
+    names = sorted(talker.state_specs())
+    one = {
+        tuple(state.shape): state.dtype for state in talker.allocate_state({"S": num_slots}, _META).values()
+    }
+    ((shape, dtype),) = one.items()
+    rows = torch.zeros(len(names), *shape, dtype=dtype, device=device)
+    assert rows.stride(0) * rows.itemsize % _ALIGNMENT == 0, "an engine would work on a copy of its state"
+    return dict(zip(names, rows, strict=True)), rows

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ _BGM_KEYS = ("Genre", "Mood", "Instrument", "Theme", "ENV", "SNR")
 _CAPTION_KEYS = ("序号", "说话人", "方言", "风格", "语速", "基频", "音量", "情感", "BGM", "IP")
 _CAPTION_KEYS_WITH_SNR = ("序号", "说话人", "BGM", "情感", "方言", "风格", "语速", "基频", "音量", "IP")
 _STYLE_KEY = "风格"
+_KEPT_PIECES = 256  # token ids of templates and transcripts
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
@@ -49,7 +51,9 @@ class SpeechPromptBuilder:
     """Makes talker prompts with the talker's own tokenizer. May be used from several threads."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
-        self._tokenizer = tokenizer
+        self._encode = tokenizer.encode
+        # The same pieces stand in every segment: templates, and transcripts of voices.
+        self._encode_again = lru_cache(_KEPT_PIECES)(lambda text: tuple(tokenizer.encode(text)))
         self._speaker = [tokenizer.token_id(f"<|vision_{name}|>") for name in ("start", "pad")]
         self._audio = tokenizer.token_id("<audio>")
         self._audio_patch = tokenizer.token_id("<audioPatch>")
@@ -75,12 +79,12 @@ class SpeechPromptBuilder:
             raise RequestError(
                 "there is no text to speak", where="input", fix="send some text", param="input"
             )
-        encode = self._tokenizer.encode
+        encode = self._encode_again
         has_recording = bool(transcript) and num_prompt_patches > 0
-        ids = encode(_SYSTEM) + encode("<|im_start|>user\n") + encode(task)
+        ids = [*encode(_SYSTEM), *encode("<|im_start|>user\n"), *encode(task)]
         speaker_rows: list[int] = []
         for number in range(1, num_speakers + 1):
-            ids += encode(f"  speaker_{number}:") + self._speaker
+            ids += [*encode(f"  speaker_{number}:"), *self._speaker]
             speaker_rows.append(len(ids) - 1)
             ids += encode("<|vision_end|>\n")
         is_music = all(mark in text for mark in _MUSIC_MARKS)
@@ -91,9 +95,9 @@ class SpeechPromptBuilder:
             ids += encode(transcript)
         if not is_music:
             prefix_length = len(ids)
-        ids += encode(text) + encode("<|im_end|>\n") + encode("<|im_start|>assistant\n")
+        ids += [*self._encode(text), *encode("<|im_end|>\n"), *encode("<|im_start|>assistant\n")]
         if instruction:
-            ids += encode(instruction) + encode("<|im_end|>")
+            ids += [*self._encode(instruction), *encode("<|im_end|>")]
         ids.append(self._audio)
         num_patches = num_prompt_patches if has_recording else 0
         patch_rows = np.arange(len(ids), len(ids) + num_patches, dtype=np.int64)
