@@ -304,6 +304,12 @@ def _check(
         if not is_float32:
             ranks = [module, *(each.to(options.device) for each in others)]
             eager = parity_rule.worst_error(Ranks(plan, ranks, moved).run(), eager_expected)
+        if rerouted is not None:
+            limit = parity_rule.allowed(eager, options.dtype)
+            expected, others_rerouted = routes.follow_moved(
+                compiled, expected, limit, plan, (module, moved), reference
+            )
+            rerouted += others_rerouted / len(chosen[0])
         if quantization is not None:
             wide = Ranks(exact_plan, [whole], float32_inputs(exact_plan, tensors, sizes)).run()
             lost = parity_rule.worst_error(

@@ -38,18 +38,23 @@ def worst_error(values: Mapping[str, torch.Tensor], references: Mapping[str, tor
     )
 
 
+def allowed(eager: float, dtype: torch.dtype) -> float:
+    """How far a compiled graph may be from the reference where the eager module is `eager` off."""
+    return max(_FLOORS[dtype], _FACTOR * eager)
+
+
 def check(parity: Parity, dtype: torch.dtype, where: str) -> None:
     """Raise ParityError when the compiled graph is further off than the rule allows."""
-    allowed = max(_FLOORS[dtype], _FACTOR * parity.eager)
+    limit = allowed(parity.eager, dtype)
     if not parity.eager <= _MOST_EAGER:
         raise ParityError(
             f"eager {dtype} is {parity.eager:.2e} off the float32 reference: no rounding does that",
             where=where,
             fix="report this with the output of mingc doctor: the reference is of something else",
         )
-    if not parity.compiled <= allowed:
+    if not parity.compiled <= limit:
         raise ParityError(
-            f"compiled outputs are {parity.compiled:.2e} off the float32 reference, allowed {allowed:.2e} "
+            f"compiled outputs are {parity.compiled:.2e} off the float32 reference, allowed {limit:.2e} "
             f"(eager {dtype} is {parity.eager:.2e} off)",
             where=where,
             fix="report this with the output of mingc doctor: the compiler changed the result",

@@ -34,6 +34,10 @@ class Ranks:
         self.inputs = inputs
         self._plan = plan
 
+    def of(self, inputs: Mapping[str, torch.Tensor]) -> Ranks:
+        """The same modules on other inputs."""
+        return Ranks(self._plan, self.modules, inputs)
+
     def run(self) -> dict[str, torch.Tensor]:
         """Outputs by name, of all ranks together, and `state.<name>` afterwards, of the first."""
         ranks = [run_eager(self._plan, module, self.inputs) for module in self.modules]

@@ -3,8 +3,9 @@
 Two experts may score alike; then rounding decides between them, a token goes elsewhere than in float32, and what is
 added to it differs by a whole expert though nothing is wrong. So a token of a narrow engine has two right results: that
 of the float32 router, and that of the eager module's router in the engine's dtype, each computed in float32 from
-there on. A wrong weight or kernel gives neither. How many tokens the two routers send to different experts is told
-and limited.
+there on. A compiled engine keeps between operations what the eager module rounds, so single tokens go a third way: of
+those a result is right that some inputs moved by no more than roundings lead to. A wrong weight or kernel gives none
+of them. How many tokens are sent to different experts is told and limited.
 """
 
 from __future__ import annotations
@@ -16,11 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from mingc.errors import ParityError
+from mingc.export.reference import Ranks, widened
 from mingc.export.stages.base import GraphPlan
 
 # One token may always go elsewhere, of more no larger share. In bfloat16 one random token in forty does among the 256
 # experts of the release.
 _MAX_REROUTED = 0.25
+# Of a token that went a third way: so many inputs near its own are asked where they go, each number moved by at most
+# one step of bfloat16.
+_MOVES = 256
+_STEP = 2.0**-8
 
 
 class _GivenRoutes(nn.Module):
@@ -77,13 +83,13 @@ def nearer_rows(values: Mapping[str, Tensor], choices: Sequence[Mapping[str, Ten
     Axis 0 of every tensor counts tokens. Distances are relative to a tensor's largest value, so that all count alike.
     """
     first = choices[0]
-    distances = torch.stack([_distances(values, choice) for choice in choices])
+    distances = torch.stack([row_distances(values, choice) for choice in choices])
     best = distances.nan_to_num(nan=torch.inf).argmin(0)
     place = torch.arange(len(best))
     return {name: torch.stack([choice[name].cpu() for choice in choices])[best, place] for name in first}
 
 
-def _distances(values: Mapping[str, Tensor], choice: Mapping[str, Tensor]) -> Tensor:
+def row_distances(values: Mapping[str, Tensor], choice: Mapping[str, Tensor]) -> Tensor:
     """The largest relative difference of each token in any tensor, (T,) float64."""
     rows = []
     for name, reference in choice.items():
@@ -91,3 +97,65 @@ def _distances(values: Mapping[str, Tensor], choice: Mapping[str, Tensor]) -> Te
         scale = wide.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
         rows.append((value - wide).abs().flatten(1).amax(-1) / scale)
     return torch.stack(rows).amax(0)
+
+
+def follow_moved(
+    values: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    limit: float,
+    plan: GraphPlan,
+    eager: tuple[nn.Module, Mapping[str, Tensor]],
+    reference: Ranks,
+) -> tuple[dict[str, Tensor], int]:
+    """`expected` with the rows that are more than `limit` off `values` replaced by nearer ones that roundings lead to.
+
+    Such a row's inputs are moved by at most a step of bfloat16; each set of experts that are then chosen gives a row,
+    by the float32 modules from the row's own inputs.
+
+    Args:
+        values, expected: outputs by name; axis 0 of every tensor counts tokens.
+        eager: the module in the engine's dtype and its inputs.
+
+    Returns: the rows, and how many were more than `limit` off. Those too many to be roundings are left as they are.
+    """
+    off = (~(row_distances(values, expected) <= limit)).nonzero().flatten().tolist()
+    followed = {name: value.cpu().clone() for name, value in expected.items()}
+    count = next(len(value) for value in followed.values())
+    if len(off) > max(1, int(_MAX_REROUTED * count)):
+        return followed, len(off)
+    module, inputs = eager
+    for row in off:
+        routes = _distinct(*tell_routes(plan, module, _moved(inputs, row)))
+        copies = len(routes[0])
+        with given_routes(reference.modules, routes):
+            outputs = reference.of(_repeated(reference.inputs, row, copies)).run()
+        own = {name: values[name][row : row + 1] for name in expected}
+        choices = [{name: each[row : row + 1] for name, each in followed.items()}]
+        choices += [
+            {name: widened(outputs[name][i : i + 1], own[name]) for name in own} for i in range(copies)
+        ]
+        for name, nearest in nearer_rows(own, choices).items():
+            followed[name][row] = nearest[0]
+    return followed, len(off)
+
+
+def _repeated(inputs: Mapping[str, Tensor], row: int, count: int) -> dict[str, Tensor]:
+    return {name: value[row].expand(count, *value.shape[1:]).clone() for name, value in inputs.items()}
+
+
+def _moved(inputs: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
+    """The token at `row` many times over, each time with all floating-point inputs moved a little."""
+    generator = torch.Generator().manual_seed(row)
+    moved = _repeated(inputs, row, _MOVES)
+    for name, value in moved.items():
+        if value.is_floating_point():
+            share = (2 * torch.rand(value.shape, generator=generator) - 1) * _STEP
+            moved[name] = (value.float() * (1 + share.to(value.device))).to(value.dtype)
+    return moved
+
+
+def _distinct(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Of routes to the same set of experts one each."""
+    sets = [tuple(sorted(each)) for each in ids.tolist()]
+    chosen = sorted({experts: index for index, experts in enumerate(sets)}.values())
+    return ids[chosen], weights[chosen]

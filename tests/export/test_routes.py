@@ -17,8 +17,8 @@ from mingc.export.build import GraphTask, check_graph, stage_options
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.parity import worst_error
 from mingc.export.recipe import ExportRecipe
-from mingc.export.reference import run_eager
-from mingc.export.routes import given_routes, nearer_rows, rerouted_share, tell_routes
+from mingc.export.reference import Ranks, run_eager
+from mingc.export.routes import follow_moved, given_routes, nearer_rows, rerouted_share, tell_routes
 from mingc.export.stages import find
 from mingc.export.stages.base import GraphPlan, Shard
 from mingc.export.weights import load_module, write_weights
@@ -126,6 +126,63 @@ def test_a_fault_is_no_rounding(layer: Mixture, fault: str) -> None:
         case _:
             engine.router.weight *= 0.5
     assert error(layer, engine, narrowed(layer)) > ALLOWED
+
+
+ROW = 7
+
+
+@pytest.fixture
+def tied() -> tuple[Mixture, Tensor]:
+    """A layer, and tokens of which ROW has two experts for its second place: a step of bfloat16 decides."""
+    torch.manual_seed(3)
+    x = torch.randn(TOKENS, HIDDEN).bfloat16()
+    own = x[ROW].float() / x[ROW].float().square().sum()
+    across = torch.randn(HIDDEN)
+    across -= across @ x[ROW].float() * own
+    layer = Mixture().requires_grad_(False)
+    layer.router.weight *= 0.1
+    layer.router.weight[5], layer.router.weight[2], layer.router.weight[3] = (
+        3 * own,
+        2 * own,
+        2 * own + across,
+    )
+    layer.load_state_dict({name: value.bfloat16().float() for name, value in layer.state_dict().items()})
+    return layer, x
+
+
+@pytest.mark.parametrize("fault", [None, "an expert", "another expert"])
+def test_a_token_may_go_where_a_rounding_leads_and_nowhere_else(
+    tied: tuple[Mixture, Tensor], fault: str | None
+) -> None:
+    layer, x = tied
+    narrow = narrowed(layer)
+    ids, weights = tell_routes(PLAN, narrow, {"x": x})
+    assert rerouted_share(ids, tell_routes(PLAN, layer, {"x": x.float()})[0], "here") == 0
+    assert ids[ROW, 0] == 5
+    third = ids.clone()
+    third[ROW, 1] = 0 if fault == "another expert" else 5 - ids[ROW, 1]
+    with given_routes([layer], (third, weights)):
+        values = {"y": layer(x.float())[0].clone()}
+    if fault == "an expert":
+        values["y"][ROW, 3] += 0.5 * values["y"].abs().max()
+    reference = Ranks(PLAN, [layer], {"x": x.float()})
+    expected = reference.run()
+    assert worst_error(values, expected) > ALLOWED, "no token went a third way: the case tests nothing"
+    followed, count = follow_moved(values, expected, ALLOWED, PLAN, (narrow, {"x": x}), reference)
+    assert count == 1
+    assert (worst_error(values, followed) < ALLOWED) == (fault is None)
+    others = torch.arange(TOKENS) != ROW
+    assert torch.equal(followed["y"][others], expected["y"][others])
+
+
+def test_too_many_tokens_that_went_elsewhere_are_not_followed(tied: tuple[Mixture, Tensor]) -> None:
+    layer, x = tied
+    reference = Ranks(PLAN, [layer], {"x": x.float()})
+    expected = reference.run()
+    values = {"y": expected["y"].roll(1, 0)}
+    followed, count = follow_moved(values, expected, ALLOWED, PLAN, (narrowed(layer), {"x": x}), reference)
+    assert count > TOKENS / 2
+    assert torch.equal(followed["y"], expected["y"])
 
 
 def test_the_router_is_put_back(layer: Mixture) -> None:
