@@ -48,10 +48,16 @@ class RouteWatch:
         self._generator = torch.Generator().manual_seed(0)
         self.begin(None)
 
-    def begin(self, record: NDArray[np.float32] | None, *, is_off: bool = False) -> None:
-        """Watch another run; `record` (L, T, D) is what the layers of its tokens must give."""
+    def begin(
+        self, record: NDArray[np.float32] | None, *, is_off: bool = False, is_shaken: bool = False
+    ) -> None:
+        """Watch another run; `record` (L, T, D) is what the layers of its tokens must give.
+
+        A run that `is_shaken` is not watched: what its experts read is moved by roundings, at random.
+        """
         self._record = None if record is None else torch.from_numpy(record)
         self._is_off = is_off
+        self._is_shaken = is_shaken
         self.layers = np.zeros(0 if record is None else record.shape, np.float32)
         self.num_followed = 0
         self.num_ties = 0
@@ -64,7 +70,11 @@ class RouteWatch:
     def look(self, layer: int, is_routed: bool, run: Run, tensors: Sequence[Tensor]) -> list[Tensor]:
         """`run` a layer's feed-forward; its inputs and outputs begin with the stream and what is added to it."""
         outputs = run(tensors)
-        if self._is_off:
+        if self._is_shaken and is_routed:
+            residual, delta, *others = tensors
+            moved = self._moved(_stream(tensors))
+            outputs[1] = run([moved.to(residual), torch.zeros_like(delta), *others])[1]
+        if self._is_off or self._is_shaken:
             return outputs
         count = self._tokens.stop - self._tokens.start
         rows = _stream(outputs)[:count]
@@ -107,19 +117,23 @@ class RouteWatch:
         """
         residual, delta, *others = tensors
         x, width = _stream(tensors), len(residual)
-        reach = self._tolerance / 2 * x.square().mean(-1, keepdim=True).sqrt()
         left, moves = rows, 0
         while len(left) and moves < _MOVES:
             # As many moves of each row as the engine's size has room for.
             copies = width // len(left)
             of = left.repeat(copies)
             of = torch.cat([of, left[:1].expand(width - len(of))])
-            moved = x[of] + reach[of] * torch.randn(x.shape, generator=self._generator)
+            moved = self._moved(x[of])
             place = of.to(residual.device)
             outputs = run([moved.to(residual), torch.zeros_like(delta), *(each[place] for each in others)])
             left = left[~torch.isin(left, of[is_there(_stream(outputs), of)])]
             moves += copies
         return ~torch.isin(rows, left)
+
+    def _moved(self, x: Tensor) -> Tensor:
+        """Rows (N, D) where roundings may have put them."""
+        reach = self._tolerance / 2 * x.square().mean(-1, keepdim=True).sqrt()
+        return x + reach * torch.randn(x.shape, generator=self._generator)
 
 
 def _stream(tensors: Sequence[Tensor]) -> Tensor:

@@ -287,7 +287,10 @@ def _replay_loop(case: str, engines: Engines, graphs: SpeechGraphs, ledger: Ledg
         reference = ledger.references[f"{case}.stop_prob"][:, 1]
         ledger.tensor(f"{case}.stop_prob", stop, reference=reference, how="stop")
     ended = (stop > parameters.stop_threshold) & (np.arange(len(stop)) > parameters.min_stop_step)
-    ledger.ids(f"{case}.ended", ended, how="stop step", from_engine=True)
+    # Of rounded probabilities the nearest may be on either side.
+    is_near = ledger.is_near(stop[:, None], np.full((len(stop), 1), parameters.stop_threshold)).any()
+    excuse = "a stop probability is near the threshold" if is_near and not ledger.is_exact else ""
+    ledger.ids(f"{case}.ended", ended, how="stop step", excuse=excuse)
 
 
 def _replay_history(case: str, engines: Engines, ledger: Ledger) -> None:

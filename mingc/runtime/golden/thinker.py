@@ -5,105 +5,34 @@ Prompts run through the same worker and rank group as a server's, with pages tha
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from mingc.artifacts.model import ThinkerParameters
-from mingc.runtime.golden.engines import Engines, to_numpy
+from mingc.runtime.golden.engines import Engines
 from mingc.runtime.golden.ledger import Ledger
+from mingc.runtime.golden.thinker_batches import (
+    BatchRun,
+    Explain,
+    Request,
+    check_alone,
+    check_batches,
+    plan_requests,
+    run_batches,
+    step_sizes,
+)
 from mingc.runtime.golden.thinker_followed import UNEVEN_CHUNK, FollowedCase, FollowedThinker
 from mingc.runtime.golden.thinker_prompts import Prompt, read_prompts
-from mingc.runtime.rank_group import RankGroup
-from mingc.runtime.stages import LoadedStage
-from mingc.runtime.thinker import ThinkerWorker
-from mingc.runtime.thinker_start import make_worker
-from mingc.runtime.thinker_step import DecodeStep
+from mingc.runtime.golden.thinker_runner import ThinkerRunner
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
 _KV = re.compile(r"^(?P<case>.+)\.kv\.layer(?P<layer>\d+)_(?P<what>keys_rotated|values)$")
-
-
-class _Replay:
-    """The ranks' workers and the pages of the prompts that run in them."""
-
-    def __init__(self, engines: Engines, ledger: Ledger, parameters: ThinkerParameters) -> None:
-        self._parameters = parameters
-        shapes = [ledger.references[f"{case}.input_ids"].shape for case in ledger.cases("input_ids")]
-        self._pages_each = -(-_longest(ledger) // parameters.page_size)
-        num_pages = 1 + max(rows for rows, _ in shapes) * self._pages_each
-
-        def start(stage: LoadedStage) -> ThinkerWorker:
-            self._worker = make_worker(
-                stage, engines.bundle.manifest, num_pages=num_pages, device=engines.device
-            )
-            return self._worker
-
-        self.num_ranks = engines.world_size
-        self._group: RankGroup | None = None
-        if engines.world_size > 1:
-            self._group = RankGroup(
-                engines.bundle.root,
-                engines.rank_devices(),
-                lambda: engines.stage("thinker"),
-                start,
-                num_pages=num_pages,
-                on_death=lambda error: None,  # the next step raises it
-            )
-        else:
-            start(engines.stage("thinker"))
-        self._runner: ThinkerWorker | RankGroup = self._group or self._worker
-        self.max_chunk = self._worker.max_chunk
-
-    def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
-
-    def pages(self, row: int) -> Ints:
-        """The pages of a prompt, last page first, so that rows in memory are not in token order."""
-        first = 1 + row * self._pages_each
-        return np.arange(first, first + self._pages_each)[::-1].copy()
-
-    def prefill(self, prompt: Prompt, row: int, chunk: int) -> list[NDArray[np.float32]]:
-        """Logits (V,) of the last token of every chunk of at most `chunk` tokens."""
-        return [
-            to_numpy(self._runner.prefill(step))[0].astype(np.float32)
-            for step in prompt.chunks(chunk, self.pages(row))
-        ]
-
-    def greedy(self, prompts: Sequence[Prompt], steps: int) -> tuple[Ints, NDArray[np.float32]]:
-        """Continue all prompts together: ids (B, steps) and logits (B, steps, V)."""
-        logits = [
-            np.stack([self.prefill(prompt, row, self.max_chunk)[-1] for row, prompt in enumerate(prompts)])
-        ]
-        ids = [logits[0].argmax(axis=1)]
-        lengths = np.array([len(prompt.input_ids) for prompt in prompts])
-        deltas = np.array([prompt.rope_delta for prompt in prompts])
-        pages = np.stack([self.pages(row) for row in range(len(prompts))])
-        for _ in range(steps - 1):
-            step = DecodeStep(input_ids=ids[-1], positions=lengths + deltas, lengths=lengths + 1, pages=pages)
-            logits.append(to_numpy(self._runner.decode(step))[: len(prompts)].astype(np.float32))
-            ids.append(logits[-1].argmax(axis=1))
-            lengths = lengths + 1
-        return np.stack(ids, axis=1), np.stack(logits, axis=1)
-
-    def cached(self, name: str, num_tokens: int) -> NDArray[np.generic]:
-        """(heads, num_tokens, head_dim) of the first prompt in token order, from the state `name`."""
-        size = self._parameters.page_size
-        rows = (self.pages(0)[:, None] * size + np.arange(size)).reshape(-1)[:num_tokens]
-        held: NDArray[np.generic] = to_numpy(self._worker.state[name])[rows].swapaxes(0, 1)
-        return held
-
-    def experts(self, num_tokens: int) -> tuple[Ints, NDArray[np.float32]] | None:
-        """Experts and their weights (layers, tokens, k) of the last chunk, each token's sorted by id."""
-        routes = self._worker.routes
-        if not routes:
-            return None
-        ids, weights = (torch.stack([each[index][:num_tokens] for each in routes]) for index in (0, 1))
-        return _sorted_experts(to_numpy(ids), to_numpy(weights).astype(np.float32))
+_STEPS = "decode steps of several requests"
 
 
 def replay(engines: Engines, ledger: Ledger) -> None:
@@ -114,12 +43,22 @@ def replay(engines: Engines, ledger: Ledger) -> None:
     for case in ledger.cases("input_ids"):
         with ledger.case(case):
             prompts[case] = read_prompts(case, engines, ledger, parameters)
+    sizes = step_sizes(engines.stage("thinker")["decode_attention"].spec.dim("B").buckets)
+    requests = plan_requests([prompt for rows in prompts.values() for prompt in rows], sizes)
+    if sizes and not requests:
+        ledger.skip(_STEPS, "no recorded prompt is of text and long enough")
     followed: dict[str, FollowedCase] = {}
+    alone: list[Floats] = []
     if not ledger.is_exact:
         # Before the ranks meet: here they run one after the other.
-        followed = _follow(engines, prompts, ledger, parameters)
-    run = _Replay(engines, ledger, parameters)
+        followed, alone = _follow(_make_followed(engines, parameters, ledger), prompts, requests, ledger)
+    widest = max(len(requests), *(len(rows) for rows in prompts.values()), 1)
+    run = ThinkerRunner(engines, parameters, rows=widest, longest=_longest(ledger))
+    batches: list[BatchRun] = []
     try:
+        # Before anything else is in the pages: a step that does not write its row must not find it there.
+        with ledger.case(_STEPS):
+            batches = run_batches(run, requests, sizes)
         for case, rows in prompts.items():
             with ledger.case(case):
                 if len(rows) == 1:
@@ -127,25 +66,47 @@ def replay(engines: Engines, ledger: Ledger) -> None:
                 _replay_greedy(case, rows, run, ledger, followed.get(case))
     finally:
         run.close()
+    with ledger.case(_STEPS):
+        if ledger.is_exact:
+            check_batches(batches, requests, None, ledger)
+        else:
+            check_alone(batches, alone, ledger, num_ranks=run.num_ranks)
+            check_batches(batches, requests, _explaining(engines, parameters, ledger), ledger)
 
 
-def _follow(
-    engines: Engines, prompts: Mapping[str, Sequence[Prompt]], ledger: Ledger, parameters: ThinkerParameters
-) -> dict[str, FollowedCase]:
-    """Followed runs of all cases, by case; those that fail are missing."""
+def _explaining(engines: Engines, parameters: ThinkerParameters, ledger: Ledger) -> Explain:
+    """What looks whether roundings can lead to a batch's logits. To be called when the ranks have parted."""
+    make = functools.cache(lambda: _make_followed(engines, parameters, ledger))
+
+    def is_near(value: Floats, reference: Floats) -> bool:
+        return bool(ledger.is_near(value, reference))
+
+    return lambda request, done, logits: make().can_give(request, done, logits, is_near)
+
+
+def _make_followed(engines: Engines, parameters: ThinkerParameters, ledger: Ledger) -> FollowedThinker:
     devices = engines.rank_devices()
-    thinker = FollowedThinker(
+    return FollowedThinker(
         engines.stage("thinker"),
         [(engines.share("thinker", rank), devices[rank]) for rank in range(1, len(devices))],
         parameters,
         longest=_longest(ledger),
         device=engines.device,
     )
+
+
+def _follow(
+    thinker: FollowedThinker,
+    prompts: Mapping[str, Sequence[Prompt]],
+    requests: Sequence[Request],
+    ledger: Ledger,
+) -> tuple[dict[str, FollowedCase], list[Floats]]:
+    """Followed runs of all cases, by case, those that fail missing; and each of `requests` alone."""
     followed: dict[str, FollowedCase] = {}
     for case, rows in prompts.items():
         with ledger.case(case):
             followed[case] = thinker.check(case, rows, ledger)
-    return followed
+    return followed, [thinker.run_alone(each) for each in requests]
 
 
 def _longest(ledger: Ledger) -> int:
@@ -160,17 +121,19 @@ def _longest(ledger: Ledger) -> int:
 
 
 def _replay_prompt(
-    case: str, prompt: Prompt, run: _Replay, ledger: Ledger, followed: FollowedCase | None
+    case: str, prompt: Prompt, run: ThinkerRunner, ledger: Ledger, followed: FollowedCase | None
 ) -> None:
     num_tokens = len(prompt.input_ids)
     excuse = followed.excuse if followed is not None else ""
     whole = run.prefill(prompt, 0, run.max_chunk)
     ledger.tensor(f"{case}.logits_last", whole[-1][None], excuse=excuse)
-    if followed is not None and followed.logits_last is not None and run.num_ranks == 1:
-        # Ranks that meet may add up in another order.
-        ledger.tensor(f"{case}.logits_last", whole[-1], reference=followed.logits_last, how="graph by graph")
+    free = (
+        followed.free if followed is not None and run.num_ranks <= 2 else {}
+    )  # more may add up in another order
+    if run.max_chunk in free:
+        ledger.tensor(f"{case}.logits_last", whole[-1], reference=free[run.max_chunk], how="graph by graph")
     if num_tokens <= run.max_chunk:
-        _check_experts(case, run.experts(num_tokens), ledger)
+        _check_experts(case, run.experts(num_tokens), ledger, excuse)
     for name in ledger.references:
         match = _KV.match(name)
         if match is None or match["case"] != case:
@@ -182,33 +145,42 @@ def _replay_prompt(
         ledger.tensor(name, held, reference=ledger.references[name][0, : len(held)])
     uneven = run.prefill(prompt, 0, UNEVEN_CHUNK)[-1][None]
     ledger.tensor(f"{case}.logits_last", uneven, how="in uneven chunks", excuse=excuse)
+    if UNEVEN_CHUNK in free:
+        how = "in uneven chunks, graph by graph"
+        ledger.tensor(f"{case}.logits_last", uneven[0], reference=free[UNEVEN_CHUNK], how=how)
     if f"{case}.logits" in ledger:
         single = np.stack(run.prefill(prompt, 0, 1))[None]
         ledger.tensor(f"{case}.logits", single, how="token by token", excuse=excuse)
 
 
 def _replay_greedy(
-    case: str, prompts: Sequence[Prompt], run: _Replay, ledger: Ledger, followed: FollowedCase | None
+    case: str, prompts: Sequence[Prompt], run: ThinkerRunner, ledger: Ledger, followed: FollowedCase | None
 ) -> None:
     excuse = followed.excuse if followed is not None else ""
     steps = ledger.references[f"{case}.greedy_ids"].shape[1] if f"{case}.greedy_ids" in ledger else 1
     ids, logits = run.greedy(prompts, steps)
     ledger.tensor(f"{case}.logits_last_valid", logits[:, 0], excuse=excuse)
-    ledger.ids(f"{case}.greedy_ids", ids, from_engine=True)
-    if f"{case}.greedy_ids" in ledger:
-        same = (ids == ledger.references[f"{case}.greedy_ids"]).all()
-        # After another token the logits are of another text: compare the steps before it.
-        until = (
-            steps if same else 1 + int((ids == ledger.references[f"{case}.greedy_ids"]).all(axis=0).argmin())
-        )
-        reference = ledger.references.get(f"{case}.greedy_logits")
-        if reference is not None:
-            how = "" if same else f"first {until} steps"
-            name = f"{case}.greedy_logits"
-            ledger.tensor(name, logits[:, :until], reference=reference[:, :until], how=how, excuse=excuse)
+    if f"{case}.greedy_ids" not in ledger:
+        return
+    recorded = ledger.references[f"{case}.greedy_ids"].astype(np.int64)
+    same = ids == recorded
+    # After another token the logits are of another text: compare the steps before it.
+    until = steps if same.all() else 1 + int(same.all(axis=0).argmin())
+    reference = ledger.references.get(f"{case}.greedy_logits")
+    if reference is not None and not excuse and not ledger.is_exact:
+        last, row = until - 1, ~same[:, until - 1]
+        nearly = np.take_along_axis(reference[:, last], ids[:, last, None], axis=1)
+        best = np.take_along_axis(reference[:, last], recorded[:, last, None], axis=1)
+        if ledger.is_near(nearly, best)[row].all():
+            excuse = "the recorded logits of both tokens are nearly equal"
+    ledger.ids(f"{case}.greedy_ids", ids, excuse=excuse)
+    if reference is not None:
+        how = "" if same.all() else f"first {until} steps"
+        name = f"{case}.greedy_logits"
+        ledger.tensor(name, logits[:, :until], reference=reference[:, :until], how=how, excuse=excuse)
 
 
-def _check_experts(case: str, found: tuple[Ints, NDArray[np.float32]] | None, ledger: Ledger) -> None:
+def _check_experts(case: str, found: tuple[Ints, Floats] | None, ledger: Ledger, excuse: str) -> None:
     ids_name, weights_name = f"{case}.moe_topk_ids", f"{case}.moe_topk_weights"
     if ids_name not in ledger:
         return
@@ -216,14 +188,14 @@ def _check_experts(case: str, found: tuple[Ints, NDArray[np.float32]] | None, le
         ledger.skip(ids_name, "the prefill engine of this bundle does not give out its router's choices")
         return
     ids, weights = _sorted_experts(ledger.references[ids_name][:, 0], ledger.references[weights_name][:, 0])
-    ledger.ids(ids_name, found[0], reference=ids, how="as sets", from_engine=True)
-    if found[0].shape == ids.shape and (found[0] == ids).all():
-        ledger.tensor(weights_name, found[1], reference=weights, how="by expert")
+    found_ids, found_weights = _sorted_experts(*found)
+    ledger.ids(ids_name, found_ids, reference=ids, how="as sets", excuse=excuse)
+    if found_ids.shape == ids.shape and (found_ids == ids).all():
+        ledger.tensor(weights_name, found_weights, reference=weights, how="by expert")
 
 
-def _sorted_experts(
-    ids: NDArray[np.generic], weights: NDArray[np.generic]
-) -> tuple[Ints, NDArray[np.float32]]:
+def _sorted_experts(ids: NDArray[np.generic], weights: NDArray[np.generic]) -> tuple[Ints, Floats]:
+    """Each token's experts and their weights (…, k), by id."""
     order = np.argsort(ids, axis=-1)
     return (
         np.take_along_axis(ids, order, axis=-1).astype(np.int64),

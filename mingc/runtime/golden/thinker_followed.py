@@ -6,7 +6,7 @@ compared. Here runs return to the record where that happens: every layer of ever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from mingc.artifacts.model import ThinkerParameters
 from mingc.runtime.golden.engines import to_numpy
 from mingc.runtime.golden.followed_stage import RouteWatch, followed_stage
 from mingc.runtime.golden.ledger import Ledger
+from mingc.runtime.golden.thinker_batches import Request
 from mingc.runtime.golden.thinker_prompts import Prompt
 from mingc.runtime.stages import LoadedStage
 from mingc.runtime.thinker import ThinkerWorker
@@ -29,6 +30,7 @@ _TOLERANCE = 3e-2  # of a layer's rows: what an export allows a graph in half pr
 _LEAST_KEPT = (
     0.9  # share of rows; of the tiny thinker's 2 in 100 are followed, of random ones of the release 1 in 40
 )
+_SHAKES = 64  # steps of one request that are tried for one of several; several layers must turn the same way
 _HOW = "experts followed"
 
 
@@ -38,12 +40,12 @@ class FollowedCase:
 
     Attributes:
         excuse: why they may leave the record; empty when they may not.
-        logits_last: (V,) float32 of the only prompt when it runs through the same graphs and nothing is followed;
-            None of several prompts.
+        free: (V,) float32 behind the only prompt when it runs through the same graphs and nothing is followed, by
+            the tokens of a chunk; none of several prompts.
     """
 
     excuse: str
-    logits_last: Floats | None
+    free: Mapping[int, Floats]
 
 
 class FollowedThinker:
@@ -90,10 +92,10 @@ class FollowedThinker:
                 num_ties += self._watch.num_ties
             rows = self._num_layers * sum(len(prompt.input_ids) for prompt in prompts)
             excuse = f"{num_ties} of {rows} rows score alike for other experts" if num_ties else ""
-            return FollowedCase(excuse=excuse, logits_last=None)
+            return FollowedCase(excuse=excuse, free={})
         (prompt,) = prompts
         self._watch.begin(None, is_off=True)
-        free = self._prefill(prompt, self._worker.max_chunk)[-1]
+        free = {size: self._prefill(prompt, size)[-1] for size in (self._worker.max_chunk, UNEVEN_CHUNK)}
         layers = record[:, 0].astype(np.float32)
         num_followed = 0
         for size, how in (
@@ -115,7 +117,37 @@ class FollowedThinker:
             found.append(f"{num_followed} of {rows} rows go to other experts by rounding")
         if num_ties:
             found.append("the answer comes to a tie of experts")
-        return FollowedCase(excuse=", ".join(found), logits_last=free)
+        return FollowedCase(excuse=", ".join(found), free=free)
+
+    def run_alone(self, request: Request) -> Floats:
+        """Logits (n, V) behind each of a request's tokens, nothing followed."""
+        self._watch.begin(None, is_off=True)
+        self._prefill(request.beginning, self._worker.max_chunk)
+        return np.stack([self._decode_token(request, place) for place in range(len(request.tokens))])
+
+    def can_give(
+        self, request: Request, done: int, logits: Floats, is_near: Callable[[Floats, Floats], bool]
+    ) -> bool:
+        """Whether roundings can lead to the `logits` (steps, V) behind the tokens of `request` after `done`."""
+        self._watch.begin(None, is_off=True)
+        self._prefill(request.beginning, self._worker.max_chunk)
+        for place in range(done):
+            self._decode_token(request, place)
+        for place, wanted in enumerate(logits, start=done):
+            self._watch.begin(None, is_off=True)
+            is_there = is_near(self._decode_token(request, place), wanted)
+            self._watch.begin(None, is_shaken=True)
+            for _ in range(_SHAKES):
+                if is_there:
+                    break
+                is_there = is_near(self._decode_token(request, place), wanted)
+            if not is_there:
+                return False
+        return True
+
+    def _decode_token(self, request: Request, place: int) -> Floats:
+        position = len(request.beginning.input_ids) + place
+        return self._decode(int(request.tokens[place]), position, position + 1)
 
     def _prefill(self, prompt: Prompt, size: int) -> list[Floats]:
         """Logits (V,) of the last token of every chunk of at most `size`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -29,6 +29,16 @@ class Prompt:
     rope_delta: int
     embed_kind: Ints
     embeds: torch.Tensor | None
+
+    def beginning(self, count: int) -> Prompt:
+        """The first `count` tokens."""
+        return replace(
+            self,
+            input_ids=self.input_ids[:count],
+            positions=self.positions[:, :count],
+            embed_kind=self.embed_kind[:count],
+            embeds=None if self.embeds is None else self.embeds[:count],
+        )
 
     def chunks(self, size: int, pages: Ints) -> Iterator[PrefillStep]:
         """Steps of at most `size` tokens over `pages`, in order."""

@@ -1,0 +1,164 @@
+"""Decode steps of every batch size, held against the same artifact's steps of one request: no record is needed.
+
+Both read the same pages, so only the roundings of the steps themselves differ. They may send a token to other experts.
+Then steps of one request must give the same, when what a router reads is moved by no more than roundings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mingc.runtime.golden.ledger import Ledger
+from mingc.runtime.golden.thinker_prompts import Prompt
+from mingc.runtime.golden.thinker_runner import ThinkerRunner
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+_NAME = "decode steps"
+_STEPS = 2  # that a size takes one after the other: the second reads what the first has written
+_LEAST_KEPT = 0.8  # share of tokens that a batch sends to the experts to which they go alone
+# Share of tokens that ranks which meet leave alone, where more than two add up in another order than one process does:
+# what a token's experts are decides what later ones read.
+_LEAST_MET = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Request:
+    """The beginning of a text, and its next tokens (n,) as those of an answer."""
+
+    beginning: Prompt
+    tokens: Ints
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BatchRun:
+    """Steps of n requests, together and each alone, over the same pages.
+
+    Attributes:
+        rows: (n,) the requests.
+        done: (n,) how many of their tokens were decoded before.
+        together, single: (steps, n, V) float32 logits.
+    """
+
+    rows: Ints
+    done: Ints
+    together: Floats
+    single: Floats
+
+
+# Whether the steps of a request, after so many of its tokens, give these logits (steps, V) but for roundings.
+Explain = Callable[[Request, int, Floats], bool]
+
+
+def step_sizes(batches: Sequence[int]) -> list[int]:
+    """How many requests run together: every batch size is run full, and with a row of padding where it has one."""
+    sizes = []
+    for below, size in zip(sorted(batches), sorted(batches)[1:], strict=False):
+        sizes += [size, max(size - 1, below + 1)]
+    return sizes
+
+
+def plan_requests(prompts: Sequence[Prompt], sizes: Sequence[int]) -> list[Request]:
+    """The most requests that a step holds, with the tokens of all steps that they are in.
+
+    Recorded text, of which copies begin elsewhere and have other lengths. Empty when no prompt is a text that is long
+    enough.
+    """
+    longest = (_STEPS + 1) * len(sizes)
+    usable = [each for each in prompts if each.embeds is None and len(each.input_ids) > longest]
+    if not usable:
+        return []
+    made = []
+    for row in range(max(sizes, default=0)):
+        prompt, turn = usable[row % len(usable)], row // len(usable)
+        count = _STEPS * sum(size > row for size in sizes)
+        ids = np.roll(prompt.input_ids, -turn)[: len(prompt.input_ids) - turn % len(sizes)]
+        first = len(ids) - count
+        made.append(
+            Request(beginning=replace(prompt.beginning(first), input_ids=ids[:first]), tokens=ids[first:])
+        )
+    return made
+
+
+def run_batches(run: ThinkerRunner, requests: Sequence[Request], sizes: Sequence[int]) -> list[BatchRun]:
+    """Steps of as many requests as `sizes` say, in pages that hold nothing yet."""
+    for row, request in enumerate(requests):
+        run.prefill(request.beginning, row, run.max_chunk)
+    done = np.zeros(len(requests), np.int64)
+    made = []
+    for size in sizes if requests else ():
+        rows = np.arange(size)[::-1]  # no request has its own number in the batch
+        # First together: what single steps write would hide that a batch does not write its own.
+        together = _decode(run, requests, rows, done)
+        single = np.concatenate([_decode(run, requests, rows[i : i + 1], done) for i in range(size)], axis=1)
+        made.append(BatchRun(rows=rows, done=done[rows], together=together, single=single))
+        done[rows] += _STEPS
+    return made
+
+
+def check_batches(
+    batches: Sequence[BatchRun], requests: Sequence[Request], explain: Explain | None, ledger: Ledger
+) -> None:
+    """Hold every batch against its requests' single steps. Without `explain` roundings send nothing elsewhere."""
+    num_off, num_rows = 0, sum(len(batch.rows) for batch in batches)
+    for batch in batches:
+        is_off = ~ledger.is_near(batch.together, batch.single).all(axis=0)
+        num_off += int(is_off.sum())
+        is_explained = np.zeros_like(is_off)
+        if explain is not None and num_off <= (1 - _LEAST_KEPT) * num_rows:  # more are no rounding
+            for place in np.flatnonzero(is_off):
+                request = requests[batch.rows[place]]
+                is_explained[place] = explain(request, int(batch.done[place]), batch.together[:, place])
+        ledger.tensor(
+            _NAME,
+            batch.together[:, ~is_explained],
+            reference=batch.single[:, ~is_explained],
+            how=f"{len(batch.rows)} requests, each as it is alone",
+        )
+    if explain is not None and batches:
+        ledger.share(
+            f"{_NAME} (of several requests: rows)",
+            same=num_rows - num_off,
+            total=num_rows,
+            minimum=_LEAST_KEPT,
+            note="the others went to other experts by rounding",
+        )
+
+
+def check_alone(
+    batches: Sequence[BatchRun], alone: Sequence[Floats], ledger: Ledger, *, num_ranks: int
+) -> None:
+    """Hold single steps of ranks that meet, captured on CUDA, against `alone`: all of each request's (n, V) logits."""
+    if not batches:
+        return
+    found, expected = [], []
+    for batch in batches:
+        for place, (row, done) in enumerate(zip(batch.rows, batch.done, strict=True)):
+            found.append(batch.single[:, place])
+            expected.append(alone[row][done : done + _STEPS])
+    if num_ranks <= 2:  # two numbers have one sum
+        ledger.tensor(_NAME, np.stack(found), reference=np.stack(expected), how="graph by graph")
+        return
+    is_near = ledger.is_near(np.stack(found), np.stack(expected))
+    ledger.share(
+        f"{_NAME} (graph by graph: tokens)",
+        same=int(is_near.sum()),
+        total=is_near.size,
+        minimum=_LEAST_MET,
+        note="ranks that meet add up in another order",
+    )
+
+
+def _decode(run: ThinkerRunner, requests: Sequence[Request], rows: Ints, done: Ints) -> Floats:
+    """Logits (steps, n, V) of the next tokens of the requests `rows` (n,) in one batch; `done` says which are next."""
+    logits = []
+    for places in done[rows] + np.arange(_STEPS)[:, None]:
+        ids = np.array([requests[row].tokens[place] for row, place in zip(rows, places, strict=True)])
+        positions = np.array([len(requests[row].beginning.input_ids) for row in rows]) + places
+        logits.append(run.decode(rows, ids, positions, positions + 1))
+    return np.stack(logits)

@@ -1,0 +1,107 @@
+"""Which requests run together in a replay, and what is said of those that are off."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from mingc.runtime.golden.ledger import Ledger
+from mingc.runtime.golden.thinker_batches import (
+    BatchRun,
+    Request,
+    check_alone,
+    check_batches,
+    plan_requests,
+    step_sizes,
+)
+from mingc.runtime.golden.thinker_prompts import Prompt
+
+
+def prompt(length: int) -> Prompt:
+    return Prompt(
+        input_ids=np.arange(length),
+        positions=np.tile(np.arange(length), (3, 1)),
+        rope_delta=0,
+        embed_kind=np.zeros(length, np.int64),
+        embeds=None,
+    )
+
+
+def ledger() -> Ledger:
+    return Ledger("thinker.safetensors", {}, tolerance=0.1, is_exact=False)
+
+
+def outcomes(book: Ledger) -> list[str]:
+    return [each.outcome for each in book.comparisons]
+
+
+@pytest.mark.parametrize(
+    "batches, sizes", [((1,), []), ((1, 2, 4), [2, 2, 4, 3]), ((1, 8, 32), [8, 7, 32, 31])]
+)
+def test_every_batch_size_runs_full_and_with_padding(batches: tuple[int, ...], sizes: list[int]) -> None:
+    assert step_sizes(batches) == sizes
+
+
+def test_requests_differ_and_have_tokens_for_all_their_steps() -> None:
+    sizes = step_sizes((1, 2, 4))
+    requests = plan_requests([prompt(20), prompt(12)], sizes)  # the second is too short
+    assert [len(each.tokens) for each in requests] == [8, 8, 4, 2]
+    beginnings = {tuple(each.beginning.input_ids) for each in requests}
+    assert len(beginnings) == 4 and len({len(each) for each in beginnings}) > 1
+    for each in requests:
+        assert each.beginning.positions.shape == (3, len(each.beginning.input_ids))
+    assert not plan_requests([prompt(12)], sizes)
+
+
+def batch(rows: int, *, off: int = 0) -> BatchRun:
+    """Two steps of `rows` requests, the first `off` of which are another's."""
+    single = np.random.default_rng(0).normal(size=(2, rows, 50)).astype(np.float32)
+    together = single.copy()
+    together[:, :off] = np.roll(single, 1, axis=-1)[:, :off]
+    places = np.arange(rows)
+    return BatchRun(rows=places, done=places * 0, together=together, single=single)
+
+
+def requests(count: int) -> list[Request]:
+    return [Request(beginning=prompt(4), tokens=np.arange(2)) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "off, is_reachable, expected",
+    [
+        (0, False, ["pass", "pass"]),
+        (1, True, ["pass", "pass"]),
+        (1, False, ["FAIL", "pass"]),
+        (4, True, ["FAIL", "FAIL"]),  # so many are no rounding, wherever moves lead
+    ],
+)
+def test_a_row_that_is_off_must_be_reached_by_roundings(
+    off: int, is_reachable: bool, expected: list[str]
+) -> None:
+    book = ledger()
+    asked = []
+
+    def explain(request: Request, done: int, logits: NDArray[np.float32]) -> bool:
+        asked.append(logits.shape)
+        return is_reachable
+
+    check_batches([batch(10, off=off)], requests(10), explain, book)
+    assert outcomes(book) == expected
+    assert asked == ([(2, 50)] * off if off < 4 else [])
+
+
+def test_in_float32_nothing_is_explained() -> None:
+    book = ledger()
+    check_batches([batch(10, off=1)], requests(10), None, book)
+    assert outcomes(book) == ["FAIL"]
+
+
+@pytest.mark.parametrize("num_ranks, off, outcome", [(2, 1, "FAIL"), (4, 1, "pass"), (4, 6, "FAIL")])
+def test_ranks_that_add_up_in_another_order_may_leave_what_one_process_gives(
+    num_ranks: int, off: int, outcome: str
+) -> None:
+    book, run = ledger(), batch(10, off=off)
+    alone = [run.together[:, place] for place in range(10)]
+    check_alone([run], alone, book, num_ranks=num_ranks)
+    assert outcomes(book) == [outcome]
