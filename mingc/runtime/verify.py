@@ -156,6 +156,7 @@ def _replay_file(
         _read_tensors(path) if is_tensors else {},
         tolerance=TOLERANCES[dtype],
         is_exact=dtype == "float32",
+        quantization=_quantization(engines.bundle, stages),
     )
     has_document = beside is not None and beside.is_file()
     if not is_tensors and not has_document:
@@ -166,6 +167,20 @@ def _replay_file(
     with ledger.case("replay"):
         run(ledger, given)
     return ledger.summary(), ledger.comparisons, [f"{file}: {name}" for name in ledger.not_outputs()]
+
+
+def _quantization(bundle: Bundle, stages: tuple[str, ...]) -> float:
+    """The most that quantized weights take from a graph of `stages`; of those with a fidelity there is more to say."""
+    held = [bundle.manifest.stages[name] for name in stages if name in bundle.manifest.stages]
+    return max(
+        (
+            graph.parity.quantization or 0.0
+            for stage in held
+            if stage.fidelity is None
+            for graph in stage.graphs.values()
+        ),
+        default=0.0,
+    )
 
 
 def _read_tensors(path: Path) -> dict[str, NDArray[np.generic]]:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from thinker_session import EagerEngine, EagerStage, eager_stage, golden_prompt
 from torch import Tensor
 
-from mingc.artifacts.manifest import ModelParameters
+from mingc.artifacts.manifest import Fidelity, ModelParameters
 from mingc.artifacts.model import ThinkerParameters
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.decoder import Decoder
@@ -72,11 +72,10 @@ def stages(ranks: Sequence[Decoder], config: ThinkerConfig) -> list[EagerStage]:
 
 def beginning(golden: dict[str, Tensor], case: str, length: int) -> dict[str, Tensor]:
     """The first tokens of a prompt of text: what later ones are does not change what is recorded of them."""
-    names = ("input_ids", "position_ids", "layer_out", "logits")
+    names = ("input_ids", "position_ids", "inputs_embeds", "layer_out", "logits")
     axes = {"layer_out": 2, "position_ids": 2}
     made = {f"{case}.{name}": golden[f"{case}.{name}"].narrow(axes.get(name, 1), 0, length) for name in names}
     made[f"{case}.rope_deltas"] = golden[f"{case}.rope_deltas"]
-    made[f"{case}.inputs_embeds"] = golden[f"{case}.inputs_embeds"]
     return made
 
 
@@ -87,6 +86,7 @@ def follow(parts: Sequence[EagerStage], config: ThinkerConfig, golden: dict[str,
         parts[0],
         [(part, torch.device("cpu")) for part in parts[1:]],
         STAGE.parameters(config, OPTIONS),
+        fidelity=None,
         longest=100,
         device=torch.device("cpu"),
     )
@@ -153,7 +153,8 @@ def lose_the_shared_expert(module: Decoder) -> None:
 
 
 def turn_a_head(module: Decoder) -> None:
-    module.layers[2].attention.qkv[:128] *= -1
+    qkv = module.layers[2].attention.qkv
+    qkv[:128] = (-qkv[:128].float()).to(qkv.dtype)
 
 
 @pytest.mark.parametrize(
@@ -212,21 +213,31 @@ def test_a_rank_with_anothers_experts_is_found(
 class EagerEngines(Engines):
     """An artifact of the thinker alone, whose engines are eager modules."""
 
-    def __init__(self, stage: EagerStage, parameters: ThinkerParameters) -> None:
+    def __init__(
+        self, stage: EagerStage, parameters: ThinkerParameters, fidelity: Fidelity | None = None
+    ) -> None:
         self.device = torch.device("cpu")
         manifest = SimpleNamespace(
-            parameters=ModelParameters(thinker=parameters), fingerprint=SimpleNamespace(world_size=1)
+            parameters=ModelParameters(thinker=parameters),
+            fingerprint=SimpleNamespace(world_size=1),
+            stages={"thinker": SimpleNamespace(fidelity=fidelity)},
         )
         self.bundle = SimpleNamespace(manifest=manifest)
         self._stages = {"thinker": stage}
 
 
-def replayed(stage: EagerStage, config: ThinkerConfig, golden: dict[str, Tensor], case: str) -> Ledger:
+def replayed(
+    stage: EagerStage,
+    config: ThinkerConfig,
+    golden: dict[str, Tensor],
+    case: str,
+    fidelity: Fidelity | None = None,
+) -> Ledger:
     """What `mingc verify --against` says of one case."""
     references = {name: value.numpy() for name, value in golden.items() if name.startswith(f"{case}.")}
     ledger = Ledger("thinker.safetensors", references, tolerance=0.1, is_exact=False)
     with torch.inference_mode():
-        replay(EagerEngines(stage, STAGE.parameters(config, OPTIONS)), ledger)
+        replay(EagerEngines(stage, STAGE.parameters(config, OPTIONS), fidelity), ledger)
     return ledger
 
 
@@ -287,6 +298,31 @@ def test_a_fault_of_steps_of_several_requests_alone_is_found(
     failed = failed_names(replayed(stage, config, beginning(golden, "text", 20), "text"))
     assert any("4 requests, each as it is alone" in each for each in failed)
     assert all("decode steps" in each for each in failed), "nothing else runs several requests"
+
+
+@pytest.mark.parametrize("spoil", [None, exchange_experts, lose_the_shared_expert, turn_a_head])
+def test_quantized_weights_are_held_to_what_the_manifest_says_they_lose(
+    spoil: Callable[[Decoder], None] | None,
+    checkpoint: Checkpoint,
+    config: ThinkerConfig,
+    golden: dict[str, Tensor],
+    tmp_path: Path,
+) -> None:
+    write_weights(checkpoint, STAGE, config, Shard(), torch.bfloat16, tmp_path / "rank0", "fp8")
+    module = copied(load_module(STAGE, config, Shard(), tmp_path / "rank0", "fp8"))
+    if spoil is not None:
+        spoil(module)
+    fidelity = Fidelity(
+        tokens=64, layer_cosine=(0.998012, 0.995316, 0.998968, 0.996457), logit_kl=0.29, same_argmax=0.53
+    )
+    options = replace(OPTIONS, batch_sizes=(1,))
+    stage = eager_stage(module, STAGE.graphs(config, Shard(), options))
+    ledger = replayed(stage, config, beginning(golden, "text", 20), "text", fidelity)
+    if spoil is None:
+        assert not failed_names(ledger)
+        assert any("own experts followed" in each.name for each in ledger.comparisons)
+    else:
+        assert [name for name in failed_names(ledger) if "after recorded layers: tokens of layer" in name]
 
 
 def test_a_replay_tells_whole_runs_that_leave_the_record_from_faults(

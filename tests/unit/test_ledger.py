@@ -50,6 +50,18 @@ def test_an_excuse_covers_a_difference_but_nothing_that_is_no_number(
     assert (last(book).note == "tokens went elsewhere") == (outcome == "expected difference")
 
 
+@pytest.mark.parametrize(
+    "off, outcome", [(1e-4, "pass"), (0.3, "expected difference"), (0.5, "FAIL"), (np.nan, "FAIL")]
+)
+def test_quantized_weights_may_be_off_by_a_few_times_what_the_manifest_says(off: float, outcome: str) -> None:
+    book = Ledger("file", {"out": np.array([1.0, -2.0])}, tolerance=1e-4, is_exact=True, quantization=0.05)
+    book.tensor("out", [1.0 + off, -2.0])
+    assert last(book).outcome == outcome
+    assert ("takes 0.05" in last(book).note) == (outcome == "expected difference")
+    book.tensor("out", [1.3, -2.0], tolerance=0.01)  # no engine's output
+    assert last(book).outcome == "FAIL"
+
+
 @pytest.mark.parametrize("value", [[[1.0, np.nan]], [[1.0, np.inf]], [[1.0]], [1.0, -2.0]])
 def test_what_has_another_shape_or_is_not_finite_fails_and_is_still_json(value: list[list[float]]) -> None:
     book = ledger()

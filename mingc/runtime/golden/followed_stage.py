@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -28,6 +29,9 @@ _ROUTED = "_experts"  # what the names of graphs that choose experts end with
 _MOVES = 64
 
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
+# What is done with a run: nothing; its ties are counted; rows that left the record by rounding go on from there; all
+# rows do, in every layer; what its experts read is moved by roundings, at random.
+Mode = Literal["off", "ties", "follow", "lead", "shake"]
 
 
 class RouteWatch:
@@ -38,27 +42,21 @@ class RouteWatch:
             another one. Half of it, of a row's root mean square, is how far roundings may have moved a row.
 
     Attributes:
-        layers: with a record, the rows (L, T, D) float32 as the engines gave them; recorded ones where it was followed.
         num_followed: rows that went to other experts than the recorded ones, by rounding.
-        num_ties: without a record, rows that roundings could send to other experts.
+        num_ties: rows that roundings could send to other experts.
     """
 
     def __init__(self, tolerance: float) -> None:
         self._tolerance = tolerance
         self._generator = torch.Generator().manual_seed(0)
-        self.begin(None)
+        self.begin("off")
 
-    def begin(
-        self, record: NDArray[np.float32] | None, *, is_off: bool = False, is_shaken: bool = False
-    ) -> None:
-        """Watch another run; `record` (L, T, D) is what the layers of its tokens must give.
-
-        A run that `is_shaken` is not watched: what its experts read is moved by roundings, at random.
-        """
+    def begin(self, mode: Mode, record: NDArray[np.float32] | None = None) -> None:
+        """Watch another run; `record` (L, T, D) is what the layers of its tokens must give."""
+        assert (record is not None) == (mode in ("follow", "lead")), "these go on from a record"
+        self._mode = mode
         self._record = None if record is None else torch.from_numpy(record)
-        self._is_off = is_off
-        self._is_shaken = is_shaken
-        self.layers = np.zeros(0 if record is None else record.shape, np.float32)
+        self._given: dict[int, list[Tensor]] = {}
         self.num_followed = 0
         self.num_ties = 0
         self.next(0, 0)
@@ -67,41 +65,63 @@ class RouteWatch:
         """The next step is of `count` tokens, from the `first` of the run."""
         self._tokens = slice(first, first + count)
 
+    @property
+    def layers(self) -> NDArray[np.float32]:
+        """The rows (L, T, D) float32 that the engines gave; recorded ones where they were followed."""
+        rows = torch.stack([torch.cat(self._given[layer]) for layer in sorted(self._given)])
+        layers: NDArray[np.float32] = rows.numpy()
+        return layers
+
     def look(self, layer: int, is_routed: bool, run: Run, tensors: Sequence[Tensor]) -> list[Tensor]:
         """`run` a layer's feed-forward; its inputs and outputs begin with the stream and what is added to it."""
         outputs = run(tensors)
-        if self._is_shaken and is_routed:
-            residual, delta, *others = tensors
-            moved = self._moved(_stream(tensors))
-            outputs[1] = run([moved.to(residual), torch.zeros_like(delta), *others])[1]
-        if self._is_off or self._is_shaken:
-            return outputs
         count = self._tokens.stop - self._tokens.start
         rows = _stream(outputs)[:count]
-        if self._record is None:
-            if is_routed:
-                scale = float(rows.abs().max())
-                every = torch.arange(count)
+        match self._mode:
+            case "ties" if is_routed:
+                scale, every = float(rows.abs().max()), torch.arange(count)
                 is_away = self._can_reach(
                     run, tensors, every, lambda found, of: _distance(found, rows[of], scale) > self._tolerance
                 )
                 self.num_ties += int(is_away.sum())
-            return outputs
-        recorded, scale = self._record[layer, self._tokens], float(self._record[layer].abs().max())
-        is_off = _distance(rows, recorded, scale) > self._tolerance
-        if is_routed and is_off.any():
-            off = is_off.nonzero().squeeze(1)
-            is_back = self._can_reach(
-                run, tensors, off, lambda found, of: _distance(found, recorded[of], scale) <= self._tolerance
-            )
-            followed = off[is_back]
-            rows[followed] = recorded[followed]
-            residual, partial = outputs[:2]
-            place = followed.to(residual.device)
-            partial[place] = recorded[followed].to(residual) - residual[place]
-            self.num_followed += len(followed)
-        self.layers[layer, self._tokens] = rows.numpy()
+            case "shake" if is_routed:
+                residual, delta, *others = tensors
+                moved = self._moved(_stream(tensors))
+                outputs[1] = run([moved.to(residual), torch.zeros_like(delta), *others])[1]
+            case "follow":
+                followed = self._find_followed(layer, is_routed, rows, run, tensors)
+                self._go_on_from_record(layer, followed, outputs)
+                self.num_followed += len(followed)
+                rows[followed] = self._recorded(layer)[followed]
+            case "lead":
+                self._go_on_from_record(layer, torch.arange(count), outputs)
+        self._given.setdefault(layer, []).append(rows)
         return outputs
+
+    def _recorded(self, layer: int) -> Tensor:
+        """What a layer must give for the tokens of this step (n, D)."""
+        assert self._record is not None
+        return self._record[layer, self._tokens]
+
+    def _find_followed(
+        self, layer: int, is_routed: bool, rows: Tensor, run: Run, tensors: Sequence[Tensor]
+    ) -> Tensor:
+        """Which of a layer's `rows` (n, D) left the record by rounding, (m,)."""
+        assert self._record is not None
+        recorded, scale = self._recorded(layer), float(self._record[layer].abs().max())
+        off = (_distance(rows, recorded, scale) > self._tolerance).nonzero().squeeze(1)
+        if not is_routed or not len(off):
+            return off[:0]
+        is_back = self._can_reach(
+            run, tensors, off, lambda found, of: _distance(found, recorded[of], scale) <= self._tolerance
+        )
+        return off[is_back]
+
+    def _go_on_from_record(self, layer: int, rows: Tensor, outputs: Sequence[Tensor]) -> None:
+        """Let `rows` (m,) of a layer's outputs be those that were recorded."""
+        residual, partial = outputs[:2]
+        place = rows.to(residual.device)
+        partial[place] = self._recorded(layer)[rows].to(residual) - residual[place]
 
     def _can_reach(
         self,

@@ -14,6 +14,9 @@ from mingc.runtime.golden.comparison import Comparison, FileSummary, Kind, Outco
 
 Array = NDArray[np.generic]
 
+_STEPS = 4  # of an engine that run one after the other in the references, each from what the last has given
+_MOST_QUANTIZED = 0.5  # of the largest value: what is further off is another answer
+
 
 class _References(dict[str, Array]):
     """Arrays of a golden file by name. Asking for one that is not there raises ConfigError."""
@@ -33,16 +36,25 @@ class Ledger:
         references: the file's arrays by name; empty for JSON files, whose references are passed in.
         tolerance: relative error that engine outputs may have.
         is_exact: whether engines compute in float32, where roundings decide nothing.
+        quantization: what quantized weights take from an engine's outputs, as the manifest says; 0 when none are. The
+            references are of other weights: what is off by no more than a few times this is an expected difference.
     """
 
     def __init__(
-        self, file: str, references: Mapping[str, Array], *, tolerance: float, is_exact: bool
+        self,
+        file: str,
+        references: Mapping[str, Array],
+        *,
+        tolerance: float,
+        is_exact: bool,
+        quantization: float = 0.0,
     ) -> None:
         self.file = file
         self.references: Mapping[str, Array] = _References(file, references)
         self.comparisons: list[Comparison] = []
         self._tolerance = tolerance
         self.is_exact = is_exact
+        self._quantization = quantization
         self._compared: set[str] = set()
         self._inputs: set[str] = set()
 
@@ -79,10 +91,20 @@ class Ledger:
         self._compared.add(name)
         limit = self._tolerance if tolerance is None else tolerance
         error = relative_error(np.asarray(value), expected)
+        if not excuse and tolerance is None and error <= self._quantized_limit():
+            excuse = (
+                f"the weights are quantized, which takes {self._quantization:.2f} from an engine's outputs"
+            )
         if error <= limit or not excuse or not math.isfinite(error):
             self._add(name, how, "tensor", "pass" if error <= limit else "FAIL", error=error, tolerance=limit)
         else:
             self._add(name, how, "tensor", "expected difference", error=error, tolerance=limit, note=excuse)
+
+    def _quantized_limit(self) -> float:
+        """How far quantized weights may lead in all."""
+        if not self._quantization:
+            return 0.0
+        return min(self._tolerance + _STEPS * self._quantization, _MOST_QUANTIZED)
 
     def ids(
         self,

@@ -49,7 +49,8 @@ def replay(engines: Engines, ledger: Ledger) -> None:
         ledger.skip(_STEPS, "no recorded prompt is of text and long enough")
     followed: dict[str, FollowedCase] = {}
     alone: list[Floats] = []
-    if not ledger.is_exact:
+    is_exact = ledger.is_exact and engines.bundle.manifest.stages["thinker"].fidelity is None
+    if not is_exact:
         # Before the ranks meet: here they run one after the other.
         followed, alone = _follow(_make_followed(engines, parameters, ledger), prompts, requests, ledger)
     widest = max(len(requests), *(len(rows) for rows in prompts.values()), 1)
@@ -67,7 +68,7 @@ def replay(engines: Engines, ledger: Ledger) -> None:
     finally:
         run.close()
     with ledger.case(_STEPS):
-        if ledger.is_exact:
+        if is_exact:
             check_batches(batches, requests, None, ledger)
         else:
             check_alone(batches, alone, ledger, num_ranks=run.num_ranks)
@@ -90,6 +91,7 @@ def _make_followed(engines: Engines, parameters: ThinkerParameters, ledger: Ledg
         engines.stage("thinker"),
         [(engines.share("thinker", rank), devices[rank]) for rank in range(1, len(devices))],
         parameters,
+        fidelity=engines.bundle.manifest.stages["thinker"].fidelity,
         longest=_longest(ledger),
         device=engines.device,
     )

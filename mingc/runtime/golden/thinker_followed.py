@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mingc.artifacts.manifest import Fidelity
 from mingc.artifacts.model import ThinkerParameters
 from mingc.runtime.golden.engines import to_numpy
 from mingc.runtime.golden.followed_stage import RouteWatch, followed_stage
 from mingc.runtime.golden.ledger import Ledger
 from mingc.runtime.golden.thinker_batches import Request
+from mingc.runtime.golden.thinker_fidelity import check_fidelity
 from mingc.runtime.golden.thinker_prompts import Prompt
 from mingc.runtime.stages import LoadedStage
 from mingc.runtime.thinker import ThinkerWorker
@@ -32,6 +34,24 @@ _LEAST_KEPT = (
 )
 _SHAKES = 64  # steps of one request that are tried for one of several; several layers must turn the same way
 _HOW = "experts followed"
+_QUANTIZED_LOGITS = 0.1  # what the head alone may take, as much as half precision
+_QUANTIZED = "the record is of other weights than the quantized ones"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Record:
+    """What followed runs of a prompt must give: `layers` (L, T, D), and logits where they are known.
+
+    Attributes:
+        last: (V,) behind its last token.
+        every: (T, V) behind each token.
+        how: what is followed.
+    """
+
+    layers: Floats
+    last: Floats | None
+    every: Floats | None
+    how: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -53,6 +73,8 @@ class FollowedThinker:
 
     Args:
         first: the first rank's share, and `others` those of the ranks behind it, with their devices.
+        fidelity: what the weights lost when they were quantized; None when they were not. Quantized ones are held
+            against their own whole run, and layer by layer against what is recorded.
         longest: tokens of a prompt and its continuation.
     """
 
@@ -62,9 +84,11 @@ class FollowedThinker:
         others: Sequence[tuple[LoadedStage, torch.device]],
         parameters: ThinkerParameters,
         *,
+        fidelity: Fidelity | None,
         longest: int,
         device: torch.device,
     ) -> None:
+        self._fidelity = fidelity
         num_pages = -(-longest // parameters.page_size)
         self._watch = RouteWatch(_TOLERANCE)
         self._num_layers = parameters.num_layers
@@ -83,45 +107,54 @@ class FollowedThinker:
 
     def check(self, case: str, prompts: Sequence[Prompt], ledger: Ledger) -> FollowedCase:
         """Compare all that the case records with followed runs; without recorded layers only look for ties."""
-        num_ties = 0
-        record = ledger.references.get(f"{case}.layer_out")
-        if record is None or len(prompts) > 1:
-            for prompt in prompts:
-                self._watch.begin(None)
-                self._prefill(prompt, self._worker.max_chunk)
-                num_ties += self._watch.num_ties
-            rows = self._num_layers * sum(len(prompt.input_ids) for prompt in prompts)
-            excuse = f"{num_ties} of {rows} rows score alike for other experts" if num_ties else ""
+        recorded = ledger.references.get(f"{case}.layer_out")
+        if recorded is None or len(prompts) > 1:
+            excuse = _QUANTIZED if self._fidelity is not None else self._find_ties(prompts)
             return FollowedCase(excuse=excuse, free={})
         (prompt,) = prompts
-        self._watch.begin(None, is_off=True)
-        free = {size: self._prefill(prompt, size)[-1] for size in (self._worker.max_chunk, UNEVEN_CHUNK)}
-        layers = record[:, 0].astype(np.float32)
-        num_followed = 0
-        for size, how in (
-            (self._worker.max_chunk, ""),
-            (UNEVEN_CHUNK, ", in uneven chunks"),
-            (1, ", token by token"),
-        ):
-            self._watch.begin(layers)
-            logits = self._prefill(prompt, size)
-            num_followed = max(num_followed, self._compare(case, layers, logits, how, ledger))
-        if prompt.embeds is None:
-            self._watch.begin(layers)
-            logits = self._decode_prompt(prompt)
-            num_followed = max(num_followed, self._compare(case, layers, logits, ", by decode steps", ledger))
-        num_ties += self._compare_greedy(case, prompt, logits[-1], ledger)
+        layers = recorded[:, 0].astype(np.float32)
+        self._watch.begin("off")
+        whole = self._prefill(prompt, self._worker.max_chunk)[-1]
+        own_layers = self._watch.layers
+        free = {self._worker.max_chunk: whole, UNEVEN_CHUNK: self._prefill(prompt, UNEVEN_CHUNK)[-1]}
+        if self._fidelity is not None:
+            self._watch.begin("lead", layers)
+            led = self._prefill(prompt, self._worker.max_chunk)[-1]
+            check_fidelity(case, self._watch.layers, layers, self._fidelity, ledger)
+            how = "after recorded layers"
+            ledger.tensor(f"{case}.logits_last", led[None], how=how, tolerance=_QUANTIZED_LOGITS)
+            own = _Record(layers=own_layers, last=whole, every=None, how="own experts followed")
+            self._compare_runs(case, prompt, own, ledger)
+            return FollowedCase(excuse=_QUANTIZED, free=free)
+        last, every = (ledger.references.get(f"{case}.{name}") for name in ("logits_last", "logits"))
+        record = _Record(
+            layers=layers,
+            last=None if last is None else last[0].astype(np.float32),
+            every=None if every is None else every[0].astype(np.float32),
+            how=_HOW,
+        )
+        num_followed, logits = self._compare_runs(case, prompt, record, ledger)
         found = []
         if num_followed:
             rows = layers.shape[0] * layers.shape[1]
             found.append(f"{num_followed} of {rows} rows go to other experts by rounding")
-        if num_ties:
+        if self._compare_greedy(case, prompt, logits, ledger):
             found.append("the answer comes to a tie of experts")
         return FollowedCase(excuse=", ".join(found), free=free)
 
+    def _find_ties(self, prompts: Sequence[Prompt]) -> str:
+        """What excuses runs of prompts without recorded layers; empty when roundings send no row elsewhere."""
+        num_ties = 0
+        for prompt in prompts:
+            self._watch.begin("ties")
+            self._prefill(prompt, self._worker.max_chunk)
+            num_ties += self._watch.num_ties
+        rows = self._num_layers * sum(len(prompt.input_ids) for prompt in prompts)
+        return f"{num_ties} of {rows} rows score alike for other experts" if num_ties else ""
+
     def run_alone(self, request: Request) -> Floats:
         """Logits (n, V) behind each of a request's tokens, nothing followed."""
-        self._watch.begin(None, is_off=True)
+        self._watch.begin("off")
         self._prefill(request.beginning, self._worker.max_chunk)
         return np.stack([self._decode_token(request, place) for place in range(len(request.tokens))])
 
@@ -129,14 +162,14 @@ class FollowedThinker:
         self, request: Request, done: int, logits: Floats, is_near: Callable[[Floats, Floats], bool]
     ) -> bool:
         """Whether roundings can lead to the `logits` (steps, V) behind the tokens of `request` after `done`."""
-        self._watch.begin(None, is_off=True)
+        self._watch.begin("off")
         self._prefill(request.beginning, self._worker.max_chunk)
         for place in range(done):
             self._decode_token(request, place)
         for place, wanted in enumerate(logits, start=done):
-            self._watch.begin(None, is_off=True)
+            self._watch.begin("off")
             is_there = is_near(self._decode_token(request, place), wanted)
-            self._watch.begin(None, is_shaken=True)
+            self._watch.begin("shake")
             for _ in range(_SHAKES):
                 if is_there:
                     break
@@ -176,27 +209,46 @@ class FollowedThinker:
             for index, token in enumerate(prompt.input_ids)
         ]
 
-    def _compare(self, case: str, layers: Floats, logits: list[Floats], how: str, ledger: Ledger) -> int:
+    def _compare_runs(self, case: str, prompt: Prompt, record: _Record, ledger: Ledger) -> tuple[int, Floats]:
+        """Followed runs of all kinds; the most rows of one that were followed, and the logits (V,) behind the last."""
+        num_followed = 0
+        for size, how in (
+            (self._worker.max_chunk, ""),
+            (UNEVEN_CHUNK, ", in uneven chunks"),
+            (1, ", token by token"),
+        ):
+            self._watch.begin("follow", record.layers)
+            logits = self._prefill(prompt, size)
+            num_followed = max(num_followed, self._compare(case, record, logits, how, ledger))
+        if prompt.embeds is None:
+            self._watch.begin("follow", record.layers)
+            logits = self._decode_prompt(prompt)
+            num_followed = max(num_followed, self._compare(case, record, logits, ", by decode steps", ledger))
+        return num_followed, logits[-1]
+
+    def _compare(self, case: str, record: _Record, logits: list[Floats], how: str, ledger: Ledger) -> int:
         """The layers and logits of a run that was watched; returns how many rows were followed."""
+        layers, how = record.layers, f"{record.how}{how}"
         followed, num_rows = self._watch.num_followed, layers.shape[0] * layers.shape[1]
         scale = np.abs(layers).max(axis=(1, 2), keepdims=True)
         ledger.tensor(
             f"{case}.layer_out",
             self._watch.layers / scale,
             reference=layers / scale,
-            how=f"{_HOW}{how}",
+            how=how,
             tolerance=_TOLERANCE,
         )
         ledger.share(
-            f"{case}.layer_out ({_HOW}{how}: rows)",
+            f"{case}.layer_out ({how}: rows)",
             same=num_rows - followed,
             total=num_rows,
             minimum=_LEAST_KEPT,
             note="the others went to other experts by rounding",
         )
-        ledger.tensor(f"{case}.logits_last", logits[-1][None], how=f"{_HOW}{how}")
-        if len(logits) == layers.shape[1]:
-            ledger.tensor(f"{case}.logits", np.stack(logits)[None], how=f"{_HOW}{how}")
+        if record.last is not None:
+            ledger.tensor(f"{case}.logits_last", logits[-1], reference=record.last, how=how)
+        if record.every is not None and len(logits) == len(record.every):
+            ledger.tensor(f"{case}.logits", np.stack(logits), reference=record.every, how=how)
         return followed
 
     def _compare_greedy(self, case: str, prompt: Prompt, logits: Floats, ledger: Ledger) -> int:
@@ -207,7 +259,7 @@ class FollowedThinker:
         rows = [logits]
         for index, token in enumerate(ids[:-1]):
             # What an answer's tokens did is not recorded: a row that could go elsewhere may have.
-            self._watch.begin(None)
+            self._watch.begin("ties")
             length = len(prompt.input_ids) + index + 1
             found = self._decode(int(token), length - 1 + prompt.rope_delta, length)
             if self._watch.num_ties:
