@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ONE_REQUEST_S = 1.0  # `timeout` signals a process and its group: what comes again so soon is one request
 
 
@@ -17,31 +19,60 @@ ONE_REQUEST_S = 1.0  # `timeout` signals a process and its group: what comes aga
 def ending_tidily() -> Iterator[None]:
     """Inside the block SIGINT and SIGTERM kill the worker processes and raise KeyboardInterrupt; main thread only.
 
-    A second signal ends this process as it stands, unless it comes so soon that it belongs to the first: also behind
-    the block, for what is removed when the interpreter ends. A signal that was ignored before stays so.
+    Later signals: see `end_at_a_later_signal`. A signal that was ignored before stays so.
     """
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    heard = [number for number, handler in before.items() if handler != signal.SIG_IGN]
-    first: float | None = None
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    is_told = False
 
     def end(number: int, frame: FrameType | None) -> None:
-        nonlocal first
-        if first is not None:
-            if time.monotonic() - first < ONE_REQUEST_S:
-                return
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        first = time.monotonic()
+        nonlocal is_told
+        is_told = True
+        end_at_a_later_signal()
         # A pool waits for what its workers have begun: with a compiler that is minutes.
         for worker in multiprocessing.active_children():
             worker.kill()
         raise KeyboardInterrupt
 
-    for each in heard:
-        signal.signal(each, end)
+    for number in _heard():
+        signal.signal(number, end)
     try:
         yield
     finally:
-        if first is None:
-            for each in heard:
-                signal.signal(each, before[each])
+        for number, handler in before.items():
+            if signal.getsignal(number) is end and not is_told:
+                signal.signal(number, handler)
+
+
+@dataclass(frozen=True, slots=True)
+class _LaterSignals:
+    """The handler of a process that was told to end at `first` (`time.monotonic`)."""
+
+    first: float
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - self.first >= ONE_REQUEST_S:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+
+def end_at_a_later_signal() -> None:
+    """This process was told to end: from now on a signal ends it as it stands, what it leaves behind included.
+
+    Unless it comes so soon that it belongs to the first. When the interpreter takes itself down nothing is heard any
+    more: it puts back what signals do by themselves, and the exit code would be lost.
+    """
+    later = _LaterSignals(time.monotonic())
+    for number in _heard():
+        signal.signal(number, later)
+
+
+# This module is imported before a command begins: what that registers is called before.
+@atexit.register
+def _hear_nothing_more() -> None:
+    for number in SIGNALS:
+        if isinstance(signal.getsignal(number), _LaterSignals):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _heard() -> list[signal.Signals]:
+    return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]

@@ -37,7 +37,6 @@ _CLOSE_MARGIN_S = 2.0  # beyond the grace, for last events to go out and workers
 # How long a thread may keep Python's lock from one that waits for it. Python's own 5 ms are two patches of one request:
 # so long the engines' threads would wait, at every turn, for one that prepares a long text.
 _SWITCH_S = 0.001
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def create_app(service: Service, options: ServeOptions) -> Starlette:
@@ -243,12 +242,16 @@ def _ending(server: _Server, ends: list[ServeError]) -> Callable[[ServeError], N
 
 @contextlib.contextmanager
 def _stop_signals(server: _Server, serving: asyncio.Task[None]) -> Iterator[None]:
-    """First signal: end in order. A later one: cancel. Outside the main thread signals are somebody else's."""
+    """First signal: end in order. A later one: cancel; behind the block it ends the process.
+
+    Outside the main thread signals are somebody else's.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in interruption.SIGNALS}
     first: float | None = None
 
     def stop() -> None:
@@ -261,13 +264,16 @@ def _stop_signals(server: _Server, serving: asyncio.Task[None]) -> Iterator[None
             serving.cancel()
         server.should_exit = True
 
-    for number in _STOP_SIGNALS:
+    for number in interruption.SIGNALS:
         loop.add_signal_handler(number, stop)
     try:
         yield
     finally:
-        for number in _STOP_SIGNALS:
+        for number, handler in before.items():
             loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+        if first is not None:
+            interruption.end_at_a_later_signal()
 
 
 @contextlib.contextmanager

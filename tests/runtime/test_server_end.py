@@ -24,12 +24,18 @@ from mingc.runtime.server import base_url, bind_socket, create_app, serve
 
 CHAT = "/v1/chat/completions"
 CHILD = """
-import sys
+import os, sys
 from mingc import interruption
 from fake_service import FakeService
 from mingc.runtime.config import ServeOptions
 from mingc.runtime.server import create_app, serve
 
+class Slow:
+    def __del__(self):
+        os.write(1, b"ending\\n")
+        os.read(0, 1)
+
+slow = Slow()
 interruption.ONE_REQUEST_S = float(sys.argv[2])
 app = create_app(FakeService(), ServeOptions(port=0, grace_s=float(sys.argv[1])))
 ended_in_order = serve(app, announce=lambda url: print(url, flush=True))
@@ -56,6 +62,7 @@ def child(grace_s: float, one_request_s: float = 600.0) -> Iterator[tuple[subpro
     path = os.pathsep.join([str(Path(__file__).parent), str(root), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         [sys.executable, "-W", "error", "-c", CHILD, str(grace_s), str(one_request_s)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -117,7 +124,7 @@ def test_a_signal_tells_running_streams_and_ends_the_process(number: signal.Sign
             data = [line for line in lines if line.startswith("data: ")]
         assert json.loads(data[-1].removeprefix("data: "))["error"]["type"] == "server_error"
         out, err = process.communicate(timeout=30)
-        assert (process.returncode, out) == (0, "in order\n")
+        assert (process.returncode, out) == (0, "in order\nending\n")
         assert "Traceback" not in err
 
 
@@ -130,7 +137,7 @@ def test_requests_that_end_within_the_grace_are_answered() -> None:
             process.send_signal(signal.SIGTERM)
             assert "[DONE]" in "".join(response.iter_text())
         out, _ = process.communicate(timeout=30)
-        assert (process.returncode, out) == (0, "in order\n")
+        assert (process.returncode, out) == (0, "in order\nending\n")
 
 
 def test_a_signal_that_comes_twice_at_once_cuts_nothing_off() -> None:
@@ -143,7 +150,18 @@ def test_a_signal_that_comes_twice_at_once_cuts_nothing_off() -> None:
             process.send_signal(signal.SIGINT)
             assert "[DONE]" in "".join(response.iter_text())
         out, _ = process.communicate(timeout=30)
-        assert (process.returncode, out) == (0, "in order\n")
+        assert (process.returncode, out) == (0, "in order\nending\n")
+
+
+def test_a_signal_while_the_interpreter_takes_itself_down_loses_no_exit_code() -> None:
+    with child(grace_s=30) as (process, _):
+        process.terminate()
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["in order\n", "ending\n"]
+        process.terminate()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+        assert process.returncode == 0
 
 
 def test_a_second_signal_stops_at_once() -> None:
@@ -159,7 +177,7 @@ def test_a_second_signal_stops_at_once() -> None:
             process.send_signal(signal.SIGTERM)
             list(lines)
         out, err = process.communicate(timeout=30)
-        assert (process.returncode, out) == (0, "cut short\n")
+        assert (process.returncode, out) == (0, "cut short\nending\n")
         assert "Traceback" not in err
 
 

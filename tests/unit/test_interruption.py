@@ -63,6 +63,26 @@ try:
 except KeyboardInterrupt:
     sys.exit(130)
 """
+_SLOW_END = """
+import os, signal, sys, time
+from pathlib import Path
+from mingc import interruption
+
+class Slow:
+    def __del__(self):
+        os.write(1, b"ending\\n")
+        os.read(0, 1)
+
+interruption.ONE_REQUEST_S = float(sys.argv[2])
+signal.signal(signal.SIGINT, signal.default_int_handler)
+slow = Slow()
+try:
+    with interruption.ending_tidily():
+        print("begun", flush=True)
+        time.sleep(600)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
 _SERVE = """
 import signal, sys, time
 from mingc.cli import main
@@ -130,6 +150,19 @@ def test_a_later_signal_ends_a_job_as_it_stands(tmp_path: Path) -> None:
         job.terminate()
         assert job.wait(timeout=60) == -signal.SIGTERM
     assert [path.suffix for path in tmp_path.iterdir()] == [".partial"]
+
+
+@pytest.mark.parametrize("one_request_s", [600, 0])
+def test_an_interpreter_that_takes_itself_down_keeps_its_exit_code(
+    tmp_path: Path, one_request_s: float
+) -> None:
+    with running(_SLOW_END, tmp_path, one_request_s) as job:
+        job.terminate()
+        said(job, "ending")
+        job.terminate()
+        job.send_signal(signal.SIGINT)
+        job.communicate("\n", timeout=60)
+        assert job.returncode == 130
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
