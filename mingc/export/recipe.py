@@ -14,6 +14,7 @@ DTYPES = ("float32", "bfloat16")
 # Far above what a device holds: beyond, a number is a slip, and sizes of tensors would overflow.
 MOST_REQUESTS = 1024
 MOST_TOKENS = 1 << 20
+LEAST_CONTEXT = 128  # engines are traced and checked at tables of up to eight pages of 16 tokens
 Quantization = Literal["fp8", "int4"]
 # By stage; "" stands for all of them.
 QUANTIZABLE: dict[str, tuple[Quantization, ...]] = {
@@ -88,7 +89,9 @@ class ExportRecipe:
         if self.stages is not None and (not self.stages or len(set(self.stages)) < len(self.stages)):
             problems.append(f"--stages {','.join(self.stages)}: must name at least one stage, and each once")
         has_thinker = self.stages is None or "thinker" in self.stages
-        if has_thinker and self.context_tokens < self.prefill_tokens:
+        if has_thinker and self.context_tokens < LEAST_CONTEXT:
+            problems.append(f"--context-tokens {self.context_tokens}: must be at least {LEAST_CONTEXT}")
+        elif has_thinker and self.context_tokens < self.prefill_tokens:
             problems.append(f"--context-tokens {self.context_tokens}: less than one prefill chunk")
         if self.context_tokens > MOST_TOKENS:
             problems.append(f"--context-tokens {self.context_tokens}: more than {MOST_TOKENS}")

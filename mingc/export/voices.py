@@ -30,6 +30,7 @@ from mingc.export.weights import float32_module
 
 SPEAKER_NETWORK = "campplus.onnx"
 _SPEAKER_HZ = 16_000  # CAM++ was trained on 16 kHz filter banks
+_SHORTEST_S = 0.1  # the speaker network looks at whole frames of 25 ms
 _MANIFEST = Path("data") / "voice_name.json"
 
 
@@ -132,7 +133,7 @@ class VoiceMaker:
         return latents.contiguous()
 
     def _embed_speaker(self, wave: NDArray[np.float32], rate: int) -> NDArray[np.float32]:
-        """(n,) at any rate → (1, 192) by the checkpoint's ONNX speaker network on the CPU."""
+        """(n,) at any rate → (1, speaker dim) by the checkpoint's ONNX speaker network on the CPU."""
         try:
             import onnxruntime
         except ImportError as error:
@@ -148,9 +149,21 @@ class VoiceMaker:
             )
         features = kaldi_fbank(resample(wave, rate, _SPEAKER_HZ), sample_rate=_SPEAKER_HZ)
         features = features - features.mean(axis=0, keepdims=True)
-        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        (embedding,) = session.run(None, {session.get_inputs()[0].name: features[None].astype(np.float32)})
-        result: NDArray[np.float32] = np.asarray(embedding, np.float32).reshape(1, -1)
+        try:
+            session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+            given = {session.get_inputs()[0].name: features[None].astype(np.float32)}
+            embedding = np.asarray(session.run(None, given)[0], np.float32)
+        except Exception as error:  # its errors have no other class in common
+            raise CheckpointError(
+                f"{SPEAKER_NETWORK} cannot be run: {error}", where=str(path), fix="download it again"
+            ) from error
+        result: NDArray[np.float32] = embedding.reshape(1, -1)
+        if result.shape[1] != self._cfm_parameters.speaker_dim:
+            raise CheckpointError(
+                f"{SPEAKER_NETWORK} gives {result.shape[1]} values, not {self._cfm_parameters.speaker_dim}",
+                where=str(path),
+                fix="take the file that belongs to the checkpoint",
+            )
         return result
 
 
@@ -166,4 +179,15 @@ def _read_wave(path: Path) -> tuple[NDArray[np.float32], int]:
         samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
     except soundfile.SoundFileError as error:
         raise CheckpointError(f"the voice's wave cannot be read: {error}", where=str(path)) from error
+    problem = ""
+    if len(samples) < _SHORTEST_S * rate:
+        problem = f"{len(samples)} samples"
+    elif not np.isfinite(samples).all():
+        problem = "values that are not finite"
+    if problem:
+        raise CheckpointError(
+            f"the voice's wave holds {problem}",
+            where=str(path),
+            fix=f"record at least {_SHORTEST_S} s of speech, better some seconds",
+        )
     return np.ascontiguousarray(samples[:, 0]), int(rate)

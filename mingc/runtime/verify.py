@@ -166,6 +166,8 @@ def _replay_file(
     given = _read_document(beside) if beside is not None and has_document else {}
     with ledger.case("replay"):
         run(ledger, given)
+        if not ledger.comparisons:
+            raise ConfigError(f"{file} holds nothing that is replayed", where="--against")
     return ledger.summary(), ledger.comparisons, [f"{file}: {name}" for name in ledger.not_outputs()]
 
 

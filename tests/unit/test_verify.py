@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from mingc.errors import ConfigError, IncompatibleError, IntegrityError
-from mingc.runtime.verify import _read_document, _read_tensors, verify
+from mingc.runtime.golden.ledger import Ledger
+from mingc.runtime.golden.thinker import replay
+from mingc.runtime.verify import _read_document, _read_tensors, _replay_file, verify
+
+# An artifact of a thinker, of which nothing is asked.
+ENGINES: Any = SimpleNamespace(
+    bundle=SimpleNamespace(manifest=SimpleNamespace(fingerprint=SimpleNamespace(dtype="float32"), stages={})),
+    parameters=SimpleNamespace(thinker=object()),
+    has=lambda *stages: True,
+)
 
 
 def test_a_whole_bundle_passes(bundle_path: Path) -> None:
@@ -57,3 +70,13 @@ def test_a_golden_file_that_cannot_be_read_is_told(
     with pytest.raises(ConfigError, match="golden cannot be read") as caught:
         read(path)
     assert caught.value.where == "--against"
+
+
+@pytest.mark.parametrize("run", [lambda ledger, document: None, lambda ledger, _: replay(ENGINES, ledger)])
+def test_a_golden_file_that_holds_nothing_known_fails(
+    tmp_path: Path, run: Callable[[Ledger, object], None]
+) -> None:
+    save_file({"other.values": np.zeros(3, np.float32)}, tmp_path / "thinker.safetensors")
+    summary, comparisons, _ = _replay_file(ENGINES, tmp_path, "thinker.safetensors", None, ("thinker",), run)
+    assert summary.failed == 1
+    assert "thinker.safetensors holds nothing that is replayed" in comparisons[0].note

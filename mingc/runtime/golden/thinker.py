@@ -43,6 +43,8 @@ def replay(engines: Engines, ledger: Ledger) -> None:
     for case in ledger.cases("input_ids"):
         with ledger.case(case):
             prompts[case] = read_prompts(case, engines, ledger, parameters)
+    if not prompts:
+        return
     sizes = step_sizes(engines.stage("thinker")["decode_attention"].spec.dim("B").buckets)
     requests = plan_requests([prompt for rows in prompts.values() for prompt in rows], sizes)
     if sizes and not requests:
