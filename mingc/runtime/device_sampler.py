@@ -19,7 +19,7 @@ NUM_COLUMNS = 6
 def sampling_columns(params: SamplingParams, point: float) -> tuple[float, ...]:
     """A request's row of `sampling`: temperature, top_k, top_p, min_p, repetition penalty, uniform number."""
     return (
-        params.temperature,
+        params.temperature if params.draws else 0.0,
         float(params.top_k),
         params.top_p,
         params.min_p,

@@ -20,6 +20,7 @@ Delivery = Literal["whole", "audio", "sse"]
 MAX_TOKENS = 1 << 24  # a bound for sanity; the service knows the context length
 MAX_PIXELS = 1 << 30
 MAX_STOP_STRINGS = 16
+LEAST_PENALTY = 0.01  # logits are divided by it
 _FORMAT_HINT = " mp3, opus and aac are not encoded; wav is the default."
 
 # Fields that other APIs define: (why they are refused, values that ask for nothing).
@@ -261,8 +262,10 @@ def _sampling(fields: Fields) -> SamplingParams:
     """An absent temperature is 0: greedy, the reference's own default (spec thinker §7)."""
     default = SamplingParams()
 
-    def number(name: str, fallback: float, high: float, *, above_low: bool = False) -> float:
-        value = fields.number(name, low=0.0, high=high, above_low=above_low)
+    def number(
+        name: str, fallback: float, high: float, *, low: float = 0.0, above_low: bool = False
+    ) -> float:
+        value = fields.number(name, low=low, high=high, above_low=above_low)
         return fallback if value is None else value
 
     return SamplingParams(
@@ -271,7 +274,7 @@ def _sampling(fields: Fields) -> SamplingParams:
         top_p=number("top_p", default.top_p, 1.0, above_low=True),
         top_k=max(fields.integer("top_k", low=-1, high=MAX_TOKENS) or default.top_k, 0),
         min_p=number("min_p", default.min_p, 1.0),
-        repetition_penalty=number("repetition_penalty", default.repetition_penalty, 10.0, above_low=True),
+        repetition_penalty=number("repetition_penalty", default.repetition_penalty, 10.0, low=LEAST_PENALTY),
         stop=_stop(fields),
         ignore_eos=fields.boolean("ignore_eos") or False,
         seed=_seed(fields),

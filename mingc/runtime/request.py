@@ -38,6 +38,10 @@ class Turn:
     parts: tuple[TextPart | MediaPart, ...]
 
 
+# Below, no token but the likeliest has a chance, and differences of logits divided by it leave what float32 holds.
+LEAST_TEMPERATURE = 1e-6
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How the next token is chosen, and when no other is. Temperature 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0
@@ -53,6 +57,11 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn; else each is the likeliest."""
+        return self.temperature >= LEAST_TEMPERATURE and self.top_k != 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

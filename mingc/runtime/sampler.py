@@ -79,7 +79,7 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[int | None]:
         token if fine else None for token, fine in zip(greedy.tolist(), is_finite, strict=True)
     ]
     for i, row in enumerate(rows):
-        if ids[i] is not None and row.params.temperature > 0.0 and row.params.top_k != 1:
+        if ids[i] is not None and row.params.draws:
             ids[i] = _draw(logits[i], row.params, uniform(row.seed, row.step))
     return ids
 

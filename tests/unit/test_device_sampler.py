@@ -21,6 +21,8 @@ RULES = [
     SamplingParams(),
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=0.7, top_k=1),
+    SamplingParams(temperature=1e-6),
+    SamplingParams(temperature=1e-46),
     SamplingParams(temperature=0.7, top_k=5),
     SamplingParams(temperature=1.3, top_k=10 * VOCAB),
     SamplingParams(temperature=1.0, top_p=0.4),
@@ -61,6 +63,7 @@ def test_rows_that_are_not_finite_are_told() -> None:
     [
         (SamplingParams(), False),
         (SamplingParams(temperature=2.0, top_k=1), False),
+        (SamplingParams(temperature=1e-46), False),
         (SamplingParams(temperature=0.5), True),
         (SamplingParams(repetition_penalty=1.1), True),
     ],

@@ -29,6 +29,11 @@ def test_temperature_zero_is_greedy() -> None:
     assert sample(torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 0.0]]), [row(), row()]) == [1, 0]
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-40, 1e-46, 1e-320])
+def test_the_lowest_temperatures_choose_the_likeliest(temperature: float) -> None:
+    assert set(draws([0.0, 1.0, 2.0], count=20, temperature=temperature)) == {2}
+
+
 def test_padding_rows_are_ignored() -> None:
     assert sample(torch.tensor([[0.0, 1.0], [float("nan"), 0.0]]), [row()]) == [1]
 
