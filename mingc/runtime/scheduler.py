@@ -135,6 +135,11 @@ class ThinkerScheduler:
     def num_running(self) -> int:
         return len(self._prefilling) + len(self._decoding)
 
+    @property
+    def may_begin_chunk(self) -> bool:
+        """Whether the next plan may begin a chunk: a prompt that comes before it may then share it."""
+        return self._begun is None and bool(self._waiting or self._prefilling)
+
     def max_new_tokens(self, prompt_tokens: int, asked: int) -> int:
         """`asked` cut to what fits in the context behind the prompt.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,8 @@ from mingc.runtime.thinker import LaunchedTokens
 from mingc.runtime.thinker_step import DecodeStep, PrefillStep
 
 log = logging.getLogger("mingc.engine")
+
+_SURE = 0.5  # of the timed chunk: real tokens may reach fewer experts than random ones
 
 
 class StepRunner(Protocol):
@@ -120,6 +123,7 @@ class ThinkerLoop(EngineThread):
         self._chunk_requests: list[int] = []  # of the chunk under way, those that have gone included
         self._chunk_step: PrefillStep  # its tokens, with which every part of it is run
         self._launched: deque[tuple[list[tuple[int, _Running]], LaunchedTokens]] = deque()
+        self._gather_at = 0.0  # no chunk is begun before (`time.perf_counter`)
 
     def submit(
         self, prompt: ThinkerPrompt, sampling: SamplingParams, seed: int, emit: Callable[[Item], None]
@@ -150,6 +154,8 @@ class ThinkerLoop(EngineThread):
 
     @torch.inference_mode()
     def _step(self) -> bool:
+        if self._hold():
+            return True
         with self._lock:
             plan = self.scheduler.plan()
         if plan.is_empty and not self._launched:
@@ -167,7 +173,28 @@ class ThinkerLoop(EngineThread):
             self._run_ahead(plan.decode, under_way)
         elif plan.decode:
             self._run_decode(plan.decode)
+        self._gather_at = time.perf_counter() + self._busy_s(plan.prefill)
         return True
+
+    def _hold(self) -> bool:
+        """Wait for prompts that may share the next chunk, while the device is sure to be busy. False: plan now."""
+        left = self._gather_at - time.perf_counter()
+        if left <= 0.0:
+            return False
+        with self._lock:
+            if not self.scheduler.may_begin_chunk:
+                return False
+            if not self._inbox:
+                self._wake.wait(left)
+        return True
+
+    def _busy_s(self, chunk: PrefillChunk | None) -> float:
+        """Seconds for which the device is sure to work on these parts of a chunk, which it has just begun."""
+        times = self._runner.times
+        if chunk is None or times is None or not self._runner.samples:
+            return 0.0
+        parts = (chunk.end_part - chunk.first_part) / self._runner.num_parts
+        return 1e-3 * _SURE * times.chunk_ms(chunk.num_rows) * parts
 
     def _run_prefill(self, chunk: PrefillChunk) -> Tensor | None:
         """Logits (k, V) of the k prompts that are whole now, when the host is to choose. A failure is told to all."""

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
+from collector import Collector
 from fake_omni import collect, make_service, run, say
 from fake_service import FakeService
+from fake_thinker import make_thinker_loop
 
 from mingc.runtime import omni
 from mingc.runtime.config import ServeOptions
+from mingc.runtime.prefill_pace import StepTimes
+from mingc.runtime.request import SamplingParams
 from mingc.runtime.server import create_app, serve
+from mingc.runtime.thinker import LaunchedTokens
+from mingc.runtime.thinker_loop import ThinkerLoop, ThinkerPrompt
+from mingc.runtime.thinker_step import PrefillStep
 
 
 def test_a_request_of_a_crowd_is_spoken_before_the_others_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,3 +65,43 @@ def test_engine_threads_get_their_turn_soon_while_a_server_runs() -> None:
         serve(create_app(FakeService(), ServeOptions(port=0)), announce=announce)
     assert during == [pytest.approx(0.001)]
     assert sys.getswitchinterval() == before
+
+
+def test_prompts_that_come_during_a_chunk_share_the_next_one(
+    started: Callable[[ThinkerLoop], ThinkerLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_thinker_loop(is_static=True, max_prompts=4)
+    runner = loop._runner
+    # So long the device is taken to work on a chunk: the next one is gathered after half of it, 0.6 s.
+    monkeypatch.setattr(
+        runner, "times", StepTimes(chunks=((1, 1200.0), (32, 1200.0)), decodes=((1, 1.0), (8, 1.0)))
+    )
+    launch, chunks = runner.launch_first, list[int]()
+
+    def noted(step: PrefillStep) -> LaunchedTokens:
+        chunks.append(len(step.counts))
+        return launch(step)
+
+    monkeypatch.setattr(runner, "launch_first", noted)
+    started(loop)
+    answers = [Collector() for _ in range(4)]
+
+    def ask(number: int) -> None:
+        prompt = ThinkerPrompt(
+            input_ids=np.arange(number + 1, number + 5),
+            positions=np.stack([np.arange(4)] * 3),
+            rope_delta=0,
+            embed_kind=np.zeros(4, np.int64),
+            media_rows=np.zeros(0, np.int64),
+            media_embeds=None,
+        )
+        loop.submit(prompt, SamplingParams(max_tokens=2), 1, answers[number].put)
+
+    ask(0)
+    while not chunks:
+        time.sleep(0.001)
+    for number in (1, 2, 3):
+        ask(number)
+        time.sleep(0.02)
+    assert all(len(each.tokens()) == 2 for each in answers)
+    assert chunks == [1, 3]
