@@ -79,6 +79,15 @@ def _two_products(
 
 
 @triton.jit
+def _rows_of(table, block, MAX_BLOCKS: tl.constexpr, BM: tl.constexpr):
+    """A block's first row, the row behind its last, its rows (BM,) and which of these are its own."""
+    first = tl.load(table + MAX_BLOCKS + block)
+    end = tl.load(table + 2 * MAX_BLOCKS + block)
+    row = first + tl.arange(0, BM)
+    return first, end, row, row < end
+
+
+@triton.jit
 def mingc_moe_grouped_up(
     x, order, table, gate_up, gate_up_scale, hidden,
     K: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr, F: tl.constexpr, MAX_BLOCKS: tl.constexpr,
@@ -90,10 +99,7 @@ def mingc_moe_grouped_up(
     expert = tl.load(table + block)
     if expert < 0:
         return
-    first = tl.load(table + MAX_BLOCKS + block)
-    end = tl.load(table + 2 * MAX_BLOCKS + block)
-    row = first + tl.arange(0, BM)
-    is_row = row < end
+    first, end, row, is_row = _rows_of(table, block, MAX_BLOCKS, BM)
     token = tl.load(order + row, mask=is_row, other=0) // K
     # Gate and up rows alternate in the tile: a thread then holds both of a column.
     j = tl.arange(0, BN)
@@ -139,10 +145,7 @@ def mingc_moe_grouped_down(
     expert = tl.load(table + block)
     if expert < 0:
         return
-    first = tl.load(table + MAX_BLOCKS + block)
-    end = tl.load(table + 2 * MAX_BLOCKS + block)
-    row = first + tl.arange(0, BM)
-    is_row = row < end
+    first, end, row, is_row = _rows_of(table, block, MAX_BLOCKS, BM)
     pair = tl.load(order + row, mask=is_row, other=0)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     dtype = outputs.dtype.element_ty
