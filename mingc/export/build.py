@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -327,8 +327,7 @@ def _check(
     single = _single_engine(engines)
     if single is not None and single is not engine:
         of_one, *_ = compare(single, {**sizes, **(single.dims or {})}, Path(single.file).stem)
-        if of_one.compiled > parity.compiled:
-            parity = replace(parity, compiled=of_one.compiled, eager=of_one.eager)
+        parity = parity_rule.worse(parity, of_one)
     return golden, parity
 
 

@@ -43,6 +43,21 @@ def allowed(eager: float, dtype: torch.dtype) -> float:
     return max(_FLOORS[dtype], _FACTOR * eager)
 
 
+def worse(first: Parity, second: Parity) -> Parity:
+    """What is told of a graph two of whose engines were checked: the worse of each figure."""
+    further = max(first, second, key=lambda each: each.compiled)
+    return Parity(
+        compiled=further.compiled,
+        eager=further.eager,  # what the figure beside it was held against
+        quantization=_larger(first.quantization, second.quantization),
+        rerouted=_larger(first.rerouted, second.rerouted),
+    )
+
+
+def _larger(first: float | None, second: float | None) -> float | None:
+    return max((each for each in (first, second) if each is not None), default=None)
+
+
 def check(parity: Parity, dtype: torch.dtype, where: str) -> None:
     """Raise ParityError when the compiled graph is further off than the rule allows."""
     limit = allowed(parity.eager, dtype)

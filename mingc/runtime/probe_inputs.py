@@ -143,10 +143,12 @@ def _position_index(case: ProbeCase, shape: _Shape) -> Tensor:
 
 
 def _segment(case: ProbeCase, shape: _Shape) -> Tensor:
-    """All patches are of one image, all tokens of a chunk of one prompt."""
-    if case.stage == "thinker":
+    """The prompt of each token of a chunk (T,), all of one; or where the patches of each one's image begin and end
+    (M, G, 2), again of one.
+    """
+    if len(shape) == 1:
         return torch.zeros(shape)
-    return torch.tensor([0, shape[0] * shape[1]]).expand(shape)
+    return torch.tensor([0, math.prod(shape[:-1])]).expand(shape)
 
 
 def _slots(case: ProbeCase, shape: _Shape) -> Tensor:

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from mingc.artifacts.manifest import EngineRecord
+from mingc.artifacts.manifest import EngineRecord, Parity
 from mingc.artifacts.spec import GraphSpec
 from mingc.errors import ParityError
 from mingc.export import build
 from mingc.export.build import GraphTask, check_graph
 from mingc.export.checkpoint import open_checkpoint
+from mingc.export.parity import worse
 from mingc.export.recipe import ExportRecipe
 from mingc.export.reference import run_eager
 from mingc.export.stages.base import Shard, StageOptions
@@ -81,3 +82,12 @@ def test_either_of_them_refuses_the_export(tmp_path: Path, spoiled: int, where: 
     with pytest.raises(ParityError, match="off the float32 reference") as caught:
         check_graph(engines.task, engines.records, engines.replay)
     assert caught.value.where == where
+
+
+def test_of_two_engines_the_worse_figures_are_told() -> None:
+    of_one = Parity(compiled=0.02, eager=0.03, quantization=0.1, rerouted=None)
+    of_more = Parity(compiled=0.01, eager=0.04, quantization=0.2, rerouted=0.1)
+    told = Parity(compiled=0.02, eager=0.03, quantization=0.2, rerouted=0.1)
+    assert worse(of_one, of_more) == worse(of_more, of_one) == told
+    exact = Parity(compiled=0.0, eager=0.0)
+    assert worse(exact, exact) == exact

@@ -313,3 +313,17 @@ def test_a_stopwatch_calls_as_often_as_asked_and_knows_no_enqueueing_on_a_cpu() 
     assert len(watch.samples_ms(lambda: calls.append(1), 5)) == 5
     assert len(calls) > 5, "the first calls are not timed"
     assert watch.enqueue_ms(lambda: None, 3) is None
+
+
+def test_segments_are_made_by_their_shape_whatever_the_stage_is_called() -> None:
+    tokens = TensorSpec(name="segment", dtype="int64", shape=("T",))
+    patches = TensorSpec(name="segment", dtype="int32", shape=("M", "G", 2))
+    for spec, expected in ((tokens, torch.zeros(6)), (patches, torch.tensor([0, 6]).expand(3, 2, 2))):
+        case = ProbeCase(
+            stage="any",
+            spec=GraphSpec(name="any", inputs=(spec,), outputs=(), dims=()),
+            sizes={"T": 6, "M": 3, "G": 2},
+            context=0,
+            parameters=ModelParameters(),
+        )
+        assert case.make(torch.device("cpu"))["segment"].tolist() == expected.tolist()
