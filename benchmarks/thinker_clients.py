@@ -24,7 +24,8 @@ from mingc.runtime.request import SamplingParams
 from mingc.runtime.scheduler import ChunkShape, ThinkerScheduler
 from mingc.runtime.stages import load_stage
 from mingc.runtime.thinker import RunKind, ThinkerWorker
-from mingc.runtime.thinker_loop import ThinkerLoop, ThinkerPrompt
+from mingc.runtime.thinker_loop import ThinkerLoop
+from mingc.runtime.thinker_prompt import ThinkerPrompt
 
 NUM_REQUESTS = 32
 CONTEXT_TOKENS = 256

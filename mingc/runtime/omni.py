@@ -31,7 +31,8 @@ from mingc.runtime.request import ChatRequest, Event, ServiceInfo, SpeechParams,
 from mingc.runtime.speech import SpeechPlanner
 from mingc.runtime.talker_loop import TalkerLoop
 from mingc.runtime.text.segment import iter_speech_segments
-from mingc.runtime.thinker_loop import ThinkerLoop, ThinkerPrompt
+from mingc.runtime.thinker_loop import ThinkerLoop
+from mingc.runtime.thinker_prompt import ThinkerPrompt
 
 _JOIN_S, _FAILED_JOIN_S = 10.0, 1.0
 

@@ -119,7 +119,7 @@ class ThinkerScheduler:
         self.max_context = min(max_context, pool.max_tokens)
         self.max_running = max_running
         self._chunk = chunk
-        self._pace = pace
+        self.pace = pace
         self._begun: PrefillChunk | None = None  # the last parts that were run, when others are to follow
         self._max_waiting = max_waiting
         self._waiting: OrderedDict[int, _Sequence] = OrderedDict()
@@ -227,8 +227,8 @@ class ThinkerScheduler:
         else:
             first = 0
             prompts, num_rows = self._gather()
-        num_parts = self._pace.num_parts
-        parts = self._pace.parts(num_rows, num_prompts=len(self._prefilling), num_answers=len(self._decoding))
+        num_parts = self.pace.num_parts
+        parts = self.pace.parts(num_rows, num_prompts=len(self._prefilling), num_answers=len(self._decoding))
         end = min(first + parts, num_parts)
         return PrefillChunk(
             prompts=prompts, num_rows=num_rows, first_part=first, end_part=end, is_whole=end == num_parts

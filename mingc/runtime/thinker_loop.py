@@ -30,6 +30,7 @@ from mingc.runtime.request import FinishReason, SamplingParams
 from mingc.runtime.sampler import SamplerRow, sample, uniform
 from mingc.runtime.scheduler import PrefillChunk, PromptPart, ThinkerScheduler
 from mingc.runtime.thinker import LaunchedTokens
+from mingc.runtime.thinker_prompt import ThinkerPrompt, chunk_embeds
 from mingc.runtime.thinker_step import DecodeStep, PrefillStep
 
 log = logging.getLogger("mingc.engine")
@@ -60,26 +61,6 @@ class StepRunner(Protocol):
     def launch_first(self, step: PrefillStep) -> LaunchedTokens: ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ThinkerPrompt:
-    """A prompt as the engines take it.
-
-    Attributes:
-        input_ids: (T,) int64.
-        positions: (3, T) int64; the token at index i of the answer's part has position i + rope_delta.
-        embed_kind: (T,) int64, see `PrefillStep`.
-        media_rows: (M,) int64, prompt rows that take an embedding, ascending.
-        media_embeds: (M, D); None without media.
-    """
-
-    input_ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    rope_delta: int
-    embed_kind: NDArray[np.int64]
-    media_rows: NDArray[np.int64]
-    media_embeds: Tensor | None
-
-
 @dataclass(slots=True, eq=False)
 class _Running:
     prompt: ThinkerPrompt
@@ -102,6 +83,17 @@ class _Running:
         return len(self.answer) + self.pending < self.max_tokens
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Launched:
+    """Tokens under way. Parts of a chunk that took `parts_ms` when timed run before; no answers: nothing else does."""
+
+    rows: list[tuple[int, _Running]]
+    tokens: LaunchedTokens
+    at: float
+    parts_ms: float
+    num_answers: int
+
+
 class ThinkerLoop(EngineThread):
     """Runs the requests of one thinker.
 
@@ -122,7 +114,8 @@ class ThinkerLoop(EngineThread):
         self._slots = SlotPool(scheduler.max_running + 1)
         self._chunk_requests: list[int] = []  # of the chunk under way, those that have gone included
         self._chunk_step: PrefillStep  # its tokens, with which every part of it is run
-        self._launched: deque[tuple[list[tuple[int, _Running]], LaunchedTokens]] = deque()
+        self._launched: deque[_Launched] = deque()
+        self._last_end = 0.0  # when the host knew the tokens of the last call
         self._gather_at = 0.0  # no chunk is begun before (`time.perf_counter`)
 
     def submit(
@@ -170,10 +163,14 @@ class ThinkerLoop(EngineThread):
         if plan.prefill is not None and logits is not None:
             self._sample([each.request for each in plan.prefill.ended], logits)
         if self._runner.samples:
-            self._run_ahead(plan.decode, under_way)
+            is_ended = plan.prefill is not None and bool(
+                plan.prefill.ended
+            )  # then first tokens wait for the parts
+            self._run_ahead(plan.decode, under_way, 0.0 if is_ended else self._parts_ms(plan.prefill))
         elif plan.decode:
             self._run_decode(plan.decode)
-        self._gather_at = time.perf_counter() + self._busy_s(plan.prefill)
+        if self._runner.samples:
+            self._gather_at = time.perf_counter() + 1e-3 * _SURE * self._parts_ms(plan.prefill)
         return True
 
     def _hold(self) -> bool:
@@ -188,13 +185,11 @@ class ThinkerLoop(EngineThread):
                 self._wake.wait(left)
         return True
 
-    def _busy_s(self, chunk: PrefillChunk | None) -> float:
-        """Seconds for which the device is sure to work on these parts of a chunk, which it has just begun."""
-        times = self._runner.times
-        if chunk is None or times is None or not self._runner.samples:
+    def _parts_ms(self, chunk: PrefillChunk | None) -> float:
+        """What the parts of a chunk took when they were timed."""
+        if chunk is None:
             return 0.0
-        parts = (chunk.end_part - chunk.first_part) / self._runner.num_parts
-        return 1e-3 * _SURE * times.chunk_ms(chunk.num_rows) * parts
+        return self.scheduler.pace.timed_ms(chunk.num_rows, chunk.end_part - chunk.first_part)
 
     def _run_prefill(self, chunk: PrefillChunk) -> Tensor | None:
         """Logits (k, V) of the k prompts that are whole now, when the host is to choose. A failure is told to all."""
@@ -217,7 +212,7 @@ class ThinkerLoop(EngineThread):
         )
         try:
             if samples:
-                self._add_launched(ended, self._runner.launch_first(step))
+                self._add_launched(ended, self._runner.launch_first(step), self._parts_ms(chunk), 0)
                 return None
             logits = self._runner.prefill(step)
             return logits[torch.from_numpy(rows).to(logits.device)] if ended else None
@@ -235,7 +230,7 @@ class ThinkerLoop(EngineThread):
             input_ids=np.concatenate([prompt.input_ids[where] for prompt, where in both]),
             positions=np.concatenate([prompt.positions[:, where] for prompt, where in both], axis=1),
             embed_kind=np.concatenate([prompt.embed_kind[where] for prompt, where in both]),
-            embeds=_chunk_embeds(both),
+            embeds=chunk_embeds(both),
             counts=np.array([each.count for each in parts], np.int64),
             starts=np.array([each.start for each in parts], np.int64),
             pages=_page_table(pages),
@@ -250,32 +245,38 @@ class ThinkerLoop(EngineThread):
             return
         self._sample(requests, logits)
 
-    def _run_ahead(self, requests: Sequence[int], under_way: int) -> None:
+    def _run_ahead(self, requests: Sequence[int], under_way: int, parts_ms: float) -> None:
         """Launch the next token of `requests`, then hand out those of the `under_way` calls of earlier steps."""
         wanted = [request for request in requests if self._requests[request].is_launchable]
         try:
             if wanted:
-                self._add_launched(wanted, self._runner.launch(self._decode_step(wanted)))
+                launched = self._runner.launch(self._decode_step(wanted))
+                self._add_launched(wanted, launched, parts_ms, len(wanted))
             for _ in range(under_way):
                 self._collect()
         except Exception as error:
             # Which of the steps under way it was cannot be told: the device reports late.
-            hurt = {*wanted} | {request for rows, _ in self._launched for request, _ in rows}
+            hurt = {*wanted} | {request for each in self._launched for request, _ in each.rows}
             self._launched.clear()
             self._fail_step([request for request in hurt if request in self._requests], error)
 
-    def _add_launched(self, requests: Sequence[int], launched: LaunchedTokens) -> None:
+    def _add_launched(
+        self, requests: Sequence[int], launched: LaunchedTokens, parts_ms: float, num_answers: int
+    ) -> None:
         rows = [(request, self._requests[request]) for request in requests]
-        self._launched.append((rows, launched))
+        self._launched.append(_Launched(rows, launched, time.perf_counter(), parts_ms, num_answers))
         for _, running in rows:
             running.pending += 1
 
     def _collect(self) -> None:
         """Hand out the tokens of the oldest call; requests that have gone or ended before are passed over."""
-        rows, launched = self._launched[0]
-        tokens = launched.wait()
+        launched = self._launched[0]
+        tokens = launched.tokens.wait()
         self._launched.popleft()
-        for (request, running), token in zip(rows, tokens, strict=True):
+        begun, self._last_end = max(launched.at, self._last_end), time.perf_counter()
+        ms = 1e3 * (self._last_end - begun)
+        self.scheduler.pace.see(ms, parts_ms=launched.parts_ms, num_answers=launched.num_answers)
+        for (request, running), token in zip(launched.rows, tokens, strict=True):
             if self._requests.get(request) is running:
                 running.pending -= 1
                 self._take(request, None if token == NOT_FINITE else token)
@@ -365,20 +366,3 @@ def _page_table(pages: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     for row, owned in enumerate(pages):
         table[row, : len(owned)] = owned
     return table
-
-
-def _chunk_embeds(parts: Sequence[tuple[ThinkerPrompt, slice]]) -> Tensor | None:
-    """(n, D) with the media embeddings of a chunk at their rows; None when it has none."""
-    given = next((prompt.media_embeds for prompt, _ in parts if prompt.media_embeds is not None), None)
-    if given is None:
-        return None
-    embeds = given.new_zeros(sum(inside.stop - inside.start for _, inside in parts), given.shape[1])
-    begin, has_media = 0, False
-    for prompt, inside in parts:
-        if prompt.media_embeds is not None:
-            first, end = np.searchsorted(prompt.media_rows, [inside.start, inside.stop])
-            rows = torch.from_numpy(prompt.media_rows[first:end] - inside.start + begin)
-            embeds[rows] = prompt.media_embeds[first:end]
-            has_media |= bool(end > first)
-        begin += inside.stop - inside.start
-    return embeds if has_media else None

@@ -16,11 +16,12 @@ from fake_thinker import make_thinker_loop
 
 from mingc.runtime import omni
 from mingc.runtime.config import ServeOptions
-from mingc.runtime.prefill_pace import StepTimes
+from mingc.runtime.prefill_pace import PrefillPace, StepTimes
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.server import create_app, serve
 from mingc.runtime.thinker import LaunchedTokens
-from mingc.runtime.thinker_loop import ThinkerLoop, ThinkerPrompt
+from mingc.runtime.thinker_loop import ThinkerLoop
+from mingc.runtime.thinker_prompt import ThinkerPrompt
 from mingc.runtime.thinker_step import PrefillStep
 
 
@@ -70,12 +71,10 @@ def test_engine_threads_get_their_turn_soon_while_a_server_runs() -> None:
 def test_prompts_that_come_during_a_chunk_share_the_next_one(
     started: Callable[[ThinkerLoop], ThinkerLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop = make_thinker_loop(is_static=True, max_prompts=4)
-    runner = loop._runner
     # So long the device is taken to work on a chunk: the next one is gathered after half of it, 0.6 s.
-    monkeypatch.setattr(
-        runner, "times", StepTimes(chunks=((1, 1200.0), (32, 1200.0)), decodes=((1, 1.0), (8, 1.0)))
-    )
+    times = StepTimes(chunks=((1, 1200.0), (32, 1200.0)), decodes=((1, 1.0), (8, 1.0)))
+    loop = make_thinker_loop(is_static=True, max_prompts=4, pace=PrefillPace(num_parts=1, times=times))
+    runner = loop._runner
     launch, chunks = runner.launch_first, list[int]()
 
     def noted(step: PrefillStep) -> LaunchedTokens:

@@ -20,7 +20,8 @@ from mingc.runtime.channel import FailedItem, TokenItem
 from mingc.runtime.prefill_pace import PrefillPace, StepTimes
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.thinker import LaunchedTokens, ThinkerWorker
-from mingc.runtime.thinker_loop import ThinkerLoop, ThinkerPrompt
+from mingc.runtime.thinker_loop import ThinkerLoop
+from mingc.runtime.thinker_prompt import ThinkerPrompt
 from mingc.runtime.thinker_start import time_sizes
 from mingc.runtime.thinker_step import DecodeStep, PrefillStep
 
@@ -299,8 +300,9 @@ def test_timing_a_worker_names_every_size_and_changes_no_answer(
     assert ask(started(loop), PROMPTS[1], max_tokens=20).tokens() == expected
 
 
-# Beside answers one part of a chunk a step.
-SLOW_CHUNKS = PrefillPace(num_parts=5, times=StepTimes(chunks=((32, 90.0),), decodes=((8, 1.0),)))
+def slow_chunks() -> PrefillPace:
+    """Beside answers one part of a chunk a step."""
+    return PrefillPace(num_parts=5, times=StepTimes(chunks=((32, 400.0),), decodes=((8, 1.0),)))
 
 
 @pytest.mark.parametrize("max_prompts", [1, 4])
@@ -312,7 +314,7 @@ def test_parts_of_chunks_amid_answers_change_no_answer(
 ) -> None:
     stage = make_thinker_stage(num_layers=5, max_prompts=max_prompts)
     alone = [ask(started(make_loop(stage)), each, max_tokens=60).tokens() for each in PROMPTS]
-    loop = make_loop(stage, pace=SLOW_CHUNKS)
+    loop = make_loop(stage, pace=slow_chunks())
     parts: list[tuple[int, int | None]] = []
 
     def noting(run: Callable[[PrefillStep], object]) -> Callable[[PrefillStep], object]:
@@ -338,7 +340,7 @@ def test_prompts_that_wait_together_share_a_chunk_and_one_may_go_amid_it(
     stage = make_thinker_stage(num_layers=5, max_prompts=4)
     short = [PROMPTS[0], PROMPTS[3], PROMPTS[4]]
     alone = [ask(started(make_thinker_loop(stage, is_static=is_static)), each).tokens() for each in short]
-    loop = make_thinker_loop(stage, is_static=is_static, pace=SLOW_CHUNKS)
+    loop = make_thinker_loop(stage, is_static=is_static, pace=slow_chunks())
     answers = [ask(loop, PROMPTS[2], max_tokens=60)]
     steps: list[PrefillStep] = []
 

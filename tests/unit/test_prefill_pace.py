@@ -24,6 +24,51 @@ def test_parts_beside_answers_take_half_of_their_step() -> None:
     assert [PACE.parts(256, num_prompts=1, num_answers=answers) for answers in (1, 2, 17)] == [1, 4, 8]
 
 
+def test_served_steps_count_for_more_than_timed_ones() -> None:
+    pace = PrefillPace(num_parts=16, times=TIMES)
+    pace.see(
+        8.0, parts_ms=0.0, num_answers=13
+    )  # of batch 16; a part of 1,024 tokens takes 2.25 ms, of 256 1.25
+    assert [pace.parts(size, num_prompts=1, num_answers=16) for size in (256, 1024, 4096)] == [5, 2, 1]
+    assert pace.parts(256, num_prompts=1, num_answers=1) == PACE.parts(256, num_prompts=1, num_answers=1)
+    pace.see(14.0, parts_ms=0.0, num_answers=16)  # one that was held up changes little
+    assert pace.parts(1024, num_prompts=1, num_answers=16) == 2
+    for _ in range(100):
+        pace.see(4.0, parts_ms=0.0, num_answers=16)  # a text reaches few experts
+    assert [pace.parts(size, num_prompts=1, num_answers=16) for size in (256, 1024)] == [2, 1]
+
+
+def test_parts_that_are_served_faster_than_timed_are_more() -> None:
+    pace = PrefillPace(num_parts=16, times=TIMES)
+    assert pace.timed_ms(1000, 4) == 9.0 and PrefillPace(num_parts=16).timed_ms(1000, 4) == 0.0
+    pace.see(1.0, parts_ms=2.25, num_answers=16)  # what the decode step took of it is not known
+    assert pace.chunk_factor == 1.0
+    for _ in range(100):
+        pace.see(8.0, parts_ms=0.0, num_answers=16)
+        pace.see(8.0 + 1.5, parts_ms=2.25, num_answers=16)
+    assert pace.parts(1024, num_prompts=1, num_answers=16) == 4
+    for _ in range(100):
+        pace.see(2.25, parts_ms=2.25, num_answers=0)  # a chunk that ended, and its first tokens
+    assert pace.parts(1024, num_prompts=1, num_answers=16) == 2
+    for _ in range(100):
+        pace.see(500.0, parts_ms=2.25, num_answers=0)
+    assert pace.chunk_factor <= 4.0, "nobody believes this"
+    assert pace.parts(1024, num_prompts=1, num_answers=16) == 1
+
+
+@given(st.floats(1.0, 40.0), st.floats(0.3, 1.5))
+def test_what_is_served_makes_a_decode_step_hardly_twice_as_long(decode_ms: float, factor: float) -> None:
+    pace = PrefillPace(num_parts=16, times=TIMES)
+    for _ in range(200):
+        pace.see(decode_ms, parts_ms=0.0, num_answers=16)
+        pace.see(decode_ms + factor * 2.0, parts_ms=2.0, num_answers=16)
+    for size in (16, 256, 1024):
+        parts = pace.parts(size, num_prompts=1, num_answers=16)
+        part_ms = factor * TIMES.chunk_ms(size) / 16
+        assert parts == 1 or parts * part_ms <= 0.85 * decode_ms
+        assert parts == 16 or (parts + 1) * part_ms >= 0.75 * decode_ms
+
+
 def test_answers_yield_to_a_queue_of_prompts() -> None:
     assert [PACE.parts(4096, num_prompts=each, num_answers=16) for each in (1, 2, 3, 4, 17)] == [
         1,
