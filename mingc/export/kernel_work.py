@@ -134,26 +134,28 @@ def _one_token_each(batch: Size, query_width: Size, key_width: Size, seen: Size 
     return KernelWork(flops=4 * batch * query_width * seen, state_elements=2 * batch * key_width * seen)
 
 
-def _dit_rows_transform(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
-    """x (rows, D), the blocks' parameters, cos (T, d/2)."""
-    return KernelWork(flops=_blocks_flops(shapes["x"][0], shapes["cos"][0], shapes))
-
-
 def _dit_rows_sample(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
-    """first (2, steps, D), noise (1, P, C), edges (embedding, projection) and the blocks' parameters, cos (T, d/2)."""
-    steps, patch, tokens = shapes["first"][1], shapes["noise"][1], shapes["cos"][0]
+    """noise (1, P, C), times (steps, D), embeddings and projection (`edges`) and blocks of the DiT, blocks of the
+    aggregator, rope tables of both (T, d/2), and what is read once (`others`)."""
+    steps, patch = shapes["times"][0], shapes["noise"][1]
     embed, _, project, _ = shapes["edges"]
     edges = 2 * patch * (math.prod(embed) + 2 * math.prod(project))
+    tokens, heard = shapes["cos"][0], shapes["aggregator_cos"][0]
+    others = sum(2 * math.prod(shape) for shape in shapes["others"] if len(shape) == 2)
     return KernelWork(
-        flops=steps * (_blocks_flops(2 * tokens, tokens, shapes) + edges),
+        flops=steps * (_blocks_flops(2 * tokens, tokens, shapes["blocks"]) + edges)
+        + _blocks_flops(heard, heard, shapes["aggregator"])
+        + others,
         weight_shares={"blocks": steps, "edges": steps},
     )
 
 
-def _blocks_flops(rows: Size, tokens: Size, shapes: Shapes) -> Size:
+def _blocks_flops(rows: Size, tokens: Size, blocks: Sequence[Any]) -> Size:
     """Products of all blocks, and the attention of each, over sequences of `tokens`."""
-    matrices = [shape for shape in shapes["blocks"] if len(shape) == 2]
-    attention = 4 * rows * tokens * (shapes["norm"][0] * len(matrices) // 4)  # four matrices a block
+    matrices = [shape for shape in blocks if len(shape) == 2]
+    attention = (
+        4 * rows * tokens * (blocks[0][0] * len(matrices) // 4)
+    )  # four matrices a block, the first a norm
     return 2 * rows * sum(math.prod(shape) for shape in matrices) + attention
 
 
@@ -169,7 +171,6 @@ KERNELS: Mapping[str, Rule] = {
     "add_linear": _linear,
     "decode_attention": _decode_attention,
     "dit_rows_sample": _dit_rows_sample,
-    "dit_rows_transform": _dit_rows_transform,
     "expert_row": _expert_row,
     "layer_row": _linear,
     "moe_decode": _experts,

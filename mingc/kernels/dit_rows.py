@@ -1,9 +1,9 @@
-"""The DiT and the aggregator at batch 1: kernels of their own for few rows, and for what is between sampler steps.
+"""Flow matching and the aggregator at batch 1: kernels of their own for few rows, and for what is between them.
 
 At 74 rows the vendor's products take longer to begin and to end than to multiply. These begin early (their weights
 come while the kernel before them ends), split the depth over a cluster of thread blocks, and take norm, activation
 and residual sum with them. Only on CUDA of Hopper's architecture and for the released geometry; the reference is
-what `LatentTransformer` and `Cfm` do elsewhere.
+what `Cfm` does elsewhere.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch import Tensor
 from mingc.kernels.dispatch import use_clusters
 
 WIDTH, INNER, HEAD_SIZE = 1024, 4096, 64
-MAX_ROWS = 80  # what one matrix instruction takes
 PATCH, CHANNELS = 4, 64  # latents of a patch and their channels
+HISTORY, LLM_WIDTH = 32, 896  # latents before the patch; of the hidden state
+MAX_STEPS = 32
 
 
 class BlockWeights(NamedTuple):
@@ -36,72 +37,75 @@ class BlockWeights(NamedTuple):
 
 
 class TransformerWeights(NamedTuple):
-    """Blocks, the norm (D,) after them, rope tables (T, d/2) float32."""
+    """Blocks, the norm (D,) after them, rope tables (T, d/2) float32, the embedding (D, C) of its latents."""
 
     blocks: Sequence[BlockWeights]
     norm: Tensor
     cos: Tensor
     sin: Tensor
-
-
-class SamplerWeights(NamedTuple):
-    """The transformer between its embedding (D, C) and its projection (C, D)."""
-
-    transformer: TransformerWeights
     embed: Tensor
     embed_bias: Tensor
+
+
+class PatchWeights(NamedTuple):
+    """The DiT and its projection (C, D), the aggregator and its first token (1, D), and what is before either.
+
+    The condition's product (D, LLM width), time embeddings (steps, D) and step sizes (steps,) float32, and the stop
+    head (2, LLM width).
+    """
+
+    dit: TransformerWeights
     project: Tensor
     project_bias: Tensor
+    aggregator: TransformerWeights
+    query: Tensor
+    condition: Tensor
+    condition_bias: Tensor
+    times: Tensor
+    step_sizes: Tensor
+    stop: Tensor
+    stop_bias: Tensor
 
 
-def takes_transformer(sequences: int, weights: TransformerWeights) -> bool:
-    """Whether `transform` is there for this many sequences of all the tokens of the rope tables."""
-    # In this order: the batch of a dynamic graph must not be asked for its size.
-    return _takes(weights) and sequences == 1
+class PatchInputs(NamedTuple):
+    """Inputs of one request: hidden state (1, LLM width), history (1, H, C), noise (1, P, C), noise of the steps
+    (1, steps, P, C), guidance, sigma and temperature (1,): all float32 but the first."""
+
+    hidden: Tensor
+    history: Tensor
+    noise: Tensor
+    step_noise: Tensor
+    guidance: Tensor
+    sigma: Tensor
+    temperature: Tensor
 
 
-def takes_sampler(state: Tensor, weights: SamplerWeights) -> bool:
+def takes_patch(noise: Tensor, weights: PatchWeights) -> bool:
     """Whether `sample` is there for ODE states of this shape."""
-    return _takes(weights.transformer) and state.shape == (1, PATCH, CHANNELS)
-
-
-def _takes(weights: TransformerWeights) -> bool:
-    first = weights.blocks[0]
+    # In this order: the batch of a dynamic graph must not be asked for its size.
     return (
-        use_clusters(first.qkv)
-        and 2 * weights.cos.shape[0] <= MAX_ROWS
-        and first.qkv.shape == (3 * WIDTH, WIDTH)
-        and first.up.shape == (INNER, WIDTH)
-        and weights.cos.shape[1] == HEAD_SIZE // 2
+        _takes(weights.dit, 1 + HISTORY + PATCH)
+        and _takes(weights.aggregator, 1 + PATCH)
+        and weights.condition.shape == (WIDTH, LLM_WIDTH)
+        and weights.times.shape[0] <= MAX_STEPS
+        and noise.shape == (1, PATCH, CHANNELS)
     )
 
 
-def transform(x: Tensor, weights: TransformerWeights) -> Tensor:
-    """Tokens (N, T, D) → the stream (N, T, D) after the blocks and the norm."""
+def _takes(weights: TransformerWeights, tokens: int) -> bool:
+    first = weights.blocks[0]
+    return (
+        use_clusters(first.qkv)
+        and first.qkv.shape == (3 * WIDTH, WIDTH)
+        and first.up.shape == (INNER, WIDTH)
+        and weights.embed.shape == (WIDTH, CHANNELS)
+        and weights.cos.shape == (tokens, HEAD_SIZE // 2)
+    )
+
+
+def sample(inputs: PatchInputs, weights: PatchWeights) -> tuple[Tensor, Tensor, Tensor]:
+    """One patch: latents (1, P, C) float32, the aggregator's stream (1 + P, D) before its norm, and the stop
+    probability (1,) float32."""
     from mingc.kernels.gpu import dit_rows as gpu
 
-    return gpu.transform(x, weights)
-
-
-def sample(
-    first: Tensor,
-    history: Tensor,
-    noise: Tensor,
-    kicks: Tensor,
-    step_sizes: Tensor,
-    guidance: Tensor,
-    weights: SamplerWeights,
-) -> Tensor:
-    """The ODE state (1, P, C) float32 after all steps.
-
-    Args:
-        first: (2, steps, D), the token before all others at every step: conditioned, then free.
-        history: (2, H, D), the tokens after it.
-        noise: (1, P, C) float32, the state before the first step.
-        kicks: (1, steps, P, C) float32, what each step adds besides.
-        step_sizes: (steps,) float32.
-        guidance: (1,) float32.
-    """
-    from mingc.kernels.gpu import dit_rows as gpu
-
-    return gpu.sample(first, history, noise, kicks, step_sizes, guidance, weights)
+    return gpu.sample(inputs, weights)

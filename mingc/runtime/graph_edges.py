@@ -108,6 +108,8 @@ def _edges(graph: int) -> list[tuple[int, int, bool]]:
     """(from, to, whether it is an ordinary edge)."""
     count = ctypes.c_size_t()
     _call("cuGraphGetEdges_v2", _handle(graph), None, None, None, ctypes.byref(count))
+    if not count.value:  # asked for none of them the driver refuses
+        return []
     sources, targets = ((ctypes.c_void_p * count.value)() for _ in range(2))
     data = (_EdgeData * count.value)()
     _call("cuGraphGetEdges_v2", _handle(graph), sources, targets, data, ctypes.byref(count))

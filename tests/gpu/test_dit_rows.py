@@ -1,4 +1,4 @@
-"""The DiT's kernels for few rows against plain torch, and graphs in which kernels begin early."""
+"""The kernels of one patch against plain torch, and graphs in which kernels begin early."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mingc.export.layers.dit import DitConfig, LatentTransformer
+from mingc.export.layers.dit import DitConfig
 from mingc.export.stages.cfm import Cfm, CfmConfig
 from mingc.kernels import dit_rows
 from mingc.kernels.dispatch import plain_torch
@@ -47,17 +47,6 @@ def error(value: Tensor, expected: Tensor) -> float:
     return float((value.float() - expected.float()).abs().max() / expected.float().abs().max())
 
 
-@pytest.mark.parametrize("tokens", [5, 37])
-def test_the_transformer(tokens: int) -> None:
-    module = filled(LatentTransformer(config(tokens, 64)))
-    assert isinstance(module, LatentTransformer)
-    assert dit_rows.takes_transformer(1, module.weights())
-    x = torch.randn(1, tokens, 1024, device="cuda").to(torch.bfloat16)
-    with plain_torch():
-        expected = module(x, slice(1, None))
-    assert error(module(x, slice(1, None)), expected) < TOLERANCE
-
-
 def sampler() -> tuple[Cfm, tuple[Tensor, ...]]:
     module = filled(
         Cfm(
@@ -80,9 +69,9 @@ def sampler() -> tuple[Cfm, tuple[Tensor, ...]]:
     return module, (normal[0].to(torch.bfloat16), *normal[1:], *controls)
 
 
-def test_the_sampler() -> None:
+def test_one_patch() -> None:
     module, inputs = sampler()
-    assert dit_rows.takes_sampler(inputs[2], module.sampler_weights())
+    assert dit_rows.takes_patch(inputs[2], module.patch_weights())
     with plain_torch():
         expected = module.sample(*inputs)
     assert all(each.isfinite().all() for each in expected)
@@ -100,3 +89,11 @@ def test_kernels_that_begin_early_compute_the_same_every_time() -> None:
             each.fill_(7)
         graph.replay()
         assert all(torch.equal(*pair) for pair in zip(outputs, expected, strict=True))
+
+
+def test_a_graph_of_one_kernel() -> None:
+    value = torch.zeros(1, device="cuda")
+    graph, _ = GraphPool(torch.device("cuda", 0)).capture(lambda: (value.add_(1),), "one kernel")
+    before = value.clone()
+    graph.replay()
+    assert torch.equal(value, before + 1)

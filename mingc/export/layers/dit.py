@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mingc.errors import CheckpointError
 from mingc.export.layers.linear import Linear
 from mingc.export.stages.base import WeightSource
-from mingc.kernels.dit_rows import BlockWeights, TransformerWeights, takes_transformer, transform
+from mingc.kernels.dit_rows import BlockWeights, TransformerWeights
 from mingc.kernels.linear import Rows, add_linear, enter, keep, normed_linear
 from mingc.kernels.short_attention import short_attention
 
@@ -136,15 +135,19 @@ class LatentTransformer(nn.Module):
         return [*(block.get_parameter("attention_norm") for block in self.blocks), self.norm]
 
     def weights(self) -> TransformerWeights:
-        """What lies between the embedding and the projection."""
+        """All but the projection."""
         blocks = [block.weights() for block in self.blocks if isinstance(block, DitBlock)]
-        return TransformerWeights(blocks, self.norm, self.cos, self.sin)
+        return TransformerWeights(blocks, self.norm, self.cos, self.sin, self.embed.weight, self.embed.bias)
+
+    def project_row(self, x: Tensor) -> Tensor:
+        """One token of the stream after the blocks (1, D) → its output (1, out_size)."""
+        out: Tensor = normed_linear(
+            Rows(x, x, None, None, self.norm), self.project.weight, self.project.bias, _EPS
+        )
+        return out
 
     def forward(self, x: Tensor, kept: slice) -> Tensor:
         """Tokens (N, T, D) → projected outputs (N, tokens kept, out_size) of the tokens `kept`."""
-        weights = self.weights()
-        if takes_transformer(x.shape[0], weights):
-            return F.linear(transform(x, weights)[:, kept], self.project.weight, self.project.bias)
         last = len(self.blocks) - 1
         norms = self.norms()
         rows = enter(x, norms[0], _EPS)

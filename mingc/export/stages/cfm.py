@@ -77,16 +77,17 @@ class Cfm(nn.Module):
         temperature: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One patch of B requests; inputs and outputs as in the graph's spec."""
-        weights = self.sampler_weights()
-        if dit_rows.takes_sampler(noise, weights):
-            kicks = self.kicks(step_noise, sigma, temperature)
-            prefix = self.prefix(hidden, history)
-            latents = dit_rows.sample(*prefix, noise, kicks, self.step_sizes, guidance, weights)
+        weights = self.patch_weights()
+        if dit_rows.takes_patch(noise, weights):
+            inputs = dit_rows.PatchInputs(hidden, history, noise, step_noise, guidance, sigma, temperature)
+            latents, heard, stop = dit_rows.sample(inputs, weights)
+            next_embeds = self.aggregator.project_row(heard[:1])
         else:
             latents = self.trajectory(hidden, history, noise, step_noise, guidance, sigma, temperature)[-1]
+            stop = self.stop_head(hidden).float().softmax(-1)[:, 1]
+            next_embeds = self.aggregate(latents)[0]
         next_history = torch.cat((history, latents), dim=1)[:, latents.shape[1] :]
-        stop = self.stop_head(hidden).float().softmax(-1)[:, 1]
-        return latents, self.aggregate(latents)[0], next_history, stop
+        return latents, next_embeds, next_history, stop
 
     def trajectory(
         self,
@@ -117,11 +118,20 @@ class Cfm(nn.Module):
         spread = (sigma * temperature.sqrt())[:, None, None, None] * self.step_sizes.sqrt()[:, None, None]
         return step_noise * spread
 
-    def sampler_weights(self) -> dit_rows.SamplerWeights:
-        """The DiT with its embedding and projection."""
-        embed, project = self.dit.embed, self.dit.project
-        return dit_rows.SamplerWeights(
-            self.dit.weights(), embed.weight, embed.bias, project.weight, project.bias
+    def patch_weights(self) -> dit_rows.PatchWeights:
+        """All parameters but the speaker projection and the aggregator's projection."""
+        return dit_rows.PatchWeights(
+            dit=self.dit.weights(),
+            project=self.dit.project.weight,
+            project_bias=self.dit.project.bias,
+            aggregator=self.aggregator.weights(),
+            query=self.aggregator_query,
+            condition=self.condition.weight,
+            condition_bias=self.condition.bias,
+            times=self.time_embeddings,
+            step_sizes=self.step_sizes,
+            stop=self.stop_head.weight,
+            stop_bias=self.stop_head.bias,
         )
 
     def prefix(self, hidden: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:

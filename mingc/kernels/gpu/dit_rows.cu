@@ -1,4 +1,4 @@
-// The DiT over the rows of one request: products, the attention between them, what is between sampler steps.
+// The DiT over the rows of one request: products, the attention between them, what is before and between steps.
 //
 // A product takes up to 80 rows, or up to 8. Its weights are the first factor of the matrix instruction (64
 // outputs), the rows the second (80 columns, or 8). A cluster of thread blocks shares the depth: each block has all outputs of
@@ -54,16 +54,6 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 __device__ __forceinline__ u32 turned(u32 pair, float c, float s) {
   const float even = wide(pair & 0xFFFF), odd = wide(pair >> 16);
   return pack(even * c - odd * s, odd * c + even * s);
-}
-__device__ __forceinline__ float4 peer_load(u32 address, u32 rank) {
-  float4 v;
-  u32 there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(there)
-               : "memory");
-  return v;
 }
 __device__ __forceinline__ u32 peer_address(u32 address, u32 rank) {
   u32 there;
@@ -124,9 +114,6 @@ __device__ __forceinline__ void fetch_ahead(const void* from, u32 bytes) {
 // Only that it came: no writes become visible by it.
 __device__ __forceinline__ void cluster_come() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -539,137 +526,245 @@ extern "C" __global__ void __launch_bounds__(256, 2) __cluster_dims__(8, 1, 1)
   attend_and_project<8>(p);
 }
 
-// Between two steps of the sampler: final norm, projection, guidance and ODE update of the last one, tokens
-// of the next one. One cluster of 8 blocks; a block has 8 latent channels of the projection and 128 columns
-// of the tokens.
+// Before all steps of the sampler: what they share, and the stop probability.
+//
+// Blocks of 8 warps: ENTER_CONDITION blocks make the first tokens, a warp an output of the condition's product; then
+// ENTER_HISTORY blocks the tokens of the history, a warp 16 outputs of the embedding; the last one the stop head.
+struct Enter {
+  const u16* hidden;      // (896)
+  const float* history;   // (32, 64)
+  const u16* condition;   // (1024, 896)
+  const u16* condition_bias;  // (1024)
+  const float* times;     // (steps, 1024)
+  const u16* embed;       // (1024, 64)
+  const u16* embed_bias;  // (1024)
+  const u16* stop;        // (2, 896)
+  const u16* stop_bias;   // (2)
+  u16* first;             // (2, steps, 1024): with the hidden state, then without
+  u16* tokens;            // (32, 1024)
+  float* probability;     // (1)
+  int steps;
+};
+constexpr int WIDTH = 1024, PATCH = 4, CHANNELS = 64, HIDDEN = 896;
+constexpr int ENTER_CONDITION = WIDTH / 8, ENTER_HISTORY = WIDTH / 128;
+
+__device__ __forceinline__ float dot8(uint4 x, uint4 w) {
+  const u32 a[4] = {x.x, x.y, x.z, x.w}, b[4] = {w.x, w.y, w.z, w.w};
+  float total = 0.f;
+#pragma unroll
+  for (int e = 0; e < 4; ++e)
+    total += wide(a[e] & 0xFFFF) * wide(b[e] & 0xFFFF) + wide(a[e] >> 16) * wide(b[e] >> 16);
+  return total;
+}
+__device__ __forceinline__ u32 rounded(float v) { return pack(v, 0.f) & 0xFFFF; }
+
+extern "C" __global__ void __launch_bounds__(256) mingc_dit_enter_early(const __grid_constant__ Enter p) {
+  __shared__ float logits[2];
+  const int t = threadIdx.x, lane = t % 32, warp = t / 32, block = blockIdx.x;
+  constexpr int PIECES = (HIDDEN / 8 + 31) / 32;
+  const uint4 none = {0, 0, 0, 0};
+  let_next_begin();
+  if (block >= ENTER_CONDITION && block < ENTER_CONDITION + ENTER_HISTORY) {
+    // The outputs are the first factor (16), the tokens the second (four times 8). A thread has 8 neighbouring
+    // channels of either: their order within the instruction is the same for both, and that is all it needs.
+    const int column = (block - ENTER_CONDITION) * 128 + warp * 16 + lane / 4, channel = lane % 4 * 8;
+    uint4 w[2][2];
+    float bias[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      bias[h] = wide(p.embed_bias[column + 8 * h]);
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        w[h][c] = *(const uint4*)(p.embed + (column + 8 * h) * CHANNELS + c * 32 + channel);
+    }
+    wait_for_kernels();
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float sum[4] = {};
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const float4* at = (const float4*)(p.history + (j * 8 + lane / 4) * CHANNELS + c * 32 + channel);
+        const float4 low = at[0], high = at[1];
+        const u32 a[4] = {w[0][c].x, w[1][c].x, w[0][c].y, w[1][c].y},
+                  b[4] = {w[0][c].z, w[1][c].z, w[0][c].w, w[1][c].w};
+        mma(sum, a, pack(low.x, low.y), pack(low.z, low.w));
+        mma(sum, b, pack(high.x, high.y), pack(high.z, high.w));
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        p.tokens[(j * 8 + lane % 4 * 2 + e % 2) * WIDTH + column + e / 2 * 8] = rounded(sum[e] + bias[e / 2]);
+    }
+    return;
+  }
+  const bool is_stop = block >= ENTER_CONDITION;
+  const int output = is_stop ? warp % 2 : block * 8 + warp;
+  const u16* matrix = is_stop ? p.stop : p.condition;
+  const float bias = wide(is_stop ? p.stop_bias[output] : p.condition_bias[output]);
+  uint4 w[PIECES];
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i)
+    w[i] = i * 32 + lane < HIDDEN / 8 ? *(const uint4*)(matrix + output * HIDDEN + (i * 32 + lane) * 8) : none;
+  const float time = !is_stop && lane < p.steps ? p.times[lane * WIDTH + output] : 0.f;
+  wait_for_kernels();
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i)
+    if (i * 32 + lane < HIDDEN / 8) sum += dot8(*(const uint4*)(p.hidden + (i * 32 + lane) * 8), w[i]);
+#pragma unroll
+  for (int apart = 16; apart; apart /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, apart);
+  const float made = wide(rounded(sum + bias));
+  if (is_stop) {
+    if (warp < 2 && lane == 0) logits[warp] = made;
+    __syncthreads();
+    if (t == 0) p.probability[0] = 1.f / (1.f + __expf(logits[0] - logits[1]));
+  } else if (lane < p.steps) {
+    p.first[lane * WIDTH + output] = rounded(made + time);
+    p.first[(p.steps + lane) * WIDTH + output] = rounded(bias + time);
+  }
+}
+
+// Between two steps of the sampler: final norm, projection, guidance and ODE update of the last one, tokens of the
+// next one; after the last step those of the aggregator. One cluster of 8 blocks; a block has 8 latent channels of
+// the projection and 128 columns of the tokens.
 struct Turn {
-  const u16* first;         // (2, steps, 1024)
-  const u16* history;       // (2, tokens - 5, 1024)
+  const u16* first;         // (sequences, first_stride): the first token of each
+  const u16* history;       // (history, 1024): the tokens after it, the same in all sequences; from then on they stay
   const u16* embed;         // (1024, 64)
   const u16* embed_bias;    // (1024)
   const u16* project;       // (64, 1024)
   const u16* project_bias;  // (64)
-  const u16* norm;          // (1024) of the first block
-  const u16* scaled;        // (2 tokens, 1024) the last step's stream times the final norm's weight
-  const float* squares;     // (2 tokens, parts)
+  const u16* norm;          // (1024) of the next transformer's first block
+  const u16* scaled;        // (2 before, 1024) the last step's stream times the final norm's weight
+  const float* squares;     // (2 before, parts)
   const float* state;       // (4, 64) before
-  const float* kicks;       // (steps, 4, 64)
-  const float* step_sizes;  // (steps)
+  const float* noise;       // (4, 64) that the last step adds,
+  const float* sigma;       // (1) times this,
+  const float* temperature; // (1) and the root of this,
+  const float* step_size;   // (1) and of this
   const float* guidance;    // (1)
   float* next_state;        // (4, 64)
-  u16* x;                   // (2 tokens, 1024); its history is written before the first step and stays
+  u16* x;                   // (sequences tokens, 1024)
   u16* x_scaled;
-  float* x_squares;  // (2 tokens, 8)
-  int tokens, parts, step, steps;
+  float* x_squares;  // (sequences tokens, 8)
+  int before, parts;  // tokens of a sequence of the last step; none before the first one
+  int tokens, sequences, first_stride, history_tokens;
 };
 extern "C" __global__ void __launch_bounds__(256) __cluster_dims__(8, 1, 1)
     mingc_dit_turn_early(const __grid_constant__ Turn p) {
-  constexpr int PATCH = 4, CHANNELS = 64, WIDTH = 1024, COLUMNS = 128;
-  __shared__ __align__(16) float mine[8 * PATCH];  // [channel][latent]
-  __shared__ float states[CHANNELS][PATCH];
+  constexpr int COLUMNS = 128, WARPS = 8, BLOCKS = 8, OWN = CHANNELS / BLOCKS;
+  __shared__ __align__(16) float sums[WARPS][2 * PATCH][OWN];
+  __shared__ float scales[2 * PATCH];
+  __shared__ __align__(16) u16 own[PATCH][OWN];
+  __shared__ __align__(16) u16 states[PATCH][CHANNELS];
   __shared__ __align__(16) u16 made[PATCH][COLUMNS];
-  const int t = threadIdx.x, lane = t % 32, warp = t / 32, rank = blockIdx.x, channel = rank * 8 + warp;
+  __shared__ __align__(8) u64 came[1];
+  const int t = threadIdx.x, lane = t % 32, warp = t / 32, rank = blockIdx.x, group = lane / 4, part = lane % 4 * 8;
+  const u32 barrier = shared_address(came);
   let_next_begin();
-  uint4 projected[4], embedded[8];
+  if (t == 0) {
+    make_barrier(barrier);
+    show_barriers();
+    expect_bytes(barrier, PATCH * CHANNELS * 2);
+  }
+  // A product by warps: as in `mingc_dit_enter_early` a thread has 8 neighbours of the depth of both factors.
+  uint4 projected[4], embedded[2][2];
+  float embed_bias[2];
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    projected[i] = *(const uint4*)(p.project + channel * WIDTH + (i * 32 + lane) * 8);
+  for (int c = 0; c < 4; ++c)
+    projected[c] = *(const uint4*)(p.project + (rank * OWN + group) * WIDTH + warp * 128 + c * 32 + part);
 #pragma unroll
-  for (int i = 0; i < 8; ++i)
-    embedded[i] = *(const uint4*)(p.embed + (rank * COLUMNS + t % COLUMNS) * CHANNELS + i * 8);
+  for (int h = 0; h < 2; ++h) {
+    const int column = rank * COLUMNS + warp * 16 + group + 8 * h;
+    embed_bias[h] = wide(p.embed_bias[column]);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) embedded[h][c] = *(const uint4*)(p.embed + column * CHANNELS + c * 32 + part);
+  }
+  const int latent = lane % PATCH, channel = rank * OWN + lane / PATCH, place = latent * CHANNELS + channel;
+  const float bias = wide(p.project_bias[channel]);
+  const int column = rank * COLUMNS + lane * 4;
+  const uint2 next = *(const uint2*)(p.norm + column);
+  cluster_come();
   wait_for_kernels();
-  float state = 0.f;
-  if (lane < PATCH) state = p.state[lane * CHANNELS + channel];
-  if (p.step > 0) {
-    float sum[2 * PATCH];
+  float state = p.state[place], guidance = 0.f, kick = 0.f;
+  uint2 row = {0, 0};
+  if (warp >= PATCH && warp < PATCH + p.sequences)
+    row = *(const uint2*)(p.first + (size_t)(warp - PATCH) * p.first_stride + column);
+  if (p.before) {
+    guidance = p.guidance[0];
+    kick = p.noise[place] * (p.sigma[0] * sqrtf(p.temperature[0]) * sqrtf(p.step_size[0]));
+    const u16* at = p.scaled + (group / PATCH * p.before + p.before - PATCH + group % PATCH) * WIDTH + warp * 128;
+    uint4 x[4];
 #pragma unroll
-    for (int r = 0; r < 2 * PATCH; ++r) {
-      const int row = r / PATCH * p.tokens + p.tokens - PATCH + r % PATCH;
-      uint4 x[4];
+    for (int c = 0; c < 4; ++c) x[c] = *(const uint4*)(at + c * 32 + part);
+    const int squares_row = warp / PATCH * p.before + p.before - PATCH + warp % PATCH;
+    float squares = lane < p.parts ? p.squares[squares_row * p.parts + lane] : 0.f;
+    float sum[4] = {};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = *(const uint4*)(p.scaled + row * WIDTH + (i * 32 + lane) * 8);
-      float squares = lane < p.parts ? p.squares[row * p.parts + lane] : 0.f;
-      float total = 0.f;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const u32 a[4] = {x[i].x, x[i].y, x[i].z, x[i].w},
-                  b[4] = {projected[i].x, projected[i].y, projected[i].z, projected[i].w};
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          total += wide(a[e] & 0xFFFF) * wide(b[e] & 0xFFFF) + wide(a[e] >> 16) * wide(b[e] >> 16);
-      }
-#pragma unroll
-      for (int apart = 16; apart; apart /= 2) {
-        total += __shfl_xor_sync(0xFFFFFFFFu, total, apart);
-        squares += __shfl_xor_sync(0xFFFFFFFFu, squares, apart);
-      }
-      sum[r] = total * rsqrtf(squares / WIDTH + 1e-6f) + wide(p.project_bias[channel]);
+    for (int c = 0; c < 4; ++c) {
+      const u32 a[4] = {x[c].x, 0, x[c].y, 0}, b[4] = {x[c].z, 0, x[c].w, 0};
+      mma(sum, a, projected[c].x, projected[c].y);
+      mma(sum, b, projected[c].z, projected[c].w);
     }
-    if (lane < PATCH) {
+    sums[warp][group][lane % 4 * 2] = sum[0], sums[warp][group][lane % 4 * 2 + 1] = sum[1];
+#pragma unroll
+    for (int apart = 16; apart; apart /= 2) squares += __shfl_xor_sync(0xFFFFFFFFu, squares, apart);
+    if (lane == 0) scales[warp] = rsqrtf(squares / WIDTH + 1e-6f);
+    __syncthreads();
+  }
+  if (warp == 0) {
+    if (p.before) {
       float conditional = 0.f, free = 0.f;
 #pragma unroll
-      for (int r = 0; r < PATCH; ++r)
-        if (lane == r) conditional = sum[r], free = sum[PATCH + r];
-      const float velocity = conditional + p.guidance[0] * (conditional - free);
-      state +=
-          velocity * p.step_sizes[p.step - 1] + p.kicks[((p.step - 1) * PATCH + lane) * CHANNELS + channel];
-      p.next_state[lane * CHANNELS + channel] = state;
+      for (int w = 0; w < WARPS; ++w)
+        conditional += sums[w][latent][lane / PATCH], free += sums[w][PATCH + latent][lane / PATCH];
+      conditional = conditional * scales[latent] + bias, free = free * scales[PATCH + latent] + bias;
+      state += (conditional + guidance * (conditional - free)) * p.step_size[0] + kick;
+      p.next_state[place] = state;
     }
-    if (p.step == p.steps) return;
+    own[latent][lane / PATCH] = rounded(state);
+    __syncwarp();
   }
-  if (lane < PATCH) mine[warp * PATCH + lane] = state;
-  cluster_arrive();
-  cluster_wait();
-  if (t < CHANNELS) {
-    const float4 v = peer_load(shared_address(mine) + t % 8 * 16, t / 8);
-    states[t][0] = wide(pack(v.x, 0.f) & 0xFFFF), states[t][1] = wide(pack(v.y, 0.f) & 0xFFFF);
-    states[t][2] = wide(pack(v.z, 0.f) & 0xFFFF), states[t][3] = wide(pack(v.w, 0.f) & 0xFFFF);
+  cluster_wait();  // the barriers of all blocks are there
+  if (warp == 0) {
+    const float4 v = *(const float4*)own[latent];
+    push(peer_address(shared_address(states[latent]) + rank * OWN * 2, lane / PATCH),
+         peer_address(barrier, lane / PATCH), v.x, v.y, v.z, v.w);
   }
-  cluster_arrive();
-  cluster_wait();
-  {
-    const int column = t % COLUMNS, row = t / COLUMNS * 2;
-    float total[2] = {0.f, 0.f};
+  wait_bytes(barrier);
+  float sum[4] = {};
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const u32 a[4] = {embedded[i].x, embedded[i].y, embedded[i].z, embedded[i].w};
+  for (int c = 0; c < 2; ++c) {
+    uint4 s = {0, 0, 0, 0};
+    if (group < PATCH) s = *(const uint4*)(states[group] + c * 32 + part);
+    const u32 a[4] = {embedded[0][c].x, embedded[1][c].x, embedded[0][c].y, embedded[1][c].y},
+              b[4] = {embedded[0][c].z, embedded[1][c].z, embedded[0][c].w, embedded[1][c].w};
+    mma(sum, a, s.x, s.y);
+    mma(sum, b, s.z, s.w);
+  }
+  if (lane % 4 < PATCH / 2) {
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        const float w = e % 2 ? wide(a[e / 2] >> 16) : wide(a[e / 2] & 0xFFFF);
-        total[0] += w * states[i * 8 + e][row];
-        total[1] += w * states[i * 8 + e][row + 1];
-      }
-    }
-    const float bias = wide(p.embed_bias[rank * COLUMNS + column]);
-    made[row][column] = pack(total[0] + bias, 0.f) & 0xFFFF;
-    made[row + 1][column] = pack(total[1] + bias, 0.f) & 0xFFFF;
+    for (int e = 0; e < 4; ++e)
+      made[lane % 4 * 2 + e % 2][warp * 16 + group + e / 2 * 8] = rounded(sum[e] + embed_bias[e / 2]);
   }
   __syncthreads();
-  const int column = rank * COLUMNS + lane * 4, history = p.tokens - 1 - PATCH;
-  const uint2 next = *(const uint2*)(p.norm + column);
-  // Rows: the first token of either sequence, the patch of both, and once the history of either.
-  for (int job = warp; job < 2 + 2 * PATCH + (p.step == 0 ? 2 * history : 0); job += 8) {
-    int row;
-    uint2 v;
-    if (job < 2) {
-      row = job * p.tokens;
-      v = *(const uint2*)(p.first + ((size_t)job * p.steps + p.step) * WIDTH + column);
-    } else if (job < 2 + 2 * PATCH) {
-      row = (job - 2) / PATCH * p.tokens + 1 + history + (job - 2) % PATCH;
-      v = *(const uint2*)(&made[(job - 2) % PATCH][lane * 4]);
-    } else {
-      const int h = job - 2 - 2 * PATCH;
-      row = h / history * p.tokens + 1 + h % history;
-      v = *(const uint2*)(p.history + (size_t)h * WIDTH + column);
-    }
+  // A row of tokens, once or in every sequence.
+  auto write = [&](uint2 v, int place, int copies) {
     const float w[4] = {wide(v.x & 0xFFFF), wide(v.x >> 16), wide(v.y & 0xFFFF), wide(v.y >> 16)};
+    const uint2 scaled = {pack(w[0] * wide(next.x & 0xFFFF), w[1] * wide(next.x >> 16)),
+                          pack(w[2] * wide(next.y & 0xFFFF), w[3] * wide(next.y >> 16))};
     float sum = w[0] * w[0] + w[1] * w[1] + w[2] * w[2] + w[3] * w[3];
 #pragma unroll
     for (int apart = 16; apart; apart /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, apart);
-    *(uint2*)(p.x + (size_t)row * WIDTH + column) = v;
-    const uint2 scaled = {pack(w[0] * wide(next.x & 0xFFFF), w[1] * wide(next.x >> 16)),
-                          pack(w[2] * wide(next.y & 0xFFFF), w[3] * wide(next.y >> 16))};
-    *(uint2*)(p.x_scaled + (size_t)row * WIDTH + column) = scaled;
-    if (lane == 0) p.x_squares[row * 8 + rank] = sum;
-  }
+    for (int s = 0; s < copies; ++s, place += p.tokens) {
+      *(uint2*)(p.x + (size_t)place * WIDTH + column) = v;
+      *(uint2*)(p.x_scaled + (size_t)place * WIDTH + column) = scaled;
+      if (lane == 0) p.x_squares[place * BLOCKS + rank] = sum;
+    }
+  };
+  if (warp < PATCH)
+    write(*(const uint2*)(made[warp] + lane * 4), p.tokens - PATCH + warp, p.sequences);
+  else if (warp < PATCH + p.sequences)
+    write(row, (warp - PATCH) * p.tokens, 1);
+  for (int h = warp; h < p.history_tokens; h += WARPS)
+    write(*(const uint2*)(p.history + (size_t)h * WIDTH + column), 1 + h, p.sequences);
 }

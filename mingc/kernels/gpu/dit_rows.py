@@ -1,6 +1,6 @@
-"""`mingc.kernels.dit_rows` on CUDA: its two ops, which engines call by name with machine code inside.
+"""`mingc.kernels.dit_rows` on CUDA: its op, which engines call by name with machine code inside.
 
-Importing this registers them. It needs neither Triton nor a compiler.
+Importing this registers it. It needs neither Triton nor a compiler.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from mingc.kernels.gpu.cuda_source import CudaModule, Launch, compile_source, pack, tensor_map, unpack
 
 if TYPE_CHECKING:
-    from mingc.kernels.dit_rows import SamplerWeights, TransformerWeights
+    from mingc.kernels.dit_rows import PatchInputs, PatchWeights, TransformerWeights
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _WIDTH, _INNER, _HEADS = 1024, 4096, 16
@@ -33,7 +33,7 @@ _OUT_TOKENS = 48  # of queries, keys and values of a head in shared memory
 _ALIGNMENT = 1024  # of slices in shared memory
 _BARRIERS_BYTES = 128
 _SQUARES_COLUMNS = 64  # of the columns of a row of which one sum of squares is left
-_EPS = 1e-6
+_ENTER_BLOCKS = 128 + 8 + 1  # for the condition, for the history, for the stop head
 _TURN_BLOCKS = 8  # of the one cluster between steps; each leaves a sum of squares a row
 
 
@@ -53,33 +53,19 @@ _TILES = {
 }
 
 
-def transform(x: Tensor, weights: TransformerWeights) -> Tensor:
+def sample(inputs: PatchInputs, weights: PatchWeights) -> tuple[Tensor, Tensor, Tensor]:
     """See `mingc.kernels.dit_rows`."""
-    flat = x.reshape(-1, _WIDTH).contiguous()
-    scaled = flat * weights.blocks[0].attention_norm
-    squares = flat.float().square().sum(-1, keepdim=True)
-    scaled, squares = _transform(
-        flat, scaled, squares, _flat(weights), weights.norm, weights.cos, weights.sin, _code(x)
-    )
-    scale = torch.rsqrt(squares.sum(-1, keepdim=True) / _WIDTH + _EPS)
-    out: Tensor = (scaled.float() * scale).to(x.dtype).view(x.shape)
-    return out
-
-
-def sample(
-    first: Tensor,
-    history: Tensor,
-    noise: Tensor,
-    kicks: Tensor,
-    step_sizes: Tensor,
-    guidance: Tensor,
-    weights: SamplerWeights,
-) -> Tensor:
-    """See `mingc.kernels.dit_rows`."""
-    body = weights.transformer
-    inputs = [each.contiguous() for each in (first, history, noise, kicks, step_sizes, guidance)]
-    edges = [weights.embed, weights.embed_bias, weights.project, weights.project_bias]
-    out: Tensor = _sample(*inputs, edges, _flat(body), body.norm, body.cos, body.sin, _code(first))
+    dit, heard = weights.dit, weights.aggregator
+    edges = [dit.embed, dit.embed_bias, weights.project, weights.project_bias]
+    others = [
+        weights.condition, weights.condition_bias, weights.step_sizes, weights.stop, weights.stop_bias, weights.query,
+        heard.embed, heard.embed_bias,
+    ]  # fmt: skip
+    out: tuple[Tensor, Tensor, Tensor] = _sample(
+        *(each.contiguous() for each in inputs),
+        weights.times, edges, others, _flat(dit), dit.norm, dit.cos, dit.sin,
+        _flat(heard), heard.norm, heard.cos, heard.sin, _code(inputs.hidden),
+    )  # fmt: skip
     return out
 
 
@@ -104,7 +90,7 @@ class _Kernels:
     def __init__(self, code: str) -> None:
         numbers, machine_code = unpack(code)
         self.tiles = {name: _Tiles(*values) for name, values in numbers.items()}
-        launches = {"mingc_dit_turn_early": Launch(threads=256)}
+        launches = {f"mingc_dit_{name}_early": Launch(threads=256) for name in ("enter", "turn")}
         for name, tiles in self.tiles.items():
             slices = _SHAPES[name][1] // tiles.splits // _SLICE
             for suffix, rows in (("", tiles.ring * _MOST_ROWS), ("_few", slices * _FEW_ROWS)):
@@ -122,7 +108,7 @@ class _Kernels:
         self._module = CudaModule(machine_code, launches)
 
     def product(
-        self, name: str, pointers: Sequence[Tensor | None], numbers: Sequence[int], ahead: Tensor
+        self, name: str, pointers: Sequence[Tensor | None], numbers: Sequence[int], ahead: Tensor | None
     ) -> None:
         """One of the four products of a block.
 
@@ -141,7 +127,7 @@ class _Kernels:
         else:
             columns, box_rows = self.tiles[name].columns, _FEW_ROWS if rows <= _FEW_ROWS else _MOST_ROWS
             blocks = _SHAPES[name][0] // columns * self.tiles[name].splits
-        share = ahead.numel() * ahead.element_size() // blocks // 16 * 16
+        share = 0 if ahead is None else ahead.numel() * ahead.element_size() // blocks // 16 * 16
         maps = [
             _map_of_outputs(weight, columns),
             tensor_map(x, (x.shape[1], rows), (2 * x.shape[1],), (_SLICE, box_rows)),
@@ -149,7 +135,12 @@ class _Kernels:
         kernel = f"mingc_dit_{name}{'_few' if rows <= _FEW_ROWS else ''}_early"
         self._module.launch(kernel, blocks, [*pointers[:8], ahead, *pointers[8:]], [*numbers, share], maps)
 
+    def enter(self, pointers: Sequence[Tensor], steps: int) -> None:
+        """What is before all steps: the struct `Enter`."""
+        self._module.launch("mingc_dit_enter_early", _ENTER_BLOCKS, pointers, [steps])
+
     def turn(self, pointers: Sequence[Tensor], numbers: Sequence[int]) -> None:
+        """What is between two steps: the struct `Turn`."""
         self._module.launch("mingc_dit_turn_early", _TURN_BLOCKS, pointers, numbers)
 
 
@@ -167,27 +158,37 @@ def _kernels(code: str, device: int) -> _Kernels:
 
 
 class _Stream:
-    """A residual stream on its way through the blocks: the struct `Product` of the source is filled here."""
+    """The residual stream of some sequences on its way through a transformer: fills the struct `Product` of the source.
 
-    def __init__(
-        self, x: Tensor, scaled: Tensor, squares: Tensor, cos: Tensor, sin: Tensor, kernels: _Kernels
-    ) -> None:
-        self.x, self.scaled, self.squares = x, scaled, squares
+    A turn writes where it begins; blocks leave it in tensors of their own.
+    """
+
+    def __init__(self, sequences: int, cos: Tensor, sin: Tensor, like: Tensor, kernels: _Kernels) -> None:
+        rows = sequences * cos.shape[0]
+        self.start = [
+            like.new_empty(rows, _WIDTH), like.new_empty(rows, _WIDTH), cos.new_empty(rows, _TURN_BLOCKS)
+        ]  # fmt: skip
+        self.x, self.scaled, self.squares = self.start
         self._cos, self._sin, self._kernels = cos, sin, kernels
 
-    def through(self, blocks: list[Tensor], last_norm: Tensor) -> None:
-        """All blocks, their parameters in the order of `BlockWeights`."""
+    def through(self, blocks: list[Tensor], last_norm: Tensor, following: Tensor | None) -> None:
+        """All blocks, their parameters in the order of `BlockWeights`, from the start.
+
+        `following` is the first matrix that comes after them.
+        """
+        self.x, self.scaled, self.squares = self.start
         size = 10
         for start in range(0, len(blocks), size):
             _, qkv, qkv_bias, out, out_bias, mlp_norm, up, up_bias, down, down_bias = blocks[
                 start : start + size
             ]
-            following = (start + size) % len(blocks)  # after the last block the next sampler step's first
-            next_norm = blocks[following] if following else last_norm
+            is_last = start + size == len(blocks)
+            next_norm = last_norm if is_last else blocks[start + size]
             turned = self._normed("qkv", qkv, qkv_bias, ahead=out)
             self._add("out", turned, out, out_bias, mlp_norm, ahead=up)
             wide = self._normed("up", up, up_bias, ahead=down)
-            self._add("down", wide, down, down_bias, next_norm, ahead=blocks[following + 1])
+            ahead = following if is_last else blocks[start + size + 1]
+            self._add("down", wide, down, down_bias, next_norm, ahead=ahead)
 
     def _normed(self, name: str, weight: Tensor, bias: Tensor, ahead: Tensor) -> Tensor:
         rows, parts = self.squares.shape
@@ -198,7 +199,9 @@ class _Stream:
         self._kernels.product(name, pointers, [rows, parts, self._cos.shape[0]], ahead)
         return out
 
-    def _add(self, name: str, x: Tensor, weight: Tensor, bias: Tensor, norm: Tensor, ahead: Tensor) -> None:
+    def _add(
+        self, name: str, x: Tensor, weight: Tensor, bias: Tensor, norm: Tensor, ahead: Tensor | None
+    ) -> None:
         values, scaled = torch.empty_like(self.x), torch.empty_like(self.x)
         squares = self.squares.new_empty(values.shape[0], _WIDTH // _SQUARES_COLUMNS)
         pointers = [x, None, weight, bias, self.x, norm, None, None, values, scaled, squares]
@@ -206,73 +209,61 @@ class _Stream:
         self.x, self.scaled, self.squares = values, scaled, squares
 
 
-@torch.library.custom_op("mingc::dit_rows_transform", mutates_args=())
-def _transform(
-    x: Tensor,
-    scaled: Tensor,
-    squares: Tensor,
-    blocks: list[Tensor],
-    norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    code: str,
-) -> tuple[Tensor, Tensor]:
-    stream = _Stream(x, scaled, squares, cos, sin, _kernels(code, x.device.index or 0))
-    stream.through(blocks, norm)
-    return stream.scaled, stream.squares
-
-
 @torch.library.custom_op("mingc::dit_rows_sample", mutates_args=())
 def _sample(
-    first: Tensor,
+    hidden: Tensor,
     history: Tensor,
     noise: Tensor,
-    kicks: Tensor,
-    step_sizes: Tensor,
+    step_noise: Tensor,
     guidance: Tensor,
+    sigma: Tensor,
+    temperature: Tensor,
+    times: Tensor,
     edges: list[Tensor],
+    others: list[Tensor],
     blocks: list[Tensor],
     norm: Tensor,
     cos: Tensor,
     sin: Tensor,
+    aggregator: list[Tensor],
+    aggregator_norm: Tensor,
+    aggregator_cos: Tensor,
+    aggregator_sin: Tensor,
     code: str,
-) -> Tensor:
-    tokens, steps = cos.shape[0], first.shape[1]
+) -> tuple[Tensor, Tensor, Tensor]:
     embed, embed_bias, project, project_bias = edges
-    start, start_scaled = (first.new_empty(2 * tokens, _WIDTH) for _ in range(2))
-    start_squares = noise.new_empty(2 * tokens, _TURN_BLOCKS)
-    kernels = _kernels(code, first.device.index or 0)
-    stream = _Stream(start, start_scaled, start_squares, cos, sin, kernels)
-    state, out = noise, noise
+    condition, condition_bias, step_sizes, stop, stop_bias, query, heard_embed, heard_bias = others
+    kernels = _kernels(code, hidden.device.index or 0)
+    steps, num_history = times.shape[0], history.shape[1]
+    probability = noise.new_empty(1)
+    first, tokens = hidden.new_empty(2, steps, _WIDTH), hidden.new_empty(num_history, _WIDTH)
+    kernels.enter(
+        [hidden, history, condition, condition_bias, times, embed, embed_bias, stop, stop_bias, first, tokens,
+         probability],
+        steps,
+    )  # fmt: skip
+    stream = _Stream(2, cos, sin, hidden, kernels)
+    heard = _Stream(1, aggregator_cos, aggregator_sin, hidden, kernels)
+    state = noise
     for step in range(steps + 1):
-        if step > 0:
-            out = torch.empty_like(noise)
-        kernels.turn(
-            [first, history, embed, embed_bias, project, project_bias, blocks[0], stream.scaled, stream.squares,
-             state, kicks, step_sizes, guidance, out, start, start_scaled, start_squares],
-            [tokens, stream.squares.shape[1], step, steps],
-        )  # fmt: skip
-        state = out
+        last = max(0, step - 1)  # of which this is the end; before the first step of none
+        updated = torch.empty_like(noise) if step else noise
+        ends, before = [stream.scaled, stream.squares], cos.shape[0] if step else 0
+        update = [state, step_noise[:, last], sigma, temperature, step_sizes[last:], guidance, updated]
         if step < steps:
-            stream.x, stream.scaled, stream.squares = start, start_scaled, start_squares
-            stream.through(blocks, norm)
-    return state
-
-
-@_transform.register_fake
-def _(
-    x: Tensor,
-    scaled: Tensor,
-    squares: Tensor,
-    blocks: list[Tensor],
-    norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    code: str,
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), squares.new_empty(x.shape[0], _WIDTH // _SQUARES_COLUMNS)
+            begins = [first[:, step], tokens, embed, embed_bias, project, project_bias, blocks[0]]
+            target, shape = stream, [cos.shape[0], 2, steps * _WIDTH, 0 if step else num_history]
+        else:
+            begins = [query, tokens, heard_embed, heard_bias, project, project_bias, aggregator[0]]
+            target, shape = heard, [aggregator_cos.shape[0], 1, 0, 0]
+        kernels.turn([*begins, *ends, *update, *target.start], [before, stream.squares.shape[1], *shape])
+        state = updated
+        if step < steps:
+            stream.through(blocks, norm, blocks[1] if step + 1 < steps else aggregator[1])
+    heard.through(aggregator, aggregator_norm, None)
+    return state, heard.x, probability
 
 
 @_sample.register_fake
-def _(first: Tensor, history: Tensor, noise: Tensor, *others: object) -> Tensor:
-    return torch.empty_like(noise)
+def _(hidden: Tensor, history: Tensor, noise: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(noise), hidden.new_empty(1 + noise.shape[1], _WIDTH), noise.new_empty(1)
