@@ -191,7 +191,7 @@ def read_manifest(bundle: Path) -> Manifest:
     path = bundle / FILE_NAME
     try:
         document: Any = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ManifestError(
             f"{bundle} holds no {FILE_NAME}", where=str(bundle), fix="pass a folder that mingc export wrote"
         ) from None

@@ -238,7 +238,11 @@ def _load_chat(
     )
     parts = ChatParts(
         processor=ChatProcessor(
-            tokenizer, thinker, vision=parameters.vision_encoder, audio=parameters.audio_encoder
+            tokenizer,
+            thinker,
+            vision=parameters.vision_encoder,
+            audio=parameters.audio_encoder,
+            max_tokens=scheduler.max_context,
         ),
         tokenizer=tokenizer,
         vision=vision,

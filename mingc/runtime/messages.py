@@ -157,7 +157,7 @@ def _part(fields: Fields, role: Role, info: ServiceInfo) -> TextPart | MediaSour
         )
     if role != "user":
         raise RequestError(
-            f"A {role} message holds text only; put the {part_type!r} part into a user message.",
+            f"A message of the role '{role}' holds text only; put the {part_type!r} part into a user message.",
             param=fields.param,
             code="invalid_value",
         )

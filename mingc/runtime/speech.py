@@ -139,8 +139,7 @@ class SpeechPlanner:
         if room < 1:
             raise RequestError(
                 f"the speech prompt has {prompt_tokens} tokens, a slot holds {parameters.slot_tokens}",
-                fix="send shorter instructions or text",
-                param="instructions",
+                fix="send shorter instructions, or text whose sentences end: it is spoken by them",
             )
         seconds = max(parameters.cap_min_seconds, len(text) * parameters.cap_seconds_per_character)
         caps = [parameters.max_steps, room, math.ceil(seconds / self._patch_seconds)]

@@ -24,7 +24,16 @@ if TYPE_CHECKING:
 
 # Relative to the largest magnitude of a reference. Export asks the same of every engine it builds.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-1}
-_NO_FILES = "no golden file found"
+# With the documents beside them.
+_GOLDEN_FILES = {
+    "preprocess.safetensors": "preprocess.json",
+    "vision.safetensors": None,
+    "audio.safetensors": None,
+    "thinker.safetensors": "thinker.json",
+    "talker.safetensors": "talker.json",
+    "vae.safetensors": "vae.json",
+    "text.json": "text.json",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +96,11 @@ def _check_against(folder: Path, *, replay: bool) -> None:
         raise ConfigError("--against needs the replay", where="--no-replay", fix="leave one of the two out")
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder", where="--against", fix="pass a folder of golden files")
+    if not any((folder / name).is_file() for names in _GOLDEN_FILES.items() for name in names if name):
+        names = ", ".join(_GOLDEN_FILES)
+        raise ConfigError(
+            f"{folder} holds no golden file", where="--against", fix=f"it should hold some of {names}"
+        )
 
 
 _Found = tuple[FileSummary, list[Comparison], list[str]]
@@ -116,25 +130,21 @@ def _replay_against(bundle: Bundle, folder: Path, told: Callable[[str], None]) -
 
     kind = bundle.manifest.fingerprint.device
     engines = Engines(bundle, torch.device(kind, 0) if kind == "cuda" else torch.device(kind))
-    replays: list[tuple[str, str | None, tuple[str, ...], Callable[[Ledger, Mapping[str, Any]], None]]] = [
-        ("preprocess.safetensors", "preprocess.json", (), lambda a, b: preprocess.replay(engines, a, b)),
-        ("vision.safetensors", None, ("vision_encoder",), lambda a, b: vision.replay(engines, a)),
-        ("audio.safetensors", None, ("audio_encoder",), lambda a, b: audio.replay(engines, a)),
-        ("thinker.safetensors", "thinker.json", ("thinker",), lambda a, b: thinker.replay(engines, a)),
-        ("talker.safetensors", "talker.json", ("talker", "cfm"), lambda a, b: talker.replay(engines, a, b)),
-        ("vae.safetensors", "vae.json", ("audio_vae",), lambda a, b: vae.replay(engines, a, b)),
-        ("text.json", "text.json", (), lambda a, b: text.replay(a, b)),
-    ]
+    replays: dict[str, tuple[tuple[str, ...], Callable[[Ledger, Mapping[str, Any]], None]]] = {
+        "preprocess.safetensors": ((), lambda a, b: preprocess.replay(engines, a, b)),
+        "vision.safetensors": (("vision_encoder",), lambda a, b: vision.replay(engines, a)),
+        "audio.safetensors": (("audio_encoder",), lambda a, b: audio.replay(engines, a)),
+        "thinker.safetensors": (("thinker",), lambda a, b: thinker.replay(engines, a)),
+        "talker.safetensors": (("talker", "cfm"), lambda a, b: talker.replay(engines, a, b)),
+        "vae.safetensors": (("audio_vae",), lambda a, b: vae.replay(engines, a, b)),
+        "text.json": ((), lambda a, b: text.replay(a, b)),
+    }
     found = []
     with torch.inference_mode():
-        for file, document, stages, run in replays:
+        for file, document in _GOLDEN_FILES.items():
             told(file)
+            stages, run = replays[file]
             found.append(_replay_file(engines, folder, file, document, stages, run))
-    if all(summary.note == _NO_FILES for summary, _, _ in found):
-        names = ", ".join(file for file, *_ in replays)
-        raise ConfigError(
-            f"{folder} holds no golden file", where="--against", fix=f"it should hold some of {names}"
-        )
     return found
 
 
@@ -160,7 +170,7 @@ def _replay_file(
     )
     has_document = beside is not None and beside.is_file()
     if not is_tensors and not has_document:
-        return ledger.summary(_NO_FILES), [], []
+        return ledger.summary("no golden file found"), [], []
     if not engines.has(*stages):
         return ledger.summary(f"this artifact has no {' and '.join(stages)}"), [], []
     given = _read_document(beside) if beside is not None and has_document else {}

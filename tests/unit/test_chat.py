@@ -202,6 +202,12 @@ def test_a_long_prompt_is_refused_before_it_runs() -> None:
     processor(max_positions=49).build(recorded_messages("text"))
 
 
+def test_a_prompt_that_an_artifact_has_no_room_for_is_told_what_it_has() -> None:
+    chat = ChatProcessor(tokenizer(), thinker_parameters(), vision=None, audio=None, max_tokens=48)
+    with pytest.raises(RequestError, match="the context holds 48 with the answer"):
+        chat.build(recorded_messages("text"))
+
+
 def test_a_frame_beyond_the_largest_engine_is_refused() -> None:
     vision = dataclasses.replace(vision_parameters(), max_patches=20)
     chat = ChatProcessor(tokenizer(), thinker_parameters(), vision=vision, audio=None)

@@ -37,9 +37,12 @@ def test_voices_are_found_by_name(manifest: Manifest) -> None:
     assert manifest.voice("nobody") is None
 
 
-def test_a_folder_without_manifest_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["", "manifest.json"])  # a folder of something else, and the file itself
+def test_what_holds_no_manifest_is_named(tmp_path: Path, name: str) -> None:
+    if name:
+        (tmp_path / name).touch()
     with pytest.raises(ManifestError) as caught:
-        read_manifest(tmp_path)
+        read_manifest(tmp_path / name)
     assert "holds no manifest.json" in caught.value.message
     assert caught.value.fix == "pass a folder that mingc export wrote"
 

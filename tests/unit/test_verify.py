@@ -59,6 +59,16 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_is_hashed(bundle_
     assert steps == []
 
 
+def test_a_folder_without_goldens_is_refused_before_anything_is_hashed(
+    bundle_path: Path, tmp_path: Path
+) -> None:
+    steps: list[str] = []
+    with pytest.raises(ConfigError, match="holds no golden file") as caught:
+        verify(bundle_path, against=tmp_path, told=steps.append)
+    assert caught.value.fix is not None and "thinker.safetensors" in caught.value.fix
+    assert steps == []
+
+
 @pytest.mark.parametrize(
     ("read", "content"), [(_read_tensors, b"no tensors"), (_read_document, b"{"), (_read_document, b"[]")]
 )

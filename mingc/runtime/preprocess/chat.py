@@ -56,7 +56,8 @@ class Message:
 class ChatProcessor:
     """Makes prompts for one artifact. Holds no request; may be used from several threads.
 
-    `vision` and `audio` are None when the artifact has no such encoder; media of that kind are then refused.
+    `vision` and `audio` are None when the artifact has no such encoder; media of that kind are then refused. A prompt
+    and its answer may have `max_tokens`; None: as many as the model has positions for.
     """
 
     def __init__(
@@ -66,8 +67,10 @@ class ChatProcessor:
         *,
         vision: VisionParameters | None,
         audio: AudioParameters | None,
+        max_tokens: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._max_tokens = thinker.max_positions if max_tokens is None else max_tokens
         self._thinker = thinker
         self._vision = vision
         self._audio = audio
@@ -133,9 +136,9 @@ class ChatProcessor:
 
     def _finish(self, writer: PromptWriter, merge_size: int) -> Prompt:
         num_tokens = len(writer.ids)
-        if num_tokens >= self._thinker.max_positions:
+        if num_tokens >= self._max_tokens:
             raise RequestError(
-                f"the prompt has {num_tokens} tokens; prompt and answer may have {self._thinker.max_positions}",
+                f"the prompt has {num_tokens} tokens, the context holds {self._max_tokens} with the answer",
                 where="messages",
                 fix="send fewer or shorter messages, or smaller media",
                 param="messages",
