@@ -188,7 +188,7 @@ def _export(recipe: ExportRecipe) -> ExportReport:
     help="Speech segments spoken at the same time.",
 )
 @click.option(
-    "--threads", type=int, default=None, show_default="torch's choice", help="CPU threads of an engine."
+    "--threads", type=int, default=None, show_default="1 on CUDA, else torch's choice", help="CPU threads."
 )
 @click.option(
     "--step-timeout", "step_timeout_s", type=float, default=60.0, help="Seconds after which ranks are lost."

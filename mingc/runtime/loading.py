@@ -67,7 +67,7 @@ class EngineOptions:
         max_streams: requests that may speak or wait to speak before more are refused.
         max_pending_patches: patches a client may leave unread before its speech pauses.
         num_preprocess_threads: threads that decode media and run encoders.
-        num_torch_threads: CPU threads of an engine; None leaves torch's setting alone.
+        num_torch_threads: CPU threads of an engine; None: on CUDA one, else torch's setting is left alone.
         step_timeout_s: how long the thinker's ranks may take for a step before they are taken for hanging, which
             ends the service.
         check_hashes: read every file of the bundle once and compare its hash before anything is loaded.
@@ -129,8 +129,9 @@ def open_service(
             where="--tp",
             fix=f"pass --tp {recorded.world_size}, or export again with --tp {options.tp}",
         )
-    if options.num_torch_threads is not None:
-        torch.set_num_threads(options.num_torch_threads)
+    threads = host_threads(recorded.device, options.num_torch_threads)
+    if threads is not None:
+        torch.set_num_threads(threads)
     devices = _devices(recorded.device, recorded.world_size)
     # The group of ranks exists before the service that it reports to.
     services: list[OmniService] = []
@@ -163,6 +164,16 @@ def open_service(
     for error in deaths:
         service.end(error)
     return service
+
+
+def host_threads(device: str, wished: int | None) -> int | None:
+    """Threads for torch's work on the host; None leaves torch's setting alone.
+
+    With a GPU the host only prepares inputs. A copy of more than 32,768 values, as the inputs of a prompt or of sixteen
+    patches are, would go to a team of threads and wait for the last of them to be scheduled: every so often for many
+    times what the copy takes.
+    """
+    return 1 if wished is None and device == "cuda" else wished
 
 
 def _load_chat(
