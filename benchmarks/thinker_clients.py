@@ -149,10 +149,7 @@ class TracingWorker(ThinkerWorker):
         pages = CONTEXT_TOKENS // parameters.page_size
         super().__init__(
             load_stage(bundle, "thinker", device),
-            vocab_size=parameters.vocab_size,
-            page_size=parameters.page_size,
-            chunk_alignment=parameters.chunk_alignment,
-            shared_rows=parameters.shared_rows,
+            parameters,
             num_pages=1 + NUM_REQUESTS * pages,
             device=device,
             is_static=is_static,

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mingc.artifacts.model import ThinkerParameters
 from mingc.runtime.all_reduce import make_reducer
 from mingc.runtime.cuda_graphs import Download, GraphPool, Shapes, StaticRun
 from mingc.runtime.device_sampler import NUM_COLUMNS, choose_likeliest, choose_tokens, needs_draw
@@ -81,21 +82,18 @@ class ThinkerWorker:
     def __init__(
         self,
         stage: LoadedStage,
+        parameters: ThinkerParameters,
         *,
-        vocab_size: int,
-        page_size: int,
-        chunk_alignment: int,
-        shared_rows: int,
         num_pages: int,
         device: torch.device,
         is_static: bool | None = None,
     ) -> None:
         self.device = device
         self.samples = device.type == "cuda" if is_static is None else is_static
-        self.page_size = page_size
-        self.vocab_size = vocab_size
+        self.page_size = parameters.page_size
+        self.vocab_size = parameters.vocab_size
         self.num_pages = num_pages
-        self.state = stage.allocate_state({"KV": num_pages * page_size}, device)
+        self.state = stage.allocate_state({"KV": num_pages * self.page_size}, device)
         self.routes: list[tuple[Tensor, Tensor]] = []
         self._prefill, self._decode = stage["prefill_attention"], stage["decode_attention"]
         self.batches, self.chunks = self._decode.spec.dim("B").buckets, self._prefill.spec.dim("T").buckets
@@ -104,8 +102,8 @@ class ThinkerWorker:
         self.chunk = ChunkShape(
             max_rows=self.max_chunk,
             max_prompts=int(tables.shape[0]),
-            alignment=chunk_alignment,
-            shared_rows=shared_rows,
+            alignment=parameters.chunk_alignment,
+            shared_rows=parameters.shared_rows,
         )
         embeds = next(each for each in stage["embed"].spec.inputs if each.name == "embeds")
         dtype, self.hidden_size = torch_dtype(embeds.dtype), int(embeds.shape[1])
@@ -115,17 +113,19 @@ class ThinkerWorker:
             self.max_batch, dtype=torch.int64, device=device
         )  # the kind of answers' tokens
         self.reducer = make_reducer(device, dtype, width=self.hidden_size, batch_sizes=self.batches)
-        self._layers = ThinkerLayers(stage, self.state, vocab_size=vocab_size, reduce_=self.reducer.reduce_)
+        self._layers = ThinkerLayers(
+            stage, self.state, vocab_size=self.vocab_size, reduce_=self.reducer.reduce_
+        )
         self.num_parts = self._layers.num_parts
         self._stream: dict[str, Tensor] = {}  # of the chunk under way, rows for the largest
         self._chunk_inputs: dict[int, Mapping[str, Tensor]] = {}  # by width, of the chunk under way
-        self._no_logits = torch.zeros(0, vocab_size, device=device)
+        self._no_logits = torch.zeros(0, self.vocab_size, device=device)
         if self.samples:
             slots = self.max_batch + 1
             self._last = torch.zeros(slots, dtype=torch.int64, device=device)  # token of each slot's request
-            self._seen = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
+            self._seen = torch.zeros(slots, self.vocab_size, dtype=torch.bool, device=device)
             self._yes = torch.ones((), dtype=torch.bool, device=device)
-            self._chunk_logits = torch.zeros(self.chunk.max_prompts, vocab_size, device=device)
+            self._chunk_logits = torch.zeros(self.chunk.max_prompts, self.vocab_size, device=device)
         self.times: StepTimes | None = None
         self._runs: dict[RunKind, StaticRun] = {}
         if self.samples:

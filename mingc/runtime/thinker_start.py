@@ -21,15 +21,7 @@ def make_worker(
     """The worker of the thinker in the bundle of `manifest`. Making one is a collective."""
     parameters = manifest.parameters.thinker
     assert parameters is not None, "a bundle with the stage has its parameters"
-    worker = ThinkerWorker(
-        stage,
-        vocab_size=parameters.vocab_size,
-        page_size=parameters.page_size,
-        chunk_alignment=parameters.chunk_alignment,
-        shared_rows=parameters.shared_rows,
-        num_pages=num_pages,
-        device=device,
-    )
+    worker = ThinkerWorker(stage, parameters, num_pages=num_pages, device=device)
     if device.type == "cuda":
         worker.times = time_sizes(worker)
     return worker

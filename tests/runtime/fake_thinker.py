@@ -177,10 +177,7 @@ def make_thinker_worker(
 ) -> ThinkerWorker:
     return ThinkerWorker(
         stage or make_thinker_stage(),
-        vocab_size=VOCAB,
-        page_size=PAGE,
-        chunk_alignment=CHUNK_ALIGNMENT,
-        shared_rows=SHARED_ROWS,
+        thinker_parameters(lambda token: 0),
         num_pages=num_pages,
         device=CPU,
         is_static=is_static,

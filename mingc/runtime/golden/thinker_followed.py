@@ -96,10 +96,7 @@ class FollowedThinker:
         self._pages = np.arange(1, num_pages + 1)[::-1].copy()
         self._worker = ThinkerWorker(
             followed_stage(first, others, self._watch),
-            vocab_size=parameters.vocab_size,
-            page_size=parameters.page_size,
-            chunk_alignment=parameters.chunk_alignment,
-            shared_rows=parameters.shared_rows,
+            parameters,
             num_pages=num_pages + 1,
             device=device,
             is_static=False,
