@@ -83,6 +83,9 @@ __device__ __forceinline__ void wait_bytes(u32 barrier) {
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n@!done bra again;\n}" ::"r"(barrier)
       : "memory");
 }
+__device__ __forceinline__ void own_store(u32 address, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
 __device__ __forceinline__ float4 own_load(u32 address) {
   float4 v;
   asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
@@ -195,7 +198,7 @@ struct Sum {
   static constexpr int WARPS = BN / 16, PAIRS = 4 * GROUPS, MOST = (PAIRS + S - 1) / S;
   static constexpr int COUNT = (MOST * BN / 64 + WARPS - 1) / WARPS;
   static constexpr int BYTES = S * MOST * BN * 8;
-  static_assert(S % 4 == 0 && WARPS % (BN / 64) == 0, "");
+  static_assert((S == 2 || S % 4 == 0) && WARPS % (BN / 64) == 0, "");
   const Product& p;
   const u32 received, barrier;  // memory that `send` of the others writes to
   const int rank, first_row, rows, warp, lane, half, column;
@@ -219,7 +222,8 @@ struct Sum {
   __device__ __forceinline__ int row(int i) const { return 2 * (local(i) * S + rank); }
   __device__ __forceinline__ bool real(int i, int c) const { return local(i) < MOST && row(i) + c < rows; }
 
-  __device__ __forceinline__ u32 bytes() const { return S * ((PAIRS - rank + S - 1) / S) * BN * 8; }
+  // What the other blocks send.
+  __device__ __forceinline__ u32 bytes() const { return (S - 1) * ((PAIRS - rank + S - 1) / S) * BN * 8; }
   // Before the kernel waits: what no kernel writes.
   __device__ __forceinline__ void begin() {
     bias = *(const u32*)(p.bias + column);
@@ -251,17 +255,24 @@ struct Sum {
   }
   // The accumulators of the matrix instruction: rows 8 j + 2 (lane % 4) and the next, a pair of outputs.
   __device__ __forceinline__ void send(const float (&d)[4 * GROUPS]) {
-    const int outputs = warp * 8 + lane / 4;
-    u32 to[S / 4], barriers[S / 4];
+    // Of four neighbouring pairs of rows each block has one, or each of two blocks has two.
+    constexpr int OWNERS = S < 4 ? S : 4, SETS = S / OWNERS;
+    const int owner = lane % OWNERS, outputs = warp * 8 + lane / 4 + lane % 4 / OWNERS * (BN / 2);
+    const u32 place = received + ((rank * MOST * BN / 2 + outputs) << 4);
+    u32 to[SETS], barriers[SETS];
 #pragma unroll
-    for (int s = 0; s < S / 4; ++s) {
-      to[s] = peer_address(received, s * 4 + lane % 4) + ((rank * MOST * BN / 2 + outputs) << 4);
-      barriers[s] = peer_address(barrier, s * 4 + lane % 4);
+    for (int s = 0; s < SETS; ++s) {
+      to[s] = peer_address(place, s * OWNERS + owner);
+      barriers[s] = peer_address(barrier, s * OWNERS + owner);
     }
 #pragma unroll
-    for (int j = 0; j < GROUPS; ++j)
-      push(to[j % (S / 4)] + ((j / (S / 4) * BN / 2) << 4), barriers[j % (S / 4)], d[4 * j], d[4 * j + 1],
-           d[4 * j + 2], d[4 * j + 3]);
+    for (int j = 0; j < GROUPS; ++j) {
+      const int set = j % SETS, after = (j / SETS * (4 / OWNERS) * BN / 2) << 4;
+      if (set * OWNERS + owner == rank)
+        own_store(place + after, d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]);
+      else
+        push(to[set] + after, barriers[set], d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]);
+    }
   }
   __device__ __forceinline__ void finish() {
     if (KIND != ADD) {
@@ -270,6 +281,7 @@ struct Sum {
 #pragma unroll
         for (int apart = 8; apart; apart /= 2) scale[i] += __shfl_xor_sync(0xFFFFFFFFu, scale[i], apart);
     }
+    __syncthreads();  // the block's own parts are there
     wait_bytes(barrier);
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {

@@ -47,8 +47,8 @@ class _Tiles(NamedTuple):
 
 # Measured on an H200 (benchmarks/NOTES.md). They travel with the machine code that was made for them.
 _TILES = {
-    "qkv": _Tiles(columns=64, splits=4, ring=4),
-    "up": _Tiles(columns=64, splits=4, ring=4),
+    "qkv": _Tiles(columns=64, splits=2, ring=4),
+    "up": _Tiles(columns=64, splits=2, ring=4),
     "down": _Tiles(columns=64, splits=8, ring=4),
 }
 
