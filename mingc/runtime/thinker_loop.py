@@ -85,7 +85,10 @@ class _Running:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Launched:
-    """Tokens under way. Parts of a chunk that took `parts_ms` when timed run before; no answers: nothing else does."""
+    """Tokens under way, launched `at` with parts of chunks before them that took `parts_ms` when they were timed.
+
+    They are of a decode step of `num_answers`, or, when there are none, the first ones behind a chunk.
+    """
 
     rows: list[tuple[int, _Running]]
     tokens: LaunchedTokens
@@ -116,6 +119,8 @@ class ThinkerLoop(EngineThread):
         self._chunk_step: PrefillStep  # its tokens, with which every part of it is run
         self._launched: deque[_Launched] = deque()
         self._last_end = 0.0  # when the host knew the tokens of the last call
+        # Parts of chunks behind which nothing was launched yet: what they took when timed, when the first was launched.
+        self._unseen_ms, self._unseen_at = 0.0, 0.0
         self._gather_at = 0.0  # no chunk is begun before (`time.perf_counter`)
 
     def submit(
@@ -152,6 +157,7 @@ class ThinkerLoop(EngineThread):
         with self._lock:
             plan = self.scheduler.plan()
         if plan.is_empty and not self._launched:
+            self._unseen_ms = 0.0  # of prompts that have gone
             with self._lock:
                 self.scheduler.check_count()
                 self._slots.check()
@@ -163,10 +169,7 @@ class ThinkerLoop(EngineThread):
         if plan.prefill is not None and logits is not None:
             self._sample([each.request for each in plan.prefill.ended], logits)
         if self._runner.samples:
-            is_ended = plan.prefill is not None and bool(
-                plan.prefill.ended
-            )  # then first tokens wait for the parts
-            self._run_ahead(plan.decode, under_way, 0.0 if is_ended else self._parts_ms(plan.prefill))
+            self._run_ahead(plan.decode, under_way)
         elif plan.decode:
             self._run_decode(plan.decode)
         if self._runner.samples:
@@ -199,6 +202,8 @@ class ThinkerLoop(EngineThread):
                 if part.start == 0:
                     self._slots.allocate(part.request)
             self._chunk_requests, self._chunk_step = requests, self._prefill_step(chunk.prompts)
+        self._unseen_at = self._unseen_at if self._unseen_ms else time.perf_counter()
+        self._unseen_ms += self._parts_ms(chunk)
         ended = [each.request for each in chunk.ended]
         rows = np.array([self._chunk_requests.index(each) for each in ended], np.int64)
         samples = bool(ended) and self._runner.samples
@@ -212,7 +217,7 @@ class ThinkerLoop(EngineThread):
         )
         try:
             if samples:
-                self._add_launched(ended, self._runner.launch_first(step), self._parts_ms(chunk), 0)
+                self._add_launched(ended, self._runner.launch_first(step), 0)
                 return None
             logits = self._runner.prefill(step)
             return logits[torch.from_numpy(rows).to(logits.device)] if ended else None
@@ -245,13 +250,12 @@ class ThinkerLoop(EngineThread):
             return
         self._sample(requests, logits)
 
-    def _run_ahead(self, requests: Sequence[int], under_way: int, parts_ms: float) -> None:
+    def _run_ahead(self, requests: Sequence[int], under_way: int) -> None:
         """Launch the next token of `requests`, then hand out those of the `under_way` calls of earlier steps."""
         wanted = [request for request in requests if self._requests[request].is_launchable]
         try:
             if wanted:
-                launched = self._runner.launch(self._decode_step(wanted))
-                self._add_launched(wanted, launched, parts_ms, len(wanted))
+                self._add_launched(wanted, self._runner.launch(self._decode_step(wanted)), len(wanted))
             for _ in range(under_way):
                 self._collect()
         except Exception as error:
@@ -260,11 +264,11 @@ class ThinkerLoop(EngineThread):
             self._launched.clear()
             self._fail_step([request for request in hurt if request in self._requests], error)
 
-    def _add_launched(
-        self, requests: Sequence[int], launched: LaunchedTokens, parts_ms: float, num_answers: int
-    ) -> None:
+    def _add_launched(self, requests: Sequence[int], launched: LaunchedTokens, num_answers: int) -> None:
         rows = [(request, self._requests[request]) for request in requests]
-        self._launched.append(_Launched(rows, launched, time.perf_counter(), parts_ms, num_answers))
+        at = self._unseen_at if self._unseen_ms else time.perf_counter()
+        self._launched.append(_Launched(rows, launched, at, self._unseen_ms, num_answers))
+        self._unseen_ms = 0.0
         for _, running in rows:
             running.pending += 1
 

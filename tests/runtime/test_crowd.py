@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -68,6 +68,17 @@ def test_engine_threads_get_their_turn_soon_while_a_server_runs() -> None:
     assert sys.getswitchinterval() == before
 
 
+def prompt(ids: Sequence[int]) -> ThinkerPrompt:
+    return ThinkerPrompt(
+        input_ids=np.array(ids),
+        positions=np.stack([np.arange(len(ids))] * 3),
+        rope_delta=0,
+        embed_kind=np.zeros(len(ids), np.int64),
+        media_rows=np.zeros(0, np.int64),
+        media_embeds=None,
+    )
+
+
 def test_prompts_that_come_during_a_chunk_share_the_next_one(
     started: Callable[[ThinkerLoop], ThinkerLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,15 +97,7 @@ def test_prompts_that_come_during_a_chunk_share_the_next_one(
     answers = [Collector() for _ in range(4)]
 
     def ask(number: int) -> None:
-        prompt = ThinkerPrompt(
-            input_ids=np.arange(number + 1, number + 5),
-            positions=np.stack([np.arange(4)] * 3),
-            rope_delta=0,
-            embed_kind=np.zeros(4, np.int64),
-            media_rows=np.zeros(0, np.int64),
-            media_embeds=None,
-        )
-        loop.submit(prompt, SamplingParams(max_tokens=2), 1, answers[number].put)
+        loop.submit(prompt(range(number, number + 4)), SamplingParams(max_tokens=2), 1, answers[number].put)
 
     ask(0)
     while not chunks:
@@ -104,3 +107,22 @@ def test_prompts_that_come_during_a_chunk_share_the_next_one(
         time.sleep(0.02)
     assert all(len(each.tokens()) == 2 for each in answers)
     assert chunks == [1, 3]
+
+
+def test_the_pace_learns_of_each_call_what_ran_before_it(
+    started: Callable[[ThinkerLoop], ThinkerLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pace = PrefillPace(num_parts=1, times=StepTimes(chunks=((1, 0.5), (8, 2.0)), decodes=((8, 1.0),)))
+    loop = make_thinker_loop(is_static=True, chunk=8, pace=pace)
+    seen: list[tuple[float, int]] = []
+
+    def see(self: PrefillPace, ms: float, *, parts_ms: float, num_answers: int) -> None:
+        assert ms > 0.0
+        seen.append((parts_ms, num_answers))
+
+    monkeypatch.setattr(PrefillPace, "see", see)
+    answer = Collector()
+    loop.submit(prompt(range(20)), SamplingParams(max_tokens=3), 1, answer.put)
+    started(loop)
+    assert len(answer.tokens()) == 3
+    assert seen == [(6.0, 0), (0.0, 1), (0.0, 1)], "three chunks before the first token, then decode steps"
