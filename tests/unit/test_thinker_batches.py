@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from mingc.runtime.golden.ledger import Ledger
 from mingc.runtime.golden.thinker_batches import (
     BatchRun,
-    Request,
     check_alone,
     check_batches,
     plan_requests,
@@ -63,37 +62,36 @@ def batch(rows: int, *, off: int = 0) -> BatchRun:
     return BatchRun(rows=places, done=places * 0, together=together, single=single)
 
 
-def requests(count: int) -> list[Request]:
-    return [Request(beginning=prompt(4), tokens=np.arange(2)) for _ in range(count)]
-
-
 @pytest.mark.parametrize(
-    "off, is_reachable, expected",
+    "num_ranks, off, is_reachable, expected",
     [
-        (0, False, ["pass", "pass"]),
-        (1, True, ["pass", "pass"]),
-        (1, False, ["FAIL", "pass"]),
-        (4, True, ["FAIL", "FAIL"]),  # so many are no rounding, wherever moves lead
+        (1, 0, False, ["pass", "pass"]),
+        (1, 1, True, ["pass", "pass"]),
+        (1, 1, False, ["FAIL", "pass"]),
+        (1, 4, True, ["FAIL", "FAIL"]),  # so many are no rounding, wherever moves lead
+        (4, 4, False, ["pass", "pass"]),  # but of sums in another order
+        (4, 6, True, ["FAIL", "FAIL"]),
     ],
 )
 def test_a_row_that_is_off_must_be_reached_by_roundings(
-    off: int, is_reachable: bool, expected: list[str]
+    num_ranks: int, off: int, is_reachable: bool, expected: list[str]
 ) -> None:
     book = ledger()
     asked = []
 
-    def explain(request: Request, done: int, logits: NDArray[np.float32]) -> bool:
-        asked.append(logits.shape)
+    def explain(row: int, done: int, logits: NDArray[np.float32]) -> bool:
+        asked.append((row, done, logits.shape))
         return is_reachable
 
-    check_batches([batch(10, off=off)], requests(10), explain, book)
+    check_batches([batch(10, off=off)], explain, book, num_ranks=num_ranks)
     assert outcomes(book) == expected
-    assert asked == ([(2, 50)] * off if off < 4 else [])
+    is_asked = num_ranks == 1 and expected[1] == "pass"
+    assert asked == [(row, 0, (2, 50)) for row in range(off if is_asked else 0)]
 
 
 def test_in_float32_nothing_is_explained() -> None:
     book = ledger()
-    check_batches([batch(10, off=1)], requests(10), None, book)
+    check_batches([batch(10, off=1)], None, book, num_ranks=1)
     assert outcomes(book) == ["FAIL"]
 
 

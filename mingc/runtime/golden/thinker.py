@@ -70,21 +70,23 @@ def replay(engines: Engines, ledger: Ledger) -> None:
     finally:
         run.close()
     with ledger.case(_STEPS):
-        if is_exact:
-            check_batches(batches, requests, None, ledger)
-        else:
+        explain: Explain | None = None
+        if not is_exact:
             check_alone(batches, alone, ledger, num_ranks=run.num_ranks)
-            check_batches(batches, requests, _explaining(engines, parameters, ledger), ledger)
+            explain = _explaining(engines, parameters, requests, ledger)
+        check_batches(batches, explain, ledger, num_ranks=run.num_ranks)
 
 
-def _explaining(engines: Engines, parameters: ThinkerParameters, ledger: Ledger) -> Explain:
+def _explaining(
+    engines: Engines, parameters: ThinkerParameters, requests: Sequence[Request], ledger: Ledger
+) -> Explain:
     """What looks whether roundings can lead to a batch's logits. To be called when the ranks have parted."""
     make = functools.cache(lambda: _make_followed(engines, parameters, ledger))
 
     def is_near(value: Floats, reference: Floats) -> bool:
         return bool(ledger.is_near(value, reference))
 
-    return lambda request, done, logits: make().can_give(request, done, logits, is_near)
+    return lambda row, done, logits: make().can_give(requests[row], done, logits, is_near)
 
 
 def _make_followed(engines: Engines, parameters: ThinkerParameters, ledger: Ledger) -> FollowedThinker:
