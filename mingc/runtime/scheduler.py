@@ -291,6 +291,11 @@ class TalkerScheduler:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a further stream could join now."""
+        return len(self._running) < self._max_batch and self.slots.num_free > 0
+
     def open(self, stream: int) -> None:
         """Make a stream known. Raises CapacityError when there are too many."""
         if len(self._segments) >= self._max_streams:
@@ -315,11 +320,10 @@ class TalkerScheduler:
     def admit(self) -> list[tuple[int, int, int]]:
         """(stream, segment, slot) of those that join now, at most `max_joins`; they are running from here on."""
         joined: list[tuple[int, int, int]] = []
-        while self._queue and len(joined) < self._max_joins and len(self._running) < self._max_batch:
+        while self._queue and len(joined) < self._max_joins and self.has_room:
             stream = next(iter(self._queue))
             slot = self.slots.allocate(stream)
-            if slot is None:
-                break
+            assert slot is not None, "there was room"
             del self._queue[stream]
             segment = self._segments[stream].popleft()
             self._running[stream] = segment

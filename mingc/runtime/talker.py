@@ -7,6 +7,7 @@ vain, which is dropped; it touched nothing but its own slot.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import Tensor
 from mingc.artifacts.model import CfmParameters, TalkerParameters, VaeParameters
 from mingc.runtime.noise import diffusion_noise, start_noise
 from mingc.runtime.patch_pipeline import LaunchedPatch
+from mingc.runtime.patch_times import PatchTimes
 from mingc.runtime.stages import LoadedStage
 from mingc.runtime.talker_engines import TalkerEngines
 
@@ -80,6 +82,16 @@ class _Speaking:
     is_last: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Launched:
+    """A patch under way: its slots, batch size, and when it was launched (`time.perf_counter`)."""
+
+    rows: list[tuple[int, _Speaking]]
+    size: int
+    at: float
+    patch: LaunchedPatch
+
+
 class TalkerWorker:
     """Runs segments in slots.
 
@@ -121,7 +133,8 @@ class TalkerWorker:
             )
         self.max_batch = self._engines.batch_sizes[-1]
         self._speaking: dict[int, _Speaking] = {}
-        self._launched: deque[tuple[list[tuple[int, _Speaking]], LaunchedPatch]] = deque()
+        self._launched: deque[_Launched] = deque()
+        self._times = PatchTimes()
         self._prefixes: OrderedDict[bytes, Tensor] = OrderedDict()
 
     @property
@@ -152,28 +165,33 @@ class TalkerWorker:
         assert self.num_in_flight < self.depth, "a patch must be collected first"
         rows = [(slot, self._speaking[slot]) for slot in slots]
         size = next(size for size in self._engines.batch_sizes if size >= len(rows))
-        launched = self._engines.launch(size, self._inputs(size, rows))
-        self._launched.append((rows, launched))
+        patch = self._engines.launch(size, self._inputs(size, rows))
+        self._launched.append(_Launched(rows, size, time.perf_counter(), patch))
         for _, speaking in rows:
             speaking.launched += 1
             speaking.num_tokens += 1
 
     def collect(self) -> dict[int, Patch]:
         """Wait for the oldest patch in flight. By slot; segments that have left or ended before are not in it."""
-        rows, launched = self._launched.popleft()
-        waves, stop = launched.wait()
+        launched = self._launched.popleft()
+        waves, stop = launched.patch.wait()
+        self._times.see(launched.size, launched.at, time.perf_counter())
         return {
             slot: self._end_patch(speaking, waves[row], float(stop[row]))
-            for row, (slot, speaking) in enumerate(rows)
+            for row, (slot, speaking) in enumerate(launched.rows)
             if self._speaking.get(slot) is speaking and not speaking.is_last
         }
+
+    def remaining_s(self) -> float:
+        """Seconds until the device has made all patches in flight, rather too few; 0 when that cannot be told."""
+        return self._times.remaining_s([(each.size, each.at) for each in self._launched], time.perf_counter())
 
     def drop(self) -> set[int]:
         """Forget every patch in flight, because the device has failed. Returns the slots that waited for one."""
         slots = {
             slot
-            for rows, _ in self._launched
-            for slot, speaking in rows
+            for launched in self._launched
+            for slot, speaking in launched.rows
             if self._speaking.get(slot) is speaking
         }
         self._launched.clear()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from mingc.errors import RequestError, ServeError, WorkerError
 from mingc.runtime.channel import FailedItem, Item, PatchItem
 from mingc.runtime.engine_thread import EngineThread
+from mingc.runtime.patch_times import LaunchLead
 from mingc.runtime.scheduler import TalkerScheduler
 from mingc.runtime.talker import Patch, SpeechSegment, TalkerWorker
 
@@ -41,6 +42,8 @@ class TalkerLoop(EngineThread):
         self._max_behind_s = max_behind_s
         self._streams: dict[int, _Stream] = {}
         self._ids = itertools.count(1)
+        self._lead = LaunchLead()
+        self._was_held = False  # the next patch, until its time had come
 
     def open(self, emit: Callable[[Item], None], is_behind: Callable[[], bool]) -> int:
         """Begin a stream; both functions are called on the talker's thread. Returns its id.
@@ -82,9 +85,11 @@ class TalkerLoop(EngineThread):
             if not self.scheduler.num_running and not self.scheduler.num_waiting:
                 self.scheduler.check()
         launchable = [slot for slot in slots if self._worker.is_launchable(slot)]
+        if launchable and self._hold():
+            return True
         try:
             if launchable:
-                self._worker.launch(launchable)
+                self._launch(launchable)
             elif not self._worker.num_in_flight:
                 return bool(joining)
             if self._worker.num_in_flight == self._worker.depth or not launchable:
@@ -96,6 +101,27 @@ class TalkerLoop(EngineThread):
                 owners = self._owners()
             self._fail_step([stream for slot, stream in owners.items() if slot in hurt], error)
         return True
+
+    def _hold(self) -> bool:
+        """Wait for segments that may join the next patch, as long as the device is busy without it.
+
+        What joins behind a launched patch is heard a whole patch later. False: launch now.
+        """
+        left = self._worker.remaining_s() - self._lead.seconds
+        if left <= 0.0:
+            return False
+        with self._lock:
+            if not self.scheduler.has_room:
+                return False
+            if not self.scheduler.num_waiting and not self._inbox:
+                self._was_held = not self._wake.wait(left)
+        return True
+
+    def _launch(self, slots: Sequence[int]) -> None:
+        left, before = self._worker.remaining_s(), time.perf_counter()
+        self._worker.launch(slots)
+        self._lead.see(left - (time.perf_counter() - before), was_held=self._was_held)
+        self._was_held = False
 
     def _deliver(self, patches: Mapping[int, Patch]) -> None:
         """Hand out patches by slot, then let segments that have ended leave."""

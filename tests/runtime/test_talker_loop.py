@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -192,7 +193,7 @@ def test_a_failed_launch_tells_those_in_flight_and_no_others(
     launch, failures = worker._engines.launch, []
 
     def fail_once(size: int, inputs: Mapping[str, torch.Tensor]) -> LaunchedPatch:
-        if not failures and any(len(rows) == 2 for rows, _ in worker._launched):
+        if not failures and any(len(each.rows) == 2 for each in worker._launched):
             failures.append(size)
             raise RuntimeError("device lost")
         return launch(size, inputs)
@@ -243,3 +244,38 @@ def test_samples_that_are_not_finite_fail_their_request_only(
     good, sick = speak(loop, segment(patches=9)), speak(loop, segment(seed=2, guidance=9.0))
     assert "not finite" in sick.error().message
     np.testing.assert_allclose(good.segments()[0], run_alone(segment(patches=9)), rtol=0, atol=1e-6)
+
+
+def test_who_comes_during_a_patch_joins_the_next_one(
+    started: Callable[[TalkerLoop], TalkerLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = make_talker_worker(depth=2)
+    launch, ended = worker._engines.launch, 0.0
+    sizes: list[int] = []
+
+    class Slow:
+        """A device that takes 0.5 s for a patch."""
+
+        def __init__(self, patch: LaunchedPatch) -> None:
+            nonlocal ended
+            ended = max(ended, time.perf_counter()) + 0.5
+            self._patch, self._end = patch, ended
+
+        def wait(self) -> tuple[np.ndarray, np.ndarray]:
+            time.sleep(max(0.0, self._end - time.perf_counter()))
+            return self._patch.wait()
+
+    def slow(size: int, inputs: Mapping[str, torch.Tensor]) -> Slow:
+        sizes.append(int((inputs["slots"] > 0).sum()))
+        return Slow(launch(size, inputs))
+
+    monkeypatch.setattr(worker._engines, "launch", slow)
+    loop = started(make_talker_loop(worker))
+    first = speak(loop, segment(patches=5))
+    first.wait(lambda items: len(items) == 2, "patches")
+    assert sizes == [1, 1, 1]  # the first two before anything was known, the third shortly before they ended
+    second = speak(loop, segment(seed=2, patches=2))
+    for collector, seed, patches in ((first, 1, 5), (second, 2, 2)):
+        expected = run_alone(segment(seed=seed, patches=patches))
+        np.testing.assert_allclose(collector.segments()[0], expected, rtol=0, atol=1e-6)
+    assert sizes == [1, 1, 1, 2, 2]
