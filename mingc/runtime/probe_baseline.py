@@ -33,8 +33,9 @@ def read_baseline(path: Path) -> ProbeReport:
         report = decode(ProbeReport, json.loads(path.read_text(encoding="utf-8")))
         _check(report.engines)
     except (OSError, ValueError, OverflowError, RecursionError, ManifestError) as error:
+        why = f"{error.where}: {error.message}" if isinstance(error, ManifestError) else error
         raise ConfigError(
-            f"{path} is no baseline: {error}",
+            f"{path} is no baseline: {why}",
             where="--against",
             fix=f"write one: mingc probe ARTIFACT --json > {path}",
         ) from error
