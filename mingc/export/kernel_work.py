@@ -135,19 +135,18 @@ def _one_token_each(batch: Size, query_width: Size, key_width: Size, seen: Size 
 
 
 def _dit_rows_sample(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
-    """noise (1, P, C), times (steps, D), embeddings and projection (`edges`) and blocks of the DiT, blocks of the
-    aggregator, rope tables of both (T, d/2), and what is read once (`others`)."""
-    steps, patch = shapes["times"][0], shapes["noise"][1]
-    embed, _, project, _ = shapes["edges"]
-    edges = 2 * patch * (math.prod(embed) + 2 * math.prod(project))
-    tokens, heard = shapes["cos"][0], shapes["aggregator_cos"][0]
-    others = sum(2 * math.prod(shape) for shape in shapes["others"] if len(shape) == 2)
-    return KernelWork(
-        flops=steps * (_blocks_flops(2 * tokens, tokens, shapes["blocks"]) + edges)
-        + _blocks_flops(heard, heard, shapes["aggregator"])
-        + others,
-        weight_shares={"blocks": steps, "edges": steps},
+    """noise (1, P, C), history (1, H, C), times (steps, D), embedding and projection of the DiT (`edges`), what is used
+    once (`others`), blocks and rope tables (T, d/2) of DiT and aggregator."""
+    steps, patch, history = shapes["times"][0], shapes["noise"][1], shapes["history"][1]
+    embed, _bias, project, _bias = (math.prod(shape) for shape in shapes["edges"])
+    condition, _bias, _sizes, stop, _bias, _query, heard_embed, _bias = (
+        math.prod(shape) for shape in shapes["others"]
     )
+    tokens, heard = shapes["cos"][0], shapes["aggregator_cos"][0]
+    step = _blocks_flops(2 * tokens, tokens, shapes["blocks"]) + 2 * patch * (embed + 2 * project)
+    before = 2 * (condition + stop + history * embed)
+    after = 2 * patch * heard_embed + _blocks_flops(heard, heard, shapes["aggregator"])
+    return KernelWork(flops=before + steps * step + after, weight_shares={"blocks": steps, "edges": steps})
 
 
 def _blocks_flops(rows: Size, tokens: Size, blocks: Sequence[Any]) -> Size:

@@ -543,18 +543,18 @@ extern "C" __global__ void __launch_bounds__(256, 2) __cluster_dims__(8, 1, 1)
 // Blocks of 8 warps: ENTER_CONDITION blocks make the first tokens, a warp an output of the condition's product; then
 // ENTER_HISTORY blocks the tokens of the history, a warp 16 outputs of the embedding; the last one the stop head.
 struct Enter {
-  const u16* hidden;      // (896)
-  const float* history;   // (32, 64)
-  const u16* condition;   // (1024, 896)
+  const u16* hidden;          // (896)
+  const float* history;       // (32, 64)
+  const u16* condition;       // (1024, 896)
   const u16* condition_bias;  // (1024)
-  const float* times;     // (steps, 1024)
-  const u16* embed;       // (1024, 64)
-  const u16* embed_bias;  // (1024)
-  const u16* stop;        // (2, 896)
-  const u16* stop_bias;   // (2)
-  u16* first;             // (2, steps, 1024): with the hidden state, then without
-  u16* tokens;            // (32, 1024)
-  float* probability;     // (1)
+  const float* times;         // (steps, 1024)
+  const u16* embed;           // (1024, 64)
+  const u16* embed_bias;      // (1024)
+  const u16* stop;            // (2, 896)
+  const u16* stop_bias;       // (2)
+  u16* first;                 // (2, steps, 1024): with the hidden state, then without
+  u16* tokens;                // (32, 1024)
+  float* probability;         // (1)
   int steps;
 };
 constexpr int WIDTH = 1024, PATCH = 4, CHANNELS = 64, HIDDEN = 896;
@@ -651,7 +651,7 @@ struct Turn {
   const float* state;       // (4, 64) before
   const float* noise;       // (4, 64) that the last step adds,
   const float* sigma;       // (1) times this,
-  const float* temperature; // (1) and the root of this,
+  const float* temperature;  // (1) and the root of this,
   const float* step_size;   // (1) and of this
   const float* guidance;    // (1)
   float* next_state;        // (4, 64)
