@@ -61,7 +61,7 @@ def sample(inputs: PatchInputs, weights: PatchWeights) -> tuple[Tensor, Tensor, 
         weights.condition, weights.condition_bias, weights.step_sizes, weights.stop, weights.stop_bias, weights.query,
         heard.embed, heard.embed_bias,
     ]  # fmt: skip
-    out: tuple[Tensor, Tensor, Tensor] = _sample(
+    out: tuple[Tensor, Tensor, Tensor] = torch.ops.mingc.dit_rows_sample(
         *(each.contiguous() for each in inputs),
         weights.times, edges, others, _flat(dit), dit.norm, dit.cos, dit.sin,
         _flat(heard), heard.norm, heard.cos, heard.sin, _code(inputs.hidden),
@@ -209,7 +209,6 @@ class _Stream:
         self.x, self.scaled, self.squares = values, scaled, squares
 
 
-@torch.library.custom_op("mingc::dit_rows_sample", mutates_args=())
 def _sample(
     hidden: Tensor,
     history: Tensor,
@@ -264,6 +263,17 @@ def _sample(
     return state, heard.x, probability
 
 
-@_sample.register_fake
-def _(hidden: Tensor, history: Tensor, noise: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor]:
+def _sample_fake(
+    hidden: Tensor, history: Tensor, noise: Tensor, *others: object
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(noise), hidden.new_empty(1 + noise.shape[1], _WIDTH), noise.new_empty(1)
+
+
+# Not by `torch.library.custom_op`: its first call imports torch's compiler, seconds of a server's start.
+_OPS = torch.library.Library("mingc", "FRAGMENT")  # type: ignore[no-untyped-call]
+_OPS.define(  # type: ignore[no-untyped-call]
+    "dit_rows_sample" + torch.library.infer_schema(_sample, mutates_args=()),
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_OPS.impl("dit_rows_sample", _sample, "CUDA")  # type: ignore[no-untyped-call]
+torch.library.register_fake("mingc::dit_rows_sample", _sample_fake, lib=_OPS)
