@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_AGAIN_S = 0.05
+_LONGEST_IMPORT_S = 10.0  # torch takes one or two, from a cold disk more
 ONE_REQUEST_S = 1.0  # `timeout` signals a process and its group: what comes again so soon is one request
 
 
@@ -19,13 +22,23 @@ ONE_REQUEST_S = 1.0  # `timeout` signals a process and its group: what comes aga
 def ending_tidily() -> Iterator[None]:
     """Inside the block SIGINT and SIGTERM kill the worker processes and raise KeyboardInterrupt; main thread only.
 
-    Later signals: see `end_at_a_later_signal`. A signal that was ignored before stays so.
+    Amid an import they wait for its end. Later signals: see `end_at_a_later_signal`. A signal that was ignored before
+    stays so.
     """
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    is_told = False
+    is_told, first = False, 0.0
+    waiting: list[threading.Timer] = []
 
     def end(number: int, frame: FrameType | None) -> None:
-        nonlocal is_told
+        nonlocal is_told, first
+        first = first or time.monotonic()
+        if _is_importing(frame) and time.monotonic() - first < _LONGEST_IMPORT_S:
+            # There an exception can be lost, and torch's native part aborts the process.
+            again = threading.Timer(_AGAIN_S, signal.pthread_kill, (threading.get_ident(), number))
+            again.daemon = True
+            again.start()
+            waiting[:] = [*(each for each in waiting if each.is_alive()), again]
+            return
         is_told = True
         end_at_a_later_signal()
         # A pool waits for what its workers have begun: with a compiler that is minutes.
@@ -38,9 +51,22 @@ def ending_tidily() -> Iterator[None]:
     try:
         yield
     finally:
+        for each in waiting:
+            each.cancel()
+        if is_told:
+            # CPython takes an interrupt that has left code run from a string, as dataclasses are made by, for one that
+            # nobody handles, and `python -m` then ends by SIGINT whatever the exit code. The next such code makes it
+            # forget that (run_eval_code_obj in Python/pythonrun.c).
+            exec("")
         for number, handler in before.items():
             if signal.getsignal(number) is end and not is_told:
                 signal.signal(number, handler)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame is not None
 
 
 @dataclass(frozen=True, slots=True)

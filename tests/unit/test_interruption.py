@@ -83,6 +83,26 @@ try:
 except KeyboardInterrupt:
     sys.exit(130)
 """
+_FROM_A_STRING = """
+import signal, sys, time
+from mingc.interruption import ending_tidily
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    with ending_tidily():
+        print("begun", flush=True)
+        exec("time.sleep(600)")
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+_IMPORTED = """
+import sys
+print("begun", flush=True)
+try:
+    sys.stdin.readline()
+except BaseException:
+    print("interrupted", flush=True)
+"""
 _SERVE = """
 import signal, sys, time
 from mingc.cli import main
@@ -101,11 +121,15 @@ main(["serve", sys.argv[1], "--port", "0"])
 
 
 @contextmanager
-def running(code: str, folder: Path, *words: object) -> Iterator[subprocess.Popen[str]]:
-    """A process of `code` that has said that it has begun; temporary files are in `folder`."""
+def running(code: str, folder: Path, *words: object, option: str = "-c") -> Iterator[subprocess.Popen[str]]:
+    """A process of `code` that has said that it has begun; with `-m` this names a module of `folder`.
+
+    Temporary files are in `folder`.
+    """
+    path = f"{Path(mingc.__file__).parents[1]}{os.pathsep}{folder}"
     with subprocess.Popen(
-        [sys.executable, "-c", code, str(folder), *map(str, words)],
-        env={**os.environ, "PYTHONPATH": str(Path(mingc.__file__).parents[1]), "TMPDIR": str(folder)},
+        [sys.executable, option, code, str(folder), *map(str, words)],
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(folder)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -150,6 +174,25 @@ def test_a_later_signal_ends_a_job_as_it_stands(tmp_path: Path) -> None:
         job.terminate()
         assert job.wait(timeout=60) == -signal.SIGTERM
     assert [path.suffix for path in tmp_path.iterdir()] == [".partial"]
+
+
+def test_an_interrupt_of_code_from_a_string_keeps_its_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(_FROM_A_STRING, encoding="utf-8")
+    with running("job", tmp_path, option="-m") as job:
+        job.terminate()
+        assert job.wait(timeout=60) == 130
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_amid_an_import_waits_for_its_end(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "imported.py").write_text(_IMPORTED, encoding="utf-8")
+    (tmp_path / "job.py").write_text(
+        _FROM_A_STRING.replace('print("begun", flush=True)', "import imported"), encoding="utf-8"
+    )
+    with running("job", tmp_path, option="-m") as job:
+        job.send_signal(number)
+        said_more, _ = job.communicate("\n", timeout=60)
+        assert (job.returncode, said_more) == (130, "")
 
 
 @pytest.mark.parametrize("one_request_s", [600, 0])
