@@ -108,6 +108,11 @@ class Download:
         self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._event.record(torch.cuda.current_stream(values[0].device))
 
+    @property
+    def is_made(self) -> bool:
+        """Whether `wait` would not block."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
     def wait(self) -> tuple[Tensor, ...]:
         """The tensors on the host; blocks until the device has made them."""
         if self._event is not None:

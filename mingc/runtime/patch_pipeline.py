@@ -47,6 +47,11 @@ class LaunchedPatch:
 
     download: Download
 
+    @property
+    def is_made(self) -> bool:
+        """Whether `wait` would not block."""
+        return self.download.is_made
+
     def wait(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Samples and stop probabilities; blocks until the device has made them."""
         samples, stop = self.download.wait()

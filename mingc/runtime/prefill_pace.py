@@ -74,8 +74,9 @@ class PrefillPace:
             return
         size = self.times.decode_size(num_answers) if num_answers else 0
         if num_answers and not parts_ms:
-            mean = self.served.get(size, min(ms, self.times.decode_ms(num_answers)))  # the first may be late
-            self.served[size] = mean + _WEIGHT_OF_LAST * (ms - mean)
+            timed = self.times.decode_ms(num_answers)
+            mean = self.served.get(size, min(ms, timed))  # the first may be late
+            self.served[size] = mean + _WEIGHT_OF_LAST * (min(ms, timed / _LEAST_FACTOR) - mean)
         elif parts_ms and (not num_answers or size in self.served):
             factor = (ms - self.served.get(size, 0.0)) / parts_ms
             factor = min(max(factor, _LEAST_FACTOR), 1 / _LEAST_FACTOR)

@@ -182,6 +182,11 @@ class TalkerWorker:
             if self._speaking.get(slot) is speaking and not speaking.is_last
         }
 
+    @property
+    def is_dry(self) -> bool:
+        """Whether the device has made every patch in flight."""
+        return all(each.patch.is_made for each in self._launched)
+
     def remaining_s(self) -> float:
         """Seconds until the device has made all patches in flight, rather too few; 0 when that cannot be told."""
         return self._times.remaining_s([(each.size, each.at) for each in self._launched], time.perf_counter())

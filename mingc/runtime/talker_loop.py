@@ -17,6 +17,8 @@ from mingc.runtime.talker import Patch, SpeechSegment, TalkerWorker
 
 log = logging.getLogger("mingc.engine")
 
+_LOOK_S = 0.005  # how often a held launch looks at the device: what was learnt may be far too long
+
 
 @dataclass(slots=True, eq=False)
 class _Stream:
@@ -105,16 +107,20 @@ class TalkerLoop(EngineThread):
     def _hold(self) -> bool:
         """Wait for segments that may join the next patch, as long as the device is busy without it.
 
-        What joins behind a launched patch is heard a whole patch later. False: launch now.
+        What joins behind a launched patch is heard a whole patch later. False: launch now. True: ask again.
         """
         left = self._worker.remaining_s() - self._lead.seconds
         if left <= 0.0:
+            return False
+        if self._worker.is_dry:
+            self._was_held = False  # a longer lead would not have helped
             return False
         with self._lock:
             if not self.scheduler.has_room:
                 return False
             if not self.scheduler.num_waiting and not self._inbox:
-                self._was_held = not self._wake.wait(left)
+                was_woken = self._wake.wait(min(left, _LOOK_S))
+                self._was_held = not was_woken and left <= _LOOK_S
         return True
 
     def _launch(self, slots: Sequence[int]) -> None:

@@ -261,6 +261,10 @@ def test_who_comes_during_a_patch_joins_the_next_one(
             ended = max(ended, time.perf_counter()) + 0.5
             self._patch, self._end = patch, ended
 
+        @property
+        def is_made(self) -> bool:
+            return time.perf_counter() >= self._end
+
         def wait(self) -> tuple[np.ndarray, np.ndarray]:
             time.sleep(max(0.0, self._end - time.perf_counter()))
             return self._patch.wait()
@@ -279,3 +283,14 @@ def test_who_comes_during_a_patch_joins_the_next_one(
         expected = run_alone(segment(seed=seed, patches=patches))
         np.testing.assert_allclose(collector.segments()[0], expected, rtol=0, atol=1e-6)
     assert sizes == [1, 1, 1, 2, 2]
+
+
+def test_a_patch_that_took_very_long_once_holds_none_back(
+    started: Callable[[TalkerLoop], TalkerLoop],
+) -> None:
+    worker = make_talker_worker(depth=2)
+    now = time.perf_counter()
+    worker._times.see(1, launched=now - 3600.0, ended=now)
+    collector = speak(started(make_talker_loop(worker)), segment(patches=5))
+    np.testing.assert_allclose(collector.segments()[0], run_alone(segment(patches=5)), rtol=0, atol=1e-6)
+    assert worker._times.remaining_s([(1, now)], now) < 60.0  # and it is soon forgotten

@@ -38,6 +38,15 @@ def test_served_steps_count_for_more_than_timed_ones() -> None:
     assert [pace.parts(size, num_prompts=1, num_answers=16) for size in (256, 1024)] == [2, 1]
 
 
+def test_a_step_that_the_host_saw_far_too_late_changes_little() -> None:
+    pace = PrefillPace(num_parts=16, times=TIMES)
+    for _ in range(20):
+        pace.see(12.0, parts_ms=0.0, num_answers=16)
+    before = pace.parts(1024, num_prompts=1, num_answers=16)
+    pace.see(30_000.0, parts_ms=0.0, num_answers=16)
+    assert pace.parts(1024, num_prompts=1, num_answers=16) == before
+
+
 def test_parts_that_are_served_faster_than_timed_are_more() -> None:
     pace = PrefillPace(num_parts=16, times=TIMES)
     assert pace.timed_ms(1000, 4) == 9.0 and PrefillPace(num_parts=16).timed_ms(1000, 4) == 0.0
