@@ -120,3 +120,23 @@ def test_long_texts_are_cut_at_clauses() -> None:
 def test_a_senseless_limit_is_refused() -> None:
     with pytest.raises(ValueError, match="max_length must be at least 1, got 0"):
         speech_segments("你好", 0)
+
+
+def test_a_fragment_of_which_nothing_is_left_is_passed_over() -> None:
+    text = "Hello there, how are you doing today my good old friends? http://a.b/ is what I saw."
+    assert [each for each in iter_fragments(text)][1] == " http://a."
+    assert speech_segments(text) == [
+        "Hello there, how are you doing today my good old friends?",
+        "b/ is what I saw.",
+    ]
+
+
+@pytest.mark.parametrize("text", ["7" * 32_768, "中" + "1:" * 16_000, "中" + "7" * 32_767, "." * 32_767 + "a"])
+def test_a_text_without_an_end_is_read_in_pieces(text: str) -> None:
+    segments = speech_segments(text)  # the patterns of numbers take a time that is quadratic or cubic in a piece
+    assert segments and all(segments)
+
+
+def test_pieces_of_a_fragment_without_marks_end_at_spaces() -> None:
+    pieces = speech_segments("1 " * 1_000)
+    assert " ".join(pieces) == " ".join(["one"] * 1_000)

@@ -15,6 +15,7 @@ from mingc.runtime.text.normalize import has_chinese, normalize_fragment
 
 MAX_FRAGMENT_LENGTH = 50
 MIN_TAIL_LENGTH = 5
+_MAX_CHARACTERS = 600  # read at once: the patterns of numbers take a time that is up to cubic in them
 _MIN_FIRST_ELEMENTS = 12
 _MIN_LATER_ELEMENTS = 8
 
@@ -46,9 +47,15 @@ def speech_segments(text: str | Iterable[str], max_length: int = MAX_FRAGMENT_LE
 
 
 def iter_speech_segments(text: str | Iterable[str], max_length: int = MAX_FRAGMENT_LENGTH) -> Iterator[str]:
-    """Yield what `speech_segments` returns, each as soon as the deltas read so far allow."""
+    """Yield what `speech_segments` returns, each as soon as the deltas read so far allow.
+
+    Fragments of which nothing is left, as of a link, are passed over.
+    """
     for fragment in iter_fragments(text, max_length):
-        yield normalize_fragment(fragment)
+        for piece in _short_pieces(fragment):
+            spoken = normalize_fragment(piece)
+            if spoken.strip():
+                yield spoken
 
 
 def iter_fragments(text: str | Iterable[str], max_length: int = MAX_FRAGMENT_LENGTH) -> Iterator[str]:
@@ -73,6 +80,15 @@ def iter_fragments(text: str | Iterable[str], max_length: int = MAX_FRAGMENT_LEN
     rest = "".join(buffer)
     if _SPEAKABLE.search(rest):
         yield from cut_by_length(rest, max_length)
+
+
+def _short_pieces(fragment: str) -> Iterator[str]:
+    """Cut behind spaces what is longer than any sentence: digits and marks have no semantic length."""
+    while len(fragment) > _MAX_CHARACTERS:
+        end = fragment.rfind(" ", 0, _MAX_CHARACTERS) + 1 or _MAX_CHARACTERS
+        yield fragment[:end]
+        fragment = fragment[end:]
+    yield fragment
 
 
 def iter_elements(text: str | Iterable[str]) -> Iterator[str]:
