@@ -131,10 +131,10 @@ def test_a_fragment_of_which_nothing_is_left_is_passed_over() -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["7" * 32_768, "中" + "1:" * 16_000, "中" + "7" * 32_767, "." * 32_767 + "a"])
+# The patterns of numbers take a time that is quadratic or cubic in what they are given.
+@pytest.mark.parametrize("text", ["7" * 32_768, "中" + "1:" * 16_000, "中" + "7" * 32_767, "." * 32_767])
 def test_a_text_without_an_end_is_read_in_pieces(text: str) -> None:
-    segments = speech_segments(text)  # the patterns of numbers take a time that is quadratic or cubic in a piece
-    assert segments and all(segments)
+    assert all(speech_segments(text + "a"))
 
 
 def test_pieces_of_a_fragment_without_marks_end_at_spaces() -> None:
