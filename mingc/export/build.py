@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
-import os
-import resource
-import tempfile
-import threading
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +27,7 @@ from mingc.export.stages import find
 from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions
 from mingc.export.weights import float32_module, load_module
 from mingc.export.work import count_work
+from mingc.export.workers import gives_memory_back, peak_rss_bytes
 
 BACKEND = "aoti"
 
@@ -103,43 +96,12 @@ def stage_options(recipe: ExportRecipe) -> StageOptions:
     )
 
 
-def start_worker(scratch: str) -> None:
-    """Prepare a worker process: one compile thread (workers are the parallelism), torch's own warnings silenced.
-
-    All that compilers leave on disk goes to the folder `scratch`. Workers of one export share its Inductor cache, so
-    that the C++ compiler is probed once (9 s), not once each.
-    """
-    threading.Thread(target=_end_with_the_export, daemon=True).start()
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(scratch, "inductor")
-    os.environ["TMPDIR"] = tempfile.tempdir = scratch
-    warnings.simplefilter("ignore")
-
-
-def _end_with_the_export() -> None:
-    # An export that was killed cannot tell its workers: without this they would wait for tasks for ever.
-    export = multiprocessing.parent_process()
-    assert export is not None, "start_worker runs in a worker only"
-    export.join()
-    os._exit(1)
-
-
 def engine_sizes(spec: GraphSpec, options: StageOptions) -> list[dict[str, int] | None]:
     """The sizes that engines of a graph are compiled for; None is one engine for every size."""
     return [*spec.bucket_sizes()] if options.static_buckets else [None]
 
 
-@contextmanager
-def _gives_memory_back() -> Iterator[None]:
-    """A worker that waits must hold nothing on the device: what its allocator keeps, others cannot have."""
-    try:
-        yield
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()  # nothing where there is no device
-
-
-@_gives_memory_back()
+@gives_memory_back()
 def build_engine(task: GraphTask, fixed: dict[str, int] | None) -> BuiltEngine:
     """Trace and compile `task.graph` for the sizes `fixed`.
 
@@ -147,15 +109,15 @@ def build_engine(task: GraphTask, fixed: dict[str, int] | None) -> BuiltEngine:
     """
     stage = find(task.stage)
     config = stage.config(open_source(task.recipe))
-    options, shard = stage_options(task.recipe), _shard(stage, task.recipe)
+    options, shard = stage_options(task.recipe), first_shard(stage, task.recipe)
     plan = _find_plan(stage, config, shard, options, task.graph)
     module = _load(task, stage, config, shard, plan).to(options.device)
     plan = share_weights(plan, module)
     record = _compile(task, plan, module, fixed, options)
-    return BuiltEngine(record=record, peak_rss_bytes=_peak_rss_bytes())
+    return BuiltEngine(record=record, peak_rss_bytes=peak_rss_bytes())
 
 
-@_gives_memory_back()
+@gives_memory_back()
 def check_graph(task: GraphTask, engines: tuple[EngineRecord, ...], replay: Replay) -> GraphResult:
     """Write the golden file of `task.graph`; measure the parity of one of its `engines` and of that for one request.
 
@@ -164,16 +126,16 @@ def check_graph(task: GraphTask, engines: tuple[EngineRecord, ...], replay: Repl
     stage = find(task.stage)
     checkpoint = open_source(task.recipe)
     config = stage.config(checkpoint)
-    options, shard = stage_options(task.recipe), _shard(stage, task.recipe)
+    options, shard = stage_options(task.recipe), first_shard(stage, task.recipe)
     plan = _find_plan(stage, config, shard, options, task.graph)
     module = _load(task, stage, config, shard, plan).to(options.device)
     plan = share_weights(plan, module)
     golden, parity = _check(task, plan, stage, config, checkpoint, module, engines, options, replay)
     record = GraphRecord(spec=plan.spec, engines=engines, golden=golden, parity=parity)
-    return GraphResult(stage=task.stage, record=record, peak_rss_bytes=_peak_rss_bytes())
+    return GraphResult(stage=task.stage, record=record, peak_rss_bytes=peak_rss_bytes())
 
 
-@_gives_memory_back()
+@gives_memory_back()
 def check_fidelity(
     recipe: ExportRecipe, stage_name: str, folder: Path, weights: tuple[str, ...]
 ) -> Fidelity | None:
@@ -201,11 +163,8 @@ def _load(task: GraphTask, stage: Stage, config: Any, shard: Shard, plan: GraphP
     return load_module(stage, config, shard, path, quantization, part=plan.spec.instances[0])
 
 
-def _peak_rss_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _shard(stage: Stage, recipe: ExportRecipe) -> Shard:
+def first_shard(stage: Stage, recipe: ExportRecipe) -> Shard:
+    """The rank that engines are compiled of: one serves them all."""
     return Shard(rank=0, world_size=recipe.world_size if stage.is_sharded else 1)
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import resource
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,26 +25,17 @@ from mingc.artifacts.manifest import (
 )
 from mingc.errors import CheckpointError, ConfigError
 from mingc.export import tokenizers, voices
-from mingc.export.build import (
-    BuiltEngine,
-    GraphResult,
-    GraphTask,
-    Replay,
-    build_engine,
-    check_fidelity,
-    check_graph,
-    engine_sizes,
-    stage_options,
-)
+from mingc.export.build import GraphResult, Replay, engine_sizes, first_shard, stage_options
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.coverage import check_coverage
 from mingc.export.preflight import check_machine
 from mingc.export.recipe import ExportRecipe
+from mingc.export.schedule import Schedule
 from mingc.export.source import open_source
 from mingc.export.stages import discover, find
-from mingc.export.stages.base import Shard, Stage
-from mingc.export.weights import write_weights
-from mingc.export.workers import result_of, worker_pool
+from mingc.export.stages.base import Stage
+from mingc.export.weights_file import weights_files, write_file
+from mingc.export.workers import peak_rss_bytes
 from mingc.machine import this_machine
 
 
@@ -111,7 +99,7 @@ def export_bundle(recipe: ExportRecipe, replay: Replay, progress: Callable[[Step
         template = tokenizers.chat_template(checkpoint)
         records = run.write_voices()
         weights = run.write_weights()
-        results, fidelity = run.build_graphs(weights)
+        results, fidelity = run.build_graphs()
         notes.extend(run.notes)
         manifest = Manifest(
             schema=SCHEMA,
@@ -162,7 +150,9 @@ class _Run:
         self.options = options = stage_options(recipe)
         # Of each graph, by stage: what its engines are compiled for.
         specs = {
-            stage.name: [plan.spec for plan in stage.graphs(configs[stage.name], self._shard(stage), options)]
+            stage.name: [
+                plan.spec for plan in stage.graphs(configs[stage.name], first_shard(stage, recipe), options)
+            ]
             for stage in stages
         }
         self._sizes = {
@@ -179,8 +169,11 @@ class _Run:
             }
             for name, graphs in specs.items()
         }
+        self._files = {
+            stage.name: weights_files(stage, recipe, self.repeated[stage.name]) for stage in stages
+        }
         builds = sum(len(sizes) + 1 for graphs in self._sizes.values() for sizes in graphs.values())
-        shards = sum(recipe.world_size if stage.is_sharded else 1 for stage in stages)
+        shards = sum(map(len, self._files.values()))
         self._voices = voices.find(checkpoint, self.notes) if self.has_voices else ()
         self._total = shards + builds + len(self._voices) + 1
 
@@ -188,102 +181,28 @@ class _Run:
         self._done += 1
         self._progress(Step(name=name, subject=subject, seconds=seconds, done=self._done, total=self._total))
 
-    def _shard(self, stage: Stage, rank: int = 0) -> Shard:
-        return Shard(rank=rank, world_size=self._recipe.world_size if stage.is_sharded else 1)
-
     def write_weights(self) -> dict[str, tuple[str, ...]]:
-        """One weights file a rank and stage; the paths, relative to the bundle."""
-        (self._folder / "weights").mkdir()
-        dtype = self.options.dtype
-        files: dict[str, tuple[str, ...]] = {}
-        for stage in self._stages:
-            shard_files = []
-            for rank in range(self._shard(stage).world_size):
-                started = time.perf_counter()
-                name = f"{stage.name}.rank{rank}" if stage.is_sharded else stage.name
-                file = f"weights/{name}.safetensors"
-                write_weights(
-                    self._checkpoint,
-                    stage,
-                    self._configs[stage.name],
-                    self._shard(stage, rank),
-                    dtype,
-                    self._folder / file,
-                    self._recipe.quantization(stage.name),
-                    omitted=self.repeated[stage.name],
-                )
-                shard_files.append(file)
-                self.step("weights", name, time.perf_counter() - started)
-            files[stage.name] = tuple(shard_files)
-        return files
+        """The first rank's weights file of each stage, which its engines need; the paths of all ranks' files.
 
-    def build_graphs(
-        self, weights: dict[str, tuple[str, ...]]
-    ) -> tuple[list[GraphResult], dict[str, Fidelity]]:
-        """Compile every engine, `jobs` at a time, and check each graph as soon as its engines are there.
+        Paths are relative to the bundle. The other files are written while engines compile.
+        """
+        (self._folder / "weights").mkdir()
+        for first, *_ in self._files.values():
+            written = write_file(first, self._recipe, self._checkpoint, self._folder)
+            self.step("weights", first.name, written.seconds)
+        return {stage: tuple(file.path for file in files) for stage, files in self._files.items()}
+
+    def build_graphs(self) -> tuple[list[GraphResult], dict[str, Fidelity]]:
+        """Write the other weights files, compile every engine and check every graph.
 
         Returns the graphs, and what stages of quantized weights lose by name, where they tell.
         """
         (self._folder / "engines").mkdir()
         (self._folder / "goldens").mkdir()
-        tasks = [
-            GraphTask(
-                recipe=self._recipe, stage=stage, graph=graph, folder=self._folder, weights=weights[stage]
-            )
-            for stage, graphs in self._sizes.items()
-            for graph in graphs
-        ]
-        waiting = deque(
-            (task, fixed) for task in _heaviest_first(tasks) for fixed in self._sizes[task.stage][task.graph]
-        )
-        results: list[GraphResult] = []
-        with worker_pool(self._recipe.jobs) as pool:
-            comparing: dict[str, Future[Fidelity | None]] = {}
-            compiling: dict[Future[BuiltEngine], GraphTask] = {}
-            checking: dict[Future[GraphResult], tuple[GraphTask, float]] = {}
-            engines: dict[str, list[BuiltEngine]] = {}
-            while waiting or compiling or checking:
-                # No more than there are processes, so that a check need not queue behind compiles.
-                while waiting and len(compiling) + len(checking) < self._recipe.jobs:
-                    task, fixed = waiting.popleft()
-                    compiling[pool.submit(build_engine, task, fixed)] = task
-                if not waiting and not comparing:
-                    comparing = {
-                        name: pool.submit(check_fidelity, self._recipe, name, self._folder, weights[name])
-                        for name in self._sizes
-                        if self._recipe.quantization(name) is not None and not self._recipe.synthetic
-                    }
-                running: list[Future[Any]] = [*compiling, *checking]
-                finished, _ = wait(running, return_when=FIRST_COMPLETED)
-                for compiled in compiling.keys() & finished:
-                    task = compiling.pop(compiled)
-                    built = self._take_engine(compiled, task)
-                    done = engines.setdefault(task.name, [])
-                    done.append(built)
-                    if len(done) == len(self._sizes[task.stage][task.graph]):
-                        records = tuple(each.record for each in sorted(done, key=_size_order))
-                        check = pool.submit(check_graph, task, records, self._replay)
-                        checking[check] = (task, time.perf_counter())
-                for checked in checking.keys() & finished:
-                    results.append(self._take_check(checked, *checking.pop(checked)))
-            told = {name: result_of(future, name) for name, future in comparing.items()}
-        self.peak_rss_bytes = max(
-            self.peak_rss_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        )
-        return results, {name: fidelity for name, fidelity in told.items() if fidelity is not None}
-
-    def _take_engine(self, compiled: Future[BuiltEngine], task: GraphTask) -> BuiltEngine:
-        built = result_of(compiled, task.name)
-        self.peak_rss_bytes = max(self.peak_rss_bytes, built.peak_rss_bytes)
-        self.step("engine", Path(built.record.file).stem, built.record.compile_seconds)
-        return built
-
-    def _take_check(self, checked: Future[GraphResult], task: GraphTask, started: float) -> GraphResult:
-        seconds = time.perf_counter() - started
-        result = result_of(checked, task.name)
-        self.peak_rss_bytes = max(self.peak_rss_bytes, result.peak_rss_bytes)
-        self.step("check", task.name, seconds)
-        return result
+        schedule = Schedule(self._recipe, self._folder, self._replay, self._sizes, self._files, self.step)
+        schedule.run()
+        self.peak_rss_bytes = max(schedule.peak_rss_bytes, peak_rss_bytes())
+        return schedule.results, schedule.fidelity
 
     def write_voices(self) -> tuple[VoiceRecord, ...]:
         """The voices of the checkpoint, registered once so that serving needs neither encoder nor speaker network."""
@@ -297,16 +216,6 @@ class _Run:
             records.append(maker.register(voice, self._folder))
             self.step("voice", voice.name, time.perf_counter() - started)
         return tuple(records)
-
-
-def _size_order(built: BuiltEngine) -> tuple[int, ...]:
-    return tuple((built.record.dims or {}).values())
-
-
-def _heaviest_first(tasks: Iterable[GraphTask]) -> list[GraphTask]:
-    """Longest compiles first, so that no job is left with one at the end: the unrolled sampler, then the decoders."""
-    weight = {"cfm.sample": 0, "talker.prefill": 1, "talker.step": 2}
-    return sorted(tasks, key=lambda task: weight.get(task.name, 3))
 
 
 def _choose(checkpoint: Checkpoint, recipe: ExportRecipe) -> list[Stage]:

@@ -1,9 +1,14 @@
-"""The processes that an export compiles in, and how they end when it fails: at once."""
+"""The processes that an export works in: how they begin, and how they end when it fails: at once."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
+import os
+import resource
 import tempfile
+import threading
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -15,9 +20,9 @@ import torch
 
 from mingc.artifacts.work_folder import work_folder
 from mingc.errors import CompileError
-from mingc.export.build import start_worker
 
 _T = TypeVar("_T")
+_END_S = 10.0  # a terminated process is gone at once, unless its disk or device hangs
 
 
 @contextmanager
@@ -38,8 +43,11 @@ def worker_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
         except BaseException:
             # Shutting down alone would wait for the compiles that run: minutes.
             pool.shutdown(wait=False, cancel_futures=True)
-            for worker in set(multiprocessing.active_children()) - others:
+            workers = set(multiprocessing.active_children()) - others
+            for worker in workers:
                 worker.terminate()
+            for worker in workers:
+                worker.join(_END_S)  # what it writes into is removed next
             raise
 
 
@@ -49,7 +57,7 @@ def result_of(future: Future[_T], where: str) -> _T:
         return future.result()
     except BrokenProcessPool as error:
         raise CompileError(
-            "the process that built or checked this died (out of memory?)",
+            "the process that worked on this died (out of memory?)",
             where=where,
             fix="lower --jobs, or give the machine more memory",
         ) from error
@@ -60,3 +68,39 @@ def result_of(future: Future[_T], where: str) -> _T:
             where=where,
             fix="lower --jobs, or end what else uses the device",
         ) from error
+
+
+def start_worker(scratch: str) -> None:
+    """Prepare a worker process: one compile thread (workers are the parallelism), torch's own warnings silenced.
+
+    All that compilers leave on disk goes to the folder `scratch`. Workers of one export share its Inductor cache, so
+    that the C++ compiler is probed once (9 s), not once each.
+    """
+    threading.Thread(target=_end_with_the_export, daemon=True).start()
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(scratch, "inductor")
+    os.environ["TMPDIR"] = tempfile.tempdir = scratch
+    warnings.simplefilter("ignore")
+
+
+def _end_with_the_export() -> None:
+    # An export that was killed cannot tell its workers: without this they would wait for tasks for ever.
+    export = multiprocessing.parent_process()
+    assert export is not None, "start_worker runs in a worker only"
+    export.join()
+    os._exit(1)
+
+
+@contextmanager
+def gives_memory_back() -> Iterator[None]:
+    """A process that waits must hold nothing on the device: what its allocator keeps, others cannot have."""
+    try:
+        yield
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()  # nothing where there is no device
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

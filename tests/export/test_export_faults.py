@@ -32,7 +32,7 @@ _TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
 _EXPORT = """
 import multiprocessing, os, sys, time
 from concurrent.futures import ProcessPoolExecutor
-from mingc.export.build import start_worker
+from mingc.export.workers import start_worker
 
 if __name__ == "__main__":
     pool = ProcessPoolExecutor(
@@ -76,7 +76,7 @@ def _is_running(process: int) -> bool:
 
 def test_compilers_write_into_the_folder_of_their_export(tmp_path: Path) -> None:
     words = (
-        "import os, sys, tempfile; from mingc.export.build import start_worker; start_worker(sys.argv[1]);"
+        "import os, sys, tempfile; from mingc.export.workers import start_worker; start_worker(sys.argv[1]);"
     )
     words += "print(tempfile.gettempdir(), os.environ['TMPDIR'], os.environ['TORCHINDUCTOR_CACHE_DIR'])"
     context = "import threading; threading.Thread.start = lambda thread: None;"  # it is no pool's worker

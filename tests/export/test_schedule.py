@@ -1,0 +1,203 @@
+"""In what order the processes of an export get their work, and what must be there before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from mingc.artifacts.manifest import EngineRecord, Fidelity, GraphRecord, Parity
+from mingc.artifacts.spec import GraphSpec
+from mingc.errors import CheckpointError, CompileError
+from mingc.export import pipeline, schedule
+from mingc.export.build import BuiltEngine, GraphResult, GraphTask
+from mingc.export.checkpoint import open_checkpoint
+from mingc.export.recipe import ExportRecipe
+from mingc.export.stages import find
+from mingc.export.weights_file import WeightsFile, WrittenFile, weights_files
+from mingc.runtime.replay import replay
+
+_TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
+_STAGES = ("vision_encoder", "audio_encoder", "cfm", "audio_vae")
+_RANKS = 4
+_WAIT_S = 20
+_LOST = Fidelity(tokens=1, layer_cosine=(1.0,), logit_kl=0.0, same_argmax=1.0)
+
+
+@contextmanager
+def _threads(jobs: int) -> Iterator[ThreadPoolExecutor]:
+    """Where an export has processes."""
+    with ThreadPoolExecutor(jobs) as pool:
+        yield pool
+
+
+def _build(task: GraphTask, fixed: dict[str, int] | None) -> BuiltEngine:
+    """An engine that takes no time; it needs the first rank's weights file."""
+    assert (task.folder / task.weights[0]).exists()
+    record = EngineRecord(
+        backend="aoti", file=f"engines/{task.name}.pt2", dims=fixed, compile_seconds=1.0, work=None
+    )
+    return BuiltEngine(record=record, peak_rss_bytes=1)
+
+
+def _check(task: GraphTask, engines: tuple[EngineRecord, ...], _: object) -> GraphResult:
+    """A check that takes no time; it needs the weights files of all ranks."""
+    assert all((task.folder / path).exists() for path in task.weights)
+    record = GraphRecord(
+        spec=GraphSpec(name=task.graph, inputs=(), outputs=()),
+        engines=engines,
+        golden="",
+        parity=Parity(compiled=0.0, eager=0.0),
+    )
+    return GraphResult(stage=task.stage, record=record, peak_rss_bytes=2)
+
+
+def _compare(recipe: ExportRecipe, stage: str, folder: Path, weights: tuple[str, ...]) -> Fidelity | None:
+    assert all((folder / path).exists() for path in weights)
+    return _LOST if stage == "thinker" else None
+
+
+class _Disk:
+    """Writes weights files, one at a time or it fails. `before` is called before each is whole."""
+
+    def __init__(self, before: Callable[[WeightsFile], None] = lambda _: None) -> None:
+        self._before = before
+        self._one = threading.Lock()
+
+    def write(self, file: WeightsFile, _: ExportRecipe, folder: Path) -> WrittenFile:
+        assert self._one.acquire(blocking=False), "two files are written at once"
+        self._before(file)
+        (folder / file.path).touch()
+        self._one.release()
+        return WrittenFile(seconds=1.0, peak_rss_bytes=3)
+
+
+class _Export:
+    """A thinker of four ranks and, without ranks, a sampler: two graphs and one, the first ranks' files there."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, disk: _Disk, jobs: int) -> None:
+        self.steps: list[tuple[str, str]] = []
+        recipe = ExportRecipe(
+            checkpoint=_TINY, output=folder / "out", world_size=_RANKS, jobs=jobs, quantize=("fp8",)
+        )
+        files = {name: weights_files(find(name), recipe, ()) for name in ("thinker", "cfm")}
+        (folder / "weights").mkdir()
+        for first, *_ in files.values():
+            (folder / first.path).touch()
+        for name, stand_in in {
+            "worker_pool": _threads,
+            "build_engine": _build,
+            "check_graph": _check,
+            "check_fidelity": _compare,
+            "write_in_worker": disk.write,
+        }.items():
+            monkeypatch.setattr(schedule, name, stand_in)
+        sizes = {"thinker": {"embed": [None], "head": [None]}, "cfm": {"sample": [None]}}
+        self.schedule = schedule.Schedule(
+            recipe, folder, replay, sizes, files, lambda kind, name, _: self.steps.append((kind, name))
+        )
+
+
+def _files(*ranks: int) -> list[tuple[str, str]]:
+    return [("weights", f"thinker.rank{rank}") for rank in ranks]
+
+
+def test_engines_compile_while_files_are_written_and_checks_wait_for_all_of_their_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_compiled = threading.Event()
+
+    def wait_for_engines(file: WeightsFile) -> None:
+        assert is_compiled.wait(_WAIT_S), "no engine was compiled while the file was written"
+
+    def compile_(task: GraphTask, fixed: dict[str, int] | None) -> BuiltEngine:
+        built = _build(task, fixed)
+        if task.name == "thinker.head":
+            is_compiled.set()
+        return built
+
+    export = _Export(tmp_path, monkeypatch, _Disk(wait_for_engines), jobs=2)
+    monkeypatch.setattr(schedule, "build_engine", compile_)
+    export.schedule.run()
+    assert export.steps[:3] == [
+        ("engine", "cfm.sample"),
+        ("check", "cfm.sample"),  # of one rank: its file was there
+        ("engine", "thinker.embed"),
+    ]
+    assert sorted(export.steps[-2:]) == [("check", "thinker.embed"), ("check", "thinker.head")]
+    assert [step for step in export.steps if step[0] == "weights"] == _files(1, 2, 3)
+    assert len(export.schedule.results) == 3
+    assert export.schedule.fidelity == {"thinker": _LOST}
+    assert export.schedule.peak_rss_bytes == 3
+
+
+def test_one_job_writes_the_files_and_then_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export = _Export(tmp_path, monkeypatch, _Disk(), jobs=1)
+    export.schedule.run()
+    graphs = [("cfm", "sample"), ("thinker", "embed"), ("thinker", "head")]
+    assert export.steps == _files(1, 2, 3) + [
+        (kind, f"{stage}.{graph}") for stage, graph in graphs for kind in ("engine", "check")
+    ]
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 8])
+def test_a_file_that_fails_ends_the_export_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int
+) -> None:
+    def fail(file: WeightsFile) -> None:
+        if file.shard.rank == 2:
+            raise CheckpointError("tensor x is missing", where="main")
+
+    export = _Export(tmp_path, monkeypatch, _Disk(fail), jobs=jobs)
+    with pytest.raises(CheckpointError, match="tensor x is missing"):
+        export.schedule.run()
+    assert [step for step in export.steps if step[0] == "weights"] == _files(1)
+    assert not [step for step in export.steps if step[0] == "check" and step[1] != "cfm.sample"]
+    assert not (tmp_path / "weights" / "thinker.rank3.safetensors").exists()
+
+
+def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str | None) -> list[pipeline.Step]:
+    """The steps of building four stages one job at a time, when compiling takes no time and `bad` fails its check."""
+    steps: list[pipeline.Step] = []
+
+    def check(task: GraphTask, engines: tuple[EngineRecord, ...], given: object) -> GraphResult:
+        if task.name == bad:
+            raise CompileError(task.name)
+        return _check(task, engines, given)
+
+    monkeypatch.setattr(schedule, "worker_pool", _threads)
+    monkeypatch.setattr(schedule, "build_engine", _build)
+    monkeypatch.setattr(schedule, "check_graph", check)
+    checkpoint, stages = open_checkpoint(_TINY), [find(name) for name in _STAGES]
+    configs = {stage.name: stage.config(checkpoint) for stage in stages}
+    recipe = ExportRecipe(checkpoint=_TINY, output=tmp_path / "out")
+    run = pipeline._Run(recipe, checkpoint, stages, configs, tmp_path, replay, steps.append)
+    run.write_weights()
+    try:
+        run.build_graphs()
+    except CompileError:
+        assert bad is not None
+    return steps
+
+
+def test_every_engine_is_told_when_it_is_compiled_and_checked_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = _run(tmp_path, monkeypatch, None)
+    files, graphs = steps[: len(_STAGES)], steps[len(_STAGES) :]
+    assert [(step.name, step.subject) for step in files] == [("weights", name) for name in _STAGES]
+    assert [step.name for step in graphs] == ["engine", "check"] * (len(graphs) // 2)
+    assert [step.subject for step in graphs[::2]] == [step.subject for step in graphs[1::2]]
+    assert graphs[0].subject == "cfm.sample"
+    assert (steps[-1].done, steps[-1].total) == (len(steps), len(steps) + 1)  # the manifest is left
+
+
+def test_a_failed_check_ends_the_export_before_the_next_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = _run(tmp_path, monkeypatch, "cfm.sample")[-1]
+    assert (step.name, step.subject) == ("engine", "cfm.sample")
