@@ -42,7 +42,7 @@ def test_the_rule_takes_what_the_operator_gets(monkeypatch: pytest.MonkeyPatch) 
         given.update(zip(names, arguments, strict=True))
         return arguments[0], arguments[0], arguments[0]
 
-    monkeypatch.setattr(gpu, "_sample", note)
+    monkeypatch.setattr(torch.ops.mingc, "dit_rows_sample", note)
     monkeypatch.setattr(gpu, "_code", lambda _: "")
     tokens = 1 + HISTORY + PATCH
     config = CfmConfig(
