@@ -172,7 +172,7 @@ class ThinkerLoop(EngineThread):
             self._run_ahead(plan.decode, under_way)
         elif plan.decode:
             self._run_decode(plan.decode)
-        if self._runner.samples:
+        if self._runner.samples and plan.prefill is not None:
             self._gather_at = time.perf_counter() + 1e-3 * _SURE * self._parts_ms(plan.prefill)
         return True
 
@@ -188,10 +188,8 @@ class ThinkerLoop(EngineThread):
                 self._wake.wait(left)
         return True
 
-    def _parts_ms(self, chunk: PrefillChunk | None) -> float:
+    def _parts_ms(self, chunk: PrefillChunk) -> float:
         """What the parts of a chunk took when they were timed."""
-        if chunk is None:
-            return 0.0
         return self.scheduler.pace.timed_ms(chunk.num_rows, chunk.end_part - chunk.first_part)
 
     def _run_prefill(self, chunk: PrefillChunk) -> Tensor | None:
