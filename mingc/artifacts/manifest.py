@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mingc.artifacts.codec import decode, encode
@@ -181,6 +181,18 @@ class Manifest:
     def to_json(self) -> str:
         return json.dumps(encode(self), ensure_ascii=False, indent=1, sort_keys=True) + "\n"
 
+    def named_files(self) -> Iterator[str]:
+        """Every file that a record names."""
+        for stage in self.stages.values():
+            yield from stage.weights
+            for graph in stage.graphs.values():
+                yield graph.golden
+                yield from (engine.file for engine in graph.engines)
+        yield from self.tokenizers.values()
+        yield from (voice.file for voice in self.voices)
+        if self.speaker_network is not None:
+            yield self.speaker_network
+
     def voice(self, name: str) -> VoiceRecord | None:
         """The voice called `name`, or None."""
         return next((voice for voice in self.voices if voice.name == name), None)
@@ -206,4 +218,20 @@ def read_manifest(bundle: Path) -> Manifest:
             where=str(path),
             fix="export again with this mingc, or use the mingc that wrote the bundle",
         )
-    return decode(Manifest, document)
+    manifest = decode(Manifest, document)
+    # What no hash is kept of, or what lies outside, is not what was exported.
+    outside = [name for name in manifest.files if not _is_inside(name)]
+    unlisted = sorted({*manifest.named_files()} - {*manifest.files})
+    if outside or unlisted:
+        problem = f"{outside[0]} is no path inside" if outside else f"{unlisted[0]} is not in the file table"
+        raise ManifestError(
+            f"{FILE_NAME} names files that are not the artifact's: {problem}",
+            where=str(path),
+            fix="copy the artifact again, or export again",
+        )
+    return manifest
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\\" not in name

@@ -64,3 +64,27 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(bundle_path: Path) -> N
     change(bundle_path, voizes=[])
     with pytest.raises(ManifestError, match=r"unknown key 'voizes', did you mean voices\?"):
         read_manifest(bundle_path)
+
+
+def test_a_file_that_no_hash_is_kept_of_is_refused(bundle_path: Path) -> None:
+    change(bundle_path, files={})
+    with pytest.raises(ManifestError, match=r"engines/encode\.pt2 is not in the file table"):
+        read_manifest(bundle_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["../elsewhere.bin", "voices/../../elsewhere.bin", "/etc/hostname", "..\\x", ""]
+)
+def test_a_file_outside_the_artifact_is_refused(bundle_path: Path, name: str) -> None:
+    record = {"size_bytes": 1, "sha256": "0" * 64}
+    files = json.loads((bundle_path / FILE_NAME).read_text(encoding="utf-8"))["files"]
+    change(bundle_path, files={**files, name: record})
+    with pytest.raises(ManifestError, match="is no path inside"):
+        read_manifest(bundle_path)
+
+
+def test_records_name_files_of_the_table_only(bundle_path: Path) -> None:
+    voice = {"name": "x", "file": "voices/other.bin", "transcript": "", "num_patches": 1}
+    change(bundle_path, voices=[voice])
+    with pytest.raises(ManifestError, match=r"voices/other\.bin is not in the file table"):
+        read_manifest(bundle_path)
