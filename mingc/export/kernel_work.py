@@ -152,9 +152,8 @@ def _dit_rows_sample(shapes: Shapes, _: Mapping[str, Any]) -> KernelWork:
 def _blocks_flops(rows: Size, tokens: Size, blocks: Sequence[Any]) -> Size:
     """Products of all blocks, and the attention of each, over sequences of `tokens`."""
     matrices = [shape for shape in blocks if len(shape) == 2]
-    attention = (
-        4 * rows * tokens * (blocks[0][0] * len(matrices) // 4)
-    )  # four matrices a block, the first a norm
+    width = blocks[0][0]  # of the first norm
+    attention = 4 * rows * tokens * (width * len(matrices) // 4)  # four matrices a block
     return 2 * rows * sum(math.prod(shape) for shape in matrices) + attention
 
 

@@ -83,13 +83,13 @@ def nearer_rows(values: Mapping[str, Tensor], choices: Sequence[Mapping[str, Ten
     Axis 0 of every tensor counts tokens. Distances are relative to a tensor's largest value, so that all count alike.
     """
     first = choices[0]
-    distances = torch.stack([row_distances(values, choice) for choice in choices])
+    distances = torch.stack([_distances(values, choice) for choice in choices])
     best = distances.nan_to_num(nan=torch.inf).argmin(0)
     place = torch.arange(len(best))
     return {name: torch.stack([choice[name].cpu() for choice in choices])[best, place] for name in first}
 
 
-def row_distances(values: Mapping[str, Tensor], choice: Mapping[str, Tensor]) -> Tensor:
+def _distances(values: Mapping[str, Tensor], choice: Mapping[str, Tensor]) -> Tensor:
     """The largest relative difference of each token in any tensor, (T,) float64."""
     rows = []
     for name, reference in choice.items():
@@ -118,7 +118,7 @@ def follow_moved(
 
     Returns: the rows, and how many were more than `limit` off. Those too many to be roundings are left as they are.
     """
-    off = (~(row_distances(values, expected) <= limit)).nonzero().flatten().tolist()
+    off = (~(_distances(values, expected) <= limit)).nonzero().flatten().tolist()
     followed = {name: value.cpu().clone() for name, value in expected.items()}
     count = next(len(value) for value in followed.values())
     if len(off) > max(1, int(_MAX_REROUTED * count)):

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from mingc.export.build import stage_options
+from mingc.export.build import first_shard, stage_options
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.recipe import ExportRecipe
 from mingc.export.source import open_source
@@ -42,7 +42,7 @@ class WrittenFile:
 
 def weights_files(stage: Stage, recipe: ExportRecipe, omitted: Collection[str]) -> tuple[WeightsFile, ...]:
     """A file for each rank of `stage`, the first rank's first."""
-    ranks = recipe.world_size if stage.is_sharded else 1
+    ranks = first_shard(stage, recipe).world_size
     return tuple(
         WeightsFile(
             stage=stage.name,

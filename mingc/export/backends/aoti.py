@@ -77,9 +77,8 @@ def _declare_every_int_array() -> None:
     Before 2.13 it looks a declared one up by the id of a bound method that is gone by then. A method of another
     writer may have got the same id: once in some thousand engines an array is then used where none was declared.
     """
-    from torch._inductor.codegen.cpp_wrapper_cpu import (
-        CppWrapperCpu,
-    )  # seconds: only when something is compiled
+    # Imported here: it takes seconds, and is needed only when something is compiled.
+    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
     def declare(
         wrapper: CppWrapperCpu,

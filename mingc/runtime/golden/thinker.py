@@ -133,9 +133,8 @@ def _replay_prompt(
     excuse = followed.excuse if followed is not None else ""
     whole = run.prefill(prompt, 0, run.max_chunk)
     ledger.tensor(f"{case}.logits_last", whole[-1][None], excuse=excuse)
-    free = (
-        followed.free if followed is not None and run.num_ranks <= 2 else {}
-    )  # more may add up in another order
+    # More than two ranks that meet may add up in another order.
+    free = followed.free if followed is not None and run.num_ranks <= 2 else {}
     if run.max_chunk in free:
         ledger.tensor(f"{case}.logits_last", whole[-1], reference=free[run.max_chunk], how="graph by graph")
     if num_tokens <= run.max_chunk:
