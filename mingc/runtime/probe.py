@@ -59,7 +59,7 @@ class ProbeOptions:
         context: tokens every request already holds, or as many as its slot or its pages take.
         repetitions: timed calls of an engine; None chooses by the device.
         tolerance: share by which a median may exceed the baseline's.
-        compare: `patch-embed` times its two forms as well.
+        compare: `patch-embed` times its two forms as well; `engines` must name its stage then.
     """
 
     engines: tuple[str, ...] | None = None
@@ -81,6 +81,8 @@ class ProbeOptions:
             problems.append(f"--repetitions {self.repetitions}: must be at least 1")
         if not (math.isfinite(self.tolerance) and self.tolerance >= 0):
             problems.append(f"--tolerance {self.tolerance}: must be a number not below 0")
+        if self.compare == "patch-embed" and self.engines and not self._names_patch_embed():
+            problems.append("--compare patch-embed: --engine leaves its stage out, vision_encoder")
         if problems:
             raise ConfigError("\n".join(problems), where="mingc probe", fix="see mingc probe --help")
 
@@ -90,6 +92,9 @@ class ProbeOptions:
         return self.names(engine) and (
             self.batch_sizes is None or not batch or bool({*batch} & {*self.batch_sizes})
         )
+
+    def _names_patch_embed(self) -> bool:
+        return any(name.partition(".")[0] == "vision_encoder" for name in self.engines or ())
 
     def names(self, engine: str) -> bool:
         """Whether `stage.graph` is to be timed at any sizes."""

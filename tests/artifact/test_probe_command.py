@@ -61,7 +61,7 @@ def test_engines_and_batches_that_are_not_there_are_told(artifact: Path) -> None
 
 
 def test_the_patch_embedding_is_a_linear_map(artifact: Path) -> None:
-    words = ("--engine", "cfm.speaker", "--repetitions", 1, "--compare", "patch-embed", "--json")
+    words = ("--engine", "vision_encoder", "--repetitions", 1, "--compare", "patch-embed", "--json")
     done = mingc("probe", artifact, *words)
     assert done.code == 0, done.stderr
     rows = done.document["patch_embed"]

@@ -97,11 +97,17 @@ def report(*rows: EngineFigures) -> ProbeReport:
         ({"tolerance": -0.1}, "--tolerance"),
         ({"tolerance": float("nan")}, "--tolerance nan"),
         ({"tolerance": float("inf")}, "--tolerance inf"),
+        ({"engines": ("cfm", "talker.step"), "compare": "patch-embed"}, "--compare patch-embed"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         ProbeOptions(**options)
+
+
+@pytest.mark.parametrize("engines", [None, ("vision_encoder",), ("cfm", "vision_encoder.encode")])
+def test_the_patch_embedding_is_compared_where_its_stage_is_timed(engines: tuple[str, ...] | None) -> None:
+    assert ProbeOptions(engines=engines, compare="patch-embed").compare == "patch-embed"
 
 
 def test_engines_are_chosen_by_stage_graph_and_batch() -> None:
