@@ -22,7 +22,7 @@ from mingc.export.build import (
 )
 from mingc.export.recipe import ExportRecipe
 from mingc.export.weights_file import WeightsFile, WrittenFile, write_in_worker
-from mingc.export.workers import result_of, worker_pool
+from mingc.export.workers import result_of, submit, worker_pool
 
 Sizes = Mapping[str, Mapping[str, list[dict[str, int] | None]]]  # of a graph's engines, by stage and graph
 
@@ -94,19 +94,22 @@ class Schedule:
         compare = None if self._to_compile else next(filter(self._is_whole, self._to_compare), None)
         if self._to_write and not self._is_writing:
             self._is_writing = True
-            written = pool.submit(write_in_worker, self._to_write[0], self._recipe, self._folder)
+            file = self._to_write[0]
+            written = submit(pool, file.name, write_in_worker, file, self._recipe, self._folder)
             self._running[written] = self._take_file
         elif compare is not None:
             self._to_compare.remove(compare)
-            compared = pool.submit(check_fidelity, self._recipe, compare, self._folder, self._paths[compare])
+            of_stage = (self._recipe, compare, self._folder, self._paths[compare])
+            compared = submit(pool, compare, check_fidelity, *of_stage)
             self._running[compared] = partial(self._take_fidelity, compare)
         elif check is not None:
             self._to_check.remove(check)
-            checked = pool.submit(check_graph, *check, self._replay)
+            checked = submit(pool, check[0].name, check_graph, *check, self._replay)
             self._running[checked] = partial(self._take_check, check[0], time.perf_counter())
         elif self._to_compile:
             task, fixed = self._to_compile.popleft()
-            self._running[pool.submit(build_engine, task, fixed)] = partial(self._take_engine, task)
+            built = submit(pool, task.name, build_engine, task, fixed)
+            self._running[built] = partial(self._take_engine, task)
         else:
             return False
         return True

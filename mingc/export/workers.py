@@ -9,8 +9,8 @@ import resource
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,16 +51,28 @@ def worker_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
             raise
 
 
+def submit(pool: Executor, where: str, work: Callable[..., _T], *arguments: object) -> Future[_T]:
+    """Begin `work(*arguments)` in a process of `pool`. Raises: CompileError when one of its processes has died."""
+    try:
+        return pool.submit(work, *arguments)
+    except BrokenProcessPool as error:
+        raise _died(where) from error
+
+
+def _died(where: str) -> CompileError:
+    return CompileError(
+        "the process that worked on this died (out of memory?)",
+        where=where,
+        fix="lower --jobs, or give the machine more memory",
+    )
+
+
 def result_of(future: Future[_T], where: str) -> _T:
     """What `future` returned or raised. Raises: CompileError when its process died or its device has no memory left."""
     try:
         return future.result()
     except BrokenProcessPool as error:
-        raise CompileError(
-            "the process that worked on this died (out of memory?)",
-            where=where,
-            fix="lower --jobs, or give the machine more memory",
-        ) from error
+        raise _died(where) from error
     except torch.OutOfMemoryError as error:
         # A check holds its graph's layer in float32, and as many run at a time as there are jobs.
         raise CompileError(

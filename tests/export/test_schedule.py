@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -102,8 +104,25 @@ class _Export:
         )
 
 
+class _BrokenPool(ThreadPoolExecutor):
+    """One of whose processes has died while nothing ran."""
+
+    def submit(self, *_: object) -> NoReturn:
+        raise BrokenProcessPool("A child process terminated abruptly")
+
+
 def _files(*ranks: int) -> list[tuple[str, str]]:
     return [("weights", f"thinker.rank{rank}") for rank in ranks]
+
+
+def test_a_process_that_dies_between_two_tasks_is_told_and_no_bug(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export = _Export(tmp_path, monkeypatch, _Disk(), jobs=1)
+    monkeypatch.setattr(schedule, "worker_pool", _BrokenPool)
+    with pytest.raises(CompileError, match=r"died \(out of memory\?\)") as caught:
+        export.schedule.run()
+    assert caught.value.where == "thinker.rank1"
 
 
 def test_engines_compile_while_files_are_written_and_checks_wait_for_all_of_their_stage(

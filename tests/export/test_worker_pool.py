@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
-from concurrent.futures import Future
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 import mingc
 from mingc.errors import CompileError
-from mingc.export.workers import result_of
+from mingc.export.workers import result_of, submit
 
 _END_S = 100
 # A worker compiles for ten minutes when the export fails.
@@ -45,6 +46,16 @@ def test_a_failed_export_ends_its_workers_and_leaves_no_folder(tmp_path: Path) -
     assert done.returncode == 7
     assert not Path(f"/proc/{int(done.stdout)}").exists()
     assert not list(scratch.iterdir())
+
+
+def test_a_process_that_dies_while_nothing_runs_is_told_by_what_was_next_and_no_bug() -> None:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with pytest.raises(CompileError, match=r"died \(out of memory\?\)") as caught:
+            result_of(submit(pool, "cfm.sample", os._exit, 9), "cfm.sample")
+        assert caught.value.where == "cfm.sample"
+        with pytest.raises(CompileError, match=r"died \(out of memory\?\)") as caught:
+            submit(pool, "talker.step", os.getpid)
+        assert caught.value.where == "talker.step" and "--jobs" in str(caught.value.fix)
 
 
 def test_too_little_memory_on_the_device_is_told_and_no_bug() -> None:
