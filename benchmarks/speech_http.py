@@ -29,6 +29,8 @@ from clients import Clients, client_of
 from serving import server
 from speech_clients import RATE, SENTENCES, Heard, ask, body, speak
 
+from mingc.artifacts.bundle import open_bundle
+
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tests" / "data" / "tiny-ming"
 PATCH_SAMPLES = 14_112
@@ -108,8 +110,14 @@ async def long_text(url: str, pid: int, patches: int, segments: int) -> list[dic
     ]
 
 
+def slots_of(artifact: Path) -> int:
+    """How many requests a server over `artifact` speaks at the same time."""
+    step = open_bundle(artifact).manifest.stages["talker"].graphs["step"].spec
+    return max(step.dim("B").buckets)
+
+
 async def cancel(url: str, slots: int, patches: int) -> list[dict[str, Any]]:
-    """All slots speak, one more request waits; one client hangs up: how long until the waiting one is heard."""
+    """All `slots` speak, one more request waits; one client hangs up: how long until the waiting one is heard."""
     async with client_of(url) as client, client_of(url) as leaving:
         going = [
             asyncio.create_task(ask(client, body(index, patches, streamed=True)))
@@ -122,8 +130,16 @@ async def cancel(url: str, slots: int, patches: int) -> list[dict[str, Any]]:
         left_at = time.perf_counter()
         heard = await waiting
         others = await asyncio.gather(*going)
+    return slot_figures(left_at, heard, others)
+
+
+def slot_figures(left_at: float, heard: Heard, others: list[Heard]) -> list[dict[str, Any]]:
+    """From `left_at`, when a client hung up, until the one that waited is `heard`; nothing when it did not wait."""
     passed = 1e3 * (heard.arrivals[0][0] - left_at)
     gaps = [gap for each in others for gap in each.gaps_ms()]
+    if passed <= 0 or not gaps:
+        print("slot_taken_again is left out: the waiting request had a slot already", file=sys.stderr)
+        return []
     return [
         {
             "name": "slot_taken_again_ms",
@@ -193,7 +209,7 @@ def main() -> None:
                 ratio = {"name": "stream_ratio", "concurrency": concurrency, "unit": "streamed / whole"}
                 figures.append({**ratio, "median": round(rates[0] / rates[1], 3)})
             figures += asyncio.run(long_text(url, pid, given.patches, given.segments))
-            figures += asyncio.run(cancel(url, max(given.batch_sizes), given.patches))
+            figures += asyncio.run(cancel(url, slots_of(given.artifact), given.patches))
         written = sorted(str(path.relative_to(caches)) for path in caches.rglob("*") if path.is_file())
         figures.append({"name": "compiler_cache_files", "median": len(written), "unit": "files"})
         print(log.read_text()[-2000:], file=sys.stderr)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from chat_http import fitting, note_incomplete
+from speech_clients import Heard
+from speech_http import slot_figures
 
 ROOT = Path(__file__).parents[2]
 CHAT, FAILURE, SPEECH = "chat_http.py", "rank_failure.py", "speech_http.py"
@@ -72,3 +74,14 @@ def test_incomplete_answers_are_told() -> None:
         "3 answers of 48 at concurrency 16 had not 152 tokens",
         "the longest request was answered with 2 of 16 tokens",
     ]
+
+
+def test_a_slot_is_taken_again_only_by_a_request_that_waited(capsys: pytest.CaptureFixture[str]) -> None:
+    others = [Heard(1.0, [(1.25, 100), (1.5, 200), (1.75, 300)])]
+    figures = slot_figures(2.0, Heard(1.0, [(2.5, 100)]), others)
+    assert [(each["name"], each["median"]) for each in figures] == [
+        ("slot_taken_again_ms", 500.0),
+        ("slot_taken_again_patches", 2.0),
+    ]
+    assert slot_figures(2.0, Heard(1.0, [(1.5, 100)]), others) == []
+    assert "left out" in capsys.readouterr().err
