@@ -1,7 +1,7 @@
 """Time of an all-reduce of bfloat16 in a CUDA graph, 8 KiB to 32 MiB, 2 to 8 GPUs: NCCL, one-shot and two-shot kernel.
 
-The one-shot kernel, up to 4 MiB, is the one that decode steps may take. The two-shot kernel, from 1 MiB, is here to be
-compared: every rank adds up a share, and all read the sums; its time holds the copy to where the others can read.
+One-shot up to 4 MiB: every rank reads all. Two-shot from 128 KiB: every rank adds up a share, and all read the sums;
+its time holds the copy to where the others can read; a message is cut into at most so many lanes, side by side.
 One process a GPU, started by this one. A figure is the slowest rank's median over replays of a graph of 20 calls.
 
     python benchmarks/all_reduce.py --ranks 2,4,8 --json benchmarks/results/all-reduce-h200-….json
@@ -18,27 +18,18 @@ import torch
 import torch.distributed as dist
 from arguments import wholes
 from ranks import add_options, give_back, run_ranks
-from torch import Tensor
 
 from mingc.runtime import distributed
-from mingc.runtime.all_reduce import Collective, Method, OneShot, adds_up, graph_us
+from mingc.runtime.all_reduce import adds_up, graph_us
+from mingc.runtime.reduce_methods import Collective, Method, OneShot, TwoShot
 
 WIDTH = 4096  # values of a token of the thinker: 8 KiB
 SIZES = [2**power for power in range(13, 26)]  # bytes
-MOST_ONE_SHOT, LEAST_TWO_SHOT = 2**22, 2**20
+MOST_ONE_SHOT, LEAST_TWO_SHOT = 2**22, 2**17
 LAYERS = 32
 
 
-class TwoShot(OneShot):
-    """Over the same shared memory as one shot: each rank adds up its share of all, then the shares are exchanged."""
-
-    def reduce_(self, x: Tensor) -> None:
-        shared = self._buffer[: x.numel()].view(x.shape)
-        shared.copy_(x)
-        torch.ops.symm_mem.two_shot_all_reduce_out(shared, "sum", self._group_name, x)
-
-
-def measure(rank: int, world_size: int, port: int) -> list[dict[str, Any]]:
+def measure(rank: int, world_size: int, port: int, lanes: tuple[int, ...]) -> list[dict[str, Any]]:
     """Figures of all sizes; the same on every rank."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -47,8 +38,10 @@ def measure(rank: int, world_size: int, port: int) -> list[dict[str, Any]]:
     methods: dict[str, tuple[Method, int, int]] = {
         "nccl": (Collective(), SIZES[0], SIZES[-1]),
         "one_shot": (OneShot(device, dtype, MOST_ONE_SHOT), SIZES[0], MOST_ONE_SHOT),
-        "two_shot": (TwoShot(device, dtype, SIZES[-1]), LEAST_TWO_SHOT, SIZES[-1]),
     }
+    for count in lanes:
+        two_shot = TwoShot(device, dtype, SIZES[-1], count)
+        methods[f"two_shot_{count}"] = (two_shot, LEAST_TWO_SHOT, SIZES[-1])
     figures = []
     for num_bytes in SIZES:
         rows = num_bytes // dtype.itemsize // WIDTH
@@ -88,19 +81,21 @@ def show(figures: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=wholes(2), default="2,4,8", help="how many GPUs, each")
+    parser.add_argument("--lanes", type=wholes(1), default="1,2,4", help="of the two-shot sum at most, each")
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--world-size", type=int, help=argparse.SUPPRESS)
     add_options(parser)
     arguments = parser.parse_args()
     if arguments.rank is not None:
-        give_back(arguments, measure(arguments.rank, arguments.world_size, arguments.port))
+        give_back(arguments, measure(arguments.rank, arguments.world_size, arguments.port, arguments.lanes))
         return
     figures: list[dict[str, Any]] = []
     for world_size in arguments.ranks:
         if world_size > torch.cuda.device_count():
             print(f"TP{world_size}: there are {torch.cuda.device_count()} GPUs, left out")
             continue
-        figures += run_ranks(["--world-size", str(world_size)], world_size, timeout_s=300)
+        words = ["--world-size", str(world_size), "--lanes", ",".join(map(str, arguments.lanes))]
+        figures += run_ranks(words, world_size, timeout_s=300)
     show(figures)
     if arguments.json:
         value = harness.result("all_reduce", harness.ceilings(), figures)

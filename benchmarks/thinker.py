@@ -69,7 +69,10 @@ class Rank:
             pages.normal_()
         self.dtype = next(iter(self.state.values())).dtype
         self.reducer: Reducer = make_reducer(
-            device, self.dtype, width=self.config.hidden_size, batch_sizes=self.setup.batches
+            device,
+            self.dtype,
+            width=self.config.hidden_size,
+            tokens=(*self.setup.batches, *self.setup.chunks),
         )
         vocab_size = self.config.vocab_size
         if job.is_alone:

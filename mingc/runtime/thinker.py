@@ -112,7 +112,9 @@ class ThinkerWorker:
         self._words = torch.zeros(
             self.max_batch, dtype=torch.int64, device=device
         )  # the kind of answers' tokens
-        self.reducer = make_reducer(device, dtype, width=self.hidden_size, batch_sizes=self.batches)
+        self.reducer = make_reducer(
+            device, dtype, width=self.hidden_size, tokens=(*self.batches, *self.chunks)
+        )
         self._layers = ThinkerLayers(
             stage, self.state, vocab_size=self.vocab_size, reduce_=self.reducer.reduce_
         )

@@ -7,21 +7,53 @@ import torch
 from reducer_group import run_ranks
 from reducer_rank import part
 
-from mingc.runtime.all_reduce import ReduceChoice, Reducer, ReduceTiming, choose, make_reducer
+from mingc.runtime.all_reduce import Methods, Reducer, ReduceTiming, choose, make_reducer
+from mingc.runtime.reduce_methods import cut
 
 NUM_GPUS = torch.cuda.device_count()
 
 
-def timing(num_bytes: int, nccl_us: float, one_shot_us: float) -> ReduceTiming:
-    return ReduceTiming(num_bytes=num_bytes, nccl_us=nccl_us, one_shot_us=one_shot_us)
+def timing(
+    num_bytes: int, collective_us: float, one_shot_us: float | None = None, two_shot_us: float | None = None
+) -> ReduceTiming:
+    return ReduceTiming(
+        num_bytes=num_bytes, collective_us=collective_us, one_shot_us=one_shot_us, two_shot_us=two_shot_us
+    )
 
 
-def test_one_shot_is_chosen_up_to_the_first_size_it_loses_at() -> None:
-    timings = [timing(8192, 14, 7), timing(65536, 15, 9), timing(262144, 16, 17), timing(524288, 20, 19)]
-    choice = choose(timings, world_size=4, backend="nccl")
-    assert choice.one_shot_bytes == 65536
-    assert "65536" in choice.reason and "7.0" in choice.reason and "14.0" in choice.reason
-    assert choose(timings[2:], world_size=4, backend="nccl").one_shot_bytes == 0
+TIMINGS = (
+    timing(2**13, 14, 7),
+    timing(2**16, 15, 9, 12),
+    timing(2**18, 16, 17, 16),
+    timing(2**20, 21, 19, 18),
+    timing(2**25, 190, None, 140),
+)
+
+
+def test_each_size_goes_the_fastest_way() -> None:
+    choice = choose(TIMINGS[::-1], world_size=4, backend="nccl")
+    assert choice.timings == TIMINGS
+    for num_bytes, way in (
+        (1, "one-shot"),
+        (2**13, "one-shot"),
+        (2**16, "one-shot"),
+        (2**16 + 1, "collective"),  # as fast as two-shot
+        (2**18, "collective"),
+        (2**20, "two-shot"),
+        (2**25, "two-shot"),
+        (2**25 + 1, "collective"),  # not measured
+    ):
+        assert choice.way(num_bytes) == way, num_bytes
+
+
+def test_the_reason_tells_ranges_and_times_and_what_could_not_be() -> None:
+    choice = choose(TIMINGS, world_size=4, backend="nccl", obstacle="no rain")
+    assert choice.reason == (
+        "one-shot up to 65536 bytes (µs: nccl 15.0, one-shot 9.0, two-shot 12.0), "
+        "nccl up to 262144 bytes (µs: nccl 16.0, one-shot 17.0, two-shot 16.0), "
+        "two-shot up to 33554432 bytes (µs: nccl 190.0, two-shot 140.0); no rain"
+    )
+    assert choose((), world_size=2, backend="gloo", obstacle="no rain").reason == "no rain"
 
 
 class Recorder:
@@ -33,16 +65,30 @@ class Recorder:
 
 
 def test_a_message_goes_where_its_size_and_type_belong() -> None:
-    choice = ReduceChoice(world_size=2, backend="nccl", one_shot_bytes=64, reason="")
-    collective, one_shot = Recorder(), Recorder()
-    reducer = Reducer(choice, collective, one_shot, torch.bfloat16)
-    for shape, dtype in (((2, 16), torch.bfloat16), ((3, 16), torch.bfloat16), ((1, 16), torch.float32)):
-        reducer.reduce_(torch.zeros(shape, dtype=dtype))
-    assert one_shot.sizes == [64] and collective.sizes == [96, 64]
+    choice = choose((timing(64, 2, 1), timing(128, 3, None, 2)), world_size=2, backend="nccl")
+    collective, one_shot, two_shot = Recorder(), Recorder(), Recorder()
+    methods: Methods = {"collective": collective, "one-shot": one_shot, "two-shot": two_shot}
+    reducer = Reducer(choice, methods, torch.bfloat16)
+    for rows, dtype in ((2, torch.bfloat16), (3, torch.bfloat16), (5, torch.bfloat16), (1, torch.float32)):
+        reducer.reduce_(torch.zeros((rows, 16), dtype=dtype))
+    assert one_shot.sizes == [64] and two_shot.sizes == [96] and collective.sizes == [160, 64]
+
+
+@pytest.mark.parametrize("numel", [8, 64, 65 * 8, 1000 * 8, 4096 * 8 + 8])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4])
+def test_lanes_share_a_message(numel: int, count: int) -> None:
+    x = torch.zeros(numel, dtype=torch.bfloat16)
+    pieces = cut(x, count)
+    for piece in pieces:
+        assert piece.data_ptr() % 16 == x.data_ptr() % 16 and piece.nbytes % 16 == 0
+        piece += 1
+    assert torch.equal(x, torch.ones_like(x)) and len(pieces) <= max(count, 1)
+    # A lane's memory is an even share of the longest message with as many lanes.
+    assert all(len(piece) <= -(-numel // max(count, 1)) + 63 for piece in pieces)
 
 
 def test_one_rank_sums_nothing() -> None:
-    reducer = make_reducer(torch.device("cpu"), torch.float32, width=8, batch_sizes=(1, 2))
+    reducer = make_reducer(torch.device("cpu"), torch.float32, width=8, tokens=(1, 2))
     x = torch.ones(2, 8)
     reducer.reduce_(x)
     assert torch.equal(x, torch.ones(2, 8)) and reducer.choice.backend == "none"
@@ -50,9 +96,10 @@ def test_one_rank_sums_nothing() -> None:
 
 def test_two_processes_get_the_same_sums() -> None:
     rows, width = [1, 7, 64], 32
-    results = run_ranks(2, "cpu", dtype="float32", width=width, batch_sizes=[1, 8], rows=rows)
+    results = run_ranks(2, "cpu", dtype="float32", width=width, tokens=[1, 8], rows=rows, repeated=[])
     for result in results:
-        assert result["choice"]["backend"] == "gloo" and result["choice"]["one_shot_bytes"] == 0
+        assert result["choice"]["backend"] == "gloo" and not result["choice"]["timings"]
+        assert "it is for CUDA devices" in result["choice"]["reason"]
         for count, total in zip(rows, result["sums"], strict=True):
             expected = part(0, count, width) + part(1, count, width)
             assert torch.equal(torch.tensor(total), expected)
@@ -65,10 +112,15 @@ def test_two_processes_get_the_same_sums() -> None:
 def test_gpus_get_the_same_bits_called_or_replayed(world_size: int) -> None:
     if world_size > NUM_GPUS:
         pytest.skip(f"needs {world_size} CUDA devices")
-    rows, width, sizes = [1, 16, 64, 100], 4096, [1, 2, 4, 8, 16, 32, 64]
-    results = run_ranks(world_size, "cuda", dtype="bfloat16", width=width, batch_sizes=sizes, rows=rows)
+    rows, width, sizes = [1, 16, 64, 100], 4096, [1, 16, 64, 128, 1024]
+    repeated = [1, 33, 1023, 4095]  # 4,095 rows are an odd number of vectors a rank and lane
+    results = run_ranks(
+        world_size, "cuda", dtype="bfloat16", width=width, tokens=sizes, rows=rows, repeated=repeated
+    )
     assert all(result == results[0] for result in results)
-    assert results[0]["choice"]["one_shot_bytes"] > 0, results[0]["choice"]["reason"]
+    assert not any(results[0]["wrong"]), results[0]["wrong"]
+    first, last = (results[0]["choice"]["timings"][index] for index in (0, -1))
+    assert first["one_shot_us"] < first["collective_us"] and last["two_shot_us"] is not None
     assert results[0]["sums"] == results[0]["replayed"]
     for count, total in zip(rows, results[0]["sums"], strict=True):
         parts = [part(rank, count, width).to(torch.bfloat16).float() for rank in range(world_size)]
