@@ -26,6 +26,7 @@ import thinker_engines as engines
 import torch
 import torch.distributed as dist
 from ranks import add_options, give_back, run_ranks
+from thinker_prefill import prefill
 from thinker_routing import experts_read
 from torch import Tensor
 
@@ -37,7 +38,6 @@ from mingc.runtime.thinker_layers import ThinkerLayers
 
 CONFIGS = Path(__file__).resolve().parent / "released"
 PEAK_TB_S = 4.27  # device copy of an H200, which the roofline is counted with
-PEAK_TFLOPS = 785  # large bf16 products of an H200
 OUTPUT_TOKENS = 152
 Figure = dict[str, Any]
 
@@ -51,6 +51,7 @@ class Job:
     prompts: tuple[int, ...]
     distinct: int | None
     is_alone: bool  # one rank's share without the others
+    in_pairs: bool  # whether two chunks of a prompt go through the layers beside each other
     profile: bool
 
 
@@ -148,59 +149,6 @@ class Rank:
             )  # fmt: skip
         return figures
 
-    def prefill(self, prompt: int) -> list[Figure]:
-        """Time to the first token of one prompt, alone on the device: its chunks as one CUDA graph."""
-        chunk = max(size for size in self.setup.chunks if size <= prompt)
-        tables = next(
-            each for each in self.stage["prefill_attention"].spec.inputs if each.name == "page_table"
-        )
-        table = self.page_table(1, prompt)
-        table = torch.cat([table, table.new_zeros(int(tables.shape[0]) - 1, table.shape[1])])
-        chunks = []
-        for start in range(0, prompt, chunk):
-            inputs = self.inputs(chunk, 0)
-            place = torch.arange(start, start + chunk, device=self.device)
-            inputs["positions"] = place.expand(3, -1).contiguous()
-            inputs["page_table"] = table
-            inputs["segment"], inputs["index"] = torch.zeros_like(place), place
-            inputs["last"] = torch.tensor([chunk - 1], device=self.device)
-            chunks.append(inputs)
-
-        tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
-
-        def run() -> None:
-            for inputs in chunks:
-                logits = self.layers.prefill(inputs)[0]
-            tokens.copy_(logits.argmax(-1))
-
-        replay = self.capture(run)
-        samples = []
-        for _ in range(5):
-            self.meet()
-            started = time.perf_counter()
-            replay()
-            tokens.item()
-            samples.append(1e3 * (time.perf_counter() - started))
-        samples = self.slowest(samples[1:])
-        same = {"prompt": prompt, "chunk": chunk, "ranks": self.setup.world_size, "alone": self.job.is_alone}
-        median = statistics.median(samples)
-        flops = sum(engines.chunk_flops(self.setup, chunk, start) for start in range(0, prompt, chunk))
-        rate = flops / median / 1e9
-        is_told = self.job.profile and prompt == self.job.prompts[0]
-        kernels = harness.kernel_table(replay)[:25] if is_told else []
-        return [
-            {"name": "ttft_ms", **same, **harness.summary(samples), "unit": "ms"},
-            {
-                "name": "prefill_tflops",
-                **same,
-                "median": round(rate, 1),
-                "unit": "TFLOP/s",
-                "percent_of_peak": round(100 * rate / PEAK_TFLOPS, 1),
-            },
-            *({"name": "prefill_kernel_us", **same, **each, "unit": "us a prompt"} for each in kernels),
-            {"name": "prefill_tok_per_s", **same, "median": round(1e3 * prompt / median), "unit": "tokens/s"},
-        ]
-
     def layer(self, batch: int, prompt: int) -> list[Figure]:
         """One expert layer: our two halves in a CUDA graph, and the same in plain torch, eager."""
         index = self.config.num_dense_layers
@@ -275,7 +223,7 @@ def measure(job: Job, rank: int, port: int) -> list[Figure]:
             for batch in job.setup.batches:
                 figures += show(own.decode(batch, prompt), rank)
             if job.setup.chunks:
-                figures += show(own.prefill(prompt), rank)
+                figures += show(prefill(own, prompt), rank)
         for batch in job.setup.batches:
             figures += show(own.layer(batch, job.prompts[0]), rank)
     if kind == "cuda":
@@ -324,6 +272,9 @@ def main() -> None:
     parser.add_argument("--batches", type=numbers, default=(1, 16, 32))
     parser.add_argument("--prompts", type=numbers, default=(1024, 8192))
     parser.add_argument("--chunks", type=numbers, default=(1024, 4096), help="of prefill; none: '--chunks='")
+    parser.add_argument(
+        "--one-by-one", action="store_true", help="chunks of a prompt, not in pairs over ranks"
+    )
     parser.add_argument("--context", type=int, default=32768, help="tokens that a page table has room for")
     parser.add_argument("--quantize", choices=["fp8", "int4"], help="stored weights of our engines")
     parser.add_argument("--layers", type=int, help="fewer layers than released")
@@ -373,6 +324,7 @@ def main() -> None:
                 prompts=arguments.prompts,
                 distinct=arguments.distinct,
                 is_alone=arguments.alone,
+                in_pairs=world_size > 1 and not (arguments.alone or arguments.one_by_one),
                 profile=arguments.profile,
             )
             figures += run_job(job, Path(scratch) / f"tp{world_size}.job")

@@ -58,6 +58,11 @@ def init(
         ) from error
 
 
+def num_ranks() -> int:
+    """Of the group; 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def all_gather_last(x: torch.Tensor) -> torch.Tensor:
     """The ranks' contiguous `x` (N, W) side by side in rank order, (N, world size * W); `x` itself with one rank."""
     if not dist.is_initialized():

@@ -22,7 +22,7 @@ class StepTimes:
     """Milliseconds of one call at each size it is compiled for, as (size, ms) by size, ascending.
 
     Attributes:
-        chunks: whole chunks of prompts, sizes in tokens.
+        chunks: whole chunks of prompts, and two of the longest where they may run together, sizes in tokens.
         decodes: decode steps, sizes in requests.
     """
 

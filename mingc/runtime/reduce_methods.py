@@ -16,6 +16,7 @@ _LANES = 4  # of a two-shot sum at most
 _LANE_BLOCKS = 24  # thread blocks of torch's two-shot kernel at most, each of a whole multiprocessor
 _LANE_BYTES = 2**21  # of a message, from which on a lane is worth being started
 _LANE_ALIGNMENT = 128  # bytes
+_FIRST = -1  # priority: other ranks wait for every lane
 
 
 class Method(Protocol):
@@ -71,7 +72,10 @@ class TwoShot:
         count = max(1, min(lanes or _LANES, processors // _LANE_BLOCKS))
         # So many lanes are taken together that their pieces are no longer than this.
         self._shared = [_Shared(device, dtype, max_bytes // lane) for lane in range(1, count + 1)]
-        self._streams = [torch.cuda.Stream(device) for _ in range(count - 1)]  # type: ignore[no-untyped-call]
+        self._streams = [
+            torch.cuda.Stream(device, priority=_FIRST)  # type: ignore[no-untyped-call]
+            for _ in range(count - 1)
+        ]
 
     def reduce_(self, x: Tensor) -> None:
         pieces = cut(x, min(len(self._shared), x.nbytes // _LANE_BYTES))

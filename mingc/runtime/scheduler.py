@@ -24,12 +24,15 @@ class ChunkShape:
         max_prompts: of which it may hold tokens.
         alignment: the first token of each prompt stands at a multiple of it.
         shared_rows: longest chunk with tokens of several.
+        pair_rows: tokens of one prompt that may be two chunks in one step, in all parts at once, while no request
+            decodes; 0 where that gains nothing.
     """
 
     max_rows: int
     max_prompts: int = 1
     alignment: int = 1
     shared_rows: int = 0
+    pair_rows: int = 0
 
     def place(self, num_rows: int) -> int:
         """Where a further prompt begins behind `num_rows` rows."""
@@ -253,7 +256,8 @@ class ThinkerScheduler:
     def _part(self, request: int) -> PromptPart:
         """As much of what a prompt has left as a chunk takes."""
         left = self._left(request)
-        count = min(self._chunk.max_rows, left)
+        is_pair = 0 < self._chunk.pair_rows <= left and not self._decoding
+        count = self._chunk.pair_rows if is_pair else min(self._chunk.max_rows, left)
         start = self._prefilling[request].computed
         return PromptPart(request=request, start=start, count=count, is_end=count == left)
 

@@ -13,33 +13,32 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from mingc.artifacts.model import ThinkerParameters
 from mingc.runtime.all_reduce import make_reducer
 from mingc.runtime.cuda_graphs import Download, GraphPool, Shapes, StaticRun
 from mingc.runtime.device_sampler import NUM_COLUMNS, choose_likeliest, choose_tokens, needs_draw
-from mingc.runtime.distributed import take_from_first_
+from mingc.runtime.distributed import num_ranks, take_from_first_
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.prefill_pace import StepTimes
 from mingc.runtime.scheduler import ChunkShape
 from mingc.runtime.stages import LoadedStage, torch_dtype
-from mingc.runtime.thinker_layers import ThinkerLayers
-from mingc.runtime.thinker_step import DecodeStep, Ints, PrefillStep
+from mingc.runtime.thinker_layers import ThinkerLayers, split_chunk
+from mingc.runtime.thinker_step import DecodeStep, Ints, PrefillStep, padded, padded_sampling
 
 
 class RunKind(NamedTuple):
     """What is run over fixed tensors, and captured on CUDA.
 
     Attributes:
-        what: a part of a chunk, a decode step, or the choice of a token behind a chunk.
-        width: rows of a chunk, requests of a step, prompts of a chunk.
+        what: a part of a chunk, a pair of chunks, a decode step, or the choice of a token behind a chunk.
+        width: rows of a chunk or pair, requests of a step, prompts of a chunk.
         part: of a chunk, `ThinkerWorker.num_parts` in all.
         draws: whether tokens may be drawn; else each is the likeliest.
     """
 
-    what: Literal["chunk", "decode", "first"]
+    what: Literal["chunk", "pair", "decode", "first"]
     width: int
     part: int = 0
     draws: bool = False
@@ -66,6 +65,8 @@ class ThinkerWorker:
         num_pages: KV pages to allocate, page 0 included.
         is_static: whether steps run over fixed tensors, captured on CUDA, and `launch` chooses tokens on the
             device; None: on CUDA. Page tables then always have their largest size.
+        has_pairs: whether two of the longest chunks may run beside each other, one's sums over the ranks beside the
+            other's layers; None: where there are such sums, on CUDA, and a context holds so many tokens.
 
     The group of ranks, if there is one, must have met; making one is a collective.
 
@@ -87,6 +88,7 @@ class ThinkerWorker:
         num_pages: int,
         device: torch.device,
         is_static: bool | None = None,
+        has_pairs: bool | None = None,
     ) -> None:
         self.device = device
         self.samples = device.type == "cuda" if is_static is None else is_static
@@ -98,16 +100,20 @@ class ThinkerWorker:
         self._prefill, self._decode = stage["prefill_attention"], stage["decode_attention"]
         self.batches, self.chunks = self._decode.spec.dim("B").buckets, self._prefill.spec.dim("T").buckets
         self.max_batch, self.max_chunk = max(self.batches), max(self.chunks)
+        if has_pairs is None:
+            context = self.page_size * max(self._prefill.spec.dim("P").buckets)
+            has_pairs = device.type == "cuda" and num_ranks() > 1 and 2 * self.max_chunk <= context
         tables = next(each for each in self._prefill.spec.inputs if each.name == "page_table")
         self.chunk = ChunkShape(
             max_rows=self.max_chunk,
             max_prompts=int(tables.shape[0]),
             alignment=parameters.chunk_alignment,
             shared_rows=parameters.shared_rows,
+            pair_rows=2 * self.max_chunk if has_pairs else 0,
         )
         embeds = next(each for each in stage["embed"].spec.inputs if each.name == "embeds")
         dtype, self.hidden_size = torch_dtype(embeds.dtype), int(embeds.shape[1])
-        longest = max(self.max_batch, self.max_chunk)
+        longest = max(self.max_batch, self.max_chunk, self.chunk.pair_rows)
         self._embeds = torch.zeros(longest, self.hidden_size, dtype=dtype, device=device)
         self._words = torch.zeros(
             self.max_batch, dtype=torch.int64, device=device
@@ -147,10 +153,19 @@ class ThinkerWorker:
     def prefill(self, step: PrefillStep) -> Tensor:
         """Run a chunk, or parts of one; logits (s, V) float32 of its last tokens once it is whole, until the next step.
 
-        Before that the logits have no rows.
+        Before that the logits have no rows. `ChunkShape.pair_rows` tokens are run in all parts at once.
         """
         offsets = self._offsets(step.counts)
-        width = self._prefill.bucket("T", int(offsets[-1] + step.counts[-1]))
+        num_rows = int(offsets[-1] + step.counts[-1])
+        if num_rows == self.chunk.pair_rows:
+            assert (step.first_part, step.end_part or self.num_parts) == (0, self.num_parts), (
+                "a pair is whole"
+            )
+            inputs = self._first_inputs(step, offsets, num_rows)
+            logits, *told = self._run(RunKind("pair", num_rows), inputs)
+            self.routes = list(zip(told[::2], told[1::2], strict=True))
+            return logits[: len(step.counts)]
+        width = self._prefill.bucket("T", num_rows)
         for part in range(step.first_part, step.end_part or self.num_parts):
             inputs = self._first_inputs(step, offsets, width) if part == 0 else {}
             logits, *told = self._run(RunKind("chunk", width, part=part), inputs)
@@ -193,9 +208,9 @@ class ThinkerWorker:
             "page_table": self._page_table(
                 self._prefill, step.pages, int((step.starts + step.counts).max()), held
             ),
-            "last": _padded(offsets + step.counts - 1, held),
-            "starts": _padded(step.starts, held),
-            "slots": _padded(step.slots, held),
+            "last": padded(offsets + step.counts - 1, held),
+            "starts": padded(step.starts, held),
+            "slots": padded(step.slots, held),
         }
 
     @torch.inference_mode()
@@ -220,9 +235,9 @@ class ThinkerWorker:
         self.prefill(step)
         held = self.chunk.max_prompts
         inputs = {
-            "ended": _padded(step.ended, held),
-            "slots": _padded(step.slots[step.ended], held),
-            "sampling": _padded_sampling(step.sampling, held),
+            "ended": padded(step.ended, held),
+            "slots": padded(step.slots[step.ended], held),
+            "sampling": padded_sampling(step.sampling, held),
         }
         (chosen,) = self._run(RunKind("first", held, draws=needs_draw(step.sampling)), inputs)
         return LaunchedTokens(download=Download(chosen[: len(step.ended)]))
@@ -230,14 +245,14 @@ class ThinkerWorker:
     def _decode_step(self, step: DecodeStep, *, draws: bool) -> tuple[Tensor, ...]:
         width = self._decode.bucket("B", len(step.input_ids))
         inputs = {
-            "input_ids": _padded(step.input_ids, width),
-            "positions": _padded(step.positions, width),
-            "lengths": _padded(step.lengths, width).clamp_min_(1),
+            "input_ids": padded(step.input_ids, width),
+            "positions": padded(step.positions, width),
+            "lengths": padded(step.lengths, width).clamp_min_(1),
             "page_table": self._page_table(self._decode, step.pages, int(step.lengths.max()), width),
         }
         if self.samples:
             slots = np.zeros(1, np.int64) if step.slots is None else step.slots
-            inputs.update(slots=_padded(slots, width), sampling=_padded_sampling(step.sampling, width))
+            inputs.update(slots=padded(slots, width), sampling=padded_sampling(step.sampling, width))
         return self._run(RunKind("decode", width, draws=draws), inputs)
 
     def _run(self, kind: RunKind, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -249,6 +264,8 @@ class ThinkerWorker:
         match kind.what:
             case "chunk":
                 return partial(self._run_prefill, part=kind.part, width=kind.width)
+            case "pair":
+                return self._run_pair
             case "first":
                 return partial(self._run_first, draws=kind.draws)
             case "decode":
@@ -259,11 +276,7 @@ class ThinkerWorker:
         if part == 0:
             inputs = {**inputs, "embeds": self._embeds[:width]}
             self._chunk_inputs[width] = inputs
-            if self.samples:
-                slots, is_begun = inputs["slots"], (inputs["starts"] > 0).unsqueeze(1)
-                self._seen.index_copy_(0, slots, self._seen.index_select(0, slots) & is_begun)
-                rows = inputs["row_slots"]  # of padding slot 0
-                self._seen.index_put_((rows, inputs["input_ids"]), self._yes)
+            self._note_seen(inputs)
         inputs = self._chunk_inputs[width]
         before = {name: kept[:width] for name, kept in self._stream.items()}
         stream, routes = self._layers.prefill_part(part, inputs, before)
@@ -274,6 +287,24 @@ class ThinkerWorker:
         if self.samples:
             self._chunk_logits.copy_(logits)
         return logits, *routes
+
+    def _run_pair(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Logits (S, V); then what expert layers tell."""
+        self._note_seen(inputs)
+        inputs = {**inputs, "embeds": self._embeds[: self.chunk.pair_rows]}
+        logits, *routes = self._layers.prefill(*split_chunk(inputs, self.max_chunk))
+        if self.samples:
+            self._chunk_logits.copy_(logits)
+        return logits, *routes
+
+    def _note_seen(self, inputs: Mapping[str, Tensor]) -> None:
+        """Note which tokens a chunk's prompts hold; those that begin with it hold no others."""
+        if not self.samples:
+            return
+        slots, is_begun = inputs["slots"], (inputs["starts"] > 0).unsqueeze(1)
+        self._seen.index_copy_(0, slots, self._seen.index_select(0, slots) & is_begun)
+        rows = inputs["row_slots"]  # of padding slot 0
+        self._seen.index_put_((rows, inputs["input_ids"]), self._yes)
 
     def _keep(self, stream: Mapping[str, Tensor]) -> None:
         """Copy a chunk's stream to where no other step writes; the first, a warm-up, makes the room."""
@@ -319,7 +350,7 @@ class ThinkerWorker:
         pool = GraphPool(self.device) if self.device.type == "cuda" else None
         held = self.chunk.max_prompts
         prompts = (torch.int64, (held,))
-        for width in sorted(self.chunks, reverse=True):
+        for width in sorted({*self.chunks, self.chunk.pair_rows} - {0}, reverse=True):
             rows = (torch.int64, (width,))
             shapes: Shapes = {
                 **dict.fromkeys(("input_ids", "embed_kind", "segment", "index", "row_slots"), rows),
@@ -327,6 +358,11 @@ class ThinkerWorker:
                 "page_table": (torch.int32, (held, max(self._prefill.spec.dim("P").buckets))),
                 **dict.fromkeys(("last", "starts", "slots"), prompts),
             }
+            if width == self.chunk.pair_rows:
+                self._prepare_run(
+                    RunKind("pair", width), shapes, pool, f"two chunks of {self.max_chunk} tokens"
+                )
+                continue
             for part in range(self.num_parts):
                 kind = RunKind("chunk", width, part=part)
                 self._prepare_run(kind, {} if part else shapes, pool, f"a chunk of {width} tokens")
@@ -359,17 +395,3 @@ class ThinkerWorker:
         count = min(pages.shape[1], table.shape[1])
         table[: len(pages), :count] = pages[:, :count]
         return torch.from_numpy(table)
-
-
-def _padded(values: Ints, size: int) -> Tensor:
-    padded = np.zeros(size, np.int64)
-    padded[: len(values)] = values
-    return torch.from_numpy(padded)
-
-
-def _padded_sampling(sampling: NDArray[np.float64] | None, size: int) -> Tensor:
-    """(size, NUM_COLUMNS) float32; the rows behind those given are greedy."""
-    padded = torch.zeros(size, NUM_COLUMNS)
-    if sampling is not None:
-        padded[: len(sampling)] = torch.from_numpy(sampling)
-    return padded

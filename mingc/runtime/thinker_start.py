@@ -29,7 +29,8 @@ def make_worker(
 
 def time_sizes(worker: ThinkerWorker) -> StepTimes:
     """Run every size on random tokens: equal ones would go to few experts. A collective; writes to page 0 only."""
-    ids = np.random.default_rng(0).integers(0, worker.vocab_size, max(worker.max_batch, worker.max_chunk))
+    widths = sorted({*worker.chunks, worker.chunk.pair_rows} - {0})
+    ids = np.random.default_rng(0).integers(0, worker.vocab_size, max(worker.max_batch, *widths))
 
     def chunk(size: int) -> Callable[[], object]:
         step = PrefillStep(
@@ -54,6 +55,6 @@ def time_sizes(worker: ThinkerWorker) -> StepTimes:
         return lambda: worker.decode(step)
 
     return StepTimes(
-        chunks=tuple((size, call_ms(chunk(size), worker.device)) for size in sorted(worker.chunks)),
+        chunks=tuple((size, call_ms(chunk(size), worker.device)) for size in widths),
         decodes=tuple((size, call_ms(decode(size), worker.device)) for size in sorted(worker.batches)),
     )

@@ -1,12 +1,15 @@
-"""What a step of the thinker is told: plain arrays, the same for all ranks."""
+"""What a step of the thinker is told: plain arrays, the same for all ranks. And how they are padded."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from mingc.runtime.device_sampler import NUM_COLUMNS
 
 Ints = NDArray[np.int64]
 
@@ -64,3 +67,18 @@ class DecodeStep:
     pages: Ints
     slots: Ints | None = None
     sampling: NDArray[np.float64] | None = None
+
+
+def padded(values: Ints, size: int) -> Tensor:
+    """(size,) int64, zeros behind `values`."""
+    rows = np.zeros(size, np.int64)
+    rows[: len(values)] = values
+    return torch.from_numpy(rows)
+
+
+def padded_sampling(sampling: NDArray[np.float64] | None, size: int) -> Tensor:
+    """(size, NUM_COLUMNS) float32; the rows behind those given are greedy."""
+    rows = torch.zeros(size, NUM_COLUMNS)
+    if sampling is not None:
+        rows[: len(sampling)] = torch.from_numpy(sampling)
+    return rows

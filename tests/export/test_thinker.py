@@ -129,6 +129,17 @@ def test_chunks_and_padding_change_nothing(
     close(logits, golden["text.logits"][:, -1] if case == "text" else golden[f"{case}.logits_last"])
 
 
+@pytest.mark.parametrize("together", [2, 3])
+def test_chunks_at_once_give_the_same_bits(
+    together: int, session: Session, golden: dict[str, Tensor]
+) -> None:
+    prompt = golden_prompt(golden, "mixed")
+    expected = session.prefill(prompt, chunk=16)
+    assert torch.equal(session.prefill(prompt, chunk=16, together=together), expected)
+    at_last = len(prompt.input_ids) % (16 * together) or 16 * together
+    assert {len(ids) for ids, _ in session.routes} == {at_last}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_continuation(case: str, session: Session, golden: dict[str, Tensor]) -> None:
     expected = golden[f"{case}.greedy_ids"][0].tolist()

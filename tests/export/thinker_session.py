@@ -125,30 +125,18 @@ class Session:
         order = 1 + torch.randperm(pages - 1, generator=torch.Generator().manual_seed(7))
         self._free: list[int] = order.tolist()
 
-    def prefill(self, prompt: Prompt, *, chunk: int, padding: int = 0, room: int = 32) -> Tensor:
-        """All chunks of `prompt`, each followed by `padding` rows; the last token's logits (1, V)."""
+    def prefill(
+        self, prompt: Prompt, *, chunk: int, padding: int = 0, room: int = 32, together: int = 1
+    ) -> Tensor:
+        """All chunks of `prompt`, `together` at a time, each followed by `padding` rows; the last logits (1, V)."""
         total = len(prompt.input_ids)
         pages = [self._free.pop() for _ in range(-(-(total + room) // PAGE_SIZE))]
         prompt.pages = torch.tensor(pages, dtype=torch.int32)
-        for start in range(0, total, chunk):
-            end = min(start + chunk, total)
-            index = torch.arange(start, end)
-
-            def pad(values: Tensor) -> Tensor:
-                return torch.nn.functional.pad(values, (0, padding))
-
-            logits, *told = self._layers.prefill(
-                {
-                    "input_ids": pad(prompt.input_ids[index]),
-                    "embeds": torch.nn.functional.pad(prompt.embeds[index], (0, 0, 0, padding)),
-                    "embed_kind": pad(prompt.embed_kind[index]),
-                    "positions": pad(prompt.positions[:, index]),
-                    "page_table": prompt.pages[None, : -(-end // PAGE_SIZE)],
-                    "segment": torch.zeros(end - start + padding, dtype=torch.int64),
-                    "index": torch.nn.functional.pad(index, (0, padding), value=-1),
-                    "last": torch.tensor([end - start - 1]),
-                }
-            )
+        chunks = [
+            _chunk(prompt, start, min(start + chunk, total), padding) for start in range(0, total, chunk)
+        ]
+        for first in range(0, len(chunks), together):
+            logits, *told = self._layers.prefill(*chunks[first : first + together])
         prompt.length = total
         self.routes = list(zip(told[::2], told[1::2], strict=True))
         return logits
@@ -185,3 +173,22 @@ class Session:
             logits.append(self.decode([prompt], [int(logits[-1].argmax())], padding=padding))
         joined = torch.cat(logits)
         return joined.argmax(-1).tolist(), joined
+
+
+def _chunk(prompt: Prompt, start: int, end: int, padding: int) -> dict[str, Tensor]:
+    """Tokens `start` to `end` as the engines take them, `padding` rows behind."""
+    index = torch.arange(start, end)
+
+    def pad(values: Tensor) -> Tensor:
+        return torch.nn.functional.pad(values, (0, padding))
+
+    return {
+        "input_ids": pad(prompt.input_ids[index]),
+        "embeds": torch.nn.functional.pad(prompt.embeds[index], (0, 0, 0, padding)),
+        "embed_kind": pad(prompt.embed_kind[index]),
+        "positions": pad(prompt.positions[:, index]),
+        "page_table": prompt.pages[None, : -(-end // PAGE_SIZE)],
+        "segment": torch.zeros(end - start + padding, dtype=torch.int64),
+        "index": torch.nn.functional.pad(index, (0, padding), value=-1),
+        "last": torch.tensor([end - start - 1]),
+    }

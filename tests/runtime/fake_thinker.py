@@ -173,7 +173,11 @@ def make_thinker_stage(
 
 
 def make_thinker_worker(
-    stage: LoadedStage | None = None, *, num_pages: int = 129, is_static: bool = False
+    stage: LoadedStage | None = None,
+    *,
+    num_pages: int = 129,
+    is_static: bool = False,
+    has_pairs: bool = False,
 ) -> ThinkerWorker:
     return ThinkerWorker(
         stage or make_thinker_stage(),
@@ -181,6 +185,7 @@ def make_thinker_worker(
         num_pages=num_pages,
         device=CPU,
         is_static=is_static,
+        has_pairs=has_pairs,
     )
 
 
@@ -195,9 +200,10 @@ def make_thinker_loop(
     is_static: bool = False,
     pace: PrefillPace | None = None,
     max_prompts: int = 1,
+    has_pairs: bool = False,
 ) -> ThinkerLoop:
     stage = stage or make_thinker_stage(max_prompts=max_prompts)
-    worker = make_thinker_worker(stage, num_pages=num_pages, is_static=is_static)
+    worker = make_thinker_worker(stage, num_pages=num_pages, is_static=is_static, has_pairs=has_pairs)
     scheduler = ThinkerScheduler(
         PagePool(num_pages, PAGE),
         max_running=max_running,

@@ -77,8 +77,8 @@ def test_chunked_prefill_equals_one_chunk(
     started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop
 ) -> None:
     whole = [ask(started(make_loop(chunk=32)), each).tokens() for each in PROMPTS]
-    for chunk in (3, 8):
-        loop = started(make_loop(chunk=chunk))
+    for chunk, has_pairs in ((3, False), (8, False), (32, True)):
+        loop = started(make_loop(chunk=chunk, has_pairs=has_pairs))
         assert [ask(loop, each).tokens() for each in PROMPTS] == whole
     assert len({tuple(tokens) for tokens in whole}) == len(PROMPTS)
 
@@ -285,16 +285,16 @@ class _Noted(LaunchedTokens):
         return LaunchedTokens.wait(self)
 
 
-@pytest.mark.parametrize("is_static", [False, True], ids=["host samples", "device samples"])
+@pytest.mark.parametrize(("is_static", "has_pairs"), [(False, False), (True, False), (True, True)])
 def test_timing_a_worker_names_every_size_and_changes_no_answer(
-    started: Callable[[ThinkerLoop], ThinkerLoop], is_static: bool
+    started: Callable[[ThinkerLoop], ThinkerLoop], is_static: bool, has_pairs: bool
 ) -> None:
     expected = ask(started(make_thinker_loop(is_static=is_static)), PROMPTS[1], max_tokens=20).tokens()
-    loop = make_thinker_loop(is_static=is_static)
+    loop = make_thinker_loop(is_static=is_static, has_pairs=has_pairs)
     worker = loop._runner
     assert isinstance(worker, ThinkerWorker)
     times = time_sizes(worker)
-    assert [size for size, _ in times.chunks] == [8, 16, 32]
+    assert [size for size, _ in times.chunks] == [8, 16, 32, *([64] if has_pairs else [])]
     assert [size for size, _ in times.decodes] == [1, 2, 4, 8]
     assert all(ms > 0 for _, ms in (*times.chunks, *times.decodes))
     assert ask(started(loop), PROMPTS[1], max_tokens=20).tokens() == expected

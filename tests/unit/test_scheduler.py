@@ -25,12 +25,19 @@ def make_thinker(
     pace: PrefillPace | None = None,
     max_prompts: int = 1,
     alignment: int = 1,
+    pair_rows: int = 0,
 ) -> ThinkerScheduler:
     pool = PagePool(num_pages=num_pages, page_size=4)
     return ThinkerScheduler(
         pool,
         max_running=max_running,
-        chunk=ChunkShape(max_rows=chunk, max_prompts=max_prompts, alignment=alignment, shared_rows=1024),
+        chunk=ChunkShape(
+            max_rows=chunk,
+            max_prompts=max_prompts,
+            alignment=alignment,
+            shared_rows=1024,
+            pair_rows=pair_rows,
+        ),
         pace=pace or PrefillPace(num_parts=1),
         max_context=max_context,
         max_waiting=max_waiting,
@@ -44,23 +51,31 @@ def only(chunk: PrefillChunk | None) -> PromptPart:
     return part
 
 
-def test_a_prompt_is_prefilled_in_chunks_then_decodes() -> None:
-    scheduler = make_thinker(chunk=8)
+@pytest.mark.parametrize(
+    ("pair_rows", "expected"),
+    [(0, [(0, 8, False), (8, 8, False), (16, 3, True)]), (16, [(0, 16, False), (16, 3, True)])],
+    ids=["one by one", "in pairs"],
+)
+def test_a_prompt_is_prefilled_in_chunks_then_decodes(
+    pair_rows: int, expected: list[tuple[int, int, bool]]
+) -> None:
+    scheduler = make_thinker(chunk=8, pair_rows=pair_rows)
     scheduler.add(1, prompt_tokens=19, max_tokens=4)
     seen = []
-    for _ in range(3):
+    for _ in expected:
         plan = scheduler.plan()
         assert plan.prefill is not None and plan.decode == ()
         part = only(plan.prefill)
         seen.append((part.start, part.count, part.is_end))
         scheduler.commit(plan)
-    assert seen == [(0, 8, False), (8, 8, False), (16, 3, True)]
+    assert seen == expected
     assert scheduler.plan().decode == (1,)
     assert scheduler.plan().prefill is None
 
 
-def test_decode_goes_on_while_a_long_prompt_is_prefilled() -> None:
-    scheduler = make_thinker(chunk=4)
+@pytest.mark.parametrize("pair_rows", [0, 8])
+def test_decode_goes_on_while_a_long_prompt_is_prefilled_and_no_pair_holds_it_up(pair_rows: int) -> None:
+    scheduler = make_thinker(chunk=4, pair_rows=pair_rows)
     scheduler.add(1, prompt_tokens=4, max_tokens=8)
     scheduler.commit(scheduler.plan())
     scheduler.add(2, prompt_tokens=16, max_tokens=1)
