@@ -43,10 +43,12 @@ from thinker_clients import (
 
 from mingc.artifacts.bundle import open_bundle
 from mingc.artifacts.model import ThinkerParameters
+from mingc.runtime.sampler import SamplerRow, sample
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tests" / "data" / "tiny-ming"
 _PREFILL_TOKENS = 64
+_MOVES = 256  # of logits, to see what else could have been chosen
 _WIDE = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128}
 
 
@@ -79,18 +81,23 @@ class Likeness:
     Attributes:
         same_tokens: requests that got the same tokens; of those that left, as many as they heard.
         same_bits: those whose logits are equal bit for bit as well.
+        at_an_edge: those whose first other token is chosen so near the edge between the two that logits moved by no
+            more than the two answers' own difference lead to either.
         gap: largest difference of logits up to the first other token, in shares of the request's largest.
     """
 
     num_answers: int
     same_tokens: int
     same_bits: int
+    at_an_edge: int
     gap: float
 
 
-def compare(answers: Mapping[int, Answer], alone: Mapping[int, Answer]) -> Likeness:
+def compare(
+    answers: Mapping[int, Answer], alone: Mapping[int, Answer], requests: Sequence[Request]
+) -> Likeness:
     """How `answers` compare with those `alone`; row i of the logits is what token i was chosen from."""
-    same_tokens = same_bits = 0
+    same_tokens = same_bits = at_an_edge = 0
     largest = 0.0
     for index, answer in answers.items():
         expected = alone[index]
@@ -100,8 +107,30 @@ def compare(answers: Mapping[int, Answer], alone: Mapping[int, Answer]) -> Liken
         mine, theirs = answer.logits[:rows], expected.logits[:rows]
         same_tokens += other is None
         same_bits += other is None and torch.equal(mine, theirs)
+        at_an_edge += other is not None and _is_at_an_edge(requests[index], answer, expected, other)
         largest = max(largest, float((mine - theirs).abs().max() / theirs.abs().max()))
-    return Likeness(num_answers=len(answers), same_tokens=same_tokens, same_bits=same_bits, gap=largest)
+    return Likeness(
+        num_answers=len(answers),
+        same_tokens=same_tokens,
+        same_bits=same_bits,
+        at_an_edge=at_an_edge,
+        gap=largest,
+    )
+
+
+def _is_at_an_edge(request: Request, answer: Answer, alone: Answer, place: int) -> bool:
+    """Whether the host's sampler, given the logits of token `place` moved a little, chooses either answer's token."""
+    logits = alone.logits[place]
+    gap = (answer.logits[place] - logits).abs().max()
+    generator = torch.Generator().manual_seed(place)
+    moves = torch.rand(_MOVES, logits.numel(), generator=generator) * 2 - 1
+    row = SamplerRow.begin(
+        request.sampling, request.seed, request.prompt.input_ids.tolist(), logits.numel(), logits.device
+    )
+    for token in alone.tokens[:place]:
+        row.advance(token)
+    chosen = sample(logits + 2 * gap * moves, [row] * _MOVES)
+    return {answer.tokens[place], alone.tokens[place]} <= set(chosen)
 
 
 def measure(
@@ -112,7 +141,9 @@ def measure(
     with only_bucket(worker, largest):
         alone_in_largest = meet_nobody(worker, parameters, requests)
     alone = meet_nobody(worker, parameters, requests)
-    figures = [_figure("isolation_across_buckets", "alone", compare(alone_in_largest, alone), widest=1)]
+    figures = [
+        _figure("isolation_across_buckets", "alone", compare(alone_in_largest, alone, requests), widest=1)
+    ]
     for gathering in gatherings():
         for name, expected in (
             ("isolation_same_bucket", alone_in_largest),
@@ -121,7 +152,7 @@ def measure(
             worker.widest = 0
             with only_bucket(worker, largest) if expected is alone_in_largest else nullcontext():
                 answers = meet(worker, parameters, requests, gathering)
-            likeness = compare(answers, expected)
+            likeness = compare(answers, expected, requests)
             figures.append(_figure(name, gathering.name, likeness, widest=worker.widest))
     return figures
 
@@ -134,6 +165,7 @@ def _figure(name: str, case: str, likeness: Likeness, *, widest: int) -> dict[st
         "n": likeness.num_answers,
         "same_tokens": likeness.same_tokens,
         "same_bits": likeness.same_bits,
+        "at_an_edge": likeness.at_an_edge,
         "median": likeness.gap,
         "unit": "of the largest logit",
     }

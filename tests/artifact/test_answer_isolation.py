@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from thinker_isolation import compare
 
 from mingc.artifacts.bundle import Bundle, open_bundle
 from mingc.artifacts.model import ThinkerParameters
+from mingc.runtime.sampler import uniform
 
 # Matrix products of another batch size add in another order; float32 rounds them differently.
 TOLERANCE = 1e-5
@@ -61,7 +63,7 @@ def test_in_one_bucket_an_answer_is_what_it_is_alone_bit_for_bit(
     worker.widest = 0
     with thinker_clients.only_bucket(worker, NUM_REQUESTS):
         answers = thinker_clients.meet(worker, parameters, requests, gathering)
-    likeness = compare(answers, alone)
+    likeness = compare(answers, alone, requests)
     assert (likeness.gap, likeness.same_bits) == (0.0, NUM_REQUESTS)
     if gathering.name == "given order":
         assert worker.widest > NUM_REQUESTS * 3 // 4  # some draw a stop token before the last has come
@@ -76,6 +78,29 @@ def test_in_buckets_that_fit_its_tokens_are_the_same(
     gathering: Gathering,
 ) -> None:
     answers = thinker_clients.meet(worker, parameters, requests, gathering)
-    likeness = compare(answers, alone)
+    likeness = compare(answers, alone, requests)
     assert likeness.same_tokens == NUM_REQUESTS
     assert likeness.gap <= TOLERANCE
+
+
+def test_another_token_is_told_from_a_draw_that_rounding_decides(
+    requests: list[Request], alone: dict[int, Answer]
+) -> None:
+    """Two even tokens: a number drawn at their edge leads to either; one that lies elsewhere does not."""
+    index, place = 1, 2
+    request = requests[index]
+    assert request.sampling.draws and request.sampling.repetition_penalty == 1.0
+    point = uniform(request.seed, place)
+    logits = torch.full((place + 1, alone[index].logits.shape[1]), -1e4)
+    logits[:, 3], logits[:, 7] = 0.0, 0.0
+    at_edge = logits.clone()
+    at_edge[place, 3] = request.sampling.temperature * math.log(
+        point / (1 - point)
+    )  # its share ends at the point
+    moved = torch.zeros_like(logits)
+    moved[place, 3] = 1e-4
+    for own, expected in ((at_edge, 1), (logits, 0)):
+        theirs = Answer(tokens=[3, 3, 3], logits=own)
+        mine = Answer(tokens=[3, 3, 7], logits=own - moved)
+        likeness = compare({index: mine}, {index: theirs}, requests)
+        assert (likeness.same_tokens, likeness.at_an_edge) == (0, expected)
