@@ -18,10 +18,10 @@ import time
 import wave
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import mingc
 from mingc.artifacts.bundle import open_bundle
@@ -170,13 +170,12 @@ def _export(source: Path, artifact: Path) -> list[StageTime]:
     jobs = min(4, os.cpu_count() or 1)
     _say(f"exporting {source} with {jobs} job(s); this takes some minutes")
     options = ["--force", "--jobs", str(jobs), "--cache", str(artifact.parent / "engines"), "--json"]
-    command = _command("export", str(source), "--output", str(artifact), *options)
-    child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if child.returncode != 0:
-        raise WorkerError(
-            f"the export ended with code {child.returncode}", where=str(source), fix="see above"
-        )
-    report = json.loads(child.stdout)
+    with _child("export", str(source), "--output", str(artifact), *options) as (child, said):
+        document = said.read()
+        code = child.wait()
+    if code != 0:
+        raise WorkerError(f"the export ended with code {code}", where=str(source), fix="see above")
+    report = json.loads(document)
     compiled = [
         StageTime(stage=f"compile {graph['stage']}.{graph['graph']}", seconds=graph["compile_seconds"])
         for graph in report["graphs"]
@@ -185,41 +184,55 @@ def _export(source: Path, artifact: Path) -> list[StageTime]:
 
 
 def _command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "mingc", *words]
+    return [sys.executable, "-m", "mingc.tethered", *words]
+
+
+@contextmanager
+def _child(
+    *words: str, errors: IO[bytes] | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+    """`mingc WORDS` as a child, and what it says on stdout; stderr goes to `errors`, or where ours goes.
+
+    It is told to end when the block ends, and when this process does.
+    """
+    with ExitStack() as stack:
+        child = subprocess.Popen(
+            _command(*words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+        )
+        assert child.stdin is not None and child.stdout is not None
+        said = stack.enter_context(child.stdout)
+        stack.callback(_end, child, child.stdin)
+        yield child, said
+
+
+def _end(child: subprocess.Popen[bytes], tether: IO[bytes]) -> None:
+    tether.close()
+    try:
+        child.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
 
 
 @contextmanager
 def _server(artifact: Path, log: Path) -> Iterator[str]:
     """A server on a free port; its address. Ended by SIGTERM, and checked to have ended well."""
-    with log.open("wb") as errors:
-        child = subprocess.Popen(
-            _command("serve", str(artifact), "--host", "127.0.0.1", "--port", "0"),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-        )
-    try:
-        yield _address(child, log)
+    words = ("serve", str(artifact), "--host", "127.0.0.1", "--port", "0")
+    with log.open("wb") as errors, _child(*words, errors=errors) as (child, said):
+        yield _address(said, log)
         child.send_signal(signal.SIGTERM)
         code = child.wait(_STOP_TIMEOUT_S)
         if code != 0:
             raise WorkerError(f"the server ended with code {code}", where=str(log), fix=_tail(log))
         _say("server stopped")
-    finally:
-        if child.poll() is None:
-            child.kill()
-            child.wait()
-        if child.stdout is not None:
-            child.stdout.close()
 
 
-def _address(child: subprocess.Popen[bytes], log: Path) -> str:
+def _address(said: IO[bytes], log: Path) -> str:
     """The address that the server prints once it is ready."""
     import select
 
-    assert child.stdout is not None
-    ready, _, _ = select.select([child.stdout], [], [], _START_TIMEOUT_S)
-    line = child.stdout.readline().decode().strip() if ready else ""
+    ready, _, _ = select.select([said], [], [], _START_TIMEOUT_S)
+    line = said.readline().decode().strip() if ready else ""
     if not line:
         raise WorkerError("the server did not start", where=str(log), fix=_tail(log))
     _say(f"serving at {line}")
