@@ -8,7 +8,6 @@ import platform
 import re
 import shutil
 import subprocess
-import tempfile
 import time
 import zipfile
 import zlib
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 import mingc.kernels
+from mingc.artifacts.work_folder import work_folder
 from mingc.errors import CompileError
 
 # Weights stay outside: one engine serves every rank, and several graphs share one weights file.
@@ -64,10 +64,10 @@ def compile_graph(
     if device == "cuda":
         _refuse_static_libstdcxx(path, where)
     if kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as part:
-            shutil.copyfile(path, part.name)
-        os.replace(part.name, kept)
+        with work_folder(
+            kept.parent, "engine-"
+        ) as folder:  # one that a killed export left goes with the next
+            os.replace(shutil.copyfile(path, folder / kept.name), kept)
     return seconds
 
 
