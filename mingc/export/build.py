@@ -14,8 +14,8 @@ from torch import nn
 from mingc.artifacts.manifest import EngineRecord, Fidelity, GraphRecord, Parity
 from mingc.artifacts.spec import GraphSpec
 from mingc.errors import ExportError
+from mingc.export import experts, routes
 from mingc.export import parity as parity_rule
-from mingc.export import routes
 from mingc.export.backends import aoti
 from mingc.export.capture import capture, share_weights
 from mingc.export.checkpoint import Checkpoint
@@ -35,9 +35,10 @@ _Tensors = Mapping[str, torch.Tensor]
 
 
 class Replay(Protocol):
-    """Runs a compiled engine once with each rank's weights file, those of its first instance; given by the CLI.
+    """Runs a compiled engine with each rank's weights file, those of its first instance; given by the CLI.
 
-    Returns outputs by name, put together from all ranks, and, under `state.<name>`, rank 0's state afterwards.
+    Returns of each call outputs by name, put together from all ranks, and, under `state.<name>`, rank 0's state
+    afterwards.
     """
 
     def __call__(
@@ -46,9 +47,9 @@ class Replay(Protocol):
         backend: str,
         spec: GraphSpec,
         weights: Sequence[Path],
-        tensors: Mapping[str, torch.Tensor],
+        calls: Sequence[Mapping[str, torch.Tensor]],
         device: str,
-    ) -> dict[str, torch.Tensor]: ...
+    ) -> list[dict[str, torch.Tensor]]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,12 +241,15 @@ def _check(
             tensors = {name: torch.zeros_like(t) if name in states else t for name, t in tensors.items()}
         reference = Ranks(stored_plan, stored, float32_inputs(stored_plan, tensors, sizes))
         references = reference.run()
-        compiled = replay(
+        tokens = None
+        if plan.routing is not None:
+            tokens = experts.find_tokens(plan, module, len(next(iter(tensors.values()))))
+        compiled, *reached = replay(
             task.folder / engine.file,
             engine.backend,
             plan.spec,
             [task.folder / file for file in task.weights],
-            tensors,
+            [tensors, *(tokens.calls() if tokens is not None else ())],
             options.device,
         )
         expected = {name: widened(references[name], compiled[name]) for name in compared}
@@ -259,24 +263,31 @@ def _check(
                 followed = reference.run()
             eager_expected = {name: widened(followed[name], compiled[name]) for name in compared}
             expected = routes.nearer_rows(compiled, (expected, eager_expected))
-        eager, lost = 0.0, None
+        eager, lost, narrow = 0.0, None, None
         if not is_float32:
-            ranks = [module, *(each.to(options.device) for each in others)]
-            eager = parity_rule.worst_error(Ranks(plan, ranks, moved).run(), eager_expected)
+            narrow = Ranks(plan, [module, *(each.to(options.device) for each in others)], moved)
+            eager = parity_rule.worst_error(narrow.run(), eager_expected)
         if rerouted is not None:
             limit = parity_rule.allowed(eager, options.dtype)
             expected, others_rerouted = routes.follow_moved(
                 compiled, expected, limit, plan, (module, moved), reference
             )
             rerouted += others_rerouted / len(chosen[0])
+        quantized = None
         if quantization is not None:
-            wide = Ranks(exact_plan, [whole], float32_inputs(exact_plan, tensors, sizes)).run()
+            exact = Ranks(exact_plan, [whole], float32_inputs(exact_plan, tensors, sizes))
+            quantized, wide = experts.Quantized(kind=quantization, exact=exact), exact.run()
             lost = parity_rule.worst_error(
                 references, {name: widened(wide[name], references[name]) for name in compared}
             )
         error = parity_rule.worst_error(compiled, expected)
         parity = Parity(compiled=error, eager=eager, quantization=lost, rerouted=rerouted)
         parity_rule.check(parity, options.dtype, where)
+        if tokens is not None:
+            of_all = experts.check_experts(
+                tokens, reached, reference, narrow, quantized, options.dtype, where
+            )
+            parity = parity_rule.worse(parity, of_all)
         return parity, tensors, expected
 
     engine, sizes = _check_engine(plan, engines)

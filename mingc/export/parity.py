@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 
@@ -15,6 +16,8 @@ _FLOORS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 _FACTOR = 2.0
 # Beyond this the eager module and the reference compute different things, and nothing can be told of the compiled one.
 _MOST_EAGER = 0.5
+
+Number = TypeVar("Number", int, float)
 
 
 def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
@@ -51,10 +54,11 @@ def worse(first: Parity, second: Parity) -> Parity:
         eager=further.eager,  # what the figure beside it was held against
         quantization=_larger(first.quantization, second.quantization),
         rerouted=_larger(first.rerouted, second.rerouted),
+        unreached=_larger(first.unreached, second.unreached),
     )
 
 
-def _larger(first: float | None, second: float | None) -> float | None:
+def _larger(first: Number | None, second: Number | None) -> Number | None:
     return max((each for each in (first, second) if each is not None), default=None)
 
 

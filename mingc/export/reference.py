@@ -32,18 +32,18 @@ class Ranks:
     ) -> None:
         self.modules = modules
         self.inputs = inputs
-        self._plan = plan
+        self.plan = plan
 
     def of(self, inputs: Mapping[str, torch.Tensor]) -> Ranks:
         """The same modules on other inputs."""
-        return Ranks(self._plan, self.modules, inputs)
+        return Ranks(self.plan, self.modules, inputs)
 
     def run(self) -> dict[str, torch.Tensor]:
         """Outputs by name, of all ranks together, and `state.<name>` afterwards, of the first."""
-        ranks = [run_eager(self._plan, module, self.inputs) for module in self.modules]
+        ranks = [run_eager(self.plan, module, self.inputs) for module in self.modules]
         outputs = {
             spec.name: whole_output(spec, [rank[spec.name] for rank in ranks])
-            for spec in self._plan.spec.outputs
+            for spec in self.plan.spec.outputs
         }
         return {**ranks[0], **outputs}
 

@@ -26,7 +26,7 @@ _MAX_REROUTED = 0.25
 # Of a token that went a third way: so many inputs near its own are asked where they go, each number moved by at most
 # one step of bfloat16.
 _MOVES = 256
-_STEP = 2.0**-8
+STEP = 2.0**-8
 
 
 class _GivenRoutes(nn.Module):
@@ -54,7 +54,8 @@ def given_routes(modules: Sequence[nn.Module], routes: tuple[Tensor, Tensor]) ->
     routers = [module.get_submodule("router") for module in modules]
     try:
         for module in modules:
-            module.add_module("router", _GivenRoutes(*(each.cpu() for each in routes)))
+            place = next(module.parameters()).device
+            module.add_module("router", _GivenRoutes(*(each.to(place) for each in routes)))
         yield
     finally:
         for module, router in zip(modules, routers, strict=True):
@@ -149,7 +150,7 @@ def _moved(inputs: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
     moved = _repeated(inputs, row, _MOVES)
     for name, value in moved.items():
         if value.is_floating_point():
-            share = (2 * torch.rand(value.shape, generator=generator) - 1) * _STEP
+            share = (2 * torch.rand(value.shape, generator=generator) - 1) * STEP
             moved[name] = (value.float() * (1 + share.to(value.device))).to(value.dtype)
     return moved
 

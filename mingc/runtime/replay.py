@@ -1,4 +1,4 @@
-"""Runs one compiled engine once on given tensors, for every rank in turn. For parity checks and `mingc verify`."""
+"""Runs one compiled engine on given tensors, for every rank in turn. For parity checks and `mingc verify`."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ def replay(
     backend: str,
     spec: GraphSpec,
     weights: Sequence[Path],
-    tensors: Mapping[str, torch.Tensor],
+    calls: Sequence[Mapping[str, torch.Tensor]],
     device: str,
-) -> dict[str, torch.Tensor]:
-    """Outputs by name and `state.<name>` afterwards, on the CPU. `tensors` are not changed.
+) -> list[dict[str, torch.Tensor]]:
+    """Of each call outputs by name and `state.<name>` afterwards, on the CPU.
 
     Args:
         weights: one file a rank, of which the first instance's weights are used. Ranks do not meet: their outputs are
             put together here. The state is rank 0's.
+        calls: inputs and state of each, which are not changed.
     """
-    ranks = [_run(engine, backend, spec, path, tensors, torch.device(device)) for path in weights]
-    result = {each.name: whole_output(each, [rank[each.name] for rank in ranks]) for each in spec.outputs}
-    result.update({f"state.{each.name}": ranks[0][f"state.{each.name}"] for each in spec.state})
-    return result
+    ranks = [_run(engine, backend, spec, path, calls, torch.device(device)) for path in weights]
+    results = []
+    for parts in zip(*ranks, strict=True):
+        made = {each.name: whole_output(each, [part[each.name] for part in parts]) for each in spec.outputs}
+        made.update({f"state.{each.name}": parts[0][f"state.{each.name}"] for each in spec.state})
+        results.append(made)
+    return results
 
 
 def _run(
@@ -38,9 +42,9 @@ def _run(
     backend: str,
     spec: GraphSpec,
     weights: Path,
-    tensors: Mapping[str, torch.Tensor],
+    calls: Sequence[Mapping[str, torch.Tensor]],
     place: torch.device,
-) -> dict[str, torch.Tensor]:
+) -> list[dict[str, torch.Tensor]]:
     loaded = load_engine(backend, engine, place)
     with safe_open(weights, framework="pt") as file:
 
@@ -49,10 +53,15 @@ def _run(
 
         loaded.bind(read(loaded.constants()))
         given = read(spec.weights)
-    arguments = [tensors[each.name].clone().to(place) for each in (*spec.inputs, *spec.state)]
-    with torch.no_grad():
-        outputs = loaded.run([*arguments, *given.values()])
-    result = {each.name: value.cpu() for each, value in zip(spec.outputs, outputs, strict=True)}
-    state = arguments[len(spec.inputs) :]
-    result.update({f"state.{each.name}": value.cpu() for each, value in zip(spec.state, state, strict=True)})
-    return result
+    results = []
+    for tensors in calls:
+        arguments = [tensors[each.name].clone().to(place) for each in (*spec.inputs, *spec.state)]
+        with torch.no_grad():
+            outputs = loaded.run([*arguments, *given.values()])
+        made = {each.name: value.cpu() for each, value in zip(spec.outputs, outputs, strict=True)}
+        state = arguments[len(spec.inputs) :]
+        made.update(
+            {f"state.{each.name}": value.cpu() for each, value in zip(spec.state, state, strict=True)}
+        )
+        results.append(made)
+    return results

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from mingc.artifacts.manifest import EngineRecord, Parity
 from mingc.artifacts.spec import GraphSpec, TensorSpec
 from mingc.errors import ParityError
-from mingc.export.build import GraphTask, check_graph, stage_options
-from mingc.export.checkpoint import Checkpoint
 from mingc.export.parity import worst_error
-from mingc.export.recipe import ExportRecipe
-from mingc.export.reference import Ranks, run_eager
+from mingc.export.reference import Ranks
 from mingc.export.routes import follow_moved, given_routes, nearer_rows, rerouted_share, tell_routes
-from mingc.export.stages import find
-from mingc.export.stages.base import GraphPlan, Shard
-from mingc.export.weights import load_module, write_weights
+from mingc.export.stages.base import GraphPlan
 
 TOKENS, HIDDEN, EXPERTS = 64, 32, 8
 ALLOWED = 3e-2  # of a bfloat16 engine
@@ -211,65 +201,3 @@ def test_a_row_that_is_not_a_number_is_no_row_of_either() -> None:
     choices = [{"y": torch.ones(2, 3)}, {"y": torch.zeros(2, 3)}]
     values = {"y": torch.tensor([[torch.nan] * 3, [0.1] * 3])}
     assert worst_error(values, nearer_rows(values, choices)) == float("inf")
-
-
-def check_experts(graph: str, tiny: Checkpoint, folder: Path, spoil: Callable[[Any], None]) -> Parity:
-    """The export's check of a bfloat16 expert layer; in the engine's place runs the eager module after `spoil`."""
-    stage = find("thinker")
-    config = stage.config(tiny)
-    recipe = ExportRecipe(
-        checkpoint=tiny.root, output=folder, stages=("thinker",), dtype="bfloat16", context_tokens=256
-    )
-    (folder / "goldens").mkdir()
-    write_weights(tiny, stage, config, Shard(), torch.bfloat16, folder / "weights")
-    plans = stage.graphs(config, Shard(), stage_options(recipe))
-    plan = next(plan for plan in plans if plan.spec.name == graph)
-
-    def replay(
-        engine: Path,
-        backend: str,
-        spec: GraphSpec,
-        weights: Sequence[Path],
-        tensors: Mapping[str, Tensor],
-        device: str,
-    ) -> dict[str, Tensor]:
-        module = load_module(stage, config, Shard(), weights[0], part=spec.instances[0])
-        spoil(module)
-        return run_eager(plan, module, tensors)
-
-    task = GraphTask(recipe=recipe, stage="thinker", graph=graph, folder=folder, weights=("weights",))
-    engine = EngineRecord(backend="none", file="none", dims=None, compile_seconds=0.0)
-    return check_graph(task, (engine,), replay).record.parity
-
-
-@pytest.mark.parametrize("graph", ["prefill_experts", "decode_experts"])
-def test_expert_layers_pass_the_check_in_bfloat16(graph: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    parity = check_experts(graph, checkpoint, tmp_path, lambda module: None)
-    assert parity.compiled < ALLOWED
-    assert parity.rerouted is not None
-
-
-def swap_experts(module: Any) -> None:
-    module.down[[3, 5]] = module.down[[5, 3]]
-
-
-def scale_router(module: Any) -> None:
-    module.router.weight *= 0.8
-
-
-def drop_shared(module: Any) -> None:
-    module.shared.down.zero_()
-
-
-@pytest.mark.parametrize("spoil", [swap_experts, scale_router, drop_shared])
-def test_expert_layers_with_a_fault_are_refused(
-    spoil: Callable[[Any], None], checkpoint: Checkpoint, tmp_path: Path
-) -> None:
-    def spoil_copy(module: Any) -> None:
-        # The loaded weights are a read-only view of the file.
-        for parameter in module.parameters():
-            parameter.data = parameter.data.clone()
-        spoil(module)
-
-    with pytest.raises(ParityError, match="off the float32 reference"):
-        check_experts("prefill_experts", checkpoint, tmp_path, spoil_copy)

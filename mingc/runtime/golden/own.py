@@ -25,12 +25,12 @@ def replay(bundle: Bundle, stage: StageRecord, graph: GraphRecord, *, name: str,
             ledger.input(key)
     engine = _engine(graph, given)
     with ledger.case("replay"):
-        made = replay_engine(
+        (made,) = replay_engine(
             bundle.path(engine.file),
             engine.backend,
             graph.spec,
             [bundle.path(weights) for weights in stage.weights],
-            given,
+            [given],
             bundle.manifest.fingerprint.device,
         )
         for key in references:

@@ -1,0 +1,223 @@
+"""The export's check of expert layers: every expert is reached, whatever the batch, and a fault of any is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mingc.artifacts.manifest import EngineRecord, Parity
+from mingc.artifacts.spec import GraphSpec
+from mingc.errors import ParityError
+from mingc.export.build import GraphTask, check_graph, stage_options
+from mingc.export.checkpoint import Checkpoint
+from mingc.export.experts import find_tokens
+from mingc.export.recipe import ExportRecipe, Quantization
+from mingc.export.reference import run_eager
+from mingc.export.routes import tell_routes
+from mingc.export.stages.base import Shard
+from mingc.export.stages.thinker import STAGE, ThinkerConfig
+from mingc.export.weights import load_module, write_weights
+from mingc.rank_outputs import whole_output
+
+ALLOWED = 3e-2  # of a bfloat16 engine
+EXPERTS = 16
+# Changes the weights of a layer, by name; one expert of them, whose number is given.
+Spoil = Callable[[dict[str, Tensor], int], None]
+
+
+def keep(weights: dict[str, Tensor], expert: int) -> None:
+    """No fault."""
+
+
+def weaken(weights: dict[str, Tensor], expert: int) -> None:
+    """By a twentieth, in its scale where it has one."""
+    weight = weights.get("down_scale", weights["down"])
+    weight[expert] = (weight[expert].float() * 0.95).to(weight.dtype)
+
+
+def exchange(weights: dict[str, Tensor], expert: int) -> None:
+    """With its neighbour."""
+    for name in ("gate_up", "gate_up_scale"):
+        if name in weights:
+            bits = weights[name].view(torch.uint8)
+            bits[[expert, expert ^ 1]] = bits[[expert ^ 1, expert]]
+
+
+def turn(weights: dict[str, Tensor], expert: int) -> None:
+    """The rows of its down projection are another's."""
+    bits = weights["down"].view(torch.uint8)
+    bits[expert] = bits[expert].roll(1, 0)
+
+
+def scale_router(weights: dict[str, Tensor], expert: int) -> None:
+    weights["router.weight"] *= 0.8
+
+
+def drop_shared(weights: dict[str, Tensor], expert: int) -> None:
+    weights["shared.down"].zero_()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """An expert layer of the tiny thinker as it is exported into `folder`."""
+
+    checkpoint: Checkpoint
+    config: ThinkerConfig
+    folder: Path
+    graph: str
+    dtype: str = "bfloat16"
+    quantization: Quantization | None = None
+    num_ranks: int = 1
+    batch: int | None = None
+
+    def check(self, spoil: Spoil, *, is_stored: bool = False) -> Parity:
+        """The export's check. In the engine's place runs the eager module after `spoil` of the last rank.
+
+        With `is_stored` the fault is in the file, where eager modules have it too.
+        """
+        recipe = ExportRecipe(
+            checkpoint=self.checkpoint.root,
+            output=self.folder,
+            stages=("thinker",),
+            dtype=self.dtype,
+            context_tokens=256,
+            world_size=self.num_ranks,
+            quantize=(f"thinker={self.quantization}",) if self.quantization is not None else (),
+        )
+        (self.folder / "goldens").mkdir()
+        shards = [Shard(rank=rank, world_size=self.num_ranks) for rank in range(self.num_ranks)]
+        files = tuple(f"rank{shard.rank}" for shard in shards)
+        dtype = getattr(torch, self.dtype)
+        for shard, file in zip(shards, files, strict=True):
+            path = self.folder / file
+            write_weights(self.checkpoint, STAGE, self.config, shard, dtype, path, self.quantization)
+        plans = STAGE.graphs(self.config, shards[0], stage_options(recipe))
+        plan = next(plan for plan in plans if plan.spec.name == self.graph)
+        part = plan.spec.instances[0]
+
+        def load(path: Path) -> Any:
+            module = load_module(STAGE, self.config, shards[0], path, self.quantization, part=part)
+            for parameter in module.parameters():
+                parameter.data = parameter.data.clone()  # what is loaded is a read-only view of the file
+            return module
+
+        # The expert to which the example sends the fewest tokens.
+        sizes = {**plan.check_dims, **({"B": self.batch} if self.batch is not None else {})}
+        example = plan.example(sizes, torch.Generator().manual_seed(1))
+        ids, _ = tell_routes(plan, load(self.folder / files[0]), example)
+        expert = int(torch.bincount(ids.flatten(), minlength=EXPERTS).argmin())
+
+        def replay(
+            engine: Path,
+            backend: str,
+            spec: GraphSpec,
+            weights: Sequence[Path],
+            calls: Sequence[Mapping[str, Tensor]],
+            device: str,
+        ) -> list[dict[str, Tensor]]:
+            modules = [load(path) for path in weights]
+            if not is_stored:
+                spoil(dict(modules[-1].named_parameters()), expert)
+            made = []
+            for tensors in calls:
+                assert {len(value) for value in tensors.values()} == {*sizes.values()}
+                parts = [run_eager(plan, module, tensors) for module in modules]
+                names = {each.name: each for each in spec.outputs}
+                made.append(
+                    {name: whole_output(names[name], [part[name] for part in parts]) for name in names}
+                )
+            return made
+
+        if is_stored:
+            tensors = load_file(self.folder / files[-1])
+            spoil({name.removeprefix(f"{part}."): value for name, value in tensors.items()}, expert)
+            save_file(tensors, self.folder / files[-1])
+        task = GraphTask(recipe=recipe, stage="thinker", graph=self.graph, folder=self.folder, weights=files)
+        dims = None if self.batch is None else {"B": self.batch}
+        engine = EngineRecord(backend="none", file="none", dims=dims, compile_seconds=0.0)
+        return check_graph(task, (engine,), replay).record.parity
+
+
+@pytest.fixture
+def layer(checkpoint: Checkpoint, config: ThinkerConfig, tmp_path: Path) -> Callable[..., Layer]:
+    return lambda **choices: Layer(checkpoint=checkpoint, config=config, folder=tmp_path, **choices)
+
+
+KINDS = [
+    {"graph": "prefill_experts"},
+    {"graph": "decode_experts"},
+    {"graph": "decode_experts", "batch": 1},
+    {"graph": "prefill_experts", "dtype": "float32"},
+    {"graph": "decode_experts", "dtype": "float32"},
+    {"graph": "decode_experts", "dtype": "float32", "batch": 1},
+    {"graph": "prefill_experts", "quantization": "fp8"},
+    {"graph": "decode_experts", "quantization": "fp8", "batch": 1},
+    {"graph": "prefill_experts", "quantization": "int4"},
+    {"graph": "decode_experts", "quantization": "int4", "batch": 1},
+    {"graph": "decode_experts", "num_ranks": 2},
+    {"graph": "decode_experts", "num_ranks": 4},
+]
+
+
+def name_kind(kind: dict[str, Any]) -> str:
+    return "-".join(map(str, kind.values()))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_kind)
+def test_every_expert_is_reached_and_right(kind: dict[str, Any], layer: Callable[..., Layer]) -> None:
+    parity = layer(**kind).check(keep)
+    assert parity.unreached == 0
+    assert parity.compiled < ALLOWED
+    assert (parity.rerouted is None) == (kind.get("dtype") == "float32")
+
+
+@pytest.mark.parametrize("spoil", [weaken, exchange, turn])
+@pytest.mark.parametrize("kind", KINDS, ids=name_kind)
+def test_a_fault_of_one_expert_is_refused(
+    kind: dict[str, Any], spoil: Spoil, layer: Callable[..., Layer]
+) -> None:
+    with pytest.raises(ParityError, match="float32 reference"):
+        layer(**kind).check(spoil)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "spoil"),
+    [(None, weaken), (None, exchange), ("fp8", weaken), ("fp8", turn), ("int4", exchange), ("int4", turn)],
+)
+def test_a_fault_of_what_is_stored_is_refused(
+    quantization: Quantization | None, spoil: Spoil, layer: Callable[..., Layer]
+) -> None:
+    with pytest.raises(ParityError, match="float32 reference"):
+        layer(graph="decode_experts", quantization=quantization).check(spoil, is_stored=True)
+
+
+@pytest.mark.parametrize("spoil", [scale_router, drop_shared])
+def test_a_fault_of_what_all_tokens_share_is_refused(spoil: Spoil, layer: Callable[..., Layer]) -> None:
+    with pytest.raises(ParityError, match="off the float32 reference"):
+        layer(graph="prefill_experts").check(spoil)
+
+
+def test_experts_that_no_token_reaches_are_counted(
+    checkpoint: Checkpoint, config: ThinkerConfig, tmp_path: Path
+) -> None:
+    write_weights(checkpoint, STAGE, config, Shard(), torch.bfloat16, tmp_path / "weights")
+    recipe = ExportRecipe(checkpoint=checkpoint.root, output=tmp_path, stages=("thinker",), dtype="bfloat16")
+    plans = STAGE.graphs(config, Shard(), stage_options(recipe))
+    plan = next(plan for plan in plans if plan.spec.name == "decode_experts")
+    module = load_module(STAGE, config, Shard(), tmp_path / "weights", part=plan.spec.instances[0])
+    router = module.get_submodule("router")
+    bias = router.get_parameter("bias").clone()
+    bias[:, [2, 7]] = -100.0
+    router.register_parameter("bias", torch.nn.Parameter(bias, requires_grad=False))
+    tokens = find_tokens(plan, module, 3)
+    assert tokens.num_unreached == 2
+    assert not {2, 7} & {*tokens.ids.flatten().tolist()}
+    assert len(tokens.ids) % 3 == 0 and len(tokens.calls()) == len(tokens.ids) // 3
+    assert torch.cat([each["delta"] for each in tokens.calls()]).equal(tokens.inputs["delta"])
