@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 from mingc.artifacts.codec import decode, encode
 from mingc.artifacts.model import (
@@ -122,11 +122,56 @@ class Fidelity:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KernelTiles:
+    """How one matrix product is cut, see `mingc.kernels.gpu.moe_tiles.Tiles`."""
+
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    repeats: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TunedKernel:
+    """How the kernels of a mixture of experts are cut for `tokens` tokens: the fastest of those timed at the export.
+
+    Attributes:
+        kernel: expert_row (one token and the choice of its experts), row (one token), batch, grouped (a chunk).
+        width: this rank's of an expert.
+        chosen: experts of a token.
+        storage: of the weights: bfloat16, fp8 or int4.
+        up, down: the experts' first product and their second.
+        rows, swap, extra: of grouped products, see `mingc.kernels.gpu.moe_tiles.Cut`.
+        us, default_us: microseconds of a layer's experts so cut, and cut as they would be untimed; equal when that is
+            how they are cut.
+        device: where they were timed.
+    """
+
+    kernel: Literal["expert_row", "row", "batch", "grouped"]
+    tokens: int
+    hidden_size: int
+    width: int
+    experts: int
+    chosen: int
+    storage: Literal["bfloat16", "fp8", "int4"]
+    up: KernelTiles
+    down: KernelTiles
+    rows: int
+    swap: bool
+    extra: int
+    us: float
+    default_us: float
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StageRecord:
     """One stage: graphs by name, and one weights file a rank (one in all when the stage is not sharded).
 
     `fidelity` is there when the weights of a decoder are quantized. `repeated` says of an instance whose weights are
     in no file which other one's it gets a copy of: random weights are stored for one instance of a graph.
+    `tiles` are of the kernels that were timed at the export.
     """
 
     is_sharded: bool
@@ -134,6 +179,7 @@ class StageRecord:
     graphs: dict[str, GraphRecord]
     fidelity: Fidelity | None = None
     repeated: dict[str, str] = field(default_factory=dict)
+    tiles: tuple[TunedKernel, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

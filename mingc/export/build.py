@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from mingc.artifacts.manifest import EngineRecord, Fidelity, GraphRecord, Parity
+from mingc.artifacts.manifest import EngineRecord, Fidelity, GraphRecord, Parity, TunedKernel
 from mingc.artifacts.spec import GraphSpec
 from mingc.errors import ExportError
 from mingc.export import experts, routes
@@ -25,9 +25,11 @@ from mingc.export.reference import Ranks, float32_inputs, widened
 from mingc.export.source import open_source
 from mingc.export.stages import find
 from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions
+from mingc.export.tiles import engine_table
 from mingc.export.weights import float32_module, load_module
 from mingc.export.work import count_work
 from mingc.export.workers import gives_memory_back, peak_rss_bytes
+from mingc.kernels.gpu.moe_tiles import using
 
 BACKEND = "aoti"
 
@@ -54,13 +56,18 @@ class Replay(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphTask:
-    """One graph to build. `folder` is the bundle under construction; `weights` one file a rank, relative to it."""
+    """One graph to build.
+
+    `folder` is the bundle under construction; `weights` one file a rank, relative to it; `tiles` are of the stage's
+    kernels that were timed.
+    """
 
     recipe: ExportRecipe
     stage: str
     graph: str
     folder: Path
     weights: tuple[str, ...]
+    tiles: tuple[TunedKernel, ...] = ()
 
     @property
     def name(self) -> str:
@@ -114,7 +121,12 @@ def build_engine(task: GraphTask, fixed: dict[str, int] | None) -> BuiltEngine:
     plan = _find_plan(stage, config, shard, options, task.graph)
     module = _load(task, stage, config, shard, plan).to(options.device)
     plan = share_weights(plan, module)
-    record = _compile(task, plan, module, fixed, options)
+    table = {}
+    if plan.routing is not None and fixed is not None:
+        (tokens,) = fixed.values()
+        table = engine_table(task.tiles, tokens)
+    with using(table):
+        record = _compile(task, plan, module, fixed, options)
     return BuiltEngine(record=record, peak_rss_bytes=peak_rss_bytes())
 
 

@@ -21,6 +21,7 @@ from mingc.artifacts.manifest import (
     Manifest,
     ModelParameters,
     StageRecord,
+    TunedKernel,
     VoiceRecord,
 )
 from mingc.errors import CheckpointError, ConfigError
@@ -34,6 +35,7 @@ from mingc.export.schedule import Schedule
 from mingc.export.source import open_source
 from mingc.export.stages import discover, find
 from mingc.export.stages.base import Stage
+from mingc.export.tiles import to_tune, tune
 from mingc.export.weights_file import weights_files, write_file
 from mingc.export.workers import peak_rss_bytes
 from mingc.machine import this_machine
@@ -43,7 +45,7 @@ from mingc.machine import this_machine
 class Step:
     """One finished step of an export, for progress lines."""
 
-    name: str  # weights, engine (compiled), check (of a graph), voice, manifest
+    name: str  # tiles (timed), weights, engine (compiled), check (of a graph), voice, manifest
     subject: str
     seconds: float
     done: int
@@ -98,15 +100,18 @@ def export_bundle(recipe: ExportRecipe, replay: Replay, progress: Callable[[Step
         copied = tokenizers.copy(checkpoint, folder, parameters, notes, is_synthetic=recipe.synthetic)
         template = tokenizers.chat_template(checkpoint)
         records = run.write_voices()
+        tiles = run.tune()
         weights = run.write_weights()
-        results, fidelity = run.build_graphs()
+        results, fidelity = run.build_graphs(tiles)
         notes.extend(run.notes)
         manifest = Manifest(
             schema=SCHEMA,
             model=recipe.model_name,
             fingerprint=_fingerprint(recipe, checkpoint),
             stages={
-                stage.name: _stage_record(stage, weights, results, fidelity, run.repeated[stage.name])
+                stage.name: _stage_record(
+                    stage, weights, results, fidelity, run.repeated[stage.name], tiles.get(stage.name, ())
+                )
                 for stage in stages
             },
             parameters=parameters,
@@ -148,13 +153,12 @@ class _Run:
         self.notes: list[str] = []
         self.peak_rss_bytes = 0
         self.options = options = stage_options(recipe)
-        # Of each graph, by stage: what its engines are compiled for.
-        specs = {
-            stage.name: [
-                plan.spec for plan in stage.graphs(configs[stage.name], first_shard(stage, recipe), options)
-            ]
+        plans = {
+            stage.name: stage.graphs(configs[stage.name], first_shard(stage, recipe), options)
             for stage in stages
         }
+        specs = {name: [plan.spec for plan in each] for name, each in plans.items()}
+        # Of each graph, by stage: what its engines are compiled for.
         self._sizes = {
             name: {spec.name: engine_sizes(spec, options) for spec in graphs}
             for name, graphs in specs.items()
@@ -175,7 +179,12 @@ class _Run:
         builds = sum(len(sizes) + 1 for graphs in self._sizes.values() for sizes in graphs.values())
         shards = sum(map(len, self._files.values()))
         self._voices = voices.find(checkpoint, self.notes) if self.has_voices else ()
-        self._total = shards + builds + len(self._voices) + 1
+        self._to_tune = {
+            stage.name: found
+            for stage in stages
+            if (found := to_tune(recipe, stage, configs[stage.name], plans[stage.name])) is not None
+        }
+        self._total = shards + builds + len(self._voices) + len(self._to_tune) + 1
 
     def step(self, name: str, subject: str, seconds: float) -> None:
         self._done += 1
@@ -192,14 +201,27 @@ class _Run:
             self.step("weights", first.name, written.seconds)
         return {stage: tuple(file.path for file in files) for stage, files in self._files.items()}
 
-    def build_graphs(self) -> tuple[list[GraphResult], dict[str, Fidelity]]:
+    def tune(self) -> dict[str, tuple[TunedKernel, ...]]:
+        """By stage how kernels that were timed on this device are cut. Nothing else must run here meanwhile."""
+        timed = {}
+        for stage, (dims, shapes) in self._to_tune.items():
+            started = time.perf_counter()
+            timed[stage] = tune(dims, shapes, jobs=self._recipe.jobs, cache=self._recipe.cache)
+            self.step("tiles", stage, time.perf_counter() - started)
+        return timed
+
+    def build_graphs(
+        self, tiles: dict[str, tuple[TunedKernel, ...]]
+    ) -> tuple[list[GraphResult], dict[str, Fidelity]]:
         """Write the other weights files, compile every engine and check every graph.
 
         Returns the graphs, and what stages of quantized weights lose by name, where they tell.
         """
         (self._folder / "engines").mkdir()
         (self._folder / "goldens").mkdir()
-        schedule = Schedule(self._recipe, self._folder, self._replay, self._sizes, self._files, self.step)
+        schedule = Schedule(
+            self._recipe, self._folder, self._replay, self._sizes, self._files, self.step, tiles
+        )
         schedule.run()
         self.peak_rss_bytes = max(schedule.peak_rss_bytes, peak_rss_bytes())
         return schedule.results, schedule.fidelity
@@ -238,6 +260,7 @@ def _stage_record(
     results: Sequence[GraphResult],
     fidelity: dict[str, Fidelity],
     repeated: dict[str, str],
+    tiles: tuple[TunedKernel, ...],
 ) -> StageRecord:
     graphs: dict[str, GraphRecord] = {
         result.record.spec.name: result.record for result in results if result.stage == stage.name
@@ -248,6 +271,7 @@ def _stage_record(
         graphs=graphs,
         fidelity=fidelity.get(stage.name),
         repeated=repeated,
+        tiles=tiles,
     )
 
 

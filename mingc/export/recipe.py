@@ -45,6 +45,7 @@ class ExportRecipe:
         synthetic: draw random weights instead of reading any, on the target device.
         quantize: how weights are stored: `fp8` for every stage that can, `STAGE=fp8` for one, `thinker=int4`. Empty:
             all in `dtype`.
+        tune: on CUDA time cuts of the experts' kernels on the device at hand, and take the fastest.
     """
 
     checkpoint: Path
@@ -62,6 +63,7 @@ class ExportRecipe:
     model_name: str = "ming-omni"
     synthetic: bool = False
     quantize: tuple[str, ...] = ()
+    tune: bool = True
 
     def __post_init__(self) -> None:
         problems = []

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mingc.artifacts.manifest import EngineRecord, Fidelity
+from mingc.artifacts.manifest import EngineRecord, Fidelity, TunedKernel
 from mingc.export.build import (
     BuiltEngine,
     GraphResult,
@@ -48,12 +48,20 @@ class Schedule:
         sizes: Sizes,
         files: Mapping[str, tuple[WeightsFile, ...]],
         step: Callable[[str, str, float], None],
+        tiles: Mapping[str, tuple[TunedKernel, ...]],
     ) -> None:
         self._recipe, self._folder, self._replay = recipe, folder, replay
         self._sizes, self._step = sizes, step
         self._paths = {stage: tuple(file.path for file in each) for stage, each in files.items()}
         tasks = [
-            GraphTask(recipe=recipe, stage=stage, graph=graph, folder=folder, weights=self._paths[stage])
+            GraphTask(
+                recipe=recipe,
+                stage=stage,
+                graph=graph,
+                folder=folder,
+                weights=self._paths[stage],
+                tiles=tiles.get(stage, ()),
+            )
             for stage, graphs in sizes.items()
             for graph in graphs
         ]

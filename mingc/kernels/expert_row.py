@@ -30,9 +30,13 @@ def has_expert_row(x: Tensor, gates: Gates, experts: Weights, shared: Weights | 
         return False
     if shared is not None and (shared.gate_up.dtype, shared.width) != (experts.gate_up.dtype, experts.width):
         return False
-    sizes = (x.shape[1], gates.weight.shape[1], gates.num_groups)
-    is_power = all(size & (size - 1) == 0 for size in sizes)
-    return is_power and 128 <= x.shape[1] <= _MAX_WIDTH and sizes[1] >= 16 and experts.width % 128 == 0
+    return has_row_kernel(x.shape[1], gates.weight.shape[1], gates.num_groups, experts.width)
+
+
+def has_row_kernel(hidden_size: int, num_experts: int, num_groups: int, width: int) -> bool:
+    """Whether the kernels of one row take such sizes."""
+    is_power = all(size & (size - 1) == 0 for size in (hidden_size, num_experts, num_groups))
+    return is_power and 128 <= hidden_size <= _MAX_WIDTH and num_experts >= 16 and width % 128 == 0
 
 
 def expert_row(

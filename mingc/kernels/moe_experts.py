@@ -64,7 +64,7 @@ def moe_experts(
     (spec: thinker.md §2.3).
     """
     experts = Weights(gate_up, down, gate_up_scale, down_scale)
-    if use_triton(x) and _has_kernel(x, experts):
+    if use_triton(x) and has_kernel(x.shape[1], experts.width, experts.gate_up.shape[0]):
         return _launch(x, ids, weights, experts, shared)
     is_captured = torch.compiler.is_compiling() or torch.compiler.is_exporting()
     outputs = (_pair_rows if is_captured else _visit_experts)(x, ids, experts)
@@ -78,16 +78,16 @@ def swiglu(x: Tensor, expert: Weights) -> Tensor:
     return linear(F.silu(gate) * up, expert.down, None, expert.down_scale)
 
 
-def _has_kernel(x: Tensor, experts: Weights) -> bool:
-    """The kernels work on whole tiles, and sort by tables of a power of two."""
-    count = experts.gate_up.shape[0]
-    return x.shape[1] % 128 == 0 and experts.width % 128 == 0 and count & (count - 1) == 0
+def has_kernel(hidden_size: int, width: int, num_experts: int) -> bool:
+    """Whether CUDA kernels take such sizes: they work on whole tiles, and sort by tables of a power of two."""
+    return hidden_size % 128 == 0 and width % 128 == 0 and num_experts & (num_experts - 1) == 0
 
 
 def _launch(x: Tensor, ids: Tensor, weights: Tensor, experts: Weights, shared: Weights | None) -> Tensor:
     from mingc.kernels.gpu import moe_experts as gpu
+    from mingc.kernels.gpu.moe_tiles import MAX_DECODE_TOKENS
 
-    if x.shape[0] > gpu.MAX_DECODE_TOKENS:
+    if x.shape[0] > MAX_DECODE_TOKENS:
         own = None if shared is None else swiglu(x, shared)
         summed: Tensor = gpu.moe_prefill(x, ids, weights, *experts, own)
         return summed

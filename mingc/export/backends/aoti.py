@@ -20,6 +20,7 @@ import torch
 import mingc.kernels
 from mingc.artifacts.work_folder import work_folder
 from mingc.errors import CompileError
+from mingc.kernels.gpu.moe_tiles import chosen_cuts
 
 # Weights stay outside: one engine serves every rank, and several graphs share one weights file.
 # Inductor would bake vectors of up to 8 elements into the code, where another checkpoint's or rank's values belong.
@@ -133,10 +134,17 @@ def _key(program: torch.export.ExportedProgram, options: dict[str, Any], device:
         digest.update(str(part).encode())
         digest.update(b"\0")
     if device == "cuda":
-        # A graph names the Triton kernels it calls; their code decides as much as their names.
-        for source in sorted((Path(mingc.kernels.__path__[0]) / "gpu").glob("*.py")):
-            digest.update(source.read_bytes())
+        # A graph names the kernels it calls; how they are cut and their code decide as much.
+        digest.update(repr(sorted(chosen_cuts().items(), key=repr)).encode())
+        digest.update(kernel_sources())
     return digest.hexdigest()
+
+
+def kernel_sources() -> bytes:
+    """The code of all CUDA kernels, for keys of what was made with it."""
+    return b"".join(
+        path.read_bytes() for path in sorted((Path(mingc.kernels.__path__[0]) / "gpu").glob("*.py"))
+    )
 
 
 def _refuse_static_libstdcxx(path: Path, where: str) -> None:

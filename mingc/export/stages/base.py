@@ -57,6 +57,22 @@ class StageOptions:
         return self.batch_sizes[-1]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertDims:
+    """A stage's mixture of experts as one rank's kernels see it.
+
+    `width` and `shared_width` (0: none) are the rank's of an expert and of the one of every token.
+    """
+
+    hidden_size: int
+    width: int
+    shared_width: int
+    num_experts: int
+    num_groups: int
+    num_kept_groups: int
+    num_chosen: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightSource:
     """How one parameter or buffer of the module is made from checkpoint tensors.
@@ -135,6 +151,10 @@ class Stage(ABC):
 
     def fidelity(self, config: Any, exact: Load, stored: LoadRanks) -> Fidelity | None:
         """What quantized weights lose end to end; None: the parity of the graphs says it all."""
+        return None
+
+    def experts(self, config: Any, shard: Shard) -> ExpertDims | None:
+        """The experts of the graphs that name a `routing`, for timing their kernels; None: the stage has none."""
         return None
 
     def ignored(self, checkpoint: Checkpoint) -> Sequence[tuple[str, str]]:

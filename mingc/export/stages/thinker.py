@@ -22,7 +22,16 @@ from mingc.export.layers.decoder import PAGE_SIZE, Decoder, DecoderConfig
 from mingc.export.layers.decoder_fidelity import decoder_fidelity
 from mingc.export.layers.decoder_graphs import thinker_graphs
 from mingc.export.layers.decoder_weights import decoder_weights
-from mingc.export.stages.base import GraphPlan, Load, LoadRanks, Shard, Stage, StageOptions, WeightSource
+from mingc.export.stages.base import (
+    ExpertDims,
+    GraphPlan,
+    Load,
+    LoadRanks,
+    Shard,
+    Stage,
+    StageOptions,
+    WeightSource,
+)
 from mingc.kernels.paged_attention import CHUNK_ALIGNMENT, SHARED_ROWS
 
 _DEFAULT_SYSTEM_TEXT = "你是一个友好的AI助手。"
@@ -115,6 +124,20 @@ class ThinkerStage(Stage):
 
     def fidelity(self, config: ThinkerConfig, exact: Load, stored: LoadRanks) -> Fidelity:
         return decoder_fidelity(config.decoder, exact, stored)
+
+    def experts(self, config: ThinkerConfig, shard: Shard) -> ExpertDims | None:
+        decoder = config.decoder
+        if decoder.num_dense_layers >= decoder.num_layers:
+            return None
+        return ExpertDims(
+            hidden_size=decoder.hidden_size,
+            width=decoder.local_width(decoder.expert_intermediate_size, shard.world_size),
+            shared_width=decoder.local_width(decoder.shared_intermediate_size, shard.world_size),
+            num_experts=decoder.num_experts,
+            num_groups=decoder.num_expert_groups,
+            num_kept_groups=decoder.num_kept_groups,
+            num_chosen=decoder.num_experts_per_token,
+        )
 
     def parameters(self, config: ThinkerConfig, options: StageOptions) -> ThinkerParameters:
         ids = config.token_ids

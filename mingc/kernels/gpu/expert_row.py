@@ -130,7 +130,13 @@ def expert_row(
     ids = torch.empty(1, num_chosen, dtype=torch.int64, device=device)
     weights = torch.empty(1, num_chosen, dtype=torch.float32, device=device)
     hidden = torch.empty(num_pairs, width, dtype=dtype, device=device)
-    tiles = moe_tiles.expert_row_up(width, hidden_size)
+    cut = moe_tiles.cut(
+        moe_tiles.Shape(
+            kernel="expert_row", tokens=1, hidden_size=hidden_size, width=width, experts=experts,
+            chosen=num_chosen, storage=storage,
+        )
+    )  # fmt: skip
+    tiles = cut.up
     torch.library.wrap_triton(mingc_expert_row_up)[(width // tiles.columns, num_pairs)](
         normed, logits, bias, ids, weights, gate_up, residual if gate_up_scale is None else gate_up_scale,
         gate_up if shared_gate_up is None else shared_gate_up,
@@ -139,7 +145,7 @@ def expert_row(
         K_PADDED=triton.next_power_of_2(num_chosen), D=hidden_size, F=width, FORMAT=storage,
         BN=tiles.columns, BK=tiles.depth, num_warps=tiles.warps,
     )  # fmt: skip
-    tiles = moe_tiles.row_down(width, hidden_size)
+    tiles = cut.down
     torch.library.wrap_triton(mingc_moe_row_down)[(hidden_size // tiles.columns,)](
         hidden, ids, weights, down, residual if down_scale is None else down_scale,
         down if shared_down is None else shared_down, residual if shared_down_scale is None else shared_down_scale,

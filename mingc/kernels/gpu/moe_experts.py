@@ -11,9 +11,8 @@ from mingc.kernels.gpu import moe_tiles
 from mingc.kernels.gpu.moe_decode import as_operand, storage_of
 from mingc.kernels.gpu.moe_prefill import moe_prefill
 
-__all__ = ["MAX_DECODE_TOKENS", "moe_decode", "moe_prefill"]
+__all__ = ["moe_decode", "moe_prefill"]
 
-MAX_DECODE_TOKENS = 64
 _ROWS = 16  # tokens of one matrix product: what the matrix units take at least
 _SUM_COLUMNS = 512
 
@@ -32,7 +31,7 @@ def moe_decode(
     shared_gate_up_scale: Tensor | None,
     shared_down_scale: Tensor | None,
 ) -> Tensor:
-    """See `mingc.kernels.moe_experts`; (T, D) with T at most `MAX_DECODE_TOKENS`. All weights are in one format."""
+    """See `mingc.kernels.moe_experts`; (T, D), T at most `MAX_DECODE_TOKENS`. All weights are in one format."""
     (tokens, hidden_size), chosen = x.shape, ids.shape[1]
     width = gate_up.shape[1] // 2
     storage = storage_of(gate_up)
@@ -51,14 +50,21 @@ def moe_decode(
     )  # fmt: skip
     num_pairs = tokens * (chosen + num_shared)
     out = torch.empty_like(x)
-    if tokens == 1 and storage != moe_tiles.INT4:
+    kernel = moe_tiles.kernel_of(tokens, storage)
+    cut = moe_tiles.cut(
+        moe_tiles.Shape(
+            kernel=kernel, tokens=tokens, hidden_size=hidden_size, width=width, experts=gate_up.shape[0],
+            chosen=chosen, storage=storage,
+        )
+    )  # fmt: skip
+    if kernel == "row":
         hidden = torch.empty(num_pairs, width, dtype=x.dtype, device=x.device)
-        tiles = moe_tiles.row_up(width, hidden_size)
+        tiles = cut.up
         torch.library.wrap_triton(kernels.mingc_moe_row_up)[(width // tiles.columns, num_pairs)](
             x, ids, *up_weights, hidden, K=chosen, D=hidden_size, F=width, FORMAT=storage,
             BN=tiles.columns, BK=tiles.depth, num_warps=tiles.warps,
         )  # fmt: skip
-        tiles = moe_tiles.row_down(width, hidden_size)
+        tiles = cut.down
         torch.library.wrap_triton(kernels.mingc_moe_row_down)[(hidden_size // tiles.columns,)](
             hidden, ids, weights, *down_weights, out, K=chosen, D=hidden_size, F=width, HAS_SHARED=has_shared,
             FORMAT=storage, BN=tiles.columns, BK=tiles.depth, num_warps=tiles.warps,
@@ -77,12 +83,12 @@ def moe_decode(
     hidden_dtype = torch.float16 if storage == moe_tiles.FP8 else x.dtype
     x = as_operand(x, storage)
     hidden = torch.empty(num_pairs, width, dtype=hidden_dtype, device=x.device)
-    tiles = moe_tiles.up(width, hidden_size // bytes_each, storage)
+    tiles = cut.up
     torch.library.wrap_triton(kernels.mingc_moe_up)[(width // tiles.columns, num_experts_read)](
         x, ids, *up_weights, hidden, tokens, **shape, D=hidden_size // bytes_each, F=width,
         BN=tiles.columns, BK=tiles.depth, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-    tiles = moe_tiles.down(width // bytes_each, hidden_size, storage)
+    tiles = cut.down
     outputs = torch.empty(num_pairs, hidden_size, dtype=out.dtype, device=x.device)
     grid = (hidden_size // (tiles.columns * tiles.repeats), num_experts_read)
     torch.library.wrap_triton(kernels.mingc_moe_down)[grid](

@@ -124,7 +124,12 @@ def moe_prefill(
     per_item = 2 if storage == INT4 else 1
     hidden_dtype = torch.float16 if storage == FP8 else x.dtype
     pairs = tokens * chosen
-    cut = moe_tiles.grouped(pairs, experts, width, hidden_size, storage)
+    cut = moe_tiles.cut(
+        moe_tiles.Shape(
+            kernel="grouped", tokens=tokens, hidden_size=hidden_size, width=width, experts=experts,
+            chosen=chosen, storage=storage,
+        )
+    )  # fmt: skip
     sort_blocks = triton.cdiv(tokens, _SORT_TOKENS)
     max_blocks = min(pairs, triton.cdiv(pairs, cut.rows) + experts)
     out = torch.empty_like(x)
