@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import harness
+import torch
 from arguments import whole, wholes
 
 from mingc.artifacts.manifest import TunedKernel
@@ -54,7 +55,8 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, help="folder of choices to take again")
     parser.add_argument("--json", type=Path, help="the result file")
     options = parser.parse_args()
-    harness.check_device(parser)
+    if not torch.cuda.is_available():
+        parser.error("kernels are timed on a CUDA device, and there is none")
     dims = released_dims(options.ranks)
     stored: Quantization | None = None if options.format == BFLOAT16 else options.format
     shapes = expert_shapes(dims, stored, options.tokens)

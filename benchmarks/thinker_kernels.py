@@ -12,50 +12,65 @@ little faster than copying: a kernel may be below its floor).
 from __future__ import annotations
 
 import argparse
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import harness
 import torch
-from moe_tiles import CHOSEN, EXPERTS, HIDDEN, WIDTH, Layer, bytes_read, routings, samples_us
+from moe_tiles import released_dims
 from torch import Tensor
 
+from mingc.export.expert_trial import RandomExperts
+from mingc.export.stages.base import ExpertDims
 from mingc.kernels.dispatch import plain_torch
-from mingc.kernels.moe_experts import Weights, moe_experts
+from mingc.kernels.gpu.moe_tiles import BF16, FP8, INT4
+from mingc.kernels.moe_experts import moe_experts
 from mingc.kernels.router import route_hidden
 
 DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 PREFILL_TOKENS = (256, 1024, 4096)
-ROUTER = {"num_groups": 8, "num_kept_groups": 4, "num_chosen": CHOSEN, "scale": 2.5}
+FORMATS = {BF16: "bf16", FP8: "fp8", INT4: "int4"}
+
+
+def samples_us(
+    run: Callable[..., object], calls: Sequence[tuple[Tensor, ...]], count: int, *, is_eager: bool = False
+) -> list[float]:
+    """Microseconds of one of `calls`, `count` times; all in a CUDA graph unless they are to be eager."""
+
+    def step() -> None:
+        for each in calls:
+            run(*each)
+
+    timed = step if is_eager else harness.capture(step).replay
+    return [1000 * each / len(calls) for each in harness.time_ms(timed, count, 2)]
 
 
 def experts_figure(
-    layer: Layer, shard: int, tokens: int, tb_s: float, is_plain: bool = False
+    experts: RandomExperts, ranks: int, tokens: int, tb_s: float, is_plain: bool = False
 ) -> dict[str, Any]:
-    width = WIDTH // shard
-    gate_up, down, up_scale, down_scale, *shared = layer.weights(width)
-    assert gate_up is not None and down is not None and shared[0] is not None and shared[1] is not None
-    alone = Weights(shared[0], shared[1], *shared[2:])
-    x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
-    sets = 2
-    while (routing := routings(tokens, sets)) and sets * bytes_read(layer.storage, width, routing) < 3e8:
-        sets += 2
+    dims = experts.dims
+    calls = experts.inputs(tokens, 2)
+    while sum(map(experts.read_bytes, calls)) < 3e8:
+        calls += experts.inputs(tokens, 2)
 
-    def run(ids: Tensor, mix: Tensor) -> Tensor:
-        return moe_experts(x, ids, mix, gate_up, down, up_scale, down_scale, shared=alone)
+    def run(x: Tensor, ids: Tensor, mix: Tensor) -> Tensor:
+        return moe_experts(x, ids, mix, *experts.experts, shared=experts.shared)
 
     if is_plain:
+        calls = calls[:2]
         with plain_torch():
-            samples = samples_us(run, routing[:2], 5, is_eager=True)
+            samples = samples_us(run, calls, 5, is_eager=True)
     else:
-        samples = samples_us(run, routing, 15)
-    floor = bytes_read(layer.storage, width, routing) / tb_s / 1e6
+        samples = samples_us(run, calls, 15)
+    floor = statistics.mean(map(experts.read_bytes, calls)) / tb_s / 1e6
     median = harness.summary(samples)["median"]
-    flops = 6 * tokens * (CHOSEN + 1) * width * HIDDEN
+    flops = 6 * tokens * (dims.num_chosen + 1) * dims.width * dims.hidden_size
     return {
         "kernel": "experts and shared expert" + (", plain torch, eager" if is_plain else ""),
-        "format": layer.storage,
-        "ranks": shard,
+        "format": FORMATS[experts.storage],
+        "ranks": ranks,
         "tokens": tokens,
         "us": harness.summary(samples),
         "floor_us": round(floor, 2),
@@ -64,15 +79,19 @@ def experts_figure(
     }
 
 
-def router_figure(tokens: int, is_plain: bool = False) -> dict[str, Any]:
-    weights = [(torch.randn(3, EXPERTS, HIDDEN, device="cuda") / 64).to(torch.bfloat16) for _ in range(12)]
-    bias = torch.zeros(3, EXPERTS, device="cuda")
-    x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
+def router_figure(dims: ExpertDims, tokens: int, is_plain: bool = False) -> dict[str, Any]:
+    shape = (3, dims.num_experts, dims.hidden_size)
+    weights = [(torch.randn(shape, device="cuda") / 64).to(torch.bfloat16) for _ in range(12)]
+    bias = torch.zeros(3, dims.num_experts, device="cuda")
+    x = torch.randn(tokens, dims.hidden_size, device="cuda").to(torch.bfloat16)
     gates = None if tokens <= DECODE_TOKENS[-1] else torch.zeros(tokens, dtype=torch.int64, device="cuda")
     calls = [(weight, bias) for weight in weights]
 
     def run(weight: Tensor, bias: Tensor) -> object:
-        return route_hidden(x, weight, bias, gates, **ROUTER)
+        return route_hidden(
+            x, weight, bias, gates, num_groups=dims.num_groups, num_kept_groups=dims.num_kept_groups,
+            num_chosen=dims.num_chosen, scale=2.5,
+        )  # fmt: skip
 
     if is_plain:
         with plain_torch():
@@ -91,24 +110,28 @@ def main() -> None:
     options = parser.parse_args()
     ceiling = harness.ceilings()
     rate = ceiling["copy_tb_s"]
-    figures = [router_figure(tokens) for tokens in (1, 8, 32, 64, 1024, 4096)]
-    figures += [router_figure(tokens, is_plain=True) for tokens in (1, 32)]
-    for storage in options.formats.split(","):
-        layer = Layer(storage)
-        for shard in map(int, options.ranks.split(",")):
-            figures += [experts_figure(layer, shard, tokens, rate) for tokens in DECODE_TOKENS]
-            figures += [experts_figure(layer, shard, tokens, rate) for tokens in PREFILL_TOKENS]
-        if storage == "bf16":
-            figures += [experts_figure(layer, 1, tokens, rate, is_plain=True) for tokens in (1, 8, 32, 1024)]
-        del layer
-        for figure in figures:
-            if figure.get("format") == storage:
+    whole = released_dims(1)
+    figures = [router_figure(whole, tokens) for tokens in (1, 8, 32, 64, 1024, 4096)]
+    figures += [router_figure(whole, tokens, is_plain=True) for tokens in (1, 32)]
+    for storage in (number for number, name in FORMATS.items() if name in options.formats.split(",")):
+        for ranks in map(int, options.ranks.split(",")):
+            experts = RandomExperts(released_dims(ranks), storage)
+            found = [
+                experts_figure(experts, ranks, tokens, rate) for tokens in DECODE_TOKENS + PREFILL_TOKENS
+            ]
+            if storage == BF16 and ranks == 1:
+                found += [
+                    experts_figure(experts, ranks, tokens, rate, is_plain=True) for tokens in (1, 8, 32, 1024)
+                ]
+            del experts
+            for figure in found:
                 print(
-                    f"{storage} {figure['kernel']} TP{figure['ranks']} T={figure['tokens']}: "
+                    f"{figure['format']} {figure['kernel']} TP{ranks} T={figure['tokens']}: "
                     f"{figure['us']['median']:.1f} us, {figure['percent_of_copy_rate']} % of the copy rate, "
                     f"{figure['tflop_s']} TFLOP/s",
                     flush=True,
                 )
+            figures += found
     if options.json:
         harness.write(options.json, harness.result("thinker_kernels", ceiling, figures))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mingc.artifacts.bundle import Bundle
-from mingc.artifacts.manifest import Fingerprint, StageRecord
+from mingc.artifacts.manifest import Fingerprint, KernelTiles, StageRecord, TunedKernel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +23,20 @@ class StageContents:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TileContents:
+    """Kernels of a stage that were timed at the export: what for, how they are cut, microseconds, and those untimed."""
+
+    stage: str
+    kernel: str
+    tokens: int
+    up: str
+    down: str
+    us: float
+    default_us: float
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BundleContents:
     """The result of `mingc bundle inspect`."""
 
@@ -35,6 +49,7 @@ class BundleContents:
     voices: tuple[str, ...]
     notes: tuple[str, ...]
     stages: tuple[StageContents, ...]
+    tiles: tuple[TileContents, ...]
 
 
 def read_contents(bundle: Bundle) -> BundleContents:
@@ -50,6 +65,11 @@ def read_contents(bundle: Bundle) -> BundleContents:
         voices=tuple(voice.name for voice in manifest.voices),
         notes=manifest.notes,
         stages=tuple(_stage(bundle, name, record) for name, record in sorted(manifest.stages.items())),
+        tiles=tuple(
+            _tiles(name, kernel)
+            for name, record in sorted(manifest.stages.items())
+            for kernel in record.tiles
+        ),
     )
 
 
@@ -65,3 +85,23 @@ def _stage(bundle: Bundle, name: str, record: StageRecord) -> StageContents:
         weight_bytes=sum(files[file].size_bytes for file in set(record.weights)),
         worst_relative_error=max((graph.parity.compiled for graph in record.graphs.values()), default=0.0),
     )
+
+
+def _tiles(stage: str, kernel: TunedKernel) -> TileContents:
+    rows = f"{kernel.rows} rows " if kernel.rows else ""
+    return TileContents(
+        stage=stage,
+        kernel=kernel.kernel,
+        tokens=kernel.tokens,
+        up=rows + _product(kernel.up),
+        down=rows + _product(kernel.down),
+        us=kernel.us,
+        default_us=kernel.default_us,
+        device=kernel.device,
+    )
+
+
+def _product(tiles: KernelTiles) -> str:
+    """64x256 w4 s3: columns and depth of a tile, warps, stages; x4 at the end: tiles of a program."""
+    repeats = f" x{tiles.repeats}" if tiles.repeats > 1 else ""
+    return f"{tiles.columns}x{tiles.depth} w{tiles.warps} s{tiles.stages}{repeats}"

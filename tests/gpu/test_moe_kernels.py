@@ -122,15 +122,18 @@ def test_a_token_does_not_depend_on_its_neighbours(tokens: int, storage: str) ->
     assert torch.equal(before, after)
 
 
-def test_rows_beyond_a_block_get_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_beyond_a_block_get_the_same_bits() -> None:
     """137 rows an expert: those beyond 128 share the block of the others, or have one of their own."""
     x = torch.randn(1100, HIDDEN, device="cuda").to(torch.bfloat16)
     experts, choice = make("bf16", 256, EXPERTS), choose(1100)
     together = moe_experts(x, *choice, *experts)
-    chosen = moe_tiles.grouped
-    assert chosen(1100 * CHOSEN, EXPERTS, 256, HIDDEN, moe_tiles.BF16).extra > 0
-    monkeypatch.setattr(moe_tiles, "grouped", lambda *shape: replace(chosen(*shape), extra=0))
-    assert torch.equal(moe_experts(x, *choice, *experts), together)
+    shape = moe_tiles.Shape(
+        kernel="grouped", tokens=1100, hidden_size=HIDDEN, width=256, experts=EXPERTS, chosen=CHOSEN,
+        storage=moe_tiles.BF16,
+    )  # fmt: skip
+    assert moe_tiles.rule(shape).extra > 0
+    with moe_tiles.using({shape: replace(moe_tiles.rule(shape), extra=0)}):
+        assert torch.equal(moe_experts(x, *choice, *experts), together)
 
 
 def test_a_shared_expert_of_another_width_and_format() -> None:
