@@ -129,9 +129,7 @@ def commands() -> None:
     metavar="fp8|STAGE=fp8|thinker=int4",
     help="Store the weights of all stages that can, or of STAGE, in fewer bits; may be given several times.",
 )
-@click.option(
-    "--tune/--no-tune", default=True, help="On CUDA, time the experts' kernels here and take the fastest."
-)
+@click.option("--tune/--no-tune", default=True, help="On CUDA, time cuts of the experts' kernels first.")
 @click.option("--model-name", default="ming-omni", help="Name that a server will announce.")
 @_common
 def export_command(as_json: bool, tp: int, **options: Any) -> int:

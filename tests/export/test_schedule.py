@@ -100,7 +100,7 @@ class _Export:
             monkeypatch.setattr(schedule, name, stand_in)
         sizes = {"thinker": {"embed": [None], "head": [None]}, "cfm": {"sample": [None]}}
         self.schedule = schedule.Schedule(
-            recipe, folder, replay, sizes, files, lambda kind, name, _: self.steps.append((kind, name))
+            recipe, folder, replay, sizes, files, lambda kind, name, _: self.steps.append((kind, name)), {}
         )
 
 
@@ -197,7 +197,7 @@ def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str | None) -> li
     run = pipeline._Run(recipe, checkpoint, stages, configs, tmp_path, replay, steps.append)
     run.write_weights()
     try:
-        run.build_graphs()
+        run.build_graphs({})
     except CompileError:
         assert bad is not None
     return steps

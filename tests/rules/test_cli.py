@@ -19,7 +19,7 @@ OPTIONS = {
     "demo": "--checkpoint --debug --force --json --output",
     "doctor": "--debug --json --strict",
     "export": "--batch-sizes --cache --context-tokens --debug --dtype --force --jobs --json --model-name "
-    "--output --prefill-tokens --quantize --stages --synthetic --target --tp CHECKPOINT",
+    "--output --prefill-tokens --quantize --stages --synthetic --target --tp --tune CHECKPOINT",
     "probe": "--against --batch --cache --compare --context --debug --engine --jobs --json --repetitions "
     "--synthetic --tolerance ARTIFACT",
     "serve": "--allow-media-host --check-hashes --debug --grace --host --json --kv-tokens --max-in-flight "

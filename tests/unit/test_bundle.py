@@ -8,11 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from mingc.artifacts.bundle import check_fingerprint, check_hashes, new_bundle, open_bundle, write_manifest
+from mingc.artifacts.bundle import (
+    Bundle,
+    check_fingerprint,
+    check_hashes,
+    new_bundle,
+    open_bundle,
+    write_manifest,
+)
 from mingc.artifacts.contents import read_contents
-from mingc.artifacts.manifest import Manifest
+from mingc.artifacts.manifest import KernelTiles, Manifest, StageRecord, TunedKernel
 from mingc.errors import BundleError, ConfigError, IncompatibleError, IntegrityError
 from mingc.machine import Machine
+from mingc.report import show
 from mingc.runtime.speech import load_voice
 
 
@@ -196,6 +204,24 @@ def test_contents_sum_up_a_bundle(bundle_path: Path) -> None:
     assert stage.stage == "audio_encoder"
     assert stage.graphs == ("encode",)
     assert (stage.engines, stage.engine_bytes, stage.weight_bytes) == (1, 900, 850)
+
+
+def test_contents_tell_how_kernels_are_cut(
+    tmp_path: Path, manifest: Manifest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiles = KernelTiles(columns=64, depth=256, warps=4, stages=3, repeats=1)
+    kernel = TunedKernel(
+        kernel="grouped", tokens=256, hidden_size=4096, width=256, experts=256, chosen=8, storage="bfloat16",
+        up=tiles, down=replace(tiles, repeats=2), rows=16, swap=True, extra=0, us=9.5, default_us=10.5, device="H200",
+    )  # fmt: skip
+    stage = StageRecord(is_sharded=True, weights=(), graphs={}, tiles=(kernel,))
+    contents = read_contents(Bundle(root=tmp_path, manifest=replace(manifest, stages={"thinker": stage})))
+    (row,) = contents.tiles
+    assert (row.stage, row.kernel, row.tokens, row.device) == ("thinker", "grouped", 256, "H200")
+    assert (row.up, row.down) == ("16 rows 64x256 w4 s3", "16 rows 64x256 w4 s3 x2")
+    show(contents, as_json=False)
+    shown = capsys.readouterr().out
+    assert "tiles" in shown and "9.50" in shown and "10.50" in shown
 
 
 def test_an_output_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
