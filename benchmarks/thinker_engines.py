@@ -10,6 +10,7 @@ import torch
 from harness import compiler_pool
 from torch import Tensor
 
+from mingc.artifacts.manifest import TunedKernel
 from mingc.export.backends import aoti
 from mingc.export.capture import capture, share_weights
 from mingc.export.layers.decoder import PAGE_SIZE, DecoderConfig
@@ -18,7 +19,10 @@ from mingc.export.quantization import prepare
 from mingc.export.recipe import Quantization
 from mingc.export.stages import find
 from mingc.export.stages.base import GraphPlan, Shard, StageOptions, WeightSource
+from mingc.export.stages.thinker import ThinkerConfig
 from mingc.export.synthetic import open_synthetic
+from mingc.export.tiles import engine_table, expert_shapes, tune
+from mingc.kernels.gpu.moe_tiles import using
 from mingc.kernels.quantized import FP8, INT4
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.stages import LoadedStage, load_engine
@@ -87,12 +91,22 @@ def engine_path(folder: Path, setup: Setup, graph: str, sizes: Mapping[str, int]
     return folder / f"tp{setup.world_size}.{setup.quantize or setup.dtype}.{graph}{label}.pt2"
 
 
-def build_all(setup: Setup, folder: Path, jobs: int) -> float:
+def tune_kernels(setup: Setup, folder: Path, jobs: int) -> tuple[TunedKernel, ...]:
+    """Time cuts of the experts' kernels for all batches and chunks on the CUDA device, as an export does."""
+    stage, config = find("thinker"), _config(setup)
+    dims = stage.experts(config, Shard(world_size=setup.world_size))
+    if dims is None:
+        return ()
+    shapes = expert_shapes(dims, setup.quantize, (*setup.batches, *setup.chunks))
+    return tune(dims, shapes, jobs=jobs, cache=folder)
+
+
+def build_all(setup: Setup, folder: Path, jobs: int, tiles: tuple[TunedKernel, ...] = ()) -> float:
     """Compile every piece. Returns the sum of the seconds that single compilations took."""
     tasks = [(graph, sizes) for graph in setup.plans() for sizes in setup.sizes(graph)]
     tasks.sort(key=lambda task: task[0] not in PREFILL + DECODE)  # the longest first
     with compiler_pool(jobs) as pool:
-        futures = [pool.submit(_build, setup, graph, sizes, folder) for graph, sizes in tasks]
+        futures = [pool.submit(_build, setup, graph, sizes, folder, tiles) for graph, sizes in tasks]
         return sum(future.result() for future in futures)
 
 
@@ -191,10 +205,14 @@ def _draw_int4(shape: torch.Size, device: torch.device, generator: torch.Generat
     return ((low - _INT4_MAX) & 15) | ((high - _INT4_MAX) & 15) << 4
 
 
+def _config(setup: Setup) -> ThinkerConfig:
+    return replace(find("thinker").config(open_synthetic(Path(setup.configs))), decoder=setup.config())
+
+
 def _module(setup: Setup) -> torch.nn.Module:
     """The whole decoder of one rank, without memory."""
     stage = find("thinker")
-    full = replace(stage.config(open_synthetic(Path(setup.configs))), decoder=setup.config())
+    full = _config(setup)
     shard = Shard(world_size=setup.world_size)
     with torch.device("meta"):
         module = stage.build(full, shard)
@@ -214,7 +232,9 @@ def _within(weights: Mapping[str, Tensor], instance: str) -> dict[str, Tensor]:
     return {name.removeprefix(start): value for name, value in weights.items() if name.startswith(start)}
 
 
-def _build(setup: Setup, graph: str, sizes: dict[str, int], folder: Path) -> float:
+def _build(
+    setup: Setup, graph: str, sizes: dict[str, int], folder: Path, tiles: tuple[TunedKernel, ...]
+) -> float:
     plan = setup.plans()[graph]
     device = torch.device(setup.device)
     instance = plan.spec.instances[0]
@@ -225,11 +245,13 @@ def _build(setup: Setup, graph: str, sizes: dict[str, int], folder: Path) -> flo
     }
     module = piece(setup, instance, zeros)
     plan = share_weights(plan, module)
-    program = capture(plan, module, stage="thinker", fixed=sizes, device=device)
     path = engine_path(folder, setup, graph, sizes)
-    return aoti.compile_graph(
-        program, path, device=setup.device, cache=folder / "cache", where=f"thinker.{graph}"
-    )
+    tokens = next(iter(sizes.values()))
+    with using(engine_table(tiles, tokens) if plan.routing is not None else {}):
+        program = capture(plan, module, stage="thinker", fixed=sizes, device=device)
+        return aoti.compile_graph(
+            program, path, device=setup.device, cache=folder / "cache", where=f"thinker.{graph}"
+        )
 
 
 def expected_experts(config: DecoderConfig, tokens: int) -> float:

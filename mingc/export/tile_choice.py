@@ -42,15 +42,10 @@ def choose(shape: Shape, cuts: Sequence[Cut], time_us: TimeCuts) -> Choice:
     default_us = statistics.median(default_times)
     best, best_us = default, default_us
     for cut, times in zip(finalists, others, strict=True):
-        is_faster = all(is_clearly_faster(us, than) for us, than in zip(times, default_times, strict=True))
+        is_faster = all(us < (1 - LEAST_GAIN) * than for us, than in zip(times, default_times, strict=True))
         if is_faster and statistics.median(times) < best_us:
             best, best_us = cut, statistics.median(times)
     return Choice(shape=shape, cut=best, us=best_us, default_us=default_us)
-
-
-def is_clearly_faster(us: float, than_us: float) -> bool:
-    """Whether the difference is more than noise."""
-    return us < (1 - LEAST_GAIN) * than_us
 
 
 def families(shapes: Iterable[Shape]) -> list[tuple[Shape, ...]]:
