@@ -108,7 +108,11 @@ def test_compiled_code_has_the_cut_in_use(is_chosen: bool) -> None:
     (inputs,) = experts.inputs(16, 1)
     cut = Cut(up=Tiles(columns=16, depth=64), down=Tiles(columns=64, depth=64, stages=2))
     expected = experts.run(shape, inputs)
-    with using({shape: cut} if is_chosen else {}), torch._inductor.config.patch(force_disable_caches=True):
+    with (
+        using({shape: cut} if is_chosen else {}),
+        torch._functorch.config.patch(enable_autograd_cache=False),  # it knows the operation, not its tiles
+        torch._inductor.config.patch(fx_graph_cache=False),
+    ):
         given, sources = run_and_get_code(torch.compile(experts.run, fullgraph=True), shape, inputs)
     check_result(shape, cut, given, expected)
     assert ("'BN': 16" in "".join(sources)) == is_chosen
