@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -157,12 +158,17 @@ def check_result(shape: Shape, cut: Cut, given: Tensor, expected: Tensor) -> Non
         )
 
 
-@gives_memory_back()
+_empty = functools.cache(functools.partial(RandomExperts, is_drawn=False))
+
+
 def fits(dims: ExpertDims, shape: Shape, cut: Cut) -> bool:
-    """Compile the kernels of `shape` into Triton's cache; false when the device has too little of what they need."""
+    """Compile the kernels of `shape` into Triton's cache; false when the device has too little of what they need.
+
+    The process keeps memory for the weights: to get it costs more than to compile.
+    """
     from triton.runtime.errors import OutOfResources
 
-    experts = RandomExperts(dims, shape.storage, is_drawn=False)
+    experts = _empty(dims, shape.storage)
     x = torch.zeros(shape.tokens, shape.hidden_size, dtype=torch.bfloat16, device="cuda")
     ids = torch.arange(shape.chosen, device="cuda").repeat(shape.tokens, 1)
     try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ import torch
 
 from mingc.artifacts.codec import decode, encode
 from mingc.artifacts.manifest import KernelTiles, TunedKernel
+from mingc.artifacts.work_folder import work_folder
 from mingc.errors import CompileError, ManifestError
 from mingc.export.backends.aoti import kernel_sources
 from mingc.export.expert_trial import fits, time_shapes
@@ -82,17 +84,21 @@ def tune(
     """
     known = {shape: record for shape in shapes if (record := _kept(cache, shape)) is not None}
     groups = families(shapes)
-    ends = {shape: candidates(shape) for group in groups for shape in (group[0], group[-1])}
-    missing = {shape: cuts for shape, cuts in ends.items() if shape not in known}
-    known |= _time(dims, missing, jobs, cache)
-    between: dict[Shape, tuple[Cut, ...]] = {}
-    for group in groups:
-        winners = {cut_of(known[group[0]]), cut_of(known[group[-1]])}
-        for shape in group[1:-1]:
-            tried = tuple(dict.fromkeys((rule(shape), *winners))) if len(winners) == 1 else candidates(shape)
-            if shape not in known and len(tried) > 1:
-                between[shape] = tried
-    known |= _time(dims, between, jobs, cache)
+    with ExitStack() as stack:
+        pool = functools.cache(lambda: stack.enter_context(worker_pool(_jobs(jobs, dims, shapes[0]))))
+
+        def time_missing(cuts: Mapping[Shape, tuple[Cut, ...]]) -> None:
+            missing = {shape: each for shape, each in cuts.items() if shape not in known}
+            if missing:
+                known.update(_time(pool(), dims, missing, cache))
+
+        time_missing({shape: candidates(shape) for group in groups for shape in (group[0], group[-1])})
+        between: dict[Shape, tuple[Cut, ...]] = {}
+        for group in groups:
+            winners = {cut_of(known[group[0]]), cut_of(known[group[-1]])}
+            for shape in group[1:-1] if winners != {rule(group[0])} else ():
+                between[shape] = (rule(shape), *winners) if len(winners) == 1 else candidates(shape)
+        time_missing(between)
     return tuple(known[shape] for shape in shapes if shape in known)
 
 
@@ -148,15 +154,12 @@ def record_of(choice: Choice, device: str) -> TunedKernel:
 
 
 def _time(
-    dims: ExpertDims, cuts: Mapping[Shape, tuple[Cut, ...]], jobs: int, cache: Path | None
+    pool: Executor, dims: ExpertDims, cuts: Mapping[Shape, tuple[Cut, ...]], cache: Path | None
 ) -> dict[Shape, TunedKernel]:
     """Records of all of `cuts`, written to the cache as well."""
-    if not cuts:
-        return {}
-    with worker_pool(_jobs(jobs, dims, next(iter(cuts)))) as pool:
-        fitting = _compile(pool, dims, cuts)
-        # One process, alone: what compiles beside it would be in the times.
-        choices = result_of(pool.submit(time_shapes, dims, [*fitting.items()]), "tiles")
+    fitting = _compile(pool, dims, cuts)
+    # One process, alone: what compiles beside it would be in the times.
+    choices = result_of(pool.submit(time_shapes, dims, [*fitting.items()]), "tiles")
     device = torch.cuda.get_device_name()
     records = {choice.shape: record_of(choice, device) for choice in choices}
     for shape, record in records.items():
@@ -185,11 +188,11 @@ def _compile(
 
 
 def _jobs(wished: int, dims: ExpertDims, shape: Shape) -> int:
-    """As many processes as have room on the device for the weights of all experts each."""
+    """As many processes as have room on the device for the weights of all experts each, and one for drawn ones."""
     values = 3 * dims.width * dims.hidden_size * (dims.num_experts + 1)
     bytes_each = values * 2 if shape.storage == BF16 else values
     free, _ = torch.cuda.mem_get_info()
-    return max(1, min(wished, free // (bytes_each + _WORKER_BYTES)))
+    return max(1, min(wished, (free - bytes_each) // (bytes_each + _WORKER_BYTES)))
 
 
 def _kept(cache: Path | None, shape: Shape) -> TunedKernel | None:
@@ -205,9 +208,11 @@ def _kept(cache: Path | None, shape: Shape) -> TunedKernel | None:
 def _keep(cache: Path | None, shape: Shape, record: TunedKernel) -> None:
     if cache is None:
         return
-    with tempfile.NamedTemporaryFile("w", dir=cache, delete=False, encoding="utf-8") as part:
-        json.dump(encode(record), part)
-    os.replace(part.name, _cache_file(cache, shape))
+    kept = _cache_file(cache, shape)
+    with work_folder(cache, "tiles-") as folder:
+        part = folder / kept.name
+        part.write_text(json.dumps(encode(record)), encoding="utf-8")
+        os.replace(part, kept)
 
 
 def _cache_file(cache: Path, shape: Shape) -> Path:

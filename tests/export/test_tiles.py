@@ -185,7 +185,7 @@ def test_without_the_rules_cut_there_is_no_engine(lab: Lab) -> None:
 
 
 def test_as_many_processes_as_have_room_for_the_weights(lab: Lab) -> None:
-    """10 GiB are free; a quarter of 257 experts takes 1.5 in bfloat16, and a process 1 more."""
+    """10 GiB are free; a quarter of 257 experts takes 1.5 in bfloat16, drawn once more, and a process 1 more."""
     for wished, width in ((2, 256), (16, 256), (16, 4096)):
         dims = replace(DIMS, width=width)
         tune(dims, expert_shapes(dims, None, [16]), jobs=wished, cache=None)
