@@ -20,6 +20,7 @@ Delivery = Literal["whole", "audio", "sse"]
 MAX_TOKENS = 1 << 24  # a bound for sanity; the service knows the context length
 MAX_PIXELS = 1 << 30
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1000  # how much of an answer may be held back, and looked through at each token
 LEAST_PENALTY = 0.01  # logits are divided by it
 _FORMAT_HINT = " mp3, opus and aac are not encoded; wav is the default."
 
@@ -299,9 +300,9 @@ def _stop(fields: Fields) -> tuple[str, ...]:
     if value is None:
         return ()
     if isinstance(value, str):
-        stop: tuple[str, ...] = (check_string(value, "stop"),)
+        stop: tuple[str, ...] = (check_string(value, "stop", max_length=MAX_STOP_CHARACTERS),)
     elif isinstance(value, list):
-        stop = fields.strings("stop", max_items=MAX_STOP_STRINGS)
+        stop = fields.strings("stop", max_items=MAX_STOP_STRINGS, max_length=MAX_STOP_CHARACTERS)
     else:
         raise wrong_type("stop", "a string or an array of strings", value)
     if "" in stop:

@@ -26,7 +26,9 @@ class ErrorBody(TypedDict):
 
 def encode_json(value: Json) -> bytes:
     """Compact UTF-8 JSON."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # An error names a client's key, which may hold half of a surrogate pair: escaped, as JSON writes it.
+    return text.encode(errors="backslashreplace")
 
 
 def sse(value: Json) -> bytes:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mingc.errors import RequestError
 from mingc.runtime.config import ServeOptions
-from mingc.runtime.json_fields import parse_json
+from mingc.runtime.json_fields import MAX_COMMAS, parse_json
 from mingc.runtime.messages import MediaSource
 from mingc.runtime.protocol import ChatCall, SpeechCall, parse_chat, parse_speech
 from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams, TextPart, VideoParams
@@ -169,6 +169,8 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": ["a", 5]}, "stop[1]", "a string"),
     ({"stop": ["a", ""]}, "stop", "empty"),
     ({"stop": ["a"] * 17}, "stop", "at most 16"),
+    ({"stop": "a" * 1001}, "stop", "the limit is 1000"),
+    ({"stop": ["a", "a" * 1001]}, "stop[1]", "the limit is 1000"),
     ({"seed": 1 << 64}, "seed", "between"),
     ({"stream": "yes"}, "stream", "a boolean"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "'stream': true"),
@@ -266,6 +268,13 @@ def test_malformed_json(raw: bytes, words: str) -> None:
         parse_json(raw)
     assert words in caught.value.message
     assert caught.value.code == "invalid_json"
+
+
+def test_more_values_than_any_request_needs_are_not_even_parsed() -> None:
+    assert parse_json(b"[" + b"1," * MAX_COMMAS + b"1]") == [1] * (MAX_COMMAS + 1)
+    with pytest.raises(RequestError, match="commas; the limit is 262144") as caught:
+        parse_json(b"[" + b"[]," * (MAX_COMMAS + 1))
+    assert (caught.value.status, caught.value.code) == (413, "body_too_complex")
 
 
 JSON = st.recursive(

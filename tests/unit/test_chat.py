@@ -24,6 +24,7 @@ from mingc.runtime.preprocess.audio import load_audio
 from mingc.runtime.preprocess.chat import AUDIO, VISION, WORD, ChatProcessor, MediaEntry, Message
 from mingc.runtime.preprocess.image import load_image
 from mingc.runtime.preprocess.prompt import Features, Prompt
+from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.preprocess.video import frames_to_video
 from mingc.runtime.request import MediaPart, TextPart, Turn, VideoParams
 
@@ -206,6 +207,17 @@ def test_a_prompt_that_an_artifact_has_no_room_for_is_told_what_it_has() -> None
     chat = ChatProcessor(tokenizer(), thinker_parameters(), vision=None, audio=None, max_tokens=48)
     with pytest.raises(RequestError, match="the context holds 48 with the answer"):
         chat.build(recorded_messages("text"))
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = ChatProcessor(tokenizer(), thinker_parameters(), vision=None, audio=None, max_tokens=48)
+    fitting = 48 * tokenizer().longest_token
+    with pytest.raises(RequestError, match="tokens, the context holds 48"):
+        chat.prepare([user(TextPart(text="x" * fitting))])
+    monkeypatch.setattr(TextTokenizer, "encode", None)
+    with pytest.raises(RequestError, match=f"{fitting + 1} characters, the context holds 48") as caught:
+        chat.prepare([user(TextPart(text="x" * fitting), TextPart(text="y"))])
+    assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
 
 
 def test_a_frame_beyond_the_largest_engine_is_refused() -> None:

@@ -65,6 +65,11 @@ def test_any_text_comes_back(text: str) -> None:
     assert "".join(stream(tokenizer().encode(text))) == tokenizer().decode(tokenizer().encode(text))
 
 
+@given(st.text(max_size=40))
+def test_no_token_holds_more_than_the_longest(text: str) -> None:
+    assert len(text) <= tokenizer().longest_token * len(tokenizer().encode(text))
+
+
 def test_a_file_or_its_folder_can_be_named() -> None:
     assert TextTokenizer.from_file(CHECKPOINT / "tokenizer.json").vocab_size == tokenizer().vocab_size
     assert talker_tokenizer().token_id("<|im_end|>") != tokenizer().token_id("<|role_end|>")

@@ -71,6 +71,7 @@ class ChatProcessor:
     ) -> None:
         self._tokenizer = tokenizer
         self._max_tokens = thinker.max_positions if max_tokens is None else max_tokens
+        self._max_characters = self._max_tokens * tokenizer.longest_token
         self._thinker = thinker
         self._vision = vision
         self._audio = audio
@@ -83,6 +84,7 @@ class ChatProcessor:
         Raises: RequestError naming the turn or the medium.
         """
         check_turns(turns)
+        self._check_length(turns)
         messages = [
             Message(
                 role=turn.role,
@@ -134,16 +136,18 @@ class ChatProcessor:
                 item = load_audio(part.data, _needed(self._audio, part), part.where)
         return MediaEntry(kind=part.kind, items=(item,))
 
+    def _check_length(self, turns: Sequence[Turn]) -> None:
+        """Refuse at once what cannot fit: tokenizing a hundred megabytes takes minutes, and memory by the gigabyte."""
+        num_characters = sum(
+            len(part.text) for turn in turns for part in turn.parts if isinstance(part, TextPart)
+        )
+        if num_characters > self._max_characters:
+            raise _too_long(f"far too many tokens in {num_characters} characters", self._max_tokens)
+
     def _finish(self, writer: PromptWriter, merge_size: int) -> Prompt:
         num_tokens = len(writer.ids)
         if num_tokens >= self._max_tokens:
-            raise RequestError(
-                f"the prompt has {num_tokens} tokens, the context holds {self._max_tokens} with the answer",
-                where="messages",
-                fix="send fewer or shorter messages, or smaller media",
-                param="messages",
-                code="context_length_exceeded",
-            )
+            raise _too_long(f"{num_tokens} tokens", self._max_tokens)
         positions, delta = compute_positions(
             num_tokens,
             writer.grids,
@@ -162,6 +166,16 @@ class ChatProcessor:
             vision=tuple(writer.vision),
             audio=tuple(writer.audio),
         )
+
+
+def _too_long(found: str, max_tokens: int) -> RequestError:
+    return RequestError(
+        f"the prompt has {found}, the context holds {max_tokens} with the answer",
+        where="messages",
+        fix="send fewer or shorter messages, or smaller media",
+        param="messages",
+        code="context_length_exceeded",
+    )
 
 
 def _needed(parameters: _Parameters | None, part: MediaPart) -> _Parameters:

@@ -41,6 +41,11 @@ class TextTokenizer:
         """Number of token ids, added tokens included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def longest_token(self) -> int:
+        """Characters of the longest token; of tokens that are bytes as many as it has bytes."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
