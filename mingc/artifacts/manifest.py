@@ -111,14 +111,17 @@ class Fidelity:
     """What a decoder lost when its weights were quantized, on one prompt of random text; all arithmetic in float32.
 
     `layer_cosine` compares what each layer adds to the residual stream with what it adds over the checkpoint's weights,
-    from the same stream: the mean over tokens. `logit_kl` is the mean divergence of the next token's distribution from
-    the exact one after all layers, in nats; `same_argmax` the share of tokens whose likeliest next token stays.
+    from the same stream: the mean over tokens. `layer_scale` is the factor by which it adds as much along that: the
+    median over tokens; empty in artifacts of older exports. `logit_kl` is the mean divergence of the next token's
+    distribution from the exact one after all layers, in nats; `same_argmax` the share of tokens whose likeliest next
+    token stays.
     """
 
     tokens: int
     layer_cosine: tuple[float, ...]
     logit_kl: float
     same_argmax: float
+    layer_scale: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -178,6 +178,49 @@ def test_a_fault_is_no_rounding(
     assert {"layer_out"} <= {each.name.split()[1].split(".")[1] for each in found.failed}
 
 
+def grow(value: Tensor) -> None:
+    value.copy_(value.float() * 1.05)
+
+
+def grow_the_last_experts(module: Decoder) -> None:
+    grow(module.layers[3].feed_forward.down)
+
+
+def grow_the_last_half(module: Decoder) -> None:
+    experts = module.layers[3].feed_forward
+    grow(experts.down_scale)
+    grow(experts.shared.down_scale)
+
+
+def grow_the_last_values(module: Decoder) -> None:
+    grow(module.layers[3].attention.dense)
+
+
+def grow_the_head(module: Decoder) -> None:
+    grow(module.head.lm_head)
+
+
+@pytest.mark.parametrize(
+    "spoil, name",
+    [
+        (grow_the_last_experts, "scale of the feed_forward of layer 3"),
+        (grow_the_last_values, "scale of the attention of layer 3"),
+        (grow_the_head, "text.logits "),
+    ],
+)
+def test_a_scale_that_is_a_twentieth_off_is_found(
+    spoil: Callable[[Decoder], None],
+    name: str,
+    ranks: list[Decoder],
+    config: ThinkerConfig,
+    golden: dict[str, Tensor],
+) -> None:
+    (module,) = (copied(each) for each in ranks)
+    spoil(module)
+    found = follow(stages([module], config), config, beginning(golden, "text", 20), "text")
+    assert found.failed and all(name in each.name for each in found.failed)
+
+
 def copied(module: Decoder) -> Decoder:
     """The module with weights that may be written: those of a file are mapped."""
     for part in module.modules():
@@ -300,7 +343,9 @@ def test_a_fault_of_steps_of_several_requests_alone_is_found(
     assert all("decode steps" in each for each in failed), "nothing else runs several requests"
 
 
-@pytest.mark.parametrize("spoil", [None, exchange_experts, lose_the_shared_expert, turn_a_head])
+@pytest.mark.parametrize(
+    "spoil", [None, exchange_experts, lose_the_shared_expert, turn_a_head, grow_the_last_half]
+)
 def test_quantized_weights_are_held_to_what_the_manifest_says_they_lose(
     spoil: Callable[[Decoder], None] | None,
     checkpoint: Checkpoint,
@@ -313,7 +358,11 @@ def test_quantized_weights_are_held_to_what_the_manifest_says_they_lose(
     if spoil is not None:
         spoil(module)
     fidelity = Fidelity(
-        tokens=64, layer_cosine=(0.998012, 0.995316, 0.998968, 0.996457), logit_kl=0.29, same_argmax=0.53
+        tokens=64,
+        layer_cosine=(0.998012, 0.995316, 0.998968, 0.996457),
+        logit_kl=0.29,
+        same_argmax=0.53,
+        layer_scale=(0.999516, 0.996743, 0.996849, 1.000041),
     )
     options = replace(OPTIONS, batch_sizes=(1,))
     stage = eager_stage(module, STAGE.graphs(config, Shard(), options))
@@ -322,7 +371,8 @@ def test_quantized_weights_are_held_to_what_the_manifest_says_they_lose(
         assert not failed_names(ledger)
         assert any("own experts followed" in each.name for each in ledger.comparisons)
     else:
-        assert [name for name in failed_names(ledger) if "after recorded layers: tokens of layer" in name]
+        what = "scale of layer 3" if spoil is grow_the_last_half else "tokens of layer"
+        assert [name for name in failed_names(ledger) if f"after recorded layers: {what}" in name]
 
 
 def test_a_replay_tells_whole_runs_that_leave_the_record_from_faults(

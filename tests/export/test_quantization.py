@@ -179,6 +179,9 @@ def test_fidelity_of_the_thinker(
     least = {"fp8": 0.99, "int4": 0.96}[kind]
     assert len(told.layer_cosine) == config.decoder.num_layers
     assert all(least < value < 0.9999 for value in told.layer_cosine)
+    assert all(value == pytest.approx(1, abs=1e-4) for value in exact.layer_scale)
+    assert len(told.layer_scale) == config.decoder.num_layers
+    assert all(least < value < 1.01 and value != 1 for value in told.layer_scale)
     assert 0.01 < told.logit_kl < 1.0
     assert told.same_argmax < 1.0
 

@@ -25,7 +25,7 @@ def decoder_fidelity(config: DecoderConfig, exact: Load, stored: LoadRanks) -> F
     prompt = _Prompt(config)
     with torch.no_grad():
         wide = narrow = prompt.embed(exact("embed"))
-        cosines = []
+        cosines, scales = [], []
         for layer in range(config.num_layers):
             before = alone = wide
             for half in ("attention", "feed_forward"):
@@ -34,12 +34,15 @@ def decoder_fidelity(config: DecoderConfig, exact: Load, stored: LoadRanks) -> F
                 wide, narrow = prompt.add(module, wide), prompt.add(ranks, narrow)
                 alone = prompt.add(ranks, alone)
             # From the same stream, so that every layer answers for itself.
-            cosines.append(float(F.cosine_similarity(wide - before, alone - before, dim=-1).mean()))
+            added, kept = wide - before, alone - before
+            cosines.append(float(F.cosine_similarity(added, kept, dim=-1).mean()))
+            scales.append(float(((kept * added).sum(-1) / added.square().sum(-1)).median()))
         logits = prompt.logits([exact("head")], wide)
         others = prompt.logits(stored("head"), narrow)
     return Fidelity(
         tokens=_NUM_TOKENS,
         layer_cosine=tuple(round(value, 6) for value in cosines),
+        layer_scale=tuple(round(value, 6) for value in scales),
         logit_kl=float(F.kl_div(others, logits, log_target=True, reduction="batchmean")),
         same_argmax=float((logits.argmax(-1) == others.argmax(-1)).double().mean()),
     )

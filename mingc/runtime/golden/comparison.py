@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["tensor", "ids", "text", "share"]
+Kind = Literal["tensor", "ids", "text", "share", "scale"]
 Outcome = Literal["pass", "FAIL", "expected difference", "not checked"]
 
 
@@ -15,8 +15,10 @@ class Comparison:
 
     Attributes:
         name: the reference's file and name, with what was done where one reference serves twice.
-        kind: tensors are compared within a tolerance, ids and text must be identical, a share counts identical cases.
-        error: worst relative error, max |a - b| / max |b|; of a share the part that differs.
+        kind: tensors are compared within a tolerance, ids and text must be identical, a share counts identical cases,
+            a scale is the factor by which all values together are as large as their references.
+        error: worst relative error, max |a - b| / max |b|; of a share the part that differs, of a
+            scale how far it is from 1.
         identical: of ids and text.
         tolerance: the largest error that passes.
         note: why a difference is expected, or why nothing was checked.

@@ -21,6 +21,7 @@ from torch import Tensor
 from mingc.artifacts.spec import GraphSpec, join_path
 from mingc.rank_outputs import whole_output
 from mingc.runtime.engines.base import Engine, Graph
+from mingc.runtime.golden.scale import HalvesFit
 from mingc.runtime.stages import LoadedStage
 
 _FEED_FORWARD = re.compile(r"^layers\.(?P<layer>\d+)\.feed_forward$")
@@ -44,6 +45,8 @@ class RouteWatch:
     Attributes:
         num_followed: rows that went to other experts than the recorded ones, by rounding.
         num_ties: rows that roundings could send to other experts.
+        fits: by layer what its halves add to rows that were not followed, beside what the record says; of followed
+            runs.
     """
 
     def __init__(self, tolerance: float) -> None:
@@ -59,6 +62,7 @@ class RouteWatch:
         self._given: dict[int, list[Tensor]] = {}
         self.num_followed = 0
         self.num_ties = 0
+        self.fits: dict[int, HalvesFit] = {}
         self.next(0, 0)
 
     def next(self, first: int, count: int) -> None:
@@ -90,6 +94,7 @@ class RouteWatch:
                 outputs[1] = run([moved.to(residual), torch.zeros_like(delta), *others])[1]
             case "follow":
                 followed = self._find_followed(layer, is_routed, rows, run, tensors)
+                self._fit(layer, followed, tensors, outputs)
                 self._go_on_from_record(layer, followed, outputs)
                 self.num_followed += len(followed)
                 rows[followed] = self._recorded(layer)[followed]
@@ -116,6 +121,22 @@ class RouteWatch:
             run, tensors, off, lambda found, of: _distance(found, recorded[of], scale) <= self._tolerance
         )
         return off[is_back]
+
+    def _fit(
+        self, layer: int, followed: Tensor, tensors: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> None:
+        """Add what a layer's halves add to all rows but the `followed` (m,) ones."""
+        assert self._record is not None
+        recorded = self._recorded(layer)
+        count = len(recorded)
+        residual, attention, feed_forward = (
+            each[:count].float().cpu() for each in (tensors[0], tensors[1], outputs[1])
+        )
+        before = self._recorded(layer - 1) if layer else residual
+        is_kept = torch.ones(count, dtype=torch.bool)
+        is_kept[followed] = False
+        parts = (attention, feed_forward, recorded - before)
+        self.fits.setdefault(layer, HalvesFit()).add(*(part[is_kept].numpy() for part in parts))
 
     def _go_on_from_record(self, layer: int, rows: Tensor, outputs: Sequence[Tensor]) -> None:
         """Let `rows` (m,) of a layer's outputs be those that were recorded."""

@@ -11,9 +11,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from mingc.errors import ConfigError, MingcError
 from mingc.runtime.golden.comparison import Comparison, FileSummary, Kind, Outcome
+from mingc.runtime.golden.scale import Scale, fit_scale
 
 Array = NDArray[np.generic]
 
+_WIDE = 1e-2  # a tolerance above this is one of roundings: beside it the scale of all values is bounded
 _STEPS = 4  # of an engine that run one after the other in the references, each from what the last has given
 _MOST_QUANTIZED = 0.5  # of the largest value: what is further off is another answer
 
@@ -81,9 +83,10 @@ class Ledger:
         tolerance: float | None = None,
         excuse: str = "",
     ) -> None:
-        """Compare within a tolerance. Nothing happens when neither the file nor the caller has a reference.
+        """Compare within a tolerance, where that is wide also the scale of all values together.
 
-        With an `excuse` a finite value that is further off is an expected difference.
+        Nothing happens when neither the file nor the caller has a reference. With an `excuse` a finite value that is
+        further off is an expected difference.
         """
         if reference is None and name not in self.references:
             return
@@ -91,6 +94,12 @@ class Ledger:
         self._compared.add(name)
         limit = self._tolerance if tolerance is None else tolerance
         error = relative_error(np.asarray(value), expected)
+        scale = fit_scale(np.asarray(value), expected) if limit > _WIDE and math.isfinite(error) else None
+        if scale is not None and scale.is_off:
+            outcome: Outcome = "expected difference" if excuse else "FAIL"
+            note = excuse or scale.told()
+            self._add(name, how, "tensor", outcome, error=error, tolerance=limit, note=note)
+            return
         if not excuse and tolerance is None and error <= self._quantized_limit():
             excuse = (
                 f"the weights are quantized, which takes {self._quantization:.2f} from an engine's outputs"
@@ -99,6 +108,13 @@ class Ledger:
             self._add(name, how, "tensor", "pass" if error <= limit else "FAIL", error=error, tolerance=limit)
         else:
             self._add(name, how, "tensor", "expected difference", error=error, tolerance=limit, note=excuse)
+
+    def scale(self, name: str, scale: Scale, *, how: str) -> None:
+        """Hold a fitted factor to what it may be."""
+        note = scale.told() if scale.is_off else ""
+        outcome: Outcome = "FAIL" if scale.is_off else "pass"
+        error = abs(scale.factor - 1)
+        self._add(name, how, "scale", outcome, error=error, tolerance=scale.allowed, note=note)
 
     def _quantized_limit(self) -> float:
         """How far quantized weights may lead in all."""

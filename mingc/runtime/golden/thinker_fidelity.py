@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from mingc.artifacts.manifest import Fidelity
 from mingc.runtime.golden.ledger import Ledger
+from mingc.runtime.golden.scale import Scale, worst_scale
 
 Floats = NDArray[np.float32]
 
@@ -15,6 +16,14 @@ _ROUNDING = 1e-3  # what half precision takes from a cosine
 # Share of tokens; where lost bits send one to other experts, its cosine is anything. Of the tiny thinker's layers at
 # least 0.89 of the tokens are within in FP8.
 _LEAST_KEPT = 0.75
+# How far the scale of what a layer adds may be from the manifest's, and how many standard errors further (both are
+# medians over tokens), besides what its cosine lacks: other tokens lose otherwise. The tiny thinker's layers are within
+# 0.009 in FP8, 0.022 in INT4.
+_SCALE = 0.015
+_ERRORS = 3.0
+_SPREAD = (
+    1.25 * 1.48
+)  # standard error of a median of normal values by their median absolute deviation, times √n
 
 
 def check_fidelity(case: str, given: Floats, layers: Floats, fidelity: Fidelity, ledger: Ledger) -> None:
@@ -42,3 +51,20 @@ def check_fidelity(case: str, given: Floats, layers: Floats, fidelity: Fidelity,
         minimum=_LEAST_KEPT,
         note=f"the worst layer; a cosine of {limits[worst]:.4f} counts, by the manifest's fidelity",
     )
+    if not fidelity.layer_scale:
+        return
+    size = np.maximum(np.square(recorded).sum(axis=-1), np.finfo(np.float32).tiny)
+    scales = (added * recorded).sum(axis=-1) / size
+    medians = np.median(scales, axis=1)
+    spread = np.median(np.abs(scales - medians[:, None]), axis=1)
+    allowed = (
+        _SCALE + _ERRORS * _SPREAD * spread / scales.shape[1] ** 0.5 + 1 - np.array(fidelity.layer_cosine)
+    )
+    found = {
+        f"layer {layer}": Scale(factor=float(median / told), allowed=float(limit))
+        for layer, (median, told, limit) in enumerate(
+            zip(medians, fidelity.layer_scale, allowed, strict=True)
+        )
+    }
+    name, scale = worst_scale(found)
+    ledger.scale(f"{case}.layer_out", scale, how=f"after recorded layers: scale of {name}, the worst")

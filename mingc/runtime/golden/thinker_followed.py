@@ -18,6 +18,7 @@ from mingc.artifacts.model import ThinkerParameters
 from mingc.runtime.golden.engines import to_numpy
 from mingc.runtime.golden.followed_stage import RouteWatch, followed_stage
 from mingc.runtime.golden.ledger import Ledger
+from mingc.runtime.golden.scale import worst_scale
 from mingc.runtime.golden.thinker_batches import Request
 from mingc.runtime.golden.thinker_fidelity import check_fidelity
 from mingc.runtime.golden.thinker_prompts import Prompt
@@ -242,6 +243,14 @@ class FollowedThinker:
             minimum=_LEAST_KEPT,
             note="the others went to other experts by rounding",
         )
+        scales = {
+            f"{half} of layer {layer}": scale
+            for layer, fit in sorted(self._watch.fits.items())
+            for half, scale in fit.scales()
+        }
+        if scales:  # not every row was followed
+            name, worst = worst_scale(scales)
+            ledger.scale(f"{case}.layer_out", worst, how=f"{how}: scale of the {name}, the worst")
         if record.last is not None:
             ledger.tensor(f"{case}.logits_last", logits[-1], reference=record.last, how=how)
         if record.every is not None and len(logits) == len(record.every):
