@@ -98,11 +98,11 @@ class RandomExperts:
 
     def _matrix(self, *shape: int, dtype: torch.dtype = torch.bfloat16, size: float = 1.0) -> Tensor:
         weight = torch.empty(shape, dtype=dtype, device=self._device)
-        for part in (
-            weight if self._is_drawn else ()
-        ):  # drawn an expert at a time: in FP8 it takes a wider copy
-            wide = torch.empty(part.shape, dtype=torch.bfloat16, device=self._device)
-            part.copy_(wide.normal_(0, size, generator=self._generator))
+        if self._is_drawn:
+            # An expert at a time: in FP8 it takes a wider copy.
+            for part in weight.view(-1, *shape[-2:]):
+                wide = torch.empty(part.shape, dtype=torch.bfloat16, device=self._device)
+                part.copy_(wide.normal_(0, size, generator=self._generator))
         return weight
 
 
@@ -111,8 +111,8 @@ class ShapeTrial:
 
     def __init__(self, experts: RandomExperts, shape: Shape) -> None:
         self._experts, self._shape = experts, shape
-        one = experts.read_bytes(experts.inputs(shape.tokens, 1)[0])
-        wanted = _CACHES * torch.cuda.get_device_properties().L2_cache_size / one
+        a_call = experts.read_bytes(experts.inputs(shape.tokens, 1)[0])
+        wanted = _CACHES * torch.cuda.get_device_properties().L2_cache_size / a_call
         self.inputs = experts.inputs(shape.tokens, min(max(_LEAST_SETS, int(wanted) + 1), _MOST_SETS))
         self._graphs: dict[Cut, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()

@@ -12,7 +12,7 @@ from speech_clients import Heard
 from speech_http import slot_figures
 
 ROOT = Path(__file__).parents[2]
-CHAT, FAILURE, SPEECH = "chat_http.py", "rank_failure.py", "speech_http.py"
+CHAT, FAILURE, SPEECH, TILES = "chat_http.py", "rank_failure.py", "speech_http.py", "moe_tiles.py"
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,8 @@ CHAT, FAILURE, SPEECH = "chat_http.py", "rank_failure.py", "speech_http.py"
         ([CHAT, "--artifact", "x", "--concurrency", "1,0"], "argument --concurrency: 0 is not from 1 to 256"),
         ([CHAT, "--artifact", "x", "--streams", "0"], "argument --streams: 0 is not at least 1"),
         ([CHAT, "--artifact", "x", "--window", "-1"], "argument --window: -1 is not a finite number above 0"),
+        ([TILES, "--tokens", "16,0"], "argument --tokens: 0 is not at least 1"),
+        ([TILES, "--ranks", "9"], "argument --ranks: 9 is not from 1 to 8"),
         (
             [SPEECH, "--artifact", "x", "--batch-sizes", ""],
             "argument --batch-sizes: '' is not a whole number",
