@@ -27,17 +27,29 @@ def stored_names(source: WeightSource, quantization: Quantization | None) -> tup
 
 
 def stored_tensors(
-    source: WeightSource, value: Tensor, quantization: Quantization | None, dtype: torch.dtype
+    source: WeightSource,
+    value: Tensor,
+    quantization: Quantization | None,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
 ) -> dict[str, Tensor]:
-    """What is stored for a weight, by name: `value` in `dtype`, or the quantized weight and its scale."""
+    """What is stored for a weight, by name: `value` in `dtype`, or the quantized weight and its scale.
+
+    `device` quantizes, None for the one that `value` is on: INT4 keeps two CPU cores busy for more than a minute a
+    gigabyte. All results are where `value` is.
+    """
     stored = _format(source, quantization)
     if stored is None:
         return {source.name: value.to(dtype)}
+
+    def quantized(matrix: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.to(value.device) for tensor in _QUANTIZERS[stored](matrix.to(device)))
+
     if value.dim() == 2:
-        weight, scale = _QUANTIZERS[stored](value)
+        weight, scale = quantized(value)
     else:
         # One expert at a time: float32 copies of all of them would take many times the stored weight.
-        pairs = [_QUANTIZERS[stored](expert) for expert in value]
+        pairs = [quantized(expert) for expert in value]
         weight, scale = (torch.stack(tensors) for tensors in zip(*pairs, strict=True))
     return dict(zip(stored_names(source, quantization), (weight, scale), strict=True))
 

@@ -68,10 +68,12 @@ def write_weights(
     quantization: Quantization | None = None,
     *,
     omitted: Collection[str] = (),
+    device: torch.device | None = None,
 ) -> int:
     """Write the weights of one shard to `path`; the largest single weight is the most ever held in memory.
 
-    Those of the submodules at the paths `omitted` are left out. Returns the bytes written.
+    Those of the submodules at the paths `omitted` are left out; `device` quantizes, None for the CPU. Returns the
+    bytes written.
     Raises: CheckpointError, ExportError when sources and module disagree.
     """
     sources = stage.weights(config, shard)
@@ -108,7 +110,7 @@ def write_weights(
         file.write(encoded)
         for source in sources:
             made = _make(checkpoint, source, stage.name)
-            tensors = stored_tensors(source, made, quantization, dtypes[source.name])
+            tensors = stored_tensors(source, made, quantization, dtypes[source.name], device)
             del made
             for name, value in tensors.items():
                 if value.shape != expected[name].shape:

@@ -7,6 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from mingc.export.build import first_shard, stage_options
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.recipe import ExportRecipe
@@ -71,6 +73,7 @@ def write_file(file: WeightsFile, recipe: ExportRecipe, checkpoint: Checkpoint, 
         folder / file.path,
         recipe.quantization(file.stage),
         omitted=file.omitted,
+        device=torch.device(recipe.target),
     )
     return WrittenFile(seconds=time.perf_counter() - started, peak_rss_bytes=peak_rss_bytes())
 

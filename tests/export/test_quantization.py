@@ -106,6 +106,8 @@ def test_int4_is_for_experts_and_fp8_for_the_rest() -> None:
     weight, scale = quantize_int4(value)
     assert torch.equal(stored["experts.down"], weight)
     assert torch.equal(stored["experts.down_scale"], scale)
+    given = stored_tensors(experts_source(), value, "int4", torch.bfloat16, torch.device("cpu"))
+    assert all(torch.equal(given[name], tensor) for name, tensor in stored.items())
     linear = WeightSource(
         name="dense", part="main", tensors=(), shapes=(), make=torch.empty, quantizable="linear"
     )
