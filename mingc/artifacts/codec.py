@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -59,6 +60,8 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         kind = types.NoneType
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ManifestError(f"expected {kind.__name__}, found {value!r}", where=where)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ManifestError(f"expected a finite number, found {value!r}", where=where)
     return value
 
 

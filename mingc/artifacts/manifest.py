@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from mingc.artifacts.model import (
     VaeParameters,
     VisionParameters,
 )
+from mingc.artifacts.ranges import range_problems
 from mingc.artifacts.spec import GraphSpec
 from mingc.errors import ManifestError
 
@@ -270,6 +271,17 @@ def read_manifest(bundle: Path) -> Manifest:
             fix="export again with this mingc, or use the mingc that wrote the bundle",
         )
     manifest = decode(Manifest, document)
+    held = {field.name: getattr(manifest.parameters, field.name) for field in fields(ModelParameters)}
+    problems = [
+        problem
+        for name, parameters in held.items()
+        if parameters is not None
+        for problem in range_problems(parameters, f"$.parameters.{name}")
+    ]
+    if problems:
+        raise ManifestError(
+            "\n".join(problems), where=str(path), fix="copy the artifact again, or export again"
+        )
     # What no hash is kept of, or what lies outside, is not what was exported.
     outside = [name for name in manifest.files if not _is_inside(name)]
     unlisted = sorted({*manifest.named_files()} - {*manifest.files})

@@ -5,7 +5,6 @@ Importing this needs no torch, and neither does `verify` without replay; what ne
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
 # Relative to the largest magnitude of a reference. Export asks the same of every engine it builds.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-1}
+_Found = tuple[FileSummary, list[Comparison], list[str]]
 # With the documents beside them.
 _GOLDEN_FILES = {
     "preprocess.safetensors": "preprocess.json",
@@ -67,7 +67,12 @@ def verify(
         _check_against(against, replay=replay)
     told("hashes")
     check_hashes(bundle)
-    found: list[tuple[FileSummary, list[Comparison], list[str]]] = []
+    found: list[_Found] = []
+    if bundle.manifest.chat_template is not None:
+        from mingc.runtime.golden.template import check_template
+
+        ledger = check_template(bundle.manifest.chat_template)
+        found.append((ledger.summary(), ledger.comparisons, []))
     if replay:
         from mingc.machine import this_machine
 
@@ -101,9 +106,6 @@ def _check_against(folder: Path, *, replay: bool) -> None:
         raise ConfigError(
             f"{folder} holds no golden file", where="--against", fix=f"it should hold some of {names}"
         )
-
-
-_Found = tuple[FileSummary, list[Comparison], list[str]]
 
 
 def _replay_own(bundle: Bundle, told: Callable[[str], None]) -> list[_Found]:
@@ -156,6 +158,7 @@ def _replay_file(
     stages: tuple[str, ...],
     run: Callable[[Ledger, Mapping[str, Any]], None],
 ) -> _Found:
+    from mingc.runtime.golden.documents import read_document
     from mingc.runtime.golden.ledger import Ledger
 
     dtype = engines.bundle.manifest.fingerprint.dtype
@@ -173,7 +176,7 @@ def _replay_file(
         return ledger.summary("no golden file found"), [], []
     if not engines.has(*stages):
         return ledger.summary(f"this artifact has no {' and '.join(stages)}"), [], []
-    given = _read_document(beside) if beside is not None and has_document else {}
+    given = read_document(beside) if beside is not None and has_document else {}
     with ledger.case("replay"):
         run(ledger, given)
         if not ledger.comparisons:
@@ -199,22 +202,10 @@ def _read_tensors(path: Path) -> dict[str, NDArray[np.generic]]:
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
+    from mingc.runtime.golden.documents import unreadable
+
     try:
         tensors: dict[str, NDArray[np.generic]] = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     return tensors
-
-
-def _read_document(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
-    if not isinstance(document, dict):
-        raise _unreadable(path, f"it holds {type(document).__name__}, not a JSON object")
-    return document
-
-
-def _unreadable(path: Path, why: object) -> ConfigError:
-    return ConfigError(f"{path} cannot be read: {why}", where="--against", fix="copy the golden set again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from mingc.artifacts.manifest import FILE_NAME
 from mingc.errors import ConfigError, IncompatibleError, IntegrityError
+from mingc.runtime.golden.documents import read_document
 from mingc.runtime.golden.ledger import Ledger
 from mingc.runtime.golden.thinker import replay
-from mingc.runtime.verify import _read_document, _read_tensors, _replay_file, verify
+from mingc.runtime.verify import _read_tensors, _replay_file, verify
 
 # An artifact of a thinker, of which nothing is asked.
 ENGINES: Any = SimpleNamespace(
@@ -30,6 +33,32 @@ def test_a_whole_bundle_passes(bundle_path: Path) -> None:
     assert report.passed
     assert report.files_hashed == 4
     assert steps == ["hashes"]
+
+
+def with_template(root: Path, template: str) -> Path:
+    path = root / FILE_NAME
+    document = json.loads(path.read_text(encoding="utf-8"))
+    document["chat_template"] = template
+    path.write_text(json.dumps(document), encoding="utf-8")
+    return root
+
+
+@pytest.mark.parametrize(
+    "template, note",
+    [
+        ("{% for m in messages %}<{{ m['role'] }}>{{ m.content }}{% endfor %}", "is rendered with its words"),
+        ("{{ messages[0].content", "TemplateSyntaxError"),
+        ("{{ messages[7].content.words }}", "UndefinedError"),
+        ("{{ raise_exception('no') }}", "UndefinedError"),
+        ("{{ 'x' * messages }}", "TypeError"),
+        ("<bos>", "is rendered with its words"),
+    ],
+)
+def test_a_chat_template_is_rendered_once(bundle_path: Path, template: str, note: str) -> None:
+    report = verify(with_template(bundle_path, template), replay=False)
+    (found,) = report.comparisons
+    assert note in found.note and found.name == "chat template: a plain conversation"
+    assert report.passed == (found.outcome == "pass") == ("m.content" in template)
 
 
 def test_a_changed_byte_is_found(bundle_path: Path) -> None:
@@ -70,7 +99,7 @@ def test_a_folder_without_goldens_is_refused_before_anything_is_hashed(
 
 
 @pytest.mark.parametrize(
-    ("read", "content"), [(_read_tensors, b"no tensors"), (_read_document, b"{"), (_read_document, b"[]")]
+    ("read", "content"), [(_read_tensors, b"no tensors"), (read_document, b"{"), (read_document, b"[]")]
 )
 def test_a_golden_file_that_cannot_be_read_is_told(
     tmp_path: Path, read: Callable[[Path], object], content: bytes

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mingc.artifacts.model import VisionParameters
+from mingc.errors import ConfigError
 from mingc.runtime.golden.engines import Engines
 from mingc.runtime.golden.ledger import Ledger
+from mingc.runtime.golden.template import render
 from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.chat import ChatProcessor, MediaEntry, Message
 from mingc.runtime.preprocess.cubic import resize_cubic
@@ -32,6 +33,7 @@ from mingc.runtime.request import TextPart, VideoParams
 PIXEL_TOLERANCE = 1e-5
 
 Image = NDArray[np.uint8]
+_Recorded = TypeVar("_Recorded")
 
 
 def replay(engines: Engines, ledger: Ledger, document: Mapping[str, Any]) -> None:
@@ -199,10 +201,10 @@ class _Media:
             return TextPart(text=item["text"])
         items: list[Features] = []
         if kind == "image" and self._vision is not None:
-            items = [_image(next(self._grids)) for _ in range(int(item["image"].split()[0]))]
+            items = [_image(_next(self._grids)) for _ in range(int(item["image"].split()[0]))]
         elif kind == "audio" and self._audio is not None:
             bands = self._audio.num_mels
-            counts = [next(self._frames) for _ in range(int(item["audio"].split()[0]))]
+            counts = [_next(self._frames) for _ in range(int(item["audio"].split()[0]))]
             for count in counts:
                 tokens = -(-count // self._audio.frames_per_token)
                 items.append(AudioFeatures(mel=np.zeros((count, bands), np.float32), num_tokens=tokens))
@@ -211,6 +213,13 @@ class _Media:
         else:
             self.missing = f"no recorded {kind}, or no encoder for it in this artifact"
         return MediaEntry(kind=kind, items=tuple(items))
+
+
+def _next(recorded: Iterator[_Recorded]) -> _Recorded:
+    """Raises: ConfigError when a message has more media than are recorded."""
+    for each in recorded:
+        return each
+    raise ConfigError("a message has more media than sizes are recorded", where="--against")
 
 
 def _image(grid: list[int]) -> VisionFeatures:
@@ -225,15 +234,8 @@ def _replay_template(
     template = engines.bundle.manifest.chat_template
     if template is None or not cases:
         return
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-    compiled = environment.from_string(template)
     for name, case in cases.items():
-        prompt = compiled.render(
-            messages=case["messages"], add_generation_prompt=case["add_generation_prompt"]
-        )
+        prompt = render(template, case["messages"], add_generation_prompt=case["add_generation_prompt"])
         ledger.text(f"tokenizer_jinja_template.{name}", prompt, case["prompt"])
         ids = tokenizer.encode(prompt)
         ledger.ids(f"tokenizer_jinja_template.{name}.input_ids", ids, reference=case["input_ids"])
