@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,6 +30,7 @@ _END_S = 10.0  # a terminated process is gone at once, unless its disk or device
 def worker_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
     """`jobs` processes and a folder for what compilers leave. An error ends them in the middle of their work."""
     others = set(multiprocessing.active_children())
+    _start_tracker()
     with (
         work_folder(Path(tempfile.gettempdir()), "mingc-compile-", mode=0o700) as scratch,
         ProcessPoolExecutor(
@@ -49,6 +51,22 @@ def worker_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
             for worker in workers:
                 worker.join(_END_S)  # what it writes into is removed next
             raise
+
+
+def _start_tracker() -> None:
+    """Start the process in which Python removes what ended workers leave, and have it do so without a warning.
+
+    A worker that is ended leaves the lock that tqdm makes for the progress bars of torch.
+    """
+    before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (before, "ignore:resource_tracker:UserWarning")))
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 def submit(pool: Executor, where: str, work: Callable[..., _T], *arguments: object) -> Future[_T]:

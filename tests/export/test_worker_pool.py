@@ -17,7 +17,7 @@ from mingc.errors import CompileError
 from mingc.export.workers import result_of, submit
 
 _END_S = 100
-# A worker compiles for ten minutes when the export fails.
+# A worker that holds a lock compiles for ten minutes when the export fails.
 _EXPORT = """
 import os, time
 from mingc.export.workers import worker_pool
@@ -25,6 +25,7 @@ from mingc.export.workers import worker_pool
 if __name__ == "__main__":
     with worker_pool(1) as pool:
         print(pool.submit(os.getpid).result(), flush=True)
+        pool.submit(exec, "import builtins, multiprocessing; builtins.held = multiprocessing.RLock()").result()
         pool.submit(time.sleep, 600)
         raise SystemExit(7)
 """
@@ -38,12 +39,12 @@ def test_a_failed_export_ends_its_workers_and_leaves_no_folder(tmp_path: Path) -
         [sys.executable, str(script)],
         env={**os.environ, "PYTHONPATH": str(Path(mingc.__file__).parents[1]), "TMPDIR": str(scratch)},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        capture_output=True,
         text=True,
         timeout=_END_S,
         check=False,
     )
-    assert done.returncode == 7
+    assert (done.returncode, done.stderr) == (7, "")
     assert not Path(f"/proc/{int(done.stdout)}").exists()
     assert not list(scratch.iterdir())
 
