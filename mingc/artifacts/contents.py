@@ -24,7 +24,10 @@ class StageContents:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileContents:
-    """Kernels of a stage that were timed at the export: what for, how they are cut, microseconds, and those untimed."""
+    """Kernels of a stage that were timed at the export: for what, and how they are cut.
+
+    `us` are microseconds of the chosen cut, `default_us` of the one that an export without timing takes.
+    """
 
     stage: str
     kernel: str

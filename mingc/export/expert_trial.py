@@ -1,4 +1,4 @@
-"""The experts' kernels tried on the device at hand: random weights, random routing. Decides nothing."""
+"""The experts' kernels tried on the device at hand: random weights, random routing. `tile_choice` has the decision."""
 
 from __future__ import annotations
 

@@ -58,6 +58,14 @@ class ExpertTokens:
         ]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantized:
+    """How the experts are stored, and the float32 module over the checkpoint's weights."""
+
+    kind: Quantization
+    exact: Ranks
+
+
 def find_tokens(plan: GraphPlan, module: nn.Module, width: int) -> ExpertTokens:
     """As few tokens as a greedy choice finds, by the eager `module` of any rank; repeated to fill calls of `width`."""
     place = _place(module)
@@ -85,14 +93,6 @@ def find_tokens(plan: GraphPlan, module: nn.Module, width: int) -> ExpertTokens:
         width=width,
         num_unreached=num_experts - int(is_sent[chosen].any(0).sum()),
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Quantized:
-    """How the experts are stored, and the float32 module over the checkpoint's weights."""
-
-    kind: Quantization
-    exact: Ranks
 
 
 def check_experts(

@@ -56,8 +56,11 @@ def expert_shapes(
     storage = _STORAGES[quantization or "bfloat16"]
     if not has_kernel(dims.hidden_size, dims.width, dims.num_experts):
         return ()
-    has_row = storage != INT4 and dims.shared_width in (0, dims.width)
-    has_row = has_row and has_row_kernel(dims.hidden_size, dims.num_experts, dims.num_groups, dims.width)
+    has_row = (
+        storage != INT4
+        and dims.shared_width in (0, dims.width)
+        and has_row_kernel(dims.hidden_size, dims.num_experts, dims.num_groups, dims.width)
+    )
     return tuple(
         Shape(
             kernel="expert_row" if count == 1 and has_row else kernel_of(count, storage),
@@ -85,6 +88,7 @@ def tune(
     known = {shape: record for shape in shapes if (record := _kept(cache, shape)) is not None}
     groups = families(shapes)
     with ExitStack() as stack:
+        # Started once, and only when the cache lacks something.
         pool = functools.cache(lambda: stack.enter_context(worker_pool(_jobs(jobs, dims, shapes[0]))))
 
         def time_missing(cuts: Mapping[Shape, tuple[Cut, ...]]) -> None:
@@ -96,7 +100,9 @@ def tune(
         between: dict[Shape, tuple[Cut, ...]] = {}
         for group in groups:
             winners = {cut_of(known[group[0]]), cut_of(known[group[-1]])}
-            for shape in group[1:-1] if winners != {rule(group[0])} else ():
+            if winners == {rule(group[0])}:
+                continue
+            for shape in group[1:-1]:
                 between[shape] = (rule(shape), *winners) if len(winners) == 1 else candidates(shape)
         time_missing(between)
     return tuple(known[shape] for shape in shapes if shape in known)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mingc.runtime.cuda_graphs import GraphPool
+from mingc.runtime.distributed import num_ranks
 from mingc.runtime.reduce_methods import TWO_SHOT_RANKS, Collective, Method, OneShot, TwoShot
 
 log = logging.getLogger("mingc.ranks")
@@ -110,9 +111,10 @@ def make_reducer(device: torch.device, dtype: torch.dtype, *, width: int, tokens
         width: values of a token; messages are (tokens, width).
         tokens: of each size of message to choose for: decode batches and chunks.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    world_size = num_ranks()
+    if world_size == 1:
         return Reducer(ReduceChoice(world_size=1, backend="none", reason="one rank has no sums"), {})
-    world_size, backend = dist.get_world_size(), str(dist.get_backend())
+    backend = str(dist.get_backend())
     methods: dict[Way, Method] = {"collective": Collective()}
     sizes = sorted(set(tokens))
     obstacle = _obstacle(device, dtype, width)
@@ -139,8 +141,9 @@ def choose(
     timings: Sequence[ReduceTiming], *, world_size: int, backend: str, obstacle: str = ""
 ) -> ReduceChoice:
     """The fastest way at each size, told in ranges of sizes. `obstacle` says what could not be tried."""
+    ordered = tuple(sorted(timings, key=lambda each: each.num_bytes))
     told = []
-    for way, group in groupby(sorted(timings, key=lambda each: each.num_bytes), lambda each: each.fastest):
+    for way, group in groupby(ordered, lambda each: each.fastest):
         last = list(group)[-1]
         times = ", ".join(
             f"{backend if each == 'collective' else each} {us:.1f}" for each, us in last.us.items()
@@ -150,7 +153,7 @@ def choose(
         world_size=world_size,
         backend=backend,
         reason="; ".join(filter(None, [", ".join(told), obstacle])),
-        timings=tuple(sorted(timings, key=lambda each: each.num_bytes)),
+        timings=ordered,
     )
 
 

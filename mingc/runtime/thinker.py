@@ -115,9 +115,8 @@ class ThinkerWorker:
         dtype, self.hidden_size = torch_dtype(embeds.dtype), int(embeds.shape[1])
         longest = max(self.max_batch, self.max_chunk, self.chunk.pair_rows)
         self._embeds = torch.zeros(longest, self.hidden_size, dtype=dtype, device=device)
-        self._words = torch.zeros(
-            self.max_batch, dtype=torch.int64, device=device
-        )  # the kind of answers' tokens
+        # The kind of answers' tokens.
+        self._words = torch.zeros(self.max_batch, dtype=torch.int64, device=device)
         self.reducer = make_reducer(
             device, dtype, width=self.hidden_size, tokens=(*self.batches, *self.chunks)
         )

@@ -65,9 +65,8 @@ def compile_graph(
     if device == "cuda":
         _refuse_static_libstdcxx(path, where)
     if kept is not None:
-        with work_folder(
-            kept.parent, "engine-"
-        ) as folder:  # one that a killed export left goes with the next
+        # What a killed export left of one goes with the next.
+        with work_folder(kept.parent, "engine-") as folder:
             os.replace(shutil.copyfile(path, folder / kept.name), kept)
     return seconds
 
