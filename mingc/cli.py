@@ -21,7 +21,7 @@ import click
 from mingc import __version__
 from mingc.errors import ConfigError, MingcError
 from mingc.interruption import ending_tidily
-from mingc.option_lists import names, numbers
+from mingc.option_values import NamedPath, names, numbers
 from mingc.progress import progress, teller
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ EXIT_INTERRUPTED = 130
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_PATH = click.Path(path_type=Path)
+_PATH = NamedPath()
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -93,7 +93,14 @@ def run_demo(output: Path, *, checkpoint: Path | None, again: bool) -> DemoRepor
         ) from error
     source = _find_checkpoint(checkpoint)
     _say(RANDOM_WEIGHTS)
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{output} is no folder that can be made: {error.strerror}",
+            where="--output",
+            fix="pass another folder",
+        ) from error
     artifact = output / "artifact"
     times = [] if not again and _is_usable(artifact, source) else _export(source, artifact)
     started = time.monotonic()

@@ -99,6 +99,8 @@ class ExportRecipe:
             problems.append(f"--context-tokens {self.context_tokens}: more than {MOST_TOKENS}")
         if not self.model_name.strip():
             problems.append("--model-name: is empty")
+        elif not self.model_name.isprintable():
+            problems.append(f"--model-name {self.model_name!r}: holds what cannot be printed")
         for word in self.quantize:
             stage, _, kind = word.rpartition("=")
             if kind not in QUANTIZABLE.get(stage, ()):

@@ -51,6 +51,8 @@ _OPTIONS = {
     "num_torch_threads": "--threads",
     "step_timeout_s": "--step-timeout",
 }
+# More than any machine has; beyond it torch's and the clock's numbers end.
+_MOST = {"kv_tokens": 1 << 40, "num_torch_threads": 1024, "step_timeout_s": 10**9}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,8 +101,13 @@ class EngineOptions:
         ]
         if not 0 < self.step_timeout_s < math.inf:
             problems.append(f"--step-timeout is {self.step_timeout_s}, not a finite number above 0")
+        for name, most in _MOST.items():
+            if (value := getattr(self, name)) is not None and math.inf > value > most:
+                problems.append(f"{_OPTIONS[name]} is {value}, which is above {most}")
         if self.served_model_name is not None and not self.served_model_name.strip():
             problems.append("--served-model-name is empty")
+        elif self.served_model_name is not None and not self.served_model_name.isprintable():
+            problems.append(f"--served-model-name {self.served_model_name!r} holds what cannot be printed")
         if problems:
             raise ConfigError(
                 "; ".join(problems), where="options of the engines", fix="see `mingc serve --help`"

@@ -120,7 +120,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise _cannot_listen(host, port, error) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -131,7 +131,9 @@ def bind_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+def _cannot_listen(host: str, port: int, error: OSError | UnicodeError) -> ConfigError:
+    if isinstance(error, UnicodeError):  # not even to be asked for
+        error = OSError(0, f"no name of a host: {error}")
     fixes = {
         errno.EADDRINUSE: "stop the other process, or pass another --port (0 lets the system choose)",
         errno.EACCES: "pass a --port above 1023",

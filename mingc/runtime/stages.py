@@ -14,9 +14,11 @@ from safetensors import SafetensorError, safe_open
 from mingc.artifacts.bundle import Bundle
 from mingc.artifacts.manifest import EngineRecord, GraphRecord, StageRecord
 from mingc.artifacts.spec import GraphSpec, TensorSpec, join_path
-from mingc.errors import BundleError, IntegrityError
+from mingc.errors import BundleError, ConfigError, IntegrityError
 from mingc.runtime.engines import load_engine
 from mingc.runtime.engines.base import Engine, Graph
+
+_STATE_DIMS = {"KV": "rows of KV", "S": "slots"}
 
 _Value = TypeVar("_Value")
 
@@ -52,15 +54,26 @@ class LoadedStage:
         }
 
     def allocate_state(self, dims: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:
-        """Zeroed state tensors with `dims` for their named dims (`KV` rows, `S` slots)."""
-        return {
-            name: torch.zeros(
-                [size if isinstance(size, int) else dims[size] for size in tensor.shape],
-                dtype=torch_dtype(tensor.dtype),
-                device=device,
-            )
-            for name, tensor in self.state_specs().items()
-        }
+        """Zeroed state tensors with `dims` for their named dims (`KV` rows, `S` slots).
+
+        Raises: ConfigError when the memory of `device` does not suffice.
+        """
+        try:
+            return {
+                name: torch.zeros(
+                    [size if isinstance(size, int) else dims[size] for size in tensor.shape],
+                    dtype=torch_dtype(tensor.dtype),
+                    device=device,
+                )
+                for name, tensor in self.state_specs().items()
+            }
+        except RuntimeError as error:
+            asked = ", ".join(f"{size} {_STATE_DIMS.get(dim, dim)}" for dim, size in dims.items())
+            raise ConfigError(
+                f"memory does not suffice for the state of the {self.name}: {asked}",
+                where=str(device),
+                fix="pass a smaller --kv-tokens or --slots, or end what else uses the memory",
+            ) from error
 
 
 def load_stage(

@@ -138,6 +138,7 @@ def test_stages_are_named_once_and_at_least_one(tmp_path: Path, stages: tuple[st
         ({"context_tokens": 10**24}, "--context-tokens 1000"),
         ({"context_tokens": 64, "prefill_tokens": 32}, "--context-tokens 64: must be at least 128"),
         ({"model_name": " "}, "--model-name: is empty"),
+        ({"model_name": "\udcff"}, "--model-name '.udcff': holds what cannot be printed"),
     ],
 )
 def test_sizes_and_names_that_cannot_be_are_refused(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from mingc.artifacts.manifest import Manifest
@@ -19,6 +21,20 @@ def test_clients_see_the_artifacts_name_or_the_one_asked_for(manifest: Manifest)
 def test_an_empty_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="--served-model-name is empty"):
         EngineOptions(served_model_name=name)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"served_model_name": "house\nvoice"}, r"--served-model-name 'house\\nvoice' holds"),
+        ({"kv_tokens": 10**30}, "--kv-tokens is 10+, which is above 1099511627776"),
+        ({"num_torch_threads": 10**11}, "--threads is 10+, which is above 1024"),
+        ({"step_timeout_s": 1e300}, r"--step-timeout is 1e\+300, which is above 1000000000"),
+    ],
+)
+def test_what_no_machine_has_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        EngineOptions(**options)
 
 
 def test_beside_a_gpu_the_host_works_in_one_thread_unless_asked_otherwise() -> None:

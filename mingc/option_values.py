@@ -1,10 +1,25 @@
-"""Options whose value is a list with commas, as callbacks of click."""
+"""What options take beyond click's own types: lists with commas (callbacks of click), and paths that name something."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import click
 
 from mingc.errors import ConfigError
+
+
+class NamedPath(click.Path):
+    """A `pathlib.Path`. An empty one, as of a variable that is not set, would be the working folder."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("the path is empty.", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 def names(_: click.Context, option: click.Parameter, text: str | None) -> tuple[str, ...] | None:
