@@ -7,6 +7,7 @@ inside the commands, so that `mingc --help` comes at once.
 from __future__ import annotations
 
 import gc
+import io
 import json
 import logging
 import sys
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 from mingc import __version__
-from mingc.errors import ConfigError, MingcError
+from mingc.errors import ConfigError, MingcError, unexpected
 from mingc.interruption import ending_tidily
 from mingc.option_values import NamedPath, names, numbers
 from mingc.progress import progress, teller
@@ -40,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 done, 1 failed, 2 asked wrongly, 3 problems, 4 lost a rank, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_json, debug = "--json" in words, "--debug" in words
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # a path may hold bytes that are no text: escaped, as on stderr
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with ending_tidily():
             sys.exit(commands.main(args=words, prog_name="mingc", standalone_mode=False) or 0)
@@ -51,13 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except MingcError as error:
         sys.exit(_fail(error, as_json=as_json, debug=debug))
     except Exception as error:
-        bug = MingcError(
-            f"this is a bug of mingc: {type(error).__name__}: {error}",
-            where=" ".join(["mingc", *words]),
-            fix="run again with --debug and report the traceback",
-        )
-        bug.__cause__ = error
-        sys.exit(_fail(bug, as_json=as_json, debug=debug))
+        sys.exit(_fail(unexpected(error, words), as_json=as_json, debug=debug))
 
 
 def _fail(error: MingcError, *, as_json: bool, debug: bool) -> int:

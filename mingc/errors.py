@@ -20,6 +20,14 @@ MingcError                 exit code 1
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Sequence
+
+# What a machine refuses whatever the program: no space, no permission, no more files, a reader that has gone.
+_OF_THE_MACHINE = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EPIPE, errno.EIO, errno.EMFILE}
+)
+
 
 class MingcError(Exception):
     """Base of every error a user may see.
@@ -139,3 +147,22 @@ class RankError(WorkerError):
 
     exit_code = 4
     status = 503  # nothing is wrong with a request: another server may answer it
+
+
+def unexpected(error: Exception, words: Sequence[str]) -> MingcError:
+    """What a user is told of an error that `mingc WORDS` did not foresee: a bug, unless the machine refused."""
+    where = " ".join(["mingc", *words])
+    if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
+        told = MingcError(
+            f"{error.strerror}{'' if error.filename is None else f': {error.filename}'}",
+            where=where,
+            fix="free some space there, allow it to be written, or choose another place",
+        )
+    else:
+        told = MingcError(
+            f"this is a bug of mingc: {type(error).__name__}: {error}",
+            where=where,
+            fix="run again with --debug and report the traceback",
+        )
+    told.__cause__ = error
+    return told

@@ -31,6 +31,8 @@ def show(result: object, *, as_json: bool, stream: IO[str] | None = None) -> Non
     Raises: MingcError when it cannot be written.
     """
     stream = stream or sys.stdout
+    if stream is None:  # as Python has it where a descriptor is closed
+        raise MingcError("the result cannot be written: stdout is closed", fix="write it somewhere")
     try:
         _show(result, stream, as_json=as_json)
     except OSError as error:

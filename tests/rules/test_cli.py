@@ -155,6 +155,13 @@ def test_failing_exits_with_1_and_says_where_and_what_to_do(words: list[str], tm
     assert not list(tmp_path.iterdir())
 
 
+def test_a_path_that_is_no_text_is_told_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8:strict")
+    result = run("bundle", "inspect", "\udcff", "--json", cwd=tmp_path)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert json.loads(result.stdout)["error"]["where"] == "\udcff"
+
+
 def test_with_json_a_failure_is_one_object_on_stdout(tmp_path: Path) -> None:
     result = run("bundle", "inspect", "nowhere", "--json", cwd=tmp_path)
     assert result.returncode == 1

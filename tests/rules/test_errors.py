@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import errno
 import inspect
 from pathlib import Path
 
 import pytest
 
 import mingc.errors
-from mingc.errors import ConfigError, MingcError, RankError, RequestError, ServeError
+from mingc.errors import ConfigError, MingcError, RankError, RequestError, ServeError, unexpected
 
 PACKAGE = Path(mingc.errors.__file__).parent
 CLASSES = [
@@ -44,6 +45,24 @@ def test_serving_errors_know_their_http_status(kind: type[ServeError]) -> None:
     assert 400 <= kind("x").status < 600
     assert kind("x", status=404).status == 404
     assert (400 <= kind("x").status < 500) == issubclass(kind, RequestError)
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (PermissionError(errno.EACCES, "Permission denied", "/a/b"), "Permission denied: /a/b"),
+        (
+            FileNotFoundError(errno.ENOENT, "No such file", "/a"),
+            "this is a bug of mingc: FileNotFoundError: ",
+        ),
+        (KeyError("x"), "this is a bug of mingc: KeyError: 'x'"),
+    ],
+)
+def test_what_the_machine_refuses_is_no_bug(error: Exception, says: str) -> None:
+    told = unexpected(error, ["demo", "--force"])
+    assert told.message.startswith(says) and told.where == "mingc demo --force" and told.fix
+    assert told.__cause__ is error and told.exit_code == 1
 
 
 def test_nothing_raises_a_bare_exception() -> None:

@@ -165,6 +165,12 @@ def test_a_result_that_cannot_be_written_is_an_error_of_stdout(as_json: bool) ->
     assert "Exception ignored" not in done.stderr
 
 
+def test_a_closed_stdout_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    with pytest.raises(MingcError, match="stdout is closed"):
+        show(MingcError, as_json=True)
+
+
 def test_an_error_that_stdout_does_not_take_is_told_once() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
