@@ -33,13 +33,16 @@ class AotiEngine(Engine):
         if device.type == "cuda":
             # An engine's convolutions follow this process-wide flag: float32 engines must not round to 10 bits.
             torch.backends.cudnn.allow_tf32 = False
+        folder = _unpack_folder()
         try:
             # Single-threaded: required for CUDA graph capture; callers never run one engine from two threads.
-            with _unpacking_to(_unpack_folder()):
+            with _unpacking_to(folder):
                 self._loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
         except RuntimeError as error:
             raise BundleError(
-                f"engine cannot be loaded: {error}", where=str(path), fix="run mingc verify"
+                f"engine cannot be loaded: {error}",
+                where=str(path),
+                fix=f"run mingc verify --no-replay, and see whether {folder.parent} (TMPDIR) has space to unpack it",
             ) from error
         self._kept: dict[str, torch.Tensor] = {}
 
