@@ -72,8 +72,8 @@ def replay(engines: Engines, ledger: Ledger) -> None:
     with ledger.case(_STEPS):
         explain: Explain | None = None
         if not is_exact:
-            check_alone(batches, alone, ledger, num_ranks=run.num_ranks)
             explain = _explaining(engines, parameters, requests, ledger)
+            check_alone(batches, alone, explain, ledger, num_ranks=run.num_ranks)
         check_batches(batches, explain, ledger, num_ranks=run.num_ranks)
 
 
