@@ -165,9 +165,8 @@ def _part(fields: Fields, role: Role, info: ServiceInfo) -> TextPart | MediaSour
     if body is None:
         raise missing(fields.path(part_type))
     if part_type == "input_audio":
-        body.choice(
-            "format", _AUDIO_FORMATS
-        )  # the decoder looks at the bytes; this only catches mistakes early
+        # The decoder looks at the bytes; this only catches mistakes early.
+        body.choice("format", _AUDIO_FORMATS)
         data = body.required_string("data")
         media = _media("audio", data, body.path("data"), info, is_base64=True)
     else:

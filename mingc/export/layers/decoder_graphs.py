@@ -171,9 +171,8 @@ class _Borders:
 
     def head(self) -> GraphPlan:
         share = self._config.local_vocab(self._world_size)
-        sizes = tuple(
-            sorted({self._num_prompts, *self._options.batch_sizes})
-        )  # last tokens of a chunk's requests
+        # Rows are the last tokens of a chunk's prompts, or of a batch.
+        sizes = tuple(sorted({self._num_prompts, *self._options.batch_sizes}))
         spec = GraphSpec(
             name="head",
             inputs=(self._stream("residual", "B"), self._stream("delta", "B")),
