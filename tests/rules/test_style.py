@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,12 @@ def test_files_stay_readable(folder: str) -> None:
         for path in (PACKAGE.parent / folder).rglob("*.py")
     }
     assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_tests_and_what_they_share_have_names_of_their_own() -> None:
+    # pytest imports all of them as modules of no package: of two with one name it takes neither.
+    paths = [path for path in (PACKAGE.parent / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert [name for name, count in Counter(path.name for path in paths).items() if count > 1] == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
