@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import multiprocessing
+import os
 import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import suppress
@@ -22,6 +24,18 @@ def client_of(url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, limits=limits)
 
 
+def _end_with_the_parent() -> None:
+    """A measurement that is killed cannot tell its clients: they would wait for work for ever."""
+    threading.Thread(target=_wait_for_the_end, daemon=True).start()
+
+
+def _wait_for_the_end() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a process of the pool has one"
+    parent.join()
+    os._exit(1)
+
+
 class Clients:
     """Clients in processes of their own: one process alone sends sixteen requests over tens of milliseconds."""
 
@@ -33,7 +47,7 @@ class Clients:
         # Forked before anything has started a thread; nothing is imported again.
         context = multiprocessing.get_context("fork")
         self._num_processes = num_processes
-        self._pool = ProcessPoolExecutor(num_processes, mp_context=context)
+        self._pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=_end_with_the_parent)
         self._pool.submit(int).result()  # forks them all
 
     def begin(

@@ -32,7 +32,7 @@ def read_ready(child: subprocess.Popen[str], log: Path) -> dict[str, Any]:
 def server(
     artifact: Path, caches: Path, log: Path, options: Sequence[str] = ()
 ) -> Iterator[tuple[str, dict[str, float], int]]:
-    """A server as a child: its address, the seconds of its phases, its process id.
+    """A server as a child: its address, the seconds of its phases, its process id. It ends when this process does.
 
     `options` are further words of `mingc serve`. A compiler, were one used, would leave its caches in `caches`.
     """
@@ -45,10 +45,10 @@ def server(
     started = time.perf_counter()
     with log.open("wb") as errors:
         child = subprocess.Popen(
-            [sys.executable, "-m", "mingc", *words],
+            [sys.executable, "-m", "mingc.tethered", *words],
             cwd=ROOT,
             env=environment,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -64,3 +64,6 @@ def server(
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
+        for stream in (child.stdin, child.stdout):
+            if stream is not None:
+                stream.close()

@@ -1,4 +1,4 @@
-"""Commands that a parent started: they end tidily when it does, however that ends."""
+"""What a parent started: it ends when the parent does, however that ends, and commands tidily."""
 
 from __future__ import annotations
 
@@ -41,6 +41,16 @@ with demo._child(sys.argv[2]) as (child, said):
     print(child.pid, said.readline().decode(), flush=True)
     child.wait()
 """
+_MEASUREMENT = """
+import os, time
+from clients import Clients
+
+def process(url, indexes):
+    return [os.getpid()]
+
+print(Clients(1).load(process, "", 1)[0], flush=True)
+time.sleep(600)
+"""
 
 
 def test_a_command_ends_with_a_parent_that_was_killed(tmp_path: Path) -> None:
@@ -61,6 +71,24 @@ def test_a_command_ends_with_a_parent_that_was_killed(tmp_path: Path) -> None:
     finally:
         os.close(command)
     assert not (tmp_path / "begun").exists()
+
+
+def test_clients_end_with_a_measurement_that_was_killed() -> None:
+    folder = Path(mingc.__file__).parents[1] / "benchmarks"
+    with subprocess.Popen(
+        [sys.executable, "-c", _MEASUREMENT],
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as parent:
+        assert parent.stdout is not None
+        client = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+    try:
+        assert _ends(client), "the client outlives its measurement"
+    finally:
+        os.close(client)
 
 
 def _ends(process: int) -> bool:
