@@ -41,9 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 done, 1 failed, 2 asked wrongly, 3 problems, 4 lost a rank, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_json, debug = "--json" in words, "--debug" in words
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # a path may hold bytes that are no text: escaped, as on stderr
+    # A path may hold bytes that are no text: escaped, as on stderr.
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with ending_tidily():

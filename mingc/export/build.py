@@ -243,6 +243,7 @@ def _check(
     compared = [each.name for each in plan.spec.outputs]
     if not is_sharded:
         compared.extend(f"state.{each.name}" for each in plan.spec.state)
+    of_every_expert = experts.find_tokens(plan, module) if plan.routing is not None else None
 
     def compare(engine: EngineRecord, sizes: dict[str, int], where: str) -> tuple[Parity, _Tensors, _Tensors]:
         """Parity at these sizes, and the inputs and expected outputs."""
@@ -254,8 +255,8 @@ def _check(
         reference = Ranks(stored_plan, stored, float32_inputs(stored_plan, tensors, sizes))
         references = reference.run()
         tokens = None
-        if plan.routing is not None:
-            tokens = experts.find_tokens(plan, module, len(next(iter(tensors.values()))))
+        if of_every_expert is not None:
+            tokens = of_every_expert.in_calls_of(len(next(iter(tensors.values()))))
         compiled, *reached = replay(
             task.folder / engine.file,
             engine.backend,

@@ -9,7 +9,7 @@ roundings do, and another one where weights, scales or tiles are wrong.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,18 @@ class ExpertTokens:
     width: int
     num_unreached: int
 
+    def in_calls_of(self, width: int) -> ExpertTokens:
+        """The same tokens, repeated to fill calls of `width`."""
+        count = len(self.ids)
+        rows = torch.arange(-(-count // width) * width) % count
+        return replace(
+            self,
+            inputs={name: value[rows] for name, value in self.inputs.items()},
+            ids=self.ids[rows],
+            weights=self.weights[rows],
+            width=width,
+        )
+
     def calls(self) -> list[dict[str, Tensor]]:
         """The inputs of one call after the other."""
         return [
@@ -66,8 +78,8 @@ class Quantized:
     exact: Ranks
 
 
-def find_tokens(plan: GraphPlan, module: nn.Module, width: int) -> ExpertTokens:
-    """As few tokens as a greedy choice finds, by the eager `module` of any rank; repeated to fill calls of `width`."""
+def find_tokens(plan: GraphPlan, module: nn.Module) -> ExpertTokens:
+    """As few tokens as a greedy choice finds, by the eager `module` of any rank, in calls of one."""
     place = _place(module)
     candidates = {name: value.to(place) for name, value in _candidates(plan, module).items()}
     ids, weights = (each.cpu() for each in tell_routes(plan, module, candidates))
@@ -84,14 +96,13 @@ def find_tokens(plan: GraphPlan, module: nn.Module, width: int) -> ExpertTokens:
                 is_sent[token] = False
         if settled.issuperset(chosen):
             break
-    chosen = chosen or [0]
-    rows = torch.tensor((chosen * width)[: -(-len(chosen) // width) * width])
+    rows = torch.tensor(chosen or [0])
     return ExpertTokens(
         inputs={name: value[rows.to(place)].cpu() for name, value in candidates.items()},
         ids=ids[rows],
         weights=weights[rows],
-        width=width,
-        num_unreached=num_experts - int(is_sent[chosen].any(0).sum()),
+        width=1,
+        num_unreached=num_experts - int(is_sent[rows].any(0).sum()),
     )
 
 

@@ -216,7 +216,7 @@ def test_experts_that_no_token_reaches_are_counted(
     bias = router.get_parameter("bias").clone()
     bias[:, [2, 7]] = -100.0
     router.register_parameter("bias", torch.nn.Parameter(bias, requires_grad=False))
-    tokens = find_tokens(plan, module, 3)
+    tokens = find_tokens(plan, module).in_calls_of(3)
     assert tokens.num_unreached == 2
     assert not {2, 7} & {*tokens.ids.flatten().tolist()}
     assert len(tokens.ids) % 3 == 0 and len(tokens.calls()) == len(tokens.ids) // 3

@@ -21,9 +21,8 @@ _LEAST_KEPT = 0.75
 # 0.009 in FP8, 0.022 in INT4.
 _SCALE = 0.015
 _ERRORS = 3.0
-_SPREAD = (
-    1.25 * 1.48
-)  # standard error of a median of normal values by their median absolute deviation, times √n
+# Standard error of a median of normal values by their median absolute deviation, times √n.
+_SPREAD = 1.25 * 1.48
 
 
 def check_fidelity(case: str, given: Floats, layers: Floats, fidelity: Fidelity, ledger: Ledger) -> None:
