@@ -19,9 +19,9 @@ import torch.distributed as dist
 from arguments import wholes
 from ranks import add_options, give_back, run_ranks
 
-from mingc.runtime import distributed
-from mingc.runtime.all_reduce import adds_up, graph_us
-from mingc.runtime.reduce_methods import Collective, Method, OneShot, TwoShot
+from mingc.runtime.distributed import process_group
+from mingc.runtime.distributed.algorithms import Collective, Method, OneShot, TwoShot
+from mingc.runtime.distributed.all_reduce import adds_up, graph_us
 
 WIDTH = 4096  # values of a token of the thinker: 8 KiB
 SIZES = [2**power for power in range(13, 26)]  # bytes
@@ -33,7 +33,7 @@ def measure(rank: int, world_size: int, port: int, lanes: tuple[int, ...]) -> li
     """Figures of all sizes; the same on every rank."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    distributed.init(rank=rank, world_size=world_size, port=port, device="cuda", timeout_s=60)
+    process_group.init(rank=rank, world_size=world_size, port=port, device="cuda", timeout_s=60)
     dtype = torch.bfloat16
     methods: dict[str, tuple[Method, int, int]] = {
         "nccl": (Collective(), SIZES[0], SIZES[-1]),
@@ -63,7 +63,7 @@ def measure(rank: int, world_size: int, port: int, lanes: tuple[int, ...]) -> li
                     "is_right": is_right,
                 }
             )
-    distributed.shutdown()
+    process_group.shutdown()
     return figures
 
 

@@ -28,7 +28,7 @@ from clients import Clients, client_of
 from serving import server
 
 from mingc.artifacts.bundle import open_bundle
-from mingc.runtime.timing import percentile
+from mingc.probe.stopwatch import percentile
 
 Figures = list[dict[str, Any]]
 _CALM_S = 1.5  # how long streams run alone before the prompts come
@@ -192,17 +192,17 @@ def measure(
 ) -> Figures:
     """All but the cold start; `notes` gets what was not measured as it was asked for."""
     figures: Figures = []
-    context, kv_tokens = int(health["context_tokens"]), int(health["kv_tokens"])
+    context, max_total_tokens = int(health["max_model_len"]), int(health["max_total_tokens"])
     if given.tokens >= context:
         raise SystemExit(f"--tokens {given.tokens}: a context of {context} tokens has no room for a prompt")
     asked = fitting("--prompt-tokens", given.prompt_tokens, context - given.tokens, notes)
     # Streams must not run out of tokens, and leave pages to the prompts.
-    room = (kv_tokens - context) // given.streams - asked
+    room = (max_total_tokens - context) // given.streams - asked
     if room < 1:
         raise SystemExit(
-            f"KV pages for {kv_tokens} tokens hold no {given.streams} streams beside a long prompt"
+            f"KV pages for {max_total_tokens} tokens hold no {given.streams} streams beside a long prompt"
         )
-    figures.append({"name": "kv_tokens", "median": kv_tokens, "unit": "tokens"})
+    figures.append({"name": "max_total_tokens", "median": max_total_tokens, "unit": "tokens"})
     prompts = Prompts.measure(url)
     short = prompts.words(asked)
     for concurrency in given.concurrency:

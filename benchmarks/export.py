@@ -18,7 +18,7 @@ from typing import Any
 import harness
 
 from mingc.artifacts.bundle import open_bundle
-from mingc.runtime.stages import weight_bytes
+from mingc.runtime.engines.stage_loader import weight_bytes
 
 
 def figures(report: dict[str, Any]) -> list[dict[str, Any]]:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 import mingc
-from mingc.runtime.cuda_graphs import GraphPool
-from mingc.runtime.timing import Stopwatch
+from mingc.probe.stopwatch import Stopwatch
+from mingc.runtime.engines.cuda_graphs import GraphPool
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -37,7 +37,7 @@ _LEAST_TOKENS = 100  # of an answer: shorter ones may end before all of them run
 _MOST_CLIENTS = 128  # that a server lets wait at once
 _FREED_MIB = 64  # a GPU that holds no more than this beyond what it held before is free
 _OPTIONS = ("--port", "0", "--json", "--no-check-hashes")
-_RANK = "mingc.runtime.rank"
+_RANK = "mingc.runtime.thinker.ranks.rank_process"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +248,7 @@ def main() -> None:
     parser.add_argument("--hang", action="store_true", help="stop the rank instead of killing it")
     parser.add_argument("--no-restart", action="store_true", help="leave the second server out")
     parser.add_argument("--step-timeout", type=seconds, default=60.0, help="what the server gets")
-    parser.add_argument("--kv-tokens", type=whole(1), help="what the server gets")
+    parser.add_argument("--max-total-tokens", type=whole(1), help="what the server gets")
     parser.add_argument("--json", type=Path, help="write the result here; needs a GPU")
     arguments = parser.parse_args()
     if arguments.json:
@@ -256,8 +256,8 @@ def main() -> None:
 
         harness.check_device(parser)
     options = ["--step-timeout", str(arguments.step_timeout)]
-    if arguments.kv_tokens is not None:
-        options += ["--kv-tokens", str(arguments.kv_tokens)]
+    if arguments.max_total_tokens is not None:
+        options += ["--max-total-tokens", str(arguments.max_total_tokens)]
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "server.log"
         figures, problems = measure(arguments, options, log)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mingc.runtime import distributed
+from mingc.runtime.distributed import process_group
 
 Figures = list[dict[str, Any]]
 
@@ -34,7 +34,7 @@ def run_ranks(words: Sequence[str], world_size: int, *, timeout_s: float) -> Fig
 
     Raises: SystemExit when one of them fails; subprocess.TimeoutExpired.
     """
-    store = distributed.host_store(timeout_s=120) if world_size > 1 else None
+    store = process_group.host_store(timeout_s=120) if world_size > 1 else None
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "figures.json"
         command = [sys.executable, sys.argv[0], *words, "--port", str(store.port if store else 0)]

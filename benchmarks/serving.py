@@ -45,7 +45,7 @@ def server(
     started = time.perf_counter()
     with log.open("wb") as errors:
         child = subprocess.Popen(
-            [sys.executable, "-m", "mingc.tethered", *words],
+            [sys.executable, "-m", "mingc.console.child_main", *words],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,

@@ -29,12 +29,12 @@ import torch
 from numpy.typing import NDArray
 
 from mingc.artifacts.bundle import Bundle, open_bundle
+from mingc.runtime.engines.stage_loader import load_stage
 from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.request import SpeechParams
-from mingc.runtime.speech import SpeechPlanner, load_voice
-from mingc.runtime.stages import load_stage
-from mingc.runtime.talker import SpeechSegment, TalkerWorker
+from mingc.runtime.talker.planner import SpeechPlanner, load_voice
+from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
 from mingc.runtime.text.segment import speech_segments
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,7 +99,7 @@ def make_artifact(output: Path, *, batch_sizes: str, jobs: int, cache: Path | No
         for name in ("enc_kwargs", "dec_kwargs"):
             _edit(configs / "talker" / "vae" / "config.json", [name, "backbone"], _WIDE)
         words = ["--synthetic", "--stages", ",".join(STAGES), "--target", "cuda", "--dtype", "bfloat16"]
-        words += ["--batch-sizes", batch_sizes, "--prefill-tokens", "64", "--jobs", str(jobs)]
+        words += ["--batch-sizes", batch_sizes, "--prefill-chunk-size", "64", "--jobs", str(jobs)]
         words += ["--output", str(output), *(["--cache", str(cache)] if cache is not None else [])]
         subprocess.run([sys.executable, "-m", "mingc", "export", str(configs), *words], check=True, cwd=ROOT)
 

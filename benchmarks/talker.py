@@ -2,7 +2,8 @@
 
 A patch is everything a request needs for 0.32 s of sound: ten flow-matching steps with guidance, aggregator, stop
 head, streaming VAE decode, one step of the speech LLM, and the gathering and scattering of per-request state.
-Timed from patch to patch as a server runs them (`mingc.runtime.patch_pipeline`), and beside it the same modules in
+Timed from patch to patch as a server runs them (`mingc.runtime.talker.patch_pipeline`), and beside it the same
+modules in
 plain torch: eager, and in a CUDA graph.
 
     python benchmarks/talker.py --batches 1,2,4,8,16,32 --json benchmarks/results/talker-h200-….json
@@ -26,12 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from mingc.artifacts.spec import GraphSpec
-from mingc.export.parity import relative_error
+from mingc.export.checks.parity import relative_error
 from mingc.export.stages import find
-from mingc.export.synthetic import open_synthetic
+from mingc.export.weights.synthetic import open_synthetic
 from mingc.kernels.dispatch import plain_torch
 from mingc.runtime.engines.aoti import AotiEngine
-from mingc.runtime.patch_pipeline import LaunchedPatch, PatchPipeline
+from mingc.runtime.talker.patch_pipeline import LaunchedPatch, PatchPipeline
 
 CONTEXT = 256  # tokens of each request in the speech LLM: a prompt of about 150 and 100 patches
 PATCH_INDEX = 100

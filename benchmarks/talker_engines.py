@@ -11,14 +11,14 @@ import torch
 from harness import compiler_pool
 from torch import nn
 
-from mingc.export.backends import aoti
-from mingc.export.capture import capture
-from mingc.export.quantization import prepare, stored_tensors
+from mingc.export.compile.backends import aoti
+from mingc.export.compile.capture import capture
 from mingc.export.recipe import Quantization
+from mingc.export.stage import GraphDef, Shard, StageOptions
 from mingc.export.stages import find
-from mingc.export.stages.base import GraphPlan, Shard, StageOptions
-from mingc.export.synthetic import open_synthetic
-from mingc.export.weights import part_of
+from mingc.export.weights.loading import part_of
+from mingc.export.weights.quantization import prepare, stored_tensors
+from mingc.export.weights.synthetic import open_synthetic
 
 CONFIGS = Path(__file__).resolve().parent / "released"
 GRAPHS = (("talker", "step"), ("cfm", "sample"), ("audio_vae", "stream"))
@@ -60,7 +60,7 @@ def module_of(stage_name: str, dtype: torch.dtype, quantization: Quantization | 
     return module.eval().requires_grad_(False)
 
 
-def plan_of(stage_name: str, graph: str, dtype: torch.dtype = torch.bfloat16) -> GraphPlan:
+def plan_of(stage_name: str, graph: str, dtype: torch.dtype = torch.bfloat16) -> GraphDef:
     stage = find(stage_name)
     config: Any = stage.config(open_synthetic(CONFIGS))
     return next(plan for plan in stage.graphs(config, Shard(), options(dtype)) if plan.spec.name == graph)

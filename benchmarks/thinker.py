@@ -32,9 +32,9 @@ from torch import Tensor
 
 from mingc.export.layers.decoder import PAGE_SIZE
 from mingc.kernels.dispatch import plain_torch
-from mingc.runtime import distributed
-from mingc.runtime.all_reduce import Reducer, make_reducer
-from mingc.runtime.thinker_layers import ThinkerLayers
+from mingc.runtime.distributed import process_group
+from mingc.runtime.distributed.all_reduce import Reducer, make_reducer
+from mingc.runtime.thinker.layers import ThinkerLayers
 
 CONFIGS = Path(__file__).resolve().parent / "released"
 PEAK_TB_S = 4.27  # device copy of an H200, which the roofline is counted with
@@ -85,7 +85,7 @@ class Rank:
         used = -(-tokens // PAGE_SIZE)
         generator = torch.Generator().manual_seed(batch)
         pages = 1 + torch.randperm(self.num_pages - 1, generator=generator)[: batch * used]
-        table = torch.zeros(batch, self.setup.context_tokens // PAGE_SIZE, dtype=torch.int32)
+        table = torch.zeros(batch, self.setup.max_model_len // PAGE_SIZE, dtype=torch.int32)
         table[:, :used] = pages.view(batch, used)
         return table.to(self.device)
 
@@ -215,7 +215,7 @@ def measure(job: Job, rank: int, port: int) -> list[Figure]:
     if kind == "cuda":
         torch.cuda.set_device(device)
     if port:
-        distributed.init(rank=rank, world_size=job.setup.world_size, port=port, device=kind, timeout_s=120)
+        process_group.init(rank=rank, world_size=job.setup.world_size, port=port, device=kind, timeout_s=120)
     figures: list[Figure] = []
     with torch.no_grad():
         own = Rank(job, device)
@@ -233,7 +233,7 @@ def measure(job: Job, rank: int, port: int) -> list[Figure]:
     # NCCL ends its communicator only after the graphs that use it.
     del own
     gc.collect()
-    distributed.shutdown()
+    process_group.shutdown()
     return figures
 
 
@@ -282,7 +282,7 @@ def main() -> None:
     parser.add_argument("--engines", type=Path, help="keep compiled engines in this folder")
     parser.add_argument("--jobs", type=int, default=8, help="compile at a time")
     parser.add_argument(
-        "--tune", action="store_true", help="time the experts' kernels first, as an export does"
+        "--autotune", action="store_true", help="time the experts' kernels first, as an export does"
     )
     parser.add_argument("--build-only", action="store_true", help="compile into --engines and end")
     parser.add_argument("--measure-only", action="store_true", help="the engines lie in --engines already")
@@ -307,14 +307,14 @@ def main() -> None:
                 world_size=world_size,
                 batches=arguments.batches,
                 chunks=arguments.chunks,
-                context_tokens=arguments.context,
+                max_model_len=arguments.context,
                 layers=arguments.layers,
             )
             if not arguments.measure_only:
                 same = {"ranks": world_size, "unit": "s"}
                 started = time.perf_counter()
-                tiles = engines.tune_kernels(setup, folder, arguments.jobs) if arguments.tune else ()
-                if arguments.tune:
+                tiles = engines.tune_kernels(setup, folder, arguments.jobs) if arguments.autotune else ()
+                if arguments.autotune:
                     wall_s = time.perf_counter() - started
                     figures.append({"name": "tuning_s", **same, "median": round(wall_s, 1)})
                 started = time.perf_counter()

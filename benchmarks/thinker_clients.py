@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from mingc.artifacts.bundle import Bundle
-from mingc.artifacts.model import ThinkerParameters
-from mingc.runtime.channel import FailedItem, Item, TokenItem
+from mingc.artifacts.parameters import ThinkerParameters
 from mingc.runtime.engines.base import Graph
+from mingc.runtime.engines.stage_loader import load_stage
 from mingc.runtime.kv_cache import PagePool
-from mingc.runtime.prefill_pace import PrefillPace
 from mingc.runtime.request import SamplingParams
-from mingc.runtime.scheduler import ChunkShape, ThinkerScheduler
-from mingc.runtime.stages import load_stage
-from mingc.runtime.thinker import RunKind, ThinkerWorker
-from mingc.runtime.thinker_loop import ThinkerLoop
-from mingc.runtime.thinker_prompt import ThinkerPrompt
+from mingc.runtime.request_stream import FailedItem, Item, TokenItem
+from mingc.runtime.thinker.loop import ThinkerLoop
+from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
+from mingc.runtime.thinker.prompt import ThinkerPrompt
+from mingc.runtime.thinker.scheduler import ChunkShape, ThinkerScheduler
+from mingc.runtime.thinker.worker import RunKind, ThinkerWorker
 
 NUM_REQUESTS = 32
 CONTEXT_TOKENS = 256
@@ -229,7 +229,7 @@ class _Visit:
                 self._pool,
                 max_running=gathering.max_running,
                 chunk=ChunkShape(max_rows=worker.max_chunk),  # a prompt's alone: always cut the same
-                pace=PrefillPace(num_parts=worker.num_parts),
+                pace=ChunkedPrefillPolicy(num_parts=worker.num_parts),
                 max_context=CONTEXT_TOKENS,
                 max_waiting=NUM_REQUESTS,
             ),

@@ -11,21 +11,21 @@ from harness import compiler_pool
 from torch import Tensor
 
 from mingc.artifacts.manifest import TunedKernel
-from mingc.export.backends import aoti
-from mingc.export.capture import capture, share_weights
+from mingc.export.autotune.tuning import engine_table, expert_shapes, tune
+from mingc.export.compile.backends import aoti
+from mingc.export.compile.capture import capture, share_weights
 from mingc.export.layers.decoder import PAGE_SIZE, DecoderConfig
 from mingc.export.layers.decoder_graphs import thinker_graphs
-from mingc.export.quantization import prepare
 from mingc.export.recipe import Quantization
+from mingc.export.stage import GraphDef, Shard, StageOptions, WeightSource
 from mingc.export.stages import find
-from mingc.export.stages.base import GraphPlan, Shard, StageOptions, WeightSource
 from mingc.export.stages.thinker import ThinkerConfig
-from mingc.export.synthetic import open_synthetic
-from mingc.export.tiles import engine_table, expert_shapes, tune
-from mingc.kernels.gpu.moe_tiles import using
+from mingc.export.weights.quantization import prepare
+from mingc.export.weights.synthetic import open_synthetic
 from mingc.kernels.quantized import FP8, INT4
+from mingc.kernels.triton.moe_config import using
 from mingc.runtime.engines.base import Graph
-from mingc.runtime.stages import LoadedStage, load_engine
+from mingc.runtime.engines.stage_loader import LoadedStage, load_engine
 
 _SCALE = 0.02  # of random quantized weights: FP8 of unit variance
 _INT4_MAX = (
@@ -48,7 +48,7 @@ class Setup:
     world_size: int
     batches: tuple[int, ...]
     chunks: tuple[int, ...]
-    context_tokens: int
+    max_model_len: int
     device: str = "cuda"
     dtype: str = "bfloat16"
     layers: int | None = None
@@ -64,17 +64,17 @@ class Setup:
             device=self.device,
             static_buckets=True,
             batch_sizes=self.batches,
-            context_tokens=self.context_tokens,
-            prefill_tokens=max(self.chunks, default=256),
+            max_model_len=self.max_model_len,
+            prefill_chunk_size=max(self.chunks, default=256),
         )
 
-    def plans(self) -> dict[str, GraphPlan]:
+    def plans(self) -> dict[str, GraphDef]:
         shard = Shard(world_size=self.world_size)
         return {plan.spec.name: plan for plan in thinker_graphs(self.config(), shard, self.options())}
 
     def sizes(self, graph: str) -> list[dict[str, int]]:
         """The sizes that `graph` is compiled for."""
-        pages = self.context_tokens // PAGE_SIZE
+        pages = self.max_model_len // PAGE_SIZE
         tokens = {
             **dict.fromkeys(PREFILL, ("T", self.chunks)),
             **dict.fromkeys(DECODE, ("B", self.batches)),

@@ -42,8 +42,8 @@ from thinker_clients import (
 )
 
 from mingc.artifacts.bundle import open_bundle
-from mingc.artifacts.model import ThinkerParameters
-from mingc.runtime.sampler import SamplerRow, sample
+from mingc.artifacts.parameters import ThinkerParameters
+from mingc.runtime.thinker.sampler import SamplerRow, sample
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tests" / "data" / "tiny-ming"
@@ -57,7 +57,7 @@ def make_artifact(
 ) -> None:
     """Export the tiny thinker; in half precision one of random weights, just wide enough for all of our kernels."""
     words = ["--stages", "thinker", "--target", target, "--dtype", dtype, "--batch-sizes", batch_sizes]
-    words += ["--context-tokens", str(CONTEXT_TOKENS), "--prefill-tokens", str(_PREFILL_TOKENS)]
+    words += ["--max-model-len", str(CONTEXT_TOKENS), "--prefill-chunk-size", str(_PREFILL_TOKENS)]
     words += ["--jobs", str(jobs), "--output", str(output), *(["--cache", str(cache)] if cache else [])]
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = TINY

@@ -19,15 +19,15 @@ from typing import Any
 
 import harness
 import torch
-from moe_tiles import released_dims
+from moe_configs import released_dims
 from torch import Tensor
 
-from mingc.export.expert_trial import RandomExperts
-from mingc.export.stages.base import ExpertDims
+from mingc.export.autotune.moe_benchmark import RandomExperts
+from mingc.export.stage import ExpertDims
 from mingc.kernels.dispatch import plain_torch
-from mingc.kernels.gpu.moe_tiles import BF16, FP8, INT4
 from mingc.kernels.moe_experts import moe_experts
 from mingc.kernels.router import route_hidden
+from mingc.kernels.triton.moe_config import BF16, FP8, INT4
 
 DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 PREFILL_TOKENS = (256, 1024, 4096)

@@ -10,7 +10,7 @@ from torch import Tensor
 from mingc.export.layers.decoder import DecoderConfig
 from mingc.kernels.rms_norm import rms_norm
 from mingc.kernels.router import route_hidden
-from mingc.runtime.stages import LoadedStage
+from mingc.runtime.engines.stage_loader import LoadedStage
 
 
 def experts_read(

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 from mingc import __version__
+from mingc.console.param_types import PathParam, names, numbers
+from mingc.console.progress import progress, teller
+from mingc.console.signals import clean_shutdown
 from mingc.errors import ConfigError, MingcError, unexpected
-from mingc.interruption import ending_tidily
-from mingc.option_values import NamedPath, names, numbers
-from mingc.progress import progress, teller
 
 if TYPE_CHECKING:
     from mingc.export.pipeline import ExportReport
@@ -34,7 +34,7 @@ EXIT_INTERRUPTED = 130
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_PATH = NamedPath()
+_PATH = PathParam()
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with ending_tidily():
+        with clean_shutdown():
             sys.exit(commands.main(args=words, prog_name="mingc", standalone_mode=False) or 0)
     except (click.Abort, KeyboardInterrupt):
         print("mingc: interrupted", file=sys.stderr)
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _fail(error: MingcError, *, as_json: bool, debug: bool) -> int:
-    from mingc.report import show_error
+    from mingc.console.report import show_error
 
     if debug:
         traceback.print_exception(error)
@@ -80,7 +80,14 @@ def _common(command: Command) -> Command:
     return as_json(debug(command))
 
 
-_HTTP_OPTIONS = ("host", "port", "allow_media_hosts", "media_root", "max_in_flight", "grace_s")
+_HTTP_OPTIONS = (
+    "host",
+    "port",
+    "allow_media_hosts",
+    "media_root",
+    "max_concurrent_requests",
+    "shutdown_timeout_s",
+)
 _SETTINGS = {"show_default": True, "max_content_width": 100, "help_option_names": ["-h", "--help"]}
 
 
@@ -109,9 +116,9 @@ def commands() -> None:
     "--cache", type=_PATH, default=None, show_default="no cache", help="Folder of engines to use again."
 )
 @click.option(
-    "--context-tokens", type=int, default=4096, help="Longest request, prompt and answer, in tokens."
+    "--max-model-len", type=int, default=4096, help="Longest request, prompt and answer, in tokens."
 )
-@click.option("--prefill-tokens", type=int, default=256, help="Tokens of one prefill chunk.")
+@click.option("--prefill-chunk-size", type=int, default=256, help="Tokens of one prefill chunk.")
 @click.option(
     "--batch-sizes",
     callback=numbers,
@@ -127,22 +134,24 @@ def commands() -> None:
     metavar="fp8|STAGE=fp8|thinker=int4",
     help="Store the weights of all stages that can, or of STAGE, in fewer bits; may be given several times.",
 )
-@click.option("--tune/--no-tune", default=True, help="On CUDA, time cuts of the experts' kernels first.")
+@click.option(
+    "--autotune/--no-autotune", default=True, help="On CUDA, time cuts of the experts' kernels first."
+)
 @click.option("--model-name", default="ming-omni", help="Name that a server will announce.")
 @_common
 def export_command(as_json: bool, tp: int, **options: Any) -> int:
     """Compile CHECKPOINT, a folder in the released layout, into an artifact."""
+    from mingc.console.report import show
     from mingc.export.recipe import ExportRecipe
-    from mingc.report import show
 
     show(_export(ExportRecipe(world_size=tp, **options)), as_json=as_json)
     return 0
 
 
 def _export(recipe: ExportRecipe) -> ExportReport:
+    from mingc.console.report import show
     from mingc.export.pipeline import export_bundle
-    from mingc.report import show
-    from mingc.runtime.replay import replay
+    from mingc.verify.engine_replay import replay
 
     show(recipe, as_json=False, stream=sys.stderr)
     with progress("export") as told:
@@ -170,17 +179,19 @@ def _export(recipe: ExportRecipe) -> ExportReport:
 @click.option(
     "--media-root", type=_PATH, default=None, show_default="none", help="Read local media under this folder."
 )
-@click.option("--max-in-flight", type=int, default=256, help="Requests inside the server before a 503.")
+@click.option(
+    "--max-concurrent-requests", type=int, default=256, help="Requests inside the server before a 503."
+)
 @click.option("--max-queue", type=int, default=128, help="Requests that may wait for the thinker.")
 @click.option(
-    "--kv-tokens",
+    "--max-total-tokens",
     type=int,
     default=None,
     show_default="by free memory",
     help="Tokens that the KV pages of all requests hold together.",
 )
 @click.option(
-    "--slots",
+    "--max-speech-seqs",
     type=int,
     default=None,
     show_default="the talker's largest batch",
@@ -193,7 +204,11 @@ def _export(recipe: ExportRecipe) -> ExportReport:
     "--step-timeout", "step_timeout_s", type=float, default=60.0, help="Seconds after which ranks are lost."
 )
 @click.option(
-    "--grace", "grace_s", type=float, default=5.0, help="Seconds that running requests get at the end."
+    "--shutdown-timeout",
+    "shutdown_timeout_s",
+    type=float,
+    default=5.0,
+    help="Seconds that running requests get at the end.",
 )
 @click.option(
     "--served-model-name", default=None, show_default="the artifact's", help="Name of the model for clients."
@@ -206,16 +221,16 @@ def serve_command(as_json: bool, artifact: Path, **options: Any) -> int:
     Prints its address on stdout when it is ready. SIGTERM or Ctrl-C lets running requests end; a later one stops.
     When a rank of the thinker dies or hangs, running chats get an error, and the server ends with code 4.
     """
-    from mingc.runtime.config import ServeOptions
+    from mingc.runtime.http.options import ServeOptions
 
     http = ServeOptions(**{name: options.pop(name) for name in _HTTP_OPTIONS})
-    from mingc.runtime.startup import StartupClock
+    from mingc.runtime.service.startup import StartupClock
 
     clock = StartupClock()
     with clock.phase("import"):
-        from mingc.report import show
-        from mingc.runtime.loading import EngineOptions, open_service
-        from mingc.runtime.server import bind_socket, create_app, serve
+        from mingc.console.report import show
+        from mingc.runtime.http.server import bind_socket, create_app, serve
+        from mingc.runtime.service.builder import EngineOptions, open_service
 
     engines = EngineOptions(
         max_waiting=options.pop("max_queue"), num_torch_threads=options.pop("threads"), **options
@@ -244,24 +259,27 @@ def serve_command(as_json: bool, artifact: Path, **options: Any) -> int:
 @commands.command("verify")
 @click.argument("artifact", type=_PATH)
 @click.option(
-    "--against",
+    "--reference",
     type=_PATH,
     default=None,
     show_default="the artifact's own goldens only",
     help="Folder of golden files to replay as well.",
 )
+@click.option("--against", type=_PATH, default=None, hidden=True, help="Former name of --reference.")
 @click.option("--no-replay", is_flag=True, help="Check hashes only; needs no torch.")
 @_common
-def verify_command(as_json: bool, artifact: Path, against: Path | None, no_replay: bool) -> int:
+def verify_command(
+    as_json: bool, artifact: Path, reference: Path | None, against: Path | None, no_replay: bool
+) -> int:
     """Tell whether ARTIFACT is whole and computes what it should on this machine.
 
     Exits with 3 when anything is out of tolerance.
     """
-    from mingc.report import show
-    from mingc.runtime.verify import verify
+    from mingc.console.report import show
+    from mingc.verify.verification import verify
 
     told = teller("verify")
-    result = verify(artifact, against=against, replay=not no_replay, told=told)
+    result = verify(artifact, reference=reference or against, replay=not no_replay, told=told)
     show(result, as_json=as_json)
     told(
         f"{result.checked} comparisons, {result.failed} failed, {result.expected_differences} expected differences"
@@ -283,7 +301,7 @@ def verify_command(as_json: bool, artifact: Path, against: Path | None, no_repla
 )
 @click.option("--context", type=int, default=256, help="Tokens that every request already holds.")
 @click.option("--repetitions", type=int, show_default="200, CPU: 3 to 10", help="Timed calls of an engine.")
-@click.option("--against", type=_PATH, show_default="none", help="Report of --json to compare with.")
+@click.option("--baseline", type=_PATH, show_default="none", help="Report of --json to compare with.")
 @click.option(
     "--tolerance", type=float, default=0.1, help="Share by which a median may exceed that report's."
 )
@@ -308,7 +326,7 @@ def verify_command(as_json: bool, artifact: Path, against: Path | None, no_repla
 def probe_command(
     as_json: bool,
     artifact: Path | None,
-    against: Path | None,
+    baseline: Path | None,
     synthetic: Path | None,
     jobs: int | None,
     cache: Path | None,
@@ -316,17 +334,17 @@ def probe_command(
 ) -> int:
     """Time every engine of ARTIFACT and hold it against what this machine could do at most.
 
-    Exits with 3 when an engine is slower than in --against.
+    Exits with 3 when an engine is slower than in --baseline.
     """
-    from mingc.report import show
-    from mingc.runtime.probe import ProbeOptions, probe
-    from mingc.runtime.probe_baseline import read_baseline
+    from mingc.console.report import show
+    from mingc.probe.baseline import read_baseline
+    from mingc.probe.prober import ProbeOptions, probe
 
     asked = ProbeOptions(**options)
-    baseline = read_baseline(against) if against is not None else None
+    earlier = read_baseline(baseline) if baseline is not None else None
     with ExitStack() as stack:
         if synthetic is not None:
-            from mingc.export.probe_export import probe_folder, synthetic_recipe
+            from mingc.export.probe_recipe import probe_folder, synthetic_recipe
 
             artifact = stack.enter_context(probe_folder(artifact))
             recipe = synthetic_recipe(
@@ -345,7 +363,7 @@ def probe_command(
                 where="mingc probe",
                 fix="pass --synthetic CONFIG" + (", or name an ARTIFACT" if artifact is None else " as well"),
             )
-        result = probe(artifact, asked, teller("probe"), baseline=baseline)
+        result = probe(artifact, asked, teller("probe"), baseline=earlier)
     show(result, as_json=as_json)
     return EXIT_FOUND_PROBLEMS if result.regressions else 0
 
@@ -361,10 +379,10 @@ def bundle_commands() -> None:
 def inspect_command(as_json: bool, artifact: Path) -> int:
     """Show what ARTIFACT holds and what it was built for. Needs no torch."""
     from mingc.artifacts.bundle import open_bundle
-    from mingc.artifacts.contents import read_contents
-    from mingc.report import show
+    from mingc.artifacts.inspection import summarize
+    from mingc.console.report import show
 
-    show(read_contents(open_bundle(artifact)), as_json=as_json)
+    show(summarize(open_bundle(artifact)), as_json=as_json)
     return 0
 
 
@@ -373,8 +391,8 @@ def inspect_command(as_json: bool, artifact: Path) -> int:
 @_common
 def doctor_command(as_json: bool, strict: bool) -> int:
     """Tell what would work on this machine."""
+    from mingc.console.report import show
     from mingc.doctor import examine
-    from mingc.report import show
 
     result = examine()
     show(result, as_json=as_json)
@@ -390,8 +408,8 @@ def doctor_command(as_json: bool, strict: bool) -> int:
 @_common
 def demo_command(as_json: bool, output: Path, checkpoint: Path | None, force: bool) -> int:
     """Export a tiny model, serve it, and hear it answer about a picture and a spoken clip."""
+    from mingc.console.report import show
     from mingc.demo import run_demo
-    from mingc.report import show
 
     show(run_demo(output, checkpoint=checkpoint, again=force), as_json=as_json)
     return 0

@@ -191,7 +191,7 @@ def _export(source: Path, artifact: Path) -> list[StageTime]:
 
 
 def _command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "mingc.tethered", *words]
+    return [sys.executable, "-m", "mingc.console.child_main", *words]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 from mingc.artifacts.manifest import FILE_NAME, FileRecord, Fingerprint, Manifest, read_manifest
 from mingc.artifacts.work_folder import work_folder
 from mingc.errors import BundleError, ConfigError, IncompatibleError, IntegrityError
-from mingc.machine import Machine
+from mingc.host import Host
 
 _CHUNK_BYTES = 4 << 20
 _CPU_CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")  # as torch spells them, weakest first
@@ -62,7 +62,7 @@ def check_hashes(bundle: Bundle) -> None:
     _raise_integrity(bundle.root, problems)
 
 
-def check_fingerprint(recorded: Fingerprint, here: Machine) -> None:
+def check_fingerprint(recorded: Fingerprint, here: Host) -> None:
     """Compare what the engines were built for with this machine.
 
     Raises: IncompatibleError with every difference at once.
@@ -82,7 +82,7 @@ def check_fingerprint(recorded: Fingerprint, here: Machine) -> None:
         )
 
 
-def _runs_on(recorded: Fingerprint, here: Machine) -> bool:
+def _runs_on(recorded: Fingerprint, here: Host) -> bool:
     """CPU engines run on their instruction set and every later one; CUDA engines only on their own capability."""
     if recorded.device == "cpu" and {recorded.capability, here.capability} <= set(_CPU_CAPABILITIES):
         return _CPU_CAPABILITIES.index(recorded.capability) <= _CPU_CAPABILITIES.index(here.capability)

@@ -9,7 +9,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from mingc.artifacts.codec import decode, encode
-from mingc.artifacts.model import (
+from mingc.artifacts.parameter_ranges import range_problems
+from mingc.artifacts.parameters import (
     AudioParameters,
     CfmParameters,
     TalkerParameters,
@@ -17,7 +18,6 @@ from mingc.artifacts.model import (
     VaeParameters,
     VisionParameters,
 )
-from mingc.artifacts.ranges import range_problems
 from mingc.artifacts.spec import GraphSpec
 from mingc.errors import ManifestError
 
@@ -59,7 +59,7 @@ class Parity:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineWork:
+class EngineCost:
     """What one call of an engine must do at least at sizes `dims`, as counted in the traced graph.
 
     Attributes:
@@ -94,7 +94,7 @@ class EngineRecord:
     file: str
     dims: dict[str, int] | None
     compile_seconds: float
-    work: tuple[EngineWork, ...] = ()
+    work: tuple[EngineCost, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +108,7 @@ class GraphRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fidelity:
+class QuantizationError:
     """What a decoder lost when its weights were quantized, on one prompt of random text; all arithmetic in float32.
 
     `layer_cosine` compares what each layer adds to the residual stream with what it adds over the checkpoint's weights,
@@ -126,8 +126,8 @@ class Fidelity:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KernelTiles:
-    """How one matrix product is cut, see `mingc.kernels.gpu.moe_tiles.Tiles`."""
+class KernelConfig:
+    """How one matrix product is cut, see `mingc.kernels.triton.moe_config.Tiles`."""
 
     columns: int
     depth: int
@@ -141,26 +141,26 @@ class TunedKernel:
     """How the kernels of a mixture of experts are cut for `tokens` tokens: the fastest of those timed at the export.
 
     Attributes:
-        kernel: expert_row (one token and the choice of its experts), row (one token), batch, grouped (a chunk).
+        kernel: moe_gemv (one token and the choice of its experts), row (one token), batch, grouped (a chunk).
         width: this rank's of an expert.
         chosen: experts of a token.
         storage: of the weights: bfloat16, fp8 or int4.
         up, down: the experts' first product and their second.
-        rows, swap, extra: of grouped products, see `mingc.kernels.gpu.moe_tiles.Cut`.
+        rows, swap, extra: of grouped products, see `mingc.kernels.triton.moe_config.Cut`.
         us, default_us: microseconds of a layer's experts so cut, and cut as they would be untimed; equal when that is
             how they are cut.
         device: where they were timed.
     """
 
-    kernel: Literal["expert_row", "row", "batch", "grouped"]
+    kernel: Literal["moe_gemv", "row", "batch", "grouped"]
     tokens: int
     hidden_size: int
     width: int
     experts: int
     chosen: int
     storage: Literal["bfloat16", "fp8", "int4"]
-    up: KernelTiles
-    down: KernelTiles
+    up: KernelConfig
+    down: KernelConfig
     rows: int
     swap: bool
     extra: int
@@ -181,7 +181,7 @@ class StageRecord:
     is_sharded: bool
     weights: tuple[str, ...]
     graphs: dict[str, GraphRecord]
-    fidelity: Fidelity | None = None
+    fidelity: QuantizationError | None = None
     repeated: dict[str, str] = field(default_factory=dict)
     tiles: tuple[TunedKernel, ...] = ()
 

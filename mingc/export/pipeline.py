@@ -15,30 +15,30 @@ from mingc.artifacts.bundle import new_bundle, write_manifest
 from mingc.artifacts.codec import encode
 from mingc.artifacts.manifest import (
     SCHEMA,
-    Fidelity,
     Fingerprint,
     GraphRecord,
     Manifest,
     ModelParameters,
+    QuantizationError,
     StageRecord,
     TunedKernel,
     VoiceRecord,
 )
 from mingc.errors import CheckpointError, ConfigError
-from mingc.export import tokenizers, voices
-from mingc.export.build import GraphResult, Replay, engine_sizes, first_shard, stage_options
+from mingc.export.assets import tokenizers, voices
+from mingc.export.autotune.tuning import to_tune, tune
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.coverage import check_coverage
-from mingc.export.preflight import check_machine
+from mingc.export.checks.coverage import check_coverage
+from mingc.export.checks.preflight import check_host
+from mingc.export.compile.build import GraphResult, Replay, engine_sizes, first_shard, stage_options
+from mingc.export.compile.schedule import Schedule
+from mingc.export.process_pool import peak_rss_bytes
 from mingc.export.recipe import ExportRecipe
-from mingc.export.schedule import Schedule
-from mingc.export.source import open_source
+from mingc.export.stage import Stage
 from mingc.export.stages import discover, find
-from mingc.export.stages.base import Stage
-from mingc.export.tiles import to_tune, tune
-from mingc.export.weights_file import weights_files, write_file
-from mingc.export.workers import peak_rss_bytes
-from mingc.machine import this_machine
+from mingc.export.weights.files import weights_files, write_file
+from mingc.export.weights.source import open_source
+from mingc.host import current_host
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +86,7 @@ def export_bundle(recipe: ExportRecipe, replay: Replay, progress: Callable[[Step
     Raises: ConfigError, CheckpointError, ExportError. On any of them `recipe.output` is untouched.
     """
     started = time.perf_counter()
-    check_machine(recipe)
+    check_host(recipe)
     checkpoint = open_source(recipe)
     stages = _choose(checkpoint, recipe)
     configs = {stage.name: stage.config(checkpoint) for stage in stages}
@@ -212,7 +212,7 @@ class _Run:
 
     def build_graphs(
         self, tiles: dict[str, tuple[TunedKernel, ...]]
-    ) -> tuple[list[GraphResult], dict[str, Fidelity]]:
+    ) -> tuple[list[GraphResult], dict[str, QuantizationError]]:
         """Write the other weights files, compile every engine and check every graph.
 
         Returns the graphs, and what stages of quantized weights lose by name, where they tell.
@@ -258,7 +258,7 @@ def _stage_record(
     stage: Stage,
     weights: dict[str, tuple[str, ...]],
     results: Sequence[GraphResult],
-    fidelity: dict[str, Fidelity],
+    fidelity: dict[str, QuantizationError],
     repeated: dict[str, str],
     tiles: tuple[TunedKernel, ...],
 ) -> StageRecord:
@@ -276,7 +276,7 @@ def _stage_record(
 
 
 def _fingerprint(recipe: ExportRecipe, checkpoint: Checkpoint) -> Fingerprint:
-    machine = this_machine(recipe.target)
+    machine = current_host(recipe.target)
     chosen = {
         name: value
         for name, value in encode(recipe).items()

@@ -27,8 +27,8 @@ QUANTIZABLE: dict[str, tuple[Quantization, ...]] = {
 # What is for some stages only: by field, its option and these stages.
 _CONCERNS = {
     "world_size": ("--tp", ("thinker",)),
-    "context_tokens": ("--context-tokens", ("thinker",)),
-    "prefill_tokens": ("--prefill-tokens", ("thinker", "talker")),
+    "max_model_len": ("--max-model-len", ("thinker",)),
+    "prefill_chunk_size": ("--prefill-chunk-size", ("thinker", "talker")),
 }
 
 
@@ -45,7 +45,7 @@ class ExportRecipe:
         synthetic: draw random weights instead of reading any, on the target device.
         quantize: how weights are stored: `fp8` for every stage that can, `STAGE=fp8` for one, `thinker=int4`. Empty:
             all in `dtype`.
-        tune: on CUDA time cuts of the experts' kernels on the device at hand, and take the fastest.
+        autotune: on CUDA time cuts of the experts' kernels on the device at hand, and take the fastest.
     """
 
     checkpoint: Path
@@ -57,13 +57,13 @@ class ExportRecipe:
     jobs: int = 1
     cache: Path | None = None
     force: bool = False
-    context_tokens: int = 4096
+    max_model_len: int = 4096
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
-    prefill_tokens: int = 256
+    prefill_chunk_size: int = 256
     model_name: str = "ming-omni"
     synthetic: bool = False
     quantize: tuple[str, ...] = ()
-    tune: bool = True
+    autotune: bool = True
 
     def __post_init__(self) -> None:
         problems = []
@@ -86,17 +86,17 @@ class ExportRecipe:
             problems.append(
                 f"--batch-sizes {self.batch_sizes[-1]}: more than {MOST_REQUESTS} requests in one step"
             )
-        if self.prefill_tokens < 16:
-            problems.append(f"--prefill-tokens {self.prefill_tokens}: must be at least 16")
+        if self.prefill_chunk_size < 16:
+            problems.append(f"--prefill-chunk-size {self.prefill_chunk_size}: must be at least 16")
         if self.stages is not None and (not self.stages or len(set(self.stages)) < len(self.stages)):
             problems.append(f"--stages {','.join(self.stages)}: must name at least one stage, and each once")
         has_thinker = self.stages is None or "thinker" in self.stages
-        if has_thinker and self.context_tokens < LEAST_CONTEXT:
-            problems.append(f"--context-tokens {self.context_tokens}: must be at least {LEAST_CONTEXT}")
-        elif has_thinker and self.context_tokens < self.prefill_tokens:
-            problems.append(f"--context-tokens {self.context_tokens}: less than one prefill chunk")
-        if self.context_tokens > MOST_TOKENS:
-            problems.append(f"--context-tokens {self.context_tokens}: more than {MOST_TOKENS}")
+        if has_thinker and self.max_model_len < LEAST_CONTEXT:
+            problems.append(f"--max-model-len {self.max_model_len}: must be at least {LEAST_CONTEXT}")
+        elif has_thinker and self.max_model_len < self.prefill_chunk_size:
+            problems.append(f"--max-model-len {self.max_model_len}: less than one prefill chunk")
+        if self.max_model_len > MOST_TOKENS:
+            problems.append(f"--max-model-len {self.max_model_len}: more than {MOST_TOKENS}")
         if not self.model_name.strip():
             problems.append("--model-name: is empty")
         elif not self.model_name.isprintable():

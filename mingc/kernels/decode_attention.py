@@ -33,7 +33,7 @@ def decode_attention(
     Returns: (B, Hq, d).
     """
     if use_triton(qkv, qkv.shape[-1]):
-        from mingc.kernels.gpu import decode_attention as gpu
+        from mingc.kernels.triton import decode_attention as gpu
 
         attended: Tensor = gpu.decode_attention(
             qkv.contiguous(), q_norm, k_norm, cos, sin, k_pages, v_pages, page_table, lengths, eps, page_size

@@ -44,7 +44,7 @@ def enter(x: Tensor, norm: Tensor, eps: float) -> Rows:
         return Rows(x, rms_norm(x, norm, eps), None, None)
     if x.numel() == x.shape[-1]:
         return Rows(x, x, None, None, norm)
-    from mingc.kernels.gpu.linear import NUM_COUNTERS
+    from mingc.kernels.triton.linear import NUM_COUNTERS
 
     squares = x.reshape(-1, x.shape[-1]).float().square().sum(-1, keepdim=True)
     return Rows(x, x * norm, squares, torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=x.device))
@@ -74,11 +74,11 @@ def normed_linear(
     A weight with a scale is FP8 (`mingc.kernels.quantized`).
     """
     if rows.norm is not None:
-        return _layer_row(
+        return _fused_norm_gemv(
             rows.values, weight, weight_scale, bias, norm=rows.norm, eps=eps, activation=activation
         )
     if rows.squares is not None:
-        from mingc.kernels.gpu import linear as gpu
+        from mingc.kernels.triton import linear as gpu
 
         kind = gpu.ACTIVATIONS[activation]
         flat = rows.normed.reshape(-1, rows.normed.shape[-1]).contiguous()
@@ -104,10 +104,10 @@ def add_linear(
 ) -> Rows:
     """rows + (x @ weightᵀ + bias), before the norm of weight `norm`: x (..., K) → (..., D)."""
     if rows.norm is not None:
-        values = _layer_row(x, weight, weight_scale, bias, residual=rows.values)
+        values = _fused_norm_gemv(x, weight, weight_scale, bias, residual=rows.values)
         return Rows(values, values, None, None, norm)
     if rows.squares is not None and rows.counters is not None:
-        from mingc.kernels.gpu import linear as gpu
+        from mingc.kernels.triton import linear as gpu
 
         shape = rows.values.shape
         flat = [each.reshape(-1, each.shape[-1]).contiguous() for each in (x, rows.values)]
@@ -119,7 +119,7 @@ def add_linear(
     return Rows(values, rms_norm(values, norm, eps), None, None)
 
 
-def _layer_row(
+def _fused_norm_gemv(
     x: Tensor,
     weight: Tensor,
     weight_scale: Tensor | None,
@@ -131,11 +131,11 @@ def _layer_row(
     activation: Activation = "none",
 ) -> Tensor:
     """One row (..., K) → (..., N), by one kernel."""
-    from mingc.kernels.gpu import layer_row as gpu
+    from mingc.kernels.triton import fused_norm_gemv as gpu
 
     flat, kind = x.reshape(1, -1), gpu.ACTIVATIONS[activation]
     held = None if residual is None else residual.reshape(1, -1)
-    out: Tensor = gpu.layer_row(flat, norm, weight, weight_scale, bias, held, eps, kind)
+    out: Tensor = gpu.fused_norm_gemv(flat, norm, weight, weight_scale, bias, held, eps, kind)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -152,7 +152,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, weight_scale: Tensor 
     if weight.dtype != FP8 or not is_whole or not use_triton(x):
         return F.linear(x, dequantize(weight, weight_scale, x.dtype), bias)
     if x.numel() // x.shape[-1] <= _MAX_FUSED_ROWS:
-        from mingc.kernels.gpu import linear as gpu
+        from mingc.kernels.triton import linear as gpu
 
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         made: Tensor = gpu.normed_linear(flat, None, weight, weight_scale, bias, 0.0, gpu.NONE)

@@ -84,8 +84,8 @@ def has_kernel(hidden_size: int, width: int, num_experts: int) -> bool:
 
 
 def _launch(x: Tensor, ids: Tensor, weights: Tensor, experts: Weights, shared: Weights | None) -> Tensor:
-    from mingc.kernels.gpu import moe_experts as gpu
-    from mingc.kernels.gpu.moe_tiles import MAX_DECODE_TOKENS
+    from mingc.kernels.triton import moe_experts as gpu
+    from mingc.kernels.triton.moe_config import MAX_DECODE_TOKENS
 
     if x.shape[0] > MAX_DECODE_TOKENS:
         own = None if shared is None else swiglu(x, shared)

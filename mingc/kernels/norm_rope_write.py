@@ -32,7 +32,7 @@ def norm_rope_write(
     Returns: (T, Hq, d) (spec: thinker.md §2.1, §3).
     """
     if use_triton(qkv, qkv.shape[-1]):
-        from mingc.kernels.gpu import norm_rope_write as gpu
+        from mingc.kernels.triton import norm_rope_write as gpu
 
         ready: Tensor = gpu.norm_rope_write(
             qkv.contiguous(), q_norm, k_norm, cos, sin, rows, k_pages, v_pages, eps

@@ -14,13 +14,6 @@ from torch.nn import functional as F
 
 from mingc.kernels.dispatch import use_triton
 
-# A chunk's rows of another request begin at a multiple of this: a program of the kernel takes so many, all of one. With
-# 64 two programs share a multiprocessor: one adds up while the other multiplies.
-CHUNK_ALIGNMENT = 64
-# The longest chunk that may hold rows of several requests. Beyond it a chunk's time grows as its rows do: one more
-# request gains nothing and makes the others wait.
-SHARED_ROWS = 1024
-
 
 def token_rows(page_table: Tensor, index: Tensor, page_size: int) -> Tensor:
     """Pool rows (B,) int64 of one token each of several requests.
@@ -55,7 +48,8 @@ def paged_prefill_attention(
 
     Args:
         q: (T, Hq, d); query head j reads KV head j // (Hq / Hk). Tokens of a request are rows that follow each other,
-            the first at a multiple of `CHUNK_ALIGNMENT`; padding may follow them. More than `SHARED_ROWS` are of one
+            the first at a multiple of `chunk_layout.CHUNK_ALIGNMENT`; padding may follow them. More than
+            `SHARED_ROWS` there are of one
             request.
         k_pages, v_pages: (KV, Hk, d).
         page_table: (S, P) int32.
@@ -66,7 +60,7 @@ def paged_prefill_attention(
     Returns: (T, Hq, d).
     """
     if use_triton(q, q.shape[-1]):
-        from mingc.kernels.gpu import paged_attention as gpu
+        from mingc.kernels.triton import paged_attention as gpu
 
         attended: Tensor = gpu.paged_prefill_attention(
             q, k_pages, v_pages, page_table, segment, index, page_size
@@ -113,7 +107,7 @@ def paged_decode_attention(
     Returns: (B, Hq, d).
     """
     if use_triton(q, q.shape[-1]):
-        from mingc.kernels.gpu import paged_attention as gpu
+        from mingc.kernels.triton import paged_attention as gpu
 
         attended: Tensor = gpu.paged_decode_attention(q, k_pages, v_pages, page_table, lengths, page_size)
         return attended

@@ -31,7 +31,7 @@ def route_hidden(
     num_gates, num_experts, hidden_size = weight.shape
     is_power = num_experts & (num_experts - 1) == 0 and num_groups & (num_groups - 1) == 0
     if use_triton(x) and is_power and num_experts >= 16 and hidden_size % 128 == 0:
-        from mingc.kernels.gpu import router as gpu
+        from mingc.kernels.triton import router as gpu
 
         chosen: tuple[Tensor, Tensor] = gpu.route_hidden(
             x, weight, bias, gate_index, num_groups, num_kept_groups, num_chosen, scale

@@ -163,8 +163,8 @@ class ServiceInfo:
     has_video: bool
     has_audio_input: bool
     has_speech: bool
-    context_tokens: int | None = None  # of one prompt and its answer; None without a thinker
-    kv_tokens: int | None = None  # of all prompts and answers together; None without a thinker
+    max_model_len: int | None = None  # of one prompt and its answer; None without a thinker
+    max_total_tokens: int | None = None  # of all prompts and answers together; None without a thinker
     all_reduce: str | None = None  # how the thinker's ranks sum up, and why; None for one rank
 
 
@@ -193,6 +193,7 @@ class Service(Protocol):
 
     def speech(self, request: SpeechRequest) -> AsyncIterator[Event]: ...
 
-    async def close(self, *, grace_s: float) -> None:
-        """Stop: refuse new requests, let running ones go on for `grace_s`, then fail the rest with WorkerError."""
+    async def close(self, *, shutdown_timeout_s: float) -> None:
+        """Stop: refuse new requests, let running ones go on for `shutdown_timeout_s`, then fail the rest with
+        WorkerError."""
         ...

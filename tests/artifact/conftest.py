@@ -13,7 +13,7 @@ from mingc_command import CACHE, CHECKPOINT, Server, mingc, serving
 
 _WIDE_THINKER = (
     *("--stages", "thinker", "--batch-sizes", "1,8,32"),
-    *("--context-tokens", 256, "--prefill-tokens", 64),
+    *("--max-model-len", 256, "--prefill-chunk-size", 64),
 )
 
 

@@ -12,8 +12,8 @@ from thinker_clients import NUM_REQUESTS, Answer, Gathering, Request, TracingWor
 from thinker_isolation import compare
 
 from mingc.artifacts.bundle import Bundle, open_bundle
-from mingc.artifacts.model import ThinkerParameters
-from mingc.runtime.sampler import uniform
+from mingc.artifacts.parameters import ThinkerParameters
+from mingc.runtime.thinker.sampler import uniform
 
 # Matrix products of another batch size add in another order; float32 rounds them differently.
 TOLERANCE = 1e-5

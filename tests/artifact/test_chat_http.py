@@ -16,7 +16,7 @@ TOKENS = 12
 def figures(wide_thinker_artifact: Path) -> list[dict[str, str]]:
     words = ["--artifact", wide_thinker_artifact, "--concurrency", "1,3", "--rounds", "1", "--tokens", TOKENS]
     words += ["--prompt-tokens", 40, "--prompts", "100,200", "--prompt-rounds", "1", "--streams", "2"]
-    words += ["--window", "1", "--client-processes", "2", "--serve", "--kv-tokens 4096"]
+    words += ["--window", "1", "--client-processes", "2", "--serve", "--max-total-tokens 4096"]
     done = subprocess.run(
         [sys.executable, "benchmarks/chat_http.py", *map(str, words)],
         cwd=REPOSITORY,
@@ -38,7 +38,7 @@ def test_every_answer_has_all_its_tokens(figures: list[dict[str, str]]) -> None:
     assert [(each["concurrency"], each["median"]) for each in incomplete] == [("1", "0"), ("3", "0")]
     by_name = {each["name"]: each for each in figures}
     assert by_name["longest_answer"]["median"] == "16"
-    assert by_name["kv_tokens"]["median"] == "4096"
+    assert by_name["max_total_tokens"]["median"] == "4096"
     assert 180 < int(by_name["longest_ttft_ms"]["prompt_tokens"]) <= 240
 
 

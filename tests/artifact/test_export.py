@@ -38,7 +38,7 @@ def test_goldens_of_another_model_are_found_out(artifact: Path, tmp_path: Path) 
     tensors = load_file(DATA / "vision.safetensors")
     tensors["one.embeds"] = tensors["one.embeds"].roll(1, -1)
     save_file(tensors, tmp_path / "vision.safetensors")
-    done = mingc("verify", artifact, "--against", tmp_path, "--json")
+    done = mingc("verify", artifact, "--reference", tmp_path, "--json")
     assert done.code == 3
     assert any(
         "one.embeds" in row["name"] and row["outcome"] != "pass" for row in done.document["comparisons"]

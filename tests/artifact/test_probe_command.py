@@ -45,7 +45,7 @@ def test_every_chosen_engine_has_figures_and_floors_and_finds_itself_slower(
     report["engines"] = [row for row in report["engines"] if row["engine"] != "talker.prefill"] + [gone]
     baseline = tmp_path / "baseline.json"
     baseline.write_text(json.dumps(report), encoding="utf-8")
-    again = mingc("probe", artifact, *CHOSEN, "--against", baseline, "--json")
+    again = mingc("probe", artifact, *CHOSEN, "--baseline", baseline, "--json")
     assert again.code == 3, again.stderr
     compared = again.document
     assert {row["engine"] for row in compared["regressions"]} == {"cfm.sample B=1", "cfm.sample B=8"}
@@ -97,7 +97,7 @@ def test_every_engine_of_the_thinker_is_timed_and_must_do_what_its_dims_say(
     projections = 64 * (4 + 2 * 2) * 128 + 4 * 128 * 64
     for batch in batches:
         row, attention = rows["decode_attention", batch, 8]
-        assert (row["context_tokens"], row["instances"]) == (8 * 16 - 1, 4)
+        assert (row["max_model_len"], row["instances"]) == (8 * 16 - 1, 4)
         assert attention["flops"] == batch * (2 * projections + 4 * 4 * 128 * 8 * 16)
         assert attention["weight_bytes"] == 4 * (projections + 64 + 2 * 128)
         assert attention["state_bytes"] == batch * 4 * 2 * 2 * 128 * (8 * 16 + 1)

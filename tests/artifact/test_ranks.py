@@ -89,7 +89,11 @@ def test_ranks_die_with_a_killed_server(two_rank_artifact: Path) -> None:
 
 
 def _ranks(pid: int) -> list[psutil.Process]:
-    return [child for child in psutil.Process(pid).children() if "mingc.runtime.rank" in child.cmdline()]
+    return [
+        child
+        for child in psutil.Process(pid).children()
+        if "mingc.runtime.thinker.ranks.rank_process" in child.cmdline()
+    ]
 
 
 class _Stream:

@@ -64,9 +64,9 @@ def test_the_running_server_loads_no_compiler_and_no_export_code(artifact: Path,
         "import torch\n"
         "bare = set(sys.modules)\n"
         "from pathlib import Path\n"
-        "from mingc.runtime.loading import open_service\n"
-        "from mingc.runtime.server import create_app\n"
-        "from mingc.runtime.config import ServeOptions\n"
+        "from mingc.runtime.service.builder import open_service\n"
+        "from mingc.runtime.http.server import create_app\n"
+        "from mingc.runtime.http.options import ServeOptions\n"
         "from mingc.runtime.request import SpeechRequest, SpeechParams\n"
         "async def main():\n"
         "    service = open_service(Path(sys.argv[1]))\n"
@@ -74,7 +74,7 @@ def test_the_running_server_loads_no_compiler_and_no_export_code(artifact: Path,
         "    request = SpeechRequest(request_id='1', text='Hello there.', speech=SpeechParams(seed=1, max_steps=2))\n"
         "    events = [event async for event in service.speech(request)]\n"
         "    assert len(events) == 3, events\n"
-        "    await service.close(grace_s=0)\n"
+        "    await service.close(shutdown_timeout_s=0)\n"
         "asyncio.run(main())\n"
         "print('\\n'.join(sorted(set(sys.modules) - bare)))\n"
     )
@@ -83,7 +83,7 @@ def test_the_running_server_loads_no_compiler_and_no_export_code(artifact: Path,
     )
     assert done.returncode == 0, done.stderr
     loaded = done.stdout.split()
-    assert "mingc.runtime.talker" in loaded
+    assert "mingc.runtime.talker.worker" in loaded
     assert [name for name in loaded if name.startswith(FORBIDDEN)] == []
 
 
@@ -99,7 +99,7 @@ def test_sigterm_tells_running_requests_and_leaves_nothing(
         "seed": 5,  # of an answer that does not end by itself soon
         "stop": ["no such text"],
     }
-    with serving(two_rank_artifact, "--grace", 0.2) as running:
+    with serving(two_rank_artifact, "--shutdown-timeout", 0.2) as running:
         family = [psutil.Process(running.process.pid)]
         family += family[0].children(recursive=True)
         assert len(family) >= 2, "two ranks are two processes"

@@ -11,7 +11,7 @@ import torch
 from speech_isolation import Gathering, Waves
 
 from mingc.artifacts.bundle import open_bundle
-from mingc.runtime.talker import SpeechSegment, TalkerWorker
+from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
 
 # Matrix products of another batch size add in another order; float32 rounds them differently.
 TOLERANCE = 2e-4

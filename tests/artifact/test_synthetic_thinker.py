@@ -10,8 +10,8 @@ import torch
 from mingc_command import serving
 
 from mingc.artifacts.bundle import Bundle, open_bundle
+from mingc.runtime.engines.stage_loader import load_stage, weight_bytes
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
-from mingc.runtime.stages import load_stage, weight_bytes
 
 
 @pytest.fixture(scope="module")

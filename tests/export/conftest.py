@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from mingc.export.checkpoint import Checkpoint, open_checkpoint
-from mingc.export.weights import float32_module
+from mingc.export.weights.loading import float32_module
 
 
 @pytest.fixture(scope="session")

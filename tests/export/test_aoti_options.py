@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from mingc.errors import CompileError
-from mingc.export.backends import aoti
-from mingc.export.backends.aoti import compile_graph
+from mingc.export.compile.backends import aoti
+from mingc.export.compile.backends.aoti import compile_graph
 
 
 class Double(nn.Module):

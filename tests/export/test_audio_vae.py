@@ -17,9 +17,9 @@ from mingc.export.layers.istft import IstftHead, istft_weights, overlap_add
 from mingc.export.layers.qwen2 import Qwen2Config, inverse_frequencies
 from mingc.export.layers.vae_decoder import VaeDecoderConfig, blend_weights
 from mingc.export.layers.vae_encoder import VaeEncoderConfig
+from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.audio_vae import STAGE, AudioVae, AudioVaeConfig
-from mingc.export.stages.base import Shard, StageOptions
-from mingc.export.weights import check_weights, float32_module
+from mingc.export.weights.loading import check_weights, float32_module
 
 DATA = Path(__file__).parents[1] / "data"
 TOLERANCE = 1e-5

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.dit import read_dit_config
-from mingc.export.layers.flow_grid import flow_times
+from mingc.export.layers.flow_times import flow_times
+from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages import talker as talker_stage
-from mingc.export.stages.base import Shard, StageOptions
 from mingc.export.stages.cfm import STAGE, Cfm, CfmConfig
-from mingc.export.weights import check_weights, float32_module
+from mingc.export.weights.loading import check_weights, float32_module
 from mingc.kernels.linear import enter
 
 DATA = Path(__file__).parents[1] / "data"

@@ -15,16 +15,16 @@ from torch import Tensor
 from mingc.artifacts.manifest import EngineRecord, Parity
 from mingc.artifacts.spec import GraphSpec
 from mingc.errors import ParityError
-from mingc.export.build import GraphTask, check_graph, stage_options
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.experts import find_tokens
+from mingc.export.checks.eager_reference import run_eager
+from mingc.export.checks.experts import find_tokens
+from mingc.export.checks.routing import tell_routes
+from mingc.export.compile.build import GraphTask, check_graph, stage_options
 from mingc.export.recipe import ExportRecipe, Quantization
-from mingc.export.reference import run_eager
-from mingc.export.routes import tell_routes
-from mingc.export.stages.base import Shard
+from mingc.export.stage import Shard
 from mingc.export.stages.thinker import STAGE, ThinkerConfig
-from mingc.export.weights import load_module, write_weights
-from mingc.rank_outputs import whole_output
+from mingc.export.weights.loading import load_module, write_weights
+from mingc.gather_shards import gather_shards
 
 ALLOWED = 3e-2  # of a bfloat16 engine
 EXPERTS = 16
@@ -87,7 +87,7 @@ class Layer:
             output=self.folder,
             stages=("thinker",),
             dtype=self.dtype,
-            context_tokens=256,
+            max_model_len=256,
             world_size=self.num_ranks,
             quantize=(f"thinker={self.quantization}",) if self.quantization is not None else (),
         )
@@ -131,7 +131,7 @@ class Layer:
                 parts = [run_eager(plan, module, tensors) for module in modules]
                 names = {each.name: each for each in spec.outputs}
                 made.append(
-                    {name: whole_output(names[name], [part[name] for part in parts]) for name in names}
+                    {name: gather_shards(names[name], [part[name] for part in parts]) for name in names}
                 )
             return made
 

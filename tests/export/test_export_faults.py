@@ -18,13 +18,13 @@ import torch
 
 import mingc
 from mingc.errors import CheckpointError, ConfigError
-from mingc.export.backends.aoti import compile_graph
 from mingc.export.checkpoint import Checkpoint, open_checkpoint
+from mingc.export.compile.backends.aoti import compile_graph
 from mingc.export.pipeline import Step, export_bundle
 from mingc.export.recipe import ExportRecipe
+from mingc.export.stage import StageOptions
 from mingc.export.stages import find
-from mingc.export.stages.base import StageOptions
-from mingc.runtime.replay import replay
+from mingc.verify.engine_replay import replay
 
 _END_S = 60
 _TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
@@ -32,7 +32,7 @@ _TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
 _EXPORT = """
 import multiprocessing, os, sys, time
 from concurrent.futures import ProcessPoolExecutor
-from mingc.export.workers import start_worker
+from mingc.export.process_pool import start_worker
 
 if __name__ == "__main__":
     pool = ProcessPoolExecutor(
@@ -75,9 +75,7 @@ def _is_running(process: int) -> bool:
 
 
 def test_compilers_write_into_the_folder_of_their_export(tmp_path: Path) -> None:
-    words = (
-        "import os, sys, tempfile; from mingc.export.workers import start_worker; start_worker(sys.argv[1]);"
-    )
+    words = "import os, sys, tempfile; from mingc.export.process_pool import start_worker; start_worker(sys.argv[1]);"
     words += "print(tempfile.gettempdir(), os.environ['TMPDIR'], os.environ['TORCHINDUCTOR_CACHE_DIR'])"
     context = "import threading; threading.Thread.start = lambda thread: None;"  # it is no pool's worker
     done = subprocess.run(
@@ -135,8 +133,8 @@ def test_stages_are_named_once_and_at_least_one(tmp_path: Path, stages: tuple[st
     ("options", "says"),
     [
         ({"batch_sizes": (1, 10**20)}, "--batch-sizes 1000"),
-        ({"context_tokens": 10**24}, "--context-tokens 1000"),
-        ({"context_tokens": 64, "prefill_tokens": 32}, "--context-tokens 64: must be at least 128"),
+        ({"max_model_len": 10**24}, "--max-model-len 1000"),
+        ({"max_model_len": 64, "prefill_chunk_size": 32}, "--max-model-len 64: must be at least 128"),
         ({"model_name": " "}, "--model-name: is empty"),
         ({"model_name": "\udcff"}, "--model-name '.udcff': holds what cannot be printed"),
     ],
@@ -152,8 +150,8 @@ def test_sizes_and_names_that_cannot_be_are_refused(
     ("stages", "options", "says"),
     [
         ("talker", {"world_size": 2}, "--tp 2: is for thinker"),
-        ("talker", {"context_tokens": 8192}, "--context-tokens 8192: is for thinker"),
-        ("cfm,audio_vae", {"prefill_tokens": 64}, "--prefill-tokens 64: is for thinker and talker"),
+        ("talker", {"max_model_len": 8192}, "--max-model-len 8192: is for thinker"),
+        ("cfm,audio_vae", {"prefill_chunk_size": 64}, "--prefill-chunk-size 64: is for thinker and talker"),
         ("talker", {"quantize": ("fp8", "thinker=int4")}, "--quantize thinker=int4: is for thinker"),
         ("vision_encoder", {"quantize": ("fp8",)}, "--quantize fp8: is for talker and cfm"),
     ],
@@ -172,9 +170,9 @@ def test_what_concerns_no_stage_to_be_built_is_refused_before_anything_is_writte
 @pytest.mark.parametrize(
     ("stages", "options"),
     [
-        ("talker,thinker", {"world_size": 2, "context_tokens": 8192}),
-        ("talker", {"prefill_tokens": 64, "quantize": ("fp8",)}),
-        ("cfm", {"world_size": 1, "context_tokens": 4096}),
+        ("talker,thinker", {"world_size": 2, "max_model_len": 8192}),
+        ("talker", {"prefill_chunk_size": 64, "quantize": ("fp8",)}),
+        ("cfm", {"world_size": 1, "max_model_len": 4096}),
     ],
 )
 def test_what_concerns_one_of_the_stages_is_taken(

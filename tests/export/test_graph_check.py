@@ -11,15 +11,15 @@ import torch
 from mingc.artifacts.manifest import EngineRecord, Parity
 from mingc.artifacts.spec import GraphSpec
 from mingc.errors import ParityError
-from mingc.export import build
-from mingc.export.build import GraphTask, check_graph
 from mingc.export.checkpoint import open_checkpoint
-from mingc.export.parity import worse
+from mingc.export.checks.eager_reference import run_eager
+from mingc.export.checks.parity import worse
+from mingc.export.compile import build
+from mingc.export.compile.build import GraphTask, check_graph
 from mingc.export.recipe import ExportRecipe
-from mingc.export.reference import run_eager
-from mingc.export.stages.base import Shard, StageOptions
+from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.thinker import STAGE
-from mingc.export.weights import load_module, write_weights
+from mingc.export.weights.loading import load_module, write_weights
 
 TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
 OPTIONS = StageOptions(static_buckets=True, batch_sizes=(1, 2, 4))

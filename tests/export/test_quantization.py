@@ -10,16 +10,16 @@ from compiled_graph import check_compiled, relative_error
 from safetensors import safe_open
 from torch import nn
 
-from mingc.artifacts.manifest import Fidelity
+from mingc.artifacts.manifest import QuantizationError
 from mingc.errors import ConfigError, ExportError
-from mingc.export.build import check_fidelity
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.quantization import prepare, stored_names, stored_tensors
+from mingc.export.checks.eager_reference import run_eager
+from mingc.export.compile.build import check_fidelity
 from mingc.export.recipe import ExportRecipe, Quantization
-from mingc.export.reference import run_eager
+from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSource
 from mingc.export.stages import find
-from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions, WeightSource
-from mingc.export.weights import float32_module, load_module, write_weights
+from mingc.export.weights.loading import float32_module, load_module, write_weights
+from mingc.export.weights.quantization import prepare, stored_names, stored_tensors
 from mingc.kernels.quantized import dequantize, quantize_int4
 
 TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
@@ -27,7 +27,7 @@ TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
 LOSS = 0.2
 
 
-def plan_of(stage: str, graph: str, checkpoint: Checkpoint) -> GraphPlan:
+def plan_of(stage: str, graph: str, checkpoint: Checkpoint) -> GraphDef:
     plans = find(stage).graphs(find(stage).config(checkpoint), Shard(), StageOptions())
     return next(plan for plan in plans if plan.spec.name == graph)
 
@@ -162,7 +162,7 @@ def test_fidelity_of_the_thinker(
     stage = find("thinker")
     config = stage.config(checkpoint)
 
-    def measure(quantization: Quantization | None) -> Fidelity:
+    def measure(quantization: Quantization | None) -> QuantizationError:
         files = []
         for rank in range(world_size):
             shard = Shard(rank=rank, world_size=world_size)

@@ -12,22 +12,23 @@ from typing import NoReturn
 
 import pytest
 
-from mingc.artifacts.manifest import EngineRecord, Fidelity, GraphRecord, Parity
+from mingc.artifacts.manifest import EngineRecord, GraphRecord, Parity, QuantizationError
 from mingc.artifacts.spec import GraphSpec
 from mingc.errors import CheckpointError, CompileError
-from mingc.export import pipeline, schedule
-from mingc.export.build import BuiltEngine, GraphResult, GraphTask
+from mingc.export import pipeline
 from mingc.export.checkpoint import open_checkpoint
+from mingc.export.compile import schedule
+from mingc.export.compile.build import BuiltEngine, GraphResult, GraphTask
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stages import find
-from mingc.export.weights_file import WeightsFile, WrittenFile, weights_files
-from mingc.runtime.replay import replay
+from mingc.export.weights.files import WeightsFile, WrittenFile, weights_files
+from mingc.verify.engine_replay import replay
 
 _TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
 _STAGES = ("vision_encoder", "audio_encoder", "cfm", "audio_vae")
 _RANKS = 4
 _WAIT_S = 20
-_LOST = Fidelity(tokens=1, layer_cosine=(1.0,), logit_kl=0.0, same_argmax=1.0)
+_LOST = QuantizationError(tokens=1, layer_cosine=(1.0,), logit_kl=0.0, same_argmax=1.0)
 
 
 @contextmanager
@@ -58,7 +59,9 @@ def _check(task: GraphTask, engines: tuple[EngineRecord, ...], _: object) -> Gra
     return GraphResult(stage=task.stage, record=record, peak_rss_bytes=2)
 
 
-def _compare(recipe: ExportRecipe, stage: str, folder: Path, weights: tuple[str, ...]) -> Fidelity | None:
+def _compare(
+    recipe: ExportRecipe, stage: str, folder: Path, weights: tuple[str, ...]
+) -> QuantizationError | None:
     assert all((folder / path).exists() for path in weights)
     return _LOST if stage == "thinker" else None
 

@@ -11,13 +11,13 @@ import torch
 
 from mingc.artifacts.manifest import ModelParameters
 from mingc.errors import CheckpointError, ConfigError
-from mingc.export import tokenizers
+from mingc.export.assets import tokenizers
 from mingc.export.checkpoint import Checkpoint, Part, open_checkpoint
-from mingc.export.coverage import check_coverage
-from mingc.export.probe_export import probe_folder, synthetic_recipe
+from mingc.export.checks.coverage import check_coverage
+from mingc.export.probe_recipe import probe_folder, synthetic_recipe
+from mingc.export.stage import StageOptions
 from mingc.export.stages import discover, find
-from mingc.export.stages.base import StageOptions
-from mingc.export.synthetic import open_synthetic
+from mingc.export.weights.synthetic import open_synthetic
 
 TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.qwen2 import read_qwen2_config
-from mingc.export.stages.base import Shard, StageOptions
+from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.talker import STAGE, Talker, TalkerConfig
-from mingc.export.weights import check_weights, float32_module
+from mingc.export.weights.loading import check_weights, float32_module
 
 DATA = Path(__file__).parents[1] / "data"
 TOLERANCE = 1e-5

@@ -14,14 +14,14 @@ from thinker_session import EagerStage, Prompt, Session, eager_stage, golden_pro
 from torch import Tensor
 
 from mingc.errors import CheckpointError
-from mingc.export.capture import check_example
 from mingc.export.checkpoint import Checkpoint
+from mingc.export.checks.eager_reference import float32_inputs
+from mingc.export.compile.capture import check_example
 from mingc.export.layers.decoder import PAGE_SIZE, Attention, Decoder
 from mingc.export.layers.moe import MoeFeedForward
-from mingc.export.reference import float32_inputs
-from mingc.export.stages.base import Shard, StageOptions
+from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.thinker import STAGE, ThinkerConfig
-from mingc.export.weights import check_weights, load_module, write_weights
+from mingc.export.weights.loading import check_weights, load_module, write_weights
 from mingc.kernels.mrope import mrope_cos_sin
 
 DATA = Path(__file__).parents[1] / "data"
@@ -262,7 +262,7 @@ def test_config_keys_of_the_release(checkpoint: Checkpoint) -> None:
 
 
 def test_examples_suit_every_bucket(config: ThinkerConfig) -> None:
-    options = StageOptions(static_buckets=True, batch_sizes=(1, 2, 4), context_tokens=2048)
+    options = StageOptions(static_buckets=True, batch_sizes=(1, 2, 4), max_model_len=2048)
     for plan in STAGE.graphs(config, Shard(), options):
         for dim in plan.spec.dims:
             for size in dim.buckets:
@@ -275,7 +275,7 @@ def test_examples_suit_every_bucket(config: ThinkerConfig) -> None:
 
 @pytest.mark.parametrize("batch_sizes", [(1, 2), (1, 2, 4, 8)])
 def test_sizes_to_trace_and_check_are_in_range(config: ThinkerConfig, batch_sizes: tuple[int, ...]) -> None:
-    options = StageOptions(batch_sizes=batch_sizes, context_tokens=512)
+    options = StageOptions(batch_sizes=batch_sizes, max_model_len=512)
     for plan in STAGE.graphs(config, Shard(), options):
         for dim in plan.spec.dims:
             for sizes in (plan.trace_dims, plan.check_dims):
@@ -288,8 +288,8 @@ def test_prompts_that_share_a_chunk_see_only_their_own(config: ThinkerConfig) ->
         dtype=torch.bfloat16,
         static_buckets=True,
         batch_sizes=(1, 2, 4),
-        context_tokens=256,
-        prefill_tokens=256,
+        max_model_len=256,
+        prefill_chunk_size=256,
     )
     (plan,) = (
         each for each in STAGE.graphs(config, Shard(), options) if each.spec.name == "prefill_attention"
@@ -316,10 +316,10 @@ def test_prompts_that_share_a_chunk_see_only_their_own(config: ThinkerConfig) ->
 
 def test_a_reference_takes_the_inputs_of_the_engine_that_is_checked(config: ThinkerConfig) -> None:
     """In float32 a chunk holds one prompt; the page table of several must not pass for a state of another layout."""
-    options = StageOptions(dtype=torch.bfloat16, static_buckets=True, batch_sizes=(1, 4), context_tokens=256)
+    options = StageOptions(dtype=torch.bfloat16, static_buckets=True, batch_sizes=(1, 4), max_model_len=256)
     plan, exact = (
         next(each for each in STAGE.graphs(config, Shard(), chosen) if each.spec.name == "prefill_attention")
-        for chosen in (options, StageOptions(batch_sizes=(1, 4), context_tokens=256))
+        for chosen in (options, StageOptions(batch_sizes=(1, 4), max_model_len=256))
     )
     sizes = {"T": 32, "P": 16, "KV": 80 * PAGE_SIZE}
     example = plan.example(sizes, torch.Generator().manual_seed(0))

@@ -15,16 +15,16 @@ from safetensors.torch import load_file, save_file
 from thinker_session import Session, compiled_stage, golden_prompt
 from torch import Tensor
 
-from mingc.export.backends.aoti import compile_graph
-from mingc.export.capture import capture, check_example, share_weights
 from mingc.export.checkpoint import Checkpoint
+from mingc.export.compile.backends.aoti import compile_graph
+from mingc.export.compile.capture import capture, check_example, share_weights
 from mingc.export.layers.decoder import PAGE_SIZE, Decoder
-from mingc.export.stages.base import GraphPlan, Shard, StageOptions
+from mingc.export.stage import GraphDef, Shard, StageOptions
 from mingc.export.stages.thinker import STAGE, ThinkerConfig
-from mingc.export.weights import float32_module
+from mingc.export.weights.loading import float32_module
 from mingc.runtime.engines.aoti import load
 from mingc.runtime.engines.base import Engine
-from mingc.runtime.stages import LoadedStage
+from mingc.runtime.engines.stage_loader import LoadedStage
 
 DATA = Path(__file__).parents[1] / "data"
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def plans(config: ThinkerConfig, module: Decoder) -> dict[str, GraphPlan]:
+def plans(config: ThinkerConfig, module: Decoder) -> dict[str, GraphDef]:
     """With weights as arguments where layers share an engine."""
     plans = STAGE.graphs(config, Shard(), StageOptions())
     shared = [share_weights(plan, module.get_submodule(plan.spec.instances[0])) for plan in plans]
@@ -41,7 +41,7 @@ def plans(config: ThinkerConfig, module: Decoder) -> dict[str, GraphPlan]:
 
 @pytest.fixture(scope="module")
 def files(
-    module: Decoder, plans: dict[str, GraphPlan], tmp_path_factory: pytest.TempPathFactory
+    module: Decoder, plans: dict[str, GraphDef], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("thinker")
     found = {}
@@ -59,7 +59,7 @@ def engines(files: dict[str, Path]) -> dict[str, Engine]:
 
 
 @pytest.fixture
-def stage(plans: dict[str, GraphPlan], engines: dict[str, Engine], module: Decoder) -> LoadedStage:
+def stage(plans: dict[str, GraphDef], engines: dict[str, Engine], module: Decoder) -> LoadedStage:
     return compiled_stage([plan.spec for plan in plans.values()], engines, module)
 
 
@@ -80,7 +80,7 @@ def stage(plans: dict[str, GraphPlan], engines: dict[str, Engine], module: Decod
     ],
 )
 def test_every_instance_agrees_with_its_module(
-    graph: str, sizes: dict[str, int], module: Decoder, plans: dict[str, GraphPlan], stage: LoadedStage
+    graph: str, sizes: dict[str, int], module: Decoder, plans: dict[str, GraphDef], stage: LoadedStage
 ) -> None:
     plan = plans[graph]
     full = {**plan.check_dims, **sizes}
@@ -147,7 +147,7 @@ def test_what_a_request_leaves_is_not_felt(config: ThinkerConfig, stage: LoadedS
     assert ids == golden["text.greedy_ids"][0, :6].tolist()
 
 
-def test_a_request_does_not_feel_its_neighbours(plans: dict[str, GraphPlan], stage: LoadedStage) -> None:
+def test_a_request_does_not_feel_its_neighbours(plans: dict[str, GraphDef], stage: LoadedStage) -> None:
     """To the last digits: matrix products round by batch size, nothing else may differ."""
     for graph, dims in (("decode_attention", {"B": 6, "P": 4, "KV": 1024}), ("decode_experts", {"B": 6})):
         plan = plans[graph]
@@ -192,7 +192,7 @@ def test_pools_are_written_in_place(
     graph: str,
     config: ThinkerConfig,
     module: Decoder,
-    plans: dict[str, GraphPlan],
+    plans: dict[str, GraphDef],
     files: dict[str, Path],
     tmp_path: Path,
 ) -> None:
@@ -232,7 +232,7 @@ def test_static_buckets_capture(config: ThinkerConfig, checkpoint: Checkpoint) -
     """Every combination of buckets can be traced with fixed dims over a small pool."""
     small = replace(config, decoder=replace(config.decoder, num_layers=2))
     module = float32_module(STAGE, small, checkpoint)
-    options = StageOptions(static_buckets=True, batch_sizes=(1, 2), context_tokens=1024, prefill_tokens=32)
+    options = StageOptions(static_buckets=True, batch_sizes=(1, 2), max_model_len=1024, prefill_chunk_size=32)
     for plan in STAGE.graphs(small, Shard(), options):
         fixed = {dim.name: dim.buckets[0] for dim in plan.spec.dims if dim.buckets}
         part = module.get_submodule(plan.spec.instances[0])

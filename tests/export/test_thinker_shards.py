@@ -15,16 +15,16 @@ from thinker_session import compiled_stage, eager_stage
 from torch import Tensor, nn
 
 from mingc.errors import ConfigError
-from mingc.export.backends.aoti import compile_graph
-from mingc.export.capture import capture, share_weights
 from mingc.export.checkpoint import Checkpoint
+from mingc.export.compile.backends.aoti import compile_graph
+from mingc.export.compile.capture import capture, share_weights
 from mingc.export.layers.decoder import DecoderConfig
-from mingc.export.stages.base import Shard, StageOptions
+from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.thinker import STAGE, ThinkerConfig
-from mingc.export.weights import float32_module, load_module, write_weights
+from mingc.export.weights.loading import float32_module, load_module, write_weights
 from mingc.runtime.engines.aoti import load
-from mingc.runtime.stages import LoadedStage
-from mingc.runtime.thinker_layers import ThinkerLayers
+from mingc.runtime.engines.stage_loader import LoadedStage
+from mingc.runtime.thinker.layers import ThinkerLayers
 
 DATA = Path(__file__).parents[1] / "data"
 CPU = torch.device("cpu")

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mingc.errors import CheckpointError
-from mingc.export.backends.aoti import compile_graph
-from mingc.export.capture import capture, check_example
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.stages.base import Shard, StageOptions
+from mingc.export.compile.backends.aoti import compile_graph
+from mingc.export.compile.capture import capture, check_example
+from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.vision_encoder import STAGE, VisionConfig, VisionEncoder
-from mingc.export.weights import check_weights, float32_module
+from mingc.export.weights.loading import check_weights, float32_module
 from mingc.runtime.engines.aoti import load
 
 DATA = Path(__file__).parents[1] / "data"

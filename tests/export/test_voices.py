@@ -10,9 +10,9 @@ import pytest
 import soundfile
 
 from mingc.errors import CheckpointError
+from mingc.export.assets.voices import SPEAKER_NETWORK, VoiceMaker, VoiceSource
 from mingc.export.checkpoint import open_checkpoint
 from mingc.export.stages import discover
-from mingc.export.voices import SPEAKER_NETWORK, VoiceMaker, VoiceSource
 
 _TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
 _RATE = 44_100

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mingc.kernels.dispatch import plain_torch
-from mingc.kernels.gpu import moe_tiles
 from mingc.kernels.linear import linear
 from mingc.kernels.moe_experts import Weights, moe_experts
 from mingc.kernels.quantized import quantize_fp8, quantize_int4
 from mingc.kernels.router import route_hidden
+from mingc.kernels.triton import moe_config
 
 pytestmark = [
     pytest.mark.gpu,
@@ -127,12 +127,12 @@ def test_rows_beyond_a_block_get_the_same_bits() -> None:
     x = torch.randn(1100, HIDDEN, device="cuda").to(torch.bfloat16)
     experts, choice = make("bf16", 256, EXPERTS), choose(1100)
     together = moe_experts(x, *choice, *experts)
-    shape = moe_tiles.Shape(
+    shape = moe_config.Shape(
         kernel="grouped", tokens=1100, hidden_size=HIDDEN, width=256, experts=EXPERTS, chosen=CHOSEN,
-        storage=moe_tiles.BF16,
+        storage=moe_config.BF16,
     )  # fmt: skip
-    assert moe_tiles.rule(shape).extra > 0
-    with moe_tiles.using({shape: replace(moe_tiles.rule(shape), extra=0)}):
+    assert moe_config.rule(shape).extra > 0
+    with moe_config.using({shape: replace(moe_config.rule(shape), extra=0)}):
         assert torch.equal(moe_experts(x, *choice, *experts), together)
 
 

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from mingc.kernels import linear
+from mingc.kernels.contiguous_kv_attention import contiguous_kv_attention
+from mingc.kernels.contiguous_kv_prefill_attention import contiguous_kv_prefill_attention
 from mingc.kernels.dispatch import plain_torch
 from mingc.kernels.quantized import quantize_fp8
-from mingc.kernels.ring_attention import ring_attention
-from mingc.kernels.short_attention import short_attention
-from mingc.kernels.slot_attention import slot_attention
-from mingc.kernels.slot_prefill_attention import slot_prefill_attention
+from mingc.kernels.sliding_window_attention import sliding_window_attention
+from mingc.kernels.small_sequence_attention import small_sequence_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,11 +35,11 @@ def check(value: Tensor, expected: Tensor) -> None:
     assert error < TOLERANCE
 
 
-def test_short_attention() -> None:
+def test_small_sequence_attention() -> None:
     qkv, tables = normal(6, 37, 3 * 16 * 64), turn(37, 32)
     with plain_torch():
-        expected = short_attention(qkv, *tables)
-    check(short_attention(qkv, *tables), expected)
+        expected = small_sequence_attention(qkv, *tables)
+    check(small_sequence_attention(qkv, *tables), expected)
 
 
 @pytest.mark.parametrize("window", [None, 50])
@@ -47,7 +47,7 @@ def test_short_attention() -> None:
     ("slots", "lengths"),
     [([1, 4, 2], [0, 130, 599]), ([4], [0]), ([1], [130]), ([3], [256]), ([2], [599])],
 )
-def test_slot_attention(slots: list[int], lengths: list[int], window: int | None) -> None:
+def test_contiguous_kv_attention(slots: list[int], lengths: list[int], window: int | None) -> None:
     """One request has a kernel of its own."""
     qkv, tables = normal(len(slots), 18 * 64), turn(len(slots), 32)
     ours, theirs = ([normal(5, 600, 2, 64) for _ in range(2)] for _ in range(2))
@@ -55,37 +55,40 @@ def test_slot_attention(slots: list[int], lengths: list[int], window: int | None
         other.copy_(own)
     places = torch.tensor(slots, device="cuda"), torch.tensor(lengths, device="cuda")
     with plain_torch():
-        expected = slot_attention(qkv, *tables, *theirs, *places, window)
-    check(slot_attention(qkv, *tables, *ours, *places, window), expected)
+        expected = contiguous_kv_attention(qkv, *tables, *theirs, *places, window)
+    check(contiguous_kv_attention(qkv, *tables, *ours, *places, window), expected)
     for own, other in zip(ours, theirs, strict=True):
         check(own, other)
 
 
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize(("tokens", "start", "last"), [(32, 0, 31), (64, 37, 60), (37, 290, 9), (1, 0, 0)])
-def test_slot_prefill_attention(tokens: int, start: int, last: int, window: int | None) -> None:
+def test_contiguous_kv_prefill_attention(tokens: int, start: int, last: int, window: int | None) -> None:
     qkv, tables = normal(tokens, 18 * 64), turn(tokens, 32)
     ours, theirs = ([normal(5, 300, 2, 64) for _ in range(2)] for _ in range(2))
     for own, other in zip(ours, theirs, strict=True):
         other.copy_(own)
     places = [torch.tensor([value], device="cuda") for value in (3, start, last)]
     with plain_torch():
-        expected = slot_prefill_attention(qkv, *tables, *theirs, *places, window)
-    check(slot_prefill_attention(qkv, *tables, *ours, *places, window)[: last + 1], expected[: last + 1])
+        expected = contiguous_kv_prefill_attention(qkv, *tables, *theirs, *places, window)
+    check(
+        contiguous_kv_prefill_attention(qkv, *tables, *ours, *places, window)[: last + 1],
+        expected[: last + 1],
+    )
     for own, other in zip(ours, theirs, strict=True):
         check(own, other)
 
 
 @pytest.mark.parametrize("first", [[-2, 14, 62], [1598, -2, 30]])
-def test_ring_attention(first: list[int]) -> None:
+def test_sliding_window_attention(first: list[int]) -> None:
     qkv, tables = normal(3, 18, 18 * 64), turn(3, 18, 32)
     ours, theirs = ([normal(5, 88, 2, 64) for _ in range(2)] for _ in range(2))
     for own, other in zip(ours, theirs, strict=True):
         other.copy_(own)
     places = torch.tensor([1, 4, 2], device="cuda"), torch.tensor(first, device="cuda")
     with plain_torch():
-        expected = ring_attention(qkv, *tables, *theirs, *places, 64)
-    check(ring_attention(qkv, *tables, *ours, *places, 64), expected)
+        expected = sliding_window_attention(qkv, *tables, *theirs, *places, 64)
+    check(sliding_window_attention(qkv, *tables, *ours, *places, 64), expected)
     for own, other in zip(ours, theirs, strict=True):
         check(own, other)
 

@@ -12,7 +12,7 @@ from speech_clients import Heard
 from speech_http import slot_figures
 
 ROOT = Path(__file__).parents[2]
-CHAT, FAILURE, SPEECH, TILES = "chat_http.py", "rank_failure.py", "speech_http.py", "moe_tiles.py"
+CHAT, FAILURE, SPEECH, TILES = "chat_http.py", "rank_failure.py", "speech_http.py", "moe_configs.py"
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,14 @@ OPTIONS = {
     "bundle inspect": "--debug --json ARTIFACT",
     "demo": "--checkpoint --debug --force --json --output",
     "doctor": "--debug --json --strict",
-    "export": "--batch-sizes --cache --context-tokens --debug --dtype --force --jobs --json --model-name "
-    "--output --prefill-tokens --quantize --stages --synthetic --target --tp --tune CHECKPOINT",
-    "probe": "--against --batch --cache --compare --context --debug --engine --jobs --json --repetitions "
+    "export": "--autotune --batch-sizes --cache --debug --dtype --force --jobs --json --max-model-len --model-name "
+    "--output --prefill-chunk-size --quantize --stages --synthetic --target --tp CHECKPOINT",
+    "probe": "--baseline --batch --cache --compare --context --debug --engine --jobs --json --repetitions "
     "--synthetic --tolerance ARTIFACT",
-    "serve": "--allow-media-host --check-hashes --debug --grace --host --json --kv-tokens --max-in-flight "
-    "--max-queue --media-root --port --served-model-name --slots --step-timeout --threads --tp ARTIFACT",
-    "verify": "--against --debug --json --no-replay ARTIFACT",
+    "serve": "--allow-media-host --check-hashes --debug --host --json --max-concurrent-requests "
+    "--max-queue --max-speech-seqs --max-total-tokens --media-root --port --served-model-name "
+    "--shutdown-timeout --step-timeout --threads --tp ARTIFACT",
+    "verify": "--against --debug --json --no-replay --reference ARTIFACT",
 }
 
 
@@ -110,15 +111,15 @@ def test_help_needs_no_torch(tmp_path: Path) -> None:
         (["probe", "x", "--engine", "cfm", "--compare", "patch-embed"], "--compare patch-embed: --engine"),
         (["probe", "x", "--tolerance", "-1"], "--tolerance -1"),
         (["probe", "x", "--tolerance", "nan"], "--tolerance nan"),
-        (["probe", "x", "--against", "nowhere.json"], "nowhere.json"),
-        (["serve", "x", "--grace", "nan"], "--grace is nan"),
-        (["serve", "x", "--slots", "0"], "--slots is 0"),
+        (["probe", "x", "--baseline", "nowhere.json"], "nowhere.json"),
+        (["serve", "x", "--shutdown-timeout", "nan"], "--shutdown-timeout is nan"),
+        (["serve", "x", "--max-speech-seqs", "0"], "--max-speech-seqs is 0"),
         (["serve", "x", "--media-root", ""], "'--media-root': the path is empty"),
         (["export", "", "--output", "y"], "'CHECKPOINT': the path is empty"),
         (["serve", "x", "--host", "a" * 300, "--port", "0"], "no name of a host"),
         (["demo", "--output", "/dev/null"], "/dev/null is no folder that can be made"),
         (["serve", "x", "--served-model-name", " "], "--served-model-name is empty"),
-        (["probe", "--synthetic", "x", "--against", "nowhere.json"], "nowhere.json is no baseline"),
+        (["probe", "--synthetic", "x", "--baseline", "nowhere.json"], "nowhere.json is no baseline"),
         (["probe", "x", "--jobs", "0"], "--jobs and --cache are for an export"),
         (["probe", "x", "--cache", "y"], "--jobs and --cache are for an export"),
         (["probe", ".", "--synthetic", "x"], ". exists"),

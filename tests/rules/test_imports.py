@@ -1,154 +1,290 @@
-"""The import walls: who loads what, checked in fresh interpreters and by reading every import statement."""
+"""Import rules: which sub-package may import which, no cycles, and what each process loads."""
 
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "mingc"
-HEAVY = ("torch._dynamo", "torch._inductor", "transformers", "onnx", "torch_tensorrt", "mingc.export")
-IMPORT_ALL = """
-import importlib, json, pkgutil, sys
-root = importlib.import_module({root!r})
-for module in pkgutil.walk_packages(root.__path__, root.__name__ + "."):
-    importlib.import_module(module.name)
-print(json.dumps(sorted(sys.modules)))
-"""
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "mingc"
+COMPILERS = ("torch._dynamo", "torch._inductor", "transformers", "onnx", "torch_tensorrt")
+
+# Every sub-package and what of mingc it may import besides itself; the longest matching prefix of a module counts.
+# Modules without an entry of their own belong to the package above them.
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "mingc.errors": (),
+    "mingc.host": (),
+    "mingc.gather_shards": ("mingc.artifacts",),
+    "mingc.dsp": ("mingc.errors",),
+    "mingc.artifacts.target": (),  # the GPU table: data that every package may read
+    "mingc.artifacts": ("mingc.artifacts.target", "mingc.errors", "mingc.host"),
+    "mingc.console.signals": (),
+    "mingc.console": ("mingc.artifacts", "mingc.console.signals", "mingc.errors"),
+    "mingc.console.child_main": ("mingc.console.signals", "mingc"),
+    # kernels/triton and kernels/cuda hold GPU code; the files beside them dispatch to it.
+    "mingc.kernels.chunk_layout": (),
+    "mingc.kernels.triton": ("mingc.artifacts.target", "mingc.kernels.chunk_layout"),
+    "mingc.kernels.cuda": ("mingc.artifacts.target",),
+    "mingc.kernels": (
+        "mingc.artifacts.target",
+        "mingc.kernels.chunk_layout",
+        "mingc.kernels.triton",
+        "mingc.kernels.cuda",
+    ),
+    "mingc.export": (
+        "mingc",
+        "mingc.artifacts",
+        "mingc.artifacts.target",
+        "mingc.dsp",
+        "mingc.errors",
+        "mingc.gather_shards",
+        "mingc.host",
+        "mingc.kernels",
+        "mingc.kernels.chunk_layout",
+        "mingc.kernels.triton",
+    ),
+    # Inside the runtime, from what everything shares up to the HTTP server.
+    "mingc.runtime": ("mingc.errors",),
+    "mingc.runtime.engines": ("mingc.artifacts", "mingc.errors", "mingc.kernels.cuda"),
+    "mingc.runtime.distributed": ("mingc.artifacts.target", "mingc.errors", "mingc.runtime.engines"),
+    "mingc.runtime.preprocess": ("mingc.artifacts", "mingc.dsp", "mingc.errors", "mingc.runtime"),
+    "mingc.runtime.text": ("mingc.errors",),
+    "mingc.runtime.thinker": (
+        "mingc.artifacts",
+        "mingc.errors",
+        "mingc.runtime",
+        "mingc.runtime.distributed",
+        "mingc.runtime.engines",
+    ),
+    "mingc.runtime.thinker.ranks": (
+        "mingc.artifacts",
+        "mingc.errors",
+        "mingc.runtime",
+        "mingc.runtime.distributed",
+        "mingc.runtime.engines",
+        "mingc.runtime.thinker",
+    ),
+    "mingc.runtime.talker": (
+        "mingc.artifacts",
+        "mingc.errors",
+        "mingc.runtime",
+        "mingc.runtime.engines",
+        "mingc.runtime.preprocess",
+    ),
+    "mingc.runtime.service": (
+        "mingc.artifacts",
+        "mingc.errors",
+        "mingc.artifacts.target",
+        "mingc.host",
+        "mingc.runtime",
+        "mingc.runtime.engines",
+        "mingc.runtime.preprocess",
+        "mingc.runtime.talker",
+        "mingc.runtime.text",
+        "mingc.runtime.thinker",
+        "mingc.runtime.thinker.ranks",
+    ),
+    "mingc.runtime.http": ("mingc", "mingc.console.signals", "mingc.errors", "mingc.runtime"),
+    "mingc.verify": (
+        "mingc.artifacts",
+        "mingc.dsp",
+        "mingc.errors",
+        "mingc.gather_shards",
+        "mingc.host",
+        "mingc.runtime",
+        "mingc.runtime.distributed",
+        "mingc.runtime.engines",
+        "mingc.runtime.preprocess",
+        "mingc.runtime.service",
+        "mingc.runtime.talker",
+        "mingc.runtime.text",
+        "mingc.runtime.thinker",
+        "mingc.runtime.thinker.ranks",
+    ),
+    "mingc.probe": (
+        "mingc.artifacts",
+        "mingc.artifacts.target",
+        "mingc.errors",
+        "mingc.host",
+        "mingc.runtime.engines",
+    ),
+    "mingc.demo": ("mingc", "mingc.artifacts", "mingc.errors"),
+    "mingc.doctor": ("mingc.artifacts.target", "mingc.errors", "mingc.host"),
+}
+# Only the command line knows export, runtime, verify and probe together.
+UNRESTRICTED = ("mingc", "mingc.__main__", "mingc.cli")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def package_of(module: str) -> str:
+    """The entry of ALLOWED that `module` falls under; `mingc` itself for a name outside all of them."""
+    candidates = [name for name in ALLOWED if (module + ".").startswith(name + ".")]
+    return max(candidates, key=len, default="mingc")
+
+
+def imported(path: Path) -> list[tuple[str, int]]:
+    """Every module that an import statement of the file names, with its line; `from a import b` is a.b if a module."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.extend((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import; write it absolute"
+            assert node.module is not None
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.append((full if full in MODULES else node.module, node.lineno))
+    return found
+
+
+def typing_only_lines(path: Path) -> set[int]:
+    """Lines of imports under `if TYPE_CHECKING:`, which no process runs."""
+    lines: set[int] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            lines.update(statement.lineno for statement in node.body)
+    return lines
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name not in UNRESTRICTED])
+def test_a_module_imports_only_what_its_package_may(module: str) -> None:
+    package = package_of(module)
+    assert package in ALLOWED, f"{module} belongs to no package of ALLOWED"
+    for name, line in imported(MODULES[module]):
+        if name.split(".")[0] == "mingc" and package_of(name) != package:
+            assert package_of(name) in ALLOWED[package], (
+                f"{module}, line {line}: imports {name}, which {package} may not"
+            )
+
+
+def test_the_table_of_packages_has_no_cycle() -> None:
+    done: set[str] = set()
+
+    def visit(package: str, path: tuple[str, ...]) -> None:
+        assert package not in path, f"cycle: {' -> '.join((*path, package))}"
+        if package not in done:
+            for other in ALLOWED.get(package, ()):
+                # Modules directly in mingc/runtime are its shared base, not the packages below.
+                visit(other, (*path, package))
+            done.add(package)
+
+    for package in ALLOWED:
+        if package != "mingc.console.child_main":  # runs the command line, as mingc/__main__.py does
+            visit(package, ())
+
+
+@pytest.mark.parametrize("folder", ["mingc", "benchmarks", "tests/support"])
+def test_no_files_import_each_other_in_a_circle(folder: str) -> None:
+    """Imports inside functions count as well: two files that need each other are one."""
+    root = ROOT / folder
+    names = {
+        (module_name(path) if folder == "mingc" else path.stem): path for path in sorted(root.rglob("*.py"))
+    }
+    arrows = {
+        name: {
+            other
+            for other, line in imported(path)
+            if other in names and other != name and line not in typing_only_lines(path)
+        }
+        for name, path in names.items()
+    }
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"cycle: {' -> '.join((*path[path.index(name) :], name))}"
+        if name not in done:
+            for other in sorted(arrows[name]):
+                visit(other, (*path, name))
+            done.add(name)
+
+    for name in names:
+        visit(name, ())
 
 
 def modules_after(code: str) -> set[str]:
-    """Names in `sys.modules` of a fresh interpreter that ran `code`, which prints them as JSON in its last line."""
-    import json
-
+    """Names in `sys.modules` of a fresh interpreter after `code`."""
     result = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", f"import json, sys\n{code}\nprint(json.dumps(sorted(sys.modules)))"],
         capture_output=True,
         text=True,
         timeout=300,
-        cwd=PACKAGE.parent,
+        cwd=ROOT,
         check=False,
     )
     assert result.returncode == 0, result.stderr
     return set(json.loads(result.stdout.splitlines()[-1]))
 
 
+def import_all(package: str) -> str:
+    return (
+        "import importlib, pkgutil\n"
+        f"root = importlib.import_module({package!r})\n"
+        "for module in pkgutil.walk_packages(root.__path__, root.__name__ + '.'):\n"
+        "    importlib.import_module(module.name)"
+    )
+
+
 def within(names: set[str], package: str) -> set[str]:
     return {name for name in names if name == package or name.startswith(package + ".")}
 
 
-def files(folder: str) -> list[Path]:
-    return sorted((PACKAGE / folder).rglob("*.py"))
-
-
-def imports(path: Path) -> set[str]:
-    """Every module an import statement of the file names, wherever it stands; `from a import b` gives a and a.b."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: relative import; write it absolute"
-            assert node.module is not None
-            found.add(node.module)
-            found.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return found
-
-
-def typing_only(path: Path) -> set[str]:
-    """Modules that are imported under `if TYPE_CHECKING:` only."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            for statement in node.body:
-                if isinstance(statement, ast.ImportFrom) and statement.module:
-                    found.add(statement.module)
-                    found.update(f"{statement.module}.{alias.name}" for alias in statement.names)
-                elif isinstance(statement, ast.Import):
-                    found.update(alias.name for alias in statement.names)
-    return found
-
-
-def test_the_package_its_command_line_and_the_artifacts_load_without_torch() -> None:
+def test_the_command_line_and_the_artifacts_load_without_torch() -> None:
     loaded = modules_after(
-        "import json, sys, mingc, mingc.cli, mingc.report, mingc.errors, mingc.doctor, mingc.demo\n"
-        "import mingc.artifacts.bundle, mingc.artifacts.contents, mingc.runtime.verify\n"
-        "print(json.dumps(sorted(sys.modules)))"
+        "import mingc, mingc.cli, mingc.console.report, mingc.errors, mingc.doctor, mingc.demo\n"
+        "import mingc.artifacts.bundle, mingc.artifacts.inspection, mingc.verify.verification"
     )
     for package in ("torch", "numpy", "rich", "safetensors"):
         assert not within(loaded, package)
 
 
-def test_all_of_the_runtime_loads_no_compiler_and_no_export() -> None:
-    bare = modules_after("import json, sys, torch; print(json.dumps(sorted(sys.modules)))")
-    loaded = modules_after(IMPORT_ALL.format(root="mingc.runtime")) - bare
-    for package in HEAVY:
+def test_the_runtime_loads_no_compiler_no_export_no_verify_and_no_probe() -> None:
+    loaded = modules_after(import_all("mingc.runtime")) - modules_after("import torch")
+    for package in (*COMPILERS, "mingc.export", "mingc.verify", "mingc.probe"):
         assert not within(loaded, package), f"mingc.runtime loads {package}"
 
 
 def test_export_loads_no_runtime() -> None:
-    loaded = modules_after(IMPORT_ALL.format(root="mingc.export"))
-    assert not within(loaded, "mingc.runtime")
+    loaded = modules_after(import_all("mingc.export"))
+    for package in ("mingc.runtime", "mingc.verify", "mingc.probe"):
+        assert not within(loaded, package)
 
 
-def test_the_cpp_engine_loader_is_there_and_loads_no_compiler() -> None:
+def test_the_cpp_engine_loader_exists_and_loads_no_compiler() -> None:
     """The loader is private to torch; this fails first when a new torch moves it."""
-    code = "import json, sys, torch; torch._C._aoti.AOTIModelPackageLoader; print(json.dumps(sorted(sys.modules)))"
-    assert not within(modules_after(code), "torch._inductor")
+    assert not within(modules_after("import torch; torch._C._aoti.AOTIModelPackageLoader"), "torch._inductor")
 
 
-@pytest.mark.parametrize("path", files("artifacts"), ids=lambda path: path.name)
-def test_artifacts_use_the_standard_library_only(path: Path) -> None:
-    for name in imports(path):
-        top = name.split(".")[0]
-        ours = name.startswith(("mingc.artifacts", "mingc.errors", "mingc.machine"))
-        assert ours or top in sys.stdlib_module_names, f"{path.name} imports {name}"
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("mingc.runtime")])
+def test_the_runtime_names_no_compiler(name: str) -> None:
+    path = MODULES[name]
+    for module, line in imported(path):
+        for package in (*COMPILERS, "torch.export"):
+            assert not within({module}, package) or line in typing_only_lines(path), f"line {line}: {module}"
+    source = path.read_text(encoding="utf-8")
+    assert "torch.export" not in source and "torch.compile(" not in source
 
 
-@pytest.mark.parametrize("path", files("kernels"), ids=lambda path: path.name)
-def test_kernels_import_nothing_of_ours_but_kernels(path: Path) -> None:
-    for name in imports(path):
-        assert not name.startswith("mingc.") or name.startswith("mingc.kernels"), (
-            f"{path.name} imports {name}"
-        )
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("mingc.artifacts")])
+def test_artifacts_use_the_standard_library_only(name: str) -> None:
+    for module, line in imported(MODULES[name]):
+        top = module.split(".")[0]
+        assert top == "mingc" or top in sys.stdlib_module_names, f"line {line}: imports {module}"
 
 
-@pytest.mark.parametrize("path", files("dsp"), ids=lambda path: path.name)
-def test_signal_code_needs_numpy_only(path: Path) -> None:
-    for name in imports(path):
-        top = name.split(".")[0]
-        allowed = (
-            top in sys.stdlib_module_names or top == "numpy" or name.startswith(("mingc.dsp", "mingc.errors"))
-        )
-        assert allowed, f"{path.name} imports {name}"
-
-
-@pytest.mark.parametrize("folder, forbidden", [("export", "mingc.runtime"), ("runtime", "mingc.export")])
-def test_the_two_halves_never_name_each_other(folder: str, forbidden: str) -> None:
-    for path in files(folder):
-        for name in imports(path):
-            assert not (name + ".").startswith(forbidden + "."), f"{path} imports {name}"
-
-
-def test_the_runtime_never_names_a_compiler() -> None:
-    for path in files("runtime"):
-        for name in imports(path) - typing_only(path):
-            for package in ("torch._dynamo", "torch._inductor", "torch.export", "transformers", "onnx"):
-                assert not (name + ".").startswith(package + "."), f"{path} imports {name}"
-        source = path.read_text(encoding="utf-8")
-        assert "torch.export" not in source and "torch.compile(" not in source, path
-
-
-def test_only_the_command_line_knows_both_halves() -> None:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        named = imports(path)
-        halves = {
-            half
-            for half in ("mingc.export", "mingc.runtime")
-            if any((n + ".").startswith(half + ".") for n in named)
-        }
-        if halves == {"mingc.export", "mingc.runtime"}:
-            assert path == PACKAGE / "cli.py"
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("mingc.dsp")])
+def test_signal_processing_needs_numpy_only(name: str) -> None:
+    for module, line in imported(MODULES[name]):
+        top = module.split(".")[0]
+        assert top in ("mingc", "numpy") or top in sys.stdlib_module_names, f"line {line}: imports {module}"

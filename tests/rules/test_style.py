@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import mingc
 
 PACKAGE = Path(mingc.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-MAX_LINES = 400
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "manager", "process", "base_utils"}
 
 
@@ -31,21 +29,6 @@ def test_a_file_says_what_it_is(path: Path) -> None:
         assert ast.get_docstring(tree(path)), "a module starts with what it does"
     assert path.stem not in VAGUE_NAMES, "name a file for the noun it owns"
     assert "TODO" not in source and "FIXME" not in source and "XXX" not in source
-
-
-@pytest.mark.parametrize("folder", ["mingc", "benchmarks", "tests"])
-def test_files_stay_readable(folder: str) -> None:
-    lengths = {
-        str(path.relative_to(PACKAGE.parent)): len(path.read_text(encoding="utf-8").splitlines())
-        for path in (PACKAGE.parent / folder).rglob("*.py")
-    }
-    assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}
-
-
-def test_tests_and_what_they_share_have_names_of_their_own() -> None:
-    # pytest imports all of them as modules of no package: of two with one name it takes neither.
-    paths = [path for path in (PACKAGE.parent / "tests").rglob("*.py") if path.name != "conftest.py"]
-    assert [name for name, count in Counter(path.name for path in paths).items() if count > 1] == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

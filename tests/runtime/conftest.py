@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import pytest
 
-from mingc.runtime.talker_loop import TalkerLoop
-from mingc.runtime.thinker_loop import ThinkerLoop
+from mingc.runtime.talker.loop import TalkerLoop
+from mingc.runtime.thinker.loop import ThinkerLoop
 
 Loop = TypeVar("Loop", ThinkerLoop, TalkerLoop)
 

@@ -7,8 +7,8 @@ import torch
 from reducer_group import run_ranks
 from reducer_rank import part
 
-from mingc.runtime.all_reduce import Methods, Reducer, ReduceTiming, choose, make_reducer
-from mingc.runtime.reduce_methods import cut
+from mingc.runtime.distributed.algorithms import cut
+from mingc.runtime.distributed.all_reduce import Methods, Reducer, ReduceTiming, choose, make_reducer
 
 NUM_GPUS = torch.cuda.device_count()
 

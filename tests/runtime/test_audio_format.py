@@ -11,7 +11,7 @@ import pytest
 import soundfile
 from numpy.typing import NDArray
 
-from mingc.runtime.audio_format import AudioFormat, AudioSpec, encode, open_stream, to_pcm16, wav_header
+from mingc.runtime.http.audio_format import AudioFormat, AudioSpec, encode, open_stream, to_pcm16, wav_header
 
 RATE = 44100
 FORMATS: tuple[AudioFormat, ...] = ("wav", "pcm16", "flac")

@@ -8,12 +8,12 @@ import torch
 from fake_engines import CPU, make_graph
 from torch import Tensor
 
-from mingc.artifacts.model import AudioParameters, VisionParameters
+from mingc.artifacts.parameters import AudioParameters, VisionParameters
 from mingc.errors import RequestError
-from mingc.runtime.encoders import AudioEncoder, VisionEncoder
+from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.image import VisionFeatures
-from mingc.runtime.stages import LoadedStage
+from mingc.runtime.service.encoders import AudioEncoder, VisionEncoder
 
 PIXELS, MELS, PER_TOKEN = 3, 5, 4
 

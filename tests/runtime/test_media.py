@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from mingc.errors import ConfigError, RequestError
-from mingc.runtime.config import ServeOptions
-from mingc.runtime.media import MediaReader
-from mingc.runtime.messages import MediaKind, MediaSource, Message
+from mingc.runtime.http.media import MediaReader
+from mingc.runtime.http.messages import MediaKind, MediaSource, Message
+from mingc.runtime.http.options import ServeOptions
 from mingc.runtime.request import MediaPart, TextPart
 
 PARAM = "messages[0].content[0].image_url.url"

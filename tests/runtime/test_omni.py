@@ -13,7 +13,6 @@ from fake_omni import chat, collect, make_service, run, say
 from fake_talker import PATCH_SAMPLES, SAMPLE_RATE
 
 from mingc.errors import CapacityError, RequestError, WorkerError
-from mingc.runtime.omni import OmniService
 from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,
@@ -24,6 +23,7 @@ from mingc.runtime.request import (
     TextDelta,
     TextDone,
 )
+from mingc.runtime.service.omni import OmniService
 
 
 def text_of(events: list[Event]) -> str:
@@ -232,7 +232,7 @@ def test_closing_tells_those_who_run_and_refuses_new_ones() -> None:
         while not service._running:
             await asyncio.sleep(0)
         assert service.is_ready
-        await service.close(grace_s=0)
+        await service.close(shutdown_timeout_s=0)
         assert not service.is_ready
         with pytest.raises(WorkerError, match="stop"):
             await running
@@ -249,7 +249,7 @@ def test_closing_lets_short_requests_finish() -> None:
         running = asyncio.create_task(collect(service.chat(chat("Hello", max_tokens=5))))
         while not service._running:
             await asyncio.sleep(0)
-        await service.close(grace_s=30)
+        await service.close(shutdown_timeout_s=30)
         return await running
 
     assert done_of(run(service, work())).usage.completion_tokens == 5

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from simulated_streams import Device
 from torch import Tensor
 
-from mingc.runtime import patch_pipeline
-from mingc.runtime.patch_pipeline import LaunchedPatch, PatchPipeline
+from mingc.runtime.talker import patch_pipeline
+from mingc.runtime.talker.patch_pipeline import LaunchedPatch, PatchPipeline
 
 SLOTS, STEPS, LATENTS, DIM = 6, 2, 3, 4
 SLOW = 4_000_000  # clocks, some 2 ms: many times what everything else takes
@@ -103,7 +103,7 @@ def check(
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_a_device_does_first_gives_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(seed)
-    for name in ("torch", "GraphPool", "InputBlock", "Download"):
+    for name in ("torch", "GraphPool", "StagingBuffer", "AsyncHostCopy"):
         monkeypatch.setattr(patch_pipeline, name, getattr(device, name))
     check(speak(torch.device("cuda"), CountingWork(torch.device("cpu"))))
 

@@ -18,7 +18,7 @@ from fake_service import INFO, NUM_PATCHES, PATCH_SAMPLES, TEXT_ONLY, FakeServic
 from openai_checks import check_wav, image_data_url, wav_base64
 from server_thread import run_server
 
-from mingc.runtime.config import ServeOptions
+from mingc.runtime.http.options import ServeOptions
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 CHAT = "/v1/chat/completions"
@@ -71,7 +71,12 @@ def small(tmp_path: Path) -> Iterator[Client]:
     (tmp_path / "a.png").write_bytes(b"picture")
     yield from start(
         ServeOptions(
-            port=0, grace_s=0.2, max_body_bytes=2000, max_in_flight=1, body_timeout_s=0.5, media_root=tmp_path
+            port=0,
+            shutdown_timeout_s=0.2,
+            max_body_bytes=2000,
+            max_concurrent_requests=1,
+            body_timeout_s=0.5,
+            media_root=tmp_path,
         )
     )
 
@@ -107,7 +112,7 @@ def test_models_voices_health(client: Client) -> None:
     assert (voices["voices"], voices["default"]) == (["DB30", "Lina"], "DB30")
     health = client.http.get("/health")
     assert (health.status_code, health.json()["status"]) == (200, "ready")
-    assert {"all_reduce", "kv_tokens"}.isdisjoint(health.json())
+    assert {"all_reduce", "max_total_tokens"}.isdisjoint(health.json())
 
 
 def test_health_tells_how_ranks_sum_up() -> None:
@@ -116,9 +121,9 @@ def test_health_tells_how_ranks_sum_up() -> None:
 
 
 def test_health_tells_how_many_tokens_fit() -> None:
-    for client in start(info=replace(INFO, context_tokens=4096, kv_tokens=16384)):
+    for client in start(info=replace(INFO, max_model_len=4096, max_total_tokens=16384)):
         health = client.http.get("/health").json()
-        assert (health["context_tokens"], health["kv_tokens"]) == (4096, 16384)
+        assert (health["max_model_len"], health["max_total_tokens"]) == (4096, 16384)
 
 
 def test_a_service_that_is_not_ready() -> None:

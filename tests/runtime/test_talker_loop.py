@@ -21,9 +21,9 @@ from fake_talker import (
     make_talker_worker,
 )
 
-from mingc.runtime.talker import SpeechSegment, TalkerWorker
-from mingc.runtime.talker_engines import LaunchedPatch
-from mingc.runtime.talker_loop import TalkerLoop
+from mingc.runtime.talker.engines import LaunchedPatch
+from mingc.runtime.talker.loop import TalkerLoop
+from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
 
 
 def segment(

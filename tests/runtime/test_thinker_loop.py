@@ -16,14 +16,14 @@ from fake_engines import HIDDEN
 from fake_thinker import PAGE, make_thinker_loop, make_thinker_stage, make_thinker_worker
 
 from mingc.errors import CapacityError, RequestError, ServeError
-from mingc.runtime.channel import FailedItem, TokenItem
-from mingc.runtime.prefill_pace import PrefillPace, StepTimes
 from mingc.runtime.request import SamplingParams
-from mingc.runtime.thinker import LaunchedTokens, ThinkerWorker
-from mingc.runtime.thinker_loop import ThinkerLoop
-from mingc.runtime.thinker_prompt import ThinkerPrompt
-from mingc.runtime.thinker_start import time_sizes
-from mingc.runtime.thinker_step import DecodeStep, PrefillStep
+from mingc.runtime.request_stream import FailedItem, TokenItem
+from mingc.runtime.thinker.loop import ThinkerLoop
+from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy, StepLatencyModel
+from mingc.runtime.thinker.prompt import ThinkerPrompt
+from mingc.runtime.thinker.startup import time_sizes
+from mingc.runtime.thinker.step import DecodeStep, PrefillStep
+from mingc.runtime.thinker.worker import LaunchedTokens, ThinkerWorker
 
 FAILING_ID, NAN_ID = 501, 502
 
@@ -300,9 +300,11 @@ def test_timing_a_worker_names_every_size_and_changes_no_answer(
     assert ask(started(loop), PROMPTS[1], max_tokens=20).tokens() == expected
 
 
-def slow_chunks() -> PrefillPace:
+def slow_chunks() -> ChunkedPrefillPolicy:
     """Beside answers one part of a chunk a step."""
-    return PrefillPace(num_parts=5, times=StepTimes(chunks=((32, 400.0),), decodes=((8, 1.0),)))
+    return ChunkedPrefillPolicy(
+        num_parts=5, times=StepLatencyModel(chunks=((32, 400.0),), decodes=((8, 1.0),))
+    )
 
 
 @pytest.mark.parametrize("max_prompts", [1, 4])

@@ -16,12 +16,12 @@ from mingc.artifacts.bundle import (
     open_bundle,
     write_manifest,
 )
-from mingc.artifacts.contents import read_contents
-from mingc.artifacts.manifest import KernelTiles, Manifest, StageRecord, TunedKernel
+from mingc.artifacts.inspection import summarize
+from mingc.artifacts.manifest import KernelConfig, Manifest, StageRecord, TunedKernel
+from mingc.console.report import show
 from mingc.errors import BundleError, ConfigError, IncompatibleError, IntegrityError
-from mingc.machine import Machine
-from mingc.report import show
-from mingc.runtime.speech import load_voice
+from mingc.host import Host
+from mingc.runtime.talker.planner import load_voice
 
 
 def test_a_bundle_opens_and_its_hashes_hold(bundle_path: Path) -> None:
@@ -174,9 +174,9 @@ def test_missing_and_truncated_files_are_all_named_at_once(bundle_path: Path) ->
 
 
 def test_all_differences_of_a_machine_come_in_one_error(manifest: Manifest) -> None:
-    check_fingerprint(manifest.fingerprint, Machine(torch="2.13.0", device="cpu", capability="AVX2"))
+    check_fingerprint(manifest.fingerprint, Host(torch="2.13.0", device="cpu", capability="AVX2"))
     with pytest.raises(IncompatibleError) as caught:
-        check_fingerprint(manifest.fingerprint, Machine(torch="2.12.1", device="cuda", capability="9.0"))
+        check_fingerprint(manifest.fingerprint, Host(torch="2.12.1", device="cuda", capability="9.0"))
     assert "torch: built with 2.13.0, here 2.12.1" in caught.value.message
     assert "device: built for cpu, here cuda" in caught.value.message
     assert caught.value.fix is not None and "pip install 'torch==2.13.0'" in caught.value.fix
@@ -188,7 +188,7 @@ def test_all_differences_of_a_machine_come_in_one_error(manifest: Manifest) -> N
 def test_cpu_engines_run_on_their_instruction_set_and_later_ones(
     manifest: Manifest, here: str, runs: bool
 ) -> None:
-    machine = Machine(torch="2.13.0", device="cpu", capability=here)
+    machine = Host(torch="2.13.0", device="cpu", capability=here)
     if runs:
         check_fingerprint(manifest.fingerprint, machine)
     else:
@@ -197,7 +197,7 @@ def test_cpu_engines_run_on_their_instruction_set_and_later_ones(
 
 
 def test_contents_sum_up_a_bundle(bundle_path: Path) -> None:
-    contents = read_contents(open_bundle(bundle_path))
+    contents = summarize(open_bundle(bundle_path))
     assert contents.files == 4
     assert contents.voices == ("DB30",)
     (stage,) = contents.stages
@@ -209,13 +209,13 @@ def test_contents_sum_up_a_bundle(bundle_path: Path) -> None:
 def test_contents_tell_how_kernels_are_cut(
     tmp_path: Path, manifest: Manifest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiles = KernelTiles(columns=64, depth=256, warps=4, stages=3, repeats=1)
+    tiles = KernelConfig(columns=64, depth=256, warps=4, stages=3, repeats=1)
     kernel = TunedKernel(
         kernel="grouped", tokens=256, hidden_size=4096, width=256, experts=256, chosen=8, storage="bfloat16",
         up=tiles, down=replace(tiles, repeats=2), rows=16, swap=True, extra=0, us=9.5, default_us=10.5, device="H200",
     )  # fmt: skip
     stage = StageRecord(is_sharded=True, weights=(), graphs={}, tiles=(kernel,))
-    contents = read_contents(Bundle(root=tmp_path, manifest=replace(manifest, stages={"thinker": stage})))
+    contents = summarize(Bundle(root=tmp_path, manifest=replace(manifest, stages={"thinker": stage})))
     (row,) = contents.tiles
     assert (row.stage, row.kernel, row.tokens, row.device) == ("thinker", "grouped", 256, "H200")
     assert (row.up, row.down) == ("16 rows 64x256 w4 s3", "16 rows 64x256 w4 s3 x2")

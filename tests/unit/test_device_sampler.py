@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from mingc.runtime.device_sampler import (
+from mingc.runtime.request import SamplingParams
+from mingc.runtime.thinker.device_sampler import (
     NOT_FINITE,
     choose_likeliest,
     choose_tokens,
     needs_draw,
     sampling_columns,
 )
-from mingc.runtime.request import SamplingParams
-from mingc.runtime.sampler import SamplerRow, sample, uniform
+from mingc.runtime.thinker.sampler import SamplerRow, sample, uniform
 
 VOCAB = 300
 RULES = [

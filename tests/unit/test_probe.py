@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from mingc.artifacts.manifest import EngineWork, ModelParameters
+from mingc.artifacts.manifest import EngineCost, ModelParameters
 from mingc.artifacts.spec import Dim, DType, GraphSpec, TensorSpec
+from mingc.console.report import to_json
 from mingc.errors import BundleError, ConfigError
-from mingc.report import to_json
-from mingc.runtime.probe import ProbeOptions, probe
-from mingc.runtime.probe_baseline import check_common, compare, differences, read_baseline
-from mingc.runtime.probe_inputs import ProbeCase, room
-from mingc.runtime.probe_report import Ceilings, EngineFigures, Latency, ProbeReport, floor_of
-from mingc.runtime.timing import Stopwatch, percentile, processor_name
+from mingc.probe.baseline import check_common, compare, differences, read_baseline
+from mingc.probe.inputs import ProbeCase, room
+from mingc.probe.prober import ProbeOptions, probe
+from mingc.probe.report import EngineFigures, Latency, PeakRates, ProbeReport, floor_of
+from mingc.probe.stopwatch import Stopwatch, percentile, processor_name
 
-CEILINGS = Ceilings(device="cpu", copy_tb_s=2.0, matmul_tflop_s=100.0, matmul_dtype="float32")
+CEILINGS = PeakRates(device="cpu", copy_tb_s=2.0, matmul_tflop_s=100.0, matmul_dtype="float32")
 SLOT_TOKENS, PAGES, PAGE_SIZE = 40, 8, 16
 
 
@@ -54,7 +54,7 @@ DECODE = GraphSpec(
 
 @pytest.fixture
 def parameters(monkeypatch: pytest.MonkeyPatch) -> ModelParameters:
-    monkeypatch.setattr("mingc.runtime.probe_inputs.page_size", lambda parameters: PAGE_SIZE)
+    monkeypatch.setattr("mingc.probe.inputs.page_size", lambda parameters: PAGE_SIZE)
     return ModelParameters()
 
 
@@ -70,7 +70,7 @@ def figures(median: float, engine: str = "cfm.sample", context: int | None = Non
         uncaptured_ms=None,
         enqueue_ms=None,
     )
-    return EngineFigures(engine=engine, sizes={"B": 2}, context_tokens=context, instances=1, latency=latency)
+    return EngineFigures(engine=engine, sizes={"B": 2}, max_model_len=context, instances=1, latency=latency)
 
 
 def report(*rows: EngineFigures) -> ProbeReport:
@@ -121,7 +121,7 @@ def test_engines_are_chosen_by_stage_graph_and_batch() -> None:
 def test_an_engine_that_is_not_there_is_refused_with_those_that_are(
     bundle_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mingc.runtime.probe.check_fingerprint", lambda recorded, here: None)
+    monkeypatch.setattr("mingc.probe.prober.check_fingerprint", lambda recorded, here: None)
     with pytest.raises(ConfigError) as caught:
         probe(bundle_path, ProbeOptions(engines=("cfm",)))
     assert caught.value.where == "--engine"
@@ -131,8 +131,8 @@ def test_an_engine_that_is_not_there_is_refused_with_those_that_are(
 @pytest.fixture
 def probed(bundle_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A bundle of one engine at N 1, 2 and 8, on whatever machine; timing it would fail the test."""
-    monkeypatch.setattr("mingc.runtime.probe.check_fingerprint", lambda recorded, here: None)
-    monkeypatch.setattr("mingc.runtime.probe._Run", lambda *given: pytest.fail("it was timed"))
+    monkeypatch.setattr("mingc.probe.prober.check_fingerprint", lambda recorded, here: None)
+    monkeypatch.setattr("mingc.probe.prober._Run", lambda *given: pytest.fail("it was timed"))
     manifest = json.loads((bundle_path / "manifest.json").read_text(encoding="utf-8"))
     graph = manifest["stages"]["audio_encoder"]["graphs"]["encode"]
     graph["spec"]["dims"][1]["buckets"] = [16]
@@ -207,7 +207,7 @@ def test_an_input_that_nobody_explained_is_refused_by_name(parameters: ModelPara
 
 
 def test_floors_grow_with_the_context() -> None:
-    work = EngineWork(
+    work = EngineCost(
         dims={"B": 2},
         flops=10**11,
         weight_bytes=10**9,
@@ -222,7 +222,7 @@ def test_floors_grow_with_the_context() -> None:
 
 
 def test_weights_used_again_are_read_again_as_far_as_the_cache_does_not_hold_them() -> None:
-    work = EngineWork(dims={}, flops=0, weight_bytes=100, reuse_bytes=900, state_bytes=0)
+    work = EngineCost(dims={}, flops=0, weight_bytes=100, reuse_bytes=900, state_bytes=0)
 
     def read(cache_bytes: int | None) -> int:
         ceilings = replace(CEILINGS, cache_bytes=cache_bytes)
@@ -287,7 +287,7 @@ def test_a_baseline_without_a_common_engine_is_refused_with_what_it_has() -> Non
     check_common([figures(1.0)], ["cfm.sample B=2", "other"])
     with pytest.raises(ConfigError, match=r"cfm\.sample B=2 \+256") as caught:
         check_common([figures(1.0, context=256)], ["cfm.sample B=2 +1024"])
-    assert caught.value.where == "--against"
+    assert caught.value.where == "--baseline"
 
 
 def test_what_was_another_for_the_baseline_is_told() -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mingc.progress import progress
+from mingc.console.progress import progress
 
 
 def test_without_a_terminal_every_step_is_a_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,8 @@ import pytest
 from preprocess_data import audio_parameters, document, thinker_parameters, tokenizer, vision_parameters
 
 from mingc.artifacts.manifest import ModelParameters
-from mingc.runtime.golden.ledger import Ledger
-from mingc.runtime.golden.preprocess import replay
+from mingc.verify.comparison_log import ComparisonLog
+from mingc.verify.replays.preprocess import replay
 
 
 def outcomes(**encoders: Any) -> dict[str, str]:
@@ -19,7 +19,7 @@ def outcomes(**encoders: Any) -> dict[str, str]:
         tokenizer=lambda stage: tokenizer(),
         bundle=SimpleNamespace(manifest=SimpleNamespace(chat_template=None)),
     )
-    ledger = Ledger("preprocess.safetensors", {}, tolerance=1e-4, is_exact=True)
+    ledger = ComparisonLog("preprocess.safetensors", {}, tolerance=1e-4, is_exact=True)
     replay(engines, ledger, document("preprocess"))
     return {each.name.partition(": ")[2]: each.outcome for each in ledger.comparisons}
 

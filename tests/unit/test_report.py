@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import mingc
+from mingc.console.report import MAX_COLUMNS, show, show_error
 from mingc.errors import MingcError
-from mingc.report import MAX_COLUMNS, show, show_error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

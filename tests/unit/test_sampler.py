@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mingc.runtime.noise import diffusion_noise, random_seed, start_noise
 from mingc.runtime.request import SamplingParams
-from mingc.runtime.sampler import SamplerRow, sample, uniform
+from mingc.runtime.thinker.sampler import SamplerRow, sample, uniform
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mingc.runtime.golden.ledger import Ledger
-from mingc.runtime.golden.scale import HalvesFit, Scale, fit_scale, worst_scale
+from mingc.verify.comparison_log import ComparisonLog
+from mingc.verify.scale import HalvesFit, Scale, fit_scale, worst_scale
 
 
 def rounded(values: np.ndarray, random: np.random.Generator, share: float) -> np.ndarray:
@@ -44,7 +44,7 @@ def test_where_a_tolerance_is_wide_the_scale_is_bounded_too(
     tolerance: float, factor: float, outcome: str
 ) -> None:
     reference = np.random.default_rng(1).normal(size=1000)
-    book = Ledger("file", {"out": reference}, tolerance=tolerance, is_exact=False)
+    book = ComparisonLog("file", {"out": reference}, tolerance=tolerance, is_exact=False)
     book.tensor("out", factor * reference)
     (found,) = book.comparisons
     assert found.outcome == outcome
@@ -52,7 +52,7 @@ def test_where_a_tolerance_is_wide_the_scale_is_bounded_too(
 
 
 def test_an_excuse_is_one_for_a_scale_too() -> None:
-    book = Ledger("file", {"out": np.ones(1000)}, tolerance=0.1, is_exact=False)
+    book = ComparisonLog("file", {"out": np.ones(1000)}, tolerance=0.1, is_exact=False)
     book.tensor("out", np.full(1000, 1.05), excuse="other experts")
     assert [each.outcome for each in book.comparisons] == ["expected difference"]
     assert book.comparisons[0].note == "other experts"

@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 from mingc.errors import CapacityError, RequestError
 from mingc.runtime.kv_cache import PagePool
-from mingc.runtime.prefill_pace import PrefillPace, StepTimes
-from mingc.runtime.scheduler import ChunkShape, PrefillChunk, PromptPart, ThinkerScheduler
+from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy, StepLatencyModel
+from mingc.runtime.thinker.scheduler import ChunkShape, PrefillChunk, PromptPart, ThinkerScheduler
 
 # Beside answers one part of three a step.
-SLOW_CHUNKS = PrefillPace(num_parts=3, times=StepTimes(chunks=((9, 90.0),), decodes=((4, 1.0),)))
+SLOW_CHUNKS = ChunkedPrefillPolicy(
+    num_parts=3, times=StepLatencyModel(chunks=((9, 90.0),), decodes=((4, 1.0),))
+)
 
 
 def make_thinker(
@@ -22,7 +24,7 @@ def make_thinker(
     chunk: int = 8,
     max_context: int = 64,
     max_waiting: int = 8,
-    pace: PrefillPace | None = None,
+    pace: ChunkedPrefillPolicy | None = None,
     max_prompts: int = 1,
     alignment: int = 1,
     pair_rows: int = 0,
@@ -38,7 +40,7 @@ def make_thinker(
             shared_rows=1024,
             pair_rows=pair_rows,
         ),
-        pace=pace or PrefillPace(num_parts=1),
+        pace=pace or ChunkedPrefillPolicy(num_parts=1),
         max_context=max_context,
         max_waiting=max_waiting,
     )
@@ -88,7 +90,9 @@ def test_decode_goes_on_while_a_long_prompt_is_prefilled_and_no_pair_holds_it_up
 
 
 def test_a_chunk_runs_in_parts_beside_answers_and_whole_without() -> None:
-    scheduler = make_thinker(num_pages=256, chunk=128, max_context=400, pace=PrefillPace(num_parts=4))
+    scheduler = make_thinker(
+        num_pages=256, chunk=128, max_context=400, pace=ChunkedPrefillPolicy(num_parts=4)
+    )
     scheduler.add(1, prompt_tokens=300, max_tokens=8)
     scheduler.add(2, prompt_tokens=100, max_tokens=8)
     seen = []
@@ -109,7 +113,9 @@ def test_a_chunk_runs_in_parts_beside_answers_and_whole_without() -> None:
 
 
 def test_a_chunk_that_was_begun_is_made_whole_before_another() -> None:
-    scheduler = make_thinker(num_pages=256, chunk=128, max_context=400, pace=PrefillPace(num_parts=4))
+    scheduler = make_thinker(
+        num_pages=256, chunk=128, max_context=400, pace=ChunkedPrefillPolicy(num_parts=4)
+    )
     scheduler.add(1, prompt_tokens=4, max_tokens=8)
     scheduler.commit(scheduler.plan())
     scheduler.add(2, prompt_tokens=128, max_tokens=8)
@@ -125,7 +131,9 @@ def test_a_chunk_that_was_begun_is_made_whole_before_another() -> None:
 
 
 def test_a_chunk_that_was_begun_goes_with_its_request() -> None:
-    scheduler = make_thinker(num_pages=256, chunk=128, max_context=400, pace=PrefillPace(num_parts=4))
+    scheduler = make_thinker(
+        num_pages=256, chunk=128, max_context=400, pace=ChunkedPrefillPolicy(num_parts=4)
+    )
     scheduler.add(1, prompt_tokens=4, max_tokens=8)
     scheduler.commit(scheduler.plan())
     for request in (2, 3):
@@ -193,7 +201,9 @@ def test_beyond_the_rows_that_cost_least_nobody_joins() -> None:
 
 
 def test_a_shared_chunk_that_was_begun_goes_on_without_a_request_that_has_gone() -> None:
-    pace = PrefillPace(num_parts=4, times=StepTimes(chunks=((64, 80.0),), decodes=((4, 1.0),)))
+    pace = ChunkedPrefillPolicy(
+        num_parts=4, times=StepLatencyModel(chunks=((64, 80.0),), decodes=((4, 1.0),))
+    )
     scheduler = make_thinker(num_pages=256, chunk=64, max_context=99, max_prompts=2, pace=pace)
     scheduler.add(1, prompt_tokens=4, max_tokens=8)
     scheduler.commit(scheduler.plan())
@@ -293,7 +303,7 @@ def traffic(draw: st.DrawFn) -> list[tuple[int, int, int, int | None]]:
     traffic(),
     st.integers(1, 4),
     st.integers(1, 9),
-    st.sampled_from([SLOW_CHUNKS, PrefillPace(num_parts=1)]),
+    st.sampled_from([SLOW_CHUNKS, ChunkedPrefillPolicy(num_parts=1)]),
     st.integers(1, 4),
     st.sampled_from([1, 4]),
 )
@@ -301,7 +311,7 @@ def test_thinker_random_traffic_never_leaks_or_starves(
     requests: list[tuple[int, int, int, int | None]],
     max_running: int,
     chunk: int,
-    pace: PrefillPace,
+    pace: ChunkedPrefillPolicy,
     max_prompts: int,
     alignment: int,
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mingc.runtime.stop_strings import StopStrings
+from mingc.runtime.text.stop_strings import StopStrings
 
 
 def show(stops: list[str], pieces: list[str]) -> tuple[list[str], bool]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mingc.errors import CapacityError
 from mingc.runtime.kv_cache import SlotPool
-from mingc.runtime.scheduler import TalkerScheduler
+from mingc.runtime.talker.scheduler import TalkerScheduler
 
 
 def make_talker(*, slots: int = 3, max_joins: int = 8, max_streams: int = 8) -> TalkerScheduler:

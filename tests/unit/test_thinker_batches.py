@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mingc.runtime.golden.ledger import Ledger
-from mingc.runtime.golden.thinker_batches import (
+from mingc.verify.comparison_log import ComparisonLog
+from mingc.verify.replays.thinker_batches import (
     BatchRun,
     check_alone,
     check_batches,
     plan_requests,
     step_sizes,
 )
-from mingc.runtime.golden.thinker_prompts import Prompt
+from mingc.verify.replays.thinker_prompts import Prompt
 
 
 def prompt(length: int) -> Prompt:
@@ -27,11 +27,11 @@ def prompt(length: int) -> Prompt:
     )
 
 
-def ledger() -> Ledger:
-    return Ledger("thinker.safetensors", {}, tolerance=0.1, is_exact=False)
+def ledger() -> ComparisonLog:
+    return ComparisonLog("thinker.safetensors", {}, tolerance=0.1, is_exact=False)
 
 
-def outcomes(book: Ledger) -> list[str]:
+def outcomes(book: ComparisonLog) -> list[str]:
     return [each.outcome for each in book.comparisons]
 
 

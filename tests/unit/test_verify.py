@@ -14,10 +14,10 @@ from safetensors.numpy import save_file
 
 from mingc.artifacts.manifest import FILE_NAME
 from mingc.errors import ConfigError, IncompatibleError, IntegrityError
-from mingc.runtime.golden.documents import read_document
-from mingc.runtime.golden.ledger import Ledger
-from mingc.runtime.golden.thinker import replay
-from mingc.runtime.verify import _read_tensors, _replay_file, verify
+from mingc.verify.comparison_log import ComparisonLog
+from mingc.verify.golden_documents import read_document
+from mingc.verify.replays.thinker import replay
+from mingc.verify.verification import _read_tensors, _replay_file, verify
 
 # An artifact of a thinker, of which nothing is asked.
 ENGINES: Any = SimpleNamespace(
@@ -77,14 +77,14 @@ def test_another_torch_is_refused_before_anything_is_loaded(
 
 
 def test_goldens_without_replay_make_no_sense(bundle_path: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--against needs the replay"):
-        verify(bundle_path, against=tmp_path, replay=False)
+    with pytest.raises(ConfigError, match="--reference needs the replay"):
+        verify(bundle_path, reference=tmp_path, replay=False)
 
 
 def test_a_folder_that_is_not_there_is_refused_before_anything_is_hashed(bundle_path: Path) -> None:
     steps: list[str] = []
     with pytest.raises(ConfigError, match="is not a folder"):
-        verify(bundle_path, against=bundle_path / "nowhere", told=steps.append)
+        verify(bundle_path, reference=bundle_path / "nowhere", told=steps.append)
     assert steps == []
 
 
@@ -93,7 +93,7 @@ def test_a_folder_without_goldens_is_refused_before_anything_is_hashed(
 ) -> None:
     steps: list[str] = []
     with pytest.raises(ConfigError, match="holds no golden file") as caught:
-        verify(bundle_path, against=tmp_path, told=steps.append)
+        verify(bundle_path, reference=tmp_path, told=steps.append)
     assert caught.value.fix is not None and "thinker.safetensors" in caught.value.fix
     assert steps == []
 
@@ -108,12 +108,12 @@ def test_a_golden_file_that_cannot_be_read_is_told(
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="golden cannot be read") as caught:
         read(path)
-    assert caught.value.where == "--against"
+    assert caught.value.where == "--reference"
 
 
 @pytest.mark.parametrize("run", [lambda ledger, document: None, lambda ledger, _: replay(ENGINES, ledger)])
 def test_a_golden_file_that_holds_nothing_known_fails(
-    tmp_path: Path, run: Callable[[Ledger, object], None]
+    tmp_path: Path, run: Callable[[ComparisonLog, object], None]
 ) -> None:
     save_file({"other.values": np.zeros(3, np.float32)}, tmp_path / "thinker.safetensors")
     summary, comparisons, _ = _replay_file(ENGINES, tmp_path, "thinker.safetensors", None, ("thinker",), run)

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mingc.export.layers.moe import DenseFeedForward, MoeFeedForward, Router
-from mingc.export.layers.tensor_shard import check_heads, share_size
+from mingc.export.weights.sharding import check_heads, share_size
 from mingc.kernels.decode_attention import decode_attention
+from mingc.kernels.gemv import gemv, sum_norm_linear
 from mingc.kernels.linear import linear
 from mingc.kernels.mrope import mrope_cos_sin
 from mingc.kernels.norm_rope_write import norm_rope_write
 from mingc.kernels.paged_attention import chunk_rows, paged_prefill_attention
 from mingc.kernels.rms_norm import rms_norm
-from mingc.kernels.row_linear import row_linear, sum_norm_linear
 
 PAGE_SIZE = 16
 # Expert widths are filled up to this many values: grouped products want rows that are multiples of 16 bytes.
@@ -170,7 +170,7 @@ class Attention(nn.Module):
             self.eps,
             PAGE_SIZE,
         )
-        return x_TD, row_linear(out_THd.flatten(1), self.dense, self.dense_scale)
+        return x_TD, gemv(out_THd.flatten(1), self.dense, self.dense_scale)
 
     def _qkv(self, x_TD: Tensor) -> Tensor:
         packed = linear(rms_norm(x_TD, self.norm, self.eps), self.qkv, None, self.qkv_scale)

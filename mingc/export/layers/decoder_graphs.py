@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mingc.artifacts.spec import Dim, DType, GraphSpec, TensorSpec
 from mingc.export.layers.decoder import PAGE_SIZE, DecoderConfig
-from mingc.export.stages.base import GraphPlan, Shard, StageOptions
-from mingc.kernels.paged_attention import CHUNK_ALIGNMENT
+from mingc.export.stage import GraphDef, Shard, StageOptions
+from mingc.kernels.chunk_layout import CHUNK_ALIGNMENT
 
 _MAX_POOL_ROWS = 1 << 30
 _SMALLEST_CHUNK = 16
@@ -29,7 +29,7 @@ _DTYPES: dict[torch.dtype, DType] = {
 }
 
 
-def thinker_graphs(config: DecoderConfig, shard: Shard, options: StageOptions) -> Sequence[GraphPlan]:
+def thinker_graphs(config: DecoderConfig, shard: Shard, options: StageOptions) -> Sequence[GraphDef]:
     """All graphs of one rank; without dense or without expert layers there is no graph of that kind."""
     borders = _Borders(config, shard, options)
     plans = [borders.embed(), borders.attention("prefill"), borders.attention("decode"), borders.head()]
@@ -48,8 +48,8 @@ class _Borders:
         self._world_size = shard.world_size
         self._options = options
         self._dtype = _DTYPES[options.dtype]
-        chunks = _powers_of_two(min(_SMALLEST_CHUNK, options.prefill_tokens), options.prefill_tokens)
-        longest = max(2, options.prefill_tokens)
+        chunks = _powers_of_two(min(_SMALLEST_CHUNK, options.prefill_chunk_size), options.prefill_chunk_size)
+        longest = max(2, options.prefill_chunk_size)
         self._chunk = Dim(name="T", minimum=2, maximum=longest, buckets=chunks)
         self._batch = Dim(name="B", minimum=1, maximum=options.max_batch, buckets=options.batch_sizes)
         self._either = Dim(
@@ -79,7 +79,7 @@ class _Borders:
         }
         self._examples = _Examples(config, options.dtype, self._num_prompts)
 
-    def embed(self) -> GraphPlan:
+    def embed(self) -> GraphDef:
         half = self._config.rotary_dim // 2
         spec = GraphSpec(
             name="embed",
@@ -100,7 +100,7 @@ class _Borders:
         )
         return self._plan(spec, "forward")
 
-    def attention(self, kind: str) -> GraphPlan:
+    def attention(self, kind: str) -> GraphDef:
         """Of `prefill` or `decode`."""
         config = self._config
         tokens = "T" if kind == "prefill" else "B"
@@ -133,7 +133,7 @@ class _Borders:
         )
         return self._plan(spec, kind)
 
-    def dense(self) -> GraphPlan:
+    def dense(self) -> GraphDef:
         spec = GraphSpec(
             name="dense",
             inputs=(self._stream("residual", "N"), self._stream("delta", "N")),
@@ -143,7 +143,7 @@ class _Borders:
         )
         return self._plan(spec, "forward")
 
-    def experts(self, kind: str) -> GraphPlan:
+    def experts(self, kind: str) -> GraphDef:
         """Of `prefill` or `decode`."""
         config = self._config
         is_prefill = kind == "prefill"
@@ -169,7 +169,7 @@ class _Borders:
         plan = self._plan(spec, "prefill_routed" if tells_routes else kind)
         return replace(plan, routing=f"{kind}_routed")
 
-    def head(self) -> GraphPlan:
+    def head(self) -> GraphDef:
         share = self._config.local_vocab(self._world_size)
         # Rows are the last tokens of a chunk's prompts, or of a batch.
         sizes = tuple(sorted({self._num_prompts, *self._options.batch_sizes}))
@@ -182,9 +182,9 @@ class _Borders:
         )
         return self._plan(spec, "forward")
 
-    def _plan(self, spec: GraphSpec, method: str) -> GraphPlan:
+    def _plan(self, spec: GraphSpec, method: str) -> GraphDef:
         names = [dim.name for dim in spec.dims]
-        return GraphPlan(
+        return GraphDef(
             spec=spec,
             method=method,
             example=lambda dims, generator: self._examples.make(spec, dims, generator),
@@ -214,7 +214,7 @@ def _feed_forwards(layers: range) -> tuple[str, ...]:
 
 def _page_table_dim(options: StageOptions) -> Dim:
     """A static engine takes tables of the whole context: its kernels stop at a request's length by themselves."""
-    largest = -(-options.context_tokens // PAGE_SIZE)
+    largest = -(-options.max_model_len // PAGE_SIZE)
     smallest = largest if options.static_buckets else min(_SMALLEST_TABLE, largest)
     return Dim(name="P", minimum=1, maximum=largest, buckets=_powers_of_two(smallest, largest))
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mingc.export.layers.decoder import DecoderConfig
-from mingc.export.layers.tensor_shard import cut
-from mingc.export.stages.base import Quantizable, Shard, WeightSource
+from mingc.export.stage import Quantizable, Shard, WeightSource
+from mingc.export.weights.sharding import cut
 
 _ROOT = "model.model"
 _GATES = ("gate", "image_gate", "audio_gate")

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from mingc.errors import CheckpointError
 from mingc.export.layers.linear import Linear
-from mingc.export.stages.base import WeightSource
-from mingc.kernels.dit_rows import BlockWeights, TransformerWeights
+from mingc.export.stage import WeightSource
+from mingc.kernels.dit_batch1 import BlockWeights, TransformerWeights
 from mingc.kernels.linear import Rows, add_linear, enter, keep, normed_linear
-from mingc.kernels.short_attention import short_attention
+from mingc.kernels.small_sequence_attention import small_sequence_attention
 
 _EPS = 1e-6
 _ROPE_BASE = 10000.0
@@ -85,7 +85,7 @@ class DitBlock(nn.Module):
         after attention."""
         qkv, out, up, down = self.qkv, self.out, self.up, self.down
         packed = normed_linear(x, qkv.weight, qkv.bias, _EPS, weight_scale=qkv.weight_scale)
-        context = short_attention(packed, cos, sin)
+        context = small_sequence_attention(packed, cos, sin)
         if kept is not None:
             x, context = keep(x, kept), context[:, kept]
         x = add_linear(context, out.weight, out.bias, x, self.mlp_norm, _EPS, out.weight_scale)

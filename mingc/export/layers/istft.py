@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingc.export.stages.base import WeightSource
+from mingc.export.stage import WeightSource
 
 _MAX_MAGNITUDE = 100.0
 _MIN_ENVELOPE = 1e-11  # the reference asserts that emitted samples have more

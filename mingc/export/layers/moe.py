@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mingc.kernels.expert_row import Gates, expert_row, has_expert_row
 from mingc.kernels.moe_experts import Weights, moe_experts, swiglu
+from mingc.kernels.moe_gemv import RouterWeights, has_moe_gemv, moe_gemv
 from mingc.kernels.rms_norm import rms_norm
 from mingc.kernels.router import route_hidden
 
@@ -91,9 +91,9 @@ class Router(nn.Module):
             scale=self.scale,
         )
 
-    def gates(self) -> Gates:
+    def gates(self) -> RouterWeights:
         """The router as kernels of the whole half take it."""
-        return Gates(
+        return RouterWeights(
             self.weight, self.bias, self.num_groups, self.num_kept_groups, self.num_chosen, self.scale
         )
 
@@ -157,8 +157,8 @@ class MoeFeedForward(nn.Module):
         shared = None if self.shared is None else self.shared.weights()
         if gate_index_T is None and isinstance(self.router, Router):
             gates = self.router.gates()
-            if has_expert_row(residual_TD, gates, experts, shared):
-                return expert_row(residual_TD, delta_TD, self.norm, self.eps, gates, experts, shared)
+            if has_moe_gemv(residual_TD, gates, experts, shared):
+                return moe_gemv(residual_TD, delta_TD, self.norm, self.eps, gates, experts, shared)
         x_TD = residual_TD + delta_TD
         normed_TD = rms_norm(x_TD, self.norm, self.eps)
         ids_TK, weights_TK = self.router(normed_TD, gate_index_T)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mingc.errors import CheckpointError
 from mingc.export.layers.linear import Linear
-from mingc.export.stages.base import Quantizable, WeightSource
+from mingc.export.stage import Quantizable, WeightSource
 from mingc.kernels.linear import Rows, add_linear, enter, leave, normed_linear
 
 Attend = Callable[[int, Tensor], Tensor]

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingc.export.layers.encoder_weights import stored
 from mingc.export.layers.istft import IstftHead, istft_weights, overlap_add
 from mingc.export.layers.qwen2 import Qwen2Config, Qwen2Stack, qwen2_weights
-from mingc.export.stages.base import WeightSource
-from mingc.kernels.ring_attention import ring_attention
+from mingc.export.stage import WeightSource
+from mingc.export.weights.mapping import stored
 from mingc.kernels.sequence_attention import sequence_attention
+from mingc.kernels.sliding_window_attention import sliding_window_attention
 
 _FRAMES_PER_WINDOW = 4  # n_fft / hop, fixed in the reference
 _RING_MULTIPLE = 8  # rows of a ring: attention masks want aligned rows
@@ -129,7 +129,7 @@ class VaeDecoder(nn.Module):
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
             keys, values = rings[2 * layer : 2 * layer + 2]
-            return ring_attention(
+            return sliding_window_attention(
                 qkv, cos, sin, keys, values, slots, first_frame, config.stack.windows[layer]
             )
 

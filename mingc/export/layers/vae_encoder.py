@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingc.export.layers.encoder_weights import stored
 from mingc.export.layers.qwen2 import Qwen2Config, Qwen2Stack, qwen2_weights
-from mingc.export.stages.base import WeightSource
+from mingc.export.stage import WeightSource
+from mingc.export.weights.mapping import stored
 from mingc.kernels.sequence_attention import sequence_attention
 
 _MIN_STD = 1e-4

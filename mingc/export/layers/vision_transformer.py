@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mingc.kernels.segment_attention import Segments, segment_attention
+from mingc.kernels.varlen_attention import Segments, varlen_attention
 
 _NORM_EPS = 1e-6  # vision.md §6; not in the config
 
@@ -30,7 +30,7 @@ class VisionAttention(nn.Module):
         qkv_P3Hd = self.qkv(x_PW).view(num_patches, 3, self.num_heads, width // self.num_heads)
         q_PHd, k_PHd, v_PHd = qkv_P3Hd.unbind(1)
         q_PHd, k_PHd = _rotate(q_PHd, cos_PR, sin_PR), _rotate(k_PHd, cos_PR, sin_PR)
-        out_1PHd = segment_attention(q_PHd[None], k_PHd[None], v_PHd[None], frames)
+        out_1PHd = varlen_attention(q_PHd[None], k_PHd[None], v_PHd[None], frames)
         mixed: Tensor = self.proj(out_1PHd.reshape(num_patches, width))
         return mixed
 

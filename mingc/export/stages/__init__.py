@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 
 from mingc.errors import ConfigError
-from mingc.export.stages.base import Stage
+from mingc.export.stage import Stage
 
 # Data flows in this order; reports and manifests list stages so.
 ORDER = ("vision_encoder", "audio_encoder", "thinker", "talker", "cfm", "audio_vae")

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mingc.artifacts.model import AudioParameters
+from mingc.artifacts.parameters import AudioParameters
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.layers.encoder_weights import dtype_name, layer_norm, linear, stored
-from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions, WeightSource
-from mingc.kernels.segment_attention import Segments, make_segments, segment_attention
+from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSource
+from mingc.export.weights.mapping import dtype_name, layer_norm, linear, stored
+from mingc.kernels.varlen_attention import Segments, make_segments, varlen_attention
 
 _NORM_EPS = 1e-5  # audio.md §3; not in the config
 _UNIT_EPS = 1e-12  # audio.md §4
@@ -88,7 +88,7 @@ class AudioAttention(nn.Module):
         num_clips, length, width = x_NLW.shape
         qkv_NL3Hd = self.qkv(x_NLW).view(num_clips, length, 3, self.num_heads, width // self.num_heads)
         q_NLHd, k_NLHd, v_NLHd = qkv_NL3Hd.unbind(2)
-        out_NLHd = segment_attention(q_NLHd, k_NLHd, v_NLHd, clips)
+        out_NLHd = varlen_attention(q_NLHd, k_NLHd, v_NLHd, clips)
         mixed: Tensor = self.out(out_NLHd.reshape(num_clips, length, width))
         return mixed
 
@@ -266,7 +266,7 @@ class AudioEncoderStage(Stage):
             sources += linear(own, theirs, hidden_size, hidden_size)
         return sources
 
-    def graphs(self, config: AudioConfig, shard: Shard, options: StageOptions) -> Sequence[GraphPlan]:
+    def graphs(self, config: AudioConfig, shard: Shard, options: StageOptions) -> Sequence[GraphDef]:
         dtype = dtype_name(options.dtype)
         mel_shape = ("N", "T4", config.frames_per_token, config.num_mels)
         spec = GraphSpec(
@@ -283,7 +283,7 @@ class AudioEncoderStage(Stage):
             return _example(config, dims["N"], dims["T4"], options.dtype, generator)
 
         most = config.max_tokens
-        plan = GraphPlan(
+        plan = GraphDef(
             spec=spec,
             method="encode",
             example=example,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mingc.artifacts.model import VaeParameters
+from mingc.artifacts.parameters import VaeParameters
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
@@ -20,7 +20,7 @@ from mingc.export.layers.qwen2 import read_qwen2_config
 from mingc.export.layers.speech_llm import MAX_SLOTS, MAX_STEPS
 from mingc.export.layers.vae_decoder import VaeDecoder, VaeDecoderConfig, vae_decoder_weights
 from mingc.export.layers.vae_encoder import ENCODER_LAYERS, VaeEncoder, VaeEncoderConfig, vae_encoder_weights
-from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions, WeightSource
+from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSource
 
 _PART = "vae"
 _DECODE_BUCKETS = (16, 64, 256)  # latents decoded at once; longer audio is streamed
@@ -115,7 +115,7 @@ class AudioVaeStage(Stage):
             *vae_decoder_weights(config.decoder, part=_PART, source="decoder.", target="decoder."),
         ]
 
-    def graphs(self, config: AudioVaeConfig, shard: Shard, options: StageOptions) -> Sequence[GraphPlan]:
+    def graphs(self, config: AudioVaeConfig, shard: Shard, options: StageOptions) -> Sequence[GraphDef]:
         return [
             _decode_plan(config.decoder),
             _stream_plan(config.decoder, options),
@@ -153,7 +153,7 @@ def _dtype_name(options: StageOptions) -> Any:
     return str(options.dtype).removeprefix("torch.")
 
 
-def _decode_plan(config: VaeDecoderConfig) -> GraphPlan:
+def _decode_plan(config: VaeDecoderConfig) -> GraphDef:
     samples = config.frames_per_latent * config.hop
 
     def example(dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
@@ -166,12 +166,12 @@ def _decode_plan(config: VaeDecoderConfig) -> GraphPlan:
         outputs=(TensorSpec(name="waveform", dtype="float32", shape=("L", samples)),),
         dims=(Dim(name="L", minimum=1, maximum=_DECODE_BUCKETS[-1], buckets=_DECODE_BUCKETS),),
     )
-    return GraphPlan(
+    return GraphDef(
         spec=spec, method="decode", example=example, trace_dims={"L": 5}, check_dims={"L": _DECODE_BUCKETS[0]}
     )
 
 
-def _stream_plan(config: VaeDecoderConfig, options: StageOptions) -> GraphPlan:
+def _stream_plan(config: VaeDecoderConfig, options: StageOptions) -> GraphDef:
     patch = (config.latents_per_patch, config.latent_dim)
     heads = (config.stack.num_kv_heads, config.stack.head_dim)
     state = (
@@ -217,7 +217,7 @@ def _stream_plan(config: VaeDecoderConfig, options: StageOptions) -> GraphPlan:
             Dim(name="S", minimum=2, maximum=MAX_SLOTS),
         ),
     )
-    return GraphPlan(
+    return GraphDef(
         spec=spec,
         method="stream",
         example=example,
@@ -226,7 +226,7 @@ def _stream_plan(config: VaeDecoderConfig, options: StageOptions) -> GraphPlan:
     )
 
 
-def _encode_plan(config: VaeEncoderConfig) -> GraphPlan:
+def _encode_plan(config: VaeEncoderConfig) -> GraphDef:
     samples = config.frames_per_latent * config.hop
 
     def example(dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
@@ -250,7 +250,7 @@ def _encode_plan(config: VaeEncoderConfig) -> GraphPlan:
         outputs=(latent("latents"), latent("mean"), latent("std")),
         dims=(Dim(name="T", minimum=1, maximum=_ENCODE_BUCKETS[-1], buckets=_ENCODE_BUCKETS),),
     )
-    return GraphPlan(
+    return GraphDef(
         spec=spec, method="encode", example=example, trace_dims={"T": 5}, check_dims={"T": _ENCODE_BUCKETS[0]}
     )
 

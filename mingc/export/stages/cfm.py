@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mingc.artifacts.model import CfmParameters
+from mingc.artifacts.parameters import CfmParameters
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.dit import DitConfig, LatentTransformer, latent_transformer_weights, read_dit_config
-from mingc.export.layers.flow_grid import flow_times, time_embeddings
+from mingc.export.layers.flow_times import flow_times, time_embeddings
 from mingc.export.layers.speech_llm import read_llm_config
-from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions, WeightSource
-from mingc.kernels import dit_rows
+from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSource
+from mingc.kernels import dit_batch1
 
 _PART = "talker"
 # Default arguments of the reference's sampler. The config's `cfg_strength` is never read (golden README, 22).
@@ -78,9 +78,9 @@ class Cfm(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One patch of B requests; inputs and outputs as in the graph's spec."""
         weights = self.patch_weights()
-        if dit_rows.takes_patch(noise, weights):
-            inputs = dit_rows.PatchInputs(hidden, history, noise, step_noise, guidance, sigma, temperature)
-            latents, heard, stop = dit_rows.sample(inputs, weights)
+        if dit_batch1.takes_patch(noise, weights):
+            inputs = dit_batch1.PatchInputs(hidden, history, noise, step_noise, guidance, sigma, temperature)
+            latents, heard, stop = dit_batch1.sample(inputs, weights)
             next_embeds = self.aggregator.project_row(heard[:1])
         else:
             latents = self.trajectory(hidden, history, noise, step_noise, guidance, sigma, temperature)[-1]
@@ -118,9 +118,9 @@ class Cfm(nn.Module):
         spread = (sigma * temperature.sqrt())[:, None, None, None] * self.step_sizes.sqrt()[:, None, None]
         return step_noise * spread
 
-    def patch_weights(self) -> dit_rows.PatchWeights:
+    def patch_weights(self) -> dit_batch1.PatchWeights:
         """All parameters but the speaker projection and the aggregator's projection."""
-        return dit_rows.PatchWeights(
+        return dit_batch1.PatchWeights(
             dit=self.dit.weights(),
             project=self.dit.project.weight,
             project_bias=self.dit.project.bias,
@@ -157,7 +157,7 @@ class Cfm(nn.Module):
         return (self.aggregator(torch.cat((query, tokens), dim=1), slice(0, 1)).squeeze(1),)
 
     def speaker(self, vectors: Tensor) -> tuple[Tensor]:
-        """Speaker network outputs (N, speaker_dim) float32 → LLM inputs (N, D)."""
+        """SpeechStream network outputs (N, speaker_dim) float32 → LLM inputs (N, D)."""
         return (self.speaker_head(vectors.to(self.speaker_head.weight.dtype)),)
 
 
@@ -240,7 +240,7 @@ class CfmStage(Stage):
             ),
         ]
 
-    def graphs(self, config: CfmConfig, shard: Shard, options: StageOptions) -> Sequence[GraphPlan]:
+    def graphs(self, config: CfmConfig, shard: Shard, options: StageOptions) -> Sequence[GraphDef]:
         return [
             _sample_plan(config, options),
             _aggregate_plan(config, options),
@@ -272,7 +272,7 @@ def _dtype_name(options: StageOptions) -> Any:
     return str(options.dtype).removeprefix("torch.")
 
 
-def _sample_plan(config: CfmConfig, options: StageOptions) -> GraphPlan:
+def _sample_plan(config: CfmConfig, options: StageOptions) -> GraphDef:
     dtype, hidden = _dtype_name(options), config.llm_hidden_size
     patch = (config.latents_per_patch, config.dit.latent_dim)
     history = (config.history_latents, config.dit.latent_dim)
@@ -312,7 +312,7 @@ def _sample_plan(config: CfmConfig, options: StageOptions) -> GraphPlan:
         ),
         dims=(Dim(name="B", minimum=1, maximum=options.max_batch, buckets=options.batch_sizes),),
     )
-    return GraphPlan(
+    return GraphDef(
         spec=spec,
         method="sample",
         example=example,
@@ -323,7 +323,7 @@ def _sample_plan(config: CfmConfig, options: StageOptions) -> GraphPlan:
 
 def _row_plan(
     name: str, source: TensorSpec, config: CfmConfig, options: StageOptions, maximum: int
-) -> GraphPlan:
+) -> GraphDef:
     """A graph from N rows of `source` to N LLM inputs; only voices are registered with it: one bucket is enough."""
     spec = GraphSpec(
         name=name,
@@ -336,7 +336,7 @@ def _row_plan(
         shape = tuple(size if isinstance(size, int) else dims[size] for size in source.shape)
         return {source.name: torch.randn(shape, generator=generator)}
 
-    return GraphPlan(
+    return GraphDef(
         spec=spec,
         method=name,
         example=example,
@@ -345,13 +345,13 @@ def _row_plan(
     )
 
 
-def _aggregate_plan(config: CfmConfig, options: StageOptions) -> GraphPlan:
+def _aggregate_plan(config: CfmConfig, options: StageOptions) -> GraphDef:
     shape = ("N", config.latents_per_patch, config.dit.latent_dim)
     source = TensorSpec(name="latents", dtype="float32", shape=shape)
     return _row_plan("aggregate", source, config, options, _MAX_VOICE_PATCHES)
 
 
-def _speaker_plan(config: CfmConfig, options: StageOptions) -> GraphPlan:
+def _speaker_plan(config: CfmConfig, options: StageOptions) -> GraphDef:
     source = TensorSpec(name="vectors", dtype="float32", shape=("N", config.speaker_dim))
     return _row_plan("speaker", source, config, options, 8)
 

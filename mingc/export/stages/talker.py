@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingc.artifacts.model import TalkerParameters
+from mingc.artifacts.parameters import TalkerParameters
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.errors import CheckpointError
-from mingc.export import voices
+from mingc.export.assets import voices
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.batch_buckets import doubling_buckets
 from mingc.export.layers.qwen2 import Qwen2Config, Qwen2Stack, qwen2_weights
 from mingc.export.layers.speech_llm import MAX_SLOTS, MAX_STEPS, read_llm_config
-from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions, WeightSource
-from mingc.kernels.slot_attention import slot_attention
-from mingc.kernels.slot_prefill_attention import slot_prefill_attention
+from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSource
+from mingc.kernels.contiguous_kv_attention import contiguous_kv_attention
+from mingc.kernels.contiguous_kv_prefill_attention import contiguous_kv_prefill_attention
 
 _PART = "talker"
 # The reference's constants (spec: talker.md §2.2, §5): cache rows, stop rule, segment length.
@@ -73,7 +73,7 @@ class Talker(nn.Module):
         def attend(index: int, qkv: Tensor) -> Tensor:
             keys, values = slots[2 * index : 2 * index + 2]
             window = self.config.llm.windows[index]
-            return slot_prefill_attention(qkv, cos, sin, keys, values, slot, start, last, window)
+            return contiguous_kv_prefill_attention(qkv, cos, sin, keys, values, slot, start, last, window)
 
         return (self.stack(x, attend, kept=last),)
 
@@ -83,7 +83,9 @@ class Talker(nn.Module):
 
         def attend(index: int, qkv: Tensor) -> Tensor:
             keys, values = slots[2 * index : 2 * index + 2]
-            return slot_attention(qkv, cos, sin, keys, values, slot, lengths, self.config.llm.windows[index])
+            return contiguous_kv_attention(
+                qkv, cos, sin, keys, values, slot, lengths, self.config.llm.windows[index]
+            )
 
         return (self.stack(embeds, attend),)
 
@@ -125,7 +127,7 @@ class TalkerStage(Stage):
             *qwen2_weights(config.llm, part=_PART, source="model.", target="stack."),
         ]
 
-    def graphs(self, config: TalkerConfig, shard: Shard, options: StageOptions) -> Sequence[GraphPlan]:
+    def graphs(self, config: TalkerConfig, shard: Shard, options: StageOptions) -> Sequence[GraphDef]:
         return [_prefill_plan(config, options), _step_plan(config, options)]
 
     def parameters(self, config: TalkerConfig, options: StageOptions) -> TalkerParameters:
@@ -174,9 +176,9 @@ def _example_state(
     }
 
 
-def _prefill_plan(config: TalkerConfig, options: StageOptions) -> GraphPlan:
+def _prefill_plan(config: TalkerConfig, options: StageOptions) -> GraphDef:
     dtype, hidden = _dtype_name(options), config.llm.hidden_size
-    maximum = min(options.prefill_tokens, config.slot_tokens)
+    maximum = min(options.prefill_chunk_size, config.slot_tokens)
 
     def example(dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
         tokens = dims["T"]
@@ -207,7 +209,7 @@ def _prefill_plan(config: TalkerConfig, options: StageOptions) -> GraphPlan:
             Dim(name="S", minimum=2, maximum=MAX_SLOTS),
         ),
     )
-    return GraphPlan(
+    return GraphDef(
         spec=spec,
         method="prefill",
         example=example,
@@ -216,7 +218,7 @@ def _prefill_plan(config: TalkerConfig, options: StageOptions) -> GraphPlan:
     )
 
 
-def _step_plan(config: TalkerConfig, options: StageOptions) -> GraphPlan:
+def _step_plan(config: TalkerConfig, options: StageOptions) -> GraphDef:
     dtype, hidden = _dtype_name(options), config.llm.hidden_size
 
     def example(dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
@@ -243,7 +245,7 @@ def _step_plan(config: TalkerConfig, options: StageOptions) -> GraphPlan:
             Dim(name="S", minimum=2, maximum=MAX_SLOTS),
         ),
     )
-    return GraphPlan(
+    return GraphDef(
         spec=spec,
         method="step",
         example=example,

@@ -14,17 +14,17 @@ from typing import Any
 
 from torch import nn
 
-from mingc.artifacts.manifest import Fidelity
-from mingc.artifacts.model import ThinkerParameters
+from mingc.artifacts.manifest import QuantizationError
+from mingc.artifacts.parameters import ThinkerParameters
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
+from mingc.export.checks.quantization_error import decoder_fidelity
 from mingc.export.layers.decoder import PAGE_SIZE, Decoder, DecoderConfig
-from mingc.export.layers.decoder_fidelity import decoder_fidelity
 from mingc.export.layers.decoder_graphs import thinker_graphs
 from mingc.export.layers.decoder_weights import decoder_weights
-from mingc.export.stages.base import (
+from mingc.export.stage import (
     ExpertDims,
-    GraphPlan,
+    GraphDef,
     Load,
     LoadRanks,
     Shard,
@@ -32,7 +32,7 @@ from mingc.export.stages.base import (
     StageOptions,
     WeightSource,
 )
-from mingc.kernels.paged_attention import CHUNK_ALIGNMENT, SHARED_ROWS
+from mingc.kernels.chunk_layout import CHUNK_ALIGNMENT, SHARED_ROWS
 
 _DEFAULT_SYSTEM_TEXT = "你是一个友好的AI助手。"
 _THINKING_SUFFIX = "\n\ndetailed thinking {state}"
@@ -119,10 +119,10 @@ class ThinkerStage(Stage):
     def weights(self, config: ThinkerConfig, shard: Shard) -> Sequence[WeightSource]:
         return decoder_weights(config.decoder, shard, is_tied=config.is_tied)
 
-    def graphs(self, config: ThinkerConfig, shard: Shard, options: StageOptions) -> Sequence[GraphPlan]:
+    def graphs(self, config: ThinkerConfig, shard: Shard, options: StageOptions) -> Sequence[GraphDef]:
         return thinker_graphs(config.decoder, shard, options)
 
-    def fidelity(self, config: ThinkerConfig, exact: Load, stored: LoadRanks) -> Fidelity:
+    def fidelity(self, config: ThinkerConfig, exact: Load, stored: LoadRanks) -> QuantizationError:
         return decoder_fidelity(config.decoder, exact, stored)
 
     def experts(self, config: ThinkerConfig, shard: Shard) -> ExpertDims | None:

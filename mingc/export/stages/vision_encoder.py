@@ -19,15 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mingc.artifacts.model import VisionParameters
+from mingc.artifacts.parameters import VisionParameters
 from mingc.artifacts.spec import Dim, DType, GraphSpec, TensorSpec
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.layers.encoder_weights import dtype_name, layer_norm, linear, stored
 from mingc.export.layers.patch_grid import example_tables
 from mingc.export.layers.vision_transformer import PatchMerger, VisionBlock, VisionProjector
-from mingc.export.stages.base import GraphPlan, Shard, Stage, StageOptions, WeightSource
-from mingc.kernels.segment_attention import make_segments
+from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSource
+from mingc.export.weights.mapping import dtype_name, layer_norm, linear, stored
+from mingc.kernels.varlen_attention import make_segments
 
 _UNIT_EPS = 1e-12  # vision.md §7
 _ROTARY_BASE = 10000.0  # vision.md §5; not in the config
@@ -250,7 +250,7 @@ class VisionEncoderStage(Stage):
             sources += linear(own, f"linear_proj.{2 * index}", config.hidden_size, inputs)
         return sources
 
-    def graphs(self, config: VisionConfig, shard: Shard, options: StageOptions) -> Sequence[GraphPlan]:
+    def graphs(self, config: VisionConfig, shard: Shard, options: StageOptions) -> Sequence[GraphDef]:
         group = config.patches_per_token
         dtype = dtype_name(options.dtype)
 
@@ -275,7 +275,7 @@ class VisionEncoderStage(Stage):
             pixels = torch.randn(dims["M"], group, config.patch_values, generator=generator)
             return {"pixels": pixels.to(options.dtype), **tables}
 
-        plan = GraphPlan(
+        plan = GraphDef(
             spec=spec, method="encode", example=example, trace_dims={"M": 12}, check_dims={"M": 22}
         )
         return (plan,)

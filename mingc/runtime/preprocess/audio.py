@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mingc.artifacts.model import AudioParameters
+from mingc.artifacts.parameters import AudioParameters
 from mingc.dsp.log_mel import log_mel, min_samples
 from mingc.dsp.resample import resample
 from mingc.errors import RequestError

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from mingc.artifacts.model import AudioParameters, ThinkerParameters, VisionParameters
+from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, VisionParameters
 from mingc.errors import RequestError
 from mingc.runtime.preprocess.audio import AudioFeatures, load_audio
 from mingc.runtime.preprocess.image import VisionFeatures, load_image

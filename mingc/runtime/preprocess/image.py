@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from mingc.artifacts.model import VisionParameters
+from mingc.artifacts.parameters import VisionParameters
 from mingc.errors import RequestError
 
 MAX_ASPECT_RATIO = 200

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mingc.artifacts.model import ThinkerParameters
+from mingc.artifacts.parameters import ThinkerParameters
 from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.image import Grid, VisionFeatures
 from mingc.runtime.preprocess.positions import VisionSpan

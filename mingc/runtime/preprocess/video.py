@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mingc.artifacts.model import VisionParameters
+from mingc.artifacts.parameters import VisionParameters
 from mingc.errors import ConfigError, RequestError
 from mingc.runtime.preprocess.cubic import resize_cubic
 from mingc.runtime.preprocess.image import VisionFeatures, check_aspect, load_size, patchify

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mingc.runtime.stop_strings import overlap
+from mingc.runtime.text.stop_strings import overlap
 
 _BEGIN, _END = "<think>", "</think>"
 

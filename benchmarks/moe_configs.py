@@ -1,0 +1,82 @@
+"""Times cuts of the mixture-of-experts kernels on a GPU as `mingc export` does, at the released dims and its shards.
+
+    python benchmarks/moe_configs.py --ranks 4 --tokens 1,16,32,256,1024,4096 --json benchmarks/results/tuned-….json
+
+Random routing of every token by itself: the worst case for how many experts a step reads. Each timing is a CUDA graph
+over several routings, so that the cache does not hold the weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any, get_args
+
+import harness
+import torch
+from arguments import whole, wholes
+
+from mingc.artifacts.manifest import TunedKernel
+from mingc.export.autotune.selection import families
+from mingc.export.autotune.tuning import expert_shapes, tune
+from mingc.export.recipe import Quantization
+from mingc.export.stage import ExpertDims, Shard
+from mingc.export.stages import find
+from mingc.export.weights.synthetic import open_synthetic
+
+CONFIGS = Path(__file__).resolve().parent / "released"
+BFLOAT16 = "bfloat16"
+FORMATS = (BFLOAT16, *get_args(Quantization))
+
+
+def released_dims(ranks: int) -> ExpertDims:
+    """The released thinker's experts, cut for so many ranks."""
+    stage = find("thinker")
+    dims = stage.experts(stage.config(open_synthetic(CONFIGS)), Shard(world_size=ranks))
+    assert dims is not None
+    return dims
+
+
+def figure(record: TunedKernel, ranks: int) -> dict[str, Any]:
+    cut = dataclasses.asdict(record)
+    return {"name": "experts_us", "ranks": ranks, "median": cut.pop("us"), "unit": "us", **cut}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--ranks", type=whole(1, 8), default=1, help="into how many parts the experts are cut"
+    )
+    parser.add_argument("--format", choices=FORMATS, default=BFLOAT16, help="of the weights")
+    parser.add_argument("--tokens", type=wholes(1), default=(1, 16, 32, 256, 1024, 4096))
+    parser.add_argument("--jobs", type=whole(1), default=8, help="compile at a time")
+    parser.add_argument("--cache", type=Path, help="folder of choices to take again")
+    parser.add_argument("--json", type=Path, help="the result file")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("kernels are timed on a CUDA device, and there is none")
+    dims = released_dims(options.ranks)
+    stored: Quantization | None = None if options.format == BFLOAT16 else options.format
+    shapes = expert_shapes(dims, stored, options.tokens)
+    started = time.perf_counter()
+    records = tune(dims, shapes, jobs=options.jobs, cache=options.cache)
+    seconds = round(time.perf_counter() - started, 1)
+    same = {"ranks": options.ranks, "storage": options.format, "unit": "s"}
+    figures = [{"name": "tuning_s", **same, "median": seconds, "shapes": len(shapes), "jobs": options.jobs}]
+    figures += [figure(record, options.ranks) for record in records]
+    for record in records:
+        gain = 100 * (1 - record.us / record.default_us)
+        print(
+            f"{record.storage} TP{options.ranks} {record.tokens} tokens: {record.us} us, {gain:.1f} % saved"
+        )
+        print(f"  {record.kernel} rows={record.rows} swap={record.swap} extra={record.extra}", flush=True)
+        print(f"  {record.up}\n  {record.down}", flush=True)
+    print(f"{seconds} s for {len(shapes)} shapes in {len(families(shapes))} families", flush=True)
+    if options.json:
+        harness.write(options.json, harness.result("moe_tiles", harness.ceilings(), figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What is in a bundle, as figures for people: stages, engines, weights, voices. Reads the manifest only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mingc.artifacts.bundle import Bundle
+from mingc.artifacts.manifest import Fingerprint, KernelConfig, StageRecord, TunedKernel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageSummary:
+    """One stage: its graphs, how many engines serve them, and the bytes on disk (weights of all ranks)."""
+
+    stage: str
+    graphs: tuple[str, ...]
+    backends: tuple[str, ...]
+    engines: int
+    engine_bytes: int
+    weight_bytes: int
+    worst_relative_error: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelConfigSummary:
+    """Kernels of a stage that were timed at the export: for what, and how they are cut.
+
+    `us` are microseconds of the chosen cut, `default_us` of the one that an export without timing takes.
+    """
+
+    stage: str
+    kernel: str
+    tokens: int
+    up: str
+    down: str
+    us: float
+    default_us: float
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArtifactSummary:
+    """The result of `mingc bundle inspect`."""
+
+    path: Path
+    model: str
+    schema: int
+    fingerprint: Fingerprint
+    files: int
+    total_bytes: int
+    voices: tuple[str, ...]
+    notes: tuple[str, ...]
+    stages: tuple[StageSummary, ...]
+    tiles: tuple[KernelConfigSummary, ...]
+
+
+def summarize(bundle: Bundle) -> ArtifactSummary:
+    """Sum up an opened bundle."""
+    manifest = bundle.manifest
+    return ArtifactSummary(
+        path=bundle.root,
+        model=manifest.model,
+        schema=manifest.schema,
+        fingerprint=manifest.fingerprint,
+        files=len(manifest.files),
+        total_bytes=sum(record.size_bytes for record in manifest.files.values()),
+        voices=tuple(voice.name for voice in manifest.voices),
+        notes=manifest.notes,
+        stages=tuple(_stage(bundle, name, record) for name, record in sorted(manifest.stages.items())),
+        tiles=tuple(
+            _tiles(name, kernel)
+            for name, record in sorted(manifest.stages.items())
+            for kernel in record.tiles
+        ),
+    )
+
+
+def _stage(bundle: Bundle, name: str, record: StageRecord) -> StageSummary:
+    files = bundle.manifest.files
+    engines = {engine.file: engine for graph in record.graphs.values() for engine in graph.engines}
+    return StageSummary(
+        stage=name,
+        graphs=tuple(sorted(record.graphs)),
+        backends=tuple(sorted({engine.backend for engine in engines.values()})),
+        engines=len(engines),
+        engine_bytes=sum(files[file].size_bytes for file in engines),
+        weight_bytes=sum(files[file].size_bytes for file in set(record.weights)),
+        worst_relative_error=max((graph.parity.compiled for graph in record.graphs.values()), default=0.0),
+    )
+
+
+def _tiles(stage: str, kernel: TunedKernel) -> KernelConfigSummary:
+    rows = f"{kernel.rows} rows " if kernel.rows else ""
+    return KernelConfigSummary(
+        stage=stage,
+        kernel=kernel.kernel,
+        tokens=kernel.tokens,
+        up=rows + _product(kernel.up),
+        down=rows + _product(kernel.down),
+        us=kernel.us,
+        default_us=kernel.default_us,
+        device=kernel.device,
+    )
+
+
+def _product(tiles: KernelConfig) -> str:
+    """64x256 w4 s3: columns and depth of a tile, warps, stages; x4 at the end: tiles of a program."""
+    repeats = f" x{tiles.repeats}" if tiles.repeats > 1 else ""
+    return f"{tiles.columns}x{tiles.depth} w{tiles.warps} s{tiles.stages}{repeats}"

@@ -1,0 +1,104 @@
+"""How a command ends before its time: at once, but tidily."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_AGAIN_S = 0.05
+_LONGEST_IMPORT_S = 10.0  # torch takes one or two, from a cold disk more
+ONE_REQUEST_S = 1.0  # `timeout` signals a process and its group: what comes again so soon is one request
+
+
+@contextmanager
+def clean_shutdown() -> Iterator[None]:
+    """Inside the block SIGINT and SIGTERM kill the worker processes and raise KeyboardInterrupt; main thread only.
+
+    Amid an import they wait for its end. Later signals: see `end_at_a_later_signal`. A signal that was ignored before
+    stays so.
+    """
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    is_told, first = False, 0.0
+    waiting: list[threading.Timer] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal is_told, first
+        first = first or time.monotonic()
+        if _is_importing(frame) and time.monotonic() - first < _LONGEST_IMPORT_S:
+            # There an exception can be lost, and torch's native part aborts the process.
+            again = threading.Timer(_AGAIN_S, signal.pthread_kill, (threading.get_ident(), number))
+            again.daemon = True
+            again.start()
+            waiting[:] = [*(each for each in waiting if each.is_alive()), again]
+            return
+        is_told = True
+        end_at_a_later_signal()
+        # A pool waits for what its workers have begun: with a compiler that is minutes.
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        raise KeyboardInterrupt
+
+    for number in _heard():
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for each in waiting:
+            each.cancel()
+        if is_told:
+            # CPython takes an interrupt that has left code run from a string, as dataclasses are made by, for one that
+            # nobody handles, and `python -m` then ends by SIGINT whatever the exit code. The next such code makes it
+            # forget that (run_eval_code_obj in Python/pythonrun.c).
+            exec("")
+        for number, handler in before.items():
+            if signal.getsignal(number) is end and not is_told:
+                signal.signal(number, handler)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _LaterSignals:
+    """The handler of a process that was told to end at `first` (`time.monotonic`)."""
+
+    first: float
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - self.first >= ONE_REQUEST_S:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+
+def end_at_a_later_signal() -> None:
+    """This process was told to end: from now on a signal ends it as it stands, what it leaves behind included.
+
+    Unless it comes so soon that it belongs to the first. When the interpreter takes itself down nothing is heard any
+    more: it puts back what signals do by themselves, and the exit code would be lost.
+    """
+    later = _LaterSignals(time.monotonic())
+    for number in _heard():
+        signal.signal(number, later)
+
+
+# This module is imported before a command begins: what that registers is called before.
+@atexit.register
+def _hear_nothing_more() -> None:
+    for number in SIGNALS:
+        if isinstance(signal.getsignal(number), _LaterSignals):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _heard() -> list[signal.Signals]:
+    return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]

@@ -1,0 +1,60 @@
+"""What the stages need of a checkpoint against what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mingc.errors import CheckpointError
+from mingc.export.checkpoint import Checkpoint
+from mingc.export.stage import Shard, Stage
+from mingc.export.stages import discover
+from mingc.export.weights.loading import check_weights
+
+_MAX_LISTED = 40  # problems printed before the rest is counted
+
+
+def check_coverage(checkpoint: Checkpoint, stages: Sequence[Stage], configs: Mapping[str, Any]) -> list[str]:
+    """Compare the stages' needs with the checkpoint's tensors; notes for what is knowingly unused.
+
+    Raises: CheckpointError with every missing, misshaped and unknown tensor at once.
+    """
+    problems: list[str] = []
+    notes: list[str] = []
+    used: dict[str, set[str]] = {"main": set(), "talker": set(), "vae": set()}
+    ignored: list[tuple[str, str, str]] = []
+    for stage in discover().values():
+        if not stage.is_present(checkpoint):
+            continue
+        config = configs.get(stage.name) or stage.config(checkpoint)
+        sources = stage.weights(config, Shard())
+        for source in sources:
+            used[source.part].update(source.tensors)
+        if stage in stages or stage.name in configs:
+            problems.extend(check_weights(checkpoint, sources))
+        ignored.extend((stage.name, prefix, why) for prefix, why in stage.ignored(checkpoint))
+    counts: dict[tuple[str, str, str], int] = {}
+    for part_name, names in used.items():
+        part = getattr(checkpoint, part_name)
+        for name in part.tensors if part is not None else ():
+            if name in names:
+                continue
+            rule = next((each for each in ignored if name.startswith(each[1])), None)
+            if rule is None:
+                problems.append(f"unknown: {part_name}: {name} {list(part.tensors[name].shape)}")
+            else:
+                counts[rule] = counts.get(rule, 0) + 1
+    notes.extend(
+        f"{stage}: {count} tensor(s) {prefix}* not used: {why}"
+        for (stage, prefix, why), count in counts.items()
+    )
+    problems = sorted(set(problems))
+    if problems:
+        listed = "\n".join(f"  - {problem}" for problem in problems[:_MAX_LISTED])
+        more = f"\n  … and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
+        raise CheckpointError(
+            f"{len(problems)} tensor(s) are not as the configs say:\n{listed}{more}",
+            where=str(checkpoint.root),
+            fix="check that config.json and the shards belong together and were downloaded whole",
+        )
+    return notes

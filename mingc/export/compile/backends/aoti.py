@@ -1,0 +1,158 @@
+"""Compiles a captured graph into an AOTInductor package with weights outside, through a content-keyed cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import time
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mingc.kernels
+from mingc.artifacts.work_folder import work_folder
+from mingc.errors import CompileError
+from mingc.kernels.triton.moe_config import chosen_cuts
+
+# Weights stay outside: one engine serves every rank, and several graphs share one weights file.
+# Inductor would bake vectors of up to 8 elements into the code, where another checkpoint's or rank's values belong.
+_OPTIONS: dict[str, Any] = {
+    "aot_inductor.package_constants_in_so": False,
+    "always_keep_tensor_constants": True,
+}
+_CPU_OPTIONS: dict[str, Any] = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+# The host's part of such an engine computes nothing, so it needs no vector instructions. To find out which there are,
+# Inductor would compile probes and load each in a new Python that imports torch: 37 s of a worker's first compile.
+_CUDA_OPTIONS: dict[str, Any] = {"cpp.vec_isa_ok": False}
+# What the fingerprint's capability promises. The default, -march=native, would use instructions of this very
+# processor that others of the same capability lack.
+_CPU_ARCHITECTURES = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
+
+
+def compile_graph(
+    program: torch.export.ExportedProgram, path: Path, *, device: str, cache: Path | None, where: str
+) -> float:
+    """Write the package of `program` to `path`. Returns the seconds of compilation, 0.0 on a cache hit.
+
+    Raises: CompileError, torch.OutOfMemoryError.
+    """
+    options = {**_OPTIONS, **(_cpu_options() if device == "cpu" else _CUDA_OPTIONS)}
+    kept = cache / f"{_key(program, options, device)}.pt2" if cache else None
+    if kept is not None and _is_whole(kept):
+        shutil.copyfile(kept, path)
+        return 0.0
+    started = time.perf_counter()
+    if torch.__version__ < "2.13":
+        _declare_every_int_array()
+    try:
+        with torch.no_grad():
+            torch._inductor.aoti_compile_and_package(
+                program, package_path=str(path), inductor_configs=options
+            )
+    except Exception as error:  # Inductor and the C++ compiler raise many kinds; all mean no engine
+        if "CUDA out of memory" in str(error):  # Inductor hides its kind when a trial of a kernel raised it
+            raise torch.OutOfMemoryError(str(error)) from error
+        raise CompileError(f"AOTInductor failed: {error}", where=where, fix="run mingc doctor") from error
+    seconds = time.perf_counter() - started
+    if device == "cuda":
+        _refuse_static_libstdcxx(path, where)
+    if kept is not None:
+        # What a killed export left of one goes with the next.
+        with work_folder(kept.parent, "engine-") as folder:
+            os.replace(shutil.copyfile(path, folder / kept.name), kept)
+    return seconds
+
+
+def _declare_every_int_array() -> None:
+    """Let the C++ that Inductor writes declare each array of sizes or strides anew.
+
+    Before 2.13 it looks a declared one up by the id of a bound method that is gone by then. A method of another
+    writer may have got the same id: once in some thousand engines an array is then used where none was declared.
+    """
+    # Imported here: it takes seconds, and is needed only when something is compiled.
+    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+
+    def declare(
+        wrapper: CppWrapperCpu,
+        int_array: str,
+        writeline: Callable[[str], None],
+        known_statically: bool = False,
+        graph: object = None,
+    ) -> str:
+        return wrapper._codegen_int_array_var_impl(int_array, writeline, known_statically)
+
+    CppWrapperCpu.codegen_int_array_var = declare  # type: ignore[assignment]
+
+
+def _is_whole(package: Path) -> bool:
+    """Whether the cached package is there with all its bytes; one that is cut off or changed is compiled anew."""
+    try:
+        with zipfile.ZipFile(package) as archive:
+            return archive.testzip() is None
+    except (OSError, zipfile.BadZipFile, zlib.error):
+        return False
+
+
+def _cpu_options() -> dict[str, Any]:
+    architecture = _CPU_ARCHITECTURES.get(torch.backends.cpu.get_cpu_capability())
+    if architecture is None or not hasattr(torch._inductor.config.cpp, "march"):
+        return _CPU_OPTIONS
+    return {**_CPU_OPTIONS, "cpp.march": architecture}
+
+
+def _key(program: torch.export.ExportedProgram, options: dict[str, Any], device: str) -> str:
+    """sha256 of all that decides the machine code: graph with shapes, options, versions, compiler, processor."""
+    digest = hashlib.sha256()
+    capability = (
+        str(torch.cuda.get_device_capability())
+        if device == "cuda"
+        else torch.backends.cpu.get_cpu_capability()
+    )
+    compiler = subprocess.run(
+        [os.environ.get("CXX", "g++"), "--version"], capture_output=True, text=True
+    ).stdout
+    # Stack traces name files and lines of this checkout: they change without changing the code.
+    graph = re.sub(r"#.*", "", str(program))
+    for part in (
+        graph,
+        sorted(options.items()),
+        torch.__version__,
+        device,
+        capability,
+        compiler,
+        platform.machine(),
+    ):
+        digest.update(str(part).encode())
+        digest.update(b"\0")
+    if device == "cuda":
+        # A graph names the kernels it calls; how they are cut and their code decide as much.
+        digest.update(repr(sorted(chosen_cuts().items(), key=repr)).encode())
+        digest.update(kernel_sources())
+    return digest.hexdigest()
+
+
+def kernel_sources() -> bytes:
+    """The code of all CUDA kernels, for keys of what was made with it."""
+    return b"".join(
+        path.read_bytes() for path in sorted((Path(mingc.kernels.__path__[0]) / "gpu").glob("*.py"))
+    )
+
+
+def _refuse_static_libstdcxx(path: Path, where: str) -> None:
+    """An engine that carries its own libstdc++ crashes the process that loads it: refuse it here."""
+    with zipfile.ZipFile(path) as package:
+        for name in package.namelist():
+            if name.endswith(".so") and b"libstdc++.so.6" not in package.read(name):
+                raise CompileError(
+                    "the compiled engine links libstdc++ statically; loading it would crash",
+                    where=where,
+                    fix="set CXX=/usr/bin/g++ CC=/usr/bin/gcc and unset CUDAHOSTCXX, then export again",
+                )

@@ -1,0 +1,349 @@
+"""Builds one graph of one stage: trace, compile, golden, parity. Runs in a worker process of the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from mingc.artifacts.manifest import EngineRecord, GraphRecord, Parity, QuantizationError, TunedKernel
+from mingc.artifacts.spec import GraphSpec
+from mingc.errors import ExportError
+from mingc.export.autotune.tuning import engine_table
+from mingc.export.checkpoint import Checkpoint
+from mingc.export.checks import experts, routing
+from mingc.export.checks import parity as parity_rule
+from mingc.export.checks.eager_reference import Ranks, float32_inputs, widened
+from mingc.export.compile.backends import aoti
+from mingc.export.compile.capture import capture, share_weights
+from mingc.export.cost.graph_cost import count_cost
+from mingc.export.process_pool import gives_memory_back, peak_rss_bytes
+from mingc.export.recipe import ExportRecipe
+from mingc.export.stage import GraphDef, Shard, Stage, StageOptions
+from mingc.export.stages import find
+from mingc.export.weights.loading import float32_module, load_module
+from mingc.export.weights.quantization import in_float32
+from mingc.export.weights.source import open_source
+from mingc.kernels.triton.moe_config import using
+
+BACKEND = "aoti"
+
+_Tensors = Mapping[str, torch.Tensor]
+
+
+class Replay(Protocol):
+    """Runs a compiled engine with each rank's weights file, those of its first instance; given by the CLI.
+
+    Returns of each call outputs by name, put together from all ranks, and, under `state.<name>`, rank 0's state
+    afterwards.
+    """
+
+    def __call__(
+        self,
+        engine: Path,
+        backend: str,
+        spec: GraphSpec,
+        weights: Sequence[Path],
+        calls: Sequence[Mapping[str, torch.Tensor]],
+        device: str,
+    ) -> list[dict[str, torch.Tensor]]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphTask:
+    """One graph to build.
+
+    `folder` is the bundle under construction; `weights` one file a rank, relative to it; `tiles` are of the stage's
+    kernels that were timed.
+    """
+
+    recipe: ExportRecipe
+    stage: str
+    graph: str
+    folder: Path
+    weights: tuple[str, ...]
+    tiles: tuple[TunedKernel, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The graph's name among those of all stages: `cfm.sample`."""
+        return f"{self.stage}.{self.graph}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltEngine:
+    """A compiled engine and the most memory its process held."""
+
+    record: EngineRecord
+    peak_rss_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphResult:
+    """A built and checked graph and the most memory the process that checked it held."""
+
+    stage: str
+    record: GraphRecord
+    peak_rss_bytes: int
+
+
+def stage_options(recipe: ExportRecipe) -> StageOptions:
+    """The recipe as stages see it."""
+    return StageOptions(
+        dtype=getattr(torch, recipe.dtype),
+        device=recipe.target,
+        static_buckets=recipe.target == "cuda",
+        batch_sizes=recipe.batch_sizes,
+        max_model_len=recipe.max_model_len,
+        prefill_chunk_size=recipe.prefill_chunk_size,
+    )
+
+
+def engine_sizes(spec: GraphSpec, options: StageOptions) -> list[dict[str, int] | None]:
+    """The sizes that engines of a graph are compiled for; None is one engine for every size."""
+    return [*spec.bucket_sizes()] if options.static_buckets else [None]
+
+
+@gives_memory_back()
+def build_engine(task: GraphTask, fixed: dict[str, int] | None) -> BuiltEngine:
+    """Trace and compile `task.graph` for the sizes `fixed`.
+
+    Raises: CaptureError, CompileError.
+    """
+    stage = find(task.stage)
+    config = stage.config(open_source(task.recipe))
+    options, shard = stage_options(task.recipe), first_shard(stage, task.recipe)
+    plan = _find_plan(stage, config, shard, options, task.graph)
+    module = _load(task, stage, config, shard, plan).to(options.device)
+    plan = share_weights(plan, module)
+    table = {}
+    if plan.routing is not None and fixed is not None:
+        (tokens,) = fixed.values()
+        table = engine_table(task.tiles, tokens)
+    with using(table):
+        record = _compile(task, plan, module, fixed, options)
+    return BuiltEngine(record=record, peak_rss_bytes=peak_rss_bytes())
+
+
+@gives_memory_back()
+def check_graph(task: GraphTask, engines: tuple[EngineRecord, ...], replay: Replay) -> GraphResult:
+    """Write the golden file of `task.graph`; measure the parity of one of its `engines` and of that for one request.
+
+    Raises: ParityError.
+    """
+    stage = find(task.stage)
+    checkpoint = open_source(task.recipe)
+    config = stage.config(checkpoint)
+    options, shard = stage_options(task.recipe), first_shard(stage, task.recipe)
+    plan = _find_plan(stage, config, shard, options, task.graph)
+    module = _load(task, stage, config, shard, plan).to(options.device)
+    plan = share_weights(plan, module)
+    golden, parity = _check(task, plan, stage, config, checkpoint, module, engines, options, replay)
+    record = GraphRecord(spec=plan.spec, engines=engines, golden=golden, parity=parity)
+    return GraphResult(stage=task.stage, record=record, peak_rss_bytes=peak_rss_bytes())
+
+
+@gives_memory_back()
+def check_fidelity(
+    recipe: ExportRecipe, stage_name: str, folder: Path, weights: tuple[str, ...]
+) -> QuantizationError | None:
+    """What the quantized weights of a stage lose end to end, if the stage can tell."""
+    stage = find(stage_name)
+    checkpoint = open_source(recipe)
+    config = stage.config(checkpoint)
+
+    def exact(part: str) -> nn.Module:
+        return float32_module(stage, config, checkpoint, part=part)
+
+    def stored(part: str) -> list[nn.Module]:
+        quantization = recipe.quantization(stage_name)
+        return [
+            in_float32(load_module(stage, config, shard, folder / file, quantization, part=part))
+            for shard, file in zip(_shards(weights), weights, strict=True)
+        ]
+
+    return stage.fidelity(config, exact, stored)
+
+
+def _load(task: GraphTask, stage: Stage, config: Any, shard: Shard, plan: GraphDef) -> nn.Module:
+    quantization = task.recipe.quantization(stage.name)
+    path = task.folder / task.weights[shard.rank]
+    return load_module(stage, config, shard, path, quantization, part=plan.spec.instances[0])
+
+
+def first_shard(stage: Stage, recipe: ExportRecipe) -> Shard:
+    """The rank that engines are compiled of: one serves them all."""
+    return Shard(rank=0, world_size=recipe.world_size if stage.is_sharded else 1)
+
+
+def _shards(weights: Sequence[str]) -> list[Shard]:
+    """A shard for each rank's file."""
+    return [Shard(rank=rank, world_size=len(weights)) for rank in range(len(weights))]
+
+
+def _find_plan(stage: Stage, config: Any, shard: Shard, options: StageOptions, graph: str) -> GraphDef:
+    for plan in stage.graphs(config, shard, options):
+        if plan.spec.name == graph:
+            return plan
+    raise ExportError(f"stage {stage.name} has no graph {graph}")
+
+
+def _compile(
+    task: GraphTask, plan: GraphDef, module: nn.Module, fixed: dict[str, int] | None, options: StageOptions
+) -> EngineRecord:
+    label = "".join(f"-{name}{size}" for name, size in (fixed or {}).items())
+    file = f"engines/{task.name}{label}.pt2"
+    program = capture(plan, module, stage=task.stage, fixed=fixed, device=torch.device(options.device))
+    seconds = aoti.compile_graph(
+        program,
+        task.folder / file,
+        device=options.device,
+        cache=task.recipe.cache,
+        where=task.name,
+    )
+    return EngineRecord(
+        backend=BACKEND,
+        file=file,
+        dims=fixed,
+        compile_seconds=round(seconds, 1),
+        work=count_cost(program, plan.spec, fixed),
+    )
+
+
+def _check(
+    task: GraphTask,
+    plan: GraphDef,
+    stage: Stage,
+    config: Any,
+    checkpoint: Checkpoint,
+    module: nn.Module,
+    engines: Sequence[EngineRecord],
+    options: StageOptions,
+    replay: Replay,
+) -> tuple[str, Parity]:
+    """Write the golden file (float32 reference outputs) and compare compiled graphs with it; the worst parity."""
+    is_sharded, is_float32 = len(task.weights) > 1, options.dtype == torch.float32
+    # The engine is held against what its stored weights stand for; what storing them lost is a figure of its own.
+    quantization, part = task.recipe.quantization(task.stage), plan.spec.instances[0]
+    exact_plan = _find_plan(stage, config, Shard(), _float32(options), task.graph)
+    whole = float32_module(stage, config, checkpoint, part=part)
+    stored_plan, stored = exact_plan, [whole]
+    if quantization is not None:
+        stored = [in_float32(_load(task, stage, config, shard, plan)) for shard in _shards(task.weights)]
+        stored_plan = _find_plan(stage, config, _shards(task.weights)[0], _float32(options), task.graph)
+    # Only narrow engines are held against what the eager module loses.
+    shards = [] if is_float32 else _shards(task.weights)[1:]
+    others = [_load(task, stage, config, shard, plan) for shard in shards]
+    # The reference may tell more than the plan (router choices), and of a share's state there is no reference.
+    compared = [each.name for each in plan.spec.outputs]
+    if not is_sharded:
+        compared.extend(f"state.{each.name}" for each in plan.spec.state)
+    of_every_expert = experts.find_tokens(plan, module) if plan.routing is not None else None
+
+    def compare(engine: EngineRecord, sizes: dict[str, int], where: str) -> tuple[Parity, _Tensors, _Tensors]:
+        """Parity at these sizes, and the inputs and expected outputs."""
+        tensors = plan.example(sizes, torch.Generator().manual_seed(1))
+        if is_sharded:
+            # A rank's state is a share of the whole one; zeros are the same in every layout.
+            states = {each.name for each in plan.spec.state}
+            tensors = {name: torch.zeros_like(t) if name in states else t for name, t in tensors.items()}
+        reference = Ranks(stored_plan, stored, float32_inputs(stored_plan, tensors, sizes))
+        references = reference.run()
+        tokens = None
+        if of_every_expert is not None:
+            tokens = of_every_expert.in_calls_of(len(next(iter(tensors.values()))))
+        compiled, *reached = replay(
+            task.folder / engine.file,
+            engine.backend,
+            plan.spec,
+            [task.folder / file for file in task.weights],
+            [tensors, *(tokens.calls() if tokens is not None else ())],
+            options.device,
+        )
+        expected = {name: widened(references[name], compiled[name]) for name in compared}
+        moved = {name: value.to(options.device) for name, value in tensors.items()}
+        eager_expected, rerouted = expected, None
+        if not is_float32 and plan.routing is not None:
+            chosen = routing.tell_routes(plan, module, moved)
+            reference_ids, _ = routing.tell_routes(plan, reference.modules[0], reference.inputs)
+            rerouted = routing.rerouted_share(chosen[0], reference_ids, where)
+            with routing.given_routes(reference.modules, chosen):
+                followed = reference.run()
+            eager_expected = {name: widened(followed[name], compiled[name]) for name in compared}
+            expected = routing.nearer_rows(compiled, (expected, eager_expected))
+        eager, lost, narrow = 0.0, None, None
+        if not is_float32:
+            narrow = Ranks(plan, [module, *(each.to(options.device) for each in others)], moved)
+            eager = parity_rule.worst_error(narrow.run(), eager_expected)
+        if rerouted is not None:
+            limit = parity_rule.allowed(eager, options.dtype)
+            expected, others_rerouted = routing.follow_moved(
+                compiled, expected, limit, plan, (module, moved), reference
+            )
+            rerouted += others_rerouted / len(chosen[0])
+        quantized = None
+        if quantization is not None:
+            exact = Ranks(exact_plan, [whole], float32_inputs(exact_plan, tensors, sizes))
+            quantized, wide = experts.Quantized(kind=quantization, exact=exact), exact.run()
+            lost = parity_rule.worst_error(
+                references, {name: widened(wide[name], references[name]) for name in compared}
+            )
+        error = parity_rule.worst_error(compiled, expected)
+        parity = Parity(compiled=error, eager=eager, quantization=lost, rerouted=rerouted)
+        parity_rule.check(parity, options.dtype, where)
+        if tokens is not None:
+            of_all = experts.check_experts(
+                tokens, reached, reference, narrow, quantized, options.dtype, where
+            )
+            parity = parity_rule.worse(parity, of_all)
+        return parity, tensors, expected
+
+    engine, sizes = _check_engine(plan, engines)
+    parity, tensors, expected = compare(engine, sizes, task.name)
+    golden = f"goldens/{task.name}.safetensors"
+    save_file(_golden_tensors(plan.spec, tensors, expected), task.folder / golden)
+    single = _single_engine(engines)
+    if single is not None and single is not engine:
+        of_one, *_ = compare(single, {**sizes, **(single.dims or {})}, Path(single.file).stem)
+        parity = parity_rule.worse(parity, of_one)
+    return golden, parity
+
+
+def _check_engine(plan: GraphDef, engines: Sequence[EngineRecord]) -> tuple[EngineRecord, dict[str, int]]:
+    """The engine to check and the sizes to check it at."""
+    if engines[0].dims is None:
+        return engines[0], plan.check_dims
+    wanted = {dim.name: plan.check_dims[dim.name] for dim in plan.spec.dims if dim.buckets}
+    engine = next((each for each in engines if each.dims == wanted), engines[0])
+    return engine, {**plan.check_dims, **(engine.dims or {})}
+
+
+def _single_engine(engines: Sequence[EngineRecord]) -> EngineRecord | None:
+    """The one for a single request, if there is one: on CUDA it runs other kernels than those for more."""
+    return next((each for each in engines if 1 in (each.dims or {}).values()), None)
+
+
+def _float32(options: StageOptions) -> StageOptions:
+    return StageOptions(
+        dtype=torch.float32,
+        device="cpu",
+        batch_sizes=options.batch_sizes,
+        max_model_len=options.max_model_len,
+        prefill_chunk_size=options.prefill_chunk_size,
+    )
+
+
+def _golden_tensors(
+    spec: GraphSpec, tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    result = {f"in.{each.name}": tensors[each.name].contiguous() for each in spec.inputs}
+    result.update({f"state.{each.name}": tensors[each.name].contiguous() for each in spec.state})
+    for name, value in expected.items():
+        key = f"state_after.{name.removeprefix('state.')}" if name.startswith("state.") else f"out.{name}"
+        result[key] = value.cpu().contiguous()
+    return result

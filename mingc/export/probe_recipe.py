@@ -1,0 +1,102 @@
+"""The export before a probe of random weights: what it holds, and the folder it goes to."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from mingc.artifacts.work_folder import work_folder
+from mingc.errors import ConfigError
+from mingc.export.checkpoint import Checkpoint
+from mingc.export.compile.build import stage_options
+from mingc.export.recipe import ExportRecipe
+from mingc.export.stage import Shard
+from mingc.export.stages import discover
+from mingc.export.weights.synthetic import open_synthetic
+
+_PATCH_EMBED = "patch-embed"
+
+
+def synthetic_recipe(
+    configs: Path,
+    output: Path,
+    engines: Sequence[str] | None,
+    batch_sizes: Sequence[int] | None,
+    *,
+    jobs: int,
+    cache: Path | None,
+    compare: str | None = None,
+) -> ExportRecipe:
+    """The export of random weights that holds `engines` (stages, or graphs as `cfm.sample`) at `batch_sizes`.
+
+    On a GPU in bfloat16 where there is one, else on the CPU in float32. No engines means all stages but sharded
+    ones, whose weights may be larger than the disk; no batch sizes the usual ones. Raises: CheckpointError; ConfigError
+    when it would not hold an engine, or what `compare` needs.
+    """
+    checkpoint, has_gpu = open_synthetic(configs), torch.cuda.is_available()
+    known = {name: stage for name, stage in discover().items() if stage.is_present(checkpoint)}
+    asked = dict.fromkeys(name.partition(".")[0] for name in engines or ())
+    _check(asked, known, "stages")
+    stages = [*asked] or [name for name, stage in known.items() if not stage.is_sharded]
+    if compare == _PATCH_EMBED and "vision_encoder" not in stages:
+        raise ConfigError(
+            "the vision encoder would not be exported",
+            where=f"--compare {_PATCH_EMBED}",
+            fix="leave --compare out, or name vision_encoder in --engine",
+        )
+    recipe = ExportRecipe(
+        checkpoint=configs,
+        output=output,
+        target="cuda" if has_gpu else "cpu",
+        dtype="bfloat16" if has_gpu else "float32",
+        stages=tuple(stages),
+        jobs=jobs,
+        cache=cache,
+        synthetic=True,
+    )
+    if batch_sizes is not None:
+        recipe = replace(recipe, batch_sizes=tuple(sorted({*batch_sizes})))
+    graphs = [name for stage in stages for name in (stage, *_graphs(stage, checkpoint, recipe))]
+    _check(engines or (), graphs, "stages and graphs")
+    return recipe
+
+
+@contextmanager
+def probe_folder(wished: Path | None) -> Iterator[Path]:
+    """Where the artifact of a probe is written: `wished`, or a folder that is gone after the block.
+
+    What earlier probes that were killed have left is removed. Raises: ConfigError when `wished` is there already.
+    """
+    if wished is not None:
+        if wished.exists() or wished.is_symlink():
+            raise ConfigError(
+                f"{wished} exists",
+                where="--synthetic",
+                fix="leave --synthetic out to probe it, or name a folder that is not there yet",
+            )
+        yield wished
+        return
+    with work_folder(Path(tempfile.gettempdir()), "mingc-probe-", mode=0o700) as folder:
+        yield folder / "artifact"
+
+
+def _graphs(stage: str, checkpoint: Checkpoint, recipe: ExportRecipe) -> list[str]:
+    """The graphs of `stage` as `--engine` names them."""
+    found = discover()[stage]
+    plans = found.graphs(found.config(checkpoint), Shard(), stage_options(recipe))
+    return [f"{stage}.{plan.spec.name}" for plan in plans]
+
+
+def _check(asked: Iterable[str], known: Collection[str], what: str) -> None:
+    unknown = [name for name in asked if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"the configs have no {', '.join(unknown)}",
+            where="--engine",
+            fix=f"their {what}: {', '.join(known)}",
+        )

@@ -1,0 +1,187 @@
+"""Writes a stage's weights file tensor by tensor, and fills a module from it by memory map.
+
+The safetensors format is written here because the library's writer needs every tensor in memory at once; a rank
+of the released thinker has 50 GB. Format: 8-byte little-endian header length, JSON header, raw tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from mingc.artifacts.spec import join_path
+from mingc.errors import CheckpointError, ExportError
+from mingc.export.checkpoint import Checkpoint, Part
+from mingc.export.recipe import Quantization
+from mingc.export.stage import Shard, Stage, WeightSource
+from mingc.export.weights.quantization import prepare, stored_names, stored_tensors
+
+_DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ALIGNMENT = 64  # vector loads of a memory-mapped weight start on a cache line
+
+
+def check_weights(checkpoint: Checkpoint, sources: Sequence[WeightSource]) -> list[str]:
+    """Every tensor that the sources need and the checkpoint lacks or holds in another shape, a line each."""
+    problems = []
+    for source in sources:
+        part = part_of(checkpoint, source.part)
+        for name, shape in zip(source.tensors, source.shapes, strict=True):
+            entry = part.tensors.get(name) if part else None
+            if entry is None:
+                problems.append(f"missing: {source.part}: {name} {list(shape)}")
+            elif entry.shape != tuple(shape):
+                problems.append(
+                    f"misshaped: {source.part}: {name} is {list(entry.shape)}, expected {list(shape)}"
+                )
+    return problems
+
+
+def part_of(checkpoint: Checkpoint, name: str) -> Part | None:
+    """The part called `name`: main, talker or vae."""
+    part: Part | None = getattr(checkpoint, name)
+    return part
+
+
+def write_weights(
+    checkpoint: Checkpoint,
+    stage: Stage,
+    config: object,
+    shard: Shard,
+    dtype: torch.dtype,
+    path: Path,
+    quantization: Quantization | None = None,
+    *,
+    omitted: Collection[str] = (),
+    device: torch.device | None = None,
+) -> int:
+    """Write the weights of one shard to `path`; the largest single weight is the most ever held in memory.
+
+    Those of the submodules at the paths `omitted` are left out; `device` quantizes, None for the CPU. Returns the
+    bytes written.
+    Raises: CheckpointError, ExportError when sources and module disagree.
+    """
+    sources = stage.weights(config, shard)
+    expected = _meta_module(stage, config, shard, sources, quantization).state_dict()
+    names = [name for source in sources for name in stored_names(source, quantization)]
+    if set(names) != set(expected):
+        raise ExportError(
+            f"weight sources and module disagree: {sorted(set(names) ^ set(expected))[:5]}",
+            where=stage.name,
+        )
+    sources = [source for source in sources if not any(_is_within(source.name, part) for part in omitted)]
+    names = [name for source in sources for name in stored_names(source, quantization)]
+    dtypes: dict[str, torch.dtype] = {}
+    for source in sources:
+        stored = {name: expected[name].dtype for name in stored_names(source, quantization)}
+        if len(stored) == 1:
+            is_float = expected[source.name].is_floating_point()
+            stored[source.name] = source.dtype or (dtype if is_float else stored[source.name])
+        dtypes.update(stored)
+    header: dict[str, object] = {}
+    offset = 0
+    for name in names:
+        size = expected[name].numel() * dtypes[name].itemsize
+        header[name] = {
+            "dtype": _DTYPE_NAMES[dtypes[name]],
+            "shape": list(expected[name].shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-(len(encoded) + 8) % _ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)))
+        file.write(encoded)
+        for source in sources:
+            made = _make(checkpoint, source, stage.name)
+            tensors = stored_tensors(source, made, quantization, dtypes[source.name], device)
+            del made
+            for name, value in tensors.items():
+                if value.shape != expected[name].shape:
+                    raise ExportError(
+                        f"weight {name} came out as {list(value.shape)}, "
+                        f"the module has {list(expected[name].shape)}",
+                        where=stage.name,
+                    )
+                file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return offset
+
+
+def _meta_module(
+    stage: Stage,
+    config: object,
+    shard: Shard,
+    sources: Sequence[WeightSource],
+    quantization: Quantization | None,
+) -> nn.Module:
+    with torch.device("meta"):
+        module = stage.build(config, shard)
+    return prepare(module, sources, quantization)
+
+
+def _make(checkpoint: Checkpoint, source: WeightSource, stage: str) -> torch.Tensor:
+    part = part_of(checkpoint, source.part)
+    if part is None:
+        raise CheckpointError(f"part {source.part} is missing", where=f"{stage}: {source.name}")
+    return source.make(*[part.read(name) for name in source.tensors])
+
+
+def load_module(
+    stage: Stage,
+    config: object,
+    shard: Shard,
+    path: Path,
+    quantization: Quantization | None = None,
+    *,
+    part: str = "",
+) -> nn.Module:
+    """The stage's module over the weights file at `path`, memory-mapped; in eval mode, without gradients.
+
+    With `part`, the submodule at this path and nothing else.
+    """
+    module = _meta_module(stage, config, shard, stage.weights(config, shard), quantization)
+    with safe_open(path, framework="pt") as file:
+        names = [name for name in file.keys() if _is_within(name, part)]  # noqa: SIM118 - not a dict
+        return _fill(module, part, {name: file.get_tensor(name) for name in names})
+
+
+def float32_module(stage: Stage, config: object, checkpoint: Checkpoint, *, part: str = "") -> nn.Module:
+    """The unsharded module with every weight in float32, made straight from the checkpoint: the reference.
+
+    With `part`, the submodule at this path; no other weight is read.
+    """
+    with torch.device("meta"):
+        module = stage.build(config, Shard())
+    tensors = {}
+    for source in stage.weights(config, Shard()):
+        if _is_within(source.name, part):
+            value = _make(checkpoint, source, stage.name)
+            tensors[source.name] = value.float() if value.is_floating_point() else value
+    return _fill(module, part, tensors)
+
+
+def _fill(module: nn.Module, part: str, tensors: dict[str, torch.Tensor]) -> nn.Module:
+    """The submodule at `part` over `tensors`, whose names are those of the whole module."""
+    filled, start = module.get_submodule(part), len(join_path(part, ""))
+    filled.load_state_dict({name[start:]: value for name, value in tensors.items()}, strict=True, assign=True)
+    return filled.eval().requires_grad_(False)
+
+
+def _is_within(name: str, part: str) -> bool:
+    return name.startswith(join_path(part, ""))

@@ -1,0 +1,44 @@
+"""Weight sources that several layers share: tensors as stored, linear layers, layer norms."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mingc.artifacts.spec import DType
+from mingc.export.stage import WeightSource
+
+_DTYPE_NAMES: dict[torch.dtype, DType] = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+
+
+def dtype_name(dtype: torch.dtype) -> DType:
+    """A compute dtype as `TensorSpec` spells it."""
+    return _DTYPE_NAMES[dtype]
+
+
+def stored(
+    name: str, tensor: str, *shape: int, part: str = "main", dtype: torch.dtype | None = None
+) -> WeightSource:
+    """Weight `name` is the `tensor` of `shape` of the checkpoint's `part`, unchanged."""
+    return WeightSource(name=name, part=part, tensors=(tensor,), shapes=(shape,), make=_identity, dtype=dtype)
+
+
+def linear(name: str, tensor: str, outputs: int, inputs: int) -> list[WeightSource]:
+    """Weight (outputs, inputs) and bias (outputs,)."""
+    return [
+        stored(f"{name}.weight", f"{tensor}.weight", outputs, inputs),
+        stored(f"{name}.bias", f"{tensor}.bias", outputs),
+    ]
+
+
+def layer_norm(name: str, tensor: str, width: int) -> list[WeightSource]:
+    """Weight and bias (width,)."""
+    return [stored(f"{name}.{kind}", f"{tensor}.{kind}", width) for kind in ("weight", "bias")]
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,101 @@
+"""A checkpoint of random weights with the tensors that a folder of configs asks for. For measuring speed.
+
+Every tensor is drawn when it is read, from a generator seeded by its name: two reads agree, nothing is stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from mingc.errors import CheckpointError
+from mingc.export.checkpoint import Checkpoint, Part, TensorEntry, open_configs
+from mingc.export.stage import Shard
+from mingc.export.stages import discover
+
+_NEVER_STOP = 20.0  # logit of going on against 0 of stopping: a probability of 2e-9
+_SPEAKER_VECTOR = 192  # width of the speaker network's output in the released checkpoint
+
+
+@dataclass(frozen=True)
+class SyntheticPart(Part):
+    """A part whose tensors exist only when they are read. `device` draws them: each kind of device its own numbers."""
+
+    device: str = "cpu"
+
+    def read(self, name: str) -> torch.Tensor:
+        """A random tensor of the announced shape, bfloat16: scaled by its fan-in, near 1 for norms' weights."""
+        entry = self.tensors.get(name)
+        if entry is None:
+            raise CheckpointError(f"tensor {name} is missing", where=f"synthetic {self.name}")
+        seed = int.from_bytes(hashlib.sha256(f"{self.name}:{name}".encode()).digest()[:7], "little")
+        generator = torch.Generator(self.device).manual_seed(seed)
+        value = torch.randn(entry.shape, generator=generator, device=self.device)
+        if name.startswith("stop_head."):
+            # Never stop: how long random speech goes on is then what its request allows.
+            value = torch.zeros(entry.shape)
+            if len(entry.shape) == 1:
+                value[0] = _NEVER_STOP
+            return value.to(torch.bfloat16)
+        if len(entry.shape) < 2:
+            value = 1 + 0.1 * value if name.endswith("weight") else 0.02 * value
+        else:
+            value = value * (value[0].numel() ** -0.5)
+        return value.to(torch.bfloat16).cpu()
+
+
+def _announce(plain: Checkpoint) -> Checkpoint:
+    """`plain` with the tensors whose shapes stages read off, since they stand in no config."""
+    talker = plain.talker
+    if talker is None:
+        return plain
+    file = talker.root / "llm" / "config.json"
+    try:
+        llm = json.loads(file.read_text(encoding="utf-8"))
+        vocabulary, hidden = int(llm["vocab_size"]), int(llm["hidden_size"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"the speech LLM's config cannot be read: {error}", where=str(file)) from error
+    shapes = {
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        "spk_head.weight": (hidden, _SPEAKER_VECTOR),
+    }
+    tensors = {name: TensorEntry(plain.root, "BF16", shape) for name, shape in shapes.items()}
+    return replace(plain, talker=replace(talker, tensors=tensors))
+
+
+def open_synthetic(configs: Path, device: str = "cpu") -> Checkpoint:
+    """A checkpoint over the config files in `configs` (the released layout without weights), drawn on `device`.
+
+    Raises: CheckpointError when a config is missing or lacks a key.
+    """
+    plain = _announce(open_configs(configs))
+    tensors: dict[str, dict[str, TensorEntry]] = {"main": {}, "talker": {}, "vae": {}}
+    notes = [*plain.notes, "weights are random: the bundle measures speed, it does not speak"]
+    for stage in discover().values():
+        try:
+            config = stage.config(plain)
+        except CheckpointError as error:
+            notes.append(f"{stage.name} left out: {error.message}")
+            continue
+        for source in stage.weights(config, Shard()):
+            for name, shape in zip(source.tensors, source.shapes, strict=True):
+                tensors[source.part][name] = TensorEntry(configs, "BF16", tuple(shape))
+
+    def part(given: Part | None) -> SyntheticPart | None:
+        if given is None:
+            return None
+        return SyntheticPart(given.name, given.root, given.config, tensors[given.name], device=device)
+
+    main = part(plain.main)
+    assert main is not None
+    return Checkpoint(
+        root=plain.root,
+        main=main,
+        talker=part(plain.talker),
+        vae=part(plain.vae),
+        notes=tuple(notes),
+    )

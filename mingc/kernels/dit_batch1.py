@@ -1,0 +1,51 @@
+"""Flow matching and the aggregator at batch 1: kernels of their own for few rows, and for what is between them.
+
+At 74 rows the vendor's products take longer to begin and to end than to multiply. These begin early (their weights
+come while the kernel before them ends), split the depth over a cluster of thread blocks, and take norm, activation
+and residual sum with them. Only on CUDA of Hopper's architecture and for the released geometry; the reference is
+what `Cfm` does elsewhere.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mingc.kernels.cuda import dit_batch1 as cuda
+from mingc.kernels.cuda.dit_batch1 import BlockWeights, PatchInputs, PatchWeights, TransformerWeights
+from mingc.kernels.dispatch import use_clusters
+
+__all__ = ["BlockWeights", "PatchInputs", "PatchWeights", "TransformerWeights", "sample", "takes_patch"]
+
+WIDTH, INNER, HEAD_SIZE = 1024, 4096, 64
+PATCH, CHANNELS = 4, 64  # latents of a patch and their channels
+HISTORY, LLM_WIDTH = 32, 896  # latents before the patch; of the hidden state
+MAX_STEPS = 32
+
+
+def takes_patch(noise: Tensor, weights: PatchWeights) -> bool:
+    """Whether `sample` is there for ODE states of this shape."""
+    # In this order: the batch of a dynamic graph must not be asked for its size.
+    return (
+        _takes(weights.dit, 1 + HISTORY + PATCH)
+        and _takes(weights.aggregator, 1 + PATCH)
+        and weights.condition.shape == (WIDTH, LLM_WIDTH)
+        and weights.times.shape[0] <= MAX_STEPS
+        and noise.shape == (1, PATCH, CHANNELS)
+    )
+
+
+def _takes(weights: TransformerWeights, tokens: int) -> bool:
+    first = weights.blocks[0]
+    return (
+        use_clusters(first.qkv)
+        and first.qkv.shape == (3 * WIDTH, WIDTH)
+        and first.up.shape == (INNER, WIDTH)
+        and weights.embed.shape == (WIDTH, CHANNELS)
+        and weights.cos.shape == (tokens, HEAD_SIZE // 2)
+    )
+
+
+def sample(inputs: PatchInputs, weights: PatchWeights) -> tuple[Tensor, Tensor, Tensor]:
+    """One patch: latents (1, P, C) float32, the aggregator's stream (1 + P, D) before its norm, and the stop
+    probability (1,) float32."""
+    return cuda.sample(inputs, weights)

@@ -1,0 +1,37 @@
+"""Full attention over a few dozen tokens, every query seeing every key: the DiT and the aggregator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mingc.kernels.dispatch import use_triton
+
+
+def small_sequence_attention(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Bidirectional attention of N sequences of T tokens, with interleaved rope.
+
+    Args:
+        qkv: (N, T, 3 H d), queries | keys | values, biases added, not rotated.
+        cos, sin: (T, d/2) float32; dims 2f and 2f + 1 of a head are rotated together.
+
+    Returns: (N, T, H d) in the dtype of `qkv`.
+    """
+    if use_triton(qkv, 2 * cos.shape[-1]):
+        from mingc.kernels.triton import small_sequence_attention as gpu
+
+        out: Tensor = gpu.small_sequence_attention(qkv.contiguous(), cos, sin)
+        return out
+    batch, tokens, width = qkv.shape
+    size = 2 * cos.shape[-1]
+    heads = width // 3 // size
+    packed = qkv.view(batch, tokens, 3, heads, size)
+    pairs = packed[:, :, :2].float().view(batch, tokens, 2, heads, size // 2, 2)
+    even, odd = pairs.unbind(-1)
+    cos, sin = cos[:, None, None], sin[:, None, None]
+    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(qkv.dtype)
+    context = F.scaled_dot_product_attention(
+        rotated[:, :, 0].transpose(1, 2), rotated[:, :, 1].transpose(1, 2), packed[:, :, 2].transpose(1, 2)
+    )
+    return context.transpose(1, 2).reshape(batch, tokens, heads * size)

@@ -1,0 +1,218 @@
+"""`mingc.kernels.linear` on CUDA: one kernel does the product, the norm before it and the sum after it.
+
+A norm costs nothing: the row's scale is applied to the accumulator, and the kernel that made the row already left
+the sums of its squares, one a tile. FP8 weights (`mingc.kernels.quantized`) are widened as they are loaded, and their
+rows' scales are applied to the accumulator too. When there are too few tiles to fill the device, K is split;
+whichever program of a tile finishes last adds the parts in order, so that the result does not depend on who that is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mingc.kernels.triton.float16_step import FP16_STEP
+
+NUM_COUNTERS = 4096
+NONE, GELU, SWIGLU = 0, 1, 2
+ACTIVATIONS = {"none": NONE, "gelu": GELU, "swiglu": SWIGLU}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    """How the work of one product is cut."""
+
+    rows: int
+    columns: int
+    depth: int
+    splits: int = 1
+    warps: int = 4
+    stages: int = 3
+
+
+@triton.jit
+def mingc_linear(
+    x, squares, weight, weight_scale, bias, residual, norm, out, scaled, squares_out, partial, counters,
+    M, EPS: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, ADDS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    num_m = tl.cdiv(M, BM)
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    m = (tile % num_m) * BM + tl.arange(0, BM)
+    column = tile // num_m
+    n = column * BN + tl.arange(0, BN)
+    is_row = m < M
+    safe = tl.where(is_row, m, 0)
+    if PARTS > 0:
+        part = tl.arange(0, PARTS_PADDED)
+        sums = tl.load(
+            squares + safe[:, None] * PARTS + part[None, :], mask=(part < PARTS)[None, :], other=0.0
+        )
+        scale = tl.rsqrt(tl.sum(sums, 1) / K + EPS)
+    k = tl.arange(0, BK)
+    length: tl.constexpr = K // SPLITS
+    xs = x + safe[:, None] * K + split * length + k[None, :]
+    ws = weight + n[None, :] * K + split * length + k[:, None]
+    total = tl.zeros([BM, BN], tl.float32)
+    if ACTIVATION == 2:
+        ups = ws + N * K
+        second = tl.zeros([BM, BN], tl.float32)
+    for start in range(0, length, BK):
+        a = tl.load(xs + start)
+        if HAS_SCALE:
+            a = tl.clamp(a.to(tl.float32) * (1 / FP16_STEP), -65504.0, 65504.0).to(tl.float16)
+        total = tl.dot(a, tl.load(ws + start).to(a.dtype), total)
+        if ACTIVATION == 2:
+            second = tl.dot(a, tl.load(ups + start).to(a.dtype), second)
+
+    mask = is_row[:, None]
+    place = safe[:, None] * N + n[None, :]
+    is_last = True
+    if SPLITS > 1:
+        tl.store(partial + split * M * N + place, total, mask=mask)
+        tl.debug_barrier()
+        is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
+            tl.store(counters + tile, 0)
+            total = tl.zeros([BM, BN], tl.float32)
+            for other in range(SPLITS):
+                total += tl.load(partial + other * M * N + place, mask=mask, other=0.0, cache_modifier=".cg")
+    if is_last:
+        if HAS_SCALE:
+            total = total * (tl.load(weight_scale + n) * FP16_STEP)[None, :]
+            if ACTIVATION == 2:
+                second = second * (tl.load(weight_scale + N + n) * FP16_STEP)[None, :]
+        if PARTS > 0:
+            total = total * scale[:, None]
+        if HAS_BIAS:
+            total += tl.load(bias + n).to(tl.float32)[None, :]
+        if ACTIVATION == 1:
+            inner = 1.5957691216057308 * (total + 0.044715 * total * total * total)
+            total = total * tl.sigmoid(inner)
+        if ACTIVATION == 2:
+            total = total * tl.sigmoid(total) * (second * scale[:, None])
+        if ADDS:
+            total += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
+        rounded = total.to(out.dtype.element_ty)
+        tl.store(out + place, rounded, mask=mask)
+        if ADDS:
+            wide = rounded.to(tl.float32)
+            weighted = wide * tl.load(norm + n).to(tl.float32)[None, :]
+            tl.store(scaled + place, weighted.to(scaled.dtype.element_ty), mask=mask)
+            tl.store(squares_out + safe * (N // BN) + column, tl.sum(wide * wide, 1), mask=is_row)
+
+
+@torch.library.triton_op("mingc::normed_linear", mutates_args={})
+def normed_linear(
+    x: Tensor,
+    squares: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: int,
+) -> Tensor:
+    """(M, K) rows already times the norm's weight, squares (M, parts) float32 → (M, N).
+
+    Without squares there is no norm. A weight with a scale is FP8.
+    """
+    (rows, depth), columns = x.shape, weight.shape[0] // (2 if activation == SWIGLU else 1)
+    tiles = choose(rows, columns, depth, adds=False)
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    parts = 0 if squares is None else squares.shape[1]
+    torch.library.wrap_triton(mingc_linear)[(triton.cdiv(rows, tiles.rows) * (columns // tiles.columns), 1)](
+        x, x if squares is None else squares, weight, x if weight_scale is None else weight_scale,
+        x if bias is None else bias, x, x, out, x, x, x, x, rows, EPS=eps,
+        N=columns, K=depth, PARTS=parts, PARTS_PADDED=triton.next_power_of_2(max(1, parts)), ACTIVATION=activation,
+        HAS_BIAS=bias is not None, HAS_SCALE=weight_scale is not None, ADDS=False,
+        BM=tiles.rows, BN=tiles.columns, BK=tiles.depth, SPLITS=1,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return out
+
+
+@torch.library.triton_op("mingc::add_linear", mutates_args={"counters"})
+def add_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm: Tensor,
+    counters: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(M, K), (M, N) → the sum (M, N), the sum times `norm` (M, N), its squares by tile (M, parts) float32.
+
+    `counters` are zeros before and after. A weight with a scale is FP8.
+    """
+    (rows, depth), columns = x.shape, weight.shape[0]
+    tiles = choose(rows, columns, depth, adds=True)
+    out, scaled = (torch.empty(rows, columns, dtype=x.dtype, device=x.device) for _ in range(2))
+    squares = torch.empty(rows, columns // tiles.columns, dtype=torch.float32, device=x.device)
+    partial = squares
+    if tiles.splits > 1:
+        partial = torch.empty(tiles.splits, rows, columns, dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(rows, tiles.rows) * (columns // tiles.columns), tiles.splits)
+    torch.library.wrap_triton(mingc_linear)[grid](
+        x, x, weight, x if weight_scale is None else weight_scale, x if bias is None else bias,
+        residual, norm, out, scaled, squares, partial, counters,
+        rows, EPS=0.0, N=columns, K=depth, PARTS=0, PARTS_PADDED=1, ACTIVATION=NONE,
+        HAS_BIAS=bias is not None, HAS_SCALE=weight_scale is not None, ADDS=True,
+        BM=tiles.rows, BN=tiles.columns, BK=tiles.depth, SPLITS=tiles.splits,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return out, scaled, squares
+
+
+# Measured on an H200 (benchmarks/NOTES.md), by (rows, or rows at most, columns, depth): the released products.
+_MEASURED = {
+    (16, 1152, 896): Tiles(rows=16, columns=16, depth=128, stages=5),
+    (16, 4864, 896): Tiles(rows=16, columns=64, depth=128, stages=5),
+    (16, 896, 896): Tiles(rows=16, columns=64, depth=64, splits=7),
+    (16, 896, 4864): Tiles(rows=16, columns=32, depth=128, splits=19),
+    (16, 3072, 1024): Tiles(rows=16, columns=32, depth=256, stages=4),
+    (16, 4096, 1024): Tiles(rows=16, columns=64, depth=256, stages=4),
+    (16, 1024, 1024): Tiles(rows=16, columns=32, depth=64, splits=4, stages=5),
+    (16, 1024, 4096): Tiles(rows=16, columns=32, depth=128, splits=4, stages=5),
+    (32, 1152, 896): Tiles(rows=32, columns=16, depth=128, stages=5),
+    (32, 4864, 896): Tiles(rows=32, columns=64, depth=128, stages=5),
+    (32, 896, 896): Tiles(rows=32, columns=32, depth=64, splits=2, stages=5),
+    (32, 896, 4864): Tiles(rows=32, columns=32, depth=64, splits=4, stages=5),
+    # The frames that one request's decoder takes at a time. It runs beside the next patch: few programs in little
+    # shared memory, which leave the DiT's kernels their room, are worth more than the fastest ones alone.
+    (18, 1152, 896): Tiles(rows=32, columns=64, depth=64, stages=4),
+    (18, 4864, 896): Tiles(rows=32, columns=128, depth=64, stages=3, warps=8),
+    (18, 896, 896): Tiles(rows=32, columns=32, depth=64, stages=4),
+    (18, 896, 4864): Tiles(rows=32, columns=32, depth=128, splits=2, stages=4),
+    # The thinker's, whose weights come here only in FP8: one rank, then a quarter.
+    (16, 5120, 4096): Tiles(rows=16, columns=64, depth=256, stages=4),
+    (16, 4096, 4096): Tiles(rows=16, columns=64, depth=256, stages=4),
+    (16, 157184, 4096): Tiles(rows=16, columns=64, depth=128, stages=4),
+    (16, 1280, 4096): Tiles(rows=16, columns=32, depth=256, stages=4),
+    (16, 39296, 4096): Tiles(rows=16, columns=64, depth=256, stages=4),
+    (32, 4096, 4096): Tiles(rows=32, columns=32, depth=256, stages=4),
+    (32, 1280, 4096): Tiles(rows=32, columns=32, depth=256, stages=4),
+    (32, 157184, 4096): Tiles(rows=32, columns=64, depth=128, stages=4),
+}
+
+
+def choose(rows: int, columns: int, depth: int, *, adds: bool) -> Tiles:
+    """Tiles of a product: measured ones where the shape is a released one, else enough tiles to fill the device."""
+    bm = min(128, max(16, triton.next_power_of_2(rows)))
+    measured = _MEASURED.get((rows, columns, depth)) or _MEASURED.get((bm, columns, depth))
+    if measured is not None and (adds or measured.splits == 1):
+        return measured
+    bn = 32 if columns % 32 == 0 else 16
+    bk = next(size for size in (128, 64, 32, 16) if depth % size == 0)
+    splits = 1
+    if adds:
+        while columns // bn * triton.cdiv(rows, bm) * splits < 100 and depth // bk % (2 * splits) == 0:
+            splits *= 2
+    return Tiles(rows=bm, columns=bn, depth=bk, splits=splits, warps=8 if bm == 128 else 4)

@@ -1,0 +1,369 @@
+"""`mingc.kernels.moe_experts` on CUDA for the few tokens of a decode step: what counts is reading weights once.
+
+A program takes one (token, expert) pair and a tile of the expert's rows. It serves all tokens that chose the expert,
+and leaves at once unless its pair is the first of them: so every needed expert is read once and nothing has to be
+sorted. One token alone goes through kernels without matrix units, in which programs can be as small as a few rows.
+The shared expert is one more expert, of every token. Sums are in a fixed order; a token's neighbours change nothing.
+
+Shape letters: T tokens, K experts a token, E experts, D hidden, F this rank's expert width, R pairs: T K, and T more
+when there is a shared expert.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mingc.kernels.triton.float16_step import FP16_STEP
+from mingc.kernels.triton.moe_config import BF16, FP8, INT4
+
+IN_INTERPRETER = tl.constexpr(bool(triton.knobs.runtime.interpret))  # it knows no PTX
+
+
+def storage_of(weight: Tensor) -> int:
+    """The format of stored weights."""
+    return {torch.float8_e4m3fn: FP8, torch.uint8: INT4}.get(weight.dtype, BF16)
+
+
+def as_operand(x: Tensor, storage: int) -> Tensor:
+    """Rows (T, D) in the form that the products with stored weights take.
+
+    For FP8 that is float16 in steps of `FP16_STEP`. For INT4 the even columns come before the odd ones, as the low
+    halves of the weights' bytes before the high ones.
+    """
+    if storage == FP8:
+        step = float(FP16_STEP.value)
+        narrow: Tensor = (x.to(torch.float32) / step).clamp(-65504, 65504).to(torch.float16)
+        return narrow
+    if storage == INT4:
+        return x.view(x.shape[0], -1, 2).transpose(1, 2).contiguous()
+    return x
+
+
+@triton.jit
+def _members(chosen, expert, pair, T, K: tl.constexpr, K_PADDED: tl.constexpr, TOKENS: tl.constexpr):
+    """Of the tokens: which chose `expert`, and each one's row among the pairs; `chosen` (TOKENS, K_PADDED).
+
+    None did when `pair` is not the first of its expert. Pair T K stands for the shared expert. (The caller loads
+    the ids: the compiler takes what a helper loads and a store's address depends on for written.)
+    """
+    t = tl.arange(0, TOKENS)
+    k = tl.arange(0, K_PADDED)
+    is_shared = pair == T * K
+    is_hit = (chosen == expert).to(tl.int32)
+    is_member = tl.max(is_hit, 1)
+    first = tl.min(tl.where(is_member > 0, t, TOKENS), 0)
+    is_member = tl.where(first == pair // K, is_member, 0)
+    row = t * K + tl.sum(is_hit * k[None, :], 1)
+    is_member = tl.where(is_shared, (t < T).to(tl.int32), is_member)
+    row = tl.where(is_shared, T * K + t, row)
+    return is_member, row
+
+
+@triton.jit
+def _compact(is_member, row, done, TOKENS: tl.constexpr, ROWS: tl.constexpr):
+    """The members from number `done` on: their tokens, rows and whether there is one, (ROWS,) each."""
+    t = tl.arange(0, TOKENS)
+    wanted = tl.arange(0, ROWS) + done
+    number = tl.cumsum(is_member, 0) - is_member
+    is_it = (number[:, None] == wanted[None, :]) & (is_member > 0)[:, None]
+    token = tl.sum(tl.where(is_it, t[:, None], 0), 0)
+    place = tl.sum(tl.where(is_it, row[:, None], 0), 0)
+    return token, place, wanted < tl.sum(is_member, 0)
+
+
+@triton.jit
+def shift_to(first, other, is_other, offset, item: tl.constexpr):
+    """Where the data lie, counted from `first` in items: at `offset` there, or at the beginning of `other`.
+
+    A pointer chosen by a branch would lose its known alignment, and with it wide loads.
+    """
+    between = (other.to(tl.int64) - first.to(tl.int64)) // item
+    return tl.multiple_of(tl.where(is_other, between, offset), 16 // item)
+
+
+@triton.jit
+def activate(gate, up, dtype: tl.constexpr):
+    """silu(gate) * up, rounded to `dtype` where the reference rounds."""
+    gate = gate.to(dtype).to(tl.float32)
+    return (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _column(values, which: tl.constexpr, size: tl.constexpr):
+    """Column `which` of (N, size) as float32."""
+    j = tl.arange(0, size)
+    return tl.sum(tl.where((j == which)[None, :], values.to(tl.float32), 0.0), 1)
+
+
+@triton.jit
+def nibbles(packed):
+    """The signed low and high four bits of bytes, as bfloat16.
+
+    Bits are put where bfloat16 reads 136 + value, two values an instruction; conversions of integers are several
+    times slower than the weights arrive.
+    """
+    if IN_INTERPRETER:
+        low = ((packed & 15) ^ 8).to(tl.int8) - 8
+        high = ((packed >> 4) ^ 8).to(tl.int8) - 8
+        return low.to(tl.float32), high.to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, one, less;
+            mov.b32 one, 0x3F803F80;
+            mov.b32 less, 0xC308C308;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            lop3.b32 $0, a, 0x000F000F, 0x43084308, 0x6A;
+            lop3.b32 $1, b, 0x000F000F, 0x43084308, 0x6A;
+            shr.u32 a, a, 4;
+            shr.u32 b, b, 4;
+            lop3.b32 $2, a, 0x000F000F, 0x43084308, 0x6A;
+            lop3.b32 $3, b, 0x000F000F, 0x43084308, 0x6A;
+            fma.rn.bf16x2 $0, $0, one, less;
+            fma.rn.bf16x2 $1, $1, one, less;
+            fma.rn.bf16x2 $2, $2, one, less;
+            fma.rn.bf16x2 $3, $3, one, less;
+            }""",
+            "=r,=r,=r,=r,r",
+            args=[packed],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def mingc_moe_up(
+    x, ids, gate_up, gate_up_scale, shared, shared_scale, hidden, T,
+    K: tl.constexpr, K_PADDED: tl.constexpr, D: tl.constexpr, F: tl.constexpr, HAS_SHARED: tl.constexpr,
+    FORMAT: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """silu(gate) * up of every pair: x (T, D) → hidden (R, F).
+
+    INT4: the even columns of `x` come before its odd ones, and those of `hidden` do; D and BK count bytes.
+    """
+    tile = tl.program_id(0)
+    # The shared expert has the most tokens; it goes first so that it does not end last.
+    pair = tl.program_id(1) - 1 if HAS_SHARED else tl.program_id(1)
+    pair = tl.where(pair < 0, T * K, pair)
+    t = tl.arange(0, TOKENS)
+    choice = tl.arange(0, K_PADDED)
+    is_choice = (t < T)[:, None] & (choice < K)[None, :]
+    expert = tl.load(ids + pair, mask=pair < T * K, other=-2)
+    chosen = tl.load(ids + t[:, None] * K + choice[None, :], mask=is_choice, other=-1)
+    is_member, row = _members(chosen, expert, pair, T, K, K_PADDED, TOKENS)
+    count = tl.sum(is_member, 0)
+    if count == 0:
+        return
+    is_shared = pair == T * K
+    item: tl.constexpr = gate_up.dtype.element_ty.primitive_bitwidth // 8
+    n = tile * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    start = shift_to(gate_up, shared, is_shared, expert * (2 * F * D), item)
+    rows = gate_up + start + n * D
+    groups: tl.constexpr = D // 64 if FORMAT == 2 else 1
+    at_once: tl.constexpr = BK // 64 if FORMAT == 2 else 1
+    if FORMAT != 0:
+        size: tl.constexpr = 4 if FORMAT == 1 else 2
+        start = shift_to(gate_up_scale, shared_scale, is_shared, expert * (2 * F * groups), size)
+        scales = gate_up_scale + start + n * groups
+    for done in range(0, count, ROWS):
+        token, place, is_live = _compact(is_member, row, done, TOKENS, ROWS)
+        mask = is_live[:, None]
+        gate = tl.zeros([ROWS, BN], tl.float32)
+        up = tl.zeros([ROWS, BN], tl.float32)
+        if FORMAT == 2:
+            j = tl.arange(0, 64)
+            xs = x + token[:, None] * (2 * D) + j[None, :]
+            packed = rows[None, :] + j[:, None]
+            wide = scales[:, None] + tl.arange(0, at_once)[None, :]
+            # Scales are fetched a step ahead: the compiler does that for operands of products only.
+            gate_scale, up_scale = tl.load(wide), tl.load(wide + F * groups)
+            for begin in range(0, groups, at_once):
+                ahead = tl.minimum(begin + at_once, groups - at_once)
+                next_gate_scale, next_up_scale = tl.load(wide + ahead), tl.load(wide + F * groups + ahead)
+                for each in tl.static_range(at_once):
+                    offset = (begin + each) * 64
+                    even = tl.load(xs + offset, mask=mask, other=0.0)
+                    odd = tl.load(xs + D + offset, mask=mask, other=0.0)
+                    low, high = nibbles(tl.load(packed + offset))
+                    part = tl.dot(odd, high.to(odd.dtype), tl.dot(even, low.to(even.dtype)))
+                    gate += part * _column(gate_scale, each, at_once)[None, :]
+                    low, high = nibbles(tl.load(packed + F * D + offset))
+                    part = tl.dot(odd, high.to(odd.dtype), tl.dot(even, low.to(even.dtype)))
+                    up += part * _column(up_scale, each, at_once)[None, :]
+                gate_scale, up_scale = next_gate_scale, next_up_scale
+        else:
+            xs = x + token[:, None] * D + k[None, :]
+            gates = rows[None, :] + k[:, None]
+            ups = gates + F * D
+            for begin in range(0, D, BK):
+                a = tl.load(xs + begin, mask=mask, other=0.0)
+                gate = tl.dot(a, tl.load(gates + begin).to(a.dtype), gate)
+                up = tl.dot(a, tl.load(ups + begin).to(a.dtype), up)
+            if FORMAT == 1:
+                gate *= tl.load(scales)[None, :] * FP16_STEP
+                up *= tl.load(scales + F)[None, :] * FP16_STEP
+        activated = activate(gate, up, tl.bfloat16 if FORMAT == 1 else x.dtype.element_ty)
+        if FORMAT == 1:
+            activated = tl.clamp(activated * (1 / FP16_STEP), -65504.0, 65504.0)
+        column = (n % 2) * (F // 2) + n // 2 if FORMAT == 2 else n
+        tl.store(
+            hidden + place[:, None] * F + column[None, :], activated.to(hidden.dtype.element_ty), mask=mask
+        )
+
+
+@triton.jit
+def mingc_moe_down(
+    hidden, ids, down, down_scale, shared, shared_scale, outputs, T,
+    K: tl.constexpr, K_PADDED: tl.constexpr, D: tl.constexpr, F: tl.constexpr, HAS_SHARED: tl.constexpr,
+    FORMAT: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """The experts' second product: hidden (R, F) → outputs (R, D). A program makes TILES tiles of columns.
+
+    INT4: F and BK count bytes.
+    """
+    pair = tl.program_id(1) - 1 if HAS_SHARED else tl.program_id(1)
+    pair = tl.where(pair < 0, T * K, pair)
+    t = tl.arange(0, TOKENS)
+    choice = tl.arange(0, K_PADDED)
+    is_choice = (t < T)[:, None] & (choice < K)[None, :]
+    expert = tl.load(ids + pair, mask=pair < T * K, other=-2)
+    chosen = tl.load(ids + t[:, None] * K + choice[None, :], mask=is_choice, other=-1)
+    is_member, row = _members(chosen, expert, pair, T, K, K_PADDED, TOKENS)
+    count = tl.sum(is_member, 0)
+    if count == 0:
+        return
+    is_shared = pair == T * K
+    item: tl.constexpr = down.dtype.element_ty.primitive_bitwidth // 8
+    column = tl.program_id(0) * (TILES * BN)
+    n = tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    start = shift_to(down, shared, is_shared, expert * (D * F), item)
+    rows = down + start + column * F + n * F
+    groups: tl.constexpr = F // 64 if FORMAT == 2 else 1
+    at_once: tl.constexpr = BK // 64 if FORMAT == 2 else 1
+    if FORMAT != 0:
+        size: tl.constexpr = 4 if FORMAT == 1 else 2
+        scales = down_scale + shift_to(down_scale, shared_scale, is_shared, expert * (D * groups), size)
+        scales += (column + n) * groups
+    steps: tl.constexpr = F // BK
+    for done in range(0, count, ROWS):
+        _, place, is_live = _compact(is_member, row, done, TOKENS, ROWS)
+        mask = is_live[:, None]
+        total = tl.zeros([ROWS, BN], tl.float32)
+        if FORMAT == 2:
+            j = tl.arange(0, 64)
+            wide = scales[:, None] + tl.arange(0, at_once)[None, :]
+            scale = tl.load(wide)
+        # One loop over tiles and depth, so that the next tile's weights are on their way while this one ends.
+        for step in range(0, TILES * steps):
+            tile = step // steps
+            begin = (step % steps) * BK
+            if FORMAT == 2:
+                ahead = tl.minimum(step + 1, TILES * steps - 1)
+                ahead = (ahead // steps) * (BN * groups) + (ahead % steps) * at_once
+                next_scale = tl.load(wide + ahead)
+                for each in tl.static_range(at_once):
+                    offset = begin + each * 64
+                    hs = hidden + place[:, None] * (2 * F) + offset + j[None, :]
+                    even = tl.load(hs, mask=mask, other=0.0)
+                    odd = tl.load(hs + F, mask=mask, other=0.0)
+                    low, high = nibbles(tl.load(rows[None, :] + j[:, None] + tile * (BN * F) + offset))
+                    part = tl.dot(odd, high.to(odd.dtype), tl.dot(even, low.to(even.dtype)))
+                    total += part * _column(scale, each, at_once)[None, :]
+                scale = next_scale
+            else:
+                a = tl.load(hidden + place[:, None] * F + begin + k[None, :], mask=mask, other=0.0)
+                w = tl.load(rows[None, :] + k[:, None] + tile * (BN * F) + begin)
+                total = tl.dot(a, w.to(a.dtype), total)
+            if step % steps == steps - 1:
+                if FORMAT == 1:
+                    total *= tl.load(scales + tile * BN)[None, :] * FP16_STEP
+                target = outputs + place[:, None] * D + column + tile * BN + n[None, :]
+                tl.store(target, total.to(outputs.dtype.element_ty), mask=mask)
+                total = tl.zeros([ROWS, BN], tl.float32)
+
+
+@triton.jit
+def mingc_moe_sum(
+    outputs, weights, out, T,
+    K: tl.constexpr, D: tl.constexpr, HAS_SHARED: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Weighted sum in float32 over each token's pairs in the order of its experts, the shared one last."""
+    token = tl.program_id(1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    total = tl.zeros([BN], tl.float32)
+    for each in tl.static_range(K):
+        pair = token * K + each
+        total += tl.load(weights + pair) * tl.load(outputs + pair.to(tl.int64) * D + n).to(tl.float32)
+    if HAS_SHARED:
+        total += tl.load(outputs + (T * K + token).to(tl.int64) * D + n).to(tl.float32)
+    tl.store(out + token.to(tl.int64) * D + n, total.to(out.dtype.element_ty))
+
+
+@triton.jit
+def mingc_moe_row_up(
+    x, ids, gate_up, gate_up_scale, shared, shared_scale, hidden,
+    K: tl.constexpr, D: tl.constexpr, F: tl.constexpr, FORMAT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """`mingc_moe_up` of one token; pair K is the shared expert's."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    pair = tl.program_id(1)
+    is_shared = pair == K
+    expert = tl.load(ids + pair, mask=pair < K, other=0)
+    item: tl.constexpr = gate_up.dtype.element_ty.primitive_bitwidth // 8
+    start = shift_to(gate_up, shared, is_shared, expert * (2 * F * D), item)
+    gates = gate_up + start + n[:, None] * D + k[None, :]
+    gate = tl.zeros([BN, BK], tl.float32)
+    up = tl.zeros([BN, BK], tl.float32)
+    for begin in tl.static_range(0, D, BK):
+        a = tl.load(x + begin + k).to(tl.float32)[None, :]
+        gate += tl.load(gates + begin).to(tl.float32) * a
+        up += tl.load(gates + F * D + begin).to(tl.float32) * a
+    gate = tl.sum(gate, 1)
+    up = tl.sum(up, 1)
+    if FORMAT == 1:
+        scales = gate_up_scale + shift_to(gate_up_scale, shared_scale, is_shared, expert * (2 * F), 4) + n
+        gate *= tl.load(scales)
+        up *= tl.load(scales + F)
+    activated = activate(gate, up, x.dtype.element_ty)
+    tl.store(hidden + pair * F + n, activated.to(hidden.dtype.element_ty))
+
+
+@triton.jit
+def mingc_moe_row_down(
+    hidden, ids, weights, down, down_scale, shared, shared_scale, out,
+    K: tl.constexpr, D: tl.constexpr, F: tl.constexpr, HAS_SHARED: tl.constexpr, FORMAT: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Second product and weighted sum of one token: a program makes BN columns from all experts."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    total = tl.zeros([BN, BK], tl.float32)
+    for pair in tl.static_range(K + (1 if HAS_SHARED else 0)):
+        if pair < K:
+            expert = tl.load(ids + pair)
+            weight = tl.load(weights + pair)
+            ws = down + expert * (D * F)
+            scales = down_scale + expert * D
+        else:
+            weight = 1.0
+            ws = shared
+            scales = shared_scale
+        if FORMAT == 1:
+            scale = tl.load(scales + n) * weight
+        for begin in tl.static_range(0, F, BK):
+            a = tl.load(hidden + pair * F + begin + k).to(tl.float32)
+            w = tl.load(ws + n[:, None] * F + begin + k[None, :]).to(tl.float32)
+            if FORMAT == 1:
+                total += w * a[None, :] * scale[:, None]
+            else:
+                total += w * (a * weight)[None, :]
+    tl.store(out + n, tl.sum(total, 1).to(out.dtype.element_ty))

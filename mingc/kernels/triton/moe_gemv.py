@@ -1,0 +1,155 @@
+"""A mixture-of-experts half of a layer for one token on CUDA, in three kernels.
+
+The first adds up the residual stream, norms it and multiplies it with the router's gate. The choice of experts is so
+little work that every program of the experts' first product makes it for itself, up to its own expert, and needs no
+kernel before it. The second product follows as in `moe_decode`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mingc.kernels.triton import moe_config
+from mingc.kernels.triton.gemv import mingc_gemv
+from mingc.kernels.triton.moe_decode import activate, mingc_moe_row_down, shift_to, storage_of
+
+_GATE_COLUMNS = 2  # a program's experts: there are few of them
+
+
+@triton.jit
+def _eligible(biased, E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr):
+    """Biased scores (E,), those outside the best groups at -inf; a group counts as its two best."""
+    if KEPT < GROUPS:
+        grouped = tl.reshape(biased, [GROUPS, E // GROUPS])
+        best = tl.max(grouped, 1)
+        is_best = grouped == best[:, None]
+        second = tl.max(tl.where(is_best, float("-inf"), grouped), 1)
+        second = tl.where(tl.sum(is_best.to(tl.int32), 1) > 1, best, second)
+        rank = best + second
+        g = tl.arange(0, GROUPS)
+        is_ahead = (rank[None, :] > rank[:, None]) | (
+            (rank[None, :] == rank[:, None]) & (g[None, :] < g[:, None])
+        )
+        is_kept = tl.sum(is_ahead.to(tl.int32), 1) < KEPT
+        biased = tl.reshape(tl.where(is_kept[:, None], grouped, float("-inf")), [E])
+    return biased
+
+
+@triton.jit
+def mingc_moe_gemv_up(
+    x, logits, bias, ids, weights, gate_up, gate_up_scale, shared, shared_scale, hidden, scale,
+    E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,
+    D: tl.constexpr, F: tl.constexpr, FORMAT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The choice, and `mingc_moe_row_up` of the chosen experts; pair K is the shared expert's.
+
+    Equal scores: the lower index wins. One program keeps what was chosen, ids (K,) int64 and weights (K,) float32.
+    """
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    pair = tl.program_id(1)
+    is_shared = pair == K
+    expert = tl.zeros([], tl.int64)
+    e = tl.arange(0, E)
+    biases = tl.load(bias + e)
+    if pair < K:
+        scores = tl.sigmoid(tl.load(logits + e))
+        biased = _eligible(scores + biases, E, GROUPS, KEPT)
+        # Scores as integers of the same order, the index below them: one maximum finds both.
+        bits = biased.to(tl.int32, bitcast=True)
+        keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) * 4294967296 + (E - 1 - e).to(tl.int64)
+        place = tl.arange(0, K_PADDED)
+        chosen = tl.zeros([K_PADDED], tl.float32)
+        chosen_ids = tl.zeros([K_PADDED], tl.int64)
+        for each in range(0, pair + 1):
+            expert = E - 1 - (tl.max(keys, 0) & 0xFFFFFFFF)
+            is_it = e == expert
+            chosen = tl.where(place == each, tl.sum(tl.where(is_it, scores, 0.0), 0), chosen)
+            chosen_ids = tl.where(place == each, expert, chosen_ids)
+            keys = tl.where(is_it, -9223372036854775807, keys)
+        if (pair == K - 1) & (tl.program_id(0) == 0):
+            tl.store(ids + place, chosen_ids, mask=place < K)
+            tl.store(weights + place, chosen * (scale / (tl.sum(chosen, 0) + 1e-20)), mask=place < K)
+    item: tl.constexpr = gate_up.dtype.element_ty.primitive_bitwidth // 8
+    start = shift_to(gate_up, shared, is_shared, expert * (2 * F * D), item)
+    gates = gate_up + start + n[:, None] * D + k[None, :]
+    gate = tl.zeros([BN, BK], tl.float32)
+    up = tl.zeros([BN, BK], tl.float32)
+    for begin in tl.static_range(0, D, BK):
+        a = tl.load(x + begin + k).to(tl.float32)[None, :]
+        gate += tl.load(gates + begin).to(tl.float32) * a
+        up += tl.load(gates + F * D + begin).to(tl.float32) * a
+    gate = tl.sum(gate, 1)
+    up = tl.sum(up, 1)
+    if FORMAT == 1:
+        scales = gate_up_scale + shift_to(gate_up_scale, shared_scale, is_shared, expert * (2 * F), 4) + n
+        gate *= tl.load(scales)
+        up *= tl.load(scales + F)
+    activated = activate(gate, up, x.dtype.element_ty)
+    tl.store(hidden + pair * F + n, activated.to(hidden.dtype.element_ty))
+
+
+@torch.library.triton_op("mingc::moe_gemv", mutates_args={})
+def moe_gemv(
+    residual: Tensor,
+    delta: Tensor,
+    norm: Tensor,
+    gate: Tensor,
+    bias: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_scale: Tensor | None,
+    down_scale: Tensor | None,
+    shared_gate_up: Tensor | None,
+    shared_down: Tensor | None,
+    shared_gate_up_scale: Tensor | None,
+    shared_down_scale: Tensor | None,
+    eps: float,
+    num_groups: int,
+    num_kept_groups: int,
+    num_chosen: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `mingc.kernels.moe_gemv`; residual (1, D), gate (G, E, D), of which the first gate is taken."""
+    hidden_size, experts = residual.shape[1], gate.shape[1]
+    width, storage = gate_up.shape[1] // 2, storage_of(gate_up)
+    has_shared = shared_gate_up is not None
+    num_pairs = num_chosen + int(has_shared)
+    device, dtype = residual.device, residual.dtype
+    stream, normed, out = (torch.empty_like(residual) for _ in range(3))
+    logits = torch.empty(experts, dtype=torch.float32, device=device)
+    programs = experts // _GATE_COLUMNS
+    torch.library.wrap_triton(mingc_gemv)[(programs,)](
+        residual, delta, norm, gate, residual, stream, normed, logits,
+        EPS=eps, N=experts, K=hidden_size, HAS_NORM=True, HAS_SCALE=False, KEEPS_NORMED=True,
+        BN=_GATE_COLUMNS, BK=hidden_size, PROGRAMS=programs, num_warps=4,
+    )  # fmt: skip
+    ids = torch.empty(1, num_chosen, dtype=torch.int64, device=device)
+    weights = torch.empty(1, num_chosen, dtype=torch.float32, device=device)
+    hidden = torch.empty(num_pairs, width, dtype=dtype, device=device)
+    cut = moe_config.cut(
+        moe_config.Shape(
+            kernel="moe_gemv", tokens=1, hidden_size=hidden_size, width=width, experts=experts,
+            chosen=num_chosen, storage=storage,
+        )
+    )  # fmt: skip
+    tiles = cut.up
+    torch.library.wrap_triton(mingc_moe_gemv_up)[(width // tiles.columns, num_pairs)](
+        normed, logits, bias, ids, weights, gate_up, residual if gate_up_scale is None else gate_up_scale,
+        gate_up if shared_gate_up is None else shared_gate_up,
+        residual if shared_gate_up_scale is None else shared_gate_up_scale, hidden, scale,
+        E=experts, GROUPS=num_groups, KEPT=num_kept_groups, K=num_chosen,
+        K_PADDED=triton.next_power_of_2(num_chosen), D=hidden_size, F=width, FORMAT=storage,
+        BN=tiles.columns, BK=tiles.depth, num_warps=tiles.warps,
+    )  # fmt: skip
+    tiles = cut.down
+    torch.library.wrap_triton(mingc_moe_row_down)[(hidden_size // tiles.columns,)](
+        hidden, ids, weights, down, residual if down_scale is None else down_scale,
+        down if shared_down is None else shared_down, residual if shared_down_scale is None else shared_down_scale,
+        out, K=num_chosen, D=hidden_size, F=width, HAS_SHARED=has_shared, FORMAT=storage,
+        BN=tiles.columns, BK=tiles.depth, num_warps=tiles.warps,
+    )  # fmt: skip
+    return stream, out, ids, weights

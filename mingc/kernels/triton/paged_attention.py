@@ -1,0 +1,241 @@
+"""`mingc.kernels.paged_attention` on CUDA.
+
+Decode cuts a long context into parts that different programs read (flash decoding); a second kernel joins them in
+order. How a context is cut follows from its own length and the width of the page table alone, so a request's result
+does not depend on the batch it is in. Parts beyond a context end at once: the grid is fixed, a CUDA graph can hold it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mingc.kernels.chunk_layout import CHUNK_ALIGNMENT, SHARED_ROWS
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LEAST_PART = 128  # tokens: fewer read too little to pay for the sum, more leave the device idle at batch 1
+_DECODE_BLOCK = 64
+_MIN_QUERIES = 16  # rows that the matrix units take at least
+_WIDE_ROWS = 128  # of the only KV head of a long chunk: its keys and values are read half as often
+_WIDE_SIZE = 128  # of a head: shared memory holds no more
+_WIDE_PROGRAMS = 256  # as many as were timed: with fewer the longest would be waited for
+_PROGRAMS = 132  # multiprocessors of an H200: the longest context of one request gives each a part
+
+
+@triton.jit
+def _part_size(length, SPLITS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr):
+    return tl.maximum(tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK, LEAST)
+
+
+@triton.jit
+def mingc_paged_decode(
+    q, k_pages, v_pages, page_table, lengths, out, partial, tops, totals, table_width,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(0)
+    request = tl.program_id(1)
+    split = tl.program_id(2)
+    length = tl.maximum(tl.load(lengths + request).to(tl.int32), 1)
+    part = _part_size(length, SPLITS, BLOCK, LEAST)
+    first = split * part
+    if first >= length:
+        return
+    end = tl.minimum(first + part, length)
+    dim = tl.arange(0, SIZE)
+    query = tl.arange(0, QUERIES)
+    is_query = query < GROUP
+    head = (request * KV_HEADS + kv_head) * GROUP + query
+    queries = tl.load(q + head[:, None] * SIZE + dim[None, :], mask=is_query[:, None], other=0.0)
+    dtype = queries.dtype
+    scale: tl.constexpr = SIZE**-0.5 * _LOG2_E
+    table = page_table + request * table_width
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    context = tl.zeros([QUERIES, SIZE], tl.float32)
+    for start in range(first, end, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        is_held = token < end
+        page = tl.load(table + token // PAGE, mask=is_held, other=0)
+        row = page.to(tl.int64) * PAGE + token % PAGE
+        at = (row * KV_HEADS + kv_head)[:, None] * SIZE + dim[None, :]
+        k = tl.load(k_pages + at, mask=is_held[:, None], other=0.0)
+        v = tl.load(v_pages + at, mask=is_held[:, None], other=0.0)
+        scores = tl.dot(queries, tl.trans(k)) * scale
+        scores = tl.where(is_held[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        context = tl.dot(weights.to(dtype), v, context * shrink[:, None])
+        top = higher
+    if part >= length:
+        own = out + head[:, None] * SIZE + dim[None, :]
+        tl.store(own, (context / total[:, None]).to(dtype), mask=is_query[:, None])
+    else:
+        place = head * SPLITS + split
+        tl.store(partial + place[:, None] * SIZE + dim[None, :], context, mask=is_query[:, None])
+        tl.store(tops + place, top, mask=is_query)
+        tl.store(totals + place, total, mask=is_query)
+
+
+@triton.jit
+def mingc_paged_decode_join(
+    lengths, partial, tops, totals, out,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr, STEP: tl.constexpr,
+    BLOCK: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    request = tl.program_id(1)
+    length = tl.maximum(tl.load(lengths + request).to(tl.int32), 1)
+    part = _part_size(length, SPLITS, BLOCK, LEAST)
+    if part >= length:
+        return
+    num_parts = tl.cdiv(length, part)
+    base = (request * HEADS + head) * SPLITS
+    every = tl.arange(0, PADDED)
+    is_part = every < num_parts
+    all_tops = tl.load(tops + base + every, mask=is_part, other=float("-inf"))
+    top = tl.max(all_tops, 0)
+    all_totals = tl.load(totals + base + every, mask=is_part, other=0.0)
+    total = tl.sum(tl.exp2(all_tops - top) * all_totals, 0)
+    dim = tl.arange(0, SIZE)
+    context = tl.zeros([SIZE], tl.float32)
+    for start in range(0, num_parts, STEP):
+        some = start + tl.arange(0, STEP)
+        is_some = some < num_parts
+        weight = tl.exp2(tl.load(tops + base + some, mask=is_some, other=float("-inf")) - top)
+        at = partial + (base + some)[:, None] * SIZE + dim[None, :]
+        context += tl.sum(weight[:, None] * tl.load(at, mask=is_some[:, None], other=0.0), 0)
+    place = out + (request * HEADS + head) * SIZE + dim
+    tl.store(place, (context / total).to(out.dtype.element_ty))
+
+
+@torch.library.triton_op("mingc::paged_decode_attention", mutates_args={})
+def paged_decode_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, lengths: Tensor, page_size: int
+) -> Tensor:
+    """See `mingc.kernels.paged_attention`."""
+    return launch_decode(q, k_pages, v_pages, page_table, lengths, page_size)
+
+
+def launch_decode(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, lengths: Tensor, page_size: int
+) -> Tensor:
+    """`paged_decode_attention` for use within another operation."""
+    batch, heads, size = q.shape
+    kv_heads, table_width = k_pages.shape[1], page_table.shape[1]
+    splits = num_splits(table_width * page_size, kv_heads)
+    out = torch.empty_like(q)
+    partial = torch.empty(batch, heads, splits, size, dtype=torch.float32, device=q.device)
+    tops, totals = (torch.empty(batch, heads, splits, dtype=torch.float32, device=q.device) for _ in range(2))
+    group = heads // kv_heads
+    torch.library.wrap_triton(mingc_paged_decode)[(kv_heads, batch, splits)](
+        q, k_pages, v_pages, page_table, lengths, out, partial, tops, totals, table_width,
+        KV_HEADS=kv_heads, GROUP=group, QUERIES=max(_MIN_QUERIES, triton.next_power_of_2(group)), SIZE=size,
+        PAGE=page_size, SPLITS=splits, BLOCK=_DECODE_BLOCK, LEAST=_LEAST_PART, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    if splits > 1:
+        torch.library.wrap_triton(mingc_paged_decode_join)[(heads, batch)](
+            lengths, partial, tops, totals, out,
+            HEADS=heads, SIZE=size, SPLITS=splits, PADDED=triton.next_power_of_2(splits), STEP=min(16, splits),
+            BLOCK=_DECODE_BLOCK, LEAST=_LEAST_PART, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def num_splits(max_tokens: int, kv_heads: int) -> int:
+    """How many parts the longest context is cut into, a power of two."""
+    splits = 1
+    while splits * _LEAST_PART < max_tokens and 2 * splits * kv_heads <= _PROGRAMS:
+        splits *= 2
+    return splits
+
+
+@triton.jit
+def mingc_paged_prefill(
+    q, k_pages, v_pages, page_tables, segment, index, out, num_tokens, table_width,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    # The last rows see most: they begin first, so that the device is not left with the longest at the end.
+    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    kv_head = head // GROUP
+    dim = tl.arange(0, SIZE)
+    query = block * ROWS + tl.arange(0, ROWS)
+    # All rows are of one request; padding, which has the index -1, stands behind.
+    place = tl.load(index + query, mask=query < num_tokens, other=-1).to(tl.int32)
+    before = tl.maximum(tl.load(index + block * ROWS).to(tl.int32), 0)
+    page_table = page_tables + tl.load(segment + block * ROWS) * table_width
+    is_query = (query < num_tokens)[:, None]
+    own = (query * (KV_HEADS * GROUP) + head)[:, None] * SIZE + dim[None, :]
+    queries = tl.load(q + own, mask=is_query, other=0.0)
+    dtype = queries.dtype
+    scale: tl.constexpr = SIZE**-0.5 * _LOG2_E
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    context = tl.zeros([ROWS, SIZE], tl.float32)
+    # All rows see the tokens below `common`; of those up to `end` some rows see some. Padding sees what the last does.
+    common = (before + 1) // BLOCK * BLOCK
+    end = tl.maximum(tl.max(place, 0), 0) + 1
+    for first in range(0, common, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        row = tl.load(page_table + token // PAGE).to(tl.int64) * PAGE + token % PAGE
+        at = (row * KV_HEADS + kv_head)[:, None] * SIZE + dim[None, :]
+        k = tl.load(k_pages + at)
+        v = tl.load(v_pages + at)
+        scores = tl.dot(queries, tl.trans(k))
+        higher = tl.maximum(top, tl.max(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        context = tl.dot(weights.to(dtype), v, context * shrink[:, None])
+        top = higher
+    for first in range(common, end, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        is_held = token < end
+        page = tl.load(page_table + token // PAGE, mask=is_held, other=0)
+        row = page.to(tl.int64) * PAGE + token % PAGE
+        at = (row * KV_HEADS + kv_head)[:, None] * SIZE + dim[None, :]
+        k = tl.load(k_pages + at, mask=is_held[:, None], other=0.0)
+        v = tl.load(v_pages + at, mask=is_held[:, None], other=0.0)
+        is_seen = is_held[None, :] & (token[None, :] <= tl.where(place < 0, end, place)[:, None])
+        scores = tl.where(is_seen, tl.dot(queries, tl.trans(k)) * scale, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        context = tl.dot(weights.to(dtype), v, context * shrink[:, None])
+        top = higher
+    tl.store(out + own, (context / total[:, None]).to(dtype), mask=is_query)
+
+
+@torch.library.triton_op("mingc::paged_prefill_attention", mutates_args={})
+def paged_prefill_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    segment: Tensor,
+    index: Tensor,
+    page_size: int,
+) -> Tensor:
+    """See `mingc.kernels.paged_attention`."""
+    tokens, heads, size = q.shape
+    kv_heads = k_pages.shape[1]
+    out = torch.empty_like(q)
+    is_long = tokens > SHARED_ROWS and heads * tokens >= _WIDE_PROGRAMS * _WIDE_ROWS
+    if is_long and kv_heads == 1 and size <= _WIDE_SIZE:
+        rows, block, warps, stages = _WIDE_ROWS, 128, 8, 3
+    else:
+        is_full = heads * triton.cdiv(tokens, CHUNK_ALIGNMENT) >= _PROGRAMS
+        rows, block, warps, stages = CHUNK_ALIGNMENT, 64 if is_full else 128, 4, 2
+    torch.library.wrap_triton(mingc_paged_prefill)[(heads, triton.cdiv(tokens, rows))](
+        q, k_pages, v_pages, page_table, segment, index, out, tokens, page_table.shape[1],
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, SIZE=size, PAGE=page_size, ROWS=rows, BLOCK=block,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out

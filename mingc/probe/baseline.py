@@ -1,0 +1,106 @@
+"""Compares the figures of a probe with those that an earlier one wrote. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mingc.artifacts.codec import decode
+from mingc.errors import ConfigError, ManifestError
+from mingc.probe.report import EngineFigures, ProbeReport, Regression
+
+_SHOWN = 4  # engines that an error names
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Engines by title. Those that only one side has are told, they are no regression."""
+
+    regressions: tuple[Regression, ...] = ()
+    only_here: tuple[str, ...] = ()
+    only_in_baseline: tuple[str, ...] = ()
+
+
+def read_baseline(path: Path) -> ProbeReport:
+    """The report that `mingc probe --json` wrote to `path`.
+
+    Raises: ConfigError when it is none, or holds what no figure can be compared with.
+    """
+    try:
+        report = decode(ProbeReport, json.loads(path.read_text(encoding="utf-8")))
+        _check(report.engines)
+    except (OSError, ValueError, OverflowError, RecursionError, ManifestError) as error:
+        why = f"{error.where}: {error.message}" if isinstance(error, ManifestError) else error
+        raise ConfigError(
+            f"{path} is no baseline: {why}",
+            where="--baseline",
+            fix=f"write one: mingc probe ARTIFACT --json > {path}",
+        ) from error
+    return report
+
+
+def _check(engines: Sequence[EngineFigures]) -> None:
+    """Raises: ValueError unless there are engines, each once, whose medians are times."""
+    if not engines:
+        raise ValueError("it holds no engine")
+    seen = set()
+    for each in engines:
+        if each.title in seen:
+            raise ValueError(f"{each.title} stands in it twice")
+        seen.add(each.title)
+        if not each.latency.median_ms > 0:
+            raise ValueError(f"{each.title} has a median of {each.latency.median_ms} ms")
+
+
+def check_common(baseline: Sequence[EngineFigures], titles: Sequence[str]) -> None:
+    """Raises: ConfigError when the baseline has none of the engines that are to be timed, by `titles`."""
+    before = [each.title for each in baseline]
+    if not {*before} & {*titles}:
+        raise ConfigError(
+            f"the baseline has none of the engines to be timed ({_some(titles)}): it has {_some(before)}",
+            where="--baseline",
+            fix="choose --engine, --batch and --context as for the baseline",
+        )
+
+
+def _some(titles: Sequence[str]) -> str:
+    return ", ".join(titles[:_SHOWN]) + (", …" if len(titles) > _SHOWN else "")
+
+
+def differences(baseline: ProbeReport, here: ProbeReport) -> tuple[str, ...]:
+    """What was another when the baseline was measured, as notes: figures then differ for that reason, too."""
+    pairs = {
+        "model": (baseline.model, here.model),
+        "dtype": (baseline.dtype, here.dtype),
+        "torch": (baseline.torch, here.torch),
+        "device": (baseline.ceilings.device, here.ceilings.device),
+    }
+    return tuple(
+        f"the baseline was measured with {name} {before}, here it is {now}"
+        for name, (before, now) in pairs.items()
+        if before != now
+    )
+
+
+def compare(
+    baseline: Sequence[EngineFigures], rows: Sequence[EngineFigures], *, tolerance: float
+) -> Comparison:
+    """Every engine of `rows` whose median exceeds the baseline's by more than the share `tolerance`."""
+    before = {each.title: each.latency.median_ms for each in baseline}
+    here = {each.title: each.latency.median_ms for each in rows}
+    return Comparison(
+        regressions=tuple(
+            Regression(
+                engine=name,
+                baseline_ms=before[name],
+                median_ms=median,
+                slower_by=median / before[name] - 1,
+            )
+            for name, median in here.items()
+            if name in before and median > before[name] * (1 + tolerance)
+        ),
+        only_here=tuple(name for name in here if name not in before),
+        only_in_baseline=tuple(name for name in before if name not in here),
+    )

@@ -1,0 +1,206 @@
+"""Valid inputs and state of any engine, as a busy server would give them: by the names of the contract.
+
+Numbers are random; what an integer means, its name says. Every request already holds `context` tokens, or as many
+as its slot or its pages take, and lies in a slot or in pages of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mingc.artifacts.manifest import ModelParameters
+from mingc.artifacts.spec import GraphSpec, TensorSpec
+from mingc.errors import BundleError
+from mingc.runtime.engines.stage_loader import torch_dtype
+
+_STEADY_PATCH = 100  # a patch in the middle of a segment: the decoder's rings are full
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeCase:
+    """One graph at one set of sizes.
+
+    Attributes:
+        sizes: of the bucketed dims.
+        context: tokens each request holds before this call; with the new ones at most `room`.
+    """
+
+    stage: str
+    spec: GraphSpec
+    sizes: Mapping[str, int]
+    context: int
+    parameters: ModelParameters
+
+    @property
+    def requests(self) -> int:
+        """Requests in the call; one where the graph takes a single one."""
+        return self.sizes.get("B", 1)
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of each request."""
+        return self.sizes.get("T", 1)
+
+    @property
+    def pages(self) -> int:
+        """Pages that hold a request's context and new tokens."""
+        return -(-(self.context + self.tokens) // page_size(self.parameters))
+
+    def all_sizes(self) -> dict[str, int]:
+        """Sizes of every dim: pools are as large as the requests need, slot 0 and page 0 besides."""
+        pools = {"S": self.requests + 1, "KV": page_size(self.parameters) * (1 + self.requests * self.pages)}
+        sizes = {**self.sizes}
+        for dim in self.spec.dims:
+            if dim.name not in sizes:
+                if dim.name not in pools:
+                    raise BundleError(
+                        f"dim {dim.name} has no buckets and probe does not know how large to make it",
+                        where=f"{self.stage}.{self.spec.name}",
+                    )
+                sizes[dim.name] = max(pools[dim.name], dim.minimum)
+        return sizes
+
+    def border_bytes(self) -> int:
+        """Bytes of all inputs and outputs of one call."""
+        sizes = self.all_sizes()
+        return sum(
+            math.prod(shape_of(each, sizes)) * torch_dtype(each.dtype).itemsize
+            for each in (*self.spec.inputs, *self.spec.outputs)
+        )
+
+    def make(self, device: torch.device) -> dict[str, Tensor]:
+        """Inputs and state by name on `device`.
+
+        Raises: BundleError when an input of whole numbers has a name that the contract does not know.
+        """
+        sizes, generator = self.all_sizes(), torch.Generator().manual_seed(1)
+        tensors = {}
+        for tensor in (*self.spec.inputs, *self.spec.state):
+            shape = shape_of(tensor, sizes)
+            dtype = torch_dtype(tensor.dtype)
+            rule = _RULES.get(tensor.name)
+            if rule is not None:
+                value = rule(self, shape)
+            elif dtype.is_floating_point:
+                # Not zeros: they take less power than numbers, so the device would run faster.
+                on_device = torch.Generator(device).manual_seed(1)
+                value = torch.randn(shape, generator=on_device, device=device)
+            elif dtype == torch.bool:
+                value = torch.randint(0, 2, shape, generator=generator)
+            else:
+                raise BundleError(
+                    f"probe does not know what to put into input {tensor.name}",
+                    where=f"{self.stage}.{self.spec.name}",
+                    fix="probe other engines with --engine",
+                )
+            tensors[tensor.name] = value.to(device, dtype)
+        return tensors
+
+
+def page_size(parameters: ModelParameters) -> int:
+    """Tokens of a page of the thinker's pool."""
+    return parameters.thinker.page_size if parameters.thinker is not None else 1
+
+
+def room(spec: GraphSpec, sizes: Mapping[str, int], tokens_per_page: int) -> float:
+    """Tokens, held and new, that a request's slot or its row of the page table takes; infinity without either."""
+    bounds = [math.inf]
+    for tensor in (*spec.inputs, *spec.state):
+        shape = shape_of(tensor, {**{dim.name: dim.minimum for dim in spec.dims}, **sizes})
+        if tensor.name.startswith("k_slots"):
+            bounds.append(shape[1])
+        elif tensor.name == "page_table":
+            bounds.append(shape[-1] * tokens_per_page)
+    return min(bounds)
+
+
+def shape_of(tensor: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The spec's shape with numbers for its dims."""
+    return tuple(size if isinstance(size, int) else sizes[size] for size in tensor.shape)
+
+
+_Shape = tuple[int, ...]
+
+
+def _draw(below: int, shape: _Shape) -> Tensor:
+    return torch.randint(0, below, shape, generator=torch.Generator().manual_seed(2))
+
+
+def _input_ids(case: ProbeCase, shape: _Shape) -> Tensor:
+    parameters = case.parameters.talker if case.stage == "talker" else case.parameters.thinker
+    assert parameters is not None, f"{case.stage} has parameters"
+    return _draw(parameters.vocab_size, shape)
+
+
+def _position_index(case: ProbeCase, shape: _Shape) -> Tensor:
+    assert case.parameters.vision_encoder is not None, "the vision encoder has parameters"
+    return _draw(case.parameters.vision_encoder.position_grid_size**2, shape)
+
+
+def _segment(case: ProbeCase, shape: _Shape) -> Tensor:
+    """The prompt of each token of a chunk (T,), all of one; or where the patches of each one's image begin and end
+    (M, G, 2), again of one.
+    """
+    if len(shape) == 1:
+        return torch.zeros(shape)
+    return torch.tensor([0, math.prod(shape[:-1])]).expand(shape)
+
+
+def _slots(case: ProbeCase, shape: _Shape) -> Tensor:
+    return torch.arange(1, shape[0] + 1)
+
+
+def _lengths(case: ProbeCase, shape: _Shape) -> Tensor:
+    """Of clips the mel frames; of paged requests the tokens with the new one; of slots the tokens before it."""
+    if case.stage == "audio_encoder":
+        assert case.parameters.audio_encoder is not None, "the audio encoder has parameters"
+        return torch.full(shape, case.sizes["T4"] * case.parameters.audio_encoder.frames_per_token)
+    is_paged = any(each.name == "page_table" for each in case.spec.inputs)
+    return torch.full(shape, case.context + (1 if is_paged else 0))
+
+
+def _num_frames(case: ProbeCase, shape: _Shape) -> Tensor:
+    """All frames are real."""
+    assert case.parameters.audio_vae is not None, "the audio VAE has parameters"
+    return torch.full(shape, case.sizes["T"] * case.parameters.audio_vae.frames_per_latent)
+
+
+def _positions(case: ProbeCase, shape: _Shape) -> Tensor:
+    return (case.context + torch.arange(shape[-1] if case.tokens > 1 else 1)).expand(shape)
+
+
+def _page_table(case: ProbeCase, shape: _Shape) -> Tensor:
+    """Pages in random order, page 0 behind them."""
+    generator = torch.Generator().manual_seed(3)
+    pages = 1 + torch.randperm(case.requests * case.pages, generator=generator).view(
+        case.requests, case.pages
+    )
+    table = torch.zeros(shape, dtype=torch.int64)
+    table[: case.requests, : case.pages] = pages
+    return table
+
+
+_RULES: Mapping[str, Callable[[ProbeCase, _Shape], Tensor]] = {
+    "input_ids": _input_ids,
+    "embed_kind": lambda case, shape: _draw(3, shape),
+    "positions": _positions,
+    "page_table": _page_table,
+    "lengths": _lengths,
+    "start": lambda case, shape: torch.full(shape, case.context),
+    "last": lambda case, shape: torch.full(shape, case.tokens - 1),
+    "index": lambda case, shape: case.context + torch.arange(shape[0]),
+    "slot": _slots,
+    "slots": _slots,
+    "patch_index": lambda case, shape: torch.full(shape, _STEADY_PATCH),
+    "num_frames": _num_frames,
+    "temperature": lambda case, shape: torch.zeros(shape),
+    "position_index": _position_index,
+    "position_weight": lambda case, shape: torch.full(shape, 0.25),
+    "coordinates": lambda case, shape: _draw(64, shape),
+    "segment": _segment,
+}

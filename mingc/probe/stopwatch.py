@@ -1,0 +1,98 @@
+"""Times a function on its device, and measures what the machine can do at most. Decides nothing about engines."""
+
+from __future__ import annotations
+
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mingc.probe.report import PeakRates
+
+_WARM_UPS = 2
+_FLUSH_CACHES = 16  # the flush takes long enough for the host to queue what is timed behind it
+
+
+class Stopwatch:
+    """Times calls on one device: by events on CUDA, by the wall clock on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._flush: Tensor | None = None
+        if device.type == "cuda":
+            cache = torch.cuda.get_device_properties(device).L2_cache_size
+            self._flush = torch.empty(_FLUSH_CACHES * cache, dtype=torch.uint8, device=device)
+
+    def samples_ms(self, run: Callable[[], object], count: int, *, cold: bool = False) -> list[float]:
+        """Milliseconds of `count` calls. With `cold` the device's cache is overwritten before each (CUDA only)."""
+        for _ in range(_WARM_UPS):
+            run()
+        if self._flush is None:
+            return [_wall_ms(run) for _ in range(count)]
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]  # type: ignore[no-untyped-call]
+        for start, end in events:
+            if cold:
+                self._flush.zero_()
+            start.record()
+            run()
+            end.record()
+        torch.cuda.synchronize(self._device)
+        return [float(start.elapsed_time(end)) for start, end in events]
+
+    def enqueue_ms(self, run: Callable[[], object], count: int) -> float | None:
+        """Median milliseconds until a call comes back to an idle CUDA device's host; None on the CPU."""
+        if self._flush is None:
+            return None
+        samples = []
+        for _ in range(_WARM_UPS):
+            run()
+        for _ in range(count):
+            torch.cuda.synchronize(self._device)
+            samples.append(_wall_ms(run))
+        torch.cuda.synchronize(self._device)
+        return statistics.median(samples)
+
+    def ceilings(self, dtype: torch.dtype) -> PeakRates:
+        """Measure them; takes a fraction of a second."""
+        is_cuda = self._flush is not None
+        side, words, count = (8192, 2**29, 10) if is_cuda else (1024, 2**26, 3)
+        source = torch.randn(words, device=self._device)
+        target = torch.empty_like(source)
+        copy_ms = statistics.median(self.samples_ms(lambda: target.copy_(source), count))
+        a, b = (torch.randn(side, side, device=self._device).to(dtype) for _ in range(2))
+        matmul_ms = statistics.median(self.samples_ms(lambda: torch.mm(a, b), count))
+        name = torch.cuda.get_device_name(self._device) if is_cuda else processor_name()
+        return PeakRates(
+            device=name,
+            copy_tb_s=round(2 * source.nbytes / copy_ms / 1e9, 4),
+            matmul_tflop_s=round(2 * side**3 / matmul_ms / 1e9, 3),
+            matmul_dtype=str(dtype).removeprefix("torch."),
+            cache_bytes=self._flush.numel() // _FLUSH_CACHES if self._flush is not None else None,
+        )
+
+
+def processor_name() -> str:
+    """The CPU's model as Linux tells it; its architecture where it does not, as on many ARM machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def percentile(samples: Sequence[float], share: float) -> float:
+    """The sample that `share` of all do not exceed."""
+    ordered = sorted(samples)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def _wall_ms(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - started)

@@ -1,0 +1,160 @@
+"""Runs over fixed tensors: a CUDA graph captured once and replayed, or on the CPU the same function called.
+
+And the way of their outputs to the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mingc.errors import WorkerError
+from mingc.runtime.engines.programmatic_launch import enable_pdl
+
+Shapes = Mapping[str, tuple[torch.dtype, Sequence[int]]]
+
+_ALIGNMENT = 64  # bytes; engines copy inputs that are aligned to less than 16
+_WARM_UPS = 2  # the first call of an engine loads its kernels, which a capture does not allow
+
+
+class GraphPool:
+    """What the graphs of one device share: a stream to capture on and memory for intermediates.
+
+    Graphs of one pool overwrite each other's intermediates, so they must be replayed on one stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._handle = torch.cuda.graph_pool_handle()
+
+    def capture(
+        self, run: Callable[[], tuple[Tensor, ...]], name: str
+    ) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+        """The graph of `run` and the tensors in which every replay leaves its outputs. `run` is called thrice.
+
+        Raises: WorkerError when the device's memory does not suffice.
+        """
+        try:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            with torch.cuda.stream(self._stream):
+                for _ in range(_WARM_UPS):
+                    run()
+            self._stream.synchronize()
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
+            with torch.cuda.graph(
+                graph, pool=self._handle, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                outputs = run()
+            enable_pdl(graph.raw_cuda_graph())
+            graph.instantiate()
+        except torch.cuda.OutOfMemoryError as error:
+            raise WorkerError(
+                f"the GPU's memory does not suffice to capture {name}: {error}",
+                where=name,
+                fix="free memory on the device, pass a smaller --max-speech-seqs, or export smaller batch sizes",
+            ) from error
+        return graph, outputs
+
+
+class StagingBuffer:
+    """Named inputs of a run in one piece of memory, so that one copy uploads them all."""
+
+    def __init__(self, shapes: Shapes, device: torch.device) -> None:
+        self._places: dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]] = {}
+        end = 0
+        for name, (dtype, shape) in shapes.items():
+            num_bytes = math.prod(shape) * dtype.itemsize
+            self._places[name] = (end, num_bytes, dtype, tuple(shape))
+            end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self._block = torch.zeros(end, dtype=torch.uint8, device=device)
+        self.tensors = self._views(self._block)
+
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """Replace the contents. On CUDA this does not wait for the device."""
+        if not self._places:
+            return
+        if not self._block.is_cuda:
+            for name, value in values.items():
+                self.tensors[name].copy_(value)
+            return
+        # Pinned memory from torch's caching allocator: it is not handed out again before the copy has been made.
+        staged = torch.empty(self._block.shape, dtype=torch.uint8, pin_memory=True)
+        views = self._views(staged)
+        for name, value in values.items():
+            views[name].copy_(value)
+        self._block.copy_(staged, non_blocking=True)
+
+    def _views(self, block: Tensor) -> dict[str, Tensor]:
+        return {
+            name: block[start : start + num_bytes].view(dtype).view(shape)
+            for name, (start, num_bytes, dtype, shape) in self._places.items()
+        }
+
+
+class AsyncHostCopy:
+    """Tensors on their way to the host. What is launched next may overwrite the `values` that it was given."""
+
+    def __init__(self, *values: Tensor) -> None:
+        self._copies = values
+        self._event: torch.cuda.Event | None = None
+        if not values[0].is_cuda:
+            return
+        self._copies = tuple(torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in values)
+        for copy, value in zip(self._copies, values, strict=True):
+            copy.copy_(value, non_blocking=True)
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(values[0].device))
+
+    @property
+    def is_made(self) -> bool:
+        """Whether `wait` would not block."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The tensors on the host; blocks until the device has made them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copies
+
+
+class GraphRunner:
+    """A function of named tensors of fixed shapes that mutates state and returns tensors.
+
+    Args:
+        shapes: dtype and shape of every input.
+        run: maps these inputs to outputs, without waiting for the device.
+        pool: where to capture it; None calls it at every run.
+        name: for errors.
+    """
+
+    def __init__(
+        self,
+        shapes: Shapes,
+        run: Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]],
+        *,
+        device: torch.device,
+        pool: GraphPool | None,
+        name: str,
+    ) -> None:
+        self._inputs = StagingBuffer(shapes, device)
+        self._run = run
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._outputs: tuple[Tensor, ...] = ()
+        if pool is not None:
+            self._graph, self._outputs = pool.capture(lambda: run(self._inputs.tensors), name)
+
+    def __call__(self, values: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Outputs for these inputs, every one of which must be given. The next run overwrites them."""
+        self._inputs.write(values)
+        if self._graph is None:
+            return self._run(self._inputs.tensors)
+        self._graph.replay()
+        return self._outputs
+
+    def close(self) -> None:
+        """Give up the graph; not to be run any more."""
+        if self._graph is not None:
+            self._graph.reset()

@@ -1,0 +1,140 @@
+"""Lets kernels of a captured CUDA graph begin early: edges in front of them become programmatic ones.
+
+An ordinary edge between two kernels starts the second when the first has ended and its writes are visible. Behind a
+programmatic edge it starts as soon as the first one's thread blocks allow it (`griddepcontrol.launch_dependents`) or
+have ended; the second waits by itself (`griddepcontrol.wait`) for that end. Until then it may do whatever does not
+depend on other kernels: fetch weights.
+
+A kernel says by its name, which ends in `EARLY_SUFFIX`, that in all its thread blocks it waits before it reads what
+another kernel of the graph writes and before it writes anything. Nothing else is touched: captures know no launch
+attributes of engines whose launcher has none, which is why the graph is edited.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterable, Mapping
+
+from mingc.errors import WorkerError
+
+EARLY_SUFFIX = "_early"
+
+_KERNEL_NODE = 0  # CU_GRAPH_NODE_TYPE_KERNEL
+_PROGRAMMATIC = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC, and CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+
+
+class _EdgeData(ctypes.Structure):
+    """CUgraphEdgeData; all zeros is an ordinary edge."""
+
+    _fields_ = (
+        ("from_port", ctypes.c_ubyte),
+        ("to_port", ctypes.c_ubyte),
+        ("kind", ctypes.c_ubyte),
+        ("reserved", ctypes.c_ubyte * 5),
+    )
+
+
+class _KernelParams(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        ("sizes", ctypes.c_uint * 7),  # grid, block, dynamic shared memory
+        ("arguments", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+    )
+
+
+def enable_pdl(graph: int) -> int:
+    """Edit a graph that is not instantiated yet, given as its handle; how many kernels may begin early now.
+
+    Only a kernel whose one predecessor is a kernel can. Raises: WorkerError when the driver refuses.
+    """
+    pairs = _early_pairs(_kernel_names(graph), _edges(graph))
+    if pairs:
+        count = len(pairs)
+        sources, targets = ((ctypes.c_void_p * count)(*side) for side in zip(*pairs, strict=True))
+        plain = (_EdgeData * count)()
+        early = (_EdgeData * count)(*[_EdgeData(from_port=_PROGRAMMATIC, kind=_PROGRAMMATIC)] * count)
+        _call("cuGraphRemoveDependencies_v2", _handle(graph), sources, targets, plain, ctypes.c_size_t(count))
+        _call("cuGraphAddDependencies_v2", _handle(graph), sources, targets, early, ctypes.c_size_t(count))
+    return len(pairs)
+
+
+def _early_pairs(names: Mapping[int, str], edges: Iterable[tuple[int, int, bool]]) -> list[tuple[int, int]]:
+    """The (from, to) of the edges to replace."""
+    before: dict[int, list[tuple[int, bool]]] = {}
+    for source, target, is_plain in edges:
+        before.setdefault(target, []).append((source, is_plain))
+    return [
+        (found[0][0], target)
+        for target, found in before.items()
+        if names.get(target, "").endswith(EARLY_SUFFIX)
+        and len(found) == 1
+        and found[0][1]
+        and found[0][0] in names
+    ]
+
+
+def _kernel_names(graph: int) -> dict[int, str]:
+    """Names of the kernels by their nodes."""
+    count = ctypes.c_size_t()
+    _call("cuGraphGetNodes", _handle(graph), None, ctypes.byref(count))
+    nodes = (ctypes.c_void_p * count.value)()
+    _call("cuGraphGetNodes", _handle(graph), nodes, ctypes.byref(count))
+    names: dict[int, str] = {}
+    for node in nodes:
+        kind = ctypes.c_int()
+        _call("cuGraphNodeGetType", _handle(node), ctypes.byref(kind))
+        if kind.value == _KERNEL_NODE:
+            names[int(node or 0)] = _kernel_name(int(node or 0))
+    return names
+
+
+def _kernel_name(node: int) -> str:
+    params, name = _KernelParams(), ctypes.c_char_p()
+    _call("cuGraphKernelNodeGetParams_v2", _handle(node), ctypes.byref(params))
+    if params.function:
+        _call("cuFuncGetName", ctypes.byref(name), _handle(params.function))
+    else:
+        _call("cuKernelGetName", ctypes.byref(name), _handle(params.kernel))
+    return (name.value or b"").decode()
+
+
+def _edges(graph: int) -> list[tuple[int, int, bool]]:
+    """(from, to, whether it is an ordinary edge)."""
+    count = ctypes.c_size_t()
+    _call("cuGraphGetEdges_v2", _handle(graph), None, None, None, ctypes.byref(count))
+    if not count.value:  # asked for none of them the driver refuses
+        return []
+    sources, targets = ((ctypes.c_void_p * count.value)() for _ in range(2))
+    data = (_EdgeData * count.value)()
+    _call("cuGraphGetEdges_v2", _handle(graph), sources, targets, data, ctypes.byref(count))
+    return [
+        (int(source or 0), int(target or 0), not (each.from_port or each.to_port or each.kind))
+        for source, target, each in zip(sources, targets, data, strict=True)
+    ]
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _handle(value: int | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(value)
+
+
+def _call(name: str, *arguments: object) -> None:
+    status = getattr(_driver(), name)(*arguments)
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        raise WorkerError(
+            f"the CUDA driver refuses {name}: {(text.value or b'unknown error').decode()} ({status})",
+            where="graph_edges",
+            fix="report this with the driver's version",
+        )

@@ -1,0 +1,201 @@
+"""Loads the stages of a bundle on one device: engines, weights bound once, state allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from mingc.artifacts.bundle import Bundle
+from mingc.artifacts.manifest import EngineRecord, GraphRecord, StageRecord
+from mingc.artifacts.spec import GraphSpec, TensorSpec, join_path
+from mingc.errors import BundleError, ConfigError, IntegrityError
+from mingc.runtime.engines import load_engine
+from mingc.runtime.engines.base import Engine, Graph
+
+_STATE_DIMS = {"KV": "rows of KV", "S": "slots"}
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedStage:
+    """The graphs of one stage; all of them share one set of weights, which have the names of the stage.
+
+    A graph with several instances is its first one; `instances` gives all.
+    """
+
+    name: str
+    graphs: Mapping[str, Graph]
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def __getitem__(self, graph: str) -> Graph:
+        return self.graphs[graph]
+
+    def instances(self, graph: str) -> dict[str, Graph]:
+        """The graph with the weights of each of its instances, in order."""
+        return {
+            instance: self.graphs[graph].with_weights(_within(self.weights, instance))
+            for instance in self.graphs[graph].spec.instances
+        }
+
+    def state_specs(self) -> dict[str, TensorSpec]:
+        """Every state tensor of the stage by name; graphs that share a name share the tensor."""
+        return {
+            join_path(instance, tensor.name): tensor
+            for graph in self.graphs.values()
+            for instance in graph.spec.instances
+            for tensor in graph.spec.state
+        }
+
+    def allocate_state(self, dims: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:
+        """Zeroed state tensors with `dims` for their named dims (`KV` rows, `S` slots).
+
+        Raises: ConfigError when the memory of `device` does not suffice.
+        """
+        try:
+            return {
+                name: torch.zeros(
+                    [size if isinstance(size, int) else dims[size] for size in tensor.shape],
+                    dtype=torch_dtype(tensor.dtype),
+                    device=device,
+                )
+                for name, tensor in self.state_specs().items()
+            }
+        except RuntimeError as error:
+            asked = ", ".join(f"{size} {_STATE_DIMS.get(dim, dim)}" for dim, size in dims.items())
+            raise ConfigError(
+                f"memory does not suffice for the state of the {self.name}: {asked}",
+                where=str(device),
+                fix="pass a smaller --max-total-tokens or --max-speech-seqs, or end what else uses the memory",
+            ) from error
+
+
+def load_stage(
+    bundle: Bundle, name: str, device: torch.device, *, rank: int = 0, only_first: bool = False
+) -> LoadedStage:
+    """Load every engine of stage `name` and bind the weights of `rank`.
+
+    With `only_first`, of every graph the weights of its first instance alone: enough to run each engine, and little of
+    a decoder's memory. `LoadedStage.instances` is then not to be called.
+
+    Raises: IntegrityError when the weights cannot be read; BundleError when the bundle lacks the stage, or an engine
+    asks for a weight that is not there.
+    """
+    record = bundle.manifest.stages.get(name)
+    if record is None:
+        held = ", ".join(sorted(bundle.manifest.stages))
+        raise BundleError(f"the artifact has no stage {name}; it has {held}", where=str(bundle.root))
+    left_out = {
+        instance for graph in record.graphs.values() for instance in graph.spec.instances[1:] if only_first
+    }
+    weights = _read_weights(bundle, record, device, rank, left_out)
+    graphs = {}
+    files: dict[str, Engine] = {}
+    for graph_name, graph in record.graphs.items():
+        graphs[graph_name] = _load_graph(bundle, name, graph, weights, device, files, left_out)
+    return LoadedStage(name, graphs, weights)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """`float32` → `torch.float32`."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _engine_key(spec: GraphSpec, record: EngineRecord) -> tuple[int, ...] | None:
+    if record.dims is None:
+        return None
+    return tuple(record.dims[dim.name] for dim in spec.dims if dim.buckets)
+
+
+def _load_graph(
+    bundle: Bundle,
+    stage: str,
+    graph: GraphRecord,
+    weights: Mapping[str, torch.Tensor],
+    device: torch.device,
+    files: dict[str, Engine],
+    left_out: Collection[str],
+) -> Graph:
+    engines: dict[tuple[int, ...] | None, Engine] = {}
+    first = _within(weights, graph.spec.instances[0])
+    for record in graph.engines:
+        engine = files.get(record.file)
+        if engine is None:
+            engine = files[record.file] = load_engine(record.backend, bundle.path(record.file), device)
+            absent = [
+                path
+                for instance in graph.spec.instances
+                if instance not in left_out
+                for name in (*engine.constants(), *graph.spec.weights)
+                if (path := join_path(instance, name)) not in weights
+            ]
+            if absent:
+                raise BundleError(
+                    f"engine needs weights that the bundle has not: {', '.join(absent[:5])}",
+                    where=f"{stage}.{graph.spec.name}: {record.file}",
+                    fix="export again",
+                )
+            engine.bind(first)
+        engines[_engine_key(graph.spec, record)] = engine
+    return Graph(graph.spec, engines, first)
+
+
+def _within(weights: Mapping[str, _Value], instance: str) -> dict[str, _Value]:
+    """The weights of an instance by the names that its engine knows them by."""
+    start = join_path(instance, "")
+    return {name[len(start) :]: value for name, value in weights.items() if name.startswith(start)}
+
+
+def weight_bytes(bundle: Bundle, name: str) -> int:
+    """Bytes of memory that the weights of stage `name` take on the rank with the most of them."""
+    record = bundle.manifest.stages[name]
+    totals = []
+    for path in map(bundle.path, record.weights):
+        with opened_weights(path) as file:
+            # Tensors are mapped here, not read.
+            sizes: dict[str, int] = {key: file.get_tensor(key).nbytes for key in file.keys()}  # noqa: SIM118 - not a dict
+        copies = sum(sum(_within(sizes, source).values()) for source in record.repeated.values())
+        totals.append(sum(sizes.values()) + copies)
+    return max(totals)
+
+
+def _read_weights(
+    bundle: Bundle, record: StageRecord, device: torch.device, rank: int, left_out: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """The weights of a rank: memory-mapped on the CPU, copied once to any other device.
+
+    Instances `left_out` are not read. One that repeats another gets memory of its own: an engine is then as slow over
+    random weights, which caches could otherwise hold, as over others.
+    """
+    path = bundle.path(record.weights[rank if record.is_sharded else 0])
+    starts = tuple(join_path(instance, "") for instance in left_out)
+    with opened_weights(path) as file:
+        names = [name for name in file.keys() if not name.startswith(starts)]  # noqa: SIM118 - not a dict
+        weights = {name: file.get_tensor(name).to(device) for name in names}
+    for instance, source in record.repeated.items():
+        if instance not in left_out:
+            for name, value in _within(weights, source).items():
+                weights[join_path(instance, name)] = value.clone()
+    return weights
+
+
+@contextmanager
+def opened_weights(path: Path) -> Iterator[Any]:  # safetensors has no types
+    """A weights file of a bundle, for reading inside the block. Raises: IntegrityError when its header is damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise IntegrityError(
+            f"the weights cannot be read: {error}",
+            where=str(path),
+            fix="copy the artifact again, or export again",
+        ) from error

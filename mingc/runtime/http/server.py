@@ -1,0 +1,348 @@
+"""The HTTP server: routes of an app over a `Service`, and a process that listens, serves and ends in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import math
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mingc.console import signals
+from mingc.errors import ConfigError, MingcError, RequestError, ServeError
+from mingc.runtime.http import schemas
+from mingc.runtime.http.media import MediaReader
+from mingc.runtime.http.metrics import CONTENT_TYPE, CountRequests, Metrics
+from mingc.runtime.http.options import ServeOptions
+from mingc.runtime.http.parsing import unknown_model
+from mingc.runtime.http.routes import GenerationRoute, Http, answer_chat, answer_speech, as_known
+from mingc.runtime.request import Service
+
+log = logging.getLogger("mingc.http")
+_CLOSE_MARGIN_S = 2.0  # beyond the grace, for last events to go out and workers to be joined
+# How long a thread may keep Python's lock from one that waits for it. Python's own 5 ms are two patches of one request:
+# so long the engines' threads would wait, at every turn, for one that prepares a long text.
+_SWITCH_S = 0.001
+
+
+def create_app(service: Service, options: ServeOptions) -> Starlette:
+    """The ASGI app over a running service. It owns no process; `serve` does."""
+    http = Http(service=service, options=options, media=MediaReader(options), metrics=Metrics())
+    created = int(time.time())
+
+    async def models(request: Request) -> Response:
+        return _json(schemas.models_list(service.info, created))
+
+    async def model(request: Request) -> Response:
+        name = str(request.path_params["model"])
+        if name != service.info.model:
+            raise unknown_model(name, service.info)
+        return _json(schemas.model_object(service.info, created))
+
+    async def voices(request: Request) -> Response:
+        return _json(schemas.voices_list(service.info))
+
+    async def health(request: Request) -> Response:
+        status = "stopping" if http.stopping else "ready" if service.is_ready else "not_ready"
+        body: schemas.Json = {"status": status, "model": service.info.model, "in_flight": http.in_flight}
+        for name in ("max_model_len", "max_total_tokens", "all_reduce"):
+            if (value := getattr(service.info, name)) is not None:
+                body[name] = value
+        return _json(body, 200 if status == "ready" else 503)
+
+    async def metrics(request: Request) -> Response:
+        return Response(http.metrics.render(), media_type=CONTENT_TYPE)
+
+    def answer_error(request: Request, error: Exception) -> Response:
+        return _error_response(request, error, options)
+
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", GenerationRoute(http, answer_chat), methods=["POST"]),
+            Route("/v1/audio/speech", GenerationRoute(http, answer_speech), methods=["POST"]),
+            Route("/v1/models", models),
+            Route("/v1/models/{model:path}", model),
+            Route("/v1/audio/voices", voices),
+            Route("/health", health),
+            Route("/metrics", metrics),
+        ],
+        middleware=[Middleware(CountRequests, metrics=http.metrics)],
+        exception_handlers={MingcError: answer_error, HTTPException: answer_error, Exception: answer_error},
+    )
+    app.router.redirect_slashes = False
+    app.state.http = http
+    return app
+
+
+def _json(body: schemas.Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(schemas.encode_json(body), status, headers, "application/json")
+
+
+def _error_response(request: Request, error: Exception, options: ServeOptions) -> Response:
+    headers = dict(getattr(error, "headers", None) or {})
+    if isinstance(error, HTTPException):  # starlette's own: no such path, or a method that the path lacks
+        shown = f"{request.method} {request.url.path[:100]}"
+        wrong_method = error.status_code == 405
+        reason = f"allowed: {headers.get('Allow', '')}" if wrong_method else "there is no such path"
+        code = "method_not_allowed" if wrong_method else "not_found"
+        error = RequestError(f"{shown}: {reason}.", status=error.status_code, code=code)
+    known = as_known(error)
+    status = known.status if isinstance(known, ServeError) else 500
+    if status == 503:
+        headers["Retry-After"] = str(options.retry_after_s)
+    elif status >= 500:
+        log.error("%s %s: %s", request.method, request.url.path, known)
+    return _json({**schemas.error_body(known)}, status, headers)
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, not listening yet. Call it before anything slow: a taken port shows at once.
+
+    Raises:
+        ConfigError: when the address cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        raise _cannot_listen(host, port, error) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _cannot_listen(host, port, error) from error
+    return listener
+
+
+def _cannot_listen(host: str, port: int, error: OSError | UnicodeError) -> ConfigError:
+    if isinstance(error, UnicodeError):  # not even to be asked for
+        error = OSError(0, f"no name of a host: {error}")
+    fixes = {
+        errno.EADDRINUSE: "stop the other process, or pass another --port (0 lets the system choose)",
+        errno.EACCES: "pass a --port above 1023",
+    }
+    why = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+    return ConfigError(
+        f"cannot listen at {host}:{port}: {why}",
+        where=f"--host {host} --port {port}",
+        fix=fixes.get(error.errno or 0, "pass a --host that is an address of this machine"),
+    )
+
+
+def base_url(listener: socket.socket) -> str:
+    """`http://host:port` of a bound socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _say_url(url: str) -> None:
+    print(f"serving at {url}", file=sys.stderr, flush=True)
+
+
+def serve(
+    app: Starlette, listener: socket.socket | None = None, *, announce: Callable[[str], None] = _say_url
+) -> bool:
+    """Serve until SIGTERM or SIGINT, then end in order; see `serve_async`. Threads take turns more often meanwhile."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        return asyncio.run(serve_async(app, listener, announce=announce))
+    finally:
+        sys.setswitchinterval(before)
+
+
+async def serve_async(
+    app: Starlette,
+    listener: socket.socket | None = None,
+    *,
+    announce: Callable[[str], None] = _say_url,
+    stop: asyncio.Event | None = None,
+) -> bool:
+    """Listen and serve inside a running event loop, until a signal or `stop`.
+
+    On the first signal the port closes, the service is closed with the grace of the options, and streams that are
+    cut off get an error event. A second one stops at once, unless it comes so soon that it belongs to the first. A
+    service that ends by itself ends the server like a first signal. Whatever happens, `service.close` is called last
+    with no grace: it must bear being called twice.
+
+    Args:
+        app: from `create_app`.
+        listener: from `bind_socket`; None binds the host and port of the options. Closed at the end.
+        announce: gets the base URL once connections are accepted; the default says it on stderr.
+        stop: setting it is as good as a first signal.
+
+    Returns:
+        True when it ended in order, False when a second signal cut it short.
+
+    Raises:
+        ConfigError: when the port is taken.
+        ServeError: when the service ended by itself: that error.
+    """
+    http: Http = app.state.http
+    ends: list[ServeError] = []
+    try:
+        with contextlib.closing(listener or bind_socket(http.options.host, http.options.port)) as bound:
+            server = _Server(app, bound, announce)
+            serving = asyncio.create_task(server.serve(sockets=[bound]))
+            http.service.on_end(_ending(server, ends))
+            try:
+                with _stop_signals(server, serving), _stop_event(server, stop):
+                    await serving
+            except asyncio.CancelledError:
+                if not server.force_exit:
+                    raise
+            finally:
+                server.cut_off()
+            if ends:
+                raise ends[0]
+            return not server.force_exit
+    finally:
+        http.stopping = True
+        await _close(http.service, 0.0)
+
+
+async def _close(service: Service, shutdown_timeout_s: float) -> None:
+    """Close the service, but do not wait forever for it."""
+    try:
+        async with asyncio.timeout(shutdown_timeout_s + _CLOSE_MARGIN_S):
+            await service.close(shutdown_timeout_s=shutdown_timeout_s)
+    except TimeoutError:
+        log.error("the service did not close within %g s", shutdown_timeout_s + _CLOSE_MARGIN_S)
+
+
+def _ending(server: _Server, ends: list[ServeError]) -> Callable[[ServeError], None]:
+    """What a service that ends by itself calls, on any thread: its error goes to `ends`, and the server stops."""
+    loop = asyncio.get_running_loop()
+
+    def end(error: ServeError) -> None:
+        ends.append(error)
+        server.should_exit = True
+
+    def told(error: ServeError) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+            loop.call_soon_threadsafe(end, error)
+
+    return told
+
+
+@contextlib.contextmanager
+def _stop_signals(server: _Server, serving: asyncio.Task[None]) -> Iterator[None]:
+    """First signal: end in order. A later one: cancel; behind the block it ends the process.
+
+    Outside the main thread signals are somebody else's.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in signals.SIGNALS}
+    first: float | None = None
+
+    def stop() -> None:
+        nonlocal first
+        if first is not None and loop.time() - first < signals.ONE_REQUEST_S:
+            return
+        first = loop.time()
+        if server.should_exit:
+            server.force_exit = True
+            serving.cancel()
+        server.should_exit = True
+
+    for number in signals.SIGNALS:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+        if first is not None:
+            signals.end_at_a_later_signal()
+
+
+@contextlib.contextmanager
+def _stop_event(server: _Server, stop: asyncio.Event | None) -> Iterator[None]:
+    async def wait() -> None:
+        if stop is not None:
+            await stop.wait()
+            server.should_exit = True
+
+    waiting = asyncio.create_task(wait())
+    try:
+        yield
+    finally:
+        waiting.cancel()
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn, except that signals are ours and that the service is told as soon as the end begins."""
+
+    def __init__(self, app: Starlette, listener: socket.socket, announce: Callable[[str], None]) -> None:
+        self._http: Http = app.state.http
+        self._listener = listener
+        self._announce = announce
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=math.ceil(self._http.options.shutdown_timeout_s + _CLOSE_MARGIN_S),
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # uvicorn's own raises the signal again at the end, which would kill the process before workers are joined
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        host, port = self._listener.getsockname()[:2]
+        try:
+            # two processes may bind one port while neither listens; the loser learns it here
+            self._listener.listen(self.config.backlog)
+        except OSError as error:
+            raise _cannot_listen(host, port, error) from error
+        await super().startup(sockets)
+        self._announce(base_url(self._listener))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._http.stopping = True
+        closing = asyncio.create_task(_close(self._http.service, self._http.options.shutdown_timeout_s))
+        try:
+            await super().shutdown(sockets)
+            await closing
+        finally:
+            closing.cancel()
+            await asyncio.wait((closing,))
+
+    def cut_off(self) -> None:
+        """Drop what an orderly end has left, or all of it: sockets, running requests, connections."""
+        for listening in getattr(self, "servers", ()):
+            listening.close()
+        for task in list(self.server_state.tasks):
+            task.cancel()
+        for connection in list(self.server_state.connections):
+            connection.transport.close()

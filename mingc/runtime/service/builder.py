@@ -1,0 +1,384 @@
+"""From a bundle on disk to a running service: checks, engines, pools, threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from mingc.artifacts.bundle import Bundle, check_fingerprint, check_hashes, open_bundle
+from mingc.artifacts.manifest import Manifest
+from mingc.errors import BundleError, ConfigError, ServeError
+from mingc.host import current_host
+from mingc.runtime.engines.stage_loader import LoadedStage, load_stage, torch_dtype, weight_bytes
+from mingc.runtime.kv_cache import PagePool, SlotPool
+from mingc.runtime.preprocess.chat import ChatProcessor
+from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
+from mingc.runtime.preprocess.tokenizer import TextTokenizer
+from mingc.runtime.request import ServiceInfo
+from mingc.runtime.service.encoders import AudioEncoder, VisionEncoder
+from mingc.runtime.service.omni import ChatPipeline, OmniService, SpeechPipeline
+from mingc.runtime.service.startup import StartupClock
+from mingc.runtime.talker.loop import TalkerLoop
+from mingc.runtime.talker.planner import SpeechPlanner, load_voice
+from mingc.runtime.talker.scheduler import TalkerScheduler
+from mingc.runtime.talker.worker import TalkerWorker
+from mingc.runtime.thinker.loop import StepRunner, ThinkerLoop
+from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
+from mingc.runtime.thinker.ranks.rank_group import STEP_TIMEOUT_S, RankGroup
+from mingc.runtime.thinker.scheduler import ThinkerScheduler
+from mingc.runtime.thinker.startup import create_worker
+from mingc.runtime.thinker.worker import ThinkerWorker
+
+log = logging.getLogger("mingc.startup")
+
+_T = TypeVar("_T")
+
+_SPEECH_STAGES = ("talker", "cfm", "audio_vae")
+_MIN_KV_TOKENS = 16384
+_CUDA_KV_SHARE = 0.8  # of the memory that is free once the weights are loaded
+# What the command line calls the options that it has.
+_OPTIONS = {
+    "tp": "--tp",
+    "max_total_tokens": "--max-total-tokens",
+    "max_waiting": "--max-queue",
+    "max_speech_seqs": "--max-speech-seqs",
+    "num_torch_threads": "--threads",
+    "step_timeout_s": "--step-timeout",
+}
+# More than any machine has; beyond it torch's and the clock's numbers end.
+_MOST = {"max_total_tokens": 1 << 40, "num_torch_threads": 1024, "step_timeout_s": 10**9}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """How a bundle is run.
+
+    Attributes:
+        tp: ranks of the thinker; None takes what the bundle was exported for, anything else must equal it.
+        max_total_tokens: tokens of all requests together that the thinker's KV pages hold; None chooses.
+        max_running: requests the thinker works on at once; None is the largest decode batch.
+        max_waiting: requests that may wait for the thinker before more are refused.
+        max_speech_seqs: segments spoken at once; None is the largest batch of the talker.
+        max_joins: segments that may join the talker's batch at one patch boundary.
+        max_streams: requests that may speak or wait to speak before more are refused.
+        max_pending_patches: patches a client may leave unread before its speech pauses.
+        num_preprocess_threads: threads that decode media and run encoders.
+        num_torch_threads: CPU threads of an engine; None: on CUDA one, else torch's setting is left alone.
+        step_timeout_s: how long the thinker's ranks may take for a step before they are taken for hanging, which
+            ends the service.
+        check_hashes: read every file of the bundle once and compare its hash before anything is loaded.
+        served_model_name: what clients call the model; None is the name that it was exported with.
+    """
+
+    tp: int | None = None
+    max_total_tokens: int | None = None
+    max_running: int | None = None
+    max_waiting: int = 128
+    max_speech_seqs: int | None = None
+    max_joins: int = 16
+    max_streams: int = 256
+    max_pending_patches: int = 128
+    num_preprocess_threads: int = 2
+    num_torch_threads: int | None = None
+    step_timeout_s: float = STEP_TIMEOUT_S
+    check_hashes: bool = False
+    served_model_name: str | None = None
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{_OPTIONS.get(field.name, field.name)} is {value}, which is below {least}"
+            for field in dataclasses.fields(self)
+            for least in (0 if field.name == "max_waiting" else 1,)
+            if isinstance(value := getattr(self, field.name), int)
+            and not isinstance(value, bool)
+            and value < least
+        ]
+        if not 0 < self.step_timeout_s < math.inf:
+            problems.append(f"--step-timeout is {self.step_timeout_s}, not a finite number above 0")
+        for name, most in _MOST.items():
+            if (value := getattr(self, name)) is not None and math.inf > value > most:
+                problems.append(f"{_OPTIONS[name]} is {value}, which is above {most}")
+        if self.served_model_name is not None and not self.served_model_name.strip():
+            problems.append("--served-model-name is empty")
+        elif self.served_model_name is not None and not self.served_model_name.isprintable():
+            problems.append(f"--served-model-name {self.served_model_name!r} holds what cannot be printed")
+        if problems:
+            raise ConfigError(
+                "; ".join(problems), where="options of the engines", fix="see `mingc serve --help`"
+            )
+
+
+def open_service(
+    root: Path, options: EngineOptions | None = None, clock: StartupClock | None = None
+) -> OmniService:
+    """Load the bundle at `root` and start its threads and ranks. `clock` is told how long each phase takes.
+
+    Raises: BundleError and its kind, ConfigError when options and bundle do not fit, WorkerError when a rank
+        does not start.
+    """
+    options, clock = options or EngineOptions(), clock or StartupClock()
+    with clock.phase("check the artifact"):
+        bundle = open_bundle(root)
+        manifest = bundle.manifest
+        recorded = manifest.fingerprint
+        check_fingerprint(recorded, current_host(recorded.device))
+        if options.check_hashes:
+            check_hashes(bundle)
+    if options.tp not in (None, recorded.world_size):
+        raise ConfigError(
+            f"the artifact is for {recorded.world_size} rank(s), {options.tp} asked",
+            where="--tp",
+            fix=f"pass --tp {recorded.world_size}, or export again with --tp {options.tp}",
+        )
+    threads = host_threads(recorded.device, options.num_torch_threads)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    devices = _devices(recorded.device, recorded.world_size)
+    # The group of ranks exists before the service that it reports to.
+    services: list[OmniService] = []
+    deaths: list[ServeError] = []
+
+    def on_death(error: ServeError) -> None:
+        deaths.append(error)
+        for service in services:
+            service.end(error)
+
+    runner: StepRunner | None = None
+    try:
+        with clock.phase("load the chat engines"):
+            runner, chat = _load_chat(bundle, options, devices, on_death)
+        speech = _load_speech(bundle, options, devices[0], clock)
+    except BaseException:
+        if isinstance(runner, RankGroup):
+            runner.close()
+        raise
+    ranks = runner if isinstance(runner, RankGroup) else None
+    service = OmniService(
+        _info(manifest, options, ranks, chat),
+        chat=chat,
+        speech=speech,
+        ranks=ranks,
+        num_threads=options.num_preprocess_threads,
+        max_pending_patches=options.max_pending_patches,
+    )
+    services.append(service)
+    for error in deaths:
+        service.end(error)
+    return service
+
+
+def host_threads(device: str, wished: int | None) -> int | None:
+    """Threads for torch's work on the host; None leaves torch's setting alone.
+
+    With a GPU the host only prepares inputs. A copy of more than 32,768 values, as the inputs of a prompt or of sixteen
+    patches are, would go to a team of threads and wait for the last of them to be scheduled: every so often for many
+    times what the copy takes.
+    """
+    return 1 if wished is None and device == "cuda" else wished
+
+
+def _load_chat(
+    bundle: Bundle,
+    options: EngineOptions,
+    devices: list[torch.device],
+    on_death: Callable[[ServeError], None],
+) -> tuple[StepRunner | None, ChatPipeline | None]:
+    manifest = bundle.manifest
+    if "thinker" not in manifest.stages:
+        return None, None
+    parameters = manifest.parameters
+    thinker = _recorded(parameters.thinker, "thinker")
+    vision = (
+        VisionEncoder(
+            load_stage(bundle, "vision_encoder", devices[0]),
+            _recorded(parameters.vision_encoder, "vision_encoder"),
+            devices[0],
+        )
+        if "vision_encoder" in manifest.stages
+        else None
+    )
+    audio = (
+        AudioEncoder(
+            load_stage(bundle, "audio_encoder", devices[0]),
+            _recorded(parameters.audio_encoder, "audio_encoder"),
+            devices[0],
+        )
+        if "audio_encoder" in manifest.stages
+        else None
+    )
+    tokenizer = _tokenizer(bundle, "thinker")
+    context = _largest(manifest, "thinker", "P") * thinker.page_size
+    num_pages = 1 + -(-_kv_tokens(bundle, options, devices, context) // thinker.page_size)
+
+    log.info("KV pages for %d tokens, a request may have %d", (num_pages - 1) * thinker.page_size, context)
+
+    def load() -> LoadedStage:
+        return load_stage(bundle, "thinker", devices[0])
+
+    def start(stage: LoadedStage) -> ThinkerWorker:
+        return create_worker(stage, manifest, num_pages=num_pages, device=devices[0])
+
+    runner: RankGroup | ThinkerWorker = (
+        RankGroup(
+            bundle.root,
+            devices,
+            load,
+            start,
+            num_pages=num_pages,
+            on_death=on_death,
+            step_timeout_s=options.step_timeout_s,
+        )
+        if len(devices) > 1
+        else start(load())
+    )
+    if runner.times is not None:
+        log.info(
+            "ms of a prompt's chunk by tokens %s, of a decode step by requests %s",
+            *(
+                {size: round(ms, 2) for size, ms in each}
+                for each in (runner.times.chunks, runner.times.decodes)
+            ),
+        )
+    batch = _largest(manifest, "thinker", "B")
+    scheduler = ThinkerScheduler(
+        PagePool(num_pages, thinker.page_size),
+        max_running=min(options.max_running or batch, batch),
+        chunk=runner.chunk,
+        pace=ChunkedPrefillPolicy(num_parts=runner.num_parts, times=runner.times),
+        max_context=min(context, thinker.max_positions),
+        max_waiting=options.max_waiting,
+    )
+    parts = ChatPipeline(
+        processor=ChatProcessor(
+            tokenizer,
+            thinker,
+            vision=parameters.vision_encoder,
+            audio=parameters.audio_encoder,
+            max_tokens=scheduler.max_context,
+        ),
+        tokenizer=tokenizer,
+        vision=vision,
+        audio=audio,
+        loop=ThinkerLoop(runner, scheduler, stop_ids=thinker.stop_token_ids, vocab_size=thinker.vocab_size),
+    )
+    return runner, parts
+
+
+def _load_speech(
+    bundle: Bundle, options: EngineOptions, device: torch.device, clock: StartupClock
+) -> SpeechPipeline | None:
+    manifest = bundle.manifest
+    if any(name not in manifest.stages for name in _SPEECH_STAGES):
+        return None
+    talker = _recorded(manifest.parameters.talker, "talker")
+    flow = _recorded(manifest.parameters.cfm, "cfm")
+    vae = _recorded(manifest.parameters.audio_vae, "audio_vae")
+    voices = {record.name: load_voice(bundle, record) for record in manifest.voices}
+    largest = min(_largest(manifest, name, "B") for name in _SPEECH_STAGES)
+    slots = 1 + min(options.max_speech_seqs or largest, largest)
+    with clock.phase("load the speech engines and their weights"):
+        stages = [load_stage(bundle, name, device) for name in _SPEECH_STAGES]
+    with clock.phase("prepare patches and prompts (CUDA: capture)"):
+        worker = TalkerWorker(*stages, parameters=talker, flow=flow, vae=vae, num_slots=slots, device=device)
+    planner = SpeechPlanner(
+        SpeechPromptBuilder(_tokenizer(bundle, "talker")),
+        voices,
+        parameters=talker,
+        flow=flow,
+        vae=vae,
+    )
+    scheduler = TalkerScheduler(
+        SlotPool(slots),
+        max_batch=worker.max_batch,
+        max_joins=options.max_joins,
+        max_streams=options.max_streams,
+    )
+    return SpeechPipeline(
+        planner=planner, loop=TalkerLoop(worker, scheduler), max_segment_length=talker.max_segment_length
+    )
+
+
+def _info(
+    manifest: Manifest, options: EngineOptions, ranks: RankGroup | None, chat: ChatPipeline | None
+) -> ServiceInfo:
+    stages = manifest.stages
+    has_text = "thinker" in stages
+    vae = manifest.parameters.audio_vae
+    talker = manifest.parameters.talker
+    has_speech = all(name in stages for name in _SPEECH_STAGES)
+    return ServiceInfo(
+        model=options.served_model_name or manifest.model,
+        sample_rate=vae.sample_rate if vae is not None else 0,
+        voices=tuple(voice.name for voice in manifest.voices) if has_speech else (),
+        default_voice=talker.default_voice if has_speech and talker is not None else None,
+        has_text=has_text,
+        has_image=has_text and "vision_encoder" in stages,
+        has_video=has_text and "vision_encoder" in stages,
+        has_audio_input=has_text and "audio_encoder" in stages,
+        has_speech=has_speech,
+        max_model_len=chat.loop.scheduler.max_context if chat is not None else None,
+        max_total_tokens=chat.loop.scheduler.pool.max_tokens if chat is not None else None,
+        all_reduce=ranks.reduce_choice.reason if ranks is not None else None,
+    )
+
+
+def _largest(manifest: Manifest, stage: str, dim: str) -> int:
+    """The largest size of `dim` that every graph of `stage` with this dim has a bucket for."""
+    graphs = [record.spec for record in manifest.stages[stage].graphs.values()]
+    return min(
+        max(each.buckets) for graph in graphs for each in graph.dims if each.name == dim and each.buckets
+    )
+
+
+def _kv_tokens(bundle: Bundle, options: EngineOptions, devices: list[torch.device], context: int) -> int:
+    """Tokens that the KV pages are to hold: asked, or measured on a GPU, or enough for a few requests on a CPU."""
+    if options.max_total_tokens is not None:
+        return options.max_total_tokens
+    if devices[0].type != "cuda":
+        return max(context, _MIN_KV_TOKENS)
+    record = bundle.manifest.stages["thinker"]
+    attention = record.graphs["decode_attention"].spec
+    row_bytes = len(attention.instances) * sum(
+        torch_dtype(tensor.dtype).itemsize * math.prod(size for size in tensor.shape if isinstance(size, int))
+        for tensor in attention.state
+    )
+    free = min(torch.cuda.mem_get_info(device)[0] for device in devices) - weight_bytes(bundle, "thinker")
+    return max(context, int(free * _CUDA_KV_SHARE) // row_bytes)
+
+
+def _devices(kind: str, world_size: int) -> list[torch.device]:
+    if kind != "cuda":
+        return [torch.device(kind)] * world_size
+    if torch.cuda.device_count() < world_size:
+        raise ConfigError(
+            f"{world_size} ranks need as many GPUs, {torch.cuda.device_count()} are visible",
+            where="CUDA_VISIBLE_DEVICES",
+            fix="make more GPUs visible, or export with a smaller --tp",
+        )
+    return [torch.device("cuda", index) for index in range(world_size)]
+
+
+def _tokenizer(bundle: Bundle, stage: str) -> TextTokenizer:
+    file = bundle.manifest.tokenizers.get(stage)
+    if file is None:
+        raise BundleError(
+            f"the artifact has no tokenizer of the {stage}",
+            where="manifest.json",
+            fix="export again from a checkpoint with tokenizers; mingc probe needs none",
+        )
+    return TextTokenizer.from_file(bundle.path(file))
+
+
+def _recorded(parameters: _T | None, stage: str) -> _T:
+    if parameters is None:
+        raise BundleError(
+            f"the manifest has no parameters of {stage}", where="manifest.json", fix="export again"
+        )
+    return parameters

@@ -1,0 +1,128 @@
+"""Vision and audio encoders of a running server: host features in, embeddings out, padded to buckets and cut.
+
+Features are made in `mingc.runtime.preprocess`. Requests call from several threads; an engine runs one call at a
+time, so each encoder has a lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mingc.artifacts.parameters import AudioParameters, VisionParameters
+from mingc.runtime.engines.stage_loader import LoadedStage, torch_dtype
+from mingc.runtime.preprocess.audio import AudioFeatures
+from mingc.runtime.preprocess.image import Grid, VisionFeatures
+from mingc.runtime.preprocess.vision_grid import build_grid_arrays, group_pixels, pad_grid_arrays, pad_tokens
+
+_Frame = tuple[NDArray[np.float32], Grid]
+
+
+class VisionEncoder:
+    """Images and video frames → embeddings of merged tokens."""
+
+    def __init__(self, stage: LoadedStage, parameters: VisionParameters, device: torch.device) -> None:
+        self._graph = stage["encode"]
+        self._parameters = parameters
+        self._device = device
+        self._dtype = torch_dtype(
+            next(each for each in self._graph.spec.inputs if each.name == "pixels").dtype
+        )
+        self._lock = threading.Lock()
+
+    @torch.inference_mode()
+    def encode(self, features: Sequence[VisionFeatures]) -> Tensor:
+        """Embeddings (M, D) of all features in order, M merged tokens in all.
+
+        Frames attend to themselves only, so they are packed into as few calls as the largest bucket allows.
+        Raises: RequestError when one frame alone exceeds it.
+        """
+        frames = [frame for feature in features for frame in _frames(feature)]
+        with self._lock:
+            return torch.cat([self._run(group) for group in self._groups(frames)])
+
+    def _groups(self, frames: Sequence[_Frame]) -> Iterator[list[_Frame]]:
+        limit = max(self._graph.spec.dim("M").buckets)
+        group: list[_Frame] = []
+        held = 0
+        for frame in frames:
+            count = len(frame[0]) // self._parameters.merge_size**2
+            if group and held + count > limit:
+                yield group
+                group, held = [], 0
+            group.append(frame)
+            held += count
+        if group:
+            yield group
+
+    def _run(self, frames: Sequence[_Frame]) -> Tensor:
+        merge = self._parameters.merge_size
+        pixels = group_pixels(np.concatenate([pixels for pixels, _ in frames]), merge)
+        count = len(pixels)
+        width = self._graph.bucket("M", count)
+        grids = build_grid_arrays(
+            [grid for _, grid in frames],
+            merge_size=merge,
+            position_grid_size=self._parameters.position_grid_size,
+        )
+        arrays = pad_grid_arrays(grids, width)
+        outputs = self._graph.run(
+            pixels=self._put(pad_tokens(pixels, width)).to(self._dtype),
+            position_index=self._put(arrays.position_index),
+            position_weight=self._put(arrays.position_weight),
+            coordinates=self._put(arrays.coordinates),
+            segment=self._put(arrays.segment),
+        )
+        return outputs["embeddings"][:count]
+
+    def _put(self, values: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+
+
+class AudioEncoder:
+    """Clips → embeddings."""
+
+    def __init__(self, stage: LoadedStage, parameters: AudioParameters, device: torch.device) -> None:
+        self._graph = stage["encode"]
+        self._parameters = parameters
+        self._device = device
+        self._dtype = torch_dtype(next(each for each in self._graph.spec.inputs if each.name == "mel").dtype)
+        self._lock = threading.Lock()
+
+    @torch.inference_mode()
+    def encode(self, features: Sequence[AudioFeatures]) -> list[Tensor]:
+        """Embeddings (tokens, D) of each clip. Raises: RequestError when a clip exceeds the largest bucket."""
+        most = max(self._graph.spec.dim("N").buckets)
+        with self._lock:
+            return [
+                embeddings
+                for start in range(0, len(features), most)
+                for embeddings in self._run(features[start : start + most])
+            ]
+
+    def _run(self, features: Sequence[AudioFeatures]) -> list[Tensor]:
+        per_token = self._parameters.frames_per_token
+        counts = [feature.num_tokens for feature in features]
+        clips = self._graph.bucket("N", len(features))
+        tokens = self._graph.bucket("T4", max(counts))
+        mel = torch.zeros(clips, tokens * per_token, self._parameters.num_mels, dtype=self._dtype)
+        lengths = torch.ones(clips, dtype=torch.int64)  # padding clips have one frame: no empty softmax
+        for row, feature in enumerate(features):
+            mel[row, : len(feature.mel)] = torch.from_numpy(feature.mel).to(self._dtype)
+            lengths[row] = len(feature.mel)
+        outputs = self._graph.run(
+            mel=mel.view(clips, tokens, per_token, -1).to(self._device), lengths=lengths.to(self._device)
+        )
+        return [outputs["embeddings"][row, :count] for row, count in enumerate(counts)]
+
+
+def _frames(feature: VisionFeatures) -> Iterator[_Frame]:
+    """The temporal patches of a feature, each as a grid of its own."""
+    frames, height, width = feature.grid
+    for pixels in np.split(feature.pixels, frames):
+        yield pixels, (1, height, width)

@@ -1,0 +1,194 @@
+"""The device side of speech: engines of the three stages over the state of all slots.
+
+A slot holds all that a running segment keeps on the device: KV rows, the hidden state that conditions its next
+patch, the latents before it, and the VAE's rings. Slot 0 belongs to the padding rows of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mingc.artifacts.parameters import CfmParameters
+from mingc.runtime.engines.cuda_graphs import GraphPool, GraphRunner, Shapes
+from mingc.runtime.engines.stage_loader import LoadedStage, torch_dtype
+from mingc.runtime.talker.patch_pipeline import LaunchedPatch, PatchPipeline
+
+_ALIGNMENT = 16  # bytes; engines copy what is aligned to less
+_META = torch.device("meta")
+_LANES = 4  # prompts that run beside each other: one alone leaves most of a GPU idle
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Lane:
+    """Prompts of every size, and the stream they run on; None: at once."""
+
+    stream: torch.cuda.Stream | None
+    runs: Mapping[int, GraphRunner]
+
+
+class TalkerEngines:
+    """Runs prompts and patches. On CUDA every size is captured when this is made, and replayed.
+
+    Args:
+        talker, cfm, audio_vae: stages with the graphs `prefill`/`step`, `sample`, `stream`.
+        num_slots: slots to allocate, slot 0 (padding) included.
+    """
+
+    def __init__(
+        self,
+        talker: LoadedStage,
+        cfm: LoadedStage,
+        audio_vae: LoadedStage,
+        *,
+        hidden_size: int,
+        flow: CfmParameters,
+        num_slots: int,
+        device: torch.device,
+    ) -> None:
+        self.device = device
+        self._prefill, self._step = talker["prefill"], talker["step"]
+        self._sample, self._stream = cfm["sample"], audio_vae["stream"]
+        self._talker_state, self._rows = _allocate_rows(talker, num_slots, device)
+        self._vae_state = audio_vae.allocate_state({"S": num_slots}, device)
+        hidden = next(each for each in self._sample.spec.inputs if each.name == "hidden")
+        embeds = next(each for each in self._prefill.spec.inputs if each.name == "embeds")
+        self.embed_dtype = torch_dtype(embeds.dtype)
+        self._hidden = torch.zeros(num_slots, hidden_size, dtype=torch_dtype(hidden.dtype), device=device)
+        self._history = torch.zeros(num_slots, flow.history_latents, flow.latent_dim, device=device)
+        # One size serves the whole patch, so every graph must have it.
+        graphs = (self._sample, self._step, self._stream)
+        sizes = sorted(set.intersection(*(set(graph.spec.dim("B").buckets) for graph in graphs)))
+        largest = next((size for size in sizes if size >= num_slots - 1), sizes[-1])
+        self.batch_sizes = [size for size in sizes if size <= largest]
+        self.chunk_sizes = sorted(self._prefill.spec.dim("T").buckets)
+        self._is_cuda = device.type == "cuda"
+        self._busy: set[torch.cuda.Stream] = set()
+        self._patches = PatchPipeline(
+            self,
+            self.batch_sizes,
+            num_steps=flow.num_steps,
+            patch=(flow.latents_per_patch, flow.latent_dim),
+            device=device,
+        )
+        self._lanes = [self._make_lane(device) for _ in range(_LANES if self._is_cuda else 1)]
+
+    def launch(self, size: int, inputs: Mapping[str, Tensor]) -> LaunchedPatch:
+        """Begin one patch of `size` rows, after all prompts launched so far. See `PatchPipeline.launch`."""
+        self._wait_for_prompts()
+        return self._patches.launch(size, inputs)
+
+    def run_prompt(self, size: int, inputs: Mapping[str, Tensor]) -> None:
+        """Prefill one chunk of `size` tokens; its last hidden state becomes the slot's, as do these `history`.
+
+        Inputs: as the graph `prefill`, and history (1, H, C). Prompts of other slots may run beside it.
+        """
+        with self._lane(int(inputs["slot"])) as lane:
+            lane.runs[size](inputs)
+
+    def read_rows(self, slot: int, count: int) -> Tensor:
+        """A copy of the first `count` KV rows of a slot, (states, count, …)."""
+        self._wait_for_prompts()
+        return self._rows[:, slot, :count].clone()
+
+    def write_rows(self, slot: int, rows: Tensor) -> None:
+        """Begin a slot with these KV rows. Letting go of `rows` is safe after the next `read_rows` or `launch`."""
+        with self._lane(slot):
+            self._rows[:, slot, : rows.shape[1]].copy_(rows)
+
+    def _make_lane(self, device: torch.device) -> _Lane:
+        # Intermediates of graphs that run at the same time must not share memory: a pool for each lane.
+        pool = GraphPool(device) if self._is_cuda else None
+        runs = {
+            size: GraphRunner(
+                self._prompt_shapes(size),
+                self._prompt,
+                device=device,
+                pool=pool,
+                name=f"a prompt of {size} tokens",
+            )
+            for size in reversed(self.chunk_sizes)
+        }
+        stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
+        return _Lane(stream=stream, runs=runs)
+
+    @contextmanager
+    def _lane(self, slot: int) -> Iterator[_Lane]:
+        """Inside, work goes to the lane of `slot`, after all that was launched outside lanes."""
+        lane = self._lanes[slot % len(self._lanes)]
+        if lane.stream is None:
+            yield lane
+            return
+        lane.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(lane.stream):
+            yield lane
+        self._busy.add(lane.stream)
+
+    def _wait_for_prompts(self) -> None:
+        """What is launched from here on comes after every prompt launched so far."""
+        for stream in self._busy:
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+        self._busy.clear()
+
+    def sample(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """See `PatchWork`."""
+        slots = inputs["slots"]
+        made = self._sample.run(
+            hidden=self._hidden.index_select(0, slots),
+            history=self._history.index_select(0, slots),
+            **{name: inputs[name] for name in ("noise", "step_noise", "guidance", "sigma", "temperature")},
+        )
+        self._history.index_copy_(0, slots, made["next_history"])
+        return made
+
+    def decode(self, latents: Tensor, slots: Tensor, patch_index: Tensor) -> Tensor:
+        """See `PatchWork`."""
+        decoded = self._stream.run(latents=latents, slots=slots, patch_index=patch_index, **self._vae_state)
+        return decoded["samples"]
+
+    def advance(self, made: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
+        """See `PatchWork`."""
+        slots = inputs["step_slots"]
+        stepped = self._step.run(
+            embeds=made["next_embeds"], slots=slots, lengths=inputs["lengths"], **self._talker_state
+        )
+        self._hidden.index_copy_(0, slots, stepped["hidden"])
+
+    def _prompt(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        given = {name: value for name, value in inputs.items() if name != "history"}
+        hidden = self._prefill.run(**given, **self._talker_state)["hidden"]
+        self._hidden.index_copy_(0, inputs["slot"], hidden)
+        self._history.index_copy_(0, inputs["slot"], inputs["history"])
+        return ()
+
+    def _prompt_shapes(self, size: int) -> Shapes:
+        return {
+            "input_ids": (torch.int64, (size,)),
+            "embeds": (self.embed_dtype, (size, self._hidden.shape[1])),
+            "use_embed": (torch.bool, (size,)),
+            "slot": (torch.int64, (1,)),
+            "start": (torch.int64, (1,)),
+            "last": (torch.int64, (1,)),
+            "history": (torch.float32, (1, *self._history.shape[1:])),
+        }
+
+
+def _allocate_rows(
+    talker: LoadedStage, num_slots: int, device: torch.device
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The KV rows of all layers, zeros, by name, and the tensor (states, slots, rows, …) that they are slices of.
+
+    In one piece, the rows of a slot are copied at once: one by one, 48 states cost the host 0.2 ms a segment.
+    """
+    names = sorted(talker.state_specs())
+    one = {
+        tuple(state.shape): state.dtype for state in talker.allocate_state({"S": num_slots}, _META).values()
+    }
+    ((shape, dtype),) = one.items()
+    rows = torch.zeros(len(names), *shape, dtype=dtype, device=device)
+    assert rows.stride(0) * rows.itemsize % _ALIGNMENT == 0, "an engine would work on a copy of its state"
+    return dict(zip(names, rows, strict=True)), rows

@@ -1,0 +1,152 @@
+"""Voices, and from a piece of text and a client's wishes to a segment that the talker can run. No engine runs here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from mingc.artifacts.bundle import Bundle
+from mingc.artifacts.manifest import VoiceRecord
+from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
+from mingc.errors import BundleError, RequestError
+from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder, caption_instruction
+from mingc.runtime.request import SpeechParams
+from mingc.runtime.talker.worker import SpeechSegment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class VoicePack:
+    """A registered voice.
+
+    Attributes:
+        latents: (N·p, latent) float32 of the recording.
+        embeds: (N, D) float32, one a patch.
+        speaker: (D,) float32.
+    """
+
+    name: str
+    transcript: str
+    latents: NDArray[np.float32]
+    embeds: NDArray[np.float32]
+    speaker: NDArray[np.float32]
+
+
+def load_voice(bundle: Bundle, record: VoiceRecord) -> VoicePack:
+    """The voice's tensors. Raises: BundleError when the file is not what the manifest says."""
+    path = bundle.path(record.file)
+    try:
+        tensors = load_file(path)
+        latents, embeds, speaker = tensors["latents"][0], tensors["embeds"], tensors["speaker"]
+    except (OSError, KeyError, IndexError, SafetensorError) as error:
+        raise BundleError(f"voice {record.name} cannot be read: {error}", where=str(path)) from error
+    if len(embeds) != record.num_patches:
+        raise BundleError(
+            f"voice {record.name} has {len(embeds)} patches, {record.num_patches} recorded", where=str(path)
+        )
+    return VoicePack(
+        name=record.name, transcript=record.transcript, latents=latents, embeds=embeds, speaker=speaker
+    )
+
+
+class SpeechPlanner:
+    """Makes segments for one artifact. Holds no request; may be used from several threads."""
+
+    def __init__(
+        self,
+        builder: SpeechPromptBuilder,
+        voices: Mapping[str, VoicePack],
+        *,
+        parameters: TalkerParameters,
+        flow: CfmParameters,
+        vae: VaeParameters,
+    ) -> None:
+        self._builder = builder
+        self._voices = voices
+        self._parameters = parameters
+        self._flow = flow
+        self._patch_seconds = flow.latents_per_patch * vae.samples_per_latent / vae.sample_rate
+
+    def check(self, speech: SpeechParams) -> None:
+        """Raises: RequestError when the voice is unknown or the instructions cannot be read."""
+        self._voice(speech.voice)
+        caption_instruction(speech.instructions or "")
+
+    def segment(self, text: str, index: int, speech: SpeechParams, seed: int) -> SpeechSegment:
+        """One normalised piece of text in the wished voice and style.
+
+        Raises: RequestError when the prompt leaves no room for speech.
+        """
+        voice = self._voice(speech.voice)
+        prompt = self._builder.build(
+            text,
+            num_speakers=0 if voice is None else 1,
+            transcript=None if voice is None else voice.transcript,
+            num_prompt_patches=0 if voice is None else len(voice.embeds),
+            instruction=caption_instruction(speech.instructions or ""),
+        )
+        embeds = np.zeros((0, self._parameters.hidden_size), np.float32)
+        if voice is not None:
+            embeds = np.concatenate([voice.speaker[None], voice.embeds[: len(prompt.patch_rows)]])
+        return SpeechSegment(
+            input_ids=prompt.token_ids,
+            embed_rows=np.concatenate([prompt.speaker_rows, prompt.patch_rows]),
+            embeds=embeds,
+            num_prefix=prompt.prefix_length,
+            history=self._history(voice),
+            seed=seed,
+            index=index,
+            max_patches=self._max_patches(text, len(prompt.token_ids), speech.max_steps),
+            guidance=_given(speech.guidance, self._flow.guidance),
+            sigma=_given(speech.sigma, self._flow.sigma),
+            temperature=_given(speech.temperature, self._flow.temperature),
+        )
+
+    def _voice(self, name: str | None) -> VoicePack | None:
+        """The wished or default voice; None when the artifact has no voice at all."""
+        name = name or self._parameters.default_voice
+        if name is None:
+            return None
+        voice = self._voices.get(name)
+        if voice is None:
+            held = ", ".join(sorted(self._voices)) or "none"
+            raise RequestError(
+                f"unknown voice {name!r}; this model has: {held}", param="voice", code="voice_not_found"
+            )
+        return voice
+
+    def _history(self, voice: VoicePack | None) -> NDArray[np.float32]:
+        """Latents before the first patch: the recording's last ones, zeros before them (spec: talker.md §5)."""
+        history = np.zeros((self._flow.history_latents, self._flow.latent_dim), np.float32)
+        if voice is not None:
+            latents = voice.latents[-self._flow.history_latents :]
+            history[len(history) - len(latents) :] = latents
+        return history
+
+    def _max_patches(self, text: str, prompt_tokens: int, wished: int | None) -> int:
+        """The least of four caps: the model's, the slot's, the client's, and one by the length of the text.
+
+        The last one is a guard against a model that never stops, about twice a slow reading. Rounded up to whole
+        patches, as the reference stops only after the time has passed.
+        """
+        parameters = self._parameters
+        room = parameters.slot_tokens - prompt_tokens
+        if room < 1:
+            raise RequestError(
+                f"the speech prompt has {prompt_tokens} tokens, a slot holds {parameters.slot_tokens}",
+                fix="send shorter instructions, or text whose sentences end: it is spoken by them",
+            )
+        seconds = max(parameters.cap_min_seconds, len(text) * parameters.cap_seconds_per_character)
+        caps = [parameters.max_steps, room, math.ceil(seconds / self._patch_seconds)]
+        if wished is not None:
+            caps.append(wished)
+        return max(1, min(caps))
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value

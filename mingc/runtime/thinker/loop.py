@@ -1,0 +1,370 @@
+"""The thinker's thread: plans a step, runs it on all ranks, and hands tokens to the requests.
+
+A runner that samples chooses tokens on the device, the first one of an answer too: the next step is then launched
+before the host knows the tokens of the one before. A request that turns out to have ended has then run one token too
+many, which nobody hears of. Where the runner does not sample, the host does, between steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mingc.errors import ServeError, WorkerError
+from mingc.runtime.engine_thread import EngineThread
+from mingc.runtime.kv_cache import SlotPool
+from mingc.runtime.request import FinishReason, SamplingParams
+from mingc.runtime.request_stream import FailedItem, Item, TokenItem
+from mingc.runtime.thinker.device_sampler import NOT_FINITE, sampling_columns
+from mingc.runtime.thinker.prefill_policy import StepLatencyModel
+from mingc.runtime.thinker.prompt import ThinkerPrompt, chunk_embeds
+from mingc.runtime.thinker.sampler import SamplerRow, sample, uniform
+from mingc.runtime.thinker.scheduler import PrefillChunk, PromptPart, ThinkerScheduler
+from mingc.runtime.thinker.step import DecodeStep, PrefillStep
+from mingc.runtime.thinker.worker import LaunchedTokens
+
+log = logging.getLogger("mingc.engine")
+
+_SURE = 0.5  # of the timed chunk: real tokens may reach fewer experts than random ones
+
+
+class StepRunner(Protocol):
+    """A worker, or a group of ranks that looks like one."""
+
+    device: torch.device
+
+    @property
+    def samples(self) -> bool: ...
+
+    @property
+    def num_parts(self) -> int: ...
+
+    @property
+    def times(self) -> StepLatencyModel | None: ...
+
+    def prefill(self, step: PrefillStep) -> Tensor: ...
+
+    def decode(self, step: DecodeStep) -> Tensor: ...
+
+    def launch(self, step: DecodeStep) -> LaunchedTokens: ...
+
+    def launch_first(self, step: PrefillStep) -> LaunchedTokens: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    prompt: ThinkerPrompt
+    max_tokens: int
+    row: SamplerRow
+    emit: Callable[[Item], None]
+    answer: list[int] = field(default_factory=list)
+    pending: int = (
+        0  # tokens of the answer that the device has chosen, or is about to, and the host does not know
+    )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and answer."""
+        return len(self.prompt.input_ids) + len(self.answer) + self.pending
+
+    @property
+    def is_launchable(self) -> bool:
+        """Whether a further token is wanted, as far as is known."""
+        return len(self.answer) + self.pending < self.max_tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Launched:
+    """Tokens under way, launched `at` with parts of chunks before them that took `parts_ms` when they were timed.
+
+    They are of a decode step of `num_answers`, or, when there are none, the first ones behind a chunk.
+    """
+
+    rows: list[tuple[int, _Running]]
+    tokens: LaunchedTokens
+    at: float
+    parts_ms: float
+    num_answers: int
+
+
+class ThinkerLoop(EngineThread):
+    """Runs the requests of one thinker.
+
+    Args:
+        stop_ids: tokens that end an answer and are not part of it.
+    """
+
+    def __init__(
+        self, runner: StepRunner, scheduler: ThinkerScheduler, *, stop_ids: Sequence[int], vocab_size: int
+    ) -> None:
+        super().__init__("thinker")
+        self._runner = runner
+        self.scheduler = scheduler
+        self._stop_ids = frozenset(stop_ids)
+        self._vocab_size = vocab_size
+        self._requests: dict[int, _Running] = {}
+        self._ids = itertools.count(1)
+        self._slots = SlotPool(scheduler.max_running + 1)
+        self._chunk_requests: list[int] = []  # of the chunk under way, those that have gone included
+        self._chunk_step: PrefillStep  # its tokens, with which every part of it is run
+        self._launched: deque[_Launched] = deque()
+        self._last_end = 0.0  # when the host knew the tokens of the last call
+        # Parts of chunks behind which nothing was launched yet: what they took when timed, when the first was launched.
+        self._unseen_ms, self._unseen_at = 0.0, 0.0
+        self._gather_at = 0.0  # no chunk is begun before (`time.perf_counter`)
+
+    def submit(
+        self, prompt: ThinkerPrompt, sampling: SamplingParams, seed: int, emit: Callable[[Item], None]
+    ) -> int:
+        """Queue a request; `emit` is called on the thinker's thread. Returns its id for `cancel`.
+
+        Raises: RequestError when the prompt exceeds the context, CapacityError when the queue is full.
+        """
+        count = len(prompt.input_ids)
+        max_tokens = self.scheduler.max_new_tokens(count, sampling.max_tokens)
+        if self._runner.samples:
+            row = SamplerRow(sampling, seed)  # the device knows which tokens were seen
+        else:
+            row = SamplerRow.begin(
+                sampling, seed, prompt.input_ids.tolist(), self._vocab_size, self._runner.device
+            )
+        with self._lock:
+            self._check_healthy()
+            request = next(self._ids)
+            self.scheduler.add(request, prompt_tokens=count, max_tokens=max_tokens)
+            self._requests[request] = _Running(prompt, max_tokens, row, emit)
+            self._wake.notify()
+        return request
+
+    def cancel(self, request: int) -> None:
+        """Forget a request before the next step; nothing happens when it has ended."""
+        self.post(lambda: self._remove(request))
+
+    @torch.inference_mode()
+    def _step(self) -> bool:
+        if self._hold():
+            return True
+        with self._lock:
+            plan = self.scheduler.plan()
+        if plan.is_empty and not self._launched:
+            self._unseen_ms = 0.0  # of prompts that have gone
+            with self._lock:
+                self.scheduler.check_count()
+                self._slots.check()
+            return False
+        under_way = len(self._launched)
+        logits = self._run_prefill(plan.prefill) if plan.prefill is not None else None
+        with self._lock:
+            self.scheduler.commit(plan)
+        if plan.prefill is not None and logits is not None:
+            self._sample([each.request for each in plan.prefill.ended], logits)
+        if self._runner.samples:
+            self._run_ahead(plan.decode, under_way)
+        elif plan.decode:
+            self._run_decode(plan.decode)
+        if self._runner.samples and plan.prefill is not None:
+            self._gather_at = time.perf_counter() + 1e-3 * _SURE * self._parts_ms(plan.prefill)
+        return True
+
+    def _hold(self) -> bool:
+        """Wait for prompts that may share the next chunk, while the device is sure to be busy. False: plan now."""
+        left = self._gather_at - time.perf_counter()
+        if left <= 0.0:
+            return False
+        with self._lock:
+            if not self.scheduler.may_begin_chunk:
+                return False
+            if not self._inbox:
+                self._wake.wait(left)
+        return True
+
+    def _parts_ms(self, chunk: PrefillChunk) -> float:
+        """What the parts of a chunk took when they were timed."""
+        return self.scheduler.pace.timed_ms(chunk.num_rows, chunk.end_part - chunk.first_part)
+
+    def _run_prefill(self, chunk: PrefillChunk) -> Tensor | None:
+        """Logits (k, V) of the k prompts that are whole now, when the host is to choose. A failure is told to all."""
+        requests = [each.request for each in chunk.prompts]
+        if chunk.first_part == 0:
+            for part in chunk.prompts:
+                if part.start == 0:
+                    self._slots.allocate(part.request)
+            self._chunk_requests, self._chunk_step = requests, self._prefill_step(chunk.prompts)
+        self._unseen_at = self._unseen_at if self._unseen_ms else time.perf_counter()
+        self._unseen_ms += self._parts_ms(chunk)
+        ended = [each.request for each in chunk.ended]
+        rows = np.array([self._chunk_requests.index(each) for each in ended], np.int64)
+        samples = bool(ended) and self._runner.samples
+        step = replace(
+            self._chunk_step,
+            embeds=self._chunk_step.embeds if chunk.first_part == 0 else None,
+            first_part=chunk.first_part,
+            end_part=chunk.end_part,
+            ended=rows if samples else None,
+            sampling=_sampling([self._requests[each] for each in ended]) if samples else None,
+        )
+        try:
+            if samples:
+                self._add_launched(ended, self._runner.launch_first(step), 0)
+                return None
+            logits = self._runner.prefill(step)
+            return logits[torch.from_numpy(rows).to(logits.device)] if ended else None
+        except Exception as error:
+            self._fail_step(requests, error)
+            return None
+
+    def _prefill_step(self, parts: Sequence[PromptPart]) -> PrefillStep:
+        """The tokens of a chunk's prompts, one prompt's behind the other's."""
+        prompts = [self._requests[each.request].prompt for each in parts]
+        inside = [slice(each.start, each.start + each.count) for each in parts]
+        both = list(zip(prompts, inside, strict=True))
+        pages = [self._pages(each.request, each.start + each.count) for each in parts]
+        return PrefillStep(
+            input_ids=np.concatenate([prompt.input_ids[where] for prompt, where in both]),
+            positions=np.concatenate([prompt.positions[:, where] for prompt, where in both], axis=1),
+            embed_kind=np.concatenate([prompt.embed_kind[where] for prompt, where in both]),
+            embeds=chunk_embeds(both),
+            counts=np.array([each.count for each in parts], np.int64),
+            starts=np.array([each.start for each in parts], np.int64),
+            pages=_page_table(pages),
+            slots=np.array([self._slots.slot(each.request) for each in parts], np.int64),
+        )
+
+    def _run_decode(self, requests: Sequence[int]) -> None:
+        try:
+            logits = self._runner.decode(self._decode_step(requests))
+        except Exception as error:
+            self._fail_step(requests, error)
+            return
+        self._sample(requests, logits)
+
+    def _run_ahead(self, requests: Sequence[int], under_way: int) -> None:
+        """Launch the next token of `requests`, then hand out those of the `under_way` calls of earlier steps."""
+        wanted = [request for request in requests if self._requests[request].is_launchable]
+        try:
+            if wanted:
+                self._add_launched(wanted, self._runner.launch(self._decode_step(wanted)), len(wanted))
+            for _ in range(under_way):
+                self._collect()
+        except Exception as error:
+            # Which of the steps under way it was cannot be told: the device reports late.
+            hurt = {*wanted} | {request for each in self._launched for request, _ in each.rows}
+            self._launched.clear()
+            self._fail_step([request for request in hurt if request in self._requests], error)
+
+    def _add_launched(self, requests: Sequence[int], launched: LaunchedTokens, num_answers: int) -> None:
+        rows = [(request, self._requests[request]) for request in requests]
+        at = self._unseen_at if self._unseen_ms else time.perf_counter()
+        self._launched.append(_Launched(rows, launched, at, self._unseen_ms, num_answers))
+        self._unseen_ms = 0.0
+        for _, running in rows:
+            running.pending += 1
+
+    def _collect(self) -> None:
+        """Hand out the tokens of the oldest call; requests that have gone or ended before are passed over."""
+        launched = self._launched[0]
+        tokens = launched.tokens.wait()
+        self._launched.popleft()
+        begun, self._last_end = max(launched.at, self._last_end), time.perf_counter()
+        ms = 1e3 * (self._last_end - begun)
+        self.scheduler.pace.see(ms, parts_ms=launched.parts_ms, num_answers=launched.num_answers)
+        for (request, running), token in zip(launched.rows, tokens, strict=True):
+            if self._requests.get(request) is running:
+                running.pending -= 1
+                self._take(request, None if token == NOT_FINITE else token)
+
+    def _decode_step(self, requests: Sequence[int]) -> DecodeStep:
+        running = [self._requests[request] for request in requests]
+        lengths = np.array([each.num_tokens for each in running])
+        pages = [
+            self._pages(request, each.num_tokens) for request, each in zip(requests, running, strict=True)
+        ]
+        slots, sampling = None, None
+        if self._runner.samples:
+            slots = np.array([self._slots.slot(request) for request in requests])
+            sampling = _sampling(running)
+        return DecodeStep(
+            input_ids=np.array([-1 if each.pending else each.answer[-1] for each in running]),
+            positions=lengths - 1 + np.array([each.prompt.rope_delta for each in running]),
+            lengths=lengths,
+            pages=_page_table(pages),
+            slots=slots,
+            sampling=sampling,
+        )
+
+    def _sample(self, requests: Sequence[int], logits: Tensor) -> None:
+        ids = sample(logits, [self._requests[request].row for request in requests])
+        for request, token in zip(requests, ids, strict=True):
+            self._take(request, token)
+
+    def _take(self, request: int, token: int | None) -> None:
+        """The next token of a request; None when its logits are not finite."""
+        running = self._requests[request]
+        if token is None:
+            self._fail(request, WorkerError("the model's logits are not finite", where="thinker"))
+            return
+        if token in self._stop_ids and not running.row.params.ignore_eos:
+            running.emit(TokenItem(token=None, finish="stop"))
+            self._remove(request)
+            return
+        running.answer.append(token)
+        running.row.advance(token)
+        finish: FinishReason | None = "length" if len(running.answer) == running.max_tokens else None
+        running.emit(TokenItem(token=token, finish=finish))
+        if finish is not None:
+            self._remove(request)
+
+    def _pages(self, request: int, num_tokens: int) -> NDArray[np.int64]:
+        pool = self.scheduler.pool
+        return np.array(pool.pages(request)[: pool.pages_for(num_tokens)], dtype=np.int64)
+
+    def _remove(self, request: int) -> None:
+        with self._lock:
+            self.scheduler.remove(request)
+            self._slots.free(request)
+            self._requests.pop(request, None)
+
+    def _fail(self, request: int, error: ServeError) -> None:
+        self._requests[request].emit(FailedItem(error=error))
+        self._remove(request)
+
+    def _fail_step(self, requests: Sequence[int], error: Exception) -> None:
+        """An engine call failed: those it was for are told, the others go on."""
+        log.error("a step of the thinker failed", exc_info=error)
+        mapped: ServeError = WorkerError(f"the thinker failed: {error}", where="thinker")
+        if isinstance(error, ServeError):
+            mapped = error
+        for request in requests:
+            self._fail(request, mapped)
+
+    def _fail_all(self, error: ServeError) -> None:
+        for request in list(self._requests):
+            self._fail(request, error)
+
+
+def _sampling(running: Sequence[_Running]) -> NDArray[np.float64]:
+    """(n, NUM_COLUMNS): how the next token of each is to be chosen."""
+    return np.array(
+        [
+            sampling_columns(each.row.params, uniform(each.row.seed, each.row.step + each.pending))
+            for each in running
+        ]
+    )
+
+
+def _page_table(pages: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """(n, P) with the pages of each in a row, 0 behind them."""
+    table = np.zeros((len(pages), max(map(len, pages))), np.int64)
+    for row, owned in enumerate(pages):
+        table[row, : len(owned)] = owned
+    return table

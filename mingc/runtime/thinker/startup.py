@@ -1,0 +1,77 @@
+"""One rank of the thinker from its bundle; on CUDA its sizes are timed before it serves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from mingc.artifacts.manifest import Manifest
+from mingc.runtime.engines.stage_loader import LoadedStage
+from mingc.runtime.thinker.prefill_policy import StepLatencyModel
+from mingc.runtime.thinker.step import DecodeStep, PrefillStep
+from mingc.runtime.thinker.worker import ThinkerWorker
+
+
+def create_worker(
+    stage: LoadedStage, manifest: Manifest, *, num_pages: int, device: torch.device
+) -> ThinkerWorker:
+    """The worker of the thinker in the bundle of `manifest`. Making one is a collective."""
+    parameters = manifest.parameters.thinker
+    assert parameters is not None, "a bundle with the stage has its parameters"
+    worker = ThinkerWorker(stage, parameters, num_pages=num_pages, device=device)
+    if device.type == "cuda":
+        worker.times = time_sizes(worker)
+    return worker
+
+
+def time_sizes(worker: ThinkerWorker) -> StepLatencyModel:
+    """Run every size on random tokens: equal ones would go to few experts. A collective; writes to page 0 only."""
+    widths = sorted({*worker.chunks, worker.chunk.pair_rows} - {0})
+    ids = np.random.default_rng(0).integers(0, worker.vocab_size, max(worker.max_batch, *widths))
+
+    def chunk(size: int) -> Callable[[], object]:
+        step = PrefillStep(
+            input_ids=ids[:size],
+            positions=np.tile(np.arange(size), (3, 1)),
+            embed_kind=np.zeros(size, np.int64),
+            embeds=None,
+            counts=np.array([size]),
+            starts=np.zeros(1, np.int64),
+            pages=np.zeros((1, -(-size // worker.page_size)), np.int64),
+            slots=np.zeros(1, np.int64),
+        )
+        return lambda: worker.prefill(step)
+
+    def decode(size: int) -> Callable[[], object]:
+        step = DecodeStep(
+            input_ids=ids[:size],
+            positions=np.zeros(size, np.int64),
+            lengths=np.ones(size, np.int64),
+            pages=np.zeros((size, 1), np.int64),
+        )
+        return lambda: worker.decode(step)
+
+    return StepLatencyModel(
+        chunks=tuple((size, _call_ms(chunk(size), worker.device)) for size in widths),
+        decodes=tuple((size, _call_ms(decode(size), worker.device)) for size in sorted(worker.batches)),
+    )
+
+
+def _call_ms(run: Callable[[], object], device: torch.device, count: int = 2) -> float:
+    """The least of `count` calls' milliseconds, the host's part included, after one that is not counted."""
+
+    def until_done() -> None:
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def timed_ms() -> float:
+        started = time.perf_counter()
+        until_done()
+        return 1e3 * (time.perf_counter() - started)
+
+    until_done()
+    return min(timed_ms() for _ in range(count))

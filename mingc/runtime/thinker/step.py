@@ -1,0 +1,84 @@
+"""What a step of the thinker is told: plain arrays, the same for all ranks. And how they are padded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mingc.runtime.thinker.device_sampler import NUM_COLUMNS
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillStep:
+    """A chunk: the next n tokens of s prompts, one prompt's behind the other's.
+
+    Attributes:
+        input_ids: (n,) int64.
+        positions: (3, n) int64.
+        embed_kind: (n,) int64; 0 word embedding, 1 image gate, 2 audio gate.
+        embeds: (n, D), rows of media tokens; None when the chunk has none.
+        counts: (s,) int64, tokens of each prompt.
+        starts: (s,) int64, tokens of each request before this chunk.
+        pages: (s, P) int64, pages in token order, enough for start + count tokens, padded with 0.
+        slots: (s,) int64, where the device keeps what sampling needs of the requests; 0 when it does not sample.
+        ended: (k,) int64, the prompts, 0 to s - 1, behind which the device is to choose a token; else None.
+        sampling: (k, NUM_COLUMNS) float64, see `device_sampler`; None with `ended`.
+        first_part: the first to be run of `ThinkerWorker.num_parts`; those before have been, for the same chunk, and
+            no other chunk since. `embeds` is read by part 0 alone.
+        end_part: behind the last to be run; None for all that are left.
+    """
+
+    input_ids: Ints
+    positions: Ints
+    embed_kind: Ints
+    embeds: Tensor | None
+    counts: Ints
+    starts: Ints
+    pages: Ints
+    slots: Ints
+    ended: Ints | None = None
+    sampling: NDArray[np.float64] | None = None
+    first_part: int = 0
+    end_part: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeStep:
+    """One token of each of n requests.
+
+    Attributes:
+        input_ids: (n,) int64; -1 for the token that the device chose for the request's slot last.
+        positions: (n,) int64.
+        lengths: (n,) int64, tokens of each request, the new one included.
+        pages: (n, P) int64, pages in token order, padded with 0.
+        slots: (n,) int64; None when the device does not sample.
+        sampling: (n, NUM_COLUMNS) float64, see `device_sampler`; None with `slots`.
+    """
+
+    input_ids: Ints
+    positions: Ints
+    lengths: Ints
+    pages: Ints
+    slots: Ints | None = None
+    sampling: NDArray[np.float64] | None = None
+
+
+def padded(values: Ints, size: int) -> Tensor:
+    """(size,) int64, zeros behind `values`."""
+    rows = np.zeros(size, np.int64)
+    rows[: len(values)] = values
+    return torch.from_numpy(rows)
+
+
+def padded_sampling(sampling: NDArray[np.float64] | None, size: int) -> Tensor:
+    """(size, NUM_COLUMNS) float32; the rows behind those given are greedy."""
+    rows = torch.zeros(size, NUM_COLUMNS)
+    if sampling is not None:
+        rows[: len(sampling)] = torch.from_numpy(sampling)
+    return rows

@@ -1,0 +1,67 @@
+"""Runs one compiled engine on given tensors, for every rank in turn. For parity checks and `mingc verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from mingc.artifacts.spec import GraphSpec, join_path
+from mingc.gather_shards import gather_shards
+from mingc.runtime.engines import load_engine
+
+
+def replay(
+    engine: Path,
+    backend: str,
+    spec: GraphSpec,
+    weights: Sequence[Path],
+    calls: Sequence[Mapping[str, torch.Tensor]],
+    device: str,
+) -> list[dict[str, torch.Tensor]]:
+    """Of each call outputs by name and `state.<name>` afterwards, on the CPU.
+
+    Args:
+        weights: one file a rank, of which the first instance's weights are used. Ranks do not meet: their outputs are
+            put together here. The state is rank 0's.
+        calls: inputs and state of each, which are not changed.
+    """
+    ranks = [_run(engine, backend, spec, path, calls, torch.device(device)) for path in weights]
+    results = []
+    for parts in zip(*ranks, strict=True):
+        made = {each.name: gather_shards(each, [part[each.name] for part in parts]) for each in spec.outputs}
+        made.update({f"state.{each.name}": parts[0][f"state.{each.name}"] for each in spec.state})
+        results.append(made)
+    return results
+
+
+def _run(
+    engine: Path,
+    backend: str,
+    spec: GraphSpec,
+    weights: Path,
+    calls: Sequence[Mapping[str, torch.Tensor]],
+    place: torch.device,
+) -> list[dict[str, torch.Tensor]]:
+    loaded = load_engine(backend, engine, place)
+    with safe_open(weights, framework="pt") as file:
+
+        def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
+            return {name: file.get_tensor(join_path(spec.instances[0], name)).to(place) for name in names}
+
+        loaded.bind(read(loaded.constants()))
+        given = read(spec.weights)
+    results = []
+    for tensors in calls:
+        arguments = [tensors[each.name].clone().to(place) for each in (*spec.inputs, *spec.state)]
+        with torch.no_grad():
+            outputs = loaded.run([*arguments, *given.values()])
+        made = {each.name: value.cpu() for each, value in zip(spec.outputs, outputs, strict=True)}
+        state = arguments[len(spec.inputs) :]
+        made.update(
+            {f"state.{each.name}": value.cpu() for each, value in zip(spec.state, state, strict=True)}
+        )
+        results.append(made)
+    return results

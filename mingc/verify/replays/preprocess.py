@@ -1,0 +1,241 @@
+"""preprocess.safetensors and preprocess.json: pixels, sizes, prompts, token ids and positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mingc.artifacts.parameters import VisionParameters
+from mingc.errors import ConfigError
+from mingc.runtime.preprocess.audio import AudioFeatures
+from mingc.runtime.preprocess.chat import ChatProcessor, MediaEntry, Message
+from mingc.runtime.preprocess.cubic import resize_cubic
+from mingc.runtime.preprocess.image import (
+    Grid,
+    VisionFeatures,
+    encoder_size,
+    load_size,
+    patchify,
+    resize_for_encoder,
+    resize_loaded,
+)
+from mingc.runtime.preprocess.prompt import Features
+from mingc.runtime.preprocess.tokenizer import TextTokenizer
+from mingc.runtime.preprocess.video import VideoFeatures, frame_size, frames_to_video
+from mingc.runtime.request import TextPart, VideoParams
+from mingc.verify.comparison_log import ComparisonLog
+from mingc.verify.replays.chat_template import render
+from mingc.verify.stages import Engines
+
+PIXEL_TOLERANCE = 1e-5
+
+Image = NDArray[np.uint8]
+_Recorded = TypeVar("_Recorded")
+
+
+def replay(engines: Engines, ledger: ComparisonLog, document: Mapping[str, Any]) -> None:
+    """`ledger` holds the tensors, `document` is preprocess.json; either may be empty."""
+    vision, thinker = engines.parameters.vision_encoder, engines.parameters.thinker
+    tokenizer = engines.tokenizer("thinker")
+    video: VideoFeatures | None = None
+    if vision is not None:
+        for case in ledger.cases("pixel_values"):
+            with ledger.case(case):
+                _replay_images(case, vision, ledger)
+        with ledger.case("video"):
+            video = _replay_video(vision, ledger, document.get("video", {}))
+        with ledger.case("smart_resize"):
+            _replay_sizes(ledger, document.get("smart_resize", {}))
+    if tokenizer is None or thinker is None:
+        ledger.skip("processor_template", "this artifact has no thinker")
+        return
+    for text, expected in document.get("tokenizer", {}).items():
+        ledger.ids(f"tokenizer {text[:20]!r}", tokenizer.encode(text), reference=expected["ids"])
+        decoded = [tokenizer.decode(expected["ids"], skip_special_tokens=skip) for skip in (False, True)]
+        ledger.text(
+            f"decoded {text[:20]!r}", decoded, [expected["decoded"], expected["decoded_skip_special"]]
+        )
+    processor = ChatProcessor(tokenizer, thinker, vision=vision, audio=engines.parameters.audio_encoder)
+    for name, case in document.get("processor_template", {}).items():
+        with ledger.case(f"processor_template.{name}"):
+            _replay_prompt(name, case, processor, tokenizer, engines, ledger, video)
+    with ledger.case("tokenizer_jinja_template"):
+        _replay_template(engines, tokenizer, ledger, document.get("tokenizer_jinja_template", {}))
+    if "eos_token_id" in document:
+        same = document["eos_token_id"] in thinker.stop_token_ids
+        ledger.claim("eos_token_id", same, f"token {document['eos_token_id']} ends an answer")
+
+
+def _replay_images(case: str, vision: VisionParameters, ledger: ComparisonLog) -> None:
+    """Raw pictures through both resizes; a case without the first one is recognised by what it recorded."""
+    pixels, grids = [], []
+    index = 0
+    while f"{case}.raw{index}" in ledger:
+        raw: Image = np.asarray(ledger.input(f"{case}.raw{index}"), np.uint8)
+        fetched_name = f"{case}.fetched{index}"
+        image = raw
+        if fetched_name in ledger:
+            target = ledger.references[fetched_name].shape[:2]
+            image = resize_loaded(
+                raw, vision, case, max_pixels=_max_pixels(raw, (target[0], target[1]), vision)
+            )
+            ledger.ids(fetched_name, image)
+        elif _loaded_size(raw, vision, vision.load_max_pixels) != raw.shape[:2]:
+            image = raw  # recorded without the first resize
+        features = patchify(resize_for_encoder(image, vision, case)[None], vision)
+        pixels.append(features.pixels)
+        grids.append(features.grid)
+        index += 1
+    ledger.tensor(f"{case}.pixel_values", np.concatenate(pixels), tolerance=PIXEL_TOLERANCE)
+    ledger.ids(f"{case}.grid_thw", grids)
+
+
+def _loaded_size(raw: Image, vision: VisionParameters, max_pixels: int) -> tuple[int, int]:
+    return load_size(
+        raw.shape[0],
+        raw.shape[1],
+        factor=vision.load_factor,
+        min_pixels=vision.load_min_pixels,
+        max_pixels=max_pixels,
+    )
+
+
+def _max_pixels(raw: Image, target: tuple[int, int], vision: VisionParameters) -> int | None:
+    """A limit of this image under which it gets the recorded size; None when the usual one gives it.
+
+    The limit itself is not recorded.
+    """
+    if _loaded_size(raw, vision, vision.load_max_pixels) == target:
+        return None
+    area = target[0] * target[1]
+    limits = range(area, 4 * area, max(1, area // 256))
+    return next((limit for limit in limits if _loaded_size(raw, vision, limit) == target), None)
+
+
+def _replay_video(
+    vision: VisionParameters, ledger: ComparisonLog, document: Mapping[str, Any]
+) -> VideoFeatures | None:
+    frames: list[Image] = []
+    while (name := f"video.raw_frame{len(frames)}") in ledger:
+        frames.append(np.asarray(ledger.input(name), np.uint8))
+    if not frames:
+        return None
+    options = document.get("options", {})
+    params = VideoParams(min_pixels=options.get("min_pixels"), total_pixels=options.get("total_pixels"))
+    video = frames_to_video(frames, vision, params, "video")
+    height, width = frames[0].shape[:2]
+    size = frame_size(height, width, len(frames), vision, params, "video")
+    resized = [resize_cubic(frame, *size) for frame in frames]
+    resized += resized[-1:] * (-len(resized) % vision.temporal_patch_size)
+    ledger.ids("video.fetched", np.stack(resized).transpose(0, 3, 1, 2))
+    ledger.tensor("video.pixel_values_videos", video.vision.pixels, tolerance=PIXEL_TOLERANCE)
+    ledger.ids("video.grid_thw", [video.vision.grid])
+    if "timestamps_per_temporal_patch" in document:
+        ledger.tensor(
+            "video.timestamps", video.timestamps, reference=document["timestamps_per_temporal_patch"][0]
+        )
+    return video
+
+
+def _replay_sizes(ledger: ComparisonLog, document: Mapping[str, Any]) -> None:
+    rows = document.get("rows", [])
+    same = 0
+    for row in rows:
+        limits = {"min_pixels": row["min_pixels"], "max_pixels": row["max_pixels"]}
+        encoder = encoder_size(row["h"], row["w"], factor=document["image_processor_factor"], **limits)
+        loaded = load_size(row["h"], row["w"], factor=document["fetch_image_factor"], **limits)
+        same += [list(encoder), list(loaded)] == [row["image_processor"], row["fetch_image"]]
+    if rows:
+        ledger.share("smart_resize", same=same, total=len(rows), minimum=1.0)
+
+
+def _replay_prompt(
+    name: str,
+    case: Mapping[str, Any],
+    processor: ChatProcessor,
+    tokenizer: TextTokenizer,
+    engines: Engines,
+    ledger: ComparisonLog,
+    video: VideoFeatures | None,
+) -> None:
+    """Messages whose media have the recorded grids and lengths → ids, positions and places of audio."""
+    media = _Media(case, engines, video)
+    messages = []
+    if "sys_prompt_exp" in case["kwargs"]:
+        messages.append(Message(role="system", content=(TextPart(text=case["kwargs"]["sys_prompt_exp"]),)))
+    for turn in case["messages"]:
+        role = {"HUMAN": "user", "ASSISTANT": "assistant"}[turn["role"]]
+        messages.append(Message(role=role, content=tuple(media.part(item) for item in turn["content"])))
+    if media.missing:
+        ledger.skip(f"processor_template.{name}", media.missing)
+        return
+    prompt = processor.build(messages, thinking=bool(case["kwargs"].get("use_cot_system_prompt")))
+    prefix = f"processor_template.{name}"
+    ledger.ids(f"{prefix}.input_ids", prompt.token_ids, reference=case["input_ids"])
+    ledger.ids(f"{prefix}.position_ids", prompt.positions, reference=case["position_ids"])
+    ledger.ids(f"{prefix}.rope_delta", prompt.rope_delta, reference=case["rope_delta"])
+    decoded = tokenizer.decode(prompt.token_ids.tolist(), skip_special_tokens=False)
+    ledger.text(f"{prefix}.text_roundtrip", decoded, case["text_roundtrip"])
+    if "audio_placeholder_loc_lens" in case:
+        places = [[span.start, span.length] for span in prompt.spans if span.kind == "audio"]
+        ledger.ids(f"{prefix}.audio_places", [places], reference=case["audio_placeholder_loc_lens"])
+
+
+class _Media:
+    """Stand-ins of the recorded shapes; what is in them does not matter to a prompt."""
+
+    def __init__(self, case: Mapping[str, Any], engines: Engines, video: VideoFeatures | None) -> None:
+        self._grids: Iterator[list[int]] = iter(case.get("image_grid_thw", []))
+        self._frames: Iterator[int] = iter(case.get("audio_feats_lengths", [[]])[0])
+        self._vision = engines.parameters.vision_encoder
+        self._audio = engines.parameters.audio_encoder
+        self._video = video
+        self.missing = ""
+
+    def part(self, item: Mapping[str, Any]) -> TextPart | MediaEntry:
+        kind = item["type"]
+        if kind == "text":
+            return TextPart(text=item["text"])
+        items: list[Features] = []
+        if kind == "image" and self._vision is not None:
+            items = [_image(_next(self._grids)) for _ in range(int(item["image"].split()[0]))]
+        elif kind == "audio" and self._audio is not None:
+            bands = self._audio.num_mels
+            counts = [_next(self._frames) for _ in range(int(item["audio"].split()[0]))]
+            for count in counts:
+                tokens = -(-count // self._audio.frames_per_token)
+                items.append(AudioFeatures(mel=np.zeros((count, bands), np.float32), num_tokens=tokens))
+        elif kind == "video" and self._video is not None:
+            items = [self._video]
+        else:
+            self.missing = f"no recorded {kind}, or no encoder for it in this artifact"
+        return MediaEntry(kind=kind, items=tuple(items))
+
+
+def _next(recorded: Iterator[_Recorded]) -> _Recorded:
+    """Raises: ConfigError when a message has more media than are recorded."""
+    for each in recorded:
+        return each
+    raise ConfigError("a message has more media than sizes are recorded", where="--reference")
+
+
+def _image(grid: list[int]) -> VisionFeatures:
+    shape: Grid = (grid[0], grid[1], grid[2])
+    return VisionFeatures(pixels=np.zeros((grid[0] * grid[1] * grid[2], 1), np.float32), grid=shape)
+
+
+def _replay_template(
+    engines: Engines, tokenizer: TextTokenizer, ledger: ComparisonLog, cases: Mapping[str, Any]
+) -> None:
+    """The tokenizer's own template, which the artifact carries for clients."""
+    template = engines.bundle.manifest.chat_template
+    if template is None or not cases:
+        return
+    for name, case in cases.items():
+        prompt = render(template, case["messages"], add_generation_prompt=case["add_generation_prompt"])
+        ledger.text(f"tokenizer_jinja_template.{name}", prompt, case["prompt"])
+        ids = tokenizer.encode(prompt)
+        ledger.ids(f"tokenizer_jinja_template.{name}.input_ids", ids, reference=case["input_ids"])

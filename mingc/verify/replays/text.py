@@ -1,0 +1,52 @@
+"""text.json: normalised text, segments, and what reaches the acoustic model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mingc.runtime.text.normalize import normalize_fragment, normalize_text
+from mingc.runtime.text.segment import cut_by_length, group_sentences, speech_segments, split_sentences
+from mingc.verify.comparison_log import ComparisonLog
+
+NORMALISED_SHARE = 0.95  # of the recorded texts must come out identical
+
+
+def replay(ledger: ComparisonLog, document: Mapping[str, Any]) -> None:
+    """`document` is text.json."""
+    cases = document.get("cases", [])
+    for name, function in (("pipeline", normalize_fragment), ("talker_tn", normalize_text)):
+        wrong = [case["text"] for case in cases if function(case["text"]) != case[name]]
+        note = f"other: {'; '.join(wrong)}"[:200] if wrong else ""
+        if cases:
+            ledger.share(
+                f"cases.{name}",
+                same=len(cases) - len(wrong),
+                total=len(cases),
+                minimum=NORMALISED_SHARE,
+                note=note,
+            )
+    for index, case in enumerate(document.get("segmentation", [])):
+        found = cut_by_length(case["text"], case["max_semantic_length"])
+        ledger.text(f"segmentation.{index}", found, case["fragments"])
+    _replay_spoken(ledger, document.get("end_to_end", []))
+    for index, case in enumerate(document.get("split_and_group_sentences", [])):
+        sentences = split_sentences(case["text"])
+        ledger.text(f"split_sentences.{index}", sentences, case["out"])
+        ledger.text(f"group_sentences.{index}", group_sentences(sentences), case["grouped"])
+
+
+def _replay_spoken(ledger: ComparisonLog, cases: list[Mapping[str, Any]]) -> None:
+    """The strings that reach the acoustic model: cut exactly alike, read alike in all but a few."""
+    same = total = 0
+    for index, case in enumerate(cases):
+        given = case.get("chunks") or case["text"]
+        found = speech_segments(given, case["max_length"])
+        expected = [call["text"] for call in case["synthesis_calls"]]
+        total += len(expected)
+        if len(found) != len(expected):
+            ledger.text(f"end_to_end.{index}", found, expected)
+            continue
+        same += sum(one == other for one, other in zip(found, expected, strict=True))
+    if total:
+        ledger.share("end_to_end.synthesis_calls", same=same, total=total, minimum=NORMALISED_SHARE)

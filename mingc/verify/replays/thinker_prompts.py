@@ -1,0 +1,129 @@
+"""The recorded prompts of thinker.safetensors, with what is recorded about them compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mingc.artifacts.parameters import ThinkerParameters
+from mingc.runtime.preprocess.chat import AUDIO, VISION, WORD
+from mingc.runtime.preprocess.image import Grid
+from mingc.runtime.preprocess.positions import VisionSpan, compute_positions
+from mingc.runtime.thinker.step import PrefillStep
+from mingc.verify.comparison_log import ComparisonLog
+from mingc.verify.stages import Engines
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Prompt:
+    """A recorded prompt: `input_ids` (T,), `positions` (3, T), `embed_kind` (T,), `embeds` (T, D) or None."""
+
+    input_ids: Ints
+    positions: Ints
+    rope_delta: int
+    embed_kind: Ints
+    embeds: torch.Tensor | None
+
+    def beginning(self, count: int) -> Prompt:
+        """The first `count` tokens."""
+        return replace(
+            self,
+            input_ids=self.input_ids[:count],
+            positions=self.positions[:, :count],
+            embed_kind=self.embed_kind[:count],
+            embeds=None if self.embeds is None else self.embeds[:count],
+        )
+
+    def chunks(self, size: int, pages: Ints) -> Iterator[PrefillStep]:
+        """Steps of at most `size` tokens over `pages`, in order."""
+        for start in range(0, len(self.input_ids), size):
+            part = slice(start, min(start + size, len(self.input_ids)))
+            yield PrefillStep(
+                input_ids=self.input_ids[part],
+                positions=self.positions[:, part],
+                embed_kind=self.embed_kind[part],
+                embeds=None if self.embeds is None else self.embeds[part],
+                counts=np.array([part.stop - start]),
+                starts=np.array([start]),
+                pages=pages[None],
+                slots=np.zeros(1, np.int64),
+            )
+
+
+def read_prompts(
+    case: str, engines: Engines, ledger: ComparisonLog, parameters: ThinkerParameters
+) -> list[Prompt]:
+    """The rows of a case without their padding, and what the case records about them compared."""
+    ids = ledger.input(f"{case}.input_ids").astype(np.int64)
+    mask_name = f"{case}.attention_mask"
+    masks = ledger.input(mask_name).astype(bool) if mask_name in ledger else np.ones(ids.shape, bool)
+    if len(ids) > 1:
+        return [_text_prompt(row[mask]) for row, mask in zip(ids, masks, strict=True)]
+    tokens = ids[0][masks[0]]
+    kinds, embeds = _media(case, tokens, engines, ledger, parameters)
+    positions, delta = compute_positions(
+        len(tokens),
+        _spans(case, tokens, ledger, parameters),
+        merge_size=1,
+        temporal_scale=parameters.temporal_position_scale,
+    )
+    ledger.ids(f"{case}.position_ids", positions[:, None])
+    ledger.ids(f"{case}.rope_deltas", [delta])
+    ledger.ids(f"{case}.image_mask", (kinds == VISION)[None])
+    ledger.ids(f"{case}.audio_mask", (kinds == AUDIO)[None])
+    return [Prompt(input_ids=tokens, positions=positions, rope_delta=delta, embed_kind=kinds, embeds=embeds)]
+
+
+def _text_prompt(tokens: Ints) -> Prompt:
+    return Prompt(
+        input_ids=tokens,
+        positions=np.tile(np.arange(len(tokens)), (3, 1)),
+        rope_delta=0,
+        embed_kind=np.full(len(tokens), WORD),
+        embeds=None,
+    )
+
+
+def _media(
+    case: str, tokens: Ints, engines: Engines, ledger: ComparisonLog, parameters: ThinkerParameters
+) -> tuple[Ints, torch.Tensor | None]:
+    """Which rows take an embedding, and the embeddings in these rows."""
+    kinds = np.full(len(tokens), WORD)
+    rows = np.zeros((len(tokens), parameters.hidden_size), np.float32)
+    for name, token in (("image", parameters.image_patch_token), ("video", parameters.frame_patch_token)):
+        if f"{case}.{name}_embeds" in ledger:
+            kinds[tokens == token] = VISION
+            rows[tokens == token] = ledger.input(f"{case}.{name}_embeds")
+    if f"{case}.audio_embeds" in ledger:
+        places = ledger.input(f"{case}.audio_placeholder_loc_lens").reshape(-1, 2)
+        ledger.input(f"{case}.audio_embeds_lengths")
+        index = np.concatenate([np.arange(int(start), int(start + length)) for start, length in places])
+        kinds[index] = AUDIO
+        rows[index] = ledger.input(f"{case}.audio_embeds").reshape(-1, parameters.hidden_size)
+    if not kinds.any():
+        return kinds, None
+    spec = next(each for each in engines.stage("thinker")["embed"].spec.inputs if each.name == "embeds")
+    return kinds, torch.from_numpy(rows).to(engines.device, getattr(torch, spec.dtype))
+
+
+def _spans(case: str, tokens: Ints, ledger: ComparisonLog, parameters: ThinkerParameters) -> list[VisionSpan]:
+    """Each run of patch tokens with its grid, in merged tokens (the merge is square and the same everywhere)."""
+    spans: list[VisionSpan] = []
+    for name, token in (("image", parameters.image_patch_token), ("video", parameters.frame_patch_token)):
+        if f"{case}.{name}_grid_thw" not in ledger:
+            continue
+        places = np.flatnonzero(tokens == token)
+        grids = ledger.input(f"{case}.{name}_grid_thw").astype(np.int64)
+        merge = round((int(grids.prod(axis=1).sum()) / len(places)) ** 0.5)
+        done = 0
+        for frames, height, width in grids:
+            grid: Grid = (int(frames), int(height) // merge, int(width) // merge)
+            spans.append(VisionSpan(start=int(places[done]), grid=grid))
+            done += int(np.prod(grid))
+    return sorted(spans, key=lambda span: span.start)

@@ -1,0 +1,58 @@
+"""The golden file of one graph of a bundle: inputs and state that the export recorded, and what must come out."""
+
+from __future__ import annotations
+
+import torch
+from safetensors.torch import load_file
+
+from mingc.artifacts.bundle import Bundle
+from mingc.artifacts.manifest import EngineRecord, GraphRecord, StageRecord
+from mingc.verify.comparison_log import ComparisonLog
+from mingc.verify.engine_replay import replay as replay_engine
+from mingc.verify.stages import to_numpy
+
+
+def replay(
+    bundle: Bundle, stage: StageRecord, graph: GraphRecord, *, name: str, tolerance: float
+) -> ComparisonLog:
+    """Run the graph's engine on the recorded tensors, in every rank, and compare outputs and state."""
+    recorded = load_file(bundle.path(graph.golden))
+    references = {key: to_numpy(value) for key, value in recorded.items()}
+    ledger = ComparisonLog(name, references, tolerance=tolerance, is_exact=False)
+    given: dict[str, torch.Tensor] = {}
+    for key, value in recorded.items():
+        kind, _, tensor = key.partition(".")
+        if kind in ("in", "state"):
+            given[tensor] = value
+            ledger.input(key)
+    engine = _engine(graph, given)
+    with ledger.case("replay"):
+        (made,) = replay_engine(
+            bundle.path(engine.file),
+            engine.backend,
+            graph.spec,
+            [bundle.path(weights) for weights in stage.weights],
+            [given],
+            bundle.manifest.fingerprint.device,
+        )
+        for key in references:
+            kind, _, tensor = key.partition(".")
+            if kind == "out":
+                ledger.tensor(key, to_numpy(made[tensor]))
+            elif kind == "state_after":
+                ledger.tensor(key, to_numpy(made[f"state.{tensor}"]))
+    return ledger
+
+
+def _engine(graph: GraphRecord, given: dict[str, torch.Tensor]) -> EngineRecord:
+    """The engine that was compiled for the recorded sizes, or takes every size."""
+    sizes = {
+        size: given[tensor.name].shape[axis]
+        for tensor in graph.spec.inputs
+        for axis, size in enumerate(tensor.shape)
+        if isinstance(size, str)
+    }
+    for engine in graph.engines:
+        if engine.dims is None or all(sizes.get(name, size) == size for name, size in engine.dims.items()):
+            return engine
+    return graph.engines[0]

@@ -1,0 +1,101 @@
+"""The stages of a bundle, loaded when a replay asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mingc.artifacts.bundle import Bundle
+from mingc.artifacts.manifest import ModelParameters
+from mingc.runtime.engines.base import Graph
+from mingc.runtime.engines.stage_loader import LoadedStage, load_stage, torch_dtype
+from mingc.runtime.preprocess.tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True)
+class StageWithState(LoadedStage):
+    """A stage that remembers the state it allocated, so that it can be looked at after a run."""
+
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def allocate_state(self, dims: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:
+        self.state.update(LoadedStage.allocate_state(self, dims, device))
+        return self.state
+
+
+class Engines:
+    """The engines of `bundle` on `device`; of sharded stages the share of rank 0."""
+
+    def __init__(self, bundle: Bundle, device: torch.device) -> None:
+        self.bundle = bundle
+        self.device = device
+        self._stages: dict[str, LoadedStage] = {}
+
+    @property
+    def parameters(self) -> ModelParameters:
+        return self.bundle.manifest.parameters
+
+    @property
+    def world_size(self) -> int:
+        return self.bundle.manifest.fingerprint.world_size
+
+    def rank_devices(self) -> list[torch.device]:
+        """One device a rank: the same CPU, or CUDA devices from the first on."""
+        if self.device.type == "cpu":
+            return [self.device] * self.world_size
+        return [torch.device(self.device.type, index) for index in range(self.world_size)]
+
+    def has(self, *stages: str) -> bool:
+        return all(name in self.bundle.manifest.stages for name in stages)
+
+    def stage(self, name: str) -> LoadedStage:
+        """The loaded stage. Raises BundleError when the bundle has none of this name."""
+        if name not in self._stages:
+            self._stages[name] = load_stage(self.bundle, name, self.device)
+        return self._stages[name]
+
+    def share(self, name: str, rank: int) -> LoadedStage:
+        """The share of `rank` of a sharded stage, loaded anew on its device."""
+        return load_stage(self.bundle, name, self.rank_devices()[rank], rank=rank)
+
+    def stage_with_state(self, name: str) -> StageWithState:
+        """The same engines with state of their own."""
+        stage = self.stage(name)
+        return StageWithState(name, stage.graphs, stage.weights)
+
+    def tokenizer(self, name: str) -> TextTokenizer | None:
+        """The tokenizer of `thinker` or `talker`, or None."""
+        file = self.bundle.manifest.tokenizers.get(name)
+        return None if file is None else TextTokenizer.from_file(self.bundle.path(file))
+
+    def is_dynamic(self, stage: str, graph: str) -> bool:
+        """Whether one engine takes every size, so that nothing has to be padded to a bucket."""
+        return any(engine.dims is None for engine in self.bundle.manifest.stages[stage].graphs[graph].engines)
+
+    def padded_size(self, graph: Graph, dim: str, size: int) -> int:
+        """The size that `graph` runs `size` at: its bucket when it has buckets, else a multiple within its range."""
+        spec = graph.spec.dim(dim)
+        if spec.buckets:
+            return graph.bucket(dim, size)
+        return max(spec.minimum, -(-size // spec.multiple) * spec.multiple)
+
+    def put(self, value: NDArray[np.generic], graph: Graph, name: str) -> torch.Tensor:
+        """`value` as the input `name` of `graph`: its dtype, on the device."""
+        spec = next(tensor for tensor in graph.spec.inputs if tensor.name == name)
+        return torch.from_numpy(np.ascontiguousarray(value)).to(self.device, torch_dtype(spec.dtype))
+
+
+def pad_rows(value: NDArray[np.generic], rows: int) -> NDArray[np.generic]:
+    """`value` with zero rows behind up to `rows`."""
+    return np.pad(value, [(0, rows - len(value))] + [(0, 0)] * (value.ndim - 1))
+
+
+def to_numpy(value: torch.Tensor) -> NDArray[np.generic]:
+    """On the host, floats as float32."""
+    value = value.detach().cpu()
+    array: NDArray[np.generic] = (value.float() if value.is_floating_point() else value).numpy()
+    return array

@@ -1,0 +1,302 @@
+"""Every operator of ours as it is called: its rule of work must take the arguments that it truly gets.
+
+The operators' files need Triton, so a stand-in takes its place and the operators only note their arguments. Each call
+runs in plain torch first: shapes that the reference takes are those that the operator gets.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import Tensor
+
+import mingc.kernels
+from mingc.export.cost.kernel_cost import CONTEXT, KERNELS
+from mingc.export.layers import moe
+from mingc.kernels import (
+    contiguous_kv_attention,
+    contiguous_kv_prefill_attention,
+    decode_attention,
+    gemv,
+    linear,
+    moe_experts,
+    norm_rope_write,
+    paged_attention,
+    quantized,
+    router,
+    sliding_window_attention,
+    small_sequence_attention,
+)
+
+BATCH, TOKENS, HIDDEN, SIZE, HEADS, KV_HEADS, PAGE = 3, 70, 256, 64, 8, 2, 16
+EXPERTS, WIDTH, CHOSEN = 16, 128, 4
+PACKED = HEADS + 2 * KV_HEADS
+
+
+class Reached(Exception):
+    """An operator was called: its name and arguments."""
+
+    def __init__(self, name: str, arguments: dict[str, Any]) -> None:
+        super().__init__(name)
+        self.name, self.arguments = name, arguments
+
+
+def noting(name: str, *, mutates_args: object) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """In place of `triton_op`."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+        known.add(name.removeprefix("mingc::"))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            raise Reached(name.removeprefix("mingc::"), dict(bound.arguments))
+
+        return call
+
+    return wrap
+
+
+known: set[str] = set()
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Called, it makes every kernel function reach for its operator, which raises `Reached`."""
+
+    def is_ours(name: str) -> bool:
+        # dit_batch1 needs no Triton, and its operator can be registered once in a process.
+        is_gpu = name == "mingc.kernels.triton" or name.startswith("mingc.kernels.triton.")
+        return is_gpu and name != "mingc.kernels.cuda.dit_batch1"
+
+    before = {name: module for name, module in sys.modules.items() if is_ours(name)}
+    for name in before:
+        del sys.modules[name]
+
+    def switch() -> None:
+        fake = MagicMock(next_power_of_2=lambda n: 1 << (n - 1).bit_length(), cdiv=lambda a, b: -(-a // b))
+        fake.language.constexpr = lambda value: SimpleNamespace(value=value)
+        monkeypatch.setitem(sys.modules, "triton", fake)
+        monkeypatch.setitem(sys.modules, "triton.language", fake.language)
+        monkeypatch.setattr(torch.library, "triton_op", noting)
+        for each in pkgutil.iter_modules(mingc.kernels.__path__):
+            module = importlib.import_module(f"mingc.kernels.{each.name}")
+            if hasattr(module, "use_triton"):
+                monkeypatch.setattr(module, "use_triton", lambda *_: True)
+        gpu = importlib.import_module("mingc.kernels.triton")
+        for each in pkgutil.iter_modules(gpu.__path__):
+            importlib.import_module(f"mingc.kernels.triton.{each.name}")
+
+    yield switch
+    for name in [name for name in sys.modules if is_ours(name)]:
+        del sys.modules[name]
+    sys.modules.update(before)
+    if "mingc.kernels.triton" in before:
+        mingc.kernels.triton = before["mingc.kernels.triton"]
+    elif hasattr(mingc.kernels, "gpu"):
+        del mingc.kernels.triton
+
+
+def angles(*shape: int) -> tuple[Tensor, Tensor]:
+    angle = torch.rand(*shape)
+    return angle.cos(), angle.sin()
+
+
+def pages() -> tuple[Tensor, Tensor]:
+    return torch.randn(20 * PAGE, KV_HEADS, SIZE), torch.randn(20 * PAGE, KV_HEADS, SIZE)
+
+
+def tables(batch: int) -> Tensor:
+    return torch.arange(1, 1 + 6 * batch, dtype=torch.int32).view(batch, 6)
+
+
+def slots() -> tuple[Tensor, Tensor]:
+    return torch.randn(5, 100, KV_HEADS, SIZE), torch.randn(5, 100, KV_HEADS, SIZE)
+
+
+def attend_pages() -> object:
+    return paged_attention.paged_decode_attention(
+        torch.randn(BATCH, HEADS, SIZE), *pages(), tables(BATCH), torch.tensor([3, 40, 90]), PAGE
+    )
+
+
+def attend_pages_at_once() -> object:
+    return decode_attention.decode_attention(
+        torch.randn(BATCH, PACKED, SIZE), torch.ones(SIZE), torch.ones(SIZE), *angles(BATCH, SIZE // 4),
+        *pages(), tables(BATCH), torch.tensor([3, 40, 90]), 1e-6, PAGE,
+    )  # fmt: skip
+
+
+def attend_pages_by_chunk() -> object:
+    q, index = torch.randn(TOKENS, HEADS, SIZE), 16 + torch.arange(TOKENS)
+    return paged_attention.paged_prefill_attention(
+        q, *pages(), tables(1), torch.zeros_like(index), index, PAGE
+    )
+
+
+def write_pages() -> object:
+    return norm_rope_write.norm_rope_write(
+        torch.randn(TOKENS, PACKED, SIZE), torch.ones(SIZE), torch.ones(SIZE), *angles(TOKENS, SIZE // 4),
+        torch.arange(TOKENS), *pages(), 1e-6,
+    )  # fmt: skip
+
+
+def attend_slots() -> object:
+    qkv, where = torch.randn(BATCH, PACKED * SIZE), torch.tensor([1, 2, 3])
+    return contiguous_kv_attention.contiguous_kv_attention(
+        qkv, *angles(BATCH, SIZE // 2), *slots(), where, 9 * where, None
+    )
+
+
+def attend_slots_by_chunk() -> object:
+    qkv, one = torch.randn(TOKENS, PACKED * SIZE), torch.tensor([1])
+    return contiguous_kv_prefill_attention.contiguous_kv_prefill_attention(
+        qkv, *angles(TOKENS, SIZE // 2), *slots(), one, one, one, None
+    )
+
+
+def attend_rings() -> object:
+    qkv, where = torch.randn(BATCH, 8, PACKED * SIZE), torch.tensor([1, 2, 3])
+    return sliding_window_attention.sliding_window_attention(
+        qkv, *angles(BATCH, 8, SIZE // 2), *slots(), where, 8 * where, 64
+    )
+
+
+def attend_short() -> object:
+    return small_sequence_attention.small_sequence_attention(
+        torch.randn(BATCH, 9, 3 * HEADS * SIZE), *angles(9, SIZE // 2)
+    )
+
+
+def choose_experts() -> object:
+    weight, bias, gates = torch.randn(3, EXPERTS, HIDDEN), torch.zeros(3, EXPERTS), torch.tensor([0, 2, 1])
+    return router.route_hidden(
+        torch.randn(BATCH, HIDDEN), weight, bias, gates,
+        num_groups=4, num_kept_groups=2, num_chosen=CHOSEN, scale=2.5,
+    )  # fmt: skip
+
+
+def run_experts(tokens: int, *, has_shared: bool, is_fp8: bool = False) -> object:
+    def make(*leading: int) -> moe_experts.Weights:
+        gate_up, down = torch.randn(*leading, 2 * WIDTH, HIDDEN), torch.randn(*leading, HIDDEN, WIDTH)
+        if not is_fp8:
+            return moe_experts.Weights(gate_up, down)
+        (gate_up, up_scale), (down, down_scale) = map(quantized.quantize_fp8, (gate_up, down))
+        return moe_experts.Weights(gate_up, down, up_scale, down_scale)
+
+    ids = torch.rand(tokens, EXPERTS).topk(CHOSEN).indices
+    shared = make() if has_shared else None
+    return moe_experts.moe_experts(
+        torch.randn(tokens, HIDDEN), ids, torch.rand(tokens, CHOSEN), *make(EXPERTS), shared=shared
+    )
+
+
+def multiply() -> object:
+    return linear.linear(torch.randn(BATCH, HIDDEN), *_fp8(WIDTH, HIDDEN))
+
+
+def _fp8(rows: int, depth: int) -> tuple[Tensor, None, Tensor]:
+    weight, scale = quantized.quantize_fp8(torch.randn(rows, depth))
+    return weight, None, scale
+
+
+def multiply_a_layers_row() -> object:
+    row = torch.randn(1, HIDDEN)
+    rows = linear.Rows(row, row, None, None)
+    if sys.modules.get("mingc.kernels.triton.fused_norm_gemv") is not None:
+        rows = rows._replace(norm=torch.ones(HIDDEN))
+    return linear.normed_linear(rows, torch.randn(WIDTH, HIDDEN), None, 1e-6)
+
+
+def multiply_and_add() -> object:
+    rows = linear.Rows(torch.randn(BATCH, HIDDEN), torch.randn(BATCH, HIDDEN), None, None)
+    if sys.modules.get("mingc.kernels.triton.linear") is not None:
+        rows = rows._replace(squares=torch.ones(BATCH, 1), counters=torch.zeros(8, dtype=torch.int32))
+    x, weight = torch.randn(BATCH, WIDTH), torch.randn(HIDDEN, WIDTH)
+    return linear.add_linear(x, weight, None, rows, torch.ones(HIDDEN), 1e-6)
+
+
+def norm_and_multiply() -> object:
+    row = torch.randn(1, HIDDEN)
+    return gemv.sum_norm_linear(row, row, torch.ones(HIDDEN), torch.randn(WIDTH, HIDDEN), 1e-6)
+
+
+def multiply_a_row() -> object:
+    weight, _, scale = _fp8(WIDTH, HIDDEN)
+    return gemv.gemv(torch.randn(1, HIDDEN), weight, scale)
+
+
+def run_half() -> object:
+    config = {"num_groups": 4, "num_kept_groups": 2, "num_chosen": CHOSEN, "scale": 2.5}
+    half = moe.MoeFeedForward(moe.Router(HIDDEN, EXPERTS, **config), HIDDEN, EXPERTS, WIDTH, WIDTH, 1e-6)
+    for parameter in half.parameters():
+        parameter.data.normal_()
+    row = torch.randn(1, HIDDEN)
+    with torch.no_grad():
+        return half.decode(row, row)
+
+
+# Operations of one call at a context of 9 tokens, counted here from what the call means.
+CALLS: dict[str, tuple[str, Callable[[], object], int]] = {
+    "paged decode": ("paged_decode_attention", attend_pages, 4 * BATCH * HEADS * SIZE * 10),
+    "decode": ("decode_attention", attend_pages_at_once, 4 * BATCH * HEADS * SIZE * 10),
+    "paged prefill": (
+        "paged_prefill_attention", attend_pages_by_chunk,
+        4 * HEADS * SIZE * sum(9 + t + 1 for t in range(TOKENS)),
+    ),
+    "write": ("norm_rope_write", write_pages, 0),
+    "slots": ("contiguous_kv_attention", attend_slots, 4 * BATCH * HEADS * SIZE * 10),
+    "slots by chunk": (
+        "contiguous_kv_prefill_attention", attend_slots_by_chunk,
+        4 * HEADS * SIZE * sum(9 + t + 1 for t in range(TOKENS)),
+    ),
+    "rings": ("sliding_window_attention", attend_rings, 4 * BATCH * 8 * HEADS * SIZE * 64),
+    "short": ("small_sequence_attention", attend_short, 4 * BATCH * 9 * 9 * HEADS * SIZE),
+    "router": ("route_hidden", choose_experts, 2 * BATCH * EXPERTS * HIDDEN),
+    "experts": (
+        "moe_decode", lambda: run_experts(BATCH, has_shared=True), 6 * BATCH * (CHOSEN + 1) * WIDTH * HIDDEN
+    ),
+    "experts in FP8": (
+        "moe_decode", lambda: run_experts(1, has_shared=False, is_fp8=True), 6 * CHOSEN * WIDTH * HIDDEN
+    ),
+    "experts by chunk": (
+        "moe_prefill", lambda: run_experts(TOKENS, has_shared=True), 6 * TOKENS * CHOSEN * WIDTH * HIDDEN
+    ),
+    "experts of a row": (
+        "moe_gemv", run_half, 2 * EXPERTS * HIDDEN + 6 * (CHOSEN + 1) * WIDTH * HIDDEN
+    ),
+    "row": ("gemv", multiply_a_row, 2 * WIDTH * HIDDEN),
+    "row before its norm": ("sum_norm_linear", norm_and_multiply, 2 * WIDTH * HIDDEN),
+    "linear": ("normed_linear", multiply, 2 * BATCH * WIDTH * HIDDEN),
+    "one row of a layer": ("fused_norm_gemv", multiply_a_layers_row, 2 * WIDTH * HIDDEN),
+    "linear and sum": ("add_linear", multiply_and_add, 2 * BATCH * WIDTH * HIDDEN),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_rule_takes_what_the_operator_gets(name: str, on_device: Callable[[], None]) -> None:
+    operator, call, flops = CALLS[name]
+    call()
+    on_device()
+    with pytest.raises(Reached) as reached:
+        call()
+    assert reached.value.name == operator
+    given = reached.value.arguments
+    shapes = {key: tuple(each.shape) if isinstance(each, Tensor) else () for key, each in given.items()}
+    work = KERNELS[operator](shapes, given)
+    assert work.flops == flops or work.flops.subs({CONTEXT: 9}) == flops
+    assert work.weight_shares.keys() <= given.keys()
+
+
+def test_every_operator_is_called_here(on_device: Callable[[], None]) -> None:
+    on_device()
+    assert known == {operator for operator, *_ in CALLS.values()}

@@ -1,0 +1,82 @@
+"""What the operator that makes one patch counts as its work, from the arguments that it truly gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mingc.export.cost.kernel_cost import KERNELS
+from mingc.export.layers.dit import DitConfig
+from mingc.export.stages.cfm import Cfm, CfmConfig
+from mingc.kernels import dit_batch1
+from mingc.kernels.cuda import dit_batch1 as gpu
+
+STEPS, HISTORY, PATCH, CHANNELS, LLM, WIDTH, INNER, DEPTH = 3, 32, 4, 64, 896, 1024, 4096, 2
+
+
+def transformer(tokens: int, out: int) -> DitConfig:
+    return DitConfig(
+        depth=DEPTH,
+        hidden_size=WIDTH,
+        num_heads=16,
+        mlp_size=INNER,
+        latent_dim=CHANNELS,
+        out_size=out,
+        num_tokens=tokens,
+    )
+
+
+def blocks_flops(sequences: int, tokens: int) -> int:
+    products = 2 * sequences * tokens * (4 * WIDTH * WIDTH + 2 * WIDTH * INNER)
+    return DEPTH * (products + 4 * sequences * tokens * tokens * WIDTH)
+
+
+def test_the_rule_takes_what_the_operator_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [each.name for each in torch.ops.mingc.dit_batch1_sample.default._schema.arguments]
+    given: dict[str, Any] = {}
+
+    def note(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        given.update(zip(names, arguments, strict=True))
+        return arguments[0], arguments[0], arguments[0]
+
+    monkeypatch.setattr(torch.ops.mingc, "dit_batch1_sample", note)
+    monkeypatch.setattr(gpu, "_code", lambda _: "")
+    tokens = 1 + HISTORY + PATCH
+    config = CfmConfig(
+        num_steps=STEPS,
+        latents_per_patch=PATCH,
+        history_latents=HISTORY,
+        llm_hidden_size=LLM,
+        speaker_dim=192,
+        dit=transformer(tokens, CHANNELS),
+        aggregator=transformer(1 + PATCH, LLM),
+    )
+    with torch.device("meta"):
+        controls = [torch.empty(1) for _ in range(3)]
+        dit_batch1.sample(
+            dit_batch1.PatchInputs(
+                torch.empty(1, LLM),
+                torch.empty(1, HISTORY, CHANNELS),
+                torch.empty(1, PATCH, CHANNELS),
+                torch.empty(1, STEPS, PATCH, CHANNELS),
+                *controls,
+            ),
+            Cfm(config).patch_weights(),
+        )
+    shapes = {
+        name: [tuple(each.shape) for each in value] if isinstance(value, list) else tuple(value.shape)
+        for name, value in given.items()
+        if not isinstance(value, str)
+    }
+    work = KERNELS["dit_batch1_sample"](shapes, given)
+    step = blocks_flops(2, tokens) + 2 * PATCH * CHANNELS * WIDTH * 3  # embedded once, projected for both
+    condition_and_stop = 2 * LLM * (WIDTH + 2)
+    tokens_embedded = (
+        2 * (HISTORY + PATCH) * CHANNELS * WIDTH
+    )  # of the history, and of the patch for the aggregator
+    once = condition_and_stop + tokens_embedded + blocks_flops(1, 1 + PATCH)
+    assert work.flops == STEPS * step + once
+    assert work.weight_shares == {"blocks": STEPS, "edges": STEPS}

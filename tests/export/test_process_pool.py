@@ -1,0 +1,69 @@
+"""The processes of an export: that they end when it fails."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import mingc
+from mingc.errors import CompileError
+from mingc.export.process_pool import result_of, submit
+
+_END_S = 100
+# A worker that holds a lock compiles for ten minutes when the export fails.
+_EXPORT = """
+import os, time
+from mingc.export.process_pool import worker_pool
+
+if __name__ == "__main__":
+    with worker_pool(1) as pool:
+        print(pool.submit(os.getpid).result(), flush=True)
+        pool.submit(exec, "import builtins, multiprocessing; builtins.held = multiprocessing.RLock()").result()
+        pool.submit(time.sleep, 600)
+        raise SystemExit(7)
+"""
+
+
+def test_a_failed_export_ends_its_workers_and_leaves_no_folder(tmp_path: Path) -> None:
+    script, scratch = tmp_path / "export.py", tmp_path / "scratch"
+    script.write_text(_EXPORT, encoding="utf-8")
+    scratch.mkdir()
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(Path(mingc.__file__).parents[1]), "TMPDIR": str(scratch)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_END_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (7, "")
+    assert not Path(f"/proc/{int(done.stdout)}").exists()
+    assert not list(scratch.iterdir())
+
+
+def test_a_process_that_dies_while_nothing_runs_is_told_by_what_was_next_and_no_bug() -> None:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with pytest.raises(CompileError, match=r"died \(out of memory\?\)") as caught:
+            result_of(submit(pool, "cfm.sample", os._exit, 9), "cfm.sample")
+        assert caught.value.where == "cfm.sample"
+        with pytest.raises(CompileError, match=r"died \(out of memory\?\)") as caught:
+            submit(pool, "talker.step", os.getpid)
+        assert caught.value.where == "talker.step" and "--jobs" in str(caught.value.fix)
+
+
+def test_too_little_memory_on_the_device_is_told_and_no_bug() -> None:
+    future: Future[None] = Future()
+    future.set_exception(
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.40 GiB. GPU 0 has …")
+    )
+    with pytest.raises(CompileError, match="memory does not suffice: CUDA out of memory") as caught:
+        result_of(future, "thinker.prefill_experts")
+    assert caught.value.where == "thinker.prefill_experts" and "--jobs" in str(caught.value.fix)

@@ -1,0 +1,145 @@
+"""The weights files that a worker process writes: their bytes, and an export that fails or is ended amid them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import mingc
+from mingc.errors import CheckpointError
+from mingc.export.pipeline import Step, export_bundle
+from mingc.export.process_pool import worker_pool
+from mingc.export.recipe import ExportRecipe
+from mingc.export.stage import Shard
+from mingc.export.stages.thinker import STAGE
+from mingc.export.weights.files import weights_files, write_in_worker
+from mingc.export.weights.loading import write_weights
+from mingc.export.weights.source import open_source
+from mingc.verify.engine_replay import replay
+
+_END_S = 60
+_TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
+_RANKS = 4
+
+
+def test_a_worker_writes_the_same_bytes(tmp_path: Path) -> None:
+    """Of every rank, from a checkpoint and drawn; in bfloat16, and in INT4 and FP8."""
+    recipes = [
+        ExportRecipe(
+            checkpoint=_TINY,
+            output=tmp_path / "out",
+            world_size=2,
+            dtype="bfloat16",
+            quantize=("thinker=int4",) if is_drawn else (),
+            synthetic=is_drawn,
+        )
+        for is_drawn in (False, True)
+    ]
+    (tmp_path / "weights").mkdir()
+    with worker_pool(1) as pool:
+        for recipe in recipes:
+            checkpoint = open_source(recipe)
+            for rank, file in enumerate(weights_files(STAGE, recipe, ("head",))):
+                assert file.name == f"thinker.rank{rank}"
+                written = pool.submit(write_in_worker, file, recipe, tmp_path).result(_END_S)
+                assert written.seconds > 0 and written.peak_rss_bytes > 10 << 20
+                expected = tmp_path / "expected"
+                write_weights(
+                    checkpoint,
+                    STAGE,
+                    STAGE.config(checkpoint),
+                    Shard(rank=rank, world_size=2),
+                    torch.bfloat16,
+                    expected,
+                    recipe.quantization("thinker"),
+                    omitted=("head",),
+                )
+                assert (tmp_path / file.path).read_bytes() == expected.read_bytes()
+
+
+def _lose_a_tensor(checkpoint: Path) -> str:
+    """Take a tensor out of the thinker's files, so that they are as whole as before; its name."""
+    index = checkpoint / "model.safetensors.index.json"
+    document = json.loads(index.read_text(encoding="utf-8"))
+    name = next(each for each in document["weight_map"] if each.endswith("word_embeddings.weight"))
+    file = checkpoint / document["weight_map"].pop(name)
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, checkpoint / "new")
+    (checkpoint / "new").replace(file)  # the export has the old one open
+    index.write_text(json.dumps(document), encoding="utf-8")
+    return name
+
+
+def test_what_a_rank_of_a_worker_lacks_is_told_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, scratch = tmp_path / "checkpoint", tmp_path / "scratch"
+    shutil.copytree(_TINY, checkpoint)
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    steps, lost = [], []
+
+    def progress(step: Step) -> None:
+        steps.append((step.name, step.subject))
+        if step.subject == "thinker.rank0":
+            lost.append(_lose_a_tensor(checkpoint))
+
+    recipe = ExportRecipe(
+        checkpoint=checkpoint, output=tmp_path / "out", stages=("thinker",), world_size=_RANKS, jobs=2
+    )
+    with pytest.raises(CheckpointError) as caught:
+        export_bundle(recipe, replay, progress)
+    assert caught.value.message == f"tensor {lost[0]} is missing"
+    assert caught.value.where == f"main: {checkpoint}"
+    assert ("weights", "thinker.rank1") not in steps and "check" not in dict(steps)
+    assert sorted(tmp_path.iterdir()) == [checkpoint, scratch] and not list(scratch.iterdir())
+    assert not multiprocessing.active_children()
+
+
+def test_an_export_that_is_told_to_end_while_files_are_written_leaves_nothing(tmp_path: Path) -> None:
+    words = ("--stages", "thinker", "--tp", _RANKS, "--jobs", 2, "--output", tmp_path / "out")
+    with subprocess.Popen(
+        [sys.executable, "-m", "mingc", "export", str(_TINY), *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(Path(mingc.__file__).parents[1]), "TMPDIR": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a group of its own tells whether one of its processes is left
+    ) as export:
+        try:
+            assert export.stderr is not None
+            assert any("weights thinker.rank1 " in line for line in export.stderr)
+            export.send_signal(signal.SIGTERM)
+            assert export.wait(timeout=_END_S) == 130
+        except BaseException:
+            os.killpg(export.pid, signal.SIGKILL)
+            raise
+    assert not list(tmp_path.iterdir())
+    # What keeps track of shared memory ends a moment after its parent.
+    _, left = psutil.wait_procs(_alive(export.pid), timeout=_END_S)
+    assert not left
+
+
+def _alive(group: int) -> list[psutil.Process]:
+    """The processes of `group`; without an init to collect it, an ended one stays as a zombie."""
+    found = []
+    for each in psutil.process_iter(["status"]):
+        with suppress(ProcessLookupError):  # another's, which ended meanwhile
+            if each.info["status"] != psutil.STATUS_ZOMBIE and os.getpgid(each.pid) == group:
+                found.append(each)
+    return found

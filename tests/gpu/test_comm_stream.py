@@ -1,0 +1,46 @@
+"""Work beside the current stream comes behind what is queued and in front of what waits, called and captured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mingc.runtime.distributed.comm_stream import CommStream
+from mingc.runtime.engines.cuda_graphs import GraphPool
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SIZE, ROUNDS = 2048, 8
+
+
+def test_what_is_started_runs_between_its_start_and_its_end() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    side = CommStream(device)
+    turn = torch.linalg.qr(torch.randn(SIZE, SIZE, dtype=torch.float64, device=device))[0]
+    x, beside = (torch.ones(SIZE, SIZE, dtype=torch.float64, device=device) for _ in range(2))
+
+    def run() -> tuple[Tensor, ...]:
+        flows = [x.clone(), x.clone()]
+        waits = [lambda: None, lambda: None]
+        for _ in range(ROUNDS):
+            for index in range(2):
+                waits[index]()
+                flows[index] = turn @ flows[index]  # long: what did not wait would read the value before
+                waits[index] = side.start(lambda flow=flows[index]: flow.mul_(2).add_(beside))  # type: ignore[misc]
+        for wait in waits:
+            wait()
+        return tuple(flows)
+
+    expected = x.clone()
+    for _ in range(ROUNDS):
+        expected = 2 * (turn @ expected) + beside
+    graph, captured = GraphPool(device).capture(run, "work beside")
+    for _ in range(5):
+        graph.replay()
+        called = run()
+        for flow in (*called, *captured):
+            torch.testing.assert_close(flow, expected)

@@ -1,0 +1,99 @@
+"""The kernels of one patch against plain torch, and graphs in which kernels begin early."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mingc.export.layers.dit import DitConfig
+from mingc.export.stages.cfm import Cfm, CfmConfig
+from mingc.kernels import dit_batch1
+from mingc.kernels.dispatch import plain_torch
+from mingc.runtime.engines.cuda_graphs import GraphPool
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+        reason="the kernels are for Hopper",
+    ),
+]
+TOLERANCE = 2.5e-2  # roundings of bfloat16 through the blocks, relative to the largest value
+
+
+def config(tokens: int, out: int) -> DitConfig:
+    return DitConfig(
+        depth=2, hidden_size=1024, num_heads=16, mlp_size=4096, latent_dim=64, out_size=out, num_tokens=tokens
+    )
+
+
+def filled(module: nn.Module) -> nn.Module:
+    """On the device, bfloat16, random; rope tables, and step sizes, which are positive, float32."""
+    torch.manual_seed(3)
+    for name, parameter in module.named_parameters():
+        scale = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.1
+        value = torch.randn(parameter.shape) * scale + (1 if name.endswith("norm") else 0)
+        parameter.data = value.to("cuda", torch.bfloat16)
+    for name, buffer in module.named_buffers():
+        angles = torch.rand(buffer.shape, device="cuda") * 6
+        table = angles.sin() if name.endswith("sin") else angles.cos()
+        buffer.data = table.abs() if name == "step_sizes" else table
+    return module.requires_grad_(False)
+
+
+def error(value: Tensor, expected: Tensor) -> float:
+    return float((value.float() - expected.float()).abs().max() / expected.float().abs().max())
+
+
+def sampler() -> tuple[Cfm, tuple[Tensor, ...]]:
+    module = filled(
+        Cfm(
+            CfmConfig(
+                num_steps=3,
+                latents_per_patch=4,
+                history_latents=32,
+                llm_hidden_size=896,
+                speaker_dim=192,
+                dit=config(37, 64),
+                aggregator=config(5, 896),
+            )
+        )
+    )
+    assert isinstance(module, Cfm)
+    normal = [
+        torch.randn(shape, device="cuda") for shape in ((1, 896), (1, 32, 64), (1, 4, 64), (1, 3, 4, 64))
+    ]
+    controls = [torch.full((1,), value, device="cuda") for value in (2.0, 0.25, 0.5)]
+    return module, (normal[0].to(torch.bfloat16), *normal[1:], *controls)
+
+
+def test_one_patch() -> None:
+    module, inputs = sampler()
+    assert dit_batch1.takes_patch(inputs[2], module.patch_weights())
+    with plain_torch():
+        expected = module.sample(*inputs)
+    assert all(each.isfinite().all() for each in expected)
+    for value, wanted in zip(module.sample(*inputs), expected, strict=True):
+        assert error(value, wanted) < TOLERANCE
+
+
+def test_kernels_that_begin_early_compute_the_same_every_time() -> None:
+    module, inputs = sampler()
+    expected = [each.clone() for each in module.sample(*inputs)]
+    assert all(each.isfinite().all() for each in expected)
+    graph, outputs = GraphPool(torch.device("cuda", 0)).capture(lambda: module.sample(*inputs), "sampler")
+    for _ in range(200):
+        for each in outputs:
+            each.fill_(7)
+        graph.replay()
+        assert all(torch.equal(*pair) for pair in zip(outputs, expected, strict=True))
+
+
+def test_a_graph_of_one_kernel() -> None:
+    value = torch.zeros(1, device="cuda")
+    graph, _ = GraphPool(torch.device("cuda", 0)).capture(lambda: (value.add_(1),), "one kernel")
+    before = value.clone()
+    graph.replay()
+    assert torch.equal(value, before + 1)

@@ -1,0 +1,36 @@
+"""On CUDA: weights that the device quantizes are those that the CPU would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mingc.export.recipe import Quantization
+from mingc.export.stage import WeightSource
+from mingc.export.weights.quantization import stored_tensors
+from mingc.kernels.quantized import dequantize
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_the_device_quantizes_like_the_cpu(kind: Quantization) -> None:
+    source = WeightSource(
+        name="experts.down", part="main", tensors=(), shapes=(), make=torch.empty, quantizable="experts"
+    )
+    value = torch.randn(3, 64, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = stored_tensors(source, value, kind, torch.bfloat16)
+    stored = stored_tensors(source, value, kind, torch.bfloat16, torch.device("cuda"))
+    assert [each.device.type for each in stored.values()] == ["cpu", "cpu"]
+    if kind == "fp8":
+        for name, tensor in expected.items():
+            assert torch.equal(stored[name].view(torch.uint8), tensor.view(torch.uint8))
+    # Of scales that are equally good but for the order of a sum either may be taken.
+    same = stored["experts.down_scale"] == expected["experts.down_scale"]
+    assert float(same.float().mean()) > 0.99
+    wide = [dequantize(*tensors.values(), torch.float32) for tensors in (stored, expected)]
+    errors = [float((each - value.float()).square().mean()) for each in wide]
+    assert errors[0] == pytest.approx(errors[1], rel=1e-3)

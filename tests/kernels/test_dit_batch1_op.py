@@ -1,0 +1,46 @@
+"""The op of the DiT's CUDA kernels as a serving process meets it, with a stand-in for the kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mingc
+
+_CALL = """
+import sys
+import torch
+import mingc.runtime.engines.aoti  # registers the op
+
+def stand_in(hidden, history, noise, *others):
+    return noise + 1, hidden.new_ones(1 + noise.shape[1], 1024), noise.new_zeros(1)
+
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+keys = [key for key in ("CUDA", "CPU", "CompositeExplicitAutograd") if has_kernel("mingc::dit_batch1_sample", key)]
+assert keys == ["CUDA"], f"not the bare kernel: {keys}"
+stand_ins = torch.library.Library("mingc", "IMPL")
+stand_ins.impl("dit_batch1_sample", stand_in, "CPU")
+one = torch.zeros(1)
+arguments = [torch.zeros(1, 896), torch.zeros(1, 32, 64), torch.zeros(1, 4, 64), one, one, one, one, one]
+arguments += [[one], [one], [one], one, one, one, [one], one, one, one, "code"]
+with torch.inference_mode():
+    made = torch.ops.mingc.dit_batch1_sample.default(*arguments)
+assert [tuple(each.shape) for each in made] == [(1, 4, 64), (5, 1024), (1,)]
+assert made[0].eq(1).all()
+compilers = [name for name in ("torch._dynamo", "torch._inductor", "triton") if name in sys.modules]
+assert not compilers, f"calling the op imports {compilers}"
+
+from torch._subclasses import FakeTensorMode
+with FakeTensorMode() as mode:
+    fakes = [mode.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in arguments]
+    lists = [[mode.from_tensor(one)] if isinstance(each, list) else each for each in fakes]
+    told = torch.ops.mingc.dit_batch1_sample.default(*lists)
+assert [each.shape for each in told] == [each.shape for each in made]
+"""
+
+
+def test_a_server_calls_the_op_without_importing_a_compiler() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(mingc.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", _CALL], env=environment, check=True, timeout=300)

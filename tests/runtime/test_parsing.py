@@ -1,0 +1,311 @@
+"""Bodies of requests: what is accepted becomes typed values, what is wrong is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_service import INFO, SPEECH_ONLY, TEXT_ONLY
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mingc.errors import RequestError
+from mingc.runtime.http.json_fields import MAX_COMMAS, parse_json
+from mingc.runtime.http.messages import MediaSource
+from mingc.runtime.http.options import ServeOptions
+from mingc.runtime.http.parsing import ChatParams, SpeechCallParams, parse_chat, parse_speech
+from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams, TextPart, VideoParams
+
+OPTIONS = ServeOptions()
+HELLO = [{"role": "user", "content": "Hello"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "auto"}}
+CLIP = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+
+
+def chat(info: ServiceInfo = INFO, **body: Any) -> ChatParams:
+    return parse_chat({"model": "ming-omni", "messages": HELLO, **body}, info, OPTIONS)
+
+
+def speech(info: ServiceInfo = INFO, **body: Any) -> SpeechCallParams:
+    return parse_speech({"input": "Hello.", **body}, info, OPTIONS)
+
+
+def spoken(**audio: Any) -> dict[str, Any]:
+    return {"modalities": ["text", "audio"], "audio": audio}
+
+
+def test_defaults() -> None:
+    call = chat()
+    assert call.sampling == SamplingParams(max_tokens=2048, temperature=0.0, top_p=1.0, top_k=0)
+    assert call.messages[0].parts == (TextPart(text="Hello"),)
+    assert (call.speech, call.stream, call.thinking, call.video) == (None, False, False, VideoParams())
+
+
+def test_all_sampling_fields() -> None:
+    call = chat(
+        max_completion_tokens=5, temperature=1, top_p=0.5, top_k=7, min_p=0.1, repetition_penalty=1.2,
+        stop="END", seed=-1, ignore_eos=True, stream=True, stream_options={"include_usage": True}, thinking=True,
+        video_fps=1.5, video_max_frames=8, video_min_pixels=1, video_max_pixels=2, video_total_pixels=3,
+    )  # fmt: skip
+    assert call.sampling == SamplingParams(
+        max_tokens=5, temperature=1.0, top_p=0.5, top_k=7, min_p=0.1, repetition_penalty=1.2,
+        stop=("END",), ignore_eos=True, seed=(1 << 64) - 1,
+    )  # fmt: skip
+    assert (call.stream, call.include_usage, call.thinking) == (True, True, True)
+    assert call.video == VideoParams(fps=1.5, max_frames=8, min_pixels=1, max_pixels=2, total_pixels=3)
+
+
+def test_neutral_values_of_unsupported_fields_pass() -> None:
+    chat(
+        n=1, tools=[], tool_choice="none", logprobs=False, logit_bias={}, frequency_penalty=0.0, presence_penalty=0,
+        response_format={"type": "text"}, top_k=-1, user="u", metadata={"a": "b"}, store=True, service_tier="auto",
+        stop=None, seed=None, audio=None, images=None, max_tokens=None, parallel_tool_calls=True,
+    )  # fmt: skip
+
+
+def test_parts_keep_their_order_and_place() -> None:
+    video = {"type": "video_url", "video_url": {"url": "v.mp4"}}
+    spoken_url = {"type": "audio_url", "audio_url": {"url": "a.wav"}}
+    content = [IMAGE, {"type": "text", "text": "Hi"}, CLIP, video, spoken_url]
+    (message,) = chat(messages=[{"role": "user", "content": content}]).messages
+    where = "messages[0].content"
+    assert message.parts == (
+        MediaSource(kind="image", source="data:image/png;base64,AA==", param=f"{where}[0].image_url.url"),
+        TextPart(text="Hi"),
+        MediaSource(kind="audio", source="AAAA", param=f"{where}[2].input_audio.data", is_base64=True),
+        MediaSource(kind="video", source="v.mp4", param=f"{where}[3].video_url.url"),
+        MediaSource(kind="audio", source="a.wav", param=f"{where}[4].audio_url.url"),
+    )
+
+
+def test_media_lists_go_into_the_first_user_message() -> None:
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "One"},
+        {"role": "assistant", "content": "Two"},
+        {"role": "user", "content": "Three"},
+    ]
+    turns = chat(messages=messages, images=["i"], audios=["a", "b"], videos=["v"]).messages
+    kinds = [part.kind if isinstance(part, MediaSource) else part.text for part in turns[1].parts]
+    assert kinds == ["image", "One", "audio", "audio", "video"]
+    assert [len(turn.parts) for turn in turns] == [1, 5, 1, 1]
+    params = [part.param for part in turns[1].parts if isinstance(part, MediaSource)]
+    assert params == ["images[0]", "audios[0]", "audios[1]", "videos[0]"]
+
+
+def test_empty_text_is_allowed_when_the_question_is_in_the_media() -> None:
+    (message,) = chat(messages=[{"role": "user", "content": ""}], audios=["a"]).messages
+    assert [type(part) for part in message.parts] == [MediaSource]
+
+
+def test_speech_of_a_chat() -> None:
+    call = chat(**spoken(voice="Lina", format="pcm16", guidance=1.5), seed=3)
+    assert call.speech == SpeechParams(voice="Lina", guidance=1.5, seed=3)
+    assert call.audio_format == "pcm16"
+    assert chat(**spoken(voice={"id": "Lina"}, seed=4), seed=3).speech == SpeechParams(voice="Lina", seed=4)
+    plain = chat(modalities=["audio", "text"])
+    assert (plain.speech, plain.audio_format) == (SpeechParams(voice="DB30"), "wav")
+
+
+def test_speech_request() -> None:
+    call = speech(
+        voice="Lina", response_format="pcm", instructions="slow", seed=1, speed=1.0, max_new_tokens=9
+    )
+    assert call.speech == SpeechParams(voice="Lina", instructions="slow", seed=1, max_steps=9)
+    assert (call.text, call.audio_format, call.delivery) == ("Hello.", "pcm16", "whole")
+    assert speech().speech.voice == "DB30"
+    assert speech(stream_format="sse").delivery == "sse"
+    assert speech(stream_format="audio", stream=True).delivery == "audio"
+    assert speech(stream=True).delivery == "audio"
+    assert speech(sample_rate=44100, instructions="  ").speech.instructions is None
+
+
+CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": None}, "messages", "Missing"),
+    ({"messages": []}, "messages", "empty"),
+    ({"messages": "Hello"}, "messages", "an array"),
+    ({"messages": ["Hello"]}, "messages[0]", "an object"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role", "Missing"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "robot"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "tool"),
+    ({"messages": [{"role": 1, "content": "x"}]}, "messages[0].role", "a string"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "Missing"),
+    ({"messages": [{"role": "assistant"}]}, "messages[0].content", "Missing"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "a string or an array"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "no parts"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "surrogate"),
+    ({"messages": [{"role": "user", "content": [{"type": "txt", "text": "x"}]}]}, "messages[0].content[0].type",
+     "Did you mean 'text'"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].image_url",
+     "Missing"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+     "messages[0].content[0].image_url", "an object"),
+    ({"messages": [{"role": "user", "content": [{**CLIP, "input_audio": {"data": "A", "format": "?"}}]}]},
+     "messages[0].content[0].input_audio.format", "wav"),
+    ({"messages": [{"role": "system", "content": [IMAGE]}]}, "messages[0].content[0]", "text only"),
+    ({"messages": [{"role": "user", "content": "x", "contnet": "y"}]}, "messages[0].contnet", "'content'"),
+    ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio", "not kept"),
+    ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls", "tool"),
+    ({"messages": [{"role": "system", "content": "x"}], "images": ["a"]}, "images[0]", "none"),
+    ({"images": "a.png"}, "images", "an array"),
+    ({"images": [1]}, "images[0]", "a string"),
+    ({"model": "gpt-4o"}, "model", "gpt-4o"),
+    ({"model": 4}, "model", "a string"),
+    ({"max_tokens": 0}, "max_tokens", "between 1"),
+    ({"max_tokens": 1.5}, "max_tokens", "an integer"),
+    ({"max_tokens": True}, "max_tokens", "not a boolean"),
+    ({"max_tokens": "5"}, "max_tokens", "an integer"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "send one"),
+    ({"temperature": -0.1}, "temperature", "between 0"),
+    ({"temperature": 1e400}, "temperature", "between 0"),
+    ({"temperature": 10**400}, "temperature", "between 0"),
+    ({"temperature": "hot"}, "temperature", "a number"),
+    ({"top_p": 0}, "top_p", "above 0"),
+    ({"top_k": -2}, "top_k", "between -1"),
+    ({"min_p": 2}, "min_p", "between 0"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "between 0.01 and 10"),
+    ({"repetition_penalty": 1e-45}, "repetition_penalty", "between 0.01 and 10"),
+    ({"stop": 5}, "stop", "a string or an array"),
+    ({"stop": ["a", 5]}, "stop[1]", "a string"),
+    ({"stop": ["a", ""]}, "stop", "empty"),
+    ({"stop": ["a"] * 17}, "stop", "at most 16"),
+    ({"stop": "a" * 1001}, "stop", "the limit is 1000"),
+    ({"stop": ["a", "a" * 1001]}, "stop[1]", "the limit is 1000"),
+    ({"seed": 1 << 64}, "seed", "between"),
+    ({"stream": "yes"}, "stream", "a boolean"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "'stream': true"),
+    ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "Unknown"),
+    ({"modalities": ["text", "image"]}, "modalities[1]", "image"),
+    ({"modalities": ["audio"]}, "modalities", "text"),
+    ({"modalities": "text"}, "modalities", "an array"),
+    ({"modalities": []}, "modalities", "empty"),
+    ({"audio": {"voice": "DB30"}}, "audio", "modalities"),
+    (spoken(voice="nobody"), "audio.voice", "DB30, Lina"),
+    (spoken(voice=["DB30"]), "audio.voice", "a string"),
+    (spoken(format="mp3"), "audio.format", "'wav', 'pcm16', 'flac'"),
+    (spoken(speed=2), "audio.speed", "Unknown"),
+    ({"n": 2}, "n", "one choice"),
+    ({"n": True}, "n", "one choice"),
+    ({"tools": [{"type": "function"}]}, "tools", "tool calls"),
+    ({"logprobs": True}, "logprobs", "log probabilities"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "not constrained"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty", "repetition_penalty"),
+    ({"image_generation": {"size": "1024x1024"}}, "image_generation", "not generated"),
+    ({"temprature": 1}, "temprature", "'temperature'"),
+    ({"video_fps": 0}, "video_fps", "above 0"),
+]  # fmt: skip
+
+SPEECH_ERRORS: list[tuple[dict[str, Any], str, str]] = [
+    ({"input": None}, "input", "Missing"),
+    ({"input": ""}, "input", "empty"),
+    ({"input": " \n "}, "input", "empty"),
+    ({"input": ["a"]}, "input", "a string"),
+    ({"input": "x" * 32_769}, "input", "32768"),
+    ({"instructions": "x" * 1001}, "instructions", "1000"),
+    ({"voice": "alloy"}, "voice", "alloy"),
+    ({"response_format": "mp3"}, "response_format", "mp3, opus and aac"),
+    ({"response_format": "opus"}, "response_format", "'wav', 'pcm', 'flac'"),
+    ({"speed": 1.5}, "speed", "natural speed"),
+    ({"sample_rate": 24000}, "sample_rate", "44100"),
+    ({"stream_format": "mp3"}, "stream_format", "'audio', 'sse'"),
+    ({"stream": False, "stream_format": "sse"}, "stream", "asks for a stream"),
+    ({"task_type": "clone"}, "task_type", "no such input"),
+    ({"max_new_tokens": 0}, "max_new_tokens", "between 1"),
+    ({"vocie": "DB30"}, "vocie", "'voice'"),
+    ({"model": "tts-1"}, "model", "tts-1"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "words"), CHAT_ERRORS, ids=lambda value: str(value)[:40])
+def test_wrong_chat_bodies(body: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(**body)
+    assert caught.value.param == param
+    assert words in caught.value.message
+    assert caught.value.status == (404 if caught.value.code == "model_not_found" else 400)
+    assert caught.value.code
+
+
+@pytest.mark.parametrize(("body", "param", "words"), SPEECH_ERRORS, ids=lambda value: str(value)[:40])
+def test_wrong_speech_bodies(body: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        speech(**body)
+    assert caught.value.param == param
+    assert words in caught.value.message
+
+
+def test_what_an_artifact_lacks_is_refused() -> None:
+    with pytest.raises(RequestError, match="speaks, but does not chat"):
+        chat(SPEECH_ONLY)
+    with pytest.raises(RequestError, match="holds no talker") as caught:
+        chat(TEXT_ONLY, **spoken(format="wav"))
+    assert (caught.value.param, caught.value.code) == ("modalities", "unsupported_modality")
+    with pytest.raises(RequestError, match="holds no talker"):
+        speech(TEXT_ONLY)
+    for part, kind in ((IMAGE, "image"), (CLIP, "audio")):
+        with pytest.raises(RequestError, match=f"takes no {kind} input"):
+            chat(TEXT_ONLY, messages=[{"role": "user", "content": [part]}])
+    with pytest.raises(RequestError, match="takes no video input"):
+        chat(TEXT_ONLY, videos=["a.mp4"])
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b"", "line 1 column 1"),
+        (b"{", "line 1 column 2"),
+        (b'{"a": 1,}', "line 1 column"),
+        (b'{"a": NaN}', "NaN"),
+        (b'{"a": -Infinity}', "Infinity"),
+        (b"\xff\xfe{}", "byte 0 is not UTF-8"),
+        (b"[" * 200000, "nested too deeply"),
+        (b"9" * 5000, "digits"),
+    ],
+    ids=lambda value: str(value[:12]),
+)
+def test_malformed_json(raw: bytes, words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_json(raw)
+    assert words in caught.value.message
+    assert caught.value.code == "invalid_json"
+
+
+def test_more_values_than_any_request_needs_are_not_even_parsed() -> None:
+    assert parse_json(b"[" + b"1," * MAX_COMMAS + b"1]") == [1] * (MAX_COMMAS + 1)
+    with pytest.raises(RequestError, match="commas; the limit is 262144") as caught:
+        parse_json(b"[" + b"[]," * (MAX_COMMAS + 1))
+    assert (caught.value.status, caught.value.code) == (413, "body_too_complex")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = st.sampled_from(
+    [
+        "model",
+        "messages",
+        "modalities",
+        "audio",
+        "stop",
+        "seed",
+        "stream_options",
+        "images",
+        "input",
+        "voice",
+        "n",
+    ]
+)
+
+
+@given(st.dictionaries(NAMES | st.text(max_size=5), JSON, max_size=5) | JSON)
+def test_any_json_is_parsed_or_refused(body: object) -> None:
+    """Nothing a client can send ends in another error than RequestError."""
+    for parse in (parse_chat, parse_speech):
+        try:
+            call = parse(body, INFO, OPTIONS)
+        except RequestError as error:
+            assert 400 <= error.status < 500
+        else:
+            assert isinstance(call, ChatParams | SpeechCallParams)

@@ -1,0 +1,88 @@
+"""A step that does not end is noticed, and a process that cannot end in order ends all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from fake_service import FakeService
+
+from mingc.errors import RankError, ServeError
+from mingc.runtime.http.options import ServeOptions
+from mingc.runtime.http.server import create_app, serve_async
+from mingc.runtime.thinker.ranks.watchdog import StepWatchdog
+
+_CPU = torch.device("cpu")
+_END = """
+import ctypes, sys, time
+from mingc.errors import RankError
+from mingc.runtime.thinker.ranks import hard_exit
+
+class Engine:
+    def __del__(self):
+        time.sleep(600)
+
+hard_exit.GIL_MARGIN_S = 0.5
+hard_exit.hard_exit(RankError("a rank is gone"), Engine(), float(sys.argv[1]))
+print("said", flush=True)
+exec(sys.argv[2])
+"""
+
+
+def test_a_step_that_does_not_return_is_told_once() -> None:
+    problems: list[str] = []
+    is_told = threading.Event()
+
+    def told(problem: str) -> None:
+        problems.append(problem)
+        is_told.set()
+
+    watch = StepWatchdog(_CPU, 0.2, told)
+    with watch.step():
+        pass
+    assert not problems
+    with watch.step():
+        assert is_told.wait(60)
+    assert problems == ["a step of the thinker did not return within 0.2 s"]
+
+
+def test_steps_within_the_limit_and_idle_time_are_not_told() -> None:
+    problems: list[str] = []
+    watch = StepWatchdog(_CPU, 60.0, problems.append)
+    with pytest.raises(ValueError), watch.step():
+        raise ValueError
+    assert watch._find() is None
+    watch.close()
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "work", "code"),
+    [
+        (0.2, "time.sleep(600)", RankError.exit_code),
+        (600, "pass", RankError.exit_code),
+        (0.2, "ctypes.PyDLL(None).sleep(600)", 1),
+    ],
+    ids=["cut off", "in order", "cut off in a call that holds the interpreter"],
+)
+def test_a_process_without_its_ranks_ends_with_their_code(limit_s: float, work: str, code: int) -> None:
+    words = [sys.executable, "-c", _END, str(limit_s), work]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (code, "said\n")
+
+
+def test_a_service_that_ends_by_itself_ends_the_server_with_its_error() -> None:
+    service = FakeService()
+
+    async def work() -> None:
+        def announce(url: str) -> None:
+            threading.Thread(target=service.end, args=(RankError("rank 1 ended"),)).start()
+
+        with pytest.raises(ServeError, match="rank 1 ended"):
+            await serve_async(create_app(service, ServeOptions(port=0)), announce=announce)
+
+    asyncio.run(work())
+    assert service.graces == [5.0, 0.0]

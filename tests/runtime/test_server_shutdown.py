@@ -1,0 +1,234 @@
+"""Clients that leave and servers that end: nothing keeps running, everybody is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from fake_service import FakeService
+from server_thread import run_server
+
+from mingc.errors import ConfigError
+from mingc.runtime.http.options import ServeOptions
+from mingc.runtime.http.server import base_url, bind_socket, create_app, serve
+
+CHAT = "/v1/chat/completions"
+CHILD = """
+import os, sys
+from mingc.console import signals
+from fake_service import FakeService
+from mingc.runtime.http.options import ServeOptions
+from mingc.runtime.http.server import create_app, serve
+
+class Slow:
+    def __del__(self):
+        os.write(1, b"ending\\n")
+        os.read(0, 1)
+
+slow = Slow()
+signals.ONE_REQUEST_S = float(sys.argv[2])
+app = create_app(FakeService(), ServeOptions(port=0, shutdown_timeout_s=float(sys.argv[1])))
+ended_in_order = serve(app, announce=lambda url: print(url, flush=True))
+print("in order" if ended_in_order else "cut short", flush=True)
+"""
+
+
+def body(text: str, *, stream: bool = True) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": text}], "stream": stream}
+
+
+def eventually(claim: Callable[[], bool]) -> None:
+    """Waits for something that another thread brings about."""
+    deadline = time.monotonic() + 30
+    while not claim():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@contextmanager
+def child(
+    shutdown_timeout_s: float, one_request_s: float = 600.0
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, and its URL; signals within `one_request_s` are one."""
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join(
+        [str(Path(__file__).parents[1] / "support"), str(root), os.environ.get("PYTHONPATH", "")]
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", CHILD, str(shutdown_timeout_s), str(one_request_s)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        if not url:
+            pytest.fail(f"the server did not start: {process.communicate()[1]}")
+        yield process, url
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("text", ["endless", "wait"])
+def test_a_client_that_leaves_cancels_its_request(stream: bool, text: str) -> None:
+    services: list[FakeService] = []
+
+    def make() -> FakeService:
+        services.append(FakeService())
+        return services[0]
+
+    with run_server(make) as url:
+        service = services[0]
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=30) as connection:
+            payload = json.dumps(body(text, stream=stream)).encode()
+            head = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+            connection.sendall(f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload)
+            eventually(lambda: len(service.running) == 1)
+        eventually(lambda: not service.running)
+        assert list(service.ends.values()) == ["cancelled"]
+        metrics = httpx.get(f"{url}/metrics", trust_env=False).text
+        assert 'mingc_requests_cancelled_total{route="/v1/chat/completions"} 1.0' in metrics
+        assert "mingc_requests_in_flight 0.0" in metrics
+
+
+def test_a_finished_request_is_not_called_cancelled() -> None:
+    with run_server(FakeService) as url, httpx.Client(base_url=url, trust_env=False) as client:
+        for stream in (True, False):
+            for _ in range(20):
+                assert client.post(CHAT, json=body("hi", stream=stream)).status_code == 200
+        assert "mingc_requests_cancelled_total{" not in client.get("/metrics").text
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_tells_running_streams_and_ends_the_process(number: signal.Signals) -> None:
+    with (
+        child(shutdown_timeout_s=0.3) as (process, url),
+        httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
+    ):
+        with client.stream("POST", CHAT, json=body("endless")) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(number)
+            data = [line for line in lines if line.startswith("data: ")]
+        assert json.loads(data[-1].removeprefix("data: "))["error"]["type"] == "server_error"
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, out) == (0, "in order\nending\n")
+        assert "Traceback" not in err
+
+
+def test_requests_that_end_within_the_grace_are_answered() -> None:
+    with (
+        child(shutdown_timeout_s=30) as (process, url),
+        httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
+    ):
+        with client.stream("POST", CHAT, json=body("hi")) as response:
+            process.send_signal(signal.SIGTERM)
+            assert "[DONE]" in "".join(response.iter_text())
+        out, _ = process.communicate(timeout=30)
+        assert (process.returncode, out) == (0, "in order\nending\n")
+
+
+def test_a_signal_that_comes_twice_at_once_cuts_nothing_off() -> None:
+    with (
+        child(shutdown_timeout_s=30) as (process, url),
+        httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
+    ):
+        with client.stream("POST", CHAT, json=body("hi")) as response:
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGINT)
+            assert "[DONE]" in "".join(response.iter_text())
+        out, _ = process.communicate(timeout=30)
+        assert (process.returncode, out) == (0, "in order\nending\n")
+
+
+def test_a_signal_while_the_interpreter_takes_itself_down_loses_no_exit_code() -> None:
+    with child(shutdown_timeout_s=30) as (process, _):
+        process.terminate()
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["in order\n", "ending\n"]
+        process.terminate()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+        assert process.returncode == 0
+
+
+def test_a_second_signal_stops_at_once() -> None:
+    with (
+        child(shutdown_timeout_s=600, one_request_s=0) as (process, url),
+        httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
+    ):
+        with pytest.raises(httpx.HTTPError), client.stream("POST", CHAT, json=body("endless")) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            eventually(lambda: refuses(url))
+            process.send_signal(signal.SIGTERM)
+            list(lines)
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, out) == (0, "cut short\nending\n")
+        assert "Traceback" not in err
+
+
+def refuses(url: str) -> bool:
+    host, port = url.removeprefix("http://").split(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as caught:
+            bind_socket("127.0.0.1", port)
+    error = caught.value
+    assert error.message == f"cannot listen at 127.0.0.1:{port}: the port is in use"
+    assert error.where == f"--host 127.0.0.1 --port {port}"
+    assert error.fix is not None and "--port" in error.fix
+    assert error.exit_code == 2
+
+
+def test_a_port_that_was_taken_while_loading() -> None:
+    service = FakeService()
+    listener = bind_socket("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    with bind_socket("127.0.0.1", port) as other:  # nobody listens yet, so both may bind
+        other.listen()
+        with pytest.raises(ConfigError, match="the port is in use"):
+            serve(create_app(service, ServeOptions(port=port)), listener, announce=pytest.fail)
+    assert service.graces == [0.0]
+    assert listener.fileno() == -1
+
+
+def test_an_address_of_another_machine() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen at 192\.0\.2\.1:0") as caught:
+        bind_socket("192.0.2.1", 0)
+    assert caught.value.fix is not None and "--host" in caught.value.fix
+    with pytest.raises(ConfigError, match=r"no\.such\.host\.invalid"):
+        bind_socket("no.such.host.invalid", 0)
+
+
+def test_port_zero_is_announced_as_the_port_that_was_got() -> None:
+    with bind_socket("127.0.0.1", 0) as listener:
+        assert base_url(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert listener.getsockname()[1] != 0

@@ -1,0 +1,72 @@
+"""Holds the graphs of a stage against its float32 eager module: compiled for the CPU, and in bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mingc.export.checkpoint import Checkpoint
+from mingc.export.compile.backends.aoti import compile_graph
+from mingc.export.compile.capture import capture, check_example
+from mingc.export.stage import GraphDef, Shard, Stage, StageOptions
+from mingc.export.weights.loading import float32_module, load_module, write_weights
+from mingc.runtime.engines.aoti import load
+
+CPU = torch.device("cpu")
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Largest difference over the largest expected value."""
+    assert got.shape == expected.shape, f"{tuple(got.shape)} instead of {tuple(expected.shape)}"
+    return ((got - expected).abs().max() / expected.abs().max()).item()
+
+
+def check_compiled(
+    module: nn.Module, plan: GraphDef, sizes: Sequence[Mapping[str, int]], folder: Path, tolerance: float
+) -> None:
+    """One engine with dynamic dims must agree with `module` at all `sizes`, outputs and state."""
+    program = capture(plan, module, stage="test", fixed=None, device=CPU)
+    path = folder / f"{plan.spec.name}.pt2"
+    compile_graph(program, path, device="cpu", cache=None, where=plan.spec.name)
+    engine = load(path, CPU)
+    engine.bind(module.state_dict())
+    for size in sizes:
+        full = {**plan.check_dims, **size}
+        example = plan.example(full, torch.Generator().manual_seed(3))
+        check_example(plan.spec, example, full, "test")
+        names = [spec.name for spec in (*plan.spec.inputs, *plan.spec.state)]
+        eager = {name: example[name].clone() for name in names}
+        compiled = {name: example[name].clone() for name in names}
+        with torch.no_grad():
+            expected = getattr(module, plan.method)(*eager.values())
+        got = engine.run(list(compiled.values()))
+        for spec, value, reference in zip(plan.spec.outputs, got, expected, strict=True):
+            shape = tuple(axis if isinstance(axis, int) else full[axis] for axis in spec.shape)
+            assert tuple(value.shape) == shape, f"{spec.name} at {size}"
+            assert relative_error(value, reference) < tolerance, f"{spec.name} at {size}"
+        for spec in plan.spec.state:
+            assert relative_error(compiled[spec.name], eager[spec.name]) < tolerance, f"{spec.name} at {size}"
+
+
+def check_bfloat16(stage: Stage, checkpoint: Checkpoint, folder: Path, similarity: float) -> None:
+    """Every graph runs on the weights file of a bfloat16 recipe and stays near the float32 module."""
+    config = stage.config(checkpoint)
+    write_weights(checkpoint, stage, config, Shard(), torch.bfloat16, folder / "weights.safetensors")
+    narrow = load_module(stage, config, Shard(), folder / "weights.safetensors")
+    wide = float32_module(stage, config, checkpoint)
+    narrow_plans = stage.graphs(config, Shard(), StageOptions(dtype=torch.bfloat16))
+    for plan, reference in zip(narrow_plans, stage.graphs(config, Shard(), StageOptions()), strict=True):
+        outputs = []
+        for module, each in ((narrow, plan), (wide, reference)):
+            example = each.example(each.check_dims, torch.Generator().manual_seed(2))
+            check_example(each.spec, example, each.check_dims, stage.name)
+            with torch.no_grad():
+                outputs.append(getattr(module, each.method)(*example.values()))
+        for spec, got, expected in zip(plan.spec.outputs, *outputs, strict=True):
+            assert str(got.dtype) == f"torch.{spec.dtype}", f"{plan.spec.name}: {spec.name}"
+            cosine = F.cosine_similarity(got.float().flatten(), expected.flatten(), dim=0).item()
+            assert cosine > similarity, f"{plan.spec.name}: {spec.name} has cosine {cosine}"

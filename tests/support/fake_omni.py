@@ -1,0 +1,134 @@
+"""A service over fake engines, and how tests ask it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fake_engines import HIDDEN
+from fake_talker import (
+    FLOW,
+    LATENT_DIM,
+    LATENTS,
+    SAMPLE_RATE,
+    TALKER,
+    VAE,
+    make_talker_loop,
+    make_talker_worker,
+)
+from fake_thinker import make_thinker_loop, thinker_parameters
+
+from mingc.runtime.preprocess.chat import ChatProcessor
+from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
+from mingc.runtime.preprocess.tokenizer import TextTokenizer
+from mingc.runtime.request import (
+    ChatRequest,
+    Event,
+    SamplingParams,
+    ServiceInfo,
+    SpeechParams,
+    SpeechRequest,
+    TextPart,
+    Turn,
+)
+from mingc.runtime.service.omni import ChatPipeline, OmniService, SpeechPipeline
+from mingc.runtime.talker.planner import SpeechPlanner, VoicePack
+
+TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
+
+
+def voice(name: str, seed: int) -> VoicePack:
+    generator = np.random.default_rng(seed)
+    return VoicePack(
+        name=name,
+        transcript="Hello.",
+        latents=generator.standard_normal((2 * LATENTS, LATENT_DIM)).astype(np.float32),
+        embeds=generator.standard_normal((2, HIDDEN)).astype(np.float32),
+        speaker=generator.standard_normal(HIDDEN).astype(np.float32),
+    )
+
+
+def make_service(
+    *,
+    slots: int = 8,
+    max_running: int = 8,
+    has_talker: bool = True,
+    has_thinker: bool = True,
+    max_pending: int = 128,
+) -> OmniService:
+    tokenizer = TextTokenizer.from_file(TINY / "tokenizer.json")
+    parameters = thinker_parameters(tokenizer.token_id)
+    voices = {"amy": voice("amy", 1), "bob": voice("bob", 2)}
+    planner = SpeechPlanner(
+        SpeechPromptBuilder(TextTokenizer.from_file(TINY / "talker" / "llm")),
+        voices,
+        parameters=TALKER,
+        flow=FLOW,
+        vae=VAE,
+    )
+    return OmniService(
+        ServiceInfo(
+            model="fake",
+            sample_rate=SAMPLE_RATE,
+            voices=tuple(voices),
+            default_voice="amy",
+            has_text=has_thinker,
+            has_image=False,
+            has_video=False,
+            has_audio_input=False,
+            has_speech=has_talker,
+        ),
+        chat=ChatPipeline(
+            processor=ChatProcessor(tokenizer, parameters, vision=None, audio=None),
+            tokenizer=tokenizer,
+            vision=None,
+            audio=None,
+            loop=make_thinker_loop(max_running=max_running, stop_ids=parameters.stop_token_ids),
+        )
+        if has_thinker
+        else None,
+        speech=SpeechPipeline(
+            planner=planner,
+            loop=make_talker_loop(make_talker_worker(slots=slots)),
+            max_segment_length=TALKER.max_segment_length,
+        )
+        if has_talker
+        else None,
+        max_pending_patches=max_pending,
+    )
+
+
+def chat(text: str, speech: SpeechParams | None = None, **sampling: Any) -> ChatRequest:
+    return ChatRequest(
+        request_id="r",
+        turns=(Turn(role="user", parts=(TextPart(text=text),)),),
+        sampling=SamplingParams(**{"max_tokens": 12, **sampling}),
+        speech=speech,
+    )
+
+
+def say(text: str, **params: Any) -> SpeechRequest:
+    return SpeechRequest(request_id="s", text=text, speech=SpeechParams(**params))
+
+
+async def collect(events: AsyncIterator[Event]) -> list[Event]:
+    return [event async for event in events]
+
+
+def run(service: OmniService, work: Coroutine[Any, Any, Any]) -> Any:
+    """Run `work`, close the service, check that nothing is held."""
+
+    async def whole() -> Any:
+        try:
+            return await asyncio.wait_for(work, 60)
+        finally:
+            await service.close(shutdown_timeout_s=0)
+
+    result = asyncio.run(whole())
+    for loop in service._loops:
+        loop.scheduler.check()
+        assert loop.scheduler.num_running == loop.scheduler.num_waiting == 0
+    return result

@@ -1,0 +1,156 @@
+"""A `Service` without a model: it answers at once, and words in the request make it slow or make it fail.
+
+What the last user text says decides: `fail first`, `fail midway`, `crash midway`, `overloaded`, `endless`, `wait`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import numpy as np
+
+from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
+from mingc.runtime.request import (
+    AudioDelta,
+    ChatRequest,
+    Done,
+    Event,
+    MediaPart,
+    ServiceInfo,
+    SpeechRequest,
+    TextDelta,
+    TextDone,
+    TextPart,
+    Usage,
+)
+
+SAMPLE_RATE = 44100
+PATCH_SAMPLES = 14112
+NUM_PATCHES = 3
+
+INFO = ServiceInfo(
+    model="ming-omni",
+    sample_rate=SAMPLE_RATE,
+    voices=("DB30", "Lina"),
+    default_voice="DB30",
+    has_text=True,
+    has_image=True,
+    has_video=True,
+    has_audio_input=True,
+    has_speech=True,
+)
+SPEECH_ONLY = replace(INFO, has_text=False, has_image=False, has_video=False, has_audio_input=False)
+TEXT_ONLY = replace(
+    INFO, has_image=False, has_video=False, has_audio_input=False, has_speech=False, voices=()
+)
+
+
+def patch(index: int) -> AudioDelta:
+    """A tone that differs from patch to patch."""
+    time = np.arange(PATCH_SAMPLES, dtype=np.float32) / SAMPLE_RATE
+    return AudioDelta(samples=(0.3 * np.sin(2 * math.pi * (220 * (index + 1)) * time)).astype(np.float32))
+
+
+class FakeService:
+    """Keeps what it was asked and how each request ended: `done`, `cancelled` or `failed`."""
+
+    def __init__(self, info: ServiceInfo = INFO, *, ready: bool = True) -> None:
+        self._info = info
+        self._ready = ready
+        self.chats: list[ChatRequest] = []
+        self.speeches: list[SpeechRequest] = []
+        self.ends: dict[str, str] = {}
+        self.running: set[str] = set()
+        self.graces: list[float] = []
+        self._cut = asyncio.Event()
+
+    @property
+    def info(self) -> ServiceInfo:
+        return self._info
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready and not self.graces
+
+    def on_end(self, told: Callable[[ServeError], None]) -> None:
+        self.end = told
+
+    async def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
+        self.chats.append(request)
+        parts = [part for turn in request.turns if turn.role == "user" for part in turn.parts]
+        text = " ".join(part.text for part in parts if isinstance(part, TextPart))
+        media = [f"{part.kind} of {len(part.data)} bytes" for part in parts if isinstance(part, MediaPart)]
+        words = ["You", *(f" {word}" for word in ["said:", *text.split(), *media])]
+        events: list[Event] = [TextDelta(text=word) for word in words[: request.sampling.max_tokens]]
+        finish = "length" if len(words) > request.sampling.max_tokens else "stop"
+        events.append(TextDone(finish_reason=finish))  # type: ignore[arg-type]
+        async for event in self._run(request.request_id, text, events, spoken=request.speech is not None):
+            yield event
+
+    async def speech(self, request: SpeechRequest) -> AsyncIterator[Event]:
+        self.speeches.append(request)
+        async for event in self._run(request.request_id, request.text, [], spoken=True):
+            yield event
+
+    async def close(self, *, shutdown_timeout_s: float) -> None:
+        self.graces.append(shutdown_timeout_s)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + shutdown_timeout_s
+        while self.running and loop.time() < end:
+            await asyncio.sleep(0.02)
+        self._cut.set()
+
+    async def _run(self, name: str, text: str, events: list[Event], *, spoken: bool) -> AsyncIterator[Event]:
+        if self.graces:
+            raise CapacityError("stopping")
+        if "overloaded" in text:
+            raise CapacityError("no free slot")
+        if "too long" in text:
+            raise RequestError("the prompt has 99999 tokens, the context 32768", param="messages")
+        if "fail first" in text:
+            raise WorkerError("rank 1 died")
+        self.running.add(name)
+        self.ends[name] = "cancelled"
+        try:
+            num_text = sum(isinstance(event, TextDelta) for event in events)
+            patches = [patch(i) for i in range(NUM_PATCHES)] if spoken else []
+            for index, event in enumerate([*events, *patches]):
+                if index == 2 and "fail midway" in text:
+                    raise WorkerError("rank 1 died midway")
+                if index == 2 and "crash midway" in text:
+                    raise ZeroDivisionError("a bug")
+                yield event
+                await asyncio.sleep(0)
+            while "endless" in text:
+                await self._sleep(0.01)
+                yield patch(0) if spoken else TextDelta(text=" more")
+            if "wait" in text:
+                await self._sleep(60.0)
+            self.ends[name] = "done"
+            yield Done(
+                finish_reason="length" if TextDone(finish_reason="length") in events else "stop",
+                usage=Usage(
+                    prompt_tokens=7,
+                    completion_tokens=num_text,
+                    audio_patches=len(patches),
+                    audio_seconds=len(patches) * PATCH_SAMPLES / SAMPLE_RATE,
+                ),
+                timings_ms={"first_token": 1.5},
+            )
+        except (WorkerError, ZeroDivisionError):
+            self.ends[name] = "failed"
+            raise
+        finally:
+            self.running.discard(name)
+
+    async def _sleep(self, seconds: float) -> None:
+        """Sleep, unless the service is closed meanwhile."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._cut.wait()
+        except TimeoutError:
+            return
+        raise WorkerError("the server stopped while the request was running")

@@ -1,0 +1,89 @@
+"""Golden documents of another form are refused with the file and the place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mingc.errors import ConfigError
+from mingc.verify.golden_documents import read_document
+
+DATA = Path(__file__).parents[1] / "data"
+NAMES = ["preprocess.json", "talker.json", "vae.json", "text.json"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_golden_set_is_of_the_form(name: str) -> None:
+    assert read_document(DATA / name) == json.loads((DATA / name).read_text(encoding="utf-8"))
+
+
+def drop(*path: Any) -> Callable[[Any], None]:
+    def change(document: Any) -> None:
+        for key in path[:-1]:
+            document = document[key]
+        del document[path[-1]]
+
+    return change
+
+
+def put(value: Any, *path: Any) -> Callable[[Any], None]:
+    def change(document: Any) -> None:
+        for key in path[:-1]:
+            document = document[key]
+        document[path[-1]] = value
+
+    return change
+
+
+CHAT = ("processor_template", "image")
+
+
+@pytest.mark.parametrize(
+    "name, change, problem",
+    [
+        ("text.json", put(3, "cases", 2), "$.cases[2] is 3, expected an object"),
+        ("text.json", drop("cases", 2, "talker_tn"), "$.cases[2].talker_tn is missing"),
+        ("text.json", put("50", "segmentation", 0, "max_semantic_length"), "'50', expected int"),
+        ("text.json", put(True, "end_to_end", 0, "max_length"), "True, expected int"),
+        ("text.json", put([1], "split_and_group_sentences", 0, "out"), "out[0] is 1, expected str"),
+        ("talker.json", put([], "plain"), "$.plain is a list, expected an object"),
+        ("talker.json", put("two", "clone", "spk_emb"), "$.clone is an object"),
+        ("vae.json", put({"chunks": 3, "sample_rate": 1}, "sil.offline"), "chunks is 3, expected a list"),
+        ("preprocess.json", put([[1, 2]], *CHAT, "image_grid_thw"), "as many in each"),
+        ("preprocess.json", put([[1], [2, 3]], *CHAT, "position_ids"), "as many in each"),
+        ("preprocess.json", put([-1], *CHAT, "input_ids"), "expected a list of integers"),
+        ("preprocess.json", put("TOOL", *CHAT, "messages", 0, "role"), "expected 'HUMAN' or 'ASSISTANT'"),
+        (
+            "preprocess.json",
+            put({"type": "image", "image": "some"}, *CHAT, "messages", 0, "content", 0),
+            "content[0]",
+        ),
+        (
+            "preprocess.json",
+            put([[1, None]], "video", "timestamps_per_temporal_patch"),
+            "null, expected float",
+        ),
+    ],
+)
+def test_another_form_is_told_with_its_place(
+    name: str, change: Callable[[Any], None], problem: str, tmp_path: Path
+) -> None:
+    document = json.loads((DATA / name).read_text(encoding="utf-8"))
+    change(document)
+    path = tmp_path / name
+    path.write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        read_document(path)
+    assert str(path) in caught.value.message and problem in caught.value.message
+    assert caught.value.where == "--reference"
+
+
+def test_a_document_that_is_nested_too_deep_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "text.json"
+    path.write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_document(path)

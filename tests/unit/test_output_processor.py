@@ -1,0 +1,57 @@
+"""What of an answer is spoken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+from mingc.runtime.preprocess.tokenizer import Detokenizer
+from mingc.runtime.request import SamplingParams, TextDelta
+from mingc.runtime.request_stream import TokenItem
+from mingc.runtime.service.output_processor import ChatOutputProcessor, SpeechStream, Timings
+
+
+class Words:
+    """A detokenizer whose tokens are the indices of these words."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = words
+
+    def push(self, token: int) -> str:
+        return self._words[token]
+
+    def flush(self) -> str:
+        return ""
+
+
+class Heard:
+    """A speaker that notes what it is to say."""
+
+    is_silent = False
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def say(self, texts: Iterable[str]) -> None:
+        self.texts += texts
+
+
+def test_thoughts_are_written_and_not_spoken() -> None:
+    words = ["<th", "ink>", "They greet me.", " I shall greet them.", "</thi", "nk>", "\n\nGood ", "morning."]
+    heard = Heard()
+    run = ChatOutputProcessor(
+        cast(Detokenizer, Words(words)),
+        SamplingParams(),
+        prompt_tokens=1,
+        speaker=cast(SpeechStream, heard),
+        is_reproducible=True,
+        max_segment_length=50,
+        sample_rate=44100,
+        timings=Timings(),
+    )
+    events = []
+    for index in range(len(words)):
+        finish = "stop" if index == len(words) - 1 else None
+        events += run.accept(TokenItem(token=index, finish=finish))
+    assert "".join(event.text for event in events if isinstance(event, TextDelta)) == "".join(words)
+    assert "".join(heard.texts).strip(" .") == "Good morning"
