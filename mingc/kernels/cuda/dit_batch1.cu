@@ -387,7 +387,7 @@ __device__ __forceinline__ void product(const Product& p) {
 
 #define PRODUCT(name, rows, outputs, depth, ring, TILES, kind)                                                 \
   extern "C" __global__ void __launch_bounds__(2 * TILES##_COLUMNS, 2) __cluster_dims__(TILES##_SPLITS, 1, 1)  \
-      mingc_dit_##name##_early(const __grid_constant__ Product p) {                                            \
+      mingc_dit_##name##_pdl(const __grid_constant__ Product p) {                                              \
     product<rows, outputs, depth, TILES##_COLUMNS, TILES##_SPLITS, ring, kind>(p);                             \
   }
 PRODUCT(qkv, 80, 3072, 1024, QKV_RING, QKV, NORM_TURN)
@@ -530,11 +530,11 @@ __device__ __forceinline__ void attend_and_project(const Product& p) {
   sum.finish();
 }
 extern "C" __global__ void __launch_bounds__(256, 2) __cluster_dims__(8, 1, 1)
-    mingc_dit_out_early(const __grid_constant__ Product p) {
+    mingc_dit_out_pdl(const __grid_constant__ Product p) {
   attend_and_project<40>(p);
 }
 extern "C" __global__ void __launch_bounds__(256, 2) __cluster_dims__(8, 1, 1)
-    mingc_dit_out_few_early(const __grid_constant__ Product p) {
+    mingc_dit_out_few_pdl(const __grid_constant__ Product p) {
   attend_and_project<8>(p);
 }
 
@@ -570,7 +570,7 @@ __device__ __forceinline__ float dot8(uint4 x, uint4 w) {
 }
 __device__ __forceinline__ u32 rounded(float v) { return pack(v, 0.f) & 0xFFFF; }
 
-extern "C" __global__ void __launch_bounds__(256) mingc_dit_enter_early(const __grid_constant__ Enter p) {
+extern "C" __global__ void __launch_bounds__(256) mingc_dit_enter_pdl(const __grid_constant__ Enter p) {
   __shared__ float logits[2];
   const int t = threadIdx.x, lane = t % 32, warp = t / 32, block = blockIdx.x;
   constexpr int PIECES = (HIDDEN / 8 + 31) / 32;
@@ -662,7 +662,7 @@ struct Turn {
   int tokens, sequences, first_stride, history_tokens;
 };
 extern "C" __global__ void __launch_bounds__(256) __cluster_dims__(8, 1, 1)
-    mingc_dit_turn_early(const __grid_constant__ Turn p) {
+    mingc_dit_turn_pdl(const __grid_constant__ Turn p) {
   constexpr int COLUMNS = 128, WARPS = 8, BLOCKS = 8, OWN = CHANNELS / BLOCKS;
   __shared__ __align__(16) float sums[WARPS][2 * PATCH][OWN];
   __shared__ float scales[2 * PATCH];
@@ -678,7 +678,7 @@ extern "C" __global__ void __launch_bounds__(256) __cluster_dims__(8, 1, 1)
     show_barriers();
     expect_bytes(barrier, PATCH * CHANNELS * 2);
   }
-  // A product by warps: as in `mingc_dit_enter_early` a thread has 8 neighbours of the depth of both factors.
+  // A product by warps: as in `mingc_dit_enter_pdl` a thread has 8 neighbours of the depth of both factors.
   uint4 projected[4], embedded[2][2];
   float embed_bias[2];
 #pragma unroll

@@ -146,11 +146,11 @@ class _Kernels:
     def __init__(self, code: str) -> None:
         numbers, machine_code = unpack(code)
         self.tiles = {name: _Tiles(*values) for name, values in numbers.items()}
-        launches = {f"mingc_dit_{name}_early": Launch(threads=256) for name in ("enter", "turn")}
+        launches = {f"mingc_dit_{name}_pdl": Launch(threads=256) for name in ("enter", "turn")}
         for name, tiles in self.tiles.items():
             slices = _SHAPES[name][1] // tiles.splits // _SLICE
             for suffix, rows in (("", tiles.ring * _MOST_ROWS), ("_few", slices * _FEW_ROWS)):
-                launches[f"mingc_dit_{name}{suffix}_early"] = Launch(
+                launches[f"mingc_dit_{name}{suffix}_pdl"] = Launch(
                     threads=2 * tiles.columns,
                     shared_bytes=(slices * tiles.columns + rows) * _SLICE * 2 + _BARRIERS_BYTES + _ALIGNMENT,
                     spread=True,
@@ -160,7 +160,7 @@ class _Kernels:
             shared_bytes=(2 * _OUT_COLUMNS + 6 * _OUT_TOKENS) * _SLICE * 2 + _BARRIERS_BYTES + _ALIGNMENT,
             spread=True,
         )
-        launches |= {"mingc_dit_out_early": out, "mingc_dit_out_few_early": out}
+        launches |= {"mingc_dit_out_pdl": out, "mingc_dit_out_few_pdl": out}
         self._module = CudaModule(machine_code, launches)
 
     def product(
@@ -188,16 +188,16 @@ class _Kernels:
             _map_of_outputs(weight, columns),
             tensor_map(x, (x.shape[1], rows), (2 * x.shape[1],), (_SLICE, box_rows)),
         ]
-        kernel = f"mingc_dit_{name}{'_few' if rows <= _FEW_ROWS else ''}_early"
+        kernel = f"mingc_dit_{name}{'_few' if rows <= _FEW_ROWS else ''}_pdl"
         self._module.launch(kernel, blocks, [*pointers[:8], ahead, *pointers[8:]], [*numbers, share], maps)
 
     def enter(self, pointers: Sequence[Tensor], steps: int) -> None:
         """What is before all steps: the struct `Enter`."""
-        self._module.launch("mingc_dit_enter_early", _ENTER_BLOCKS, pointers, [steps])
+        self._module.launch("mingc_dit_enter_pdl", _ENTER_BLOCKS, pointers, [steps])
 
     def turn(self, pointers: Sequence[Tensor], numbers: Sequence[int]) -> None:
         """What is between two steps: the struct `Turn`."""
-        self._module.launch("mingc_dit_turn_early", _TURN_BLOCKS, pointers, numbers)
+        self._module.launch("mingc_dit_turn_pdl", _TURN_BLOCKS, pointers, numbers)
 
 
 def _map_of_outputs(weight: Tensor, columns: int) -> bytes:

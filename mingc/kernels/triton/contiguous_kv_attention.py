@@ -77,7 +77,7 @@ def mingc_contiguous_kv_attention(
 
 
 @triton.jit
-def mingc_slot_row_attention_early(
+def mingc_slot_row_attention_pdl(
     qkv, cos, sin, k_slots, v_slots, slots, lengths, out, num_rows, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -166,7 +166,7 @@ def contiguous_kv_attention(
     heads = qkv.shape[1] // size - 2 * kv_heads
     out = torch.empty(batch, heads * size, dtype=qkv.dtype, device=qkv.device)
     if batch <= _FEW_REQUESTS:
-        torch.library.wrap_triton(mingc_slot_row_attention_early)[(heads, batch)](
+        torch.library.wrap_triton(mingc_slot_row_attention_pdl)[(heads, batch)](
             qkv, cos, sin, k_slots, v_slots, slots, lengths, out, rows, window,
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, SIZE=size, BLOCK=256, EARLY=True, num_warps=8,
         )  # fmt: skip

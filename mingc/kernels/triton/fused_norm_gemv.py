@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mingc.kernels.triton.linear import ACTIVATIONS, SWIGLU
 
-__all__ = ["ACTIVATIONS", "enable_pdl", "fused_norm_gemv", "mingc_fused_norm_gemv_early"]
+__all__ = ["ACTIVATIONS", "enable_pdl", "fused_norm_gemv", "mingc_fused_norm_gemv_pdl"]
 
 _WARP_VALUES = 32 * 8  # of a weight that a warp loads at once
 _MAX_PIECES = 20  # of the depth: all of a program's weights are in registers at once
@@ -48,7 +48,7 @@ def enable_pdl(EARLY: tl.constexpr):
 
 
 @triton.jit
-def mingc_fused_norm_gemv_early(
+def mingc_fused_norm_gemv_pdl(
     x, norm, weight, weight_scale, bias, residual, out,
     EPS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HAS_NORM: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, ADDS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -124,7 +124,7 @@ def fused_norm_gemv(
     depth, columns = x.shape[1], weight.shape[0] // (2 if activation == SWIGLU else 1)
     tiles = choose(columns, depth)
     out = torch.empty(1, columns, dtype=x.dtype, device=x.device)
-    torch.library.wrap_triton(mingc_fused_norm_gemv_early)[(columns // tiles.columns,)](
+    torch.library.wrap_triton(mingc_fused_norm_gemv_pdl)[(columns // tiles.columns,)](
         x, x if norm is None else norm, weight, x if weight_scale is None else weight_scale,
         x if bias is None else bias, x if residual is None else residual, out,
         EPS=eps, N=columns, K=depth, HAS_NORM=norm is not None, ACTIVATION=activation, HAS_BIAS=bias is not None,

@@ -1,13 +1,13 @@
-"""Lets kernels of a captured CUDA graph begin early: edges in front of them become programmatic ones.
+"""Programmatic dependent launch (PDL) in captured CUDA graphs: let kernels start before their predecessor has ended.
 
-An ordinary edge between two kernels starts the second when the first has ended and its writes are visible. Behind a
-programmatic edge it starts as soon as the first one's thread blocks allow it (`griddepcontrol.launch_dependents`) or
-have ended; the second waits by itself (`griddepcontrol.wait`) for that end. Until then it may do whatever does not
-depend on other kernels: fetch weights.
+An ordinary edge between two kernels starts the second one when the first has ended and its writes are visible. A
+programmatic edge starts it as soon as every thread block of the first has executed
+`griddepcontrol.launch_dependents` or ended; the second kernel itself waits (`griddepcontrol.wait`) for that end. Until
+then it may do work that depends on no other kernel, such as prefetching weights.
 
-A kernel says by its name, which ends in `EARLY_SUFFIX`, that in all its thread blocks it waits before it reads what
-another kernel of the graph writes and before it writes anything. Nothing else is touched: captures know no launch
-attributes of engines whose launcher has none, which is why the graph is edited.
+A kernel opts in by a name that ends in `PDL_SUFFIX`. By that it guarantees that every thread block waits before it
+reads what another kernel of the graph writes, and before it writes anything. Only edges into such kernels are changed.
+The captured graph is edited because the launchers of compiled engines do not set the PDL launch attribute.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from collections.abc import Iterable, Mapping
 
 from mingc.errors import WorkerError
 
-EARLY_SUFFIX = "_early"
+PDL_SUFFIX = "_pdl"
 
 _KERNEL_NODE = 0  # CU_GRAPH_NODE_TYPE_KERNEL
 _PROGRAMMATIC = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC, and CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
 
 
 class _EdgeData(ctypes.Structure):
-    """CUgraphEdgeData; all zeros is an ordinary edge."""
+    """CUgraphEdgeData; all zeros means an ordinary edge."""
 
     _fields_ = (
         ("from_port", ctypes.c_ubyte),
@@ -49,30 +49,36 @@ class _KernelParams(ctypes.Structure):
 
 
 def enable_pdl(graph: int) -> int:
-    """Edit a graph that is not instantiated yet, given as its handle; how many kernels may begin early now.
+    """Make edges of a graph that is not instantiated yet programmatic. Returns how many were changed.
 
-    Only a kernel whose one predecessor is a kernel can. Raises: WorkerError when the driver refuses.
+    Only edges into a kernel whose single predecessor is a kernel can be changed.
+
+    Args:
+        graph: its handle (cudaGraph_t).
+
+    Raises: WorkerError when the driver refuses.
     """
-    pairs = _early_pairs(_kernel_names(graph), _edges(graph))
-    if pairs:
-        count = len(pairs)
-        sources, targets = ((ctypes.c_void_p * count)(*side) for side in zip(*pairs, strict=True))
-        plain = (_EdgeData * count)()
-        early = (_EdgeData * count)(*[_EdgeData(from_port=_PROGRAMMATIC, kind=_PROGRAMMATIC)] * count)
-        _call("cuGraphRemoveDependencies_v2", _handle(graph), sources, targets, plain, ctypes.c_size_t(count))
-        _call("cuGraphAddDependencies_v2", _handle(graph), sources, targets, early, ctypes.c_size_t(count))
-    return len(pairs)
+    edges = _pdl_edges(_kernel_names(graph), _edges(graph))
+    if edges:
+        count = len(edges)
+        sources, targets = ((ctypes.c_void_p * count)(*side) for side in zip(*edges, strict=True))
+        ordinary = (_EdgeData * count)()
+        programmatic = (_EdgeData * count)(*[_EdgeData(from_port=_PROGRAMMATIC, kind=_PROGRAMMATIC)] * count)
+        size = ctypes.c_size_t(count)
+        _call("cuGraphRemoveDependencies_v2", _handle(graph), sources, targets, ordinary, size)
+        _call("cuGraphAddDependencies_v2", _handle(graph), sources, targets, programmatic, size)
+    return len(edges)
 
 
-def _early_pairs(names: Mapping[int, str], edges: Iterable[tuple[int, int, bool]]) -> list[tuple[int, int]]:
-    """The (from, to) of the edges to replace."""
+def _pdl_edges(names: Mapping[int, str], edges: Iterable[tuple[int, int, bool]]) -> list[tuple[int, int]]:
+    """Edges (from, to) that can be made programmatic."""
     before: dict[int, list[tuple[int, bool]]] = {}
-    for source, target, is_plain in edges:
-        before.setdefault(target, []).append((source, is_plain))
+    for source, target, is_ordinary in edges:
+        before.setdefault(target, []).append((source, is_ordinary))
     return [
         (found[0][0], target)
         for target, found in before.items()
-        if names.get(target, "").endswith(EARLY_SUFFIX)
+        if names.get(target, "").endswith(PDL_SUFFIX)
         and len(found) == 1
         and found[0][1]
         and found[0][0] in names
@@ -80,7 +86,7 @@ def _early_pairs(names: Mapping[int, str], edges: Iterable[tuple[int, int, bool]
 
 
 def _kernel_names(graph: int) -> dict[int, str]:
-    """Names of the kernels by their nodes."""
+    """Kernel names by node handle."""
     count = ctypes.c_size_t()
     _call("cuGraphGetNodes", _handle(graph), None, ctypes.byref(count))
     nodes = (ctypes.c_void_p * count.value)()
@@ -105,10 +111,10 @@ def _kernel_name(node: int) -> str:
 
 
 def _edges(graph: int) -> list[tuple[int, int, bool]]:
-    """(from, to, whether it is an ordinary edge)."""
+    """All edges as (from, to, whether it is an ordinary edge)."""
     count = ctypes.c_size_t()
     _call("cuGraphGetEdges_v2", _handle(graph), None, None, None, ctypes.byref(count))
-    if not count.value:  # asked for none of them the driver refuses
+    if not count.value:  # the driver refuses a request for zero edges
         return []
     sources, targets = ((ctypes.c_void_p * count.value)() for _ in range(2))
     data = (_EdgeData * count.value)()
@@ -134,7 +140,7 @@ def _call(name: str, *arguments: object) -> None:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(status, ctypes.byref(text))
         raise WorkerError(
-            f"the CUDA driver refuses {name}: {(text.value or b'unknown error').decode()} ({status})",
-            where="graph_edges",
-            fix="report this with the driver's version",
+            f"the CUDA driver refused {name}: {(text.value or b'unknown error').decode()} ({status})",
+            where="programmatic dependent launch",
+            fix="report this together with the driver version",
         )
