@@ -26,10 +26,8 @@ _OPTIONAL = (  # import name, distribution, what needs it, extra
     ("soxr", "soxr", "resampling of audio input", "serve"),
     ("av", "av", "video input, compressed audio", "serve"),
     ("prometheus_client", "prometheus-client", "metrics", "serve"),
-    ("onnx", "onnx", "ONNX export", "onnx"),
-    ("torch_tensorrt", "torch-tensorrt", "TensorRT export", "tensorrt"),
 )
-_REQUIRED = ("torch", "numpy", "safetensors", "click", "rich", "tokenizers", "jinja2", "pillow")
+_REQUIRED = ("torch", "numpy", "safetensors", "click", "rich", "tokenizers", "pillow")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -225,7 +225,6 @@ class Manifest:
     parameters: ModelParameters
     tokenizers: dict[str, str]  # thinker, talker → tokenizer.json
     speaker_network: str | None  # ONNX file of the speaker embedding, for voices registered later
-    chat_template: str | None  # jinja template of the tokenizer, for clients that want it
     voices: tuple[VoiceRecord, ...]
     notes: tuple[str, ...]  # fix-ups and omissions of the export, one line each
     files: dict[str, FileRecord]

@@ -98,7 +98,6 @@ def export_bundle(recipe: ExportRecipe, replay: Replay, progress: Callable[[Step
         )
         # What may be missing comes before the hours of compiling: the released weights have no tokenizer.
         copied = tokenizers.copy(checkpoint, folder, parameters, notes, is_synthetic=recipe.synthetic)
-        template = tokenizers.chat_template(checkpoint)
         records = run.write_voices()
         tiles = run.tune()
         weights = run.write_weights()
@@ -117,7 +116,6 @@ def export_bundle(recipe: ExportRecipe, replay: Replay, progress: Callable[[Step
             parameters=parameters,
             tokenizers=copied,
             speaker_network=voices.copy_speaker_network(checkpoint, folder) if run.has_voices else None,
-            chat_template=template,
             voices=records,
             notes=tuple(notes),
             files={},

@@ -81,12 +81,7 @@ _FORMS: Mapping[str, Any] = {
         "tokenizer?": {"*": {"ids": _Ints(1), "decoded": str, "decoded_skip_special": str}},
         "processor_template?": {"*": _CHAT},
         "tokenizer_jinja_template?": {
-            "*": {
-                "messages": [{"role": str, "content": str}],
-                "add_generation_prompt": bool,
-                "prompt": str,
-                "input_ids": _Ints(1),
-            }
+            "*": {"prompt": str, "input_ids": _Ints(1)},
         },
         "eos_token_id?": int,
     },

@@ -68,11 +68,6 @@ def verify(
     told("hashes")
     check_hashes(bundle)
     found: list[_Found] = []
-    if bundle.manifest.chat_template is not None:
-        from mingc.verify.replays.chat_template import check_template
-
-        ledger = check_template(bundle.manifest.chat_template)
-        found.append((ledger.summary(), ledger.comparisons, []))
     if replay:
         from mingc.host import current_host
 

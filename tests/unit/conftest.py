@@ -62,7 +62,6 @@ def manifest() -> Manifest:
         parameters=ModelParameters(),
         tokenizers={},
         speaker_network=None,
-        chat_template=None,
         voices=(
             VoiceRecord(name="DB30", file="voices/DB30.bin", transcript="感谢你的认可。", num_patches=5),
         ),

@@ -17,7 +17,6 @@ def outcomes(**encoders: Any) -> dict[str, str]:
     engines: Any = SimpleNamespace(
         parameters=ModelParameters(thinker=thinker_parameters(), **encoders),
         tokenizer=lambda stage: tokenizer(),
-        bundle=SimpleNamespace(manifest=SimpleNamespace(chat_template=None)),
     )
     ledger = ComparisonLog("preprocess.safetensors", {}, tolerance=1e-4, is_exact=True)
     replay(engines, ledger, document("preprocess"))

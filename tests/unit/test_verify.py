@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from mingc.artifacts.manifest import FILE_NAME
 from mingc.errors import ConfigError, IncompatibleError, IntegrityError
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.golden_documents import read_document
@@ -33,32 +31,6 @@ def test_a_whole_bundle_passes(bundle_path: Path) -> None:
     assert report.passed
     assert report.files_hashed == 4
     assert steps == ["hashes"]
-
-
-def with_template(root: Path, template: str) -> Path:
-    path = root / FILE_NAME
-    document = json.loads(path.read_text(encoding="utf-8"))
-    document["chat_template"] = template
-    path.write_text(json.dumps(document), encoding="utf-8")
-    return root
-
-
-@pytest.mark.parametrize(
-    "template, note",
-    [
-        ("{% for m in messages %}<{{ m['role'] }}>{{ m.content }}{% endfor %}", "is rendered with its words"),
-        ("{{ messages[0].content", "TemplateSyntaxError"),
-        ("{{ messages[7].content.words }}", "UndefinedError"),
-        ("{{ raise_exception('no') }}", "UndefinedError"),
-        ("{{ 'x' * messages }}", "TypeError"),
-        ("<bos>", "is rendered with its words"),
-    ],
-)
-def test_a_chat_template_is_rendered_once(bundle_path: Path, template: str, note: str) -> None:
-    report = verify(with_template(bundle_path, template), replay=False)
-    (found,) = report.comparisons
-    assert note in found.note and found.name == "chat template: a plain conversation"
-    assert report.passed == (found.outcome == "pass") == ("m.content" in template)
 
 
 def test_a_changed_byte_is_found(bundle_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -50,21 +49,6 @@ def copy(
         target.write_text(text, encoding="utf-8")
         copied[name] = target.relative_to(folder).as_posix()
     return copied
-
-
-def chat_template(checkpoint: Checkpoint) -> str | None:
-    """The jinja template of the thinker's tokenizer_config.json, when there is one. Raises: CheckpointError."""
-    path = checkpoint.root / "tokenizer_config.json"
-    if not path.is_file():
-        return None
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"not readable as JSON ({error})", where=str(path)) from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"holds {type(config).__name__}, expected a JSON object", where=str(path))
-    template = config.get("chat_template")
-    return template if isinstance(template, str) else None
 
 
 def _read_tokenizer(file: Path) -> str:

@@ -27,7 +27,6 @@ from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.preprocess.video import VideoFeatures, frame_size, frames_to_video
 from mingc.runtime.request import TextPart, VideoParams
 from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.replays.chat_template import render
 from mingc.verify.stages import Engines
 
 PIXEL_TOLERANCE = 1e-5
@@ -62,8 +61,9 @@ def replay(engines: Engines, ledger: ComparisonLog, document: Mapping[str, Any])
     for name, case in document.get("processor_template", {}).items():
         with ledger.case(f"processor_template.{name}"):
             _replay_prompt(name, case, processor, tokenizer, engines, ledger, video)
-    with ledger.case("tokenizer_jinja_template"):
-        _replay_template(engines, tokenizer, ledger, document.get("tokenizer_jinja_template", {}))
+    for name, case in document.get("tokenizer_jinja_template", {}).items():
+        ids = tokenizer.encode(case["prompt"])
+        ledger.ids(f"tokenizer_jinja_template.{name}.input_ids", ids, reference=case["input_ids"])
     if "eos_token_id" in document:
         same = document["eos_token_id"] in thinker.stop_token_ids
         ledger.claim("eos_token_id", same, f"token {document['eos_token_id']} ends an answer")
@@ -225,17 +225,3 @@ def _next(recorded: Iterator[_Recorded]) -> _Recorded:
 def _image(grid: list[int]) -> VisionFeatures:
     shape: Grid = (grid[0], grid[1], grid[2])
     return VisionFeatures(pixels=np.zeros((grid[0] * grid[1] * grid[2], 1), np.float32), grid=shape)
-
-
-def _replay_template(
-    engines: Engines, tokenizer: TextTokenizer, ledger: ComparisonLog, cases: Mapping[str, Any]
-) -> None:
-    """The tokenizer's own template, which the artifact carries for clients."""
-    template = engines.bundle.manifest.chat_template
-    if template is None or not cases:
-        return
-    for name, case in cases.items():
-        prompt = render(template, case["messages"], add_generation_prompt=case["add_generation_prompt"])
-        ledger.text(f"tokenizer_jinja_template.{name}", prompt, case["prompt"])
-        ids = tokenizer.encode(prompt)
-        ledger.ids(f"tokenizer_jinja_template.{name}.input_ids", ids, reference=case["input_ids"])
