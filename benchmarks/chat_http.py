@@ -27,7 +27,7 @@ from chat_clients import Seen, ask, body, chat
 from clients import Clients, client_of
 from serving import server
 
-from mingc.artifacts.bundle import open_bundle
+from mingc.artifacts.artifact import open_artifact
 from mingc.probe.stopwatch import percentile
 
 Figures = list[dict[str, Any]]
@@ -261,7 +261,7 @@ def main() -> None:
         print(f"NOT AS ASKED: {note}", file=sys.stderr)
     if given.json:
         value = harness.result("chat_http", harness.ceilings(), figures, health=health, notes=notes)
-        value["hardware"]["count"] = open_bundle(given.artifact).manifest.fingerprint.world_size
+        value["hardware"]["count"] = open_artifact(given.artifact).manifest.fingerprint.world_size
         harness.write(given.json, value)
 
 

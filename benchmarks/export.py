@@ -17,21 +17,21 @@ from typing import Any
 
 import harness
 
-from mingc.artifacts.bundle import open_bundle
+from mingc.artifacts.artifact import open_artifact
 from mingc.runtime.engines.stage_loader import weight_bytes
 
 
 def figures(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Of the report that `mingc export --json` prints."""
-    bundle = open_bundle(Path(report["output"]))
-    shard = max(weight_bytes(bundle, name) for name in bundle.manifest.stages)
+    artifact = open_artifact(Path(report["output"]))
+    shard = max(weight_bytes(artifact, name) for name in artifact.manifest.stages)
     graphs = report["graphs"]
     values = {
         "export_s": (report["seconds"], "s"),
         "compile_s": (sum(each["compile_seconds"] for each in graphs), "s of all jobs together"),
         "engines": (sum(each["engines"] for each in graphs), "engines"),
         "engine_bytes": (sum(each["size_bytes"] for each in graphs), "bytes"),
-        "bundle_bytes_without_weights": (report["bundle_bytes"] - report["weights_bytes"], "bytes"),
+        "artifact_bytes_without_weights": (report["artifact_bytes"] - report["weights_bytes"], "bytes"),
         "largest_shard_bytes": (shard, "bytes"),
         "peak_rss_bytes": (report["peak_rss_bytes"], "bytes of the largest process"),
         "export_peak_rss_ratio": (round(report["peak_rss_bytes"] / shard, 3), "of the largest shard"),

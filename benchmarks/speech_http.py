@@ -29,7 +29,7 @@ from clients import Clients, client_of
 from serving import server
 from speech_clients import RATE, SENTENCES, Heard, ask, body, speak
 
-from mingc.artifacts.bundle import open_bundle
+from mingc.artifacts.artifact import open_artifact
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tests" / "data" / "tiny-ming"
@@ -112,7 +112,7 @@ async def long_text(url: str, pid: int, patches: int, segments: int) -> list[dic
 
 def slots_of(artifact: Path) -> int:
     """How many requests a server over `artifact` speaks at the same time."""
-    step = open_bundle(artifact).manifest.stages["talker"].graphs["step"].spec
+    step = open_artifact(artifact).manifest.stages["talker"].graphs["step"].spec
     return max(step.dim("B").buckets)
 
 

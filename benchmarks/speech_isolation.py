@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mingc.artifacts.bundle import Bundle, open_bundle
+from mingc.artifacts.artifact import Artifact, open_artifact
 from mingc.runtime.engines.stage_loader import load_stage
 from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
@@ -113,18 +113,18 @@ def _edit(path: Path, keys: Sequence[str], values: dict[str, int]) -> None:
     path.write_text(json.dumps(document), encoding="utf-8")
 
 
-def make_segments(bundle: Bundle) -> list[SpeechSegment]:
+def make_segments(artifact: Artifact) -> list[SpeechSegment]:
     """The sixteen: texts, voices, guidance, sigma, temperature, seed and length all vary."""
-    parameters = bundle.manifest.parameters
+    parameters = artifact.manifest.parameters
     assert parameters.talker is not None and parameters.cfm is not None and parameters.audio_vae is not None
     planner = SpeechPlanner(
-        SpeechPromptBuilder(TextTokenizer.from_file(bundle.path(bundle.manifest.tokenizers["talker"]))),
-        {record.name: load_voice(bundle, record) for record in bundle.manifest.voices},
+        SpeechPromptBuilder(TextTokenizer.from_file(artifact.path(artifact.manifest.tokenizers["talker"]))),
+        {record.name: load_voice(artifact, record) for record in artifact.manifest.voices},
         parameters=parameters.talker,
         flow=parameters.cfm,
         vae=parameters.audio_vae,
     )
-    voices = [record.name for record in bundle.manifest.voices]
+    voices = [record.name for record in artifact.manifest.voices]
     segments = []
     for index in range(NUM_REQUESTS):
         params = SpeechParams(
@@ -139,10 +139,10 @@ def make_segments(bundle: Bundle) -> list[SpeechSegment]:
     return segments
 
 
-def open_worker(bundle: Bundle, device: torch.device) -> TalkerWorker:
+def open_worker(artifact: Artifact, device: torch.device) -> TalkerWorker:
     """A worker with a slot for each row of the largest bucket."""
-    stages = [load_stage(bundle, name, device) for name in STAGES]
-    parameters = bundle.manifest.parameters
+    stages = [load_stage(artifact, name, device) for name in STAGES]
+    parameters = artifact.manifest.parameters
     assert parameters.talker is not None and parameters.cfm is not None and parameters.audio_vae is not None
     return TalkerWorker(
         *stages,
@@ -259,9 +259,9 @@ def main() -> None:
     given = parser.parse_args()
     if not given.artifact.exists():
         make_artifact(given.artifact, batch_sizes=given.batch_sizes, jobs=given.jobs, cache=given.cache)
-    bundle = open_bundle(given.artifact)
-    worker = open_worker(bundle, torch.device(bundle.manifest.fingerprint.device))
-    figures = measure(worker, make_segments(bundle))
+    artifact = open_artifact(given.artifact)
+    worker = open_worker(artifact, torch.device(artifact.manifest.fingerprint.device))
+    figures = measure(worker, make_segments(artifact))
     for figure in figures:
         print(" ".join(f"{key}={value}" for key, value in figure.items()))
     if given.json:

@@ -75,7 +75,7 @@ def build(stage: str, graph: str, batch: int, folder: Path, quantization: Quanti
     path = folder / engine_file(stage, graph, batch, quantization)
     module = module_of(stage, torch.bfloat16, quantization)
     program = capture(
-        plan_of(stage, graph), module, stage=stage, fixed={"B": batch}, device=torch.device("cuda")
+        plan_of(stage, graph), module, stage=stage, static_shapes={"B": batch}, device=torch.device("cuda")
     )
     started = time.perf_counter()
     aoti.compile_graph(program, path, device="cuda", cache=None, where=f"{stage}.{graph}")

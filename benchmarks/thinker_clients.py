@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mingc.artifacts.bundle import Bundle
+from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import load_stage
@@ -131,9 +131,9 @@ def _request(parameters: ThinkerParameters, index: int) -> Request:
     )
 
 
-def thinker_parameters(bundle: Bundle) -> ThinkerParameters:
-    parameters = bundle.manifest.parameters.thinker
-    assert parameters is not None, "a bundle with the stage has its parameters"
+def thinker_parameters(artifact: Artifact) -> ThinkerParameters:
+    parameters = artifact.manifest.parameters.thinker
+    assert parameters is not None, "an artifact with the stage has its parameters"
     return parameters
 
 
@@ -144,11 +144,11 @@ class TracingWorker(ThinkerWorker):
         widest: most requests that a decode step had.
     """
 
-    def __init__(self, bundle: Bundle, device: torch.device, *, is_static: bool | None = None) -> None:
-        parameters = thinker_parameters(bundle)
+    def __init__(self, artifact: Artifact, device: torch.device, *, is_static: bool | None = None) -> None:
+        parameters = thinker_parameters(artifact)
         pages = CONTEXT_TOKENS // parameters.page_size
         super().__init__(
-            load_stage(bundle, "thinker", device),
+            load_stage(artifact, "thinker", device),
             parameters,
             num_pages=1 + NUM_REQUESTS * pages,
             device=device,

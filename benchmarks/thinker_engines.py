@@ -114,7 +114,7 @@ def load(setup: Setup, folder: Path, weights: Mapping[str, Tensor], device: torc
     """The stage over the engines in `folder`."""
     graphs = {}
     for name, plan in setup.plans().items():
-        instance = plan.spec.instances[0]
+        instance = plan.spec.layer_instances[0]
         spec = share_weights(plan, piece(setup, instance, weights)).spec
         own = _within(weights, instance)
         order = [dim.name for dim in spec.dims if dim.buckets]
@@ -237,7 +237,7 @@ def _build(
 ) -> float:
     plan = setup.plans()[graph]
     device = torch.device(setup.device)
-    instance = plan.spec.instances[0]
+    instance = plan.spec.layer_instances[0]
     zeros = {
         name: torch.zeros(weight.shape, dtype=weight.dtype, device=device)
         for name, weight in layout(setup).items()
@@ -248,7 +248,7 @@ def _build(
     path = engine_path(folder, setup, graph, sizes)
     tokens = next(iter(sizes.values()))
     with using(engine_table(tiles, tokens) if plan.routing is not None else {}):
-        program = capture(plan, module, stage="thinker", fixed=sizes, device=device)
+        program = capture(plan, module, stage="thinker", static_shapes=sizes, device=device)
         return aoti.compile_graph(
             program, path, device=setup.device, cache=folder / "cache", where=f"thinker.{graph}"
         )

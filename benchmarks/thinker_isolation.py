@@ -41,7 +41,7 @@ from thinker_clients import (
     thinker_parameters,
 )
 
-from mingc.artifacts.bundle import open_bundle
+from mingc.artifacts.artifact import open_artifact
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.runtime.thinker.sampler import SamplerRow, sample
 
@@ -189,9 +189,9 @@ def main() -> None:
             jobs=given.jobs,
             cache=given.cache,
         )
-    bundle = open_bundle(given.artifact)
-    parameters = thinker_parameters(bundle)
-    worker = TracingWorker(bundle, torch.device(bundle.manifest.fingerprint.device))
+    artifact = open_artifact(given.artifact)
+    parameters = thinker_parameters(artifact)
+    worker = TracingWorker(artifact, torch.device(artifact.manifest.fingerprint.device))
     figures = measure(worker, parameters, make_requests(parameters))
     for figure in figures:
         print(" ".join(f"{key}={value}" for key, value in figure.items()))

@@ -25,11 +25,11 @@ def experts_read(
     One rank's share without the sums: the streams differ from the true ones, the spread over the experts does not.
     """
     counts: list[int] = []
-    (embed,) = stage.instances("embed").values()
+    (embed,) = stage.layer_instances("embed").values()
     context = {**inputs, **embed.run(**{each.name: inputs[each.name] for each in embed.spec.inputs})}
     residual, delta = context.pop("residual"), context.pop("delta")
-    feed_forwards = {**stage.instances("dense"), **stage.instances("decode_experts")}
-    for name, attention in stage.instances("decode_attention").items():
+    feed_forwards = {**stage.layer_instances("dense"), **stage.layer_instances("decode_experts")}
+    for name, attention in stage.layer_instances("decode_attention").items():
         given = {each.name: context[each.name] for each in attention.spec.inputs if each.name in context}
         pages = {each.name: state[f"{name}.{each.name}"] for each in attention.spec.state}
         made = attention.run(residual=residual, delta=delta, **given, **pages)

@@ -8,17 +8,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mingc.artifacts.bundle import Bundle, open_bundle
+    from mingc.artifacts.artifact import Artifact, open_artifact
     from mingc.errors import MingcError
 
 __version__ = "0.1.0"
 
-__all__ = ["Bundle", "MingcError", "__version__", "open_bundle"]
+__all__ = ["Artifact", "MingcError", "__version__", "open_artifact"]
 
 _HOMES = {
-    "Bundle": "mingc.artifacts.bundle",
+    "Artifact": "mingc.artifacts.artifact",
     "MingcError": "mingc.errors",
-    "open_bundle": "mingc.artifacts.bundle",
+    "open_artifact": "mingc.artifacts.artifact",
 }
 
 

@@ -150,12 +150,12 @@ def export_command(as_json: bool, tp: int, **options: Any) -> int:
 
 def _export(recipe: ExportRecipe) -> ExportReport:
     from mingc.console.report import show
-    from mingc.export.pipeline import export_bundle
+    from mingc.export.pipeline import export_artifact
     from mingc.verify.engine_replay import replay
 
     show(recipe, as_json=False, stream=sys.stderr)
     with progress("export") as told:
-        return export_bundle(
+        return export_artifact(
             recipe,
             replay,
             lambda step: told(step.done, step.total, f"{step.name} {step.subject}", step.seconds),
@@ -378,11 +378,11 @@ def bundle_commands() -> None:
 @_common
 def inspect_command(as_json: bool, artifact: Path) -> int:
     """Show what ARTIFACT holds and what it was built for. Needs no torch."""
-    from mingc.artifacts.bundle import open_bundle
+    from mingc.artifacts.artifact import open_artifact
     from mingc.artifacts.inspection import summarize
     from mingc.console.report import show
 
-    show(summarize(open_bundle(artifact)), as_json=as_json)
+    show(summarize(open_artifact(artifact)), as_json=as_json)
     return 0
 
 

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import mingc
-from mingc.artifacts.bundle import open_bundle
+from mingc.artifacts.artifact import open_artifact
 from mingc.artifacts.manifest import FILE_NAME
-from mingc.errors import BundleError, ConfigError, MingcError, WorkerError
+from mingc.errors import ArtifactError, ConfigError, MingcError, WorkerError
 
 if TYPE_CHECKING:
     import httpx
@@ -161,8 +161,8 @@ def _find_checkpoint(given: Path | None) -> Path:
 def _is_usable(artifact: Path, source: Path) -> bool:
     """Whether an earlier run left an artifact of this mingc, this torch and this checkpoint."""
     try:
-        made = open_bundle(artifact).manifest.fingerprint
-    except BundleError:
+        made = open_artifact(artifact).manifest.fingerprint
+    except ArtifactError:
         return False
     torch = importlib.metadata.version("torch").split("+")[0]
     # In a source tree the version stands still while the code moves: engines older than the code are not its own.

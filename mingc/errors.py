@@ -7,7 +7,7 @@ MingcError                 exit code 1
 │   ├── CaptureError       torch.export refused a stage
 │   ├── CompileError       a backend refused a captured graph
 │   └── ParityError        a compiled engine is further from the reference than allowed
-├── BundleError            an artifact on disk
+├── ArtifactError            an artifact on disk
 │   ├── ManifestError      the manifest cannot be read
 │   ├── IntegrityError     a file is missing or changed
 │   └── IncompatibleError  the artifact was built for something else
@@ -70,7 +70,7 @@ class CheckpointError(MingcError):
 
 
 class ExportError(MingcError):
-    """The build of a bundle failed."""
+    """The build of an artifact failed."""
 
 
 class CaptureError(ExportError):
@@ -85,19 +85,19 @@ class ParityError(ExportError):
     """A compiled engine differs from its reference by more than the rule allows."""
 
 
-class BundleError(MingcError):
+class ArtifactError(MingcError):
     """An artifact on disk cannot be used."""
 
 
-class ManifestError(BundleError):
+class ManifestError(ArtifactError):
     """A manifest is missing, is not JSON, or is of another schema."""
 
 
-class IntegrityError(BundleError):
+class IntegrityError(ArtifactError):
     """A file of the artifact is missing or does not have the recorded size or hash."""
 
 
-class IncompatibleError(BundleError):
+class IncompatibleError(ArtifactError):
     """The artifact was built for another torch, target, or world size; lists every difference."""
 
 

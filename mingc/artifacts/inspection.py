@@ -1,11 +1,11 @@
-"""What is in a bundle, as figures for people: stages, engines, weights, voices. Reads the manifest only."""
+"""What is in an artifact, as figures for people: stages, engines, weights, voices. Reads the manifest only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from mingc.artifacts.bundle import Bundle
+from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.manifest import Fingerprint, KernelConfig, StageRecord, TunedKernel
 
 
@@ -52,14 +52,14 @@ class ArtifactSummary:
     voices: tuple[str, ...]
     notes: tuple[str, ...]
     stages: tuple[StageSummary, ...]
-    tiles: tuple[KernelConfigSummary, ...]
+    kernel_configs: tuple[KernelConfigSummary, ...]
 
 
-def summarize(bundle: Bundle) -> ArtifactSummary:
-    """Sum up an opened bundle."""
-    manifest = bundle.manifest
+def summarize(artifact: Artifact) -> ArtifactSummary:
+    """Sum up an opened artifact."""
+    manifest = artifact.manifest
     return ArtifactSummary(
-        path=bundle.root,
+        path=artifact.root,
         model=manifest.model,
         schema=manifest.schema,
         fingerprint=manifest.fingerprint,
@@ -67,17 +67,17 @@ def summarize(bundle: Bundle) -> ArtifactSummary:
         total_bytes=sum(record.size_bytes for record in manifest.files.values()),
         voices=tuple(voice.name for voice in manifest.voices),
         notes=manifest.notes,
-        stages=tuple(_stage(bundle, name, record) for name, record in sorted(manifest.stages.items())),
-        tiles=tuple(
+        stages=tuple(_stage(artifact, name, record) for name, record in sorted(manifest.stages.items())),
+        kernel_configs=tuple(
             _tiles(name, kernel)
             for name, record in sorted(manifest.stages.items())
-            for kernel in record.tiles
+            for kernel in record.kernel_configs
         ),
     )
 
 
-def _stage(bundle: Bundle, name: str, record: StageRecord) -> StageSummary:
-    files = bundle.manifest.files
+def _stage(artifact: Artifact, name: str, record: StageRecord) -> StageSummary:
+    files = artifact.manifest.files
     engines = {engine.file: engine for graph in record.graphs.values() for engine in graph.engines}
     return StageSummary(
         stage=name,

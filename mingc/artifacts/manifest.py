@@ -1,4 +1,4 @@
-"""What a bundle says of itself: stages, engines, weights, files and what it was built from. No torch."""
+"""What an artifact says of itself: stages, engines, weights, files and what it was built from. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mingc.artifacts.parameters import (
 from mingc.artifacts.spec import GraphSpec
 from mingc.errors import ManifestError
 
-SCHEMA = 4
+SCHEMA = 5
 FILE_NAME = "manifest.json"
 
 
@@ -86,7 +86,7 @@ class EngineRecord:
     """One compiled engine of a graph.
 
     `dims` are the sizes it was compiled for, for a static engine; None for one that takes every size in the
-    graph's ranges. `file` is relative to the bundle; `sha256` repeats the file table's entry. `work` holds one
+    graph's ranges. `file` is relative to the artifact; `sha256` repeats the file table's entry. `cost` holds one
     entry for a static engine, else one for every combination of buckets.
     """
 
@@ -94,7 +94,7 @@ class EngineRecord:
     file: str
     dims: dict[str, int] | None
     compile_seconds: float
-    work: tuple[EngineCost, ...] = ()
+    cost: tuple[EngineCost, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,22 +173,22 @@ class TunedKernel:
 class StageRecord:
     """One stage: graphs by name, and one weights file a rank (one in all when the stage is not sharded).
 
-    `fidelity` is there when the weights of a decoder are quantized. `repeated` says of an instance whose weights are
-    in no file which other one's it gets a copy of: random weights are stored for one instance of a graph.
-    `tiles` are of the kernels that were timed at the export.
+    `quantization_error` is set when the weights of a decoder are quantized. `repeated` maps a layer instance whose
+    weights are in no file to the instance whose weights it copies: random weights are stored for one instance of a
+    graph. `kernel_configs` lists the kernels that were timed at export.
     """
 
     is_sharded: bool
     weights: tuple[str, ...]
     graphs: dict[str, GraphRecord]
-    fidelity: QuantizationError | None = None
+    quantization_error: QuantizationError | None = None
     repeated: dict[str, str] = field(default_factory=dict)
-    tiles: tuple[TunedKernel, ...] = ()
+    kernel_configs: tuple[TunedKernel, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelParameters:
-    """The parameters of the stages this bundle holds; None for the ones it has not."""
+    """The parameters of the stages this artifact holds; None for the ones it has not."""
 
     vision_encoder: VisionParameters | None = None
     audio_encoder: AudioParameters | None = None
@@ -216,7 +216,7 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """The whole manifest.json. Paths are relative to the bundle and use `/`."""
+    """The whole manifest.json. Paths are relative to the artifact and use `/`."""
 
     schema: int
     model: str
@@ -249,14 +249,16 @@ class Manifest:
         return next((voice for voice in self.voices if voice.name == name), None)
 
 
-def read_manifest(bundle: Path) -> Manifest:
-    """The manifest of the bundle folder. Raises ManifestError; nothing else of the bundle is looked at."""
-    path = bundle / FILE_NAME
+def read_manifest(artifact: Path) -> Manifest:
+    """The manifest of the artifact folder. Raises ManifestError; nothing else of the artifact is looked at."""
+    path = artifact / FILE_NAME
     try:
         document: Any = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise ManifestError(
-            f"{bundle} holds no {FILE_NAME}", where=str(bundle), fix="pass a folder that mingc export wrote"
+            f"{artifact} holds no {FILE_NAME}",
+            where=str(artifact),
+            fix="pass a folder that mingc export wrote",
         ) from None
     except (OSError, ValueError) as error:
         raise ManifestError(
@@ -267,7 +269,7 @@ def read_manifest(bundle: Path) -> Manifest:
         raise ManifestError(
             f"manifest schema {schema!r}, this mingc reads schema {SCHEMA}",
             where=str(path),
-            fix="export again with this mingc, or use the mingc that wrote the bundle",
+            fix="export again with this mingc, or use the mingc that wrote the artifact",
         )
     manifest = decode(Manifest, document)
     held = {field.name: getattr(manifest.parameters, field.name) for field in fields(ModelParameters)}

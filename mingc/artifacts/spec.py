@@ -64,7 +64,7 @@ class GraphSpec:
     outputs: tuple[TensorSpec, ...]
     state: tuple[TensorSpec, ...] = ()
     dims: tuple[Dim, ...] = ()
-    instances: tuple[str, ...] = ("",)
+    layer_instances: tuple[str, ...] = ("",)
     weights: tuple[str, ...] = ()
 
     def dim(self, name: str) -> Dim:

@@ -119,7 +119,7 @@ def _open(path: Path, *, has_tensors: bool) -> Checkpoint:
     talker = _open_part("talker", talker_root, problems, has_tensors) if talker_root.is_dir() else None
     vae = _open_part("vae", vae_root, problems, has_tensors) if vae_root.is_dir() else None
     if not talker_root.is_dir():
-        notes.append("no talker/ folder: the bundle will have no speech")
+        notes.append("no talker/ folder: the artifact will have no speech")
     if problems or main is None:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise CheckpointError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mingc
-from mingc.artifacts.bundle import new_bundle, write_manifest
+from mingc.artifacts.artifact import new_artifact, write_manifest
 from mingc.artifacts.codec import encode
 from mingc.artifacts.manifest import (
     SCHEMA,
@@ -45,7 +45,7 @@ from mingc.host import current_host
 class Step:
     """One finished step of an export, for progress lines."""
 
-    name: str  # tiles (timed), weights, engine (compiled), check (of a graph), voice, manifest
+    name: str  # kernel_configs (timed), weights, engine (compiled), check (of a graph), voice, manifest
     subject: str
     seconds: float
     done: int
@@ -74,14 +74,14 @@ class ExportReport:
     graphs: tuple[GraphReport, ...]
     weights_bytes: int
     largest_weights_bytes: int
-    bundle_bytes: int
+    artifact_bytes: int
     seconds: float
     peak_rss_bytes: int
     notes: tuple[str, ...]
 
 
-def export_bundle(recipe: ExportRecipe, replay: Replay, progress: Callable[[Step], None]) -> ExportReport:
-    """Build the bundle of `recipe`. `replay` runs what was built; `progress` hears of every finished step.
+def export_artifact(recipe: ExportRecipe, replay: Replay, progress: Callable[[Step], None]) -> ExportReport:
+    """Build the artifact of `recipe`. `replay` runs what was built; `progress` hears of every finished step.
 
     Raises: ConfigError, CheckpointError, ExportError. On any of them `recipe.output` is untouched.
     """
@@ -91,7 +91,7 @@ def export_bundle(recipe: ExportRecipe, replay: Replay, progress: Callable[[Step
     stages = _choose(checkpoint, recipe)
     configs = {stage.name: stage.config(checkpoint) for stage in stages}
     notes = [*checkpoint.notes, *check_coverage(checkpoint, stages, configs)]
-    with new_bundle(recipe.output, replace_existing=recipe.force) as folder:
+    with new_artifact(recipe.output, replace_existing=recipe.force) as folder:
         run = _Run(recipe, checkpoint, stages, configs, folder, replay, progress)
         parameters = ModelParameters(
             **{stage.name: stage.parameters(configs[stage.name], run.options) for stage in stages}
@@ -99,9 +99,9 @@ def export_bundle(recipe: ExportRecipe, replay: Replay, progress: Callable[[Step
         # What may be missing comes before the hours of compiling: the released weights have no tokenizer.
         copied = tokenizers.copy(checkpoint, folder, parameters, notes, is_synthetic=recipe.synthetic)
         records = run.write_voices()
-        tiles = run.tune()
+        kernel_configs = run.tune()
         weights = run.write_weights()
-        results, fidelity = run.build_graphs(tiles)
+        results, quantization_error = run.build_graphs(kernel_configs)
         notes.extend(run.notes)
         manifest = Manifest(
             schema=SCHEMA,
@@ -109,7 +109,12 @@ def export_bundle(recipe: ExportRecipe, replay: Replay, progress: Callable[[Step
             fingerprint=_fingerprint(recipe, checkpoint),
             stages={
                 stage.name: _stage_record(
-                    stage, weights, results, fidelity, run.repeated[stage.name], tiles.get(stage.name, ())
+                    stage,
+                    weights,
+                    results,
+                    quantization_error,
+                    run.repeated[stage.name],
+                    kernel_configs.get(stage.name, ()),
                 )
                 for stage in stages
             },
@@ -161,12 +166,12 @@ class _Run:
             name: {spec.name: engine_sizes(spec, options) for spec in graphs}
             for name, graphs in specs.items()
         }
-        # Of random weights one layer of each kind is enough: the bundle is as small as two layers.
+        # Of random weights one layer of each kind is enough: the artifact is as small as two layers.
         self.repeated = {
             name: {
-                instance: spec.instances[0]
+                instance: spec.layer_instances[0]
                 for spec in graphs
-                for instance in spec.instances[1:]
+                for instance in spec.layer_instances[1:]
                 if recipe.synthetic
             }
             for name, graphs in specs.items()
@@ -191,7 +196,7 @@ class _Run:
     def write_weights(self) -> dict[str, tuple[str, ...]]:
         """The first rank's weights file of each stage, which its engines need; the paths of all ranks' files.
 
-        Paths are relative to the bundle. The other files are written while engines compile.
+        Paths are relative to the artifact. The other files are written while engines compile.
         """
         (self._folder / "weights").mkdir()
         for first, *_ in self._files.values():
@@ -205,11 +210,11 @@ class _Run:
         for stage, (dims, shapes) in self._to_tune.items():
             started = time.perf_counter()
             timed[stage] = tune(dims, shapes, jobs=self._recipe.jobs, cache=self._recipe.cache)
-            self.step("tiles", stage, time.perf_counter() - started)
+            self.step("kernel_configs", stage, time.perf_counter() - started)
         return timed
 
     def build_graphs(
-        self, tiles: dict[str, tuple[TunedKernel, ...]]
+        self, kernel_configs: dict[str, tuple[TunedKernel, ...]]
     ) -> tuple[list[GraphResult], dict[str, QuantizationError]]:
         """Write the other weights files, compile every engine and check every graph.
 
@@ -218,11 +223,11 @@ class _Run:
         (self._folder / "engines").mkdir()
         (self._folder / "goldens").mkdir()
         schedule = Schedule(
-            self._recipe, self._folder, self._replay, self._sizes, self._files, self.step, tiles
+            self._recipe, self._folder, self._replay, self._sizes, self._files, self.step, kernel_configs
         )
         schedule.run()
         self.peak_rss_bytes = max(schedule.peak_rss_bytes, peak_rss_bytes())
-        return schedule.results, schedule.fidelity
+        return schedule.results, schedule.quantization_error
 
     def write_voices(self) -> tuple[VoiceRecord, ...]:
         """The voices of the checkpoint, registered once so that serving needs neither encoder nor speaker network."""
@@ -256,9 +261,9 @@ def _stage_record(
     stage: Stage,
     weights: dict[str, tuple[str, ...]],
     results: Sequence[GraphResult],
-    fidelity: dict[str, QuantizationError],
+    quantization_error: dict[str, QuantizationError],
     repeated: dict[str, str],
-    tiles: tuple[TunedKernel, ...],
+    kernel_configs: tuple[TunedKernel, ...],
 ) -> StageRecord:
     graphs: dict[str, GraphRecord] = {
         result.record.spec.name: result.record for result in results if result.stage == stage.name
@@ -267,9 +272,9 @@ def _stage_record(
         is_sharded=stage.is_sharded,
         weights=weights[stage.name],
         graphs=graphs,
-        fidelity=fidelity.get(stage.name),
+        quantization_error=quantization_error.get(stage.name),
         repeated=repeated,
-        tiles=tiles,
+        kernel_configs=kernel_configs,
     )
 
 
@@ -321,7 +326,7 @@ def _report(
         graphs=tuple(rows),
         weights_bytes=sum(sizes),
         largest_weights_bytes=max(sizes),
-        bundle_bytes=sum(record.size_bytes for record in manifest.files.values()),
+        artifact_bytes=sum(record.size_bytes for record in manifest.files.values()),
         seconds=time.perf_counter() - started,
         peak_rss_bytes=peak_rss_bytes,
         notes=manifest.notes,

@@ -150,7 +150,7 @@ class Stage(ABC):
     def parameters(self, config: Any, options: StageOptions) -> Any:
         """The stage's dataclass of `mingc.artifacts.parameters` for the manifest."""
 
-    def fidelity(self, config: Any, exact: Load, stored: LoadRanks) -> QuantizationError | None:
+    def quantization_error(self, config: Any, exact: Load, stored: LoadRanks) -> QuantizationError | None:
         """What quantized weights lose end to end; None: the parity of the graphs says it all."""
         return None
 

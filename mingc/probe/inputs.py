@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mingc.artifacts.manifest import ModelParameters
 from mingc.artifacts.spec import GraphSpec, TensorSpec
-from mingc.errors import BundleError
+from mingc.errors import ArtifactError
 from mingc.runtime.engines.stage_loader import torch_dtype
 
 _STEADY_PATCH = 100  # a patch in the middle of a segment: the decoder's rings are full
@@ -58,7 +58,7 @@ class ProbeCase:
         for dim in self.spec.dims:
             if dim.name not in sizes:
                 if dim.name not in pools:
-                    raise BundleError(
+                    raise ArtifactError(
                         f"dim {dim.name} has no buckets and probe does not know how large to make it",
                         where=f"{self.stage}.{self.spec.name}",
                     )
@@ -76,7 +76,7 @@ class ProbeCase:
     def make(self, device: torch.device) -> dict[str, Tensor]:
         """Inputs and state by name on `device`.
 
-        Raises: BundleError when an input of whole numbers has a name that the contract does not know.
+        Raises: ArtifactError when an input of whole numbers has a name that the contract does not know.
         """
         sizes, generator = self.all_sizes(), torch.Generator().manual_seed(1)
         tensors = {}
@@ -93,7 +93,7 @@ class ProbeCase:
             elif dtype == torch.bool:
                 value = torch.randint(0, 2, shape, generator=generator)
             else:
-                raise BundleError(
+                raise ArtifactError(
                     f"probe does not know what to put into input {tensor.name}",
                     where=f"{self.stage}.{self.spec.name}",
                     fix="probe other engines with --engine",

@@ -11,7 +11,7 @@ import statistics
 import torch
 from torch.nn import functional as F
 
-from mingc.artifacts.bundle import Bundle
+from mingc.artifacts.artifact import Artifact
 from mingc.errors import ConfigError
 from mingc.probe.report import PatchEmbed
 from mingc.probe.stopwatch import Stopwatch
@@ -21,21 +21,21 @@ _PATCHES = (256, 1024, 4096)
 _REPETITIONS = 10
 
 
-def check_patch_embed(bundle: Bundle) -> None:
+def check_patch_embed(artifact: Artifact) -> None:
     """Raises: ConfigError when the artifact has no vision encoder."""
-    if bundle.manifest.parameters.vision_encoder is None:
+    if artifact.manifest.parameters.vision_encoder is None:
         raise ConfigError(
             "the artifact has no vision encoder", where="--compare patch-embed", fix="leave --compare out"
         )
 
 
-def compare_patch_embed(bundle: Bundle, watch: Stopwatch) -> tuple[PatchEmbed, ...]:
+def compare_patch_embed(artifact: Artifact, watch: Stopwatch) -> tuple[PatchEmbed, ...]:
     """Time both forms over the weights of a checked artifact and random patches, outside any engine or graph."""
-    manifest = bundle.manifest
+    manifest = artifact.manifest
     vision = manifest.parameters.vision_encoder
     assert vision is not None, "check_patch_embed found it"
     device = torch.device(manifest.fingerprint.device)
-    with opened_weights(bundle.path(manifest.stages["vision_encoder"].weights[0])) as file:
+    with opened_weights(artifact.path(manifest.stages["vision_encoder"].weights[0])) as file:
         weight, bias = (file.get_tensor(f"patch_embed.{name}").to(device) for name in ("weight", "bias"))
     block = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     kernel = weight.view(-1, *block)

@@ -1,4 +1,4 @@
-"""Times every engine of a bundle and holds it against what the machine could do at most.
+"""Times every engine of an artifact and holds it against what the machine could do at most.
 
 A figure is of one engine alone, on random data. What runs around engines (copies, scheduling, sampling) is not in it.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from mingc.artifacts.bundle import Bundle, check_fingerprint, open_bundle
+from mingc.artifacts.artifact import Artifact, check_fingerprint, open_artifact
 from mingc.artifacts.manifest import EngineRecord
 from mingc.artifacts.spec import GraphSpec
 from mingc.errors import ConfigError
@@ -129,27 +129,27 @@ class _Target:
 
 
 def probe(
-    artifact: Path,
+    path: Path,
     options: ProbeOptions,
     told: Callable[[str], None] = lambda step: None,
     *,
     baseline: ProbeReport | None = None,
 ) -> ProbeReport:
-    """Time the engines of the bundle at `artifact` that `options` choose. `told` hears what is timed next.
+    """Time the engines of the artifact at `path` that `options` choose. `told` hears what is timed next.
 
     Raises: ManifestError, IntegrityError, IncompatibleError; ConfigError when the options choose what is not there,
     or nothing that `baseline` has.
     """
-    bundle = open_bundle(artifact)
-    fingerprint = bundle.manifest.fingerprint
+    artifact = open_artifact(path)
+    fingerprint = artifact.manifest.fingerprint
     check_fingerprint(fingerprint, current_host(fingerprint.device))
-    targets = _choose(bundle, options)
+    targets = _choose(artifact, options)
     if options.compare == "patch-embed":
-        check_patch_embed(bundle)
+        check_patch_embed(artifact)
     if baseline is not None:
         check_common(baseline.engines, [each.title(options.context) for each in targets])
     told("ceilings")
-    run = _Run(bundle, options, told)
+    run = _Run(artifact, options, told)
     with torch.inference_mode():
         rows = [
             row
@@ -167,8 +167,8 @@ def probe(
         asked = [each for each in baseline.engines if options.choose(each.engine, each.sizes)]
         comparison = compare(asked, figures, tolerance=options.tolerance)
     report = ProbeReport(
-        artifact=str(artifact),
-        model=bundle.manifest.model,
+        artifact=str(path),
+        model=artifact.manifest.model,
         dtype=fingerprint.dtype,
         torch=torch.__version__,
         ceilings=run.ceilings,
@@ -186,9 +186,9 @@ def probe(
     return replace(report, notes=(*report.notes, *differences(baseline, report)))
 
 
-def _choose(bundle: Bundle, options: ProbeOptions) -> list[_Target]:
+def _choose(artifact: Artifact, options: ProbeOptions) -> list[_Target]:
     """The targets that the options name. Raises: ConfigError telling what there is when they name something else."""
-    targets = list(_targets(bundle))
+    targets = list(_targets(artifact))
     known = sorted({each.stage for each in targets} | {each.name for each in targets})
     unknown = [name for name in options.engines or () if name not in known]
     if unknown:
@@ -215,9 +215,9 @@ def _batch(sizes: Mapping[str, int]) -> list[int]:
     return [sizes[dim] for dim in _BATCH_DIMS if dim in sizes]
 
 
-def _targets(bundle: Bundle) -> Iterator[_Target]:
+def _targets(artifact: Artifact) -> Iterator[_Target]:
     """Every static engine; of one that takes all sizes every combination of buckets that a request fits into."""
-    for stage, record in bundle.manifest.stages.items():
+    for stage, record in artifact.manifest.stages.items():
         for graph in record.graphs.values():
             for engine in graph.engines:
                 for sizes in graph.spec.bucket_sizes() if engine.dims is None else [engine.dims]:
@@ -226,7 +226,7 @@ def _targets(bundle: Bundle) -> Iterator[_Target]:
                         spec=graph.spec,
                         engine=engine,
                         sizes=sizes,
-                        room=room(graph.spec, sizes, page_size(bundle.manifest.parameters)),
+                        room=room(graph.spec, sizes, page_size(artifact.manifest.parameters)),
                     )
                     if target.room >= target.new_tokens:
                         yield target
@@ -235,9 +235,9 @@ def _targets(bundle: Bundle) -> Iterator[_Target]:
 class _Run:
     """One probe under way: what all of its engines share."""
 
-    def __init__(self, bundle: Bundle, options: ProbeOptions, told: Callable[[str], None]) -> None:
-        fingerprint = bundle.manifest.fingerprint
-        self._bundle, self._options, self._told = bundle, options, told
+    def __init__(self, artifact: Artifact, options: ProbeOptions, told: Callable[[str], None]) -> None:
+        fingerprint = artifact.manifest.fingerprint
+        self._artifact, self._options, self._told = artifact, options, told
         self._device = torch.device(fingerprint.device)
         self.notes = [_NOTES[fingerprint.device]]
         self._watch = Stopwatch(self._device)
@@ -245,11 +245,11 @@ class _Run:
 
     def stage(self, name: str, targets: list[_Target]) -> Iterator[_Row]:
         """Load one stage and time its `targets`."""
-        manifest = self._bundle.manifest
+        manifest = self._artifact.manifest
         ranks = manifest.fingerprint.world_size
         if manifest.stages[name].is_sharded and ranks > 1:
             self.notes.append(f"{name}: the share of rank 0 of {ranks}, without what the ranks exchange")
-        loaded = load_stage(self._bundle, name, self._device, only_first=True)
+        loaded = load_stage(self._artifact, name, self._device, only_first=True)
         pool = GraphPool(self._device) if self._device.type == "cuda" else None
         for target in targets:
             self._told(title(target.name, target.sizes))
@@ -258,7 +258,7 @@ class _Run:
     def patch_embed(self) -> tuple[PatchEmbed, ...]:
         """Both forms of the vision encoder's patch embedding."""
         self._told("patch embedding")
-        return compare_patch_embed(self._bundle, self._watch)
+        return compare_patch_embed(self._artifact, self._watch)
 
     def _time(self, target: _Target, graph: Graph, pool: GraphPool | None) -> _Row:
         case = ProbeCase(
@@ -266,7 +266,7 @@ class _Run:
             spec=target.spec,
             sizes=target.sizes,
             context=target.held(self._options.context),
-            parameters=self._bundle.manifest.parameters,
+            parameters=self._artifact.manifest.parameters,
         )
         tensors = case.make(self._device)
 
@@ -278,10 +278,10 @@ class _Run:
             engine=target.name,
             sizes=target.sizes,
             max_model_len=case.context if math.isfinite(target.room) else None,
-            instances=len(target.spec.instances),
+            layer_instances=len(target.spec.layer_instances),
             latency=latency,
         )
-        work = next((each for each in target.engine.work if each.dims == target.sizes), None)
+        work = next((each for each in target.engine.cost if each.dims == target.sizes), None)
         return figures, None if work is None else floor_of(figures, work, case.border_bytes(), self.ceilings)
 
     def _latency(

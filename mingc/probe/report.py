@@ -50,14 +50,14 @@ class EngineFigures:
     """One engine at one set of sizes.
 
     `max_model_len` are held by every request before the call; None where no request holds any. A step runs it
-    `instances` times: once a layer where layers share an engine; timed is the first one.
+    `layer_instances` times: once a layer where layers share an engine; timed is the first one.
     """
 
     engine: str
     sizes: dict[str, int]
     max_model_len: int | None
     latency: Latency
-    instances: int = 1
+    layer_instances: int = 1
 
     @property
     def title(self) -> str:

@@ -49,7 +49,9 @@ def _run(
     with safe_open(weights, framework="pt") as file:
 
         def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
-            return {name: file.get_tensor(join_path(spec.instances[0], name)).to(place) for name in names}
+            return {
+                name: file.get_tensor(join_path(spec.layer_instances[0], name)).to(place) for name in names
+            }
 
         loaded.bind(read(loaded.constants()))
         given = read(spec.weights)

@@ -1,11 +1,11 @@
-"""The golden file of one graph of a bundle: inputs and state that the export recorded, and what must come out."""
+"""The golden file of one graph of an artifact: inputs and state that the export recorded, and what must come out."""
 
 from __future__ import annotations
 
 import torch
 from safetensors.torch import load_file
 
-from mingc.artifacts.bundle import Bundle
+from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.manifest import EngineRecord, GraphRecord, StageRecord
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.engine_replay import replay as replay_engine
@@ -13,10 +13,10 @@ from mingc.verify.stages import to_numpy
 
 
 def replay(
-    bundle: Bundle, stage: StageRecord, graph: GraphRecord, *, name: str, tolerance: float
+    artifact: Artifact, stage: StageRecord, graph: GraphRecord, *, name: str, tolerance: float
 ) -> ComparisonLog:
     """Run the graph's engine on the recorded tensors, in every rank, and compare outputs and state."""
-    recorded = load_file(bundle.path(graph.golden))
+    recorded = load_file(artifact.path(graph.golden))
     references = {key: to_numpy(value) for key, value in recorded.items()}
     ledger = ComparisonLog(name, references, tolerance=tolerance, is_exact=False)
     given: dict[str, torch.Tensor] = {}
@@ -28,12 +28,12 @@ def replay(
     engine = _engine(graph, given)
     with ledger.case("replay"):
         (made,) = replay_engine(
-            bundle.path(engine.file),
+            artifact.path(engine.file),
             engine.backend,
             graph.spec,
-            [bundle.path(weights) for weights in stage.weights],
+            [artifact.path(weights) for weights in stage.weights],
             [given],
-            bundle.manifest.fingerprint.device,
+            artifact.manifest.fingerprint.device,
         )
         for key in references:
             kind, _, tensor = key.partition(".")

@@ -1,4 +1,4 @@
-"""The stages of a bundle, loaded when a replay asks for them."""
+"""The stages of an artifact, loaded when a replay asks for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mingc.artifacts.bundle import Bundle
+from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.manifest import ModelParameters
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage, load_stage, torch_dtype
@@ -28,20 +28,20 @@ class StageWithState(LoadedStage):
 
 
 class Engines:
-    """The engines of `bundle` on `device`; of sharded stages the share of rank 0."""
+    """The engines of `artifact` on `device`; of sharded stages the share of rank 0."""
 
-    def __init__(self, bundle: Bundle, device: torch.device) -> None:
-        self.bundle = bundle
+    def __init__(self, artifact: Artifact, device: torch.device) -> None:
+        self.artifact = artifact
         self.device = device
         self._stages: dict[str, LoadedStage] = {}
 
     @property
     def parameters(self) -> ModelParameters:
-        return self.bundle.manifest.parameters
+        return self.artifact.manifest.parameters
 
     @property
     def world_size(self) -> int:
-        return self.bundle.manifest.fingerprint.world_size
+        return self.artifact.manifest.fingerprint.world_size
 
     def rank_devices(self) -> list[torch.device]:
         """One device a rank: the same CPU, or CUDA devices from the first on."""
@@ -50,17 +50,17 @@ class Engines:
         return [torch.device(self.device.type, index) for index in range(self.world_size)]
 
     def has(self, *stages: str) -> bool:
-        return all(name in self.bundle.manifest.stages for name in stages)
+        return all(name in self.artifact.manifest.stages for name in stages)
 
     def stage(self, name: str) -> LoadedStage:
-        """The loaded stage. Raises BundleError when the bundle has none of this name."""
+        """The loaded stage. Raises ArtifactError when the artifact has none of this name."""
         if name not in self._stages:
-            self._stages[name] = load_stage(self.bundle, name, self.device)
+            self._stages[name] = load_stage(self.artifact, name, self.device)
         return self._stages[name]
 
     def share(self, name: str, rank: int) -> LoadedStage:
         """The share of `rank` of a sharded stage, loaded anew on its device."""
-        return load_stage(self.bundle, name, self.rank_devices()[rank], rank=rank)
+        return load_stage(self.artifact, name, self.rank_devices()[rank], rank=rank)
 
     def stage_with_state(self, name: str) -> StageWithState:
         """The same engines with state of their own."""
@@ -69,12 +69,14 @@ class Engines:
 
     def tokenizer(self, name: str) -> TextTokenizer | None:
         """The tokenizer of `thinker` or `talker`, or None."""
-        file = self.bundle.manifest.tokenizers.get(name)
-        return None if file is None else TextTokenizer.from_file(self.bundle.path(file))
+        file = self.artifact.manifest.tokenizers.get(name)
+        return None if file is None else TextTokenizer.from_file(self.artifact.path(file))
 
     def is_dynamic(self, stage: str, graph: str) -> bool:
         """Whether one engine takes every size, so that nothing has to be padded to a bucket."""
-        return any(engine.dims is None for engine in self.bundle.manifest.stages[stage].graphs[graph].engines)
+        return any(
+            engine.dims is None for engine in self.artifact.manifest.stages[stage].graphs[graph].engines
+        )
 
     def padded_size(self, graph: Graph, dim: str, size: int) -> int:
         """The size that `graph` runs `size` at: its bucket when it has buckets, else a multiple within its range."""

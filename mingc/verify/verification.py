@@ -1,4 +1,4 @@
-"""Whether a bundle is whole, fits this machine, and computes what it should: hashes, versions, replay of goldens.
+"""Whether an artifact is whole, fits this machine, and computes what it should: hashes, versions, replay of goldens.
 
 Importing this needs no torch, and neither does `verify` without replay; what needs it is imported inside.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mingc.artifacts.bundle import Bundle, check_fingerprint, check_hashes, open_bundle
+from mingc.artifacts.artifact import Artifact, check_fingerprint, check_hashes, open_artifact
 from mingc.errors import ConfigError
 from mingc.verify.comparison import Comparison, FileSummary
 
@@ -52,38 +52,38 @@ class VerifyReport:
 
 
 def verify(
-    artifact: Path,
+    path: Path,
     *,
     reference: Path | None = None,
     replay: bool = True,
     told: Callable[[str], None] = lambda step: None,
 ) -> VerifyReport:
-    """Check the bundle at `artifact`. `told` hears what is looked at next.
+    """Check the artifact at `path`. `told` hears what is looked at next.
 
     Raises: ManifestError, IntegrityError, IncompatibleError, or ConfigError when `reference` holds no golden file.
     """
-    bundle = open_bundle(artifact)
+    artifact = open_artifact(path)
     if reference is not None:
         _check_reference(reference, replay=replay)
     told("hashes")
-    check_hashes(bundle)
+    check_hashes(artifact)
     found: list[_Found] = []
     if replay:
         from mingc.host import current_host
 
-        check_fingerprint(bundle.manifest.fingerprint, current_host(bundle.manifest.fingerprint.device))
-        found += _replay_own(bundle, told)
+        check_fingerprint(artifact.manifest.fingerprint, current_host(artifact.manifest.fingerprint.device))
+        found += _replay_own(artifact, told)
         if reference is not None:
-            found += _replay_reference(bundle, reference, told)
+            found += _replay_reference(artifact, reference, told)
     comparisons = tuple(each for _, group, _ in found for each in group)
     failed = sum(each.outcome == "FAIL" for each in comparisons)
     return VerifyReport(
-        artifact=artifact,
+        artifact=path,
         passed=not failed,
         checked=sum(summary.checked for summary, _, _ in found),
         failed=failed,
         expected_differences=sum(each.outcome == "expected difference" for each in comparisons),
-        files_hashed=len(bundle.manifest.files),
+        files_hashed=len(artifact.manifest.files),
         files=tuple(summary for summary, _, _ in found),
         comparisons=comparisons,
         not_engine_outputs=tuple(name for _, _, names in found for name in names),
@@ -105,30 +105,30 @@ def _check_reference(folder: Path, *, replay: bool) -> None:
         )
 
 
-def _replay_own(bundle: Bundle, told: Callable[[str], None]) -> list[_Found]:
+def _replay_own(artifact: Artifact, told: Callable[[str], None]) -> list[_Found]:
     """The goldens that the export put beside every engine."""
     from mingc.verify.self_check import replay
 
-    floor = TOLERANCES[bundle.manifest.fingerprint.dtype]
+    floor = TOLERANCES[artifact.manifest.fingerprint.dtype]
     found: list[_Found] = []
-    for stage, record in bundle.manifest.stages.items():
+    for stage, record in artifact.manifest.stages.items():
         for name, graph in record.graphs.items():
             told(f"{stage}.{name}")
             tolerance = max(floor, 2 * graph.parity.compiled)
-            ledger = replay(bundle, record, graph, name=f"{stage}.{name}", tolerance=tolerance)
+            ledger = replay(artifact, record, graph, name=f"{stage}.{name}", tolerance=tolerance)
             found.append((ledger.summary("own golden"), ledger.comparisons, []))
     return found
 
 
-def _replay_reference(bundle: Bundle, folder: Path, told: Callable[[str], None]) -> list[_Found]:
+def _replay_reference(artifact: Artifact, folder: Path, told: Callable[[str], None]) -> list[_Found]:
     """Every golden file of `folder` that is there."""
     import torch
 
     from mingc.verify.replays import audio, preprocess, talker, text, thinker, vae, vision
     from mingc.verify.stages import Engines
 
-    kind = bundle.manifest.fingerprint.device
-    engines = Engines(bundle, torch.device(kind, 0) if kind == "cuda" else torch.device(kind))
+    kind = artifact.manifest.fingerprint.device
+    engines = Engines(artifact, torch.device(kind, 0) if kind == "cuda" else torch.device(kind))
     replays: dict[str, tuple[tuple[str, ...], Callable[[ComparisonLog, Mapping[str, Any]], None]]] = {
         "preprocess.safetensors": ((), lambda a, b: preprocess.replay(engines, a, b)),
         "vision.safetensors": (("vision_encoder",), lambda a, b: vision.replay(engines, a)),
@@ -158,7 +158,7 @@ def _replay_file(
     from mingc.verify.comparison_log import ComparisonLog
     from mingc.verify.golden_documents import read_document
 
-    dtype = engines.bundle.manifest.fingerprint.dtype
+    dtype = engines.artifact.manifest.fingerprint.dtype
     path, beside = folder / file, folder / document if document is not None else None
     is_tensors = path.suffix == ".safetensors" and path.is_file()
     ledger = ComparisonLog(
@@ -166,7 +166,7 @@ def _replay_file(
         _read_tensors(path) if is_tensors else {},
         tolerance=TOLERANCES[dtype],
         is_exact=dtype == "float32",
-        quantization=_quantization(engines.bundle, stages),
+        quantization=_quantization(engines.artifact, stages),
     )
     has_document = beside is not None and beside.is_file()
     if not is_tensors and not has_document:
@@ -181,14 +181,14 @@ def _replay_file(
     return ledger.summary(), ledger.comparisons, [f"{file}: {name}" for name in ledger.not_outputs()]
 
 
-def _quantization(bundle: Bundle, stages: tuple[str, ...]) -> float:
-    """The most that quantized weights take from a graph of `stages`; of those with a fidelity there is more to say."""
-    held = [bundle.manifest.stages[name] for name in stages if name in bundle.manifest.stages]
+def _quantization(artifact: Artifact, stages: tuple[str, ...]) -> float:
+    """The largest quantization parity of a graph of `stages`, without stages that record a quantization error."""
+    held = [artifact.manifest.stages[name] for name in stages if name in artifact.manifest.stages]
     return max(
         (
             graph.parity.quantization or 0.0
             for stage in held
-            if stage.fidelity is None
+            if stage.quantization_error is None
             for graph in stage.graphs.values()
         ),
         default=0.0,

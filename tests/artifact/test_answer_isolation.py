@@ -11,7 +11,7 @@ import torch
 from thinker_clients import NUM_REQUESTS, Answer, Gathering, Request, TracingWorker
 from thinker_isolation import compare
 
-from mingc.artifacts.bundle import Bundle, open_bundle
+from mingc.artifacts.artifact import Artifact, open_artifact
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.runtime.thinker.sampler import uniform
 
@@ -20,13 +20,13 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def bundle(wide_thinker_artifact: Path) -> Bundle:
-    return open_bundle(wide_thinker_artifact)
+def artifact(wide_thinker_artifact: Path) -> Artifact:
+    return open_artifact(wide_thinker_artifact)
 
 
 @pytest.fixture(scope="module")
-def parameters(bundle: Bundle) -> ThinkerParameters:
-    return thinker_clients.thinker_parameters(bundle)
+def parameters(artifact: Artifact) -> ThinkerParameters:
+    return thinker_clients.thinker_parameters(artifact)
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,8 @@ def requests(parameters: ThinkerParameters) -> list[Request]:
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["host samples", "device samples"])
-def worker(bundle: Bundle, request: pytest.FixtureRequest) -> TracingWorker:
-    return TracingWorker(bundle, torch.device("cpu"), is_static=request.param)
+def worker(artifact: Artifact, request: pytest.FixtureRequest) -> TracingWorker:
+    return TracingWorker(artifact, torch.device("cpu"), is_static=request.param)
 
 
 @pytest.fixture(scope="module")

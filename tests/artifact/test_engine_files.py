@@ -13,9 +13,9 @@ LOAD = """
 import os, sys
 from pathlib import Path
 import torch
-from mingc.artifacts.bundle import open_bundle
+from mingc.artifacts.artifact import open_artifact
 from mingc.runtime.engines.stage_loader import load_stage
-stage = load_stage(open_bundle(Path(sys.argv[1])), "thinker", torch.device("cpu"))
+stage = load_stage(open_artifact(Path(sys.argv[1])), "thinker", torch.device("cpu"))
 if sys.argv[2] == "killed":
     os._exit(9)
 """

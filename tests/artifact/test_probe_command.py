@@ -97,7 +97,7 @@ def test_every_engine_of_the_thinker_is_timed_and_must_do_what_its_dims_say(
     projections = 64 * (4 + 2 * 2) * 128 + 4 * 128 * 64
     for batch in batches:
         row, attention = rows["decode_attention", batch, 8]
-        assert (row["max_model_len"], row["instances"]) == (8 * 16 - 1, 4)
+        assert (row["max_model_len"], row["layer_instances"]) == (8 * 16 - 1, 4)
         assert attention["flops"] == batch * (2 * projections + 4 * 4 * 128 * 8 * 16)
         assert attention["weight_bytes"] == 4 * (projections + 64 + 2 * 128)
         assert attention["state_bytes"] == batch * 4 * 2 * 2 * 128 * (8 * 16 + 1)

@@ -10,7 +10,7 @@ import speech_isolation
 import torch
 from speech_isolation import Gathering, Waves
 
-from mingc.artifacts.bundle import open_bundle
+from mingc.artifacts.artifact import open_artifact
 from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
 
 # Matrix products of another batch size add in another order; float32 rounds them differently.
@@ -20,12 +20,12 @@ LARGEST = 8
 
 @pytest.fixture(scope="module")
 def segments(artifact: Path) -> list[SpeechSegment]:
-    return speech_isolation.make_segments(open_bundle(artifact))
+    return speech_isolation.make_segments(open_artifact(artifact))
 
 
 @pytest.fixture(scope="module")
 def worker(artifact: Path) -> TalkerWorker:
-    return speech_isolation.open_worker(open_bundle(artifact), torch.device("cpu"))
+    return speech_isolation.open_worker(open_artifact(artifact), torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")

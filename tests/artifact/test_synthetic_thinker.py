@@ -9,46 +9,46 @@ import pytest
 import torch
 from mingc_command import serving
 
-from mingc.artifacts.bundle import Bundle, open_bundle
+from mingc.artifacts.artifact import Artifact, open_artifact
 from mingc.runtime.engines.stage_loader import load_stage, weight_bytes
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
 
 
 @pytest.fixture(scope="module")
-def bundle(synthetic_thinker_artifact: Path) -> Bundle:
-    return open_bundle(synthetic_thinker_artifact)
+def artifact(synthetic_thinker_artifact: Path) -> Artifact:
+    return open_artifact(synthetic_thinker_artifact)
 
 
-def test_one_layer_of_each_kind_is_stored(bundle: Bundle) -> None:
-    record = bundle.manifest.stages["thinker"]
-    first, others = record.graphs["prefill_experts"].spec.instances[0], record.repeated
+def test_one_layer_of_each_kind_is_stored(artifact: Artifact) -> None:
+    record = artifact.manifest.stages["thinker"]
+    first, others = record.graphs["prefill_experts"].spec.layer_instances[0], record.repeated
     assert len(others) > 2 and set(others.values()) == {"layers.0.attention", first}
-    stored = load_stage(bundle, "thinker", torch.device("cpu"), only_first=True).weights
+    stored = load_stage(artifact, "thinker", torch.device("cpu"), only_first=True).weights
     assert not any(name.startswith(tuple(f"{each}." for each in others)) for name in stored)
     size = sum(value.nbytes for value in stored.values())
-    assert size <= bundle.manifest.files[record.weights[0]].size_bytes < size + 64_000  # a header
+    assert size <= artifact.manifest.files[record.weights[0]].size_bytes < size + 64_000  # a header
 
 
-def test_the_others_get_copies_in_memory_of_their_own(bundle: Bundle) -> None:
-    weights = load_stage(bundle, "thinker", torch.device("cpu")).weights
+def test_the_others_get_copies_in_memory_of_their_own(artifact: Artifact) -> None:
+    weights = load_stage(artifact, "thinker", torch.device("cpu")).weights
     names = [name for name in weights if name.startswith("layers.0.attention.")]
     assert names
     for name in names:
         first, second = weights[name], weights[name.replace("layers.0", "layers.1")]
         assert torch.equal(first, second) and first.data_ptr() != second.data_ptr()
-    assert weight_bytes(bundle, "thinker") == sum(value.nbytes for value in weights.values())
+    assert weight_bytes(artifact, "thinker") == sum(value.nbytes for value in weights.values())
 
 
 def test_real_weights_repeat_nothing(wide_thinker_artifact: Path) -> None:
-    real = open_bundle(wide_thinker_artifact)
+    real = open_artifact(wide_thinker_artifact)
     assert real.manifest.stages["thinker"].repeated == {}
     weights = load_stage(real, "thinker", torch.device("cpu")).weights
     assert weight_bytes(real, "thinker") == sum(value.nbytes for value in weights.values())
 
 
-def test_its_tokenizer_has_a_token_a_byte_and_a_text_an_id(bundle: Bundle) -> None:
-    tokenizer = TextTokenizer.from_file(bundle.path(bundle.manifest.tokenizers["thinker"]))
-    parameters = bundle.manifest.parameters.thinker
+def test_its_tokenizer_has_a_token_a_byte_and_a_text_an_id(artifact: Artifact) -> None:
+    tokenizer = TextTokenizer.from_file(artifact.path(artifact.manifest.tokenizers["thinker"]))
+    parameters = artifact.manifest.parameters.thinker
     assert parameters is not None and tokenizer.vocab_size == parameters.vocab_size
     text = "Grüße, 世界 \n"
     ids = tokenizer.encode(text)

@@ -210,7 +210,7 @@ def test_other_geometries_trace_with_any_number_of_clips(which: int, config: Aud
         value = source.make(*[torch.zeros(shape) for shape in source.shapes])
         assert value.shape == module.state_dict()[source.name].shape, source.name
     (plan,) = STAGE.graphs(config, Shard(), StageOptions())
-    program = capture(plan, module, stage=STAGE.name, fixed=None, device=CPU)
+    program = capture(plan, module, stage=STAGE.name, static_shapes=None, device=CPU)
     for clips, tokens in ((1, 1), (1, config.max_tokens), (5, 7), (8, 2)):
         dims = {"N": clips, "T4": tokens}
         example = plan.example(dims, torch.Generator().manual_seed(clips))
@@ -234,7 +234,7 @@ def test_compiled_engine_matches_golden_at_every_size(
     module: AudioEncoder, config: AudioConfig, golden: dict[str, Tensor], long_mel: Tensor, tmp_path: Path
 ) -> None:
     (plan,) = STAGE.graphs(config, Shard(), StageOptions())
-    program = capture(plan, module, stage=STAGE.name, fixed=None, device=CPU)
+    program = capture(plan, module, stage=STAGE.name, static_shapes=None, device=CPU)
     compile_graph(program, tmp_path / "encode.pt2", device="cpu", cache=None, where=STAGE.name)
     engine = load(tmp_path / "encode.pt2", CPU)
     engine.bind(module.state_dict())

@@ -96,15 +96,15 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> Lab:
 def test_a_record_reads_back_from_the_manifest_as_it_was_chosen() -> None:
     for shape in SHAPES:
         record = record_of(Choice(shape=shape, cut=CUT, us=1.234, default_us=2.0), DEVICE)
-        stage = StageRecord(is_sharded=True, weights=(), graphs={}, tiles=(record,))
-        (read,) = decode(StageRecord, json.loads(json.dumps(encode(stage)))).tiles
+        stage = StageRecord(is_sharded=True, weights=(), graphs={}, kernel_configs=(record,))
+        (read,) = decode(StageRecord, json.loads(json.dumps(encode(stage)))).kernel_configs
         assert read == record
         assert (shape_of(read), cut_of(read)) == (shape, CUT)
         assert (read.us, read.default_us, read.device) == (1.23, 2.0, DEVICE)
 
 
 def test_manifests_without_tiles_are_read() -> None:
-    assert decode(StageRecord, {"is_sharded": True, "weights": [], "graphs": {}}).tiles == ()
+    assert decode(StageRecord, {"is_sharded": True, "weights": [], "graphs": {}}).kernel_configs == ()
 
 
 def test_shapes_are_those_that_kernels_take() -> None:
@@ -290,7 +290,12 @@ def test_an_engine_is_compiled_with_the_tiles_of_its_size(
     shapes = expert_shapes(DIMS, None, [4, 64])
     records = tuple(record_of(Choice(shape=each, cut=CUT, us=1, default_us=2), DEVICE) for each in shapes)
     task = GraphTask(
-        recipe=_recipe(), stage="thinker", graph=graph, folder=tmp_path, weights=("w",), tiles=records
+        recipe=_recipe(),
+        stage="thinker",
+        graph=graph,
+        folder=tmp_path,
+        weights=("w",),
+        kernel_configs=records,
     )
     build_engine(task, sizes)
     (tokens,) = sizes.values()

@@ -100,7 +100,7 @@ class Layer:
             write_weights(self.checkpoint, STAGE, self.config, shard, dtype, path, self.quantization)
         plans = STAGE.graphs(self.config, shards[0], stage_options(recipe))
         plan = next(plan for plan in plans if plan.spec.name == self.graph)
-        part = plan.spec.instances[0]
+        part = plan.spec.layer_instances[0]
 
         def load(path: Path) -> Any:
             module = load_module(STAGE, self.config, shards[0], path, self.quantization, part=part)
@@ -211,7 +211,7 @@ def test_experts_that_no_token_reaches_are_counted(
     recipe = ExportRecipe(checkpoint=checkpoint.root, output=tmp_path, stages=("thinker",), dtype="bfloat16")
     plans = STAGE.graphs(config, Shard(), stage_options(recipe))
     plan = next(plan for plan in plans if plan.spec.name == "decode_experts")
-    module = load_module(STAGE, config, Shard(), tmp_path / "weights", part=plan.spec.instances[0])
+    module = load_module(STAGE, config, Shard(), tmp_path / "weights", part=plan.spec.layer_instances[0])
     router = module.get_submodule("router")
     bias = router.get_parameter("bias").clone()
     bias[:, [2, 7]] = -100.0

@@ -58,7 +58,7 @@ def tensor(name: str, dtype: DType, *shape: int | str) -> TensorSpec:
 
 
 def count(
-    model: Model, method: str, fixed: dict[str, int] | None = None, *, only: int | None = None
+    model: Model, method: str, static_shapes: dict[str, int] | None = None, *, only: int | None = None
 ) -> tuple[EngineCost, ...]:
     state = (tensor("pool", "float32", "S", ROWS),) if method == "remember" else ()
     inputs = [tensor("ids", "int64", "T")]
@@ -82,8 +82,8 @@ def count(
 
     sizes = {"T": 5, **({"S": 7} if state else {})}
     plan = GraphDef(spec=spec, method=method, example=example, trace_dims=sizes, check_dims=sizes)
-    program = capture(plan, model, stage="toy", fixed=fixed, device=torch.device("cpu"))
-    return count_cost(program, spec, fixed)
+    program = capture(plan, model, stage="toy", static_shapes=static_shapes, device=torch.device("cpu"))
+    return count_cost(program, spec, static_shapes)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from mingc.artifacts.manifest import QuantizationError
 from mingc.errors import ConfigError, ExportError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks.eager_reference import run_eager
-from mingc.export.compile.build import check_fidelity
+from mingc.export.compile.build import measure_quantization_error
 from mingc.export.recipe import ExportRecipe, Quantization
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSource
 from mingc.export.stages import find
@@ -155,7 +155,7 @@ def test_the_recipe_names_stages() -> None:
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_fidelity_of_the_thinker(
+def test_quantization_error_of_the_thinker(
     kind: Quantization, world_size: int, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     """Every layer loses what its format loses, however many ranks; nothing lost is told as nothing."""
@@ -170,7 +170,7 @@ def test_fidelity_of_the_thinker(
             path = tmp_path / files[-1]
             write_weights(checkpoint, stage, config, shard, torch.float32, path, quantization)
         words = () if quantization is None else (f"thinker={quantization}",)
-        made = check_fidelity(recipe(*words), "thinker", tmp_path, tuple(files))
+        made = measure_quantization_error(recipe(*words), "thinker", tmp_path, tuple(files))
         assert made is not None
         return made
 

@@ -38,11 +38,11 @@ def _threads(jobs: int) -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def _build(task: GraphTask, fixed: dict[str, int] | None) -> BuiltEngine:
+def _build(task: GraphTask, static_shapes: dict[str, int] | None) -> BuiltEngine:
     """An engine that takes no time; it needs the first rank's weights file."""
     assert (task.folder / task.weights[0]).exists()
     record = EngineRecord(
-        backend="aoti", file=f"engines/{task.name}.pt2", dims=fixed, compile_seconds=1.0, work=None
+        backend="aoti", file=f"engines/{task.name}.pt2", dims=static_shapes, compile_seconds=1.0, cost=None
     )
     return BuiltEngine(record=record, peak_rss_bytes=1)
 
@@ -97,7 +97,7 @@ class _Export:
             "worker_pool": _threads,
             "build_engine": _build,
             "check_graph": _check,
-            "check_fidelity": _compare,
+            "measure_quantization_error": _compare,
             "write_in_worker": disk.write,
         }.items():
             monkeypatch.setattr(schedule, name, stand_in)
@@ -136,8 +136,8 @@ def test_engines_compile_while_files_are_written_and_checks_wait_for_all_of_thei
     def wait_for_engines(file: WeightsFile) -> None:
         assert is_compiled.wait(_WAIT_S), "no engine was compiled while the file was written"
 
-    def compile_(task: GraphTask, fixed: dict[str, int] | None) -> BuiltEngine:
-        built = _build(task, fixed)
+    def compile_(task: GraphTask, static_shapes: dict[str, int] | None) -> BuiltEngine:
+        built = _build(task, static_shapes)
         if task.name == "thinker.head":
             is_compiled.set()
         return built
@@ -153,7 +153,7 @@ def test_engines_compile_while_files_are_written_and_checks_wait_for_all_of_thei
     assert sorted(export.steps[-2:]) == [("check", "thinker.embed"), ("check", "thinker.head")]
     assert [step for step in export.steps if step[0] == "weights"] == _files(1, 2, 3)
     assert len(export.schedule.results) == 3
-    assert export.schedule.fidelity == {"thinker": _LOST}
+    assert export.schedule.quantization_error == {"thinker": _LOST}
     assert export.schedule.peak_rss_bytes == 3
 
 

@@ -124,7 +124,7 @@ def test_only_random_weights_do_without_a_tokenizer(synthetic: Checkpoint, tmp_p
     talker = stage.parameters(stage.config(synthetic), StageOptions())
     parameters = ModelParameters(talker=talker)
     assert tokenizers.copy(bare, tmp_path, parameters, notes, is_synthetic=True) == {}
-    assert notes == ["no tokenizer of the talker: the bundle can be probed, not served"]
+    assert notes == ["no tokenizer of the talker: the artifact can be probed, not served"]
     with pytest.raises(CheckpointError, match=r"talker's tokenizer\.json is missing"):
         tokenizers.copy(bare, tmp_path, parameters, notes, is_synthetic=False)
 

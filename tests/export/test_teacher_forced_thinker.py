@@ -86,7 +86,7 @@ def follow(parts: Sequence[EagerStage], config: ThinkerConfig, golden: dict[str,
         parts[0],
         [(part, torch.device("cpu")) for part in parts[1:]],
         STAGE.parameters(config, OPTIONS),
-        fidelity=None,
+        quantization_error=None,
         longest=100,
         device=torch.device("cpu"),
     )
@@ -234,7 +234,7 @@ def test_a_fault_of_decode_steps_alone_is_found(
     ranks: list[Decoder], config: ThinkerConfig, golden: dict[str, Tensor]
 ) -> None:
     (stage,) = stages(ranks, config)
-    name = stage["decode_experts"].spec.instances[0]
+    name = stage["decode_experts"].spec.layer_instances[0]
     right = stage.engines["decode_experts", name]
     stage.engines["decode_experts", name] = EagerEngine(
         lambda residual, delta: [each.roll(1, -1) for each in right.run([residual, delta])]
@@ -257,15 +257,18 @@ class EagerEngines(Engines):
     """An artifact of the thinker alone, whose engines are eager modules."""
 
     def __init__(
-        self, stage: EagerStage, parameters: ThinkerParameters, fidelity: QuantizationError | None = None
+        self,
+        stage: EagerStage,
+        parameters: ThinkerParameters,
+        quantization_error: QuantizationError | None = None,
     ) -> None:
         self.device = torch.device("cpu")
         manifest = SimpleNamespace(
             parameters=ModelParameters(thinker=parameters),
             fingerprint=SimpleNamespace(world_size=1),
-            stages={"thinker": SimpleNamespace(fidelity=fidelity)},
+            stages={"thinker": SimpleNamespace(quantization_error=quantization_error)},
         )
-        self.bundle = SimpleNamespace(manifest=manifest)
+        self.artifact = SimpleNamespace(manifest=manifest)
         self._stages = {"thinker": stage}
 
 
@@ -274,13 +277,13 @@ def replayed(
     config: ThinkerConfig,
     golden: dict[str, Tensor],
     case: str,
-    fidelity: QuantizationError | None = None,
+    quantization_error: QuantizationError | None = None,
 ) -> ComparisonLog:
     """What `mingc verify --against` says of one case."""
     references = {name: value.numpy() for name, value in golden.items() if name.startswith(f"{case}.")}
     ledger = ComparisonLog("thinker.safetensors", references, tolerance=0.1, is_exact=False)
     with torch.inference_mode():
-        replay(EagerEngines(stage, STAGE.parameters(config, OPTIONS), fidelity), ledger)
+        replay(EagerEngines(stage, STAGE.parameters(config, OPTIONS), quantization_error), ledger)
     return ledger
 
 
@@ -335,7 +338,7 @@ def test_a_fault_of_steps_of_several_requests_alone_is_found(
     golden: dict[str, Tensor],
 ) -> None:
     stage = eager_stage(ranks[0], STAGE.graphs(config, Shard(), SEVERAL))
-    for name in stage[graph].spec.instances:
+    for name in stage[graph].spec.layer_instances:
         right = stage.engines[graph, name]
         stage.engines[graph, name] = EagerEngine(partial(spoil, right))
     failed = failed_names(replayed(stage, config, beginning(golden, "text", 20), "text"))
@@ -357,7 +360,7 @@ def test_quantized_weights_are_held_to_what_the_manifest_says_they_lose(
     module = copied(load_module(STAGE, config, Shard(), tmp_path / "rank0", "fp8"))
     if spoil is not None:
         spoil(module)
-    fidelity = QuantizationError(
+    quantization_error = QuantizationError(
         tokens=64,
         layer_cosine=(0.998012, 0.995316, 0.998968, 0.996457),
         logit_kl=0.29,
@@ -366,7 +369,7 @@ def test_quantized_weights_are_held_to_what_the_manifest_says_they_lose(
     )
     options = replace(OPTIONS, batch_sizes=(1,))
     stage = eager_stage(module, STAGE.graphs(config, Shard(), options))
-    ledger = replayed(stage, config, beginning(golden, "text", 20), "text", fidelity)
+    ledger = replayed(stage, config, beginning(golden, "text", 20), "text", quantization_error)
     if spoil is None:
         assert not failed_names(ledger)
         assert any("own experts followed" in each.name for each in ledger.comparisons)

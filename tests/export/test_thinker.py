@@ -62,7 +62,7 @@ def test_prefill_layers_routes_and_logits(
     case: str, stage: EagerStage, session: Session, golden: dict[str, Tensor]
 ) -> None:
     logits = session.prefill(golden_prompt(golden, case), chunk=1 << 20)
-    attention = stage["prefill_attention"].spec.instances
+    attention = stage["prefill_attention"].spec.layer_instances
     streams = [stage.engines["prefill_attention", name].outputs[0] for name in attention]
     last = stage.engines["prefill_experts", attention[-1].replace("attention", "feed_forward")].outputs
     assert torch.equal(streams[0], golden[f"{case}.inputs_embeds"][0])
@@ -205,7 +205,7 @@ def test_bfloat16_recipe_stays_close(
             name: value.float() if value.is_floating_point() else value for name, value in example.items()
         }
         names = [each.name for each in (*plan.spec.inputs, *plan.spec.state)]
-        for instance in plan.spec.instances:
+        for instance in plan.spec.layer_instances:
             run = getattr(narrow.get_submodule(instance), plan.method)
             reference = getattr(module.get_submodule(instance), plan.method)
             outputs = run(*[example[name].clone() for name in names])

@@ -35,7 +35,7 @@ TOLERANCE = 1e-5
 def plans(config: ThinkerConfig, module: Decoder) -> dict[str, GraphDef]:
     """With weights as arguments where layers share an engine."""
     plans = STAGE.graphs(config, Shard(), StageOptions())
-    shared = [share_weights(plan, module.get_submodule(plan.spec.instances[0])) for plan in plans]
+    shared = [share_weights(plan, module.get_submodule(plan.spec.layer_instances[0])) for plan in plans]
     return {plan.spec.name: plan for plan in shared}
 
 
@@ -47,8 +47,8 @@ def files(
     found = {}
     for name, plan in plans.items():
         found[name] = folder / f"{name}.pt2"
-        part = module.get_submodule(plan.spec.instances[0])
-        program = capture(plan, part, stage="thinker", fixed=None, device=CPU)
+        part = module.get_submodule(plan.spec.layer_instances[0])
+        program = capture(plan, part, stage="thinker", static_shapes=None, device=CPU)
         compile_graph(program, found[name], device="cpu", cache=None, where=name)
     return found
 
@@ -88,7 +88,7 @@ def test_every_instance_agrees_with_its_module(
     check_example(plan.spec, example, full, "thinker")
     names = [each.name for each in (*plan.spec.inputs, *plan.spec.state)]
     kept = {each.name for each in plan.spec.state}
-    for instance, run in stage.instances(graph).items():
+    for instance, run in stage.layer_instances(graph).items():
         eager = {name: example[name].clone() for name in names}
         compiled = {name: example[name].clone() for name in names}
         with torch.no_grad():
@@ -153,7 +153,7 @@ def test_a_request_does_not_feel_its_neighbours(plans: dict[str, GraphDef], stag
         plan = plans[graph]
         example = plan.example(dims, torch.Generator().manual_seed(9))
         names = [spec.name for spec in plan.spec.inputs]
-        run = next(iter(stage.instances(graph).values()))
+        run = next(iter(stage.layer_instances(graph).values()))
         together = run.run(**{name: value.clone() for name, value in example.items()})["partial"]
         for request in range(6):
             one = {
@@ -201,7 +201,7 @@ def test_pools_are_written_in_place(
     example = plan.example({**plan.check_dims, "KV": 1 << 10}, torch.Generator().manual_seed(0))
     names = [spec.name for spec in plan.spec.inputs]
     save_file({name: example[name] for name in names}, tmp_path / "inputs.safetensors")
-    part = module.get_submodule(plan.spec.instances[0])
+    part = module.get_submodule(plan.spec.layer_instances[0])
     save_file(part.state_dict(), tmp_path / "weights.safetensors")
     shape = (config.decoder.num_kv_heads, config.decoder.head_dim)
     job = {
@@ -235,8 +235,8 @@ def test_static_buckets_capture(config: ThinkerConfig, checkpoint: Checkpoint) -
     options = StageOptions(static_buckets=True, batch_sizes=(1, 2), max_model_len=1024, prefill_chunk_size=32)
     for plan in STAGE.graphs(small, Shard(), options):
         fixed = {dim.name: dim.buckets[0] for dim in plan.spec.dims if dim.buckets}
-        part = module.get_submodule(plan.spec.instances[0])
-        program = capture(plan, part, stage="thinker", fixed=fixed, device=CPU)
+        part = module.get_submodule(plan.spec.layer_instances[0])
+        program = capture(plan, part, stage="thinker", static_shapes=fixed, device=CPU)
         sizes = {**plan.check_dims, **fixed}
         example = plan.example(sizes, torch.Generator().manual_seed(1))
         with torch.no_grad():

@@ -110,7 +110,7 @@ def make_step(config: ThinkerConfig, kind: str) -> Step:
         inputs["last"] = (place["index"] >= 0).sum(0, keepdim=True) - 1
     pages = {
         f"{instance}.{each.name}": torch.randn(place[each.name].shape, generator=generator)
-        for instance in attention.spec.instances
+        for instance in attention.spec.layer_instances
         for each in attention.spec.state
     }
     return Step(kind, inputs, pages)
@@ -229,13 +229,13 @@ def test_compiled_ranks(checkpoint: Checkpoint, config: ThinkerConfig, tmp_path:
         write_weights(checkpoint, STAGE, small, shard, torch.float32, file)
         modules.append(load_module(STAGE, small, shard, file))
     plans = [
-        share_weights(plan, modules[0].get_submodule(plan.spec.instances[0]))
+        share_weights(plan, modules[0].get_submodule(plan.spec.layer_instances[0]))
         for plan in STAGE.graphs(small, shards[0], StageOptions())
     ]
     files = {plan.spec.name: tmp_path / f"{plan.spec.name}.pt2" for plan in plans}
     for plan in plans:
-        part = modules[0].get_submodule(plan.spec.instances[0])
-        program = capture(plan, part, stage="thinker", fixed=None, device=CPU)
+        part = modules[0].get_submodule(plan.spec.layer_instances[0])
+        program = capture(plan, part, stage="thinker", static_shapes=None, device=CPU)
         compile_graph(program, files[plan.spec.name], device="cpu", cache=None, where=plan.spec.name)
     stages = [
         compiled_stage(

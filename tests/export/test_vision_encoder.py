@@ -219,7 +219,7 @@ def test_other_geometries_trace_with_any_number_of_tokens(which: int, config: Vi
         value = source.make(*[torch.zeros(shape) for shape in source.shapes])
         assert value.shape == module.state_dict()[source.name].shape, source.name
     (plan,) = STAGE.graphs(config, Shard(), StageOptions())
-    program = capture(plan, module, stage=STAGE.name, fixed=None, device=CPU)
+    program = capture(plan, module, stage=STAGE.name, static_shapes=None, device=CPU)
     for tokens in (1, 2, 7, 30):
         example = plan.example({"M": tokens}, torch.Generator().manual_seed(tokens))
         check_example(plan.spec, example, {"M": tokens}, STAGE.name)
@@ -233,7 +233,7 @@ def test_compiled_engine_matches_golden_at_every_size(
     module: VisionEncoder, config: VisionConfig, golden: dict[str, Tensor], tmp_path: Path
 ) -> None:
     (plan,) = STAGE.graphs(config, Shard(), StageOptions())
-    program = capture(plan, module, stage=STAGE.name, fixed=None, device=CPU)
+    program = capture(plan, module, stage=STAGE.name, static_shapes=None, device=CPU)
     compile_graph(program, tmp_path / "encode.pt2", device="cpu", cache=None, where=STAGE.name)
     engine = load(tmp_path / "encode.pt2", CPU)
     engine.bind(module.state_dict())

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import mingc
 from mingc.errors import CheckpointError
-from mingc.export.pipeline import Step, export_bundle
+from mingc.export.pipeline import Step, export_artifact
 from mingc.export.process_pool import worker_pool
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stage import Shard
@@ -102,7 +102,7 @@ def test_what_a_rank_of_a_worker_lacks_is_told_and_nothing_is_left(
         checkpoint=checkpoint, output=tmp_path / "out", stages=("thinker",), world_size=_RANKS, jobs=2
     )
     with pytest.raises(CheckpointError) as caught:
-        export_bundle(recipe, replay, progress)
+        export_artifact(recipe, replay, progress)
     assert caught.value.message == f"tensor {lost[0]} is missing"
     assert caught.value.where == f"main: {checkpoint}"
     assert ("weights", "thinker.rank1") not in steps and "check" not in dict(steps)

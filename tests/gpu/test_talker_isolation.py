@@ -10,7 +10,7 @@ import pytest
 import speech_isolation
 import torch
 
-from mingc.artifacts.bundle import open_bundle
+from mingc.artifacts.artifact import open_artifact
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,14 +23,14 @@ TOLERANCE_FIRST_PATCH, TOLERANCE = 0.1, 0.5
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    artifact = tmp_path_factory.mktemp("isolation") / "small"
+    path = tmp_path_factory.mktemp("isolation") / "small"
     cache = os.environ.get("MINGC_TEST_CACHE")
     speech_isolation.make_artifact(
-        artifact, batch_sizes="1,4,16", jobs=os.cpu_count() or 1, cache=Path(cache) if cache else None
+        path, batch_sizes="1,4,16", jobs=os.cpu_count() or 1, cache=Path(cache) if cache else None
     )
-    bundle = open_bundle(artifact)
-    worker = speech_isolation.open_worker(bundle, torch.device("cuda", 0))
-    return speech_isolation.measure(worker, speech_isolation.make_segments(bundle))
+    artifact = open_artifact(path)
+    worker = speech_isolation.open_worker(artifact, torch.device("cuda", 0))
+    return speech_isolation.measure(worker, speech_isolation.make_segments(artifact))
 
 
 def test_in_one_bucket_every_request_is_what_it_is_alone_bit_for_bit(figures: list[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ import thinker_clients
 import thinker_isolation
 import torch
 
-from mingc.artifacts.bundle import open_bundle
+from mingc.artifacts.artifact import open_artifact
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,19 +34,19 @@ class Measured:
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def measured(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Measured:
-    artifact = tmp_path_factory.mktemp("isolation") / "tiny"
+    path = tmp_path_factory.mktemp("isolation") / "tiny"
     cache = os.environ.get("MINGC_TEST_CACHE")
     thinker_isolation.make_artifact(
-        artifact,
+        path,
         target="cuda",
         dtype=request.param,
         batch_sizes="1,8,32",
         jobs=os.cpu_count() or 1,
         cache=Path(cache) if cache else None,
     )
-    bundle = open_bundle(artifact)
-    parameters = thinker_clients.thinker_parameters(bundle)
-    worker = thinker_clients.TracingWorker(bundle, torch.device("cuda", 0))
+    artifact = open_artifact(path)
+    parameters = thinker_clients.thinker_parameters(artifact)
+    worker = thinker_clients.TracingWorker(artifact, torch.device("cuda", 0))
     requests = thinker_clients.make_requests(parameters)
     return Measured(request.param, thinker_isolation.measure(worker, parameters, requests))
 

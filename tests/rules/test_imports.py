@@ -243,7 +243,7 @@ def within(names: set[str], package: str) -> set[str]:
 def test_the_command_line_and_the_artifacts_load_without_torch() -> None:
     loaded = modules_after(
         "import mingc, mingc.cli, mingc.console.report, mingc.errors, mingc.doctor, mingc.demo\n"
-        "import mingc.artifacts.bundle, mingc.artifacts.inspection, mingc.verify.verification"
+        "import mingc.artifacts.artifact, mingc.artifacts.inspection, mingc.verify.verification"
     )
     for package in ("torch", "numpy", "rich", "safetensors"):
         assert not within(loaded, package)

@@ -13,7 +13,7 @@ ROOT = Path(mingc.__file__).parents[1]
 
 
 def test_public_names_are_pinned_and_load() -> None:
-    assert mingc.__all__ == ["Bundle", "MingcError", "__version__", "open_bundle"]
+    assert mingc.__all__ == ["Artifact", "MingcError", "__version__", "open_artifact"]
     for name in mingc.__all__:
         assert getattr(mingc, name) is not None
 

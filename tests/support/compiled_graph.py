@@ -29,7 +29,7 @@ def check_compiled(
     module: nn.Module, plan: GraphDef, sizes: Sequence[Mapping[str, int]], folder: Path, tolerance: float
 ) -> None:
     """One engine with dynamic dims must agree with `module` at all `sizes`, outputs and state."""
-    program = capture(plan, module, stage="test", fixed=None, device=CPU)
+    program = capture(plan, module, stage="test", static_shapes=None, device=CPU)
     path = folder / f"{plan.spec.name}.pt2"
     compile_graph(program, path, device="cpu", cache=None, where=plan.spec.name)
     engine = load(path, CPU)

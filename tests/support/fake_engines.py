@@ -39,7 +39,7 @@ def make_graph(
     outputs: Sequence[str],
     state: dict[str, tuple[int | str, ...]],
     dims: dict[str, tuple[int, ...]],
-    instances: tuple[str, ...] = ("",),
+    layer_instances: tuple[str, ...] = ("",),
 ) -> Graph:
     spec = GraphSpec(
         name=name,
@@ -52,7 +52,7 @@ def make_graph(
             Dim(name=key, minimum=1, maximum=max(buckets, default=1 << 20), buckets=buckets)
             for key, buckets in dims.items()
         ),
-        instances=instances,
+        layer_instances=layer_instances,
     )
     names = [*inputs, *(key.replace(".", "_") for key in state)]
 

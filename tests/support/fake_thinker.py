@@ -117,7 +117,7 @@ def make_thinker_stage(
             outputs=("residual", "delta", "cos", "sin"),
             state={},
             dims={"N": either},
-            instances=("embed",),
+            layer_instances=("embed",),
         ),
         make_graph(
             "prefill_attention",
@@ -133,7 +133,7 @@ def make_thinker_stage(
             outputs=halfway,
             state={"k_pages": ("KV", 1, 2)},
             dims={"T": chunks, "P": tables, "KV": ()},
-            instances=tuple(f"layers.{layer}.attention" for layer in range(num_layers)),
+            layer_instances=tuple(f"layers.{layer}.attention" for layer in range(num_layers)),
         ),
         make_graph(
             "decode_attention",
@@ -148,7 +148,7 @@ def make_thinker_stage(
             outputs=halfway,
             state={"k_pages": ("KV", 1, 2)},
             dims={"B": batches, "P": tables, "KV": ()},
-            instances=tuple(f"layers.{layer}.attention" for layer in range(num_layers)),
+            layer_instances=tuple(f"layers.{layer}.attention" for layer in range(num_layers)),
         ),
         make_graph(
             "dense",
@@ -157,7 +157,7 @@ def make_thinker_stage(
             outputs=halfway,
             state={},
             dims={"N": either},
-            instances=tuple(f"layers.{layer}.feed_forward" for layer in range(num_layers)),
+            layer_instances=tuple(f"layers.{layer}.feed_forward" for layer in range(num_layers)),
         ),
         make_graph(
             "head",
@@ -166,7 +166,7 @@ def make_thinker_stage(
             outputs=("logits",),
             state={},
             dims={"B": batches},
-            instances=("head",),
+            layer_instances=("head",),
         ),
     ]
     return LoadedStage("thinker", {graph.spec.name: graph for graph in graphs})

@@ -43,9 +43,9 @@ class EagerStage(LoadedStage):
 
     engines: dict[tuple[str, str], EagerEngine] = field(default_factory=dict)
 
-    def instances(self, graph: str) -> dict[str, Graph]:
+    def layer_instances(self, graph: str) -> dict[str, Graph]:
         spec = self.graphs[graph].spec
-        return {name: Graph(spec, {None: self.engines[graph, name]}) for name in spec.instances}
+        return {name: Graph(spec, {None: self.engines[graph, name]}) for name in spec.layer_instances}
 
 
 def eager_stage(module: nn.Module, plans: Sequence[GraphDef]) -> EagerStage:
@@ -53,7 +53,7 @@ def eager_stage(module: nn.Module, plans: Sequence[GraphDef]) -> EagerStage:
     engines = {
         (plan.spec.name, instance): EagerEngine(getattr(module.get_submodule(instance), plan.method))
         for plan in plans
-        for instance in plan.spec.instances
+        for instance in plan.spec.layer_instances
     }
     graphs = {plan.spec.name: Graph(plan.spec, {}) for plan in plans}
     return EagerStage("thinker", graphs, engines=engines)
@@ -65,7 +65,7 @@ def compiled_stage(
     """The graphs of `specs` over compiled `engines` with the weights of `module`."""
     graphs = {}
     for spec in specs:
-        weights = module.get_submodule(spec.instances[0]).state_dict()
+        weights = module.get_submodule(spec.layer_instances[0]).state_dict()
         if not spec.weights:
             engines[spec.name].bind(weights)
         graphs[spec.name] = Graph(spec, {None: engines[spec.name]}, weights)

@@ -1,4 +1,4 @@
-"""A small bundle made by hand: no engine runs, but every file and record is there."""
+"""A small artifact made by hand: no engine runs, but every file and record is there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mingc.artifacts.bundle import new_bundle, write_manifest
+from mingc.artifacts.artifact import new_artifact, write_manifest
 from mingc.artifacts.manifest import (
     SCHEMA,
     EngineRecord,
@@ -71,10 +71,10 @@ def manifest() -> Manifest:
 
 
 @pytest.fixture
-def bundle_path(tmp_path: Path, manifest: Manifest) -> Path:
-    """The bundle on disk."""
-    root = tmp_path / "bundle"
-    with new_bundle(root, replace_existing=False) as work:
+def artifact_path(tmp_path: Path, manifest: Manifest) -> Path:
+    """The artifact on disk."""
+    root = tmp_path / "artifact"
+    with new_artifact(root, replace_existing=False) as work:
         for name in (
             "engines/encode.pt2",
             "goldens/encode.safetensors",

@@ -38,7 +38,7 @@ def test_a_missing_checkpoint_is_named_with_what_to_do(tmp_path: Path) -> None:
 
 
 def test_an_artifact_is_used_again_until_code_or_checkpoint_change(
-    bundle_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    artifact_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
@@ -47,10 +47,10 @@ def test_an_artifact_is_used_again_until_code_or_checkpoint_change(
     hour = 3600
     now = max(path.stat().st_mtime for path in Path(mingc.__file__).parent.rglob("*.py"))
     os.utime(checkpoint / "config.json", (now, now))
-    os.utime(bundle_path / "manifest.json", (now + hour, now + hour))
-    assert demo._is_usable(bundle_path, checkpoint)
+    os.utime(artifact_path / "manifest.json", (now + hour, now + hour))
+    assert demo._is_usable(artifact_path, checkpoint)
     os.utime(checkpoint / "config.json", (now + 2 * hour, now + 2 * hour))
-    assert not demo._is_usable(bundle_path, checkpoint)
+    assert not demo._is_usable(artifact_path, checkpoint)
     assert not demo._is_usable(tmp_path / "nowhere", checkpoint)
 
 

@@ -12,14 +12,14 @@ from mingc.artifacts.manifest import FILE_NAME, Manifest, read_manifest
 from mingc.errors import ManifestError
 
 
-def change(bundle: Path, **changes: Any) -> None:
-    path = bundle / FILE_NAME
+def change(artifact: Path, **changes: Any) -> None:
+    path = artifact / FILE_NAME
     document = {**json.loads(path.read_text(encoding="utf-8")), **changes}
     path.write_text(json.dumps(document), encoding="utf-8")
 
 
-def test_a_manifest_reads_back_as_it_was_written(bundle_path: Path, manifest: Manifest) -> None:
-    read = read_manifest(bundle_path)
+def test_a_manifest_reads_back_as_it_was_written(artifact_path: Path, manifest: Manifest) -> None:
+    read = read_manifest(artifact_path)
     assert read.stages == manifest.stages
     assert read.parameters == manifest.parameters
     assert read.voices == manifest.voices
@@ -48,43 +48,43 @@ def test_what_holds_no_manifest_is_named(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "\xff", "[1, 2]", "null"])
-def test_a_manifest_that_is_not_ours_is_refused(bundle_path: Path, text: str) -> None:
-    (bundle_path / FILE_NAME).write_bytes(text.encode("latin-1"))
+def test_a_manifest_that_is_not_ours_is_refused(artifact_path: Path, text: str) -> None:
+    (artifact_path / FILE_NAME).write_bytes(text.encode("latin-1"))
     with pytest.raises(ManifestError):
-        read_manifest(bundle_path)
+        read_manifest(artifact_path)
 
 
-def test_another_schema_is_refused_with_both_numbers(bundle_path: Path) -> None:
-    change(bundle_path, schema=99)
+def test_another_schema_is_refused_with_both_numbers(artifact_path: Path) -> None:
+    change(artifact_path, schema=99)
     with pytest.raises(ManifestError, match="manifest schema 99, this mingc reads schema 4"):
-        read_manifest(bundle_path)
+        read_manifest(artifact_path)
 
 
-def test_an_unknown_key_is_refused_with_the_nearest_name(bundle_path: Path) -> None:
-    change(bundle_path, voizes=[])
+def test_an_unknown_key_is_refused_with_the_nearest_name(artifact_path: Path) -> None:
+    change(artifact_path, voizes=[])
     with pytest.raises(ManifestError, match=r"unknown key 'voizes', did you mean voices\?"):
-        read_manifest(bundle_path)
+        read_manifest(artifact_path)
 
 
-def test_a_file_that_no_hash_is_kept_of_is_refused(bundle_path: Path) -> None:
-    change(bundle_path, files={})
+def test_a_file_that_no_hash_is_kept_of_is_refused(artifact_path: Path) -> None:
+    change(artifact_path, files={})
     with pytest.raises(ManifestError, match=r"engines/encode\.pt2 is not in the file table"):
-        read_manifest(bundle_path)
+        read_manifest(artifact_path)
 
 
 @pytest.mark.parametrize(
     "name", ["../elsewhere.bin", "voices/../../elsewhere.bin", "/etc/hostname", "..\\x", ""]
 )
-def test_a_file_outside_the_artifact_is_refused(bundle_path: Path, name: str) -> None:
+def test_a_file_outside_the_artifact_is_refused(artifact_path: Path, name: str) -> None:
     record = {"size_bytes": 1, "sha256": "0" * 64}
-    files = json.loads((bundle_path / FILE_NAME).read_text(encoding="utf-8"))["files"]
-    change(bundle_path, files={**files, name: record})
+    files = json.loads((artifact_path / FILE_NAME).read_text(encoding="utf-8"))["files"]
+    change(artifact_path, files={**files, name: record})
     with pytest.raises(ManifestError, match="is no path inside"):
-        read_manifest(bundle_path)
+        read_manifest(artifact_path)
 
 
-def test_records_name_files_of_the_table_only(bundle_path: Path) -> None:
+def test_records_name_files_of_the_table_only(artifact_path: Path) -> None:
     voice = {"name": "x", "file": "voices/other.bin", "transcript": "", "num_patches": 1}
-    change(bundle_path, voices=[voice])
+    change(artifact_path, voices=[voice])
     with pytest.raises(ManifestError, match=r"voices/other\.bin is not in the file table"):
-        read_manifest(bundle_path)
+        read_manifest(artifact_path)

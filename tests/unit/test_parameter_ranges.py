@@ -67,17 +67,17 @@ def write_parameters(root: Path, stage: str, parameters: object, **changed: obje
     ],
 )
 def test_parameters_that_cannot_be_are_refused(
-    stage: str, parameters: object, changed: dict[str, object], says: str, bundle_path: Path
+    stage: str, parameters: object, changed: dict[str, object], says: str, artifact_path: Path
 ) -> None:
-    write_parameters(bundle_path, stage, parameters)
-    assert getattr(read_manifest(bundle_path).parameters, stage) == parameters
-    write_parameters(bundle_path, stage, parameters, **changed)
+    write_parameters(artifact_path, stage, parameters)
+    assert getattr(read_manifest(artifact_path).parameters, stage) == parameters
+    write_parameters(artifact_path, stage, parameters, **changed)
     with pytest.raises(ManifestError) as caught:
-        read_manifest(bundle_path)
+        read_manifest(artifact_path)
     assert says in str(caught.value)
 
 
-def test_all_parameters_that_cannot_be_are_told_at_once(bundle_path: Path) -> None:
-    write_parameters(bundle_path, "talker", TALKER, hidden_size=0, vocab_size=-1)
+def test_all_parameters_that_cannot_be_are_told_at_once(artifact_path: Path) -> None:
+    write_parameters(artifact_path, "talker", TALKER, hidden_size=0, vocab_size=-1)
     with pytest.raises(ManifestError, match=r"hidden_size is 0(?s:.*)vocab_size is -1"):
-        read_manifest(bundle_path)
+        read_manifest(artifact_path)

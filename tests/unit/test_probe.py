@@ -13,7 +13,7 @@ import torch
 from mingc.artifacts.manifest import EngineCost, ModelParameters
 from mingc.artifacts.spec import Dim, DType, GraphSpec, TensorSpec
 from mingc.console.report import to_json
-from mingc.errors import BundleError, ConfigError
+from mingc.errors import ArtifactError, ConfigError
 from mingc.probe.baseline import check_common, compare, differences, read_baseline
 from mingc.probe.inputs import ProbeCase, room
 from mingc.probe.prober import ProbeOptions, probe
@@ -70,7 +70,9 @@ def figures(median: float, engine: str = "cfm.sample", context: int | None = Non
         uncaptured_ms=None,
         enqueue_ms=None,
     )
-    return EngineFigures(engine=engine, sizes={"B": 2}, max_model_len=context, instances=1, latency=latency)
+    return EngineFigures(
+        engine=engine, sizes={"B": 2}, max_model_len=context, layer_instances=1, latency=latency
+    )
 
 
 def report(*rows: EngineFigures) -> ProbeReport:
@@ -119,28 +121,28 @@ def test_engines_are_chosen_by_stage_graph_and_batch() -> None:
 
 
 def test_an_engine_that_is_not_there_is_refused_with_those_that_are(
-    bundle_path: Path, monkeypatch: pytest.MonkeyPatch
+    artifact_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mingc.probe.prober.check_fingerprint", lambda recorded, here: None)
     with pytest.raises(ConfigError) as caught:
-        probe(bundle_path, ProbeOptions(engines=("cfm",)))
+        probe(artifact_path, ProbeOptions(engines=("cfm",)))
     assert caught.value.where == "--engine"
     assert caught.value.fix == "it has audio_encoder, audio_encoder.encode"
 
 
 @pytest.fixture
-def probed(bundle_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A bundle of one engine at N 1, 2 and 8, on whatever machine; timing it would fail the test."""
+def probed(artifact_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An artifact of one engine at N 1, 2 and 8, on whatever machine; timing it would fail the test."""
     monkeypatch.setattr("mingc.probe.prober.check_fingerprint", lambda recorded, here: None)
     monkeypatch.setattr("mingc.probe.prober._Run", lambda *given: pytest.fail("it was timed"))
-    manifest = json.loads((bundle_path / "manifest.json").read_text(encoding="utf-8"))
+    manifest = json.loads((artifact_path / "manifest.json").read_text(encoding="utf-8"))
     graph = manifest["stages"]["audio_encoder"]["graphs"]["encode"]
     graph["spec"]["dims"][1]["buckets"] = [16]
     whole = manifest["stages"]["audio_encoder"]["graphs"]
     whole["other"] = {**graph, "spec": {**graph["spec"], "name": "other"}, "golden": graph["golden"]}
     whole["other"]["engines"] = [{**graph["engines"][0], "dims": {"N": 4, "T4": 16}}]
-    (bundle_path / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-    return bundle_path
+    (artifact_path / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    return artifact_path
 
 
 @pytest.mark.parametrize(
@@ -202,7 +204,7 @@ def test_the_room_of_a_request_is_its_slot_or_its_pages() -> None:
 def test_an_input_that_nobody_explained_is_refused_by_name(parameters: ModelParameters) -> None:
     spec = GraphSpec(name="odd", inputs=(tensor("colours", "int64", 3),), outputs=())
     case = ProbeCase(stage="cfm", spec=spec, sizes={}, context=0, parameters=parameters)
-    with pytest.raises(BundleError, match="colours"):
+    with pytest.raises(ArtifactError, match="colours"):
         case.make(torch.device("cpu"))
 
 

@@ -1,4 +1,4 @@
-"""Stages of a bundle that cannot be loaded, and states that no memory holds."""
+"""Stages of an artifact that cannot be loaded, and states that no memory holds."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import cast
 import pytest
 import torch
 
-from mingc.artifacts.bundle import open_bundle
+from mingc.artifacts.artifact import open_artifact
 from mingc.artifacts.spec import GraphSpec, TensorSpec
-from mingc.errors import BundleError, ConfigError, IntegrityError
+from mingc.errors import ArtifactError, ConfigError, IntegrityError
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage, load_stage
 
 
-def test_weights_without_a_header_are_told_with_their_file(bundle_path: Path) -> None:
+def test_weights_without_a_header_are_told_with_their_file(artifact_path: Path) -> None:
     with pytest.raises(IntegrityError, match="the weights cannot be read") as caught:
-        load_stage(open_bundle(bundle_path), "audio_encoder", torch.device("cpu"))
-    assert caught.value.where == str(bundle_path / "weights" / "audio.bin")
+        load_stage(open_artifact(artifact_path), "audio_encoder", torch.device("cpu"))
+    assert caught.value.where == str(artifact_path / "weights" / "audio.bin")
 
 
-def test_a_stage_that_is_not_there_is_told_with_those_that_are(bundle_path: Path) -> None:
-    with pytest.raises(BundleError, match="no stage cfm; it has audio_encoder"):
-        load_stage(open_bundle(bundle_path), "cfm", torch.device("cpu"))
+def test_a_stage_that_is_not_there_is_told_with_those_that_are(artifact_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="no stage cfm; it has audio_encoder"):
+        load_stage(open_artifact(artifact_path), "cfm", torch.device("cpu"))
 
 
 class _NeverRun:

@@ -19,53 +19,55 @@ from mingc.verify.verification import _read_tensors, _replay_file, verify
 
 # An artifact of a thinker, of which nothing is asked.
 ENGINES: Any = SimpleNamespace(
-    bundle=SimpleNamespace(manifest=SimpleNamespace(fingerprint=SimpleNamespace(dtype="float32"), stages={})),
+    artifact=SimpleNamespace(
+        manifest=SimpleNamespace(fingerprint=SimpleNamespace(dtype="float32"), stages={})
+    ),
     parameters=SimpleNamespace(thinker=object()),
     has=lambda *stages: True,
 )
 
 
-def test_a_whole_bundle_passes(bundle_path: Path) -> None:
+def test_a_whole_artifact_passes(artifact_path: Path) -> None:
     steps: list[str] = []
-    report = verify(bundle_path, replay=False, told=steps.append)
+    report = verify(artifact_path, replay=False, told=steps.append)
     assert report.passed
     assert report.files_hashed == 4
     assert steps == ["hashes"]
 
 
-def test_a_changed_byte_is_found(bundle_path: Path) -> None:
-    path = bundle_path / "weights/audio.bin"
+def test_a_changed_byte_is_found(artifact_path: Path) -> None:
+    path = artifact_path / "weights/audio.bin"
     path.write_bytes(path.read_bytes()[:-1] + b"!")
     with pytest.raises(IntegrityError, match=r"weights/audio\.bin: sha256 differs"):
-        verify(bundle_path, replay=False)
+        verify(artifact_path, replay=False)
 
 
 def test_another_torch_is_refused_before_anything_is_loaded(
-    bundle_path: Path, monkeypatch: pytest.MonkeyPatch
+    artifact_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.__version__", "2.12.0")
     with pytest.raises(IncompatibleError, match=r"torch: built with 2\.13\.0, here 2\.12\.0"):
-        verify(bundle_path)
+        verify(artifact_path)
 
 
-def test_goldens_without_replay_make_no_sense(bundle_path: Path, tmp_path: Path) -> None:
+def test_goldens_without_replay_make_no_sense(artifact_path: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--reference needs the replay"):
-        verify(bundle_path, reference=tmp_path, replay=False)
+        verify(artifact_path, reference=tmp_path, replay=False)
 
 
-def test_a_folder_that_is_not_there_is_refused_before_anything_is_hashed(bundle_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_refused_before_anything_is_hashed(artifact_path: Path) -> None:
     steps: list[str] = []
     with pytest.raises(ConfigError, match="is not a folder"):
-        verify(bundle_path, reference=bundle_path / "nowhere", told=steps.append)
+        verify(artifact_path, reference=artifact_path / "nowhere", told=steps.append)
     assert steps == []
 
 
 def test_a_folder_without_goldens_is_refused_before_anything_is_hashed(
-    bundle_path: Path, tmp_path: Path
+    artifact_path: Path, tmp_path: Path
 ) -> None:
     steps: list[str] = []
     with pytest.raises(ConfigError, match="holds no golden file") as caught:
-        verify(bundle_path, reference=tmp_path, told=steps.append)
+        verify(artifact_path, reference=tmp_path, told=steps.append)
     assert caught.value.fix is not None and "thinker.safetensors" in caught.value.fix
     assert steps == []
 

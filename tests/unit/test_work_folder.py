@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 import mingc
-from mingc.artifacts.bundle import new_bundle
+from mingc.artifacts.artifact import new_artifact
 from mingc.artifacts.work_folder import work_folder
 
 _BUILD = """
 import sys, time
 from pathlib import Path
-from mingc.artifacts.bundle import new_bundle
+from mingc.artifacts.artifact import new_artifact
 
-with new_bundle(Path(sys.argv[1]), replace_existing=False) as work:
+with new_artifact(Path(sys.argv[1]), replace_existing=False) as work:
     (work / "weights").mkdir()
     (work / "weights" / "part").write_bytes(bytes(1000))
     print(work.name, flush=True)
@@ -31,7 +31,7 @@ with new_bundle(Path(sys.argv[1]), replace_existing=False) as work:
 
 @contextmanager
 def building(root: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """Another process that is in the middle of a bundle, and its folder."""
+    """Another process that is in the middle of an artifact, and its folder."""
     with subprocess.Popen(
         [sys.executable, "-c", _BUILD, str(root)],
         env={**os.environ, "PYTHONPATH": str(Path(mingc.__file__).parents[1])},
@@ -58,7 +58,7 @@ def test_the_next_build_removes_what_a_killed_one_left_and_nothing_else(tmp_path
         killed.send_signal(signal.SIGKILL)
         killed.wait()
         assert (killed_folder / "weights" / "part").exists()
-        with new_bundle(root, replace_existing=False) as work:
+        with new_artifact(root, replace_existing=False) as work:
             assert not killed_folder.exists()
             assert (living_folder / "weights" / "part").exists()
             (work / "whole").touch()

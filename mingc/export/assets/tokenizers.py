@@ -1,4 +1,4 @@
-"""Puts the tokenizers of a checkpoint into the bundle."""
+"""Puts the tokenizers of a checkpoint into the artifact."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mingc.export.checkpoint import Checkpoint
 def copy(
     checkpoint: Checkpoint, folder: Path, parameters: ModelParameters, notes: list[str], *, is_synthetic: bool
 ) -> dict[str, str]:
-    """Write the tokenizer.json of the thinker and of the talker; their paths relative to the bundle.
+    """Write the tokenizer.json of the thinker and of the talker; their paths relative to the artifact.
 
     Random weights may do without: the thinker gets one of bytes; of the talker engines can be timed, and `notes` tell
     that nothing more can be done with them.
@@ -32,10 +32,10 @@ def copy(
         if source.is_file():
             text = _read_tokenizer(source)
         elif is_synthetic and name == "thinker" and parameters.thinker is not None:
-            notes.append("no tokenizer of the thinker: the bundle has one of bytes")
+            notes.append("no tokenizer of the thinker: the artifact has one of bytes")
             text = byte_tokenizer(parameters.thinker.vocab_size)
         elif is_synthetic:
-            notes.append(f"no tokenizer of the {name}: the bundle can be probed, not served")
+            notes.append(f"no tokenizer of the {name}: the artifact can be probed, not served")
             continue
         else:
             raise CheckpointError(

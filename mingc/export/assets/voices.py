@@ -52,7 +52,7 @@ def find(checkpoint: Checkpoint, notes: list[str]) -> tuple[VoiceSource, ...]:
     talker = checkpoint.root / "talker"
     manifest = talker / _MANIFEST
     if not manifest.is_file():
-        notes.append("no talker/data/voice_name.json: the bundle has no voices")
+        notes.append("no talker/data/voice_name.json: the artifact has no voices")
         return ()
     try:
         entries = {
@@ -81,7 +81,7 @@ def find(checkpoint: Checkpoint, notes: list[str]) -> tuple[VoiceSource, ...]:
 
 
 def copy_speaker_network(checkpoint: Checkpoint, folder: Path) -> str | None:
-    """Copy the speaker network into the bundle; its relative path, or None when the checkpoint has none."""
+    """Copy the speaker network into the artifact; its relative path, or None when the checkpoint has none."""
     source = checkpoint.root / "talker" / SPEAKER_NETWORK
     if not source.is_file():
         return None

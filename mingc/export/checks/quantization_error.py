@@ -17,7 +17,7 @@ from mingc.export.stage import Load, LoadRanks
 _NUM_TOKENS = 64
 
 
-def decoder_fidelity(config: DecoderConfig, exact: Load, stored: LoadRanks) -> QuantizationError:
+def decoder_quantization_error(config: DecoderConfig, exact: Load, stored: LoadRanks) -> QuantizationError:
     """Run one prompt of random text tokens over the checkpoint's weights and over the stored ones.
 
     One half of a layer at a time is in memory, in both forms.

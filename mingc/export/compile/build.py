@@ -58,8 +58,8 @@ class Replay(Protocol):
 class GraphTask:
     """One graph to build.
 
-    `folder` is the bundle under construction; `weights` one file a rank, relative to it; `tiles` are of the stage's
-    kernels that were timed.
+    `folder` is the artifact under construction; `weights` one file per rank, relative to it; `kernel_configs` are the
+    timed configurations of the stage's kernels.
     """
 
     recipe: ExportRecipe
@@ -67,7 +67,7 @@ class GraphTask:
     graph: str
     folder: Path
     weights: tuple[str, ...]
-    tiles: tuple[TunedKernel, ...] = ()
+    kernel_configs: tuple[TunedKernel, ...] = ()
 
     @property
     def name(self) -> str:
@@ -110,8 +110,8 @@ def engine_sizes(spec: GraphSpec, options: StageOptions) -> list[dict[str, int] 
 
 
 @gives_memory_back()
-def build_engine(task: GraphTask, fixed: dict[str, int] | None) -> BuiltEngine:
-    """Trace and compile `task.graph` for the sizes `fixed`.
+def build_engine(task: GraphTask, static_shapes: dict[str, int] | None) -> BuiltEngine:
+    """Trace and compile `task.graph` for the sizes `static_shapes`.
 
     Raises: CaptureError, CompileError.
     """
@@ -122,11 +122,11 @@ def build_engine(task: GraphTask, fixed: dict[str, int] | None) -> BuiltEngine:
     module = _load(task, stage, config, shard, plan).to(options.device)
     plan = share_weights(plan, module)
     table = {}
-    if plan.routing is not None and fixed is not None:
-        (tokens,) = fixed.values()
-        table = engine_table(task.tiles, tokens)
+    if plan.routing is not None and static_shapes is not None:
+        (tokens,) = static_shapes.values()
+        table = engine_table(task.kernel_configs, tokens)
     with using(table):
-        record = _compile(task, plan, module, fixed, options)
+        record = _compile(task, plan, module, static_shapes, options)
     return BuiltEngine(record=record, peak_rss_bytes=peak_rss_bytes())
 
 
@@ -149,7 +149,7 @@ def check_graph(task: GraphTask, engines: tuple[EngineRecord, ...], replay: Repl
 
 
 @gives_memory_back()
-def check_fidelity(
+def measure_quantization_error(
     recipe: ExportRecipe, stage_name: str, folder: Path, weights: tuple[str, ...]
 ) -> QuantizationError | None:
     """What the quantized weights of a stage lose end to end, if the stage can tell."""
@@ -167,13 +167,13 @@ def check_fidelity(
             for shard, file in zip(_shards(weights), weights, strict=True)
         ]
 
-    return stage.fidelity(config, exact, stored)
+    return stage.quantization_error(config, exact, stored)
 
 
 def _load(task: GraphTask, stage: Stage, config: Any, shard: Shard, plan: GraphDef) -> nn.Module:
     quantization = task.recipe.quantization(stage.name)
     path = task.folder / task.weights[shard.rank]
-    return load_module(stage, config, shard, path, quantization, part=plan.spec.instances[0])
+    return load_module(stage, config, shard, path, quantization, part=plan.spec.layer_instances[0])
 
 
 def first_shard(stage: Stage, recipe: ExportRecipe) -> Shard:
@@ -194,11 +194,17 @@ def _find_plan(stage: Stage, config: Any, shard: Shard, options: StageOptions, g
 
 
 def _compile(
-    task: GraphTask, plan: GraphDef, module: nn.Module, fixed: dict[str, int] | None, options: StageOptions
+    task: GraphTask,
+    plan: GraphDef,
+    module: nn.Module,
+    static_shapes: dict[str, int] | None,
+    options: StageOptions,
 ) -> EngineRecord:
-    label = "".join(f"-{name}{size}" for name, size in (fixed or {}).items())
+    label = "".join(f"-{name}{size}" for name, size in (static_shapes or {}).items())
     file = f"engines/{task.name}{label}.pt2"
-    program = capture(plan, module, stage=task.stage, fixed=fixed, device=torch.device(options.device))
+    program = capture(
+        plan, module, stage=task.stage, static_shapes=static_shapes, device=torch.device(options.device)
+    )
     seconds = aoti.compile_graph(
         program,
         task.folder / file,
@@ -209,9 +215,9 @@ def _compile(
     return EngineRecord(
         backend=BACKEND,
         file=file,
-        dims=fixed,
+        dims=static_shapes,
         compile_seconds=round(seconds, 1),
-        work=count_cost(program, plan.spec, fixed),
+        cost=count_cost(program, plan.spec, static_shapes),
     )
 
 
@@ -229,7 +235,7 @@ def _check(
     """Write the golden file (float32 reference outputs) and compare compiled graphs with it; the worst parity."""
     is_sharded, is_float32 = len(task.weights) > 1, options.dtype == torch.float32
     # The engine is held against what its stored weights stand for; what storing them lost is a figure of its own.
-    quantization, part = task.recipe.quantization(task.stage), plan.spec.instances[0]
+    quantization, part = task.recipe.quantization(task.stage), plan.spec.layer_instances[0]
     exact_plan = _find_plan(stage, config, Shard(), _float32(options), task.graph)
     whole = float32_module(stage, config, checkpoint, part=part)
     stored_plan, stored = exact_plan, [whole]

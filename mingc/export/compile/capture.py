@@ -46,23 +46,28 @@ class _SharedEntry(nn.Module):
 
 def share_weights(plan: GraphDef, module: nn.Module) -> GraphDef:
     """`plan` with the weights of `module` as arguments when several instances share its engines; else as it is."""
-    if len(plan.spec.instances) == 1:
+    if len(plan.spec.layer_instances) == 1:
         return plan
     return replace(plan, spec=replace(plan.spec, weights=tuple(module.state_dict())))
 
 
 def capture(
-    plan: GraphDef, module: nn.Module, *, stage: str, fixed: Mapping[str, int] | None, device: torch.device
+    plan: GraphDef,
+    module: nn.Module,
+    *,
+    stage: str,
+    static_shapes: Mapping[str, int] | None,
+    device: torch.device,
 ) -> torch.export.ExportedProgram:
     """Trace `plan.method` of `module`; weights that the spec names become arguments behind the state.
 
-    `fixed` gives sizes of dims that become static, as those are that have one size only; every other dim of the spec
-    stays dynamic in its range.
+    `static_shapes` maps dims to the sizes they are compiled for; a dim with a single size is static as well. Every
+    other dim of the spec stays dynamic in its range.
 
     Raises: CaptureError with torch's own words.
     """
     single = {dim.name: dim.minimum for dim in plan.spec.dims if dim.minimum == dim.maximum}
-    static = {**single, **(fixed or {})}
+    static = {**single, **(static_shapes or {})}
     sizes = {**plan.trace_dims, **static}
     example = plan.example(sizes, torch.Generator().manual_seed(0))
     arguments = tuple(example[tensor.name].to(device) for tensor in (*plan.spec.inputs, *plan.spec.state))
@@ -97,10 +102,10 @@ def check_example(
             )
 
 
-def _dynamic_shapes(spec: GraphSpec, fixed: frozenset[str]) -> tuple[dict[int, Any], ...]:
+def _dynamic_shapes(spec: GraphSpec, static_shapes: frozenset[str]) -> tuple[dict[int, Any], ...]:
     dims: dict[str, Any] = {}
     for dim in spec.dims:
-        if dim.name in fixed:
+        if dim.name in static_shapes:
             continue
         if dim.multiple == 1:
             dims[dim.name] = torch.export.Dim(dim.name, min=dim.minimum, max=dim.maximum)

@@ -17,8 +17,8 @@ from mingc.export.compile.build import (
     GraphTask,
     Replay,
     build_engine,
-    check_fidelity,
     check_graph,
+    measure_quantization_error,
 )
 from mingc.export.process_pool import result_of, submit, worker_pool
 from mingc.export.recipe import ExportRecipe
@@ -36,7 +36,7 @@ class Schedule:
 
     Attributes:
         results: of every graph, once it ran.
-        fidelity: by stage, of those with quantized weights that tell it.
+        quantization_error: by stage, of those with quantized weights that tell it.
         peak_rss_bytes: the most memory that one of the processes has held.
     """
 
@@ -48,7 +48,7 @@ class Schedule:
         sizes: Sizes,
         files: Mapping[str, tuple[WeightsFile, ...]],
         step: Callable[[str, str, float], None],
-        tiles: Mapping[str, tuple[TunedKernel, ...]],
+        kernel_configs: Mapping[str, tuple[TunedKernel, ...]],
     ) -> None:
         self._recipe, self._folder, self._replay = recipe, folder, replay
         self._sizes, self._step = sizes, step
@@ -60,13 +60,15 @@ class Schedule:
                 graph=graph,
                 folder=folder,
                 weights=self._paths[stage],
-                tiles=tiles.get(stage, ()),
+                kernel_configs=kernel_configs.get(stage, ()),
             )
             for stage, graphs in sizes.items()
             for graph in graphs
         ]
         self._to_compile = deque(
-            (task, fixed) for task in _heaviest_first(tasks) for fixed in sizes[task.stage][task.graph]
+            (task, static_shapes)
+            for task in _heaviest_first(tasks)
+            for static_shapes in sizes[task.stage][task.graph]
         )
         self._to_write = deque(file for each in files.values() for file in each[1:])  # until it is whole
         self._to_check: list[tuple[GraphTask, tuple[EngineRecord, ...]]] = []
@@ -78,7 +80,7 @@ class Schedule:
         # What is done with a future's result, in the order in which they were submitted.
         self._running: dict[Future[Any], Callable[[Future[Any]], None]] = {}
         self.results: list[GraphResult] = []
-        self.fidelity: dict[str, QuantizationError] = {}
+        self.quantization_error: dict[str, QuantizationError] = {}
         self.peak_rss_bytes = 0
 
     def run(self) -> None:
@@ -108,15 +110,15 @@ class Schedule:
         elif compare is not None:
             self._to_compare.remove(compare)
             of_stage = (self._recipe, compare, self._folder, self._paths[compare])
-            compared = submit(pool, compare, check_fidelity, *of_stage)
-            self._running[compared] = partial(self._take_fidelity, compare)
+            compared = submit(pool, compare, measure_quantization_error, *of_stage)
+            self._running[compared] = partial(self._take_quantization_error, compare)
         elif check is not None:
             self._to_check.remove(check)
             checked = submit(pool, check[0].name, check_graph, *check, self._replay)
             self._running[checked] = partial(self._take_check, check[0], time.perf_counter())
         elif self._to_compile:
-            task, fixed = self._to_compile.popleft()
-            built = submit(pool, task.name, build_engine, task, fixed)
+            task, static_shapes = self._to_compile.popleft()
+            built = submit(pool, task.name, build_engine, task, static_shapes)
             self._running[built] = partial(self._take_engine, task)
         else:
             return False
@@ -150,10 +152,10 @@ class Schedule:
         self._step("check", task.name, seconds)
         self.results.append(result)
 
-    def _take_fidelity(self, stage: str, future: Future[QuantizationError | None]) -> None:
+    def _take_quantization_error(self, stage: str, future: Future[QuantizationError | None]) -> None:
         told = result_of(future, stage)
         if told is not None:
-            self.fidelity[stage] = told
+            self.quantization_error[stage] = told
 
     def _hold(self, peak_rss_bytes: int) -> None:
         self.peak_rss_bytes = max(self.peak_rss_bytes, peak_rss_bytes)

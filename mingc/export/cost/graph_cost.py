@@ -31,9 +31,9 @@ _WRITES = {"index_put_", "index_copy_"}
 
 
 def count_cost(
-    program: torch.export.ExportedProgram, spec: GraphSpec, fixed: Mapping[str, int] | None
+    program: torch.export.ExportedProgram, spec: GraphSpec, static_shapes: Mapping[str, int] | None
 ) -> tuple[EngineCost, ...]:
-    """The work of one call, at the sizes `fixed` of a static engine or at every combination of buckets.
+    """The work of one call, at the sizes `static_shapes` of a static engine or at every combination of buckets.
 
     Dims without buckets (sizes of pools) are taken at their least: no count may depend on them.
     """
@@ -49,7 +49,7 @@ def count_cost(
     }
     return tuple(
         _evaluate(sums, tally.uncounted, sizes, _symbols(program, spec, sizes))
-        for sizes in ([dict(fixed)] if fixed is not None else spec.bucket_sizes())
+        for sizes in ([dict(static_shapes)] if static_shapes is not None else spec.bucket_sizes())
     )
 
 

@@ -96,7 +96,7 @@ class _Borders:
                 TensorSpec(name="sin", dtype="float32", shape=("N", half)),
             ),
             dims=(self._either,),
-            instances=("embed",),
+            layer_instances=("embed",),
         )
         return self._plan(spec, "forward")
 
@@ -129,7 +129,7 @@ class _Borders:
                 TensorSpec(name=name, dtype=self._dtype, shape=shape) for name in ("k_pages", "v_pages")
             ),
             dims=(self._chunk if kind == "prefill" else self._batch, self._table, self._pool),
-            instances=tuple(f"layers.{index}.attention" for index in range(config.num_layers)),
+            layer_instances=tuple(f"layers.{index}.attention" for index in range(config.num_layers)),
         )
         return self._plan(spec, kind)
 
@@ -139,7 +139,9 @@ class _Borders:
             inputs=(self._stream("residual", "N"), self._stream("delta", "N")),
             outputs=self._halfway("N"),
             dims=(self._either,),
-            instances=_feed_forwards(range(min(self._config.num_dense_layers, self._config.num_layers))),
+            layer_instances=_feed_forwards(
+                range(min(self._config.num_dense_layers, self._config.num_layers))
+            ),
         )
         return self._plan(spec, "forward")
 
@@ -148,7 +150,7 @@ class _Borders:
         config = self._config
         is_prefill = kind == "prefill"
         tokens = "T" if is_prefill else "B"
-        # A float32 bundle is what is held against recorded results, router choices included; others pay nothing.
+        # A float32 artifact is what is held against recorded results, router choices included; others pay nothing.
         tells_routes = is_prefill and self._options.dtype == torch.float32
         chosen = (tokens, config.num_experts_per_token)
         routes = (
@@ -164,7 +166,7 @@ class _Borders:
             ),
             outputs=(*self._halfway(tokens), *(routes if tells_routes else ())),
             dims=(self._chunk if is_prefill else self._batch,),
-            instances=_feed_forwards(range(config.num_dense_layers, config.num_layers)),
+            layer_instances=_feed_forwards(range(config.num_dense_layers, config.num_layers)),
         )
         plan = self._plan(spec, "prefill_routed" if tells_routes else kind)
         return replace(plan, routing=f"{kind}_routed")
@@ -178,7 +180,7 @@ class _Borders:
             inputs=(self._stream("residual", "B"), self._stream("delta", "B")),
             outputs=(TensorSpec(name="logits", dtype="float32", shape=("B", share), ranks="concat"),),
             dims=(Dim(name="B", minimum=1, maximum=self._options.max_batch, buckets=sizes),),
-            instances=("head",),
+            layer_instances=("head",),
         )
         return self._plan(spec, "forward")
 

@@ -18,7 +18,7 @@ from mingc.artifacts.manifest import QuantizationError
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.checks.quantization_error import decoder_fidelity
+from mingc.export.checks.quantization_error import decoder_quantization_error
 from mingc.export.layers.decoder import PAGE_SIZE, Decoder, DecoderConfig
 from mingc.export.layers.decoder_graphs import thinker_graphs
 from mingc.export.layers.decoder_weights import decoder_weights
@@ -122,8 +122,8 @@ class ThinkerStage(Stage):
     def graphs(self, config: ThinkerConfig, shard: Shard, options: StageOptions) -> Sequence[GraphDef]:
         return thinker_graphs(config.decoder, shard, options)
 
-    def fidelity(self, config: ThinkerConfig, exact: Load, stored: LoadRanks) -> QuantizationError:
-        return decoder_fidelity(config.decoder, exact, stored)
+    def quantization_error(self, config: ThinkerConfig, exact: Load, stored: LoadRanks) -> QuantizationError:
+        return decoder_quantization_error(config.decoder, exact, stored)
 
     def experts(self, config: ThinkerConfig, shard: Shard) -> ExpertDims | None:
         decoder = config.decoder

@@ -1,4 +1,4 @@
-"""The weights files of a bundle, one a rank and stage, and how one is written, by whichever process has time."""
+"""The weights files of an artifact, one a rank and stage, and how one is written, by whichever process has time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WeightsFile:
 
     @property
     def path(self) -> str:
-        """Relative to the bundle."""
+        """Relative to the artifact."""
         return f"weights/{self.name}.safetensors"
 
 
@@ -58,7 +58,7 @@ def weights_files(stage: Stage, recipe: ExportRecipe, omitted: Collection[str]) 
 
 @gives_memory_back()
 def write_file(file: WeightsFile, recipe: ExportRecipe, checkpoint: Checkpoint, folder: Path) -> WrittenFile:
-    """Write `file` into the bundle under construction in `folder`.
+    """Write `file` into the artifact under construction in `folder`.
 
     Raises: CheckpointError, ExportError.
     """

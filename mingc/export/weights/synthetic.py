@@ -74,7 +74,7 @@ def open_synthetic(configs: Path, device: str = "cpu") -> Checkpoint:
     """
     plain = _announce(open_configs(configs))
     tensors: dict[str, dict[str, TensorEntry]] = {"main": {}, "talker": {}, "vae": {}}
-    notes = [*plain.notes, "weights are random: the bundle measures speed, it does not speak"]
+    notes = [*plain.notes, "weights are random: the artifact measures speed, it does not speak"]
     for stage in discover().values():
         try:
             config = stage.config(plain)

@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mingc.errors import BundleError
+from mingc.errors import ArtifactError
 
 if TYPE_CHECKING:
     import torch
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def load_engine(backend: str, path: Path, device: torch.device) -> Engine:
-    """The engine file at `path`, loaded by `backend`. Raises BundleError when this mingc has no such backend."""
+    """The engine file at `path`, loaded by `backend`. Raises ArtifactError when this mingc has no such backend."""
     known = sorted(
         file.stem for file in Path(__file__).parent.glob("*.py") if file.stem not in ("__init__", "base")
     )
     if backend not in known:
-        raise BundleError(f"backend {backend} is not one of {', '.join(known)}", where=str(path))
+        raise ArtifactError(f"backend {backend} is not one of {', '.join(known)}", where=str(path))
     engine: Engine = importlib.import_module(f"mingc.runtime.engines.{backend}").load(path, device)
     return engine

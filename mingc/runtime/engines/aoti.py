@@ -19,7 +19,7 @@ import torch
 
 import mingc.kernels.cuda.dit_batch1  # noqa: F401  (registers ops that engines call by name)
 from mingc.artifacts.work_folder import work_folder
-from mingc.errors import BundleError
+from mingc.errors import ArtifactError
 from mingc.runtime.engines.base import Engine
 
 _PREFIX = "model."  # the traced wrapper holds the stage's module under this name
@@ -39,7 +39,7 @@ class AotiEngine(Engine):
             with _unpacking_to(folder):
                 self._loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
         except RuntimeError as error:
-            raise BundleError(
+            raise ArtifactError(
                 f"engine cannot be loaded: {error}",
                 where=str(path),
                 fix=f"run mingc verify --no-replay, and see whether {folder.parent} (TMPDIR) has space to unpack it",

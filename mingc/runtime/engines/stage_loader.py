@@ -1,4 +1,4 @@
-"""Loads the stages of a bundle on one device: engines, weights bound once, state allocated."""
+"""Loads the stages of an artifact on one device: engines, weights bound once, state allocated."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mingc.artifacts.bundle import Bundle
+from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.manifest import EngineRecord, GraphRecord, StageRecord
 from mingc.artifacts.spec import GraphSpec, TensorSpec, join_path
-from mingc.errors import BundleError, ConfigError, IntegrityError
+from mingc.errors import ArtifactError, ConfigError, IntegrityError
 from mingc.runtime.engines import load_engine
 from mingc.runtime.engines.base import Engine, Graph
 
@@ -27,7 +27,7 @@ _Value = TypeVar("_Value")
 class LoadedStage:
     """The graphs of one stage; all of them share one set of weights, which have the names of the stage.
 
-    A graph with several instances is its first one; `instances` gives all.
+    A graph with several instances is its first one; `layer_instances` gives all.
     """
 
     name: str
@@ -37,11 +37,11 @@ class LoadedStage:
     def __getitem__(self, graph: str) -> Graph:
         return self.graphs[graph]
 
-    def instances(self, graph: str) -> dict[str, Graph]:
+    def layer_instances(self, graph: str) -> dict[str, Graph]:
         """The graph with the weights of each of its instances, in order."""
         return {
             instance: self.graphs[graph].with_weights(_within(self.weights, instance))
-            for instance in self.graphs[graph].spec.instances
+            for instance in self.graphs[graph].spec.layer_instances
         }
 
     def state_specs(self) -> dict[str, TensorSpec]:
@@ -49,7 +49,7 @@ class LoadedStage:
         return {
             join_path(instance, tensor.name): tensor
             for graph in self.graphs.values()
-            for instance in graph.spec.instances
+            for instance in graph.spec.layer_instances
             for tensor in graph.spec.state
         }
 
@@ -77,28 +77,31 @@ class LoadedStage:
 
 
 def load_stage(
-    bundle: Bundle, name: str, device: torch.device, *, rank: int = 0, only_first: bool = False
+    artifact: Artifact, name: str, device: torch.device, *, rank: int = 0, only_first: bool = False
 ) -> LoadedStage:
     """Load every engine of stage `name` and bind the weights of `rank`.
 
     With `only_first`, of every graph the weights of its first instance alone: enough to run each engine, and little of
-    a decoder's memory. `LoadedStage.instances` is then not to be called.
+    a decoder's memory. `LoadedStage.layer_instances` is then not to be called.
 
-    Raises: IntegrityError when the weights cannot be read; BundleError when the bundle lacks the stage, or an engine
-    asks for a weight that is not there.
+    Raises: IntegrityError when the weights cannot be read; ArtifactError when the artifact lacks the stage, or an
+    engine needs a weight that is missing.
     """
-    record = bundle.manifest.stages.get(name)
+    record = artifact.manifest.stages.get(name)
     if record is None:
-        held = ", ".join(sorted(bundle.manifest.stages))
-        raise BundleError(f"the artifact has no stage {name}; it has {held}", where=str(bundle.root))
+        held = ", ".join(sorted(artifact.manifest.stages))
+        raise ArtifactError(f"the artifact has no stage {name}; it has {held}", where=str(artifact.root))
     left_out = {
-        instance for graph in record.graphs.values() for instance in graph.spec.instances[1:] if only_first
+        instance
+        for graph in record.graphs.values()
+        for instance in graph.spec.layer_instances[1:]
+        if only_first
     }
-    weights = _read_weights(bundle, record, device, rank, left_out)
+    weights = _read_weights(artifact, record, device, rank, left_out)
     graphs = {}
     files: dict[str, Engine] = {}
     for graph_name, graph in record.graphs.items():
-        graphs[graph_name] = _load_graph(bundle, name, graph, weights, device, files, left_out)
+        graphs[graph_name] = _load_graph(artifact, name, graph, weights, device, files, left_out)
     return LoadedStage(name, graphs, weights)
 
 
@@ -116,7 +119,7 @@ def _engine_key(spec: GraphSpec, record: EngineRecord) -> tuple[int, ...] | None
 
 
 def _load_graph(
-    bundle: Bundle,
+    artifact: Artifact,
     stage: str,
     graph: GraphRecord,
     weights: Mapping[str, torch.Tensor],
@@ -125,21 +128,21 @@ def _load_graph(
     left_out: Collection[str],
 ) -> Graph:
     engines: dict[tuple[int, ...] | None, Engine] = {}
-    first = _within(weights, graph.spec.instances[0])
+    first = _within(weights, graph.spec.layer_instances[0])
     for record in graph.engines:
         engine = files.get(record.file)
         if engine is None:
-            engine = files[record.file] = load_engine(record.backend, bundle.path(record.file), device)
+            engine = files[record.file] = load_engine(record.backend, artifact.path(record.file), device)
             absent = [
                 path
-                for instance in graph.spec.instances
+                for instance in graph.spec.layer_instances
                 if instance not in left_out
                 for name in (*engine.constants(), *graph.spec.weights)
                 if (path := join_path(instance, name)) not in weights
             ]
             if absent:
-                raise BundleError(
-                    f"engine needs weights that the bundle has not: {', '.join(absent[:5])}",
+                raise ArtifactError(
+                    f"engine needs weights that the artifact has not: {', '.join(absent[:5])}",
                     where=f"{stage}.{graph.spec.name}: {record.file}",
                     fix="export again",
                 )
@@ -154,11 +157,11 @@ def _within(weights: Mapping[str, _Value], instance: str) -> dict[str, _Value]:
     return {name[len(start) :]: value for name, value in weights.items() if name.startswith(start)}
 
 
-def weight_bytes(bundle: Bundle, name: str) -> int:
+def weight_bytes(artifact: Artifact, name: str) -> int:
     """Bytes of memory that the weights of stage `name` take on the rank with the most of them."""
-    record = bundle.manifest.stages[name]
+    record = artifact.manifest.stages[name]
     totals = []
-    for path in map(bundle.path, record.weights):
+    for path in map(artifact.path, record.weights):
         with opened_weights(path) as file:
             # Tensors are mapped here, not read.
             sizes: dict[str, int] = {key: file.get_tensor(key).nbytes for key in file.keys()}  # noqa: SIM118 - not a dict
@@ -168,14 +171,14 @@ def weight_bytes(bundle: Bundle, name: str) -> int:
 
 
 def _read_weights(
-    bundle: Bundle, record: StageRecord, device: torch.device, rank: int, left_out: Collection[str]
+    artifact: Artifact, record: StageRecord, device: torch.device, rank: int, left_out: Collection[str]
 ) -> dict[str, torch.Tensor]:
     """The weights of a rank: memory-mapped on the CPU, copied once to any other device.
 
     Instances `left_out` are not read. One that repeats another gets memory of its own: an engine is then as slow over
     random weights, which caches could otherwise hold, as over others.
     """
-    path = bundle.path(record.weights[rank if record.is_sharded else 0])
+    path = artifact.path(record.weights[rank if record.is_sharded else 0])
     starts = tuple(join_path(instance, "") for instance in left_out)
     with opened_weights(path) as file:
         names = [name for name in file.keys() if not name.startswith(starts)]  # noqa: SIM118 - not a dict
@@ -189,7 +192,7 @@ def _read_weights(
 
 @contextmanager
 def opened_weights(path: Path) -> Iterator[Any]:  # safetensors has no types
-    """A weights file of a bundle, for reading inside the block. Raises: IntegrityError when its header is damaged."""
+    """An open weights file of an artifact. Raises: IntegrityError when its header is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file

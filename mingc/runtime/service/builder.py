@@ -1,4 +1,4 @@
-"""From a bundle on disk to a running service: checks, engines, pools, threads."""
+"""From an artifact on disk to a running service: checks, engines, pools, threads."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import TypeVar
 
 import torch
 
-from mingc.artifacts.bundle import Bundle, check_fingerprint, check_hashes, open_bundle
+from mingc.artifacts.artifact import Artifact, check_fingerprint, check_hashes, open_artifact
 from mingc.artifacts.manifest import Manifest
-from mingc.errors import BundleError, ConfigError, ServeError
+from mingc.errors import ArtifactError, ConfigError, ServeError
 from mingc.host import current_host
 from mingc.runtime.engines.stage_loader import LoadedStage, load_stage, torch_dtype, weight_bytes
 from mingc.runtime.kv_cache import PagePool, SlotPool
@@ -58,10 +58,10 @@ _MOST = {"max_total_tokens": 1 << 40, "num_torch_threads": 1024, "step_timeout_s
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """How a bundle is run.
+    """How an artifact is run.
 
     Attributes:
-        tp: ranks of the thinker; None takes what the bundle was exported for, anything else must equal it.
+        tp: ranks of the thinker; None takes what the artifact was exported for, anything else must equal it.
         max_total_tokens: tokens of all requests together that the thinker's KV pages hold; None chooses.
         max_running: requests the thinker works on at once; None is the largest decode batch.
         max_waiting: requests that may wait for the thinker before more are refused.
@@ -73,7 +73,7 @@ class EngineOptions:
         num_torch_threads: CPU threads of an engine; None: on CUDA one, else torch's setting is left alone.
         step_timeout_s: how long the thinker's ranks may take for a step before they are taken for hanging, which
             ends the service.
-        check_hashes: read every file of the bundle once and compare its hash before anything is loaded.
+        check_hashes: read every file of the artifact once and compare its hash before anything is loaded.
         served_model_name: what clients call the model; None is the name that it was exported with.
     """
 
@@ -118,19 +118,19 @@ class EngineOptions:
 def open_service(
     root: Path, options: EngineOptions | None = None, clock: StartupClock | None = None
 ) -> OmniService:
-    """Load the bundle at `root` and start its threads and ranks. `clock` is told how long each phase takes.
+    """Load the artifact at `root` and start its threads and ranks. `clock` is told how long each phase takes.
 
-    Raises: BundleError and its kind, ConfigError when options and bundle do not fit, WorkerError when a rank
+    Raises: ArtifactError and its kind, ConfigError when options and artifact do not fit, WorkerError when a rank
         does not start.
     """
     options, clock = options or EngineOptions(), clock or StartupClock()
     with clock.phase("check the artifact"):
-        bundle = open_bundle(root)
-        manifest = bundle.manifest
+        artifact = open_artifact(root)
+        manifest = artifact.manifest
         recorded = manifest.fingerprint
         check_fingerprint(recorded, current_host(recorded.device))
         if options.check_hashes:
-            check_hashes(bundle)
+            check_hashes(artifact)
     if options.tp not in (None, recorded.world_size):
         raise ConfigError(
             f"the artifact is for {recorded.world_size} rank(s), {options.tp} asked",
@@ -153,8 +153,8 @@ def open_service(
     runner: StepRunner | None = None
     try:
         with clock.phase("load the chat engines"):
-            runner, chat = _load_chat(bundle, options, devices, on_death)
-        speech = _load_speech(bundle, options, devices[0], clock)
+            runner, chat = _load_chat(artifact, options, devices, on_death)
+        speech = _load_speech(artifact, options, devices[0], clock)
     except BaseException:
         if isinstance(runner, RankGroup):
             runner.close()
@@ -185,19 +185,19 @@ def host_threads(device: str, wished: int | None) -> int | None:
 
 
 def _load_chat(
-    bundle: Bundle,
+    artifact: Artifact,
     options: EngineOptions,
     devices: list[torch.device],
     on_death: Callable[[ServeError], None],
 ) -> tuple[StepRunner | None, ChatPipeline | None]:
-    manifest = bundle.manifest
+    manifest = artifact.manifest
     if "thinker" not in manifest.stages:
         return None, None
     parameters = manifest.parameters
     thinker = _recorded(parameters.thinker, "thinker")
     vision = (
         VisionEncoder(
-            load_stage(bundle, "vision_encoder", devices[0]),
+            load_stage(artifact, "vision_encoder", devices[0]),
             _recorded(parameters.vision_encoder, "vision_encoder"),
             devices[0],
         )
@@ -206,28 +206,28 @@ def _load_chat(
     )
     audio = (
         AudioEncoder(
-            load_stage(bundle, "audio_encoder", devices[0]),
+            load_stage(artifact, "audio_encoder", devices[0]),
             _recorded(parameters.audio_encoder, "audio_encoder"),
             devices[0],
         )
         if "audio_encoder" in manifest.stages
         else None
     )
-    tokenizer = _tokenizer(bundle, "thinker")
+    tokenizer = _tokenizer(artifact, "thinker")
     context = _largest(manifest, "thinker", "P") * thinker.page_size
-    num_pages = 1 + -(-_kv_tokens(bundle, options, devices, context) // thinker.page_size)
+    num_pages = 1 + -(-_kv_tokens(artifact, options, devices, context) // thinker.page_size)
 
     log.info("KV pages for %d tokens, a request may have %d", (num_pages - 1) * thinker.page_size, context)
 
     def load() -> LoadedStage:
-        return load_stage(bundle, "thinker", devices[0])
+        return load_stage(artifact, "thinker", devices[0])
 
     def start(stage: LoadedStage) -> ThinkerWorker:
         return create_worker(stage, manifest, num_pages=num_pages, device=devices[0])
 
     runner: RankGroup | ThinkerWorker = (
         RankGroup(
-            bundle.root,
+            artifact.root,
             devices,
             load,
             start,
@@ -272,23 +272,23 @@ def _load_chat(
 
 
 def _load_speech(
-    bundle: Bundle, options: EngineOptions, device: torch.device, clock: StartupClock
+    artifact: Artifact, options: EngineOptions, device: torch.device, clock: StartupClock
 ) -> SpeechPipeline | None:
-    manifest = bundle.manifest
+    manifest = artifact.manifest
     if any(name not in manifest.stages for name in _SPEECH_STAGES):
         return None
     talker = _recorded(manifest.parameters.talker, "talker")
     flow = _recorded(manifest.parameters.cfm, "cfm")
     vae = _recorded(manifest.parameters.audio_vae, "audio_vae")
-    voices = {record.name: load_voice(bundle, record) for record in manifest.voices}
+    voices = {record.name: load_voice(artifact, record) for record in manifest.voices}
     largest = min(_largest(manifest, name, "B") for name in _SPEECH_STAGES)
     slots = 1 + min(options.max_speech_seqs or largest, largest)
     with clock.phase("load the speech engines and their weights"):
-        stages = [load_stage(bundle, name, device) for name in _SPEECH_STAGES]
+        stages = [load_stage(artifact, name, device) for name in _SPEECH_STAGES]
     with clock.phase("prepare patches and prompts (CUDA: capture)"):
         worker = TalkerWorker(*stages, parameters=talker, flow=flow, vae=vae, num_slots=slots, device=device)
     planner = SpeechPlanner(
-        SpeechPromptBuilder(_tokenizer(bundle, "talker")),
+        SpeechPromptBuilder(_tokenizer(artifact, "talker")),
         voices,
         parameters=talker,
         flow=flow,
@@ -337,19 +337,19 @@ def _largest(manifest: Manifest, stage: str, dim: str) -> int:
     )
 
 
-def _kv_tokens(bundle: Bundle, options: EngineOptions, devices: list[torch.device], context: int) -> int:
+def _kv_tokens(artifact: Artifact, options: EngineOptions, devices: list[torch.device], context: int) -> int:
     """Tokens that the KV pages are to hold: asked, or measured on a GPU, or enough for a few requests on a CPU."""
     if options.max_total_tokens is not None:
         return options.max_total_tokens
     if devices[0].type != "cuda":
         return max(context, _MIN_KV_TOKENS)
-    record = bundle.manifest.stages["thinker"]
+    record = artifact.manifest.stages["thinker"]
     attention = record.graphs["decode_attention"].spec
-    row_bytes = len(attention.instances) * sum(
+    row_bytes = len(attention.layer_instances) * sum(
         torch_dtype(tensor.dtype).itemsize * math.prod(size for size in tensor.shape if isinstance(size, int))
         for tensor in attention.state
     )
-    free = min(torch.cuda.mem_get_info(device)[0] for device in devices) - weight_bytes(bundle, "thinker")
+    free = min(torch.cuda.mem_get_info(device)[0] for device in devices) - weight_bytes(artifact, "thinker")
     return max(context, int(free * _CUDA_KV_SHARE) // row_bytes)
 
 
@@ -365,20 +365,20 @@ def _devices(kind: str, world_size: int) -> list[torch.device]:
     return [torch.device("cuda", index) for index in range(world_size)]
 
 
-def _tokenizer(bundle: Bundle, stage: str) -> TextTokenizer:
-    file = bundle.manifest.tokenizers.get(stage)
+def _tokenizer(artifact: Artifact, stage: str) -> TextTokenizer:
+    file = artifact.manifest.tokenizers.get(stage)
     if file is None:
-        raise BundleError(
+        raise ArtifactError(
             f"the artifact has no tokenizer of the {stage}",
             where="manifest.json",
             fix="export again from a checkpoint with tokenizers; mingc probe needs none",
         )
-    return TextTokenizer.from_file(bundle.path(file))
+    return TextTokenizer.from_file(artifact.path(file))
 
 
 def _recorded(parameters: _T | None, stage: str) -> _T:
     if parameters is None:
-        raise BundleError(
+        raise ArtifactError(
             f"the manifest has no parameters of {stage}", where="manifest.json", fix="export again"
         )
     return parameters

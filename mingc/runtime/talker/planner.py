@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from mingc.artifacts.bundle import Bundle
+from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.manifest import VoiceRecord
 from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
-from mingc.errors import BundleError, RequestError
+from mingc.errors import ArtifactError, RequestError
 from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder, caption_instruction
 from mingc.runtime.request import SpeechParams
 from mingc.runtime.talker.worker import SpeechSegment
@@ -37,16 +37,16 @@ class VoicePack:
     speaker: NDArray[np.float32]
 
 
-def load_voice(bundle: Bundle, record: VoiceRecord) -> VoicePack:
-    """The voice's tensors. Raises: BundleError when the file is not what the manifest says."""
-    path = bundle.path(record.file)
+def load_voice(artifact: Artifact, record: VoiceRecord) -> VoicePack:
+    """The voice's tensors. Raises: ArtifactError when the file is not what the manifest says."""
+    path = artifact.path(record.file)
     try:
         tensors = load_file(path)
         latents, embeds, speaker = tensors["latents"][0], tensors["embeds"], tensors["speaker"]
     except (OSError, KeyError, IndexError, SafetensorError) as error:
-        raise BundleError(f"voice {record.name} cannot be read: {error}", where=str(path)) from error
+        raise ArtifactError(f"voice {record.name} cannot be read: {error}", where=str(path)) from error
     if len(embeds) != record.num_patches:
-        raise BundleError(
+        raise ArtifactError(
             f"voice {record.name} has {len(embeds)} patches, {record.num_patches} recorded", where=str(path)
         )
     return VoicePack(

@@ -48,8 +48,8 @@ class ThinkerLayers:
         reduce_: Callable[[Tensor], None],
         gather: Callable[[Tensor], Tensor] = all_gather_last,
     ) -> None:
-        (self._embed,) = stage.instances("embed").values()
-        (self._head,) = stage.instances("head").values()
+        (self._embed,) = stage.layer_instances("embed").values()
+        (self._head,) = stage.layer_instances("head").values()
         self._vocab_size = vocab_size
         self._reduce_ = reduce_
         self._gather = gather
@@ -172,9 +172,9 @@ def _layers(stage: LoadedStage, state: Mapping[str, Tensor], kind: str) -> list[
     feed_forwards = {}
     for name in ("dense", f"{kind}_experts"):
         if name in stage.graphs:
-            feed_forwards.update(stage.instances(name))
+            feed_forwards.update(stage.layer_instances(name))
     halves: list[_Half] = []
-    for instance, attention in stage.instances(f"{kind}_attention").items():
+    for instance, attention in stage.layer_instances(f"{kind}_attention").items():
         pages = {each.name: state[join_path(instance, each.name)] for each in attention.spec.state}
         halves.append((attention, pages))
         layer = instance.removesuffix(".attention")

@@ -1,4 +1,4 @@
-"""One rank of the thinker from its bundle; on CUDA its sizes are timed before it serves."""
+"""One rank of the thinker from its artifact; on CUDA its sizes are timed before it serves."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mingc.runtime.thinker.worker import ThinkerWorker
 def create_worker(
     stage: LoadedStage, manifest: Manifest, *, num_pages: int, device: torch.device
 ) -> ThinkerWorker:
-    """The worker of the thinker in the bundle of `manifest`. Making one is a collective."""
+    """The worker of the thinker in the artifact of `manifest`. Making one is a collective."""
     parameters = manifest.parameters.thinker
-    assert parameters is not None, "a bundle with the stage has its parameters"
+    assert parameters is not None, "an artifact with the stage has its parameters"
     worker = ThinkerWorker(stage, parameters, num_pages=num_pages, device=device)
     if device.type == "cuda":
         worker.times = time_sizes(worker)

@@ -170,7 +170,7 @@ def _replay_voices(engines: Engines, graphs: SpeechGraphs, ledger: ComparisonLog
 
 def _replay_speaker_network(case: str, fbank: Floats, engines: Engines, ledger: ComparisonLog) -> None:
     """The network that the checkpoint ships as ONNX, where onnxruntime is installed."""
-    name, file = f"{case}.spk_emb_raw", engines.bundle.manifest.speaker_network
+    name, file = f"{case}.spk_emb_raw", engines.artifact.manifest.speaker_network
     if file is None:
         return
     try:
@@ -178,7 +178,9 @@ def _replay_speaker_network(case: str, fbank: Floats, engines: Engines, ledger: 
     except ImportError:
         ledger.skip(name, "onnxruntime is not installed")
         return
-    session = onnxruntime.InferenceSession(str(engines.bundle.path(file)), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        str(engines.artifact.path(file)), providers=["CPUExecutionProvider"]
+    )
     features = (fbank - fbank.mean(axis=0, keepdims=True))[None]
     ledger.tensor(
         name, session.run(None, {session.get_inputs()[0].name: features})[0], tolerance=FBANK_TOLERANCE

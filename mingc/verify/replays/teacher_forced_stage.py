@@ -258,11 +258,11 @@ class FollowedStage(LoadedStage):
         self._pages[:] = [stage.allocate_state(dims, place) for stage, place in self.others]
         return self.first.allocate_state(dims, device)
 
-    def instances(self, graph: str) -> dict[str, Graph]:
+    def layer_instances(self, graph: str) -> dict[str, Graph]:
         spec = self.graphs[graph].spec
-        ranks = [stage.instances(graph) for stage, _ in self.others]
+        ranks = [stage.layer_instances(graph) for stage, _ in self.others]
         made = {}
-        for name, first in self.first.instances(graph).items():
+        for name, first in self.first.layer_instances(graph).items():
             others = [
                 _Share(
                     rank[name], {each.name: pages[join_path(name, each.name)] for each in spec.state}, place

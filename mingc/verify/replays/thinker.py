@@ -51,7 +51,7 @@ def replay(engines: Engines, ledger: ComparisonLog) -> None:
         ledger.skip(_STEPS, "no recorded prompt is of text and long enough")
     followed: dict[str, FollowedCase] = {}
     alone: list[Floats] = []
-    is_exact = ledger.is_exact and engines.bundle.manifest.stages["thinker"].fidelity is None
+    is_exact = ledger.is_exact and engines.artifact.manifest.stages["thinker"].quantization_error is None
     if not is_exact:
         # Before the ranks meet: here they run one after the other.
         followed, alone = _follow(_make_followed(engines, parameters, ledger), prompts, requests, ledger)
@@ -95,7 +95,7 @@ def _make_followed(engines: Engines, parameters: ThinkerParameters, ledger: Comp
         engines.stage("thinker"),
         [(engines.share("thinker", rank), devices[rank]) for rank in range(1, len(devices))],
         parameters,
-        fidelity=engines.bundle.manifest.stages["thinker"].fidelity,
+        quantization_error=engines.artifact.manifest.stages["thinker"].quantization_error,
         longest=_longest(ledger),
         device=engines.device,
     )
@@ -194,7 +194,7 @@ def _check_experts(case: str, found: tuple[Ints, Floats] | None, ledger: Compari
     if ids_name not in ledger:
         return
     if found is None:
-        ledger.skip(ids_name, "the prefill engine of this bundle does not give out its router's choices")
+        ledger.skip(ids_name, "the prefill engine of this artifact does not give out its router's choices")
         return
     ids, weights = _sorted_experts(ledger.references[ids_name][:, 0], ledger.references[weights_name][:, 0])
     found_ids, found_weights = _sorted_experts(*found)

@@ -25,8 +25,8 @@ _ERRORS = 3.0
 _SPREAD = 1.25 * 1.48
 
 
-def check_fidelity(
-    case: str, given: Floats, layers: Floats, fidelity: QuantizationError, ledger: ComparisonLog
+def measure_quantization_error(
+    case: str, given: Floats, layers: Floats, quantization_error: QuantizationError, ledger: ComparisonLog
 ) -> None:
     """Compare what each layer adds to the stream that was recorded before it.
 
@@ -42,7 +42,7 @@ def check_fidelity(
     added, recorded = given - before, layers - before
     scale = np.linalg.norm(added, axis=-1) * np.linalg.norm(recorded, axis=-1)
     cosine = (added * recorded).sum(axis=-1) / np.maximum(scale, np.finfo(np.float32).tiny)
-    limits = 1 - (_FACTOR * (1 - np.array(fidelity.layer_cosine)) + _ROUNDING)
+    limits = 1 - (_FACTOR * (1 - np.array(quantization_error.layer_cosine)) + _ROUNDING)
     num_kept = (cosine >= limits[:, None]).sum(axis=1)
     worst = int(num_kept.argmin())
     ledger.share(
@@ -50,21 +50,24 @@ def check_fidelity(
         same=int(num_kept[worst]),
         total=cosine.shape[1],
         minimum=_LEAST_KEPT,
-        note=f"the worst layer; a cosine of {limits[worst]:.4f} counts, by the manifest's fidelity",
+        note=f"the worst layer; a cosine of {limits[worst]:.4f} counts, by the manifest's quantization_error",
     )
-    if not fidelity.layer_scale:
+    if not quantization_error.layer_scale:
         return
     size = np.maximum(np.square(recorded).sum(axis=-1), np.finfo(np.float32).tiny)
     scales = (added * recorded).sum(axis=-1) / size
     medians = np.median(scales, axis=1)
     spread = np.median(np.abs(scales - medians[:, None]), axis=1)
     allowed = (
-        _SCALE + _ERRORS * _SPREAD * spread / scales.shape[1] ** 0.5 + 1 - np.array(fidelity.layer_cosine)
+        _SCALE
+        + _ERRORS * _SPREAD * spread / scales.shape[1] ** 0.5
+        + 1
+        - np.array(quantization_error.layer_cosine)
     )
     found = {
         f"layer {layer}": Scale(factor=float(median / told), allowed=float(limit))
         for layer, (median, told, limit) in enumerate(
-            zip(medians, fidelity.layer_scale, allowed, strict=True)
+            zip(medians, quantization_error.layer_scale, allowed, strict=True)
         )
     }
     name, scale = worst_scale(found)

@@ -36,7 +36,7 @@ class ThinkerRunner:
 
         def start(stage: LoadedStage) -> ThinkerWorker:
             self._worker = create_worker(
-                stage, engines.bundle.manifest, num_pages=num_pages, device=engines.device
+                stage, engines.artifact.manifest, num_pages=num_pages, device=engines.device
             )
             return self._worker
 
@@ -44,7 +44,7 @@ class ThinkerRunner:
         self._group: RankGroup | None = None
         if engines.world_size > 1:
             self._group = RankGroup(
-                engines.bundle.root,
+                engines.artifact.root,
                 engines.rank_devices(),
                 lambda: engines.stage("thinker"),
                 start,

@@ -22,7 +22,7 @@ from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.replays.teacher_forced_stage import RoutingObserver, followed_stage
 from mingc.verify.replays.thinker_batches import Request
 from mingc.verify.replays.thinker_prompts import Prompt
-from mingc.verify.replays.thinker_quantization import check_fidelity
+from mingc.verify.replays.thinker_quantization import measure_quantization_error
 from mingc.verify.scale import worst_scale
 from mingc.verify.stages import to_numpy
 
@@ -74,7 +74,7 @@ class FollowedThinker:
 
     Args:
         first: the first rank's share, and `others` those of the ranks behind it, with their devices.
-        fidelity: what the weights lost when they were quantized; None when they were not. Quantized ones are held
+        quantization_error: what quantization cost; None: the weights are not quantized. Quantized ones are held
             against their own whole run, and layer by layer against what is recorded.
         longest: tokens of a prompt and its continuation.
     """
@@ -85,11 +85,11 @@ class FollowedThinker:
         others: Sequence[tuple[LoadedStage, torch.device]],
         parameters: ThinkerParameters,
         *,
-        fidelity: QuantizationError | None,
+        quantization_error: QuantizationError | None,
         longest: int,
         device: torch.device,
     ) -> None:
-        self._fidelity = fidelity
+        self._quantization_error = quantization_error
         num_pages = -(-longest // parameters.page_size)
         self._watch = RoutingObserver(_TOLERANCE)
         self._num_layers = parameters.num_layers
@@ -107,7 +107,7 @@ class FollowedThinker:
         """Compare all that the case records with followed runs; without recorded layers only look for ties."""
         recorded = ledger.references.get(f"{case}.layer_out")
         if recorded is None or len(prompts) > 1:
-            excuse = _QUANTIZED if self._fidelity is not None else self._find_ties(prompts)
+            excuse = _QUANTIZED if self._quantization_error is not None else self._find_ties(prompts)
             return FollowedCase(excuse=excuse, free={})
         (prompt,) = prompts
         layers = recorded[:, 0].astype(np.float32)
@@ -115,10 +115,10 @@ class FollowedThinker:
         whole = self._prefill(prompt, self._worker.max_chunk)[-1]
         own_layers = self._watch.layers
         free = {self._worker.max_chunk: whole, UNEVEN_CHUNK: self._prefill(prompt, UNEVEN_CHUNK)[-1]}
-        if self._fidelity is not None:
+        if self._quantization_error is not None:
             self._watch.begin("lead", layers)
             led = self._prefill(prompt, self._worker.max_chunk)[-1]
-            check_fidelity(case, self._watch.layers, layers, self._fidelity, ledger)
+            measure_quantization_error(case, self._watch.layers, layers, self._quantization_error, ledger)
             how = "after recorded layers"
             ledger.tensor(f"{case}.logits_last", led[None], how=how, tolerance=_QUANTIZED_LOGITS)
             own = _Record(layers=own_layers, last=whole, every=None, how="own experts followed")

@@ -62,7 +62,7 @@ class RankGroup:
 
     def __init__(
         self,
-        bundle: Path,
+        artifact: Path,
         devices: list[torch.device],
         load: Callable[[], LoadedStage],
         start: Callable[[LoadedStage], ThinkerWorker],
@@ -86,7 +86,7 @@ class RankGroup:
             for rank in range(1, len(devices)):
                 self._spawn(
                     WorkerConfig(
-                        bundle=str(bundle),
+                        artifact=str(artifact),
                         rank=rank,
                         world_size=len(devices),
                         device=str(devices[rank]),

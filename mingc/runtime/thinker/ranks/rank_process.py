@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from mingc.artifacts.bundle import Bundle
+from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.codec import decode
 from mingc.artifacts.manifest import read_manifest
 from mingc.runtime.distributed import process_group
@@ -41,7 +41,7 @@ class WorkerConfig:
         timeout_s: of a collective that the host waits for.
     """
 
-    bundle: str
+    artifact: str
     rank: int
     world_size: int
     device: str
@@ -64,9 +64,9 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with socket.socket(fileno=job.steps) as sock:
-        root = Path(job.bundle)
+        root = Path(job.artifact)
         manifest = read_manifest(root)
-        stage = load_stage(Bundle(root, manifest), "thinker", device, rank=job.rank)
+        stage = load_stage(Artifact(root, manifest), "thinker", device, rank=job.rank)
         sock.sendall(LOADED)
         process_group.init(
             rank=job.rank,

@@ -1,4 +1,4 @@
-"""A bundle on disk: whole or not there, and every change found."""
+"""An artifact on disk: whole or not there, and every change found."""
 
 from __future__ import annotations
 
@@ -8,67 +8,67 @@ from pathlib import Path
 
 import pytest
 
-from mingc.artifacts.bundle import (
-    Bundle,
+from mingc.artifacts.artifact import (
+    Artifact,
     check_fingerprint,
     check_hashes,
-    new_bundle,
-    open_bundle,
+    new_artifact,
+    open_artifact,
     write_manifest,
 )
 from mingc.artifacts.inspection import summarize
 from mingc.artifacts.manifest import KernelConfig, Manifest, StageRecord, TunedKernel
 from mingc.console.report import show
-from mingc.errors import BundleError, ConfigError, IncompatibleError, IntegrityError
+from mingc.errors import ArtifactError, ConfigError, IncompatibleError, IntegrityError
 from mingc.host import Host
 from mingc.runtime.talker.planner import load_voice
 
 
-def test_a_bundle_opens_and_its_hashes_hold(bundle_path: Path) -> None:
-    bundle = open_bundle(bundle_path)
-    check_hashes(bundle)
-    assert bundle.path("weights/audio.bin").is_file()
+def test_an_artifact_opens_and_its_hashes_hold(artifact_path: Path) -> None:
+    artifact = open_artifact(artifact_path)
+    check_hashes(artifact)
+    assert artifact.path("weights/audio.bin").is_file()
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path: Path, manifest: Manifest) -> None:
-    with pytest.raises(ZeroDivisionError), new_bundle(tmp_path / "b", replace_existing=False) as work:
+    with pytest.raises(ZeroDivisionError), new_artifact(tmp_path / "b", replace_existing=False) as work:
         (work / "half").write_text("half")
         write_manifest(work, replace(manifest, stages={}, voices=()))
         raise ZeroDivisionError
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failed_replacement_leaves_the_old_bundle(bundle_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), new_bundle(bundle_path, replace_existing=True):
+def test_a_failed_replacement_leaves_the_old_artifact(artifact_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), new_artifact(artifact_path, replace_existing=True):
         raise ZeroDivisionError
-    check_hashes(open_bundle(bundle_path))
-    assert list(bundle_path.parent.iterdir()) == [bundle_path]
+    check_hashes(open_artifact(artifact_path))
+    assert list(artifact_path.parent.iterdir()) == [artifact_path]
 
 
-def test_a_replacement_takes_the_place_of_the_old_bundle(bundle_path: Path, manifest: Manifest) -> None:
-    with new_bundle(bundle_path, replace_existing=True) as work:
+def test_a_replacement_takes_the_place_of_the_old_artifact(artifact_path: Path, manifest: Manifest) -> None:
+    with new_artifact(artifact_path, replace_existing=True) as work:
         write_manifest(work, replace(manifest, model="second", stages={}, voices=()))
-    bundle = open_bundle(bundle_path)
-    assert bundle.manifest.model == "second"
-    assert not bundle.manifest.files
-    assert list(bundle_path.parent.iterdir()) == [bundle_path]
+    artifact = open_artifact(artifact_path)
+    assert artifact.manifest.model == "second"
+    assert not artifact.manifest.files
+    assert list(artifact_path.parent.iterdir()) == [artifact_path]
 
 
-def test_an_existing_bundle_is_kept_without_force(bundle_path: Path) -> None:
+def test_an_existing_artifact_is_kept_without_force(artifact_path: Path) -> None:
     with (
         pytest.raises(ConfigError, match="exists") as caught,
-        new_bundle(bundle_path, replace_existing=False),
+        new_artifact(artifact_path, replace_existing=False),
     ):
         pass
     assert caught.value.fix is not None and "--force" in caught.value.fix
 
 
-def test_a_folder_that_is_no_bundle_is_never_replaced(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_artifact_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with (
         pytest.raises(ConfigError, match="is not an artifact"),
-        new_bundle(tmp_path / "mine", replace_existing=True),
+        new_artifact(tmp_path / "mine", replace_existing=True),
     ):
         pass
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
@@ -81,7 +81,7 @@ def test_what_appears_at_the_output_during_a_build_is_kept_and_so_is_the_build(
     root = tmp_path / "out"
     with (
         pytest.raises(ConfigError, match="is not an artifact") as caught,
-        new_bundle(root, replace_existing=replace_existing) as work,
+        new_artifact(root, replace_existing=replace_existing) as work,
     ):
         write_manifest(work, replace(manifest, stages={}, voices=()))
         root.mkdir()
@@ -89,50 +89,50 @@ def test_what_appears_at_the_output_during_a_build_is_kept_and_so_is_the_build(
     assert (root / "thesis.txt").read_text() == "years of work"
     (kept,) = set(tmp_path.iterdir()) - {root}
     assert str(kept) in caught.value.message
-    assert open_bundle(kept).manifest.model == manifest.model
+    assert open_artifact(kept).manifest.model == manifest.model
 
 
-def test_a_bundle_that_appears_during_a_build_is_kept_without_force(
+def test_an_artifact_that_appears_during_a_build_is_kept_without_force(
     tmp_path: Path, manifest: Manifest
 ) -> None:
     root = tmp_path / "out"
-    with pytest.raises(ConfigError, match="exists"), new_bundle(root, replace_existing=False) as work:
+    with pytest.raises(ConfigError, match="exists"), new_artifact(root, replace_existing=False) as work:
         write_manifest(work, replace(manifest, stages={}, voices=()))
         root.mkdir()
         write_manifest(root, replace(manifest, model="of somebody else", stages={}, voices=()))
-    assert open_bundle(root).manifest.model == "of somebody else"
+    assert open_artifact(root).manifest.model == "of somebody else"
 
 
-def test_a_replaced_bundle_that_a_killed_build_left_goes_with_the_next(
-    bundle_path: Path, manifest: Manifest
+def test_a_replaced_artifact_that_a_killed_build_left_goes_with_the_next(
+    artifact_path: Path, manifest: Manifest
 ) -> None:
-    left = bundle_path.with_name(f".{bundle_path.name}.0123abcd.old")
-    mine = bundle_path.with_name(f".{bundle_path.name}.notes.old")
+    left = artifact_path.with_name(f".{artifact_path.name}.0123abcd.old")
+    mine = artifact_path.with_name(f".{artifact_path.name}.notes.old")
     for folder in (left, mine):
         folder.mkdir()
         (folder / "part").touch()
-    with new_bundle(bundle_path, replace_existing=True) as work:
+    with new_artifact(artifact_path, replace_existing=True) as work:
         write_manifest(work, replace(manifest, stages={}, voices=()))
-    assert set(bundle_path.parent.iterdir()) == {bundle_path, mine}
+    assert set(artifact_path.parent.iterdir()) == {artifact_path, mine}
 
 
 @pytest.mark.parametrize("target", ["artifact", "nowhere"])
-def test_a_link_is_never_replaced(bundle_path: Path, target: str) -> None:
-    link = bundle_path.with_name("latest")
-    link.symlink_to({"artifact": bundle_path.name}.get(target, target))
-    with pytest.raises(ConfigError, match="symbolic link"), new_bundle(link, replace_existing=True):
+def test_a_link_is_never_replaced(artifact_path: Path, target: str) -> None:
+    link = artifact_path.with_name("latest")
+    link.symlink_to({"artifact": artifact_path.name}.get(target, target))
+    with pytest.raises(ConfigError, match="symbolic link"), new_artifact(link, replace_existing=True):
         pytest.fail("nothing is built")
     assert link.is_symlink()
-    assert set(bundle_path.parent.iterdir()) == {bundle_path, link}
+    assert set(artifact_path.parent.iterdir()) == {artifact_path, link}
 
 
-def test_a_path_that_ends_in_its_parent_is_never_replaced(bundle_path: Path) -> None:
+def test_a_path_that_ends_in_its_parent_is_never_replaced(artifact_path: Path) -> None:
     with (
         pytest.raises(ConfigError, match=r"ends in \.\."),
-        new_bundle(bundle_path / "weights" / "..", replace_existing=True),
+        new_artifact(artifact_path / "weights" / "..", replace_existing=True),
     ):
         pytest.fail("nothing is built")
-    check_hashes(open_bundle(bundle_path))
+    check_hashes(open_artifact(artifact_path))
 
 
 @pytest.mark.parametrize("words", [".", "/"])
@@ -140,34 +140,34 @@ def test_the_working_folder_is_never_replaced(
     tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="working folder"), new_bundle(Path(words), replace_existing=True):
+    with pytest.raises(ConfigError, match="working folder"), new_artifact(Path(words), replace_existing=True):
         pytest.fail("nothing is built")
     assert not list(tmp_path.iterdir())
 
 
 def test_force_is_not_advised_where_it_does_not_help(tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
-    with pytest.raises(ConfigError) as caught, new_bundle(tmp_path / "mine", replace_existing=True):
+    with pytest.raises(ConfigError) as caught, new_artifact(tmp_path / "mine", replace_existing=True):
         pytest.fail("nothing is built")
     assert caught.value.fix == "pass another folder"
 
 
-def test_one_changed_byte_is_found_by_hash(bundle_path: Path) -> None:
-    path = bundle_path / "engines/encode.pt2"
+def test_one_changed_byte_is_found_by_hash(artifact_path: Path) -> None:
+    path = artifact_path / "engines/encode.pt2"
     data = bytearray(path.read_bytes())
     data[10] ^= 1
     path.write_bytes(data)
-    bundle = open_bundle(bundle_path)
+    artifact = open_artifact(artifact_path)
     with pytest.raises(IntegrityError, match=r"engines/encode\.pt2: sha256 differs") as caught:
-        check_hashes(bundle)
+        check_hashes(artifact)
     assert caught.value.fix == "copy the artifact again, or export again"
 
 
-def test_missing_and_truncated_files_are_all_named_at_once(bundle_path: Path) -> None:
-    (bundle_path / "weights/audio.bin").write_bytes(b"short")
-    (bundle_path / "voices/DB30.bin").unlink()
+def test_missing_and_truncated_files_are_all_named_at_once(artifact_path: Path) -> None:
+    (artifact_path / "weights/audio.bin").write_bytes(b"short")
+    (artifact_path / "voices/DB30.bin").unlink()
     with pytest.raises(IntegrityError) as caught:
-        open_bundle(bundle_path)
+        open_artifact(artifact_path)
     assert "2 file(s)" in caught.value.message
     assert "voices/DB30.bin: file is missing" in caught.value.message
     assert "weights/audio.bin: 5 bytes, 850 recorded" in caught.value.message
@@ -196,8 +196,8 @@ def test_cpu_engines_run_on_their_instruction_set_and_later_ones(
             check_fingerprint(manifest.fingerprint, machine)
 
 
-def test_contents_sum_up_a_bundle(bundle_path: Path) -> None:
-    contents = summarize(open_bundle(bundle_path))
+def test_contents_sum_up_an_artifact(artifact_path: Path) -> None:
+    contents = summarize(open_artifact(artifact_path))
     assert contents.files == 4
     assert contents.voices == ("DB30",)
     (stage,) = contents.stages
@@ -214,9 +214,9 @@ def test_contents_tell_how_kernels_are_cut(
         kernel="grouped", tokens=256, hidden_size=4096, width=256, experts=256, chosen=8, storage="bfloat16",
         up=tiles, down=replace(tiles, repeats=2), rows=16, swap=True, extra=0, us=9.5, default_us=10.5, device="H200",
     )  # fmt: skip
-    stage = StageRecord(is_sharded=True, weights=(), graphs={}, tiles=(kernel,))
-    contents = summarize(Bundle(root=tmp_path, manifest=replace(manifest, stages={"thinker": stage})))
-    (row,) = contents.tiles
+    stage = StageRecord(is_sharded=True, weights=(), graphs={}, kernel_configs=(kernel,))
+    contents = summarize(Artifact(root=tmp_path, manifest=replace(manifest, stages={"thinker": stage})))
+    (row,) = contents.kernel_configs
     assert (row.stage, row.kernel, row.tokens, row.device) == ("thinker", "grouped", 256, "H200")
     assert (row.up, row.down) == ("16 rows 64x256 w4 s3", "16 rows 64x256 w4 s3 x2")
     show(contents, as_json=False)
@@ -228,22 +228,22 @@ def test_an_output_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     with (
         pytest.raises(ConfigError, match="no folder can be made"),
-        new_bundle(tmp_path / "file" / "artifact", replace_existing=False),
+        new_artifact(tmp_path / "file" / "artifact", replace_existing=False),
     ):
         pass
 
 
 def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
     with (
-        pytest.raises(BundleError, match="cannot be written"),
-        new_bundle(tmp_path / "artifact", replace_existing=False) as work,
+        pytest.raises(ArtifactError, match="cannot be written"),
+        new_artifact(tmp_path / "artifact", replace_existing=False) as work,
     ):
         (work / "part").write_text("some")
         raise OSError(errno.ENOSPC, "No space left on device")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_voice_that_cannot_be_read_is_named(bundle_path: Path) -> None:
-    bundle = open_bundle(bundle_path)
-    with pytest.raises(BundleError, match="voice DB30 cannot be read"):
-        load_voice(bundle, bundle.manifest.voices[0])
+def test_a_voice_that_cannot_be_read_is_named(artifact_path: Path) -> None:
+    artifact = open_artifact(artifact_path)
+    with pytest.raises(ArtifactError, match="voice DB30 cannot be read"):
+        load_voice(artifact, artifact.manifest.voices[0])

@@ -1,4 +1,4 @@
-"""A bundle on disk: written whole or not at all, opened after every check that was asked. No torch."""
+"""An artifact on disk: written whole or not at all, opened after every check that was asked. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mingc.artifacts.manifest import FILE_NAME, FileRecord, Fingerprint, Manifest, read_manifest
 from mingc.artifacts.work_folder import work_folder
-from mingc.errors import BundleError, ConfigError, IncompatibleError, IntegrityError
+from mingc.errors import ArtifactError, ConfigError, IncompatibleError, IntegrityError
 from mingc.host import Host
 
 _CHUNK_BYTES = 4 << 20
@@ -23,8 +23,8 @@ _CPU_CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")  # as torch spells them, weake
 
 
 @dataclass(frozen=True, slots=True)
-class Bundle:
-    """An opened bundle: its folder and its manifest."""
+class Artifact:
+    """An opened artifact: its folder and its manifest."""
 
     root: Path
     manifest: Manifest
@@ -33,14 +33,14 @@ class Bundle:
         return self.root / relative
 
 
-def open_bundle(root: Path) -> Bundle:
+def open_artifact(root: Path) -> Artifact:
     """Read the manifest and check that every file is there with its recorded size.
 
     Raises: ManifestError, IntegrityError listing every file that differs.
     """
-    bundle = Bundle(root, read_manifest(root))
+    artifact = Artifact(root, read_manifest(root))
     problems = []
-    for name, record in bundle.manifest.files.items():
+    for name, record in artifact.manifest.files.items():
         try:
             size = (root / name).stat().st_size
         except OSError:
@@ -49,17 +49,17 @@ def open_bundle(root: Path) -> Bundle:
         if size != record.size_bytes:
             problems.append(f"{name}: {size} bytes, {record.size_bytes} recorded")
     _raise_integrity(root, problems)
-    return bundle
+    return artifact
 
 
-def check_hashes(bundle: Bundle) -> None:
-    """Read every file of the bundle and compare its sha256. Raises IntegrityError listing all that differ."""
+def check_hashes(artifact: Artifact) -> None:
+    """Read every file of the artifact and compare its sha256. Raises IntegrityError listing all that differ."""
     problems = [
         f"{name}: sha256 differs from the manifest"
-        for name, record in bundle.manifest.files.items()
-        if hash_file(bundle.root / name) != record.sha256
+        for name, record in artifact.manifest.files.items()
+        if hash_file(artifact.root / name) != record.sha256
     ]
-    _raise_integrity(bundle.root, problems)
+    _raise_integrity(artifact.root, problems)
 
 
 def check_fingerprint(recorded: Fingerprint, here: Host) -> None:
@@ -90,12 +90,12 @@ def _runs_on(recorded: Fingerprint, here: Host) -> bool:
 
 
 @contextmanager
-def new_bundle(root: Path, *, replace_existing: bool) -> Iterator[Path]:
+def new_artifact(root: Path, *, replace_existing: bool) -> Iterator[Path]:
     """A temporary folder beside `root` that becomes `root` when the block ends well and vanishes otherwise.
 
     What earlier builds of `root` that were killed have left there is removed.
 
-    Raises: ConfigError when `root` exists and is not a bundle that may be replaced. When that comes about while the
+    Raises: ConfigError when `root` exists and is not an artifact that may be replaced. When that comes about while the
     block runs, the finished folder stays beside `root`, under a name that the error tells.
     """
     _check_replaceable(root, replace_existing=replace_existing)
@@ -114,7 +114,7 @@ def new_bundle(root: Path, *, replace_existing: bool) -> Iterator[Path]:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
                 raise
-            raise BundleError(
+            raise ArtifactError(
                 f"the artifact cannot be written: {error.strerror}",
                 where=str(root),
                 fix="free some space there, or pass another --output",
@@ -122,7 +122,7 @@ def new_bundle(root: Path, *, replace_existing: bool) -> Iterator[Path]:
 
 
 def _check_replaceable(root: Path, *, replace_existing: bool) -> None:
-    """Raises: ConfigError unless nothing is at `root`, or a bundle or an empty folder that may be replaced."""
+    """Raises: ConfigError unless nothing is at `root`, or an artifact or an empty folder that may be replaced."""
     if not os.path.lexists(root):
         return
     fix = "pass another folder"
