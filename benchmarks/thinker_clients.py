@@ -19,11 +19,11 @@ from mingc.artifacts.parameters import ThinkerParameters
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import load_stage
 from mingc.runtime.kv_cache import PagePool
+from mingc.runtime.prompt import ThinkerPrompt
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.request_stream import FailedItem, Item, TokenItem
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
-from mingc.runtime.thinker.prompt import ThinkerPrompt
 from mingc.runtime.thinker.scheduler import ChunkShape, ThinkerScheduler
 from mingc.runtime.thinker.worker import RunKind, ThinkerWorker
 
@@ -121,7 +121,6 @@ def _request(parameters: ThinkerParameters, index: int) -> Request:
             positions=np.arange(count) // np.array([[1], [1 + has_media], [1 + has_media]]),
             rope_delta=-3 * has_media,
             embed_kind=kind,
-            media_rows=rows,
             media_embeds=torch.randn(len(rows), parameters.hidden_size, generator=generator)
             if has_media
             else None,

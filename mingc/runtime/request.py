@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +32,24 @@ class MediaPart:
     where: str
 
 
+_Media = TypeVar("_Media")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
+class Message(Generic[_Media]):
+    """One message of a conversation, in the client's order. No parts: empty content.
+
+    `_Media` is the form that its media have: a source (URL, path or base64 string) after parsing, encoded bytes
+    (`MediaPart`) in a request, decoded features in preprocessing.
+    """
+
     role: Role
-    parts: tuple[TextPart | MediaPart, ...]
+    parts: tuple[TextPart | _Media, ...]
+
+    @property
+    def text(self) -> str:
+        """All text of the message, joined."""
+        return "".join(part.text for part in self.parts if isinstance(part, TextPart))
 
 
 # Below, no token but the likeliest has a chance, and differences of logits divided by it leave what float32 holds.
@@ -90,10 +104,10 @@ class VideoParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatRequest:
-    """Turns in order; text comes back always, speech when `speech` is given."""
+    """A conversation to answer. The answer always has text; it has speech if `speech` is given."""
 
     request_id: str
-    turns: tuple[Turn, ...]
+    messages: tuple[Message[MediaPart], ...]
     sampling: SamplingParams
     speech: SpeechParams | None = None
     video: VideoParams = field(default_factory=VideoParams)

@@ -16,11 +16,11 @@ from fake_thinker import make_thinker_loop
 
 from mingc.runtime.http.options import ServeOptions
 from mingc.runtime.http.server import create_app, serve
+from mingc.runtime.prompt import ThinkerPrompt
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.service import omni
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy, StepLatencyModel
-from mingc.runtime.thinker.prompt import ThinkerPrompt
 from mingc.runtime.thinker.step import PrefillStep
 from mingc.runtime.thinker.worker import LaunchedTokens
 
@@ -74,7 +74,6 @@ def prompt(ids: Sequence[int]) -> ThinkerPrompt:
         positions=np.stack([np.arange(len(ids))] * 3),
         rope_delta=0,
         embed_kind=np.zeros(len(ids), np.int64),
-        media_rows=np.zeros(0, np.int64),
         media_embeds=None,
     )
 

@@ -14,9 +14,9 @@ import pytest
 
 from mingc.errors import ConfigError, RequestError
 from mingc.runtime.http.media import MediaReader
-from mingc.runtime.http.messages import MediaKind, MediaSource, Message
+from mingc.runtime.http.messages import MediaKind, MediaSource
 from mingc.runtime.http.options import ServeOptions
-from mingc.runtime.request import MediaPart, TextPart
+from mingc.runtime.request import MediaPart, Message, TextPart
 
 PARAM = "messages[0].content[0].image_url.url"
 
@@ -26,9 +26,9 @@ def read(
 ) -> bytes:
     part = MediaSource(kind=kind, source=source, param=PARAM, is_base64=is_base64)
     message = Message(role="user", parts=(TextPart(text="a"), part))
-    (turn,) = asyncio.run(MediaReader(options or ServeOptions()).read_turns([message]))
-    assert turn.parts[0] == TextPart(text="a")
-    media = turn.parts[1]
+    (read,) = asyncio.run(MediaReader(options or ServeOptions()).read_messages([message]))
+    assert read.parts[0] == TextPart(text="a")
+    media = read.parts[1]
     assert isinstance(media, MediaPart)
     assert (media.kind, media.where) == (kind, PARAM)
     return media.data
@@ -139,7 +139,7 @@ def test_the_budget_is_shared_by_all_parts() -> None:
         MediaSource(kind="audio", source=encoded, param=f"audios[{i}]", is_base64=True) for i in range(2)
     )
     with pytest.raises(RequestError) as caught:
-        asyncio.run(MediaReader(options).read_turns([Message(role="user", parts=parts)]))
+        asyncio.run(MediaReader(options).read_messages([Message(role="user", parts=parts)]))
     assert (caught.value.status, caught.value.param, caught.value.code) == (
         413,
         "audios[1]",

@@ -191,7 +191,7 @@ def test_a_slow_reader_gets_all_its_audio() -> None:
         (say("Hello", voice="nobody"), "amy, bob"),
         (say("***"), "nothing that can be spoken"),
         (say("Hello", instructions="{broken"), "JSON"),
-        (replace(chat("x"), turns=()), "no user message"),
+        (replace(chat("x"), messages=()), "no user message"),
     ],
 )
 def test_bad_requests_are_refused_before_the_first_event(

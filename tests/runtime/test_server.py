@@ -198,7 +198,7 @@ def test_media_reach_the_service(client: Client) -> None:
     body = {"messages": [{"role": "user", "content": content}], "videos": ["data:video/mp4;base64,AAAA"]}
     text = client.http.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
     assert "image of " in text and "audio of 16044 bytes" in text and "video of 3 bytes" in text
-    wheres = [p.where for p in client.service.chats[-1].turns[0].parts if hasattr(p, "where")]
+    wheres = [p.where for p in client.service.chats[-1].messages[0].parts if hasattr(p, "where")]
     assert wheres == [
         "messages[0].content[0].image_url.url",
         "messages[0].content[2].input_audio.data",

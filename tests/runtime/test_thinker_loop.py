@@ -16,11 +16,11 @@ from fake_engines import HIDDEN
 from fake_thinker import PAGE, make_thinker_loop, make_thinker_stage, make_thinker_worker
 
 from mingc.errors import CapacityError, RequestError, ServeError
+from mingc.runtime.prompt import ThinkerPrompt
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.request_stream import FailedItem, TokenItem
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy, StepLatencyModel
-from mingc.runtime.thinker.prompt import ThinkerPrompt
 from mingc.runtime.thinker.startup import time_sizes
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
 from mingc.runtime.thinker.worker import LaunchedTokens, ThinkerWorker
@@ -39,7 +39,6 @@ def prompt(ids: Sequence[int], *, media: Sequence[int] = (), rope_delta: int = 0
         positions=np.stack([np.arange(len(ids))] * 3) - np.array([[0], [1], [2]]),
         rope_delta=rope_delta,
         embed_kind=kind,
-        media_rows=rows,
         media_embeds=torch.randn(len(rows), HIDDEN, generator=generator) if len(rows) else None,
     )
 

@@ -27,12 +27,12 @@ from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.request import (
     ChatRequest,
     Event,
+    Message,
     SamplingParams,
     ServiceInfo,
     SpeechParams,
     SpeechRequest,
     TextPart,
-    Turn,
 )
 from mingc.runtime.service.omni import ChatPipeline, OmniService, SpeechPipeline
 from mingc.runtime.talker.planner import SpeechPlanner, VoicePack
@@ -104,7 +104,7 @@ def make_service(
 def chat(text: str, speech: SpeechParams | None = None, **sampling: Any) -> ChatRequest:
     return ChatRequest(
         request_id="r",
-        turns=(Turn(role="user", parts=(TextPart(text=text),)),),
+        messages=(Message(role="user", parts=(TextPart(text=text),)),),
         sampling=SamplingParams(**{"max_tokens": 12, **sampling}),
         speech=speech,
     )

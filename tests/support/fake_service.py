@@ -80,7 +80,7 @@ class FakeService:
 
     async def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
         self.chats.append(request)
-        parts = [part for turn in request.turns if turn.role == "user" for part in turn.parts]
+        parts = [part for message in request.messages if message.role == "user" for part in message.parts]
         text = " ".join(part.text for part in parts if isinstance(part, TextPart))
         media = [f"{part.kind} of {len(part.data)} bytes" for part in parts if isinstance(part, MediaPart)]
         words = ["You", *(f" {word}" for word in ["said:", *text.split(), *media])]

@@ -21,15 +21,16 @@ from preprocess_data import (
 
 from mingc.errors import RequestError
 from mingc.runtime.preprocess.audio import load_audio
-from mingc.runtime.preprocess.chat import AUDIO, VISION, WORD, ChatProcessor, MediaEntry, Message
+from mingc.runtime.preprocess.chat import ChatProcessor, MediaEntry
 from mingc.runtime.preprocess.image import load_image
-from mingc.runtime.preprocess.prompt import Features, Prompt
+from mingc.runtime.preprocess.prompt import Features, MediaFeatures
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.preprocess.video import frames_to_video
-from mingc.runtime.request import MediaPart, TextPart, Turn, VideoParams
+from mingc.runtime.prompt import AUDIO, VISION, WORD, ThinkerPrompt
+from mingc.runtime.request import MediaPart, Message, Role, TextPart, VideoParams
 
 CASES = document("preprocess")["processor_template"]
-ROLES = {"HUMAN": "user", "ASSISTANT": "assistant"}
+ROLES: dict[str, Role] = {"HUMAN": "user", "ASSISTANT": "assistant"}
 
 
 def processor(**changes: Any) -> ChatProcessor:
@@ -55,7 +56,7 @@ def recorded_video(options: dict[str, Any]) -> Features:
     return frames_to_video(frames, vision_parameters(), params, "video")
 
 
-def recorded_messages(case: str) -> list[Message]:
+def recorded_messages(case: str) -> list[Message[MediaEntry]]:
     """The recorded messages with their media decoded; an entry `2 images` holds two."""
     data = media_bytes(case)
     messages = []
@@ -76,21 +77,21 @@ def recorded_messages(case: str) -> list[Message]:
                     else [load_audio(each, audio_parameters(), case) for each in taken]
                 )
                 content.append(MediaEntry(kind=kind, items=tuple(items)))
-        messages.append(Message(role=ROLES[message["role"]], content=tuple(content)))
+        messages.append(Message(role=ROLES[message["role"]], parts=tuple(content)))
     system = CASES[case]["kwargs"].get("sys_prompt_exp")
     if system is not None:
-        messages.insert(0, Message(role="system", content=(TextPart(text=system),)))
+        messages.insert(0, Message(role="system", parts=(TextPart(text=system),)))
     return messages
 
 
-def check(prompt: Prompt, case: str) -> None:
+def check(prompt: ThinkerPrompt, case: str) -> None:
     recorded = CASES[case]
-    assert prompt.token_ids.dtype == prompt.positions.dtype == prompt.embed_kind.dtype == np.int64
-    assert prompt.token_ids.tolist() == recorded["input_ids"]
+    assert prompt.input_ids.dtype == prompt.positions.dtype == prompt.embed_kind.dtype == np.int64
+    assert prompt.input_ids.tolist() == recorded["input_ids"]
     assert prompt.positions.tolist() == recorded["position_ids"]
     assert prompt.rope_delta == recorded["rope_delta"]
     assert (
-        tokenizer().decode(prompt.token_ids.tolist(), skip_special_tokens=False) == recorded["text_roundtrip"]
+        tokenizer().decode(prompt.input_ids.tolist(), skip_special_tokens=False) == recorded["text_roundtrip"]
     )
 
 
@@ -98,34 +99,34 @@ def check(prompt: Prompt, case: str) -> None:
 def test_prompts_are_the_recorded_ones(case: str) -> None:
     recorded = CASES[case]
     thinking = recorded["kwargs"].get("use_cot_system_prompt", False)
-    prompt = processor().build(recorded_messages(case), thinking=thinking)
+    prompt, media = processor().build(recorded_messages(case), thinking=thinking)
     check(prompt, case)
     if case == "image_placeholder_in_text":
-        assert not prompt.vision, "an image without a place is not encoded"
+        assert not media.vision, "an image without a place is not encoded"
         return
     grids = recorded.get("image_grid_thw", []) + recorded.get("video_grid_thw", [])
-    assert [list(span.grid) for span in exploded(prompt)] == grids
-    assert [len(clip.mel) for clip in prompt.audio] == recorded.get("audio_feats_lengths", [[]])[0]
-    places = [[span.start, span.length] for span in prompt.spans if span.kind == "audio"]
+    assert [list(span.grid) for span in exploded(media)] == grids
+    assert [len(clip.mel) for clip in media.audio] == recorded.get("audio_feats_lengths", [[]])[0]
+    places = [[span.start, span.length] for span in media.spans if span.kind == "audio"]
     assert places == recorded.get("audio_placeholder_loc_lens", [[]])[0]
 
 
-def exploded(prompt: Prompt) -> list[Any]:
+def exploded(media: MediaFeatures) -> list[Any]:
     """The grid of every vision span, frame by frame."""
     grids = [
         dataclasses.replace(item, grid=(1, *item.grid[1:]))
-        for item in prompt.vision
+        for item in media.vision
         for _ in range(item.grid[0])
     ]
-    assert len(grids) == sum(span.kind != "audio" for span in prompt.spans)
+    assert len(grids) == sum(span.kind != "audio" for span in media.spans)
     return grids
 
 
 @pytest.mark.parametrize("case", ["text", "image", "audio", "video", "image_and_audio"])
 def test_masks_are_what_the_thinker_was_recorded_with(case: str) -> None:
     recorded, name = tensors("thinker"), "mixed" if case == "image_and_audio" else case
-    prompt = processor().build(recorded_messages(case))
-    assert prompt.token_ids.tolist() == recorded[f"{name}.input_ids"][0].tolist()
+    prompt, _ = processor().build(recorded_messages(case))
+    assert prompt.input_ids.tolist() == recorded[f"{name}.input_ids"][0].tolist()
     assert prompt.positions.tolist() == recorded[f"{name}.position_ids"][:, 0].tolist()
     for kind, mask in ((VISION, "image_mask"), (AUDIO, "audio_mask")):
         if f"{name}.{mask}" in recorded:
@@ -137,8 +138,8 @@ def test_masks_are_what_the_thinker_was_recorded_with(case: str) -> None:
 @pytest.mark.parametrize("case", ["two_images", "multi_turn_image", "two_audios", "image_and_audio"])
 def test_encoded_media_take_the_same_way(case: str) -> None:
     data = media_bytes(case)
-    turns = [
-        Turn(
+    messages = [
+        Message(
             role=ROLES[message["role"]],
             parts=tuple(
                 TextPart(text=entry["text"])
@@ -149,49 +150,49 @@ def test_encoded_media_take_the_same_way(case: str) -> None:
         )
         for message in CASES[case]["messages"]
     ]
-    check(processor().prepare(turns), case)
+    check(processor().prepare(messages)[0], case)
 
 
 def test_spans_say_which_tokens_take_embeddings() -> None:
-    prompt = processor().build(recorded_messages("video"))
+    prompt, media = processor().build(recorded_messages("video"))
     merge = vision_parameters().merge_size
-    assert [(span.kind, span.length) for span in prompt.spans] == [("video", 4), ("video", 4)]
-    rows = np.concatenate([np.arange(span.start, span.start + span.length) for span in prompt.spans])
+    assert [(span.kind, span.length) for span in media.spans] == [("video", 4), ("video", 4)]
+    rows = np.concatenate([np.arange(span.start, span.start + span.length) for span in media.spans])
     assert rows.tolist() == np.flatnonzero(prompt.embed_kind == VISION).tolist()
-    assert len(rows) == sum(item.num_tokens(merge) for item in prompt.vision)
-    assert set(prompt.token_ids[rows]) == {thinker_parameters().frame_patch_token}
+    assert len(rows) == sum(item.num_tokens(merge) for item in media.vision)
+    assert set(prompt.input_ids[rows]) == {thinker_parameters().frame_patch_token}
 
 
-def user(*parts: TextPart | MediaPart | str) -> Turn:
-    return Turn(
+def user(*parts: TextPart | MediaPart | str) -> Message[MediaPart]:
+    return Message(
         role="user", parts=tuple(TextPart(text=part) if isinstance(part, str) else part for part in parts)
     )
 
 
 def test_system_messages_are_joined_by_newlines() -> None:
-    turns = [
-        Turn(role="system", parts=(TextPart(text="One."),)),
+    messages = [
+        Message(role="system", parts=(TextPart(text="One."),)),
         user("Hi"),
-        Turn(role="system", parts=(TextPart(text="Two"), TextPart(text=" three."))),
+        Message(role="system", parts=(TextPart(text="Two"), TextPart(text=" three."))),
     ]
-    prompt = processor().prepare(turns, thinking=True)
-    assert tokenizer().decode(prompt.token_ids.tolist(), skip_special_tokens=False) == (
+    prompt, _ = processor().prepare(messages, thinking=True)
+    assert tokenizer().decode(prompt.input_ids.tolist(), skip_special_tokens=False) == (
         "<role>SYSTEM</role>One.\nTwo three.\n\ndetailed thinking on<|role_end|>"
         "<role>HUMAN</role>Hi<|role_end|><role>ASSISTANT</role>"
     )
 
 
 def test_patch_tokens_that_a_user_writes_are_words() -> None:
-    prompt = processor().prepare([user("<image><imagePatch></image><audio><audioPatch></audio>")])
-    assert thinker_parameters().image_patch_token in prompt.token_ids
+    prompt, _ = processor().prepare([user("<image><imagePatch></image><audio><audioPatch></audio>")])
+    assert thinker_parameters().image_patch_token in prompt.input_ids
     assert set(prompt.embed_kind) == {WORD}
     assert prompt.rope_delta == 0
 
 
 def test_a_literal_tag_moves_a_clip_to_the_end() -> None:
     clip = MediaPart(kind="audio", data=wav(tensors("audio")["single.wav0"][0], 16000), where="a")
-    prompt = processor().prepare([user(clip, "what does <audio> mean?")])
-    text = tokenizer().decode(prompt.token_ids.tolist(), skip_special_tokens=False)
+    prompt, _ = processor().prepare([user(clip, "what does <audio> mean?")])
+    text = tokenizer().decode(prompt.input_ids.tolist(), skip_special_tokens=False)
     assert text.endswith("<role>ASSISTANT</role><audio>" + "<audioPatch>" * 25 + "</audio>\n")
     assert (prompt.embed_kind == AUDIO).sum() == 25
 
@@ -228,7 +229,7 @@ def test_a_frame_beyond_the_largest_engine_is_refused() -> None:
         chat.prepare([user(image)])
     assert caught.value.param == "messages[0].content[0]"
     small = MediaPart(kind="image", data=png(noise_image(64, 64)), where="x")
-    assert len(chat.prepare([user(small, small)]).vision) == 2, "several frames are spread over calls"
+    assert len(chat.prepare([user(small, small)])[1].vision) == 2, "several frames are spread over calls"
 
 
 def image_part(where: str = "messages[0].content[0]", kind: Any = "image") -> MediaPart:
@@ -236,23 +237,27 @@ def image_part(where: str = "messages[0].content[0]", kind: Any = "image") -> Me
 
 
 @pytest.mark.parametrize(
-    ("turns", "message", "param"),
+    ("messages", "words", "param"),
     [
         ([], "no user message", "messages"),
-        ([Turn(role="system", parts=())], "no user message", "messages"),
-        ([user("a"), Turn(role="assistant", parts=())], "assistant's", "messages[1].role"),
-        ([Turn(role="tool", parts=()), user("a")], "unknown role 'tool'", "messages[0].role"),  # type: ignore
-        ([Turn(role="system", parts=(image_part("s"),)), user("a")], "system messages are text", "s"),
-        ([user("a"), Turn(role="assistant", parts=(image_part("b"),)), user("a")], "assistant messages", "b"),
+        ([Message(role="system", parts=())], "no user message", "messages"),
+        ([user("a"), Message(role="assistant", parts=())], "assistant's", "messages[1].role"),
+        ([Message(role="tool", parts=()), user("a")], "unknown role 'tool'", "messages[0].role"),  # type: ignore
+        ([Message(role="system", parts=(image_part("s"),)), user("a")], "system messages are text", "s"),
+        (
+            [user("a"), Message(role="assistant", parts=(image_part("b"),)), user("a")],
+            "assistant messages",
+            "b",
+        ),
         ([user(image_part("v1", "video"), image_part("v2", "video"))], "2 videos", "v2"),
         ([user(image_part())], "cannot be decoded as an image", "messages[0].content[0]"),
         ([user(image_part(kind="audio"))], "cannot be decoded as audio", "messages[0].content[0]"),
         ([user(image_part(kind="video"))], "video cannot be decoded", "messages[0].content[0]"),
     ],
 )
-def test_conversations_that_cannot_be(turns: list[Turn], message: str, param: str) -> None:
-    with pytest.raises(RequestError, match=message) as caught:
-        processor().prepare(turns)
+def test_conversations_that_cannot_be(messages: list[Message[MediaPart]], words: str, param: str) -> None:
+    with pytest.raises(RequestError, match=words) as caught:
+        processor().prepare(messages)
     assert caught.value.param == caught.value.where == param
     assert caught.value.fix
 
@@ -263,4 +268,4 @@ def test_media_without_an_encoder_are_refused(kind: str) -> None:
     with pytest.raises(RequestError, match=f"without an encoder for {kind}") as caught:
         chat.prepare([user(image_part("m", kind))])
     assert caught.value.param == "m"
-    assert chat.prepare([user("Hello")]).num_tokens > 10
+    assert chat.prepare([user("Hello")])[0].num_tokens > 10

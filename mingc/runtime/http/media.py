@@ -21,9 +21,9 @@ import httpx
 
 from mingc.errors import RequestError
 from mingc.runtime.http.json_fields import shorten
-from mingc.runtime.http.messages import MediaSource, Message
+from mingc.runtime.http.messages import MediaSource
 from mingc.runtime.http.options import ServeOptions
-from mingc.runtime.request import MediaPart, TextPart, Turn
+from mingc.runtime.request import MediaPart, Message, TextPart
 
 MAX_REDIRECTS = 3
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*):")
@@ -40,14 +40,14 @@ class MediaReader:
         self._hosts = frozenset(_host_and_port(entry) for entry in options.allow_media_hosts)
         self._root = None if options.media_root is None else options.media_root.resolve()
 
-    async def read_turns(self, messages: Sequence[Message]) -> tuple[Turn, ...]:
+    async def read_messages(self, messages: Sequence[Message[MediaSource]]) -> tuple[Message[MediaPart], ...]:
         """The same messages with bytes in place of sources, read one after the other.
 
         Raises:
             RequestError: `param` is the field that holds the source.
         """
         left = self._max_bytes
-        turns = []
+        read = []
         for message in messages:
             parts: list[TextPart | MediaPart] = []
             for part in message.parts:
@@ -57,8 +57,8 @@ class MediaReader:
                 data = await self._read(part, left)
                 left -= len(data)
                 parts.append(MediaPart(kind=part.kind, data=data, where=part.param))
-            turns.append(Turn(role=message.role, parts=tuple(parts)))
-        return tuple(turns)
+            read.append(Message(role=message.role, parts=tuple(parts)))
+        return tuple(read)
 
     async def _read(self, media: MediaSource, max_bytes: int) -> bytes:
         scheme = _SCHEME.match(media.source[:64])

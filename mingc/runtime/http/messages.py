@@ -10,7 +10,7 @@ from typing import Literal
 
 from mingc.errors import RequestError
 from mingc.runtime.http.json_fields import Fields, check_string, missing, nearest, shorten, wrong_type
-from mingc.runtime.request import Role, ServiceInfo, TextPart
+from mingc.runtime.request import Message, Role, ServiceInfo, TextPart
 
 MediaKind = Literal["image", "audio", "video"]
 MAX_MESSAGES = 4096
@@ -36,15 +36,7 @@ class MediaSource:
     is_base64: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Message:
-    """One message in the client's order. No parts: empty content."""
-
-    role: Role
-    parts: tuple[TextPart | MediaSource, ...]
-
-
-def parse_messages(fields: Fields, info: ServiceInfo) -> tuple[Message, ...]:
+def parse_messages(fields: Fields, info: ServiceInfo) -> tuple[Message[MediaSource], ...]:
     """`messages` and the three media lists of a chat body.
 
     Raises:
@@ -61,7 +53,9 @@ def parse_messages(fields: Fields, info: ServiceInfo) -> tuple[Message, ...]:
     return tuple(_inject(messages, fields, info))
 
 
-def _inject(messages: list[Message], fields: Fields, info: ServiceInfo) -> list[Message]:
+def _inject(
+    messages: list[Message[MediaSource]], fields: Fields, info: ServiceInfo
+) -> list[Message[MediaSource]]:
     """Images go before the content of the first user message, audio and video after it (spec serving §2.1)."""
     images = _media_list(fields, "images", "image", info)
     clips = _media_list(fields, "audios", "audio", info)
@@ -85,7 +79,7 @@ def _media_list(fields: Fields, name: str, kind: MediaKind, info: ServiceInfo) -
     return [_media(kind, source, f"{name}[{i}]", info) for i, source in enumerate(sources)]
 
 
-def _message(fields: Fields, info: ServiceInfo) -> Message:
+def _message(fields: Fields, info: ServiceInfo) -> Message[MediaSource]:
     name = fields.required_string("role")
     role = _ROLES.get(name)
     if role is None:

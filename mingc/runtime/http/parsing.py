@@ -12,9 +12,9 @@ from typing import Literal, cast
 from mingc.errors import RequestError
 from mingc.runtime.http.audio_format import AudioFormat
 from mingc.runtime.http.json_fields import Fields, check_string, shorten, wrong_type
-from mingc.runtime.http.messages import Message, parse_messages
+from mingc.runtime.http.messages import MediaSource, parse_messages
 from mingc.runtime.http.options import ServeOptions
-from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams, VideoParams
+from mingc.runtime.request import Message, SamplingParams, ServiceInfo, SpeechParams, VideoParams
 
 Delivery = Literal["whole", "audio", "sse"]
 MAX_TOKENS = 1 << 24  # a bound for sanity; the service knows the context length
@@ -61,7 +61,7 @@ _IGNORED = (
 class ChatParams:
     """A parsed chat request. `speech` is None when only text is wanted; media of `messages` are not read yet."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[Message[MediaSource], ...]
     sampling: SamplingParams
     speech: SpeechParams | None
     audio_format: AudioFormat

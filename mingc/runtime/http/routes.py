@@ -210,7 +210,7 @@ async def answer_chat(http: Http, value: object, body: Body) -> None:
     call = parse_chat(value, info, http.options)
     request = ChatRequest(
         request_id=f"chatcmpl-{uuid.uuid4().hex[:24]}",
-        turns=await http.media.read_turns(call.messages),
+        messages=await http.media.read_messages(call.messages),
         sampling=call.sampling,
         speech=call.speech,
         video=call.video,

@@ -1,4 +1,4 @@
-"""Turns of a conversation → the prompt of the thinker.
+"""Messages of a conversation → the prompt of the thinker.
 
 The format is that of the reference's processor, not of the tokenizer's jinja template (spec: thinker.md §6.1, D6).
 """
@@ -16,13 +16,11 @@ from mingc.errors import RequestError
 from mingc.runtime.preprocess.audio import AudioFeatures, load_audio
 from mingc.runtime.preprocess.image import VisionFeatures, load_image
 from mingc.runtime.preprocess.positions import compute_positions
-from mingc.runtime.preprocess.prompt import Features, MediaKind, Prompt, PromptWriter
+from mingc.runtime.preprocess.prompt import Features, MediaFeatures, MediaKind, PromptWriter
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.preprocess.video import load_video
-from mingc.runtime.request import MediaPart, TextPart, Turn, VideoParams
-
-# Values of `Prompt.embed_kind`.
-WORD, VISION, AUDIO = 0, 1, 2
+from mingc.runtime.prompt import AUDIO, VISION, WORD, ThinkerPrompt
+from mingc.runtime.request import MediaPart, Message, TextPart, VideoParams
 
 _ROLES = {"user": "HUMAN", "assistant": "ASSISTANT"}
 _TURN_END = "<|role_end|>"
@@ -38,19 +36,6 @@ class MediaEntry:
 
     kind: MediaKind
     items: tuple[Features, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Message:
-    """A turn whose media are decoded."""
-
-    role: str
-    content: tuple[TextPart | MediaEntry, ...]
-
-    @property
-    def text(self) -> str:
-        """All text of the message, joined."""
-        return "".join(part.text for part in self.content if isinstance(part, TextPart))
 
 
 class ChatProcessor:
@@ -77,28 +62,36 @@ class ChatProcessor:
         self._audio = audio
 
     def prepare(
-        self, turns: Sequence[Turn], *, video: VideoParams | None = None, thinking: bool = False
-    ) -> Prompt:
-        """Decodes the media of `turns` and builds the prompt.
+        self,
+        messages: Sequence[Message[MediaPart]],
+        *,
+        video: VideoParams | None = None,
+        thinking: bool = False,
+    ) -> tuple[ThinkerPrompt, MediaFeatures]:
+        """Decode the media of `messages` and build the prompt, as `build` does.
 
-        Raises: RequestError naming the turn or the medium.
+        Raises: RequestError naming the message or its part.
         """
-        check_turns(turns)
-        self._check_length(turns)
-        messages = [
+        check_messages(messages)
+        self._check_length(messages)
+        decoded = [
             Message(
-                role=turn.role,
-                content=tuple(
+                role=message.role,
+                parts=tuple(
                     part if isinstance(part, TextPart) else self._load(part, video or VideoParams())
-                    for part in turn.parts
+                    for part in message.parts
                 ),
             )
-            for turn in turns
+            for message in messages
         ]
-        return self.build(messages, thinking=thinking)
+        return self.build(decoded, thinking=thinking)
 
-    def build(self, messages: Sequence[Message], *, thinking: bool = False) -> Prompt:
-        """The prompt of decoded messages. System messages, wherever they stand, are joined by newlines.
+    def build(
+        self, messages: Sequence[Message[MediaEntry]], *, thinking: bool = False
+    ) -> tuple[ThinkerPrompt, MediaFeatures]:
+        """The prompt of decoded messages, without media embeddings, and what the encoders make them from.
+
+        System messages are joined by newlines, wherever they stand.
 
         Raises: RequestError when the prompt leaves no room for an answer.
         """
@@ -136,15 +129,13 @@ class ChatProcessor:
                 item = load_audio(part.data, _needed(self._audio, part), part.where)
         return MediaEntry(kind=part.kind, items=(item,))
 
-    def _check_length(self, turns: Sequence[Turn]) -> None:
+    def _check_length(self, messages: Sequence[Message[MediaPart]]) -> None:
         """Refuse at once what cannot fit: tokenizing a hundred megabytes takes minutes, and memory by the gigabyte."""
-        num_characters = sum(
-            len(part.text) for turn in turns for part in turn.parts if isinstance(part, TextPart)
-        )
+        num_characters = sum(len(message.text) for message in messages)
         if num_characters > self._max_characters:
             raise _too_long(f"far too many tokens in {num_characters} characters", self._max_tokens)
 
-    def _finish(self, writer: PromptWriter, merge_size: int) -> Prompt:
+    def _finish(self, writer: PromptWriter, merge_size: int) -> tuple[ThinkerPrompt, MediaFeatures]:
         num_tokens = len(writer.ids)
         if num_tokens >= self._max_tokens:
             raise _too_long(f"{num_tokens} tokens", self._max_tokens)
@@ -157,15 +148,16 @@ class ChatProcessor:
         embed_kind = np.full(num_tokens, WORD, dtype=np.int64)
         for span in writer.spans:
             embed_kind[span.start : span.start + span.length] = AUDIO if span.kind == "audio" else VISION
-        return Prompt(
-            token_ids=np.asarray(writer.ids, dtype=np.int64),
+        prompt = ThinkerPrompt(
+            input_ids=np.asarray(writer.ids, dtype=np.int64),
             positions=positions,
             rope_delta=delta,
             embed_kind=embed_kind,
-            spans=tuple(writer.spans),
-            vision=tuple(writer.vision),
-            audio=tuple(writer.audio),
         )
+        media = MediaFeatures(
+            spans=tuple(writer.spans), vision=tuple(writer.vision), audio=tuple(writer.audio)
+        )
+        return prompt, media
 
 
 def _too_long(found: str, max_tokens: int) -> RequestError:
@@ -201,15 +193,15 @@ def _check_frame(features: VisionFeatures, vision: VisionParameters, part: Media
         )
 
 
-def _write_content(writer: PromptWriter, message: Message) -> list[AudioFeatures]:
-    """Writes one turn; returns the clips that a literal `<audio>` in its text keeps from their place.
+def _write_content(writer: PromptWriter, message: Message[MediaEntry]) -> list[AudioFeatures]:
+    """Write one message; returns the clips that a literal `<audio>` in its text keeps from their place.
 
     That is the reference's rule: suppressed images and videos are not shown to the model at all, suppressed clips
     stand behind everything else.
     """
     literals = {kind: message.text.count(literal) for kind, literal in _LITERALS.items()}
     displaced: list[AudioFeatures] = []
-    for entry in message.content:
+    for entry in message.parts:
         if isinstance(entry, TextPart):
             writer.text(entry.text)
             continue
@@ -221,27 +213,27 @@ def _write_content(writer: PromptWriter, message: Message) -> list[AudioFeatures
     return displaced
 
 
-def check_turns(turns: Sequence[Turn]) -> None:
-    """Raises RequestError for the first turn that the chat format cannot express."""
+def check_messages(messages: Sequence[Message[MediaPart]]) -> None:
+    """Raises RequestError for the first message that the chat format cannot express."""
 
     def refuse(what: str, where: str, fix: str) -> RequestError:
         return RequestError(what, where=where, fix=fix, param=where)
 
-    for index, turn in enumerate(turns):
+    for index, message in enumerate(messages):
         where = f"messages[{index}]"
-        media = [part for part in turn.parts if isinstance(part, MediaPart)]
-        if turn.role not in ("system", *_ROLES):
-            raise refuse(f"unknown role {turn.role!r}", f"{where}.role", "use system, user or assistant")
-        if media and turn.role != "user":
-            what = f"{turn.role} messages are text, this one holds {media[0].kind} input"
+        media = [part for part in message.parts if isinstance(part, MediaPart)]
+        if message.role not in ("system", *_ROLES):
+            raise refuse(f"unknown role {message.role!r}", f"{where}.role", "use system, user or assistant")
+        if media and message.role != "user":
+            what = f"{message.role} messages are text, this one holds {media[0].kind} input"
             raise refuse(what, media[0].where, "put the media into a user message")
         videos = [part for part in media if part.kind == "video"]
         if len(videos) > 1:
             what = f"one message holds {len(videos)} videos"
             raise refuse(what, videos[1].where, "send one video a message")
-    spoken = [index for index, turn in enumerate(turns) if turn.role != "system"]
+    spoken = [index for index, message in enumerate(messages) if message.role != "system"]
     if not spoken:
         raise refuse("the conversation has no user message", "messages", "end it with a user message")
-    if turns[spoken[-1]].role != "user":
+    if messages[spoken[-1]].role != "user":
         where = f"messages[{spoken[-1]}].role"
         raise refuse("the last message is the assistant's", where, "end the conversation with a user message")

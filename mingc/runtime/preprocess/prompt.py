@@ -1,4 +1,4 @@
-"""The thinker's prompt as data, and the writer that lays out its text and media blocks.
+"""Writer of the thinker's prompt: lays out text and media blocks as token ids.
 
 Blocks are written as ids at once and text goes through the tokenizer in the stretches between them. That gives the
 ids of one long text, since special tokens split a text before anything else (spec: thinker.md §6.1).
@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
-
-import numpy as np
-from numpy.typing import NDArray
 
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.runtime.preprocess.audio import AudioFeatures
@@ -33,25 +30,15 @@ class MediaSpan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prompt:
-    """What the engines need of a conversation; T tokens.
+class MediaFeatures:
+    """Decoded media of one prompt, input of the encoders, each kind in the order of its tokens.
 
-    `token_ids` (T,) int64; `positions` (3, T) int64; token number n generated later has position n + `rope_delta`;
-    `embed_kind` (T,) int64: 0 word embedding, 1 embedding of `vision`, 2 of `audio`. The embeddings of all items of
-    `vision` (and of `audio`), one after the other, fill the rows of their kind from first to last.
+    The embeddings of all items of `vision` (and of `audio`), concatenated, fill the tokens of their kind in order.
     """
 
-    token_ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    rope_delta: int
-    embed_kind: NDArray[np.int64]
     spans: tuple[MediaSpan, ...]
     vision: tuple[VisionFeatures, ...]
     audio: tuple[AudioFeatures, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
 
 
 class PromptWriter:

@@ -11,18 +11,20 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
 from mingc.runtime.noise import random_seed
-from mingc.runtime.preprocess.chat import AUDIO, VISION, ChatProcessor
-from mingc.runtime.preprocess.prompt import Prompt
+from mingc.runtime.preprocess.chat import ChatProcessor
+from mingc.runtime.preprocess.prompt import MediaFeatures
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
+from mingc.runtime.prompt import AUDIO, VISION, ThinkerPrompt
 from mingc.runtime.request import ChatRequest, Event, ServiceInfo, SpeechParams, SpeechRequest
 from mingc.runtime.request_stream import EventQueue, FailedItem, RequestStream
 from mingc.runtime.service.encoders import AudioEncoder, VisionEncoder
@@ -36,7 +38,6 @@ from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.runtime.text.segment import iter_speech_segments
 from mingc.runtime.thinker.loop import ThinkerLoop
-from mingc.runtime.thinker.prompt import ThinkerPrompt
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
 
 _JOIN_S, _FAILED_JOIN_S = 10.0, 1.0
@@ -258,33 +259,28 @@ class OmniService:
 
     def _prepare(self, parts: ChatPipeline, request: ChatRequest, timings: Timings) -> ThinkerPrompt:
         """Decode media, build the prompt, run the encoders."""
-        prompt = parts.processor.prepare(request.turns, video=request.video, thinking=request.thinking)
+        prompt, media = parts.processor.prepare(
+            request.messages, video=request.video, thinking=request.thinking
+        )
         # Too long a prompt fails here, before the encoders run.
         parts.loop.scheduler.max_new_tokens(prompt.num_tokens, 1)
         timings.mark("prepared")
-        embeds = _encode_media(parts, prompt)
+        embeds = _encode_media(parts, prompt.embed_kind, media)
         timings.mark("encoded")
-        return ThinkerPrompt(
-            input_ids=prompt.token_ids,
-            positions=prompt.positions,
-            rope_delta=prompt.rope_delta,
-            embed_kind=prompt.embed_kind,
-            media_rows=np.flatnonzero(prompt.embed_kind),
-            media_embeds=embeds,
-        )
+        return replace(prompt, media_embeds=embeds)
 
 
-def _encode_media(parts: ChatPipeline, prompt: Prompt) -> Tensor | None:
-    """Embeddings (M, D) of all media tokens of the prompt in the order of their rows; None without media."""
-    kinds = torch.from_numpy(prompt.embed_kind[prompt.embed_kind > 0])
+def _encode_media(parts: ChatPipeline, embed_kind: NDArray[np.int64], media: MediaFeatures) -> Tensor | None:
+    """Embeddings (M, D) of all media tokens of a prompt, in token order; None without media."""
+    kinds = torch.from_numpy(embed_kind[embed_kind > 0])
     if not len(kinds):
         return None
     # The processor refuses media without an encoder, so the parts are there when a kind occurs.
     made: list[tuple[int, Tensor]] = []
-    if prompt.vision and parts.vision is not None:
-        made.append((VISION, parts.vision.encode(prompt.vision)))
-    if prompt.audio and parts.audio is not None:
-        made.append((AUDIO, torch.cat(parts.audio.encode(prompt.audio))))
+    if media.vision and parts.vision is not None:
+        made.append((VISION, parts.vision.encode(media.vision)))
+    if media.audio and parts.audio is not None:
+        made.append((AUDIO, torch.cat(parts.audio.encode(media.audio))))
     first = made[0][1]
     embeds = first.new_empty(len(kinds), first.shape[1])
     with torch.inference_mode():

@@ -23,14 +23,14 @@ from torch import Tensor
 from mingc.errors import ServeError, WorkerError
 from mingc.runtime.engine_thread import EngineThread
 from mingc.runtime.kv_cache import SlotPool
+from mingc.runtime.prompt import ThinkerPrompt
 from mingc.runtime.request import FinishReason, SamplingParams
 from mingc.runtime.request_stream import FailedItem, Item, TokenItem
 from mingc.runtime.thinker.device_sampler import NOT_FINITE, sampling_columns
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
-from mingc.runtime.thinker.prompt import ThinkerPrompt, chunk_embeds
 from mingc.runtime.thinker.sampler import SamplerRow, sample, uniform
 from mingc.runtime.thinker.scheduler import PrefillChunk, PromptPart, ThinkerScheduler
-from mingc.runtime.thinker.step import DecodeStep, PrefillStep
+from mingc.runtime.thinker.step import DecodeStep, PrefillStep, chunk_embeds
 from mingc.runtime.thinker.worker import LaunchedTokens
 
 log = logging.getLogger("mingc.engine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mingc.runtime.prompt import ThinkerPrompt
 from mingc.runtime.thinker.device_sampler import NUM_COLUMNS
 
 Ints = NDArray[np.int64]
@@ -82,3 +84,21 @@ def padded_sampling(sampling: NDArray[np.float64] | None, size: int) -> Tensor:
     if sampling is not None:
         rows[: len(sampling)] = torch.from_numpy(sampling)
     return rows
+
+
+def chunk_embeds(parts: Sequence[tuple[ThinkerPrompt, slice]]) -> Tensor | None:
+    """Media embeddings of a chunk (n, D), zero in the rows of words; None when the chunk has no media."""
+    given = next((prompt.media_embeds for prompt, _ in parts if prompt.media_embeds is not None), None)
+    if given is None:
+        return None
+    embeds = given.new_zeros(sum(inside.stop - inside.start for _, inside in parts), given.shape[1])
+    begin, has_media = 0, False
+    for prompt, inside in parts:
+        if prompt.media_embeds is not None:
+            media_rows = prompt.media_rows
+            first, end = np.searchsorted(media_rows, [inside.start, inside.stop])
+            rows = torch.from_numpy(media_rows[first:end] - inside.start + begin)
+            embeds[rows] = prompt.media_embeds[first:end]
+            has_media |= bool(end > first)
+        begin += inside.stop - inside.start
+    return embeds if has_media else None

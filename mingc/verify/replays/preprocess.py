@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mingc.artifacts.parameters import VisionParameters
 from mingc.errors import ConfigError
 from mingc.runtime.preprocess.audio import AudioFeatures
-from mingc.runtime.preprocess.chat import ChatProcessor, MediaEntry, Message
+from mingc.runtime.preprocess.chat import ChatProcessor, MediaEntry
 from mingc.runtime.preprocess.cubic import resize_cubic
 from mingc.runtime.preprocess.image import (
     Grid,
@@ -25,7 +25,7 @@ from mingc.runtime.preprocess.image import (
 from mingc.runtime.preprocess.prompt import Features
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.preprocess.video import VideoFeatures, frame_size, frames_to_video
-from mingc.runtime.request import TextPart, VideoParams
+from mingc.runtime.request import Message, Role, TextPart, VideoParams
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.stages import Engines
 
@@ -163,24 +163,26 @@ def _replay_prompt(
 ) -> None:
     """Messages whose media have the recorded grids and lengths → ids, positions and places of audio."""
     media = _Media(case, engines, video)
-    messages = []
+    messages: list[Message[MediaEntry]] = []
+    roles: dict[str, Role] = {"HUMAN": "user", "ASSISTANT": "assistant"}
     if "sys_prompt_exp" in case["kwargs"]:
-        messages.append(Message(role="system", content=(TextPart(text=case["kwargs"]["sys_prompt_exp"]),)))
+        messages.append(Message(role="system", parts=(TextPart(text=case["kwargs"]["sys_prompt_exp"]),)))
     for turn in case["messages"]:
-        role = {"HUMAN": "user", "ASSISTANT": "assistant"}[turn["role"]]
-        messages.append(Message(role=role, content=tuple(media.part(item) for item in turn["content"])))
+        messages.append(
+            Message(role=roles[turn["role"]], parts=tuple(media.part(item) for item in turn["content"]))
+        )
     if media.missing:
         ledger.skip(f"processor_template.{name}", media.missing)
         return
-    prompt = processor.build(messages, thinking=bool(case["kwargs"].get("use_cot_system_prompt")))
+    prompt, features = processor.build(messages, thinking=bool(case["kwargs"].get("use_cot_system_prompt")))
     prefix = f"processor_template.{name}"
-    ledger.ids(f"{prefix}.input_ids", prompt.token_ids, reference=case["input_ids"])
+    ledger.ids(f"{prefix}.input_ids", prompt.input_ids, reference=case["input_ids"])
     ledger.ids(f"{prefix}.position_ids", prompt.positions, reference=case["position_ids"])
     ledger.ids(f"{prefix}.rope_delta", prompt.rope_delta, reference=case["rope_delta"])
-    decoded = tokenizer.decode(prompt.token_ids.tolist(), skip_special_tokens=False)
+    decoded = tokenizer.decode(prompt.input_ids.tolist(), skip_special_tokens=False)
     ledger.text(f"{prefix}.text_roundtrip", decoded, case["text_roundtrip"])
     if "audio_placeholder_loc_lens" in case:
-        places = [[span.start, span.length] for span in prompt.spans if span.kind == "audio"]
+        places = [[span.start, span.length] for span in features.spans if span.kind == "audio"]
         ledger.ids(f"{prefix}.audio_places", [places], reference=case["audio_placeholder_loc_lens"])
 
 

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from mingc.artifacts.parameters import ThinkerParameters
-from mingc.runtime.preprocess.chat import AUDIO, VISION, WORD
 from mingc.runtime.preprocess.image import Grid
 from mingc.runtime.preprocess.positions import VisionSpan, compute_positions
+from mingc.runtime.prompt import AUDIO, VISION, WORD
 from mingc.runtime.thinker.step import PrefillStep
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.stages import Engines

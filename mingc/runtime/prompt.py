@@ -1,0 +1,44 @@
+"""The thinker's prompt: token ids, positions and media embeddings of one conversation. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Values of `ThinkerPrompt.embed_kind`.
+WORD, VISION, AUDIO = 0, 1, 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ThinkerPrompt:
+    """Input of the thinker for one request: T tokens, M of which take a media embedding.
+
+    Attributes:
+        input_ids: (T,) int64.
+        positions: (3, T) int64; generated token number n, counted from the start of the prompt, has position
+            n + `rope_delta`.
+        embed_kind: (T,) int64: 0 word embedding, 1 vision embedding, 2 audio embedding.
+        media_embeds: (M, D), one row per token whose `embed_kind` is not 0, in order; None without media, and until
+            the encoders have run.
+    """
+
+    input_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    rope_delta: int
+    embed_kind: NDArray[np.int64]
+    media_embeds: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def media_rows(self) -> NDArray[np.int64]:
+        """(M,) int64, ascending: indices of the tokens that take a media embedding."""
+        return np.flatnonzero(self.embed_kind)
