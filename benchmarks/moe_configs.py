@@ -19,8 +19,8 @@ import torch
 from arguments import whole, wholes
 
 from mingc.artifacts.manifest import TunedKernel
-from mingc.export.autotune.selection import families
-from mingc.export.autotune.tuning import expert_shapes, tune
+from mingc.export.autotune.selection import group_by_default
+from mingc.export.autotune.tuning import autotune, moe_problems
 from mingc.export.recipe import Quantization
 from mingc.export.stage import ExpertDims, Shard
 from mingc.export.stages import find
@@ -40,8 +40,8 @@ def released_dims(ranks: int) -> ExpertDims:
 
 
 def figure(record: TunedKernel, ranks: int) -> dict[str, Any]:
-    cut = dataclasses.asdict(record)
-    return {"name": "experts_us", "ranks": ranks, "median": cut.pop("us"), "unit": "us", **cut}
+    fields = dataclasses.asdict(record)
+    return {"name": "experts_us", "ranks": ranks, "median": fields.pop("us"), "unit": "us", **fields}
 
 
 def main() -> None:
@@ -59,21 +59,28 @@ def main() -> None:
         parser.error("kernels are timed on a CUDA device, and there is none")
     dims = released_dims(options.ranks)
     stored: Quantization | None = None if options.format == BFLOAT16 else options.format
-    shapes = expert_shapes(dims, stored, options.tokens)
+    problems = moe_problems(dims, stored, options.tokens)
     started = time.perf_counter()
-    records = tune(dims, shapes, jobs=options.jobs, cache=options.cache)
+    records = autotune(dims, problems, jobs=options.jobs, cache=options.cache)
     seconds = round(time.perf_counter() - started, 1)
-    same = {"ranks": options.ranks, "storage": options.format, "unit": "s"}
-    figures = [{"name": "tuning_s", **same, "median": seconds, "shapes": len(shapes), "jobs": options.jobs}]
+    same = {"ranks": options.ranks, "weight_format": options.format, "unit": "s"}
+    figures = [
+        {"name": "tuning_s", **same, "median": seconds, "problems": len(problems), "jobs": options.jobs}
+    ]
     figures += [figure(record, options.ranks) for record in records]
     for record in records:
         gain = 100 * (1 - record.us / record.default_us)
         print(
-            f"{record.storage} TP{options.ranks} {record.tokens} tokens: {record.us} us, {gain:.1f} % saved"
+            f"{record.weight_format} TP{options.ranks} {record.tokens} tokens: {record.us} us, {gain:.1f} % saved"
         )
-        print(f"  {record.kernel} rows={record.rows} swap={record.swap} extra={record.extra}", flush=True)
+        print(
+            f"  {record.kernel} block_m={record.block_m} swap_operands={record.swap_operands} "
+            f"extra_rows={record.extra_rows}",
+            flush=True,
+        )
         print(f"  {record.up}\n  {record.down}", flush=True)
-    print(f"{seconds} s for {len(shapes)} shapes in {len(families(shapes))} families", flush=True)
+    groups = group_by_default(problems)
+    print(f"{seconds} s for {len(problems)} problems with {len(groups)} default configurations", flush=True)
     if options.json:
         harness.write(options.json, harness.result("moe_tiles", harness.ceilings(), figures))
 

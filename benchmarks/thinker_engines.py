@@ -11,7 +11,7 @@ from harness import compiler_pool
 from torch import Tensor
 
 from mingc.artifacts.manifest import TunedKernel
-from mingc.export.autotune.tuning import engine_table, expert_shapes, tune
+from mingc.export.autotune.tuning import autotune, moe_problems, tuned_table
 from mingc.export.compile.backends import aoti
 from mingc.export.compile.capture import capture, share_weights
 from mingc.export.layers.decoder import PAGE_SIZE, DecoderConfig
@@ -23,7 +23,7 @@ from mingc.export.stages.thinker import ThinkerConfig
 from mingc.export.weights.quantization import prepare
 from mingc.export.weights.synthetic import open_synthetic
 from mingc.kernels.quantized import FP8, INT4
-from mingc.kernels.triton.moe_config import using
+from mingc.kernels.triton.moe_config import use_tuned_configs
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage, load_engine
 
@@ -97,8 +97,8 @@ def tune_kernels(setup: Setup, folder: Path, jobs: int) -> tuple[TunedKernel, ..
     dims = stage.experts(config, Shard(world_size=setup.world_size))
     if dims is None:
         return ()
-    shapes = expert_shapes(dims, setup.quantize, (*setup.batches, *setup.chunks))
-    return tune(dims, shapes, jobs=jobs, cache=folder)
+    problems = moe_problems(dims, setup.quantize, (*setup.batches, *setup.chunks))
+    return autotune(dims, problems, jobs=jobs, cache=folder)
 
 
 def build_all(setup: Setup, folder: Path, jobs: int, tiles: tuple[TunedKernel, ...] = ()) -> float:
@@ -247,7 +247,7 @@ def _build(
     plan = share_weights(plan, module)
     path = engine_path(folder, setup, graph, sizes)
     tokens = next(iter(sizes.values()))
-    with using(engine_table(tiles, tokens) if plan.routing is not None else {}):
+    with use_tuned_configs(tuned_table(tiles, tokens) if plan.routing is not None else {}):
         program = capture(plan, module, stage="thinker", static_shapes=sizes, device=device)
         return aoti.compile_graph(
             program, path, device=setup.device, cache=folder / "cache", where=f"thinker.{graph}"

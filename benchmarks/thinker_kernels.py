@@ -66,10 +66,10 @@ def experts_figure(
         samples = samples_us(run, calls, 15)
     floor = statistics.mean(map(experts.read_bytes, calls)) / tb_s / 1e6
     median = harness.summary(samples)["median"]
-    flops = 6 * tokens * (dims.num_chosen + 1) * dims.width * dims.hidden_size
+    flops = 6 * tokens * (dims.top_k + 1) * dims.intermediate_size * dims.hidden_size
     return {
         "kernel": "experts and shared expert" + (", plain torch, eager" if is_plain else ""),
-        "format": FORMATS[experts.storage],
+        "format": FORMATS[experts.weight_format],
         "ranks": ranks,
         "tokens": tokens,
         "us": harness.summary(samples),
@@ -90,7 +90,7 @@ def router_figure(dims: ExpertDims, tokens: int, is_plain: bool = False) -> dict
     def run(weight: Tensor, bias: Tensor) -> object:
         return route_hidden(
             x, weight, bias, gates, num_groups=dims.num_groups, num_kept_groups=dims.num_kept_groups,
-            num_chosen=dims.num_chosen, scale=2.5,
+            top_k=dims.top_k, scale=2.5,
         )  # fmt: skip
 
     if is_plain:
@@ -113,13 +113,13 @@ def main() -> None:
     whole = released_dims(1)
     figures = [router_figure(whole, tokens) for tokens in (1, 8, 32, 64, 1024, 4096)]
     figures += [router_figure(whole, tokens, is_plain=True) for tokens in (1, 32)]
-    for storage in (number for number, name in FORMATS.items() if name in options.formats.split(",")):
+    for weight_format in (number for number, name in FORMATS.items() if name in options.formats.split(",")):
         for ranks in map(int, options.ranks.split(",")):
-            experts = RandomExperts(released_dims(ranks), storage)
+            experts = RandomExperts(released_dims(ranks), weight_format)
             found = [
                 experts_figure(experts, ranks, tokens, rate) for tokens in DECODE_TOKENS + PREFILL_TOKENS
             ]
-            if storage == BF16 and ranks == 1:
+            if weight_format == BF16 and ranks == 1:
                 found += [
                     experts_figure(experts, ranks, tokens, rate, is_plain=True) for tokens in (1, 8, 32, 1024)
                 ]

@@ -42,7 +42,7 @@ def experts_read(
             ids, _ = route_hidden(
                 normed, weights[f"{half}.router.weight"], weights[f"{half}.router.bias"], None,
                 num_groups=config.num_expert_groups, num_kept_groups=config.num_kept_groups,
-                num_chosen=config.num_experts_per_token, scale=config.routed_scale,
+                top_k=config.num_experts_per_token, scale=config.routed_scale,
             )  # fmt: skip
             counts.append(ids.unique().numel())
         made = feed_forwards[half].run(residual=residual, delta=delta)

@@ -91,7 +91,7 @@ def _stage(artifact: Artifact, name: str, record: StageRecord) -> StageSummary:
 
 
 def _tiles(stage: str, kernel: TunedKernel) -> KernelConfigSummary:
-    rows = f"{kernel.rows} rows " if kernel.rows else ""
+    rows = f"{kernel.block_m} rows " if kernel.block_m else ""
     return KernelConfigSummary(
         stage=stage,
         kernel=kernel.kernel,
@@ -106,5 +106,5 @@ def _tiles(stage: str, kernel: TunedKernel) -> KernelConfigSummary:
 
 def _product(tiles: KernelConfig) -> str:
     """64x256 w4 s3: columns and depth of a tile, warps, stages; x4 at the end: tiles of a program."""
-    repeats = f" x{tiles.repeats}" if tiles.repeats > 1 else ""
-    return f"{tiles.columns}x{tiles.depth} w{tiles.warps} s{tiles.stages}{repeats}"
+    repeats = f" x{tiles.tiles_per_program}" if tiles.tiles_per_program > 1 else ""
+    return f"{tiles.block_n}x{tiles.block_k} w{tiles.num_warps} s{tiles.num_stages}{repeats}"

@@ -127,43 +127,43 @@ class QuantizationError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelConfig:
-    """How one matrix product is cut, see `mingc.kernels.triton.moe_config.Tiles`."""
+    """Launch configuration of one GEMM, see `mingc.kernels.triton.moe_config.KernelConfig`."""
 
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-    repeats: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    tiles_per_program: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TunedKernel:
-    """How the kernels of a mixture of experts are cut for `tokens` tokens: the fastest of those timed at the export.
+    """The fastest configuration of the mixture-of-experts kernels for `tokens` tokens, of those timed at export.
 
     Attributes:
-        kernel: moe_gemv (one token and the choice of its experts), row (one token), batch, grouped (a chunk).
-        width: this rank's of an expert.
-        chosen: experts of a token.
-        storage: of the weights: bfloat16, fp8 or int4.
-        up, down: the experts' first product and their second.
-        rows, swap, extra: of grouped products, see `mingc.kernels.triton.moe_config.Cut`.
-        us, default_us: microseconds of a layer's experts so cut, and cut as they would be untimed; equal when that is
-            how they are cut.
-        device: where they were timed.
+        kernel: moe_gemv (one token including its routing), expert_gemv (one routed token), batch (a few tokens) or
+            grouped (a prefill chunk).
+        intermediate_size: this rank's share of an expert.
+        top_k: experts of a token.
+        up, down: the experts' first GEMM and their second.
+        block_m, swap_operands, extra_rows: of grouped GEMMs, see `mingc.kernels.triton.moe_config.MoeConfig`.
+        us, default_us: microseconds of a layer's experts with this configuration and with the default one; equal when
+            the default was the fastest.
+        device: name of the GPU they were timed on.
     """
 
-    kernel: Literal["moe_gemv", "row", "batch", "grouped"]
+    kernel: Literal["moe_gemv", "expert_gemv", "batch", "grouped"]
     tokens: int
     hidden_size: int
-    width: int
+    intermediate_size: int
     experts: int
-    chosen: int
-    storage: Literal["bfloat16", "fp8", "int4"]
+    top_k: int
+    weight_format: Literal["bfloat16", "fp8", "int4"]
     up: KernelConfig
     down: KernelConfig
-    rows: int
-    swap: bool
-    extra: int
+    block_m: int
+    swap_operands: bool
+    extra_rows: int
     us: float
     default_us: float
     device: str

@@ -26,7 +26,7 @@ from mingc.artifacts.manifest import (
 )
 from mingc.errors import CheckpointError, ConfigError
 from mingc.export.assets import tokenizers, voices
-from mingc.export.autotune.tuning import to_tune, tune
+from mingc.export.autotune.tuning import autotune, problems_to_tune
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks.coverage import check_coverage
 from mingc.export.checks.preflight import check_host
@@ -99,7 +99,7 @@ def export_artifact(recipe: ExportRecipe, replay: Replay, progress: Callable[[St
         # What may be missing comes before the hours of compiling: the released weights have no tokenizer.
         copied = tokenizers.copy(checkpoint, folder, parameters, notes, is_synthetic=recipe.synthetic)
         records = run.write_voices()
-        kernel_configs = run.tune()
+        kernel_configs = run.autotune()
         weights = run.write_weights()
         results, quantization_error = run.build_graphs(kernel_configs)
         notes.extend(run.notes)
@@ -185,7 +185,7 @@ class _Run:
         self._to_tune = {
             stage.name: found
             for stage in stages
-            if (found := to_tune(recipe, stage, configs[stage.name], plans[stage.name])) is not None
+            if (found := problems_to_tune(recipe, stage, configs[stage.name], plans[stage.name])) is not None
         }
         self._total = shards + builds + len(self._voices) + len(self._to_tune) + 1
 
@@ -204,12 +204,12 @@ class _Run:
             self.step("weights", first.name, written.seconds)
         return {stage: tuple(file.path for file in files) for stage, files in self._files.items()}
 
-    def tune(self) -> dict[str, tuple[TunedKernel, ...]]:
-        """By stage how kernels that were timed on this device are cut. Nothing else must run here meanwhile."""
+    def autotune(self) -> dict[str, tuple[TunedKernel, ...]]:
+        """Kernel configurations timed on this device, by stage. Nothing else must run here meanwhile."""
         timed = {}
-        for stage, (dims, shapes) in self._to_tune.items():
+        for stage, (dims, problems) in self._to_tune.items():
             started = time.perf_counter()
-            timed[stage] = tune(dims, shapes, jobs=self._recipe.jobs, cache=self._recipe.cache)
+            timed[stage] = autotune(dims, problems, jobs=self._recipe.jobs, cache=self._recipe.cache)
             self.step("kernel_configs", stage, time.perf_counter() - started)
         return timed
 

@@ -61,16 +61,17 @@ class StageOptions:
 class ExpertDims:
     """A stage's mixture of experts as one rank's kernels see it.
 
-    `width` and `shared_width` (0: none) are the rank's of an expert and of the one of every token.
+    `intermediate_size` and `shared_intermediate_size` (0: none) are one rank's share of an expert, and of
+    the shared expert.
     """
 
     hidden_size: int
-    width: int
-    shared_width: int
+    intermediate_size: int
+    shared_intermediate_size: int
     num_experts: int
     num_groups: int
     num_kept_groups: int
-    num_chosen: int
+    top_k: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Products of a pre-norm transformer: norm before, activation after, or the sum with the residual stream after.
 
-On CUDA with few rows each is one kernel. Between them travel `Rows`: the residual stream and what the next product
-needs of it.
+On CUDA with few rows each is one kernel. A `ResidualState` connects them: the residual stream and what the
+next one needs of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_FUSED_ROWS = (
 _FP8_MULTIPLE = 16  # inputs and outputs of a product of FP8 come in blocks of this many
 
 
-class Rows(NamedTuple):
+class ResidualState(NamedTuple):
     """A residual stream before a norm.
 
     `normed` is the stream after the norm; or, when `squares` is there, the stream times the norm's weight, still to
@@ -38,19 +38,19 @@ class Rows(NamedTuple):
     norm: Tensor | None = None
 
 
-def enter(x: Tensor, norm: Tensor, eps: float) -> Rows:
+def begin_residual(x: Tensor, norm: Tensor, eps: float) -> ResidualState:
     """The stream `x` (..., D) before the norm of weight `norm` (D,)."""
     if not use_triton(x) or x.numel() // x.shape[-1] > _MAX_FUSED_ROWS:
-        return Rows(x, rms_norm(x, norm, eps), None, None)
+        return ResidualState(x, rms_norm(x, norm, eps), None, None)
     if x.numel() == x.shape[-1]:
-        return Rows(x, x, None, None, norm)
+        return ResidualState(x, x, None, None, norm)
     from mingc.kernels.triton.linear import NUM_COUNTERS
 
     squares = x.reshape(-1, x.shape[-1]).float().square().sum(-1, keepdim=True)
-    return Rows(x, x * norm, squares, torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=x.device))
+    return ResidualState(x, x * norm, squares, torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=x.device))
 
 
-def leave(rows: Rows, eps: float) -> Tensor:
+def final_norm(rows: ResidualState, eps: float) -> Tensor:
     """The stream after its norm (..., D)."""
     if rows.norm is not None:
         return rms_norm(rows.values, rows.norm, eps)
@@ -61,7 +61,7 @@ def leave(rows: Rows, eps: float) -> Tensor:
 
 
 def normed_linear(
-    rows: Rows,
+    rows: ResidualState,
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
@@ -97,15 +97,15 @@ def add_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    rows: Rows,
+    rows: ResidualState,
     norm: Tensor,
     eps: float,
     weight_scale: Tensor | None = None,
-) -> Rows:
+) -> ResidualState:
     """rows + (x @ weightᵀ + bias), before the norm of weight `norm`: x (..., K) → (..., D)."""
     if rows.norm is not None:
         values = _fused_norm_gemv(x, weight, weight_scale, bias, residual=rows.values)
-        return Rows(values, values, None, None, norm)
+        return ResidualState(values, values, None, None, norm)
     if rows.squares is not None and rows.counters is not None:
         from mingc.kernels.triton import linear as gpu
 
@@ -114,9 +114,9 @@ def add_linear(
         values, normed, squares = gpu.add_linear(
             flat[0], weight, weight_scale, bias, flat[1], norm, rows.counters
         )
-        return Rows(values.view(shape), normed.view(shape), squares, rows.counters)
+        return ResidualState(values.view(shape), normed.view(shape), squares, rows.counters)
     values = rows.values + linear(x, weight, bias, weight_scale)
-    return Rows(values, rms_norm(values, norm, eps), None, None)
+    return ResidualState(values, rms_norm(values, norm, eps), None, None)
 
 
 def _fused_norm_gemv(
@@ -168,6 +168,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, weight_scale: Tensor 
     return out.to(x.dtype).view(*x.shape[:-1], out.shape[-1])
 
 
-def keep(rows: Rows, kept: slice) -> Rows:
+def slice_tokens(rows: ResidualState, kept: slice) -> ResidualState:
     """Only the tokens `kept` (axis 1) of the stream; only `add_linear` may come next."""
     return rows._replace(values=rows.values[:, kept])

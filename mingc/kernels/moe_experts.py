@@ -23,7 +23,7 @@ from mingc.kernels.quantized import dequantize
 _BLOCK_ROWS = 16
 
 
-class Weights(NamedTuple):
+class ExpertWeights(NamedTuple):
     """Experts (E, …), or one expert without that axis: gate_up (E, 2F, D), gate rows then up rows; down (E, D, F).
 
     With scales the matrices are in one of the formats of `mingc.kernels.quantized`, else in the dtype of the tokens.
@@ -35,7 +35,7 @@ class Weights(NamedTuple):
     down_scale: Tensor | None = None
 
     @property
-    def width(self) -> int:
+    def intermediate_size(self) -> int:
         """F, this rank's part of the intermediate width."""
         return self.gate_up.shape[-2] // 2
 
@@ -49,7 +49,7 @@ def moe_experts(
     gate_up_scale: Tensor | None = None,
     down_scale: Tensor | None = None,
     *,
-    shared: Weights | None = None,
+    shared: ExpertWeights | None = None,
 ) -> Tensor:
     """Weighted sum over each token's experts of `down(silu(gate(x)) * up(x))`, and the shared expert's once.
 
@@ -57,14 +57,14 @@ def moe_experts(
         x: (T, D).
         ids: (T, K) int64, the experts of each token.
         weights: (T, K) float32.
-        gate_up, down, gate_up_scale, down_scale: the experts, see `Weights`.
+        gate_up, down, gate_up_scale, down_scale: the experts, see `ExpertWeights`.
         shared: the expert of every token, if there is one.
 
     Returns: (T, D) in the dtype of `x`. Expert outputs are weighted and summed in float32 in the order of `ids`
     (spec: thinker.md §2.3).
     """
-    experts = Weights(gate_up, down, gate_up_scale, down_scale)
-    if use_triton(x) and has_kernel(x.shape[1], experts.width, experts.gate_up.shape[0]):
+    experts = ExpertWeights(gate_up, down, gate_up_scale, down_scale)
+    if use_triton(x) and has_kernel(x.shape[1], experts.intermediate_size, experts.gate_up.shape[0]):
         return _launch(x, ids, weights, experts, shared)
     is_captured = torch.compiler.is_compiling() or torch.compiler.is_exporting()
     outputs = (_pair_rows if is_captured else _visit_experts)(x, ids, experts)
@@ -72,7 +72,7 @@ def moe_experts(
     return routed if shared is None else routed + swiglu(x, shared)
 
 
-def swiglu(x: Tensor, expert: Weights) -> Tensor:
+def swiglu(x: Tensor, expert: ExpertWeights) -> Tensor:
     """`down(silu(gate(x)) * up(x))` of one expert for all tokens: (T, D) → (T, D)."""
     gate, up = linear(x, expert.gate_up, None, expert.gate_up_scale).chunk(2, dim=-1)
     return linear(F.silu(gate) * up, expert.down, None, expert.down_scale)
@@ -83,24 +83,30 @@ def has_kernel(hidden_size: int, width: int, num_experts: int) -> bool:
     return hidden_size % 128 == 0 and width % 128 == 0 and num_experts & (num_experts - 1) == 0
 
 
-def _launch(x: Tensor, ids: Tensor, weights: Tensor, experts: Weights, shared: Weights | None) -> Tensor:
-    from mingc.kernels.triton import moe_experts as gpu
+def _launch(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, shared: ExpertWeights | None
+) -> Tensor:
     from mingc.kernels.triton.moe_config import MAX_DECODE_TOKENS
+    from mingc.kernels.triton.moe_decode import moe_decode
+    from mingc.kernels.triton.moe_prefill import moe_prefill
 
     if x.shape[0] > MAX_DECODE_TOKENS:
-        own = None if shared is None else swiglu(x, shared)
-        summed: Tensor = gpu.moe_prefill(x, ids, weights, *experts, own)
+        shared_out = None if shared is None else swiglu(x, shared)
+        summed: Tensor = moe_prefill(x, ids, weights, *experts, shared_out)
         return summed
     if shared is None:
-        alone: Tensor = gpu.moe_decode(x, ids, weights, *experts, None, None, None, None)
-        return alone
-    if shared.gate_up.dtype == experts.gate_up.dtype and shared.width == experts.width:
-        together: Tensor = gpu.moe_decode(x, ids, weights, *experts, *shared)
+        routed: Tensor = moe_decode(x, ids, weights, *experts, None, None, None, None)
+        return routed
+    if (
+        shared.gate_up.dtype == experts.gate_up.dtype
+        and shared.intermediate_size == experts.intermediate_size
+    ):
+        together: Tensor = moe_decode(x, ids, weights, *experts, *shared)
         return together
     return _launch(x, ids, weights, experts, None) + swiglu(x, shared)
 
 
-def _pair_rows(x: Tensor, ids: Tensor, experts: Weights) -> Tensor:
+def _pair_rows(x: Tensor, ids: Tensor, experts: ExpertWeights) -> Tensor:
     """Outputs (T, K, D) of all pairs, as gathers that feed sums.
 
     The compiler makes one loop of gather, product and sum that reads the chosen experts where they lie; run
@@ -114,9 +120,9 @@ def _pair_rows(x: Tensor, ids: Tensor, experts: Weights) -> Tensor:
     return (down.to(torch.float32) * activated).sum(-1).to(x.dtype)
 
 
-def _visit_experts(x: Tensor, ids: Tensor, experts: Weights) -> Tensor:
+def _visit_experts(x: Tensor, ids: Tensor, experts: ExpertWeights) -> Tensor:
     """Outputs (T, K, D) of all pairs; only the chosen experts are read, and nothing larger is kept."""
-    num_chosen = ids.shape[1]
+    top_k = ids.shape[1]
     pair_ids = ids.reshape(-1)
     order = pair_ids.argsort(stable=True)
     outputs = x.new_empty(pair_ids.shape[0], x.shape[1])
@@ -125,17 +131,17 @@ def _visit_experts(x: Tensor, ids: Tensor, experts: Weights) -> Tensor:
     for number, count in enumerate(torch.bincount(pair_ids, minlength=num_experts).tolist()):
         if count == 0:
             continue
-        expert = Weights(
+        expert = ExpertWeights(
             _chosen(experts.gate_up, experts.gate_up_scale, number, x.dtype),
             _chosen(experts.down, experts.down_scale, number, x.dtype),
         )
         for first in range(start, start + count, _BLOCK_ROWS):
             places = order[first : min(first + _BLOCK_ROWS, start + count)]
             block = x.new_zeros(_BLOCK_ROWS, x.shape[1])
-            block[: len(places)] = x[places // num_chosen]
+            block[: len(places)] = x[places // top_k]
             outputs[places] = swiglu(block, expert)[: len(places)]
         start += count
-    return outputs.view(ids.shape[0], num_chosen, x.shape[1])
+    return outputs.view(ids.shape[0], top_k, x.shape[1])
 
 
 def _chosen(weight: Tensor, scale: Tensor | None, ids: Tensor | int, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from mingc.kernels.dispatch import use_triton
-from mingc.kernels.moe_experts import Weights
+from mingc.kernels.moe_experts import ExpertWeights
 from mingc.kernels.quantized import INT4
 
 _MAX_WIDTH = 8192  # a row is kept in registers
@@ -20,20 +20,25 @@ class RouterWeights(NamedTuple):
     bias: Tensor
     num_groups: int
     num_kept_groups: int
-    num_chosen: int
+    top_k: int
     scale: float
 
 
-def has_moe_gemv(x: Tensor, gates: RouterWeights, experts: Weights, shared: Weights | None) -> bool:
+def has_moe_gemv(
+    x: Tensor, gates: RouterWeights, experts: ExpertWeights, shared: ExpertWeights | None
+) -> bool:
     """Whether `moe_gemv` takes a stream `x` (T, D): one row on CUDA, sizes in powers of two, one format."""
     if not use_triton(x) or x.shape[0] != 1 or experts.gate_up.dtype == INT4:
         return False
-    if shared is not None and (shared.gate_up.dtype, shared.width) != (experts.gate_up.dtype, experts.width):
+    if shared is not None and (shared.gate_up.dtype, shared.intermediate_size) != (
+        experts.gate_up.dtype,
+        experts.intermediate_size,
+    ):
         return False
-    return has_row_kernel(x.shape[1], gates.weight.shape[1], gates.num_groups, experts.width)
+    return has_gemv_kernel(x.shape[1], gates.weight.shape[1], gates.num_groups, experts.intermediate_size)
 
 
-def has_row_kernel(hidden_size: int, num_experts: int, num_groups: int, width: int) -> bool:
+def has_gemv_kernel(hidden_size: int, num_experts: int, num_groups: int, width: int) -> bool:
     """Whether the kernels of one row take such sizes."""
     is_power = all(size & (size - 1) == 0 for size in (hidden_size, num_experts, num_groups))
     return is_power and 128 <= hidden_size <= _MAX_WIDTH and num_experts >= 16 and width % 128 == 0
@@ -45,8 +50,8 @@ def moe_gemv(
     norm: Tensor,
     eps: float,
     gates: RouterWeights,
-    experts: Weights,
-    shared: Weights | None,
+    experts: ExpertWeights,
+    shared: ExpertWeights | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One token with the first gate. Only where `has_moe_gemv` says so.
 
@@ -61,6 +66,6 @@ def moe_gemv(
     common = shared if shared is not None else (None, None, None, None)
     made: tuple[Tensor, Tensor, Tensor, Tensor] = gpu.moe_gemv(
         residual, delta, norm, gates.weight, gates.bias, *experts, *common, eps,
-        gates.num_groups, gates.num_kept_groups, gates.num_chosen, gates.scale,
+        gates.num_groups, gates.num_kept_groups, gates.top_k, gates.scale,
     )  # fmt: skip
     return made

@@ -17,7 +17,7 @@ def route_hidden(
     *,
     num_groups: int,
     num_kept_groups: int,
-    num_chosen: int,
+    top_k: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Score all experts in float32 and `route`, each token with the gate of its modality.
@@ -34,7 +34,7 @@ def route_hidden(
         from mingc.kernels.triton import router as gpu
 
         chosen: tuple[Tensor, Tensor] = gpu.route_hidden(
-            x, weight, bias, gate_index, num_groups, num_kept_groups, num_chosen, scale
+            x, weight, bias, gate_index, num_groups, num_kept_groups, top_k, scale
         )
         return chosen
     wide = x.to(torch.float32)
@@ -50,15 +50,15 @@ def route_hidden(
         own_bias,
         num_groups=num_groups,
         num_kept_groups=num_kept_groups,
-        num_chosen=num_chosen,
+        top_k=top_k,
         scale=scale,
     )
 
 
 def route(
-    logits: Tensor, bias: Tensor, *, num_groups: int, num_kept_groups: int, num_chosen: int, scale: float
+    logits: Tensor, bias: Tensor, *, num_groups: int, num_kept_groups: int, top_k: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Pick `num_chosen` experts a token and their weights (spec: thinker.md §2.3).
+    """Pick `top_k` experts a token and their weights (spec: thinker.md §2.3).
 
     Args:
         logits: (T, E) float32.
@@ -66,7 +66,7 @@ def route(
         num_groups: consecutive equal groups of experts; a group's rank is the sum of its two best biased scores.
         num_kept_groups: groups that may be chosen from.
 
-    Returns: ids (T, num_chosen) int64, best first, and weights (T, num_chosen) float32 that sum to `scale`.
+    Returns: ids (T, top_k) int64, best first, and weights (T, top_k) float32 that sum to `scale`.
     """
     num_tokens, num_experts = logits.shape
     group_size = num_experts // num_groups
@@ -79,6 +79,6 @@ def route(
         # Comparing with every group index is a fused elementwise pass; a scatter would be a kernel of its own.
         is_kept = (kept.unsqueeze(-1) == torch.arange(num_groups, device=kept.device)).any(1)
         biased = grouped.masked_fill(~is_kept.unsqueeze(-1), float("-inf")).view(num_tokens, num_experts)
-    ids = biased.topk(num_chosen, dim=-1).indices
+    ids = biased.topk(top_k, dim=-1).indices
     chosen = scores.gather(1, ids)
     return ids, chosen * (scale / (chosen.sum(-1, keepdim=True) + 1e-20))

@@ -19,7 +19,7 @@ from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages import talker as talker_stage
 from mingc.export.stages.cfm import STAGE, Cfm, CfmConfig
 from mingc.export.weights.loading import check_weights, float32_module
-from mingc.kernels.linear import enter
+from mingc.kernels.linear import begin_residual
 
 DATA = Path(__file__).parents[1] / "data"
 TOLERANCE = 1e-5
@@ -83,7 +83,7 @@ def test_blocks_match_at_the_first_step(module: Cfm, golden: dict[str, Tensor]) 
     first, history = module.prefix(hidden, latents)
     x = torch.cat((first[:, :1], history, module.dit.embed_latents(noise).repeat(2, 1, 1)), dim=1)
     norms = module.dit.norms()
-    rows = enter(x, norms[0], 1e-6)
+    rows = begin_residual(x, norms[0], 1e-6)
     blocks = zip(module.dit.blocks, norms[1:], golden["cfm.zero_history.step0.blocks"], strict=True)
     for block, norm, expected in blocks:
         rows = block(rows, module.dit.cos, module.dit.sin, norm)
@@ -105,7 +105,7 @@ def test_aggregator_blocks_match(module: Cfm, golden: dict[str, Tensor], case: s
     tokens = module.aggregator.embed_latents(golden[f"cfm.{case}.out"])
     x = torch.cat((module.aggregator_query.unsqueeze(0), tokens), dim=1)
     norms = module.aggregator.norms()
-    rows = enter(x, norms[0], 1e-6)
+    rows = begin_residual(x, norms[0], 1e-6)
     blocks = zip(module.aggregator.blocks, norms[1:], golden[f"agg.{case}.blocks"], strict=True)
     for block, norm, expected in blocks:
         rows = block(rows, module.aggregator.cos, module.aggregator.sin, norm)

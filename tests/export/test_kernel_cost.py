@@ -181,17 +181,17 @@ def choose_experts() -> object:
     weight, bias, gates = torch.randn(3, EXPERTS, HIDDEN), torch.zeros(3, EXPERTS), torch.tensor([0, 2, 1])
     return router.route_hidden(
         torch.randn(BATCH, HIDDEN), weight, bias, gates,
-        num_groups=4, num_kept_groups=2, num_chosen=CHOSEN, scale=2.5,
+        num_groups=4, num_kept_groups=2, top_k=CHOSEN, scale=2.5,
     )  # fmt: skip
 
 
 def run_experts(tokens: int, *, has_shared: bool, is_fp8: bool = False) -> object:
-    def make(*leading: int) -> moe_experts.Weights:
+    def make(*leading: int) -> moe_experts.ExpertWeights:
         gate_up, down = torch.randn(*leading, 2 * WIDTH, HIDDEN), torch.randn(*leading, HIDDEN, WIDTH)
         if not is_fp8:
-            return moe_experts.Weights(gate_up, down)
+            return moe_experts.ExpertWeights(gate_up, down)
         (gate_up, up_scale), (down, down_scale) = map(quantized.quantize_fp8, (gate_up, down))
-        return moe_experts.Weights(gate_up, down, up_scale, down_scale)
+        return moe_experts.ExpertWeights(gate_up, down, up_scale, down_scale)
 
     ids = torch.rand(tokens, EXPERTS).topk(CHOSEN).indices
     shared = make() if has_shared else None
@@ -211,14 +211,14 @@ def _fp8(rows: int, depth: int) -> tuple[Tensor, None, Tensor]:
 
 def multiply_a_layers_row() -> object:
     row = torch.randn(1, HIDDEN)
-    rows = linear.Rows(row, row, None, None)
+    rows = linear.ResidualState(row, row, None, None)
     if sys.modules.get("mingc.kernels.triton.fused_norm_gemv") is not None:
         rows = rows._replace(norm=torch.ones(HIDDEN))
     return linear.normed_linear(rows, torch.randn(WIDTH, HIDDEN), None, 1e-6)
 
 
 def multiply_and_add() -> object:
-    rows = linear.Rows(torch.randn(BATCH, HIDDEN), torch.randn(BATCH, HIDDEN), None, None)
+    rows = linear.ResidualState(torch.randn(BATCH, HIDDEN), torch.randn(BATCH, HIDDEN), None, None)
     if sys.modules.get("mingc.kernels.triton.linear") is not None:
         rows = rows._replace(squares=torch.ones(BATCH, 1), counters=torch.zeros(8, dtype=torch.int32))
     x, weight = torch.randn(BATCH, WIDTH), torch.randn(HIDDEN, WIDTH)
@@ -236,7 +236,7 @@ def multiply_a_row() -> object:
 
 
 def run_half() -> object:
-    config = {"num_groups": 4, "num_kept_groups": 2, "num_chosen": CHOSEN, "scale": 2.5}
+    config = {"num_groups": 4, "num_kept_groups": 2, "top_k": CHOSEN, "scale": 2.5}
     half = moe.MoeFeedForward(moe.Router(HIDDEN, EXPERTS, **config), HIDDEN, EXPERTS, WIDTH, WIDTH, 1e-6)
     for parameter in half.parameters():
         parameter.data.normal_()

@@ -10,12 +10,18 @@ import torch
 
 from mingc.errors import ExportError
 from mingc.export.autotune import tuning
-from mingc.export.autotune.moe_benchmark import RandomExperts, ShapeTrial, check_result, fits
-from mingc.export.autotune.search_space import candidates
+from mingc.export.autotune.moe_benchmark import ProblemTimer, RandomExperts, check_result, fits
+from mingc.export.autotune.search_space import search_space
 from mingc.export.recipe import Quantization
 from mingc.export.stage import ExpertDims
 from mingc.kernels.dispatch import plain_torch
-from mingc.kernels.triton.moe_config import Cut, Shape, Tiles, rule, using
+from mingc.kernels.triton.moe_config import (
+    KernelConfig,
+    MoeConfig,
+    MoeProblem,
+    default_config,
+    use_tuned_configs,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,18 +29,18 @@ pytestmark = [
 ]
 DIMS = ExpertDims(
     hidden_size=1024,
-    width=512,
-    shared_width=512,
+    intermediate_size=512,
+    shared_intermediate_size=512,
     num_experts=32,
     num_groups=4,
     num_kept_groups=2,
-    num_chosen=4,
+    top_k=4,
 )
 
 
-def only_shape(tokens: int, quantization: Quantization | None, dims: ExpertDims = DIMS) -> Shape:
-    (shape,) = tuning.expert_shapes(dims, quantization, [tokens])
-    return shape
+def only_problem(tokens: int, quantization: Quantization | None, dims: ExpertDims = DIMS) -> MoeProblem:
+    (problem,) = tuning.moe_problems(dims, quantization, [tokens])
+    return problem
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 100, 300, 1100])
@@ -42,60 +48,62 @@ def only_shape(tokens: int, quantization: Quantization | None, dims: ExpertDims 
 def test_every_candidate_gives_what_the_rules_cut_does(
     tokens: int, quantization: Quantization | None
 ) -> None:
-    shape = only_shape(tokens, quantization)
-    experts = RandomExperts(DIMS, shape.storage)
+    problem = only_problem(tokens, quantization)
+    experts = RandomExperts(DIMS, problem.weight_format)
     (inputs,) = experts.inputs(tokens, 1)
-    expected = experts.run(shape, inputs)
-    tried = [cut for cut in candidates(shape) if fits(DIMS, shape, cut)]
-    assert tried[0] == rule(shape)
+    expected = experts.run(problem, inputs)
+    tried = [config for config in search_space(problem) if fits(DIMS, problem, config)]
+    assert tried[0] == default_config(problem)
     assert len(tried) >= 4
-    for cut in tried:
-        with using({shape: cut}):
-            check_result(shape, cut, experts.run(shape, inputs), expected)
-    if shape.kernel != "moe_gemv":
+    for config in tried:
+        with use_tuned_configs({problem: config}):
+            check_result(problem, config, experts.run(problem, inputs), expected)
+    if problem.kernel != "moe_gemv":
         with plain_torch():
-            check_result(shape, tried[0], expected, experts.run(shape, inputs))
+            check_result(problem, tried[0], expected, experts.run(problem, inputs))
 
 
 def test_a_cut_beyond_the_devices_shared_memory_does_not_fit() -> None:
-    shape = only_shape(300, None)
-    huge = Tiles(columns=256, depth=256, warps=8, stages=4)
-    assert fits(DIMS, shape, rule(shape))
-    assert not fits(DIMS, shape, replace(rule(shape), up=huge, down=huge))
+    problem = only_problem(300, None)
+    huge = KernelConfig(block_n=256, block_k=256, num_warps=8, num_stages=4)
+    assert fits(DIMS, problem, default_config(problem))
+    assert not fits(DIMS, problem, replace(default_config(problem), up=huge, down=huge))
 
 
 def test_times_are_of_the_cuts_asked_for() -> None:
-    shape = only_shape(16, None, replace(DIMS, hidden_size=4096, num_experts=256))
-    slow = replace(rule(shape), up=Tiles(columns=16, depth=32, stages=1))
-    trial = ShapeTrial(RandomExperts(replace(DIMS, hidden_size=4096, num_experts=256), shape.storage), shape)
-    first, other, again = trial.time_us([rule(shape), slow, rule(shape)])
+    problem = only_problem(16, None, replace(DIMS, hidden_size=4096, num_experts=256))
+    slow = replace(default_config(problem), up=KernelConfig(block_n=16, block_k=32, num_stages=1))
+    trial = ProblemTimer(
+        RandomExperts(replace(DIMS, hidden_size=4096, num_experts=256), problem.weight_format), problem
+    )
+    first, other, again = trial.time_us([default_config(problem), slow, default_config(problem)])
     assert 0 < first < other
     assert 0 < again < other
 
 
 def test_a_cut_that_gives_another_result_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = only_shape(16, None)
-    experts = RandomExperts(DIMS, shape.storage)
-    trial = ShapeTrial(experts, shape)
-    right, other = candidates(shape)[:2]
+    problem = only_problem(16, None)
+    experts = RandomExperts(DIMS, problem.weight_format)
+    trial = ProblemTimer(experts, problem)
+    right, other = search_space(problem)[:2]
     trial.time_us([right])
     run = experts.run
     monkeypatch.setattr(experts, "run", lambda *call: 1.1 * run(*call))
-    with pytest.raises(ExportError, match="gives other results than the usual one"):
+    with pytest.raises(ExportError, match="gives another result than the default"):
         trial.time_us([other])
 
 
 def test_choices_are_kept_and_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = tuning.expert_shapes(DIMS, "fp8", [1, 16, 32, 128])
-    records = tuning.tune(DIMS, shapes, jobs=4, cache=tmp_path)
+    problems = tuning.moe_problems(DIMS, "fp8", [1, 16, 32, 128])
+    records = tuning.autotune(DIMS, problems, jobs=4, cache=tmp_path)
     timed = [each.tokens for each in records]
     assert timed == [1, 16, 32, 128]
     for each in records:
         assert each.device == torch.cuda.get_device_name()
-        is_default = tuning.cut_of(each) == rule(tuning.shape_of(each))
+        is_default = tuning.config_of(each) == default_config(tuning.problem_of(each))
         assert each.us == each.default_us if is_default else each.us < each.default_us
     monkeypatch.setattr(tuning, "worker_pool", None)
-    assert tuning.tune(DIMS, shapes, jobs=4, cache=tmp_path) == records
+    assert tuning.autotune(DIMS, problems, jobs=4, cache=tmp_path) == records
 
 
 @pytest.mark.parametrize("is_chosen", [False, True])
@@ -103,16 +111,18 @@ def test_compiled_code_has_the_cut_in_use(is_chosen: bool) -> None:
     from torch._inductor.utils import run_and_get_code
 
     torch._dynamo.reset()
-    shape = only_shape(16, None)
-    experts = RandomExperts(DIMS, shape.storage)
+    problem = only_problem(16, None)
+    experts = RandomExperts(DIMS, problem.weight_format)
     (inputs,) = experts.inputs(16, 1)
-    cut = Cut(up=Tiles(columns=16, depth=64), down=Tiles(columns=64, depth=64, stages=2))
-    expected = experts.run(shape, inputs)
+    config = MoeConfig(
+        up=KernelConfig(block_n=16, block_k=64), down=KernelConfig(block_n=64, block_k=64, num_stages=2)
+    )
+    expected = experts.run(problem, inputs)
     with (
-        using({shape: cut} if is_chosen else {}),
+        use_tuned_configs({problem: config} if is_chosen else {}),
         torch._functorch.config.patch(enable_autograd_cache=False),  # it knows the operation, not its tiles
         torch._inductor.config.patch(fx_graph_cache=False),
     ):
-        given, sources = run_and_get_code(torch.compile(experts.run, fullgraph=True), shape, inputs)
-    check_result(shape, cut, given, expected)
+        given, sources = run_and_get_code(torch.compile(experts.run, fullgraph=True), problem, inputs)
+    check_result(problem, config, given, expected)
     assert ("'BN': 16" in "".join(sources)) == is_chosen

@@ -61,7 +61,7 @@ def test_one_token_of_a_layer_with_experts(
     storage: str, has_shared: bool, experts: int, groups: int, kept: int, chosen: int
 ) -> None:
     hidden, width = 1024, 256
-    router = Router(hidden, experts, num_groups=groups, num_kept_groups=kept, num_chosen=chosen, scale=2.5)
+    router = Router(hidden, experts, num_groups=groups, num_kept_groups=kept, top_k=chosen, scale=2.5)
     half = MoeFeedForward(router, hidden, experts, width, width if has_shared else 0, 1e-6)
     half = half.to("cuda", torch.bfloat16)
     router.weight.data.normal_(0, hidden**-0.5)

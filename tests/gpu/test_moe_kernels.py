@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from mingc.kernels.dispatch import plain_torch
 from mingc.kernels.linear import linear
-from mingc.kernels.moe_experts import Weights, moe_experts
+from mingc.kernels.moe_experts import ExpertWeights, moe_experts
 from mingc.kernels.quantized import quantize_fp8, quantize_int4
 from mingc.kernels.router import route_hidden
 from mingc.kernels.triton import moe_config
@@ -32,21 +32,23 @@ DECODE_TOKENS = 64
 ROUNDED_TOLERANCE = 4e-2
 
 
-def store(weight: Tensor, storage: str) -> tuple[Tensor, Tensor | None]:
-    if storage == "fp8":
+def store(weight: Tensor, weight_format: str) -> tuple[Tensor, Tensor | None]:
+    if weight_format == "fp8":
         return quantize_fp8(weight)
-    if storage == "int4":
+    if weight_format == "int4":
         return quantize_int4(weight)
     return weight.to(torch.bfloat16), None
 
 
-def make(storage: str, width: int, *leading: int) -> Weights:
-    gate_up, up_scale = store(torch.randn(*leading, 2 * width, HIDDEN, device="cuda") * HIDDEN**-0.5, storage)
-    down, down_scale = store(torch.randn(*leading, HIDDEN, width, device="cuda") * width**-0.5, storage)
-    return Weights(gate_up, down, up_scale, down_scale)
+def make(weight_format: str, width: int, *leading: int) -> ExpertWeights:
+    gate_up, up_scale = store(
+        torch.randn(*leading, 2 * width, HIDDEN, device="cuda") * HIDDEN**-0.5, weight_format
+    )
+    down, down_scale = store(torch.randn(*leading, HIDDEN, width, device="cuda") * width**-0.5, weight_format)
+    return ExpertWeights(gate_up, down, up_scale, down_scale)
 
 
-def choose(tokens: int) -> tuple[Tensor, Tensor]:
+def select_fastest(tokens: int) -> tuple[Tensor, Tensor]:
     scores = torch.rand(tokens, EXPERTS, device="cuda")
     return scores.topk(CHOSEN).indices, torch.rand(tokens, CHOSEN, device="cuda")
 
@@ -64,20 +66,20 @@ def rounded_product(rows: Tensor, weight: Tensor, scale: Tensor | None) -> Tenso
     return (product.float() * row_scale.unsqueeze(1) * scale).to(rows.dtype)
 
 
-def rounded_swiglu(x: Tensor, expert: Weights) -> Tensor:
+def rounded_swiglu(x: Tensor, expert: ExpertWeights) -> Tensor:
     """The shared expert in FP8 with the rows of both products rounded to FP8, as `mingc.kernels.linear` has them."""
     gate, up = rounded_product(x, expert.gate_up, expert.gate_up_scale).chunk(2, dim=-1)
     return rounded_product(F.silu(gate) * up, expert.down, expert.down_scale)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 37, 64, 65, 700, 1100])
-@pytest.mark.parametrize("storage", ["bf16", "fp8", "int4"])
+@pytest.mark.parametrize("weight_format", ["bf16", "fp8", "int4"])
 @pytest.mark.parametrize("width", [128, 512])
-def test_experts(tokens: int, storage: str, width: int) -> None:
+def test_experts(tokens: int, weight_format: str, width: int) -> None:
     x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
-    experts, shared = make(storage, width, EXPERTS), make(storage, width)
-    choice = choose(tokens)
-    is_rounded = storage == "fp8" and tokens > DECODE_TOKENS
+    experts, shared = make(weight_format, width, EXPERTS), make(weight_format, width)
+    choice = select_fastest(tokens)
+    is_rounded = weight_format == "fp8" and tokens > DECODE_TOKENS
     with plain_torch():
         expected = moe_experts(x, *choice, *experts, shared=None if is_rounded else shared)
     if is_rounded:
@@ -95,10 +97,10 @@ def test_a_product_of_fp8_with_fp8(rows: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [40, 200])
-@pytest.mark.parametrize("storage", ["bf16", "fp8", "int4"])
-def test_all_tokens_at_the_same_experts(tokens: int, storage: str) -> None:
+@pytest.mark.parametrize("weight_format", ["bf16", "fp8", "int4"])
+def test_all_tokens_at_the_same_experts(tokens: int, weight_format: str) -> None:
     x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
-    experts = make(storage, 128, EXPERTS)
+    experts = make(weight_format, 128, EXPERTS)
     ids = torch.tensor([[31, 7, 0, 12]], device="cuda").expand(tokens, -1).contiguous()
     choice = ids, torch.rand(tokens, CHOSEN, device="cuda")
     with plain_torch():
@@ -107,15 +109,15 @@ def test_all_tokens_at_the_same_experts(tokens: int, storage: str) -> None:
 
 
 @pytest.mark.parametrize("tokens", [12, 60, 300, 1100])
-@pytest.mark.parametrize("storage", ["bf16", "fp8", "int4"])
-def test_a_token_does_not_depend_on_its_neighbours(tokens: int, storage: str) -> None:
+@pytest.mark.parametrize("weight_format", ["bf16", "fp8", "int4"])
+def test_a_token_does_not_depend_on_its_neighbours(tokens: int, weight_format: str) -> None:
     """Other tokens of the same number, other experts for them: the same bits for the one in the middle."""
     x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
-    experts, shared = make(storage, 256, EXPERTS), make(storage, 256)
-    ids, mix = choose(tokens)
+    experts, shared = make(weight_format, 256, EXPERTS), make(weight_format, 256)
+    ids, mix = select_fastest(tokens)
     kept = tokens // 2
     before = moe_experts(x, ids, mix, *experts, shared=shared)[kept]
-    others, (other_ids, other_mix) = torch.randn_like(x), choose(tokens)
+    others, (other_ids, other_mix) = torch.randn_like(x), select_fastest(tokens)
     for mine, own in ((others, x), (other_ids, ids), (other_mix, mix)):
         mine[kept] = own[kept]
     after = moe_experts(others, other_ids, other_mix, *experts, shared=shared)[kept]
@@ -125,21 +127,21 @@ def test_a_token_does_not_depend_on_its_neighbours(tokens: int, storage: str) ->
 def test_rows_beyond_a_block_get_the_same_bits() -> None:
     """137 rows an expert: those beyond 128 share the block of the others, or have one of their own."""
     x = torch.randn(1100, HIDDEN, device="cuda").to(torch.bfloat16)
-    experts, choice = make("bf16", 256, EXPERTS), choose(1100)
+    experts, choice = make("bf16", 256, EXPERTS), select_fastest(1100)
     together = moe_experts(x, *choice, *experts)
-    shape = moe_config.Shape(
-        kernel="grouped", tokens=1100, hidden_size=HIDDEN, width=256, experts=EXPERTS, chosen=CHOSEN,
-        storage=moe_config.BF16,
+    shape = moe_config.MoeProblem(
+        kernel="grouped", tokens=1100, hidden_size=HIDDEN, intermediate_size=256, experts=EXPERTS, top_k=CHOSEN,
+        weight_format=moe_config.BF16,
     )  # fmt: skip
-    assert moe_config.rule(shape).extra > 0
-    with moe_config.using({shape: replace(moe_config.rule(shape), extra=0)}):
+    assert moe_config.default_config(shape).extra_rows > 0
+    with moe_config.use_tuned_configs({shape: replace(moe_config.default_config(shape), extra_rows=0)}):
         assert torch.equal(moe_experts(x, *choice, *experts), together)
 
 
 def test_a_shared_expert_of_another_width_and_format() -> None:
     x = torch.randn(5, HIDDEN, device="cuda").to(torch.bfloat16)
     experts, shared = make("int4", 128, EXPERTS), make("bf16", 256)
-    choice = choose(5)
+    choice = select_fastest(5)
     with plain_torch():
         expected = moe_experts(x, *choice, *experts, shared=shared)
     check(moe_experts(x, *choice, *experts, shared=shared), expected)
@@ -151,7 +153,7 @@ def test_router(tokens: int, has_gates: bool) -> None:
     weight = (torch.randn(3, 256, HIDDEN, device="cuda") * HIDDEN**-0.5).to(torch.bfloat16)
     bias = torch.randn(3, 256, device="cuda") / 100
     gates = torch.randint(0, 3, (tokens,), device="cuda") if has_gates else None
-    options = {"num_groups": 8, "num_kept_groups": 4, "num_chosen": 8, "scale": 2.5}
+    options = {"num_groups": 8, "num_kept_groups": 4, "top_k": 8, "scale": 2.5}
     with plain_torch():
         expected_ids, expected_mix = route_hidden(x, weight, bias, gates, **options)
     ids, mix = route_hidden(x, weight, bias, gates, **options)
@@ -166,28 +168,26 @@ def test_equal_scores_go_to_the_first_experts() -> None:
     weight = torch.zeros(1, 64, HIDDEN, device="cuda", dtype=torch.bfloat16)
     ids, mix = route_hidden(
         x, weight, torch.zeros(1, 64, device="cuda"), None,
-        num_groups=8, num_kept_groups=2, num_chosen=3, scale=2.5,
+        num_groups=8, num_kept_groups=2, top_k=3, scale=2.5,
     )  # fmt: skip
     assert ids.tolist() == [[0, 1, 2]] * 3
     torch.testing.assert_close(mix, torch.full_like(mix, 2.5 / 3))
 
 
-@pytest.mark.parametrize("storage", ["bf16", "fp8", "int4"])
+@pytest.mark.parametrize("weight_format", ["bf16", "fp8", "int4"])
 @pytest.mark.parametrize("tokens", [1, 6, 80])
-def test_compiled(storage: str, tokens: int) -> None:
+def test_compiled(weight_format: str, tokens: int) -> None:
     """The kernels' helpers and constants reach the code that the compiler writes around them."""
     torch._dynamo.reset()  # every case is the same code: its compilations would add up to the limit
     x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
-    experts, shared = make(storage, 128, EXPERTS), make(storage, 128)
+    experts, shared = make(weight_format, 128, EXPERTS), make(weight_format, 128)
     weight = (torch.randn(1, EXPERTS, HIDDEN, device="cuda") * HIDDEN**-0.5).to(torch.bfloat16)
     bias = torch.zeros(1, EXPERTS, device="cuda")
 
     def layer(x: Tensor) -> Tensor:
-        choice = route_hidden(
-            x, weight, bias, None, num_groups=4, num_kept_groups=2, num_chosen=CHOSEN, scale=2.5
-        )
+        choice = route_hidden(x, weight, bias, None, num_groups=4, num_kept_groups=2, top_k=CHOSEN, scale=2.5)
         return moe_experts(x, *choice, *experts, shared=shared)
 
-    is_rounded = storage == "fp8" and tokens > DECODE_TOKENS
+    is_rounded = weight_format == "fp8" and tokens > DECODE_TOKENS
     tolerance = ROUNDED_TOLERANCE if is_rounded else TOLERANCE
     check(torch.compile(layer, fullgraph=True)(x), layer(x), tolerance)

@@ -102,10 +102,10 @@ def test_a_block_of_products(rows: int, activation: linear.Activation, factor: i
     second = normal(896, 4864) * 4864**-0.5
 
     def run() -> tuple[Tensor, Tensor]:
-        stream = linear.enter(x, norm, 1e-6)
+        stream = linear.begin_residual(x, norm, 1e-6)
         inner = linear.normed_linear(stream, first, bias, 1e-6, activation)
         stream = linear.add_linear(inner, second, None, stream, next_norm, 1e-6)
-        return stream.values, linear.leave(stream, 1e-6)
+        return stream.values, linear.final_norm(stream, 1e-6)
 
     with plain_torch():
         expected = run()
@@ -121,9 +121,9 @@ def test_one_row_of_any_width(width: int, inner: int) -> None:
     bias = normal(width)
 
     def run() -> Tensor:
-        stream = linear.enter(x, norm, 1e-6)
+        stream = linear.begin_residual(x, norm, 1e-6)
         made = linear.normed_linear(stream, first, None, 1e-6, "swiglu")
-        return linear.leave(linear.add_linear(made, second, bias, stream, next_norm, 1e-6), 1e-6)
+        return linear.final_norm(linear.add_linear(made, second, bias, stream, next_norm, 1e-6), 1e-6)
 
     with plain_torch():
         expected = run()
@@ -140,10 +140,10 @@ def test_a_block_of_products_with_fp8_weights(rows: int, activation: linear.Acti
     bias = normal(4864) if factor == 1 else None
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
-        stream = linear.enter(x, norm, 1e-6)
+        stream = linear.begin_residual(x, norm, 1e-6)
         inner = linear.normed_linear(stream, first, bias, 1e-6, activation, first_scale)
         stream = linear.add_linear(inner, second, None, stream, next_norm, 1e-6, second_scale)
-        return stream.values, linear.leave(stream, 1e-6)
+        return stream.values, linear.final_norm(stream, 1e-6)
 
     with plain_torch():
         expected = run(x)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mingc.kernels import moe_experts as kernel
-from mingc.kernels.moe_experts import Weights, moe_experts
+from mingc.kernels.moe_experts import ExpertWeights, moe_experts
 from mingc.kernels.quantized import dequantize, quantize_fp8, quantize_int4
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -83,7 +83,7 @@ def test_quantized_weights_with_a_shared_expert(
     wide_up, wide_down = (
         dequantize(*pair, torch.float32) for pair in ((stored_up, up_scale), (stored_down, down_scale))
     )
-    shared = Weights(stored_up[3], stored_down[3], up_scale[3], down_scale[3])
+    shared = ExpertWeights(stored_up[3], stored_down[3], up_scale[3], down_scale[3])
     everywhere = torch.full((5, 1), 3), torch.ones(5, 1)
     expected = plain(x, ids, weights, wide_up, wide_down) + plain(x, *everywhere, wide_up, wide_down)
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: is_captured)

@@ -31,7 +31,7 @@ def test_against_plain_rules(
     generator = torch.Generator().manual_seed(experts)
     logits = torch.randn(20, experts, generator=generator)
     bias = torch.randn(20, experts, generator=generator) if is_bias_per_token else torch.randn(experts)
-    ids, weights = route(logits, bias, num_groups=groups, num_kept_groups=kept, num_chosen=chosen, scale=2.5)
+    ids, weights = route(logits, bias, num_groups=groups, num_kept_groups=kept, top_k=chosen, scale=2.5)
     assert ids.shape == weights.shape == (20, chosen)
     for token in range(20):
         expected = plain_route(logits[token], bias.expand(20, -1)[token], groups, kept, chosen)
@@ -43,7 +43,7 @@ def test_against_plain_rules(
 def test_bias_chooses_but_does_not_weigh() -> None:
     bias = torch.zeros(8)
     bias[5] = 10
-    ids, weights = route(torch.zeros(1, 8), bias, num_groups=1, num_kept_groups=1, num_chosen=2, scale=2.5)
+    ids, weights = route(torch.zeros(1, 8), bias, num_groups=1, num_kept_groups=1, top_k=2, scale=2.5)
     assert ids[0, 0] == 5
     torch.testing.assert_close(weights, torch.full((1, 2), 1.25))
 
@@ -51,7 +51,7 @@ def test_bias_chooses_but_does_not_weigh() -> None:
 def test_at_most_the_kept_groups_appear() -> None:
     logits = torch.full((1, 256), -4.0)
     logits[0, 96:128] = 4.0
-    ids, weights = route(logits, torch.zeros(256), num_groups=8, num_kept_groups=4, num_chosen=8, scale=2.5)
+    ids, weights = route(logits, torch.zeros(256), num_groups=8, num_kept_groups=4, top_k=8, scale=2.5)
     assert set((ids // 32).flatten().tolist()) == {3}
     torch.testing.assert_close(weights.sum(), torch.tensor(2.5))
 
@@ -61,7 +61,7 @@ def test_each_token_takes_its_own_gate() -> None:
     x = torch.randn(9, 32, generator=generator)
     weight, bias = torch.randn(3, 16, 32, generator=generator), torch.randn(3, 16, generator=generator)
     gates = torch.arange(9) % 3
-    limits = {"num_groups": 4, "num_kept_groups": 2, "num_chosen": 4, "scale": 2.5}
+    limits = {"num_groups": 4, "num_kept_groups": 2, "top_k": 4, "scale": 2.5}
     ids, weights = route_hidden(x, weight, bias, gates, **limits)
     for gate in range(3):
         own = gates == gate

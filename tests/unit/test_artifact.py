@@ -209,10 +209,11 @@ def test_contents_sum_up_an_artifact(artifact_path: Path) -> None:
 def test_contents_tell_how_kernels_are_cut(
     tmp_path: Path, manifest: Manifest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiles = KernelConfig(columns=64, depth=256, warps=4, stages=3, repeats=1)
+    tiles = KernelConfig(block_n=64, block_k=256, num_warps=4, num_stages=3, tiles_per_program=1)
     kernel = TunedKernel(
-        kernel="grouped", tokens=256, hidden_size=4096, width=256, experts=256, chosen=8, storage="bfloat16",
-        up=tiles, down=replace(tiles, repeats=2), rows=16, swap=True, extra=0, us=9.5, default_us=10.5, device="H200",
+        kernel="grouped", tokens=256, hidden_size=4096, intermediate_size=256, experts=256, top_k=8,
+        weight_format="bfloat16", up=tiles, down=replace(tiles, tiles_per_program=2), block_m=16, swap_operands=True,
+        extra_rows=0, us=9.5, default_us=10.5, device="H200",
     )  # fmt: skip
     stage = StageRecord(is_sharded=True, weights=(), graphs={}, kernel_configs=(kernel,))
     contents = summarize(Artifact(root=tmp_path, manifest=replace(manifest, stages={"thinker": stage})))

@@ -1,7 +1,7 @@
-"""Cuts of the mixture-of-experts kernels that are worth timing beside the rule's.
+"""Search space of mixture-of-experts kernel configurations: the few worth timing beside the default.
 
-Few: those that came first or close to it in sweeps over many (`benchmarks/results/moe-tiles-h200-2026-11-21.json`,
-`prefill-forms-…` and `thinker-rows-…` beside it), each beside the rule's cut of the other product.
+Few: the ones that came first or close to it in large sweeps (`benchmarks/results/moe-tiles-h200-2026-11-21.json`,
+`prefill-forms-…` and `thinker-rows-…` in the same folder). Each is tried with the default for the other GEMM.
 """
 
 from __future__ import annotations
@@ -9,112 +9,127 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mingc.kernels.triton.moe_config import BF16, FP8, INT4, Cut, Shape, Tiles, blocks_of, fitted, rule
+from mingc.kernels.triton.moe_config import (
+    BF16,
+    FP8,
+    INT4,
+    KernelConfig,
+    MoeConfig,
+    MoeProblem,
+    default_config,
+    fit_to,
+    grouped_config,
+)
 
-_EXPERT_ROW_UPS = (
-    Tiles(columns=4, depth=4096, warps=4),
-    Tiles(columns=4, depth=4096, warps=8),
-    Tiles(columns=2, depth=4096, warps=4),
-    Tiles(columns=4, depth=2048, warps=4),
-    Tiles(columns=2, depth=2048, warps=4),
+_MOE_GEMV_UPS = (
+    KernelConfig(block_n=4, block_k=4096, num_warps=4),
+    KernelConfig(block_n=4, block_k=4096, num_warps=8),
+    KernelConfig(block_n=2, block_k=4096, num_warps=4),
+    KernelConfig(block_n=4, block_k=2048, num_warps=4),
+    KernelConfig(block_n=2, block_k=2048, num_warps=4),
 )
-_ROW_UPS = (
-    Tiles(columns=2, depth=2048, warps=4),
-    Tiles(columns=4, depth=2048, warps=4),
-    Tiles(columns=2, depth=2048, warps=8),
-    Tiles(columns=4, depth=1024, warps=4),
+_EXPERT_GEMV_UPS = (
+    KernelConfig(block_n=2, block_k=2048, num_warps=4),
+    KernelConfig(block_n=4, block_k=2048, num_warps=4),
+    KernelConfig(block_n=2, block_k=2048, num_warps=8),
+    KernelConfig(block_n=4, block_k=1024, num_warps=4),
 )
-_ROW_DOWNS = (
-    Tiles(columns=4, depth=512, warps=4),
-    Tiles(columns=8, depth=512, warps=4),
-    Tiles(columns=16, depth=512, warps=4),
-    Tiles(columns=8, depth=512, warps=8),
+_EXPERT_GEMV_DOWNS = (
+    KernelConfig(block_n=4, block_k=512, num_warps=4),
+    KernelConfig(block_n=8, block_k=512, num_warps=4),
+    KernelConfig(block_n=16, block_k=512, num_warps=4),
+    KernelConfig(block_n=8, block_k=512, num_warps=8),
 )
-# By storage. Depths of INT4 count bytes.
+# By weight format. block_k of INT4 counts bytes.
 _BATCH_UPS = {
     BF16: (
-        Tiles(columns=32, depth=256),
-        Tiles(columns=64, depth=256),
-        Tiles(columns=64, depth=128),
-        Tiles(columns=32, depth=128, stages=4),
+        KernelConfig(block_n=32, block_k=256),
+        KernelConfig(block_n=64, block_k=256),
+        KernelConfig(block_n=64, block_k=128),
+        KernelConfig(block_n=32, block_k=128, num_stages=4),
     ),
     FP8: (
-        Tiles(columns=64, depth=256),
-        Tiles(columns=32, depth=256),
-        Tiles(columns=32, depth=256, stages=4),
+        KernelConfig(block_n=64, block_k=256),
+        KernelConfig(block_n=32, block_k=256),
+        KernelConfig(block_n=32, block_k=256, num_stages=4),
     ),
     INT4: (
-        Tiles(columns=64, depth=256),
-        Tiles(columns=32, depth=256),
-        Tiles(columns=64, depth=128),
+        KernelConfig(block_n=64, block_k=256),
+        KernelConfig(block_n=32, block_k=256),
+        KernelConfig(block_n=64, block_k=128),
     ),
 }
 _BATCH_DOWNS = {
     BF16: (
-        Tiles(columns=128, depth=128),
-        Tiles(columns=128, depth=128, stages=4),
-        Tiles(columns=64, depth=128),
-        Tiles(columns=64, depth=256, repeats=4),
+        KernelConfig(block_n=128, block_k=128),
+        KernelConfig(block_n=128, block_k=128, num_stages=4),
+        KernelConfig(block_n=64, block_k=128),
+        KernelConfig(block_n=64, block_k=256, tiles_per_program=4),
     ),
     FP8: (
-        Tiles(columns=64, depth=256, repeats=4),
-        Tiles(columns=128, depth=256),
-        Tiles(columns=64, depth=256),
+        KernelConfig(block_n=64, block_k=256, tiles_per_program=4),
+        KernelConfig(block_n=128, block_k=256),
+        KernelConfig(block_n=64, block_k=256),
     ),
     INT4: (
-        Tiles(columns=128, depth=128),
-        Tiles(columns=64, depth=128),
-        Tiles(columns=64, depth=128, repeats=4),
+        KernelConfig(block_n=128, block_k=128),
+        KernelConfig(block_n=64, block_k=128),
+        KernelConfig(block_n=64, block_k=128, tiles_per_program=4),
     ),
 }
-_LEAST_ROWS, _MOST_ROWS = 16, 128  # of a block of grouped products
-# By whether a block has 64 rows or more.
+_MIN_BLOCK_M, _MAX_BLOCK_M = 16, 128  # of grouped GEMMs
+# By whether block_m is 64 or more.
 _GROUPED = {
-    False: (Tiles(columns=128, depth=128, stages=4), Tiles(columns=256, depth=128, warps=8)),
+    False: (
+        KernelConfig(block_n=128, block_k=128, num_stages=4),
+        KernelConfig(block_n=256, block_k=128, num_warps=8),
+    ),
     True: (
-        Tiles(columns=128, depth=64, stages=4),
-        Tiles(columns=256, depth=64, warps=8),
-        Tiles(columns=256, depth=64, warps=8, stages=4),
+        KernelConfig(block_n=128, block_k=64, num_stages=4),
+        KernelConfig(block_n=256, block_k=64, num_warps=8),
+        KernelConfig(block_n=256, block_k=64, num_warps=8, num_stages=4),
     ),
 }
 
 
-def candidates(shape: Shape) -> tuple[Cut, ...]:
-    """The rule's cut, then others, each once. Some may need more shared memory than a device has."""
-    return tuple(dict.fromkeys((rule(shape), *_others(shape))))
+def search_space(problem: MoeProblem) -> tuple[MoeConfig, ...]:
+    """The default configuration, then others, each once. Some may need more shared memory than the GPU has."""
+    return tuple(dict.fromkeys((default_config(problem), *_others(problem))))
 
 
-def _others(shape: Shape) -> Iterator[Cut]:
-    default = rule(shape)
-    ups, downs = _products(shape, default)
-    width, hidden = shape.width, shape.hidden_size
-    per_item = 2 if shape.storage == INT4 and shape.kernel == "batch" else 1
-    columns = 2 * width if shape.kernel == "grouped" else width
-    for tiles in ups:
-        yield replace(default, up=fitted(tiles, columns, hidden // per_item))
-    for tiles in downs:
-        if hidden % (tiles.columns * tiles.repeats) == 0:
-            yield replace(default, down=fitted(tiles, hidden, width // per_item))
-    if shape.kernel == "grouped":
-        for rows in (default.rows // 2, 2 * default.rows):
-            if _LEAST_ROWS <= rows <= _MOST_ROWS:
-                yield blocks_of(shape, rows)
+def _others(problem: MoeProblem) -> Iterator[MoeConfig]:
+    default = default_config(problem)
+    ups, downs = _gemm_configs(problem, default)
+    size, hidden = problem.intermediate_size, problem.hidden_size
+    per_item = 2 if problem.weight_format == INT4 and problem.kernel == "batch" else 1
+    up_rows = 2 * size if problem.kernel == "grouped" else size
+    for config in ups:
+        yield replace(default, up=fit_to(config, up_rows, hidden // per_item))
+    for config in downs:
+        if hidden % (config.block_n * config.tiles_per_program) == 0:
+            yield replace(default, down=fit_to(config, hidden, size // per_item))
+    if problem.kernel == "grouped":
+        for block_m in (default.block_m // 2, 2 * default.block_m):
+            if _MIN_BLOCK_M <= block_m <= _MAX_BLOCK_M:
+                yield grouped_config(problem, block_m)
 
 
-def _products(shape: Shape, default: Cut) -> tuple[tuple[Tiles, ...], tuple[Tiles, ...]]:
-    """Tiles for the first product and for the second."""
-    match shape.kernel:
+def _gemm_configs(
+    problem: MoeProblem, default: MoeConfig
+) -> tuple[tuple[KernelConfig, ...], tuple[KernelConfig, ...]]:
+    """Configurations for the first GEMM and for the second."""
+    match problem.kernel:
         case "moe_gemv":
-            return _EXPERT_ROW_UPS, _ROW_DOWNS
-        case "row":
-            return _ROW_UPS, _ROW_DOWNS
+            return _MOE_GEMV_UPS, _EXPERT_GEMV_DOWNS
+        case "expert_gemv":
+            return _EXPERT_GEMV_UPS, _EXPERT_GEMV_DOWNS
         case "batch":
-            return _BATCH_UPS[shape.storage], _BATCH_DOWNS[shape.storage]
+            return _BATCH_UPS[problem.weight_format], _BATCH_DOWNS[problem.weight_format]
         case "grouped":
-            both = _GROUPED[default.rows >= 64]
-            if shape.storage == FP8:
-                both = tuple(replace(each, depth=128) for each in both)
-            if default.rows == _MOST_ROWS:
-                # Four warps have too few registers for blocks of so many rows.
-                both = (*both[1:], Tiles(columns=128, depth=64, warps=8))
+            both = _GROUPED[default.block_m >= 64]
+            if problem.weight_format == FP8:
+                both = tuple(replace(each, block_k=128) for each in both)
+            if default.block_m == _MAX_BLOCK_M:
+                # Four warps have too few registers for blocks of that size.
+                both = (*both[1:], KernelConfig(block_n=128, block_k=64, num_warps=8))
             return both, both

@@ -1,4 +1,4 @@
-"""Which cut of the experts' kernels is taken, by timings that someone else makes."""
+"""Choice of the fastest kernel configuration from timings that the caller makes."""
 
 from __future__ import annotations
 
@@ -7,65 +7,65 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from mingc.kernels.triton.moe_config import Cut, Shape, rule
+from mingc.kernels.triton.moe_config import MoeConfig, MoeProblem, default_config
 
-LEAST_GAIN = 0.03  # medians of one kernel differ by up to 1 % from run to run: noise must not change engines
+MIN_GAIN = 0.03  # medians of one kernel differ by up to 1 % from run to run: noise must not change engines
 _REPEATS = 3
 
-TimeCuts = Callable[[Sequence[Cut]], Sequence[float]]
-"""Microseconds of each cut, taken by turns."""
+TimeConfigs = Callable[[Sequence[MoeConfig]], Sequence[float]]
+"""Microseconds of each configuration, timed in turns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """The cut taken for a shape, its microseconds and those of the rule's cut, which it may be."""
+class Selection:
+    """The configuration selected for a problem, its microseconds, and the microseconds of the default."""
 
-    shape: Shape
-    cut: Cut
+    problem: MoeProblem
+    config: MoeConfig
     us: float
     default_us: float
 
 
-def choose(shape: Shape, cuts: Sequence[Cut], time_us: TimeCuts) -> Choice:
-    """The fastest of `cuts`, the first of which is the default; another one only when it is clearly faster.
+def select_fastest(problem: MoeProblem, configs: Sequence[MoeConfig], time_us: TimeConfigs) -> Selection:
+    """The fastest of `configs`; the first one, the default, unless another is faster by `MIN_GAIN`.
 
-    All are timed once. Then the fastest one, and the fastest first and second product together, are timed against the
-    default again and again, and must be faster by `LEAST_GAIN` each time.
+    All are timed once. Then the fastest one, and the fastest first and second GEMM combined, are timed against the
+    default `_REPEATS` times and must be faster by `MIN_GAIN` each time.
     """
-    default = cuts[0]
-    once = dict(zip(cuts, time_us(cuts), strict=True))
+    default = configs[0]
+    once = dict(zip(configs, time_us(configs), strict=True))
     finalists = _finalists(default, once)
     if not finalists:
-        return Choice(shape=shape, cut=default, us=once[default], default_us=once[default])
+        return Selection(problem=problem, config=default, us=once[default], default_us=once[default])
     rounds = [time_us((default, *finalists)) for _ in range(_REPEATS)]
     default_times, *others = zip(*rounds, strict=True)
     default_us = statistics.median(default_times)
     best, best_us = default, default_us
-    for cut, times in zip(finalists, others, strict=True):
-        is_faster = all(us < (1 - LEAST_GAIN) * than for us, than in zip(times, default_times, strict=True))
+    for config, times in zip(finalists, others, strict=True):
+        is_faster = all(us < (1 - MIN_GAIN) * base for us, base in zip(times, default_times, strict=True))
         if is_faster and statistics.median(times) < best_us:
-            best, best_us = cut, statistics.median(times)
-    return Choice(shape=shape, cut=best, us=best_us, default_us=default_us)
+            best, best_us = config, statistics.median(times)
+    return Selection(problem=problem, config=best, us=best_us, default_us=default_us)
 
 
-def families(shapes: Iterable[Shape]) -> list[tuple[Shape, ...]]:
-    """Shapes of one kernel that differ in their tokens only and that the rule cuts alike, by tokens."""
-    ordered = sorted(shapes, key=lambda shape: (shape.kernel, shape.tokens))
-    alike = groupby(ordered, key=lambda shape: (replace(shape, tokens=0), rule(shape)))
-    return [tuple(members) for _, members in alike]
+def group_by_default(problems: Iterable[MoeProblem]) -> list[tuple[MoeProblem, ...]]:
+    """Problems that share kernel, sizes and default configuration and differ in tokens only, ordered by tokens."""
+    ordered = sorted(problems, key=lambda problem: (problem.kernel, problem.tokens))
+    groups = groupby(ordered, key=lambda problem: (replace(problem, tokens=0), default_config(problem)))
+    return [tuple(members) for _, members in groups]
 
 
-def _finalists(default: Cut, once: dict[Cut, float]) -> tuple[Cut, ...]:
-    """What is worth timing again: the fastest, and what was fastest for each product put together.
+def _finalists(default: MoeConfig, once: dict[MoeConfig, float]) -> tuple[MoeConfig, ...]:
+    """Configurations worth timing again: the fastest, and the fastest for each GEMM combined.
 
-    Nothing when all of it promises less than half of what is asked for.
+    Empty when all of them promise less than half of the gain required.
     """
-    ups = [cut for cut in once if cut == replace(default, up=cut.up)]
-    downs = [cut for cut in once if cut == replace(default, down=cut.down)]
+    ups = [config for config in once if config == replace(default, up=config.up)]
+    downs = [config for config in once if config == replace(default, down=config.down)]
     up, down = min(ups, key=once.__getitem__), min(downs, key=once.__getitem__)
     both = replace(default, up=up.up, down=down.down)
     saved = 2 * once[default] - once[up] - once[down]
     best = min(once, key=once.__getitem__)
     gains = {best: once[default] - once[best]} | {both: saved}
-    least = LEAST_GAIN / 2 * once[default]
-    return tuple(cut for cut, gain in gains.items() if cut != default and gain > least)
+    required = MIN_GAIN / 2 * once[default]
+    return tuple(config for config, gain in gains.items() if config != default and gain > required)

@@ -14,7 +14,7 @@ from torch import nn
 from mingc.artifacts.manifest import EngineRecord, GraphRecord, Parity, QuantizationError, TunedKernel
 from mingc.artifacts.spec import GraphSpec
 from mingc.errors import ExportError
-from mingc.export.autotune.tuning import engine_table
+from mingc.export.autotune.tuning import tuned_table
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks import experts, routing
 from mingc.export.checks import parity as parity_rule
@@ -29,7 +29,7 @@ from mingc.export.stages import find
 from mingc.export.weights.loading import float32_module, load_module
 from mingc.export.weights.quantization import in_float32
 from mingc.export.weights.source import open_source
-from mingc.kernels.triton.moe_config import using
+from mingc.kernels.triton.moe_config import use_tuned_configs
 
 BACKEND = "aoti"
 
@@ -124,8 +124,8 @@ def build_engine(task: GraphTask, static_shapes: dict[str, int] | None) -> Built
     table = {}
     if plan.routing is not None and static_shapes is not None:
         (tokens,) = static_shapes.values()
-        table = engine_table(task.kernel_configs, tokens)
-    with using(table):
+        table = tuned_table(task.kernel_configs, tokens)
+    with use_tuned_configs(table):
         record = _compile(task, plan, module, static_shapes, options)
     return BuiltEngine(record=record, peak_rss_bytes=peak_rss_bytes())
 

@@ -114,7 +114,7 @@ def _experts(shapes: Shapes, _: Mapping[str, Any]) -> KernelCost:
 def _moe_gemv(shapes: Shapes, arguments: Mapping[str, Any]) -> KernelCost:
     """One token: the first gate of `gate` (gates, E, D), and the experts as in `_experts`."""
     gates, experts, hidden = shapes["gate"]
-    token = {**shapes, "x": (1, hidden), "ids": (1, arguments["num_chosen"])}
+    token = {**shapes, "x": (1, hidden), "ids": (1, arguments["top_k"])}
     work = _experts(token, arguments)
     return KernelCost(
         flops=work.flops + 2 * experts * hidden,

@@ -230,7 +230,7 @@ def _feed_forward(config: DecoderConfig, index: int, world_size: int) -> DenseFe
         config.num_experts,
         num_groups=config.num_expert_groups,
         num_kept_groups=config.num_kept_groups,
-        num_chosen=config.num_experts_per_token,
+        top_k=config.num_experts_per_token,
         scale=config.routed_scale,
     )
     return MoeFeedForward(

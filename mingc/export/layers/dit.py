@@ -15,7 +15,7 @@ from mingc.errors import CheckpointError
 from mingc.export.layers.linear import Linear
 from mingc.export.stage import WeightSource
 from mingc.kernels.dit_batch1 import BlockWeights, TransformerWeights
-from mingc.kernels.linear import Rows, add_linear, enter, keep, normed_linear
+from mingc.kernels.linear import ResidualState, add_linear, begin_residual, normed_linear, slice_tokens
 from mingc.kernels.small_sequence_attention import small_sequence_attention
 
 _EPS = 1e-6
@@ -79,15 +79,15 @@ class DitBlock(nn.Module):
         self.down = Linear(config.mlp_size, width)
 
     def forward(
-        self, x: Rows, cos: Tensor, sin: Tensor, next_norm: Tensor, kept: slice | None = None
-    ) -> Rows:
+        self, x: ResidualState, cos: Tensor, sin: Tensor, next_norm: Tensor, kept: slice | None = None
+    ) -> ResidualState:
         """Stream (N, T, D) → (N, T, D) before `next_norm`; with `kept` only these tokens: none other is computed
         after attention."""
         qkv, out, up, down = self.qkv, self.out, self.up, self.down
         packed = normed_linear(x, qkv.weight, qkv.bias, _EPS, weight_scale=qkv.weight_scale)
         context = small_sequence_attention(packed, cos, sin)
         if kept is not None:
-            x, context = keep(x, kept), context[:, kept]
+            x, context = slice_tokens(x, kept), context[:, kept]
         x = add_linear(context, out.weight, out.bias, x, self.mlp_norm, _EPS, out.weight_scale)
         inner = normed_linear(x, up.weight, up.bias, _EPS, "gelu", up.weight_scale)
         return add_linear(inner, down.weight, down.bias, x, next_norm, _EPS, down.weight_scale)
@@ -142,7 +142,7 @@ class LatentTransformer(nn.Module):
     def project_row(self, x: Tensor) -> Tensor:
         """One token of the stream after the blocks (1, D) → its output (1, out_size)."""
         out: Tensor = normed_linear(
-            Rows(x, x, None, None, self.norm), self.project.weight, self.project.bias, _EPS
+            ResidualState(x, x, None, None, self.norm), self.project.weight, self.project.bias, _EPS
         )
         return out
 
@@ -150,7 +150,7 @@ class LatentTransformer(nn.Module):
         """Tokens (N, T, D) → projected outputs (N, tokens kept, out_size) of the tokens `kept`."""
         last = len(self.blocks) - 1
         norms = self.norms()
-        rows = enter(x, norms[0], _EPS)
+        rows = begin_residual(x, norms[0], _EPS)
         for index, block in enumerate(self.blocks):
             rows = block(rows, self.cos, self.sin, norms[index + 1], kept if index == last else None)
         out: Tensor = normed_linear(rows, self.project.weight, self.project.bias, _EPS)

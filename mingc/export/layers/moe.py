@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mingc.kernels.moe_experts import Weights, moe_experts, swiglu
+from mingc.kernels.moe_experts import ExpertWeights, moe_experts, swiglu
 from mingc.kernels.moe_gemv import RouterWeights, has_moe_gemv, moe_gemv
 from mingc.kernels.rms_norm import rms_norm
 from mingc.kernels.router import route_hidden
@@ -35,9 +35,9 @@ class SwiGlu(nn.Module):
         """(T, D) → (T, D)."""
         return swiglu(x_TD, self.weights())
 
-    def weights(self) -> Weights:
+    def weights(self) -> ExpertWeights:
         """As an expert of every token."""
-        return Weights(self.gate_up, self.down, self.gate_up_scale, self.down_scale)
+        return ExpertWeights(self.gate_up, self.down, self.gate_up_scale, self.down_scale)
 
 
 class DenseFeedForward(nn.Module):
@@ -65,7 +65,7 @@ class Router(nn.Module):
         *,
         num_groups: int,
         num_kept_groups: int,
-        num_chosen: int,
+        top_k: int,
         scale: float,
     ) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Router(nn.Module):
         )
         self.num_groups = num_groups
         self.num_kept_groups = num_kept_groups
-        self.num_chosen = num_chosen
+        self.top_k = top_k
         self.scale = scale
 
     def forward(self, x_TD: Tensor, gate_index_T: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -87,14 +87,14 @@ class Router(nn.Module):
             gate_index_T,
             num_groups=self.num_groups,
             num_kept_groups=self.num_kept_groups,
-            num_chosen=self.num_chosen,
+            top_k=self.top_k,
             scale=self.scale,
         )
 
     def gates(self) -> RouterWeights:
         """The router as kernels of the whole half take it."""
         return RouterWeights(
-            self.weight, self.bias, self.num_groups, self.num_kept_groups, self.num_chosen, self.scale
+            self.weight, self.bias, self.num_groups, self.num_kept_groups, self.top_k, self.scale
         )
 
 
@@ -153,7 +153,7 @@ class MoeFeedForward(nn.Module):
         self, residual_TD: Tensor, delta_TD: Tensor, gate_index_T: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Residual, this rank's share of routed and shared experts added up, expert ids and weights."""
-        experts = Weights(self.gate_up, self.down, self.gate_up_scale, self.down_scale)
+        experts = ExpertWeights(self.gate_up, self.down, self.gate_up_scale, self.down_scale)
         shared = None if self.shared is None else self.shared.weights()
         if gate_index_T is None and isinstance(self.router, Router):
             gates = self.router.gates()

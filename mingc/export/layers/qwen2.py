@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mingc.errors import CheckpointError
 from mingc.export.layers.linear import Linear
 from mingc.export.stage import Quantizable, WeightSource
-from mingc.kernels.linear import Rows, add_linear, enter, leave, normed_linear
+from mingc.kernels.linear import ResidualState, add_linear, begin_residual, final_norm, normed_linear
 
 Attend = Callable[[int, Tensor], Tensor]
 """(layer index, packed projection (N, (Hq + 2 Hk) d)) → context (N, Hq d)."""
@@ -109,7 +109,9 @@ class Qwen2Layer(nn.Module):
         self.gate_up = Linear(hidden, 2 * inner, bias=False)
         self.down = Linear(inner, hidden, bias=False)
 
-    def forward(self, x: Rows, attend: Callable[[Tensor], Tensor], next_norm: Tensor) -> Rows:
+    def forward(
+        self, x: ResidualState, attend: Callable[[Tensor], Tensor], next_norm: Tensor
+    ) -> ResidualState:
         qkv, out, gate_up, down = self.qkv, self.out, self.gate_up, self.down
         context = attend(normed_linear(x, qkv.weight, qkv.bias, self.eps, weight_scale=qkv.weight_scale))
         x = add_linear(context, out.weight, None, x, self.mlp_norm, self.eps, out.weight_scale)
@@ -137,10 +139,10 @@ class Qwen2Stack(nn.Module):
     def forward(self, x: Tensor, attend: Attend, kept: Tensor | None = None) -> Tensor:
         """Inputs (N, D) → final norm of the outputs; `kept` (K,) int64 selects rows of axis 0 → (K, D)."""
         norms = [*(layer.get_parameter("attention_norm") for layer in self.layers), self.norm]
-        rows = enter(x, norms[0], self.config.eps)
+        rows = begin_residual(x, norms[0], self.config.eps)
         for index, layer in enumerate(self.layers):
             rows = layer(rows, partial(attend, index), norms[index + 1])
-        out = leave(rows, self.config.eps)
+        out = final_norm(rows, self.config.eps)
         return out if kept is None else out.index_select(0, kept)
 
 

@@ -131,12 +131,12 @@ class ThinkerStage(Stage):
             return None
         return ExpertDims(
             hidden_size=decoder.hidden_size,
-            width=decoder.local_width(decoder.expert_intermediate_size, shard.world_size),
-            shared_width=decoder.local_width(decoder.shared_intermediate_size, shard.world_size),
+            intermediate_size=decoder.local_width(decoder.expert_intermediate_size, shard.world_size),
+            shared_intermediate_size=decoder.local_width(decoder.shared_intermediate_size, shard.world_size),
             num_experts=decoder.num_experts,
             num_groups=decoder.num_expert_groups,
             num_kept_groups=decoder.num_kept_groups,
-            num_chosen=decoder.num_experts_per_token,
+            top_k=decoder.num_experts_per_token,
         )
 
     def parameters(self, config: ThinkerConfig, options: StageOptions) -> ThinkerParameters:

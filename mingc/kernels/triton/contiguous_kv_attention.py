@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mingc.kernels.triton.fused_norm_gemv import enable_pdl
+from mingc.kernels.triton.pdl import enable_pdl
 
 _LOWEST = tl.constexpr(-1e30)  # of a score; two of them may be subtracted
 _FEW_REQUESTS = 1  # up to here a program a query head is faster than one for all queries of a key head
@@ -77,9 +77,9 @@ def mingc_contiguous_kv_attention(
 
 
 @triton.jit
-def mingc_slot_row_attention_pdl(
+def mingc_contiguous_kv_attention_batch1_pdl(
     qkv, cos, sin, k_slots, v_slots, slots, lengths, out, num_rows, window,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same for few requests: a program a query head, without matrix units.
 
@@ -101,7 +101,7 @@ def mingc_slot_row_attention_pdl(
     keys = tl.load(k_slots + at, mask=is_first, other=0.0)
     values = tl.load(v_slots + at, mask=is_first, other=0.0)
 
-    zero = enable_pdl(EARLY)
+    zero = enable_pdl(PDL)
     other = (dim + half) % SIZE  # what a dimension is rotated with
     turn = request * half + dim % half + zero
     c = tl.load(cos + turn)
@@ -166,9 +166,9 @@ def contiguous_kv_attention(
     heads = qkv.shape[1] // size - 2 * kv_heads
     out = torch.empty(batch, heads * size, dtype=qkv.dtype, device=qkv.device)
     if batch <= _FEW_REQUESTS:
-        torch.library.wrap_triton(mingc_slot_row_attention_pdl)[(heads, batch)](
+        torch.library.wrap_triton(mingc_contiguous_kv_attention_batch1_pdl)[(heads, batch)](
             qkv, cos, sin, k_slots, v_slots, slots, lengths, out, rows, window,
-            KV_HEADS=kv_heads, GROUP=heads // kv_heads, SIZE=size, BLOCK=256, EARLY=True, num_warps=8,
+            KV_HEADS=kv_heads, GROUP=heads // kv_heads, SIZE=size, BLOCK=256, PDL=True, num_warps=8,
         )  # fmt: skip
         return out
     torch.library.wrap_triton(mingc_contiguous_kv_attention)[(batch, kv_heads)](

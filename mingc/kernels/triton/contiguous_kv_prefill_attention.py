@@ -13,7 +13,7 @@ _BLOCK = 64  # keys at a time
 
 
 @triton.jit
-def mingc_slot_write(
+def mingc_contiguous_kv_write(
     qkv, cos, sin, k_slots, v_slots, slot, start, last, queries, num_rows,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -110,7 +110,7 @@ def contiguous_kv_prefill_attention(
     heads = qkv.shape[1] // size - 2 * kv_heads
     queries = torch.empty(tokens, heads * size, dtype=qkv.dtype, device=qkv.device)
     out = torch.empty_like(queries)
-    torch.library.wrap_triton(mingc_slot_write)[(tokens, heads + 2 * kv_heads)](
+    torch.library.wrap_triton(mingc_contiguous_kv_write)[(tokens, heads + 2 * kv_heads)](
         qkv, cos, sin, k_slots, v_slots, slot, start, last, queries, rows,
         KV_HEADS=kv_heads, HEADS=heads, SIZE=size, num_warps=1,
     )  # fmt: skip

@@ -15,8 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mingc.kernels.triton.linear import ACTIVATIONS, SWIGLU
+from mingc.kernels.triton.pdl import enable_pdl
 
-__all__ = ["ACTIVATIONS", "enable_pdl", "fused_norm_gemv", "mingc_fused_norm_gemv_pdl"]
+__all__ = ["ACTIVATIONS", "fused_norm_gemv"]
 
 _WARP_VALUES = 32 * 8  # of a weight that a warp loads at once
 _MAX_PIECES = 20  # of the depth: all of a program's weights are in registers at once
@@ -26,43 +27,27 @@ _MAX_PIECES = 20  # of the depth: all of a program's weights are in registers at
 class FusedNormGemvConfig:
     """A program multiplies `columns` rows of the weight, `depth` values of them to a piece."""
 
-    columns: int
-    depth: int
-    warps: int
-
-
-@triton.jit
-def enable_pdl(EARLY: tl.constexpr):
-    """Zero, known only when all that the kernel in front wrote can be read; the kernel behind may begin from here on.
-
-    Addresses of what other kernels write have to have it added. The snippet is called pure because torch takes a kernel
-    with unknown effects for one that writes all its tensors.
-    """
-    if EARLY:
-        zero = tl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; griddepcontrol.wait; mov.u32 $0, 0;", "=r", [],
-            dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-        return tl.multiple_of(zero, 16)
-    return 0
+    block_n: int
+    block_k: int
+    num_warps: int
 
 
 @triton.jit
 def mingc_fused_norm_gemv_pdl(
     x, norm, weight, weight_scale, bias, residual, out,
     EPS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HAS_NORM: tl.constexpr, ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, ADDS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    EARLY: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, ADDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out (N,) = activation(norm(x (K,)) @ weightᵀ + bias) + residual; SWIGLU's `weight` has 2 N rows."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
     at = weight + n[:, None] * K + k[None, :]
     # A copy of the row for each row of the weight: in another layout it would have to go through shared memory.
-    across = tl.zeros([BN, 1], tl.int32) + k[None, :]
+    across = tl.zeros([BLOCK_N, 1], tl.int32) + k[None, :]
     weights: tl.tuple = ()
     ups: tl.tuple = ()
-    for begin in tl.static_range(0, K, BK):
+    for begin in tl.static_range(0, K, BLOCK_K):
         is_held = (begin + k < K)[None, :]
         # Read once: let the cache rather keep what is read again.
         part = tl.load(at + begin, mask=is_held, other=0.0, eviction_policy="evict_first")
@@ -70,17 +55,17 @@ def mingc_fused_norm_gemv_pdl(
         if ACTIVATION == 2:
             part = tl.load(at + N * K + begin, mask=is_held, other=0.0, eviction_policy="evict_first")
             ups = ups + (part,)  # noqa: RUF005
-    zero = enable_pdl(EARLY)
-    sums = tl.zeros([BN, BK], tl.float32)
+    zero = enable_pdl(PDL)
+    sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     if ACTIVATION == 2:
-        up_sums = tl.zeros([BN, BK], tl.float32)
-    squares = tl.zeros([BN, BK], tl.float32)
-    for piece in tl.static_range(0, (K + BK - 1) // BK):
-        is_held = (piece * BK + k < K)[None, :]
-        row = tl.load(x + zero + piece * BK + across, mask=is_held, other=0.0).to(tl.float32)
+        up_sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for piece in tl.static_range(0, (K + BLOCK_K - 1) // BLOCK_K):
+        is_held = (piece * BLOCK_K + k < K)[None, :]
+        row = tl.load(x + zero + piece * BLOCK_K + across, mask=is_held, other=0.0).to(tl.float32)
         if HAS_NORM:
             squares += row * row
-            row *= tl.load(norm + piece * BK + across, mask=is_held, other=0.0).to(tl.float32)
+            row *= tl.load(norm + piece * BLOCK_K + across, mask=is_held, other=0.0).to(tl.float32)
         sums += weights[piece].to(tl.float32) * row
         if ACTIVATION == 2:
             up_sums += ups[piece].to(tl.float32) * row
@@ -122,32 +107,34 @@ def fused_norm_gemv(
     What is None is left out. A weight with a scale is FP8; with SWIGLU it has gate rows, then up rows.
     """
     depth, columns = x.shape[1], weight.shape[0] // (2 if activation == SWIGLU else 1)
-    tiles = choose(columns, depth)
+    config = default_config(columns, depth)
     out = torch.empty(1, columns, dtype=x.dtype, device=x.device)
-    torch.library.wrap_triton(mingc_fused_norm_gemv_pdl)[(columns // tiles.columns,)](
+    torch.library.wrap_triton(mingc_fused_norm_gemv_pdl)[(columns // config.block_n,)](
         x, x if norm is None else norm, weight, x if weight_scale is None else weight_scale,
         x if bias is None else bias, x if residual is None else residual, out,
         EPS=eps, N=columns, K=depth, HAS_NORM=norm is not None, ACTIVATION=activation, HAS_BIAS=bias is not None,
-        HAS_SCALE=weight_scale is not None, ADDS=residual is not None, BN=tiles.columns, BK=tiles.depth, EARLY=True,
-        num_warps=tiles.warps,
+        HAS_SCALE=weight_scale is not None, ADDS=residual is not None, BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k, PDL=True, num_warps=config.num_warps,
     )  # fmt: skip
     return out
 
 
 # Measured on an H200 (benchmarks/NOTES.md), by (columns, depth): the released products of the speech LLM.
 _MEASURED = {
-    (1152, 896): FusedNormGemvConfig(columns=8, depth=128, warps=4),
-    (896, 896): FusedNormGemvConfig(columns=1, depth=128, warps=1),
-    (4864, 896): FusedNormGemvConfig(columns=2, depth=128, warps=1),
-    (896, 4864): FusedNormGemvConfig(columns=4, depth=256, warps=4),
+    (1152, 896): FusedNormGemvConfig(block_n=8, block_k=128, num_warps=4),
+    (896, 896): FusedNormGemvConfig(block_n=1, block_k=128, num_warps=1),
+    (4864, 896): FusedNormGemvConfig(block_n=2, block_k=128, num_warps=1),
+    (896, 4864): FusedNormGemvConfig(block_n=4, block_k=256, num_warps=4),
 }
 
 
-def choose(columns: int, depth: int) -> FusedNormGemvConfig:
+def default_config(columns: int, depth: int) -> FusedNormGemvConfig:
     """How a product of `columns` outputs and `depth` inputs is cut."""
     measured = _MEASURED.get((columns, depth))
     if measured is not None:
         return measured
     piece = max(128, triton.next_power_of_2(triton.cdiv(depth, _MAX_PIECES)))
     rows = min(4, columns & -columns)
-    return FusedNormGemvConfig(columns=rows, depth=piece, warps=max(1, min(8, rows * piece // _WARP_VALUES)))
+    return FusedNormGemvConfig(
+        block_n=rows, block_k=piece, num_warps=max(1, min(8, rows * piece // _WARP_VALUES))
+    )

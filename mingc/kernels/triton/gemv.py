@@ -22,25 +22,25 @@ _MAX_WAVES = 8  # programs a multiprocessor; with more, each takes several tiles
 class GemvConfig:
     """A program multiplies `columns` rows of the weight at a time, `programs` of them share the work."""
 
-    columns: int
-    depth: int
-    programs: int
-    warps: int = 4
+    block_n: int
+    block_k: int
+    num_programs: int
+    num_warps: int = 4
 
 
 @triton.jit
 def mingc_gemv(
     x, delta, norm, weight, weight_scale, sum_out, normed_out, out,
     EPS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SCALE: tl.constexpr,
-    KEEPS_NORMED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PROGRAMS: tl.constexpr,
+    KEEPS_NORMED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """out (N,) = weight (N, K) @ row. With a norm the row is norm(x + delta), and x + delta goes to `sum_out`."""
     program = tl.program_id(0)
-    j = tl.arange(0, BN)
-    k = tl.arange(0, BK)
-    tiles: tl.constexpr = N // BN
-    if BK == K:
-        w = tl.load(weight + (program * BN + j)[:, None] * K + k[None, :])
+    j = tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    tiles: tl.constexpr = N // BLOCK_N
+    if BLOCK_K == K:
+        w = tl.load(weight + (program * BLOCK_N + j)[:, None] * K + k[None, :])
         if HAS_NORM:
             gain = tl.load(norm + k)
         row = tl.load(x + k)
@@ -58,12 +58,12 @@ def mingc_gemv(
             row = ready
         factor = row.to(tl.float32)[None, :]
         for tile in range(program, tiles, PROGRAMS):
-            n = tile * BN + j
+            n = tile * BLOCK_N + j
             if tiles > PROGRAMS:
                 # The next tile is on its way while this one is added up.
                 is_more = tile + PROGRAMS < tiles
                 ahead = tl.where(is_more, tile + PROGRAMS, tile)
-                following = tl.load(weight + (ahead * BN + j)[:, None] * K + k[None, :], mask=is_more)
+                following = tl.load(weight + (ahead * BLOCK_N + j)[:, None] * K + k[None, :], mask=is_more)
             total = tl.sum(w.to(tl.float32) * factor, 1)
             if HAS_SCALE:
                 total *= tl.load(weight_scale + n)
@@ -72,9 +72,9 @@ def mingc_gemv(
                 w = following
     else:
         for tile in range(program, tiles, PROGRAMS):
-            n = tile * BN + j
-            sums = tl.zeros([BN, BK], tl.float32)
-            for begin in tl.static_range(0, K, BK):
+            n = tile * BLOCK_N + j
+            sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+            for begin in tl.static_range(0, K, BLOCK_K):
                 w = tl.load(weight + n[:, None] * K + begin + k[None, :])
                 sums += w.to(tl.float32) * tl.load(x + begin + k).to(tl.float32)[None, :]
             total = tl.sum(sums, 1)
@@ -87,12 +87,12 @@ def mingc_gemv(
 def gemv(x: Tensor, weight: Tensor, weight_scale: Tensor | None) -> Tensor:
     """See `mingc.kernels.gemv`; x (1, K)."""
     columns, depth = weight.shape
-    tiles = choose(columns, depth, weight.dtype.itemsize, has_norm=False)
+    config = default_config(columns, depth, weight.dtype.itemsize, has_norm=False)
     out = torch.empty(1, columns, dtype=x.dtype, device=x.device)
-    torch.library.wrap_triton(mingc_gemv)[(tiles.programs,)](
+    torch.library.wrap_triton(mingc_gemv)[(config.num_programs,)](
         x, x, x, weight, x if weight_scale is None else weight_scale, x, x, out,
         EPS=0.0, N=columns, K=depth, HAS_NORM=False, HAS_SCALE=weight_scale is not None, KEEPS_NORMED=False,
-        BN=tiles.columns, BK=tiles.depth, PROGRAMS=tiles.programs, num_warps=tiles.warps,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, PROGRAMS=config.num_programs, num_warps=config.num_warps,
     )  # fmt: skip
     return out
 
@@ -103,34 +103,34 @@ def sum_norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """See `mingc.kernels.gemv`; residual (1, K), K a power of two."""
     columns, depth = weight.shape
-    tiles = choose(columns, depth, weight.dtype.itemsize, has_norm=True)
+    config = default_config(columns, depth, weight.dtype.itemsize, has_norm=True)
     stream = torch.empty_like(residual)
     out = torch.empty(1, columns, dtype=residual.dtype, device=residual.device)
     scale = residual if weight_scale is None else weight_scale
-    torch.library.wrap_triton(mingc_gemv)[(tiles.programs,)](
+    torch.library.wrap_triton(mingc_gemv)[(config.num_programs,)](
         residual, delta, norm, weight, scale, stream, stream, out,
         EPS=eps, N=columns, K=depth, HAS_NORM=True, HAS_SCALE=weight_scale is not None, KEEPS_NORMED=False,
-        BN=tiles.columns, BK=tiles.depth, PROGRAMS=tiles.programs, num_warps=tiles.warps,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, PROGRAMS=config.num_programs, num_warps=config.num_warps,
     )  # fmt: skip
     return stream, out
 
 
 # Measured on an H200 (benchmarks/NOTES-thinker.md), by (columns, depth, bytes a value).
 _MEASURED: dict[tuple[int, int, int], GemvConfig] = {
-    (1280, 4096, 2): GemvConfig(columns=4, depth=4096, programs=320, warps=4),
-    (4096, 1024, 2): GemvConfig(columns=4, depth=1024, programs=1024, warps=4),
-    (5120, 4096, 1): GemvConfig(columns=4, depth=4096, programs=1280, warps=4),
-    (4096, 4096, 1): GemvConfig(columns=2, depth=4096, programs=2048, warps=4),
-    (39296, 4096, 2): GemvConfig(columns=2, depth=4096, programs=528, warps=8),
-    (157184, 4096, 1): GemvConfig(columns=2, depth=4096, programs=528, warps=4),
-    (640, 4096, 2): GemvConfig(columns=2, depth=4096, programs=320, warps=4),
-    (4096, 512, 2): GemvConfig(columns=8, depth=512, programs=512, warps=4),
-    (2560, 4096, 2): GemvConfig(columns=2, depth=4096, programs=528, warps=8),
-    (4096, 2048, 2): GemvConfig(columns=2, depth=2048, programs=528, warps=4),
+    (1280, 4096, 2): GemvConfig(block_n=4, block_k=4096, num_programs=320, num_warps=4),
+    (4096, 1024, 2): GemvConfig(block_n=4, block_k=1024, num_programs=1024, num_warps=4),
+    (5120, 4096, 1): GemvConfig(block_n=4, block_k=4096, num_programs=1280, num_warps=4),
+    (4096, 4096, 1): GemvConfig(block_n=2, block_k=4096, num_programs=2048, num_warps=4),
+    (39296, 4096, 2): GemvConfig(block_n=2, block_k=4096, num_programs=528, num_warps=8),
+    (157184, 4096, 1): GemvConfig(block_n=2, block_k=4096, num_programs=528, num_warps=4),
+    (640, 4096, 2): GemvConfig(block_n=2, block_k=4096, num_programs=320, num_warps=4),
+    (4096, 512, 2): GemvConfig(block_n=8, block_k=512, num_programs=512, num_warps=4),
+    (2560, 4096, 2): GemvConfig(block_n=2, block_k=4096, num_programs=528, num_warps=8),
+    (4096, 2048, 2): GemvConfig(block_n=2, block_k=2048, num_programs=528, num_warps=4),
 }
 
 
-def choose(columns: int, depth: int, item: int, *, has_norm: bool) -> GemvConfig:
+def default_config(columns: int, depth: int, item: int, *, has_norm: bool) -> GemvConfig:
     """How a product of `columns` outputs and `depth` inputs of `item` bytes is cut."""
     measured = _MEASURED.get((columns, depth, item))
     if measured is not None:
@@ -139,5 +139,5 @@ def choose(columns: int, depth: int, item: int, *, has_norm: bool) -> GemvConfig
     bn = min(max(1, 32768 // (bk * item)), columns & -columns)
     tiles = columns // bn
     return GemvConfig(
-        columns=bn, depth=bk, programs=tiles if tiles <= _PROGRAMS * _MAX_WAVES else _PROGRAMS * 4
+        block_n=bn, block_k=bk, num_programs=tiles if tiles <= _PROGRAMS * _MAX_WAVES else _PROGRAMS * 4
     )

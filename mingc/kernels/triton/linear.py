@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mingc.kernels.triton.float16_step import FP16_STEP
+from mingc.kernels.triton.weight_formats import FP16_SCALE
 
 NUM_COUNTERS = 4096
 NONE, GELU, SWIGLU = 0, 1, 2
@@ -23,15 +23,15 @@ ACTIVATIONS = {"none": NONE, "gelu": GELU, "swiglu": SWIGLU}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tiles:
+class LinearConfig:
     """How the work of one product is cut."""
 
-    rows: int
-    columns: int
-    depth: int
-    splits: int = 1
-    warps: int = 4
-    stages: int = 3
+    block_m: int
+    block_n: int
+    block_k: int
+    split_k: int = 1
+    num_warps: int = 4
+    num_stages: int = 3
 
 
 @triton.jit
@@ -40,14 +40,14 @@ def mingc_linear(
     M, EPS: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, ADDS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    num_m = tl.cdiv(M, BM)
+    num_m = tl.cdiv(M, BLOCK_M)
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    m = (tile % num_m) * BM + tl.arange(0, BM)
+    m = (tile % num_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile // num_m
-    n = column * BN + tl.arange(0, BN)
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = m < M
     safe = tl.where(is_row, m, 0)
     if PARTS > 0:
@@ -56,18 +56,18 @@ def mingc_linear(
             squares + safe[:, None] * PARTS + part[None, :], mask=(part < PARTS)[None, :], other=0.0
         )
         scale = tl.rsqrt(tl.sum(sums, 1) / K + EPS)
-    k = tl.arange(0, BK)
+    k = tl.arange(0, BLOCK_K)
     length: tl.constexpr = K // SPLITS
     xs = x + safe[:, None] * K + split * length + k[None, :]
     ws = weight + n[None, :] * K + split * length + k[:, None]
-    total = tl.zeros([BM, BN], tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if ACTIVATION == 2:
         ups = ws + N * K
-        second = tl.zeros([BM, BN], tl.float32)
-    for start in range(0, length, BK):
+        second = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, length, BLOCK_K):
         a = tl.load(xs + start)
         if HAS_SCALE:
-            a = tl.clamp(a.to(tl.float32) * (1 / FP16_STEP), -65504.0, 65504.0).to(tl.float16)
+            a = tl.clamp(a.to(tl.float32) * (1 / FP16_SCALE), -65504.0, 65504.0).to(tl.float16)
         total = tl.dot(a, tl.load(ws + start).to(a.dtype), total)
         if ACTIVATION == 2:
             second = tl.dot(a, tl.load(ups + start).to(a.dtype), second)
@@ -81,14 +81,14 @@ def mingc_linear(
         is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1
         if is_last:
             tl.store(counters + tile, 0)
-            total = tl.zeros([BM, BN], tl.float32)
+            total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for other in range(SPLITS):
                 total += tl.load(partial + other * M * N + place, mask=mask, other=0.0, cache_modifier=".cg")
     if is_last:
         if HAS_SCALE:
-            total = total * (tl.load(weight_scale + n) * FP16_STEP)[None, :]
+            total = total * (tl.load(weight_scale + n) * FP16_SCALE)[None, :]
             if ACTIVATION == 2:
-                second = second * (tl.load(weight_scale + N + n) * FP16_STEP)[None, :]
+                second = second * (tl.load(weight_scale + N + n) * FP16_SCALE)[None, :]
         if PARTS > 0:
             total = total * scale[:, None]
         if HAS_BIAS:
@@ -106,7 +106,7 @@ def mingc_linear(
             wide = rounded.to(tl.float32)
             weighted = wide * tl.load(norm + n).to(tl.float32)[None, :]
             tl.store(scaled + place, weighted.to(scaled.dtype.element_ty), mask=mask)
-            tl.store(squares_out + safe * (N // BN) + column, tl.sum(wide * wide, 1), mask=is_row)
+            tl.store(squares_out + safe * (N // BLOCK_N) + column, tl.sum(wide * wide, 1), mask=is_row)
 
 
 @torch.library.triton_op("mingc::normed_linear", mutates_args={})
@@ -124,16 +124,16 @@ def normed_linear(
     Without squares there is no norm. A weight with a scale is FP8.
     """
     (rows, depth), columns = x.shape, weight.shape[0] // (2 if activation == SWIGLU else 1)
-    tiles = choose(rows, columns, depth, adds=False)
+    config = default_config(rows, columns, depth, adds=False)
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     parts = 0 if squares is None else squares.shape[1]
-    torch.library.wrap_triton(mingc_linear)[(triton.cdiv(rows, tiles.rows) * (columns // tiles.columns), 1)](
+    torch.library.wrap_triton(mingc_linear)[(triton.cdiv(rows, config.block_m) * (columns // config.block_n), 1)](
         x, x if squares is None else squares, weight, x if weight_scale is None else weight_scale,
         x if bias is None else bias, x, x, out, x, x, x, x, rows, EPS=eps,
         N=columns, K=depth, PARTS=parts, PARTS_PADDED=triton.next_power_of_2(max(1, parts)), ACTIVATION=activation,
         HAS_BIAS=bias is not None, HAS_SCALE=weight_scale is not None, ADDS=False,
-        BM=tiles.rows, BN=tiles.columns, BK=tiles.depth, SPLITS=1,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLITS=1,
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out
 
@@ -153,61 +153,61 @@ def add_linear(
     `counters` are zeros before and after. A weight with a scale is FP8.
     """
     (rows, depth), columns = x.shape, weight.shape[0]
-    tiles = choose(rows, columns, depth, adds=True)
+    config = default_config(rows, columns, depth, adds=True)
     out, scaled = (torch.empty(rows, columns, dtype=x.dtype, device=x.device) for _ in range(2))
-    squares = torch.empty(rows, columns // tiles.columns, dtype=torch.float32, device=x.device)
+    squares = torch.empty(rows, columns // config.block_n, dtype=torch.float32, device=x.device)
     partial = squares
-    if tiles.splits > 1:
-        partial = torch.empty(tiles.splits, rows, columns, dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(rows, tiles.rows) * (columns // tiles.columns), tiles.splits)
+    if config.split_k > 1:
+        partial = torch.empty(config.split_k, rows, columns, dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(rows, config.block_m) * (columns // config.block_n), config.split_k)
     torch.library.wrap_triton(mingc_linear)[grid](
         x, x, weight, x if weight_scale is None else weight_scale, x if bias is None else bias,
         residual, norm, out, scaled, squares, partial, counters,
         rows, EPS=0.0, N=columns, K=depth, PARTS=0, PARTS_PADDED=1, ACTIVATION=NONE,
         HAS_BIAS=bias is not None, HAS_SCALE=weight_scale is not None, ADDS=True,
-        BM=tiles.rows, BN=tiles.columns, BK=tiles.depth, SPLITS=tiles.splits,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLITS=config.split_k,
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out, scaled, squares
 
 
 # Measured on an H200 (benchmarks/NOTES.md), by (rows, or rows at most, columns, depth): the released products.
 _MEASURED = {
-    (16, 1152, 896): Tiles(rows=16, columns=16, depth=128, stages=5),
-    (16, 4864, 896): Tiles(rows=16, columns=64, depth=128, stages=5),
-    (16, 896, 896): Tiles(rows=16, columns=64, depth=64, splits=7),
-    (16, 896, 4864): Tiles(rows=16, columns=32, depth=128, splits=19),
-    (16, 3072, 1024): Tiles(rows=16, columns=32, depth=256, stages=4),
-    (16, 4096, 1024): Tiles(rows=16, columns=64, depth=256, stages=4),
-    (16, 1024, 1024): Tiles(rows=16, columns=32, depth=64, splits=4, stages=5),
-    (16, 1024, 4096): Tiles(rows=16, columns=32, depth=128, splits=4, stages=5),
-    (32, 1152, 896): Tiles(rows=32, columns=16, depth=128, stages=5),
-    (32, 4864, 896): Tiles(rows=32, columns=64, depth=128, stages=5),
-    (32, 896, 896): Tiles(rows=32, columns=32, depth=64, splits=2, stages=5),
-    (32, 896, 4864): Tiles(rows=32, columns=32, depth=64, splits=4, stages=5),
+    (16, 1152, 896): LinearConfig(block_m=16, block_n=16, block_k=128, num_stages=5),
+    (16, 4864, 896): LinearConfig(block_m=16, block_n=64, block_k=128, num_stages=5),
+    (16, 896, 896): LinearConfig(block_m=16, block_n=64, block_k=64, split_k=7),
+    (16, 896, 4864): LinearConfig(block_m=16, block_n=32, block_k=128, split_k=19),
+    (16, 3072, 1024): LinearConfig(block_m=16, block_n=32, block_k=256, num_stages=4),
+    (16, 4096, 1024): LinearConfig(block_m=16, block_n=64, block_k=256, num_stages=4),
+    (16, 1024, 1024): LinearConfig(block_m=16, block_n=32, block_k=64, split_k=4, num_stages=5),
+    (16, 1024, 4096): LinearConfig(block_m=16, block_n=32, block_k=128, split_k=4, num_stages=5),
+    (32, 1152, 896): LinearConfig(block_m=32, block_n=16, block_k=128, num_stages=5),
+    (32, 4864, 896): LinearConfig(block_m=32, block_n=64, block_k=128, num_stages=5),
+    (32, 896, 896): LinearConfig(block_m=32, block_n=32, block_k=64, split_k=2, num_stages=5),
+    (32, 896, 4864): LinearConfig(block_m=32, block_n=32, block_k=64, split_k=4, num_stages=5),
     # The frames that one request's decoder takes at a time. It runs beside the next patch: few programs in little
     # shared memory, which leave the DiT's kernels their room, are worth more than the fastest ones alone.
-    (18, 1152, 896): Tiles(rows=32, columns=64, depth=64, stages=4),
-    (18, 4864, 896): Tiles(rows=32, columns=128, depth=64, stages=3, warps=8),
-    (18, 896, 896): Tiles(rows=32, columns=32, depth=64, stages=4),
-    (18, 896, 4864): Tiles(rows=32, columns=32, depth=128, splits=2, stages=4),
+    (18, 1152, 896): LinearConfig(block_m=32, block_n=64, block_k=64, num_stages=4),
+    (18, 4864, 896): LinearConfig(block_m=32, block_n=128, block_k=64, num_stages=3, num_warps=8),
+    (18, 896, 896): LinearConfig(block_m=32, block_n=32, block_k=64, num_stages=4),
+    (18, 896, 4864): LinearConfig(block_m=32, block_n=32, block_k=128, split_k=2, num_stages=4),
     # The thinker's, whose weights come here only in FP8: one rank, then a quarter.
-    (16, 5120, 4096): Tiles(rows=16, columns=64, depth=256, stages=4),
-    (16, 4096, 4096): Tiles(rows=16, columns=64, depth=256, stages=4),
-    (16, 157184, 4096): Tiles(rows=16, columns=64, depth=128, stages=4),
-    (16, 1280, 4096): Tiles(rows=16, columns=32, depth=256, stages=4),
-    (16, 39296, 4096): Tiles(rows=16, columns=64, depth=256, stages=4),
-    (32, 4096, 4096): Tiles(rows=32, columns=32, depth=256, stages=4),
-    (32, 1280, 4096): Tiles(rows=32, columns=32, depth=256, stages=4),
-    (32, 157184, 4096): Tiles(rows=32, columns=64, depth=128, stages=4),
+    (16, 5120, 4096): LinearConfig(block_m=16, block_n=64, block_k=256, num_stages=4),
+    (16, 4096, 4096): LinearConfig(block_m=16, block_n=64, block_k=256, num_stages=4),
+    (16, 157184, 4096): LinearConfig(block_m=16, block_n=64, block_k=128, num_stages=4),
+    (16, 1280, 4096): LinearConfig(block_m=16, block_n=32, block_k=256, num_stages=4),
+    (16, 39296, 4096): LinearConfig(block_m=16, block_n=64, block_k=256, num_stages=4),
+    (32, 4096, 4096): LinearConfig(block_m=32, block_n=32, block_k=256, num_stages=4),
+    (32, 1280, 4096): LinearConfig(block_m=32, block_n=32, block_k=256, num_stages=4),
+    (32, 157184, 4096): LinearConfig(block_m=32, block_n=64, block_k=128, num_stages=4),
 }
 
 
-def choose(rows: int, columns: int, depth: int, *, adds: bool) -> Tiles:
-    """Tiles of a product: measured ones where the shape is a released one, else enough tiles to fill the device."""
+def default_config(rows: int, columns: int, depth: int, *, adds: bool) -> LinearConfig:
+    """The measured configuration of a released shape; for others enough tiles to fill the device."""
     bm = min(128, max(16, triton.next_power_of_2(rows)))
     measured = _MEASURED.get((rows, columns, depth)) or _MEASURED.get((bm, columns, depth))
-    if measured is not None and (adds or measured.splits == 1):
+    if measured is not None and (adds or measured.split_k == 1):
         return measured
     bn = 32 if columns % 32 == 0 else 16
     bk = next(size for size in (128, 64, 32, 16) if depth % size == 0)
@@ -215,4 +215,4 @@ def choose(rows: int, columns: int, depth: int, *, adds: bool) -> Tiles:
     if adds:
         while columns // bn * triton.cdiv(rows, bm) * splits < 100 and depth // bk % (2 * splits) == 0:
             splits *= 2
-    return Tiles(rows=bm, columns=bn, depth=bk, splits=splits, warps=8 if bm == 128 else 4)
+    return LinearConfig(block_m=bm, block_n=bn, block_k=bk, split_k=splits, num_warps=8 if bm == 128 else 4)

@@ -1,8 +1,8 @@
-"""How the work of the mixture-of-experts kernels is cut, by shape: the one place that the kernels ask.
+"""Block sizes of the mixture-of-experts kernels, by problem: the configuration that every launch uses.
 
-An export may have timed cuts on the device at hand and have chosen some (`using`). For all other shapes `rule` answers:
-the best, or nearly so, of many timed on an H200 at hidden 4096, 256 experts of width 1024 and a quarter of it, 8 a
-token. Sizes that a tile would not divide get the largest power of two that does.
+An export may have timed configurations on its device and chosen some (`use_tuned_configs`). Every other problem gets
+`default_config`: the best, or nearly so, of many timed on an H200 at hidden size 4096 with 256 experts, 8 a token, of
+intermediate size 1024 and a quarter of it. A size that a block does not divide gets the largest power of two that does.
 """
 
 from __future__ import annotations
@@ -12,169 +12,171 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
-BF16, FP8, INT4 = 0, 1, 2  # how weights are stored
-MAX_DECODE_TOKENS = 64  # of the kernels that sort nothing
+BF16, FP8, INT4 = 0, 1, 2  # weight formats, as the kernels' FORMAT argument
+MAX_DECODE_TOKENS = 64  # of the kernels that do not sort tokens by expert
 
-Kernel = Literal["moe_gemv", "row", "batch", "grouped"]
-"""One token with the choice of its experts, one token, a few tokens, a prefill chunk."""
+Kernel = Literal["moe_gemv", "expert_gemv", "batch", "grouped"]
+"""One token including its routing; one routed token; a few tokens; a prefill chunk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tiles:
-    """A tile is `columns` rows of a weight, `depth` of its inputs a step; `repeats` tiles a program.
+class KernelConfig:
+    """Launch configuration of one GEMM: `block_n` weight rows by `block_k` inputs a step, `tiles_per_program` tiles.
 
-    Inputs count as stored: INT4 has two in one.
+    `block_k` counts stored elements: INT4 has two inputs in one.
     """
 
-    columns: int
-    depth: int
-    warps: int = 4
-    stages: int = 3
-    repeats: int = 1
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 3
+    tiles_per_program: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
-    """Cut of the experts' first product, `up`, and of their second, `down`.
+class MoeConfig:
+    """Configuration of an expert's first GEMM, `up`, and of its second, `down`.
 
-    Of grouped products also: `rows` pairs a block, and up to `extra` more in an expert's last one; `swap` puts weights
-    on the matrix units' first side. Their columns of `up` count gate and up rows.
+    The rest is for grouped GEMMs: `block_m` (token, expert) pairs a block, and up to `extra_rows` more in an expert's
+    last block; `swap_operands` makes the weights the first operand of the tensor cores. Their `up.block_n` counts gate
+    rows and up rows.
     """
 
-    up: Tiles
-    down: Tiles
-    rows: int = 0
-    swap: bool = False
-    extra: int = 0
+    up: KernelConfig
+    down: KernelConfig
+    block_m: int = 0
+    swap_operands: bool = False
+    extra_rows: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """What a cut is chosen for: `tokens` tokens of `chosen` of `experts` experts each, of which a rank has `width`."""
+class MoeProblem:
+    """Sizes that a configuration is chosen for; `intermediate_size` is this rank's share."""
 
     kernel: Kernel
     tokens: int
     hidden_size: int
-    width: int
+    intermediate_size: int
     experts: int
-    chosen: int
-    storage: int
+    top_k: int
+    weight_format: int
 
 
-_chosen: Mapping[Shape, Cut] = {}
+_tuned: Mapping[MoeProblem, MoeConfig] = {}
 
 
 @contextmanager
-def using(table: Mapping[Shape, Cut]) -> Iterator[None]:
-    """Inside, the shapes in `table` are cut as it says. Not for several threads."""
-    global _chosen
-    before, _chosen = _chosen, table
+def use_tuned_configs(table: Mapping[MoeProblem, MoeConfig]) -> Iterator[None]:
+    """Use the configurations in `table` inside the context. Not thread-safe."""
+    global _tuned
+    before, _tuned = _tuned, table
     try:
         yield
     finally:
-        _chosen = before
+        _tuned = before
 
 
-def chosen_cuts() -> Mapping[Shape, Cut]:
+def tuned_configs() -> Mapping[MoeProblem, MoeConfig]:
     """The table in use."""
-    return _chosen
+    return _tuned
 
 
-def cut(shape: Shape) -> Cut:
-    """How the kernels are to cut `shape`."""
-    if not _chosen:  # while a graph of variable size is traced, tokens are no number that could be looked up
-        return rule(shape)
-    return _chosen.get(shape) or rule(shape)
+def select_config(problem: MoeProblem) -> MoeConfig:
+    """The tuned configuration of `problem`, or its default."""
+    if not _tuned:  # while a graph of dynamic size is traced, `tokens` is symbolic and cannot be looked up
+        return default_config(problem)
+    return _tuned.get(problem) or default_config(problem)
 
 
-def kernel_of(tokens: int, storage: int) -> Kernel:
-    """The kernels that take so many tokens whose experts are chosen already."""
-    if tokens == 1 and storage != INT4:
-        return "row"
+def kernel_for(tokens: int, weight_format: int) -> Kernel:
+    """The kernels that run this many tokens once they are routed."""
+    if tokens == 1 and weight_format != INT4:
+        return "expert_gemv"
     return "batch" if tokens <= MAX_DECODE_TOKENS else "grouped"
 
 
-def rule(shape: Shape) -> Cut:
-    """The cut of a shape that nobody has timed."""
-    width, hidden = shape.width, shape.hidden_size
-    if shape.kernel == "grouped":
-        return blocks_of(shape, _block_rows(shape))
-    if shape.kernel == "batch":
-        per_item = 2 if shape.storage == INT4 else 1
-        return Cut(
-            up=_up(width, hidden // per_item, shape.storage),
-            down=_down(width // per_item, hidden, shape.storage),
+def default_config(problem: MoeProblem) -> MoeConfig:
+    """The configuration of a problem that was not timed."""
+    size, hidden = problem.intermediate_size, problem.hidden_size
+    if problem.kernel == "grouped":
+        return grouped_config(problem, _block_m(problem))
+    if problem.kernel == "batch":
+        per_item = 2 if problem.weight_format == INT4 else 1
+        return MoeConfig(
+            up=_batch_up(size, hidden // per_item, problem.weight_format),
+            down=_batch_down(size // per_item, hidden, problem.weight_format),
         )
-    first = _moe_gemv_up if shape.kernel == "moe_gemv" else _row_up
-    return Cut(up=first(width, hidden), down=_row_down(width, hidden))
+    first = _moe_gemv_up if problem.kernel == "moe_gemv" else _expert_gemv_up
+    return MoeConfig(up=first(size, hidden), down=_expert_gemv_down(size, hidden))
 
 
-def blocks_of(shape: Shape, rows: int) -> Cut:
-    """Grouped products in blocks of `rows` pairs."""
-    width, storage = shape.width, shape.storage
-    extra, second = 0, None
-    if storage == BF16 and rows == 128:
-        extra, tiles = 32, Tiles(columns=256, depth=64, warps=8, stages=4)
-        if width <= 256:
-            # A few steps make a tile: of two programs on a multiprocessor one writes while the other reads.
-            second = Tiles(columns=128, depth=64, warps=8, stages=3)
-    elif rows == 128:
-        tiles = Tiles(columns=128, depth=64 if storage == INT4 else 128, warps=8, stages=4)
-    elif rows == 64:
-        tiles = Tiles(columns=128, depth=128 if storage == FP8 else 64)
+def grouped_config(problem: MoeProblem, block_m: int) -> MoeConfig:
+    """Configuration of grouped GEMMs with blocks of `block_m` pairs."""
+    size, weight_format = problem.intermediate_size, problem.weight_format
+    extra_rows, down = 0, None
+    if weight_format == BF16 and block_m == 128:
+        extra_rows, config = 32, KernelConfig(block_n=256, block_k=64, num_warps=8, num_stages=4)
+        if size <= 256:
+            # A tile takes few steps: of two programs on a multiprocessor one then stores while the other loads.
+            down = KernelConfig(block_n=128, block_k=64, num_warps=8, num_stages=3)
+    elif block_m == 128:
+        block_k = 64 if weight_format == INT4 else 128
+        config = KernelConfig(block_n=128, block_k=block_k, num_warps=8, num_stages=4)
+    elif block_m == 64:
+        config = KernelConfig(block_n=128, block_k=128 if weight_format == FP8 else 64)
     else:
-        tiles = Tiles(columns=128, depth=128)
-    return Cut(
-        rows=rows,
-        up=fitted(tiles, 2 * width, shape.hidden_size),
-        down=fitted(second or tiles, shape.hidden_size, width),
-        swap=storage != BF16 or rows < 64,
-        extra=extra,
+        config = KernelConfig(block_n=128, block_k=128)
+    return MoeConfig(
+        block_m=block_m,
+        up=fit_to(config, 2 * size, problem.hidden_size),
+        down=fit_to(down or config, problem.hidden_size, size),
+        swap_operands=weight_format != BF16 or block_m < 64,
+        extra_rows=extra_rows,
     )
 
 
-def fitted(tiles: Tiles, columns: int, depth: int) -> Tiles:
-    """Such tiles, or smaller ones that divide the weight."""
-    return replace(tiles, columns=_divisor(columns, tiles.columns), depth=_divisor(depth, tiles.depth))
+def fit_to(config: KernelConfig, n: int, k: int) -> KernelConfig:
+    """`config`, with blocks made smaller until they divide a weight of `n` rows and `k` inputs."""
+    return replace(config, block_n=_divisor(n, config.block_n), block_k=_divisor(k, config.block_k))
 
 
-def _block_rows(shape: Shape) -> int:
-    """By the pairs that an expert gets on average."""
-    mean = shape.tokens * shape.chosen // shape.experts
+def _block_m(problem: MoeProblem) -> int:
+    """By the mean number of pairs of an expert."""
+    mean = problem.tokens * problem.top_k // problem.experts
     if mean >= 64:
-        return 128 if shape.storage == BF16 else 64
+        return 128 if problem.weight_format == BF16 else 64
     if mean < 16:
         return 16
-    return 32 if shape.storage == INT4 else 64
+    return 32 if problem.weight_format == INT4 else 64
 
 
-def _row_up(width: int, depth: int) -> Tiles:
-    return Tiles(columns=_divisor(width, 2 if width > 512 else 4), depth=_divisor(depth, 2048))
+def _expert_gemv_up(n: int, k: int) -> KernelConfig:
+    return KernelConfig(block_n=_divisor(n, 2 if n > 512 else 4), block_k=_divisor(k, 2048))
 
 
-def _moe_gemv_up(width: int, depth: int) -> Tiles:
-    return Tiles(columns=_divisor(width, 4), depth=_divisor(depth, 4096), warps=4 if width > 512 else 8)
+def _moe_gemv_up(n: int, k: int) -> KernelConfig:
+    return KernelConfig(block_n=_divisor(n, 4), block_k=_divisor(k, 4096), num_warps=4 if n > 512 else 8)
 
 
-def _row_down(width: int, columns: int) -> Tiles:
-    return Tiles(columns=_divisor(columns, 16 if width > 512 else 8), depth=_divisor(width, 512))
+def _expert_gemv_down(k: int, n: int) -> KernelConfig:
+    return KernelConfig(block_n=_divisor(n, 16 if k > 512 else 8), block_k=_divisor(k, 512))
 
 
-def _up(width: int, depth: int, storage: int) -> Tiles:
-    wide = storage != BF16 and width > 128
-    return Tiles(columns=_divisor(width, 64 if wide else 32), depth=_divisor(depth, 256))
+def _batch_up(n: int, k: int, weight_format: int) -> KernelConfig:
+    is_large = weight_format != BF16 and n > 128
+    return KernelConfig(block_n=_divisor(n, 64 if is_large else 32), block_k=_divisor(k, 256))
 
 
-def _down(width: int, columns: int, storage: int) -> Tiles:
-    """`width` as stored."""
-    if storage == FP8 and width > 512:
-        return Tiles(
-            columns=_divisor(columns, 64), depth=_divisor(width, 256), repeats=_repeats(columns, 64, 4)
+def _batch_down(k: int, n: int, weight_format: int) -> KernelConfig:
+    """`k` counts stored elements."""
+    if weight_format == FP8 and k > 512:
+        return KernelConfig(
+            block_n=_divisor(n, 64), block_k=_divisor(k, 256), tiles_per_program=_tiles_per_program(n, 64, 4)
         )
-    if width >= 512:
-        return Tiles(columns=_divisor(columns, 128), depth=_divisor(width, 128), stages=4)
-    return Tiles(
-        columns=_divisor(columns, 128), depth=_divisor(width, 128), repeats=_repeats(columns, 128, 2)
+    if k >= 512:
+        return KernelConfig(block_n=_divisor(n, 128), block_k=_divisor(k, 128), num_stages=4)
+    return KernelConfig(
+        block_n=_divisor(n, 128), block_k=_divisor(k, 128), tiles_per_program=_tiles_per_program(n, 128, 2)
     )
 
 
@@ -183,6 +185,6 @@ def _divisor(size: int, at_most: int) -> int:
     return min(at_most, size & -size)
 
 
-def _repeats(columns: int, tile: int, at_most: int) -> int:
-    """How many tiles of `columns` a program makes."""
-    return _divisor(columns // _divisor(columns, tile), at_most)
+def _tiles_per_program(n: int, block_n: int, at_most: int) -> int:
+    """The largest number of tiles a program can take of `n` columns in blocks of `block_n`."""
+    return _divisor(n // _divisor(n, block_n), at_most)

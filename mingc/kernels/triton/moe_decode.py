@@ -16,30 +16,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mingc.kernels.triton.float16_step import FP16_STEP
-from mingc.kernels.triton.moe_config import BF16, FP8, INT4
+from mingc.kernels.triton.moe_config import FP8, INT4, MoeProblem, kernel_for, select_config
+from mingc.kernels.triton.weight_formats import (
+    FP16_SCALE,
+    activate,
+    as_operand,
+    shift_to,
+    unpack_int4,
+    weight_format_of,
+)
 
-IN_INTERPRETER = tl.constexpr(bool(triton.knobs.runtime.interpret))  # it knows no PTX
-
-
-def storage_of(weight: Tensor) -> int:
-    """The format of stored weights."""
-    return {torch.float8_e4m3fn: FP8, torch.uint8: INT4}.get(weight.dtype, BF16)
-
-
-def as_operand(x: Tensor, storage: int) -> Tensor:
-    """Rows (T, D) in the form that the products with stored weights take.
-
-    For FP8 that is float16 in steps of `FP16_STEP`. For INT4 the even columns come before the odd ones, as the low
-    halves of the weights' bytes before the high ones.
-    """
-    if storage == FP8:
-        step = float(FP16_STEP.value)
-        narrow: Tensor = (x.to(torch.float32) / step).clamp(-65504, 65504).to(torch.float16)
-        return narrow
-    if storage == INT4:
-        return x.view(x.shape[0], -1, 2).transpose(1, 2).contiguous()
-    return x
+_ROWS = 16  # tokens of one GEMM: the least that tensor cores take
+_SUM_COLUMNS = 512
 
 
 @triton.jit
@@ -75,23 +63,6 @@ def _compact(is_member, row, done, TOKENS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def shift_to(first, other, is_other, offset, item: tl.constexpr):
-    """Where the data lie, counted from `first` in items: at `offset` there, or at the beginning of `other`.
-
-    A pointer chosen by a branch would lose its known alignment, and with it wide loads.
-    """
-    between = (other.to(tl.int64) - first.to(tl.int64)) // item
-    return tl.multiple_of(tl.where(is_other, between, offset), 16 // item)
-
-
-@triton.jit
-def activate(gate, up, dtype: tl.constexpr):
-    """silu(gate) * up, rounded to `dtype` where the reference rounds."""
-    gate = gate.to(dtype).to(tl.float32)
-    return (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
-
-
-@triton.jit
 def _column(values, which: tl.constexpr, size: tl.constexpr):
     """Column `which` of (N, size) as float32."""
     j = tl.arange(0, size)
@@ -99,52 +70,14 @@ def _column(values, which: tl.constexpr, size: tl.constexpr):
 
 
 @triton.jit
-def nibbles(packed):
-    """The signed low and high four bits of bytes, as bfloat16.
-
-    Bits are put where bfloat16 reads 136 + value, two values an instruction; conversions of integers are several
-    times slower than the weights arrive.
-    """
-    if IN_INTERPRETER:
-        low = ((packed & 15) ^ 8).to(tl.int8) - 8
-        high = ((packed >> 4) ^ 8).to(tl.int8) - 8
-        return low.to(tl.float32), high.to(tl.float32)
-    else:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, one, less;
-            mov.b32 one, 0x3F803F80;
-            mov.b32 less, 0xC308C308;
-            prmt.b32 a, $4, 0, 0x4140;
-            prmt.b32 b, $4, 0, 0x4342;
-            lop3.b32 $0, a, 0x000F000F, 0x43084308, 0x6A;
-            lop3.b32 $1, b, 0x000F000F, 0x43084308, 0x6A;
-            shr.u32 a, a, 4;
-            shr.u32 b, b, 4;
-            lop3.b32 $2, a, 0x000F000F, 0x43084308, 0x6A;
-            lop3.b32 $3, b, 0x000F000F, 0x43084308, 0x6A;
-            fma.rn.bf16x2 $0, $0, one, less;
-            fma.rn.bf16x2 $1, $1, one, less;
-            fma.rn.bf16x2 $2, $2, one, less;
-            fma.rn.bf16x2 $3, $3, one, less;
-            }""",
-            "=r,=r,=r,=r,r",
-            args=[packed],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
-
-
-@triton.jit
 def mingc_moe_up(
     x, ids, gate_up, gate_up_scale, shared, shared_scale, hidden, T,
     K: tl.constexpr, K_PADDED: tl.constexpr, D: tl.constexpr, F: tl.constexpr, HAS_SHARED: tl.constexpr,
-    FORMAT: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    FORMAT: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up of every pair: x (T, D) → hidden (R, F).
 
-    INT4: the even columns of `x` come before its odd ones, and those of `hidden` do; D and BK count bytes.
+    INT4: the even columns of `x` come before its odd ones, and those of `hidden` do; D and BLOCK_K count bytes.
     """
     tile = tl.program_id(0)
     # The shared expert has the most tokens; it goes first so that it does not end last.
@@ -161,12 +94,12 @@ def mingc_moe_up(
         return
     is_shared = pair == T * K
     item: tl.constexpr = gate_up.dtype.element_ty.primitive_bitwidth // 8
-    n = tile * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
     start = shift_to(gate_up, shared, is_shared, expert * (2 * F * D), item)
     rows = gate_up + start + n * D
     groups: tl.constexpr = D // 64 if FORMAT == 2 else 1
-    at_once: tl.constexpr = BK // 64 if FORMAT == 2 else 1
+    at_once: tl.constexpr = BLOCK_K // 64 if FORMAT == 2 else 1
     if FORMAT != 0:
         size: tl.constexpr = 4 if FORMAT == 1 else 2
         start = shift_to(gate_up_scale, shared_scale, is_shared, expert * (2 * F * groups), size)
@@ -174,8 +107,8 @@ def mingc_moe_up(
     for done in range(0, count, ROWS):
         token, place, is_live = _compact(is_member, row, done, TOKENS, ROWS)
         mask = is_live[:, None]
-        gate = tl.zeros([ROWS, BN], tl.float32)
-        up = tl.zeros([ROWS, BN], tl.float32)
+        gate = tl.zeros([ROWS, BLOCK_N], tl.float32)
+        up = tl.zeros([ROWS, BLOCK_N], tl.float32)
         if FORMAT == 2:
             j = tl.arange(0, 64)
             xs = x + token[:, None] * (2 * D) + j[None, :]
@@ -190,10 +123,10 @@ def mingc_moe_up(
                     offset = (begin + each) * 64
                     even = tl.load(xs + offset, mask=mask, other=0.0)
                     odd = tl.load(xs + D + offset, mask=mask, other=0.0)
-                    low, high = nibbles(tl.load(packed + offset))
+                    low, high = unpack_int4(tl.load(packed + offset))
                     part = tl.dot(odd, high.to(odd.dtype), tl.dot(even, low.to(even.dtype)))
                     gate += part * _column(gate_scale, each, at_once)[None, :]
-                    low, high = nibbles(tl.load(packed + F * D + offset))
+                    low, high = unpack_int4(tl.load(packed + F * D + offset))
                     part = tl.dot(odd, high.to(odd.dtype), tl.dot(even, low.to(even.dtype)))
                     up += part * _column(up_scale, each, at_once)[None, :]
                 gate_scale, up_scale = next_gate_scale, next_up_scale
@@ -201,16 +134,16 @@ def mingc_moe_up(
             xs = x + token[:, None] * D + k[None, :]
             gates = rows[None, :] + k[:, None]
             ups = gates + F * D
-            for begin in range(0, D, BK):
+            for begin in range(0, D, BLOCK_K):
                 a = tl.load(xs + begin, mask=mask, other=0.0)
                 gate = tl.dot(a, tl.load(gates + begin).to(a.dtype), gate)
                 up = tl.dot(a, tl.load(ups + begin).to(a.dtype), up)
             if FORMAT == 1:
-                gate *= tl.load(scales)[None, :] * FP16_STEP
-                up *= tl.load(scales + F)[None, :] * FP16_STEP
+                gate *= tl.load(scales)[None, :] * FP16_SCALE
+                up *= tl.load(scales + F)[None, :] * FP16_SCALE
         activated = activate(gate, up, tl.bfloat16 if FORMAT == 1 else x.dtype.element_ty)
         if FORMAT == 1:
-            activated = tl.clamp(activated * (1 / FP16_STEP), -65504.0, 65504.0)
+            activated = tl.clamp(activated * (1 / FP16_SCALE), -65504.0, 65504.0)
         column = (n % 2) * (F // 2) + n // 2 if FORMAT == 2 else n
         tl.store(
             hidden + place[:, None] * F + column[None, :], activated.to(hidden.dtype.element_ty), mask=mask
@@ -221,12 +154,12 @@ def mingc_moe_up(
 def mingc_moe_down(
     hidden, ids, down, down_scale, shared, shared_scale, outputs, T,
     K: tl.constexpr, K_PADDED: tl.constexpr, D: tl.constexpr, F: tl.constexpr, HAS_SHARED: tl.constexpr,
-    FORMAT: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    FORMAT: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
     """The experts' second product: hidden (R, F) → outputs (R, D). A program makes TILES tiles of columns.
 
-    INT4: F and BK count bytes.
+    INT4: F and BLOCK_K count bytes.
     """
     pair = tl.program_id(1) - 1 if HAS_SHARED else tl.program_id(1)
     pair = tl.where(pair < 0, T * K, pair)
@@ -241,22 +174,22 @@ def mingc_moe_down(
         return
     is_shared = pair == T * K
     item: tl.constexpr = down.dtype.element_ty.primitive_bitwidth // 8
-    column = tl.program_id(0) * (TILES * BN)
-    n = tl.arange(0, BN)
-    k = tl.arange(0, BK)
+    column = tl.program_id(0) * (TILES * BLOCK_N)
+    n = tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
     start = shift_to(down, shared, is_shared, expert * (D * F), item)
     rows = down + start + column * F + n * F
     groups: tl.constexpr = F // 64 if FORMAT == 2 else 1
-    at_once: tl.constexpr = BK // 64 if FORMAT == 2 else 1
+    at_once: tl.constexpr = BLOCK_K // 64 if FORMAT == 2 else 1
     if FORMAT != 0:
         size: tl.constexpr = 4 if FORMAT == 1 else 2
         scales = down_scale + shift_to(down_scale, shared_scale, is_shared, expert * (D * groups), size)
         scales += (column + n) * groups
-    steps: tl.constexpr = F // BK
+    steps: tl.constexpr = F // BLOCK_K
     for done in range(0, count, ROWS):
         _, place, is_live = _compact(is_member, row, done, TOKENS, ROWS)
         mask = is_live[:, None]
-        total = tl.zeros([ROWS, BN], tl.float32)
+        total = tl.zeros([ROWS, BLOCK_N], tl.float32)
         if FORMAT == 2:
             j = tl.arange(0, 64)
             wide = scales[:, None] + tl.arange(0, at_once)[None, :]
@@ -264,41 +197,43 @@ def mingc_moe_down(
         # One loop over tiles and depth, so that the next tile's weights are on their way while this one ends.
         for step in range(0, TILES * steps):
             tile = step // steps
-            begin = (step % steps) * BK
+            begin = (step % steps) * BLOCK_K
             if FORMAT == 2:
                 ahead = tl.minimum(step + 1, TILES * steps - 1)
-                ahead = (ahead // steps) * (BN * groups) + (ahead % steps) * at_once
+                ahead = (ahead // steps) * (BLOCK_N * groups) + (ahead % steps) * at_once
                 next_scale = tl.load(wide + ahead)
                 for each in tl.static_range(at_once):
                     offset = begin + each * 64
                     hs = hidden + place[:, None] * (2 * F) + offset + j[None, :]
                     even = tl.load(hs, mask=mask, other=0.0)
                     odd = tl.load(hs + F, mask=mask, other=0.0)
-                    low, high = nibbles(tl.load(rows[None, :] + j[:, None] + tile * (BN * F) + offset))
+                    low, high = unpack_int4(
+                        tl.load(rows[None, :] + j[:, None] + tile * (BLOCK_N * F) + offset)
+                    )
                     part = tl.dot(odd, high.to(odd.dtype), tl.dot(even, low.to(even.dtype)))
                     total += part * _column(scale, each, at_once)[None, :]
                 scale = next_scale
             else:
                 a = tl.load(hidden + place[:, None] * F + begin + k[None, :], mask=mask, other=0.0)
-                w = tl.load(rows[None, :] + k[:, None] + tile * (BN * F) + begin)
+                w = tl.load(rows[None, :] + k[:, None] + tile * (BLOCK_N * F) + begin)
                 total = tl.dot(a, w.to(a.dtype), total)
             if step % steps == steps - 1:
                 if FORMAT == 1:
-                    total *= tl.load(scales + tile * BN)[None, :] * FP16_STEP
-                target = outputs + place[:, None] * D + column + tile * BN + n[None, :]
+                    total *= tl.load(scales + tile * BLOCK_N)[None, :] * FP16_SCALE
+                target = outputs + place[:, None] * D + column + tile * BLOCK_N + n[None, :]
                 tl.store(target, total.to(outputs.dtype.element_ty), mask=mask)
-                total = tl.zeros([ROWS, BN], tl.float32)
+                total = tl.zeros([ROWS, BLOCK_N], tl.float32)
 
 
 @triton.jit
 def mingc_moe_sum(
     outputs, weights, out, T,
-    K: tl.constexpr, D: tl.constexpr, HAS_SHARED: tl.constexpr, BN: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, HAS_SHARED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Weighted sum in float32 over each token's pairs in the order of its experts, the shared one last."""
     token = tl.program_id(1)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    total = tl.zeros([BN], tl.float32)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_N], tl.float32)
     for each in tl.static_range(K):
         pair = token * K + each
         total += tl.load(weights + pair) * tl.load(outputs + pair.to(tl.int64) * D + n).to(tl.float32)
@@ -308,22 +243,23 @@ def mingc_moe_sum(
 
 
 @triton.jit
-def mingc_moe_row_up(
+def mingc_expert_gemv_up(
     x, ids, gate_up, gate_up_scale, shared, shared_scale, hidden,
-    K: tl.constexpr, D: tl.constexpr, F: tl.constexpr, FORMAT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, F: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """`mingc_moe_up` of one token; pair K is the shared expert's."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
     pair = tl.program_id(1)
     is_shared = pair == K
     expert = tl.load(ids + pair, mask=pair < K, other=0)
     item: tl.constexpr = gate_up.dtype.element_ty.primitive_bitwidth // 8
     start = shift_to(gate_up, shared, is_shared, expert * (2 * F * D), item)
     gates = gate_up + start + n[:, None] * D + k[None, :]
-    gate = tl.zeros([BN, BK], tl.float32)
-    up = tl.zeros([BN, BK], tl.float32)
-    for begin in tl.static_range(0, D, BK):
+    gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for begin in tl.static_range(0, D, BLOCK_K):
         a = tl.load(x + begin + k).to(tl.float32)[None, :]
         gate += tl.load(gates + begin).to(tl.float32) * a
         up += tl.load(gates + F * D + begin).to(tl.float32) * a
@@ -338,15 +274,15 @@ def mingc_moe_row_up(
 
 
 @triton.jit
-def mingc_moe_row_down(
+def mingc_expert_gemv_down(
     hidden, ids, weights, down, down_scale, shared, shared_scale, out,
     K: tl.constexpr, D: tl.constexpr, F: tl.constexpr, HAS_SHARED: tl.constexpr, FORMAT: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Second product and weighted sum of one token: a program makes BN columns from all experts."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
-    total = tl.zeros([BN, BK], tl.float32)
+    """Second product and weighted sum of one token: a program makes BLOCK_N columns from all experts."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for pair in tl.static_range(K + (1 if HAS_SHARED else 0)):
         if pair < K:
             expert = tl.load(ids + pair)
@@ -359,7 +295,7 @@ def mingc_moe_row_down(
             scales = shared_scale
         if FORMAT == 1:
             scale = tl.load(scales + n) * weight
-        for begin in tl.static_range(0, F, BK):
+        for begin in tl.static_range(0, F, BLOCK_K):
             a = tl.load(hidden + pair * F + begin + k).to(tl.float32)
             w = tl.load(ws + n[:, None] * F + begin + k[None, :]).to(tl.float32)
             if FORMAT == 1:
@@ -367,3 +303,90 @@ def mingc_moe_row_down(
             else:
                 total += w * (a * weight)[None, :]
     tl.store(out + n, tl.sum(total, 1).to(out.dtype.element_ty))
+
+
+@torch.library.triton_op("mingc::moe_decode", mutates_args={})
+def moe_decode(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_scale: Tensor | None,
+    down_scale: Tensor | None,
+    shared_gate_up: Tensor | None,
+    shared_down: Tensor | None,
+    shared_gate_up_scale: Tensor | None,
+    shared_down_scale: Tensor | None,
+) -> Tensor:
+    """See `mingc.kernels.moe_experts`; (T, D), T at most `MAX_DECODE_TOKENS`. All weights are in one format."""
+    (tokens, hidden_size), top_k = x.shape, ids.shape[1]
+    intermediate_size = gate_up.shape[1] // 2
+    weight_format = weight_format_of(gate_up)
+    per_item = 2 if weight_format == INT4 else 1  # the kernels count bytes where two values share one
+    has_shared = shared_gate_up is not None
+    num_shared = int(has_shared)  # a bool would reach symbolic shapes, which cannot add it
+    up_weights = (
+        gate_up, x if gate_up_scale is None else gate_up_scale,
+        gate_up if shared_gate_up is None else shared_gate_up,
+        x if shared_gate_up_scale is None else shared_gate_up_scale,
+    )  # fmt: skip
+    down_weights = (
+        down, x if down_scale is None else down_scale,
+        down if shared_down is None else shared_down,
+        x if shared_down_scale is None else shared_down_scale,
+    )  # fmt: skip
+    num_pairs = tokens * (top_k + num_shared)
+    out = torch.empty_like(x)
+    kernel = kernel_for(tokens, weight_format)
+    config = select_config(
+        MoeProblem(
+            kernel=kernel, tokens=tokens, hidden_size=hidden_size, intermediate_size=intermediate_size,
+            experts=gate_up.shape[0], top_k=top_k, weight_format=weight_format,
+        )
+    )  # fmt: skip
+    if kernel == "expert_gemv":
+        hidden = torch.empty(num_pairs, intermediate_size, dtype=x.dtype, device=x.device)
+        gemm = config.up
+        torch.library.wrap_triton(mingc_expert_gemv_up)[(intermediate_size // gemm.block_n, num_pairs)](
+            x, ids, *up_weights, hidden, K=top_k, D=hidden_size, F=intermediate_size, FORMAT=weight_format,
+            BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, num_warps=gemm.num_warps,
+        )  # fmt: skip
+        gemm = config.down
+        torch.library.wrap_triton(mingc_expert_gemv_down)[(hidden_size // gemm.block_n,)](
+            hidden, ids, weights, *down_weights, out, K=top_k, D=hidden_size, F=intermediate_size,
+            HAS_SHARED=has_shared, FORMAT=weight_format, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k,
+            num_warps=gemm.num_warps,
+        )  # fmt: skip
+        return out
+
+    shared_args = {
+        "K": top_k,
+        "K_PADDED": triton.next_power_of_2(top_k),
+        "HAS_SHARED": has_shared,
+        "FORMAT": weight_format,
+        "TOKENS": max(_ROWS, triton.next_power_of_2(tokens)),
+        "ROWS": _ROWS,
+    }
+    num_programs = tokens * top_k + num_shared
+    hidden_dtype = torch.float16 if weight_format == FP8 else x.dtype
+    x = as_operand(x, weight_format)
+    hidden = torch.empty(num_pairs, intermediate_size, dtype=hidden_dtype, device=x.device)
+    gemm = config.up
+    torch.library.wrap_triton(mingc_moe_up)[(intermediate_size // gemm.block_n, num_programs)](
+        x, ids, *up_weights, hidden, tokens, **shared_args, D=hidden_size // per_item, F=intermediate_size,
+        BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, num_warps=gemm.num_warps, num_stages=gemm.num_stages,
+    )  # fmt: skip
+    gemm = config.down
+    outputs = torch.empty(num_pairs, hidden_size, dtype=out.dtype, device=x.device)
+    grid = (hidden_size // (gemm.block_n * gemm.tiles_per_program), num_programs)
+    torch.library.wrap_triton(mingc_moe_down)[grid](
+        hidden, ids, *down_weights, outputs, tokens, **shared_args, D=hidden_size, F=intermediate_size // per_item,
+        BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, TILES=gemm.tiles_per_program, num_warps=gemm.num_warps,
+        num_stages=gemm.num_stages,
+    )  # fmt: skip
+    columns = min(_SUM_COLUMNS, hidden_size & -hidden_size)
+    torch.library.wrap_triton(mingc_moe_sum)[(hidden_size // columns, tokens)](
+        outputs, weights, out, tokens, K=top_k, D=hidden_size, HAS_SHARED=has_shared, BLOCK_N=columns, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mingc.kernels.triton import moe_config
 from mingc.kernels.triton.gemv import mingc_gemv
-from mingc.kernels.triton.moe_decode import activate, mingc_moe_row_down, shift_to, storage_of
+from mingc.kernels.triton.moe_config import MoeProblem, select_config
+from mingc.kernels.triton.moe_decode import mingc_expert_gemv_down
+from mingc.kernels.triton.weight_formats import activate, shift_to, weight_format_of
 
 _GATE_COLUMNS = 2  # a program's experts: there are few of them
 
@@ -42,14 +43,14 @@ def _eligible(biased, E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr)
 def mingc_moe_gemv_up(
     x, logits, bias, ids, weights, gate_up, gate_up_scale, shared, shared_scale, hidden, scale,
     E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,
-    D: tl.constexpr, F: tl.constexpr, FORMAT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    D: tl.constexpr, F: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The choice, and `mingc_moe_row_up` of the chosen experts; pair K is the shared expert's.
+    """The choice, and `mingc_expert_gemv_up` of the chosen experts; pair K is the shared expert's.
 
     Equal scores: the lower index wins. One program keeps what was chosen, ids (K,) int64 and weights (K,) float32.
     """
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
     pair = tl.program_id(1)
     is_shared = pair == K
     expert = tl.zeros([], tl.int64)
@@ -76,9 +77,9 @@ def mingc_moe_gemv_up(
     item: tl.constexpr = gate_up.dtype.element_ty.primitive_bitwidth // 8
     start = shift_to(gate_up, shared, is_shared, expert * (2 * F * D), item)
     gates = gate_up + start + n[:, None] * D + k[None, :]
-    gate = tl.zeros([BN, BK], tl.float32)
-    up = tl.zeros([BN, BK], tl.float32)
-    for begin in tl.static_range(0, D, BK):
+    gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for begin in tl.static_range(0, D, BLOCK_K):
         a = tl.load(x + begin + k).to(tl.float32)[None, :]
         gate += tl.load(gates + begin).to(tl.float32) * a
         up += tl.load(gates + F * D + begin).to(tl.float32) * a
@@ -110,14 +111,14 @@ def moe_gemv(
     eps: float,
     num_groups: int,
     num_kept_groups: int,
-    num_chosen: int,
+    top_k: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `mingc.kernels.moe_gemv`; residual (1, D), gate (G, E, D), of which the first gate is taken."""
     hidden_size, experts = residual.shape[1], gate.shape[1]
-    width, storage = gate_up.shape[1] // 2, storage_of(gate_up)
+    intermediate_size, weight_format = gate_up.shape[1] // 2, weight_format_of(gate_up)
     has_shared = shared_gate_up is not None
-    num_pairs = num_chosen + int(has_shared)
+    num_pairs = top_k + int(has_shared)
     device, dtype = residual.device, residual.dtype
     stream, normed, out = (torch.empty_like(residual) for _ in range(3))
     logits = torch.empty(experts, dtype=torch.float32, device=device)
@@ -125,31 +126,31 @@ def moe_gemv(
     torch.library.wrap_triton(mingc_gemv)[(programs,)](
         residual, delta, norm, gate, residual, stream, normed, logits,
         EPS=eps, N=experts, K=hidden_size, HAS_NORM=True, HAS_SCALE=False, KEEPS_NORMED=True,
-        BN=_GATE_COLUMNS, BK=hidden_size, PROGRAMS=programs, num_warps=4,
+        BLOCK_N=_GATE_COLUMNS, BLOCK_K=hidden_size, PROGRAMS=programs, num_warps=4,
     )  # fmt: skip
-    ids = torch.empty(1, num_chosen, dtype=torch.int64, device=device)
-    weights = torch.empty(1, num_chosen, dtype=torch.float32, device=device)
-    hidden = torch.empty(num_pairs, width, dtype=dtype, device=device)
-    cut = moe_config.cut(
-        moe_config.Shape(
-            kernel="moe_gemv", tokens=1, hidden_size=hidden_size, width=width, experts=experts,
-            chosen=num_chosen, storage=storage,
+    ids = torch.empty(1, top_k, dtype=torch.int64, device=device)
+    weights = torch.empty(1, top_k, dtype=torch.float32, device=device)
+    hidden = torch.empty(num_pairs, intermediate_size, dtype=dtype, device=device)
+    config = select_config(
+        MoeProblem(
+            kernel="moe_gemv", tokens=1, hidden_size=hidden_size, intermediate_size=intermediate_size, experts=experts,
+            top_k=top_k, weight_format=weight_format,
         )
     )  # fmt: skip
-    tiles = cut.up
-    torch.library.wrap_triton(mingc_moe_gemv_up)[(width // tiles.columns, num_pairs)](
+    gemm = config.up
+    torch.library.wrap_triton(mingc_moe_gemv_up)[(intermediate_size // gemm.block_n, num_pairs)](
         normed, logits, bias, ids, weights, gate_up, residual if gate_up_scale is None else gate_up_scale,
         gate_up if shared_gate_up is None else shared_gate_up,
         residual if shared_gate_up_scale is None else shared_gate_up_scale, hidden, scale,
-        E=experts, GROUPS=num_groups, KEPT=num_kept_groups, K=num_chosen,
-        K_PADDED=triton.next_power_of_2(num_chosen), D=hidden_size, F=width, FORMAT=storage,
-        BN=tiles.columns, BK=tiles.depth, num_warps=tiles.warps,
+        E=experts, GROUPS=num_groups, KEPT=num_kept_groups, K=top_k,
+        K_PADDED=triton.next_power_of_2(top_k), D=hidden_size, F=intermediate_size, FORMAT=weight_format,
+        BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, num_warps=gemm.num_warps,
     )  # fmt: skip
-    tiles = cut.down
-    torch.library.wrap_triton(mingc_moe_row_down)[(hidden_size // tiles.columns,)](
+    gemm = config.down
+    torch.library.wrap_triton(mingc_expert_gemv_down)[(hidden_size // gemm.block_n,)](
         hidden, ids, weights, down, residual if down_scale is None else down_scale,
         down if shared_down is None else shared_down, residual if shared_down_scale is None else shared_down_scale,
-        out, K=num_chosen, D=hidden_size, F=width, HAS_SHARED=has_shared, FORMAT=storage,
-        BN=tiles.columns, BK=tiles.depth, num_warps=tiles.warps,
+        out, K=top_k, D=hidden_size, F=intermediate_size, HAS_SHARED=has_shared, FORMAT=weight_format,
+        BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, num_warps=gemm.num_warps,
     )  # fmt: skip
     return stream, out, ids, weights

@@ -14,10 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mingc.kernels.triton import moe_config
-from mingc.kernels.triton.moe_config import FP8, INT4
-from mingc.kernels.triton.moe_decode import as_operand, storage_of
-from mingc.kernels.triton.moe_grouped_gemm import mingc_moe_grouped_down, mingc_moe_grouped_up
+from mingc.kernels.triton.moe_config import FP8, INT4, MoeProblem, select_config
+from mingc.kernels.triton.weight_formats import (
+    FP16_SCALE,
+    activate,
+    as_operand,
+    unpack_int4,
+    weight_format_of,
+)
 
 _SORT_TOKENS = 16
 _PLAN_EXPERTS = 8  # a program; their counts in all blocks lie in its registers
@@ -37,7 +41,7 @@ def mingc_moe_count(ids, counts, T, K: tl.constexpr, E: tl.constexpr, TOKENS: tl
 
 
 @triton.jit
-def mingc_moe_plan(
+def mingc_moe_offsets(
     counts, totals, NUM: tl.constexpr, E: tl.constexpr, PADDED: tl.constexpr, BE: tl.constexpr
 ):
     """Turns counts (NUM, E) into how many tokens of earlier blocks chose each expert; totals (E,): of all blocks."""
@@ -51,26 +55,26 @@ def mingc_moe_plan(
 
 
 @triton.jit
-def mingc_moe_place(
+def mingc_moe_sort(
     ids, before, totals, order, table, T,
-    K: tl.constexpr, E: tl.constexpr, TOKENS: tl.constexpr, BM: tl.constexpr, EXTRA: tl.constexpr,
+    K: tl.constexpr, E: tl.constexpr, TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, EXTRA: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """order (R,): the pair in each sorted row. table (3, MAX_BLOCKS): each block's expert (-1: no such block), first
-    row and the row behind its last. An expert's last block takes up to EXTRA rows more than BM.
+    row and the row behind its last. An expert's last block takes up to EXTRA rows more than BLOCK_M.
     """
     e = tl.arange(0, E)
     total = tl.load(totals + e)
     start = tl.cumsum(total, 0) - total
     if tl.program_id(0) == 0:
-        num_blocks = tl.maximum((total - EXTRA + (BM - 1)) // BM, (total > 0).to(tl.int32))
+        num_blocks = tl.maximum((total - EXTRA + (BLOCK_M - 1)) // BLOCK_M, (total > 0).to(tl.int32))
         first = tl.cumsum(num_blocks, 0) - num_blocks
         empty = tl.arange(0, MAX_BLOCKS)
         tl.store(table + empty, -1, mask=empty >= tl.sum(num_blocks, 0))
         for number in range(0, tl.max(num_blocks, 0)):
             mask = number < num_blocks
-            row = start + number * BM
-            end = tl.where(number + 1 == num_blocks, start + total, row + BM)
+            row = start + number * BLOCK_M
+            end = tl.where(number + 1 == num_blocks, start + total, row + BLOCK_M)
             tl.store(table + first + number, e, mask=mask)
             tl.store(table + MAX_BLOCKS + first + number, row, mask=mask)
             tl.store(table + 2 * MAX_BLOCKS + first + number, end, mask=mask)
@@ -89,12 +93,12 @@ def mingc_moe_place(
 
 @triton.jit
 def mingc_moe_pair_sum(
-    outputs, weights, shared, out, K: tl.constexpr, D: tl.constexpr, HAS_SHARED: tl.constexpr, BN: tl.constexpr
+    outputs, weights, shared, out, K: tl.constexpr, D: tl.constexpr, HAS_SHARED: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """Weighted sum in float32 over each token's pairs in the order of its experts, then the row of `shared`."""
     token = tl.program_id(1)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    total = tl.zeros([BN], tl.float32)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_N], tl.float32)
     for each in tl.static_range(K):
         pair = token * K + each
         total += tl.load(weights + pair) * tl.load(outputs + pair.to(tl.int64) * D + n).to(tl.float32)
@@ -104,6 +108,166 @@ def mingc_moe_pair_sum(
         routed = total.to(out.dtype.element_ty).to(tl.float32)
         total = routed + tl.load(shared + place).to(tl.float32)
     tl.store(out + place, total.to(out.dtype.element_ty))
+
+
+@triton.jit
+def _product(
+    xs, ws, scales, is_row,
+    DEPTH: tl.constexpr, FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+):  # fmt: skip
+    """Rows at `xs` (BLOCK_M,) times weight rows at `ws` (BLOCK_N,): (BLOCK_M, BLOCK_N) float32, scaled.
+
+    SWAP puts the weights on the side that the matrix units take from registers, where narrow ones are widened.
+    INT4: as in `moe_decode`, even columns of x come first and DEPTH counts bytes; it needs SWAP.
+    """
+    shape: tl.constexpr = [BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N]
+    total = tl.zeros(shape, tl.float32)
+    mask = is_row[:, None]
+    if FORMAT == 2:
+        j = tl.arange(0, 64)
+        xs = xs[:, None] + j[None, :]
+        ws = ws[:, None] + j[None, :]
+        for group in range(0, DEPTH // 64):
+            even = tl.load(xs + group * 64, mask=mask, other=0.0)
+            odd = tl.load(xs + DEPTH + group * 64, mask=mask, other=0.0)
+            low, high = unpack_int4(tl.load(ws + group * 64))
+            part = tl.dot(low.to(even.dtype), tl.trans(even))
+            part = tl.dot(high.to(odd.dtype), tl.trans(odd), part)
+            total += part * tl.load(scales + group).to(tl.float32)[:, None]
+    else:
+        k = tl.arange(0, BLOCK_K)
+        xs = xs[:, None] + k[None, :]
+        ws = ws[:, None] + k[None, :]
+        for begin in range(0, DEPTH, BLOCK_K):
+            a = tl.load(xs + begin, mask=mask, other=0.0)
+            w = tl.load(ws + begin).to(a.dtype)
+            total = tl.dot(w, tl.trans(a), total) if SWAP else tl.dot(a, tl.trans(w), total)
+    total = tl.trans(total) if SWAP else total
+    if FORMAT == 1:
+        total *= tl.load(scales)[None, :] * FP16_SCALE
+    return total
+
+
+@triton.jit
+def _two_products(
+    xs, extra_xs, ws, is_extra,
+    DEPTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EXTRA: tl.constexpr,
+):  # fmt: skip
+    """Rows at `xs` (BLOCK_M,) and at `extra_xs` (EXTRA,) times weight rows at `ws` (BLOCK_N,).
+
+    Returns float32 (BLOCK_M, BLOCK_N) and (BLOCK_N, EXTRA).
+
+    The few rows are on the second side: the matrix units take 64 at least on the first.
+    """
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    extra = tl.zeros([BLOCK_N, EXTRA], tl.float32)
+    k = tl.arange(0, BLOCK_K)
+    xs = xs[:, None] + k[None, :]
+    extra_xs = extra_xs[:, None] + k[None, :]
+    ws = ws[:, None] + k[None, :]
+    for begin in range(0, DEPTH, BLOCK_K):
+        a = tl.load(xs + begin)
+        w = tl.load(ws + begin)
+        b = tl.load(extra_xs + begin, mask=is_extra[:, None], other=0.0)
+        total = tl.dot(a, tl.trans(w), total)
+        extra = tl.dot(w, tl.trans(b), extra)
+    return total, extra
+
+
+@triton.jit
+def _rows_of(table, block, MAX_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """A block's first row, the row behind its last, its rows (BLOCK_M,) and which of these are its own."""
+    first = tl.load(table + MAX_BLOCKS + block)
+    end = tl.load(table + 2 * MAX_BLOCKS + block)
+    row = first + tl.arange(0, BLOCK_M)
+    return first, end, row, row < end
+
+
+@triton.jit
+def mingc_moe_grouped_up(
+    x, order, table, gate_up, gate_up_scale, hidden,
+    K: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr, F: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr,
+    EXTRA: tl.constexpr,
+):  # fmt: skip
+    """silu(gate) * up of the sorted rows: x (T, D) → hidden (R, F). DEPTH is D as stored."""
+    block = tl.program_id(1)
+    expert = tl.load(table + block)
+    if expert < 0:
+        return
+    first, end, row, is_row = _rows_of(table, block, MAX_BLOCKS, BLOCK_M)
+    token = tl.load(order + row, mask=is_row, other=0) // K
+    # Gate and up rows alternate in the tile: a thread then holds both of a column.
+    j = tl.arange(0, BLOCK_N)
+    n = tl.program_id(0) * (BLOCK_N // 2) + j // 2 + (j % 2) * F
+    column = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    dtype = hidden.dtype.element_ty
+    groups: tl.constexpr = DEPTH // 64 if FORMAT == 2 else 1
+    xs = x + token * D
+    ws = gate_up + expert.to(tl.int64) * (2 * F * DEPTH) + n * DEPTH
+    scales = gate_up_scale + (expert * (2 * F) + n) * groups
+    if EXTRA > 0:
+        if end - first > BLOCK_M:
+            extra_row = first + BLOCK_M + tl.arange(0, EXTRA)
+            is_extra = extra_row < end
+            extra_token = tl.load(order + extra_row, mask=is_extra, other=0) // K
+            total, extra = _two_products(
+                xs, x + extra_token * D, ws, is_extra, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, EXTRA
+            )
+            gate, up = tl.split(tl.reshape(tl.trans(extra), [EXTRA, BLOCK_N // 2, 2]))
+            extra_activated = activate(gate, up, dtype).to(dtype)
+            tl.store(
+                hidden + extra_row[:, None] * F + column[None, :], extra_activated, mask=is_extra[:, None]
+            )
+        else:
+            total = _product(xs, ws, scales, is_row, DEPTH, FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, SWAP)
+    else:
+        total = _product(xs, ws, scales, is_row, DEPTH, FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, SWAP)
+    gate, up = tl.split(tl.reshape(total, [BLOCK_M, BLOCK_N // 2, 2]))
+    activated = activate(gate, up, tl.bfloat16 if FORMAT == 1 else dtype)
+    if FORMAT == 1:
+        activated = tl.clamp(activated * (1 / FP16_SCALE), -65504.0, 65504.0)
+    if FORMAT == 2:
+        column = (column % 2) * (F // 2) + column // 2
+    tl.store(hidden + row[:, None] * F + column[None, :], activated.to(dtype), mask=is_row[:, None])
+
+
+@triton.jit
+def mingc_moe_grouped_down(
+    hidden, order, table, down, down_scale, outputs,
+    D: tl.constexpr, DEPTH: tl.constexpr, F: tl.constexpr, MAX_BLOCKS: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, EXTRA: tl.constexpr,
+):  # fmt: skip
+    """hidden (R, F), sorted → outputs (R, D) in the order of the pairs. DEPTH is F as stored."""
+    block = tl.program_id(1)
+    expert = tl.load(table + block)
+    if expert < 0:
+        return
+    first, end, row, is_row = _rows_of(table, block, MAX_BLOCKS, BLOCK_M)
+    pair = tl.load(order + row, mask=is_row, other=0)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    dtype = outputs.dtype.element_ty
+    groups: tl.constexpr = DEPTH // 64 if FORMAT == 2 else 1
+    xs = hidden + row * F
+    ws = down + expert.to(tl.int64) * (D * DEPTH) + n * DEPTH
+    scales = down_scale + (expert * D + n) * groups
+    if EXTRA > 0:
+        if end - first > BLOCK_M:
+            extra_row = first + BLOCK_M + tl.arange(0, EXTRA)
+            is_extra = extra_row < end
+            extra_pair = tl.load(order + extra_row, mask=is_extra, other=0)
+            total, extra = _two_products(
+                xs, hidden + extra_row * F, ws, is_extra, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, EXTRA
+            )
+            extra_target = outputs + extra_pair.to(tl.int64)[:, None] * D + n[None, :]
+            tl.store(extra_target, tl.trans(extra).to(dtype), mask=is_extra[:, None])
+        else:
+            total = _product(xs, ws, scales, is_row, DEPTH, FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, SWAP)
+    else:
+        total = _product(xs, ws, scales, is_row, DEPTH, FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, SWAP)
+    target = outputs + pair.to(tl.int64)[:, None] * D + n[None, :]
+    tl.store(target, total.to(dtype), mask=is_row[:, None])
 
 
 @torch.library.triton_op("mingc::moe_prefill", mutates_args={})
@@ -118,54 +282,56 @@ def moe_prefill(
     shared: Tensor | None,
 ) -> Tensor:
     """See `mingc.kernels.moe_experts`; `shared` (T, D) is what the shared expert adds, if there is one."""
-    (tokens, hidden_size), chosen = x.shape, ids.shape[1]
-    experts, width = gate_up.shape[0], gate_up.shape[1] // 2
-    storage = storage_of(gate_up)
-    per_item = 2 if storage == INT4 else 1
-    hidden_dtype = torch.float16 if storage == FP8 else x.dtype
-    pairs = tokens * chosen
-    cut = moe_config.cut(
-        moe_config.Shape(
-            kernel="grouped", tokens=tokens, hidden_size=hidden_size, width=width, experts=experts,
-            chosen=chosen, storage=storage,
+    (tokens, hidden_size), top_k = x.shape, ids.shape[1]
+    experts, intermediate_size = gate_up.shape[0], gate_up.shape[1] // 2
+    weight_format = weight_format_of(gate_up)
+    per_item = 2 if weight_format == INT4 else 1
+    hidden_dtype = torch.float16 if weight_format == FP8 else x.dtype
+    pairs = tokens * top_k
+    config = select_config(
+        MoeProblem(
+            kernel="grouped", tokens=tokens, hidden_size=hidden_size, intermediate_size=intermediate_size,
+            experts=experts, top_k=top_k, weight_format=weight_format,
         )
     )  # fmt: skip
     sort_blocks = triton.cdiv(tokens, _SORT_TOKENS)
-    max_blocks = min(pairs, triton.cdiv(pairs, cut.rows) + experts)
+    max_blocks = min(pairs, triton.cdiv(pairs, config.block_m) + experts)
     out = torch.empty_like(x)
-    x = as_operand(x, storage)
+    x = as_operand(x, weight_format)
     counts = torch.empty(sort_blocks, experts, dtype=torch.int32, device=x.device)
     table = torch.empty(3, triton.next_power_of_2(max_blocks), dtype=torch.int32, device=x.device)
     order = torch.empty(pairs, dtype=torch.int32, device=x.device)
     torch.library.wrap_triton(mingc_moe_count)[(sort_blocks,)](
-        ids, counts, tokens, K=chosen, E=experts, TOKENS=_SORT_TOKENS, num_warps=4
+        ids, counts, tokens, K=top_k, E=experts, TOKENS=_SORT_TOKENS, num_warps=4
     )
     totals = torch.empty(experts, dtype=torch.int32, device=x.device)
     planned = min(_PLAN_EXPERTS, experts)
-    torch.library.wrap_triton(mingc_moe_plan)[(experts // planned,)](
+    torch.library.wrap_triton(mingc_moe_offsets)[(experts // planned,)](
         counts, totals, NUM=sort_blocks, E=experts, PADDED=triton.next_power_of_2(sort_blocks), BE=planned,
         num_warps=4,
     )  # fmt: skip
-    torch.library.wrap_triton(mingc_moe_place)[(sort_blocks,)](
-        ids, counts, totals, order, table, tokens, K=chosen, E=experts, TOKENS=_SORT_TOKENS, BM=cut.rows,
-        EXTRA=cut.extra, MAX_BLOCKS=table.shape[1], num_warps=4,
+    torch.library.wrap_triton(mingc_moe_sort)[(sort_blocks,)](
+        ids, counts, totals, order, table, tokens, K=top_k, E=experts, TOKENS=_SORT_TOKENS, BLOCK_M=config.block_m,
+        EXTRA=config.extra_rows, MAX_BLOCKS=table.shape[1], num_warps=4,
     )  # fmt: skip
-    hidden = torch.empty(pairs, width, dtype=hidden_dtype, device=x.device)
-    shape = {"MAX_BLOCKS": table.shape[1], "BM": cut.rows, "EXTRA": cut.extra}
-    torch.library.wrap_triton(mingc_moe_grouped_up)[(2 * width // cut.up.columns, max_blocks)](
-        x, order, table, gate_up, x if gate_up_scale is None else gate_up_scale, hidden, **shape,
-        K=chosen, D=hidden_size, DEPTH=hidden_size // per_item, F=width, FORMAT=storage, SWAP=cut.swap,
-        BN=cut.up.columns, BK=cut.up.depth, num_warps=cut.up.warps, num_stages=cut.up.stages,
+    hidden = torch.empty(pairs, intermediate_size, dtype=hidden_dtype, device=x.device)
+    shared_args = {"MAX_BLOCKS": table.shape[1], "BLOCK_M": config.block_m, "EXTRA": config.extra_rows}
+    torch.library.wrap_triton(mingc_moe_grouped_up)[(2 * intermediate_size // config.up.block_n, max_blocks)](
+        x, order, table, gate_up, x if gate_up_scale is None else gate_up_scale, hidden, **shared_args,
+        K=top_k, D=hidden_size, DEPTH=hidden_size // per_item, F=intermediate_size, FORMAT=weight_format,
+        SWAP=config.swap_operands, BLOCK_N=config.up.block_n, BLOCK_K=config.up.block_k,
+        num_warps=config.up.num_warps, num_stages=config.up.num_stages,
     )  # fmt: skip
     outputs = torch.empty(pairs, hidden_size, dtype=out.dtype, device=x.device)
-    torch.library.wrap_triton(mingc_moe_grouped_down)[(hidden_size // cut.down.columns, max_blocks)](
-        hidden, order, table, down, x if down_scale is None else down_scale, outputs, **shape,
-        D=hidden_size, DEPTH=width // per_item, F=width, FORMAT=storage, SWAP=cut.swap,
-        BN=cut.down.columns, BK=cut.down.depth, num_warps=cut.down.warps, num_stages=cut.down.stages,
+    torch.library.wrap_triton(mingc_moe_grouped_down)[(hidden_size // config.down.block_n, max_blocks)](
+        hidden, order, table, down, x if down_scale is None else down_scale, outputs, **shared_args,
+        D=hidden_size, DEPTH=intermediate_size // per_item, F=intermediate_size, FORMAT=weight_format,
+        SWAP=config.swap_operands, BLOCK_N=config.down.block_n, BLOCK_K=config.down.block_k,
+        num_warps=config.down.num_warps, num_stages=config.down.num_stages,
     )  # fmt: skip
     columns = min(_SUM_COLUMNS, hidden_size & -hidden_size)
     torch.library.wrap_triton(mingc_moe_pair_sum)[(hidden_size // columns, tokens)](
-        outputs, weights, out if shared is None else shared, out, K=chosen, D=hidden_size,
-        HAS_SHARED=shared is not None, BN=columns, num_warps=4,
+        outputs, weights, out if shared is None else shared, out, K=top_k, D=hidden_size,
+        HAS_SHARED=shared is not None, BLOCK_N=columns, num_warps=4,
     )  # fmt: skip
     return out

@@ -15,21 +15,21 @@ _MAX_SPLIT_TOKENS = 64  # beyond, token blocks alone fill the device
 @triton.jit
 def mingc_router_logits(
     x, weight, gate_index, partial, T,
-    D: tl.constexpr, E: tl.constexpr, GATES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SPLITS: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, GATES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Parts of x (T, D) @ weight[gate] (GATES, E, D), each over D / SPLITS inputs: partial (SPLITS, T, E) float32."""
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
-    k = tl.arange(0, BK)
+    k = tl.arange(0, BLOCK_K)
     is_token = m < T
     length: tl.constexpr = D // SPLITS
     xs = x + m[:, None] * D + split * length + k[None, :]
     ws = weight + n[None, :] * D + split * length + k[:, None]
-    logits = tl.zeros([BM, BN], tl.float32)
+    logits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if GATES == 1:
-        for start in range(0, length, BK):
+        for start in range(0, length, BLOCK_K):
             a = tl.load(xs + start, mask=is_token[:, None], other=0.0)
             logits = tl.dot(a, tl.load(ws + start), logits)
     else:
@@ -38,8 +38,8 @@ def mingc_router_logits(
             is_wanted = gate == each
             # Most blocks hold tokens of one modality.
             if tl.max(is_wanted.to(tl.int32), 0) > 0:
-                total = tl.zeros([BM, BN], tl.float32)
-                for start in range(0, length, BK):
+                total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                for start in range(0, length, BLOCK_K):
                     a = tl.load(xs + start, mask=is_token[:, None], other=0.0)
                     total = tl.dot(a, tl.load(ws + each * E * D + start), total)
                 logits = tl.where(is_wanted[:, None], total, logits)
@@ -47,7 +47,7 @@ def mingc_router_logits(
 
 
 @triton.jit
-def mingc_router_choice(
+def mingc_router_topk(
     partial, bias, gate_index, ids, weights, T, scale,
     E: tl.constexpr, GATES: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, K: tl.constexpr,
     K_PADDED: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
@@ -107,7 +107,7 @@ def route_hidden(
     gate_index: Tensor | None,
     num_groups: int,
     num_kept_groups: int,
-    num_chosen: int,
+    top_k: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """See `mingc.kernels.router`. D must be a multiple of 128, E and `num_groups` powers of two."""
@@ -123,15 +123,15 @@ def route_hidden(
     partial = torch.empty(splits, tokens, experts, dtype=torch.float32, device=x.device)
     which = bias if gate_index is None else gate_index
     torch.library.wrap_triton(mingc_router_logits)[(triton.cdiv(tokens, bm), experts // bn, splits)](
-        x, weight, which, partial, tokens, D=hidden_size, E=experts, GATES=gates, BM=bm, BN=bn, BK=bk,
+        x, weight, which, partial, tokens, D=hidden_size, E=experts, GATES=gates, BLOCK_M=bm, BLOCK_N=bn, BLOCK_K=bk,
         SPLITS=splits, num_warps=4, num_stages=4,
     )  # fmt: skip
-    ids = torch.empty(tokens, num_chosen, dtype=torch.int64, device=x.device)
-    weights = torch.empty(tokens, num_chosen, dtype=torch.float32, device=x.device)
+    ids = torch.empty(tokens, top_k, dtype=torch.int64, device=x.device)
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=x.device)
     rows = 1 if tokens <= _MAX_SPLIT_TOKENS else 4
-    torch.library.wrap_triton(mingc_router_choice)[(triton.cdiv(tokens, rows),)](
+    torch.library.wrap_triton(mingc_router_topk)[(triton.cdiv(tokens, rows),)](
         partial, bias, which, ids, weights, tokens, scale, E=experts, GATES=gates, GROUPS=num_groups,
-        KEPT=num_kept_groups, K=num_chosen, K_PADDED=triton.next_power_of_2(num_chosen), SPLITS=splits,
+        KEPT=num_kept_groups, K=top_k, K_PADDED=triton.next_power_of_2(top_k), SPLITS=splits,
         ROWS=rows, num_warps=rows,
     )  # fmt: skip
     return ids, weights

@@ -20,7 +20,7 @@ import torch
 import mingc.kernels
 from mingc.artifacts.work_folder import work_folder
 from mingc.errors import CompileError
-from mingc.kernels.triton.moe_config import chosen_cuts
+from mingc.kernels.triton.moe_config import tuned_configs
 
 # Weights stay outside: one engine serves every rank, and several graphs share one weights file.
 # Inductor would bake vectors of up to 8 elements into the code, where another checkpoint's or rank's values belong.
@@ -134,7 +134,7 @@ def _key(program: torch.export.ExportedProgram, options: dict[str, Any], device:
         digest.update(b"\0")
     if device == "cuda":
         # A graph names the kernels it calls; how they are cut and their code decide as much.
-        digest.update(repr(sorted(chosen_cuts().items(), key=repr)).encode())
+        digest.update(repr(sorted(tuned_configs().items(), key=repr)).encode())
         digest.update(kernel_sources())
     return digest.hexdigest()
 
