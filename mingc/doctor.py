@@ -25,6 +25,7 @@ _OPTIONAL = (  # import name, distribution, what needs it, extra
     ("soundfile", "soundfile", "audio input, flac output", "serve"),
     ("soxr", "soxr", "resampling of audio input", "serve"),
     ("av", "av", "video input, compressed audio", "serve"),
+    ("cv2", "opencv-python-headless", "video input", "serve"),
     ("prometheus_client", "prometheus-client", "metrics", "serve"),
 )
 _REQUIRED = ("torch", "numpy", "safetensors", "click", "rich", "tokenizers", "pillow")

@@ -1,6 +1,6 @@
 """Encoded videos, or lists of frames, → patch rows and timestamps (spec: vision.md §2).
 
-Decoding needs PyAV, which is imported at the first video. Colour conversion is the decoder's; everything after it
+PyAV decodes and OpenCV resizes; both are imported at the first video. PyAV also converts colours; every later step
 follows the reference.
 """
 
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from mingc.artifacts.parameters import VisionParameters
 from mingc.errors import ConfigError, RequestError
-from mingc.runtime.preprocess.cubic import resize_cubic
 from mingc.runtime.preprocess.image import VisionFeatures, check_aspect, load_size, patchify
 from mingc.runtime.request import VideoParams
 
@@ -29,7 +28,7 @@ _MAX_FRAME_PIXELS = 1 << 26
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoFeatures:
-    """One video: its patches, grid (pairs, h, w), and the time of each pair in seconds."""
+    """Input of the vision encoder for one video: patches, grid (pairs, h, w), and the time of each pair in seconds."""
 
     vision: VisionFeatures
     timestamps: tuple[float, ...]
@@ -37,7 +36,7 @@ class VideoFeatures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Source:
-    """What is known of a video before its frames are chosen."""
+    """Length and rate of a video, read before frames are sampled."""
 
     num_frames: int
     fps: float
@@ -52,22 +51,47 @@ def _undecodable(where: str, what: str) -> RequestError:
     )
 
 
-def _import_av() -> Any:
+def _import_library(module: str, name: str) -> Any:
     try:
-        return importlib.import_module("av")
+        return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            "videos need PyAV, which is not installed", where="video input", fix="pip install av"
+            f"video input needs {name}, which is not installed",
+            where="video input",
+            fix="pip install 'mingc[serve]'",
         ) from error
+
+
+def _import_av() -> Any:
+    return _import_library("av", "PyAV")
+
+
+def _import_cv2() -> Any:
+    cv2 = _import_library("cv2", "OpenCV")
+    # Requests are already prepared in parallel; threads inside one resize would oversubscribe the CPU.
+    cv2.setNumThreads(1)
+    return cv2
+
+
+def resize_frame(frame: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
+    """Resize (H, W, 3) uint8 to (height, width, 3) with OpenCV's bicubic filter, as the reference does.
+
+    The filter has no low-pass when shrinking, unlike Pillow's. Raises: ConfigError without OpenCV.
+    """
+    if frame.shape[:2] == (height, width):
+        return frame
+    cv2 = _import_cv2()
+    resized: NDArray[np.uint8] = cv2.resize(frame, (width, height), interpolation=cv2.INTER_CUBIC)
+    return resized
 
 
 def sample_frames(
     source_frames: int, source_fps: float, *, fps: float, max_frames: int
 ) -> tuple[list[int], list[float]]:
-    """Indices of the frames to use and their times in seconds.
+    """Indices of the sampled frames and their times in seconds.
 
-    The number follows the lower of both rates, the indices are spread evenly from the first to the last frame, and the
-    times run at the rate that results.
+    The lower of the two rates sets the number of frames. Indices are spread evenly from the first to the last frame;
+    times advance at the resulting rate.
     """
     duration = source_frames / source_fps
     count = max(1, min(max_frames, int(duration * min(fps, source_fps) + 0.5)))
@@ -78,9 +102,9 @@ def sample_frames(
 def frame_size(
     height: int, width: int, num_frames: int, parameters: VisionParameters, params: VideoParams, where: str
 ) -> tuple[int, int]:
-    """(height, width) of every frame, from the pixels that `num_frames` share.
+    """(height, width) of each frame after resizing, from the pixel budget shared by `num_frames`.
 
-    Raises: RequestError for an extreme aspect ratio or a budget that leaves no pixel on the short side.
+    Raises: RequestError for an extreme aspect ratio, or when the budget leaves the short side without a pixel.
     """
     check_aspect(height, width, where)
     cell = parameters.patch_size * parameters.merge_size
@@ -95,7 +119,7 @@ def frame_size(
     new_height, new_width = load_size(
         height,
         width,
-        # The reference has a constant here and fails when merged tokens do not divide it.
+        # The reference uses a constant and fails when the side of a merged token does not divide it.
         factor=parameters.load_factor if parameters.load_factor % cell == 0 else cell,
         min_pixels=min_pixels,
         max_pixels=max_pixels,
@@ -113,7 +137,7 @@ def frame_size(
 def _assemble(
     frames: list[NDArray[np.uint8]], times: list[float], parameters: VisionParameters
 ) -> VideoFeatures:
-    """Resized frames to patches; the last frame and its time are repeated until the frames fill temporal patches."""
+    """Convert resized frames to patches; repeat the last frame and its time to fill the last temporal patch."""
     temporal = parameters.temporal_patch_size
     missing = -len(frames) % temporal
     frames = frames + frames[-1:] * missing
@@ -126,22 +150,22 @@ def _assemble(
 def frames_to_video(
     frames: Sequence[NDArray[np.uint8]], parameters: VisionParameters, params: VideoParams, where: str
 ) -> VideoFeatures:
-    """A list of (H, W, 3) uint8 frames as a video of 2 frames a second. All frames are used.
+    """Convert (H, W, 3) uint8 frames to a video at 2 frames per second. All frames are used.
 
-    The most frequent frame size decides; frames of another size are stretched to it.
+    Frames are first stretched to the most frequent frame size.
     """
     if not frames:
         raise RequestError("the video has no frames", where=where, fix="send at least one frame", param=where)
     shapes = [(frame.shape[0], frame.shape[1]) for frame in frames]
     height, width = max(shapes, key=shapes.count)
     size = frame_size(height, width, len(frames), parameters, params, where)
-    common = [resize_cubic(frame, height, width) for frame in frames]
+    common = [resize_frame(frame, height, width) for frame in frames]
     times = [index / _FRAME_LIST_FPS for index in range(len(frames))]
-    return _assemble([resize_cubic(frame, *size) for frame in common], times, parameters)
+    return _assemble([resize_frame(frame, *size) for frame in common], times, parameters)
 
 
 def _probe(av: Any, data: bytes, where: str) -> _Source:
-    """Number and rate of the frames, by walking the packets without decoding them."""
+    """Count the frames and read their rate from the packets, without decoding."""
     with av.open(io.BytesIO(data)) as container:
         if not container.streams.video:
             raise _undecodable(where, "it has no video track")
@@ -162,7 +186,7 @@ def _probe(av: Any, data: bytes, where: str) -> _Source:
 
 
 def _decoded(av: Any, data: bytes, wanted: Sequence[int]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """(index, frame) of the wanted indices in order, upright; ends early when the video has fewer frames."""
+    """Yield (index, upright frame) for the wanted indices in order; stop early when the video has fewer frames."""
     last = wanted[-1]
     chosen = frozenset(wanted)
     with av.open(io.BytesIO(data)) as container:
@@ -170,7 +194,7 @@ def _decoded(av: Any, data: bytes, wanted: Sequence[int]) -> Iterator[tuple[int,
         stream.thread_type = "AUTO"
         for index, frame in enumerate(container.decode(stream)):
             if index in chosen:
-                if frame.width * frame.height > _MAX_FRAME_PIXELS:  # the header may have said otherwise
+                if frame.width * frame.height > _MAX_FRAME_PIXELS:  # the header may give a smaller size
                     raise ValueError(f"a frame of {frame.width}×{frame.height}")
                 upright = np.rot90(frame.to_ndarray(format="rgb24"), k=round(frame.rotation / 90))
                 yield index, np.ascontiguousarray(upright)
@@ -181,7 +205,7 @@ def _decoded(av: Any, data: bytes, wanted: Sequence[int]) -> Iterator[tuple[int,
 def _load(
     av: Any, data: bytes, source: _Source, parameters: VisionParameters, params: VideoParams, where: str
 ) -> VideoFeatures | None:
-    """The video taken as having `source.num_frames` frames; None when decoding yields fewer."""
+    """Sample the video as if it had `source.num_frames` frames; None when decoding yields fewer."""
     indices, times = sample_frames(
         source.num_frames,
         source.fps,
@@ -193,7 +217,7 @@ def _load(
     for index, frame in _decoded(av, data, indices):
         if size is None:
             size = frame_size(frame.shape[0], frame.shape[1], len(indices), parameters, params, where)
-        frames[index] = resize_cubic(frame, *size)
+        frames[index] = resize_frame(frame, *size)
     if indices[-1] not in frames:
         return None
     return _assemble([frames[index] for index in indices], times, parameters)
@@ -207,18 +231,19 @@ def _count_decodable(av: Any, data: bytes) -> int:
 def load_video(data: bytes, parameters: VisionParameters, params: VideoParams, where: str) -> VideoFeatures:
     """Encoded video → patches and timestamps. `where` names the video in errors.
 
-    Raises: RequestError when the bytes hold no decodable video, ConfigError without PyAV.
+    Raises: RequestError when the bytes hold no decodable video, ConfigError without PyAV or OpenCV.
     """
     if (params.fps is not None and params.fps <= 0) or (
         params.max_frames is not None and params.max_frames < 1
     ):
         raise RequestError("fps and max_frames of a video must be positive", where=where, param=where)
     av = _import_av()
+    _import_cv2()
     try:
         source = _probe(av, data, where)
         video = _load(av, data, source, parameters, params, where)
         if video is None:
-            # Some packets give no picture (damaged, or hidden frames): sample again among those that do.
+            # Damaged packets and hidden frames give no picture: sample again among the decodable frames.
             count = _count_decodable(av, data)
             if count:
                 source = _Source(num_frames=count, fps=source.fps)

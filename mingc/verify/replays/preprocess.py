@@ -12,7 +12,6 @@ from mingc.artifacts.parameters import VisionParameters
 from mingc.errors import ConfigError
 from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.chat import ChatProcessor, MediaEntry
-from mingc.runtime.preprocess.cubic import resize_cubic
 from mingc.runtime.preprocess.image import (
     Grid,
     VisionFeatures,
@@ -24,7 +23,7 @@ from mingc.runtime.preprocess.image import (
 )
 from mingc.runtime.preprocess.prompt import Features
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
-from mingc.runtime.preprocess.video import VideoFeatures, frame_size, frames_to_video
+from mingc.runtime.preprocess.video import VideoFeatures, frame_size, frames_to_video, resize_frame
 from mingc.runtime.request import Message, Role, TextPart, VideoParams
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.stages import Engines
@@ -128,7 +127,7 @@ def _replay_video(
     video = frames_to_video(frames, vision, params, "video")
     height, width = frames[0].shape[:2]
     size = frame_size(height, width, len(frames), vision, params, "video")
-    resized = [resize_cubic(frame, *size) for frame in frames]
+    resized = [resize_frame(frame, *size) for frame in frames]
     resized += resized[-1:] * (-len(resized) % vision.temporal_patch_size)
     ledger.ids("video.fetched", np.stack(resized).transpose(0, 3, 1, 2))
     ledger.tensor("video.pixel_values_videos", video.vision.pixels, tolerance=PIXEL_TOLERANCE)
