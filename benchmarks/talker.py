@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from mingc.artifacts.spec import GraphSpec
-from mingc.export.checks.parity import relative_error
 from mingc.export.stages import find
 from mingc.export.weights.synthetic import open_synthetic
 from mingc.kernels.dispatch import plain_torch
+from mingc.numerics.relative_error import relative_error
 from mingc.runtime.engines.aoti import AotiEngine
 from mingc.runtime.talker.patch_pipeline import LaunchedPatch, PatchPipeline
 

@@ -47,15 +47,15 @@ class Parity:
     `eager` is the same of the uncompiled module. The reference computes with the weights as they are stored; when
     they are quantized, `quantization` is how far it then is from the float32 reference over the checkpoint's weights.
     `rerouted` is the share of tokens that rounding sends to other experts; each is compared with the reference after
-    the experts that it went to. None: nothing is routed, or nothing is rounded. `unreached` counts the experts that no
-    token of the check was sent to; None: nothing is routed.
+    the experts that it went to. None: nothing is routed, or nothing is rounded. `untested_experts` counts experts that
+    no token of the check is routed to; None: the graph has no router.
     """
 
     compiled: float
     eager: float
     quantization: float | None = None
     rerouted: float | None = None
-    unreached: int | None = None
+    untested_experts: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mingc.errors import ConfigError, MingcError
+from mingc.numerics.relative_error import relative_error
 from mingc.verify.comparison import Comparison, FileSummary, Kind, Outcome
 from mingc.verify.scale import Scale, fit_scale
 
@@ -229,17 +230,3 @@ class ComparisonLog:
                 note=note,
             )
         )
-
-
-def relative_error(value: Array, reference: Array) -> float:
-    """max |value - reference| / max |reference|; infinite for another shape or anything not finite."""
-    if value.shape != reference.shape:
-        return float("inf")
-    if not reference.size:
-        return 0.0
-    given, expected = value.astype(np.float64), reference.astype(np.float64)
-    if not np.isfinite(given).all():
-        return float("inf")
-    scale = float(np.abs(expected).max())
-    error = float(np.abs(given - expected).max())
-    return error / scale if scale else error

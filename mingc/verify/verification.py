@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mingc.artifacts.artifact import Artifact, check_fingerprint, check_hashes, open_artifact
 from mingc.errors import ConfigError
+from mingc.numerics.tolerances import GRAPH_TOLERANCES
 from mingc.verify.comparison import Comparison, FileSummary
 
 if TYPE_CHECKING:
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
     from mingc.verify.comparison_log import ComparisonLog
     from mingc.verify.stages import Engines
 
-# Relative to the largest magnitude of a reference. Export asks the same of every engine it builds.
-TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-1}
+# Relative to the largest magnitude of a reference value: chains of graphs, such as whole models, compared with recorded
+# float32 values. A single graph has the tighter bound of `GRAPH_TOLERANCES`.
+REFERENCE_TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-1}
 _Found = tuple[FileSummary, list[Comparison], list[str]]
 # With the documents beside them.
 _GOLDEN_FILES = {
@@ -109,7 +111,7 @@ def _replay_own(artifact: Artifact, told: Callable[[str], None]) -> list[_Found]
     """The goldens that the export put beside every engine."""
     from mingc.verify.self_check import replay
 
-    floor = TOLERANCES[artifact.manifest.fingerprint.dtype]
+    floor = GRAPH_TOLERANCES[artifact.manifest.fingerprint.dtype]
     found: list[_Found] = []
     for stage, record in artifact.manifest.stages.items():
         for name, graph in record.graphs.items():
@@ -164,7 +166,7 @@ def _replay_file(
     ledger = ComparisonLog(
         file,
         _read_tensors(path) if is_tensors else {},
-        tolerance=TOLERANCES[dtype],
+        tolerance=REFERENCE_TOLERANCES[dtype],
         is_exact=dtype == "float32",
         quantization=_quantization(engines.artifact, stages),
     )

@@ -1,4 +1,4 @@
-"""The export's check of expert layers: every expert is reached, whatever the batch, and a fault of any is found."""
+"""Check of expert layers: at any batch size all experts are tested, and a fault of any of them is found."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mingc.artifacts.spec import GraphSpec
 from mingc.errors import ParityError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks.eager_reference import run_eager
-from mingc.export.checks.experts import find_tokens
-from mingc.export.checks.routing import tell_routes
+from mingc.export.checks.experts import find_expert_tokens
+from mingc.export.checks.routing import select_experts
 from mingc.export.compile.build import GraphTask, check_graph, stage_options
 from mingc.export.recipe import ExportRecipe, Quantization
 from mingc.export.stage import Shard
@@ -28,30 +28,30 @@ from mingc.gather_shards import gather_shards
 
 ALLOWED = 3e-2  # of a bfloat16 engine
 EXPERTS = 16
-# Changes the weights of a layer, by name; one expert of them, whose number is given.
-Spoil = Callable[[dict[str, Tensor], int], None]
+# Changes the weights of a layer by name, for expert-specific faults those of the given expert.
+Fault = Callable[[dict[str, Tensor], int], None]
 
 
-def keep(weights: dict[str, Tensor], expert: int) -> None:
+def no_fault(weights: dict[str, Tensor], expert: int) -> None:
     """No fault."""
 
 
 def weaken(weights: dict[str, Tensor], expert: int) -> None:
-    """By a twentieth, in its scale where it has one."""
+    """Scale the expert down by a twentieth, through its quantization scale if it has one."""
     weight = weights.get("down_scale", weights["down"])
     weight[expert] = (weight[expert].float() * 0.95).to(weight.dtype)
 
 
-def exchange(weights: dict[str, Tensor], expert: int) -> None:
-    """With its neighbour."""
+def swap(weights: dict[str, Tensor], expert: int) -> None:
+    """Swap the expert with its neighbour."""
     for name in ("gate_up", "gate_up_scale"):
         if name in weights:
             bits = weights[name].view(torch.uint8)
             bits[[expert, expert ^ 1]] = bits[[expert ^ 1, expert]]
 
 
-def turn(weights: dict[str, Tensor], expert: int) -> None:
-    """The rows of its down projection are another's."""
+def rotate(weights: dict[str, Tensor], expert: int) -> None:
+    """Rotate the rows of the expert's down projection."""
     bits = weights["down"].view(torch.uint8)
     bits[expert] = bits[expert].roll(1, 0)
 
@@ -77,10 +77,10 @@ class Layer:
     num_ranks: int = 1
     batch: int | None = None
 
-    def check(self, spoil: Spoil, *, is_stored: bool = False) -> Parity:
-        """The export's check. In the engine's place runs the eager module after `spoil` of the last rank.
+    def check(self, fault: Fault, *, is_stored: bool = False) -> Parity:
+        """Run the export's check with eager modules as the engine, the last rank's changed by `fault`.
 
-        With `is_stored` the fault is in the file, where eager modules have it too.
+        With `is_stored` the fault is in the weights file, so that the check's own eager modules have it too.
         """
         recipe = ExportRecipe(
             checkpoint=self.checkpoint.root,
@@ -100,18 +100,18 @@ class Layer:
             write_weights(self.checkpoint, STAGE, self.config, shard, dtype, path, self.quantization)
         plans = STAGE.graphs(self.config, shards[0], stage_options(recipe))
         plan = next(plan for plan in plans if plan.spec.name == self.graph)
-        part = plan.spec.layer_instances[0]
+        submodule = plan.spec.layer_instances[0]
 
         def load(path: Path) -> Any:
-            module = load_module(STAGE, self.config, shards[0], path, self.quantization, part=part)
+            module = load_module(STAGE, self.config, shards[0], path, self.quantization, part=submodule)
             for parameter in module.parameters():
-                parameter.data = parameter.data.clone()  # what is loaded is a read-only view of the file
+                parameter.data = parameter.data.clone()  # loaded parameters are read-only views of the file
             return module
 
-        # The expert to which the example sends the fewest tokens.
+        # The expert with the fewest tokens of the example.
         sizes = {**plan.check_dims, **({"B": self.batch} if self.batch is not None else {})}
         example = plan.example(sizes, torch.Generator().manual_seed(1))
-        ids, _ = tell_routes(plan, load(self.folder / files[0]), example)
+        ids, _ = select_experts(plan, load(self.folder / files[0]), example)
         expert = int(torch.bincount(ids.flatten(), minlength=EXPERTS).argmin())
 
         def replay(
@@ -124,7 +124,7 @@ class Layer:
         ) -> list[dict[str, Tensor]]:
             modules = [load(path) for path in weights]
             if not is_stored:
-                spoil(dict(modules[-1].named_parameters()), expert)
+                fault(dict(modules[-1].named_parameters()), expert)
             made = []
             for tensors in calls:
                 assert {len(value) for value in tensors.values()} == {*sizes.values()}
@@ -137,7 +137,7 @@ class Layer:
 
         if is_stored:
             tensors = load_file(self.folder / files[-1])
-            spoil({name.removeprefix(f"{part}."): value for name, value in tensors.items()}, expert)
+            fault({name.removeprefix(f"{submodule}."): value for name, value in tensors.items()}, expert)
             save_file(tensors, self.folder / files[-1])
         task = GraphTask(recipe=recipe, stage="thinker", graph=self.graph, folder=self.folder, weights=files)
         dims = None if self.batch is None else {"B": self.batch}
@@ -171,42 +171,42 @@ def name_kind(kind: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_kind)
-def test_every_expert_is_reached_and_right(kind: dict[str, Any], layer: Callable[..., Layer]) -> None:
-    parity = layer(**kind).check(keep)
-    assert parity.unreached == 0
+def test_a_correct_engine_passes_with_every_expert_tested(
+    kind: dict[str, Any], layer: Callable[..., Layer]
+) -> None:
+    parity = layer(**kind).check(no_fault)
+    assert parity.untested_experts == 0
     assert parity.compiled < ALLOWED
     assert (parity.rerouted is None) == (kind.get("dtype") == "float32")
 
 
-@pytest.mark.parametrize("spoil", [weaken, exchange, turn])
+@pytest.mark.parametrize("fault", [weaken, swap, rotate])
 @pytest.mark.parametrize("kind", KINDS, ids=name_kind)
-def test_a_fault_of_one_expert_is_refused(
-    kind: dict[str, Any], spoil: Spoil, layer: Callable[..., Layer]
+def test_a_fault_of_one_expert_is_reported(
+    kind: dict[str, Any], fault: Fault, layer: Callable[..., Layer]
 ) -> None:
     with pytest.raises(ParityError, match="float32 reference"):
-        layer(**kind).check(spoil)
+        layer(**kind).check(fault)
 
 
 @pytest.mark.parametrize(
-    ("quantization", "spoil"),
-    [(None, weaken), (None, exchange), ("fp8", weaken), ("fp8", turn), ("int4", exchange), ("int4", turn)],
+    ("quantization", "fault"),
+    [(None, weaken), (None, swap), ("fp8", weaken), ("fp8", rotate), ("int4", swap), ("int4", rotate)],
 )
-def test_a_fault_of_what_is_stored_is_refused(
-    quantization: Quantization | None, spoil: Spoil, layer: Callable[..., Layer]
+def test_a_fault_in_the_weights_file_is_reported(
+    quantization: Quantization | None, fault: Fault, layer: Callable[..., Layer]
 ) -> None:
     with pytest.raises(ParityError, match="float32 reference"):
-        layer(graph="decode_experts", quantization=quantization).check(spoil, is_stored=True)
+        layer(graph="decode_experts", quantization=quantization).check(fault, is_stored=True)
 
 
-@pytest.mark.parametrize("spoil", [scale_router, drop_shared])
-def test_a_fault_of_what_all_tokens_share_is_refused(spoil: Spoil, layer: Callable[..., Layer]) -> None:
-    with pytest.raises(ParityError, match="off the float32 reference"):
-        layer(graph="prefill_experts").check(spoil)
+@pytest.mark.parametrize("fault", [scale_router, drop_shared])
+def test_a_fault_that_affects_all_tokens_is_reported(fault: Fault, layer: Callable[..., Layer]) -> None:
+    with pytest.raises(ParityError, match="differ from the float32 reference"):
+        layer(graph="prefill_experts").check(fault)
 
 
-def test_experts_that_no_token_reaches_are_counted(
-    checkpoint: Checkpoint, config: ThinkerConfig, tmp_path: Path
-) -> None:
+def test_untested_experts_are_counted(checkpoint: Checkpoint, config: ThinkerConfig, tmp_path: Path) -> None:
     write_weights(checkpoint, STAGE, config, Shard(), torch.bfloat16, tmp_path / "weights")
     recipe = ExportRecipe(checkpoint=checkpoint.root, output=tmp_path, stages=("thinker",), dtype="bfloat16")
     plans = STAGE.graphs(config, Shard(), stage_options(recipe))
@@ -216,8 +216,8 @@ def test_experts_that_no_token_reaches_are_counted(
     bias = router.get_parameter("bias").clone()
     bias[:, [2, 7]] = -100.0
     router.register_parameter("bias", torch.nn.Parameter(bias, requires_grad=False))
-    tokens = find_tokens(plan, module).in_calls_of(3)
-    assert tokens.num_unreached == 2
+    tokens = find_expert_tokens(plan, module).with_tokens_per_call(3)
+    assert tokens.num_untested == 2
     assert not {2, 7} & {*tokens.ids.flatten().tolist()}
     assert len(tokens.ids) % 3 == 0 and len(tokens.calls()) == len(tokens.ids) // 3
     assert torch.cat([each["delta"] for each in tokens.calls()]).equal(tokens.inputs["delta"])

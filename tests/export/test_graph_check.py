@@ -13,7 +13,7 @@ from mingc.artifacts.spec import GraphSpec
 from mingc.errors import ParityError
 from mingc.export.checkpoint import open_checkpoint
 from mingc.export.checks.eager_reference import run_eager
-from mingc.export.checks.parity import worse
+from mingc.export.checks.parity import worst_parity
 from mingc.export.compile import build
 from mingc.export.compile.build import GraphTask, check_graph
 from mingc.export.recipe import ExportRecipe
@@ -80,7 +80,7 @@ def test_the_engine_for_one_request_is_checked_beside_another(tmp_path: Path) ->
 @pytest.mark.parametrize(("spoiled", "where"), [(4, "thinker.head"), (1, "thinker.head-B1")])
 def test_either_of_them_refuses_the_export(tmp_path: Path, spoiled: int, where: str) -> None:
     engines = Engines(tmp_path, spoiled)
-    with pytest.raises(ParityError, match="off the float32 reference") as caught:
+    with pytest.raises(ParityError, match="differ from the float32 reference") as caught:
         check_graph(engines.task, engines.records, engines.replay)
     assert caught.value.where == where
 
@@ -89,6 +89,6 @@ def test_of_two_engines_the_worse_figures_are_told() -> None:
     of_one = Parity(compiled=0.02, eager=0.03, quantization=0.1, rerouted=None)
     of_more = Parity(compiled=0.01, eager=0.04, quantization=0.2, rerouted=0.1)
     told = Parity(compiled=0.02, eager=0.03, quantization=0.2, rerouted=0.1)
-    assert worse(of_one, of_more) == worse(of_more, of_one) == told
+    assert worst_parity(of_one, of_more) == worst_parity(of_more, of_one) == told
     exact = Parity(compiled=0.0, eager=0.0)
-    assert worse(exact, exact) == exact
+    assert worst_parity(exact, exact) == exact

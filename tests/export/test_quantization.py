@@ -33,7 +33,7 @@ def plan_of(stage: str, graph: str, checkpoint: Checkpoint) -> GraphDef:
 
 
 def rounded_module(stage: Stage, config: object, checkpoint: Checkpoint, module: nn.Module) -> nn.Module:
-    """The float32 module with the quantized weights of `module` in the place of its own, widened."""
+    """The float32 module with the quantized weights of `module` in the place of its own, pad_like."""
     state = module.state_dict()
     wide = float32_module(stage, config, checkpoint)
     names = [name for name in state if name + "_scale" in state]

@@ -1,4 +1,4 @@
-"""Parity of routed graphs: what rounding may change is let through, and nothing else."""
+"""Parity of routed graphs: rerouting by rounding error passes, every other difference fails."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ from torch import Tensor, nn
 
 from mingc.artifacts.spec import GraphSpec, TensorSpec
 from mingc.errors import ParityError
-from mingc.export.checks.eager_reference import Ranks
+from mingc.export.checks.eager_reference import EagerRanks
 from mingc.export.checks.parity import worst_error
-from mingc.export.checks.routing import follow_moved, given_routes, nearer_rows, rerouted_share, tell_routes
+from mingc.export.checks.routing import (
+    fixed_routing,
+    match_perturbed_routing,
+    nearest_rows,
+    rerouted_share,
+    select_experts,
+)
 from mingc.export.stage import GraphDef
 
 TOKENS, HIDDEN, EXPERTS = 64, 32, 8
@@ -18,7 +24,7 @@ ALLOWED = 3e-2  # of a bfloat16 engine
 
 
 class Gate(nn.Module):
-    """Two of eight experts by their scores."""
+    """A router that selects two of eight experts by their scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,9 +45,9 @@ class Mixture(nn.Module):
         self.experts = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN) / HIDDEN**0.5)
 
     def forward(self, x: Tensor) -> tuple[Tensor]:
-        return (self.tell(x)[0],)
+        return (self.routed(x)[0],)
 
-    def tell(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ids, weights = self.router(x)
         outputs = torch.einsum("tkij,tj->tki", self.experts[ids].float(), x.float())
         return (outputs * weights.unsqueeze(-1)).sum(1).to(x.dtype), ids, weights
@@ -57,55 +63,57 @@ PLAN = GraphDef(
     example=lambda dims, generator: {"x": torch.randn(dims["T"], HIDDEN, generator=generator)},
     trace_dims={"T": TOKENS},
     check_dims={"T": TOKENS},
-    routing="tell",
+    routing="routed",
 )
 
 
 @pytest.fixture
 def layer() -> Mixture:
-    """The first two experts score alike up to rounding, for every token."""
+    """A layer whose first two experts have scores that differ by rounding error only, for every token."""
     torch.manual_seed(5)
     made = Mixture().requires_grad_(False)
     made.router.weight[1] = made.router.weight[0] * (1 + 1e-6)
     return made
 
 
-def narrowed(layer: Mixture) -> Mixture:
+def low_precision(layer: Mixture) -> Mixture:
     made = Mixture().requires_grad_(False)
     made.load_state_dict(layer.state_dict())
     return made.to(torch.bfloat16)
 
 
 def error(layer: Mixture, engine: Mixture, eager: Mixture) -> float:
-    """The error of a narrow `engine` by the rule, held against the float32 `layer` and the narrow `eager` one."""
-    wide = PLAN.example({"T": TOKENS}, torch.Generator().manual_seed(1))["x"].bfloat16().float()
-    routes = tell_routes(PLAN, eager, {"x": wide.bfloat16()})
-    reference = {"y": layer(wide)[0]}
-    with given_routes([layer], routes):
-        followed = {"y": layer(wide)[0]}
-    values = {"y": engine(wide.bfloat16())[0]}
-    return worst_error(values, nearer_rows(values, (reference, followed)))
+    """The error of a low-precision `engine` after routing is matched with the float32 `layer` and the `eager` one."""
+    x = PLAN.example({"T": TOKENS}, torch.Generator().manual_seed(1))["x"].bfloat16().float()
+    routing = select_experts(PLAN, eager, {"x": x.bfloat16()})
+    reference = {"y": layer(x)[0]}
+    with fixed_routing([layer], routing):
+        eager_routed = {"y": layer(x)[0]}
+    values = {"y": engine(x.bfloat16())[0]}
+    return worst_error(values, nearest_rows(values, (reference, eager_routed)))
 
 
-def test_tokens_that_rounding_sends_elsewhere_are_held_against_where_they_went(layer: Mixture) -> None:
-    narrow = narrowed(layer)
+def test_rerouted_tokens_are_compared_with_the_experts_they_were_routed_to(layer: Mixture) -> None:
+    bfloat16 = low_precision(layer)
     x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
-    plain = worst_error({"y": narrow(x)[0]}, {"y": layer(x.float())[0]})
-    assert plain > ALLOWED, "no token was sent elsewhere: the case tests nothing"
-    assert error(layer, narrow, narrow) < ALLOWED
+    plain = worst_error({"y": bfloat16(x)[0]}, {"y": layer(x.float())[0]})
+    assert plain > ALLOWED, "no token was rerouted: the case tests nothing"
+    assert error(layer, bfloat16, bfloat16) < ALLOWED
 
 
-def test_an_engine_may_route_as_float32_does_where_the_eager_module_does_not(layer: Mixture) -> None:
-    class Wide(Mixture):
+def test_an_engine_may_route_like_float32_where_the_eager_module_does_not(layer: Mixture) -> None:
+    class Float32Routed(Mixture):
         def forward(self, x: Tensor) -> tuple[Tensor]:
             return (layer(x.float())[0].to(x.dtype),)
 
-    assert error(layer, Wide(), narrowed(layer)) < ALLOWED
+    assert error(layer, Float32Routed(), low_precision(layer)) < ALLOWED
 
 
-@pytest.mark.parametrize("fault", ["an expert", "one row of an expert", "the router", "the routes' weights"])
-def test_a_fault_is_no_rounding(layer: Mixture, fault: str) -> None:
-    engine = narrowed(layer)
+@pytest.mark.parametrize(
+    "fault", ["an expert", "one row of an expert", "the router", "the weights of experts"]
+)
+def test_a_fault_exceeds_the_tolerance(layer: Mixture, fault: str) -> None:
+    engine = low_precision(layer)
     match fault:
         case "an expert":
             engine.experts[5] = engine.experts[6]
@@ -115,7 +123,7 @@ def test_a_fault_is_no_rounding(layer: Mixture, fault: str) -> None:
             engine.router.weight[4] *= 1.5
         case _:
             engine.router.weight *= 0.5
-    assert error(layer, engine, narrowed(layer)) > ALLOWED
+    assert error(layer, engine, low_precision(layer)) > ALLOWED
 
 
 ROW = 7
@@ -123,7 +131,7 @@ ROW = 7
 
 @pytest.fixture
 def tied() -> tuple[Mixture, Tensor]:
-    """A layer, and tokens of which ROW has two experts for its second place: a step of bfloat16 decides."""
+    """A layer and tokens, of which ROW has two candidates for its second expert, decided by one bfloat16 step."""
     torch.manual_seed(3)
     x = torch.randn(TOKENS, HIDDEN).bfloat16()
     own = x[ROW].float() / x[ROW].float().square().sum()
@@ -141,45 +149,47 @@ def tied() -> tuple[Mixture, Tensor]:
 
 
 @pytest.mark.parametrize("fault", [None, "an expert", "another expert"])
-def test_a_token_may_go_where_a_rounding_leads_and_nowhere_else(
-    tied: tuple[Mixture, Tensor], fault: str | None
-) -> None:
+def test_a_token_may_be_rerouted_by_rounding_only(tied: tuple[Mixture, Tensor], fault: str | None) -> None:
     layer, x = tied
-    narrow = narrowed(layer)
-    ids, weights = tell_routes(PLAN, narrow, {"x": x})
-    assert rerouted_share(ids, tell_routes(PLAN, layer, {"x": x.float()})[0], "here") == 0
+    bfloat16 = low_precision(layer)
+    ids, weights = select_experts(PLAN, bfloat16, {"x": x})
+    assert rerouted_share(ids, select_experts(PLAN, layer, {"x": x.float()})[0], "here") == 0
     assert ids[ROW, 0] == 5
     third = ids.clone()
     third[ROW, 1] = 0 if fault == "another expert" else 5 - ids[ROW, 1]
-    with given_routes([layer], (third, weights)):
+    with fixed_routing([layer], (third, weights)):
         values = {"y": layer(x.float())[0].clone()}
     if fault == "an expert":
         values["y"][ROW, 3] += 0.5 * values["y"].abs().max()
-    reference = Ranks(PLAN, [layer], {"x": x.float()})
+    reference = EagerRanks(PLAN, [layer], {"x": x.float()})
     expected = reference.run()
-    assert worst_error(values, expected) > ALLOWED, "no token went a third way: the case tests nothing"
-    followed, count = follow_moved(values, expected, ALLOWED, PLAN, (narrow, {"x": x}), reference)
+    assert worst_error(values, expected) > ALLOWED, (
+        "no token differs from both routings: the case tests nothing"
+    )
+    matched, count = match_perturbed_routing(values, expected, ALLOWED, PLAN, (bfloat16, {"x": x}), reference)
     assert count == 1
-    assert (worst_error(values, followed) < ALLOWED) == (fault is None)
+    assert (worst_error(values, matched) < ALLOWED) == (fault is None)
     others = torch.arange(TOKENS) != ROW
-    assert torch.equal(followed["y"][others], expected["y"][others])
+    assert torch.equal(matched["y"][others], expected["y"][others])
 
 
-def test_too_many_tokens_that_went_elsewhere_are_not_followed(tied: tuple[Mixture, Tensor]) -> None:
+def test_too_many_different_rows_are_not_matched(tied: tuple[Mixture, Tensor]) -> None:
     layer, x = tied
-    reference = Ranks(PLAN, [layer], {"x": x.float()})
+    reference = EagerRanks(PLAN, [layer], {"x": x.float()})
     expected = reference.run()
     values = {"y": expected["y"].roll(1, 0)}
-    followed, count = follow_moved(values, expected, ALLOWED, PLAN, (narrowed(layer), {"x": x}), reference)
+    matched, count = match_perturbed_routing(
+        values, expected, ALLOWED, PLAN, (low_precision(layer), {"x": x}), reference
+    )
     assert count > TOKENS / 2
-    assert torch.equal(followed["y"], expected["y"])
+    assert torch.equal(matched["y"], expected["y"])
 
 
-def test_the_router_is_put_back(layer: Mixture) -> None:
+def test_the_router_is_restored_after_an_error(layer: Mixture) -> None:
     x = torch.randn(4, HIDDEN)
     before = layer(x)[0]
     ids, weights = torch.zeros(4, 2, dtype=torch.int64), torch.full((4, 2), 0.5)
-    with pytest.raises(RuntimeError), given_routes([layer], (ids, weights)):
+    with pytest.raises(RuntimeError), fixed_routing([layer], (ids, weights)):
         torch.testing.assert_close(layer(x)[0], x @ layer.experts[0].T)
         raise RuntimeError
     assert torch.equal(layer(x)[0], before)
@@ -192,12 +202,12 @@ def test_the_share_of_rerouted_tokens_is_limited() -> None:
     other[0, 0] = 7
     assert rerouted_share(ids, other, "here") == 0.25
     other[1, 0] = 7
-    with pytest.raises(ParityError, match="50% of the tokens go to other experts"):
+    with pytest.raises(ParityError, match="50% of the tokens are routed to other experts"):
         rerouted_share(ids, other, "here")
     assert rerouted_share(ids[:1], other[:1], "here") == 1.0
 
 
-def test_a_row_that_is_not_a_number_is_no_row_of_either() -> None:
-    choices = [{"y": torch.ones(2, 3)}, {"y": torch.zeros(2, 3)}]
+def test_a_nan_row_matches_no_candidate() -> None:
+    candidates = [{"y": torch.ones(2, 3)}, {"y": torch.zeros(2, 3)}]
     values = {"y": torch.tensor([[torch.nan] * 3, [0.1] * 3])}
-    assert worst_error(values, nearer_rows(values, choices)) == float("inf")
+    assert worst_error(values, nearest_rows(values, candidates)) == float("inf")

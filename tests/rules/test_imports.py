@@ -20,6 +20,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.errors": (),
     "mingc.host": (),
     "mingc.gather_shards": ("mingc.artifacts",),
+    "mingc.numerics": (),  # error measure and tolerances that export and verify share
     "mingc.dsp": ("mingc.errors",),
     "mingc.artifacts.target": (),  # the GPU table: data that every package may read
     "mingc.artifacts": ("mingc.artifacts.target", "mingc.errors", "mingc.host"),
@@ -47,6 +48,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.kernels",
         "mingc.kernels.chunk_layout",
         "mingc.kernels.triton",
+        "mingc.numerics",
     ),
     # Inside the runtime, from what everything shares up to the HTTP server.
     "mingc.runtime": ("mingc.errors",),
@@ -96,6 +98,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.errors",
         "mingc.gather_shards",
         "mingc.host",
+        "mingc.numerics",
         "mingc.runtime",
         "mingc.runtime.distributed",
         "mingc.runtime.engines",

@@ -1,4 +1,4 @@
-"""What a compiled graph is held against: the same graph run eagerly, by one module or by one a rank."""
+"""Eager reference of a compiled graph: the same graph run as a module, or as one module per rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mingc.gather_shards import gather_shards
 def run_eager(
     plan: GraphDef, module: nn.Module, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Outputs by name and `state.<name>` afterwards, of the eager module. `tensors` are not changed."""
+    """Outputs of the eager module by name, and the state after the call as `state.<name>`; `tensors` are copied."""
     arguments = [tensors[each.name].clone() for each in (*plan.spec.inputs, *plan.spec.state)]
     with torch.no_grad():
         outputs = getattr(module, plan.method)(*arguments)
@@ -24,8 +24,8 @@ def run_eager(
     return result
 
 
-class Ranks:
-    """A graph's eager modules, one a rank, on the same `inputs`."""
+class EagerRanks:
+    """A graph's eager modules, one per rank, with the `inputs` that all of them run on."""
 
     def __init__(
         self, plan: GraphDef, modules: Sequence[nn.Module], inputs: Mapping[str, torch.Tensor]
@@ -34,12 +34,12 @@ class Ranks:
         self.inputs = inputs
         self.plan = plan
 
-    def of(self, inputs: Mapping[str, torch.Tensor]) -> Ranks:
-        """The same modules on other inputs."""
-        return Ranks(self.plan, self.modules, inputs)
+    def with_inputs(self, inputs: Mapping[str, torch.Tensor]) -> EagerRanks:
+        """The same modules with other inputs."""
+        return EagerRanks(self.plan, self.modules, inputs)
 
     def run(self) -> dict[str, torch.Tensor]:
-        """Outputs by name, of all ranks together, and `state.<name>` afterwards, of the first."""
+        """Combined outputs of all ranks by name, and the first rank's state after the call as `state.<name>`."""
         ranks = [run_eager(self.plan, module, self.inputs) for module in self.modules]
         outputs = {
             spec.name: gather_shards(spec, [rank[spec.name] for rank in ranks])
@@ -51,15 +51,18 @@ class Ranks:
 def float32_inputs(
     plan: GraphDef, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int]
 ) -> dict[str, torch.Tensor]:
-    """Inputs and state of a float32 `plan` from the engine's. A state of another layout begins as zeros, as theirs."""
-    made = {each.name: tensors[each.name] for each in plan.spec.inputs}
+    """Inputs and state of a float32 `plan`, converted from the engine's `tensors`.
+
+    State whose shape differs from the engine's (a shard's) starts as zeros, as the engine's then does too.
+    """
+    converted = {each.name: tensors[each.name] for each in plan.spec.inputs}
     for spec in plan.spec.state:
         shape = [size if isinstance(size, int) else sizes[size] for size in spec.shape]
         is_same = list(tensors[spec.name].shape) == shape
-        made[spec.name] = tensors[spec.name] if is_same else torch.zeros(shape)
-    return {name: value.float() if value.is_floating_point() else value for name, value in made.items()}
+        converted[spec.name] = tensors[spec.name] if is_same else torch.zeros(shape)
+    return {name: value.float() if value.is_floating_point() else value for name, value in converted.items()}
 
 
-def widened(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`reference` with zeros on its last axis where shares that do not divide it make `value` longer."""
+def pad_like(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`reference` with its last axis zero-padded to that of `value`, which is longer where shards are padded."""
     return torch.nn.functional.pad(reference, (0, value.shape[-1] - reference.shape[-1]))

@@ -1,11 +1,16 @@
 """Parity of graphs that route tokens to experts.
 
-Two experts may score alike; then rounding decides between them, a token goes elsewhere than in float32, and what is
-added to it differs by a whole expert though nothing is wrong. So a token of a narrow engine has two right results: that
-of the float32 router, and that of the eager module's router in the engine's dtype, each computed in float32 from
-there on. A compiled engine keeps between operations what the eager module rounds, so single tokens go a third way: of
-those a result is right that some inputs moved by no more than roundings lead to. A wrong weight or kernel gives none
-of them. How many tokens are sent to different experts is told and limited.
+Two experts may have nearly equal scores. Rounding then decides between them, and a token's output differs by a whole
+expert although nothing is wrong. A token of a low-precision engine therefore has several correct results, each computed
+in float32 after the routing decision:
+
+1. with the experts that the float32 router selects;
+2. with the experts that the eager module's router selects in the engine's dtype;
+3. with experts that the router selects when its inputs are perturbed within rounding error. A compiled engine keeps
+   between operations what the eager module rounds, so a few tokens differ from both 1 and 2.
+
+A wrong weight, router or kernel matches none of them. The share of tokens with different experts is reported and
+limited.
 """
 
 from __future__ import annotations
@@ -17,45 +22,43 @@ import torch
 from torch import Tensor, nn
 
 from mingc.errors import ParityError
-from mingc.export.checks.eager_reference import Ranks, widened
+from mingc.export.checks.eager_reference import EagerRanks, pad_like
 from mingc.export.stage import GraphDef
+from mingc.numerics.perturbation import bfloat16_rounding_factors, row_errors
 
-# One token may always go elsewhere, of more no larger share. In bfloat16 one random token in forty does among the 256
-# experts of the release.
+# One token may always be rerouted, and beyond one no larger share. In bfloat16 one random token in forty is rerouted
+# among the 256 experts of the release.
 _MAX_REROUTED = 0.25
-# Of a token that went a third way: so many inputs near its own are asked where they go, each number moved by at most
-# one step of bfloat16.
-_MOVES = 256
-STEP = 2.0**-8
+_PERTURBATIONS = 256  # of each token that matches neither float32 nor eager routing
 
 
-class _GivenRoutes(nn.Module):
-    """A router that has made up its mind: expert ids (T, K) int64 and weights (T, K) float32."""
+class _FixedRouter(nn.Module):
+    """A router that returns given expert ids (T, K) int64 and weights (T, K) float32."""
 
     def __init__(self, ids: Tensor, weights: Tensor) -> None:
         super().__init__()
-        self._routes = ids, weights
+        self._routing = ids, weights
 
     def forward(self, *_: object) -> tuple[Tensor, Tensor]:
-        return self._routes
+        return self._routing
 
 
-def tell_routes(plan: GraphDef, module: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Expert ids (T, K) int64 and weights (T, K) float32 that the eager `module` chooses."""
-    assert plan.routing is not None, "only graphs with routers are asked"
+def select_experts(plan: GraphDef, module: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Expert ids (T, K) int64 and weights (T, K) float32 that the router of the eager `module` selects."""
+    assert plan.routing is not None, "the graph has no router"
     with torch.no_grad():
         *_, ids, weights = getattr(module, plan.routing)(*[tensors[each.name] for each in plan.spec.inputs])
     return ids.to(torch.int64), weights
 
 
 @contextmanager
-def given_routes(modules: Sequence[nn.Module], routes: tuple[Tensor, Tensor]) -> Iterator[None]:
-    """Inside, the routers of `modules` choose `routes`."""
+def fixed_routing(modules: Sequence[nn.Module], routing: tuple[Tensor, Tensor]) -> Iterator[None]:
+    """Replace the routers of `modules` by the expert ids and weights of `routing` for the duration of the context."""
     routers = [module.get_submodule("router") for module in modules]
     try:
         for module in modules:
-            place = next(module.parameters()).device
-            module.add_module("router", _GivenRoutes(*(each.to(place) for each in routes)))
+            device = next(module.parameters()).device
+            module.add_module("router", _FixedRouter(*(each.to(device) for each in routing)))
         yield
     finally:
         for module, router in zip(modules, routers, strict=True):
@@ -63,100 +66,107 @@ def given_routes(modules: Sequence[nn.Module], routes: tuple[Tensor, Tensor]) ->
 
 
 def rerouted_share(ids: Tensor, reference_ids: Tensor, where: str) -> float:
-    """The share of tokens that do not go to the same set of experts in both.
+    """The share of tokens whose set of experts differs from the reference.
 
-    Raises: ParityError when it is too large for roundings.
+    Raises: ParityError when the share is larger than rounding explains.
     """
     differs = (ids.cpu().sort(-1).values != reference_ids.cpu().sort(-1).values).any(-1)
     share = float(differs.double().mean())
     if int(differs.sum()) > 1 and share > _MAX_REROUTED:
         raise ParityError(
-            f"{share:.0%} of the tokens go to other experts than in float32, allowed {_MAX_REROUTED:.0%}",
+            f"{share:.0%} of the tokens are routed to other experts than in float32, allowed {_MAX_REROUTED:.0%}",
             where=where,
             fix="export this stage in float32, or report this with the output of mingc doctor",
         )
     return share
 
 
-def nearer_rows(values: Mapping[str, Tensor], choices: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """For each token, all tensors of the one of `choices` that `values` is nearest to.
+def nearest_rows(
+    values: Mapping[str, Tensor], candidates: Sequence[Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """For each token, all tensors of the candidate that is nearest to `values`.
 
-    Axis 0 of every tensor counts tokens. Distances are relative to a tensor's largest value, so that all count alike.
+    Axis 0 of every tensor counts tokens. Distances are relative to the largest value of each tensor, which gives all
+    tensors the same weight.
     """
-    first = choices[0]
-    distances = torch.stack([_distances(values, choice) for choice in choices])
-    best = distances.nan_to_num(nan=torch.inf).argmin(0)
+    first = candidates[0]
+    distances = torch.stack([_distances(values, candidate) for candidate in candidates])
+    best = distances.argmin(0)
     place = torch.arange(len(best))
-    return {name: torch.stack([choice[name].cpu() for choice in choices])[best, place] for name in first}
+    return {
+        name: torch.stack([candidate[name].cpu() for candidate in candidates])[best, place] for name in first
+    }
 
 
-def _distances(values: Mapping[str, Tensor], choice: Mapping[str, Tensor]) -> Tensor:
+def _distances(values: Mapping[str, Tensor], references: Mapping[str, Tensor]) -> Tensor:
     """The largest relative difference of each token in any tensor, (T,) float64."""
-    rows = []
-    for name, reference in choice.items():
-        wide, value = reference.cpu().double(), values[name].cpu().double()
-        scale = wide.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
-        rows.append((value - wide).abs().flatten(1).amax(-1) / scale)
-    return torch.stack(rows).amax(0)
+    errors = []
+    for name, reference in references.items():
+        expected, value = reference.cpu().double(), values[name].cpu().double()
+        scale = expected.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
+        errors.append(row_errors(value, expected, scale))
+    return torch.stack(errors).amax(0)
 
 
-def follow_moved(
+def match_perturbed_routing(
     values: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
     limit: float,
     plan: GraphDef,
     eager: tuple[nn.Module, Mapping[str, Tensor]],
-    reference: Ranks,
+    reference: EagerRanks,
 ) -> tuple[dict[str, Tensor], int]:
-    """`expected` with the rows that are more than `limit` off `values` replaced by nearer ones that roundings lead to.
+    """Replace rows of `expected` that differ from `values` by rows that rounding can produce, where these are nearer.
 
-    Such a row's inputs are moved by at most a step of bfloat16; each set of experts that are then chosen gives a row,
-    by the float32 modules from the row's own inputs.
+    For each row that differs by more than `limit`, the inputs are perturbed by at most one bfloat16 step. Each set of
+    experts that the eager router then selects gives one candidate row, computed by the float32 modules from the
+    unperturbed inputs.
 
     Args:
         values, expected: outputs by name; axis 0 of every tensor counts tokens.
         eager: the module in the engine's dtype and its inputs.
 
-    Returns: the rows, and how many were more than `limit` off. Those too many to be roundings are left as they are.
+    Returns: the rows, and how many differed by more than `limit`. When these are too many to be rounding error, none is
+    replaced.
     """
     off = (~(_distances(values, expected) <= limit)).nonzero().flatten().tolist()
-    followed = {name: value.cpu().clone() for name, value in expected.items()}
-    count = next(len(value) for value in followed.values())
+    matched = {name: value.cpu().clone() for name, value in expected.items()}
+    count = next(len(value) for value in matched.values())
     if len(off) > max(1, int(_MAX_REROUTED * count)):
-        return followed, len(off)
+        return matched, len(off)
     module, inputs = eager
     for row in off:
-        routes = _distinct(*tell_routes(plan, module, _moved(inputs, row)))
-        copies = len(routes[0])
-        with given_routes(reference.modules, routes):
-            outputs = reference.of(_repeated(reference.inputs, row, copies)).run()
-        own = {name: values[name][row : row + 1] for name in expected}
-        choices = [{name: each[row : row + 1] for name, each in followed.items()}]
-        choices += [
-            {name: widened(outputs[name][i : i + 1], own[name]) for name in own} for i in range(copies)
+        routing = _distinct(*select_experts(plan, module, _perturbed(inputs, row)))
+        copies = len(routing[0])
+        with fixed_routing(reference.modules, routing):
+            outputs = reference.with_inputs(_repeated(reference.inputs, row, copies)).run()
+        value = {name: values[name][row : row + 1] for name in expected}
+        candidates = [{name: each[row : row + 1] for name, each in matched.items()}]
+        candidates += [
+            {name: pad_like(outputs[name][i : i + 1], value[name]) for name in value} for i in range(copies)
         ]
-        for name, nearest in nearer_rows(own, choices).items():
-            followed[name][row] = nearest[0]
-    return followed, len(off)
+        for name, nearest in nearest_rows(value, candidates).items():
+            matched[name][row] = nearest[0]
+    return matched, len(off)
 
 
 def _repeated(inputs: Mapping[str, Tensor], row: int, count: int) -> dict[str, Tensor]:
     return {name: value[row].expand(count, *value.shape[1:]).clone() for name, value in inputs.items()}
 
 
-def _moved(inputs: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
-    """The token at `row` many times over, each time with all floating-point inputs moved a little."""
+def _perturbed(inputs: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
+    """Copies of the token at `row` with all floating-point inputs perturbed within rounding error."""
     generator = torch.Generator().manual_seed(row)
-    moved = _repeated(inputs, row, _MOVES)
-    for name, value in moved.items():
+    perturbed = _repeated(inputs, row, _PERTURBATIONS)
+    for name, value in perturbed.items():
         if value.is_floating_point():
-            share = (2 * torch.rand(value.shape, generator=generator) - 1) * STEP
-            moved[name] = (value.float() * (1 + share.to(value.device))).to(value.dtype)
-    return moved
+            factors = bfloat16_rounding_factors(value.shape, generator).to(value.device)
+            perturbed[name] = (value.float() * factors).to(value.dtype)
+    return perturbed
 
 
 def _distinct(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Of routes to the same set of experts one each."""
+    """One routing for each distinct set of experts."""
     sets = [tuple(sorted(each)) for each in ids.tolist()]
-    chosen = sorted({experts: index for index, experts in enumerate(sets)}.values())
-    return ids[chosen], weights[chosen]
+    kept = sorted({experts: index for index, experts in enumerate(sets)}.values())
+    return ids[kept], weights[kept]

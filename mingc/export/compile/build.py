@@ -18,7 +18,7 @@ from mingc.export.autotune.tuning import tuned_table
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks import experts, routing
 from mingc.export.checks import parity as parity_rule
-from mingc.export.checks.eager_reference import Ranks, float32_inputs, widened
+from mingc.export.checks.eager_reference import EagerRanks, float32_inputs, pad_like
 from mingc.export.compile.backends import aoti
 from mingc.export.compile.capture import capture, share_weights
 from mingc.export.cost.graph_cost import count_cost
@@ -249,7 +249,7 @@ def _check(
     compared = [each.name for each in plan.spec.outputs]
     if not is_sharded:
         compared.extend(f"state.{each.name}" for each in plan.spec.state)
-    of_every_expert = experts.find_tokens(plan, module) if plan.routing is not None else None
+    of_every_expert = experts.find_expert_tokens(plan, module) if plan.routing is not None else None
 
     def compare(engine: EngineRecord, sizes: dict[str, int], where: str) -> tuple[Parity, _Tensors, _Tensors]:
         """Parity at these sizes, and the inputs and expected outputs."""
@@ -258,11 +258,11 @@ def _check(
             # A rank's state is a share of the whole one; zeros are the same in every layout.
             states = {each.name for each in plan.spec.state}
             tensors = {name: torch.zeros_like(t) if name in states else t for name, t in tensors.items()}
-        reference = Ranks(stored_plan, stored, float32_inputs(stored_plan, tensors, sizes))
+        reference = EagerRanks(stored_plan, stored, float32_inputs(stored_plan, tensors, sizes))
         references = reference.run()
         tokens = None
         if of_every_expert is not None:
-            tokens = of_every_expert.in_calls_of(len(next(iter(tensors.values()))))
+            tokens = of_every_expert.with_tokens_per_call(len(next(iter(tensors.values()))))
         compiled, *reached = replay(
             task.folder / engine.file,
             engine.backend,
@@ -271,42 +271,42 @@ def _check(
             [tensors, *(tokens.calls() if tokens is not None else ())],
             options.device,
         )
-        expected = {name: widened(references[name], compiled[name]) for name in compared}
+        expected = {name: pad_like(references[name], compiled[name]) for name in compared}
         moved = {name: value.to(options.device) for name, value in tensors.items()}
         eager_expected, rerouted = expected, None
         if not is_float32 and plan.routing is not None:
-            chosen = routing.tell_routes(plan, module, moved)
-            reference_ids, _ = routing.tell_routes(plan, reference.modules[0], reference.inputs)
+            chosen = routing.select_experts(plan, module, moved)
+            reference_ids, _ = routing.select_experts(plan, reference.modules[0], reference.inputs)
             rerouted = routing.rerouted_share(chosen[0], reference_ids, where)
-            with routing.given_routes(reference.modules, chosen):
+            with routing.fixed_routing(reference.modules, chosen):
                 followed = reference.run()
-            eager_expected = {name: widened(followed[name], compiled[name]) for name in compared}
-            expected = routing.nearer_rows(compiled, (expected, eager_expected))
+            eager_expected = {name: pad_like(followed[name], compiled[name]) for name in compared}
+            expected = routing.nearest_rows(compiled, (expected, eager_expected))
         eager, lost, narrow = 0.0, None, None
         if not is_float32:
-            narrow = Ranks(plan, [module, *(each.to(options.device) for each in others)], moved)
+            narrow = EagerRanks(plan, [module, *(each.to(options.device) for each in others)], moved)
             eager = parity_rule.worst_error(narrow.run(), eager_expected)
         if rerouted is not None:
-            limit = parity_rule.allowed(eager, options.dtype)
-            expected, others_rerouted = routing.follow_moved(
+            limit = parity_rule.max_error(eager, options.dtype)
+            expected, others_rerouted = routing.match_perturbed_routing(
                 compiled, expected, limit, plan, (module, moved), reference
             )
             rerouted += others_rerouted / len(chosen[0])
         quantized = None
         if quantization is not None:
-            exact = Ranks(exact_plan, [whole], float32_inputs(exact_plan, tensors, sizes))
-            quantized, wide = experts.Quantized(kind=quantization, exact=exact), exact.run()
+            exact = EagerRanks(exact_plan, [whole], float32_inputs(exact_plan, tensors, sizes))
+            quantized, wide = experts.Unquantized(format=quantization, reference=exact), exact.run()
             lost = parity_rule.worst_error(
-                references, {name: widened(wide[name], references[name]) for name in compared}
+                references, {name: pad_like(wide[name], references[name]) for name in compared}
             )
         error = parity_rule.worst_error(compiled, expected)
         parity = Parity(compiled=error, eager=eager, quantization=lost, rerouted=rerouted)
-        parity_rule.check(parity, options.dtype, where)
+        parity_rule.check_parity(parity, options.dtype, where)
         if tokens is not None:
             of_all = experts.check_experts(
                 tokens, reached, reference, narrow, quantized, options.dtype, where
             )
-            parity = parity_rule.worse(parity, of_all)
+            parity = parity_rule.worst_parity(parity, of_all)
         return parity, tensors, expected
 
     engine, sizes = _check_engine(plan, engines)
@@ -316,7 +316,7 @@ def _check(
     single = _single_engine(engines)
     if single is not None and single is not engine:
         of_one, *_ = compare(single, {**sizes, **(single.dims or {})}, Path(single.file).stem)
-        parity = parity_rule.worse(parity, of_one)
+        parity = parity_rule.worst_parity(parity, of_one)
     return golden, parity
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mingc.artifacts.spec import GraphSpec, join_path
 from mingc.gather_shards import gather_shards
+from mingc.numerics.perturbation import add_relative_noise, row_errors
 from mingc.runtime.engines.base import Engine, Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.verify.scale import HalvesFit
@@ -85,7 +86,10 @@ class RoutingObserver:
             case "ties" if is_routed:
                 scale, every = float(rows.abs().max()), torch.arange(count)
                 is_away = self._can_reach(
-                    run, tensors, every, lambda found, of: _distance(found, rows[of], scale) > self._tolerance
+                    run,
+                    tensors,
+                    every,
+                    lambda found, of: row_errors(found, rows[of], scale) > self._tolerance,
                 )
                 self.num_ties += int(is_away.sum())
             case "shake" if is_routed:
@@ -114,11 +118,11 @@ class RoutingObserver:
         """Which of a layer's `rows` (n, D) left the record by rounding, (m,)."""
         assert self._record is not None
         recorded, scale = self._recorded(layer), float(self._record[layer].abs().max())
-        off = (_distance(rows, recorded, scale) > self._tolerance).nonzero().squeeze(1)
+        off = (row_errors(rows, recorded, scale) > self._tolerance).nonzero().squeeze(1)
         if not is_routed or not len(off):
             return off[:0]
         is_back = self._can_reach(
-            run, tensors, off, lambda found, of: _distance(found, recorded[of], scale) <= self._tolerance
+            run, tensors, off, lambda found, of: row_errors(found, recorded[of], scale) <= self._tolerance
         )
         return off[is_back]
 
@@ -173,18 +177,12 @@ class RoutingObserver:
 
     def _moved(self, x: Tensor) -> Tensor:
         """Rows (N, D) where roundings may have put them."""
-        reach = self._tolerance / 2 * x.square().mean(-1, keepdim=True).sqrt()
-        return x + reach * torch.randn(x.shape, generator=self._generator)
+        return add_relative_noise(x, self._tolerance / 2, self._generator)
 
 
 def _stream(tensors: Sequence[Tensor]) -> Tensor:
     """The residual stream (N, D) float32 on the host: what it was, and what is added to it."""
     return tensors[0].float().cpu() + tensors[1].float().cpu()
-
-
-def _distance(rows: Tensor, others: Tensor, scale: float) -> Tensor:
-    """The largest difference of each row (n,), relative to `scale`; infinite where it is not a number."""
-    return ((rows - others).abs().amax(-1) / scale).nan_to_num(nan=torch.inf)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from mingc.artifacts.manifest import QuantizationError
 from mingc.artifacts.parameters import ThinkerParameters
+from mingc.numerics.tolerances import GRAPH_TOLERANCES
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.thinker.step import DecodeStep
 from mingc.runtime.thinker.worker import ThinkerWorker
@@ -29,7 +30,7 @@ from mingc.verify.stages import to_numpy
 Floats = NDArray[np.float32]
 
 UNEVEN_CHUNK = 7  # tokens; divides neither pages nor buckets
-_TOLERANCE = 3e-2  # of a layer's rows: what an export allows a graph in half precision
+_TOLERANCE = GRAPH_TOLERANCES["bfloat16"]  # of a layer's rows
 _LEAST_KEPT = (
     0.9  # share of rows; of the tiny thinker's 2 in 100 are followed, of random ones of the release 1 in 40
 )
