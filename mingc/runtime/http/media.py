@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 import httpx
 
 from mingc.errors import RequestError
-from mingc.runtime.http.json_fields import shorten
+from mingc.runtime.http.body_decoder import shorten
 from mingc.runtime.http.messages import MediaSource
 from mingc.runtime.http.options import ServeOptions
 from mingc.runtime.request import MediaPart, Message, TextPart

@@ -1,30 +1,39 @@
-"""Bodies of `/v1/chat/completions` and `/v1/audio/speech`: parsed, checked against what the artifact can do, typed.
+"""Parsing of chat and speech requests: decoded bodies are checked against the artifact and become typed parameters.
 
 Nothing is fetched or decoded here: media stay the strings the client sent (`mingc.runtime.http.media` reads them).
-Fields that OpenAI defines and mingc lacks are refused unless their value asks for nothing (`n: 1`, `tools: []`).
+Fields that OpenAI defines and mingc lacks are refused unless their value requests nothing (`n: 1`, `tools: []`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast
+from typing import Literal
+
+import msgspec
 
 from mingc.errors import RequestError
 from mingc.runtime.http.audio_format import AudioFormat
-from mingc.runtime.http.json_fields import Fields, check_string, shorten, wrong_type
+from mingc.runtime.http.body_decoder import (
+    BodyDecoder,
+    decode_small,
+    missing,
+    out_of_range,
+    shorten,
+    too_long,
+    wrong_type,
+)
 from mingc.runtime.http.messages import MediaSource, parse_messages
 from mingc.runtime.http.options import ServeOptions
+from mingc.runtime.http.request_schemas import ChatBody, SpeechBody, SpeechFields
 from mingc.runtime.request import Message, SamplingParams, ServiceInfo, SpeechParams, VideoParams
 
 Delivery = Literal["whole", "audio", "sse"]
-MAX_TOKENS = 1 << 24  # a bound for sanity; the service knows the context length
-MAX_PIXELS = 1 << 30
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 1000  # how much of an answer may be held back, and looked through at each token
-LEAST_PENALTY = 0.01  # logits are divided by it
-_FORMAT_HINT = " mp3, opus and aac are not encoded; wav is the default."
 
-# Fields that other APIs define: (why they are refused, values that ask for nothing).
+_CHAT_DECODER = BodyDecoder(ChatBody)
+_SPEECH_DECODER = BodyDecoder(SpeechBody)
+
+# Fields that other APIs define: (why they are refused, values that request nothing).
 _CHAT_REFUSED: dict[str, tuple[str, tuple[object, ...]]] = {
     "n": ("one choice is generated per request", (1,)),
     "tools": ("tool calls are not implemented", ([],)),
@@ -51,15 +60,11 @@ _SPEECH_REFUSED = (
     "task_type", "language", "ref_audio", "ref_text", "x_vector_only_mode", "speaker_embedding",
     "initial_codec_chunk_frames", "extra_params", "word_timestamps",
 )  # fmt: skip
-_IGNORED = (
-    "user", "metadata", "store", "service_tier", "safety_identifier", "request_id",
-    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChatParams:
-    """A parsed chat request. `speech` is None when only text is wanted; media of `messages` are not read yet."""
+class ParsedChat:
+    """A parsed chat request. `speech` is None when only text is requested; media of `messages` are not read yet."""
 
     messages: tuple[Message[MediaSource], ...]
     sampling: SamplingParams
@@ -72,7 +77,7 @@ class ChatParams:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SpeechCallParams:
+class ParsedSpeech:
     """A parsed speech request. `delivery`: one body with its length, raw chunks, or server-sent events."""
 
     text: str
@@ -81,72 +86,68 @@ class SpeechCallParams:
     delivery: Delivery = "whole"
 
 
-def parse_chat(body: object, info: ServiceInfo, options: ServeOptions) -> ChatParams:
-    """Check the body of a chat request.
+def parse_chat(raw: bytes, info: ServiceInfo, options: ServeOptions) -> ParsedChat:
+    """Decode and check the body of a chat request.
 
     Raises:
         RequestError: with `param` naming the first field that is wrong.
     """
-    fields = Fields(body)
-    _check_model(fields, info)
+    body = _CHAT_DECODER.decode(raw)
+    _check_model(body.model, info)
     if not info.has_text:
         raise RequestError(
-            f"Model '{info.model}' holds no thinker: it speaks, but does not chat. Use /v1/audio/speech.",
+            f"Model '{info.model}' has no thinker: it speaks, but does not chat. Use /v1/audio/speech.",
             param="model",
             code="unsupported_model",
         )
-    messages = parse_messages(fields, info)
-    audio_format, speech = _audio(fields, info, options)
-    sampling = _sampling(fields)
+    messages = parse_messages(body, info)
+    audio_format, speech = _audio(body, info, options)
+    sampling = _sampling(body)
     if speech is not None and speech.seed is None:
         speech = replace(speech, seed=sampling.seed)
-    stream = fields.boolean("stream") or False
-    call = ChatParams(
+    parsed = ParsedChat(
         messages=messages,
         sampling=sampling,
         speech=speech,
         audio_format=audio_format,
-        video=_video(fields),
-        thinking=fields.boolean("thinking") or False,
-        stream=stream,
-        include_usage=_include_usage(fields, stream=stream),
+        video=_video(body),
+        thinking=body.thinking or False,
+        stream=body.stream or False,
+        include_usage=_include_usage(body),
     )
     for name, (why, neutral) in _CHAT_REFUSED.items():
-        fields.refuse(name, why, unless=neutral)
-    fields.ignore(*_IGNORED)
-    fields.finish()
-    return call
+        _refuse(body, name, why, unless=neutral)
+    return parsed
 
 
-def parse_speech(body: object, info: ServiceInfo, options: ServeOptions) -> SpeechCallParams:
-    """Check the body of a speech request.
+def parse_speech(raw: bytes, info: ServiceInfo, options: ServeOptions) -> ParsedSpeech:
+    """Decode and check the body of a speech request.
 
     Raises:
         RequestError: with `param` naming the first field that is wrong.
     """
-    fields = Fields(body)
-    _check_model(fields, info)
+    body = _SPEECH_DECODER.decode(raw)
+    _check_model(body.model, info)
     if not info.has_speech:
         raise _no_speech(info, "model")
-    text = fields.required_string("input", max_length=options.max_speech_characters)
-    if not text.strip():
+    if body.input is None:
+        raise missing("input")
+    if len(body.input) > options.max_speech_characters:
+        raise too_long("input", len(body.input), options.max_speech_characters)
+    if not body.input.strip():
         raise RequestError(
             "'input' is empty: there is nothing to speak.", param="input", code="invalid_value"
         )
-    response_format = fields.choice("response_format", ("wav", "pcm", "flac"), hint=_FORMAT_HINT)
-    fields.refuse("speed", "speech is made at its natural speed", unless=(1,))
-    fields.refuse("sample_rate", f"audio is made at {info.sample_rate} Hz", unless=(info.sample_rate,))
-    call = SpeechCallParams(
-        text=text,
-        speech=_speech_params(fields, info, options),
-        audio_format="pcm16" if response_format == "pcm" else cast(AudioFormat, response_format or "wav"),
-        delivery=_delivery(fields),
-    )
+    _refuse(body, "speed", "speech is generated at its natural speed", unless=(1,))
+    _refuse(body, "sample_rate", f"audio is generated at {info.sample_rate} Hz", unless=(info.sample_rate,))
     for name in _SPEECH_REFUSED:
-        fields.refuse(name, "the talker has no such input")
-    fields.ignore(*_IGNORED)
-    fields.finish()
-    return call
+        _refuse(body, name, "the talker has no such input")
+    return ParsedSpeech(
+        text=body.input,
+        speech=_speech_params(body, info, options, ""),
+        audio_format="pcm16" if body.response_format == "pcm" else body.response_format or "wav",
+        delivery=_delivery(body),
+    )
 
 
 def unknown_model(name: str, info: ServiceInfo) -> RequestError:
@@ -158,51 +159,62 @@ def unknown_model(name: str, info: ServiceInfo) -> RequestError:
     )
 
 
-def _check_model(fields: Fields, info: ServiceInfo) -> None:
-    """A request without a model means the one that is served."""
-    model = fields.string("model")
+def _check_model(model: str | None, info: ServiceInfo) -> None:
+    """A request without a model means the served one."""
     if model is not None and model != info.model:
         raise unknown_model(model, info)
 
 
 def _no_speech(info: ServiceInfo, param: str) -> RequestError:
     return RequestError(
-        f"Model '{info.model}' holds no talker: it cannot make audio.",
+        f"Model '{info.model}' has no talker: it cannot generate audio.",
         param=param,
         code="unsupported_modality",
     )
 
 
+def _refuse(body: ChatBody | SpeechBody, name: str, why: str, *, unless: Sequence[object] = ()) -> None:
+    """Refuse a known but unsupported field, except with a value that requests nothing."""
+    raw: msgspec.Raw = getattr(body, name)
+    if not raw:
+        return
+    value = decode_small(raw)
+    # `1 == True` in Python, not in JSON
+    neutral = any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in unless)
+    if value is not None and not neutral:
+        raise RequestError(f"'{name}' is not supported: {why}.", param=name, code="unsupported_parameter")
+
+
 def _audio(
-    fields: Fields, info: ServiceInfo, options: ServeOptions
+    body: ChatBody, info: ServiceInfo, options: ServeOptions
 ) -> tuple[AudioFormat, SpeechParams | None]:
-    """`modalities` and `audio` together say whether speech is made, and how."""
-    if fields.value("modalities") == []:
+    """Audio format and speech parameters from `modalities` and `audio`; None when no audio is requested."""
+    if body.modalities == []:
         raise RequestError(
             "'modalities' is empty, but an answer has at least text: send ['text'] or ['text', 'audio'].",
             param="modalities",
             code="invalid_value",
         )
-    modalities = fields.strings("modalities", max_items=8) or ("text",)
+    modalities = body.modalities or ["text"]
     for index, modality in enumerate(modalities):
         if modality not in ("text", "audio"):
             raise RequestError(
-                f"Modality {shorten(modality)} is not one that this artifact can answer with: use ['text'] or "
+                f"This artifact cannot answer with the modality {shorten(modality)}: use ['text'] or "
                 "['text', 'audio'].",
                 param=f"modalities[{index}]",
                 code="unsupported_modality",
             )
     if "text" not in modalities:
         raise RequestError(
-            "'modalities' must hold 'text': speech is made from the text of the answer.",
+            "'modalities' must contain 'text': speech is generated from the text of the answer.",
             param="modalities",
             code="unsupported_modality",
         )
-    audio = fields.child("audio")
+    audio = body.audio
     if "audio" not in modalities:
         if audio is not None:
             raise RequestError(
-                "'audio' is given, but 'modalities' does not ask for audio: send ['text', 'audio'].",
+                "'audio' is given, but 'modalities' does not request audio: send ['text', 'audio'].",
                 param="audio",
                 code="invalid_value",
             )
@@ -211,40 +223,32 @@ def _audio(
         raise _no_speech(info, "modalities")
     if audio is None:
         return "wav", SpeechParams(voice=info.default_voice)
-    audio_format = cast(
-        AudioFormat, audio.choice("format", ("wav", "pcm16", "flac"), hint=_FORMAT_HINT) or "wav"
-    )
-    speech = _speech_params(audio, info, options)
-    audio.finish()
-    return audio_format, speech
+    return audio.format or "wav", _speech_params(audio, info, options, "audio.")
 
 
-def _speech_params(fields: Fields, info: ServiceInfo, options: ServeOptions) -> SpeechParams:
-    """How speech is made: in the `audio` object of a chat, at the top of a speech request."""
-    instructions = fields.string("instructions", max_length=options.max_instructions_characters)
+def _speech_params(
+    fields: SpeechFields, info: ServiceInfo, options: ServeOptions, prefix: str
+) -> SpeechParams:
+    """Speech parameters; `prefix` is the path of `fields` in error messages."""
+    instructions = fields.instructions
+    if instructions is not None and len(instructions) > options.max_instructions_characters:
+        raise too_long(f"{prefix}instructions", len(instructions), options.max_instructions_characters)
     return SpeechParams(
-        voice=_voice(fields, info),
+        voice=_voice(fields, info, f"{prefix}voice"),
         instructions=instructions if instructions and instructions.strip() else None,
-        seed=_seed(fields),
-        max_steps=_alias(fields, "max_steps", "max_new_tokens"),
-        guidance=fields.number("guidance", low=0.0, high=20.0),
-        sigma=fields.number("sigma", low=0.0, high=10.0),
-        temperature=fields.number("temperature", low=0.0, high=2.0),
+        seed=_seed(fields.seed, f"{prefix}seed"),
+        max_steps=_alias(fields, "max_steps", "max_new_tokens", prefix),
+        guidance=fields.guidance,
+        sigma=fields.sigma,
+        temperature=fields.temperature,
     )
 
 
-def _voice(fields: Fields, info: ServiceInfo) -> str | None:
+def _voice(fields: SpeechFields, info: ServiceInfo, param: str) -> str | None:
     """`voice` as a name or as OpenAI's `{"id": name}`."""
-    value = fields.value("voice")
-    param = fields.path("voice")
-    if value is None:
+    if fields.voice is None:
         return info.default_voice
-    if isinstance(value, dict):
-        reference = Fields(value, param)
-        name = reference.required_string("id")
-        reference.finish()
-    else:
-        name = check_string(value, param)
+    name = fields.voice if isinstance(fields.voice, str) else fields.voice.id
     if name not in info.voices:
         voices = ", ".join(info.voices) or "none"
         raise RequestError(
@@ -253,98 +257,95 @@ def _voice(fields: Fields, info: ServiceInfo) -> str | None:
     return name
 
 
-def _seed(fields: Fields) -> int | None:
-    """Any signed 64-bit integer, as OpenAI allows; negative ones become their two's complement, so 0 ≤ seed < 2^64."""
-    seed = fields.integer("seed", low=-(1 << 63), high=(1 << 64) - 1)
-    return None if seed is None else seed % (1 << 64)
+def _integer(value: int | float | None, param: str) -> int | None:
+    """An integer; 4.0 counts as 4, as JSON makes no difference."""
+    if isinstance(value, float):
+        if not value.is_integer():
+            raise wrong_type(param, "an integer", value)
+        return int(value)
+    return value
 
 
-def _sampling(fields: Fields) -> SamplingParams:
-    """An absent temperature is 0: greedy, the reference's own default (spec thinker §7)."""
+def _seed(value: int | float | None, param: str) -> int | None:
+    """Any signed 64-bit integer, as OpenAI allows; negative ones become their two's complement: 0 ≤ seed < 2^64."""
+    seed = _integer(value, param)
+    low, high = -(1 << 63), (1 << 64) - 1
+    if seed is None:
+        return None
+    if not low <= seed <= high:
+        raise out_of_range(param, f"between {low} and {high}", seed)
+    return seed % (1 << 64)
+
+
+def _sampling(body: ChatBody) -> SamplingParams:
+    """Sampling parameters. An absent temperature is 0: greedy, the reference's own default (spec thinker §7)."""
     default = SamplingParams()
 
-    def number(
-        name: str, fallback: float, high: float, *, low: float = 0.0, above_low: bool = False
-    ) -> float:
-        value = fields.number(name, low=low, high=high, above_low=above_low)
+    def number(value: float | None, fallback: float) -> float:
         return fallback if value is None else value
 
     return SamplingParams(
-        max_tokens=_alias(fields, "max_tokens", "max_completion_tokens") or default.max_tokens,
-        temperature=number("temperature", default.temperature, 2.0),
-        top_p=number("top_p", default.top_p, 1.0, above_low=True),
-        top_k=max(fields.integer("top_k", low=-1, high=MAX_TOKENS) or default.top_k, 0),
-        min_p=number("min_p", default.min_p, 1.0),
-        repetition_penalty=number("repetition_penalty", default.repetition_penalty, 10.0, low=LEAST_PENALTY),
-        stop=_stop(fields),
-        ignore_eos=fields.boolean("ignore_eos") or False,
-        seed=_seed(fields),
+        max_tokens=_alias(body, "max_tokens", "max_completion_tokens", "") or default.max_tokens,
+        temperature=number(body.temperature, default.temperature),
+        top_p=number(body.top_p, default.top_p),
+        top_k=max(_integer(body.top_k, "top_k") or default.top_k, 0),
+        min_p=number(body.min_p, default.min_p),
+        repetition_penalty=number(body.repetition_penalty, default.repetition_penalty),
+        stop=_stop(body.stop),
+        ignore_eos=body.ignore_eos or False,
+        seed=_seed(body.seed, "seed"),
     )
 
 
-def _alias(fields: Fields, name: str, other: str) -> int | None:
+def _alias(fields: ChatBody | SpeechFields, name: str, other: str, prefix: str) -> int | None:
     """One positive count under two names; both may be given when they agree."""
-    first = fields.integer(name, low=1, high=MAX_TOKENS)
-    second = fields.integer(other, low=1, high=MAX_TOKENS)
+    first = _integer(getattr(fields, name), prefix + name)
+    second = _integer(getattr(fields, other), prefix + other)
     if first is not None and second is not None and first != second:
         raise RequestError(
             f"'{name}' is {first} and '{other}' is {second}; they mean the same, send one.",
-            param=fields.path(other),
+            param=prefix + other,
             code="invalid_value",
         )
     return first if first is not None else second
 
 
-def _stop(fields: Fields) -> tuple[str, ...]:
-    value = fields.value("stop")
-    if value is None:
-        return ()
-    if isinstance(value, str):
-        stop: tuple[str, ...] = (check_string(value, "stop", max_length=MAX_STOP_CHARACTERS),)
-    elif isinstance(value, list):
-        stop = fields.strings("stop", max_items=MAX_STOP_STRINGS, max_length=MAX_STOP_CHARACTERS)
-    else:
-        raise wrong_type("stop", "a string or an array of strings", value)
+def _stop(value: str | list[str] | None) -> tuple[str, ...]:
+    stop = () if value is None else (value,) if isinstance(value, str) else tuple(value)
     if "" in stop:
         why = "'stop' holds an empty string, which would stop at once."
         raise RequestError(why, param="stop", code="invalid_value")
     return stop
 
 
-def _include_usage(fields: Fields, *, stream: bool) -> bool:
-    options = fields.child("stream_options")
-    if options is None:
+def _include_usage(body: ChatBody) -> bool:
+    if body.stream_options is None:
         return False
-    if not stream:
+    if not body.stream:
         raise RequestError(
             "'stream_options' is only allowed with 'stream': true.",
             param="stream_options",
             code="invalid_value",
         )
-    include_usage = options.boolean("include_usage") or False
-    options.ignore("include_obfuscation")
-    options.finish()
-    return include_usage
+    return body.stream_options.include_usage or False
 
 
-def _video(fields: Fields) -> VideoParams:
+def _video(body: ChatBody) -> VideoParams:
     return VideoParams(
-        fps=fields.number("video_fps", low=0.0, high=1000.0, above_low=True),
-        max_frames=fields.integer("video_max_frames", low=1, high=MAX_TOKENS),
-        min_pixels=fields.integer("video_min_pixels", low=1, high=MAX_PIXELS),
-        max_pixels=fields.integer("video_max_pixels", low=1, high=MAX_PIXELS),
-        total_pixels=fields.integer("video_total_pixels", low=1, high=MAX_PIXELS),
+        fps=body.video_fps,
+        max_frames=_integer(body.video_max_frames, "video_max_frames"),
+        min_pixels=_integer(body.video_min_pixels, "video_min_pixels"),
+        max_pixels=_integer(body.video_max_pixels, "video_max_pixels"),
+        total_pixels=_integer(body.video_total_pixels, "video_total_pixels"),
     )
 
 
-def _delivery(fields: Fields) -> Delivery:
-    """`stream_format` asks for a stream (OpenAI's way), and so does `stream: true` (other servers' way)."""
-    stream_format = cast(Delivery | None, fields.choice("stream_format", ("audio", "sse")))
-    stream = fields.boolean("stream")
-    if stream is False and stream_format is not None:
+def _delivery(body: SpeechBody) -> Delivery:
+    """`stream_format` requests a stream (OpenAI's way), and so does `stream: true` (other servers' way)."""
+    if body.stream is False and body.stream_format is not None:
         raise RequestError(
-            f"'stream' is false, but 'stream_format' asks for a stream ('{stream_format}').",
+            f"'stream' is false, but 'stream_format' requests a stream ('{body.stream_format}').",
             param="stream",
             code="invalid_value",
         )
-    return stream_format or ("audio" if stream else "whole")
+    return body.stream_format or ("audio" if body.stream else "whole")

@@ -17,12 +17,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from mingc.errors import CapacityError, MingcError, RequestError, WorkerError
 from mingc.runtime.http.audio_format import AudioSpec
-from mingc.runtime.http.json_fields import parse_json, shorten
+from mingc.runtime.http.body_decoder import shorten
 from mingc.runtime.http.media import MediaReader
 from mingc.runtime.http.metrics import Metrics, Stopwatch, route_of
 from mingc.runtime.http.options import ServeOptions
 from mingc.runtime.http.parsing import parse_chat, parse_speech
-from mingc.runtime.http.schemas import ChatObjects, error_body, sse
+from mingc.runtime.http.response_schemas import ChatObjects, error_body, sse
 from mingc.runtime.http.streaming import (
     Body,
     chat_stream,
@@ -69,7 +69,7 @@ class Http:
             self.metrics.in_flight.dec()
 
 
-Answer = Callable[[Http, object, Body], Awaitable[None]]
+Answer = Callable[[Http, bytes, Body], Awaitable[None]]
 
 
 class GenerationRoute:
@@ -84,22 +84,22 @@ class GenerationRoute:
         with ExitStack() as place:
             place.enter_context(http.admit())
             try:
-                value = parse_json(await read_body(Request(scope, receive), http.options))
+                raw = await read_body(Request(scope, receive), http.options)
             except ClientDisconnect:
                 http.metrics.cancelled.labels(route_of(scope)).inc()
                 return
             body = Body(send, before_end=place.close)
             try:
-                if not await run_while_connected(self._run(value, body, route_of(scope)), receive, body):
+                if not await run_while_connected(self._run(raw, body, route_of(scope)), receive, body):
                     http.metrics.cancelled.labels(route_of(scope)).inc()
             except asyncio.CancelledError:
                 if not http.stopping:
                     raise
                 log.warning("%s: cut off, as the server stops", route_of(scope))
 
-    async def _run(self, value: object, body: Body, route: str) -> None:
+    async def _run(self, raw: bytes, body: Body, route: str) -> None:
         try:
-            await self._answer(self._http, value, body)
+            await self._answer(self._http, raw, body)
         except Exception as error:
             # A bug is logged and told here: one that went on to the server would have the connection closed after
             # the answer, under the next request of the same client.
@@ -203,11 +203,11 @@ async def watched(
             await close()
 
 
-async def answer_chat(http: Http, value: object, body: Body) -> None:
+async def answer_chat(http: Http, raw: bytes, body: Body) -> None:
     """`POST /v1/chat/completions`."""
     stopwatch = http.metrics.stopwatch()
     info = http.service.info
-    call = parse_chat(value, info, http.options)
+    call = parse_chat(raw, info, http.options)
     request = ChatRequest(
         request_id=f"chatcmpl-{uuid.uuid4().hex[:24]}",
         messages=await http.media.read_messages(call.messages),
@@ -223,11 +223,11 @@ async def answer_chat(http: Http, value: object, body: Body) -> None:
         await write(events, objects, audio, body)
 
 
-async def answer_speech(http: Http, value: object, body: Body) -> None:
+async def answer_speech(http: Http, raw: bytes, body: Body) -> None:
     """`POST /v1/audio/speech`."""
     stopwatch = http.metrics.stopwatch()
     info = http.service.info
-    call = parse_speech(value, info, http.options)
+    call = parse_speech(raw, info, http.options)
     request = SpeechRequest(request_id=f"speech-{uuid.uuid4().hex[:24]}", text=call.text, speech=call.speech)
     audio = AudioSpec(format=call.audio_format, sample_rate=info.sample_rate)
     body.content_type = audio.content_type

@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from mingc.console import signals
 from mingc.errors import ConfigError, MingcError, RequestError, ServeError
-from mingc.runtime.http import schemas
+from mingc.runtime.http import response_schemas
 from mingc.runtime.http.media import MediaReader
 from mingc.runtime.http.metrics import CONTENT_TYPE, CountRequests, Metrics
 from mingc.runtime.http.options import ServeOptions
@@ -45,20 +45,24 @@ def create_app(service: Service, options: ServeOptions) -> Starlette:
     created = int(time.time())
 
     async def models(request: Request) -> Response:
-        return _json(schemas.models_list(service.info, created))
+        return _json(response_schemas.models_list(service.info, created))
 
     async def model(request: Request) -> Response:
         name = str(request.path_params["model"])
         if name != service.info.model:
             raise unknown_model(name, service.info)
-        return _json(schemas.model_object(service.info, created))
+        return _json(response_schemas.model_object(service.info, created))
 
     async def voices(request: Request) -> Response:
-        return _json(schemas.voices_list(service.info))
+        return _json(response_schemas.voices_list(service.info))
 
     async def health(request: Request) -> Response:
         status = "stopping" if http.stopping else "ready" if service.is_ready else "not_ready"
-        body: schemas.Json = {"status": status, "model": service.info.model, "in_flight": http.in_flight}
+        body: response_schemas.Json = {
+            "status": status,
+            "model": service.info.model,
+            "in_flight": http.in_flight,
+        }
         for name in ("max_model_len", "max_total_tokens", "all_reduce"):
             if (value := getattr(service.info, name)) is not None:
                 body[name] = value
@@ -88,8 +92,8 @@ def create_app(service: Service, options: ServeOptions) -> Starlette:
     return app
 
 
-def _json(body: schemas.Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(schemas.encode_json(body), status, headers, "application/json")
+def _json(body: response_schemas.Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(response_schemas.encode_json(body), status, headers, "application/json")
 
 
 def _error_response(request: Request, error: Exception, options: ServeOptions) -> Response:
@@ -106,7 +110,7 @@ def _error_response(request: Request, error: Exception, options: ServeOptions) -
         headers["Retry-After"] = str(options.retry_after_s)
     elif status >= 500:
         log.error("%s %s: %s", request.method, request.url.path, known)
-    return _json({**schemas.error_body(known)}, status, headers)
+    return _json({**response_schemas.error_body(known)}, status, headers)
 
 
 def bind_socket(host: str, port: int) -> socket.socket:

@@ -14,7 +14,14 @@ from starlette.types import Send
 
 from mingc.errors import WorkerError
 from mingc.runtime.http.audio_format import AudioSpec, encode, open_stream
-from mingc.runtime.http.schemas import SSE_DONE, ChatObjects, encode_json, speech_delta, speech_done, sse
+from mingc.runtime.http.response_schemas import (
+    SSE_DONE,
+    ChatObjects,
+    encode_json,
+    speech_delta,
+    speech_done,
+    sse,
+)
 from mingc.runtime.request import AudioDelta, Done, Event, TextDelta
 
 _SSE = "text/event-stream; charset=utf-8"

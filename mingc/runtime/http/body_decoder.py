@@ -1,0 +1,316 @@
+"""Decoding of JSON request bodies into structs, with errors that name the field, its value and the fix.
+
+msgspec decodes; a body that it refuses is parsed a second time, untyped, to describe the fault as OpenAI's API does
+(`message`, `param`, `code`). Knows JSON, structs and RequestError, nothing of the fields themselves.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Generic, NoReturn, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from mingc.errors import RequestError
+
+MAX_COMMAS = 1 << 18
+
+_Body = TypeVar("_Body")
+_Keys = list[str | int]
+_KEY = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
+
+
+class BodyDecoder(Generic[_Body]):
+    """Decodes request bodies of one struct type. May be used from several threads."""
+
+    def __init__(self, type_: type[_Body]) -> None:
+        self._type = type_
+        self._decoder = msgspec.json.Decoder(type_)
+
+    def decode(self, raw: bytes) -> _Body:
+        """The body as a struct.
+
+        Raises:
+            RequestError: for anything RFC 8259 does not allow, NaN and Infinity included; for a field that is
+                unknown, missing, of the wrong type or out of range; for more values than any request needs.
+        """
+        # Decoding blocks every stream: without this limit 100 MB of small values take seconds and gigabytes.
+        # 100 MB of base64, which has no commas, take 0.1 s.
+        if (num_commas := raw.count(b",")) > MAX_COMMAS:
+            raise RequestError(
+                f"The request body holds {num_commas} commas; the limit is {MAX_COMMAS}.",
+                status=413,
+                code="body_too_complex",
+            )
+        try:
+            return self._decoder.decode(raw)
+        except msgspec.ValidationError as error:
+            raise _validation_error(str(error), raw, self._type) from error
+        except RecursionError as error:
+            raise _malformed("it is nested too deeply") from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            _refuse_surrogates(_parse_untyped(raw), [])
+            raise _malformed(str(error)) from error
+
+
+def decode_small(raw: msgspec.Raw, max_bytes: int = 100) -> object:
+    """The value of a field that was left undecoded; None if absent or null. A large one stays `raw`."""
+    data = bytes(raw)
+    if len(data) > max_bytes:
+        return raw
+    try:
+        return msgspec.json.decode(data) if data else None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return raw
+
+
+def shorten(value: object, limit: int = 60) -> str:
+    """`value` as JSON for an error message, cut to `limit` characters."""
+    if isinstance(value, str) and len(value) > limit:
+        value = value[:limit]  # never encode a whole base64 clip
+    text = json.dumps(value, ensure_ascii=True) if not isinstance(value, list | dict) else _type_name(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def join_path(keys: Sequence[str | int]) -> str:
+    """OpenAI's `param` of a field: `messages[0].content`."""
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
+
+
+def missing(param: str) -> RequestError:
+    return RequestError(
+        f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
+    )
+
+
+def wrong_type(param: str, expected: str, value: object) -> RequestError:
+    shown = "" if isinstance(value, list | dict | None) else f" ({shorten(value)})"
+    return RequestError(
+        f"'{param}' must be {expected}, not {_type_name(value)}{shown}.", param=param, code="invalid_type"
+    )
+
+
+def out_of_range(param: str, expected: str, value: object) -> RequestError:
+    return RequestError(
+        f"'{param}' must be {expected}; it is {shorten(value)}.", param=param, code="invalid_value"
+    )
+
+
+def too_long(param: str, length: int, limit: int) -> RequestError:
+    return RequestError(
+        f"'{param}' is {length} characters long; the limit is {limit}.", param=param, code="string_too_long"
+    )
+
+
+def _malformed(why: str) -> RequestError:
+    return RequestError(f"The request body is not valid JSON: {why}.", code="invalid_json")
+
+
+def _type_name(value: object) -> str:
+    """What a client calls the type of a JSON value."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "a boolean"
+    if isinstance(value, str):
+        return "a string"
+    if isinstance(value, int | float):
+        return "a number"
+    return "an array" if isinstance(value, list) else "an object"
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    """` Did you mean 'x'?` or nothing."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+class _ConstantError(ValueError):
+    """NaN, Infinity or -Infinity, which Python's parser would accept."""
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _ConstantError(f"{name} is not a JSON number")
+
+
+def _parse_untyped(raw: bytes) -> object:
+    """The JSON value by Python's own parser, whose errors name line and column. Raises: RequestError."""
+    try:
+        return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise _malformed(f"byte {error.start} is not UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise _malformed(f"{error.msg} at line {error.lineno} column {error.colno}") from error
+    except RecursionError as error:
+        raise _malformed("it is nested too deeply") from error
+    except _ConstantError as error:
+        raise _malformed(str(error)) from error
+    except ValueError as error:  # Python's limit on the digits of an integer
+        raise _malformed("a number has too many digits") from error
+
+
+def _refuse_surrogates(value: object, keys: _Keys) -> None:
+    """Raise RequestError for the first string with half of a surrogate pair, which JSON allows and UTF-8 does not."""
+    if isinstance(value, dict):
+        for name, child in value.items():
+            _check_text(name, [*keys, name])
+            _refuse_surrogates(child, [*keys, name])
+    elif isinstance(value, list):
+        for index, child in enumerate(value):
+            _refuse_surrogates(child, [*keys, index])
+    elif isinstance(value, str):
+        _check_text(value, keys)
+
+
+def _check_text(value: str, keys: _Keys) -> None:
+    if value.isascii():
+        return
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        param = join_path(keys)
+        raise RequestError(
+            f"{shorten(param)} holds half of a surrogate pair at character {error.start}, which is not text.",
+            param=param[:100],
+            code="invalid_value",
+        ) from error
+
+
+def _validation_error(reason: str, raw: bytes, type_: type) -> RequestError:
+    """OpenAI's error for a body that is JSON but does not fit the struct; `reason` is msgspec's message."""
+    reason, _, path = reason.partition(" - at `$")
+    keys: _Keys = [name or int(index) for name, index in _KEY.findall(path.rstrip("`"))]
+    name = reason.split("`")[1] if reason.startswith("Object") else ""
+    if reason.startswith("Object missing"):
+        return missing(join_path([*keys, name]))
+    if reason.startswith("Object contains"):
+        param = join_path([*keys, name])
+        known = [field for struct in _structs_at(type_, keys) for field in _names(struct)]
+        return RequestError(
+            f"Unknown parameter: {shorten(param)}.{_nearest(name, known)}",
+            param=param[:100],
+            code="unknown_parameter",
+        )
+    param = join_path(keys) or "body"
+    types = list(_types_at(type_, keys))
+    value = _value_at(_parse_untyped(raw), keys)
+    if reason.startswith("Invalid"):
+        return _unknown_choice(param, types, value)
+    if "of length <=" in reason and isinstance(value, str | list):
+        limit = int(reason.rpartition(" ")[2])
+        if isinstance(value, str):
+            return too_long(param, len(value), limit)
+        return out_of_range(param, f"an array of at most {limit} items", len(value))
+    if ", got " not in reason and isinstance(value, int | float):
+        for each in types:
+            if isinstance(each, inspect.IntType | inspect.FloatType):
+                return out_of_range(param, _bounds(each), value)
+    if value is None and keys:
+        return missing(param)
+    return wrong_type(param, _expected(types), value)
+
+
+def _unknown_choice(param: str, types: Sequence[inspect.Type], value: object) -> RequestError:
+    choices: list[str] = []
+    hint = ""
+    for each in types:
+        if isinstance(each, inspect.Metadata):
+            hint = f" {(each.extra_json_schema or {}).get('description', '')}"
+        each = each.type if isinstance(each, inspect.Metadata) else each
+        if isinstance(each, inspect.LiteralType):
+            choices += [str(choice) for choice in each.values]
+    nearest = _nearest(value, choices) if isinstance(value, str) else ""
+    listed = ", ".join(repr(choice) for choice in choices)
+    return RequestError(
+        f"{shorten(value)} is not a supported value of '{param}': use one of {listed}.{nearest}{hint}",
+        param=param,
+        code="invalid_value",
+    )
+
+
+def _bounds(number: inspect.IntType | inspect.FloatType) -> str:
+    if number.le is None:
+        return "a number that float64 can hold"
+    if number.gt is not None:
+        return f"above {number.gt} and at most {number.le}"
+    return f"between {number.ge} and {number.le}"
+
+
+def _expected(types: Sequence[inspect.Type]) -> str:
+    """The accepted types in words: "a string or an array"."""
+    names: list[str] = []
+    is_integer = any(isinstance(each, inspect.IntType) for each in types)
+    for each in types:
+        match each.type if isinstance(each, inspect.Metadata) else each:
+            case inspect.StrType() | inspect.LiteralType():
+                name = "a string"
+            case inspect.IntType() | inspect.FloatType():
+                name = "an integer" if is_integer else "a number"
+            case inspect.BoolType():
+                name = "a boolean"
+            case inspect.ListType():
+                name = "an array"
+            case inspect.StructType():
+                name = "an object"
+            case _:
+                continue
+        if name not in names:
+            names.append(name)
+    return " or ".join(names)
+
+
+@functools.cache
+def _describe(type_: type) -> inspect.Type:
+    return inspect.type_info(type_)
+
+
+def _types_at(type_: type, keys: _Keys) -> Iterator[inspect.Type]:
+    """The types that the field at `keys` may have; unions are taken apart."""
+    found = list(_flatten(_describe(type_)))
+    for key in keys:
+        children: list[inspect.Type] = []
+        for each in found:
+            if isinstance(each, inspect.ListType) and isinstance(key, int):
+                children += _flatten(each.item_type)
+            elif isinstance(each, inspect.StructType):
+                if key == each.tag_field:
+                    children.append(inspect.LiteralType(values=(str(each.tag),)))
+                for field in each.fields:
+                    if field.encode_name == key:
+                        children += _flatten(field.type)
+        found = children
+    yield from found
+
+
+def _structs_at(type_: type, keys: _Keys) -> Iterator[inspect.StructType]:
+    return (each for each in _types_at(type_, keys) if isinstance(each, inspect.StructType))
+
+
+def _flatten(type_: inspect.Type) -> Iterator[inspect.Type]:
+    if isinstance(type_, inspect.UnionType):
+        for each in type_.types:
+            yield from _flatten(each)
+    else:
+        yield type_
+
+
+def _names(struct: inspect.StructType) -> Iterator[str]:
+    yield from (field.encode_name for field in struct.fields)
+    if struct.tag_field is not None:
+        yield struct.tag_field
+
+
+def _value_at(value: object, keys: _Keys) -> object:
+    for key in keys:
+        if isinstance(value, dict) and isinstance(key, str):
+            value = value.get(key)
+        elif isinstance(value, list) and isinstance(key, int) and key < len(value):
+            value = value[key]
+        else:
+            return None
+    return value
