@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mingc.artifacts.manifest import ModelParameters
 from mingc.artifacts.spec import GraphSpec, TensorSpec
+from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError
-from mingc.runtime.engines.stage_loader import torch_dtype
 
 _STEADY_PATCH = 100  # a patch in the middle of a segment: the decoder's rings are full
 

@@ -16,6 +16,7 @@ import torch
 from mingc.artifacts.artifact import Artifact, check_fingerprint, open_artifact
 from mingc.artifacts.manifest import EngineRecord
 from mingc.artifacts.spec import GraphSpec
+from mingc.dtypes import torch_dtype
 from mingc.errors import ConfigError
 from mingc.host import current_host
 from mingc.probe.baseline import Comparison, check_common, compare, differences
@@ -33,7 +34,7 @@ from mingc.probe.report import (
 from mingc.probe.stopwatch import Stopwatch, percentile
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.cuda_graphs import GraphPool
-from mingc.runtime.engines.stage_loader import load_stage, torch_dtype
+from mingc.runtime.engines.stage_loader import load_stage
 
 _BATCH_DIMS = ("B", "N")  # dims that count requests, clips or rows
 _REPETITIONS = 200

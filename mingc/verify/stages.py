@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.manifest import ModelParameters
+from mingc.dtypes import torch_dtype
 from mingc.runtime.engines.base import Graph
-from mingc.runtime.engines.stage_loader import LoadedStage, load_stage, torch_dtype
+from mingc.runtime.engines.stage_loader import LoadedStage, load_stage
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
 
 

@@ -19,6 +19,7 @@ COMPILERS = ("torch._dynamo", "torch._inductor", "transformers", "onnx", "torch_
 ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.errors": (),
     "mingc.host": (),
+    "mingc.dtypes": ("mingc.artifacts",),
     "mingc.gather_shards": ("mingc.artifacts",),
     "mingc.numerics": (),  # error measure and tolerances that export and verify share
     "mingc.dsp": ("mingc.errors",),
@@ -42,6 +43,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.artifacts",
         "mingc.artifacts.target",
         "mingc.dsp",
+        "mingc.dtypes",
         "mingc.errors",
         "mingc.gather_shards",
         "mingc.host",
@@ -52,12 +54,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     # Inside the runtime, from what everything shares up to the HTTP server.
     "mingc.runtime": ("mingc.errors",),
-    "mingc.runtime.engines": ("mingc.artifacts", "mingc.errors", "mingc.kernels.cuda"),
+    "mingc.runtime.engines": ("mingc.artifacts", "mingc.dtypes", "mingc.errors", "mingc.kernels.cuda"),
     "mingc.runtime.distributed": ("mingc.artifacts.target", "mingc.errors", "mingc.runtime.engines"),
     "mingc.runtime.preprocess": ("mingc.artifacts", "mingc.dsp", "mingc.errors", "mingc.runtime"),
     "mingc.runtime.text": ("mingc.errors",),
     "mingc.runtime.thinker": (
         "mingc.artifacts",
+        "mingc.dtypes",
         "mingc.errors",
         "mingc.runtime",
         "mingc.runtime.distributed",
@@ -73,6 +76,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "mingc.runtime.talker": (
         "mingc.artifacts",
+        "mingc.dtypes",
         "mingc.errors",
         "mingc.runtime",
         "mingc.runtime.engines",
@@ -80,6 +84,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "mingc.runtime.service": (
         "mingc.artifacts",
+        "mingc.dtypes",
         "mingc.errors",
         "mingc.artifacts.target",
         "mingc.host",
@@ -95,6 +100,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.verify": (
         "mingc.artifacts",
         "mingc.dsp",
+        "mingc.dtypes",
         "mingc.errors",
         "mingc.gather_shards",
         "mingc.host",
@@ -112,6 +118,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.probe": (
         "mingc.artifacts",
         "mingc.artifacts.target",
+        "mingc.dtypes",
         "mingc.errors",
         "mingc.host",
         "mingc.runtime.engines",

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from mingc.artifacts.manifest import Parity
+from mingc.dtypes import dtype_name
 from mingc.errors import ParityError
 from mingc.numerics.relative_error import relative_error
 from mingc.numerics.tolerances import GRAPH_TOLERANCES
@@ -30,7 +31,7 @@ def worst_error(values: Mapping[str, torch.Tensor], references: Mapping[str, tor
 
 def max_error(eager: float, dtype: torch.dtype) -> float:
     """The relative error that a compiled graph may have when that of the eager module is `eager`."""
-    return max(GRAPH_TOLERANCES[str(dtype).removeprefix("torch.")], _EAGER_FACTOR * eager)
+    return max(GRAPH_TOLERANCES[dtype_name(dtype)], _EAGER_FACTOR * eager)
 
 
 def worst_parity(first: Parity, second: Parity) -> Parity:

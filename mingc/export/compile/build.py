@@ -13,6 +13,7 @@ from torch import nn
 
 from mingc.artifacts.manifest import EngineRecord, GraphRecord, Parity, QuantizationError, TunedKernel
 from mingc.artifacts.spec import GraphSpec
+from mingc.dtypes import torch_dtype
 from mingc.errors import ExportError
 from mingc.export.autotune.tuning import tuned_table
 from mingc.export.checkpoint import Checkpoint
@@ -95,7 +96,7 @@ class GraphResult:
 def stage_options(recipe: ExportRecipe) -> StageOptions:
     """The recipe as stages see it."""
     return StageOptions(
-        dtype=getattr(torch, recipe.dtype),
+        dtype=torch_dtype(recipe.dtype),
         device=recipe.target,
         static_buckets=recipe.target == "cuda",
         batch_sizes=recipe.batch_sizes,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mingc.artifacts.spec import GraphSpec
+from mingc.dtypes import torch_dtype
 from mingc.errors import CaptureError
 from mingc.export.stage import GraphDef
 
@@ -95,7 +96,7 @@ def check_example(
     for tensor in (*spec.inputs, *spec.state):
         shape = tuple(size if isinstance(size, int) else sizes[size] for size in tensor.shape)
         value = example[tensor.name]
-        if tuple(value.shape) != shape or str(value.dtype) != f"torch.{tensor.dtype}":
+        if tuple(value.shape) != shape or value.dtype != torch_dtype(tensor.dtype):
             raise CaptureError(
                 f"example {tensor.name} is {value.dtype} {list(value.shape)}, spec says {tensor.dtype} {list(shape)}",
                 where=f"{stage}.{spec.name}",

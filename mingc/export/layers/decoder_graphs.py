@@ -13,7 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mingc.artifacts.spec import Dim, DType, GraphSpec, TensorSpec
+from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
+from mingc.dtypes import dtype_name
+from mingc.export.layers.batch_buckets import doubling_buckets
 from mingc.export.layers.decoder import PAGE_SIZE, DecoderConfig
 from mingc.export.stage import GraphDef, Shard, StageOptions
 from mingc.kernels.chunk_layout import CHUNK_ALIGNMENT
@@ -22,11 +24,6 @@ _MAX_POOL_ROWS = 1 << 30
 _SMALLEST_CHUNK = 16
 _SMALLEST_TABLE = 4
 _MOST_PROMPTS = 16  # of a chunk: more would fill it with less than their alignment
-_DTYPES: dict[torch.dtype, DType] = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
 
 
 def thinker_graphs(config: DecoderConfig, shard: Shard, options: StageOptions) -> Sequence[GraphDef]:
@@ -47,8 +44,10 @@ class _Borders:
         self._config = config
         self._world_size = shard.world_size
         self._options = options
-        self._dtype = _DTYPES[options.dtype]
-        chunks = _powers_of_two(min(_SMALLEST_CHUNK, options.prefill_chunk_size), options.prefill_chunk_size)
+        self._dtype = dtype_name(options.dtype)
+        chunks = doubling_buckets(
+            min(_SMALLEST_CHUNK, options.prefill_chunk_size), options.prefill_chunk_size
+        )
         longest = max(2, options.prefill_chunk_size)
         self._chunk = Dim(name="T", minimum=2, maximum=longest, buckets=chunks)
         self._batch = Dim(name="B", minimum=1, maximum=options.max_batch, buckets=options.batch_sizes)
@@ -218,7 +217,7 @@ def _page_table_dim(options: StageOptions) -> Dim:
     """A static engine takes tables of the whole context: its kernels stop at a request's length by themselves."""
     largest = -(-options.max_model_len // PAGE_SIZE)
     smallest = largest if options.static_buckets else min(_SMALLEST_TABLE, largest)
-    return Dim(name="P", minimum=1, maximum=largest, buckets=_powers_of_two(smallest, largest))
+    return Dim(name="P", minimum=1, maximum=largest, buckets=doubling_buckets(smallest, largest))
 
 
 def _num_prompts(options: StageOptions) -> int:
@@ -226,15 +225,6 @@ def _num_prompts(options: StageOptions) -> int:
     if not options.static_buckets or options.dtype == torch.float32:
         return 1
     return min(_MOST_PROMPTS, options.max_batch)
-
-
-def _powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
-    """`smallest` doubled until `largest`, which ends the list whether it fits or not."""
-    sizes = []
-    while smallest < largest:
-        sizes.append(smallest)
-        smallest *= 2
-    return (*sizes, largest)
 
 
 class _Examples:

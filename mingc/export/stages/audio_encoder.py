@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from mingc.artifacts.parameters import AudioParameters
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
+from mingc.dtypes import dtype_name
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSource
-from mingc.export.weights.mapping import dtype_name, layer_norm, linear, stored
+from mingc.export.weights.mapping import layer_norm, linear, stored
 from mingc.kernels.varlen_attention import Segments, make_segments, varlen_attention
 
 _NORM_EPS = 1e-5  # audio.md §3; not in the config

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mingc.artifacts.parameters import VaeParameters
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
+from mingc.dtypes import dtype_name, torch_dtype
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.qwen2 import read_qwen2_config
@@ -149,10 +149,6 @@ class AudioVaeStage(Stage):
         )
 
 
-def _dtype_name(options: StageOptions) -> Any:
-    return str(options.dtype).removeprefix("torch.")
-
-
 def _decode_plan(config: VaeDecoderConfig) -> GraphDef:
     samples = config.frames_per_latent * config.hop
 
@@ -178,7 +174,7 @@ def _stream_plan(config: VaeDecoderConfig, options: StageOptions) -> GraphDef:
         *(
             TensorSpec(
                 name=f"{letter}_ring.{layer}",
-                dtype=_dtype_name(options),
+                dtype=dtype_name(options.dtype),
                 shape=("S", config.ring_rows(layer), *heads),
             )
             for layer in range(config.stack.num_layers)
@@ -198,7 +194,7 @@ def _stream_plan(config: VaeDecoderConfig, options: StageOptions) -> GraphDef:
         }
         for spec in state:
             shape = tuple(size if isinstance(size, int) else dims[size] for size in spec.shape)
-            tensors[spec.name] = torch.randn(shape, generator=generator).to(getattr(torch, spec.dtype))
+            tensors[spec.name] = torch.randn(shape, generator=generator).to(torch_dtype(spec.dtype))
         tensors["overlap"] *= 0.1
         return tensors
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mingc.artifacts.parameters import CfmParameters
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
+from mingc.dtypes import dtype_name
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.dit import DitConfig, LatentTransformer, latent_transformer_weights, read_dit_config
@@ -268,12 +268,8 @@ def _copy(name: str, tensor: str, *shape: int) -> WeightSource:
     return WeightSource(name=name, part=_PART, tensors=(tensor,), shapes=(shape,), make=lambda value: value)
 
 
-def _dtype_name(options: StageOptions) -> Any:
-    return str(options.dtype).removeprefix("torch.")
-
-
 def _sample_plan(config: CfmConfig, options: StageOptions) -> GraphDef:
-    dtype, hidden = _dtype_name(options), config.llm_hidden_size
+    dtype, hidden = dtype_name(options.dtype), config.llm_hidden_size
     patch = (config.latents_per_patch, config.dit.latent_dim)
     history = (config.history_latents, config.dit.latent_dim)
 
@@ -328,7 +324,9 @@ def _row_plan(
     spec = GraphSpec(
         name=name,
         inputs=(source,),
-        outputs=(TensorSpec(name="embeds", dtype=_dtype_name(options), shape=("N", config.llm_hidden_size)),),
+        outputs=(
+            TensorSpec(name="embeds", dtype=dtype_name(options.dtype), shape=("N", config.llm_hidden_size)),
+        ),
         dims=(Dim(name="N", minimum=1, maximum=maximum, buckets=(maximum,)),),
     )
 

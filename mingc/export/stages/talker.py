@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from torch.nn import functional as F
 
 from mingc.artifacts.parameters import TalkerParameters
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
+from mingc.dtypes import dtype_name
 from mingc.errors import CheckpointError
 from mingc.export.assets import voices
 from mingc.export.checkpoint import Checkpoint
@@ -153,14 +153,10 @@ def _default_voice(checkpoint: Checkpoint) -> str | None:
     return _PREFERRED_VOICE if _PREFERRED_VOICE in names else next(iter(names), None)
 
 
-def _dtype_name(options: StageOptions) -> Any:
-    return str(options.dtype).removeprefix("torch.")
-
-
 def _state(config: TalkerConfig, options: StageOptions) -> tuple[TensorSpec, ...]:
     shape = ("S", config.slot_tokens, config.llm.num_kv_heads, config.llm.head_dim)
     return tuple(
-        TensorSpec(name=f"{letter}_slots.{index}", dtype=_dtype_name(options), shape=shape)
+        TensorSpec(name=f"{letter}_slots.{index}", dtype=dtype_name(options.dtype), shape=shape)
         for index in range(config.llm.num_layers)
         for letter in "kv"
     )
@@ -177,7 +173,7 @@ def _example_state(
 
 
 def _prefill_plan(config: TalkerConfig, options: StageOptions) -> GraphDef:
-    dtype, hidden = _dtype_name(options), config.llm.hidden_size
+    dtype, hidden = dtype_name(options.dtype), config.llm.hidden_size
     maximum = min(options.prefill_chunk_size, config.slot_tokens)
 
     def example(dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
@@ -219,7 +215,7 @@ def _prefill_plan(config: TalkerConfig, options: StageOptions) -> GraphDef:
 
 
 def _step_plan(config: TalkerConfig, options: StageOptions) -> GraphDef:
-    dtype, hidden = _dtype_name(options), config.llm.hidden_size
+    dtype, hidden = dtype_name(options.dtype), config.llm.hidden_size
 
     def example(dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
         batch, num_slots = dims["B"], dims["S"]

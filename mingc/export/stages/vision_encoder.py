@@ -21,12 +21,14 @@ from torch import Tensor, nn
 
 from mingc.artifacts.parameters import VisionParameters
 from mingc.artifacts.spec import Dim, DType, GraphSpec, TensorSpec
+from mingc.dtypes import dtype_name
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
+from mingc.export.layers.batch_buckets import doubling_buckets
 from mingc.export.layers.patch_grid import example_tables
 from mingc.export.layers.vision_transformer import PatchMerger, VisionBlock, VisionProjector
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSource
-from mingc.export.weights.mapping import dtype_name, layer_norm, linear, stored
+from mingc.export.weights.mapping import layer_norm, linear, stored
 from mingc.kernels.varlen_attention import make_segments
 
 _UNIT_EPS = 1e-12  # vision.md §7
@@ -351,9 +353,5 @@ def _inverse_frequency(count: int) -> Tensor:
 def _token_dim(options: StageOptions) -> Dim:
     """M with buckets that double."""
     largest = _MAX_TOKENS_STATIC if options.static_buckets else _MAX_TOKENS_DYNAMIC
-    size = _SMALLEST_STATIC_BUCKET if options.static_buckets else 1
-    buckets = []
-    while size <= largest:
-        buckets.append(size)
-        size *= 2
-    return Dim(name="M", minimum=1, maximum=largest, buckets=tuple(buckets))
+    smallest = _SMALLEST_STATIC_BUCKET if options.static_buckets else 1
+    return Dim(name="M", minimum=1, maximum=largest, buckets=doubling_buckets(smallest, largest))

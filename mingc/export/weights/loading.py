@@ -16,23 +16,13 @@ from safetensors import safe_open
 from torch import nn
 
 from mingc.artifacts.spec import join_path
+from mingc.dtypes import SAFETENSORS_NAMES
 from mingc.errors import CheckpointError, ExportError
 from mingc.export.checkpoint import Checkpoint, Part
 from mingc.export.recipe import Quantization
 from mingc.export.stage import Shard, Stage, WeightSource
 from mingc.export.weights.quantization import prepare, stored_names, stored_tensors
 
-_DTYPE_NAMES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 _ALIGNMENT = 64  # vector loads of a memory-mapped weight start on a cache line
 
 
@@ -98,7 +88,7 @@ def write_weights(
     for name in names:
         size = expected[name].numel() * dtypes[name].itemsize
         header[name] = {
-            "dtype": _DTYPE_NAMES[dtypes[name]],
+            "dtype": SAFETENSORS_NAMES[dtypes[name]],
             "shape": list(expected[name].shape),
             "data_offsets": [offset, offset + size],
         }

@@ -5,19 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mingc.artifacts.spec import DType
 from mingc.export.stage import WeightSource
-
-_DTYPE_NAMES: dict[torch.dtype, DType] = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
-
-
-def dtype_name(dtype: torch.dtype) -> DType:
-    """A compute dtype as `TensorSpec` spells it."""
-    return _DTYPE_NAMES[dtype]
 
 
 def stored(

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.manifest import EngineRecord, GraphRecord, StageRecord
 from mingc.artifacts.spec import GraphSpec, TensorSpec, join_path
+from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError, ConfigError, IntegrityError
 from mingc.runtime.engines import load_engine
 from mingc.runtime.engines.base import Engine, Graph
@@ -103,13 +104,6 @@ def load_stage(
     for graph_name, graph in record.graphs.items():
         graphs[graph_name] = _load_graph(artifact, name, graph, weights, device, files, left_out)
     return LoadedStage(name, graphs, weights)
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """`float32` → `torch.float32`."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def _engine_key(spec: GraphSpec, record: EngineRecord) -> tuple[int, ...] | None:

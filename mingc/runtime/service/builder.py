@@ -14,9 +14,10 @@ import torch
 
 from mingc.artifacts.artifact import Artifact, check_fingerprint, check_hashes, open_artifact
 from mingc.artifacts.manifest import Manifest
+from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError, ConfigError, ServeError
 from mingc.host import current_host
-from mingc.runtime.engines.stage_loader import LoadedStage, load_stage, torch_dtype, weight_bytes
+from mingc.runtime.engines.stage_loader import LoadedStage, load_stage, weight_bytes
 from mingc.runtime.kv_cache import PagePool, SlotPool
 from mingc.runtime.preprocess.chat import ChatProcessor
 from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder

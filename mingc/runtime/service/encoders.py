@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mingc.artifacts.parameters import AudioParameters, VisionParameters
-from mingc.runtime.engines.stage_loader import LoadedStage, torch_dtype
+from mingc.dtypes import torch_dtype
+from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.image import Grid, VisionFeatures
 from mingc.runtime.preprocess.vision_grid import build_grid_arrays, group_pixels, pad_grid_arrays, pad_tokens

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from mingc.artifacts.parameters import CfmParameters
+from mingc.dtypes import torch_dtype
 from mingc.runtime.engines.cuda_graphs import GraphPool, GraphRunner, Shapes
-from mingc.runtime.engines.stage_loader import LoadedStage, torch_dtype
+from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.talker.patch_pipeline import LaunchedPatch, PatchPipeline
 
 _ALIGNMENT = 16  # bytes; engines copy what is aligned to less

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from mingc.artifacts.parameters import ThinkerParameters
+from mingc.dtypes import torch_dtype
 from mingc.runtime.distributed.all_reduce import make_reducer
 from mingc.runtime.distributed.process_group import broadcast_from_rank0_, num_ranks
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.cuda_graphs import AsyncHostCopy, GraphPool, GraphRunner, Shapes
-from mingc.runtime.engines.stage_loader import LoadedStage, torch_dtype
+from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.thinker.device_sampler import NUM_COLUMNS, choose_likeliest, choose_tokens, needs_draw
 from mingc.runtime.thinker.layers import ThinkerLayers, split_chunk
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel

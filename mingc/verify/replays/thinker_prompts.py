@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from mingc.artifacts.parameters import ThinkerParameters
+from mingc.dtypes import torch_dtype
 from mingc.runtime.preprocess.image import Grid
 from mingc.runtime.preprocess.positions import VisionSpan, compute_positions
 from mingc.runtime.prompt import AUDIO, VISION, WORD
@@ -109,7 +110,7 @@ def _media(
     if not kinds.any():
         return kinds, None
     spec = next(each for each in engines.stage("thinker")["embed"].spec.inputs if each.name == "embeds")
-    return kinds, torch.from_numpy(rows).to(engines.device, getattr(torch, spec.dtype))
+    return kinds, torch.from_numpy(rows).to(engines.device, torch_dtype(spec.dtype))
 
 
 def _spans(case: str, tokens: Ints, ledger: ComparisonLog, parameters: ThinkerParameters) -> list[VisionSpan]:
