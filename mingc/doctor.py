@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mingc.host import gpu
+
 State = Literal["ok", "missing", "problem"]
 
 _OPTIONAL = (  # import name, distribution, what needs it, extra
@@ -141,8 +143,8 @@ def _devices() -> list[Check]:
         checks.append(Check(name="cuda", state="missing", detail=why, needed_for="--target cuda"))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for index in range(count):
-        device = torch.cuda.get_device_properties(index)
-        detail = f"{device.name}, sm_{device.major}{device.minor}, {device.total_memory >> 30} GiB"
+        device = gpu(index)
+        detail = f"{device.name}, {device.memory_bytes >> 30} GiB; {device.target.describe()}"
         checks.append(Check(name=f"cuda:{index}", state="ok", detail=detail, needed_for="--target cuda"))
     if count > 1:
         closed = [

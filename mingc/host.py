@@ -1,17 +1,40 @@
-"""What this machine offers to engines: torch release, device, instruction set or compute capability."""
+"""This machine as engines see it: torch release, device, instruction set or compute capability, GPU."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mingc.artifacts.target import Target, lookup
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """The part of a fingerprint that a machine decides."""
+    """The part of a fingerprint that depends on the machine."""
 
     torch: str
     device: str
     capability: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One GPU as its driver describes it. `cache_bytes` is the L2 cache."""
+
+    name: str
+    capability: tuple[int, int]
+    num_multiprocessors: int
+    memory_bytes: int
+    cache_bytes: int
+
+    @property
+    def target(self) -> Target:
+        """Its row of the GPU table."""
+        return lookup(self.capability, self.name, self.num_multiprocessors)
 
 
 def current_host(device: str) -> Host:
@@ -20,9 +43,36 @@ def current_host(device: str) -> Host:
 
     release = torch.__version__.split("+")[0]
     if device == "cuda" and torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        capability = f"{major}.{minor}"
+        capability = "{}.{}".format(*gpu().capability)
     else:
         device = "cpu"
         capability = torch.backends.cpu.get_cpu_capability()
     return Host(torch=release, device=device, capability=capability)
+
+
+def gpu(device: torch.device | int | None = None) -> Gpu:
+    """The GPU `device`, or the current one."""
+    import torch
+
+    index = device if isinstance(device, int) or device is None else device.index
+    return _gpu(torch.cuda.current_device() if index is None else index)
+
+
+def gpu_target(device: torch.device | int | None = None) -> Target:
+    """Row of the GPU table for the GPU `device`, or for the current one."""
+    return gpu(device).target
+
+
+@functools.cache
+def _gpu(index: int) -> Gpu:
+    """The only place that reads device properties."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    return Gpu(
+        name=properties.name,
+        capability=(properties.major, properties.minor),
+        num_multiprocessors=properties.multi_processor_count,
+        memory_bytes=properties.total_memory,
+        cache_bytes=properties.L2_cache_size,
+    )

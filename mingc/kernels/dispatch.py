@@ -1,4 +1,4 @@
-"""Which implementation a kernel function takes: Triton on CUDA, plain torch everywhere else."""
+"""Dispatch of an operation to its kernel: Triton or CUDA C++ on GPUs of the table, plain torch everywhere else."""
 
 from __future__ import annotations
 
@@ -8,30 +8,43 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from mingc.artifacts.target import KernelFamily
+from mingc.host import gpu_target
+
 _is_plain = False
-_MIN_HEAD_SIZE = 32  # the matrix units take 16 dims at least, and rope works on halves of a head
+_MIN_HEAD_SIZE = 32  # tensor cores take at least 16 dims, and rotary embedding works on halves of a head
 
 
 def use_triton(tensor: Tensor, head_size: int | None = None) -> bool:
-    """Whether `tensor` is to be worked on by a Triton kernel: half precision on CUDA, heads of a size it takes.
+    """Whether a Triton kernel runs on `tensor`: half precision, a GPU with such kernels, a head size they support.
 
-    float32 stays with torch: on the matrix units it would be rounded to 10 bits.
+    float32 stays with torch: tensor cores would round it to 10 bits.
     """
     if _is_plain or not tensor.is_cuda or tensor.dtype not in (torch.bfloat16, torch.float16):
         return False
-    return head_size is None or (head_size >= _MIN_HEAD_SIZE and head_size & (head_size - 1) == 0)
+    if head_size is not None and (head_size < _MIN_HEAD_SIZE or head_size & (head_size - 1) != 0):
+        return False
+    return _has_kernels(tensor.device.index, "triton")
 
 
 def use_clusters(tensor: Tensor) -> bool:
-    """Whether a kernel in CUDA C++ for Hopper's clusters and matrix units is to work on `tensor`."""
+    """Whether a CUDA C++ kernel with thread block clusters runs on `tensor`: bfloat16, a GPU with such kernels."""
     if _is_plain or not tensor.is_cuda or tensor.dtype != torch.bfloat16:
         return False
-    return torch.cuda.get_device_capability(tensor.device) == (9, 0)
+    return _has_kernels(tensor.device.index, "clusters")
+
+
+def _has_kernels(index: int | None, family: KernelFamily) -> bool:
+    return family in gpu_target(index).kernels
+
+
+# As `torch.compiler.assume_constant_result` does, which would import the compiler: Dynamo cannot trace the lookup.
+_has_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Inside, every kernel is its torch reference, on CUDA too: to compare with. Not for several threads."""
+    """Run the torch reference of every operation inside the context, also on CUDA. Not thread-safe."""
     global _is_plain
     before, _is_plain = _is_plain, True
     try:

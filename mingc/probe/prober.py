@@ -18,7 +18,7 @@ from mingc.artifacts.manifest import EngineRecord
 from mingc.artifacts.spec import GraphSpec
 from mingc.dtypes import torch_dtype
 from mingc.errors import ConfigError
-from mingc.host import current_host
+from mingc.host import current_host, gpu_target
 from mingc.probe.baseline import Comparison, check_common, compare, differences
 from mingc.probe.inputs import ProbeCase, page_size, room
 from mingc.probe.patch_embed import check_patch_embed, compare_patch_embed
@@ -241,6 +241,8 @@ class _Run:
         self._artifact, self._options, self._told = artifact, options, told
         self._device = torch.device(fingerprint.device)
         self.notes = [_NOTES[fingerprint.device]]
+        if self._device.type == "cuda":
+            self.notes.append(gpu_target(self._device).describe())
         self._watch = Stopwatch(self._device)
         self.ceilings = self._watch.ceilings(torch_dtype(fingerprint.dtype))
 

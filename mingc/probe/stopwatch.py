@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mingc.host import gpu
 from mingc.probe.report import PeakRates
 
 _WARM_UPS = 2
@@ -25,7 +26,7 @@ class Stopwatch:
         self._device = device
         self._flush: Tensor | None = None
         if device.type == "cuda":
-            cache = torch.cuda.get_device_properties(device).L2_cache_size
+            cache = gpu(device).cache_bytes
             self._flush = torch.empty(_FLUSH_CACHES * cache, dtype=torch.uint8, device=device)
 
     def samples_ms(self, run: Callable[[], object], count: int, *, cold: bool = False) -> list[float]:

@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+import mingc
 from mingc.artifacts.codec import decode, encode
 from mingc.artifacts.manifest import EngineRecord, StageRecord, TunedKernel
+from mingc.artifacts.target import lookup
 from mingc.errors import CompileError, ExportError
 from mingc.export.autotune import tuning
 from mingc.export.autotune.moe_benchmark import RandomExperts, check_result
@@ -45,6 +47,7 @@ from mingc.kernels.triton.moe_config import (
     use_tuned_configs,
 )
 
+H200 = lookup((9, 0), "NVIDIA H200", 132)
 TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
 DIMS = ExpertDims(
     hidden_size=4096,
@@ -259,6 +262,12 @@ def _found(recipe: ExportRecipe, stage: object) -> tuple[ExpertDims, tuple[MoePr
     return problems_to_tune(recipe, stage, config, plans)  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "gpu_target", lambda: H200)
+
+
+@pytest.mark.usefixtures("on_h200")
 def test_an_export_times_steps_and_chunks_of_its_experts() -> None:
     found = _found(_recipe(world_size=2, quantize=("fp8",)), Wide())
     assert found is not None
@@ -268,11 +277,17 @@ def test_an_export_times_steps_and_chunks_of_its_experts() -> None:
     assert {(problem.weight_format, problem.intermediate_size) for problem in problems} == {(1, 128)}
 
 
+def test_nothing_is_timed_on_an_unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "gpu_target", lambda: lookup((8, 0), "NVIDIA A100-SXM4-80GB", 108))
+    assert _found(_recipe(), Wide()) is None
+
+
 @pytest.mark.parametrize("changes", [{"autotune": False}, {"target": "cpu"}, {"dtype": "float32"}])
 def test_nothing_is_timed_where_it_is_not_wanted_or_nothing_runs(changes: dict[str, object]) -> None:
     assert _found(_recipe(**changes), Wide()) is None
 
 
+@pytest.mark.usefixtures("on_h200")
 def test_nothing_is_timed_of_stages_without_kernels_for_experts() -> None:
     assert _found(_recipe(), find("thinker")) is None  # too narrow
     assert _found(_recipe(), find("talker")) is None
@@ -324,7 +339,7 @@ def test_an_engine_is_compiled_with_the_tiles_of_its_size(
 
 
 def test_engines_of_other_tiles_are_others_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(aoti, "gpu_target", lambda: H200)
     program = torch.export.export(nn.Identity(), (torch.ones(3),))
     key = lambda: aoti._key(program, {}, "cuda")  # noqa: E731
     plain = key()
@@ -335,3 +350,27 @@ def test_engines_of_other_tiles_are_others_for_the_cache(monkeypatch: pytest.Mon
     with use_tuned_configs({PROBLEMS[0]: CONFIG}):
         assert key() not in (plain, tuned)
     assert key() == plain != tuned
+
+
+def test_keys_cover_the_source_of_all_kernels_and_the_gpu_table() -> None:
+    sources = aoti.kernel_sources()
+    package = Path(mingc.__file__).parent
+    parts = [
+        "triton/gemv.py",
+        "triton/moe_config.py",
+        "cuda/dit_batch1.py",
+        "cuda/dit_batch1.cu",
+        "cuda/nvrtc.py",
+    ]
+    for path in (*(package / "kernels" / part for part in parts), package / "artifacts" / "target.py"):
+        assert path.read_bytes() in sources
+
+
+def test_engines_for_another_gpu_have_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = torch.export.export(nn.Identity(), (torch.ones(3),))
+    keys = set()
+    for name, count in (("NVIDIA H200", 132), ("NVIDIA H200 MIG 3g.71gb", 60), ("NVIDIA H100", 132)):
+        target = lookup((9, 0), name, count)
+        monkeypatch.setattr(aoti, "gpu_target", lambda target=target: target)
+        keys.add(aoti._key(program, {}, "cuda"))
+    assert len(keys) == 3

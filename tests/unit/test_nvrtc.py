@@ -1,4 +1,4 @@
-"""Host code on its way from an export into a graph and out of it."""
+"""Packing of compiled CUDA code into an operator argument."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from mingc.errors import ExportError
 from mingc.export.autotune.selection import Selection, select_fastest
 from mingc.export.process_pool import gives_memory_back
 from mingc.export.stage import ExpertDims
+from mingc.host import gpu
 from mingc.kernels.moe_experts import ExpertWeights, moe_experts
 from mingc.kernels.moe_gemv import RouterWeights, moe_gemv
 from mingc.kernels.quantized import INT4_GROUP
@@ -118,7 +119,7 @@ class ProblemTimer:
     def __init__(self, experts: RandomExperts, problem: MoeProblem) -> None:
         self._experts, self._problem = experts, problem
         bytes_each = experts.read_bytes(experts.inputs(problem.tokens, 1)[0])
-        sets = _CACHES * torch.cuda.get_device_properties().L2_cache_size / bytes_each
+        sets = _CACHES * gpu().cache_bytes / bytes_each
         self.inputs = experts.inputs(problem.tokens, min(max(_MIN_SETS, int(sets) + 1), _MAX_SETS))
         self._graphs: dict[MoeConfig, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()

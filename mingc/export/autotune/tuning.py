@@ -26,6 +26,7 @@ from mingc.export.compile.backends.aoti import kernel_sources
 from mingc.export.process_pool import result_of, worker_pool
 from mingc.export.recipe import ExportRecipe, Quantization
 from mingc.export.stage import ExpertDims, GraphDef, Shard, Stage
+from mingc.host import gpu_target
 from mingc.kernels.moe_experts import has_kernel
 from mingc.kernels.moe_gemv import has_gemv_kernel
 from mingc.kernels.triton.moe_config import (
@@ -49,6 +50,8 @@ def problems_to_tune(
 ) -> tuple[ExpertDims, tuple[MoeProblem, ...]] | None:
     """Problems of a stage that are worth timing, from its graphs; None if there are none."""
     if not recipe.autotune or recipe.target != "cuda" or recipe.dtype != "bfloat16":
+        return None
+    if "triton" not in gpu_target().kernels:
         return None
     dims = stage.experts(config, Shard(world_size=recipe.world_size))
     if dims is None:

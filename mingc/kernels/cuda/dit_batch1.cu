@@ -327,13 +327,13 @@ struct Sum {
   }
 };
 
-template <int ROWS, int N, int K, int BN, int S, int RING, Kind KIND>
+template <int ROWS, int N, int K, int BN, int S, int STAGES, Kind KIND>
 __device__ __forceinline__ void product(const Product& p) {
   constexpr int DEPTH = K / S, SLICES = DEPTH / SLICE, WEIGHT_SLICE = BN * SLICE * 2, ROWS_SLICE = ROWS * SLICE * 2;
   using Total = Sum<N, K, BN, S, ROWS / 8, KIND>;
   // Parts of others come to where weights lay, all but those of the last slice.
-  static_assert(RING <= SLICES && Total::BYTES <= (SLICES - 1) * WEIGHT_SLICE, "");
-  const u32 weights = memory_base(), ring = weights + SLICES * WEIGHT_SLICE, barriers = ring + RING * ROWS_SLICE;
+  static_assert(STAGES <= SLICES && Total::BYTES <= (SLICES - 1) * WEIGHT_SLICE, "");
+  const u32 weights = memory_base(), ring = weights + SLICES * WEIGHT_SLICE, barriers = ring + STAGES * ROWS_SLICE;
   const int t = threadIdx.x, tile = blockIdx.x / S, rank = blockIdx.x % S;
   Total sum(p, weights, barriers + 8 * SLICES, tile, rank, 0, p.rows);
   if (t == 0) {
@@ -352,10 +352,10 @@ __device__ __forceinline__ void product(const Product& p) {
   wait_for_kernels();
   auto load_slice = [&](int s) {
     if (t == 0)
-      copy_rows(ring + (s % RING) * ROWS_SLICE, &p.x_map, rank * DEPTH + s * SLICE, 0, barriers + 8 * s);
+      copy_rows(ring + (s % STAGES) * ROWS_SLICE, &p.x_map, rank * DEPTH + s * SLICE, 0, barriers + 8 * s);
   };
 #pragma unroll
-  for (int s = 0; s < RING; ++s) load_slice(s);
+  for (int s = 0; s < STAGES; ++s) load_slice(s);
   sum.load_rest();
   let_next_begin();
   float d[ROWS / 2];
@@ -369,12 +369,12 @@ __device__ __forceinline__ void product(const Product& p) {
 #pragma unroll
     for (int k = 0; k < 4; ++k)
       multiply(d, descriptor(weights + s * WEIGHT_SLICE + group * 64 * 128 + k * 32),
-               descriptor(ring + (s % RING) * ROWS_SLICE + k * 32));
+               descriptor(ring + (s % STAGES) * ROWS_SLICE + k * 32));
     end_multiply();
-    if (s > 0 && s - 1 + RING < SLICES) {  // the product of the slice before is at its end
+    if (s > 0 && s - 1 + STAGES < SLICES) {  // the product of the slice before is at its end
       wait_multiply<1>();
       __syncthreads();
-      load_slice(s - 1 + RING);
+      load_slice(s - 1 + STAGES);
     }
   }
   wait_multiply<1>();
@@ -385,17 +385,18 @@ __device__ __forceinline__ void product(const Product& p) {
   sum.finish();
 }
 
-#define PRODUCT(name, rows, outputs, depth, ring, TILES, kind)                                                 \
-  extern "C" __global__ void __launch_bounds__(2 * TILES##_COLUMNS, 2) __cluster_dims__(TILES##_SPLITS, 1, 1)  \
+#define PRODUCT(name, rows, outputs, depth, stages, CONFIG, kind)                                              \
+  extern "C" __global__ void __launch_bounds__(2 * CONFIG##_BLOCK_N, 2)                                        \
+      __cluster_dims__(CONFIG##_CLUSTER_SIZE, 1, 1)                                                            \
       mingc_dit_##name##_pdl(const __grid_constant__ Product p) {                                              \
-    product<rows, outputs, depth, TILES##_COLUMNS, TILES##_SPLITS, ring, kind>(p);                             \
+    product<rows, outputs, depth, CONFIG##_BLOCK_N, CONFIG##_CLUSTER_SIZE, stages, kind>(p);                   \
   }
-PRODUCT(qkv, 80, 3072, 1024, QKV_RING, QKV, NORM_TURN)
-PRODUCT(up, 80, 4096, 1024, UP_RING, UP, NORM_GELU)
-PRODUCT(down, 80, 1024, 4096, DOWN_RING, DOWN, ADD)
-PRODUCT(qkv_few, 8, 3072, 1024, 1024 / SLICE / QKV_SPLITS, QKV, NORM_TURN)
-PRODUCT(up_few, 8, 4096, 1024, 1024 / SLICE / UP_SPLITS, UP, NORM_GELU)
-PRODUCT(down_few, 8, 1024, 4096, 4096 / SLICE / DOWN_SPLITS, DOWN, ADD)
+PRODUCT(qkv, 80, 3072, 1024, QKV_NUM_STAGES, QKV, NORM_TURN)
+PRODUCT(up, 80, 4096, 1024, UP_NUM_STAGES, UP, NORM_GELU)
+PRODUCT(down, 80, 1024, 4096, DOWN_NUM_STAGES, DOWN, ADD)
+PRODUCT(qkv_few, 8, 3072, 1024, 1024 / SLICE / QKV_CLUSTER_SIZE, QKV, NORM_TURN)
+PRODUCT(up_few, 8, 4096, 1024, 1024 / SLICE / UP_CLUSTER_SIZE, UP, NORM_GELU)
+PRODUCT(down_few, 8, 1024, 4096, 4096 / SLICE / DOWN_CLUSTER_SIZE, DOWN, ADD)
 
 // Attention of one warp: 16 queries of a head over at most 48 keys. Tiles of 48 tokens by 64 dims; what comes
 // out replaces the queries.

@@ -5,6 +5,7 @@ Importing this registers it. It needs neither Triton nor a compiler.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mingc.artifacts.target import ClusterGemmConfig
+from mingc.host import gpu_target
 from mingc.kernels.cuda.nvrtc import CudaModule, Launch, compile_source, pack, tensor_map, unpack
 
 _SOURCE = Path(__file__).with_suffix(".cu")
@@ -32,22 +35,6 @@ _BARRIERS_BYTES = 128
 _SQUARES_COLUMNS = 64  # of the columns of a row of which one sum of squares is left
 _ENTER_BLOCKS = 128 + 8 + 1  # for the condition, for the history, for the stop head
 _TURN_BLOCKS = 8  # of the one cluster between steps; each leaves a sum of squares a row
-
-
-class _Tiles(NamedTuple):
-    """How a product is cut: outputs of a cluster, thread blocks that share the depth, slices of rows held at a time."""
-
-    columns: int
-    splits: int
-    ring: int
-
-
-# Measured on an H200 (benchmarks/NOTES.md). They travel with the machine code that was made for them.
-_TILES = {
-    "qkv": _Tiles(columns=64, splits=2, ring=4),
-    "up": _Tiles(columns=64, splits=2, ring=4),
-    "down": _Tiles(columns=64, splits=8, ring=4),
-}
 
 
 class BlockWeights(NamedTuple):
@@ -130,14 +117,20 @@ def _flat(weights: TransformerWeights) -> list[Tensor]:
 
 
 def _code(x: Tensor) -> str:
-    """The tiles and the machine code that was made for them."""
-    major, minor = torch.cuda.get_device_capability(x.device)
+    """The configurations of the GPU and the machine code compiled for them, packed."""
+    target = gpu_target(x.device)
+    configs = {name: dataclasses.asdict(config) for name, config in target.dit_batch1.items()}
     defines = tuple(
-        (f"{name.upper()}_{key.upper()}", value)
-        for name, tiles in _TILES.items()
-        for key, value in tiles._asdict().items()
+        (f"{name}_{key}".upper(), value) for name, config in configs.items() for key, value in config.items()
     )
-    return pack(_TILES, compile_source(_SOURCE, defines, f"sm_{major}{minor}a"))
+    code = compile_source(_SOURCE, defines, target.architecture)
+    return pack({name: [*config.values()] for name, config in configs.items()}, code)
+
+
+def _config(values: Sequence[int]) -> ClusterGemmConfig:
+    """A configuration from its packed fields."""
+    block_n, cluster_size, num_stages = values
+    return ClusterGemmConfig(block_n=block_n, cluster_size=cluster_size, num_stages=num_stages)
 
 
 class _Kernels:
@@ -145,14 +138,14 @@ class _Kernels:
 
     def __init__(self, code: str) -> None:
         numbers, machine_code = unpack(code)
-        self.tiles = {name: _Tiles(*values) for name, values in numbers.items()}
+        self.configs = {name: _config(values) for name, values in numbers.items()}
         launches = {f"mingc_dit_{name}_pdl": Launch(threads=256) for name in ("enter", "turn")}
-        for name, tiles in self.tiles.items():
-            slices = _SHAPES[name][1] // tiles.splits // _SLICE
-            for suffix, rows in (("", tiles.ring * _MOST_ROWS), ("_few", slices * _FEW_ROWS)):
+        for name, config in self.configs.items():
+            slices = _SHAPES[name][1] // config.cluster_size // _SLICE
+            for suffix, rows in (("", config.num_stages * _MOST_ROWS), ("_few", slices * _FEW_ROWS)):
                 launches[f"mingc_dit_{name}{suffix}_pdl"] = Launch(
-                    threads=2 * tiles.columns,
-                    shared_bytes=(slices * tiles.columns + rows) * _SLICE * 2 + _BARRIERS_BYTES + _ALIGNMENT,
+                    threads=2 * config.block_n,
+                    shared_bytes=(slices * config.block_n + rows) * _SLICE * 2 + _BARRIERS_BYTES + _ALIGNMENT,
                     spread=True,
                 )
         out = Launch(
@@ -178,14 +171,15 @@ class _Kernels:
         assert x is not None and weight is not None
         rows, _, tokens = numbers
         if name == "out":
-            columns, box_rows = _OUT_COLUMNS, _OUT_TOKENS
-            blocks = _WIDTH // columns * _OUT_SPLITS * (rows // tokens)
+            block_n, box_rows = _OUT_COLUMNS, _OUT_TOKENS
+            blocks = _WIDTH // block_n * _OUT_SPLITS * (rows // tokens)
         else:
-            columns, box_rows = self.tiles[name].columns, _FEW_ROWS if rows <= _FEW_ROWS else _MOST_ROWS
-            blocks = _SHAPES[name][0] // columns * self.tiles[name].splits
+            config = self.configs[name]
+            block_n, box_rows = config.block_n, _FEW_ROWS if rows <= _FEW_ROWS else _MOST_ROWS
+            blocks = _SHAPES[name][0] // block_n * config.cluster_size
         share = 0 if ahead is None else ahead.numel() * ahead.element_size() // blocks // 16 * 16
         maps = [
-            _map_of_outputs(weight, columns),
+            _map_of_outputs(weight, block_n),
             tensor_map(x, (x.shape[1], rows), (2 * x.shape[1],), (_SLICE, box_rows)),
         ]
         kernel = f"mingc_dit_{name}{'_few' if rows <= _FEW_ROWS else ''}_pdl"
@@ -200,11 +194,11 @@ class _Kernels:
         self._module.launch("mingc_dit_turn_pdl", _TURN_BLOCKS, pointers, numbers)
 
 
-def _map_of_outputs(weight: Tensor, columns: int) -> bytes:
+def _map_of_outputs(weight: Tensor, block_n: int) -> bytes:
     """A copy brings so many outputs; of every 16 the even ones first, so that a thread gets two neighbours."""
     outputs, depth = weight.shape
     strides = [2 * depth * step for step in (2, 1, 16)]
-    return tensor_map(weight, (depth, 8, 2, outputs // 16), strides, (_SLICE, 8, 2, columns // 16))
+    return tensor_map(weight, (depth, 8, 2, outputs // 16), strides, (_SLICE, 8, 2, block_n // 16))
 
 
 @functools.cache

@@ -35,7 +35,7 @@ class KernelError(OSError):
 
 @functools.cache
 def compile_source(path: Path, defines: tuple[tuple[str, int], ...], architecture: str) -> bytes:
-    """Host code of the source at `path` for an `architecture` such as sm_90a.
+    """Compile the source at `path` for an `architecture`, see `Target.architecture`. Returns machine code.
 
     Raises: KernelError with the compiler's words.
     """

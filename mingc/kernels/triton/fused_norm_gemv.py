@@ -7,13 +7,13 @@ multiplies anyway.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mingc.artifacts.target import FusedNormGemvConfig, Target
+from mingc.host import gpu_target
 from mingc.kernels.triton.linear import ACTIVATIONS, SWIGLU
 from mingc.kernels.triton.pdl import enable_pdl
 
@@ -21,15 +21,6 @@ __all__ = ["ACTIVATIONS", "fused_norm_gemv"]
 
 _WARP_VALUES = 32 * 8  # of a weight that a warp loads at once
 _MAX_PIECES = 20  # of the depth: all of a program's weights are in registers at once
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FusedNormGemvConfig:
-    """A program multiplies `columns` rows of the weight, `depth` values of them to a piece."""
-
-    block_n: int
-    block_k: int
-    num_warps: int
 
 
 @triton.jit
@@ -106,35 +97,25 @@ def fused_norm_gemv(
 
     What is None is left out. A weight with a scale is FP8; with SWIGLU it has gate rows, then up rows.
     """
-    depth, columns = x.shape[1], weight.shape[0] // (2 if activation == SWIGLU else 1)
-    config = default_config(columns, depth)
-    out = torch.empty(1, columns, dtype=x.dtype, device=x.device)
-    torch.library.wrap_triton(mingc_fused_norm_gemv_pdl)[(columns // config.block_n,)](
+    k, n = x.shape[1], weight.shape[0] // (2 if activation == SWIGLU else 1)
+    config = default_config(n, k, gpu_target(x.device))
+    out = torch.empty(1, n, dtype=x.dtype, device=x.device)
+    torch.library.wrap_triton(mingc_fused_norm_gemv_pdl)[(n // config.block_n,)](
         x, x if norm is None else norm, weight, x if weight_scale is None else weight_scale,
         x if bias is None else bias, x if residual is None else residual, out,
-        EPS=eps, N=columns, K=depth, HAS_NORM=norm is not None, ACTIVATION=activation, HAS_BIAS=bias is not None,
+        EPS=eps, N=n, K=k, HAS_NORM=norm is not None, ACTIVATION=activation, HAS_BIAS=bias is not None,
         HAS_SCALE=weight_scale is not None, ADDS=residual is not None, BLOCK_N=config.block_n,
         BLOCK_K=config.block_k, PDL=True, num_warps=config.num_warps,
     )  # fmt: skip
     return out
 
 
-# Measured on an H200 (benchmarks/NOTES.md), by (columns, depth): the released products of the speech LLM.
-_MEASURED = {
-    (1152, 896): FusedNormGemvConfig(block_n=8, block_k=128, num_warps=4),
-    (896, 896): FusedNormGemvConfig(block_n=1, block_k=128, num_warps=1),
-    (4864, 896): FusedNormGemvConfig(block_n=2, block_k=128, num_warps=1),
-    (896, 4864): FusedNormGemvConfig(block_n=4, block_k=256, num_warps=4),
-}
-
-
-def default_config(columns: int, depth: int) -> FusedNormGemvConfig:
-    """How a product of `columns` outputs and `depth` inputs is cut."""
-    measured = _MEASURED.get((columns, depth))
+def default_config(n: int, k: int, target: Target) -> FusedNormGemvConfig:
+    """Configuration of a GEMV with a weight (n, k): the GPU's own, or one by its size."""
+    measured = target.fused_norm_gemv.get((n, k))
     if measured is not None:
         return measured
-    piece = max(128, triton.next_power_of_2(triton.cdiv(depth, _MAX_PIECES)))
-    rows = min(4, columns & -columns)
-    return FusedNormGemvConfig(
-        block_n=rows, block_k=piece, num_warps=max(1, min(8, rows * piece // _WARP_VALUES))
-    )
+    block_k = max(128, triton.next_power_of_2(triton.cdiv(k, _MAX_PIECES)))
+    block_n = min(4, n & -n)
+    num_warps = max(1, min(8, block_n * block_k // _WARP_VALUES))
+    return FusedNormGemvConfig(block_n=block_n, block_k=block_k, num_warps=num_warps)

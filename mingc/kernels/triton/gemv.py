@@ -7,25 +7,15 @@ again costs less than a kernel of its own, and nothing where the weights take lo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_PROGRAMS = 132  # multiprocessors of an H200
+from mingc.artifacts.target import GemvConfig, Target
+from mingc.host import gpu_target
+
 _MAX_WAVES = 8  # programs a multiprocessor; with more, each takes several tiles
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GemvConfig:
-    """A program multiplies `columns` rows of the weight at a time, `programs` of them share the work."""
-
-    block_n: int
-    block_k: int
-    num_programs: int
-    num_warps: int = 4
 
 
 @triton.jit
@@ -86,12 +76,12 @@ def mingc_gemv(
 @torch.library.triton_op("mingc::gemv", mutates_args={})
 def gemv(x: Tensor, weight: Tensor, weight_scale: Tensor | None) -> Tensor:
     """See `mingc.kernels.gemv`; x (1, K)."""
-    columns, depth = weight.shape
-    config = default_config(columns, depth, weight.dtype.itemsize, has_norm=False)
-    out = torch.empty(1, columns, dtype=x.dtype, device=x.device)
+    n, k = weight.shape
+    config = default_config(n, k, weight.dtype.itemsize, gpu_target(x.device), has_norm=False)
+    out = torch.empty(1, n, dtype=x.dtype, device=x.device)
     torch.library.wrap_triton(mingc_gemv)[(config.num_programs,)](
         x, x, x, weight, x if weight_scale is None else weight_scale, x, x, out,
-        EPS=0.0, N=columns, K=depth, HAS_NORM=False, HAS_SCALE=weight_scale is not None, KEEPS_NORMED=False,
+        EPS=0.0, N=n, K=k, HAS_NORM=False, HAS_SCALE=weight_scale is not None, KEEPS_NORMED=False,
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, PROGRAMS=config.num_programs, num_warps=config.num_warps,
     )  # fmt: skip
     return out
@@ -102,42 +92,30 @@ def sum_norm_linear(
     residual: Tensor, delta: Tensor, norm: Tensor, weight: Tensor, weight_scale: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """See `mingc.kernels.gemv`; residual (1, K), K a power of two."""
-    columns, depth = weight.shape
-    config = default_config(columns, depth, weight.dtype.itemsize, has_norm=True)
+    n, k = weight.shape
+    config = default_config(n, k, weight.dtype.itemsize, gpu_target(weight.device), has_norm=True)
     stream = torch.empty_like(residual)
-    out = torch.empty(1, columns, dtype=residual.dtype, device=residual.device)
+    out = torch.empty(1, n, dtype=residual.dtype, device=residual.device)
     scale = residual if weight_scale is None else weight_scale
     torch.library.wrap_triton(mingc_gemv)[(config.num_programs,)](
         residual, delta, norm, weight, scale, stream, stream, out,
-        EPS=eps, N=columns, K=depth, HAS_NORM=True, HAS_SCALE=weight_scale is not None, KEEPS_NORMED=False,
+        EPS=eps, N=n, K=k, HAS_NORM=True, HAS_SCALE=weight_scale is not None, KEEPS_NORMED=False,
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, PROGRAMS=config.num_programs, num_warps=config.num_warps,
     )  # fmt: skip
     return stream, out
 
 
-# Measured on an H200 (benchmarks/NOTES-thinker.md), by (columns, depth, bytes a value).
-_MEASURED: dict[tuple[int, int, int], GemvConfig] = {
-    (1280, 4096, 2): GemvConfig(block_n=4, block_k=4096, num_programs=320, num_warps=4),
-    (4096, 1024, 2): GemvConfig(block_n=4, block_k=1024, num_programs=1024, num_warps=4),
-    (5120, 4096, 1): GemvConfig(block_n=4, block_k=4096, num_programs=1280, num_warps=4),
-    (4096, 4096, 1): GemvConfig(block_n=2, block_k=4096, num_programs=2048, num_warps=4),
-    (39296, 4096, 2): GemvConfig(block_n=2, block_k=4096, num_programs=528, num_warps=8),
-    (157184, 4096, 1): GemvConfig(block_n=2, block_k=4096, num_programs=528, num_warps=4),
-    (640, 4096, 2): GemvConfig(block_n=2, block_k=4096, num_programs=320, num_warps=4),
-    (4096, 512, 2): GemvConfig(block_n=8, block_k=512, num_programs=512, num_warps=4),
-    (2560, 4096, 2): GemvConfig(block_n=2, block_k=4096, num_programs=528, num_warps=8),
-    (4096, 2048, 2): GemvConfig(block_n=2, block_k=2048, num_programs=528, num_warps=4),
-}
-
-
-def default_config(columns: int, depth: int, item: int, *, has_norm: bool) -> GemvConfig:
-    """How a product of `columns` outputs and `depth` inputs of `item` bytes is cut."""
-    measured = _MEASURED.get((columns, depth, item))
+def default_config(n: int, k: int, itemsize: int, target: Target, *, has_norm: bool) -> GemvConfig:
+    """Configuration of a GEMV with a weight (n, k) of `itemsize` bytes a value: the GPU's own, or one by its size."""
+    measured = target.gemv.get((n, k, itemsize))
     if measured is not None:
         return measured
-    bk = depth if has_norm else min(4096, depth & -depth)
-    bn = min(max(1, 32768 // (bk * item)), columns & -columns)
-    tiles = columns // bn
+    block_k = k if has_norm else min(4096, k & -k)
+    block_n = min(max(1, 32768 // (block_k * itemsize)), n & -n)
+    tiles = n // block_n
+    is_one_wave = tiles <= target.num_multiprocessors * _MAX_WAVES
     return GemvConfig(
-        block_n=bn, block_k=bk, num_programs=tiles if tiles <= _PROGRAMS * _MAX_WAVES else _PROGRAMS * 4
+        block_n=block_n,
+        block_k=block_k,
+        num_programs=tiles if is_one_wave else target.num_multiprocessors * 4,
     )

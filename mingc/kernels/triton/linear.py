@@ -8,30 +8,18 @@ whichever program of a tile finishes last adds the parts in order, so that the r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mingc.artifacts.target import LinearConfig, Target
+from mingc.host import gpu_target
 from mingc.kernels.triton.weight_formats import FP16_SCALE
 
 NUM_COUNTERS = 4096
 NONE, GELU, SWIGLU = 0, 1, 2
 ACTIVATIONS = {"none": NONE, "gelu": GELU, "swiglu": SWIGLU}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinearConfig:
-    """How the work of one product is cut."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    split_k: int = 1
-    num_warps: int = 4
-    num_stages: int = 3
 
 
 @triton.jit
@@ -123,14 +111,14 @@ def normed_linear(
 
     Without squares there is no norm. A weight with a scale is FP8.
     """
-    (rows, depth), columns = x.shape, weight.shape[0] // (2 if activation == SWIGLU else 1)
-    config = default_config(rows, columns, depth, adds=False)
-    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    (rows, k), n = x.shape, weight.shape[0] // (2 if activation == SWIGLU else 1)
+    config = default_config(rows, n, k, gpu_target(x.device), adds=False)
+    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     parts = 0 if squares is None else squares.shape[1]
-    torch.library.wrap_triton(mingc_linear)[(triton.cdiv(rows, config.block_m) * (columns // config.block_n), 1)](
+    torch.library.wrap_triton(mingc_linear)[(triton.cdiv(rows, config.block_m) * (n // config.block_n), 1)](
         x, x if squares is None else squares, weight, x if weight_scale is None else weight_scale,
         x if bias is None else bias, x, x, out, x, x, x, x, rows, EPS=eps,
-        N=columns, K=depth, PARTS=parts, PARTS_PADDED=triton.next_power_of_2(max(1, parts)), ACTIVATION=activation,
+        N=n, K=k, PARTS=parts, PARTS_PADDED=triton.next_power_of_2(max(1, parts)), ACTIVATION=activation,
         HAS_BIAS=bias is not None, HAS_SCALE=weight_scale is not None, ADDS=False,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLITS=1,
         num_warps=config.num_warps, num_stages=config.num_stages,
@@ -152,18 +140,18 @@ def add_linear(
 
     `counters` are zeros before and after. A weight with a scale is FP8.
     """
-    (rows, depth), columns = x.shape, weight.shape[0]
-    config = default_config(rows, columns, depth, adds=True)
-    out, scaled = (torch.empty(rows, columns, dtype=x.dtype, device=x.device) for _ in range(2))
-    squares = torch.empty(rows, columns // config.block_n, dtype=torch.float32, device=x.device)
+    (rows, k), n = x.shape, weight.shape[0]
+    config = default_config(rows, n, k, gpu_target(x.device), adds=True)
+    out, scaled = (torch.empty(rows, n, dtype=x.dtype, device=x.device) for _ in range(2))
+    squares = torch.empty(rows, n // config.block_n, dtype=torch.float32, device=x.device)
     partial = squares
     if config.split_k > 1:
-        partial = torch.empty(config.split_k, rows, columns, dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(rows, config.block_m) * (columns // config.block_n), config.split_k)
+        partial = torch.empty(config.split_k, rows, n, dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(rows, config.block_m) * (n // config.block_n), config.split_k)
     torch.library.wrap_triton(mingc_linear)[grid](
         x, x, weight, x if weight_scale is None else weight_scale, x if bias is None else bias,
         residual, norm, out, scaled, squares, partial, counters,
-        rows, EPS=0.0, N=columns, K=depth, PARTS=0, PARTS_PADDED=1, ACTIVATION=NONE,
+        rows, EPS=0.0, N=n, K=k, PARTS=0, PARTS_PADDED=1, ACTIVATION=NONE,
         HAS_BIAS=bias is not None, HAS_SCALE=weight_scale is not None, ADDS=True,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLITS=config.split_k,
         num_warps=config.num_warps, num_stages=config.num_stages,
@@ -171,48 +159,26 @@ def add_linear(
     return out, scaled, squares
 
 
-# Measured on an H200 (benchmarks/NOTES.md), by (rows, or rows at most, columns, depth): the released products.
-_MEASURED = {
-    (16, 1152, 896): LinearConfig(block_m=16, block_n=16, block_k=128, num_stages=5),
-    (16, 4864, 896): LinearConfig(block_m=16, block_n=64, block_k=128, num_stages=5),
-    (16, 896, 896): LinearConfig(block_m=16, block_n=64, block_k=64, split_k=7),
-    (16, 896, 4864): LinearConfig(block_m=16, block_n=32, block_k=128, split_k=19),
-    (16, 3072, 1024): LinearConfig(block_m=16, block_n=32, block_k=256, num_stages=4),
-    (16, 4096, 1024): LinearConfig(block_m=16, block_n=64, block_k=256, num_stages=4),
-    (16, 1024, 1024): LinearConfig(block_m=16, block_n=32, block_k=64, split_k=4, num_stages=5),
-    (16, 1024, 4096): LinearConfig(block_m=16, block_n=32, block_k=128, split_k=4, num_stages=5),
-    (32, 1152, 896): LinearConfig(block_m=32, block_n=16, block_k=128, num_stages=5),
-    (32, 4864, 896): LinearConfig(block_m=32, block_n=64, block_k=128, num_stages=5),
-    (32, 896, 896): LinearConfig(block_m=32, block_n=32, block_k=64, split_k=2, num_stages=5),
-    (32, 896, 4864): LinearConfig(block_m=32, block_n=32, block_k=64, split_k=4, num_stages=5),
-    # The frames that one request's decoder takes at a time. It runs beside the next patch: few programs in little
-    # shared memory, which leave the DiT's kernels their room, are worth more than the fastest ones alone.
-    (18, 1152, 896): LinearConfig(block_m=32, block_n=64, block_k=64, num_stages=4),
-    (18, 4864, 896): LinearConfig(block_m=32, block_n=128, block_k=64, num_stages=3, num_warps=8),
-    (18, 896, 896): LinearConfig(block_m=32, block_n=32, block_k=64, num_stages=4),
-    (18, 896, 4864): LinearConfig(block_m=32, block_n=32, block_k=128, split_k=2, num_stages=4),
-    # The thinker's, whose weights come here only in FP8: one rank, then a quarter.
-    (16, 5120, 4096): LinearConfig(block_m=16, block_n=64, block_k=256, num_stages=4),
-    (16, 4096, 4096): LinearConfig(block_m=16, block_n=64, block_k=256, num_stages=4),
-    (16, 157184, 4096): LinearConfig(block_m=16, block_n=64, block_k=128, num_stages=4),
-    (16, 1280, 4096): LinearConfig(block_m=16, block_n=32, block_k=256, num_stages=4),
-    (16, 39296, 4096): LinearConfig(block_m=16, block_n=64, block_k=256, num_stages=4),
-    (32, 4096, 4096): LinearConfig(block_m=32, block_n=32, block_k=256, num_stages=4),
-    (32, 1280, 4096): LinearConfig(block_m=32, block_n=32, block_k=256, num_stages=4),
-    (32, 157184, 4096): LinearConfig(block_m=32, block_n=64, block_k=128, num_stages=4),
-}
+def default_config(rows: int, n: int, k: int, target: Target, *, adds: bool) -> LinearConfig:
+    """Configuration of `rows` rows times a weight (n, k): the GPU's own, or enough tiles to fill it.
 
-
-def default_config(rows: int, columns: int, depth: int, *, adds: bool) -> LinearConfig:
-    """The measured configuration of a released shape; for others enough tiles to fill the device."""
-    bm = min(128, max(16, triton.next_power_of_2(rows)))
-    measured = _MEASURED.get((rows, columns, depth)) or _MEASURED.get((bm, columns, depth))
+    Only with `adds` may the inputs be split.
+    """
+    block_m = min(128, max(16, triton.next_power_of_2(rows)))
+    measured = target.linear.get((rows, n, k)) or target.linear.get((block_m, n, k))
     if measured is not None and (adds or measured.split_k == 1):
         return measured
-    bn = 32 if columns % 32 == 0 else 16
-    bk = next(size for size in (128, 64, 32, 16) if depth % size == 0)
-    splits = 1
+    block_n = 32 if n % 32 == 0 else 16
+    block_k = next(size for size in (128, 64, 32, 16) if k % size == 0)
+    split_k = 1
     if adds:
-        while columns // bn * triton.cdiv(rows, bm) * splits < 100 and depth // bk % (2 * splits) == 0:
-            splits *= 2
-    return LinearConfig(block_m=bm, block_n=bn, block_k=bk, split_k=splits, num_warps=8 if bm == 128 else 4)
+        tiles = n // block_n * triton.cdiv(rows, block_m)
+        while tiles * split_k <= target.num_multiprocessors * 3 // 4 and k // block_k % (2 * split_k) == 0:
+            split_k *= 2
+    return LinearConfig(
+        block_m=block_m,
+        block_n=block_n,
+        block_k=block_k,
+        split_k=split_k,
+        num_warps=8 if block_m == 128 else 4,
+    )

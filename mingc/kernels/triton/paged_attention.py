@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mingc.host import gpu_target
 from mingc.kernels.chunk_layout import CHUNK_ALIGNMENT, SHARED_ROWS
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -21,7 +22,6 @@ _MIN_QUERIES = 16  # rows that the matrix units take at least
 _WIDE_ROWS = 128  # of the only KV head of a long chunk: its keys and values are read half as often
 _WIDE_SIZE = 128  # of a head: shared memory holds no more
 _WIDE_PROGRAMS = 256  # as many as were timed: with fewer the longest would be waited for
-_PROGRAMS = 132  # multiprocessors of an H200: the longest context of one request gives each a part
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def launch_decode(
     """`paged_decode_attention` for use within another operation."""
     batch, heads, size = q.shape
     kv_heads, table_width = k_pages.shape[1], page_table.shape[1]
-    splits = num_splits(table_width * page_size, kv_heads)
+    splits = num_splits(table_width * page_size, kv_heads, gpu_target(q.device).num_multiprocessors)
     out = torch.empty_like(q)
     partial = torch.empty(batch, heads, splits, size, dtype=torch.float32, device=q.device)
     tops, totals = (torch.empty(batch, heads, splits, dtype=torch.float32, device=q.device) for _ in range(2))
@@ -146,10 +146,10 @@ def launch_decode(
     return out
 
 
-def num_splits(max_tokens: int, kv_heads: int) -> int:
-    """How many parts the longest context is cut into, a power of two."""
+def num_splits(max_tokens: int, kv_heads: int, num_multiprocessors: int) -> int:
+    """Number of parts of the longest context, a power of two: no more than one request's parts fill the GPU with."""
     splits = 1
-    while splits * _LEAST_PART < max_tokens and 2 * splits * kv_heads <= _PROGRAMS:
+    while splits * _LEAST_PART < max_tokens and 2 * splits * kv_heads <= num_multiprocessors:
         splits *= 2
     return splits
 
@@ -231,7 +231,8 @@ def paged_prefill_attention(
     if is_long and kv_heads == 1 and size <= _WIDE_SIZE:
         rows, block, warps, stages = _WIDE_ROWS, 128, 8, 3
     else:
-        is_full = heads * triton.cdiv(tokens, CHUNK_ALIGNMENT) >= _PROGRAMS
+        num_multiprocessors = gpu_target(q.device).num_multiprocessors
+        is_full = heads * triton.cdiv(tokens, CHUNK_ALIGNMENT) >= num_multiprocessors
         rows, block, warps, stages = CHUNK_ALIGNMENT, 64 if is_full else 128, 4, 2
     torch.library.wrap_triton(mingc_paged_prefill)[(heads, triton.cdiv(tokens, rows))](
         q, k_pages, v_pages, page_table, segment, index, out, tokens, page_table.shape[1],

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mingc.host import gpu_target
+
 TWO_SHOT_RANKS = (2, 4, 8)  # that torch's kernel is compiled for
 _LANES = 4  # of a two-shot sum at most
 _LANE_BLOCKS = 24  # thread blocks of torch's two-shot kernel at most, each of a whole multiprocessor
@@ -68,7 +70,7 @@ class TwoShot:
     def __init__(
         self, device: torch.device, dtype: torch.dtype, max_bytes: int, lanes: int | None = None
     ) -> None:
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        processors = gpu_target(device).num_multiprocessors
         count = max(1, min(lanes or _LANES, processors // _LANE_BLOCKS))
         # So many lanes are taken together that their pieces are no longer than this.
         self._shared = [_Shared(device, dtype, max_bytes // lane) for lane in range(1, count + 1)]

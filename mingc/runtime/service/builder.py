@@ -16,7 +16,7 @@ from mingc.artifacts.artifact import Artifact, check_fingerprint, check_hashes, 
 from mingc.artifacts.manifest import Manifest
 from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError, ConfigError, ServeError
-from mingc.host import current_host
+from mingc.host import current_host, gpu_target
 from mingc.runtime.engines.stage_loader import LoadedStage, load_stage, weight_bytes
 from mingc.runtime.kv_cache import PagePool, SlotPool
 from mingc.runtime.preprocess.chat import ChatProcessor
@@ -142,6 +142,9 @@ def open_service(
     if threads is not None:
         torch.set_num_threads(threads)
     devices = _devices(recorded.device, recorded.world_size)
+    if devices[0].type == "cuda":
+        target = gpu_target(devices[0])
+        log.log(logging.INFO if target.is_known else logging.WARNING, "%s", target.describe())
     # The group of ranks exists before the service that it reports to.
     services: list[OmniService] = []
     deaths: list[ServeError] = []

@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 
+import mingc.artifacts.target
 import mingc.kernels
 from mingc.artifacts.work_folder import work_folder
 from mingc.errors import CompileError
+from mingc.host import gpu_target
 from mingc.kernels.triton.moe_config import tuned_configs
 
 # Weights stay outside: one engine serves every rank, and several graphs share one weights file.
@@ -111,11 +113,8 @@ def _cpu_options() -> dict[str, Any]:
 def _key(program: torch.export.ExportedProgram, options: dict[str, Any], device: str) -> str:
     """sha256 of all that decides the machine code: graph with shapes, options, versions, compiler, processor."""
     digest = hashlib.sha256()
-    capability = (
-        str(torch.cuda.get_device_capability())
-        if device == "cuda"
-        else torch.backends.cpu.get_cpu_capability()
-    )
+    # The GPU's row of the table chooses kernels and their configurations.
+    capability = repr(gpu_target()) if device == "cuda" else torch.backends.cpu.get_cpu_capability()
     compiler = subprocess.run(
         [os.environ.get("CXX", "g++"), "--version"], capture_output=True, text=True
     ).stdout
@@ -140,10 +139,10 @@ def _key(program: torch.export.ExportedProgram, options: dict[str, Any], device:
 
 
 def kernel_sources() -> bytes:
-    """The code of all CUDA kernels, for keys of what was made with it."""
-    return b"".join(
-        path.read_bytes() for path in sorted((Path(mingc.kernels.__path__[0]) / "gpu").glob("*.py"))
-    )
+    """Source of everything that decides the kernels of a GPU engine: part of cache keys."""
+    kernels = Path(mingc.kernels.__path__[0])
+    paths = [Path(mingc.artifacts.target.__file__), *kernels.rglob("*.py"), *kernels.rglob("*.cu")]
+    return b"".join(path.read_bytes() for path in sorted(paths))
 
 
 def _refuse_static_libstdcxx(path: Path, where: str) -> None:

@@ -1,0 +1,216 @@
+"""GPU table: one row a GPU, with its size, its peak rates, the kernels it runs and their configurations.
+
+The only module that knows a compute capability or a number of multiprocessors. `mingc.host` reads both from the driver
+and looks the row up. A GPU without a row runs on plain kernels: the torch reference of every operation.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+KernelFamily = Literal["triton", "clusters"]
+"""`triton`: the kernels of mingc/kernels/triton, which use programmatic dependent launch: capability 9.0 or newer.
+`clusters`: the CUDA C++ of mingc/kernels/cuda, for thread block clusters, TMA copies and `wgmma`: capability 9.0."""
+
+GemmShape = tuple[int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemvConfig:
+    """A GEMV for one token: `block_n` weight rows by `block_k` inputs a step, `num_programs` programs in all."""
+
+    block_n: int
+    block_k: int
+    num_programs: int
+    num_warps: int = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedNormGemvConfig:
+    """A GEMV with norm, activation and residual: `block_n` weight rows a program, read `block_k` inputs at a time."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearConfig:
+    """A GEMM with norm, activation and residual; `split_k` programs share the inputs of a tile."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    split_k: int = 1
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterGemmConfig:
+    """A GEMM of the DiT: `block_n` outputs a cluster, whose thread blocks share the inputs; slices in flight."""
+
+    block_n: int
+    cluster_size: int
+    num_stages: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """One GPU.
+
+    Attributes:
+        name: of the row; the driver's name of the GPU where there is no row.
+        device_name: regular expression that the driver's name matches; None: no row.
+        num_multiprocessors: as the driver reports them; a partition of a GPU has fewer than the row.
+        memory_gb, memory_tb_s, bf16_tflop_s: by the vendor's data sheet, matmul without sparsity; None: unknown.
+        kernels: families of kernels beside the plain ones.
+        is_measured: whether speed was measured on this GPU.
+        gemv: configurations by (n, k, bytes a weight).
+        fused_norm_gemv: configurations by (n, k).
+        linear: configurations by (rows, or the power of two above them, n, k).
+        dit_batch1: configurations by name of the GEMM.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    num_multiprocessors: int
+    device_name: str | None = None
+    memory_gb: int | None = None
+    memory_tb_s: float | None = None
+    bf16_tflop_s: int | None = None
+    kernels: tuple[KernelFamily, ...] = ()
+    is_measured: bool = False
+    gemv: Mapping[GemmShape, GemvConfig] = field(default_factory=dict, repr=False)
+    fused_norm_gemv: Mapping[tuple[int, int], FusedNormGemvConfig] = field(default_factory=dict, repr=False)
+    linear: Mapping[GemmShape, LinearConfig] = field(default_factory=dict, repr=False)
+    dit_batch1: Mapping[str, ClusterGemmConfig] = field(default_factory=dict, repr=False)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the table has a row for this GPU."""
+        return self.device_name is not None
+
+    @property
+    def architecture(self) -> str:
+        """Architecture for the CUDA compiler, with the instructions of this architecture alone."""
+        return "sm_{}{}a".format(*self.capability)
+
+    def describe(self) -> str:
+        """One line for logs and reports."""
+        if not self.is_known:
+            capability = "{}.{}".format(*self.capability)
+            return (
+                f"unknown GPU {self.name} (compute capability {capability}, {self.num_multiprocessors} "
+                "multiprocessors): runs on plain kernels; speed not measured"
+            )
+        measured = "" if self.is_measured else "; speed not measured"
+        return (
+            f"{self.name}: {self.num_multiprocessors} multiprocessors, {self.memory_gb} GB at {self.memory_tb_s} TB/s, "
+            f"{self.bf16_tflop_s} TFLOP/s in bfloat16; runs on {' and '.join(self.kernels)} kernels{measured}"
+        )
+
+
+# Measured on an H200 (benchmarks/NOTES-thinker.md).
+_GEMV: Mapping[GemmShape, GemvConfig] = {
+    (1280, 4096, 2): GemvConfig(block_n=4, block_k=4096, num_programs=320, num_warps=4),
+    (4096, 1024, 2): GemvConfig(block_n=4, block_k=1024, num_programs=1024, num_warps=4),
+    (5120, 4096, 1): GemvConfig(block_n=4, block_k=4096, num_programs=1280, num_warps=4),
+    (4096, 4096, 1): GemvConfig(block_n=2, block_k=4096, num_programs=2048, num_warps=4),
+    (39296, 4096, 2): GemvConfig(block_n=2, block_k=4096, num_programs=528, num_warps=8),
+    (157184, 4096, 1): GemvConfig(block_n=2, block_k=4096, num_programs=528, num_warps=4),
+    (640, 4096, 2): GemvConfig(block_n=2, block_k=4096, num_programs=320, num_warps=4),
+    (4096, 512, 2): GemvConfig(block_n=8, block_k=512, num_programs=512, num_warps=4),
+    (2560, 4096, 2): GemvConfig(block_n=2, block_k=4096, num_programs=528, num_warps=8),
+    (4096, 2048, 2): GemvConfig(block_n=2, block_k=2048, num_programs=528, num_warps=4),
+}
+
+# Measured on an H200 (benchmarks/NOTES.md): the speech LLM of the released model.
+_FUSED_NORM_GEMV: Mapping[tuple[int, int], FusedNormGemvConfig] = {
+    (1152, 896): FusedNormGemvConfig(block_n=8, block_k=128, num_warps=4),
+    (896, 896): FusedNormGemvConfig(block_n=1, block_k=128, num_warps=1),
+    (4864, 896): FusedNormGemvConfig(block_n=2, block_k=128, num_warps=1),
+    (896, 4864): FusedNormGemvConfig(block_n=4, block_k=256, num_warps=4),
+}
+
+# Measured on an H200 (benchmarks/NOTES.md): the shapes of the released model.
+_LINEAR: Mapping[GemmShape, LinearConfig] = {
+    (16, 1152, 896): LinearConfig(block_m=16, block_n=16, block_k=128, num_stages=5),
+    (16, 4864, 896): LinearConfig(block_m=16, block_n=64, block_k=128, num_stages=5),
+    (16, 896, 896): LinearConfig(block_m=16, block_n=64, block_k=64, split_k=7),
+    (16, 896, 4864): LinearConfig(block_m=16, block_n=32, block_k=128, split_k=19),
+    (16, 3072, 1024): LinearConfig(block_m=16, block_n=32, block_k=256, num_stages=4),
+    (16, 4096, 1024): LinearConfig(block_m=16, block_n=64, block_k=256, num_stages=4),
+    (16, 1024, 1024): LinearConfig(block_m=16, block_n=32, block_k=64, split_k=4, num_stages=5),
+    (16, 1024, 4096): LinearConfig(block_m=16, block_n=32, block_k=128, split_k=4, num_stages=5),
+    (32, 1152, 896): LinearConfig(block_m=32, block_n=16, block_k=128, num_stages=5),
+    (32, 4864, 896): LinearConfig(block_m=32, block_n=64, block_k=128, num_stages=5),
+    (32, 896, 896): LinearConfig(block_m=32, block_n=32, block_k=64, split_k=2, num_stages=5),
+    (32, 896, 4864): LinearConfig(block_m=32, block_n=32, block_k=64, split_k=4, num_stages=5),
+    # Frames of one request's audio decoder. It runs beside the next patch: few programs with little shared memory,
+    # which leave room for the DiT's kernels, gain more than the configurations that are fastest alone.
+    (18, 1152, 896): LinearConfig(block_m=32, block_n=64, block_k=64, num_stages=4),
+    (18, 4864, 896): LinearConfig(block_m=32, block_n=128, block_k=64, num_stages=3, num_warps=8),
+    (18, 896, 896): LinearConfig(block_m=32, block_n=32, block_k=64, num_stages=4),
+    (18, 896, 4864): LinearConfig(block_m=32, block_n=32, block_k=128, split_k=2, num_stages=4),
+    # The thinker, FP8 weights only: one rank, then a quarter.
+    (16, 5120, 4096): LinearConfig(block_m=16, block_n=64, block_k=256, num_stages=4),
+    (16, 4096, 4096): LinearConfig(block_m=16, block_n=64, block_k=256, num_stages=4),
+    (16, 157184, 4096): LinearConfig(block_m=16, block_n=64, block_k=128, num_stages=4),
+    (16, 1280, 4096): LinearConfig(block_m=16, block_n=32, block_k=256, num_stages=4),
+    (16, 39296, 4096): LinearConfig(block_m=16, block_n=64, block_k=256, num_stages=4),
+    (32, 4096, 4096): LinearConfig(block_m=32, block_n=32, block_k=256, num_stages=4),
+    (32, 1280, 4096): LinearConfig(block_m=32, block_n=32, block_k=256, num_stages=4),
+    (32, 157184, 4096): LinearConfig(block_m=32, block_n=64, block_k=128, num_stages=4),
+}
+
+# Measured on an H200 (benchmarks/NOTES.md).
+_DIT_BATCH1: Mapping[str, ClusterGemmConfig] = {
+    "qkv": ClusterGemmConfig(block_n=64, cluster_size=2, num_stages=4),
+    "up": ClusterGemmConfig(block_n=64, cluster_size=2, num_stages=4),
+    "down": ClusterGemmConfig(block_n=64, cluster_size=8, num_stages=4),
+}
+
+_H200 = Target(
+    name="NVIDIA H200",
+    device_name=r"\bH200\b",
+    capability=(9, 0),
+    num_multiprocessors=132,
+    memory_gb=141,
+    memory_tb_s=4.8,
+    bf16_tflop_s=989,
+    kernels=("triton", "clusters"),
+    is_measured=True,
+    gemv=_GEMV,
+    fused_norm_gemv=_FUSED_NORM_GEMV,
+    linear=_LINEAR,
+    dit_batch1=_DIT_BATCH1,
+)
+# The same chip with other memory: the kernels and configurations of the H200. Figures of the SXM model.
+_H100 = replace(
+    _H200,
+    name="NVIDIA H100",
+    device_name=r"\bH100\b",
+    memory_gb=80,
+    memory_tb_s=3.35,
+    is_measured=False,
+)
+
+TARGETS = (_H200, _H100)
+
+
+@functools.cache
+def lookup(capability: tuple[int, int], device_name: str, num_multiprocessors: int) -> Target:
+    """The row of a GPU as its driver describes it, with the driver's number of multiprocessors.
+
+    A GPU without a row gets a target without kernels of its own.
+    """
+    for row in TARGETS:
+        assert row.device_name is not None
+        if row.capability == capability and re.search(row.device_name, device_name):
+            return replace(row, num_multiprocessors=num_multiprocessors)
+    return Target(name=device_name, capability=capability, num_multiprocessors=num_multiprocessors)

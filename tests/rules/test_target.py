@@ -1,0 +1,164 @@
+"""GPU table: rows, the unknown GPU, and that nothing else knows a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mingc import host
+from mingc.artifacts.target import TARGETS, lookup
+from mingc.kernels import dispatch
+
+PACKAGE = Path(host.__file__).parent
+# What would make a second place know a GPU: reading its properties, or its numbers as literals.
+READERS = re.compile(r"get_device_capability|get_device_properties|multi_processor_count|L2_cache_size")
+LITERALS = re.compile(r"\b132\b|\(9, ?0\)|sm_?90|compute_90")
+
+
+@pytest.fixture(autouse=True)
+def forget_gpus() -> None:
+    host._gpu.cache_clear()
+
+
+def properties(name: str, capability: tuple[int, int], multiprocessors: int) -> SimpleNamespace:
+    major, minor = capability
+    return SimpleNamespace(
+        name=name, major=major, minor=minor, multi_processor_count=multiprocessors, total_memory=150 << 30,
+        L2_cache_size=60 << 20,
+    )  # fmt: skip
+
+
+def use_gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: properties(name, capability, count)
+    )
+
+
+def test_an_h200_is_measured_and_runs_all_kernels() -> None:
+    target = lookup((9, 0), "NVIDIA H200", 132)
+    assert (target.name, target.is_known, target.is_measured) == ("NVIDIA H200", True, True)
+    assert target.kernels == ("triton", "clusters")
+    assert target.architecture == "sm_90a"
+    assert target.num_multiprocessors == 132
+    assert "not measured" not in target.describe()
+
+
+def test_an_h100_runs_the_same_kernels_but_is_not_measured() -> None:
+    h200, h100 = lookup((9, 0), "NVIDIA H200", 132), lookup((9, 0), "NVIDIA H100 80GB HBM3", 132)
+    assert h100.name == "NVIDIA H100" and h100.kernels == h200.kernels
+    assert (h100.gemv, h100.linear) == (h200.gemv, h200.linear)
+    assert h100.memory_tb_s != h200.memory_tb_s
+    assert h100.describe().endswith("speed not measured")
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [
+        ((8, 0), "NVIDIA A100-SXM4-80GB"),
+        ((10, 0), "NVIDIA B200"),
+        ((9, 0), "NVIDIA GH200 480GB"),  # the name holds H200
+        ((8, 0), "NVIDIA H200"),  # a name that does not belong to the capability
+    ],
+)
+def test_a_gpu_without_a_row_runs_on_plain_kernels_and_says_so(
+    capability: tuple[int, int], name: str
+) -> None:
+    target = lookup(capability, name, 108)
+    assert not target.is_known and not target.kernels
+    assert target.describe() == (
+        f"unknown GPU {name} (compute capability {capability[0]}.{capability[1]}, 108 multiprocessors): "
+        "runs on plain kernels; speed not measured"
+    )
+
+
+def test_a_part_of_a_gpu_has_its_own_number_of_multiprocessors() -> None:
+    assert lookup((9, 0), "NVIDIA H200 MIG 1g.18gb", 16).num_multiprocessors == 16
+
+
+def test_every_row_is_found_by_its_own_name() -> None:
+    for row in TARGETS:
+        assert lookup(row.capability, row.name, row.num_multiprocessors) == row
+        assert row.memory_gb and row.memory_tb_s and row.bf16_tflop_s
+
+
+def test_a_gpu_is_read_from_the_driver_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_gpu(monkeypatch, "NVIDIA H200", (9, 0), 132)
+    assert host.gpu_target(0) == host.gpu_target() == lookup((9, 0), "NVIDIA H200", 132)
+    assert host.gpu(torch.device("cuda", 0)).memory_bytes == 150 << 30
+    assert host.gpu(0).cache_bytes == 60 << 20
+    monkeypatch.setattr(torch.cuda, "get_device_properties", None)
+    assert host.gpu_target(torch.device("cuda")).name == "NVIDIA H200"
+
+
+def cuda_tensor(dtype: torch.dtype) -> torch.Tensor:
+    return SimpleNamespace(is_cuda=True, dtype=dtype, device=torch.device("cuda", 0))  # type: ignore[return-value]
+
+
+def test_kernels_run_where_the_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_gpu(monkeypatch, "NVIDIA H200", (9, 0), 132)
+    half, single = cuda_tensor(torch.bfloat16), cuda_tensor(torch.float32)
+    assert dispatch.use_triton(half) and dispatch.use_clusters(half)
+    assert dispatch.use_triton(half, 64) and not dispatch.use_triton(half, 72)
+    assert not dispatch.use_triton(single) and not dispatch.use_clusters(single)
+    with dispatch.plain_torch():
+        assert not dispatch.use_triton(half) and not dispatch.use_clusters(half)
+
+
+def test_no_kernel_runs_on_an_unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_gpu(monkeypatch, "NVIDIA A100-SXM4-80GB", (8, 0), 108)
+    assert not dispatch.use_triton(cuda_tensor(torch.bfloat16), 64)
+    assert not dispatch.use_clusters(cuda_tensor(torch.bfloat16))
+
+
+def test_dynamo_takes_the_lookup_as_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.compile` must not trace into the table: regular expressions and the driver are no graph."""
+    use_gpu(monkeypatch, "NVIDIA H200", (9, 0), 132)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if dispatch._has_kernels(0, "clusters") else x - 1
+
+    compiled = torch.compile(run, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.zeros(2)), torch.ones(2))
+
+
+def test_only_the_table_and_the_host_know_a_gpu() -> None:
+    knowing = {"artifacts/target.py"}
+    for path in sorted(PACKAGE.rglob("*")):
+        if path.suffix not in (".py", ".cu"):
+            continue
+        name, text = path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8")
+        if name != "host.py":
+            assert not READERS.search(text), f"{name} reads properties of a GPU: use mingc.host.gpu"
+        if name not in knowing:
+            assert not LITERALS.search(text), (
+                f"{name} knows a GPU: put the number in mingc/artifacts/target.py"
+            )
+
+
+def test_one_function_reads_device_properties() -> None:
+    text = (PACKAGE / "host.py").read_text(encoding="utf-8")
+    assert len(re.findall("get_device_properties|get_device_capability", text)) == 1
+
+
+def test_a_target_looks_the_same_in_every_process() -> None:
+    """Its representation is part of cache keys: no sets, whose order changes with the seed of hashes."""
+    code = "from mingc.artifacts.target import lookup; print(repr(lookup((9, 0), 'NVIDIA H200', 132)))"
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(PACKAGE.parent)},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2", "3", "4")
+    }
+    assert len(seen) == 1
