@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -80,3 +83,53 @@ def test_links_between_documents_resolve(path: Path) -> None:
         target = match["target"].split("#")[0]
         if target and "://" not in target:
             assert (path.parent / target).exists(), f"{match[0]} leads nowhere"
+
+
+def script(name: str) -> ModuleType:
+    """A script of scripts/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["cli.md", "metrics.md"])
+def test_generated_pages_are_up_to_date(name: str) -> None:
+    path = ROOT / "docs" / name
+    expected = script("generate_docs").pages()[path]
+    assert path.read_text(encoding="utf-8") == expected, "run python scripts/generate_docs.py"
+
+
+def test_the_chart_shows_the_results() -> None:
+    """The labels of the bars in the committed picture, and the sentence for those who do not see it."""
+    chart = script("draw_chart")
+    points = chart.chart_points()
+    picture = chart.PICTURE.read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for heights in chart.bars(points).values():
+        assert ", ".join(f"{height:.0f}" for height in heights) in readme, "the picture's alternative text"
+        for height in heights:
+            assert f">{height:.0f}</text>" in picture, "run python scripts/draw_chart.py"
+
+
+def test_the_speed_tables_show_the_results() -> None:
+    points = script("draw_chart").chart_points()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    for point in points:
+        row = (
+            f"| {point.batch} | {point.mingc_ms:.2f} | {point.audio_s_per_s(point.mingc_ms):.0f} "
+            f"| {point.torch_graph_ms:.1f} | {point.torch_eager_ms:.0f} |"
+        )
+        assert row in table
+    assert " | ".join(f"{point.mingc_ms:.2f}" for point in points) in readme
+    assert " | ".join(f"{point.torch_graph_ms:.1f}" for point in points) in readme
+
+
+def test_readme_is_short_and_has_no_adjectives_about_speed() -> None:
+    words = (ROOT / "README.md").read_text(encoding="utf-8").split()
+    assert len(words) <= 1100
+    adjectives = r"(blazing|lightning|ultra|super|really|very)?-?(fast|faster|fastest|quick|rapid|efficient)"
+    assert not [word for word in words if re.fullmatch(adjectives, word.strip(".,:;()").lower())]

@@ -1,4 +1,4 @@
-"""Every measured result says where it is from, and documents and results name each other."""
+"""Measured results: every file records where it comes from, and documents cite only files that do."""
 
 from __future__ import annotations
 
@@ -10,31 +10,37 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
-# A whole name; where one begins with an ellipsis, the words before it say the rest.
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "benchmarks").glob("*.md")),
+]
+# A whole file name; one that begins with an ellipsis continues the name before it.
 NAMES = re.compile(r"(?<![\w…-])[a-z][\w-]*-h200[\w-]*\.json")
+COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
 
 def named(document: Path) -> set[str]:
-    return set(NAMES.findall(document.read_text()))
+    return set(NAMES.findall(document.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_a_result_says_where_it_is_from(path: Path) -> None:
-    result = json.loads(path.read_text())
+def test_a_result_records_its_provenance(path: Path) -> None:
+    result = json.loads(path.read_text(encoding="utf-8"))
     assert result["schema"] == 1
     assert result["benchmark"] and result["date"] and result["figures"]
     assert result["hardware"]["gpu"] and result["hardware"]["count"] >= 1
     assert result["versions"]["torch"] and result["versions"]["cuda"]
-    assert "commit" in result, "null where the machine that measured did not know it"
-    assert result["command"] or result.get("note"), "without a command a note says how it was measured"
+    assert COMMIT.fullmatch(result["commit"] or ""), "no commit"
+    # A command that can be run at that commit, not a description of a script that is gone.
+    assert (result["command"] or "").startswith(("python benchmarks/", "mingc ")), "no command"
 
 
-def test_every_result_is_named_in_a_document() -> None:
+def test_every_result_is_cited() -> None:
     known = set().union(*(named(document) for document in DOCUMENTS))
     assert not sorted({path.name for path in RESULTS} - known)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_a_document_names_only_results_that_are_there(document: Path) -> None:
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_document_cites_existing_results(document: Path) -> None:
     assert not sorted(named(document) - {path.name for path in RESULTS})
