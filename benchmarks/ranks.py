@@ -16,14 +16,14 @@ from mingc.runtime.distributed import process_group
 Figures = list[dict[str, Any]]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_rank_options(parser: argparse.ArgumentParser) -> None:
     """What `run_ranks` passes to the processes; `rank` is None in the process that a person has started."""
     for name in ("--rank", "--port"):
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--figures", type=Path, help=argparse.SUPPRESS)
 
 
-def give_back(arguments: argparse.Namespace, figures: Figures) -> None:
+def write_figures(arguments: argparse.Namespace, figures: Figures) -> None:
     """In a rank: its figures, of which rank 0's are taken."""
     if arguments.rank == 0:
         arguments.figures.write_text(json.dumps(figures), encoding="utf-8")

@@ -57,14 +57,14 @@ Waves = list[list[NDArray[np.float32]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gathering:
+class ArrivalPattern:
     """How requests come together: who comes when (patch boundaries after the start), in this order."""
 
     name: str
     arrivals: tuple[tuple[int, int], ...]  # (boundary, request), in order of boundary
 
 
-def gatherings() -> list[Gathering]:
+def arrival_patterns() -> list[ArrivalPattern]:
     """Three orders from one start, and three ways to start one after the other."""
     orders = {
         "given order": range(NUM_REQUESTS),
@@ -72,16 +72,17 @@ def gatherings() -> list[Gathering]:
         "shuffled": np.random.default_rng(3).permutation(NUM_REQUESTS).tolist(),
     }
     together = [
-        Gathering(name=name, arrivals=tuple((0, each) for each in order)) for name, order in orders.items()
+        ArrivalPattern(name=name, arrivals=tuple((0, each) for each in order))
+        for name, order in orders.items()
     ]
     starts = np.random.default_rng(4).integers(0, 9, NUM_REQUESTS).tolist()
     return [
         *together,
-        Gathering(name="one a patch", arrivals=tuple(enumerate(range(NUM_REQUESTS)))),
-        Gathering(
+        ArrivalPattern(name="one a patch", arrivals=tuple(enumerate(range(NUM_REQUESTS)))),
+        ArrivalPattern(
             name="two every third patch", arrivals=tuple((i // 2 * 3, 15 - i) for i in range(NUM_REQUESTS))
         ),
-        Gathering(
+        ArrivalPattern(
             name="random starts", arrivals=tuple(sorted(zip(starts, range(NUM_REQUESTS), strict=True)))
         ),
     ]
@@ -165,10 +166,10 @@ def only_bucket(worker: TalkerWorker, size: int) -> Iterator[None]:
         engines.batch_sizes = sizes
 
 
-def speak(worker: TalkerWorker, segments: Sequence[SpeechSegment], gathering: Gathering) -> Waves:
-    """Run the requests of `gathering`, as many at a time as fit: the patches of each, [] of absent ones."""
+def speak(worker: TalkerWorker, segments: Sequence[SpeechSegment], pattern: ArrivalPattern) -> Waves:
+    """Run the requests of `pattern`, as many at a time as fit: the patches of each, [] of absent ones."""
     waves: Waves = [[] for _ in segments]
-    coming = list(gathering.arrivals)
+    coming = list(pattern.arrivals)
     most = min(worker._engines.batch_sizes[-1], worker.num_slots - 1)
     # The slots are handed out from the last, and rows are launched in the order of joining.
     free, running = list(range(1, most + 1)), dict[int, int]()
@@ -177,7 +178,7 @@ def speak(worker: TalkerWorker, segments: Sequence[SpeechSegment], gathering: Ga
         while coming and free and coming[0][0] <= boundary:
             slot = free.pop()
             running[slot] = coming.pop(0)[1]
-            worker.join(slot, segments[running[slot]])
+            worker.add(slot, segments[running[slot]])
         boundary += 1
         launchable = [slot for slot in running if worker.is_launchable(slot)]
         if launchable:
@@ -186,7 +187,7 @@ def speak(worker: TalkerWorker, segments: Sequence[SpeechSegment], gathering: Ga
             for slot, patch in worker.collect().items():
                 waves[running[slot]].append(patch.samples)
                 if patch.is_last:
-                    worker.leave(slot)
+                    worker.remove(slot)
                     free.append(slot)
                     del running[slot]
     return waves
@@ -195,7 +196,7 @@ def speak(worker: TalkerWorker, segments: Sequence[SpeechSegment], gathering: Ga
 def speak_alone(worker: TalkerWorker, segments: Sequence[SpeechSegment]) -> Waves:
     """Every request with nobody beside it."""
     return [
-        speak(worker, segments, Gathering(name="alone", arrivals=((0, index),)))[index]
+        speak(worker, segments, ArrivalPattern(name="alone", arrivals=((0, index),)))[index]
         for index in range(len(segments))
     ]
 
@@ -214,7 +215,7 @@ def compare(waves: Waves, alone: Waves) -> tuple[float, float, int]:
 
 
 def measure(worker: TalkerWorker, segments: Sequence[SpeechSegment]) -> list[dict[str, Any]]:
-    """Figures of every gathering, inside the largest bucket and across buckets."""
+    """Figures of every pattern, inside the largest bucket and across buckets."""
     sizes = list(worker._engines.batch_sizes)
     largest = sizes[-1]
     alone = {}
@@ -238,12 +239,12 @@ def measure(worker: TalkerWorker, segments: Sequence[SpeechSegment]) -> list[dic
             alone[sizes[0]],
             bucket=sizes[0],
         )
-    for gathering in gatherings():
+    for pattern in arrival_patterns():
         with only_bucket(worker, largest):
-            waves = speak(worker, segments, gathering)
-        add("isolation_same_bucket", gathering.name, waves, alone[largest], bucket=largest)
-        waves = speak(worker, segments, gathering)
-        add("isolation_across_buckets", gathering.name, waves, alone[sizes[0]], bucket=f"{sizes}")
+            waves = speak(worker, segments, pattern)
+        add("isolation_same_bucket", pattern.name, waves, alone[largest], bucket=largest)
+        waves = speak(worker, segments, pattern)
+        add("isolation_across_buckets", pattern.name, waves, alone[sizes[0]], bucket=f"{sizes}")
     for size in sizes[1:]:
         add("isolation_across_buckets", "alone", alone[size], alone[sizes[0]], bucket=size)
     return figures

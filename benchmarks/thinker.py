@@ -25,7 +25,7 @@ import harness
 import thinker_engines as engines
 import torch
 import torch.distributed as dist
-from ranks import add_options, give_back, run_ranks
+from ranks import add_rank_options, run_ranks, write_figures
 from thinker_prefill import prefill
 from thinker_routing import experts_read
 from torch import Tensor
@@ -33,7 +33,7 @@ from torch import Tensor
 from mingc.export.layers.decoder import PAGE_SIZE
 from mingc.kernels.dispatch import plain_torch
 from mingc.runtime.distributed import process_group
-from mingc.runtime.distributed.all_reduce import Reducer, make_reducer
+from mingc.runtime.distributed.all_reduce import AllReduce, create_all_reduce
 from mingc.runtime.thinker.layers import ThinkerLayers
 
 CONFIGS = Path(__file__).resolve().parent / "released"
@@ -51,7 +51,7 @@ class Job:
     prompts: tuple[int, ...]
     distinct: int | None
     is_alone: bool  # one rank's share without the others
-    in_pairs: bool  # whether two chunks of a prompt go through the layers beside each other
+    two_batch_overlap: bool  # whether two chunks of a prompt go through the layers beside each other
     profile: bool
 
 
@@ -69,7 +69,7 @@ class Rank:
         for pages in self.state.values():
             pages.normal_()
         self.dtype = next(iter(self.state.values())).dtype
-        self.reducer: Reducer = make_reducer(
+        self.all_reduce: AllReduce = create_all_reduce(
             device,
             self.dtype,
             width=self.config.hidden_size,
@@ -78,7 +78,9 @@ class Rank:
         vocab_size = self.config.vocab_size
         if job.is_alone:
             vocab_size = self.config.local_vocab(self.setup.world_size)
-        self.layers = ThinkerLayers(stage, self.state, vocab_size=vocab_size, reduce_=self.reducer.reduce_)
+        self.layers = ThinkerLayers(
+            stage, self.state, vocab_size=vocab_size, all_reduce_=self.all_reduce.all_reduce_
+        )
 
     def page_table(self, batch: int, tokens: int) -> Tensor:
         """(B, P) int32: pages of `batch` requests of `tokens` tokens in random order."""
@@ -140,12 +142,12 @@ class Rank:
 
             def sums() -> None:
                 for _ in range(count):
-                    self.reducer.reduce_(share)
+                    self.all_reduce.all_reduce_(share)
 
             sums_ms = statistics.median(self.slowest(self.time_ms(self.capture(sums), 20)))
             figures.append(
                 {"name": "all_reduce_us", **same, "median": round(1e3 * sums_ms / count, 2), "unit": "us",
-                 "percent_of_step": round(100 * sums_ms / step_ms, 1), "choice": self.reducer.choice.reason}
+                 "percent_of_step": round(100 * sums_ms / step_ms, 1), "choice": self.all_reduce.plan.reason}
             )  # fmt: skip
         return figures
 
@@ -178,7 +180,7 @@ class Rank:
         """`run` as one CUDA graph; on the CPU it is called."""
         if self.device.type == "cpu":
             return run
-        self.meet()
+        self.synchronize()
         return harness.capture(run).replay
 
     def time_ms(self, run: Callable[[], None], count: int) -> list[float]:
@@ -192,7 +194,7 @@ class Rank:
             samples.append(1e3 * (time.perf_counter() - started))
         return samples
 
-    def meet(self) -> None:
+    def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         if dist.is_initialized():
@@ -289,10 +291,10 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="time the kernels of first step and prompt")
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
-    add_options(parser)
+    add_rank_options(parser)
     arguments = parser.parse_args()
     if arguments.job is not None:
-        give_back(arguments, measure(read_job(arguments.job), arguments.rank, arguments.port))
+        write_figures(arguments, measure(read_job(arguments.job), arguments.rank, arguments.port))
         return
 
     figures: list[Figure] = []
@@ -332,7 +334,7 @@ def main() -> None:
                 prompts=arguments.prompts,
                 distinct=arguments.distinct,
                 is_alone=arguments.alone,
-                in_pairs=world_size > 1 and not (arguments.alone or arguments.one_by_one),
+                two_batch_overlap=world_size > 1 and not (arguments.alone or arguments.one_by_one),
                 profile=arguments.profile,
             )
             figures += run_job(job, Path(scratch) / f"tp{world_size}.job")

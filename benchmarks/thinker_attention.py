@@ -58,7 +58,7 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda").to(torch.bfloat16)
 
 
-def graph_us(runs: list[Callable[[], object]], count: int = 15) -> dict[str, float]:
+def time_captured_us(runs: list[Callable[[], object]], count: int = 15) -> dict[str, float]:
     """Microseconds of one of `runs`, all of which one CUDA graph holds."""
 
     def all_runs() -> None:
@@ -87,7 +87,7 @@ def decode(ranks: int, pool: Pool, batch: int, context: int, copy_tb_s: float) -
         )
 
     tables = pool.tables(batch, context)
-    timing = graph_us([run(table) for table in tables])
+    timing = time_captured_us([run(table) for table in tables])
     num_bytes = batch * context * pool.row_bytes
     # Plain torch copies what it attends to: of the table it gets no more than is used, and not the largest cases.
     narrow = tables[0][:, : -(-context // PAGE_SIZE)].contiguous()
@@ -113,7 +113,7 @@ def prefill(ranks: int, pool: Pool, tokens: int, start: int) -> Figure:
     def run() -> Tensor:
         return paged_prefill_attention(q, pool.k, pool.v, table, segment, place, PAGE_SIZE)
 
-    timing = graph_us([run] * 3)
+    timing = time_captured_us([run] * 3)
     operations = 4 * SIZE * heads * tokens * (start + (tokens + 1) / 2)
     return {
         "name": "prefill_attention_us",

@@ -25,7 +25,7 @@ from mingc.runtime.request_stream import FailedItem, Item, TokenItem
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
 from mingc.runtime.thinker.scheduler import ChunkShape, ThinkerScheduler
-from mingc.runtime.thinker.worker import RunKind, ThinkerWorker
+from mingc.runtime.thinker.worker import GraphKey, ThinkerWorker
 
 NUM_REQUESTS = 32
 CONTEXT_TOKENS = 256
@@ -64,7 +64,7 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gathering:
+class ArrivalPattern:
     """How requests come together.
 
     Attributes:
@@ -79,7 +79,7 @@ class Gathering:
     patience: int | None = None
 
 
-def gatherings() -> list[Gathering]:
+def arrival_patterns() -> list[ArrivalPattern]:
     """Three orders at one moment, few at a time, two ways to come one after the other, and leaving early."""
     random = np.random.default_rng(3)
     backwards = range(NUM_REQUESTS - 1, -1, -1)
@@ -90,15 +90,17 @@ def gatherings() -> list[Gathering]:
         return tuple((0, request) for request in order)
 
     return [
-        Gathering(name="given order", arrivals=at_once(range(NUM_REQUESTS))),
-        Gathering(name="reversed", arrivals=at_once(backwards)),
-        Gathering(name="shuffled", arrivals=at_once(shuffled)),
-        Gathering(name="five at a time", arrivals=at_once(shuffled), max_running=5),
-        Gathering(
+        ArrivalPattern(name="given order", arrivals=at_once(range(NUM_REQUESTS))),
+        ArrivalPattern(name="reversed", arrivals=at_once(backwards)),
+        ArrivalPattern(name="shuffled", arrivals=at_once(shuffled)),
+        ArrivalPattern(name="five at a time", arrivals=at_once(shuffled), max_running=5),
+        ArrivalPattern(
             name="one every seventh token", arrivals=tuple((7 * i, r) for i, r in enumerate(backwards))
         ),
-        Gathering(name="random starts", arrivals=tuple(zip(moments, shuffled, strict=True))),
-        Gathering(name="a third leaves", arrivals=tuple(zip(moments, backwards, strict=True)), patience=11),
+        ArrivalPattern(name="random starts", arrivals=tuple(zip(moments, shuffled, strict=True))),
+        ArrivalPattern(
+            name="a third leaves", arrivals=tuple(zip(moments, backwards, strict=True)), patience=11
+        ),
     ]
 
 
@@ -140,7 +142,7 @@ class TracingWorker(ThinkerWorker):
     """A worker that keeps the logits of every step, by the first page of the requests.
 
     Attributes:
-        widest: most requests that a decode step had.
+        largest_batch: most requests that a decode step had.
     """
 
     def __init__(self, artifact: Artifact, device: torch.device, *, is_static: bool | None = None) -> None:
@@ -153,7 +155,7 @@ class TracingWorker(ThinkerWorker):
             device=device,
             is_static=is_static,
         )
-        self.widest = 0
+        self.largest_batch = 0
         self._traces: dict[int, list[Tensor]] = {}
         self._prefilled: list[int] = []  # first pages of the prompts in the chunk under way
 
@@ -161,7 +163,7 @@ class TracingWorker(ThinkerWorker):
         """The logits (1, V) that each token of the request was chosen from which began in `page` last."""
         return self._traces[page]
 
-    def _run(self, kind: RunKind, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    def _run(self, kind: GraphKey, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         outputs = super()._run(kind, inputs)
         if kind.what == "chunk":  # what an earlier chunk gave is not kept: no token is chosen from it
             if inputs:  # of its first part
@@ -172,7 +174,7 @@ class TracingWorker(ThinkerWorker):
         if kind.what == "first":  # a choice from the chunk's
             return outputs
         first_pages: list[int] = inputs["page_table"][:, 0].tolist()
-        self.widest = max(self.widest, sum(page > 0 for page in first_pages))
+        self.largest_batch = max(self.largest_batch, sum(page > 0 for page in first_pages))
         for row, page in enumerate(first_pages):
             if page:  # page 0 belongs to padding
                 self._traces[page].append(outputs[0][row : row + 1].clone())
@@ -204,19 +206,19 @@ class _Client:
 
 
 class _Visit:
-    """One gathering at one loop. Who comes and who leaves depends on what was heard, not on the clock."""
+    """One pattern at one loop. Who comes and who leaves depends on what was heard, not on the clock."""
 
     def __init__(
         self,
         worker: TracingWorker,
         parameters: ThinkerParameters,
         requests: Sequence[Request],
-        gathering: Gathering,
+        pattern: ArrivalPattern,
     ) -> None:
         self._worker = worker
         self._requests = requests
-        self._gathering = gathering
-        self._coming = list(gathering.arrivals)
+        self._gathering = pattern
+        self._coming = list(pattern.arrivals)
         self._clients: dict[int, _Client] = {}
         self._num_heard = self._num_gone = 0
         self._errors: list[Exception] = []
@@ -226,9 +228,9 @@ class _Visit:
             worker,
             ThinkerScheduler(
                 self._pool,
-                max_running=gathering.max_running,
+                max_running=pattern.max_running,
                 chunk=ChunkShape(max_rows=worker.max_chunk),  # a prompt's alone: always cut the same
-                pace=ChunkedPrefillPolicy(num_parts=worker.num_parts),
+                prefill_policy=ChunkedPrefillPolicy(num_layer_groups=worker.num_layer_groups),
                 max_context=CONTEXT_TOKENS,
                 max_waiting=NUM_REQUESTS,
             ),
@@ -293,21 +295,23 @@ class _Visit:
             self._is_over.set()
 
 
-def meet(
-    worker: TracingWorker, parameters: ThinkerParameters, requests: Sequence[Request], gathering: Gathering
+def answer_together(
+    worker: TracingWorker, parameters: ThinkerParameters, requests: Sequence[Request], pattern: ArrivalPattern
 ) -> dict[int, Answer]:
-    """What each request of `gathering` gets.
+    """What each request of `pattern` gets.
 
     Raises: RuntimeError when one fails, or all together take too long.
     """
-    return _Visit(worker, parameters, requests, gathering).answers()
+    return _Visit(worker, parameters, requests, pattern).answers()
 
 
-def meet_nobody(
+def answer_alone(
     worker: TracingWorker, parameters: ThinkerParameters, requests: Sequence[Request]
 ) -> dict[int, Answer]:
     """What each request gets with nobody beside it."""
     answers: dict[int, Answer] = {}
     for index in range(len(requests)):
-        answers |= meet(worker, parameters, requests, Gathering(name="alone", arrivals=((0, index),)))
+        answers |= answer_together(
+            worker, parameters, requests, ArrivalPattern(name="alone", arrivals=((0, index),))
+        )
     return answers

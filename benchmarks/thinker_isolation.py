@@ -33,10 +33,10 @@ from thinker_clients import (
     Answer,
     Request,
     TracingWorker,
-    gatherings,
+    answer_alone,
+    answer_together,
+    arrival_patterns,
     make_requests,
-    meet,
-    meet_nobody,
     only_bucket,
     thinker_parameters,
 )
@@ -136,32 +136,34 @@ def _is_at_an_edge(request: Request, answer: Answer, alone: Answer, place: int) 
 def measure(
     worker: TracingWorker, parameters: ThinkerParameters, requests: Sequence[Request]
 ) -> list[dict[str, Any]]:
-    """Figures of every gathering, inside the largest bucket and across buckets."""
+    """Figures of every pattern, inside the largest bucket and across buckets."""
     largest = worker.max_batch
     with only_bucket(worker, largest):
-        alone_in_largest = meet_nobody(worker, parameters, requests)
-    alone = meet_nobody(worker, parameters, requests)
+        alone_in_largest = answer_alone(worker, parameters, requests)
+    alone = answer_alone(worker, parameters, requests)
     figures = [
-        _figure("isolation_across_buckets", "alone", compare(alone_in_largest, alone, requests), widest=1)
+        _figure(
+            "isolation_across_buckets", "alone", compare(alone_in_largest, alone, requests), largest_batch=1
+        )
     ]
-    for gathering in gatherings():
+    for pattern in arrival_patterns():
         for name, expected in (
             ("isolation_same_bucket", alone_in_largest),
             ("isolation_across_buckets", alone),
         ):
-            worker.widest = 0
+            worker.largest_batch = 0
             with only_bucket(worker, largest) if expected is alone_in_largest else nullcontext():
-                answers = meet(worker, parameters, requests, gathering)
+                answers = answer_together(worker, parameters, requests, pattern)
             likeness = compare(answers, expected, requests)
-            figures.append(_figure(name, gathering.name, likeness, widest=worker.widest))
+            figures.append(_figure(name, pattern.name, likeness, largest_batch=worker.largest_batch))
     return figures
 
 
-def _figure(name: str, case: str, likeness: Likeness, *, widest: int) -> dict[str, Any]:
+def _figure(name: str, case: str, likeness: Likeness, *, largest_batch: int) -> dict[str, Any]:
     return {
         "name": name,
         "case": case,
-        "widest": widest,
+        "largest_batch": largest_batch,
         "n": likeness.num_answers,
         "same_tokens": likeness.same_tokens,
         "same_bits": likeness.same_bits,

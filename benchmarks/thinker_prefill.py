@@ -33,7 +33,7 @@ def prefill(own: Rank, prompt: int) -> list[dict[str, Any]]:
         inputs["segment"], inputs["index"] = torch.zeros_like(place), place
         inputs["last"] = torch.tensor([chunk - 1], device=own.device)
         chunks.append(inputs)
-    together = 2 if job.in_pairs else 1
+    together = 2 if job.two_batch_overlap else 1
     groups = [chunks[first : first + together] for first in range(0, len(chunks), together)]
 
     tokens = torch.zeros(1, dtype=torch.int64, device=own.device)
@@ -46,7 +46,7 @@ def prefill(own: Rank, prompt: int) -> list[dict[str, Any]]:
     replay = own.capture(run)
     samples = []
     for _ in range(_REPEATS):
-        own.meet()
+        own.synchronize()
         started = time.perf_counter()
         replay()
         tokens.item()
@@ -55,7 +55,7 @@ def prefill(own: Rank, prompt: int) -> list[dict[str, Any]]:
     same = {
         "prompt": prompt,
         "chunk": chunk,
-        "in_pairs": job.in_pairs and len(chunks) > 1,
+        "two_batch_overlap": job.two_batch_overlap and len(chunks) > 1,
         "ranks": setup.world_size,
         "alone": job.is_alone,
     }

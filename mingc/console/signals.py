@@ -15,14 +15,14 @@ from types import FrameType
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _AGAIN_S = 0.05
 _LONGEST_IMPORT_S = 10.0  # torch takes one or two, from a cold disk more
-ONE_REQUEST_S = 1.0  # `timeout` signals a process and its group: what comes again so soon is one request
+SIGNAL_DEBOUNCE_S = 1.0  # `timeout` signals a process and its group: what comes again so soon is one request
 
 
 @contextmanager
 def clean_shutdown() -> Iterator[None]:
     """Inside the block SIGINT and SIGTERM kill the worker processes and raise KeyboardInterrupt; main thread only.
 
-    Amid an import they wait for its end. Later signals: see `end_at_a_later_signal`. A signal that was ignored before
+    Amid an import they wait for its end. Later signals: see `exit_on_later_signal`. A signal that was ignored before
     stays so.
     """
     before = {number: signal.getsignal(number) for number in SIGNALS}
@@ -40,7 +40,7 @@ def clean_shutdown() -> Iterator[None]:
             waiting[:] = [*(each for each in waiting if each.is_alive()), again]
             return
         is_told = True
-        end_at_a_later_signal()
+        exit_on_later_signal()
         # A pool waits for what its workers have begun: with a compiler that is minutes.
         for worker in multiprocessing.active_children():
             worker.kill()
@@ -76,12 +76,12 @@ class _LaterSignals:
     first: float
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if time.monotonic() - self.first >= ONE_REQUEST_S:
+        if time.monotonic() - self.first >= SIGNAL_DEBOUNCE_S:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
 
-def end_at_a_later_signal() -> None:
+def exit_on_later_signal() -> None:
     """This process was told to end: from now on a signal ends it as it stands, what it leaves behind included.
 
     Unless it comes so soon that it belongs to the first. When the interpreter takes itself down nothing is heard any

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import thinker_clients
 import torch
-from thinker_clients import NUM_REQUESTS, Answer, Gathering, Request, TracingWorker
+from thinker_clients import NUM_REQUESTS, Answer, ArrivalPattern, Request, TracingWorker
 from thinker_isolation import compare
 
 from mingc.artifacts.artifact import Artifact, open_artifact
@@ -43,7 +43,7 @@ def worker(artifact: Artifact, request: pytest.FixtureRequest) -> TracingWorker:
 def alone(worker: TracingWorker, parameters: ThinkerParameters, requests: list[Request]) -> dict[int, Answer]:
     """Each request alone in the largest bucket, the rest of which is padding."""
     with thinker_clients.only_bucket(worker, NUM_REQUESTS):
-        return thinker_clients.meet_nobody(worker, parameters, requests)
+        return thinker_clients.answer_alone(worker, parameters, requests)
 
 
 def test_the_requests_differ_and_are_ragged(requests: list[Request], alone: dict[int, Answer]) -> None:
@@ -52,32 +52,32 @@ def test_the_requests_differ_and_are_ragged(requests: list[Request], alone: dict
     assert len({len(answer.tokens) for answer in alone.values()}) > 5
 
 
-@pytest.mark.parametrize("gathering", thinker_clients.gatherings(), ids=lambda each: each.name)
+@pytest.mark.parametrize("pattern", thinker_clients.arrival_patterns(), ids=lambda each: each.name)
 def test_in_one_bucket_an_answer_is_what_it_is_alone_bit_for_bit(
     worker: TracingWorker,
     parameters: ThinkerParameters,
     requests: list[Request],
     alone: dict[int, Answer],
-    gathering: Gathering,
+    pattern: ArrivalPattern,
 ) -> None:
-    worker.widest = 0
+    worker.largest_batch = 0
     with thinker_clients.only_bucket(worker, NUM_REQUESTS):
-        answers = thinker_clients.meet(worker, parameters, requests, gathering)
+        answers = thinker_clients.answer_together(worker, parameters, requests, pattern)
     likeness = compare(answers, alone, requests)
     assert (likeness.gap, likeness.same_bits) == (0.0, NUM_REQUESTS)
-    if gathering.name == "given order":
-        assert worker.widest > NUM_REQUESTS * 3 // 4  # some draw a stop token before the last has come
+    if pattern.name == "given order":
+        assert worker.largest_batch > NUM_REQUESTS * 3 // 4  # some draw a stop token before the last has come
 
 
-@pytest.mark.parametrize("gathering", thinker_clients.gatherings(), ids=lambda each: each.name)
+@pytest.mark.parametrize("pattern", thinker_clients.arrival_patterns(), ids=lambda each: each.name)
 def test_in_buckets_that_fit_its_tokens_are_the_same(
     worker: TracingWorker,
     parameters: ThinkerParameters,
     requests: list[Request],
     alone: dict[int, Answer],
-    gathering: Gathering,
+    pattern: ArrivalPattern,
 ) -> None:
-    answers = thinker_clients.meet(worker, parameters, requests, gathering)
+    answers = thinker_clients.answer_together(worker, parameters, requests, pattern)
     likeness = compare(answers, alone, requests)
     assert likeness.same_tokens == NUM_REQUESTS
     assert likeness.gap <= TOLERANCE

@@ -42,7 +42,7 @@ def test_a_killed_rank_ends_the_server_which_tells_everybody(two_rank_artifact: 
         httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client,
     ):
         (child,) = _ranks(server.process.pid)
-        assert "it is for CUDA devices" in client.get("/health").json()["all_reduce"]
+        assert "they need CUDA devices" in client.get("/health").json()["all_reduce"]
         family = [psutil.Process(server.process.pid), child]
         with ThreadPoolExecutor(_NUM_CLIENTS) as threads:
             streams = [_Stream(client, seed) for seed in range(_NUM_CLIENTS)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import speech_isolation
 import torch
-from speech_isolation import Gathering, Waves
+from speech_isolation import ArrivalPattern, Waves
 
 from mingc.artifacts.artifact import open_artifact
 from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
@@ -41,19 +41,19 @@ def test_the_requests_differ_and_are_heard(alone: Waves) -> None:
     assert min(np.abs(wave[0]).max() for wave in alone) > 1e-3
 
 
-@pytest.mark.parametrize("gathering", speech_isolation.gatherings(), ids=lambda each: each.name)
+@pytest.mark.parametrize("pattern", speech_isolation.arrival_patterns(), ids=lambda each: each.name)
 def test_in_one_bucket_a_request_is_what_it_is_alone_bit_for_bit(
-    worker: TalkerWorker, segments: list[SpeechSegment], alone: Waves, gathering: Gathering
+    worker: TalkerWorker, segments: list[SpeechSegment], alone: Waves, pattern: ArrivalPattern
 ) -> None:
     with speech_isolation.only_bucket(worker, LARGEST):
-        waves = speech_isolation.speak(worker, segments, gathering)
+        waves = speech_isolation.speak(worker, segments, pattern)
     _first, whole, equal = speech_isolation.compare(waves, alone)
     assert (whole, equal) == (0.0, speech_isolation.NUM_REQUESTS)
 
 
-@pytest.mark.parametrize("gathering", speech_isolation.gatherings(), ids=lambda each: each.name)
+@pytest.mark.parametrize("pattern", speech_isolation.arrival_patterns(), ids=lambda each: each.name)
 def test_in_buckets_that_fit_it_differs_by_rounding_only(
-    worker: TalkerWorker, segments: list[SpeechSegment], alone: Waves, gathering: Gathering
+    worker: TalkerWorker, segments: list[SpeechSegment], alone: Waves, pattern: ArrivalPattern
 ) -> None:
-    waves = speech_isolation.speak(worker, segments, gathering)
+    waves = speech_isolation.speak(worker, segments, pattern)
     assert speech_isolation.compare(waves, alone)[1] <= TOLERANCE

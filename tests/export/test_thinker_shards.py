@@ -50,7 +50,7 @@ class Lockstep:
         self._barrier.wait()
         return parts
 
-    def reduce_(self, x: Tensor) -> None:
+    def all_reduce_(self, x: Tensor) -> None:
         x.copy_(torch.stack(self.gather(x.clone())).sum(0))
 
     def gather_last(self, x: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def run_step(stage: LoadedStage, config: ThinkerConfig, step: Step, group: Locks
         stage,
         step.share(config.decoder, rank, group.world_size),
         vocab_size=config.decoder.vocab_size,
-        reduce_=group.reduce_,
+        all_reduce_=group.all_reduce_,
         gather=group.gather_last,
     )
     return layers.prefill(step.inputs)[0] if step.kind == "prefill" else layers.decode(step.inputs)

@@ -35,12 +35,12 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_in_one_bucket_every_request_is_what_it_is_alone_bit_for_bit(figures: list[dict[str, Any]]) -> None:
     same = [each for each in figures if each["name"] == "isolation_same_bucket"]
-    assert len(same) == 1 + len(speech_isolation.gatherings())
+    assert len(same) == 1 + len(speech_isolation.arrival_patterns())
     assert [each for each in same if each["equal"] < speech_isolation.NUM_REQUESTS] == []
 
 
 def test_across_buckets_it_differs_by_rounding_only(figures: list[dict[str, Any]]) -> None:
     across = [each for each in figures if each["name"] == "isolation_across_buckets"]
-    assert len(across) == 2 + len(speech_isolation.gatherings())
+    assert len(across) == 2 + len(speech_isolation.arrival_patterns())
     assert max(each["first_patch"] for each in across) <= TOLERANCE_FIRST_PATCH
     assert max(each["median"] for each in across) <= TOLERANCE

@@ -53,14 +53,14 @@ def measured(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 
 def test_in_one_bucket_an_answer_is_what_it_is_alone_bit_for_bit(measured: Measured) -> None:
     same = measured.of("isolation_same_bucket")
-    assert len(same) == len(thinker_clients.gatherings())
+    assert len(same) == len(thinker_clients.arrival_patterns())
     assert [each for each in same if each["same_bits"] < thinker_clients.NUM_REQUESTS] == []
 
 
 @pytest.mark.parametrize("measured", ["float32"], indirect=True)
 def test_across_buckets_it_differs_by_rounding_only(measured: Measured) -> None:
     across = measured.of("isolation_across_buckets")
-    assert len(across) == 1 + len(thinker_clients.gatherings())
+    assert len(across) == 1 + len(thinker_clients.arrival_patterns())
     assert max(each["median"] for each in across) <= TOLERANCE
     # A number that was drawn may lie where rounding decides between two tokens.
     assert {each["same_tokens"] + each["at_an_edge"] for each in across} == {thinker_clients.NUM_REQUESTS}

@@ -1,22 +1,28 @@
-"""Sums over ranks: what is chosen from measurements, one rank, two processes with gloo, several GPUs."""
+"""All-reduce: selection from measured times, one rank, two processes with gloo, several GPUs."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from reducer_group import run_ranks
-from reducer_rank import part
+from all_reduce_group import run_ranks
+from all_reduce_rank import rank_input
 
-from mingc.runtime.distributed.algorithms import cut
-from mingc.runtime.distributed.all_reduce import Methods, Reducer, ReduceTiming, choose, make_reducer
+from mingc.runtime.distributed.algorithms import split_into_lanes
+from mingc.runtime.distributed.all_reduce import (
+    Algorithms,
+    AllReduce,
+    AllReduceTiming,
+    create_all_reduce,
+    select_algorithms,
+)
 
 NUM_GPUS = torch.cuda.device_count()
 
 
 def timing(
     num_bytes: int, collective_us: float, one_shot_us: float | None = None, two_shot_us: float | None = None
-) -> ReduceTiming:
-    return ReduceTiming(
+) -> AllReduceTiming:
+    return AllReduceTiming(
         num_bytes=num_bytes, collective_us=collective_us, one_shot_us=one_shot_us, two_shot_us=two_shot_us
     )
 
@@ -30,78 +36,81 @@ TIMINGS = (
 )
 
 
-def test_each_size_goes_the_fastest_way() -> None:
-    choice = choose(TIMINGS[::-1], world_size=4, backend="nccl")
-    assert choice.timings == TIMINGS
-    for num_bytes, way in (
+def test_the_fastest_algorithm_is_selected_for_each_size() -> None:
+    plan = select_algorithms(TIMINGS[::-1], world_size=4, backend="nccl")
+    assert plan.timings == TIMINGS
+    for num_bytes, name in (
         (1, "one-shot"),
         (2**13, "one-shot"),
         (2**16, "one-shot"),
-        (2**16 + 1, "collective"),  # as fast as two-shot
+        (2**16 + 1, "collective"),  # wins the tie with two-shot
         (2**18, "collective"),
         (2**20, "two-shot"),
         (2**25, "two-shot"),
         (2**25 + 1, "collective"),  # not measured
     ):
-        assert choice.way(num_bytes) == way, num_bytes
+        assert plan.algorithm(num_bytes) == name, num_bytes
 
 
-def test_the_reason_tells_ranges_and_times_and_what_could_not_be() -> None:
-    choice = choose(TIMINGS, world_size=4, backend="nccl", obstacle="no rain")
-    assert choice.reason == (
+def test_the_reason_names_size_ranges_times_and_what_is_unavailable() -> None:
+    plan = select_algorithms(TIMINGS, world_size=4, backend="nccl", unavailable_reason="no peer access")
+    assert plan.reason == (
         "one-shot up to 65536 bytes (µs: nccl 15.0, one-shot 9.0, two-shot 12.0), "
         "nccl up to 262144 bytes (µs: nccl 16.0, one-shot 17.0, two-shot 16.0), "
-        "two-shot up to 33554432 bytes (µs: nccl 190.0, two-shot 140.0); no rain"
+        "two-shot up to 33554432 bytes (µs: nccl 190.0, two-shot 140.0); no peer access"
     )
-    assert choose((), world_size=2, backend="gloo", obstacle="no rain").reason == "no rain"
+    plan = select_algorithms((), world_size=2, backend="gloo", unavailable_reason="no peer access")
+    assert plan.reason == "no peer access"
 
 
 class Recorder:
+    """An algorithm that records the size of each message."""
+
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    def reduce_(self, x: torch.Tensor) -> None:
+    def all_reduce_(self, x: torch.Tensor) -> None:
         self.sizes.append(x.nbytes)
 
 
-def test_a_message_goes_where_its_size_and_type_belong() -> None:
-    choice = choose((timing(64, 2, 1), timing(128, 3, None, 2)), world_size=2, backend="nccl")
+def test_a_message_is_dispatched_by_its_size_and_dtype() -> None:
+    plan = select_algorithms((timing(64, 2, 1), timing(128, 3, None, 2)), world_size=2, backend="nccl")
     collective, one_shot, two_shot = Recorder(), Recorder(), Recorder()
-    methods: Methods = {"collective": collective, "one-shot": one_shot, "two-shot": two_shot}
-    reducer = Reducer(choice, methods, torch.bfloat16)
+    algorithms: Algorithms = {"collective": collective, "one-shot": one_shot, "two-shot": two_shot}
+    all_reduce = AllReduce(plan, algorithms, torch.bfloat16)
     for rows, dtype in ((2, torch.bfloat16), (3, torch.bfloat16), (5, torch.bfloat16), (1, torch.float32)):
-        reducer.reduce_(torch.zeros((rows, 16), dtype=dtype))
+        all_reduce.all_reduce_(torch.zeros((rows, 16), dtype=dtype))
     assert one_shot.sizes == [64] and two_shot.sizes == [96] and collective.sizes == [160, 64]
 
 
 @pytest.mark.parametrize("numel", [8, 64, 65 * 8, 1000 * 8, 4096 * 8 + 8])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4])
-def test_lanes_share_a_message(numel: int, count: int) -> None:
+def test_lanes_cover_a_message_once_and_are_aligned(numel: int, count: int) -> None:
     x = torch.zeros(numel, dtype=torch.bfloat16)
-    pieces = cut(x, count)
+    pieces = split_into_lanes(x, count)
     for piece in pieces:
         assert piece.data_ptr() % 16 == x.data_ptr() % 16 and piece.nbytes % 16 == 0
         piece += 1
     assert torch.equal(x, torch.ones_like(x)) and len(pieces) <= max(count, 1)
-    # A lane's memory is an even share of the longest message with as many lanes.
+    # The buffer of a lane holds an even share of the longest message with as many lanes.
     assert all(len(piece) <= -(-numel // max(count, 1)) + 63 for piece in pieces)
 
 
-def test_one_rank_sums_nothing() -> None:
-    reducer = make_reducer(torch.device("cpu"), torch.float32, width=8, tokens=(1, 2))
+def test_one_rank_leaves_the_tensor_unchanged() -> None:
+    all_reduce = create_all_reduce(torch.device("cpu"), torch.float32, width=8, tokens=(1, 2))
     x = torch.ones(2, 8)
-    reducer.reduce_(x)
-    assert torch.equal(x, torch.ones(2, 8)) and reducer.choice.backend == "none"
+    all_reduce.all_reduce_(x)
+    assert torch.equal(x, torch.ones(2, 8)) and all_reduce.plan.backend == "none"
 
 
 def test_two_processes_get_the_same_sums() -> None:
     rows, width = [1, 7, 64], 32
     results = run_ranks(2, "cpu", dtype="float32", width=width, tokens=[1, 8], rows=rows, repeated=[])
     for result in results:
-        assert result["choice"]["backend"] == "gloo" and not result["choice"]["timings"]
-        assert "it is for CUDA devices" in result["choice"]["reason"]
+        assert result["plan"]["backend"] == "gloo" and not result["plan"]["timings"]
+        assert "they need CUDA devices" in result["plan"]["reason"]
         for count, total in zip(rows, result["sums"], strict=True):
-            expected = part(0, count, width) + part(1, count, width)
+            expected = rank_input(0, count, width) + rank_input(1, count, width)
             assert torch.equal(torch.tensor(total), expected)
 
 
@@ -109,21 +118,21 @@ def test_two_processes_get_the_same_sums() -> None:
 @pytest.mark.multi_gpu
 @pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_gpus_get_the_same_bits_called_or_replayed(world_size: int) -> None:
+def test_gpus_get_the_same_bits_eager_and_replayed(world_size: int) -> None:
     if world_size > NUM_GPUS:
         pytest.skip(f"needs {world_size} CUDA devices")
     rows, width, sizes = [1, 16, 64, 100], 4096, [1, 16, 64, 128, 1024]
-    repeated = [1, 33, 1023, 4095]  # 4,095 rows are an odd number of vectors a rank and lane
+    repeated = [1, 33, 1023, 4095]  # 4,095 rows are an odd number of vectors per rank and lane
     results = run_ranks(
         world_size, "cuda", dtype="bfloat16", width=width, tokens=sizes, rows=rows, repeated=repeated
     )
     assert all(result == results[0] for result in results)
     assert not any(results[0]["wrong"]), results[0]["wrong"]
-    first, last = (results[0]["choice"]["timings"][index] for index in (0, -1))
+    first, last = (results[0]["plan"]["timings"][index] for index in (0, -1))
     assert first["one_shot_us"] is not None and last["two_shot_us"] is not None
     assert results[0]["sums"] == results[0]["replayed"]
     for count, total in zip(rows, results[0]["sums"], strict=True):
-        parts = [part(rank, count, width).to(torch.bfloat16).float() for rank in range(world_size)]
-        expected = torch.stack(parts).sum(0)
+        inputs = [rank_input(rank, count, width).to(torch.bfloat16).float() for rank in range(world_size)]
+        expected = torch.stack(inputs).sum(0)
         error = (torch.tensor(total) - expected).abs().max() / expected.abs().max()
         assert error < 1e-2

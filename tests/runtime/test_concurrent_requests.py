@@ -82,18 +82,20 @@ def test_prompts_that_come_during_a_chunk_share_the_next_one(
     started: Callable[[ThinkerLoop], ThinkerLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So long the device is taken to work on a chunk: the next one is gathered after half of it, 2 s.
-    times = StepLatencyModel(chunks=((1, 4000.0), (32, 4000.0)), decodes=((1, 1.0), (8, 1.0)))
+    latency_model = StepLatencyModel(chunks=((1, 4000.0), (32, 4000.0)), decodes=((1, 1.0), (8, 1.0)))
     loop = make_thinker_loop(
-        is_static=True, max_prompts=4, pace=ChunkedPrefillPolicy(num_parts=1, times=times)
+        is_static=True,
+        max_prompts=4,
+        prefill_policy=ChunkedPrefillPolicy(num_layer_groups=1, latency_model=latency_model),
     )
     runner = loop._runner
-    launch, chunks = runner.launch_first, list[int]()
+    launch, chunks = runner.launch_prefill, list[int]()
 
     def noted(step: PrefillStep) -> LaunchedTokens:
         chunks.append(len(step.counts))
         return launch(step)
 
-    monkeypatch.setattr(runner, "launch_first", noted)
+    monkeypatch.setattr(runner, "launch_prefill", noted)
     started(loop)
     answers = [Collector() for _ in range(4)]
 
@@ -112,17 +114,17 @@ def test_prompts_that_come_during_a_chunk_share_the_next_one(
 def test_the_pace_learns_of_each_call_what_ran_before_it(
     started: Callable[[ThinkerLoop], ThinkerLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pace = ChunkedPrefillPolicy(
-        num_parts=1, times=StepLatencyModel(chunks=((1, 0.5), (8, 2.0)), decodes=((8, 1.0),))
+    prefill_policy = ChunkedPrefillPolicy(
+        num_layer_groups=1, latency_model=StepLatencyModel(chunks=((1, 0.5), (8, 2.0)), decodes=((8, 1.0),))
     )
-    loop = make_thinker_loop(is_static=True, chunk=8, pace=pace)
+    loop = make_thinker_loop(is_static=True, chunk=8, prefill_policy=prefill_policy)
     seen: list[tuple[float, int]] = []
 
-    def see(self: ChunkedPrefillPolicy, ms: float, *, parts_ms: float, num_answers: int) -> None:
+    def observe(self: ChunkedPrefillPolicy, ms: float, *, prefill_ms: float, num_decoding: int) -> None:
         assert ms > 0.0
-        seen.append((parts_ms, num_answers))
+        seen.append((prefill_ms, num_decoding))
 
-    monkeypatch.setattr(ChunkedPrefillPolicy, "see", see)
+    monkeypatch.setattr(ChunkedPrefillPolicy, "observe", observe)
     answer = Collector()
     loop.submit(prompt(range(20)), SamplingParams(max_tokens=3), 1, answer.put)
     started(loop)

@@ -36,7 +36,7 @@ class Slow:
         os.read(0, 1)
 
 slow = Slow()
-signals.ONE_REQUEST_S = float(sys.argv[2])
+signals.SIGNAL_DEBOUNCE_S = float(sys.argv[2])
 app = create_app(FakeService(), ServeOptions(port=0, shutdown_timeout_s=float(sys.argv[1])))
 ended_in_order = serve(app, announce=lambda url: print(url, flush=True))
 print("in order" if ended_in_order else "cut short", flush=True)

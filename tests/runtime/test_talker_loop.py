@@ -54,14 +54,14 @@ def segment(
 
 def run_alone(one: SpeechSegment, *, slot: int = 1, worker: TalkerWorker | None = None) -> np.ndarray:
     worker = worker or make_talker_worker()
-    worker.join(slot, one)
+    worker.add(slot, one)
     parts = []
     while True:
         worker.launch([slot])
         (patch,) = worker.collect().values()
         parts.append(patch.samples)
         if patch.is_last:
-            worker.leave(slot)
+            worker.remove(slot)
             return np.concatenate(parts)
 
 
@@ -102,14 +102,14 @@ def test_segments_join_and_leave_a_batch_unchanged() -> None:
     while going or coming:
         for _ in range(2):  # two join at each boundary
             if coming:
-                worker.join(coming[0] + 1, pieces[coming[0]])
+                worker.add(coming[0] + 1, pieces[coming[0]])
                 going.append(coming.pop(0))
         slots = [each + 1 for each in reversed(going)]
         worker.launch(slots)
         for slot, patch in worker.collect().items():
             waves[slot - 1].append(patch.samples)
             if patch.is_last:
-                worker.leave(slot)
+                worker.remove(slot)
                 going.remove(slot - 1)
     for mine, expected in zip(waves, alone, strict=True):
         np.testing.assert_allclose(np.concatenate(mine), expected, rtol=0, atol=1e-6)
@@ -117,7 +117,7 @@ def test_segments_join_and_leave_a_batch_unchanged() -> None:
 
 def test_the_stop_head_counts_only_beyond_the_least_step_and_its_patch_is_kept() -> None:
     worker = make_talker_worker(stop_probability=0.9)
-    worker.join(1, segment(patches=40))
+    worker.add(1, segment(patches=40))
     flags = []
     for _ in range(TALKER.min_stop_step + 2):
         worker.launch([1])
@@ -128,7 +128,7 @@ def test_the_stop_head_counts_only_beyond_the_least_step_and_its_patch_is_kept()
 
 def test_a_cap_marks_its_patch_as_last() -> None:
     worker = make_talker_worker()
-    worker.join(1, segment(patches=2))
+    worker.add(1, segment(patches=2))
     worker.launch([1])
     (first,) = worker.collect().values()
     worker.launch([1])
@@ -232,7 +232,7 @@ def test_a_slow_reader_is_paused_and_others_go_on(started: Callable[[TalkerLoop]
 
 
 def test_a_reader_that_never_reads_loses_its_slot(started: Callable[[TalkerLoop], TalkerLoop]) -> None:
-    loop = started(make_talker_loop(max_behind_s=0.0))
+    loop = started(make_talker_loop(slow_client_timeout_s=0.0))
     stuck = speak(loop, segment(), is_behind=lambda: True)
     assert stuck.error().status == 408
 
@@ -262,7 +262,7 @@ def test_who_comes_during_a_patch_joins_the_next_one(
             self._patch, self._end = patch, ended
 
         @property
-        def is_made(self) -> bool:
+        def is_ready(self) -> bool:
             return time.perf_counter() >= self._end
 
         def wait(self) -> tuple[np.ndarray, np.ndarray]:
@@ -290,7 +290,7 @@ def test_a_patch_that_took_very_long_once_holds_none_back(
 ) -> None:
     worker = make_talker_worker(depth=2)
     now = time.perf_counter()
-    worker._times.see(1, launched=now - 3600.0, ended=now)
+    worker._latency_model.observe(1, launched=now - 3600.0, ended=now)
     collector = speak(started(make_talker_loop(worker)), segment(patches=5))
     np.testing.assert_allclose(collector.segments()[0], run_alone(segment(patches=5)), rtol=0, atol=1e-6)
-    assert worker._times.remaining_s([(1, now)], now) < 60.0  # and it is soon forgotten
+    assert worker._latency_model.remaining_s([(1, now)], now) < 60.0  # and it is soon forgotten

@@ -21,7 +21,7 @@ from mingc.runtime.request import SamplingParams
 from mingc.runtime.request_stream import FailedItem, TokenItem
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy, StepLatencyModel
-from mingc.runtime.thinker.startup import time_sizes
+from mingc.runtime.thinker.startup import measure_step_latencies
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
 from mingc.runtime.thinker.worker import LaunchedTokens, ThinkerWorker
 
@@ -76,8 +76,8 @@ def test_chunked_prefill_equals_one_chunk(
     started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop
 ) -> None:
     whole = [ask(started(make_loop(chunk=32)), each).tokens() for each in PROMPTS]
-    for chunk, has_pairs in ((3, False), (8, False), (32, True)):
-        loop = started(make_loop(chunk=chunk, has_pairs=has_pairs))
+    for chunk, two_batch_overlap in ((3, False), (8, False), (32, True)):
+        loop = started(make_loop(chunk=chunk, two_batch_overlap=two_batch_overlap))
         assert [ask(loop, each).tokens() for each in PROMPTS] == whole
     assert len({tuple(tokens) for tokens in whole}) == len(PROMPTS)
 
@@ -130,22 +130,24 @@ def test_no_first_token_is_waited_for_before_the_next_step_is_launched(
     def noting(name: str, launch: Callable[..., LaunchedTokens]) -> Callable[..., LaunchedTokens]:
         def noted(step: PrefillStep | DecodeStep) -> LaunchedTokens:
             calls.append(f"{name} {len(calls)}")
-            return _Noted(download=launch(step).download, calls=calls, name=f"wait for {calls[-1]}")
+            return _Noted(host_copy=launch(step).host_copy, calls=calls, name=f"wait for {calls[-1]}")
 
         return noted
 
-    for name in ("launch", "launch_first"):
+    for name in ("launch_decode", "launch_prefill"):
         monkeypatch.setattr(worker, name, noting(name, getattr(worker, name)))
     running = ask(loop, PROMPTS[0], max_tokens=20)
     loop._step()
-    assert calls == ["launch_first 0"] and not running.items
+    assert calls == ["launch_prefill 0"] and not running.items
     loop._step()
-    assert calls[1:] == ["launch 1", "wait for launch_first 0"] and len(running.items) == 1
+    assert calls[1:] == ["launch_decode 1", "wait for launch_prefill 0"] and len(running.items) == 1
     joining = ask(loop, PROMPTS[3], max_tokens=20)
     loop._step()
-    assert calls[3:] == ["launch_first 3", "launch 4", "wait for launch 1"] and not joining.items
+    assert (
+        calls[3:] == ["launch_prefill 3", "launch_decode 4", "wait for launch_decode 1"] and not joining.items
+    )
     loop._step()
-    assert calls[6:] == ["launch 6", "wait for launch_first 3", "wait for launch 4"]
+    assert calls[6:] == ["launch_decode 6", "wait for launch_prefill 3", "wait for launch_decode 4"]
     assert len(joining.items) == 1 and len(running.items) == 3
 
 
@@ -240,14 +242,14 @@ def test_a_failed_launch_tells_its_requests_and_the_next_ones_run(
     started: Callable[[ThinkerLoop], ThinkerLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = make_thinker_loop(is_static=True)
-    launch, calls = loop._runner.launch, itertools.count()
+    launch, calls = loop._runner.launch_decode, itertools.count()
 
     def fail_once(step: DecodeStep) -> LaunchedTokens:
         if next(calls) == 3:
             raise RuntimeError("launch failure")
         return launch(step)
 
-    monkeypatch.setattr(loop._runner, "launch", fail_once)
+    monkeypatch.setattr(loop._runner, "launch_decode", fail_once)
     started(loop)
     assert "launch failure" in ask(loop, PROMPTS[0], max_tokens=20).error().message
     assert len(ask(loop, PROMPTS[0], max_tokens=20).tokens()) == 20
@@ -284,25 +286,25 @@ class _Noted(LaunchedTokens):
         return LaunchedTokens.wait(self)
 
 
-@pytest.mark.parametrize(("is_static", "has_pairs"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("is_static", "two_batch_overlap"), [(False, False), (True, False), (True, True)])
 def test_timing_a_worker_names_every_size_and_changes_no_answer(
-    started: Callable[[ThinkerLoop], ThinkerLoop], is_static: bool, has_pairs: bool
+    started: Callable[[ThinkerLoop], ThinkerLoop], is_static: bool, two_batch_overlap: bool
 ) -> None:
     expected = ask(started(make_thinker_loop(is_static=is_static)), PROMPTS[1], max_tokens=20).tokens()
-    loop = make_thinker_loop(is_static=is_static, has_pairs=has_pairs)
+    loop = make_thinker_loop(is_static=is_static, two_batch_overlap=two_batch_overlap)
     worker = loop._runner
     assert isinstance(worker, ThinkerWorker)
-    times = time_sizes(worker)
-    assert [size for size, _ in times.chunks] == [8, 16, 32, *([64] if has_pairs else [])]
-    assert [size for size, _ in times.decodes] == [1, 2, 4, 8]
-    assert all(ms > 0 for _, ms in (*times.chunks, *times.decodes))
+    latency_model = measure_step_latencies(worker)
+    assert [size for size, _ in latency_model.chunks] == [8, 16, 32, *([64] if two_batch_overlap else [])]
+    assert [size for size, _ in latency_model.decodes] == [1, 2, 4, 8]
+    assert all(ms > 0 for _, ms in (*latency_model.chunks, *latency_model.decodes))
     assert ask(started(loop), PROMPTS[1], max_tokens=20).tokens() == expected
 
 
 def slow_chunks() -> ChunkedPrefillPolicy:
     """Beside answers one part of a chunk a step."""
     return ChunkedPrefillPolicy(
-        num_parts=5, times=StepLatencyModel(chunks=((32, 400.0),), decodes=((8, 1.0),))
+        num_layer_groups=5, latency_model=StepLatencyModel(chunks=((32, 400.0),), decodes=((8, 1.0),))
     )
 
 
@@ -315,17 +317,17 @@ def test_parts_of_chunks_amid_answers_change_no_answer(
 ) -> None:
     stage = make_thinker_stage(num_layers=5, max_prompts=max_prompts)
     alone = [ask(started(make_loop(stage)), each, max_tokens=60).tokens() for each in PROMPTS]
-    loop = make_loop(stage, pace=slow_chunks())
+    loop = make_loop(stage, prefill_policy=slow_chunks())
     parts: list[tuple[int, int | None]] = []
 
     def noting(run: Callable[[PrefillStep], object]) -> Callable[[PrefillStep], object]:
         def noted(step: PrefillStep) -> object:
-            parts.append((step.first_part, step.end_part))
+            parts.append((step.first_group, step.end_group))
             return run(step)
 
         return noted
 
-    for name in ("prefill", "launch_first"):
+    for name in ("prefill", "launch_prefill"):
         monkeypatch.setattr(loop._runner, name, noting(getattr(loop._runner, name)))
     first = ask(started(loop), PROMPTS[0], max_tokens=60)
     first.wait(lambda items: len(items) > 2, "tokens")
@@ -341,23 +343,23 @@ def test_prompts_that_wait_together_share_a_chunk_and_one_may_go_amid_it(
     stage = make_thinker_stage(num_layers=5, max_prompts=4)
     short = [PROMPTS[0], PROMPTS[3], PROMPTS[4]]
     alone = [ask(started(make_thinker_loop(stage, is_static=is_static)), each).tokens() for each in short]
-    loop = make_thinker_loop(stage, is_static=is_static, pace=slow_chunks())
+    loop = make_thinker_loop(stage, is_static=is_static, prefill_policy=slow_chunks())
     answers = [ask(loop, PROMPTS[2], max_tokens=60)]
     steps: list[PrefillStep] = []
 
     def noting(run: Callable[[PrefillStep], object]) -> Callable[[PrefillStep], object]:
         def noted(step: PrefillStep) -> object:
             steps.append(step)
-            if len(step.counts) == 3 and step.first_part == 0:
+            if len(step.counts) == 3 and step.first_group == 0:
                 loop.cancel(answers[2].job)  # type: ignore[attr-defined]
             return run(step)
 
         return noted
 
-    for name in ("prefill", "launch_first"):
+    for name in ("prefill", "launch_prefill"):
         monkeypatch.setattr(loop._runner, name, noting(getattr(loop._runner, name)))
     is_reached, are_asked = threading.Event(), threading.Event()
-    name = "launch" if is_static else "decode"
+    name = "launch_decode" if is_static else "decode"
     run_decode = getattr(loop._runner, name)
 
     def decode_when_asked(step: DecodeStep) -> object:
@@ -372,5 +374,5 @@ def test_prompts_that_wait_together_share_a_chunk_and_one_may_go_amid_it(
     are_asked.set()
     assert [answers[1].tokens(), answers[3].tokens()] == [alone[0], alone[2]]
     shared = [step for step in steps if len(step.counts) == 3]
-    assert shared and shared[0].first_part == 0 and shared[-1].end_part == 5, "no chunk was shared"
+    assert shared and shared[0].first_group == 0 and shared[-1].end_group == 5, "no chunk was shared"
     assert answers[0].tokens() and not answers[2].items

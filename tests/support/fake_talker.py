@@ -225,10 +225,13 @@ def make_talker_worker(
 
 
 def make_talker_loop(
-    worker: TalkerWorker | None = None, *, max_streams: int = 64, max_behind_s: float = 60.0
+    worker: TalkerWorker | None = None, *, max_streams: int = 64, slow_client_timeout_s: float = 60.0
 ) -> TalkerLoop:
     worker = worker or make_talker_worker()
     scheduler = TalkerScheduler(
-        SlotPool(worker.num_slots), max_batch=worker.max_batch, max_joins=4, max_streams=max_streams
+        SlotPool(worker.num_slots),
+        max_batch=worker.max_batch,
+        max_prefills_per_patch=4,
+        max_streams=max_streams,
     )
-    return TalkerLoop(worker, scheduler, max_behind_s=max_behind_s)
+    return TalkerLoop(worker, scheduler, slow_client_timeout_s=slow_client_timeout_s)

@@ -177,7 +177,7 @@ def make_thinker_worker(
     *,
     num_pages: int = 129,
     is_static: bool = False,
-    has_pairs: bool = False,
+    two_batch_overlap: bool = False,
 ) -> ThinkerWorker:
     return ThinkerWorker(
         stage or make_thinker_stage(),
@@ -185,7 +185,7 @@ def make_thinker_worker(
         num_pages=num_pages,
         device=CPU,
         is_static=is_static,
-        has_pairs=has_pairs,
+        two_batch_overlap=two_batch_overlap,
     )
 
 
@@ -198,17 +198,19 @@ def make_thinker_loop(
     max_waiting: int = 64,
     stop_ids: Sequence[int] = (),
     is_static: bool = False,
-    pace: ChunkedPrefillPolicy | None = None,
+    prefill_policy: ChunkedPrefillPolicy | None = None,
     max_prompts: int = 1,
-    has_pairs: bool = False,
+    two_batch_overlap: bool = False,
 ) -> ThinkerLoop:
     stage = stage or make_thinker_stage(max_prompts=max_prompts)
-    worker = make_thinker_worker(stage, num_pages=num_pages, is_static=is_static, has_pairs=has_pairs)
+    worker = make_thinker_worker(
+        stage, num_pages=num_pages, is_static=is_static, two_batch_overlap=two_batch_overlap
+    )
     scheduler = ThinkerScheduler(
         PagePool(num_pages, PAGE),
         max_running=max_running,
         chunk=replace(worker.chunk, max_rows=chunk),
-        pace=pace or ChunkedPrefillPolicy(num_parts=worker.num_parts),
+        prefill_policy=prefill_policy or ChunkedPrefillPolicy(num_layer_groups=worker.num_layer_groups),
         max_context=CONTEXT,
         max_waiting=max_waiting,
     )

@@ -120,7 +120,9 @@ class Session:
 
     def __init__(self, stage: LoadedStage, vocab_size: int, *, pages: int = 64) -> None:
         self.state = stage.allocate_state({"KV": pages * PAGE_SIZE}, torch.device("cpu"))
-        self._layers = ThinkerLayers(stage, self.state, vocab_size=vocab_size, reduce_=alone, gather=alone)
+        self._layers = ThinkerLayers(
+            stage, self.state, vocab_size=vocab_size, all_reduce_=alone, gather=alone
+        )
         self.routes: list[tuple[Tensor, Tensor]] = []  # expert ids and weights a layer, of the last chunk
         order = 1 + torch.randperm(pages - 1, generator=torch.Generator().manual_seed(7))
         self._free: list[int] = order.tolist()

@@ -9,9 +9,9 @@ import torch
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.thinker.device_sampler import (
     NOT_FINITE,
-    choose_likeliest,
-    choose_tokens,
-    needs_draw,
+    needs_sampling,
+    sample_greedy,
+    sample_tokens,
     sampling_columns,
 )
 from mingc.runtime.thinker.sampler import SamplerRow, sample, uniform
@@ -45,7 +45,7 @@ def test_every_row_of_a_mixed_batch_gets_what_the_host_draws(seed: int) -> None:
     columns = [sampling_columns(row.params, uniform(row.seed, row.step)) for row in rows]
     seen = torch.zeros(len(rows), VOCAB, dtype=torch.bool)
     seen[:, prompt] = True
-    found = choose_tokens(logits, torch.tensor(columns, dtype=torch.float32), seen)
+    found = sample_tokens(logits, torch.tensor(columns, dtype=torch.float32), seen)
     assert found.tolist() == sample(logits, rows)
 
 
@@ -54,8 +54,8 @@ def test_rows_that_are_not_finite_are_told() -> None:
     logits[0, 7], logits[2, 9] = torch.nan, torch.inf
     columns = torch.tensor([sampling_columns(SamplingParams(temperature=1.0), 0.5)] * 3)
     seen = torch.zeros(3, VOCAB, dtype=torch.bool)
-    assert (choose_tokens(logits, columns, seen) == NOT_FINITE).tolist() == [True, False, True]
-    assert choose_likeliest(logits).tolist() == [NOT_FINITE, int(logits[1].argmax()), NOT_FINITE]
+    assert (sample_tokens(logits, columns, seen) == NOT_FINITE).tolist() == [True, False, True]
+    assert sample_greedy(logits).tolist() == [NOT_FINITE, int(logits[1].argmax()), NOT_FINITE]
 
 
 @pytest.mark.parametrize(
@@ -70,4 +70,4 @@ def test_rows_that_are_not_finite_are_told() -> None:
 )
 def test_one_row_is_enough_for_a_draw(params: SamplingParams, expected: bool) -> None:
     rows = [sampling_columns(each, 0.5) for each in (SamplingParams(), params)]
-    assert needs_draw(np.array(rows)) == expected
+    assert needs_sampling(np.array(rows)) == expected

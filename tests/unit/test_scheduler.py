@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from mingc.errors import CapacityError, RequestError
 from mingc.runtime.kv_cache import PagePool
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy, StepLatencyModel
-from mingc.runtime.thinker.scheduler import ChunkShape, PrefillChunk, PromptPart, ThinkerScheduler
+from mingc.runtime.thinker.scheduler import ChunkShape, PrefillChunk, PromptSlice, ThinkerScheduler
 
 # Beside answers one part of three a step.
 SLOW_CHUNKS = ChunkedPrefillPolicy(
-    num_parts=3, times=StepLatencyModel(chunks=((9, 90.0),), decodes=((4, 1.0),))
+    num_layer_groups=3, latency_model=StepLatencyModel(chunks=((9, 90.0),), decodes=((4, 1.0),))
 )
 
 
@@ -24,10 +24,10 @@ def make_thinker(
     chunk: int = 8,
     max_context: int = 64,
     max_waiting: int = 8,
-    pace: ChunkedPrefillPolicy | None = None,
+    prefill_policy: ChunkedPrefillPolicy | None = None,
     max_prompts: int = 1,
     alignment: int = 1,
-    pair_rows: int = 0,
+    two_batch_rows: int = 0,
 ) -> ThinkerScheduler:
     pool = PagePool(num_pages=num_pages, page_size=4)
     return ThinkerScheduler(
@@ -38,15 +38,15 @@ def make_thinker(
             max_prompts=max_prompts,
             alignment=alignment,
             shared_rows=1024,
-            pair_rows=pair_rows,
+            two_batch_rows=two_batch_rows,
         ),
-        pace=pace or ChunkedPrefillPolicy(num_parts=1),
+        prefill_policy=prefill_policy or ChunkedPrefillPolicy(num_layer_groups=1),
         max_context=max_context,
         max_waiting=max_waiting,
     )
 
 
-def only(chunk: PrefillChunk | None) -> PromptPart:
+def only(chunk: PrefillChunk | None) -> PromptSlice:
     """The one prompt of a chunk."""
     assert chunk is not None
     (part,) = chunk.prompts
@@ -54,14 +54,14 @@ def only(chunk: PrefillChunk | None) -> PromptPart:
 
 
 @pytest.mark.parametrize(
-    ("pair_rows", "expected"),
+    ("two_batch_rows", "expected"),
     [(0, [(0, 8, False), (8, 8, False), (16, 3, True)]), (16, [(0, 16, False), (16, 3, True)])],
     ids=["one by one", "in pairs"],
 )
 def test_a_prompt_is_prefilled_in_chunks_then_decodes(
-    pair_rows: int, expected: list[tuple[int, int, bool]]
+    two_batch_rows: int, expected: list[tuple[int, int, bool]]
 ) -> None:
-    scheduler = make_thinker(chunk=8, pair_rows=pair_rows)
+    scheduler = make_thinker(chunk=8, two_batch_rows=two_batch_rows)
     scheduler.add(1, prompt_tokens=19, max_tokens=4)
     seen = []
     for _ in expected:
@@ -75,9 +75,9 @@ def test_a_prompt_is_prefilled_in_chunks_then_decodes(
     assert scheduler.plan().prefill is None
 
 
-@pytest.mark.parametrize("pair_rows", [0, 8])
-def test_decode_goes_on_while_a_long_prompt_is_prefilled_and_no_pair_holds_it_up(pair_rows: int) -> None:
-    scheduler = make_thinker(chunk=4, pair_rows=pair_rows)
+@pytest.mark.parametrize("two_batch_rows", [0, 8])
+def test_decode_goes_on_while_a_long_prompt_is_prefilled_and_no_pair_holds_it_up(two_batch_rows: int) -> None:
+    scheduler = make_thinker(chunk=4, two_batch_rows=two_batch_rows)
     scheduler.add(1, prompt_tokens=4, max_tokens=8)
     scheduler.commit(scheduler.plan())
     scheduler.add(2, prompt_tokens=16, max_tokens=1)
@@ -91,15 +91,15 @@ def test_decode_goes_on_while_a_long_prompt_is_prefilled_and_no_pair_holds_it_up
 
 def test_a_chunk_runs_in_parts_beside_answers_and_whole_without() -> None:
     scheduler = make_thinker(
-        num_pages=256, chunk=128, max_context=400, pace=ChunkedPrefillPolicy(num_parts=4)
+        num_pages=256, chunk=128, max_context=400, prefill_policy=ChunkedPrefillPolicy(num_layer_groups=4)
     )
     scheduler.add(1, prompt_tokens=300, max_tokens=8)
     scheduler.add(2, prompt_tokens=100, max_tokens=8)
     seen = []
     while (plan := scheduler.plan()).prefill is not None:
         chunk, part = plan.prefill, only(plan.prefill)
-        seen.append((part.request, part.start, part.count, chunk.first_part, chunk.end_part, plan.decode))
-        assert chunk.num_rows == part.count and chunk.is_whole == (chunk.end_part == 4)
+        seen.append((part.request, part.start, part.count, chunk.first_group, chunk.end_group, plan.decode))
+        assert chunk.num_rows == part.count and chunk.is_whole == (chunk.end_group == 4)
         assert part.is_end == (part.start + part.count in (300, 100))
         assert chunk.ended == ((part,) if chunk.is_whole and part.is_end else ())
         scheduler.commit(plan)
@@ -114,7 +114,7 @@ def test_a_chunk_runs_in_parts_beside_answers_and_whole_without() -> None:
 
 def test_a_chunk_that_was_begun_is_made_whole_before_another() -> None:
     scheduler = make_thinker(
-        num_pages=256, chunk=128, max_context=400, pace=ChunkedPrefillPolicy(num_parts=4)
+        num_pages=256, chunk=128, max_context=400, prefill_policy=ChunkedPrefillPolicy(num_layer_groups=4)
     )
     scheduler.add(1, prompt_tokens=4, max_tokens=8)
     scheduler.commit(scheduler.plan())
@@ -125,14 +125,14 @@ def test_a_chunk_that_was_begun_is_made_whole_before_another() -> None:
     for _ in range(2):
         plan = scheduler.plan()
         assert plan.prefill is not None
-        chunks.append((only(plan.prefill).request, plan.prefill.first_part))
+        chunks.append((only(plan.prefill).request, plan.prefill.first_group))
         scheduler.commit(plan)
     assert chunks == [(2, 2), (3, 0)]
 
 
 def test_a_chunk_that_was_begun_goes_with_its_request() -> None:
     scheduler = make_thinker(
-        num_pages=256, chunk=128, max_context=400, pace=ChunkedPrefillPolicy(num_parts=4)
+        num_pages=256, chunk=128, max_context=400, prefill_policy=ChunkedPrefillPolicy(num_layer_groups=4)
     )
     scheduler.add(1, prompt_tokens=4, max_tokens=8)
     scheduler.commit(scheduler.plan())
@@ -141,7 +141,7 @@ def test_a_chunk_that_was_begun_goes_with_its_request() -> None:
         scheduler.remove(request - 1 if request > 2 else 0)
         plan = scheduler.plan()
         assert plan.prefill is not None
-        assert (only(plan.prefill).request, plan.prefill.first_part) == (request, 0)
+        assert (only(plan.prefill).request, plan.prefill.first_group) == (request, 0)
         scheduler.commit(plan)
     scheduler.check()
 
@@ -201,10 +201,12 @@ def test_beyond_the_rows_that_cost_least_nobody_joins() -> None:
 
 
 def test_a_shared_chunk_that_was_begun_goes_on_without_a_request_that_has_gone() -> None:
-    pace = ChunkedPrefillPolicy(
-        num_parts=4, times=StepLatencyModel(chunks=((64, 80.0),), decodes=((4, 1.0),))
+    prefill_policy = ChunkedPrefillPolicy(
+        num_layer_groups=4, latency_model=StepLatencyModel(chunks=((64, 80.0),), decodes=((4, 1.0),))
     )
-    scheduler = make_thinker(num_pages=256, chunk=64, max_context=99, max_prompts=2, pace=pace)
+    scheduler = make_thinker(
+        num_pages=256, chunk=64, max_context=99, max_prompts=2, prefill_policy=prefill_policy
+    )
     scheduler.add(1, prompt_tokens=4, max_tokens=8)
     scheduler.commit(scheduler.plan())
     scheduler.add(2, prompt_tokens=5, max_tokens=8)
@@ -214,7 +216,7 @@ def test_a_shared_chunk_that_was_begun_goes_on_without_a_request_that_has_gone()
     scheduler.add(4, prompt_tokens=7, max_tokens=8)
     plan = scheduler.plan()
     assert plan.prefill is not None and plan.prefill.num_rows == 11, "the rows of both are still there"
-    assert (only(plan.prefill).request, plan.prefill.first_part) == (3, 2)
+    assert (only(plan.prefill).request, plan.prefill.first_group) == (3, 2)
     while not plan.prefill.is_whole:
         scheduler.commit(plan)
         plan = scheduler.plan()
@@ -303,7 +305,7 @@ def traffic(draw: st.DrawFn) -> list[tuple[int, int, int, int | None]]:
     traffic(),
     st.integers(1, 4),
     st.integers(1, 9),
-    st.sampled_from([SLOW_CHUNKS, ChunkedPrefillPolicy(num_parts=1)]),
+    st.sampled_from([SLOW_CHUNKS, ChunkedPrefillPolicy(num_layer_groups=1)]),
     st.integers(1, 4),
     st.sampled_from([1, 4]),
 )
@@ -311,7 +313,7 @@ def test_thinker_random_traffic_never_leaks_or_starves(
     requests: list[tuple[int, int, int, int | None]],
     max_running: int,
     chunk: int,
-    pace: ChunkedPrefillPolicy,
+    prefill_policy: ChunkedPrefillPolicy,
     max_prompts: int,
     alignment: int,
 ) -> None:
@@ -321,7 +323,7 @@ def test_thinker_random_traffic_never_leaks_or_starves(
         chunk=chunk,
         max_context=52,
         max_waiting=99,
-        pace=pace,
+        prefill_policy=prefill_policy,
         max_prompts=max_prompts,
         alignment=alignment,
     )
@@ -347,8 +349,8 @@ def test_thinker_random_traffic_never_leaks_or_starves(
         emitted = list(plan.decode)
         if plan.prefill is not None:
             assert 1 <= len(plan.prefill.prompts) <= max_prompts and plan.prefill.num_rows <= chunk
-            assert plan.prefill.first_part in (0, done_parts), "one chunk is under way at a time"
-            done_parts = 0 if plan.prefill.is_whole else plan.prefill.end_part
+            assert plan.prefill.first_group in (0, done_parts), "one chunk is under way at a time"
+            done_parts = 0 if plan.prefill.is_whole else plan.prefill.end_group
             for part in plan.prefill.prompts:
                 assert part.start == prefilled[part.request] and part.request not in cancelled
                 if plan.prefill.is_whole:

@@ -54,7 +54,7 @@ def slow_to_clean():
         print("cleaning", flush=True)
         sys.stdin.readline()
 
-signals.ONE_REQUEST_S = float(sys.argv[2])
+signals.SIGNAL_DEBOUNCE_S = float(sys.argv[2])
 signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     with signals.clean_shutdown(), work_folder(Path(sys.argv[1]), "job-"), slow_to_clean():
@@ -73,7 +73,7 @@ class Slow:
         os.write(1, b"ending\\n")
         os.read(0, 1)
 
-signals.ONE_REQUEST_S = float(sys.argv[2])
+signals.SIGNAL_DEBOUNCE_S = float(sys.argv[2])
 signal.signal(signal.SIGINT, signal.default_int_handler)
 slow = Slow()
 try:

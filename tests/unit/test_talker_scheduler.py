@@ -11,8 +11,13 @@ from mingc.runtime.kv_cache import SlotPool
 from mingc.runtime.talker.scheduler import TalkerScheduler
 
 
-def make_talker(*, slots: int = 3, max_joins: int = 8, max_streams: int = 8) -> TalkerScheduler:
-    return TalkerScheduler(SlotPool(slots + 1), max_batch=8, max_joins=max_joins, max_streams=max_streams)
+def make_talker(*, slots: int = 3, max_prefills_per_patch: int = 8, max_streams: int = 8) -> TalkerScheduler:
+    return TalkerScheduler(
+        SlotPool(slots + 1),
+        max_batch=8,
+        max_prefills_per_patch=max_prefills_per_patch,
+        max_streams=max_streams,
+    )
 
 
 def test_segments_of_a_stream_are_spoken_in_order_one_at_a_time() -> None:
@@ -45,7 +50,7 @@ def test_a_long_stream_lets_others_in_between_its_segments() -> None:
 
 
 def test_joins_at_one_boundary_are_limited() -> None:
-    scheduler = make_talker(slots=3, max_joins=2)
+    scheduler = make_talker(slots=3, max_prefills_per_patch=2)
     for stream in (1, 2, 3):
         scheduler.open(stream)
         scheduler.add(stream, stream)
@@ -76,7 +81,7 @@ def test_too_many_streams_are_refused() -> None:
 def test_talker_random_traffic_never_leaks_or_starves(
     streams: list[tuple[int, list[int], int | None]], num_slots: int
 ) -> None:
-    scheduler = make_talker(slots=num_slots, max_joins=2, max_streams=99)
+    scheduler = make_talker(slots=num_slots, max_prefills_per_patch=2, max_streams=99)
     left: dict[int, int] = {}
     spoken: dict[int, list[int]] = {stream: [] for stream in range(len(streams))}
     alive: set[int] = set()

@@ -1,6 +1,7 @@
-"""Ways to sum a tensor over the ranks: the group's own collective, and two over memory that the GPUs share.
+"""All-reduce algorithms: the process group's collective, and one-shot and two-shot kernels over symmetric memory.
 
-All replace a tensor by the sum, give the same bits on every rank, and can be captured in a CUDA graph.
+Each replaces a tensor by its sum over the ranks, gives the same bits on every rank, and can be captured in a CUDA
+graph. `mingc.runtime.distributed.all_reduce` selects among them by measured time.
 """
 
 from __future__ import annotations
@@ -13,113 +14,114 @@ from torch import Tensor
 
 from mingc.host import gpu_target
 
-TWO_SHOT_RANKS = (2, 4, 8)  # that torch's kernel is compiled for
-_LANES = 4  # of a two-shot sum at most
-_LANE_BLOCKS = 24  # thread blocks of torch's two-shot kernel at most, each of a whole multiprocessor
-_LANE_BYTES = 2**21  # of a message, from which on a lane is worth being started
+TWO_SHOT_WORLD_SIZES = (2, 4, 8)  # that torch's two-shot kernel is compiled for
+_MAX_LANES = 4  # per two-shot all-reduce
+_BLOCKS_PER_LANE = 24  # most thread blocks of torch's two-shot kernel, each filling a multiprocessor
+_MIN_LANE_BYTES = 2**21  # of a message per lane; below it a further lane costs more than it saves
 _LANE_ALIGNMENT = 128  # bytes
-_FIRST = -1  # priority: other ranks wait for every lane
+_HIGH_PRIORITY = -1  # stream priority: the other ranks wait for every lane
 
 
-class Method(Protocol):
-    """One way to sum up."""
+class AllReduceAlgorithm(Protocol):
+    """One way to all-reduce a tensor."""
 
-    def reduce_(self, x: Tensor) -> None:
+    def all_reduce_(self, x: Tensor) -> None:
         """Replace `x`, contiguous, by its sum over the ranks. Does not wait for the device."""
         ...
 
 
-class Collective:
-    """The group's own all-reduce."""
+class CollectiveAllReduce:
+    """The process group's own all-reduce: NCCL on GPUs, gloo on the CPU."""
 
-    def reduce_(self, x: Tensor) -> None:
+    def all_reduce_(self, x: Tensor) -> None:
         dist.all_reduce(x)
 
 
-class OneShot:
-    """Each rank reads the parts of all and adds them itself, in the order of the ranks: for small messages.
+class OneShotAllReduce:
+    """Every rank reads the tensors of all ranks and adds them itself, in rank order. For small messages.
 
     Args:
-        max_bytes: of a message. So much of the device's memory is kept, open to the other ranks.
+        max_bytes: largest message; as much device memory is allocated and mapped by the other ranks.
 
-    Making one is a collective.
+    Constructing one is a collective.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, max_bytes: int) -> None:
-        self._shared = _Shared(device, dtype, max_bytes)
+        self._buffer = _SymmetricBuffer(device, dtype, max_bytes)
 
-    def reduce_(self, x: Tensor) -> None:
-        shared = self._shared.like(x)
-        torch.ops.symm_mem.one_shot_all_reduce_copy_out(shared, x, "sum", self._shared.group_name, x)
+    def all_reduce_(self, x: Tensor) -> None:
+        source = self._buffer.like(x)
+        torch.ops.symm_mem.one_shot_all_reduce_copy_out(source, x, "sum", self._buffer.group_name, x)
 
 
-class TwoShot:
-    """Each rank adds up its own share in the order of the ranks, then all read the others' sums: for large messages.
+class TwoShotAllReduce:
+    """Every rank sums its own share in rank order, then reads the other shares' sums. For large messages.
 
-    torch's kernel does it all on a few multiprocessors, which are not enough for the links between the GPUs. A message
-    is therefore cut into as many lanes as fit beside each other, with a stream and shared memory each; while one
-    waits for the others' writes, another one copies. They must fit: a block waits for its fellows on the other ranks.
+    torch's kernel uses only a few multiprocessors, too few to saturate the links between the GPUs. A message is
+    therefore split into lanes that run concurrently, each with its own stream and symmetric buffer: while one lane
+    waits for the other ranks' writes, another one copies. All lanes must be resident at once, because their thread
+    blocks wait for the matching blocks of the other ranks.
 
     Args:
-        max_bytes: of a message. So much of the device's memory is kept, open to the other ranks.
-        lanes: at most; None for what the device has room for.
+        max_bytes: largest message; up to 2.1 times as much device memory is allocated and mapped by the other ranks.
+        lanes: most lanes; None for as many as the device has room for.
 
-    Making one is a collective.
+    Constructing one is a collective.
     """
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, max_bytes: int, lanes: int | None = None
     ) -> None:
         processors = gpu_target(device).num_multiprocessors
-        count = max(1, min(lanes or _LANES, processors // _LANE_BLOCKS))
-        # So many lanes are taken together that their pieces are no longer than this.
-        self._shared = [_Shared(device, dtype, max_bytes // lane) for lane in range(1, count + 1)]
+        count = max(1, min(lanes or _MAX_LANES, processors // _BLOCKS_PER_LANE))
+        # Lane i is used only by messages split into more than i pieces, so its pieces fit into max_bytes // (i + 1).
+        self._buffers = [_SymmetricBuffer(device, dtype, max_bytes // lane) for lane in range(1, count + 1)]
         self._streams = [
-            torch.cuda.Stream(device, priority=_FIRST)  # type: ignore[no-untyped-call]
+            torch.cuda.Stream(device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
             for _ in range(count - 1)
         ]
 
-    def reduce_(self, x: Tensor) -> None:
-        pieces = cut(x, min(len(self._shared), x.nbytes // _LANE_BYTES))
-        own = torch.cuda.current_stream(x.device)
-        begin = own.record_event()
-        lanes = list(zip(self._streams, self._shared[1:], pieces[1:], strict=False))
-        for stream, shared, piece in lanes:
-            stream.wait_event(begin)
+    def all_reduce_(self, x: Tensor) -> None:
+        pieces = split_into_lanes(x, min(len(self._buffers), x.nbytes // _MIN_LANE_BYTES))
+        main = torch.cuda.current_stream(x.device)
+        start = main.record_event()
+        lanes = list(zip(self._streams, self._buffers[1:], pieces[1:], strict=False))
+        for stream, buffer, piece in lanes:
+            stream.wait_event(start)
             with torch.cuda.stream(stream):
-                _two_shot_(piece, shared)
-        _two_shot_(pieces[0], self._shared[0])
+                _two_shot_(piece, buffer)
+        _two_shot_(pieces[0], self._buffers[0])
         for stream, _, _ in lanes:
-            own.wait_event(stream.record_event())
+            main.wait_event(stream.record_event())
 
 
-def cut(x: Tensor, count: int) -> list[Tensor]:
-    """`x`, contiguous, in at most `count` flat pieces one behind the other, as long as each other but for the last."""
+def split_into_lanes(x: Tensor, count: int) -> list[Tensor]:
+    """Split `x`, contiguous, into at most `count` flat views of equal length; the last one may be shorter."""
     flat = x.view(-1)
     step = _LANE_ALIGNMENT // x.itemsize
     size = -(-flat.numel() // (max(count, 1) * step)) * step
     return [flat[start : start + size] for start in range(0, flat.numel(), size)]
 
 
-class _Shared:
+class _SymmetricBuffer:
     """Memory of this device that the other ranks read and write."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, max_bytes: int) -> None:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
         group = dist.group.WORLD
-        assert group is not None, "the ranks have met"
+        assert group is not None, "the process group is initialized"
         self.group_name = group.group_name
         self._buffer = symmetric_memory.empty(max_bytes // dtype.itemsize, dtype=dtype, device=device)
         self._peers = symmetric_memory.rendezvous(self._buffer, self.group_name)
 
     def like(self, x: Tensor) -> Tensor:
-        """Its first values in the shape of `x`."""
+        """A view of its first values in the shape of `x`."""
         return self._buffer[: x.numel()].view(x.shape)
 
 
-def _two_shot_(piece: Tensor, shared: _Shared) -> None:
-    """Replace `piece` by its sum. The kernel begins and ends with a meeting of all ranks: memory is free again then."""
-    copy = shared.like(piece)
+def _two_shot_(piece: Tensor, buffer: _SymmetricBuffer) -> None:
+    """All-reduce `piece` in place. The kernel starts and ends with a barrier, after which the buffer is free again."""
+    copy = buffer.like(piece)
     copy.copy_(piece)
-    torch.ops.symm_mem.two_shot_all_reduce_out(copy, "sum", shared.group_name, piece)
+    torch.ops.symm_mem.two_shot_all_reduce_out(copy, "sum", buffer.group_name, piece)

@@ -1,9 +1,10 @@
-"""Sums over the ranks of the thinker, between its engines and inside CUDA graphs.
+"""All-reduce over the thinker's ranks, called between its engines and captured in CUDA graphs.
 
-Three ways (`reduce_methods`): the group's own collective (NCCL, gloo on the CPU), which is always there, and on GPUs
-that reach each other's memory a one-shot kernel, which suits small messages, of which a decode step has two a layer,
-and a two-shot kernel, which suits large ones, of which a chunk of a prompt has two a layer. Which is taken is measured
-when the ranks start, in a CUDA graph, at the sizes of the decode batches and the chunks. NVLink multicast is not used.
+There are three algorithms (`mingc.runtime.distributed.algorithms`). The process group's collective (NCCL, or gloo on
+the CPU) always works. On GPUs that can access each other's memory there are also a one-shot kernel for small messages
+(a decode step has two per layer) and a two-shot kernel for large ones (a prefill chunk has two per layer). The fastest
+one is selected at startup: each is timed in a CUDA graph at the message sizes of all decode batches and chunks. NVLink
+multicast is not used.
 """
 
 from __future__ import annotations
@@ -19,27 +20,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mingc.runtime.distributed.algorithms import TWO_SHOT_RANKS, Collective, Method, OneShot, TwoShot
+from mingc.runtime.distributed.algorithms import (
+    TWO_SHOT_WORLD_SIZES,
+    AllReduceAlgorithm,
+    CollectiveAllReduce,
+    OneShotAllReduce,
+    TwoShotAllReduce,
+)
 from mingc.runtime.distributed.process_group import num_ranks
 from mingc.runtime.engines.cuda_graphs import GraphPool
 
 log = logging.getLogger("mingc.ranks")
 
-_CALLS = 20  # of one graph: its launch counts little then
+_CALLS = 20  # in one graph, so that the launch of the graph counts little
 _REPLAYS = 15
-_SHARED_DTYPES = (torch.bfloat16, torch.float32)  # that the kernels over shared memory add
-_ROUNDING = 2e-2  # of a sum in half precision, relative to the largest
-_ROW_ALIGNMENT = 16  # bytes: the kernels read so many at a time, the width of a row must be a multiple
-_MOST_ONE_SHOT_BYTES = 2**22  # every rank reads all of it from each other one: beyond, it never won
-_LEAST_TWO_SHOT_BYTES = 2**17  # it meets twice and copies twice: below, it has nothing to win
+_KERNEL_DTYPES = (torch.bfloat16, torch.float32)  # that the one-shot and two-shot kernels support
+_TOLERANCE = 2e-2  # of a sum in half precision, relative to the largest value
+_ROW_ALIGNMENT = 16  # bytes that the kernels read at a time; the size of a row must be a multiple
+_MAX_ONE_SHOT_BYTES = (
+    2**22
+)  # every rank reads all of it from every other one; above, it was never the fastest
+_MIN_TWO_SHOT_BYTES = 2**17  # it has two barriers and two copies; below, it cannot be the fastest
 
-Way = Literal["collective", "one-shot", "two-shot"]
-Methods = Mapping[Way, Method]
+AlgorithmName = Literal["collective", "one-shot", "two-shot"]
+Algorithms = Mapping[AlgorithmName, AllReduceAlgorithm]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReduceTiming:
-    """Microseconds of one all-reduce of `num_bytes` in a CUDA graph, of the slowest rank; None for a way not tried."""
+class AllReduceTiming:
+    """Microseconds of one all-reduce of `num_bytes` in a CUDA graph on the slowest rank; None if not measured."""
 
     num_bytes: int
     collective_us: float
@@ -47,125 +56,130 @@ class ReduceTiming:
     two_shot_us: float | None = None
 
     @property
-    def us(self) -> dict[Way, float]:
-        """What was measured; the collective first, which is taken when others are just as fast."""
-        all_us: tuple[tuple[Way, float | None], ...] = (
+    def us(self) -> dict[AlgorithmName, float]:
+        """Measured times by algorithm; the collective is first and so wins ties."""
+        all_us: tuple[tuple[AlgorithmName, float | None], ...] = (
             ("collective", self.collective_us),
             ("one-shot", self.one_shot_us),
             ("two-shot", self.two_shot_us),
         )
-        return {way: us for way, us in all_us if us is not None}
+        return {name: us for name, us in all_us if us is not None}
 
     @property
-    def fastest(self) -> Way:
-        return min(self.us, key=lambda way: self.us[way])
+    def fastest(self) -> AlgorithmName:
+        return min(self.us, key=lambda name: self.us[name])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReduceChoice:
-    """Who sums up what.
+class AllReducePlan:
+    """The algorithm selected for each message size.
 
     Attributes:
-        backend: of the group; "none" for one rank.
-        reason: why, in a sentence.
-        timings: what was measured, in order of size; empty where there was nothing to choose.
+        backend: of the process group; "none" for one rank.
+        reason: for logs and /health: what was selected and why.
+        timings: measurements in order of size; empty if there was nothing to choose.
     """
 
     world_size: int
     backend: str
     reason: str
-    timings: tuple[ReduceTiming, ...] = ()
+    timings: tuple[AllReduceTiming, ...] = ()
 
-    def way(self, num_bytes: int) -> Way:
-        """What is fastest at the smallest measured size that is no smaller; beyond all of them the collective."""
+    def algorithm(self, num_bytes: int) -> AlgorithmName:
+        """The fastest one at the next larger measured size; the collective above all measured sizes."""
         for timing in self.timings:
             if num_bytes <= timing.num_bytes:
                 return timing.fastest
         return "collective"
 
 
-class Reducer:
+class AllReduce:
     """Sums tensors over the ranks. Every rank must call it with the same shapes in the same order.
 
     Args:
-        methods: by the ways that `choice` names; none for one rank, which has nothing to do.
-        dtype: of the messages that others than the collective add.
+        algorithms: those that `plan` names; empty for one rank, for which it does nothing.
+        dtype: of messages that may use other algorithms than the collective.
     """
 
-    def __init__(self, choice: ReduceChoice, methods: Methods, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.choice = choice
-        self._methods = methods
+    def __init__(
+        self, plan: AllReducePlan, algorithms: Algorithms, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        self.plan = plan
+        self._algorithms = algorithms
         self._dtype = dtype
 
-    def reduce_(self, x: Tensor) -> None:
+    def all_reduce_(self, x: Tensor) -> None:
         """Replace `x`, contiguous, by its sum over the ranks. Does not wait for the device."""
-        if self._methods:
-            way = self.choice.way(x.nbytes) if x.dtype == self._dtype else "collective"
-            self._methods[way].reduce_(x)
+        if self._algorithms:
+            name = self.plan.algorithm(x.nbytes) if x.dtype == self._dtype else "collective"
+            self._algorithms[name].all_reduce_(x)
 
 
-def make_reducer(device: torch.device, dtype: torch.dtype, *, width: int, tokens: Sequence[int]) -> Reducer:
-    """The reducer of this process's group, after `distributed.init`. A collective: every rank calls it.
+def create_all_reduce(
+    device: torch.device, dtype: torch.dtype, *, width: int, tokens: Sequence[int]
+) -> AllReduce:
+    """The all-reduce of this process's group, after `process_group.init`. A collective: every rank calls it.
 
     Args:
-        width: values of a token; messages are (tokens, width).
-        tokens: of each size of message to choose for: decode batches and chunks.
+        width: values per token; messages are (tokens, width).
+        tokens: message sizes to select algorithms for: decode batches and chunks.
     """
     world_size = num_ranks()
     if world_size == 1:
-        return Reducer(ReduceChoice(world_size=1, backend="none", reason="one rank has no sums"), {})
+        return AllReduce(AllReducePlan(world_size=1, backend="none", reason="one rank, no all-reduce"), {})
     backend = str(dist.get_backend())
-    methods: dict[Way, Method] = {"collective": Collective()}
+    algorithms: dict[AlgorithmName, AllReduceAlgorithm] = {"collective": CollectiveAllReduce()}
     sizes = sorted(set(tokens))
-    obstacle = _obstacle(device, dtype, width)
-    if obstacle is None:
-        obstacles = []
-        for way, make in _makers(device, dtype, world_size).items():
-            fitting = [size for size in sizes if _suits(way, size * width * dtype.itemsize)]
-            if fitting:
-                found = _try(make, device, dtype, width=width, sizes=fitting)
+    unavailable = _unavailable_reason(device, dtype, width)
+    if unavailable is None:
+        reasons = []
+        for name, create in _factories(device, dtype, world_size).items():
+            candidates = [size for size in sizes if _is_candidate(name, size * width * dtype.itemsize)]
+            if candidates:
+                found = _try_create(create, device, dtype, width=width, sizes=candidates)
                 if isinstance(found, str):
-                    obstacles.append(f"no {way} all-reduce: {found}")
+                    reasons.append(f"no {name} all-reduce: {found}")
                 else:
-                    methods[way] = found
-        obstacle = "; ".join(obstacles)
+                    algorithms[name] = found
+        unavailable = "; ".join(reasons)
     else:
-        obstacle = f"no one-shot and two-shot all-reduce: {obstacle}"
-    timings = _compare(methods, device, dtype, width, sizes) if len(methods) > 1 else []
-    choice = choose(timings, world_size=world_size, backend=backend, obstacle=obstacle)
-    log.info("all-reduce over %d ranks: %s", choice.world_size, choice.reason)
-    return Reducer(choice, methods, dtype)
+        unavailable = f"no one-shot and two-shot all-reduce: {unavailable}"
+    timings = _measure(algorithms, device, dtype, width, sizes) if len(algorithms) > 1 else []
+    plan = select_algorithms(timings, world_size=world_size, backend=backend, unavailable_reason=unavailable)
+    log.info("all-reduce over %d ranks: %s", plan.world_size, plan.reason)
+    return AllReduce(plan, algorithms, dtype)
 
 
-def choose(
-    timings: Sequence[ReduceTiming], *, world_size: int, backend: str, obstacle: str = ""
-) -> ReduceChoice:
-    """The fastest way at each size, told in ranges of sizes. `obstacle` says what could not be tried."""
+def select_algorithms(
+    timings: Sequence[AllReduceTiming], *, world_size: int, backend: str, unavailable_reason: str = ""
+) -> AllReducePlan:
+    """Select the fastest algorithm for each size. `unavailable_reason`: why some could not be measured."""
     ordered = tuple(sorted(timings, key=lambda each: each.num_bytes))
-    told = []
-    for way, group in groupby(ordered, lambda each: each.fastest):
+    ranges = []
+    for name, group in groupby(ordered, lambda each: each.fastest):
         last = list(group)[-1]
         times = ", ".join(
             f"{backend if each == 'collective' else each} {us:.1f}" for each, us in last.us.items()
         )
-        told.append(f"{backend if way == 'collective' else way} up to {last.num_bytes} bytes (µs: {times})")
-    return ReduceChoice(
+        label = backend if name == "collective" else name
+        ranges.append(f"{label} up to {last.num_bytes} bytes (µs: {times})")
+    return AllReducePlan(
         world_size=world_size,
         backend=backend,
-        reason="; ".join(filter(None, [", ".join(told), obstacle])),
+        reason="; ".join(filter(None, [", ".join(ranges), unavailable_reason])),
         timings=ordered,
     )
 
 
-def graph_us(run: Callable[[], None], device: torch.device, calls: int = _CALLS) -> float:
-    """Microseconds of `run` in a CUDA graph that holds it `calls` times; every rank must be at the same place."""
+def time_captured_us(run: Callable[[], None], device: torch.device, calls: int = _CALLS) -> float:
+    """Median microseconds of one `run` in a CUDA graph of `calls` of them. A collective if `run` is one."""
 
     def run_all() -> tuple[Tensor, ...]:
         for _ in range(calls):
             run()
         return ()
 
-    graph, _ = GraphPool(device).capture(run_all, "sums over the ranks")
+    graph, _ = GraphPool(device).capture(run_all, "the all-reduce measurement")
     samples: list[float] = []
     for _ in range(_REPLAYS):
         start, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
@@ -177,76 +191,80 @@ def graph_us(run: Callable[[], None], device: torch.device, calls: int = _CALLS)
     return statistics.median(samples)
 
 
-def adds_up(method: Method, device: torch.device, dtype: torch.dtype, width: int, rows: int) -> bool:
-    """Whether the sums of `method` are right, and the same bits on all ranks: they steer the same router choices."""
+def is_correct(
+    algorithm: AllReduceAlgorithm, device: torch.device, dtype: torch.dtype, width: int, rows: int
+) -> bool:
+    """Whether sums of random values are right, and bit-identical on all ranks: routers must choose the same experts."""
     generator = torch.Generator(device).manual_seed(dist.get_rank())
     x = torch.randn(rows, width, generator=generator, device=device).to(dtype)
     expected = x.float()
     dist.all_reduce(expected)
-    method.reduce_(x)
-    least, most = x.clone(), x.clone()
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    algorithm.all_reduce_(x)
+    lowest, highest = x.clone(), x.clone()
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
     error = (x.float() - expected).abs().max() / expected.abs().max()
-    return _agrees(torch.equal(least, most) and float(error) < _ROUNDING, device)
+    return _is_true_on_all_ranks(torch.equal(lowest, highest) and float(error) < _TOLERANCE, device)
 
 
-def _makers(device: torch.device, dtype: torch.dtype, world_size: int) -> dict[Way, Callable[[int], Method]]:
-    """Of the ways over shared memory how each is made, for messages of at most so many bytes."""
-    makers: dict[Way, Callable[[int], Method]] = {
-        "one-shot": lambda max_bytes: OneShot(device, dtype, max_bytes)
+def _factories(
+    device: torch.device, dtype: torch.dtype, world_size: int
+) -> dict[AlgorithmName, Callable[[int], AllReduceAlgorithm]]:
+    """Constructors of the algorithms over symmetric memory; their argument is the largest message in bytes."""
+    factories: dict[AlgorithmName, Callable[[int], AllReduceAlgorithm]] = {
+        "one-shot": lambda max_bytes: OneShotAllReduce(device, dtype, max_bytes)
     }
-    if world_size in TWO_SHOT_RANKS:
-        makers["two-shot"] = lambda max_bytes: TwoShot(device, dtype, max_bytes)
-    return makers
+    if world_size in TWO_SHOT_WORLD_SIZES:
+        factories["two-shot"] = lambda max_bytes: TwoShotAllReduce(device, dtype, max_bytes)
+    return factories
 
 
-def _suits(way: Way, num_bytes: int) -> bool:
-    """Whether a way is worth being tried for messages of `num_bytes`."""
-    match way:
+def _is_candidate(name: AlgorithmName, num_bytes: int) -> bool:
+    """Whether an algorithm can be the fastest for messages of `num_bytes`."""
+    match name:
         case "collective":
             return True
         case "one-shot":
-            return num_bytes <= _MOST_ONE_SHOT_BYTES
+            return num_bytes <= _MAX_ONE_SHOT_BYTES
         case "two-shot":
-            return num_bytes >= _LEAST_TWO_SHOT_BYTES
+            return num_bytes >= _MIN_TWO_SHOT_BYTES
 
 
-def _try(
-    make: Callable[[int], Method],
+def _try_create(
+    create: Callable[[int], AllReduceAlgorithm],
     device: torch.device,
     dtype: torch.dtype,
     *,
     width: int,
     sizes: Sequence[int],
-) -> Method | str:
-    """The method, or why there is none: the same on every rank, as they must call the same kernels."""
-    method, obstacle = None, "another rank could not open its memory"
+) -> AllReduceAlgorithm | str:
+    """The algorithm, or why it is unavailable. All ranks agree, because they must call the same kernels."""
+    algorithm, reason = None, "another rank could not open its memory"
     try:
-        method = make(max(sizes) * width * dtype.itemsize)
+        algorithm = create(max(sizes) * width * dtype.itemsize)
     except RuntimeError as error:
-        obstacle = str(error).splitlines()[0]
-    if not _agrees(method is not None, device) or method is None:
-        return obstacle
-    if not all(adds_up(method, device, dtype, width, size) for size in (min(sizes), max(sizes))):
-        return "its sums are not those of the group"
-    return method
+        reason = str(error).splitlines()[0]
+    if not _is_true_on_all_ranks(algorithm is not None, device) or algorithm is None:
+        return reason
+    if not all(is_correct(algorithm, device, dtype, width, size) for size in (min(sizes), max(sizes))):
+        return "its sums differ from those of the collective"
+    return algorithm
 
 
-def _compare(
-    methods: Methods, device: torch.device, dtype: torch.dtype, width: int, sizes: Sequence[int]
-) -> list[ReduceTiming]:
+def _measure(
+    algorithms: Algorithms, device: torch.device, dtype: torch.dtype, width: int, sizes: Sequence[int]
+) -> list[AllReduceTiming]:
     timings = []
     for size in sizes:
         x = torch.zeros(size, width, dtype=dtype, device=device)
-        tried = {way: method for way, method in methods.items() if _suits(way, x.nbytes)}
-        measured = [graph_us(lambda: method.reduce_(x), device) for method in tried.values()]  # noqa: B023
-        # All ranks must choose alike, so they choose by the same numbers: those of the slowest.
+        tried = {name: each for name, each in algorithms.items() if _is_candidate(name, x.nbytes)}
+        measured = [time_captured_us(lambda: each.all_reduce_(x), device) for each in tried.values()]  # noqa: B023
+        # All ranks must select alike, so they use the same numbers: those of the slowest rank.
         slowest = torch.tensor(measured, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         us = dict(zip(tried, (round(each, 2) for each in slowest.tolist()), strict=True))
         timings.append(
-            ReduceTiming(
+            AllReduceTiming(
                 num_bytes=x.nbytes,
                 collective_us=us["collective"],
                 one_shot_us=us.get("one-shot"),
@@ -256,24 +274,23 @@ def _compare(
     return timings
 
 
-def _obstacle(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
-    """Why no kernel over shared memory can be: the same answer on every rank. None when it can."""
+def _unavailable_reason(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
+    """Why no algorithm over symmetric memory can be used, the same on every rank; None if they can."""
     if device.type != "cuda":
-        return "it is for CUDA devices"
-    if dtype not in _SHARED_DTYPES:
-        return f"it does not add {dtype}"
+        return "they need CUDA devices"
+    if dtype not in _KERNEL_DTYPES:
+        return f"they do not support {dtype}"
     if width * dtype.itemsize % _ROW_ALIGNMENT:
         return f"rows of {width} values are not a multiple of {_ROW_ALIGNMENT} bytes"
     own = torch.tensor([device.index or 0], device=device)
     indices = torch.empty(dist.get_world_size(), dtype=own.dtype, device=device)
     dist.all_gather_into_tensor(indices, own)
     others = [index for index in indices.tolist() if index != own.item()]
-    is_open = all(torch.cuda.can_device_access_peer(device, index) for index in others)
-    return None if _agrees(is_open, device) else "the GPUs do not reach each other's memory"
+    has_access = all(torch.cuda.can_device_access_peer(device, index) for index in others)
+    return None if _is_true_on_all_ranks(has_access, device) else "the GPUs cannot access each other's memory"
 
 
-def _agrees(flag: bool, device: torch.device) -> bool:
-    """Whether `flag` holds on every rank."""
+def _is_true_on_all_ranks(flag: bool, device: torch.device) -> bool:
     all_ranks = torch.tensor([int(flag)], device=device)
     dist.all_reduce(all_ranks, op=dist.ReduceOp.MIN)
     return bool(all_ranks.item())

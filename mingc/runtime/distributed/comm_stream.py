@@ -1,4 +1,4 @@
-"""Work beside the current CUDA stream, also while it is captured into a graph; on the CPU it is done at once."""
+"""Side CUDA stream for communication that overlaps with compute, also during graph capture; inline on the CPU."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ from collections.abc import Callable
 
 import torch
 
-_FIRST = -1  # priority: its thread blocks are few, and what waits for them is long
+_HIGH_PRIORITY = -1  # communication has few thread blocks, and the work that waits for it is long
 
 
 class CommStream:
-    """One function after the other, beside what its starter goes on with."""
+    """Runs functions one after the other on a stream of its own, concurrently with the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device, priority=_FIRST)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
 
     def start(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Queue `run` behind what the current stream holds. Returns what makes that stream wait for its end.
+        """Enqueue `run` after the work already queued on the current stream.
 
-        Until then nothing may write or free what `run` uses.
+        Returns a function that makes the current stream wait for its end. Until then nothing may write or free the
+        tensors that `run` uses.
         """
         if self._stream is None:
             run()
             return lambda: None
-        own = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(own)
+        main = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):
             run()
             end = self._stream.record_event()
-        return lambda: own.wait_event(end)
+        return lambda: main.wait_event(end)

@@ -1,8 +1,7 @@
-"""The tensor-parallel group of this process: rendezvous, the gathering of shares, shutdown.
+"""Tensor-parallel process group: rendezvous, all-gather, broadcast, shutdown.
 
-Sums are `mingc.runtime.distributed.all_reduce`. Without a group, one rank is all there is. Nothing here brings in
-Dynamo or
-Inductor.
+All-reduce is in `mingc.runtime.distributed.all_reduce`. A process without a group acts as the single rank of a group of
+one. Nothing here imports Dynamo or Inductor.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from torch._C import _distributed_c10d as c10d
 from mingc.errors import WorkerError
 
 _HOST = "127.0.0.1"
-# NVLink multicast is left alone unless the user asks for it: nothing here needs it, and a fault in it can take the
-# GPUs of a whole host out of service.
+# NVLink multicast stays off unless the user enables it: it is not needed here, and a fault in it can take all GPUs of a
+# host out of service.
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 def host_store(*, timeout_s: float = 300.0) -> c10d.TCPStore:
-    """A key-value store that ranks meet at, on a port that the system chose (`.port`).
+    """Serve the key-value store for the rendezvous of the ranks, on a port that the system chooses (`.port`).
 
-    Lives as long as the returned object; the process that starts the ranks keeps it.
+    It lives as long as the returned object, which the process that starts the ranks keeps.
     """
     return c10d.TCPStore(
         _HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
@@ -40,11 +39,11 @@ def init(
     device: str = "cpu",
     timeout_s: float = 300.0,
 ) -> None:
-    """Join the group of `world_size` ranks, who meet at the `port` of `host_store`.
+    """Join the group of `world_size` ranks through the store at `port` (see `host_store`).
 
-    Must come before the first step of a sharded stage. On CUDA the caller has chosen its device already.
+    Call it before the first step of a sharded stage, and on CUDA after `torch.cuda.set_device`.
 
-    Raises: WorkerError when the others do not come within `timeout_s`.
+    Raises: WorkerError when the other ranks do not join within `timeout_s`.
     """
     backend = "nccl" if device.startswith("cuda") else "gloo"
     timeout = timedelta(seconds=timeout_s)
@@ -60,12 +59,12 @@ def init(
 
 
 def num_ranks() -> int:
-    """Of the group; 1 without one."""
+    """World size of the group; 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def all_gather_last(x: torch.Tensor) -> torch.Tensor:
-    """The ranks' contiguous `x` (N, W) side by side in rank order, (N, world size * W); `x` itself with one rank."""
+    """Concatenate the ranks' contiguous `x` (N, W) in rank order to (N, world size * W); `x` itself with one rank."""
     if not dist.is_initialized():
         return x
     shares = [torch.empty_like(x) for _ in range(dist.get_world_size())]
@@ -74,16 +73,16 @@ def all_gather_last(x: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast_from_rank0_(x: torch.Tensor) -> None:
-    """Replace `x` by that of rank 0, so that all ranks go on alike."""
+    """Replace `x` by that of rank 0."""
     if dist.is_initialized():
         dist.broadcast(x, src=0)
 
 
 def shutdown(*, is_whole: bool = True) -> None:
-    """Leave the group; does nothing when there is none.
+    """Leave the group; does nothing without one.
 
-    NCCL waits here for all graphs that it was captured in, and for its kernels: close the workers before. When a rank
-    is gone (not `is_whole`) its kernels may never end, and the group is left to the end of the process.
+    NCCL waits here for its kernels and for all graphs that captured it, so close the workers first. With
+    `is_whole=False` (a rank has died) its kernels may never end, and an NCCL group is left to the end of the process.
     """
     if dist.is_initialized() and (is_whole or dist.get_backend() != "nccl"):
         dist.destroy_process_group()

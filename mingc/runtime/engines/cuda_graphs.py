@@ -109,7 +109,7 @@ class AsyncHostCopy:
         self._event.record(torch.cuda.current_stream(values[0].device))
 
     @property
-    def is_made(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether `wait` would not block."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 

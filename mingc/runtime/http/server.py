@@ -262,7 +262,7 @@ def _stop_signals(server: _Server, serving: asyncio.Task[None]) -> Iterator[None
 
     def stop() -> None:
         nonlocal first
-        if first is not None and loop.time() - first < signals.ONE_REQUEST_S:
+        if first is not None and loop.time() - first < signals.SIGNAL_DEBOUNCE_S:
             return
         first = loop.time()
         if server.should_exit:
@@ -279,7 +279,7 @@ def _stop_signals(server: _Server, serving: asyncio.Task[None]) -> Iterator[None
             loop.remove_signal_handler(number)
             signal.signal(number, handler)
         if first is not None:
-            signals.end_at_a_later_signal()
+            signals.exit_on_later_signal()
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ class EngineOptions:
         max_running: requests the thinker works on at once; None is the largest decode batch.
         max_waiting: requests that may wait for the thinker before more are refused.
         max_speech_seqs: segments spoken at once; None is the largest batch of the talker.
-        max_joins: segments that may join the talker's batch at one patch boundary.
+        max_prefills_per_patch: segments that may join the talker's batch at one patch boundary.
         max_streams: requests that may speak or wait to speak before more are refused.
         max_pending_patches: patches a client may leave unread before its speech pauses.
         num_preprocess_threads: threads that decode media and run encoders.
@@ -83,7 +83,7 @@ class EngineOptions:
     max_running: int | None = None
     max_waiting: int = 128
     max_speech_seqs: int | None = None
-    max_joins: int = 16
+    max_prefills_per_patch: int = 16
     max_streams: int = 256
     max_pending_patches: int = 128
     num_preprocess_threads: int = 2
@@ -149,7 +149,7 @@ def open_service(
     services: list[OmniService] = []
     deaths: list[ServeError] = []
 
-    def on_death(error: ServeError) -> None:
+    def on_failure(error: ServeError) -> None:
         deaths.append(error)
         for service in services:
             service.end(error)
@@ -157,7 +157,7 @@ def open_service(
     runner: StepRunner | None = None
     try:
         with clock.phase("load the chat engines"):
-            runner, chat = _load_chat(artifact, options, devices, on_death)
+            runner, chat = _load_chat(artifact, options, devices, on_failure)
         speech = _load_speech(artifact, options, devices[0], clock)
     except BaseException:
         if isinstance(runner, RankGroup):
@@ -192,7 +192,7 @@ def _load_chat(
     artifact: Artifact,
     options: EngineOptions,
     devices: list[torch.device],
-    on_death: Callable[[ServeError], None],
+    on_failure: Callable[[ServeError], None],
 ) -> tuple[StepRunner | None, ChatPipeline | None]:
     manifest = artifact.manifest
     if "thinker" not in manifest.stages:
@@ -236,18 +236,18 @@ def _load_chat(
             load,
             start,
             num_pages=num_pages,
-            on_death=on_death,
+            on_failure=on_failure,
             step_timeout_s=options.step_timeout_s,
         )
         if len(devices) > 1
         else start(load())
     )
-    if runner.times is not None:
+    if runner.latency_model is not None:
         log.info(
             "ms of a prompt's chunk by tokens %s, of a decode step by requests %s",
             *(
                 {size: round(ms, 2) for size, ms in each}
-                for each in (runner.times.chunks, runner.times.decodes)
+                for each in (runner.latency_model.chunks, runner.latency_model.decodes)
             ),
         )
     batch = _largest(manifest, "thinker", "B")
@@ -255,7 +255,9 @@ def _load_chat(
         PagePool(num_pages, thinker.page_size),
         max_running=min(options.max_running or batch, batch),
         chunk=runner.chunk,
-        pace=ChunkedPrefillPolicy(num_parts=runner.num_parts, times=runner.times),
+        prefill_policy=ChunkedPrefillPolicy(
+            num_layer_groups=runner.num_layer_groups, latency_model=runner.latency_model
+        ),
         max_context=min(context, thinker.max_positions),
         max_waiting=options.max_waiting,
     )
@@ -301,7 +303,7 @@ def _load_speech(
     scheduler = TalkerScheduler(
         SlotPool(slots),
         max_batch=worker.max_batch,
-        max_joins=options.max_joins,
+        max_prefills_per_patch=options.max_prefills_per_patch,
         max_streams=options.max_streams,
     )
     return SpeechPipeline(
@@ -329,7 +331,7 @@ def _info(
         has_speech=has_speech,
         max_model_len=chat.loop.scheduler.max_context if chat is not None else None,
         max_total_tokens=chat.loop.scheduler.pool.max_tokens if chat is not None else None,
-        all_reduce=ranks.reduce_choice.reason if ranks is not None else None,
+        all_reduce=ranks.all_reduce_plan.reason if ranks is not None else None,
     )
 
 

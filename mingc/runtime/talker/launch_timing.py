@@ -21,7 +21,7 @@ class PatchLatencyModel:
         self._seconds: dict[int, float] = {}
         self._last_end = float("-inf")
 
-    def see(self, size: int, launched: float, ended: float) -> None:
+    def observe(self, size: int, launched: float, ended: float) -> None:
         """A patch of `size` rows, launched then, has ended; the device makes one after the other."""
         took = ended - max(launched, self._last_end)
         self._seconds[size] = min(took, _FORGOTTEN * self._seconds.get(size, took))
@@ -44,10 +44,10 @@ class LaunchTimingPolicy:
     """
 
     def __init__(self) -> None:
-        self.seconds = _LEAST_LEAD_S
+        self.lead_s = _LEAST_LEAD_S
 
-    def see(self, left_s: float, *, was_held: bool) -> None:
+    def observe(self, left_s: float, *, was_held: bool) -> None:
         """A patch was launched while the device had this much left to do; held: not before it was time to."""
         was_close = was_held and left_s < _CLOSE_S
-        wanted = 2 * self.seconds if was_close else 0.99 * self.seconds
-        self.seconds = min(_MOST_LEAD_S, max(_LEAST_LEAD_S, wanted))
+        wanted = 2 * self.lead_s if was_close else 0.99 * self.lead_s
+        self.lead_s = min(_MOST_LEAD_S, max(_LEAST_LEAD_S, wanted))

@@ -32,19 +32,19 @@ class TalkerLoop(EngineThread):
     """Runs the speech of all requests.
 
     Args:
-        max_behind_s: a client that leaves its patches unread for longer loses its request and so its slot.
+        slow_client_timeout_s: a client that leaves its patches unread for longer loses its request and so its slot.
     """
 
     def __init__(
-        self, worker: TalkerWorker, scheduler: TalkerScheduler, *, max_behind_s: float = 60.0
+        self, worker: TalkerWorker, scheduler: TalkerScheduler, *, slow_client_timeout_s: float = 60.0
     ) -> None:
         super().__init__("talker")
         self._worker = worker
         self.scheduler = scheduler
-        self._max_behind_s = max_behind_s
+        self._max_behind_s = slow_client_timeout_s
         self._streams: dict[int, _Stream] = {}
         self._ids = itertools.count(1)
-        self._lead = LaunchTimingPolicy()
+        self._launch_timing = LaunchTimingPolicy()
         self._was_held = False  # the next patch, until its time had come
 
     def open(self, emit: Callable[[Item], None], is_behind: Callable[[], bool]) -> int:
@@ -78,7 +78,7 @@ class TalkerLoop(EngineThread):
             joining = self.scheduler.admit()
         for stream, segment, slot in joining:
             try:
-                self._worker.join(slot, self._streams[stream].segments.pop(segment))
+                self._worker.add(slot, self._streams[stream].segments.pop(segment))
             except Exception as error:
                 self._fail_step([stream], error)
         behind = self._find_behind()
@@ -109,10 +109,10 @@ class TalkerLoop(EngineThread):
 
         What joins behind a launched patch is heard a whole patch later. False: launch now. True: ask again.
         """
-        left = self._worker.remaining_s() - self._lead.seconds
+        left = self._worker.remaining_s() - self._launch_timing.lead_s
         if left <= 0.0:
             return False
-        if self._worker.is_dry:
+        if self._worker.is_idle:
             self._was_held = False  # a longer lead would not have helped
             return False
         with self._lock:
@@ -126,7 +126,7 @@ class TalkerLoop(EngineThread):
     def _launch(self, slots: Sequence[int]) -> None:
         left, before = self._worker.remaining_s(), time.perf_counter()
         self._worker.launch(slots)
-        self._lead.see(left - (time.perf_counter() - before), was_held=self._was_held)
+        self._launch_timing.observe(left - (time.perf_counter() - before), was_held=self._was_held)
         self._was_held = False
 
     def _deliver(self, patches: Mapping[int, Patch]) -> None:
@@ -150,7 +150,7 @@ class TalkerLoop(EngineThread):
 
     def _end_segment(self, stream: int) -> None:
         with self._lock:
-            self._worker.leave(self.scheduler.slots.slot(stream))
+            self._worker.remove(self.scheduler.slots.slot(stream))
             self.scheduler.end_segment(stream)
 
     def _find_behind(self) -> set[int]:
@@ -175,7 +175,7 @@ class TalkerLoop(EngineThread):
     def _remove(self, stream: int) -> None:
         with self._lock:
             if stream in self.scheduler.batch():
-                self._worker.leave(self.scheduler.slots.slot(stream))
+                self._worker.remove(self.scheduler.slots.slot(stream))
             self.scheduler.remove(stream)
             self._streams.pop(stream, None)
 

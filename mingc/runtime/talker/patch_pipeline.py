@@ -45,16 +45,16 @@ class PatchWork(Protocol):
 class LaunchedPatch:
     """Results of one patch on their way to the host: samples (B, n) and stop probabilities (B,), both float32."""
 
-    download: AsyncHostCopy
+    host_copy: AsyncHostCopy
 
     @property
-    def is_made(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether `wait` would not block."""
-        return self.download.is_made
+        return self.host_copy.is_ready
 
     def wait(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Samples and stop probabilities; blocks until the device has made them."""
-        samples, stop = self.download.wait()
+        samples, stop = self.host_copy.wait()
         return samples.numpy(), stop.numpy()
 
 
@@ -94,11 +94,11 @@ class PatchPipeline:
         (steps, P, C); step_slots and lengths: where the speech LLM steps, slot 0 where it shall not.
         """
         if self._sizes:
-            return LaunchedPatch(download=self._sizes[size].launch(inputs))
+            return LaunchedPatch(host_copy=self._sizes[size].launch(inputs))
         made = self._work.sample(inputs)
         samples = _decode(self._work, made["latents"], inputs)
         self._work.advance(made, inputs)
-        return LaunchedPatch(download=AsyncHostCopy(samples, made["stop_probability"]))
+        return LaunchedPatch(host_copy=AsyncHostCopy(samples, made["stop_probability"]))
 
 
 class _Decoder:

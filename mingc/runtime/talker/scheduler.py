@@ -20,14 +20,16 @@ class TalkerScheduler:
     long text shares the slots with others.
 
     Args:
-        max_joins: segments that may join at one boundary: each costs a prefill, which the others wait for.
+        max_prefills_per_patch: segments that may join at one boundary: each costs a prefill, which the others wait for.
         max_streams: streams known at once (speaking and waiting) before more are refused.
     """
 
-    def __init__(self, slots: SlotPool, *, max_batch: int, max_joins: int, max_streams: int) -> None:
+    def __init__(
+        self, slots: SlotPool, *, max_batch: int, max_prefills_per_patch: int, max_streams: int
+    ) -> None:
         self.slots = slots
         self._max_batch = min(max_batch, slots.num_slots - 1)
-        self._max_joins = max_joins
+        self._max_prefills = max_prefills_per_patch
         self._max_streams = max_streams
         self._segments: dict[int, deque[int]] = {}  # per stream: segments not yet spoken, first one first
         self._queue: OrderedDict[int, None] = OrderedDict()  # streams that wait for a slot
@@ -68,9 +70,9 @@ class TalkerScheduler:
         self.slots.free(stream)
 
     def admit(self) -> list[tuple[int, int, int]]:
-        """(stream, segment, slot) of those that join now, at most `max_joins`; they are running from here on."""
+        """Admit segments: (stream, segment, slot) of each, at most `max_prefills_per_patch`. They are running now."""
         joined: list[tuple[int, int, int]] = []
-        while self._queue and len(joined) < self._max_joins and self.has_room:
+        while self._queue and len(joined) < self._max_prefills and self.has_room:
             stream = next(iter(self._queue))
             slot = self.slots.allocate(stream)
             assert slot is not None, "there was room"

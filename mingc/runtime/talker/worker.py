@@ -134,7 +134,7 @@ class TalkerWorker:
         self.max_batch = self._engines.batch_sizes[-1]
         self._speaking: dict[int, _Speaking] = {}
         self._launched: deque[_Launched] = deque()
-        self._times = PatchLatencyModel()
+        self._latency_model = PatchLatencyModel()
         self._prefixes: OrderedDict[bytes, Tensor] = OrderedDict()
 
     @property
@@ -143,7 +143,7 @@ class TalkerWorker:
         return len(self._launched)
 
     @torch.inference_mode()
-    def join(self, slot: int, segment: SpeechSegment) -> None:
+    def add(self, slot: int, segment: SpeechSegment) -> None:
         """Prefill the prompt of `segment` into `slot`, whose earlier contents are forgotten.
 
         The prefix runs on its own, also when it is not cached yet, so that its rows never depend on who came first.
@@ -175,7 +175,7 @@ class TalkerWorker:
         """Wait for the oldest patch in flight. By slot; segments that have left or ended before are not in it."""
         launched = self._launched.popleft()
         waves, stop = launched.patch.wait()
-        self._times.see(launched.size, launched.at, time.perf_counter())
+        self._latency_model.observe(launched.size, launched.at, time.perf_counter())
         return {
             slot: self._end_patch(speaking, waves[row], float(stop[row]))
             for row, (slot, speaking) in enumerate(launched.rows)
@@ -183,13 +183,15 @@ class TalkerWorker:
         }
 
     @property
-    def is_dry(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether the device has made every patch in flight."""
-        return all(each.patch.is_made for each in self._launched)
+        return all(each.patch.is_ready for each in self._launched)
 
     def remaining_s(self) -> float:
         """Seconds until the device has made all patches in flight, rather too few; 0 when that cannot be told."""
-        return self._times.remaining_s([(each.size, each.at) for each in self._launched], time.perf_counter())
+        return self._latency_model.remaining_s(
+            [(each.size, each.at) for each in self._launched], time.perf_counter()
+        )
 
     def drop(self) -> set[int]:
         """Forget every patch in flight, because the device has failed. Returns the slots that waited for one."""
@@ -202,7 +204,7 @@ class TalkerWorker:
         self._launched.clear()
         return slots
 
-    def leave(self, slot: int) -> None:
+    def remove(self, slot: int) -> None:
         """Forget what runs in `slot`; nothing happens when it is empty."""
         self._speaking.pop(slot, None)
 

@@ -29,19 +29,19 @@ def sampling_columns(params: SamplingParams, point: float) -> tuple[float, ...]:
     )
 
 
-def needs_draw(sampling: NDArray[np.float64]) -> bool:
+def needs_sampling(sampling: NDArray[np.float64]) -> bool:
     """Whether any row of `sampling` (n, NUM_COLUMNS) wants more than the likeliest token."""
     temperature, top_k, *_, penalty, _ = sampling.T
     return bool((((temperature > 0.0) & (top_k != 1.0)) | (penalty != 1.0)).any())
 
 
-def choose_likeliest(logits: Tensor) -> Tensor:
+def sample_greedy(logits: Tensor) -> Tensor:
     """(B,) int64 of (B, V) logits; `NOT_FINITE` for a row with NaN or inf."""
     highest, ids = logits.max(dim=-1)  # a NaN anywhere in a row becomes its maximum
     return torch.where(torch.isfinite(highest), ids, NOT_FINITE)
 
 
-def choose_tokens(logits: Tensor, sampling: Tensor, seen: Tensor) -> Tensor:
+def sample_tokens(logits: Tensor, sampling: Tensor, seen: Tensor) -> Tensor:
     """The next token of each row by its own rules.
 
     Args:
@@ -54,7 +54,7 @@ def choose_tokens(logits: Tensor, sampling: Tensor, seen: Tensor) -> Tensor:
     temperature, top_k, top_p, min_p, penalty, point = sampling.unsqueeze(-1).unbind(1)
     lowered = torch.where(logits > 0, logits / penalty, logits * penalty)
     logits = torch.where(seen & (penalty != 1.0), lowered, logits)
-    likeliest = choose_likeliest(logits)
+    likeliest = sample_greedy(logits)
     values, ids = logits.sort(dim=-1, descending=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     is_within = (rank < top_k) | (top_k < 1.0)

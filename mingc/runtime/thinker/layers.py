@@ -32,11 +32,11 @@ class ThinkerLayers:
 
     Args:
         state: the pages of every layer, by the stage's names.
-        reduce_: replaces a tensor by its sum over the ranks.
+        all_reduce_: replaces a tensor by its sum over the ranks.
         gather: puts the ranks' (N, W) side by side.
 
     Attributes:
-        num_parts: that a chunk of a prompt is run in; between them other steps may run.
+        num_layer_groups: that a chunk of a prompt is run in; between them other steps may run.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class ThinkerLayers:
         state: Mapping[str, Tensor],
         *,
         vocab_size: int,
-        reduce_: Callable[[Tensor], None],
+        all_reduce_: Callable[[Tensor], None],
         gather: Callable[[Tensor], Tensor] = all_gather_last,
     ) -> None:
         (self._embed,) = stage.layer_instances("embed").values()
         (self._head,) = stage.layer_instances("head").values()
         self._vocab_size = vocab_size
-        self._reduce_ = reduce_
+        self._reduce_ = all_reduce_
         self._gather = gather
         self._side = CommStream(next(iter(state.values())).device)
         self._layers = {kind: _layers(stage, state, kind) for kind in _KINDS}
-        self.num_parts = min(_MOST_PARTS, len(self._layers["prefill"]) // 2)
+        self.num_layer_groups = min(_MOST_PARTS, len(self._layers["prefill"]) // 2)
 
     def prefill(self, *chunks: Inputs) -> tuple[Tensor, ...]:
         """Logits (S, V) float32 of the tokens `last` of the last one of `chunks`, which follow each other.
@@ -72,10 +72,10 @@ class ThinkerLayers:
         stream = {"residual": flows[-1].residual, "delta": flows[-1].delta}
         return (self.chunk_logits(chunks[-1], stream), *routes)
 
-    def prefill_part(
+    def prefill_layer_group(
         self, part: int, inputs: Inputs, stream: Inputs
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """One of the `num_parts` of `prefill` of one chunk, each of about as many layers; the first embeds.
+        """One of the `num_layer_groups` of `prefill` of one chunk, each of about as many layers; the first embeds.
 
         Inputs: as `prefill`; after the first part those of `embed` are not needed. `stream` is what the part before
         has given, tensors (T, …), and nothing for the first.
@@ -84,7 +84,7 @@ class ThinkerLayers:
         if part == 0:
             stream = self._begin(inputs)
         halves = self._layers["prefill"]
-        first, end = (2 * (len(halves) // 2 * each // self.num_parts) for each in (part, part + 1))
+        first, end = (2 * (len(halves) // 2 * each // self.num_layer_groups) for each in (part, part + 1))
         flow = _Flow({**inputs, **stream})
         routes = self._pass(halves[first:end], [flow])
         return {**stream, "residual": flow.residual, "delta": flow.delta}, routes

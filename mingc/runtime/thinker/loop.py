@@ -29,7 +29,7 @@ from mingc.runtime.request_stream import FailedItem, Item, TokenItem
 from mingc.runtime.thinker.device_sampler import NOT_FINITE, sampling_columns
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.sampler import SamplerRow, sample, uniform
-from mingc.runtime.thinker.scheduler import PrefillChunk, PromptPart, ThinkerScheduler
+from mingc.runtime.thinker.scheduler import PrefillChunk, PromptSlice, ThinkerScheduler
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep, chunk_embeds
 from mingc.runtime.thinker.worker import LaunchedTokens
 
@@ -44,21 +44,21 @@ class StepRunner(Protocol):
     device: torch.device
 
     @property
-    def samples(self) -> bool: ...
+    def samples_on_device(self) -> bool: ...
 
     @property
-    def num_parts(self) -> int: ...
+    def num_layer_groups(self) -> int: ...
 
     @property
-    def times(self) -> StepLatencyModel | None: ...
+    def latency_model(self) -> StepLatencyModel | None: ...
 
     def prefill(self, step: PrefillStep) -> Tensor: ...
 
     def decode(self, step: DecodeStep) -> Tensor: ...
 
-    def launch(self, step: DecodeStep) -> LaunchedTokens: ...
+    def launch_decode(self, step: DecodeStep) -> LaunchedTokens: ...
 
-    def launch_first(self, step: PrefillStep) -> LaunchedTokens: ...
+    def launch_prefill(self, step: PrefillStep) -> LaunchedTokens: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -85,16 +85,16 @@ class _Running:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Launched:
-    """Tokens under way, launched `at` with parts of chunks before them that took `parts_ms` when they were timed.
+    """Tokens under way, launched `at` with parts of chunks before them that took `prefill_ms` when they were timed.
 
-    They are of a decode step of `num_answers`, or, when there are none, the first ones behind a chunk.
+    They are of a decode step of `num_decoding`, or, when there are none, the first ones behind a chunk.
     """
 
     rows: list[tuple[int, _Running]]
     tokens: LaunchedTokens
     at: float
-    parts_ms: float
-    num_answers: int
+    prefill_ms: float
+    num_decoding: int
 
 
 class ThinkerLoop(EngineThread):
@@ -132,7 +132,7 @@ class ThinkerLoop(EngineThread):
         """
         count = len(prompt.input_ids)
         max_tokens = self.scheduler.max_new_tokens(count, sampling.max_tokens)
-        if self._runner.samples:
+        if self._runner.samples_on_device:
             row = SamplerRow(sampling, seed)  # the device knows which tokens were seen
         else:
             row = SamplerRow.begin(
@@ -168,11 +168,11 @@ class ThinkerLoop(EngineThread):
             self.scheduler.commit(plan)
         if plan.prefill is not None and logits is not None:
             self._sample([each.request for each in plan.prefill.ended], logits)
-        if self._runner.samples:
+        if self._runner.samples_on_device:
             self._run_ahead(plan.decode, under_way)
         elif plan.decode:
             self._run_decode(plan.decode)
-        if self._runner.samples and plan.prefill is not None:
+        if self._runner.samples_on_device and plan.prefill is not None:
             self._gather_at = time.perf_counter() + 1e-3 * _SURE * self._parts_ms(plan.prefill)
         return True
 
@@ -182,7 +182,7 @@ class ThinkerLoop(EngineThread):
         if left <= 0.0:
             return False
         with self._lock:
-            if not self.scheduler.may_begin_chunk:
+            if not self.scheduler.can_start_chunk:
                 return False
             if not self._inbox:
                 self._wake.wait(left)
@@ -190,12 +190,12 @@ class ThinkerLoop(EngineThread):
 
     def _parts_ms(self, chunk: PrefillChunk) -> float:
         """What the parts of a chunk took when they were timed."""
-        return self.scheduler.pace.timed_ms(chunk.num_rows, chunk.end_part - chunk.first_part)
+        return self.scheduler.prefill_policy.timed_ms(chunk.num_rows, chunk.end_group - chunk.first_group)
 
     def _run_prefill(self, chunk: PrefillChunk) -> Tensor | None:
         """Logits (k, V) of the k prompts that are whole now, when the host is to choose. A failure is told to all."""
         requests = [each.request for each in chunk.prompts]
-        if chunk.first_part == 0:
+        if chunk.first_group == 0:
             for part in chunk.prompts:
                 if part.start == 0:
                     self._slots.allocate(part.request)
@@ -204,18 +204,18 @@ class ThinkerLoop(EngineThread):
         self._unseen_ms += self._parts_ms(chunk)
         ended = [each.request for each in chunk.ended]
         rows = np.array([self._chunk_requests.index(each) for each in ended], np.int64)
-        samples = bool(ended) and self._runner.samples
+        samples = bool(ended) and self._runner.samples_on_device
         step = replace(
             self._chunk_step,
-            embeds=self._chunk_step.embeds if chunk.first_part == 0 else None,
-            first_part=chunk.first_part,
-            end_part=chunk.end_part,
+            embeds=self._chunk_step.embeds if chunk.first_group == 0 else None,
+            first_group=chunk.first_group,
+            end_group=chunk.end_group,
             ended=rows if samples else None,
             sampling=_sampling([self._requests[each] for each in ended]) if samples else None,
         )
         try:
             if samples:
-                self._add_launched(ended, self._runner.launch_first(step), 0)
+                self._add_launched(ended, self._runner.launch_prefill(step), 0)
                 return None
             logits = self._runner.prefill(step)
             return logits[torch.from_numpy(rows).to(logits.device)] if ended else None
@@ -223,7 +223,7 @@ class ThinkerLoop(EngineThread):
             self._fail_step(requests, error)
             return None
 
-    def _prefill_step(self, parts: Sequence[PromptPart]) -> PrefillStep:
+    def _prefill_step(self, parts: Sequence[PromptSlice]) -> PrefillStep:
         """The tokens of a chunk's prompts, one prompt's behind the other's."""
         prompts = [self._requests[each.request].prompt for each in parts]
         inside = [slice(each.start, each.start + each.count) for each in parts]
@@ -253,7 +253,7 @@ class ThinkerLoop(EngineThread):
         wanted = [request for request in requests if self._requests[request].is_launchable]
         try:
             if wanted:
-                self._add_launched(wanted, self._runner.launch(self._decode_step(wanted)), len(wanted))
+                self._add_launched(wanted, self._runner.launch_decode(self._decode_step(wanted)), len(wanted))
             for _ in range(under_way):
                 self._collect()
         except Exception as error:
@@ -262,10 +262,10 @@ class ThinkerLoop(EngineThread):
             self._launched.clear()
             self._fail_step([request for request in hurt if request in self._requests], error)
 
-    def _add_launched(self, requests: Sequence[int], launched: LaunchedTokens, num_answers: int) -> None:
+    def _add_launched(self, requests: Sequence[int], launched: LaunchedTokens, num_decoding: int) -> None:
         rows = [(request, self._requests[request]) for request in requests]
         at = self._unseen_at if self._unseen_ms else time.perf_counter()
-        self._launched.append(_Launched(rows, launched, at, self._unseen_ms, num_answers))
+        self._launched.append(_Launched(rows, launched, at, self._unseen_ms, num_decoding))
         self._unseen_ms = 0.0
         for _, running in rows:
             running.pending += 1
@@ -277,7 +277,9 @@ class ThinkerLoop(EngineThread):
         self._launched.popleft()
         begun, self._last_end = max(launched.at, self._last_end), time.perf_counter()
         ms = 1e3 * (self._last_end - begun)
-        self.scheduler.pace.see(ms, parts_ms=launched.parts_ms, num_answers=launched.num_answers)
+        self.scheduler.prefill_policy.observe(
+            ms, prefill_ms=launched.prefill_ms, num_decoding=launched.num_decoding
+        )
         for (request, running), token in zip(launched.rows, tokens, strict=True):
             if self._requests.get(request) is running:
                 running.pending -= 1
@@ -290,7 +292,7 @@ class ThinkerLoop(EngineThread):
             self._pages(request, each.num_tokens) for request, each in zip(requests, running, strict=True)
         ]
         slots, sampling = None, None
-        if self._runner.samples:
+        if self._runner.samples_on_device:
             slots = np.array([self._slots.slot(request) for request in requests])
             sampling = _sampling(running)
         return DecodeStep(

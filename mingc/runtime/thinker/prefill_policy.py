@@ -1,4 +1,4 @@
-"""How much of a prompt's chunk runs beside answers in one step, as plain numbers. Imports no torch, times nothing."""
+"""Chunked prefill policy: how much of a prefill chunk runs beside decoding requests in one step. Imports no torch."""
 
 from __future__ import annotations
 
@@ -47,58 +47,64 @@ class ChunkedPrefillPolicy:
     """Chooses how many parts of a chunk a step runs.
 
     A chunk is as long as can be: short ones cost nearly the same, as each reads most experts. But it runs in
-    `num_parts`, each of some layers, and decode steps may come between them. Without running answers a step runs them
-    all; beside answers as many as hardly make their decode step twice as long, and one at least. Two or three prompts
-    that wait get half a chunk a step, four and more a whole one: answers yield to a queue, which every step of theirs
+    `num_layer_groups`, each of some layers, and decode steps may come between them. Without running answers a step runs
+    them all; beside answers as many as hardly make their decode step twice as long, and one at least. Two or three
+    prompts that wait get half a chunk a step, four and more a whole one: answers yield to a queue, which every step of theirs
     makes longer, but not to a single prompt.
 
-    Without times a step beside answers runs parts of a chunk that amount to 64 of its tokens for each prompt.
+    Without latency_model a step beside answers runs parts of a chunk that amount to 64 of its tokens for each prompt.
 
     Attributes:
         served: mean milliseconds of decode steps, by size.
         chunk_factor: what parts of chunks take when served, in the time that their size took when it was timed.
     """
 
-    num_parts: int
-    times: StepLatencyModel | None = None
+    num_layer_groups: int
+    latency_model: StepLatencyModel | None = None
     served: dict[int, float] = field(default_factory=dict, init=False)
     chunk_factor: float = field(default=1.0, init=False)
 
-    def timed_ms(self, num_tokens: int, num_parts: int) -> float:
+    def timed_ms(self, num_tokens: int, num_layer_groups: int) -> float:
         """What so many parts of a chunk took when they were timed; 0 when they were not."""
-        return 0.0 if self.times is None else self.times.chunk_ms(num_tokens) * num_parts / self.num_parts
+        return (
+            0.0
+            if self.latency_model is None
+            else self.latency_model.chunk_ms(num_tokens) * num_layer_groups / self.num_layer_groups
+        )
 
-    def see(self, ms: float, *, parts_ms: float, num_answers: int) -> None:
-        """The device took `ms` for parts of a chunk that took `parts_ms` when timed, a decode step, or both."""
-        if self.times is None:
+    def observe(self, ms: float, *, prefill_ms: float, num_decoding: int) -> None:
+        """The device took `ms` for parts of a chunk that took `prefill_ms` when timed, a decode step, or both."""
+        if self.latency_model is None:
             return
-        size = self.times.decode_size(num_answers) if num_answers else 0
-        if num_answers and not parts_ms:
-            timed = self.times.decode_ms(num_answers)
+        size = self.latency_model.decode_size(num_decoding) if num_decoding else 0
+        if num_decoding and not prefill_ms:
+            timed = self.latency_model.decode_ms(num_decoding)
             mean = self.served.get(size, min(ms, timed))  # the first may be late
             self.served[size] = mean + _WEIGHT_OF_LAST * (min(ms, timed / _LEAST_FACTOR) - mean)
-        elif parts_ms and (not num_answers or size in self.served):
-            factor = (ms - self.served.get(size, 0.0)) / parts_ms
+        elif prefill_ms and (not num_decoding or size in self.served):
+            factor = (ms - self.served.get(size, 0.0)) / prefill_ms
             factor = min(max(factor, _LEAST_FACTOR), 1 / _LEAST_FACTOR)
             self.chunk_factor += _WEIGHT_OF_LAST * (factor - self.chunk_factor)
 
-    def parts(self, num_tokens: int, *, num_prompts: int, num_answers: int) -> int:
-        """Parts of a chunk of `num_tokens` that may run now, 1 to `num_parts`; `num_prompts` counts its own."""
-        if not num_answers:
-            return self.num_parts
-        if self.times is None:
+    def layer_groups(self, num_tokens: int, *, num_prompts: int, num_decoding: int) -> int:
+        """Parts of a chunk of `num_tokens` that may run now, 1 to `num_layer_groups`; `num_prompts` counts its own."""
+        if not num_decoding:
+            return self.num_layer_groups
+        if self.latency_model is None:
             share = _UNTIMED_TOKENS * num_prompts / num_tokens
         else:
-            share = self._beside_ms(self.times, num_answers) / self.times.chunk_ms(num_tokens)
-        parts = min(self.num_parts, max(1, int(share * self.num_parts)))
+            share = self._beside_ms(self.latency_model, num_decoding) / self.latency_model.chunk_ms(
+                num_tokens
+            )
+        parts = min(self.num_layer_groups, max(1, int(share * self.num_layer_groups)))
         if num_prompts == 1:
             return parts
         steps = 2 if num_prompts <= _SHORT_QUEUE else 1  # that a chunk takes
-        return max(parts, math.ceil(self.num_parts / steps))
+        return max(parts, math.ceil(self.num_layer_groups / steps))
 
-    def _beside_ms(self, times: StepLatencyModel, num_answers: int) -> float:
+    def _beside_ms(self, latency_model: StepLatencyModel, num_decoding: int) -> float:
         """What parts of a chunk may take beside a decode step of so many answers, as they were timed."""
-        served = self.served.get(times.decode_size(num_answers))
+        served = self.served.get(latency_model.decode_size(num_decoding))
         if served is None:
-            return _SHARE_OF_TIMED * times.decode_ms(num_answers)
+            return _SHARE_OF_TIMED * latency_model.decode_ms(num_decoding)
         return _SHARE_OF_SERVED * served / self.chunk_factor

@@ -23,7 +23,7 @@ class ChunkShape:
         max_prompts: of which it may hold tokens.
         alignment: the first token of each prompt stands at a multiple of it.
         shared_rows: longest chunk with tokens of several.
-        pair_rows: tokens of one prompt that may be two chunks in one step, in all parts at once, while no request
+        two_batch_rows: tokens of one prompt that may be two chunks in one step, in all parts at once, while no request
             decodes; 0 where that gains nothing.
     """
 
@@ -31,7 +31,7 @@ class ChunkShape:
     max_prompts: int = 1
     alignment: int = 1
     shared_rows: int = 0
-    pair_rows: int = 0
+    two_batch_rows: int = 0
 
     def place(self, num_rows: int) -> int:
         """Where a further prompt begins behind `num_rows` rows."""
@@ -39,7 +39,7 @@ class ChunkShape:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PromptPart:
+class PromptSlice:
     """Tokens `start` to `start + count` of a request's prompt; `is_end` when these are its last."""
 
     request: int
@@ -55,18 +55,18 @@ class PrefillChunk:
     Attributes:
         prompts: those still there; in the first parts all.
         num_rows: from the first token to the last, alignment included.
-        first_part, end_part: of `ChunkedPrefillPolicy.num_parts`; those before have been run.
+        first_group, end_group: of `ChunkedPrefillPolicy.num_layer_groups`; those before have been run.
         is_whole: whether these are its last parts.
     """
 
-    prompts: tuple[PromptPart, ...]
+    prompts: tuple[PromptSlice, ...]
     num_rows: int
-    first_part: int
-    end_part: int
+    first_group: int
+    end_group: int
     is_whole: bool
 
     @property
-    def ended(self) -> tuple[PromptPart, ...]:
+    def ended(self) -> tuple[PromptSlice, ...]:
         """The prompts that are whole after these parts."""
         return tuple(each for each in self.prompts if each.is_end) if self.is_whole else ()
 
@@ -103,7 +103,7 @@ class ThinkerScheduler:
 
     Args:
         max_running: requests admitted at once; the largest decode batch.
-        pace: how much of a chunk a step runs.
+        prefill_policy: how much of a chunk a step runs.
         max_context: tokens of prompt and answer together.
         max_waiting: requests in the queue before more are refused.
     """
@@ -114,7 +114,7 @@ class ThinkerScheduler:
         *,
         max_running: int,
         chunk: ChunkShape,
-        pace: ChunkedPrefillPolicy,
+        prefill_policy: ChunkedPrefillPolicy,
         max_context: int,
         max_waiting: int,
     ) -> None:
@@ -122,7 +122,7 @@ class ThinkerScheduler:
         self.max_context = min(max_context, pool.max_tokens)
         self.max_running = max_running
         self._chunk = chunk
-        self.pace = pace
+        self.prefill_policy = prefill_policy
         self._begun: PrefillChunk | None = None  # the last parts that were run, when others are to follow
         self._max_waiting = max_waiting
         self._waiting: OrderedDict[int, _Sequence] = OrderedDict()
@@ -139,7 +139,7 @@ class ThinkerScheduler:
         return len(self._prefilling) + len(self._decoding)
 
     @property
-    def may_begin_chunk(self) -> bool:
+    def can_start_chunk(self) -> bool:
         """Whether the next plan may begin a chunk: a prompt that comes before it may then share it."""
         return self._begun is None and bool(self._waiting or self._prefilling)
 
@@ -226,18 +226,24 @@ class ThinkerScheduler:
         if not self._prefilling:
             return None
         if self._begun:
-            first, prompts, num_rows = self._begun.end_part, self._begun.prompts, self._begun.num_rows
+            first, prompts, num_rows = self._begun.end_group, self._begun.prompts, self._begun.num_rows
         else:
             first = 0
             prompts, num_rows = self._gather()
-        num_parts = self.pace.num_parts
-        parts = self.pace.parts(num_rows, num_prompts=len(self._prefilling), num_answers=len(self._decoding))
-        end = min(first + parts, num_parts)
+        num_layer_groups = self.prefill_policy.num_layer_groups
+        parts = self.prefill_policy.layer_groups(
+            num_rows, num_prompts=len(self._prefilling), num_decoding=len(self._decoding)
+        )
+        end = min(first + parts, num_layer_groups)
         return PrefillChunk(
-            prompts=prompts, num_rows=num_rows, first_part=first, end_part=end, is_whole=end == num_parts
+            prompts=prompts,
+            num_rows=num_rows,
+            first_group=first,
+            end_group=end,
+            is_whole=end == num_layer_groups,
         )
 
-    def _gather(self) -> tuple[tuple[PromptPart, ...], int]:
+    def _gather(self) -> tuple[tuple[PromptSlice, ...], int]:
         """The prompts of a new chunk, and its rows."""
         request = next(iter(self._prefilling))
         if not self._is_turn_of_oldest:
@@ -253,13 +259,13 @@ class ThinkerScheduler:
                 num_rows = end
         return tuple(prompts), num_rows
 
-    def _part(self, request: int) -> PromptPart:
+    def _part(self, request: int) -> PromptSlice:
         """As much of what a prompt has left as a chunk takes."""
         left = self._left(request)
-        is_pair = 0 < self._chunk.pair_rows <= left and not self._decoding
-        count = self._chunk.pair_rows if is_pair else min(self._chunk.max_rows, left)
+        is_pair = 0 < self._chunk.two_batch_rows <= left and not self._decoding
+        count = self._chunk.two_batch_rows if is_pair else min(self._chunk.max_rows, left)
         start = self._prefilling[request].computed
-        return PromptPart(request=request, start=start, count=count, is_end=count == left)
+        return PromptSlice(request=request, start=start, count=count, is_end=count == left)
 
     def _left(self, request: int) -> int:
         sequence = self._prefilling[request]

@@ -23,13 +23,13 @@ def create_worker(
     assert parameters is not None, "an artifact with the stage has its parameters"
     worker = ThinkerWorker(stage, parameters, num_pages=num_pages, device=device)
     if device.type == "cuda":
-        worker.times = time_sizes(worker)
+        worker.latency_model = measure_step_latencies(worker)
     return worker
 
 
-def time_sizes(worker: ThinkerWorker) -> StepLatencyModel:
+def measure_step_latencies(worker: ThinkerWorker) -> StepLatencyModel:
     """Run every size on random tokens: equal ones would go to few experts. A collective; writes to page 0 only."""
-    widths = sorted({*worker.chunks, worker.chunk.pair_rows} - {0})
+    widths = sorted({*worker.chunks, worker.chunk.two_batch_rows} - {0})
     ids = np.random.default_rng(0).integers(0, worker.vocab_size, max(worker.max_batch, *widths))
 
     def chunk(size: int) -> Callable[[], object]:

@@ -31,9 +31,9 @@ class PrefillStep:
         slots: (s,) int64, where the device keeps what sampling needs of the requests; 0 when it does not sample.
         ended: (k,) int64, the prompts, 0 to s - 1, behind which the device is to choose a token; else None.
         sampling: (k, NUM_COLUMNS) float64, see `device_sampler`; None with `ended`.
-        first_part: the first to be run of `ThinkerWorker.num_parts`; those before have been, for the same chunk, and
-            no other chunk since. `embeds` is read by part 0 alone.
-        end_part: behind the last to be run; None for all that are left.
+        first_group: the first to be run of `ThinkerWorker.num_layer_groups`; those before have been, for the same
+            chunk, and no other chunk since. `embeds` is read by part 0 alone.
+        end_group: behind the last to be run; None for all that are left.
     """
 
     input_ids: Ints
@@ -46,8 +46,8 @@ class PrefillStep:
     slots: Ints
     ended: Ints | None = None
     sampling: NDArray[np.float64] | None = None
-    first_part: int = 0
-    end_part: int | None = None
+    first_group: int = 0
+    end_group: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,25 +17,25 @@ from torch import Tensor
 
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.dtypes import torch_dtype
-from mingc.runtime.distributed.all_reduce import make_reducer
+from mingc.runtime.distributed.all_reduce import create_all_reduce
 from mingc.runtime.distributed.process_group import broadcast_from_rank0_, num_ranks
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.cuda_graphs import AsyncHostCopy, GraphPool, GraphRunner, Shapes
 from mingc.runtime.engines.stage_loader import LoadedStage
-from mingc.runtime.thinker.device_sampler import NUM_COLUMNS, choose_likeliest, choose_tokens, needs_draw
+from mingc.runtime.thinker.device_sampler import NUM_COLUMNS, needs_sampling, sample_greedy, sample_tokens
 from mingc.runtime.thinker.layers import ThinkerLayers, split_chunk
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.scheduler import ChunkShape
 from mingc.runtime.thinker.step import DecodeStep, Ints, PrefillStep, padded, padded_sampling
 
 
-class RunKind(NamedTuple):
+class GraphKey(NamedTuple):
     """What is run over fixed tensors, and captured on CUDA.
 
     Attributes:
         what: a part of a chunk, a pair of chunks, a decode step, or the choice of a token behind a chunk.
         width: rows of a chunk or pair, requests of a step, prompts of a chunk.
-        part: of a chunk, `ThinkerWorker.num_parts` in all.
+        part: of a chunk, `ThinkerWorker.num_layer_groups` in all.
         draws: whether tokens may be drawn; else each is the likeliest.
     """
 
@@ -49,11 +49,11 @@ class RunKind(NamedTuple):
 class LaunchedTokens:
     """The tokens (B,) int64 of a step on their way to the host, `NOT_FINITE` for a row without one."""
 
-    download: AsyncHostCopy
+    host_copy: AsyncHostCopy
 
     def wait(self) -> list[int]:
         """The tokens; blocks until the device has chosen them."""
-        (chosen,) = self.download.wait()
+        (chosen,) = self.host_copy.wait()
         tokens: list[int] = chosen.tolist()
         return tokens
 
@@ -66,17 +66,17 @@ class ThinkerWorker:
         num_pages: KV pages to allocate, page 0 included.
         is_static: whether steps run over fixed tensors, captured on CUDA, and `launch` chooses tokens on the
             device; None: on CUDA. Page tables then always have their largest size.
-        has_pairs: whether two of the longest chunks may run beside each other, one's sums over the ranks beside the
-            other's layers; None: where there are such sums, on CUDA, and a context holds so many tokens.
+        two_batch_overlap: whether two of the longest chunks may run together, the all-reduce of one overlapping with
+            the layers of the other; None: where there are such sums, on CUDA, and a context holds so many tokens.
 
     The group of ranks, if there is one, must have met; making one is a collective.
 
     Attributes:
         batches, chunks: sizes that steps are padded to.
         chunk: what a chunk can hold.
-        num_parts: that a chunk is run in, one after the other; decode steps may come between them.
-        samples: whether `launch` and `launch_first` are there.
-        times: of every size, once they were measured.
+        num_layer_groups: that a chunk is run in, one after the other; decode steps may come between them.
+        samples: whether `launch` and `launch_prefill` are there.
+        latency_model: of every size, once they were measured.
         routes: expert ids and weights (T, K) of each expert layer in the last chunk; empty when the engines do not
             tell.
     """
@@ -89,10 +89,10 @@ class ThinkerWorker:
         num_pages: int,
         device: torch.device,
         is_static: bool | None = None,
-        has_pairs: bool | None = None,
+        two_batch_overlap: bool | None = None,
     ) -> None:
         self.device = device
-        self.samples = device.type == "cuda" if is_static is None else is_static
+        self.samples_on_device = device.type == "cuda" if is_static is None else is_static
         self.page_size = parameters.page_size
         self.vocab_size = parameters.vocab_size
         self.num_pages = num_pages
@@ -101,42 +101,42 @@ class ThinkerWorker:
         self._prefill, self._decode = stage["prefill_attention"], stage["decode_attention"]
         self.batches, self.chunks = self._decode.spec.dim("B").buckets, self._prefill.spec.dim("T").buckets
         self.max_batch, self.max_chunk = max(self.batches), max(self.chunks)
-        if has_pairs is None:
+        if two_batch_overlap is None:
             context = self.page_size * max(self._prefill.spec.dim("P").buckets)
-            has_pairs = device.type == "cuda" and num_ranks() > 1 and 2 * self.max_chunk <= context
+            two_batch_overlap = device.type == "cuda" and num_ranks() > 1 and 2 * self.max_chunk <= context
         tables = next(each for each in self._prefill.spec.inputs if each.name == "page_table")
         self.chunk = ChunkShape(
             max_rows=self.max_chunk,
             max_prompts=int(tables.shape[0]),
             alignment=parameters.chunk_alignment,
             shared_rows=parameters.shared_rows,
-            pair_rows=2 * self.max_chunk if has_pairs else 0,
+            two_batch_rows=2 * self.max_chunk if two_batch_overlap else 0,
         )
         embeds = next(each for each in stage["embed"].spec.inputs if each.name == "embeds")
         dtype, self.hidden_size = torch_dtype(embeds.dtype), int(embeds.shape[1])
-        longest = max(self.max_batch, self.max_chunk, self.chunk.pair_rows)
+        longest = max(self.max_batch, self.max_chunk, self.chunk.two_batch_rows)
         self._embeds = torch.zeros(longest, self.hidden_size, dtype=dtype, device=device)
         # The kind of answers' tokens.
         self._words = torch.zeros(self.max_batch, dtype=torch.int64, device=device)
-        self.reducer = make_reducer(
+        self.all_reduce = create_all_reduce(
             device, dtype, width=self.hidden_size, tokens=(*self.batches, *self.chunks)
         )
         self._layers = ThinkerLayers(
-            stage, self.state, vocab_size=self.vocab_size, reduce_=self.reducer.reduce_
+            stage, self.state, vocab_size=self.vocab_size, all_reduce_=self.all_reduce.all_reduce_
         )
-        self.num_parts = self._layers.num_parts
+        self.num_layer_groups = self._layers.num_layer_groups
         self._stream: dict[str, Tensor] = {}  # of the chunk under way, rows for the largest
         self._chunk_inputs: dict[int, Mapping[str, Tensor]] = {}  # by width, of the chunk under way
         self._no_logits = torch.zeros(0, self.vocab_size, device=device)
-        if self.samples:
+        if self.samples_on_device:
             slots = self.max_batch + 1
             self._last = torch.zeros(slots, dtype=torch.int64, device=device)  # token of each slot's request
             self._seen = torch.zeros(slots, self.vocab_size, dtype=torch.bool, device=device)
             self._yes = torch.ones((), dtype=torch.bool, device=device)
             self._chunk_logits = torch.zeros(self.chunk.max_prompts, self.vocab_size, device=device)
-        self.times: StepLatencyModel | None = None
-        self._runs: dict[RunKind, GraphRunner] = {}
-        if self.samples:
+        self.latency_model: StepLatencyModel | None = None
+        self._runs: dict[GraphKey, GraphRunner] = {}
+        if self.samples_on_device:
             with torch.inference_mode():
                 self._prepare()
 
@@ -153,22 +153,23 @@ class ThinkerWorker:
     def prefill(self, step: PrefillStep) -> Tensor:
         """Run a chunk, or parts of one; logits (s, V) float32 of its last tokens once it is whole, until the next step.
 
-        Before that the logits have no rows. `ChunkShape.pair_rows` tokens are run in all parts at once.
+        Before that the logits have no rows. `ChunkShape.two_batch_rows` tokens are run in all parts at once.
         """
         offsets = self._offsets(step.counts)
         num_rows = int(offsets[-1] + step.counts[-1])
-        if num_rows == self.chunk.pair_rows:
-            assert (step.first_part, step.end_part or self.num_parts) == (0, self.num_parts), (
-                "a pair is whole"
-            )
+        if num_rows == self.chunk.two_batch_rows:
+            assert (step.first_group, step.end_group or self.num_layer_groups) == (
+                0,
+                self.num_layer_groups,
+            ), "a pair is whole"
             inputs = self._first_inputs(step, offsets, num_rows)
-            logits, *told = self._run(RunKind("pair", num_rows), inputs)
+            logits, *told = self._run(GraphKey("pair", num_rows), inputs)
             self.routes = list(zip(told[::2], told[1::2], strict=True))
             return logits[: len(step.counts)]
         width = self._prefill.bucket("T", num_rows)
-        for part in range(step.first_part, step.end_part or self.num_parts):
+        for part in range(step.first_group, step.end_group or self.num_layer_groups):
             inputs = self._first_inputs(step, offsets, width) if part == 0 else {}
-            logits, *told = self._run(RunKind("chunk", width, part=part), inputs)
+            logits, *told = self._run(GraphKey("chunk", width, part=part), inputs)
             if part == 0:
                 self.routes = []
             self.routes += zip(told[::2], told[1::2], strict=True)
@@ -220,16 +221,16 @@ class ThinkerWorker:
         return logits
 
     @torch.inference_mode()
-    def launch(self, step: DecodeStep) -> LaunchedTokens:
+    def launch_decode(self, step: DecodeStep) -> LaunchedTokens:
         """Run one token of each request and choose the next ones; does not wait for the device."""
-        assert self.samples and step.sampling is not None, "the worker was made to sample"
-        _, chosen = self._decode_step(step, draws=needs_draw(step.sampling))
-        return LaunchedTokens(download=AsyncHostCopy(chosen[: len(step.input_ids)]))
+        assert self.samples_on_device and step.sampling is not None, "the worker was made to sample"
+        _, chosen = self._decode_step(step, draws=needs_sampling(step.sampling))
+        return LaunchedTokens(host_copy=AsyncHostCopy(chosen[: len(step.input_ids)]))
 
     @torch.inference_mode()
-    def launch_first(self, step: PrefillStep) -> LaunchedTokens:
+    def launch_prefill(self, step: PrefillStep) -> LaunchedTokens:
         """Run the last parts of a chunk and choose the first tokens (k,) of answers; does not wait for the device."""
-        assert self.samples and step.sampling is not None and step.ended is not None, (
+        assert self.samples_on_device and step.sampling is not None and step.ended is not None, (
             "the worker was made to sample"
         )
         self.prefill(step)
@@ -239,8 +240,8 @@ class ThinkerWorker:
             "slots": padded(step.slots[step.ended], held),
             "sampling": padded_sampling(step.sampling, held),
         }
-        (chosen,) = self._run(RunKind("first", held, draws=needs_draw(step.sampling)), inputs)
-        return LaunchedTokens(download=AsyncHostCopy(chosen[: len(step.ended)]))
+        (chosen,) = self._run(GraphKey("first", held, draws=needs_sampling(step.sampling)), inputs)
+        return LaunchedTokens(host_copy=AsyncHostCopy(chosen[: len(step.ended)]))
 
     def _decode_step(self, step: DecodeStep, *, draws: bool) -> tuple[Tensor, ...]:
         width = self._decode.bucket("B", len(step.input_ids))
@@ -250,17 +251,17 @@ class ThinkerWorker:
             "lengths": padded(step.lengths, width).clamp_min_(1),
             "page_table": self._page_table(self._decode, step.pages, int(step.lengths.max()), width),
         }
-        if self.samples:
+        if self.samples_on_device:
             slots = np.zeros(1, np.int64) if step.slots is None else step.slots
             inputs.update(slots=padded(slots, width), sampling=padded_sampling(step.sampling, width))
-        return self._run(RunKind("decode", width, draws=draws), inputs)
+        return self._run(GraphKey("decode", width, draws=draws), inputs)
 
-    def _run(self, kind: RunKind, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    def _run(self, kind: GraphKey, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         if self._runs:
             return self._runs[kind](inputs)
         return self._function(kind)({name: value.to(self.device) for name, value in inputs.items()})
 
-    def _function(self, kind: RunKind) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]:
+    def _function(self, kind: GraphKey) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]:
         match kind.what:
             case "chunk":
                 return partial(self._run_prefill, part=kind.part, width=kind.width)
@@ -279,27 +280,27 @@ class ThinkerWorker:
             self._note_seen(inputs)
         inputs = self._chunk_inputs[width]
         before = {name: kept[:width] for name, kept in self._stream.items()}
-        stream, routes = self._layers.prefill_part(part, inputs, before)
-        if part < self.num_parts - 1:
+        stream, routes = self._layers.prefill_layer_group(part, inputs, before)
+        if part < self.num_layer_groups - 1:
             self._keep(stream)
             return self._no_logits, *routes
         logits = self._layers.chunk_logits(inputs, stream)
-        if self.samples:
+        if self.samples_on_device:
             self._chunk_logits.copy_(logits)
         return logits, *routes
 
     def _run_pair(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Logits (S, V); then what expert layers tell."""
         self._note_seen(inputs)
-        inputs = {**inputs, "embeds": self._embeds[: self.chunk.pair_rows]}
+        inputs = {**inputs, "embeds": self._embeds[: self.chunk.two_batch_rows]}
         logits, *routes = self._layers.prefill(*split_chunk(inputs, self.max_chunk))
-        if self.samples:
+        if self.samples_on_device:
             self._chunk_logits.copy_(logits)
         return logits, *routes
 
     def _note_seen(self, inputs: Mapping[str, Tensor]) -> None:
         """Note which tokens a chunk's prompts hold; those that begin with it hold no others."""
-        if not self.samples:
+        if not self.samples_on_device:
             return
         slots, is_begun = inputs["slots"], (inputs["starts"] > 0).unsqueeze(1)
         self._seen.index_copy_(0, slots, self._seen.index_select(0, slots) & is_begun)
@@ -321,7 +322,7 @@ class ThinkerWorker:
 
     def _run_decode(self, inputs: Mapping[str, Tensor], *, draws: bool) -> tuple[Tensor, ...]:
         ids = inputs["input_ids"]
-        if self.samples:
+        if self.samples_on_device:
             slots = inputs["slots"]
             ids = torch.where(ids >= 0, ids, self._last.index_select(0, slots))
             self._seen.index_put_((slots, ids), self._yes)
@@ -332,15 +333,15 @@ class ThinkerWorker:
             "positions": inputs["positions"].expand(3, -1).contiguous(),
         }
         logits = self._layers.decode({**inputs, **answers})
-        return (logits, self._choose(logits, inputs, draws=draws)) if self.samples else (logits,)
+        return (logits, self._choose(logits, inputs, draws=draws)) if self.samples_on_device else (logits,)
 
     def _choose(self, logits: Tensor, inputs: Mapping[str, Tensor], *, draws: bool) -> Tensor:
         """The tokens (B,) behind `logits` (B, V), kept as the last ones of `slots`; the same on all ranks."""
         slots = inputs["slots"]
         if draws:
-            chosen = choose_tokens(logits, inputs["sampling"], self._seen.index_select(0, slots))
+            chosen = sample_tokens(logits, inputs["sampling"], self._seen.index_select(0, slots))
         else:
-            chosen = choose_likeliest(logits)
+            chosen = sample_greedy(logits)
         broadcast_from_rank0_(chosen)
         self._last.index_copy_(0, slots, chosen.clamp_min(0))
         return chosen
@@ -350,7 +351,7 @@ class ThinkerWorker:
         pool = GraphPool(self.device) if self.device.type == "cuda" else None
         held = self.chunk.max_prompts
         prompts = (torch.int64, (held,))
-        for width in sorted({*self.chunks, self.chunk.pair_rows} - {0}, reverse=True):
+        for width in sorted({*self.chunks, self.chunk.two_batch_rows} - {0}, reverse=True):
             rows = (torch.int64, (width,))
             shapes: Shapes = {
                 **dict.fromkeys(("input_ids", "embed_kind", "segment", "index", "row_slots"), rows),
@@ -358,13 +359,13 @@ class ThinkerWorker:
                 "page_table": (torch.int32, (held, max(self._prefill.spec.dim("P").buckets))),
                 **dict.fromkeys(("last", "starts", "slots"), prompts),
             }
-            if width == self.chunk.pair_rows:
+            if width == self.chunk.two_batch_rows:
                 self._prepare_run(
-                    RunKind("pair", width), shapes, pool, f"two chunks of {self.max_chunk} tokens"
+                    GraphKey("pair", width), shapes, pool, f"two chunks of {self.max_chunk} tokens"
                 )
                 continue
-            for part in range(self.num_parts):
-                kind = RunKind("chunk", width, part=part)
+            for part in range(self.num_layer_groups):
+                kind = GraphKey("chunk", width, part=part)
                 self._prepare_run(kind, {} if part else shapes, pool, f"a chunk of {width} tokens")
         for width in sorted(self.batches, reverse=True):
             ints = (torch.int64, (width,))
@@ -377,21 +378,23 @@ class ThinkerWorker:
                 "sampling": (torch.float32, (width, NUM_COLUMNS)),
             }
             for draws in (True, False):
-                kind = RunKind("decode", width, draws=draws)
+                kind = GraphKey("decode", width, draws=draws)
                 self._prepare_run(kind, shapes, pool, f"a step of batch {width}")
         shapes = {"ended": prompts, "slots": prompts, "sampling": (torch.float32, (held, NUM_COLUMNS))}
         for draws in (True, False):
-            kind = RunKind("first", held, draws=draws)
+            kind = GraphKey("first", held, draws=draws)
             self._prepare_run(kind, shapes, pool, "the choice of first tokens")
 
-    def _prepare_run(self, kind: RunKind, shapes: Shapes, pool: GraphPool | None, name: str) -> None:
+    def _prepare_run(self, kind: GraphKey, shapes: Shapes, pool: GraphPool | None, name: str) -> None:
         run = self._function(kind)
         self._runs[kind] = GraphRunner(shapes, run, device=self.device, pool=pool, name=name)
 
     def _page_table(self, graph: Graph, pages: Ints, num_tokens: int, rows: int) -> Tensor:
         """(rows, P) int32 with `pages` (n, any) in it and 0 elsewhere; P is the bucket that holds `num_tokens`."""
         size = graph.bucket("P", -(-num_tokens // self.page_size))
-        table = np.zeros((rows, max(graph.spec.dim("P").buckets) if self.samples else size), np.int32)
+        table = np.zeros(
+            (rows, max(graph.spec.dim("P").buckets) if self.samples_on_device else size), np.int32
+        )
         count = min(pages.shape[1], table.shape[1])
         table[: len(pages), :count] = pages[:, :count]
         return torch.from_numpy(table)

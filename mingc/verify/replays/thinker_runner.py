@@ -49,7 +49,7 @@ class ThinkerRunner:
                 lambda: engines.stage("thinker"),
                 start,
                 num_pages=num_pages,
-                on_death=lambda error: None,  # the next step raises it
+                on_failure=lambda error: None,  # the next step raises it
             )
         else:
             start(engines.stage("thinker"))

@@ -13,13 +13,13 @@ import time
 
 from mingc.errors import MingcError
 
-END_LIMIT_S = 30.0
+EXIT_TIMEOUT_S = 30.0
 GIL_MARGIN_S = 5.0
 
 log = logging.getLogger("mingc")
 
 
-def hard_exit(error: MingcError, kept: object = None, limit_s: float = END_LIMIT_S) -> None:
+def hard_exit(error: MingcError, kept: object = None, limit_s: float = EXIT_TIMEOUT_S) -> None:
     """See to it that this process ends with the exit code of `error`, in order within `limit_s`, else as it stands.
 
     From now on an ordinary end skips the interpreter's teardown: what torch and NCCL do there waits for the device.

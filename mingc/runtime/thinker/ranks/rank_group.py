@@ -19,7 +19,7 @@ from torch import Tensor
 from mingc.artifacts.codec import encode
 from mingc.errors import RankError, WorkerError
 from mingc.runtime.distributed import process_group
-from mingc.runtime.distributed.all_reduce import ReduceChoice
+from mingc.runtime.distributed.all_reduce import AllReducePlan
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.ranks.hard_exit import hard_exit
@@ -53,7 +53,7 @@ class RankGroup:
         devices: one a rank; the first one is this process's.
         load: loads this process's stage while the children load theirs.
         start: makes this process's worker of it, once the ranks have met.
-        on_death: called once, on any thread, when a child has ended unasked, or a step has failed or does not end.
+        on_failure: called once, on any thread, when a child has ended unasked, or a step has failed or does not end.
         step_timeout_s: seconds after which a step that has not ended is taken for one that never will.
 
     On CUDA a death is also the end of this process (`last_resort`): a rank that waits for another one on the device
@@ -68,10 +68,10 @@ class RankGroup:
         start: Callable[[LoadedStage], ThinkerWorker],
         *,
         num_pages: int,
-        on_death: Callable[[RankError], None],
+        on_failure: Callable[[RankError], None],
         step_timeout_s: float = STEP_TIMEOUT_S,
     ) -> None:
-        self._on_death = on_death
+        self._on_death = on_failure
         self._children: list[subprocess.Popen[bytes]] = []
         self._sockets: list[socket.socket] = []
         self._is_closing = threading.Event()
@@ -115,17 +115,17 @@ class RankGroup:
         self._watch = StepWatchdog(self.device, step_timeout_s, self._end_stuck)
 
     @property
-    def reduce_choice(self) -> ReduceChoice:
+    def all_reduce_plan(self) -> AllReducePlan:
         """How the ranks sum up."""
-        return self._worker.reducer.choice
+        return self._worker.all_reduce.plan
 
     @property
     def is_alive(self) -> bool:
         return self._death is None and not self._is_closing.is_set()
 
     @property
-    def samples(self) -> bool:
-        return self._worker.samples
+    def samples_on_device(self) -> bool:
+        return self._worker.samples_on_device
 
     @property
     def chunk(self) -> ChunkShape:
@@ -133,14 +133,14 @@ class RankGroup:
         return self._worker.chunk
 
     @property
-    def num_parts(self) -> int:
-        """As `ThinkerWorker.num_parts`."""
-        return self._worker.num_parts
+    def num_layer_groups(self) -> int:
+        """As `ThinkerWorker.num_layer_groups`."""
+        return self._worker.num_layer_groups
 
     @property
-    def times(self) -> StepLatencyModel | None:
-        """As `ThinkerWorker.times`."""
-        return self._worker.times
+    def latency_model(self) -> StepLatencyModel | None:
+        """As `ThinkerWorker.latency_model`."""
+        return self._worker.latency_model
 
     def prefill(self, step: PrefillStep) -> Tensor:
         """As `ThinkerWorker.prefill`. Raises: WorkerError when a rank is gone."""
@@ -150,13 +150,13 @@ class RankGroup:
         """As `ThinkerWorker.decode`. Raises: WorkerError when a rank is gone."""
         return self._run(step, self._worker.decode)
 
-    def launch(self, step: DecodeStep) -> LaunchedTokens:
-        """As `ThinkerWorker.launch`. Raises: WorkerError when a rank is gone."""
-        return self._run(step, self._worker.launch)
+    def launch_decode(self, step: DecodeStep) -> LaunchedTokens:
+        """As `ThinkerWorker.launch_decode`. Raises: WorkerError when a rank is gone."""
+        return self._run(step, self._worker.launch_decode)
 
-    def launch_first(self, step: PrefillStep) -> LaunchedTokens:
-        """As `ThinkerWorker.launch_first`. Raises: WorkerError when a rank is gone."""
-        return self._run(step, self._worker.launch_first)
+    def launch_prefill(self, step: PrefillStep) -> LaunchedTokens:
+        """As `ThinkerWorker.launch_prefill`. Raises: WorkerError when a rank is gone."""
+        return self._run(step, self._worker.launch_prefill)
 
     def close(self) -> None:
         """End the children: closed sockets tell them, what is left after a while is killed."""

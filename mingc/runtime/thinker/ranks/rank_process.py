@@ -79,11 +79,11 @@ def main() -> None:
         sock.sendall(READY)
         while (step := receive_step(sock)) is not None:
             if isinstance(step, PrefillStep):
-                (worker.prefill if step.sampling is None else worker.launch_first)(step)
+                (worker.prefill if step.sampling is None else worker.launch_prefill)(step)
             elif step.sampling is None:
                 worker.decode(step)
             else:
-                worker.launch(step)
+                worker.launch_decode(step)
         worker.close()
     process_group.shutdown()
 

@@ -1,4 +1,4 @@
-"""Runs `reducer_rank.py` on several ranks."""
+"""Runs `all_reduce_rank.py` on several ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mingc.runtime.distributed import process_group
 
 
 def run_ranks(world_size: int, device: str, **job: Any) -> list[dict[str, Any]]:
-    """What every rank printed. `device` is "cpu" or "cuda", rank r gets the r-th."""
+    """The result of every rank. `device` is "cpu" or "cuda"; rank r uses GPU r."""
     store = process_group.host_store(timeout_s=60)
     root = Path(__file__).parents[2]
     with ExitStack() as stack:
         processes = []
-        # Files, not pipes: a rank whose pipe is full does not come to the end of the group, where others wait for it.
-        printed, told = (
+        # Files, not pipes: a rank that blocks on a full pipe never leaves the group, and the others wait for it.
+        stdout, stderr = (
             [stack.enter_context(TemporaryFile("w+")) for _ in range(world_size)] for _ in range(2)
         )
         for rank in range(world_size):
@@ -34,14 +34,14 @@ def run_ranks(world_size: int, device: str, **job: Any) -> list[dict[str, Any]]:
             }
             command = [
                 sys.executable,
-                str(Path(__file__).with_name("reducer_rank.py")),
+                str(Path(__file__).with_name("all_reduce_rank.py")),
                 json.dumps(whole_job),
             ]
             processes.append(
                 subprocess.Popen(
                     command,
-                    stdout=printed[rank],
-                    stderr=told[rank],
+                    stdout=stdout[rank],
+                    stderr=stderr[rank],
                     env={**os.environ, "PYTHONPATH": str(root)},
                 )
             )
@@ -53,11 +53,11 @@ def run_ranks(world_size: int, device: str, **job: Any) -> list[dict[str, Any]]:
             for process in processes:
                 process.kill()
                 process.wait()
-        for rank, errors in enumerate(told):
+        for rank, errors in enumerate(stderr):
             errors.seek(0)
             assert codes[rank] == 0, f"codes {codes}, rank {rank}: {errors.read()}"
         results = []
-        for output in printed:
+        for output in stdout:
             output.seek(0)
             results.append(json.loads(output.read().splitlines()[-1]))
         return results
