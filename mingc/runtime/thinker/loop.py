@@ -190,7 +190,7 @@ class ThinkerLoop(EngineThread):
 
     def _parts_ms(self, chunk: PrefillChunk) -> float:
         """What the parts of a chunk took when they were timed."""
-        return self.scheduler.prefill_policy.timed_ms(chunk.num_rows, chunk.end_group - chunk.first_group)
+        return self.scheduler.prefill_policy.measured_ms(chunk.num_rows, chunk.end_group - chunk.first_group)
 
     def _run_prefill(self, chunk: PrefillChunk) -> Tensor | None:
         """Logits (k, V) of the k prompts that are whole now, when the host is to choose. A failure is told to all."""

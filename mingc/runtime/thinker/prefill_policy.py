@@ -1,62 +1,66 @@
-"""Chunked prefill policy: how much of a prefill chunk runs beside decoding requests in one step. Imports no torch."""
+"""Chunked prefill policy: how much of a prefill chunk a step runs beside decoding requests. Plain numbers, no torch.
+
+The scheduler asks it for every step; the loop reports measured step times back to it.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
 
-# Of a decode step's time, what parts of a chunk may take beside it. Timed steps are of random tokens, which reach
-# more experts than those of a text: real steps may take hardly more than half as long. Served steps are real ones.
-_SHARE_OF_TIMED = 0.5
+# Share of a decode step's time that prefill may add to it. Startup measurements use random tokens, which reach more
+# experts than real text: a served step may take little more than half as long. Served steps are real, so their share
+# is larger.
+_SHARE_OF_MEASURED = 0.5
 _SHARE_OF_SERVED = 0.8
-_WEIGHT_OF_LAST = 0.05  # of a served step in the means: some twenty steps count
-_LEAST_FACTOR = 0.25  # a step that the host saw too late or too early is not believed beyond it
-_UNTIMED_TOKENS = (
-    64  # of a whole chunk, what runs beside answers in a step for each prompt where nothing was timed
+_EMA_WEIGHT = 0.05  # of a new sample in the moving averages: about the last 20 steps count
+_MIN_FACTOR = 0.25  # outliers (the host was late) are clipped to this factor and its inverse
+_UNMEASURED_TOKENS = (
+    64  # tokens of a whole chunk per prompt beside decoding requests, without a latency model
 )
-_SHORT_QUEUE = 3  # prompts that wait, the one under way included
+_SHORT_QUEUE = 3  # prompts waiting, including the one being prefilled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepLatencyModel:
-    """Milliseconds of one call at each size it is compiled for, as (size, ms) by size, ascending.
+    """Milliseconds of one call at each compiled size, as (size, ms) in ascending order of size.
 
     Attributes:
-        chunks: whole chunks of prompts, and two of the longest where they may run together, sizes in tokens.
-        decodes: decode steps, sizes in requests.
+        chunks: prefill chunks by tokens; includes two of the longest if two-batch overlap is available.
+        decodes: decode steps by requests.
     """
 
     chunks: tuple[tuple[int, float], ...]
     decodes: tuple[tuple[int, float], ...]
 
     def chunk_ms(self, num_tokens: int) -> float:
-        """Of the smallest chunk that holds so many tokens."""
+        """Time of the smallest chunk size that holds `num_tokens`."""
         return next(ms for size, ms in self.chunks if size >= num_tokens)
 
     def decode_ms(self, num_requests: int) -> float:
-        """Of the smallest step that holds so many requests."""
+        """Time of the smallest decode batch that holds `num_requests`."""
         return next(ms for size, ms in self.decodes if size >= num_requests)
 
     def decode_size(self, num_requests: int) -> int:
-        """The size of that step."""
+        """The smallest decode batch that holds `num_requests`."""
         return next(size for size, _ in self.decodes if size >= num_requests)
 
 
 @dataclass(kw_only=True, slots=True)
 class ChunkedPrefillPolicy:
-    """Chooses how many parts of a chunk a step runs.
+    """Chooses how many layer groups of a chunk a step runs.
 
-    A chunk is as long as can be: short ones cost nearly the same, as each reads most experts. But it runs in
-    `num_layer_groups`, each of some layers, and decode steps may come between them. Without running answers a step runs
-    them all; beside answers as many as hardly make their decode step twice as long, and one at least. Two or three
-    prompts that wait get half a chunk a step, four and more a whole one: answers yield to a queue, which every step of theirs
-    makes longer, but not to a single prompt.
+    Chunks are as long as possible: a short chunk takes nearly as long as a long one, because each reads most experts.
+    To bound the delay of decoding requests, a chunk is run in `num_layer_groups` groups of layers with decode steps in
+    between. Without decoding requests, a step runs all groups. With them, it runs as many groups as roughly double the
+    time of the decode step, and at least one. With two or three waiting prompts it runs at least half a chunk per step,
+    with four or more a whole one: a queue takes precedence over decode latency, a single prompt does not.
 
-    Without latency_model a step beside answers runs parts of a chunk that amount to 64 of its tokens for each prompt.
+    Without a latency model, a step beside decoding requests runs groups worth 64 tokens of the chunk per prompt.
 
     Attributes:
-        served: mean milliseconds of decode steps, by size.
-        chunk_factor: what parts of chunks take when served, in the time that their size took when it was timed.
+        served: moving average of decode step milliseconds, by batch size.
+        chunk_factor: moving average of served over measured time of layer groups.
     """
 
     num_layer_groups: int
@@ -64,47 +68,56 @@ class ChunkedPrefillPolicy:
     served: dict[int, float] = field(default_factory=dict, init=False)
     chunk_factor: float = field(default=1.0, init=False)
 
-    def timed_ms(self, num_tokens: int, num_layer_groups: int) -> float:
-        """What so many parts of a chunk took when they were timed; 0 when they were not."""
-        return (
-            0.0
-            if self.latency_model is None
-            else self.latency_model.chunk_ms(num_tokens) * num_layer_groups / self.num_layer_groups
-        )
+    def measured_ms(self, num_tokens: int, num_groups: int) -> float:
+        """Startup measurement of `num_groups` layer groups of a chunk; 0 without a latency model."""
+        if self.latency_model is None:
+            return 0.0
+        return self.latency_model.chunk_ms(num_tokens) * num_groups / self.num_layer_groups
 
     def observe(self, ms: float, *, prefill_ms: float, num_decoding: int) -> None:
-        """The device took `ms` for parts of a chunk that took `prefill_ms` when timed, a decode step, or both."""
+        """Record the device time `ms` of a step.
+
+        Args:
+            prefill_ms: startup measurement of the layer groups that the step ran; 0 without.
+            num_decoding: requests of its decode step; 0 without.
+        """
         if self.latency_model is None:
             return
         size = self.latency_model.decode_size(num_decoding) if num_decoding else 0
         if num_decoding and not prefill_ms:
-            timed = self.latency_model.decode_ms(num_decoding)
-            mean = self.served.get(size, min(ms, timed))  # the first may be late
-            self.served[size] = mean + _WEIGHT_OF_LAST * (min(ms, timed / _LEAST_FACTOR) - mean)
+            measured = self.latency_model.decode_ms(num_decoding)
+            mean = self.served.get(size, min(ms, measured))  # the first sample may be late
+            self.served[size] = mean + _EMA_WEIGHT * (min(ms, measured / _MIN_FACTOR) - mean)
         elif prefill_ms and (not num_decoding or size in self.served):
             factor = (ms - self.served.get(size, 0.0)) / prefill_ms
-            factor = min(max(factor, _LEAST_FACTOR), 1 / _LEAST_FACTOR)
-            self.chunk_factor += _WEIGHT_OF_LAST * (factor - self.chunk_factor)
+            factor = min(max(factor, _MIN_FACTOR), 1 / _MIN_FACTOR)
+            self.chunk_factor += _EMA_WEIGHT * (factor - self.chunk_factor)
 
-    def layer_groups(self, num_tokens: int, *, num_prompts: int, num_decoding: int) -> int:
-        """Parts of a chunk of `num_tokens` that may run now, 1 to `num_layer_groups`; `num_prompts` counts its own."""
+    def groups_per_step(self, num_tokens: int, *, num_prompts: int, num_decoding: int) -> int:
+        """Layer groups of a chunk to run in the next step, 1 to `num_layer_groups`.
+
+        Args:
+            num_tokens: rows of the chunk.
+            num_prompts: prompts being prefilled or waiting, including those of the chunk.
+            num_decoding: requests that decode in the same step.
+        """
         if not num_decoding:
             return self.num_layer_groups
         if self.latency_model is None:
-            share = _UNTIMED_TOKENS * num_prompts / num_tokens
+            share = _UNMEASURED_TOKENS * num_prompts / num_tokens
         else:
-            share = self._beside_ms(self.latency_model, num_decoding) / self.latency_model.chunk_ms(
+            share = self._budget_ms(self.latency_model, num_decoding) / self.latency_model.chunk_ms(
                 num_tokens
             )
-        parts = min(self.num_layer_groups, max(1, int(share * self.num_layer_groups)))
+        groups = min(self.num_layer_groups, max(1, int(share * self.num_layer_groups)))
         if num_prompts == 1:
-            return parts
-        steps = 2 if num_prompts <= _SHORT_QUEUE else 1  # that a chunk takes
-        return max(parts, math.ceil(self.num_layer_groups / steps))
+            return groups
+        steps_per_chunk = 2 if num_prompts <= _SHORT_QUEUE else 1
+        return max(groups, math.ceil(self.num_layer_groups / steps_per_chunk))
 
-    def _beside_ms(self, latency_model: StepLatencyModel, num_decoding: int) -> float:
-        """What parts of a chunk may take beside a decode step of so many answers, as they were timed."""
-        served = self.served.get(latency_model.decode_size(num_decoding))
+    def _budget_ms(self, model: StepLatencyModel, num_decoding: int) -> float:
+        """Time that layer groups may add to a decode step, in terms of their startup measurement."""
+        served = self.served.get(model.decode_size(num_decoding))
         if served is None:
-            return _SHARE_OF_TIMED * latency_model.decode_ms(num_decoding)
+            return _SHARE_OF_MEASURED * model.decode_ms(num_decoding)
         return _SHARE_OF_SERVED * served / self.chunk_factor

@@ -231,7 +231,7 @@ class ThinkerScheduler:
             first = 0
             prompts, num_rows = self._gather()
         num_layer_groups = self.prefill_policy.num_layer_groups
-        parts = self.prefill_policy.layer_groups(
+        parts = self.prefill_policy.groups_per_step(
             num_rows, num_prompts=len(self._prefilling), num_decoding=len(self._decoding)
         )
         end = min(first + parts, num_layer_groups)
