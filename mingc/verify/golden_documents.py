@@ -98,7 +98,6 @@ _FORMS: Mapping[str, Any] = {
                 "synthesis_calls": [{"text": str}],
             }
         ],
-        "split_and_group_sentences?": [{"text": str, "out": _TEXTS, "grouped": _TEXTS}],
     },
 }
 

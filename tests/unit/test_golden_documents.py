@@ -49,7 +49,7 @@ CHAT = ("processor_template", "image")
         ("text.json", drop("cases", 2, "talker_tn"), "$.cases[2].talker_tn is missing"),
         ("text.json", put("50", "segmentation", 0, "max_semantic_length"), "'50', expected int"),
         ("text.json", put(True, "end_to_end", 0, "max_length"), "True, expected int"),
-        ("text.json", put([1], "split_and_group_sentences", 0, "out"), "out[0] is 1, expected str"),
+        ("text.json", put([1], "segmentation", 0, "fragments"), "fragments[0] is 1, expected str"),
         ("talker.json", put([], "plain"), "$.plain is a list, expected an object"),
         ("talker.json", put("two", "clone", "spk_emb"), "$.clone is an object"),
         ("vae.json", put({"chunks": 3, "sample_rate": 1}, "sil.offline"), "chunks is 3, expected a list"),

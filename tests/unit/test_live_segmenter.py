@@ -1,4 +1,4 @@
-"""The live segmenter: when segments leave, how long they are, and that no text is lost between them."""
+"""Live segmenter: when segments leave, their length, and completeness of the text."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import random
 
 import pytest
 
-from mingc.runtime.text import LiveSegmenter
-from mingc.runtime.text.live import count_units
+from mingc.runtime.text.live import LiveSegmenter, count_units
 
 
 class Clock:
-    """A clock that stands still until it is moved."""
+    """A clock that advances only on request."""
 
     def __init__(self) -> None:
         self.now_s = 100.0

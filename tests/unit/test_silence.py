@@ -1,4 +1,4 @@
-"""The silence holder: recorded cases where the official fault does not strike, and that nothing is lost elsewhere."""
+"""The silence holder: recorded cases without the official fault; other cases neither lose nor repeat samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from mingc.runtime.text import SilenceHolder, trim_trailing_silence
+from mingc.runtime.text.silence import SilenceHolder
 
 DATA = Path(__file__).parents[1] / "data"
 SPECS: dict[str, Any] = json.loads((DATA / "vae.json").read_text(encoding="utf-8"))
@@ -49,7 +49,7 @@ def test_cases_without_the_fault_match_the_recording(case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "sizes"),
     [
-        # The pause behind the last loud frame is kept; the silent end of the utterance is cut to 0.3 s.
+        # The pause after the last loud frame is kept; the silent end of the utterance is shortened to 0.3 s.
         ("speech_then_silence", [300, 100, 300]),
         ("pause_inside", [300, 100, 500, 110]),
         ("silent_chunk_then_speech", [300, 0, 600, 300, 200]),
@@ -64,7 +64,7 @@ def test_cases_with_the_fault_neither_lose_nor_repeat(case: str, sizes: list[int
     assert np.abs(whole[sum(sizes) :]).max(initial=0.0) < 1e-3
 
 
-def test_a_pause_is_sent_with_the_speech_behind_it() -> None:
+def test_a_pause_is_sent_with_the_speech_after_it() -> None:
     outputs = run([loud(100), silent(250), silent(250), loud(100), loud(100)])
     assert [output.size for output in outputs] == [100, 0, 0, 600, 100]
 
@@ -74,11 +74,11 @@ def test_the_incomplete_last_frame_is_sent() -> None:
     assert [output.size for output in run([silent(500), loud(50)])] == [0, 550]
 
 
-def test_the_tail_is_cut_behind_the_last_loud_frame() -> None:
+def test_the_tail_is_cut_after_the_last_loud_frame() -> None:
     assert [output.size for output in run([loud(200), silent(1000), silent(50)])] == [200, 0, TAIL]
-    assert trim_trailing_silence(np.concatenate([loud(200), silent(1000)]), RATE).size == 200 + TAIL
-    assert trim_trailing_silence(silent(1000), RATE).size == TAIL
-    assert trim_trailing_silence(loud(37), RATE).size == 37
+    assert [output.size for output in run([np.concatenate([loud(200), silent(1000)])])] == [200 + TAIL]
+    assert [output.size for output in run([silent(1000)])] == [TAIL]
+    assert [output.size for output in run([loud(37)])] == [37]
 
 
 def test_any_chunking_gives_the_same_samples_in_order() -> None:

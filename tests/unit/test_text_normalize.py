@@ -1,4 +1,4 @@
-"""Text normalisation against the recorded official cases, and against further texts of every rule."""
+"""Text normalisation: the recorded official cases, and further texts for each rule."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 
-from mingc.runtime.text import has_chinese, normalize_fragment, normalize_text
-from mingc.runtime.text.characters import NARROW_CHARACTERS
-from mingc.runtime.text.chinese import speak_chinese_numbers
-from mingc.runtime.text.cleanup import clean_up
-from mingc.runtime.text.english import expand_english_numbers
-from mingc.runtime.text.leftovers import speak_leftovers
-from mingc.runtime.text.numerals_en import NumberTooLargeError, cardinal_words, ordinal_words
-from mingc.runtime.text.numerals_zh import UnreadableNumberError, read_cardinal, read_telephone
+from mingc.runtime.text.chinese_grammar import verbalize_remaining_numbers
+from mingc.runtime.text.chinese_numerals import UnreadableNumberError, read_cardinal, read_telephone
+from mingc.runtime.text.chinese_rules import verbalize_numbers
+from mingc.runtime.text.chinese_tables import NARROW_CHARACTERS
+from mingc.runtime.text.english import (
+    NumberTooLargeError,
+    cardinal_words,
+    expand_english_numbers,
+    ordinal_words,
+)
+from mingc.runtime.text.normalize import clean_up, has_chinese, normalize_fragment, normalize_text
 
 DATA = Path(__file__).parents[1] / "data"
 CASES: list[dict[str, Any]] = json.loads((DATA / "text.json").read_text(encoding="utf-8"))["cases"]
@@ -36,8 +39,8 @@ def test_every_stage_matches_the_recorded_case(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case["is_chinese"]], ids=name_of)
-def test_the_regex_stage_alone_matches(case: dict[str, Any]) -> None:
-    assert speak_chinese_numbers(case["preprocessed"]) == case["talker_tn_without_wfst"]
+def test_the_first_stage_alone_matches_the_recorded_case(case: dict[str, Any]) -> None:
+    assert verbalize_numbers(case["preprocessed"]) == case["talker_tn_without_wfst"]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +71,7 @@ def test_the_regex_stage_alone_matches(case: dict[str, Any]) -> None:
         ("号码５", "号码五"),
     ],
 )
-def test_chinese_numbers_are_read_by_what_stands_beside_them(text: str, spoken: str) -> None:
+def test_chinese_numbers_are_read_by_their_context(text: str, spoken: str) -> None:
     assert normalize_text(text) == spoken
 
 
@@ -78,7 +81,7 @@ def test_chinese_numbers_are_read_by_what_stands_beside_them(text: str, spoken: 
         (
             "调频FM101.7",
             "调频FM一百零一点七",
-        ),  # a decimal serial makes the regex stage give up; the grammar reads it
+        ),  # the first stage gives up on a decimal serial; the second stage reads it
         ("房间101", "房间幺零幺"),
         ("门牌1203号楼1204", "门牌一千两百零三号楼一千两百零四"),
         ("大约120000 km", "大约十两万千米"),
@@ -92,17 +95,17 @@ def test_chinese_numbers_are_read_by_what_stands_beside_them(text: str, spoken: 
         ("从1, 234起", "从一千两百三十四起"),
     ],
 )
-def test_the_grammar_stage_reads_what_is_left(text: str, spoken: str) -> None:
+def test_the_second_stage_reads_the_remaining_numbers(text: str, spoken: str) -> None:
     assert normalize_text(text) == spoken
 
 
-def test_the_regex_stage_leaves_a_number_without_meaning_to_the_grammar() -> None:
-    assert speak_chinese_numbers("房间101") == "房间101"
-    assert speak_chinese_numbers("调频FM101.7和3个") == "调频FM101.7和3个"
+def test_the_first_stage_keeps_numbers_without_a_matching_rule() -> None:
+    assert verbalize_numbers("房间101") == "房间101"
+    assert verbalize_numbers("调频FM101.7和3个") == "调频FM101.7和3个"
 
 
-def test_only_some_marks_become_narrow() -> None:
-    assert speak_leftovers("好？！；（）“”，。：、‘’【】") == '好?!;()""，。：、‘’【】'
+def test_only_the_listed_marks_become_narrow() -> None:
+    assert verbalize_remaining_numbers("好？！；（）“”，。：、‘’【】") == '好?!;()""，。：、‘’【】'
     assert ord("，") not in NARROW_CHARACTERS
 
 
@@ -143,7 +146,7 @@ def test_cardinals_and_ordinals(value: int, words: str, ordinal: str) -> None:
     assert ordinal_words(value) == ordinal
 
 
-def test_a_number_beyond_the_named_scales_stays() -> None:
+def test_a_number_beyond_the_named_scales_stays_as_digits() -> None:
     with pytest.raises(NumberTooLargeError, match="36 digits"):
         cardinal_words(10**36)
     digits = "9" * 37

@@ -1,4 +1,4 @@
-"""Segmentation against the recorded official cases, and properties that no cut may break."""
+"""Segmentation: the recorded official cases, and properties of every cut."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ from typing import Any
 
 import pytest
 
-from mingc.runtime.text import cut_by_length, iter_fragments, iter_speech_segments, speech_segments
-from mingc.runtime.text.segment import group_sentences, iter_elements, semantic_length, split_sentences
+from mingc.runtime.text.segment import (
+    cut_by_length,
+    iter_elements,
+    iter_fragments,
+    iter_speech_segments,
+    semantic_length,
+    speech_segments,
+)
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN: dict[str, list[dict[str, Any]]] = json.loads((DATA / "text.json").read_text(encoding="utf-8"))
@@ -37,24 +43,6 @@ def test_strings_for_the_acoustic_model_match(case: dict[str, Any]) -> None:
 def test_elements_and_length_match(case: dict[str, Any]) -> None:
     assert list(iter_elements([case["text"]])) == case["tokenize_mixed_text"]
     assert semantic_length(case["text"]) == case["semantic_length"]
-
-
-@pytest.mark.parametrize("case", GOLDEN["split_and_group_sentences"])
-def test_sentences_match(case: dict[str, Any]) -> None:
-    sentences = split_sentences(case["text"])
-    assert sentences == case["out"]
-    assert group_sentences(sentences) == case["grouped"]
-
-
-def test_sentences_end_at_marks_but_not_in_abbreviations() -> None:
-    assert split_sentences("See Dr. Wu at 9 a.m. now: at once. 好！走。") == [
-        "See Dr. Wu at 9 a.",
-        "m. now:",
-        "at once.",
-        "好！",
-        "走。",
-    ]
-    assert group_sentences(["One.", "Two.", "一。", "二。"]) == ["One. Two.", "一。二。"]
 
 
 def test_a_later_fragment_needs_fewer_elements() -> None:
@@ -100,13 +88,13 @@ def test_no_fragment_is_longer_than_the_limit_and_no_character_is_lost() -> None
             assert [c for fragment in fragments for c in fragment if c.isalnum()] == spoken
 
 
-def test_no_placeholder_escapes() -> None:
+def test_dot_placeholders_are_replaced() -> None:
     digits = "圆周率约为3.14159而自然常数约为2.71828黄金分割约为1.618" * 3
     fragments = cut_by_length(digits, 10)
     assert "".join(fragments).removesuffix("。") == digits
 
 
-def test_marks_alone_are_dropped_and_speech_goes_on() -> None:
+def test_fragments_of_marks_alone_are_dropped() -> None:
     assert speech_segments("!" * 13 + "你好") == ["你好"]
     assert speech_segments("...") == []
 
@@ -117,12 +105,12 @@ def test_long_texts_are_cut_at_clauses() -> None:
     assert all(fragment.endswith(("，", "。", "？")) for fragment in fragments)
 
 
-def test_a_senseless_limit_is_refused() -> None:
+def test_a_limit_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="max_length must be at least 1, got 0"):
         speech_segments("你好", 0)
 
 
-def test_a_fragment_of_which_nothing_is_left_is_passed_over() -> None:
+def test_a_fragment_that_normalises_to_nothing_is_skipped() -> None:
     text = "Hello there, how are you doing today my good old friends? http://a.b/ is what I saw."
     assert [each for each in iter_fragments(text)][1] == " http://a."
     assert speech_segments(text) == [
@@ -131,12 +119,12 @@ def test_a_fragment_of_which_nothing_is_left_is_passed_over() -> None:
     ]
 
 
-# The patterns of numbers take a time that is quadratic or cubic in what they are given.
+# Number patterns take quadratic or cubic time.
 @pytest.mark.parametrize("text", ["7" * 32_768, "中" + "1:" * 16_000, "中" + "7" * 32_767, "." * 32_767])
-def test_a_text_without_an_end_is_read_in_pieces(text: str) -> None:
+def test_a_very_long_text_without_breaks_is_normalised_in_pieces(text: str) -> None:
     assert all(speech_segments(text + "a"))
 
 
-def test_pieces_of_a_fragment_without_marks_end_at_spaces() -> None:
+def test_long_fragments_without_marks_are_cut_at_spaces() -> None:
     pieces = speech_segments("1 " * 1_000)
     assert " ".join(pieces) == " ".join(["one"] * 1_000)

@@ -27,8 +27,7 @@ from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.runtime.text.live import LiveSegmenter
 from mingc.runtime.text.segment import speech_segments
-from mingc.runtime.text.stop_strings import StopStrings
-from mingc.runtime.text.thoughts import ThoughtFilter
+from mingc.runtime.text.stream_filters import StopStrings, ThoughtFilter
 
 _TICK_S = 0.05  # how often the wait of the first speech segment is looked at
 

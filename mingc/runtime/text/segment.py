@@ -1,8 +1,8 @@
-"""Cuts a text, whole or arriving in deltas, into the fragments that the talker speaks one by one.
+"""Text segmentation for the talker: cut a text, whole or streamed, into fragments that are spoken one by one.
 
-Source: the official `omni_audio_generation` loop, `front/toolkit.py` and `front/text_segment_cut.py`. Two cuts
-follow each other: a streaming cut at punctuation, then a cut by semantic length. Both see the raw text; numbers are
-read afterwards, fragment by fragment. Positions of fragments in the text are not tracked.
+Source: the official `omni_audio_generation` loop, `front/toolkit.py` and `front/text_segment_cut.py`. A streaming cut
+at punctuation is followed by a cut by semantic length. Both work on the raw text; numbers are verbalized afterwards,
+fragment by fragment.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mingc.runtime.text.normalize import has_chinese, normalize_fragment
 
 MAX_FRAGMENT_LENGTH = 50
 MIN_TAIL_LENGTH = 5
-_MAX_CHARACTERS = 600  # read at once: the patterns of numbers take a time that is up to cubic in them
+_MAX_CHARACTERS = 600  # normalised at once: number patterns take up to cubic time
 _MIN_FIRST_ELEMENTS = 12
 _MIN_LATER_ELEMENTS = 8
 
@@ -24,10 +24,7 @@ _SPEAKABLE = re.compile("[a-zA-Z一-鿿1-9]")
 _ENDS_IN_CHINESE = re.compile("[一-鿿]$")
 _CUT_MARKS = "！？。，!?"
 
-_INITIALS = re.compile(r"\w\.\w.\Z")
-_TITLE = re.compile(r"[A-Z][a-z]\.\Z")
-
-# Stands for a dot inside a number or an abbreviation; counts as a word of its own, as the reference's does.
+# Placeholder of a dot inside a number or an abbreviation; counts as a word, as in the reference.
 _DOT = "\ue000"
 _WORD = re.compile(rf"[a-zA-Z]+|[一-龥]|{_DOT}")
 _UNIT = re.compile(rf"{_DOT}|[a-zA-Z]+|[一-龥]|[^a-zA-Z一-龥{_DOT}]+")
@@ -38,18 +35,18 @@ _WIDE_MARKS = str.maketrans(".!?,", "。！？，")
 
 
 def speech_segments(text: str | Iterable[str], max_length: int = MAX_FRAGMENT_LENGTH) -> list[str]:
-    """Return the normalised strings that reach the acoustic model, in order.
+    """Normalised input strings of the acoustic model, in order.
 
-    A `str` is cut character by character, an iterable of deltas element by element (words, numbers, ideographs),
-    so the two can be cut at different places.
+    A `str` is read character by character, an iterable of deltas element by element (words, numbers, ideographs), so
+    the two can be cut at different places.
     """
     return list(iter_speech_segments(text, max_length))
 
 
 def iter_speech_segments(text: str | Iterable[str], max_length: int = MAX_FRAGMENT_LENGTH) -> Iterator[str]:
-    """Yield what `speech_segments` returns, each as soon as the deltas read so far allow.
+    """Yield the strings of `speech_segments`, each as soon as its deltas have been read.
 
-    Fragments of which nothing is left, as of a link, are passed over.
+    Fragments that normalise to nothing, such as links, are skipped.
     """
     for fragment in iter_fragments(text, max_length):
         for piece in _short_pieces(fragment):
@@ -83,7 +80,7 @@ def iter_fragments(text: str | Iterable[str], max_length: int = MAX_FRAGMENT_LEN
 
 
 def _short_pieces(fragment: str) -> Iterator[str]:
-    """Cut behind spaces what is longer than any sentence: digits and marks have no semantic length."""
+    """Split an overlong fragment after spaces: digits and marks have no semantic length, so it may be unbounded."""
     while len(fragment) > _MAX_CHARACTERS:
         end = fragment.rfind(" ", 0, _MAX_CHARACTERS) + 1 or _MAX_CHARACTERS
         yield fragment[:end]
@@ -92,7 +89,7 @@ def _short_pieces(fragment: str) -> Iterator[str]:
 
 
 def iter_elements(text: str | Iterable[str]) -> Iterator[str]:
-    """Yield the elements of each delta: words, numbers, ideographs, white space, marks. A `str` gives characters."""
+    """Yield the elements of each delta: words, numbers, ideographs, white space, marks. A `str` yields characters."""
     for delta in text:
         for match in _ELEMENT.finditer(delta):
             yield match[0]
@@ -105,12 +102,12 @@ def _is_long(buffer: list[str], num_spoken: int) -> bool:
 def _ends_clause(element: str, buffer: list[str]) -> bool:
     if element[-1] in _CUT_MARKS:
         return True
-    # After a digit the dot may be a decimal point.
+    # A dot after a digit may be a decimal point.
     return element[-1] == "." and not re.search("[0-9]$", buffer[-1])
 
 
 def _append_line_end(buffer: list[str], element: str) -> None:
-    """Add a line end to the buffer: a comma after Chinese, nothing audible after English."""
+    """Append a line end to the buffer: a comma after Chinese, nothing audible after English."""
     if not buffer:
         return
     if has_chinese("".join(buffer)):
@@ -118,12 +115,12 @@ def _append_line_end(buffer: list[str], element: str) -> None:
             buffer.append("，")
         return
     stripped = element.removesuffix("\n")
-    # An empty element still counts towards the length of the buffer.
+    # An empty element also counts towards the length of the buffer.
     buffer.append(f"{stripped}." if re.search("[a-zA-Z]$", stripped) else stripped)
 
 
 def semantic_length(text: str) -> int:
-    """Ideographs (U+4E00 to U+9FA5) plus runs of Latin letters."""
+    """Number of ideographs (U+4E00 to U+9FA5) plus runs of Latin letters."""
     return len(_WORD.findall(text))
 
 
@@ -132,8 +129,8 @@ def cut_by_length(
 ) -> list[str]:
     """Cut `text` into fragments of at most `max_length` semantic units, at sentence and clause marks where possible.
 
-    A text that is short enough is one fragment; a longer one leaves with full-width `。！？，`. White space at the
-    joints is dropped or becomes one space. A text of ASCII punctuation and white space only gives nothing.
+    A short text is one fragment; a longer one gets full-width `。！？，`. White space between fragments is dropped or
+    becomes one space. A text of ASCII punctuation and white space only gives no fragment.
     """
     if not _has_content(text):
         return []
@@ -152,7 +149,7 @@ def _has_content(text: str) -> bool:
 
 
 def _protect_dots(text: str) -> str:
-    # The number pattern takes both digits, so every second dot of 192.168.0.1 stays a full stop, as upstream.
+    # The pattern consumes both digits, so every second dot of 192.168.0.1 stays a full stop, as in the reference.
     text = re.sub(r"(\d)\.(\d)", rf"\1{_DOT}\2", text)
     return re.sub(r"([A-Z])\.(?=[A-Z])", rf"\1{_DOT}", text)
 
@@ -162,7 +159,7 @@ def _restore_dots(text: str) -> str:
 
 
 def _split_after(text: str, marks: str) -> list[str]:
-    """Split behind each of `marks`; the last part may have none. Parts are stripped."""
+    """Split after each of `marks`; the last part may have none. Parts are stripped."""
     return [part.strip() for part in re.findall(f"[^{marks}]*[{marks}]|[^{marks}]+", text)]
 
 
@@ -184,7 +181,7 @@ def _clauses(sentence: str) -> list[str]:
 
 
 def _pieces(clauses: list[str], max_length: int, min_tail: int) -> Iterator[str]:
-    """Join each short clause to the next one, and split clauses that are too long."""
+    """Join each short clause to the next one and split long clauses."""
     waiting = iter(range(len(clauses)))
     for index in waiting:
         clause = clauses[index]
@@ -202,7 +199,7 @@ def _pieces(clauses: list[str], max_length: int, min_tail: int) -> Iterator[str]
 
 
 def _split_units(clause: str, max_length: int) -> Iterator[str]:
-    """Fill pieces up to `max_length` with ideographs, words, and the runs between them."""
+    """Fill pieces up to `max_length` with ideographs, words and the characters between them."""
     piece, length = "", 0
     for unit in _UNIT.findall(clause):
         unit_length = semantic_length(unit)
@@ -215,7 +212,7 @@ def _split_units(clause: str, max_length: int) -> Iterator[str]:
 
 
 def _append_fragment(fragments: list[str], piece: str, max_length: int, min_tail: int) -> None:
-    """Merge `piece` into the last fragment if both fit, else start a new one."""
+    """Merge `piece` into the last fragment if both fit, otherwise append it."""
     piece = piece.lstrip("，,:;" + string.whitespace)
     if not _has_content(piece):
         return
@@ -224,53 +221,9 @@ def _append_fragment(fragments: list[str], piece: str, max_length: int, min_tail
         fragments.append(piece)
         return
     last = fragments[-1]
-    # A short tail behind a finished sentence is spoken by itself.
+    # A short tail after a finished sentence is a fragment of its own.
     if last.endswith(tuple(_SENTENCE_MARKS)) and length < min_tail:
         fragments.append(piece)
         return
     space = " " if re.match("[a-zA-Z0-9]", piece) and not last.endswith(" ") else ""
     fragments[-1] = last + space + piece
-
-
-def split_sentences(text: str) -> list[str]:
-    """Split a text at `. ! ? 。 ！ ？`, at `：`, and at `:` before white space.
-
-    Dots inside abbreviations (`U.S.`, `Dr.`) do not split. Source: the official `split_and_group_sentences`.
-    """
-    text = text.strip()
-    sentences: list[str] = []
-    start = 0
-    for end in range(1, len(text) + 1):
-        if start < end and _ends_sentence(text, end):
-            sentences.append(text[start:end].strip())
-            start = end
-    sentences.append(text[start:].strip())
-    return [sentence for sentence in sentences if sentence]
-
-
-def _ends_sentence(text: str, end: int) -> bool:
-    mark = text[end - 1]
-    if mark == ":":
-        return text[end : end + 1].isspace()
-    if mark not in ".!?。！？：":
-        return False
-    return not is_abbreviation(text, end)
-
-
-def is_abbreviation(text: str, end: int) -> bool:
-    """Whether the mark before `end` belongs to an abbreviation: `U.S.`, `Dr.`."""
-    return bool(_INITIALS.search(text, max(0, end - 4), end) or _TITLE.search(text, max(0, end - 3), end))
-
-
-def group_sentences(sentences: list[str]) -> list[str]:
-    """Join neighbouring sentences of one language, Chinese directly, others with a space before a word."""
-    groups: list[str] = []
-    last_is_chinese: bool | None = None
-    for sentence in sentences:
-        is_chinese = has_chinese(sentence)
-        if is_chinese != last_is_chinese:
-            groups.append(sentence)
-        else:
-            groups[-1] += sentence if is_chinese or not sentence[0].isalnum() else f" {sentence}"
-        last_is_chinese = is_chinese
-    return groups

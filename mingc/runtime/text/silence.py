@@ -1,7 +1,7 @@
-"""Holds back silence in streamed speech, so that pauses are only sent when speech follows, and shortens the tail.
+"""Silence holder: delay pauses in streamed speech until speech follows, and shorten the trailing silence.
 
-Source: the official `silence_holder`, with its fault mended: the silence behind the last loud frame of a chunk is
-taken from that chunk, so no sample is lost or sent twice. Only the tail of the utterance is shortened.
+Source: the official `silence_holder`, without its fault: the silence after the last loud frame is taken from the chunk
+itself, so no sample is lost or sent twice. Only the end of the utterance is shortened.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Waveform = NDArray[np.float32]
 
 
 class SilenceHolder:
-    """Filters the chunks of one utterance; samples leave in order, silence as late as possible."""
+    """Silence filter of one utterance: samples leave in order, silence as late as possible."""
 
     def __init__(self, sample_rate: int) -> None:
         """`sample_rate` in Hz; a frame is 0.1 s."""
@@ -25,16 +25,16 @@ class SilenceHolder:
         self._tail = int(sample_rate * TAIL_S)
         if self._frame < 1:
             raise ValueError(f"a sample rate of {sample_rate} Hz has no sample in a frame of {FRAME_S} s")
-        # Silent frames that wait for speech, then the samples of a frame that is not full yet.
+        # Silent frames that wait for speech, then the samples of an incomplete frame.
         self._held: list[Waveform] = []
         self._partial: Waveform = np.zeros(0, dtype=np.float32)
 
     def push(self, chunk: Waveform, is_last: bool) -> Waveform:
         """Return the samples that can be played now.
 
-        `chunk`: (num_samples,) float32, may be empty. With `is_last`, everything up to the last loud frame leaves
-        with 0.3 s behind it; an utterance whose held rest is all silent ends after 0.3 s of it. Then the holder is
-        empty and can take another utterance.
+        `chunk`: (num_samples,) float32, may be empty. With `is_last`, everything up to the last loud frame and 0.3 s
+        after it leaves; if all held samples are silent, their first 0.3 s leave. The holder is then empty and ready for
+        another utterance.
         """
         if chunk.ndim != 1:
             raise ValueError(f"a chunk is one channel, (num_samples,); got shape {chunk.shape}")
@@ -56,15 +56,10 @@ class SilenceHolder:
         return ready
 
     def _last_loud_end(self, samples: Waveform, is_last: bool) -> int:
-        """End of the last loud frame, or 0. A frame that is not full is judged only when no more samples come."""
+        """End of the last loud frame, or 0. An incomplete frame is considered only in the last chunk."""
         starts = range(0, samples.size if is_last else samples.size - self._frame + 1, self._frame)
         for start in reversed(starts):
             frame = samples[start : start + self._frame]
             if np.abs(frame).mean() > LOUD_MEAN:
                 return start + frame.size
         return 0
-
-
-def trim_trailing_silence(waveform: Waveform, sample_rate: int) -> Waveform:
-    """Return a whole utterance up to its last loud frame and 0.3 s behind it."""
-    return SilenceHolder(sample_rate).push(waveform, is_last=True)

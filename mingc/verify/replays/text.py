@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mingc.runtime.text.normalize import normalize_fragment, normalize_text
-from mingc.runtime.text.segment import cut_by_length, group_sentences, speech_segments, split_sentences
+from mingc.runtime.text.segment import cut_by_length, speech_segments
 from mingc.verify.comparison_log import ComparisonLog
 
 NORMALISED_SHARE = 0.95  # of the recorded texts must come out identical
@@ -30,10 +30,6 @@ def replay(ledger: ComparisonLog, document: Mapping[str, Any]) -> None:
         found = cut_by_length(case["text"], case["max_semantic_length"])
         ledger.text(f"segmentation.{index}", found, case["fragments"])
     _replay_spoken(ledger, document.get("end_to_end", []))
-    for index, case in enumerate(document.get("split_and_group_sentences", [])):
-        sentences = split_sentences(case["text"])
-        ledger.text(f"split_sentences.{index}", sentences, case["out"])
-        ledger.text(f"group_sentences.{index}", group_sentences(sentences), case["grouped"])
 
 
 def _replay_spoken(ledger: ComparisonLog, cases: list[Mapping[str, Any]]) -> None:

@@ -1,6 +1,6 @@
 """Digits to Chinese words: cardinals, digit by digit, and digit by digit with 幺 for 1.
 
-Knows nothing of units or of what a number means; callers choose the reading.
+Callers choose the reading; units and context are not considered here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _GROUPS = ("", "万", "亿", "兆", "京", "垓", "秭", "穰", "沟", "涧", "�
 
 
 class UnreadableNumberError(ValueError):
-    """The number has no reading of the wanted kind, so the caller must leave its text alone."""
+    """The number has no reading of the requested kind; its text must stay unchanged."""
 
 
 def read_digits(digits: str) -> str:
@@ -33,8 +33,8 @@ def read_year(digits: str) -> str:
 def read_cardinal(digits: str) -> str:
     """Read a count in groups of four: 12345 → 一万两千三百四十五.
 
-    Source: the regex stage of the official `talker_tn`. Each group is read on its own, so zeros that lead a
-    group are not spoken (10012 → 一万十二), and 2 is 两 only before 百 and 千.
+    Source: the regex stage of the official `talker_tn`. Groups are read separately, so leading zeros of a group are not
+    spoken (10012 → 一万十二), and 2 is 两 only before 百 and 千.
     """
     rest, words = digits, ""
     for group_name in _GROUPS:
@@ -71,7 +71,7 @@ def read_places(digits: str) -> str:
 
 
 def _value(digit: str) -> int:
-    # Other scripts' decimals are digits to `str.isdecimal`, but have no reading here.
+    # `str.isdecimal` also accepts decimals of other scripts, which have no reading here.
     if digit not in "0123456789":
         raise UnreadableNumberError(f"{digit!r} is not one of 0-9")
     return int(digit)

@@ -1,8 +1,8 @@
-"""Numbers of several parts to Chinese: dates, clock times, decimals, fractions, versions, addresses, phones, sums.
+"""Numbers of several parts to Chinese words: dates, times, decimals, fractions, versions, addresses, phones, sums.
 
-A compound is digits joined by marks without anything between them (`10:30`, `2024-05-01`). Every reading that
-fits gives a score, and the best one is taken. Source: `score_digits` of the classes in the official
-`talker_tn/re_utils`. What stands between two compounds is not looked at here.
+A compound is digits joined by marks without spaces (`10:30`, `2024-05-01`). Each matching reading gives a score; the
+highest wins. Source: `score_digits` of the classes in the official `talker_tn/re_utils`. Text between two compounds is
+not considered here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mingc.runtime.text.numerals_zh import read_cardinal, read_digits, read_telephone, read_year
+from mingc.runtime.text.chinese_numerals import read_cardinal, read_digits, read_telephone, read_year
 
 RANGE_MARKS = ("-", "~", "～")
 
@@ -38,21 +38,21 @@ _OPERATORS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compound:
-    """One reading of a compound: its kind, its words, and how much of the text behind it the reading takes in."""
+    """One reading of a compound: kind, words, score, and the number of following characters that it covers."""
 
     kind: str
     spoken: str
     score: int
-    digits: str = ""  # the digits of a decimal, still open to a unit
+    digits: str = ""  # of a decimal, which may still combine with a unit
     taken_after: int = 0
 
 
-# parts: digits and marks in turn, digits at both ends; then the text before and after the compound.
+# Arguments: digits and marks in turn, with digits at both ends; the text before and after the compound.
 _Reader = Callable[[list[str], str, str], Compound | None]
 
 
 def read_compound(parts: list[str], before: str, after: str) -> Compound | None:
-    """Return the best reading of `parts`, or None when no reading fits (then it may be a range, or stays)."""
+    """The reading of `parts` with the highest score, or None (then it may be a range, or stays unread)."""
     if len(parts) < 3:
         return None
     candidates = [compound for reader in _READERS if (compound := reader(parts, before, after))]
@@ -82,7 +82,7 @@ def _is_day(digits: str) -> bool:
 
 
 def read_date(year: str, month: str, day: str, day_word: str = "号") -> str:
-    """Read a date; a part that is empty is left out."""
+    """Read a date; empty parts are left out."""
     words = f"{read_year(year)}年" if year else ""
     words += f"{read_cardinal(month)}月" if month else ""
     return words + (f"{read_cardinal(day)}{day_word}" if day else "")
@@ -187,7 +187,7 @@ def _telephone(parts: list[str], before: str, after: str) -> Compound | None:
 
 def _formula(parts: list[str], before: str, after: str) -> Compound | None:
     marks = parts[1::2]
-    # A lone dash between two numbers is a range, not a difference.
+    # A single dash between two numbers is a range, not a difference.
     if marks == ["-"] or any(mark not in _OPERATORS for mark in marks):
         return None
     spoken = "".join(
