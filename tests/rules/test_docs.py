@@ -32,8 +32,16 @@ LINK = re.compile(r"(?<!!)\[[^\]\n]+\]\((?P<target>[^)\s]+)\)")
 
 
 def headings(path: Path) -> set[str]:
-    """Section numbers of a page: `## 6. Title` and `### 6.1 Title`."""
-    return set(re.findall(r"^#{2,3} (\d+(?:\.\d+)?)[. ]", path.read_text(encoding="utf-8"), re.M))
+    """Section numbers of a page: `## 6. Title`, `### 6.1 Title`, and items of numbered lists (item 2 of §6 is 6.2)."""
+    found: set[str] = set()
+    section = ""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if match := re.match(r"#{2,3} (\d+(?:\.\d+)?)[. ]", line):
+            section = match[1]
+            found.add(section)
+        elif (match := re.match(r"(\d+)\. ", line)) and section:
+            found.add(f"{section}.{match[1]}")
+    return found
 
 
 SECTIONS = {name: headings(path) for name, path in PAGES.items()}
