@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import multiprocessing
-import os
 import socket
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import httpx
+
+from mingc.parent_watchdog import watch_pool_owner
 
 _TIMEOUT_S = 300.0
 _T = TypeVar("_T")
@@ -22,18 +22,6 @@ _T = TypeVar("_T")
 def client_of(url: str) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
     return httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, limits=limits)
-
-
-def _end_with_the_parent() -> None:
-    """A measurement that is killed cannot tell its clients: they would wait for work for ever."""
-    threading.Thread(target=_wait_for_the_end, daemon=True).start()
-
-
-def _wait_for_the_end() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a process of the pool has one"
-    parent.join()
-    os._exit(1)
 
 
 class Clients:
@@ -47,7 +35,7 @@ class Clients:
         # Forked before anything has started a thread; nothing is imported again.
         context = multiprocessing.get_context("fork")
         self._num_processes = num_processes
-        self._pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=_end_with_the_parent)
+        self._pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=watch_pool_owner)
         self._pool.submit(int).result()  # forks them all
 
     def begin(

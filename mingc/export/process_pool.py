@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import resource
 import tempfile
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
@@ -21,6 +20,7 @@ import torch
 
 from mingc.artifacts.work_folder import work_folder
 from mingc.errors import CompileError
+from mingc.parent_watchdog import watch_pool_owner
 
 _T = TypeVar("_T")
 _END_S = 10.0  # a terminated process is gone at once, unless its disk or device hangs
@@ -106,19 +106,11 @@ def start_worker(scratch: str) -> None:
     All that compilers leave on disk goes to the folder `scratch`. Workers of one export share its Inductor cache, so
     that the C++ compiler is probed once (9 s), not once each.
     """
-    threading.Thread(target=_end_with_the_export, daemon=True).start()
+    watch_pool_owner()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(scratch, "inductor")
     os.environ["TMPDIR"] = tempfile.tempdir = scratch
     warnings.simplefilter("ignore")
-
-
-def _end_with_the_export() -> None:
-    # An export that was killed cannot tell its workers: without this they would wait for tasks for ever.
-    export = multiprocessing.parent_process()
-    assert export is not None, "start_worker runs in a worker only"
-    export.join()
-    os._exit(1)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ COMPILERS = ("torch._dynamo", "torch._inductor", "transformers", "onnx", "torch_
 # Modules without an entry of their own belong to the package above them.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.errors": (),
+    "mingc.parent_watchdog": (),
     "mingc.host": ("mingc.artifacts.target",),
     "mingc.dtypes": ("mingc.artifacts",),
     "mingc.gather_shards": ("mingc.artifacts",),
@@ -27,7 +28,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.artifacts": ("mingc.artifacts.target", "mingc.errors", "mingc.host"),
     "mingc.console.signals": (),
     "mingc.console": ("mingc.artifacts", "mingc.console.signals", "mingc.errors"),
-    "mingc.console.child_main": ("mingc.console.signals", "mingc"),
+    "mingc.console.child_main": ("mingc.console.signals", "mingc.parent_watchdog", "mingc"),
     # kernels/triton and kernels/cuda hold GPU code; the files beside them dispatch to it.
     "mingc.kernels.chunk_layout": (),
     "mingc.kernels.triton": ("mingc.artifacts.target", "mingc.host", "mingc.kernels.chunk_layout"),
@@ -52,6 +53,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.kernels.chunk_layout",
         "mingc.kernels.triton",
         "mingc.numerics",
+        "mingc.parent_watchdog",
     ),
     # Inside the runtime, from what everything shares up to the HTTP server.
     "mingc.runtime": ("mingc.errors",),
@@ -70,6 +72,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.runtime.thinker.ranks": (
         "mingc.artifacts",
         "mingc.errors",
+        "mingc.parent_watchdog",
         "mingc.runtime",
         "mingc.runtime.distributed",
         "mingc.runtime.engines",

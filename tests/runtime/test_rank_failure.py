@@ -1,4 +1,4 @@
-"""A step that does not end is noticed, and a process that cannot end in order ends all the same."""
+"""Failure of thinker ranks: the step watchdog, and the hard exit of a process that cannot shut down."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mingc.runtime.http.server import create_app, serve_async
 from mingc.runtime.thinker.ranks.watchdog import StepWatchdog
 
 _CPU = torch.device("cpu")
-_END = """
+_EXIT = """
 import ctypes, sys, time
 from mingc.errors import RankError
 from mingc.runtime.thinker.ranks import hard_exit
@@ -28,53 +28,53 @@ class Engine:
 
 hard_exit.GIL_MARGIN_S = 0.5
 hard_exit.hard_exit(RankError("a rank is gone"), Engine(), float(sys.argv[1]))
-print("said", flush=True)
+print("called", flush=True)
 exec(sys.argv[2])
 """
 
 
-def test_a_step_that_does_not_return_is_told_once() -> None:
+def test_a_step_that_does_not_return_is_reported_once() -> None:
     problems: list[str] = []
-    is_told = threading.Event()
+    is_reported = threading.Event()
 
-    def told(problem: str) -> None:
+    def report(problem: str) -> None:
         problems.append(problem)
-        is_told.set()
+        is_reported.set()
 
-    watch = StepWatchdog(_CPU, 0.2, told)
-    with watch.step():
+    watchdog = StepWatchdog(_CPU, 0.2, report)
+    with watchdog.step():
         pass
     assert not problems
-    with watch.step():
-        assert is_told.wait(60)
+    with watchdog.step():
+        assert is_reported.wait(60)
     assert problems == ["a step of the thinker did not return within 0.2 s"]
 
 
-def test_steps_within_the_limit_and_idle_time_are_not_told() -> None:
+def test_steps_within_the_timeout_and_idle_time_are_not_reported() -> None:
     problems: list[str] = []
-    watch = StepWatchdog(_CPU, 60.0, problems.append)
-    with pytest.raises(ValueError), watch.step():
+    watchdog = StepWatchdog(_CPU, 60.0, problems.append)
+    with pytest.raises(ValueError), watchdog.step():
         raise ValueError
-    assert watch._find() is None
-    watch.close()
+    assert watchdog._find_problem() is None
+    watchdog.close()
 
 
 @pytest.mark.parametrize(
-    ("limit_s", "work", "code"),
+    ("timeout_s", "work", "code"),
     [
         (0.2, "time.sleep(600)", RankError.exit_code),
         (600, "pass", RankError.exit_code),
         (0.2, "ctypes.PyDLL(None).sleep(600)", 1),
     ],
-    ids=["cut off", "in order", "cut off in a call that holds the interpreter"],
+    ids=["forced exit", "normal exit", "forced exit while a call holds the GIL"],
 )
-def test_a_process_without_its_ranks_ends_with_their_code(limit_s: float, work: str, code: int) -> None:
-    words = [sys.executable, "-c", _END, str(limit_s), work]
+def test_a_hard_exit_keeps_the_exit_code_of_the_error(timeout_s: float, work: str, code: int) -> None:
+    words = [sys.executable, "-c", _EXIT, str(timeout_s), work]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (code, "said\n")
+    assert (done.returncode, done.stdout) == (code, "called\n")
 
 
-def test_a_service_that_ends_by_itself_ends_the_server_with_its_error() -> None:
+def test_a_service_that_fails_ends_the_server_with_its_error() -> None:
     service = FakeService()
 
     async def work() -> None:

@@ -1,17 +1,20 @@
-"""Steps between ranks."""
+"""Encoding of steps between ranks."""
 
 from __future__ import annotations
 
 import socket
 
 import numpy as np
+import pytest
 import torch
 
-from mingc.runtime.thinker.ranks.step_codec import Step, receive_step, send_step
+from mingc.errors import WorkerError
+from mingc.runtime.thinker.ranks import step_codec
+from mingc.runtime.thinker.ranks.step_codec import Step, broadcast_step, receive_step
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
 
 
-def test_steps_cross_the_wire_unchanged() -> None:
+def test_steps_are_received_unchanged() -> None:
     ours, theirs = socket.socketpair()
     steps: list[Step] = [
         PrefillStep(
@@ -53,7 +56,7 @@ def test_steps_cross_the_wire_unchanged() -> None:
     ]
     with ours, theirs:
         for step in steps:
-            send_step(ours, step)
+            broadcast_step([ours], step, timeout_s=60)
             got = receive_step(theirs)
             assert type(got) is type(step)
             for name in step.__slots__:
@@ -64,3 +67,41 @@ def test_steps_cross_the_wire_unchanged() -> None:
                     assert np.array_equal(sent, received), name
         ours.close()
         assert receive_step(theirs) is None
+
+
+def make_decode_step() -> DecodeStep:
+    return DecodeStep(
+        input_ids=np.array([3]), positions=np.array([8]), lengths=np.array([9]), pages=np.array([[1]])
+    )
+
+
+def test_a_step_is_encoded_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, encoded = step_codec.encode_step, list[bytes]()
+
+    def counted(step: Step) -> bytes:
+        encoded.append(encode(step))
+        return encoded[-1]
+
+    monkeypatch.setattr(step_codec, "encode_step", counted)
+    pairs = [socket.socketpair() for _ in range(3)]
+    try:
+        broadcast_step([ours for ours, _ in pairs], make_decode_step(), timeout_s=60)
+        assert len(encoded) == 1
+        for _, theirs in pairs:
+            assert theirs.recv(1 << 20) == encoded[0]
+    finally:
+        for pair in pairs:
+            for sock in pair:
+                sock.close()
+
+
+def test_a_rank_that_has_closed_its_socket_is_named() -> None:
+    alive, closed = socket.socketpair(), socket.socketpair()
+    closed[1].close()
+    try:
+        with pytest.raises(WorkerError, match="rank 2 does not receive steps"):
+            broadcast_step([alive[0], closed[0]], make_decode_step(), timeout_s=60)
+        assert receive_step(alive[1]) is not None
+    finally:
+        for sock in (*alive, closed[0]):
+            sock.close()

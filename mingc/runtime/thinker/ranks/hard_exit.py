@@ -1,4 +1,4 @@
-"""Ending this process while one of its threads may be inside a call to the device that never returns."""
+"""Hard exit: end this process although one of its threads may be in a device call that never returns."""
 
 from __future__ import annotations
 
@@ -19,31 +19,30 @@ GIL_MARGIN_S = 5.0
 log = logging.getLogger("mingc")
 
 
-def hard_exit(error: MingcError, kept: object = None, limit_s: float = EXIT_TIMEOUT_S) -> None:
-    """See to it that this process ends with the exit code of `error`, in order within `limit_s`, else as it stands.
+def hard_exit(error: MingcError, keep_alive: object = None, timeout_s: float = EXIT_TIMEOUT_S) -> None:
+    """Guarantee that this process ends with the exit code of `error`: by itself within `timeout_s`, else by force.
 
-    From now on an ordinary end skips the interpreter's teardown: what torch and NCCL do there waits for the device.
-    A thread that holds the interpreter's lock until `GIL_MARGIN_S` after the limit leaves exit code 1.
+    Returns at once. A normal exit skips the interpreter's teardown from now on, because the teardown of torch and NCCL
+    waits for the device. If a thread still holds the GIL `GIL_MARGIN_S` after the timeout, the exit code is 1.
 
     Args:
-        kept: is not freed before the end: freeing engines and memory of ranks waits for the device as well.
+        keep_alive: an object not to be freed before the exit; freeing engines and rank memory waits for the device.
     """
-    atexit.register(_end, error, kept)
-    threading.Thread(target=_end_later, args=(error, limit_s), name="mingc-last-resort", daemon=True).start()
-    with contextlib.suppress(
-        OSError, ValueError, AttributeError
-    ):  # stderr is no file: no stacks to write there
-        faulthandler.dump_traceback_later(limit_s + GIL_MARGIN_S, exit=True)
+    atexit.register(_exit, error, keep_alive)
+    threading.Thread(target=_exit_later, args=(error, timeout_s), name="mingc-hard-exit", daemon=True).start()
+    # Without a stderr file there is nowhere to write the stacks to.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        faulthandler.dump_traceback_later(timeout_s + GIL_MARGIN_S, exit=True)
 
 
-def _end_later(error: MingcError, limit_s: float) -> None:
-    time.sleep(limit_s)
-    log.critical("the process did not end within %g s and is cut off: %s", limit_s, error.message)
-    _end(error)
+def _exit_later(error: MingcError, timeout_s: float) -> None:
+    time.sleep(timeout_s)
+    log.critical("the process did not exit within %g s and is ended by force: %s", timeout_s, error.message)
+    _exit(error)
 
 
-def _end(error: MingcError, kept: object = None) -> None:
+def _exit(error: MingcError, keep_alive: object = None) -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # a reader that has gone, a stream that is closed
+        with contextlib.suppress(OSError, ValueError):  # its reader is gone, or it is closed
             stream.flush()
     os._exit(error.exit_code)

@@ -1,4 +1,8 @@
-"""All ranks of the thinker as one: rank 0 in this process, the others in children that get the same steps."""
+"""Rank group: all ranks of the thinker behind the interface of one worker.
+
+Rank 0 runs in this process, the others in child processes (`rank_process`). The thinker's loop passes each step to
+the group, which sends it to the children (`step_codec`), runs it on rank 0, and watches for ranks that die or hang.
+"""
 
 from __future__ import annotations
 
@@ -17,28 +21,28 @@ import torch
 from torch import Tensor
 
 from mingc.artifacts.codec import encode
-from mingc.errors import RankError, WorkerError
+from mingc.errors import RankError
 from mingc.runtime.distributed import process_group
 from mingc.runtime.distributed.all_reduce import AllReducePlan
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.ranks.hard_exit import hard_exit
 from mingc.runtime.thinker.ranks.rank_process import LOADED, READY, WorkerConfig
-from mingc.runtime.thinker.ranks.step_codec import Step, send_step
+from mingc.runtime.thinker.ranks.step_codec import broadcast_step
 from mingc.runtime.thinker.ranks.watchdog import StepWatchdog
 from mingc.runtime.thinker.scheduler import ChunkShape
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
 from mingc.runtime.thinker.worker import LaunchedTokens, ThinkerWorker
 
 STEP_TIMEOUT_S = 60.0
-_MEET_TIMEOUT_S = 60.0  # of ranks that wait for each other while they start
+_RENDEZVOUS_TIMEOUT_S = 60.0
 _SEND_TIMEOUT_S = 60.0
-_START_TIMEOUT_S = 600.0  # the weights of the real model take minutes from a cold disk
-_PART_TIMEOUT_S = 10.0
-_END_TIMEOUT_S = 5.0
-_END_NOTICE_S = 0.2  # a closed connection is noticed before the end of its process is
+_START_TIMEOUT_S = 600.0  # loading the released weights from a cold disk takes minutes
+_SHUTDOWN_TIMEOUT_S = 10.0  # of leaving the process group
+_CHILD_EXIT_TIMEOUT_S = 5.0
+_CHILD_EXIT_NOTICE_S = 0.2  # a closed socket is seen before the exit of its process
 
-_RESTART = "start again"
+_RESTART = "restart the server"
 
 _Step = TypeVar("_Step", PrefillStep, DecodeStep)
 _Result = TypeVar("_Result")
@@ -47,17 +51,16 @@ log = logging.getLogger("mingc.ranks")
 
 
 class RankGroup:
-    """Starts and watches the children; runs each step on every rank.
+    """Starts and watches the rank processes; runs each step on every rank.
 
     Args:
-        devices: one a rank; the first one is this process's.
-        load: loads this process's stage while the children load theirs.
-        start: makes this process's worker of it, once the ranks have met.
-        on_failure: called once, on any thread, when a child has ended unasked, or a step has failed or does not end.
-        step_timeout_s: seconds after which a step that has not ended is taken for one that never will.
+        devices: one per rank; the first one belongs to this process.
+        load: loads this process's stage while the rank processes load theirs.
+        start: creates this process's worker from it, after the process group is initialized.
+        on_failure: called once, from any thread, when a rank process has ended unexpectedly, or a step fails or hangs.
+        step_timeout_s: seconds after which a step that has not ended counts as hanging.
 
-    On CUDA a death is also the end of this process (`last_resort`): a rank that waits for another one on the device
-    cannot be called back.
+    On CUDA a failure also ends this process (`hard_exit`): a kernel that waits for a dead rank cannot be cancelled.
     """
 
     def __init__(
@@ -71,17 +74,17 @@ class RankGroup:
         on_failure: Callable[[RankError], None],
         step_timeout_s: float = STEP_TIMEOUT_S,
     ) -> None:
-        self._on_death = on_failure
+        self._on_failure = on_failure
         self._children: list[subprocess.Popen[bytes]] = []
         self._sockets: list[socket.socket] = []
         self._is_closing = threading.Event()
-        self._watch: StepWatchdog | None = None  # from when all ranks run
-        self._death: RankError | None = None
+        self._watchdog: StepWatchdog | None = None  # None until all ranks are ready
+        self._failure: RankError | None = None
         self._lock = threading.Lock()
-        self._lifeline_read, self._lifeline_write = os.pipe()
+        self._pipe_read, self._pipe_write = os.pipe()
         self.device = devices[0]
         self._store = process_group.host_store()
-        timeout_s = max(_MEET_TIMEOUT_S, step_timeout_s)
+        timeout_s = max(_RENDEZVOUS_TIMEOUT_S, step_timeout_s)
         try:
             for rank in range(1, len(devices)):
                 self._spawn(
@@ -94,12 +97,12 @@ class RankGroup:
                         num_threads=max(1, torch.get_num_threads() // len(devices)),
                         port=self._store.port,
                         timeout_s=timeout_s,
-                        steps=0,
-                        lifeline=self._lifeline_read,
+                        step_socket=0,  # set by `_spawn`
+                        parent_pipe=self._pipe_read,
                     )
                 )
             stage = load()
-            self._await(LOADED)
+            self._wait_for(LOADED)
             process_group.init(
                 rank=0,
                 world_size=len(devices),
@@ -108,20 +111,20 @@ class RankGroup:
                 timeout_s=timeout_s,
             )
             self._worker = start(stage)
-            self._await(READY)
+            self._wait_for(READY)
         except BaseException:
             self.close()
             raise
-        self._watch = StepWatchdog(self.device, step_timeout_s, self._end_stuck)
+        self._watchdog = StepWatchdog(self.device, step_timeout_s, self._on_step_timeout)
 
     @property
     def all_reduce_plan(self) -> AllReducePlan:
-        """How the ranks sum up."""
+        """Selected all-reduce algorithms."""
         return self._worker.all_reduce.plan
 
     @property
     def is_alive(self) -> bool:
-        return self._death is None and not self._is_closing.is_set()
+        return self._failure is None and not self._is_closing.is_set()
 
     @property
     def samples_on_device(self) -> bool:
@@ -143,149 +146,144 @@ class RankGroup:
         return self._worker.latency_model
 
     def prefill(self, step: PrefillStep) -> Tensor:
-        """As `ThinkerWorker.prefill`. Raises: WorkerError when a rank is gone."""
+        """As `ThinkerWorker.prefill`. Raises: WorkerError when a rank has failed."""
         return self._run(step, self._worker.prefill)
 
     def decode(self, step: DecodeStep) -> Tensor:
-        """As `ThinkerWorker.decode`. Raises: WorkerError when a rank is gone."""
+        """As `ThinkerWorker.decode`. Raises: WorkerError when a rank has failed."""
         return self._run(step, self._worker.decode)
 
     def launch_decode(self, step: DecodeStep) -> LaunchedTokens:
-        """As `ThinkerWorker.launch_decode`. Raises: WorkerError when a rank is gone."""
+        """As `ThinkerWorker.launch_decode`. Raises: WorkerError when a rank has failed."""
         return self._run(step, self._worker.launch_decode)
 
     def launch_prefill(self, step: PrefillStep) -> LaunchedTokens:
-        """As `ThinkerWorker.launch_prefill`. Raises: WorkerError when a rank is gone."""
+        """As `ThinkerWorker.launch_prefill`. Raises: WorkerError when a rank has failed."""
         return self._run(step, self._worker.launch_prefill)
 
     def close(self) -> None:
-        """End the children: closed sockets tell them, what is left after a while is killed."""
+        """End the rank processes by closing their sockets; kill those that are left after a timeout."""
         if self._is_closing.is_set():
             return
         self._is_closing.set()
-        is_whole = self._watch is not None and self._death is None
-        if self._watch is not None:
-            self._watch.close()
+        is_whole = self._watchdog is not None and self._failure is None
+        if self._watchdog is not None:
+            self._watchdog.close()
         for sock in self._sockets:
             sock.close()
         if is_whole:
-            self._part()
+            self._leave_group()
         else:
             self._kill()
             process_group.shutdown(is_whole=False)
         for child in self._children:
             try:
-                child.wait(_END_TIMEOUT_S)
+                child.wait(_CHILD_EXIT_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-        os.close(self._lifeline_write)
-        os.close(self._lifeline_read)
+        os.close(self._pipe_write)
+        os.close(self._pipe_read)
 
-    def _part(self) -> None:
-        """Leave the group, and this process with it when that does not end: a step may still hang on the device."""
+    def _leave_group(self) -> None:
+        """Leave the process group. Hard exit if that hangs: a step may be stuck on the device."""
 
-        def part() -> None:
+        def leave() -> None:
             self._worker.close()
             process_group.shutdown()
 
-        parting = threading.Thread(target=part, name="mingc-part", daemon=True)
-        parting.start()
-        parting.join(_PART_TIMEOUT_S)
-        if parting.is_alive():
-            error = RankError(f"the ranks did not part within {_PART_TIMEOUT_S:g} s", where="rank 0")
+        thread = threading.Thread(target=leave, name="mingc-leave-group", daemon=True)
+        thread.start()
+        thread.join(_SHUTDOWN_TIMEOUT_S)
+        if thread.is_alive():
+            error = RankError(
+                f"leaving the process group took more than {_SHUTDOWN_TIMEOUT_S:g} s", where="rank 0"
+            )
             log.error("%s", error.message)
             hard_exit(error, self)
 
-    def _spawn(self, job: WorkerConfig) -> None:
+    def _spawn(self, config: WorkerConfig) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            arguments = {**encode(job), "steps": theirs.fileno()}
+            arguments = {**encode(config), "step_socket": theirs.fileno()}
             child = subprocess.Popen(
                 [sys.executable, "-m", "mingc.runtime.thinker.ranks.rank_process", json.dumps(arguments)],
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr.fileno(),
-                pass_fds=(theirs.fileno(), job.lifeline),
+                pass_fds=(theirs.fileno(), config.parent_pipe),
             )
         ours.settimeout(_START_TIMEOUT_S)
         self._sockets.append(ours)
         self._children.append(child)
-        # From now on: a rank that ends while it starts may leave this one in a collective, too.
+        # Watch from now on: a rank that dies during startup may leave this one in a collective, too.
         threading.Thread(
-            target=self._wait_for_end, args=(job.rank, child), name=f"mingc-watch-{job.rank}", daemon=True
+            target=self._watch_child,
+            args=(config.rank, child),
+            name=f"mingc-watch-{config.rank}",
+            daemon=True,
         ).start()
 
-    def _await(self, word: bytes) -> None:
+    def _wait_for(self, message: bytes) -> None:
         for rank, (sock, child) in enumerate(zip(self._sockets, self._children, strict=True), start=1):
             try:
-                said = sock.recv(1)
+                received = sock.recv(1)
             except OSError as error:
                 raise RankError(f"rank {rank} did not start: {error}", where=f"rank {rank}") from error
-            if said != word:
+            if received != message:
                 code = child.wait()
-                raise RankError(f"rank {rank} ended with code {code} while starting", where=f"rank {rank}")
+                raise RankError(f"rank {rank} exited with code {code} during startup", where=f"rank {rank}")
 
     def _run(self, step: _Step, run: Callable[[_Step], _Result]) -> _Result:
-        if self._death is not None:
-            raise self._death
-        assert self._watch is not None, "all ranks run"
+        if self._failure is not None:
+            raise self._failure
+        assert self._watchdog is not None, "all ranks are ready"
         try:
-            with self._watch.step():
-                self._send(step)
+            with self._watchdog.step():
+                broadcast_step(self._sockets, step, timeout_s=_SEND_TIMEOUT_S)
                 return run(step)
         except Exception as error:
-            # The ranks may now stand at different steps; no later one could be trusted.
+            # The ranks may be at different steps now, so no later step can be trusted.
             found = self._find_dead_child()
-            raise self._die(
+            raise self._fail(
                 found or RankError(f"a step of the thinker failed: {error}", where="rank 0", fix=_RESTART)
             ) from error
 
-    def _send(self, step: Step) -> None:
-        for rank, sock in enumerate(self._sockets, start=1):
-            sock.settimeout(_SEND_TIMEOUT_S)
-            try:
-                send_step(sock, step)
-            except OSError as error:
-                raise WorkerError(
-                    f"rank {rank} does not take steps: {error}", where=f"rank {rank}"
-                ) from error
-
-    def _wait_for_end(self, rank: int, child: subprocess.Popen[bytes]) -> None:
+    def _watch_child(self, rank: int, child: subprocess.Popen[bytes]) -> None:
         code = child.wait()
         if not self._is_closing.is_set():
-            self._die(_death_of(rank, code))
+            self._fail(_exit_error(rank, code))
 
-    def _end_stuck(self, problem: str) -> None:
-        self._die(
+    def _on_step_timeout(self, problem: str) -> None:
+        self._fail(
             RankError(
                 f"{problem}: a rank hangs",
                 where=f"{len(self._children) + 1} ranks",
-                fix=f"{_RESTART}; if a step may take so long, with a larger --step-timeout",
+                fix=f"{_RESTART}; with a larger --step-timeout if steps may take that long",
             )
         )
 
     def _find_dead_child(self) -> RankError | None:
-        """Why a step failed, if it is because a child has just ended."""
+        """The error of a rank process that has just exited, which explains a failed step; None if all run."""
         for rank, child in enumerate(self._children, start=1):
             try:
-                return _death_of(rank, child.wait(_END_NOTICE_S))
+                return _exit_error(rank, child.wait(_CHILD_EXIT_NOTICE_S))
             except subprocess.TimeoutExpired:
                 continue
         return None
 
-    def _die(self, death: RankError) -> RankError:
-        """Serve no step any more. Only the first death counts, and is returned."""
+    def _fail(self, error: RankError) -> RankError:
+        """Run no further step. Returns the first failure, which may be an earlier one."""
         with self._lock:
-            if self._death is not None:
-                return self._death
-            self._death = death
-        log.error("%s", death.message)
+            if self._failure is not None:
+                return self._failure
+            self._failure = error
+        log.error("%s", error.message)
         if self.device.type == "cuda":
-            hard_exit(death, self)
-        # The others may wait in a collective for a rank that is gone; without them it fails here as well.
+            hard_exit(error, self)
+        # The others may wait in a collective for the dead rank. Once they are killed, rank 0's collective fails too.
         self._kill()
-        self._on_death(death)
-        return death
+        self._on_failure(error)
+        return error
 
     def _kill(self) -> None:
         for child in self._children:
@@ -293,5 +291,7 @@ class RankGroup:
                 child.kill()
 
 
-def _death_of(rank: int, code: int) -> RankError:
-    return RankError(f"rank {rank} of the thinker ended with code {code}", where=f"rank {rank}", fix=_RESTART)
+def _exit_error(rank: int, code: int) -> RankError:
+    return RankError(
+        f"rank {rank} of the thinker exited with code {code}", where=f"rank {rank}", fix=_RESTART
+    )

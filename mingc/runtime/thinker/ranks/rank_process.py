@@ -1,18 +1,15 @@
-"""A rank above 0 of the thinker: a child process of the server that runs the steps it is sent.
+"""Process of a thinker rank above 0: receives steps from rank 0 (`rank_group`) and runs them on its own worker.
 
-Started as `python -m mingc.runtime.thinker.ranks.rank_process JOB`, JOB being the JSON of `WorkerConfig`. It ends
-when its socket closes, which
-the kernel does however the server dies.
+Started as `python -m mingc.runtime.thinker.ranks.rank_process CONFIG`, where CONFIG is the JSON of `WorkerConfig`. It
+ends when its step socket or the parent pipe closes, which the kernel does however the server dies.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import sys
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +18,7 @@ import torch
 from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.codec import decode
 from mingc.artifacts.manifest import read_manifest
+from mingc.parent_watchdog import watch_pipe
 from mingc.runtime.distributed import process_group
 from mingc.runtime.engines.stage_loader import load_stage
 from mingc.runtime.thinker.ranks.step_codec import receive_step
@@ -32,13 +30,13 @@ LOADED, READY = b"L", b"R"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerConfig:
-    """What a child is told.
+    """Configuration of one rank process.
 
     Attributes:
-        steps: file descriptor of the socket that steps come in on and `LOADED`, `READY` go out on.
-        lifeline: file descriptor of a pipe that closes when the server is gone.
-        port: where the ranks meet.
-        timeout_s: of a collective that the host waits for.
+        port: of the store for the rendezvous, see `process_group.host_store`.
+        timeout_s: of collectives that the host waits for.
+        step_socket: file descriptor; steps come in, `LOADED` and `READY` go out.
+        parent_pipe: file descriptor that is closed when the server dies.
     """
 
     artifact: str
@@ -49,33 +47,33 @@ class WorkerConfig:
     num_threads: int
     port: int
     timeout_s: float
-    steps: int
-    lifeline: int
+    step_socket: int
+    parent_pipe: int
 
 
 def main() -> None:
-    job = decode(WorkerConfig, json.loads(sys.argv[1]))
-    # These come to a whole group of processes; the server decides when its ranks end.
+    config = decode(WorkerConfig, json.loads(sys.argv[1]))
+    # A terminal sends these to the whole process group; the server decides when its ranks end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_the_server, args=(job.lifeline,), daemon=True).start()
-    torch.set_num_threads(job.num_threads)
-    device = torch.device(job.device)
+    watch_pipe(config.parent_pipe)  # ends the process also while it waits in a collective
+    torch.set_num_threads(config.num_threads)
+    device = torch.device(config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with socket.socket(fileno=job.steps) as sock:
-        root = Path(job.artifact)
+    with socket.socket(fileno=config.step_socket) as sock:
+        root = Path(config.artifact)
         manifest = read_manifest(root)
-        stage = load_stage(Artifact(root, manifest), "thinker", device, rank=job.rank)
+        stage = load_stage(Artifact(root, manifest), "thinker", device, rank=config.rank)
         sock.sendall(LOADED)
         process_group.init(
-            rank=job.rank,
-            world_size=job.world_size,
-            port=job.port,
-            device=job.device,
-            timeout_s=job.timeout_s,
+            rank=config.rank,
+            world_size=config.world_size,
+            port=config.port,
+            device=config.device,
+            timeout_s=config.timeout_s,
         )
-        worker = create_worker(stage, manifest, num_pages=job.num_pages, device=device)
+        worker = create_worker(stage, manifest, num_pages=config.num_pages, device=device)
         sock.sendall(READY)
         while (step := receive_step(sock)) is not None:
             if isinstance(step, PrefillStep):
@@ -86,12 +84,6 @@ def main() -> None:
                 worker.launch_decode(step)
         worker.close()
     process_group.shutdown()
-
-
-def _end_with_the_server(lifeline: int) -> None:
-    # Also out of a collective that waits for ranks which are gone.
-    os.read(lifeline, 1)
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,21 @@
-"""Steps of the thinker as bytes on a socket between its ranks: a JSON header, then the raw arrays. No pickle."""
+"""Binary encoding of thinker steps for the sockets between ranks: a JSON header, then the raw arrays. No pickle.
+
+`rank_group` encodes a step once and sends the same bytes to all ranks; `rank_process` decodes them.
+"""
 
 from __future__ import annotations
 
 import json
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mingc.errors import WorkerError
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
 
 Step = PrefillStep | DecodeStep
@@ -19,10 +24,10 @@ _LENGTH = struct.Struct("<I")
 _TENSOR_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
-def send_step(sock: socket.socket, step: Step) -> None:
-    """Send one step. Raises OSError when the other side is gone, TimeoutError when it does not read."""
+def encode_step(step: Step) -> bytes:
+    """Serialize a step: length of the header, header, arrays."""
     header: dict[str, Any] = {"kind": type(step).__name__, "numbers": {}, "arrays": []}
-    payload: list[bytes] = []
+    arrays: list[bytes] = []
     for name in step.__slots__:
         value = getattr(step, name)
         if isinstance(value, int):
@@ -30,19 +35,31 @@ def send_step(sock: socket.socket, step: Step) -> None:
         elif isinstance(value, Tensor):
             host = value.detach().cpu().contiguous()
             header["arrays"].append((name, str(host.dtype), list(host.shape)))
-            payload.append(host.view(torch.uint8).numpy().tobytes())
+            arrays.append(host.view(torch.uint8).numpy().tobytes())
         elif value is not None:
             host_array = np.ascontiguousarray(value)
             header["arrays"].append((name, str(host_array.dtype), list(host_array.shape)))
-            payload.append(host_array.tobytes())
+            arrays.append(host_array.tobytes())
     text = json.dumps(header).encode()
-    sock.sendall(_LENGTH.pack(len(text)) + text)
-    for part in payload:
-        sock.sendall(part)
+    return b"".join((_LENGTH.pack(len(text)), text, *arrays))
+
+
+def broadcast_step(sockets: Sequence[socket.socket], step: Step, *, timeout_s: float) -> None:
+    """Encode a step once and send it to ranks 1, 2, … over `sockets`.
+
+    Raises: WorkerError when a rank has closed its socket or does not read within `timeout_s`.
+    """
+    data = encode_step(step)
+    for rank, sock in enumerate(sockets, start=1):
+        sock.settimeout(timeout_s)
+        try:
+            sock.sendall(data)
+        except OSError as error:
+            raise WorkerError(f"rank {rank} does not receive steps: {error}", where=f"rank {rank}") from error
 
 
 def receive_step(sock: socket.socket) -> Step | None:
-    """The next step; None when the other side has closed."""
+    """The next step; None when the other side has closed the socket."""
     start = _receive(sock, _LENGTH.size)
     if start is None:
         return None
@@ -67,6 +84,7 @@ def receive_step(sock: socket.socket) -> Step | None:
 
 
 def _receive(sock: socket.socket, size: int) -> bytearray | None:
+    """Exactly `size` bytes; None at the end of the stream."""
     data = bytearray(size)
     view = memoryview(data)
     done = 0

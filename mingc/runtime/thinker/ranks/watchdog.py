@@ -1,4 +1,4 @@
-"""Notices a step of the ranks that does not end: in a call on the host, or on the device after the call."""
+"""Step watchdog: detects a step that does not finish, in a host call or on the device after the call."""
 
 from __future__ import annotations
 
@@ -9,66 +9,66 @@ from contextlib import contextmanager
 
 import torch
 
-_CHECKS = 10  # in the limit
+_CHECKS_PER_TIMEOUT = 10
 
 
 class StepWatchdog:
-    """Calls `on_stuck` once, on a thread of its own, when a step takes longer than `limit_s`.
+    """Calls `on_timeout` once, from its own thread, when a step takes longer than `timeout_s`.
 
-    A step that is launched has not ended when its call returns. So on CUDA an event is recorded behind a step, the
-    next one when that has been passed: one event that is `limit_s` old and not passed is a device that stands still.
+    Steps are launched asynchronously, so on CUDA an event is recorded after a step. Once it has passed, the next step
+    records a new one. An event that is `timeout_s` old and has not passed means that the device is stuck.
 
     Args:
-        limit_s: seconds.
-        on_stuck: gets what is wrong.
+        timeout_s: seconds.
+        on_timeout: receives a description of the problem.
     """
 
-    def __init__(self, device: torch.device, limit_s: float, on_stuck: Callable[[str], None]) -> None:
+    def __init__(self, device: torch.device, timeout_s: float, on_timeout: Callable[[str], None]) -> None:
         self._device = device
-        self._limit_s = limit_s
-        self._on_stuck = on_stuck
-        self._inside_since: float | None = None
-        self._marked: tuple[torch.cuda.Event, float] | None = None
-        self._is_ended = threading.Event()
-        threading.Thread(target=self._run, name="mingc-step-watch", daemon=True).start()
+        self._timeout_s = timeout_s
+        self._on_timeout = on_timeout
+        self._call_start: float | None = None
+        self._event: tuple[torch.cuda.Event, float] | None = None
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._run, name="mingc-step-watchdog", daemon=True).start()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around the call of a step."""
-        self._inside_since = time.monotonic()
+        """Watch the call of a step inside the block."""
+        self._call_start = time.monotonic()
         try:
             yield
             if self._device.type == "cuda":
-                self._mark()
+                self._record_event()
         finally:
-            self._inside_since = None
+            self._call_start = None
 
     def close(self) -> None:
-        """Watch no more."""
-        self._is_ended.set()
+        """Stop watching."""
+        self._is_closed.set()
 
-    def _mark(self) -> None:
-        if self._marked is None or self._marked[0].query():  # type: ignore[no-untyped-call]
+    def _record_event(self) -> None:
+        if self._event is None or self._event[0].query():  # type: ignore[no-untyped-call]
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))
-            self._marked = event, time.monotonic()
+            self._event = event, time.monotonic()
 
     def _run(self) -> None:
-        while not self._is_ended.wait(self._limit_s / _CHECKS):
-            problem = self._find()
+        while not self._is_closed.wait(self._timeout_s / _CHECKS_PER_TIMEOUT):
+            problem = self._find_problem()
             if problem is not None:
-                self._on_stuck(problem)
+                self._on_timeout(problem)
                 return
 
-    def _find(self) -> str | None:
-        latest = time.monotonic() - self._limit_s
-        inside_since, marked = self._inside_since, self._marked
-        if inside_since is not None and inside_since < latest:
-            return f"a step of the thinker did not return within {self._limit_s:g} s"
-        if marked is None or marked[1] >= latest:
+    def _find_problem(self) -> str | None:
+        latest = time.monotonic() - self._timeout_s
+        call_start, recorded = self._call_start, self._event
+        if call_start is not None and call_start < latest:
+            return f"a step of the thinker did not return within {self._timeout_s:g} s"
+        if recorded is None or recorded[1] >= latest:
             return None
         try:
-            is_passed = marked[0].query()  # type: ignore[no-untyped-call]
+            has_passed = recorded[0].query()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             return f"the device failed: {error}"
-        return None if is_passed else f"a step of the thinker did not end within {self._limit_s:g} s"
+        return None if has_passed else f"a step of the thinker did not end within {self._timeout_s:g} s"

@@ -1,0 +1,45 @@
+"""Parent watchdog: end this process when its parent dies, however that happens.
+
+The watcher is a daemon thread that blocks on a file descriptor which the kernel closes together with the parent.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable
+
+
+def exit_now() -> None:
+    """End the process without cleanup: a thread may be blocked in a collective or a compiler."""
+    os._exit(1)
+
+
+def watch_pipe(fd: int, on_exit: Callable[[], None] = exit_now) -> None:
+    """Call `on_exit` when the pipe `fd` is closed. The parent holds the write end and never writes to it."""
+
+    def wait() -> None:
+        os.read(fd, 1)
+        on_exit()
+
+    _start(wait)
+
+
+def watch_pool_owner() -> None:
+    """In a process of a multiprocessing pool: end it when the process that owns the pool dies.
+
+    A pool that is killed cannot shut its workers down; without this they would wait for tasks forever.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this is not a process started by multiprocessing"
+
+    def wait() -> None:
+        parent.join()
+        exit_now()
+
+    _start(wait)
+
+
+def _start(wait: Callable[[], None]) -> None:
+    threading.Thread(target=wait, name="mingc-parent-watchdog", daemon=True).start()
