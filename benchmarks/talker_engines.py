@@ -52,7 +52,7 @@ def module_of(stage_name: str, dtype: torch.dtype, quantization: Quantization | 
     for source in sources:
         part = part_of(checkpoint, source.part)
         assert part is not None
-        value = source.make(*[part.read(name) for name in source.tensors])
+        value = source.compute(*[part.read(name) for name in source.tensors])
         plain = source.dtype or (dtype if value.is_floating_point() else value.dtype)
         for name, tensor in stored_tensors(source, value, quantization, plain).items():
             tensors[name] = tensor.to("cuda").contiguous()

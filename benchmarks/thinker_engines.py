@@ -182,7 +182,7 @@ def _draw(name: str, weight: Weight, device: torch.device, generator: torch.Gene
         scale = _INT4_SCALE if weight.dtype == torch.bfloat16 else _SCALE
         return torch.full(weight.shape, scale, dtype=weight.dtype, device=device)
     if not weight.source.tensors:
-        return weight.source.make().to(device)
+        return weight.source.compute().to(device)
     if weight.dtype == INT4:
         return _draw_int4(weight.shape, device, generator)
     value = torch.empty(

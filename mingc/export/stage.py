@@ -78,7 +78,7 @@ class ExpertDims:
 class WeightSource:
     """How one parameter or buffer of the module is made from checkpoint tensors.
 
-    `tensors` are names in part `part`, read one at a time when the weight is written; `make` receives them in
+    `tensors` are names in part `part`, read one at a time when the weight is written; `compute` receives them in
     order (any stored dtype, CPU, memory-mapped: must not be modified) and returns the value, already cut for the
     shard. With no `tensors` the value is derived (time embeddings, position tables). `shapes` are the full shapes
     that the checkpoint must hold for `tensors`; they are checked for all weights before any is read. The result
@@ -94,7 +94,7 @@ class WeightSource:
     part: str
     tensors: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    make: Callable[..., torch.Tensor]
+    compute: Callable[..., torch.Tensor]
     dtype: torch.dtype | None = None
     quantizable: Quantizable | None = None
 

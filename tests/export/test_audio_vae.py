@@ -226,7 +226,9 @@ def test_transform_equals_the_complex_one(hop: int) -> None:
         "window": torch.hann_window(n_fft),
     }
     sources = istft_weights(hidden, n_fft, part="vae", head="out", window="window", target="")
-    head.load_state_dict({each.name: each.make(*(stored[name] for name in each.tensors)) for each in sources})
+    head.load_state_dict(
+        {each.name: each.compute(*(stored[name] for name in each.tensors)) for each in sources}
+    )
     x = torch.randn(2, 3, hidden)
     magnitude, phase = F.linear(x, stored["out.weight"], stored["out.bias"]).chunk(2, dim=-1)
     spectrum = torch.polar(magnitude.exp().clamp(max=100), phase)
@@ -287,7 +289,7 @@ def random_module(config: AudioVaeConfig) -> AudioVae:
         nn.init.normal_(value, std=0.3)
     for source in STAGE.weights(config, Shard()):
         if not source.tensors:
-            module.state_dict()[source.name].copy_(source.make())
+            module.state_dict()[source.name].copy_(source.compute())
     module.decoder.head.window.copy_(torch.hann_window(config.decoder.n_fft))
     return module.eval().requires_grad_(False)
 

@@ -103,7 +103,7 @@ class Layer:
         submodule = plan.spec.layer_instances[0]
 
         def load(path: Path) -> Any:
-            module = load_module(STAGE, self.config, shards[0], path, self.quantization, part=submodule)
+            module = load_module(STAGE, self.config, shards[0], path, self.quantization, submodule=submodule)
             for parameter in module.parameters():
                 parameter.data = parameter.data.clone()  # loaded parameters are read-only views of the file
             return module
@@ -211,7 +211,7 @@ def test_untested_experts_are_counted(checkpoint: Checkpoint, config: ThinkerCon
     recipe = ExportRecipe(checkpoint=checkpoint.root, output=tmp_path, stages=("thinker",), dtype="bfloat16")
     plans = STAGE.graphs(config, Shard(), stage_options(recipe))
     plan = next(plan for plan in plans if plan.spec.name == "decode_experts")
-    module = load_module(STAGE, config, Shard(), tmp_path / "weights", part=plan.spec.layer_instances[0])
+    module = load_module(STAGE, config, Shard(), tmp_path / "weights", submodule=plan.spec.layer_instances[0])
     router = module.get_submodule("router")
     bias = router.get_parameter("bias").clone()
     bias[:, [2, 7]] = -100.0

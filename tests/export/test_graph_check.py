@@ -34,7 +34,7 @@ class Engines:
         write_weights(checkpoint, STAGE, config, Shard(), torch.float32, folder / "weights.safetensors")
         (folder / "goldens").mkdir()
         self._plan = next(each for each in STAGE.graphs(config, Shard(), OPTIONS) if each.spec.name == "head")
-        self._module = load_module(STAGE, config, Shard(), folder / "weights.safetensors", part="head")
+        self._module = load_module(STAGE, config, Shard(), folder / "weights.safetensors", submodule="head")
         self._spoiled = spoiled
         self.batches: list[int] = []
         recipe = ExportRecipe(checkpoint=TINY, output=folder / "out", stages=("thinker",))

@@ -23,8 +23,8 @@ from mingc.export.weights.quantization import prepare, stored_names, stored_tens
 from mingc.kernels.quantized import dequantize, quantize_int4
 
 TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
-# The largest relative error of any output of the tiny stages; random weights of these sizes give 0.04 to 0.13.
-LOSS = 0.2
+# Limit on the relative error of any output of the tiny stages; random weights of these sizes give 0.04 to 0.13.
+MAX_ERROR = 0.2
 
 
 def plan_of(stage: str, graph: str, checkpoint: Checkpoint) -> GraphDef:
@@ -33,21 +33,21 @@ def plan_of(stage: str, graph: str, checkpoint: Checkpoint) -> GraphDef:
 
 
 def rounded_module(stage: Stage, config: object, checkpoint: Checkpoint, module: nn.Module) -> nn.Module:
-    """The float32 module with the quantized weights of `module` in the place of its own, pad_like."""
+    """The float32 module with the dequantized weights of `module`."""
     state = module.state_dict()
-    wide = float32_module(stage, config, checkpoint)
+    reference = float32_module(stage, config, checkpoint)
     names = [name for name in state if name + "_scale" in state]
     assert names
     values = {name: dequantize(state[name], state[name + "_scale"], torch.float32) for name in names}
     # Assigned, not copied: the float32 module reads from the memory-mapped checkpoint itself.
-    wide.load_state_dict(values, strict=False, assign=True)
-    return wide
+    reference.load_state_dict(values, strict=False, assign=True)
+    return reference
 
 
 @pytest.mark.parametrize(
     ("name", "graph"), [("talker", "step"), ("talker", "prefill"), ("cfm", "sample"), ("audio_vae", "stream")]
 )
-def test_a_stage_computes_with_what_was_stored(
+def test_a_stage_computes_with_its_quantized_weights(
     name: str, graph: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     stage, plan = find(name), plan_of(name, graph, checkpoint)
@@ -65,28 +65,28 @@ def test_a_stage_computes_with_what_was_stored(
     for key, value in got.items():
         assert relative_error(value, stored[key]) < 1e-6, key
     worst = max(relative_error(value, exact[key]) for key, value in got.items())
-    assert 1e-4 < worst < LOSS
+    assert 1e-4 < worst < MAX_ERROR
 
 
-def test_only_matrices_of_the_layers_are_quantized(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_only_weight_matrices_of_layers_are_quantized(checkpoint: Checkpoint, tmp_path: Path) -> None:
     stage = find("audio_vae")
     config = stage.config(checkpoint)
     write_weights(checkpoint, stage, config, Shard(), torch.bfloat16, tmp_path / "weights", "fp8")
     with safe_open(tmp_path / "weights", framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    narrow = {name for name, value in tensors.items() if value.dtype == torch.float8_e4m3fn}
+    quantized = {name for name, value in tensors.items() if value.dtype == torch.float8_e4m3fn}
     layers = config.decoder.stack.num_layers
-    assert narrow == {
+    assert quantized == {
         f"decoder.stack.layers.{layer}.{matrix}.weight"
         for layer in range(layers)
         for matrix in ("qkv", "out", "gate_up", "down")
     }
-    for name in narrow:
+    for name in quantized:
         scale = tensors[name + "_scale"]
         assert (scale.dtype, scale.shape) == (torch.float32, tensors[name].shape[:1])
 
 
-def test_a_compiled_graph_takes_quantized_weights(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_compiled_graph_runs_with_quantized_weights(checkpoint: Checkpoint, tmp_path: Path) -> None:
     stage = find("talker")
     config = stage.config(checkpoint)
     write_weights(checkpoint, stage, config, Shard(), torch.float32, tmp_path / "weights", "fp8")
@@ -96,11 +96,11 @@ def test_a_compiled_graph_takes_quantized_weights(checkpoint: Checkpoint, tmp_pa
 
 def experts_source() -> WeightSource:
     return WeightSource(
-        name="experts.down", part="main", tensors=(), shapes=(), make=torch.empty, quantizable="experts"
+        name="experts.down", part="main", tensors=(), shapes=(), compute=torch.empty, quantizable="experts"
     )
 
 
-def test_int4_is_for_experts_and_fp8_for_the_rest() -> None:
+def test_int4_quantizes_experts_to_int4_and_the_rest_to_fp8() -> None:
     value = torch.randn(3, 8, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     stored = stored_tensors(experts_source(), value, "int4", torch.bfloat16)
     weight, scale = quantize_int4(value)
@@ -109,14 +109,14 @@ def test_int4_is_for_experts_and_fp8_for_the_rest() -> None:
     given = stored_tensors(experts_source(), value, "int4", torch.bfloat16, torch.device("cpu"))
     assert all(torch.equal(given[name], tensor) for name, tensor in stored.items())
     linear = WeightSource(
-        name="dense", part="main", tensors=(), shapes=(), make=torch.empty, quantizable="linear"
+        name="dense", part="main", tensors=(), shapes=(), compute=torch.empty, quantizable="linear"
     )
     assert stored_tensors(linear, value[0], "int4", torch.bfloat16)["dense"].dtype == torch.float8_e4m3fn
     assert stored_names(experts_source(), None) == ("experts.down",)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
-def test_a_module_is_given_places_of_the_stored_shapes(kind: str) -> None:
+def test_prepare_registers_parameters_of_the_stored_shapes(kind: str) -> None:
     assert kind in ("fp8", "int4")
     quantization = "int4" if kind == "int4" else "fp8"
     module = nn.Module()
@@ -133,11 +133,11 @@ def test_a_module_is_given_places_of_the_stored_shapes(kind: str) -> None:
     assert (back - value).norm() / value.norm() < 0.12
 
 
-def test_a_module_without_a_place_for_the_scale_is_refused() -> None:
+def test_a_module_without_a_scale_parameter_is_refused() -> None:
     module = nn.Module()
     module.add_module("experts", nn.Linear(4, 4))
     module.experts.register_parameter("down", nn.Parameter(torch.empty(2, 4, 4)))
-    with pytest.raises(ExportError, match="no place for down_scale"):
+    with pytest.raises(ExportError, match="no parameter down_scale"):
         prepare(module, [experts_source()], "fp8")
 
 

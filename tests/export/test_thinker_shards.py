@@ -64,7 +64,7 @@ def make_module(config: ThinkerConfig, shard: Shard, tensors: dict[str, Tensor])
     weights = {}
     for source in STAGE.weights(config, shard):
         assert tuple(tuple(tensors[name].shape) for name in source.tensors) == source.shapes
-        value = source.make(*[tensors[name] for name in source.tensors])
+        value = source.compute(*[tensors[name] for name in source.tensors])
         weights[source.name] = value.float() if value.is_floating_point() else value
     module.load_state_dict(weights, assign=True)
     return module
@@ -200,7 +200,10 @@ def test_tied_head_reads_the_embedding(config: ThinkerConfig) -> None:
 
 def test_heads_that_cannot_be_shared(config: ThinkerConfig) -> None:
     odd = replace(config, decoder=replace(config.decoder, num_heads=6, num_kv_heads=2))
-    with torch.device("meta"), pytest.raises(ConfigError, match="6 query heads cannot be shared by 4 ranks"):
+    with (
+        torch.device("meta"),
+        pytest.raises(ConfigError, match="6 query heads cannot be divided among 4 ranks"),
+    ):
         STAGE.build(odd, Shard(world_size=4))
 
 

@@ -216,7 +216,7 @@ def test_other_geometries_trace_with_any_number_of_tokens(which: int, config: Vi
     config = odd_configs(config)[which]
     module = random_module(config)
     for source in STAGE.weights(config, Shard()):
-        value = source.make(*[torch.zeros(shape) for shape in source.shapes])
+        value = source.compute(*[torch.zeros(shape) for shape in source.shapes])
         assert value.shape == module.state_dict()[source.name].shape, source.name
     (plan,) = STAGE.graphs(config, Shard(), StageOptions())
     program = capture(plan, module, stage=STAGE.name, static_shapes=None, device=CPU)

@@ -19,7 +19,7 @@ pytestmark = [
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 def test_the_device_quantizes_like_the_cpu(kind: Quantization) -> None:
     source = WeightSource(
-        name="experts.down", part="main", tensors=(), shapes=(), make=torch.empty, quantizable="experts"
+        name="experts.down", part="main", tensors=(), shapes=(), compute=torch.empty, quantizable="experts"
     )
     value = torch.randn(3, 64, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = stored_tensors(source, value, kind, torch.bfloat16)

@@ -158,13 +158,13 @@ def measure_quantization_error(
     checkpoint = open_source(recipe)
     config = stage.config(checkpoint)
 
-    def exact(part: str) -> nn.Module:
-        return float32_module(stage, config, checkpoint, part=part)
+    def exact(submodule: str) -> nn.Module:
+        return float32_module(stage, config, checkpoint, submodule=submodule)
 
-    def stored(part: str) -> list[nn.Module]:
+    def stored(submodule: str) -> list[nn.Module]:
         quantization = recipe.quantization(stage_name)
         return [
-            in_float32(load_module(stage, config, shard, folder / file, quantization, part=part))
+            in_float32(load_module(stage, config, shard, folder / file, quantization, submodule=submodule))
             for shard, file in zip(_shards(weights), weights, strict=True)
         ]
 
@@ -174,7 +174,7 @@ def measure_quantization_error(
 def _load(task: GraphTask, stage: Stage, config: Any, shard: Shard, plan: GraphDef) -> nn.Module:
     quantization = task.recipe.quantization(stage.name)
     path = task.folder / task.weights[shard.rank]
-    return load_module(stage, config, shard, path, quantization, part=plan.spec.layer_instances[0])
+    return load_module(stage, config, shard, path, quantization, submodule=plan.spec.layer_instances[0])
 
 
 def first_shard(stage: Stage, recipe: ExportRecipe) -> Shard:
@@ -236,9 +236,9 @@ def _check(
     """Write the golden file (float32 reference outputs) and compare compiled graphs with it; the worst parity."""
     is_sharded, is_float32 = len(task.weights) > 1, options.dtype == torch.float32
     # The engine is held against what its stored weights stand for; what storing them lost is a figure of its own.
-    quantization, part = task.recipe.quantization(task.stage), plan.spec.layer_instances[0]
+    quantization, submodule = task.recipe.quantization(task.stage), plan.spec.layer_instances[0]
     exact_plan = _find_plan(stage, config, Shard(), _float32(options), task.graph)
-    whole = float32_module(stage, config, checkpoint, part=part)
+    whole = float32_module(stage, config, checkpoint, submodule=submodule)
     stored_plan, stored = exact_plan, [whole]
     if quantization is not None:
         stored = [in_float32(_load(task, stage, config, shard, plan)) for shard in _shards(task.weights)]

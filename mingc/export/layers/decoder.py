@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mingc.export.layers.moe import DenseFeedForward, MoeFeedForward, Router
-from mingc.export.weights.sharding import check_heads, share_size
+from mingc.export.weights.sharding import check_heads, shard_size
 from mingc.kernels.decode_attention import decode_attention
 from mingc.kernels.gemv import gemv, sum_norm_linear
 from mingc.kernels.linear import linear
@@ -62,11 +62,11 @@ class DecoderConfig:
 
     def local_vocab(self, world_size: int) -> int:
         """Rows of the logits matrix of one rank."""
-        return share_size(self.vocab_size, world_size)
+        return shard_size(self.vocab_size, world_size)
 
     def local_width(self, intermediate_size: int, world_size: int) -> int:
         """One rank's share of a feed-forward width."""
-        return share_size(intermediate_size, world_size, _EXPERT_WIDTH_MULTIPLE)
+        return shard_size(intermediate_size, world_size, _EXPERT_WIDTH_MULTIPLE)
 
 
 class Embedding(nn.Module):

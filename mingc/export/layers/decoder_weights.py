@@ -1,7 +1,6 @@
-"""How each parameter of the decoder is made from the checkpoint's tensors, cut for one rank.
+"""Weight sources of the thinker's decoder: checkpoint tensors, sharded for one rank.
 
-Checkpoint names and shapes: spec checkpoint.md §3. Slices are taken from memory-mapped tensors, so that only the
-rank's share is copied.
+Checkpoint names and shapes: spec: checkpoint.md §3. Slices of memory-mapped tensors copy only the rank's shard.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from torch import Tensor
 
 from mingc.export.layers.decoder import DecoderConfig
 from mingc.export.stage import Quantizable, Shard, WeightSource
-from mingc.export.weights.sharding import cut
+from mingc.export.weights.sharding import shard_tensor
 
 _ROOT = "model.model"
 _GATES = ("gate", "image_gate", "audio_gate")
 _TIME, _HEIGHT, _WIDTH = 0, 1, 2
-# Frequencies below this one alternate height and width, the others follow time. A constant of the model's code,
-# not of its config (spec: thinker.md §3).
+# Frequencies below this index alternate between height and width, the others rotate with time. A constant of the
+# model's code, not of its config (spec: thinker.md §3).
 _NUM_SPATIAL_FREQUENCIES = 24
 
 
@@ -30,7 +29,7 @@ def decoder_weights(config: DecoderConfig, shard: Shard, *, is_tied: bool) -> Se
     embedding = f"{_ROOT}.word_embeddings.weight"
     vocab_shape = (config.vocab_size, hidden)
     head = embedding if is_tied else "model.lm_head.weight"
-    head_share = config.local_vocab(shard.world_size)
+    head_size = config.local_vocab(shard.world_size)
     half = config.rotary_dim // 2
     sources = [
         _source("embed.word_embeddings", (embedding,), (vocab_shape,), _as_stored),
@@ -41,7 +40,7 @@ def decoder_weights(config: DecoderConfig, shard: Shard, *, is_tied: bool) -> Se
             "head.lm_head",
             (head,),
             (vocab_shape,),
-            partial(cut, axis=0, rank=shard.rank, share=head_share),
+            partial(shard_tensor, axis=0, rank=shard.rank, size=head_size),
             quantizable="linear",
         ),
     ]
@@ -49,8 +48,8 @@ def decoder_weights(config: DecoderConfig, shard: Shard, *, is_tied: bool) -> Se
         sources += _attention(config, shard, index)
         if index < config.num_dense_layers:
             width = config.dense_intermediate_size
-            ours, theirs = f"layers.{index}.feed_forward.mlp", f"{_ROOT}.layers.{index}.mlp"
-            sources += _swiglu(config, shard, ours, theirs, width, "linear")
+            target, source = f"layers.{index}.feed_forward.mlp", f"{_ROOT}.layers.{index}.mlp"
+            sources += _swiglu(config, shard, target, source, width, "linear")
         else:
             sources += _moe(config, shard, index)
     return sources
@@ -60,7 +59,7 @@ def _source(
     name: str,
     tensors: tuple[str, ...],
     shapes: tuple[tuple[int, ...], ...],
-    make: Callable[..., Tensor],
+    compute: Callable[..., Tensor],
     dtype: torch.dtype | None = None,
     quantizable: Quantizable | None = None,
 ) -> WeightSource:
@@ -69,40 +68,40 @@ def _source(
         part="main",
         tensors=tensors,
         shapes=shapes,
-        make=make,
+        compute=compute,
         dtype=dtype,
         quantizable=quantizable,
     )
 
 
 def _attention(config: DecoderConfig, shard: Shard, index: int) -> list[WeightSource]:
-    ours, theirs = f"layers.{index}", f"{_ROOT}.layers.{index}"
+    target, source = f"layers.{index}", f"{_ROOT}.layers.{index}"
     hidden, width = config.hidden_size, config.head_dim
     rows = (config.num_heads + 2 * config.num_kv_heads) * width
     dense_shape = (hidden, config.num_heads * width)
     plain = {
-        f"{ours}.attention.norm": (f"{theirs}.input_layernorm.weight", hidden),
-        f"{ours}.attention.q_norm": (f"{theirs}.attention.q_norm.weight", width),
-        f"{ours}.attention.k_norm": (f"{theirs}.attention.k_norm.weight", width),
-        f"{ours}.feed_forward.norm": (f"{theirs}.post_attention_layernorm.weight", hidden),
+        f"{target}.attention.norm": (f"{source}.input_layernorm.weight", hidden),
+        f"{target}.attention.q_norm": (f"{source}.attention.q_norm.weight", width),
+        f"{target}.attention.k_norm": (f"{source}.attention.k_norm.weight", width),
+        f"{target}.feed_forward.norm": (f"{source}.post_attention_layernorm.weight", hidden),
     }
     sources = [_source(name, (tensor,), ((size,),), _as_stored) for name, (tensor, size) in plain.items()]
-    qkv, dense = f"{theirs}.attention.query_key_value.weight", f"{theirs}.attention.dense.weight"
+    qkv, dense = f"{source}.attention.query_key_value.weight", f"{source}.attention.dense.weight"
     sources.append(
         _source(
-            f"{ours}.attention.qkv",
+            f"{target}.attention.qkv",
             (qkv,),
             ((rows, hidden),),
-            partial(_cut_qkv, config, shard),
+            partial(_shard_qkv, config, shard),
             quantizable="linear",
         )
     )
     sources.append(
         _source(
-            f"{ours}.attention.dense",
+            f"{target}.attention.dense",
             (dense,),
             (dense_shape,),
-            partial(_cut_dense, config, shard),
+            partial(_shard_dense, config, shard),
             quantizable="linear",
         )
     )
@@ -110,61 +109,61 @@ def _attention(config: DecoderConfig, shard: Shard, index: int) -> list[WeightSo
 
 
 def _swiglu(
-    config: DecoderConfig, shard: Shard, ours: str, theirs: str, width: int, quantizable: Quantizable
+    config: DecoderConfig, shard: Shard, target: str, source: str, width: int, quantizable: Quantizable
 ) -> list[WeightSource]:
     up_shape, down_shape = (width, config.hidden_size), (config.hidden_size, width)
-    share = config.local_width(width, shard.world_size)
-    gate_up = (f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight")
-    down = (f"{theirs}.down_proj.weight",)
+    size = config.local_width(width, shard.world_size)
+    gate_up = (f"{source}.gate_proj.weight", f"{source}.up_proj.weight")
+    down = (f"{source}.down_proj.weight",)
     return [
         _source(
-            f"{ours}.gate_up",
+            f"{target}.gate_up",
             gate_up,
             (up_shape, up_shape),
-            partial(_join_gate_up, shard.rank, share),
+            partial(_join_gate_up, shard.rank, size),
             quantizable=quantizable,
         ),
         _source(
-            f"{ours}.down",
+            f"{target}.down",
             down,
             (down_shape,),
-            partial(cut, axis=1, rank=shard.rank, share=share),
+            partial(shard_tensor, axis=1, rank=shard.rank, size=size),
             quantizable=quantizable,
         ),
     ]
 
 
 def _moe(config: DecoderConfig, shard: Shard, index: int) -> list[WeightSource]:
-    ours, theirs = f"layers.{index}.feed_forward", f"{_ROOT}.layers.{index}.mlp"
+    target, source = f"layers.{index}.feed_forward", f"{_ROOT}.layers.{index}.mlp"
     hidden, num_experts, width = config.hidden_size, config.num_experts, config.expert_intermediate_size
-    share = config.local_width(width, shard.world_size)
-    weights = tuple(f"{theirs}.{gate}.weight" for gate in _GATES)
-    biases = tuple(f"{theirs}.{gate}.expert_bias" for gate in _GATES)
-    experts = [f"{theirs}.experts.{expert}" for expert in range(num_experts)]
+    size = config.local_width(width, shard.world_size)
+    weights = tuple(f"{source}.{gate}.weight" for gate in _GATES)
+    biases = tuple(f"{source}.{gate}.expert_bias" for gate in _GATES)
+    experts = [f"{source}.experts.{expert}" for expert in range(num_experts)]
     gate_up = tuple(f"{expert}.{name}_proj.weight" for expert in experts for name in ("gate", "up"))
     down = tuple(f"{expert}.down_proj.weight" for expert in experts)
     sources = [
-        _source(f"{ours}.router.weight", weights, ((num_experts, hidden),) * len(_GATES), _stack),
-        _source(f"{ours}.router.bias", biases, ((num_experts,),) * len(_GATES), _stack, torch.float32),
+        _source(f"{target}.router.weight", weights, ((num_experts, hidden),) * len(_GATES), _stack),
+        _source(f"{target}.router.bias", biases, ((num_experts,),) * len(_GATES), _stack, torch.float32),
         _source(
-            f"{ours}.gate_up",
+            f"{target}.gate_up",
             gate_up,
             ((width, hidden),) * len(gate_up),
-            partial(_stack_gate_up, shard.rank, share),
+            partial(_stack_gate_up, shard.rank, size),
             quantizable="experts",
         ),
         _source(
-            f"{ours}.down",
+            f"{target}.down",
             down,
             ((hidden, width),) * num_experts,
-            partial(_stack_down, shard.rank, share),
+            partial(_stack_down, shard.rank, size),
             quantizable="experts",
         ),
     ]
     if config.shared_intermediate_size:
         width = config.shared_intermediate_size
-        # In the format of the others, it is one expert more to their kernels.
-        sources += _swiglu(config, shard, f"{ours}.shared", f"{theirs}.shared_experts", width, "experts")
+        # Stored in the format of the routed experts, whose kernels compute it as one more expert.
+        sources += _swiglu(config, shard, f"{target}.shared", f"{source}.shared_experts", width, "experts")
     return sources
 
 
@@ -186,8 +185,8 @@ def _position_rows(half: int) -> Tensor:
     return torch.tensor(rows + [_TIME] * (half - len(rows)), dtype=torch.int64)
 
 
-def _cut_qkv(config: DecoderConfig, shard: Shard, packed: Tensor) -> Tensor:
-    """The rank's Q, K and V rows of a weight that holds all Q heads, then all K heads, then all V heads."""
+def _shard_qkv(config: DecoderConfig, shard: Shard, packed: Tensor) -> Tensor:
+    """The rank's Q, K and V rows of a weight that packs all Q heads, then all K heads, then all V heads."""
     num_heads, num_kv_heads = config.local_heads(shard.world_size)
     first_head = shard.rank * config.num_heads // shard.world_size
     first_kv_head = shard.rank * config.num_kv_heads // shard.world_size
@@ -203,32 +202,32 @@ def _cut_qkv(config: DecoderConfig, shard: Shard, packed: Tensor) -> Tensor:
     )
 
 
-def _cut_dense(config: DecoderConfig, shard: Shard, weight: Tensor) -> Tensor:
-    """The rank's columns; zeros where another rank with the same head already adds it."""
+def _shard_dense(config: DecoderConfig, shard: Shard, weight: Tensor) -> Tensor:
+    """The rank's columns; zeros where another rank computes the same head and contributes it to the all-reduce."""
     copies = max(1, shard.world_size // config.num_heads)
     if shard.rank % copies:
         return torch.zeros(weight.shape[0], config.head_dim, dtype=weight.dtype)
     num_heads, _ = config.local_heads(shard.world_size)
-    return cut(weight, 1, shard.rank // copies, num_heads * config.head_dim)
+    return shard_tensor(weight, 1, shard.rank // copies, num_heads * config.head_dim)
 
 
-def _join_gate_up(rank: int, share: int, gate: Tensor, up: Tensor) -> Tensor:
-    return torch.cat((cut(gate, 0, rank, share), cut(up, 0, rank, share)))
+def _join_gate_up(rank: int, size: int, gate: Tensor, up: Tensor) -> Tensor:
+    return torch.cat((shard_tensor(gate, 0, rank, size), shard_tensor(up, 0, rank, size)))
 
 
-def _stack_gate_up(rank: int, share: int, *tensors: Tensor) -> Tensor:
-    """(E, 2 * share, D) from gate and up of expert 0, of expert 1, ..."""
+def _stack_gate_up(rank: int, size: int, *tensors: Tensor) -> Tensor:
+    """(E, 2 * size, D) from the gate and up projections of expert 0, of expert 1, …"""
     first = tensors[0]
-    stacked = torch.empty(len(tensors) // 2, 2, share, first.shape[1], dtype=first.dtype)
+    stacked = torch.empty(len(tensors) // 2, 2, size, first.shape[1], dtype=first.dtype)
     for index, tensor in enumerate(tensors):
-        stacked[index // 2, index % 2] = cut(tensor, 0, rank, share)
+        stacked[index // 2, index % 2] = shard_tensor(tensor, 0, rank, size)
     return stacked.flatten(1, 2)
 
 
-def _stack_down(rank: int, share: int, *tensors: Tensor) -> Tensor:
-    """(E, D, share) from the experts in order."""
+def _stack_down(rank: int, size: int, *tensors: Tensor) -> Tensor:
+    """(E, D, size) from the down projections of the experts in order."""
     first = tensors[0]
-    stacked = torch.empty(len(tensors), first.shape[0], share, dtype=first.dtype)
+    stacked = torch.empty(len(tensors), first.shape[0], size, dtype=first.dtype)
     for index, tensor in enumerate(tensors):
-        stacked[index] = cut(tensor, 1, rank, share)
+        stacked[index] = shard_tensor(tensor, 1, rank, size)
     return stacked

@@ -169,7 +169,7 @@ def latent_transformer_weights(
             part=part,
             tensors=tuple(source + tensor for tensor in tensors),
             shapes=(shape,) * len(tensors),
-            make=lambda *values: values[0] if len(values) == 1 else torch.cat(values),
+            compute=lambda *values: values[0] if len(values) == 1 else torch.cat(values),
             # The matrices of the blocks; the small ones at either end are read once a call.
             quantizable="linear" if name.startswith("blocks.") and len(shape) == 2 else None,
         )
@@ -204,7 +204,7 @@ def latent_transformer_weights(
                 part=part,
                 tensors=(),
                 shapes=(),
-                make=lambda name=name: getattr(torch, name)(_rope_angles(config)),
+                compute=lambda name=name: getattr(torch, name)(_rope_angles(config)),
                 dtype=torch.float32,
             )
         )

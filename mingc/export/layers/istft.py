@@ -141,10 +141,15 @@ def istft_weights(
     }
 
     def stored(
-        name: str, tensor: str, shape: tuple[int, ...], make: Callable[[Tensor], Tensor]
+        name: str, tensor: str, shape: tuple[int, ...], compute: Callable[[Tensor], Tensor]
     ) -> WeightSource:
         return WeightSource(
-            name=target + name, part=part, tensors=(tensor,), shapes=(shape,), make=make, dtype=torch.float32
+            name=target + name,
+            part=part,
+            tensors=(tensor,),
+            shapes=(shape,),
+            compute=compute,
+            dtype=torch.float32,
         )
 
     return [
@@ -152,7 +157,9 @@ def istft_weights(
         stored("bias", f"{head}.bias", (2 * bins,), arrange),
         stored("window", window, (n_fft,), lambda value: value),
         *(
-            WeightSource(name=target + name, part=part, tensors=(), shapes=(), make=make, dtype=torch.float32)
-            for name, make in tables.items()
+            WeightSource(
+                name=target + name, part=part, tensors=(), shapes=(), compute=compute, dtype=torch.float32
+            )
+            for name, compute in tables.items()
         ),
     ]

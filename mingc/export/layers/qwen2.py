@@ -167,7 +167,7 @@ def qwen2_weights(
             part=part,
             tensors=(source + tensor,),
             shapes=(shape,),
-            make=lambda value: value,
+            compute=lambda value: value,
             quantizable=matrix if len(shape) == 2 else None,
         )
 
@@ -177,7 +177,7 @@ def qwen2_weights(
             part=part,
             tensors=tuple(source + tensor for tensor in tensors),
             shapes=shapes,
-            make=lambda *values: torch.cat(values),
+            compute=lambda *values: torch.cat(values),
             quantizable=matrix if len(shapes[0]) == 2 else None,
         )
 
@@ -213,7 +213,7 @@ def qwen2_weights(
             part=part,
             tensors=(),
             shapes=(),
-            make=lambda: inverse_frequencies(config.rope_theta, size),
+            compute=lambda: inverse_frequencies(config.rope_theta, size),
             dtype=torch.float32,
         )
     )

@@ -172,7 +172,7 @@ def vae_decoder_weights(
             part=part,
             tensors=(),
             shapes=(),
-            make=lambda: blend_weights(config.frames_per_latent),
+            compute=lambda: blend_weights(config.frames_per_latent),
             dtype=torch.float32,
         ),
     ]

@@ -98,7 +98,7 @@ def vae_encoder_weights(
             part=part,
             tensors=(source + "cls_embed",),
             shapes=((1, 1, hidden),),
-            make=lambda value: value.flatten(),
+            compute=lambda value: value.flatten(),
         ),
         # Only voices are registered with it: nothing is won by fewer bits.
         *(

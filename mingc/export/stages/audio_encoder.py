@@ -245,7 +245,7 @@ class AudioEncoderStage(Stage):
                 # The stored rows, not a recomputed sinusoid: they are rounded to bf16 (audio.md §7).
                 tensors=("audio.positional_embedding",),
                 shapes=((config.num_positions, width),),
-                make=lambda table: F.pad(table, (0, 0, 0, extra_rows)),
+                compute=lambda table: F.pad(table, (0, 0, 0, extra_rows)),
                 dtype=torch.float32,
             ),
         ]
@@ -317,14 +317,14 @@ def _packed_qkv(name: str, stored_name: str, width: int) -> list[WeightSource]:
             part="main",
             tensors=names,
             shapes=((width, width),) * 3,
-            make=lambda query, key, value: torch.cat((query, key, value)),
+            compute=lambda query, key, value: torch.cat((query, key, value)),
         ),
         WeightSource(
             name=f"{name}.bias",
             part="main",
             tensors=(f"{stored_name}.query.bias", f"{stored_name}.value.bias"),
             shapes=((width,),) * 2,
-            make=lambda query, value: torch.cat((query, torch.zeros_like(query), value)),
+            compute=lambda query, value: torch.cat((query, torch.zeros_like(query), value)),
         ),
     ]
 

@@ -227,7 +227,7 @@ class CfmStage(Stage):
                 part=_PART,
                 tensors=(time + "0.weight", time + "0.bias", time + "2.weight", time + "2.bias"),
                 shapes=((width, 256), (width,), (width, width), (width,)),
-                make=lambda *mlp: time_embeddings(steps, *mlp),
+                compute=lambda *mlp: time_embeddings(steps, *mlp),
                 dtype=torch.float32,
             ),
             WeightSource(
@@ -235,7 +235,7 @@ class CfmStage(Stage):
                 part=_PART,
                 tensors=(),
                 shapes=(),
-                make=lambda: flow_times(steps).diff(),
+                compute=lambda: flow_times(steps).diff(),
                 dtype=torch.float32,
             ),
         ]
@@ -265,7 +265,9 @@ class CfmStage(Stage):
 
 
 def _copy(name: str, tensor: str, *shape: int) -> WeightSource:
-    return WeightSource(name=name, part=_PART, tensors=(tensor,), shapes=(shape,), make=lambda value: value)
+    return WeightSource(
+        name=name, part=_PART, tensors=(tensor,), shapes=(shape,), compute=lambda value: value
+    )
 
 
 def _sample_plan(config: CfmConfig, options: StageOptions) -> GraphDef:

@@ -122,7 +122,7 @@ class TalkerStage(Stage):
                 part=_PART,
                 tensors=("model.embed_tokens.weight",),
                 shapes=((config.vocab_size, config.llm.hidden_size),),
-                make=lambda value: value,
+                compute=lambda value: value,
             ),
             *qwen2_weights(config.llm, part=_PART, source="model.", target="stack."),
         ]

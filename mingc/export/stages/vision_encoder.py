@@ -221,7 +221,7 @@ class VisionEncoderStage(Stage):
                 tensors=("vision.patch_embed.proj.weight",),
                 shapes=((width, config.in_channels, config.temporal_patch_size, patch, patch),),
                 # The kernel's (channel, time, y, x) order is the order of a flattened patch.
-                make=lambda kernel: kernel.flatten(1),
+                compute=lambda kernel: kernel.flatten(1),
             ),
             stored("patch_embed.bias", "vision.patch_embed.proj.bias", width),
             stored("position_table", "vision.pos_embed.weight", table_rows, width, dtype=torch.float32),
@@ -230,7 +230,7 @@ class VisionEncoderStage(Stage):
                 part="main",
                 tensors=(),
                 shapes=(),
-                make=lambda: _inverse_frequency(config.num_frequencies),
+                compute=lambda: _inverse_frequency(config.num_frequencies),
                 dtype=torch.float32,
             ),
         ]

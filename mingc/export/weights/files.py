@@ -1,4 +1,4 @@
-"""The weights files of an artifact, one a rank and stage, and how one is written, by whichever process has time."""
+"""Weights files of an artifact: one per rank and stage, written by any worker process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from mingc.export.weights.source import open_source
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsFile:
-    """What one file holds: the weights of a rank, without those of the submodules at the paths `omitted`."""
+    """One weights file: a rank's weights except those of the submodules at the paths `omitted`."""
 
     stage: str
     shard: Shard
-    name: str  # thinker.rank2, of a stage without ranks talker
+    name: str  # thinker.rank2; talker for a stage that is not sharded
     omitted: tuple[str, ...]
 
     @property
@@ -36,14 +36,14 @@ class WeightsFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenFile:
-    """How long a file took, and the most memory that the process which wrote it has held."""
+    """Time that writing a file took, and the peak memory of the process that wrote it."""
 
     seconds: float
     peak_rss_bytes: int
 
 
 def weights_files(stage: Stage, recipe: ExportRecipe, omitted: Collection[str]) -> tuple[WeightsFile, ...]:
-    """A file for each rank of `stage`, the first rank's first."""
+    """One file per rank of `stage`, in rank order."""
     ranks = first_shard(stage, recipe).world_size
     return tuple(
         WeightsFile(
@@ -79,5 +79,5 @@ def write_file(file: WeightsFile, recipe: ExportRecipe, checkpoint: Checkpoint, 
 
 
 def write_in_worker(file: WeightsFile, recipe: ExportRecipe, folder: Path) -> WrittenFile:
-    """`write_file` for a worker process: an open checkpoint cannot be sent to it."""
+    """`write_file` for a worker process, which opens the checkpoint itself."""
     return write_file(file, recipe, open_source(recipe), folder)

@@ -27,7 +27,7 @@ _ALIGNMENT = 64  # vector loads of a memory-mapped weight start on a cache line
 
 
 def check_weights(checkpoint: Checkpoint, sources: Sequence[WeightSource]) -> list[str]:
-    """Every tensor that the sources need and the checkpoint lacks or holds in another shape, a line each."""
+    """One line per tensor that the sources need and the checkpoint lacks or holds in another shape."""
     problems = []
     for source in sources:
         part = part_of(checkpoint, source.part)
@@ -43,7 +43,7 @@ def check_weights(checkpoint: Checkpoint, sources: Sequence[WeightSource]) -> li
 
 
 def part_of(checkpoint: Checkpoint, name: str) -> Part | None:
-    """The part called `name`: main, talker or vae."""
+    """The part of this name (main, talker or vae); None if the checkpoint lacks it."""
     part: Part | None = getattr(checkpoint, name)
     return part
 
@@ -60,21 +60,25 @@ def write_weights(
     omitted: Collection[str] = (),
     device: torch.device | None = None,
 ) -> int:
-    """Write the weights of one shard to `path`; the largest single weight is the most ever held in memory.
+    """Write the weights of one shard to `path`, one weight in memory at a time.
 
-    Those of the submodules at the paths `omitted` are left out; `device` quantizes, None for the CPU. Returns the
-    bytes written.
-    Raises: CheckpointError, ExportError when sources and module disagree.
+    Args:
+        omitted: paths of submodules whose weights are left out.
+        device: where weights are quantized; None for the CPU.
+
+    Returns: bytes written.
+
+    Raises: CheckpointError; ExportError when the names of sources and module differ.
     """
     sources = stage.weights(config, shard)
     expected = _meta_module(stage, config, shard, sources, quantization).state_dict()
     names = [name for source in sources for name in stored_names(source, quantization)]
     if set(names) != set(expected):
         raise ExportError(
-            f"weight sources and module disagree: {sorted(set(names) ^ set(expected))[:5]}",
+            f"the names of weight sources and module differ: {sorted(set(names) ^ set(expected))[:5]}",
             where=stage.name,
         )
-    sources = [source for source in sources if not any(_is_within(source.name, part) for part in omitted)]
+    sources = [source for source in sources if not any(_is_within(source.name, each) for each in omitted)]
     names = [name for source in sources for name in stored_names(source, quantization)]
     dtypes: dict[str, torch.dtype] = {}
     for source in sources:
@@ -99,14 +103,14 @@ def write_weights(
         file.write(struct.pack("<Q", len(encoded)))
         file.write(encoded)
         for source in sources:
-            made = _make(checkpoint, source, stage.name)
-            tensors = stored_tensors(source, made, quantization, dtypes[source.name], device)
-            del made
+            value = _compute(checkpoint, source, stage.name)
+            tensors = stored_tensors(source, value, quantization, dtypes[source.name], device)
+            del value
             for name, value in tensors.items():
                 if value.shape != expected[name].shape:
                     raise ExportError(
-                        f"weight {name} came out as {list(value.shape)}, "
-                        f"the module has {list(expected[name].shape)}",
+                        f"weight {name} was computed with shape {list(value.shape)}, "
+                        f"the module expects {list(expected[name].shape)}",
                         where=stage.name,
                     )
                 file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -125,11 +129,11 @@ def _meta_module(
     return prepare(module, sources, quantization)
 
 
-def _make(checkpoint: Checkpoint, source: WeightSource, stage: str) -> torch.Tensor:
+def _compute(checkpoint: Checkpoint, source: WeightSource, stage: str) -> torch.Tensor:
     part = part_of(checkpoint, source.part)
     if part is None:
         raise CheckpointError(f"part {source.part} is missing", where=f"{stage}: {source.name}")
-    return source.make(*[part.read(name) for name in source.tensors])
+    return source.compute(*[part.read(name) for name in source.tensors])
 
 
 def load_module(
@@ -139,39 +143,39 @@ def load_module(
     path: Path,
     quantization: Quantization | None = None,
     *,
-    part: str = "",
+    submodule: str = "",
 ) -> nn.Module:
-    """The stage's module over the weights file at `path`, memory-mapped; in eval mode, without gradients.
+    """The stage's module with the memory-mapped weights of the file at `path`; in eval mode, without gradients.
 
-    With `part`, the submodule at this path and nothing else.
+    With `submodule`, only the submodule at this path.
     """
     module = _meta_module(stage, config, shard, stage.weights(config, shard), quantization)
     with safe_open(path, framework="pt") as file:
-        names = [name for name in file.keys() if _is_within(name, part)]  # noqa: SIM118 - not a dict
-        return _fill(module, part, {name: file.get_tensor(name) for name in names})
+        names = [name for name in file.keys() if _is_within(name, submodule)]  # noqa: SIM118 - not a dict
+        return _fill(module, submodule, {name: file.get_tensor(name) for name in names})
 
 
-def float32_module(stage: Stage, config: object, checkpoint: Checkpoint, *, part: str = "") -> nn.Module:
-    """The unsharded module with every weight in float32, made straight from the checkpoint: the reference.
+def float32_module(stage: Stage, config: object, checkpoint: Checkpoint, *, submodule: str = "") -> nn.Module:
+    """The reference: the unsharded module with the checkpoint's weights in float32.
 
-    With `part`, the submodule at this path; no other weight is read.
+    With `submodule`, only the submodule at this path; no other weight is read.
     """
     with torch.device("meta"):
         module = stage.build(config, Shard())
     tensors = {}
     for source in stage.weights(config, Shard()):
-        if _is_within(source.name, part):
-            value = _make(checkpoint, source, stage.name)
+        if _is_within(source.name, submodule):
+            value = _compute(checkpoint, source, stage.name)
             tensors[source.name] = value.float() if value.is_floating_point() else value
-    return _fill(module, part, tensors)
+    return _fill(module, submodule, tensors)
 
 
-def _fill(module: nn.Module, part: str, tensors: dict[str, torch.Tensor]) -> nn.Module:
-    """The submodule at `part` over `tensors`, whose names are those of the whole module."""
-    filled, start = module.get_submodule(part), len(join_path(part, ""))
+def _fill(module: nn.Module, submodule: str, tensors: dict[str, torch.Tensor]) -> nn.Module:
+    """The submodule at this path with the weights `tensors`, named as in the whole module."""
+    filled, start = module.get_submodule(submodule), len(join_path(submodule, ""))
     filled.load_state_dict({name[start:]: value for name, value in tensors.items()}, strict=True, assign=True)
     return filled.eval().requires_grad_(False)
 
 
-def _is_within(name: str, part: str) -> bool:
-    return name.startswith(join_path(part, ""))
+def _is_within(name: str, submodule: str) -> bool:
+    return name.startswith(join_path(submodule, ""))

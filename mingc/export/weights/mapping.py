@@ -1,4 +1,4 @@
-"""Weight sources that several layers share: tensors as stored, linear layers, layer norms."""
+"""Weight sources for tensors used as stored, linear layers and layer norms."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from mingc.export.stage import WeightSource
 def stored(
     name: str, tensor: str, *shape: int, part: str = "main", dtype: torch.dtype | None = None
 ) -> WeightSource:
-    """Weight `name` is the `tensor` of `shape` of the checkpoint's `part`, unchanged."""
-    return WeightSource(name=name, part=part, tensors=(tensor,), shapes=(shape,), make=_identity, dtype=dtype)
+    """Weight `name` from `tensor` of `shape` in the checkpoint's `part`, unchanged."""
+    return WeightSource(
+        name=name, part=part, tensors=(tensor,), shapes=(shape,), compute=_identity, dtype=dtype
+    )
 
 
 def linear(name: str, tensor: str, outputs: int, inputs: int) -> list[WeightSource]:
-    """Weight (outputs, inputs) and bias (outputs,)."""
+    """Weight (outputs, inputs) and bias (outputs,) of a linear layer."""
     return [
         stored(f"{name}.weight", f"{tensor}.weight", outputs, inputs),
         stored(f"{name}.bias", f"{tensor}.bias", outputs),
@@ -24,7 +26,7 @@ def linear(name: str, tensor: str, outputs: int, inputs: int) -> list[WeightSour
 
 
 def layer_norm(name: str, tensor: str, width: int) -> list[WeightSource]:
-    """Weight and bias (width,)."""
+    """Weight and bias (width,) of a layer norm."""
     return [stored(f"{name}.{kind}", f"{tensor}.{kind}", width) for kind in ("weight", "bias")]
 
 

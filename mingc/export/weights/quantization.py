@@ -1,7 +1,7 @@
-"""Which weights an export stores in fewer bits, and how the module is told.
+"""Weight quantization at export.
 
-`fp8` stores every quantizable weight in FP8; `int4` the experts in INT4 and the other quantizable weights in FP8. The
-formats stand in `mingc.kernels.quantized`.
+`fp8` stores every quantizable weight in FP8; `int4` stores experts in INT4 and the other quantizable weights in FP8.
+`mingc.kernels.quantized` defines the formats.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _QUANTIZERS = {FP8: quantize_fp8, INT4: quantize_int4}
 
 
 def stored_names(source: WeightSource, quantization: Quantization | None) -> tuple[str, ...]:
-    """Names under which a weight is stored: its own, and its scale's when it is quantized."""
+    """Names of the stored tensors of a weight: its own, and that of its scale when it is quantized."""
     is_quantized = _format(source, quantization) is not None
     return (source.name, source.name + _SUFFIX) if is_quantized else (source.name,)
 
@@ -33,10 +33,10 @@ def stored_tensors(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> dict[str, Tensor]:
-    """What is stored for a weight, by name: `value` in `dtype`, or the quantized weight and its scale.
+    """Tensors to store for a weight, by name: `value` in `dtype`, or the quantized weight and its scale.
 
-    `device` quantizes, None for the one that `value` is on: INT4 keeps two CPU cores busy for more than a minute a
-    gigabyte. All results are where `value` is.
+    Quantization runs on `device`, or on that of `value` when it is None: INT4 takes two CPU cores more than a minute
+    per gigabyte. The results are on the device of `value`.
     """
     stored = _format(source, quantization)
     if stored is None:
@@ -48,7 +48,7 @@ def stored_tensors(
     if value.dim() == 2:
         weight, scale = quantized(value)
     else:
-        # One expert at a time: float32 copies of all of them would take many times the stored weight.
+        # One expert at a time: float32 copies of all experts would take many times the memory of the stored weight.
         pairs = [quantized(expert) for expert in value]
         weight, scale = (torch.stack(tensors) for tensors in zip(*pairs, strict=True))
     return dict(zip(stored_names(source, quantization), (weight, scale), strict=True))
@@ -57,9 +57,9 @@ def stored_tensors(
 def prepare(
     module: nn.Module, sources: Iterable[WeightSource], quantization: Quantization | None
 ) -> nn.Module:
-    """`module` (on the meta device) with the parameters that `stored_tensors` of its sources fill.
+    """Give `module` (on the meta device) the quantized parameters and scales that `stored_tensors` produces.
 
-    Raises: ExportError when the module has no place for a scale.
+    Raises: ExportError when the module registers no scale for a quantizable weight.
     """
     for source in sources:
         stored = _format(source, quantization)
@@ -68,7 +68,7 @@ def prepare(
         path, _, name = source.name.rpartition(".")
         owner = module.get_submodule(path)
         if not hasattr(owner, name + _SUFFIX):
-            raise ExportError(f"the module has no place for {name + _SUFFIX}", where=source.name)
+            raise ExportError(f"the module has no parameter {name + _SUFFIX}", where=source.name)
         weight, scale = _QUANTIZERS[stored](torch.empty_like(owner.get_parameter(name), device="meta"))
         owner.register_parameter(name, nn.Parameter(weight, requires_grad=False))
         owner.register_parameter(name + _SUFFIX, nn.Parameter(scale, requires_grad=False))
@@ -76,7 +76,7 @@ def prepare(
 
 
 def in_float32(module: nn.Module) -> nn.Module:
-    """`module` computing in float32 with the values that its stored weights stand for; changed in place."""
+    """Convert `module` in place to compute in float32; quantized weights keep their format and are dequantized."""
     for owner in module.modules():
         for name, weight in list(owner.named_parameters(recurse=False)):
             is_stored = name.endswith(_SUFFIX) or getattr(owner, name + _SUFFIX, None) is not None
@@ -89,7 +89,7 @@ def in_float32(module: nn.Module) -> nn.Module:
 
 
 def _format(source: WeightSource, quantization: Quantization | None) -> torch.dtype | None:
-    """The dtype that `source` is stored in, None when it is not quantized."""
+    """The quantized dtype of `source`; None when it is not quantized."""
     if quantization is None or source.quantizable is None:
         return None
     return INT4 if quantization == "int4" and source.quantizable == "experts" else FP8

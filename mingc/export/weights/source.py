@@ -1,4 +1,4 @@
-"""Where the weights of an export come from."""
+"""Weight source of an export: a checkpoint, or synthetic weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mingc.export.weights.synthetic import open_synthetic
 
 
 def open_source(recipe: ExportRecipe) -> Checkpoint:
-    """The checkpoint that `recipe` names, or random weights over its configs.
+    """The checkpoint of `recipe`, or random weights with the shapes of its configs.
 
     Raises: CheckpointError.
     """

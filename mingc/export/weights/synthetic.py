@@ -1,6 +1,6 @@
-"""A checkpoint of random weights with the tensors that a folder of configs asks for. For measuring speed.
+"""Synthetic checkpoint: random weights with the shapes that a folder of configs specifies, for benchmarking.
 
-Every tensor is drawn when it is read, from a generator seeded by its name: two reads agree, nothing is stored.
+Each tensor is sampled when it is read, from a generator seeded by its name: two reads are equal and nothing is stored.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from mingc.export.checkpoint import Checkpoint, Part, TensorEntry, open_configs
 from mingc.export.stage import Shard
 from mingc.export.stages import discover
 
-_NEVER_STOP = 20.0  # logit of going on against 0 of stopping: a probability of 2e-9
+_CONTINUE_LOGIT = 20.0  # against 0 for stopping: the probability of a stop is 2e-9
 _SPEAKER_VECTOR = 192  # width of the speaker network's output in the released checkpoint
 
 
 @dataclass(frozen=True)
 class SyntheticPart(Part):
-    """A part whose tensors exist only when they are read. `device` draws them: each kind of device its own numbers."""
+    """A checkpoint part whose tensors are sampled on `device` when read; values differ between kinds of devices."""
 
     device: str = "cpu"
 
     def read(self, name: str) -> torch.Tensor:
-        """A random tensor of the announced shape, bfloat16: scaled by its fan-in, near 1 for norms' weights."""
+        """A random bfloat16 tensor of the declared shape: scaled by its fan-in, or near 1 for weights of norms."""
         entry = self.tensors.get(name)
         if entry is None:
             raise CheckpointError(f"tensor {name} is missing", where=f"synthetic {self.name}")
@@ -36,10 +36,10 @@ class SyntheticPart(Part):
         generator = torch.Generator(self.device).manual_seed(seed)
         value = torch.randn(entry.shape, generator=generator, device=self.device)
         if name.startswith("stop_head."):
-            # Never stop: how long random speech goes on is then what its request allows.
+            # Never stop: the request alone limits the length of random speech.
             value = torch.zeros(entry.shape)
             if len(entry.shape) == 1:
-                value[0] = _NEVER_STOP
+                value[0] = _CONTINUE_LOGIT
             return value.to(torch.bfloat16)
         if len(entry.shape) < 2:
             value = 1 + 0.1 * value if name.endswith("weight") else 0.02 * value
@@ -48,8 +48,8 @@ class SyntheticPart(Part):
         return value.to(torch.bfloat16).cpu()
 
 
-def _announce(plain: Checkpoint) -> Checkpoint:
-    """`plain` with the tensors whose shapes stages read off, since they stand in no config."""
+def _declare_tensors(plain: Checkpoint) -> Checkpoint:
+    """`plain` with the tensors whose shapes stages read from the checkpoint because no config specifies them."""
     talker = plain.talker
     if talker is None:
         return plain
@@ -68,13 +68,16 @@ def _announce(plain: Checkpoint) -> Checkpoint:
 
 
 def open_synthetic(configs: Path, device: str = "cpu") -> Checkpoint:
-    """A checkpoint over the config files in `configs` (the released layout without weights), drawn on `device`.
+    """A checkpoint over the config files in `configs` (the released layout without weights), sampled on `device`.
 
     Raises: CheckpointError when a config is missing or lacks a key.
     """
-    plain = _announce(open_configs(configs))
+    plain = _declare_tensors(open_configs(configs))
     tensors: dict[str, dict[str, TensorEntry]] = {"main": {}, "talker": {}, "vae": {}}
-    notes = [*plain.notes, "weights are random: the artifact measures speed, it does not speak"]
+    notes = [
+        *plain.notes,
+        "weights are random: use the artifact for benchmarking only, its output is meaningless",
+    ]
     for stage in discover().values():
         try:
             config = stage.config(plain)
