@@ -1,21 +1,21 @@
 """The error tree of mingc. Every error says what is wrong, where, and how to fix it.
 
 MingcError                 exit code 1
-├── ConfigError            an option or recipe cannot be; exit code 2
-├── CheckpointError        a tensor or file missing, misshaped, or of another model
+├── ConfigError            an invalid option or recipe; exit code 2
+├── CheckpointError        a tensor or file is missing, misshaped, or of another model
 ├── ExportError            the build failed
 │   ├── CaptureError       torch.export refused a stage
 │   ├── CompileError       a backend refused a captured graph
-│   └── ParityError        a compiled engine is further from the reference than allowed
-├── ArtifactError            an artifact on disk
+│   └── ParityError        a compiled engine differs too much from the reference
+├── ArtifactError          an artifact on disk
 │   ├── ManifestError      the manifest cannot be read
 │   ├── IntegrityError     a file is missing or changed
 │   └── IncompatibleError  the artifact was built for something else
-└── ServeError             a running server; each knows its HTTP status
-    ├── RequestError       the client's fault (400 unless said otherwise)
-    ├── CapacityError      no room now (503)
+└── ServeError             a running server; each has an HTTP status
+    ├── RequestError       a fault of the client (400 by default)
+    ├── CapacityError      no capacity at the moment (503)
     └── WorkerError        a worker died or an engine failed (500)
-        └── RankError      a rank of the thinker is gone or hangs (503), which ends the server; exit code 4
+        └── RankError      a thinker rank ended or hangs (503); ends the server with exit code 4
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from __future__ import annotations
 import errno
 from collections.abc import Sequence
 
-# What a machine refuses whatever the program: no space, no permission, no more files, a reader that has gone.
-_OF_THE_MACHINE = frozenset(
+# Faults of the environment, not of the program: no space, no permission, too many files, a closed pipe.
+_ENVIRONMENT_ERRORS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EPIPE, errno.EIO, errno.EMFILE}
 )
 
@@ -60,7 +60,7 @@ class MingcError(Exception):
 
 
 class ConfigError(MingcError):
-    """An option or recipe that cannot be."""
+    """An invalid option or recipe."""
 
     exit_code = 2
 
@@ -82,7 +82,7 @@ class CompileError(ExportError):
 
 
 class ParityError(ExportError):
-    """A compiled engine differs from its reference by more than the rule allows."""
+    """A compiled engine differs from its reference by more than the tolerance."""
 
 
 class ArtifactError(MingcError):
@@ -102,7 +102,7 @@ class IncompatibleError(ArtifactError):
 
 
 class ServeError(MingcError):
-    """Something a running server answers; `status` is its HTTP status, `code` OpenAI's error code."""
+    """An error response of a running server; `status` is its HTTP status, `code` OpenAI's error code."""
 
     status = 500
     error_type = "server_error"
@@ -125,14 +125,14 @@ class ServeError(MingcError):
 
 
 class RequestError(ServeError):
-    """The request is wrong; the client can mend it."""
+    """The request is invalid; the client can correct it."""
 
     status = 400
     error_type = "invalid_request_error"
 
 
 class CapacityError(ServeError):
-    """No room now; the client may try again."""
+    """No capacity at the moment; the client may try again."""
 
     status = 503
     error_type = "overloaded_error"
@@ -143,26 +143,26 @@ class WorkerError(ServeError):
 
 
 class RankError(WorkerError):
-    """A rank of the thinker has ended or hangs. No step can run any more, so the process ends with this code."""
+    """A thinker rank ended or hangs. No further step can run, so the process ends with this exit code."""
 
     exit_code = 4
-    status = 503  # nothing is wrong with a request: another server may answer it
+    status = 503  # the request is valid: another server may answer it
 
 
 def unexpected(error: Exception, words: Sequence[str]) -> MingcError:
-    """What a user is told of an error that `mingc WORDS` did not foresee: a bug, unless the machine refused."""
+    """Describe an unforeseen error of the command `mingc WORDS`: a fault of the environment, or else a bug."""
     where = " ".join(["mingc", *words])
-    if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
-        told = MingcError(
+    if isinstance(error, OSError) and error.errno in _ENVIRONMENT_ERRORS:
+        described = MingcError(
             f"{error.strerror}{'' if error.filename is None else f': {error.filename}'}",
             where=where,
             fix="free some space there, allow it to be written, or choose another place",
         )
     else:
-        told = MingcError(
+        described = MingcError(
             f"this is a bug of mingc: {type(error).__name__}: {error}",
             where=where,
             fix="run again with --debug and report the traceback",
         )
-    told.__cause__ = error
-    return told
+    described.__cause__ = error
+    return described

@@ -1,4 +1,4 @@
-"""Noise of speech, made from a request's seed and counted: the same numbers in any batch and any slot. No torch."""
+"""Counter-based noise for speech: a request's seed gives the same numbers in any batch and slot. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _START, _DIFFUSION = 0, 1  # third word of the counter
 
 
 def random_seed() -> int:
-    """A seed for a request that names none."""
+    """A random seed, for a request without one."""
     return secrets.randbits(63)
 
 
 def philox_key(seed: int, stream: int) -> NDArray[np.uint64]:
-    """The key (2,) of a generator. Left to numpy, seeds from 2^63 on become floats and lose their low bits."""
+    """Philox key (2,). As plain numpy input, seeds from 2^63 on would become floats and lose their low bits."""
     return np.array([seed & (2**64 - 1), stream], np.uint64)
 
 
 def start_noise(seed: int, segment: int, patch: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Standard normal noise that the flow of one patch starts from (spec: talker.md §6, step 1)."""
+    """Standard normal start noise of the flow of one patch (spec: talker.md §6, step 1)."""
     return _normal(seed, segment, patch, _START, shape)
 
 
@@ -32,6 +32,6 @@ def diffusion_noise(seed: int, segment: int, patch: int, shape: tuple[int, ...])
 
 
 def _normal(seed: int, segment: int, patch: int, kind: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    # The lowest counter word counts the draws themselves.
+    # Philox increments the lowest counter word with each draw.
     bits = np.random.Philox(key=philox_key(seed, _STREAM), counter=[0, patch, kind, segment])
     return np.random.Generator(bits).standard_normal(shape, dtype=np.float32)

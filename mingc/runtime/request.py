@@ -1,6 +1,6 @@
-"""What a client asks and what it gets: plain data between the HTTP layer and the service.
+"""Requests and events: plain data between the HTTP layer and the service, and the service's interface.
 
-Media are encoded bytes here (a PNG, a WAV, an MP4); they become tensors in `mingc.runtime.preprocess`.
+Media are encoded bytes here (a PNG, a WAV, an MP4); `mingc.runtime.preprocess` decodes them.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Message(Generic[_Media]):
         return "".join(part.text for part in self.parts if isinstance(part, TextPart))
 
 
-# Below, no token but the likeliest has a chance, and differences of logits divided by it leave what float32 holds.
-LEAST_TEMPERATURE = 1e-6
+# Below this, sampling is greedy in effect, and logit differences divided by it exceed the range of float32.
+MIN_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen, and when no other is. Temperature 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0
-    are off. With `ignore_eos` a token that ends answers is one like others.
+    """Sampling of text tokens and the end of an answer. Temperature 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are
+    off. With `ignore_eos` a stop token does not end the answer.
     """
 
     max_tokens: int = 2048
@@ -74,13 +74,13 @@ class SamplingParams:
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are drawn; else each is the likeliest."""
-        return self.temperature >= LEAST_TEMPERATURE and self.top_k != 1
+        """Whether tokens are sampled at random; otherwise each is the most likely one."""
+        return self.temperature >= MIN_TEMPERATURE and self.top_k != 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeechParams:
-    """How speech is made. None means the default of the artifact."""
+    """Parameters of speech generation. None selects the artifact's default."""
 
     voice: str | None = None
     instructions: str | None = None
@@ -93,7 +93,7 @@ class SpeechParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoParams:
-    """Sampling overrides of videos; None keeps the artifact's."""
+    """Frame sampling and size limits of videos. None selects the artifact's default."""
 
     fps: float | None = None
     max_frames: int | None = None
@@ -116,7 +116,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeechRequest:
-    """Text to be spoken."""
+    """A text to convert to speech."""
 
     request_id: str
     text: str
@@ -133,7 +133,7 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextDelta:
-    """The text that one new token makes visible (may be empty while a character is incomplete)."""
+    """Text added by one token; empty while a character is incomplete."""
 
     text: str
 
@@ -147,14 +147,14 @@ class AudioDelta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextDone:
-    """The text is whole; speech may still be coming."""
+    """The text is complete; speech may follow."""
 
     finish_reason: FinishReason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """Last event of a request. `timings_ms`: milliseconds since arrival of named moments (first_token, first_audio)."""
+    """Last event of a request. `timings_ms`: milliseconds from arrival to named moments (first_token, first_audio)."""
 
     finish_reason: FinishReason
     usage: Usage
@@ -166,7 +166,7 @@ Event = TextDelta | AudioDelta | TextDone | Done
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceInfo:
-    """What the HTTP layer may promise."""
+    """Name, abilities and limits of the served artifact."""
 
     model: str
     sample_rate: int
@@ -177,13 +177,15 @@ class ServiceInfo:
     has_video: bool
     has_audio_input: bool
     has_speech: bool
-    max_model_len: int | None = None  # of one prompt and its answer; None without a thinker
-    max_total_tokens: int | None = None  # of all prompts and answers together; None without a thinker
-    all_reduce: str | None = None  # how the thinker's ranks sum up, and why; None for one rank
+    max_model_len: int | None = None  # tokens of one prompt and its answer; None without a thinker
+    max_total_tokens: int | None = None  # tokens of all running requests together; None without a thinker
+    all_reduce: str | None = (
+        None  # all-reduce algorithm of the thinker's ranks, and the reason; None for one rank
+    )
 
 
 class Service(Protocol):
-    """The running model behind the HTTP layer.
+    """Interface of the running model, as the HTTP layer calls it.
 
     `chat` and `speech` yield events until `Done`; closing the iterator cancels the request, which frees its pages
     and slots at the next step. They raise RequestError before the first event when the request cannot be served,
@@ -196,10 +198,10 @@ class Service(Protocol):
     @property
     def is_ready(self) -> bool: ...
 
-    def on_end(self, told: Callable[[ServeError], None]) -> None:
-        """Have `told` called once when the service has ended by itself and the process should, too.
+    def on_failure(self, report: Callable[[ServeError], None]) -> None:
+        """Register a callback for a failure after which the process must end.
 
-        It may be called on any thread, and is called at once when that has happened already.
+        `report` is called on any thread, and at once if the failure has already happened.
         """
         ...
 
@@ -208,6 +210,8 @@ class Service(Protocol):
     def speech(self, request: SpeechRequest) -> AsyncIterator[Event]: ...
 
     async def close(self, *, shutdown_timeout_s: float) -> None:
-        """Stop: refuse new requests, let running ones go on for `shutdown_timeout_s`, then fail the rest with
-        WorkerError."""
+        """Refuse new requests, let running ones continue for `shutdown_timeout_s`, fail the rest with WorkerError.
+
+        May be called twice.
+        """
         ...

@@ -1,7 +1,8 @@
-"""From engine threads to the asyncio side: one queue a request.
+"""Queues from engine threads to the event loop, one per request.
 
-Nothing here blocks an engine. Text is bounded by the request's `max_tokens`; of speech the talker leaves a request
-out of its batch while `num_pending_patches` is at its limit, so a slow client costs a slot, never memory.
+Nothing here blocks an engine. Text is bounded by the request's `max_tokens`. Speech is bounded by the talker, which
+leaves a request out of its batches while `num_pending_patches` is at its limit: a slow client occupies a slot but no
+memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mingc.runtime.request import FinishReason
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenItem:
-    """A token of the answer; `token` None when a stop token ended it. `finish` is set on the last item."""
+    """One token of an answer; `token` is None when a stop token ended it. `finish` is set on the last item."""
 
     token: int | None
     finish: FinishReason | None
@@ -27,7 +28,7 @@ class TokenItem:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PatchItem:
-    """Samples (n,) float32 of one patch; `is_segment_end` on the last one of a segment, `is_capped` when cut off."""
+    """Samples (n,) float32 of one patch. `is_segment_end`: last of its segment; `is_capped`: it was cut off."""
 
     samples: NDArray[np.float32]
     is_segment_end: bool
@@ -36,7 +37,7 @@ class PatchItem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailedItem:
-    """The request has failed; nothing follows."""
+    """The request has failed; no item follows."""
 
     error: ServeError
 
@@ -45,46 +46,46 @@ Item = TokenItem | PatchItem | FailedItem
 
 
 class EventQueue:
-    """Takes items on any thread to the channels of one event loop.
+    """Hands items from any thread to the request streams of one event loop.
 
-    The loop is woken once for all that come together: waking it is a system call, at which a thread may lose Python's
-    lock to it, and an engine thread has an item for every request of a step.
+    Items that arrive together wake the loop once: a wake-up is a system call, at which the engine thread may lose the
+    GIL to the loop, and a step has an item for every request.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self.loop = loop
         self._items: deque[tuple[RequestStream, Item]] = deque()
         self._is_woken = False
 
-    def put(self, channel: RequestStream, item: Item) -> None:
+    def put(self, stream: RequestStream, item: Item) -> None:
         """Hand an item over. Raises: RuntimeError when the event loop is closed."""
-        self._items.append((channel, item))
+        self._items.append((stream, item))
         if self._is_woken:
             return
         self._is_woken = True
         try:
-            self._loop.call_soon_threadsafe(self._hand_over)
+            self.loop.call_soon_threadsafe(self._hand_over)
         except RuntimeError:
             self._is_woken = False
             self._items.clear()
             raise
 
     def _hand_over(self) -> None:
-        self._is_woken = False  # before the items are taken: what is put from here on wakes the loop again
+        self._is_woken = False  # before items are taken, so a later put wakes the loop again
         while self._items:
-            channel, item = self._items.popleft()
-            channel.accept(item)
+            stream, item = self._items.popleft()
+            stream.accept(item)
 
 
 class RequestStream:
-    """A queue with its reader on the event_queue's event loop and writers on any thread."""
+    """Items of one request: read on the event loop of `event_queue`, written on any thread."""
 
     def __init__(self, event_queue: EventQueue) -> None:
-        self._mailbox = event_queue
+        self._event_queue = event_queue
         self._items: deque[Item] = deque()
         self._filled = asyncio.Event()
         self._is_closed = False
-        # One thread writes each counter, so the difference needs no lock.
+        # Each counter has one writing thread, so the difference needs no lock.
         self._patches_put = 0
         self._patches_taken = 0
 
@@ -100,8 +101,8 @@ class RequestStream:
         if isinstance(item, PatchItem):
             self._patches_put += 1
         try:
-            self._mailbox.put(self, item)
-        except RuntimeError:  # the event loop is closed: nobody reads
+            self._event_queue.put(self, item)
+        except RuntimeError:  # the event loop is closed: there is no reader
             self._is_closed = True
 
     async def get(self, timeout_s: float | None = None) -> Item | None:
@@ -119,12 +120,12 @@ class RequestStream:
         return item
 
     def close(self) -> None:
-        """Drop what is queued and what may still come."""
+        """Drop queued and future items."""
         self._is_closed = True
         self._items.clear()
 
     def accept(self, item: Item) -> None:
-        """What the event_queue calls on the event loop."""
+        """Queue an item for `get`; called by `EventQueue` on the event loop."""
         if not self._is_closed:
             self._items.append(item)
             self._filled.set()

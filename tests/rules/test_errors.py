@@ -1,4 +1,4 @@
-"""The error tree: drawn as it is, every class has an exit code and words, and upstream's kinds stay out."""
+"""The error tree: the drawing is complete; every class has a docstring, an exit code and an HTTP status."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CLASSES = [
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
-def test_every_error_is_drawn_in_the_tree_and_explained(kind: type[MingcError]) -> None:
+def test_every_error_is_in_the_drawing_and_has_a_docstring(kind: type[MingcError]) -> None:
     assert mingc.errors.__doc__ is not None
     assert kind.__name__ in mingc.errors.__doc__
     assert kind.__doc__
     assert kind.exit_code == (2 if issubclass(kind, ConfigError) else 4 if kind is RankError else 1)
 
 
-def test_an_error_says_what_where_and_how() -> None:
+def test_an_error_shows_message_where_and_fix() -> None:
     error = MingcError("512 tokens cannot hold 8192", where="rank 0", fix="pass more")
     assert str(error) == "512 tokens cannot hold 8192\nwhere: rank 0\nfix: pass more"
     assert error.to_json() == {
@@ -41,7 +41,7 @@ def test_an_error_says_what_where_and_how() -> None:
 @pytest.mark.parametrize(
     "kind", [kind for kind in CLASSES if issubclass(kind, ServeError)], ids=lambda k: k.__name__
 )
-def test_serving_errors_know_their_http_status(kind: type[ServeError]) -> None:
+def test_serving_errors_have_an_http_status(kind: type[ServeError]) -> None:
     assert 400 <= kind("x").status < 600
     assert kind("x", status=404).status == 404
     assert (400 <= kind("x").status < 500) == issubclass(kind, RequestError)
@@ -59,10 +59,10 @@ def test_serving_errors_know_their_http_status(kind: type[ServeError]) -> None:
         (KeyError("x"), "this is a bug of mingc: KeyError: 'x'"),
     ],
 )
-def test_what_the_machine_refuses_is_no_bug(error: Exception, says: str) -> None:
-    told = unexpected(error, ["demo", "--force"])
-    assert told.message.startswith(says) and told.where == "mingc demo --force" and told.fix
-    assert told.__cause__ is error and told.exit_code == 1
+def test_faults_of_the_environment_are_not_called_bugs(error: Exception, says: str) -> None:
+    described = unexpected(error, ["demo", "--force"])
+    assert described.message.startswith(says) and described.where == "mingc demo --force" and described.fix
+    assert described.__cause__ is error and described.exit_code == 1
 
 
 def test_nothing_raises_a_bare_exception() -> None:

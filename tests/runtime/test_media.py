@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mingc.errors import ConfigError, RequestError
-from mingc.runtime.http.media import MediaReader
+from mingc.runtime.http.media import MediaLoader
 from mingc.runtime.http.messages import MediaKind, MediaSource
 from mingc.runtime.http.options import ServeOptions
 from mingc.runtime.request import MediaPart, Message, TextPart
@@ -26,7 +26,7 @@ def read(
 ) -> bytes:
     part = MediaSource(kind=kind, source=source, param=PARAM, is_base64=is_base64)
     message = Message(role="user", parts=(TextPart(text="a"), part))
-    (read,) = asyncio.run(MediaReader(options or ServeOptions()).read_messages([message]))
+    (read,) = asyncio.run(MediaLoader(options or ServeOptions()).load([message]))
     assert read.parts[0] == TextPart(text="a")
     media = read.parts[1]
     assert isinstance(media, MediaPart)
@@ -139,7 +139,7 @@ def test_the_budget_is_shared_by_all_parts() -> None:
         MediaSource(kind="audio", source=encoded, param=f"audios[{i}]", is_base64=True) for i in range(2)
     )
     with pytest.raises(RequestError) as caught:
-        asyncio.run(MediaReader(options).read_messages([Message(role="user", parts=parts)]))
+        asyncio.run(MediaLoader(options).load([Message(role="user", parts=parts)]))
     assert (caught.value.status, caught.value.param, caught.value.code) == (
         413,
         "audios[1]",

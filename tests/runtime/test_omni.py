@@ -189,7 +189,7 @@ def test_a_slow_reader_gets_all_its_audio() -> None:
         (chat("x " * 400), "tokens"),
         (chat("Hello", SpeechParams(voice="nobody")), "unknown voice 'nobody'; this model has: amy, bob"),
         (say("Hello", voice="nobody"), "amy, bob"),
-        (say("***"), "nothing that can be spoken"),
+        (say("***"), "nothing to speak"),
         (say("Hello", instructions="{broken"), "JSON"),
         (replace(chat("x"), messages=()), "no user message"),
     ],
@@ -261,9 +261,9 @@ def test_a_dead_rank_fails_chats_and_leaves_speech_alone() -> None:
     async def work() -> None:
         speech = asyncio.create_task(collect(service.speech(say("Good morning.", seed=1))))
         running = asyncio.create_task(collect(service.chat(chat("Hello", max_tokens=220))))
-        while len(service._chatting) < 1:
+        while len(service._running_chats) < 1:
             await asyncio.sleep(0)
-        service.end(WorkerError("rank 1 ended"))
+        service.fail(WorkerError("rank 1 ended"))
         with pytest.raises(WorkerError, match="rank 1"):
             await running
         assert not service.is_ready

@@ -79,10 +79,10 @@ def test_a_service_that_fails_ends_the_server_with_its_error() -> None:
 
     async def work() -> None:
         def announce(url: str) -> None:
-            threading.Thread(target=service.end, args=(RankError("rank 1 ended"),)).start()
+            threading.Thread(target=service.report_failure, args=(RankError("rank 1 ended"),)).start()
 
         with pytest.raises(ServeError, match="rank 1 ended"):
             await serve_async(create_app(service, ServeOptions(port=0)), announce=announce)
 
     asyncio.run(work())
-    assert service.graces == [5.0, 0.0]
+    assert service.shutdown_timeouts == [5.0, 0.0]

@@ -18,18 +18,18 @@ def token(number: int) -> TokenItem:
 def test_each_channel_gets_its_items_in_their_order() -> None:
     async def main() -> list[list[int | None]]:
         event_queue = EventQueue(asyncio.get_running_loop())
-        channels = [RequestStream(event_queue) for _ in range(3)]
+        streams = [RequestStream(event_queue) for _ in range(3)]
 
         def write(first: int) -> None:
             for number in range(first, 3000, 2):
-                channels[number % 3].put(token(number))
+                streams[number % 3].put(token(number))
 
         threads = [threading.Thread(target=write, args=(first,)) for first in range(2)]
         for thread in threads:
             thread.start()
         got: list[list[int | None]] = []
-        for channel in channels:
-            items = [await channel.get(10.0) for _ in range(1000)]
+        for stream in streams:
+            items = [await stream.get(10.0) for _ in range(1000)]
             got.append([item.token if isinstance(item, TokenItem) else None for item in items])
         for thread in threads:
             thread.join()
@@ -54,12 +54,12 @@ def test_the_event_loop_is_woken_once_for_what_comes_together(monkeypatch: pytes
 
         monkeypatch.setattr(loop, "call_soon_threadsafe", count)
         event_queue = EventQueue(loop)
-        channels = [RequestStream(event_queue) for _ in range(16)]
-        for number, channel in enumerate(channels):
-            channel.put(token(number))
-        first = [await channel.get(10.0) for channel in channels]
-        channels[0].put(token(99))
-        return len(wakes), [*first, await channels[0].get(10.0)]
+        streams = [RequestStream(event_queue) for _ in range(16)]
+        for number, stream in enumerate(streams):
+            stream.put(token(number))
+        first = [await stream.get(10.0) for stream in streams]
+        streams[0].put(token(99))
+        return len(wakes), [*first, await streams[0].get(10.0)]
 
     wakes, items = asyncio.run(main())
     assert wakes == 2
@@ -69,9 +69,9 @@ def test_the_event_loop_is_woken_once_for_what_comes_together(monkeypatch: pytes
 def test_a_closed_event_loop_closes_its_channels() -> None:
     loop = asyncio.new_event_loop()
     event_queue = EventQueue(loop)
-    channels = [RequestStream(event_queue) for _ in range(2)]
+    streams = [RequestStream(event_queue) for _ in range(2)]
     loop.close()
-    for channel in channels:
-        channel.put(token(1))
-        channel.put(token(2))
+    for stream in streams:
+        stream.put(token(1))
+        stream.put(token(2))
     assert not event_queue._items

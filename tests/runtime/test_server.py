@@ -1,9 +1,10 @@
-"""Routes, streams and errors of a real server over a fake service; bad requests beside good ones."""
+"""Routes, streams and errors of a real server over a fake service; invalid requests beside valid ones."""
 
 from __future__ import annotations
 
 import base64
 import json
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from fake_service import INFO, NUM_PATCHES, PATCH_SAMPLES, TEXT_ONLY, FakeServic
 from openai_checks import check_wav, image_data_url, wav_base64
 from server_thread import run_server
 
+from mingc.runtime.http.metrics import describe_metrics
 from mingc.runtime.http.options import ServeOptions
 
 HELLO = [{"role": "user", "content": "Hello there"}]
@@ -27,7 +29,7 @@ SPOKEN: dict[str, Any] = {"modalities": ["text", "audio"], "audio": {"voice": "L
 
 
 class Client:
-    """httpx bound to a server, and the service behind it."""
+    """An HTTP client of a server, and the service behind it."""
 
     def __init__(self, url: str, service: FakeService) -> None:
         self.url = url
@@ -115,12 +117,12 @@ def test_models_voices_health(client: Client) -> None:
     assert {"all_reduce", "max_total_tokens"}.isdisjoint(health.json())
 
 
-def test_health_tells_how_ranks_sum_up() -> None:
+def test_health_shows_the_all_reduce_algorithm() -> None:
     for client in start(info=replace(INFO, all_reduce="one-shot up to 8192 bytes")):
         assert client.http.get("/health").json()["all_reduce"] == "one-shot up to 8192 bytes"
 
 
-def test_health_tells_how_many_tokens_fit() -> None:
+def test_health_shows_the_token_limits() -> None:
     for client in start(info=replace(INFO, max_model_len=4096, max_total_tokens=16384)):
         health = client.http.get("/health").json()
         assert (health["max_model_len"], health["max_total_tokens"]) == (4096, 16384)
@@ -267,8 +269,8 @@ BAD_REQUESTS: dict[str, tuple[Post, int, str | None]] = {
 }  # fmt: skip
 
 
-def test_bad_requests_do_no_harm_to_those_beside_them(client: Client) -> None:
-    """All bad requests, while good ones of every kind run; then the good ones are compared with quiet runs."""
+def test_bad_requests_do_not_affect_concurrent_ones(client: Client) -> None:
+    """Valid requests give the same output while all invalid ones are sent as when they run alone."""
     quiet_chat = client.chat("Steady", **SPOKEN).json()["choices"]
     quiet_speech = client.speak("Steady").content
     stop = threading.Event()
@@ -299,11 +301,11 @@ def test_bad_requests_do_no_harm_to_those_beside_them(client: Client) -> None:
 
 
 @pytest.mark.parametrize("name", ["overloaded", "overloaded stream"])
-def test_a_full_server_says_when_to_come_back(client: Client, name: str) -> None:
+def test_a_full_server_sends_retry_after(client: Client, name: str) -> None:
     assert BAD_REQUESTS[name][0](client).headers["retry-after"] == "1"
 
 
-def test_405_says_what_is_allowed(client: Client) -> None:
+def test_405_lists_the_allowed_methods(client: Client) -> None:
     response = client.http.get(CHAT)
     assert response.headers["allow"] == "POST"
     assert error_of(response, 405)["code"] == "method_not_allowed"
@@ -324,7 +326,7 @@ def test_raw_audio_that_fails_is_broken_off(client: Client) -> None:
     assert client.speak().status_code == 200
 
 
-def test_a_bug_is_told_without_its_inside(client: Client) -> None:
+def test_a_bug_is_reported_without_its_details(client: Client) -> None:
     error = error_of(client.chat("crash midway"), 500)
     assert "bug" not in error["message"] and error["code"] == "internal_error"
     with client.http.stream(
@@ -348,7 +350,7 @@ def test_limits(small: Client) -> None:
     assert error_of(small.chat(images=["../a"]), 400)["code"] == "local_media_not_allowed"
 
 
-def test_a_body_that_does_not_come(small: Client) -> None:
+def test_a_body_that_does_not_arrive(small: Client) -> None:
     host, port = small.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as connection:
         head = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{{"
@@ -357,7 +359,7 @@ def test_a_body_that_does_not_come(small: Client) -> None:
     assert b" 408 " in answer.splitlines()[0]
 
 
-def test_more_requests_than_places(small: Client) -> None:
+def test_requests_beyond_the_limit_are_refused(small: Client) -> None:
     with small.http.stream(
         "POST", CHAT, json={"messages": [{"role": "user", "content": "endless"}], "stream": True}
     ) as running:
@@ -366,7 +368,7 @@ def test_more_requests_than_places(small: Client) -> None:
         response = small.chat()
         assert error_of(response, 503)["code"] == "overloaded"
         assert response.headers["retry-after"] == "1"
-        assert small.http.get("/health").json()["in_flight"] == 1
+        assert small.http.get("/health").json()["num_requests_running"] == 1
 
 
 def test_unsupported_modality_of_this_artifact() -> None:
@@ -383,12 +385,27 @@ def test_metrics() -> None:
         client.chat(n=2)
         client.chat("fail midway", stream=True)
         client.http.get("/nowhere/else")
-        assert client.metric('mingc_requests_total{route="/v1/chat/completions",status="200"}') == 2
-        assert client.metric('mingc_requests_total{route="/v1/chat/completions",status="400"}') == 1
-        assert client.metric('mingc_requests_total{route="unmatched",status="404"}') == 1
+        assert client.metric('mingc_http_requests_total{route="/v1/chat/completions",status="200"}') == 2
+        assert client.metric('mingc_http_requests_total{route="/v1/chat/completions",status="400"}') == 1
+        assert client.metric('mingc_http_requests_total{route="unmatched",status="404"}') == 1
         assert client.metric('mingc_stream_errors_total{route="/v1/chat/completions"}') == 1
-        assert client.metric('mingc_tokens_total{kind="prompt"}') == 7
-        assert client.metric("mingc_audio_seconds_total") == pytest.approx(0.96)
-        assert client.metric("mingc_first_token_seconds_count") == 2
-        assert client.metric("mingc_first_audio_seconds_count") == 1
-        assert client.metric("mingc_requests_in_flight") == 0
+        assert client.metric("mingc_prompt_tokens_total") == 7
+        assert client.metric("mingc_generation_tokens_total") > 0
+        assert client.metric("mingc_generated_audio_seconds_total") == pytest.approx(0.96)
+        assert client.metric("mingc_time_to_first_token_seconds_count") == 2
+        assert client.metric("mingc_time_to_first_audio_seconds_count") == 1
+        assert client.metric("mingc_num_requests_running") == 0
+
+
+def test_the_list_of_metrics_is_what_a_server_exports() -> None:
+    listed = {(info.name, info.type): info for info in describe_metrics()}
+    for client in start():
+        text = client.http.get("/metrics").text
+        exported = {
+            (name, kind)
+            for name, kind in re.findall(r"# TYPE (\S+) (\S+)", text)
+            if not name.endswith("_created")
+        }
+        assert exported == set(listed)
+        assert all(f"# HELP {info.name} {info.help}" in text for info in listed.values())
+    assert listed["mingc_http_requests_total", "counter"].labels == ("route", "status")

@@ -1,4 +1,4 @@
-"""Clients that leave and servers that end: nothing keeps running, everybody is told."""
+"""Clients that disconnect and servers that shut down: requests are cancelled or get an error."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def body(text: str, *, stream: bool = True) -> dict[str, object]:
 
 
 def eventually(claim: Callable[[], bool]) -> None:
-    """Waits for something that another thread brings about."""
+    """Wait for a condition that another thread makes true."""
     deadline = time.monotonic() + 30
     while not claim():
         assert time.monotonic() < deadline
@@ -59,7 +59,7 @@ def eventually(claim: Callable[[], bool]) -> None:
 def child(
     shutdown_timeout_s: float, one_request_s: float = 600.0
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server in a process of its own, and its URL; signals within `one_request_s` are one."""
+    """A server in its own process, and its URL; signals within `one_request_s` count as one."""
     root = Path(__file__).parents[2]
     path = os.pathsep.join(
         [str(Path(__file__).parents[1] / "support"), str(root), os.environ.get("PYTHONPATH", "")]
@@ -104,10 +104,10 @@ def test_a_client_that_leaves_cancels_its_request(stream: bool, text: str) -> No
         assert list(service.ends.values()) == ["cancelled"]
         metrics = httpx.get(f"{url}/metrics", trust_env=False).text
         assert 'mingc_requests_cancelled_total{route="/v1/chat/completions"} 1.0' in metrics
-        assert "mingc_requests_in_flight 0.0" in metrics
+        assert "mingc_num_requests_running 0.0" in metrics
 
 
-def test_a_finished_request_is_not_called_cancelled() -> None:
+def test_a_finished_request_is_not_counted_as_cancelled() -> None:
     with run_server(FakeService) as url, httpx.Client(base_url=url, trust_env=False) as client:
         for stream in (True, False):
             for _ in range(20):
@@ -116,7 +116,7 @@ def test_a_finished_request_is_not_called_cancelled() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_tells_running_streams_and_ends_the_process(number: signal.Signals) -> None:
+def test_a_signal_sends_an_error_to_running_streams_and_ends_the_process(number: signal.Signals) -> None:
     with (
         child(shutdown_timeout_s=0.3) as (process, url),
         httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
@@ -132,7 +132,7 @@ def test_a_signal_tells_running_streams_and_ends_the_process(number: signal.Sign
         assert "Traceback" not in err
 
 
-def test_requests_that_end_within_the_grace_are_answered() -> None:
+def test_requests_that_finish_within_the_shutdown_timeout_are_answered() -> None:
     with (
         child(shutdown_timeout_s=30) as (process, url),
         httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
@@ -144,7 +144,7 @@ def test_requests_that_end_within_the_grace_are_answered() -> None:
         assert (process.returncode, out) == (0, "in order\nending\n")
 
 
-def test_a_signal_that_comes_twice_at_once_cuts_nothing_off() -> None:
+def test_two_signals_at_once_count_as_one() -> None:
     with (
         child(shutdown_timeout_s=30) as (process, url),
         httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
@@ -157,7 +157,7 @@ def test_a_signal_that_comes_twice_at_once_cuts_nothing_off() -> None:
         assert (process.returncode, out) == (0, "in order\nending\n")
 
 
-def test_a_signal_while_the_interpreter_takes_itself_down_loses_no_exit_code() -> None:
+def test_a_signal_during_interpreter_shutdown_keeps_the_exit_code() -> None:
     with child(shutdown_timeout_s=30) as (process, _):
         process.terminate()
         assert process.stdout is not None
@@ -194,7 +194,7 @@ def refuses(url: str) -> bool:
     return False
 
 
-def test_a_port_in_use_is_told_before_anything_is_loaded() -> None:
+def test_a_port_in_use_is_reported_before_loading() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -212,15 +212,15 @@ def test_a_port_that_was_taken_while_loading() -> None:
     service = FakeService()
     listener = bind_socket("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    with bind_socket("127.0.0.1", port) as other:  # nobody listens yet, so both may bind
+    with bind_socket("127.0.0.1", port) as other:  # neither listens yet, so both may bind
         other.listen()
         with pytest.raises(ConfigError, match="the port is in use"):
             serve(create_app(service, ServeOptions(port=port)), listener, announce=pytest.fail)
-    assert service.graces == [0.0]
+    assert service.shutdown_timeouts == [0.0]
     assert listener.fileno() == -1
 
 
-def test_an_address_of_another_machine() -> None:
+def test_an_address_of_another_host() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen at 192\.0\.2\.1:0") as caught:
         bind_socket("192.0.2.1", 0)
     assert caught.value.fix is not None and "--host" in caught.value.fix
@@ -228,7 +228,7 @@ def test_an_address_of_another_machine() -> None:
         bind_socket("no.such.host.invalid", 0)
 
 
-def test_port_zero_is_announced_as_the_port_that_was_got() -> None:
+def test_port_zero_is_announced_as_the_chosen_port() -> None:
     with bind_socket("127.0.0.1", 0) as listener:
         assert base_url(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
         assert listener.getsockname()[1] != 0

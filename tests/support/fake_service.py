@@ -1,6 +1,6 @@
-"""A `Service` without a model: it answers at once, and words in the request make it slow or make it fail.
+"""A `Service` without a model: answers at once; words in the request text make it slow or make it fail.
 
-What the last user text says decides: `fail first`, `fail midway`, `crash midway`, `overloaded`, `endless`, `wait`.
+The words are `fail first`, `fail midway`, `crash midway`, `overloaded`, `endless`, `wait`.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ TEXT_ONLY = replace(
 
 
 def patch(index: int) -> AudioDelta:
-    """A tone that differs from patch to patch."""
+    """A tone whose pitch depends on the index."""
     time = np.arange(PATCH_SAMPLES, dtype=np.float32) / SAMPLE_RATE
     return AudioDelta(samples=(0.3 * np.sin(2 * math.pi * (220 * (index + 1)) * time)).astype(np.float32))
 
 
 class FakeService:
-    """Keeps what it was asked and how each request ended: `done`, `cancelled` or `failed`."""
+    """Records its requests and how each ended: `done`, `cancelled` or `failed`."""
 
     def __init__(self, info: ServiceInfo = INFO, *, ready: bool = True) -> None:
         self._info = info
@@ -64,8 +64,8 @@ class FakeService:
         self.speeches: list[SpeechRequest] = []
         self.ends: dict[str, str] = {}
         self.running: set[str] = set()
-        self.graces: list[float] = []
-        self._cut = asyncio.Event()
+        self.shutdown_timeouts: list[float] = []
+        self._closed = asyncio.Event()
 
     @property
     def info(self) -> ServiceInfo:
@@ -73,10 +73,10 @@ class FakeService:
 
     @property
     def is_ready(self) -> bool:
-        return self._ready and not self.graces
+        return self._ready and not self.shutdown_timeouts
 
-    def on_end(self, told: Callable[[ServeError], None]) -> None:
-        self.end = told
+    def on_failure(self, report: Callable[[ServeError], None]) -> None:
+        self.report_failure = report
 
     async def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
         self.chats.append(request)
@@ -96,15 +96,15 @@ class FakeService:
             yield event
 
     async def close(self, *, shutdown_timeout_s: float) -> None:
-        self.graces.append(shutdown_timeout_s)
+        self.shutdown_timeouts.append(shutdown_timeout_s)
         loop = asyncio.get_running_loop()
         end = loop.time() + shutdown_timeout_s
         while self.running and loop.time() < end:
             await asyncio.sleep(0.02)
-        self._cut.set()
+        self._closed.set()
 
     async def _run(self, name: str, text: str, events: list[Event], *, spoken: bool) -> AsyncIterator[Event]:
-        if self.graces:
+        if self.shutdown_timeouts:
             raise CapacityError("stopping")
         if "overloaded" in text:
             raise CapacityError("no free slot")
@@ -150,7 +150,7 @@ class FakeService:
         """Sleep, unless the service is closed meanwhile."""
         try:
             async with asyncio.timeout(seconds):
-                await self._cut.wait()
+                await self._closed.wait()
         except TimeoutError:
             return
         raise WorkerError("the server stopped while the request was running")

@@ -24,26 +24,26 @@ class Words:
         return ""
 
 
-class Heard:
-    """A speaker that notes what it is to say."""
+class FakeSpeechStream:
+    """A speech_stream that notes what it is to enqueue."""
 
-    is_silent = False
+    is_finished = False
 
     def __init__(self) -> None:
         self.texts: list[str] = []
 
-    def say(self, texts: Iterable[str]) -> None:
+    def enqueue(self, texts: Iterable[str]) -> None:
         self.texts += texts
 
 
 def test_thoughts_are_written_and_not_spoken() -> None:
     words = ["<th", "ink>", "They greet me.", " I shall greet them.", "</thi", "nk>", "\n\nGood ", "morning."]
-    heard = Heard()
+    speech_stream = FakeSpeechStream()
     run = ChatOutputProcessor(
         cast(Detokenizer, Words(words)),
         SamplingParams(),
         prompt_tokens=1,
-        speaker=cast(SpeechStream, heard),
+        speech_stream=cast(SpeechStream, speech_stream),
         is_reproducible=True,
         max_segment_length=50,
         sample_rate=44100,
@@ -54,4 +54,4 @@ def test_thoughts_are_written_and_not_spoken() -> None:
         finish = "stop" if index == len(words) - 1 else None
         events += run.accept(TokenItem(token=index, finish=finish))
     assert "".join(event.text for event in events if isinstance(event, TextDelta)) == "".join(words)
-    assert "".join(heard.texts).strip(" .") == "Good morning"
+    assert "".join(speech_stream.texts).strip(" .") == "Good morning"

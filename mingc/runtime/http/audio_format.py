@@ -1,7 +1,7 @@
-"""Samples of the talker as bytes a client can play: WAV, raw PCM16, FLAC, whole or chunk by chunk.
+"""Audio encoding of speech: WAV, raw PCM16 or FLAC, whole or as a stream.
 
-All three hold the same 16-bit samples. WAV headers are written here, because a stream needs one of unknown length;
-FLAC comes from libsndfile. No resampling: the header carries the artifact's own rate.
+All three contain the same 16-bit samples at the artifact's own rate. WAV headers are written here, as a stream needs
+one with an unknown length; libsndfile encodes FLAC.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ _WAV_HEADER_BYTES = 44
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AudioSpec:
-    """What a client gets: a format, at the artifact's sample rate in Hz."""
+    """Audio format and sample rate (Hz) of a response."""
 
     format: AudioFormat
     sample_rate: int
 
     @property
     def content_type(self) -> str:
-        """The HTTP content type; raw PCM has no header, so its rate stands here."""
+        """The HTTP content type; raw PCM has no header, so it carries the rate."""
         if self.format == "pcm16":
             return f"audio/pcm;rate={self.sample_rate};channels=1"
         return f"audio/{self.format}"
 
 
 def to_pcm16(samples: NDArray[np.float32]) -> NDArray[np.int16]:
-    """(n,) float32 in [-1, 1] → (n,) little-endian int16; what lies outside is clipped."""
+    """(n,) float32 in [-1, 1] → (n,) little-endian int16; values outside are clipped."""
     pcm: NDArray[np.int16] = np.rint(np.clip(samples, -1.0, 1.0) * np.float32(32767.0)).astype("<i2")
     return pcm
 
 
 def wav_header(sample_rate: int, num_samples: int | None) -> bytes:
-    """The 44-byte header of mono PCM16. None: unknown length, the largest sizes, as ffmpeg writes to a pipe."""
+    """The 44-byte header of mono PCM16. None: unknown length, written as the largest sizes, as by ffmpeg to a pipe."""
     data_bytes = _UNKNOWN_LENGTH if num_samples is None else 2 * num_samples
     riff_bytes = min(_UNKNOWN_LENGTH, data_bytes + _WAV_HEADER_BYTES - 8)
     riff = b"RIFF" + struct.pack("<I", riff_bytes) + b"WAVE"
@@ -54,7 +54,7 @@ def wav_header(sample_rate: int, num_samples: int | None) -> bytes:
 
 
 def flac_header(sample_rate: int) -> bytes:
-    """A FLAC file of no samples, which libsndfile would leave without even a header (RFC 9639 §8.1, §8.2)."""
+    """A FLAC file without samples, for which libsndfile writes no header (RFC 9639 §8.1, §8.2)."""
     # 20 bits rate, 3 bits channels - 1, 5 bits depth - 1, 36 bits length
     bits = sample_rate << 44 | (16 - 1) << 36
     block_and_frame_sizes = struct.pack(">HH", 4096, 4096) + bytes(6)
@@ -62,7 +62,7 @@ def flac_header(sample_rate: int) -> bytes:
 
 
 def encode(chunks: Sequence[NDArray[np.float32]], spec: AudioSpec) -> bytes:
-    """A whole clip from its chunks of (n_i,) float32 mono samples, with true lengths in its header."""
+    """Encode a clip from chunks of (n_i,) float32 mono samples, with its length in the header."""
     pcm = to_pcm16(np.concatenate(chunks)) if chunks else np.zeros(0, dtype="<i2")
     if spec.format == "pcm16":
         return pcm.tobytes()
@@ -77,26 +77,26 @@ def encode(chunks: Sequence[NDArray[np.float32]], spec: AudioSpec) -> bytes:
 
 
 class StreamEncoder(Protocol):
-    """Encodes a clip whose end is not known yet. All returned bytes, in order, are one valid file."""
+    """Encodes a clip of unknown length. All returned bytes, joined in order, form one valid file."""
 
     def add(self, samples: NDArray[np.float32]) -> bytes:
-        """The bytes that the (n,) float32 mono samples make ready (may be empty)."""
+        """Add (n,) float32 mono samples; returns the bytes ready to be sent (may be empty)."""
         ...
 
     def finish(self) -> bytes:
-        """What is still held back; the encoder is of no use afterwards."""
+        """The remaining bytes. The encoder must not be used afterwards."""
         ...
 
 
 def open_stream(spec: AudioSpec) -> StreamEncoder:
-    """A fresh encoder for one clip."""
+    """A new encoder for one clip."""
     if spec.format == "flac":
         return _FlacStream(spec.sample_rate)
     return _PcmStream(wav_header(spec.sample_rate, None) if spec.format == "wav" else b"")
 
 
 class _PcmStream:
-    """Raw samples, after a header that goes out with the first of them."""
+    """Raw samples behind a header, which is returned with the first of them."""
 
     def __init__(self, header: bytes) -> None:
         self._header = header
@@ -110,11 +110,10 @@ class _PcmStream:
 
 
 class _FlacStream:
-    """FLAC by libsndfile into an append-only sink.
+    """FLAC encoded by libsndfile into an append-only sink.
 
-    STREAMINFO keeps "unknown" for the length and the checksum: libsndfile goes back to fill them in when it closes
-    the file, and those bytes are gone by then. Decoders accept that (RFC 9639 §8.2), but cannot seek or tell how
-    long the clip is.
+    STREAMINFO keeps "unknown" as length and checksum: libsndfile fills them in when it closes the file, but those
+    bytes have been sent by then. Decoders accept that (RFC 9639 §8.2), but cannot seek or show the clip's length.
     """
 
     def __init__(self, sample_rate: int) -> None:
@@ -133,7 +132,7 @@ class _FlacStream:
 
 
 class _AppendOnly(io.RawIOBase):
-    """A file whose end can be taken away; writes before the end are dropped."""
+    """An in-memory file that is read as it grows; writes before its end are dropped."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
@@ -141,7 +140,7 @@ class _AppendOnly(io.RawIOBase):
         self._end = 0
 
     def write(self, data: object) -> int:
-        chunk = bytes(memoryview(data))  # type: ignore[arg-type]  # libsndfile hands over a cffi buffer
+        chunk = bytes(memoryview(data))  # type: ignore[arg-type]  # libsndfile passes a cffi buffer
         if self._position == self._end:
             self._pending += chunk
             self._end += len(chunk)
@@ -166,7 +165,7 @@ class _AppendOnly(io.RawIOBase):
 
 
 def _open_flac(file: io.BytesIO | _AppendOnly, sample_rate: int) -> soundfile.SoundFile:
-    # not needed by a server that only speaks WAV, and absent on some GPU machines
+    # not needed for WAV, and not installed on some GPU hosts
     import soundfile
 
     return soundfile.SoundFile(file, "w", samplerate=sample_rate, channels=1, format="FLAC", subtype="PCM_16")

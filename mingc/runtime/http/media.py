@@ -1,6 +1,6 @@
-"""From where a client says its media are to their bytes: data URLs and base64, allowed hosts, allowed folders.
+"""Loading the bytes of a request's media: data URLs and base64, allowed hosts, allowed folders.
 
-Nothing is decoded here. Everything is bounded: one budget of bytes a request, a time limit a URL, a few redirects.
+Media are not decoded here. Limits: total bytes per request, time per URL, number of redirects.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 _READ_BYTES = 1 << 20
 
 
-class MediaReader:
-    """Reads media under the rules of `ServeOptions`. Holds no connection between requests; safe to share."""
+class MediaLoader:
+    """Loads media within the limits of `ServeOptions`. Keeps no connection between requests; may be shared."""
 
     def __init__(self, options: ServeOptions) -> None:
         self._max_bytes = options.max_media_bytes
@@ -40,11 +40,11 @@ class MediaReader:
         self._hosts = frozenset(_host_and_port(entry) for entry in options.allow_media_hosts)
         self._root = None if options.media_root is None else options.media_root.resolve()
 
-    async def read_messages(self, messages: Sequence[Message[MediaSource]]) -> tuple[Message[MediaPart], ...]:
-        """The same messages with bytes in place of sources, read one after the other.
+    async def load(self, messages: Sequence[Message[MediaSource]]) -> tuple[Message[MediaPart], ...]:
+        """Replace the sources in `messages` by their bytes, one after the other.
 
         Raises:
-            RequestError: `param` is the field that holds the source.
+            RequestError: with `param` naming the field of the source.
         """
         left = self._max_bytes
         read = []
@@ -118,10 +118,10 @@ class MediaReader:
     async def _follow(self, media: MediaSource, max_bytes: int) -> bytes:
         url = httpx.URL(media.source)
         self._check_host(url, media)
-        # trust_env off: no proxy, and no password of this machine's .netrc goes to a host that a client named
+        # trust_env off: no proxy, and no password of this host's .netrc is sent to a host that a client chose
         async with httpx.AsyncClient(trust_env=False, timeout=self._timeout_s) as client:
             for _ in range(MAX_REDIRECTS + 1):
-                # identity: a compressed body could be a thousand times what was counted
+                # identity: a compressed body could expand to many times the counted bytes
                 async with client.stream("GET", url, headers={"accept-encoding": "identity"}) as response:
                     location = response.headers.get("location")
                     if response.is_redirect and location:
@@ -177,11 +177,11 @@ class MediaReader:
         if text[:5].lower() == "file:":
             parts = urlsplit(text)
             if parts.netloc not in ("", "localhost"):
-                _refuse(media, f"{shorten(text)} names another machine", "local_media_not_allowed")
+                _refuse(media, f"{shorten(text)} names another host", "local_media_not_allowed")
             text = unquote(parts.path)
         try:
             path = (self._root / text).resolve()
-            # said alike for paths that exist and paths that do not: nothing outside the root can be probed
+            # the same message whether or not the path exists, so files outside the root cannot be probed
             if not path.is_relative_to(self._root):
                 _refuse(
                     media, f"{shorten(media.source)} is not under --media-root", "local_media_not_allowed"

@@ -1,8 +1,9 @@
-"""What `/metrics` tells: prometheus counters of one server, in a registry of its own."""
+"""Prometheus metrics of one server, in a registry of their own, and their list for the documentation."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
@@ -13,58 +14,103 @@ from mingc.runtime.request import AudioDelta, Event, TextDelta, Usage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LATENCY_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-_CLIENT_GONE = "499"  # nothing was answered, as the client had left
+_CLIENT_GONE = "499"  # no status was sent, because the client had left
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricInfo:
+    """Description of one metric. `name` is the exported one: counters end in `_total`."""
+
+    name: str
+    type: str
+    labels: tuple[str, ...]
+    help: str
 
 
 class Metrics:
-    """Counters of one server. Called from the event loop only."""
+    """Metrics of one server. Call it from the event loop only."""
 
     def __init__(self) -> None:
-        registry = self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "mingc_requests",
-            "Answered requests by route and HTTP status.",
-            ("route", "status"),
-            registry=registry,
+        self._registry = CollectorRegistry()
+        self._requests = self._counter(
+            "mingc_http_requests",
+            "HTTP requests by route and status; status 499: the client left before an answer.",
+            "route",
+            "status",
         )
-        self.in_flight = Gauge(
-            "mingc_requests_in_flight", "Generation requests inside the server.", registry=registry
+        self.requests_running = Gauge(
+            "mingc_num_requests_running",
+            "Chat and speech requests inside the server: body being read, queued or generating.",
+            registry=self._registry,
         )
-        self.cancelled = Counter(
-            "mingc_requests_cancelled",
-            "Requests whose client left before the end.",
-            ("route",),
-            registry=registry,
+        self.requests_cancelled = self._counter(
+            "mingc_requests_cancelled", "Chat and speech requests whose client left before the end.", "route"
         )
-        self.stream_errors = Counter(
-            "mingc_stream_errors", "Streams that ended with an error event.", ("route",), registry=registry
+        self.stream_errors = self._counter(
+            "mingc_stream_errors", "Responses that failed after their first bytes were sent.", "route"
         )
-        self._tokens = Counter("mingc_tokens", "Text tokens, by kind.", ("kind",), registry=registry)
-        self._audio = Counter("mingc_audio_seconds", "Seconds of speech made.", registry=registry)
-        self._first_token = Histogram(
-            "mingc_first_token_seconds", "Arrival to first text.", buckets=_LATENCY_S, registry=registry
+        self._prompt_tokens = self._counter("mingc_prompt_tokens", "Prompt tokens of finished requests.")
+        self._generation_tokens = self._counter(
+            "mingc_generation_tokens", "Generated text tokens of finished requests."
         )
-        self._first_audio = Histogram(
-            "mingc_first_audio_seconds", "Arrival to first audio.", buckets=_LATENCY_S, registry=registry
+        self._audio_seconds = self._counter(
+            "mingc_generated_audio_seconds", "Seconds of speech generated for finished requests."
+        )
+        self._time_to_first_token = self._latency(
+            "mingc_time_to_first_token_seconds",
+            "Seconds from the end of the request body to the first text of a chat request.",
+        )
+        self._time_to_first_audio = self._latency(
+            "mingc_time_to_first_audio_seconds",
+            "Seconds from the end of the request body to the first audio of a chat or speech request.",
         )
 
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self._registry)
+
+    def _latency(self, name: str, text: str) -> Histogram:
+        return Histogram(name, text, buckets=_LATENCY_S, registry=self._registry)
+
     def render(self) -> bytes:
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+    def describe(self) -> list[MetricInfo]:
+        """Name, type, labels and help text of every metric, in the order of `/metrics`."""
+        infos = []
+        for collector in self._registry._collector_to_names:
+            assert isinstance(collector, Counter | Gauge | Histogram)
+            (family,) = collector.describe()
+            suffix = "_total" if family.type == "counter" else ""
+            infos.append(
+                MetricInfo(
+                    name=family.name + suffix,
+                    type=family.type,
+                    labels=tuple(collector._labelnames),
+                    help=family.documentation,
+                )
+            )
+        return infos
 
     def count(self, route: str, status: str) -> None:
         self._requests.labels(route, status).inc()
 
     def count_usage(self, usage: Usage) -> None:
-        self._tokens.labels("prompt").inc(usage.prompt_tokens)
-        self._tokens.labels("completion").inc(usage.completion_tokens)
-        self._audio.inc(usage.audio_seconds)
+        self._prompt_tokens.inc(usage.prompt_tokens)
+        self._generation_tokens.inc(usage.completion_tokens)
+        self._audio_seconds.inc(usage.audio_seconds)
 
-    def stopwatch(self) -> Stopwatch:
-        return Stopwatch(self._first_token, self._first_audio)
+    def latency_timer(self) -> LatencyTimer:
+        return LatencyTimer(self._time_to_first_token, self._time_to_first_audio)
 
 
-class Stopwatch:
-    """Observes the first text and the first audio of one request, counted from its birth."""
+def describe_metrics() -> list[MetricInfo]:
+    """Every metric that a server exports; starts no server."""
+    return Metrics().describe()
+
+
+class LatencyTimer:
+    """Times the first text and the first audio of one request, from the creation of the timer."""
 
     def __init__(self, first_token: Histogram, first_audio: Histogram) -> None:
         self._start = time.monotonic()
@@ -76,8 +122,8 @@ class Stopwatch:
             histogram.observe(time.monotonic() - self._start)
 
 
-class CountRequests:
-    """ASGI middleware that counts each request by the path of its route (never by the raw path: that is unbounded)."""
+class RequestCounter:
+    """ASGI middleware that counts requests by the pattern of their route; raw paths would be unbounded."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -105,7 +151,7 @@ class CountRequests:
 
 
 def route_of(scope: Scope) -> str:
-    """The path pattern of the route that a request falls on."""
+    """The path pattern of the route that matches a request."""
     app: Starlette = scope["app"]
     for route in app.routes:
         if isinstance(route, Route) and route.path_regex.match(scope["path"]):

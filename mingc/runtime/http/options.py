@@ -1,6 +1,6 @@
-"""What the user asks of the HTTP side of a server: addresses, limits, where media may come from.
+"""Options of the HTTP server: address, limits, allowed sources of media.
 
-The engines and pools of the runtime are configured elsewhere; this file only knows what the network sees.
+Engines and memory pools have their own options.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from mingc.errors import ConfigError
 
 MIB = 1024 * 1024
-# What the command line calls the options that it has.
+# Command-line names of the options that have one.
 _OPTIONS = {
     "max_concurrent_requests": "--max-concurrent-requests",
     "shutdown_timeout_s": "--shutdown-timeout",
@@ -21,23 +21,24 @@ _OPTIONS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
-    """Options of the HTTP server, validated at birth.
+    """Options of the HTTP server, validated on construction.
 
     Attributes:
-        host: address or name to listen at.
+        host: address or host name to listen on.
         port: TCP port; 0 lets the system choose one.
         allow_media_hosts: `host` or `host:port` entries that media may be fetched from. An entry without a port
             allows the default port of the scheme only. Empty: http(s) URLs are refused.
         media_root: folder under which local paths may be read. None: local paths are refused.
         max_body_bytes: largest request body.
-        max_media_bytes: most bytes of decoded media of one request, all its parts together.
-        max_concurrent_requests: requests that may be inside the server (being read, queued or running); more get a 503.
+        max_media_bytes: largest total of the decoded media of one request, in bytes.
+        max_concurrent_requests: chat and speech requests inside the server (body being read, queued or generating);
+            further ones get a 503.
         max_speech_characters: longest `input` of a speech request.
         max_instructions_characters: longest `instructions`.
         media_timeout_s: time to fetch one URL, redirects included.
         body_timeout_s: time a client has to send its body.
-        retry_after_s: what a 503 tells the client to wait.
-        shutdown_timeout_s: how long running requests may go on after the first SIGTERM or SIGINT.
+        retry_after_s: `Retry-After` header of a 503.
+        shutdown_timeout_s: time that running requests may continue after the first SIGTERM or SIGINT.
     """
 
     host: str = "127.0.0.1"
@@ -79,7 +80,7 @@ class ServeOptions:
 
 
 def _is_host_entry(entry: str) -> bool:
-    """True for `name`, `1.2.3.4`, `[::1]`, each with an optional `:port`; schemes, paths and `*` are not entries."""
+    """Whether `entry` is `name`, `1.2.3.4` or `[::1]`, with an optional `:port`; schemes, paths and `*` are invalid."""
     name, colon, port = entry.rpartition(":")
     if not colon or entry.endswith("]"):
         name, port = entry, "1"

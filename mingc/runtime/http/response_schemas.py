@@ -1,4 +1,4 @@
-"""The JSON objects that clients get: completions, chunks, events, lists, errors. Shapes only, no decisions."""
+"""JSON objects of responses: completions, chunks, events, lists, errors. Shapes only, no decisions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mingc.errors import MingcError, RequestError, ServeError
 from mingc.runtime.request import Done, FinishReason, ServiceInfo, Usage
 
 Json = dict[str, object]
-_AUDIO_KEPT_S = 0  # audio is not kept: its `expires_at` is the moment it was made
+_AUDIO_KEPT_S = 0  # audio is not stored: `expires_at` is the time of creation
 
 
 class ErrorBody(TypedDict):
@@ -27,7 +27,7 @@ class ErrorBody(TypedDict):
 def encode_json(value: Json) -> bytes:
     """Compact UTF-8 JSON."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # An error names a client's key, which may hold half of a surrogate pair: escaped, as JSON writes it.
+    # An error may contain half of a surrogate pair from a client's key: escape it, as JSON does.
     return text.encode(errors="backslashreplace")
 
 
@@ -40,17 +40,15 @@ SSE_DONE = b"data: [DONE]\n\n"
 
 
 def error_body(error: BaseException) -> dict[str, ErrorBody]:
-    """What a client may know of an error: the message of ours, where and fix only of a request's; nothing of others."""
+    """OpenAI's error object. Our errors show their message, request errors also their fix; others show no details."""
     if not isinstance(error, MingcError):
-        return _error(
-            "The server failed to answer; its log says why.", "server_error", None, "internal_error"
-        )
+        return _error("Internal server error; see the server log.", "server_error", None, "internal_error")
     if not isinstance(error, ServeError):
         return _error(error.message, "server_error", None, None)
     message, param = error.message, error.param
     if isinstance(error, RequestError):
         message = error.message if error.fix is None else f"{error.message}: {error.fix}"
-        param = param or error.where  # preprocessing names the part of the request it looked at
+        param = param or error.where  # preprocessing sets `where` to the path of the field
     return _error(message, error.error_type, param, error.code)
 
 
@@ -81,7 +79,7 @@ def voices_list(info: ServiceInfo) -> Json:
 
 
 def chat_usage(usage: Usage) -> Json:
-    """Text tokens as OpenAI counts them; what was spoken stands beside, as patches are no tokens."""
+    """OpenAI's usage of a chat request (text tokens), with audio patches and seconds in fields of their own."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -92,7 +90,7 @@ def chat_usage(usage: Usage) -> Json:
 
 
 def speech_usage(usage: Usage) -> Json:
-    """OpenAI's usage of a speech request: patches are what the talker puts out."""
+    """OpenAI's usage of a speech request; output tokens are audio patches."""
     return {
         "input_tokens": usage.prompt_tokens,
         "output_tokens": usage.audio_patches,
@@ -102,8 +100,8 @@ def speech_usage(usage: Usage) -> Json:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChatObjects:
-    """Builds the objects of one chat answer, which share id, model and time."""
+class ChatResponseBuilder:
+    """Builds the response objects of one chat request, which share id, model and time."""
 
     request_id: str
     model: str
@@ -111,7 +109,7 @@ class ChatObjects:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def completion(self, *, text: str, audio: bytes | None, done: Done) -> Json:
-        """The whole answer. `audio` is an encoded clip."""
+        """The complete answer. `audio` is an encoded clip."""
         message: Json = {"role": "assistant", "content": text, "refusal": None}
         if audio is not None:
             message["audio"] = self._audio(data=base64.b64encode(audio).decode(), transcript=text)
@@ -133,7 +131,7 @@ class ChatObjects:
         return self._chunk({"audio": {"id": self._audio_id(), "data": base64.b64encode(data).decode()}})
 
     def audio_end_chunk(self, transcript: str) -> Json:
-        """Closes the clip: no data, the whole transcript, as OpenAI puts it at the end of the audio."""
+        """End of the audio: no data, the complete transcript, as OpenAI sends it."""
         return self._chunk({"audio": self._audio(data="", transcript=transcript)})
 
     def finish_chunk(self, done: Done) -> Json:

@@ -1,6 +1,6 @@
-"""The two routes that run the model, as ASGI apps: admit, read the body, answer, and cancel when the client leaves.
+"""The two routes that run the model, as ASGI apps: admission, reading the body, the response, cancellation.
 
-What an answer looks like is in `responses`; what a body may say in `protocol`.
+`parsing` checks the body, `streaming` writes the response.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from starlette.types import Message, Receive, Scope, Send
 from mingc.errors import CapacityError, MingcError, RequestError, WorkerError
 from mingc.runtime.http.audio_format import AudioSpec
 from mingc.runtime.http.body_decoder import shorten
-from mingc.runtime.http.media import MediaReader
-from mingc.runtime.http.metrics import Metrics, Stopwatch, route_of
+from mingc.runtime.http.media import MediaLoader
+from mingc.runtime.http.metrics import LatencyTimer, Metrics, route_of
 from mingc.runtime.http.options import ServeOptions
 from mingc.runtime.http.parsing import parse_chat, parse_speech
-from mingc.runtime.http.response_schemas import ChatObjects, error_body, sse
+from mingc.runtime.http.response_schemas import ChatResponseBuilder, error_body, sse
 from mingc.runtime.http.streaming import (
-    Body,
-    chat_stream,
-    chat_whole,
-    speech_sse,
-    speech_stream,
-    speech_whole,
+    ResponseWriter,
+    write_chat,
+    write_chat_stream,
+    write_speech,
+    write_speech_events,
+    write_speech_stream,
 )
 from mingc.runtime.request import ChatRequest, Done, Event, Service, SpeechRequest
 
@@ -37,97 +37,99 @@ log = logging.getLogger("mingc.http")
 
 
 @dataclass(kw_only=True, slots=True)
-class Http:
-    """What the routes of one app share. `stopping` is set when the server begins to end."""
+class ServerState:
+    """State shared by the routes of one app. `is_stopping` is set when shutdown begins."""
 
     service: Service
     options: ServeOptions
-    media: MediaReader
+    media: MediaLoader
     metrics: Metrics
-    in_flight: int = field(default=0, init=False)
-    stopping: bool = field(default=False, init=False)
+    num_running: int = field(default=0, init=False)
+    is_stopping: bool = field(default=False, init=False)
 
     @contextmanager
     def admit(self) -> Iterator[None]:
-        """Hold one of `max_concurrent_requests` places, from before the body is read: unread bodies cost no memory.
+        """Hold one of `max_concurrent_requests` places. Taken before the body is read, so unread bodies use no memory.
 
         Raises:
-            CapacityError: when the server stops or no place is free.
+            CapacityError: if the server is stopping or no place is free.
         """
-        if self.stopping:
+        if self.is_stopping:
             raise CapacityError("The server is stopping.", code="stopping")
-        if self.in_flight >= self.options.max_concurrent_requests:
+        if self.num_running >= self.options.max_concurrent_requests:
             raise CapacityError(
-                f"{self.in_flight} requests are being served; try again later.", code="overloaded"
+                f"{self.num_running} requests are being served; try again later.", code="overloaded"
             )
-        self.in_flight += 1
-        self.metrics.in_flight.inc()
+        self.num_running += 1
+        self.metrics.requests_running.inc()
         try:
             yield
         finally:
-            self.in_flight -= 1
-            self.metrics.in_flight.dec()
+            self.num_running -= 1
+            self.metrics.requests_running.dec()
 
 
-Answer = Callable[[Http, bytes, Body], Awaitable[None]]
+Handler = Callable[[ServerState, bytes, ResponseWriter], Awaitable[None]]
 
 
 class GenerationRoute:
-    """ASGI app of one route. `answer` gets the parsed JSON body and writes the response."""
+    """ASGI app of one route that runs the model. `handler` receives the raw body and writes the response."""
 
-    def __init__(self, http: Http, answer: Answer) -> None:
-        self._http = http
-        self._answer = answer
+    def __init__(self, state: ServerState, handler: Handler) -> None:
+        self._state = state
+        self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        http = self._http
+        state = self._state
         with ExitStack() as place:
-            place.enter_context(http.admit())
+            place.enter_context(state.admit())
             try:
-                raw = await read_body(Request(scope, receive), http.options)
+                raw = await read_body(Request(scope, receive), state.options)
             except ClientDisconnect:
-                http.metrics.cancelled.labels(route_of(scope)).inc()
+                state.metrics.requests_cancelled.labels(route_of(scope)).inc()
                 return
-            body = Body(send, before_end=place.close)
+            response = ResponseWriter(send, before_end=place.close)
             try:
-                if not await run_while_connected(self._run(raw, body, route_of(scope)), receive, body):
-                    http.metrics.cancelled.labels(route_of(scope)).inc()
+                if not await run_while_connected(
+                    self._run(raw, response, route_of(scope)), receive, response
+                ):
+                    state.metrics.requests_cancelled.labels(route_of(scope)).inc()
             except asyncio.CancelledError:
-                if not http.stopping:
+                if not state.is_stopping:
                     raise
-                log.warning("%s: cut off, as the server stops", route_of(scope))
+                log.warning("%s: aborted by shutdown", route_of(scope))
 
-    async def _run(self, raw: bytes, body: Body, route: str) -> None:
+    async def _run(self, raw: bytes, response: ResponseWriter, route: str) -> None:
         try:
-            await self._answer(self._http, raw, body)
+            await self._handler(self._state, raw, response)
         except Exception as error:
-            # A bug is logged and told here: one that went on to the server would have the connection closed after
-            # the answer, under the next request of the same client.
+            # A bug is logged and answered here: raised to the server, it would close the connection after the
+            # response, and with it the client's next request.
             if not isinstance(error, MingcError):
                 log.exception("%s: unexpected error", route)
-            if not body.is_started:
-                raise as_known(error) from error
-            # the status is out: a stream of events can still say what happened, raw audio can only break off
+            if not response.is_started:
+                raise public_error(error) from error
+            # the status was sent: an event stream can still report the error, raw audio can only break off
             log.warning("%s: stream ended by %s", route, type(error).__name__)
-            self._http.metrics.stream_errors.labels(route).inc()
-            if body.is_sse:
-                await body.write(sse({**error_body(as_known(error))}))
-                await body.end()
+            self._state.metrics.stream_errors.labels(route).inc()
+            if response.is_sse:
+                await response.write(sse({**error_body(public_error(error))}))
+                await response.end()
 
 
-def as_known(error: Exception) -> MingcError:
-    """The error itself if it is ours, otherwise one that says nothing of the inside."""
+def public_error(error: Exception) -> MingcError:
+    """The error as a client may see it: our own unchanged, any other without its details."""
     if isinstance(error, MingcError):
         return error
-    return WorkerError("The server failed to answer; its log says why.", code="internal_error")
+    return WorkerError("Internal server error; see the server log.", code="internal_error")
 
 
 async def read_body(request: Request, options: ServeOptions) -> bytes:
     """The whole body of a JSON request.
 
     Raises:
-        RequestError: wrong content type (415), too large (413) or too slow (408).
-        ClientDisconnect: the client left before its end.
+        RequestError: for a wrong content type (415), a body too large (413) or too slow (408).
+        ClientDisconnect: if the client left before the end.
     """
     media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media_type != "application/json":
@@ -158,13 +160,15 @@ async def read_body(request: Request, options: ServeOptions) -> bytes:
     return bytes(body)
 
 
-async def run_while_connected(work: Coroutine[None, None, None], receive: Receive, body: Body) -> bool:
-    """Run `work`; cancel it when the client leaves. False when it was cancelled for that."""
+async def run_while_connected(
+    work: Coroutine[None, None, None], receive: Receive, response: ResponseWriter
+) -> bool:
+    """Run `work`; cancel it when the client leaves. Returns False if it was cancelled."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_wait_for_disconnect(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if body.is_ended:  # servers report a disconnect at the end of every answer
+        if response.is_ended:  # servers also report a disconnect at the end of every response
             await asyncio.wait((task,))
     finally:
         task.cancel()
@@ -183,14 +187,14 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 @asynccontextmanager
-async def watched(
-    events: AsyncIterator[Event], stopwatch: Stopwatch, metrics: Metrics
+async def measured(
+    events: AsyncIterator[Event], latency_timer: LatencyTimer, metrics: Metrics
 ) -> AsyncIterator[AsyncIterator[Event]]:
-    """The events of one request, measured; at the end the service's iterator is closed, which cancels what runs."""
+    """Record metrics of a request's events; on exit close the service's iterator, which cancels the request."""
 
     async def measure() -> AsyncIterator[Event]:
         async for event in events:
-            stopwatch.see(event)
+            latency_timer.see(event)
             if isinstance(event, Done):
                 metrics.count_usage(event.usage)
             yield event
@@ -203,34 +207,42 @@ async def watched(
             await close()
 
 
-async def answer_chat(http: Http, raw: bytes, body: Body) -> None:
+async def handle_chat(state: ServerState, raw: bytes, response: ResponseWriter) -> None:
     """`POST /v1/chat/completions`."""
-    stopwatch = http.metrics.stopwatch()
-    info = http.service.info
-    call = parse_chat(raw, info, http.options)
+    latency_timer = state.metrics.latency_timer()
+    info = state.service.info
+    parsed = parse_chat(raw, info, state.options)
     request = ChatRequest(
         request_id=f"chatcmpl-{uuid.uuid4().hex[:24]}",
-        messages=await http.media.read_messages(call.messages),
-        sampling=call.sampling,
-        speech=call.speech,
-        video=call.video,
-        thinking=call.thinking,
+        messages=await state.media.load(parsed.messages),
+        sampling=parsed.sampling,
+        speech=parsed.speech,
+        video=parsed.video,
+        thinking=parsed.thinking,
     )
-    objects = ChatObjects(request_id=request.request_id, model=info.model, include_usage=call.include_usage)
-    audio = None if call.speech is None else AudioSpec(format=call.audio_format, sample_rate=info.sample_rate)
-    async with watched(http.service.chat(request), stopwatch, http.metrics) as events:
-        write = chat_stream if call.stream else chat_whole
-        await write(events, objects, audio, body)
+    builder = ChatResponseBuilder(
+        request_id=request.request_id, model=info.model, include_usage=parsed.include_usage
+    )
+    audio = (
+        None if parsed.speech is None else AudioSpec(format=parsed.audio_format, sample_rate=info.sample_rate)
+    )
+    async with measured(state.service.chat(request), latency_timer, state.metrics) as events:
+        write = write_chat_stream if parsed.stream else write_chat
+        await write(events, builder, audio, response)
 
 
-async def answer_speech(http: Http, raw: bytes, body: Body) -> None:
+async def handle_speech(state: ServerState, raw: bytes, response: ResponseWriter) -> None:
     """`POST /v1/audio/speech`."""
-    stopwatch = http.metrics.stopwatch()
-    info = http.service.info
-    call = parse_speech(raw, info, http.options)
-    request = SpeechRequest(request_id=f"speech-{uuid.uuid4().hex[:24]}", text=call.text, speech=call.speech)
-    audio = AudioSpec(format=call.audio_format, sample_rate=info.sample_rate)
-    body.content_type = audio.content_type
-    async with watched(http.service.speech(request), stopwatch, http.metrics) as events:
-        write = {"whole": speech_whole, "audio": speech_stream, "sse": speech_sse}[call.delivery]
-        await write(events, audio, body)
+    latency_timer = state.metrics.latency_timer()
+    info = state.service.info
+    parsed = parse_speech(raw, info, state.options)
+    request = SpeechRequest(
+        request_id=f"speech-{uuid.uuid4().hex[:24]}", text=parsed.text, speech=parsed.speech
+    )
+    audio = AudioSpec(format=parsed.audio_format, sample_rate=info.sample_rate)
+    response.content_type = audio.content_type
+    async with measured(state.service.speech(request), latency_timer, state.metrics) as events:
+        write = {"whole": write_speech, "audio": write_speech_stream, "sse": write_speech_events}[
+            parsed.delivery
+        ]
+        await write(events, audio, response)

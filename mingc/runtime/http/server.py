@@ -1,4 +1,4 @@
-"""The HTTP server: routes of an app over a `Service`, and a process that listens, serves and ends in order."""
+"""The HTTP server: an ASGI app over a `Service`, and a process that listens, serves and shuts down in order."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from starlette.routing import Route
 from mingc.console import signals
 from mingc.errors import ConfigError, MingcError, RequestError, ServeError
 from mingc.runtime.http import response_schemas
-from mingc.runtime.http.media import MediaReader
-from mingc.runtime.http.metrics import CONTENT_TYPE, CountRequests, Metrics
+from mingc.runtime.http.media import MediaLoader
+from mingc.runtime.http.metrics import CONTENT_TYPE, Metrics, RequestCounter
 from mingc.runtime.http.options import ServeOptions
 from mingc.runtime.http.parsing import unknown_model
-from mingc.runtime.http.routes import GenerationRoute, Http, answer_chat, answer_speech, as_known
+from mingc.runtime.http.routes import GenerationRoute, ServerState, handle_chat, handle_speech, public_error
 from mingc.runtime.request import Service
 
 log = logging.getLogger("mingc.http")
-_CLOSE_MARGIN_S = 2.0  # beyond the grace, for last events to go out and workers to be joined
-# How long a thread may keep Python's lock from one that waits for it. Python's own 5 ms are two patches of one request:
-# so long the engines' threads would wait, at every turn, for one that prepares a long text.
+_CLOSE_MARGIN_S = 2.0  # added to the shutdown timeout: to send last events and join workers
+# Switch interval of Python's threads. With the default 5 ms, the time of two patches, engine threads would wait that
+# long at each switch for a thread that prepares a long text.
 _SWITCH_S = 0.001
 
 
 def create_app(service: Service, options: ServeOptions) -> Starlette:
-    """The ASGI app over a running service. It owns no process; `serve` does."""
-    http = Http(service=service, options=options, media=MediaReader(options), metrics=Metrics())
+    """The ASGI app over a running service; `serve` runs it."""
+    state = ServerState(service=service, options=options, media=MediaLoader(options), metrics=Metrics())
     created = int(time.time())
 
     async def models(request: Request) -> Response:
@@ -57,11 +57,11 @@ def create_app(service: Service, options: ServeOptions) -> Starlette:
         return _json(response_schemas.voices_list(service.info))
 
     async def health(request: Request) -> Response:
-        status = "stopping" if http.stopping else "ready" if service.is_ready else "not_ready"
+        status = "stopping" if state.is_stopping else "ready" if service.is_ready else "not_ready"
         body: response_schemas.Json = {
             "status": status,
             "model": service.info.model,
-            "in_flight": http.in_flight,
+            "num_requests_running": state.num_running,
         }
         for name in ("max_model_len", "max_total_tokens", "all_reduce"):
             if (value := getattr(service.info, name)) is not None:
@@ -69,26 +69,26 @@ def create_app(service: Service, options: ServeOptions) -> Starlette:
         return _json(body, 200 if status == "ready" else 503)
 
     async def metrics(request: Request) -> Response:
-        return Response(http.metrics.render(), media_type=CONTENT_TYPE)
+        return Response(state.metrics.render(), media_type=CONTENT_TYPE)
 
     def answer_error(request: Request, error: Exception) -> Response:
         return _error_response(request, error, options)
 
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", GenerationRoute(http, answer_chat), methods=["POST"]),
-            Route("/v1/audio/speech", GenerationRoute(http, answer_speech), methods=["POST"]),
+            Route("/v1/chat/completions", GenerationRoute(state, handle_chat), methods=["POST"]),
+            Route("/v1/audio/speech", GenerationRoute(state, handle_speech), methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{model:path}", model),
             Route("/v1/audio/voices", voices),
             Route("/health", health),
             Route("/metrics", metrics),
         ],
-        middleware=[Middleware(CountRequests, metrics=http.metrics)],
+        middleware=[Middleware(RequestCounter, metrics=state.metrics)],
         exception_handlers={MingcError: answer_error, HTTPException: answer_error, Exception: answer_error},
     )
     app.router.redirect_slashes = False
-    app.state.http = http
+    app.state.server = state
     return app
 
 
@@ -98,13 +98,13 @@ def _json(body: response_schemas.Json, status: int = 200, headers: dict[str, str
 
 def _error_response(request: Request, error: Exception, options: ServeOptions) -> Response:
     headers = dict(getattr(error, "headers", None) or {})
-    if isinstance(error, HTTPException):  # starlette's own: no such path, or a method that the path lacks
+    if isinstance(error, HTTPException):  # from starlette: unknown path or method
         shown = f"{request.method} {request.url.path[:100]}"
         wrong_method = error.status_code == 405
         reason = f"allowed: {headers.get('Allow', '')}" if wrong_method else "there is no such path"
         code = "method_not_allowed" if wrong_method else "not_found"
         error = RequestError(f"{shown}: {reason}.", status=error.status_code, code=code)
-    known = as_known(error)
+    known = public_error(error)
     status = known.status if isinstance(known, ServeError) else 500
     if status == 503:
         headers["Retry-After"] = str(options.retry_after_s)
@@ -114,10 +114,10 @@ def _error_response(request: Request, error: Exception, options: ServeOptions) -
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, not listening yet. Call it before anything slow: a taken port shows at once.
+    """A socket bound to the address, not listening yet. Call it before slow work, so a port in use fails early.
 
     Raises:
-        ConfigError: when the address cannot be had.
+        ConfigError: if the address cannot be bound.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -136,8 +136,8 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 
 def _cannot_listen(host: str, port: int, error: OSError | UnicodeError) -> ConfigError:
-    if isinstance(error, UnicodeError):  # not even to be asked for
-        error = OSError(0, f"no name of a host: {error}")
+    if isinstance(error, UnicodeError):  # not a valid host name
+        error = OSError(0, f"not a host name: {error}")
     fixes = {
         errno.EADDRINUSE: "stop the other process, or pass another --port (0 lets the system choose)",
         errno.EACCES: "pass a --port above 1023",
@@ -146,7 +146,7 @@ def _cannot_listen(host: str, port: int, error: OSError | UnicodeError) -> Confi
     return ConfigError(
         f"cannot listen at {host}:{port}: {why}",
         where=f"--host {host} --port {port}",
-        fix=fixes.get(error.errno or 0, "pass a --host that is an address of this machine"),
+        fix=fixes.get(error.errno or 0, "pass a --host that is an address of this computer"),
     )
 
 
@@ -156,14 +156,14 @@ def base_url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _say_url(url: str) -> None:
+def _print_url(url: str) -> None:
     print(f"serving at {url}", file=sys.stderr, flush=True)
 
 
 def serve(
-    app: Starlette, listener: socket.socket | None = None, *, announce: Callable[[str], None] = _say_url
+    app: Starlette, listener: socket.socket | None = None, *, announce: Callable[[str], None] = _print_url
 ) -> bool:
-    """Serve until SIGTERM or SIGINT, then end in order; see `serve_async`. Threads take turns more often meanwhile."""
+    """Serve until SIGTERM or SIGINT, then shut down in order; see `serve_async`. Sets a shorter switch interval."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
     try:
@@ -176,36 +176,36 @@ async def serve_async(
     app: Starlette,
     listener: socket.socket | None = None,
     *,
-    announce: Callable[[str], None] = _say_url,
+    announce: Callable[[str], None] = _print_url,
     stop: asyncio.Event | None = None,
 ) -> bool:
     """Listen and serve inside a running event loop, until a signal or `stop`.
 
-    On the first signal the port closes, the service is closed with the grace of the options, and streams that are
-    cut off get an error event. A second one stops at once, unless it comes so soon that it belongs to the first. A
-    service that ends by itself ends the server like a first signal. Whatever happens, `service.close` is called last
-    with no grace: it must bear being called twice.
+    The first signal closes the port and closes the service with the shutdown timeout of the options; streams that are
+    aborted get an error event. A second signal stops at once, unless it follows so soon that it counts as the first. A
+    failure that the service reports (`on_failure`) ends the server like a first signal. In any case
+    `service.close` is called last, with a timeout of 0.
 
     Args:
         app: from `create_app`.
         listener: from `bind_socket`; None binds the host and port of the options. Closed at the end.
-        announce: gets the base URL once connections are accepted; the default says it on stderr.
-        stop: setting it is as good as a first signal.
+        announce: called with the base URL once connections are accepted; the default prints it to stderr.
+        stop: setting it acts like a first signal.
 
     Returns:
-        True when it ended in order, False when a second signal cut it short.
+        True after an orderly shutdown, False after a second signal.
 
     Raises:
-        ConfigError: when the port is taken.
-        ServeError: when the service ended by itself: that error.
+        ConfigError: if the port is in use.
+        ServeError: the failure that the service reported.
     """
-    http: Http = app.state.http
-    ends: list[ServeError] = []
+    state: ServerState = app.state.server
+    failures: list[ServeError] = []
     try:
-        with contextlib.closing(listener or bind_socket(http.options.host, http.options.port)) as bound:
+        with contextlib.closing(listener or bind_socket(state.options.host, state.options.port)) as bound:
             server = _Server(app, bound, announce)
             serving = asyncio.create_task(server.serve(sockets=[bound]))
-            http.service.on_end(_ending(server, ends))
+            state.service.on_failure(_failure_callback(server, failures))
             try:
                 with _stop_signals(server, serving), _stop_event(server, stop):
                     await serving
@@ -213,17 +213,17 @@ async def serve_async(
                 if not server.force_exit:
                     raise
             finally:
-                server.cut_off()
-            if ends:
-                raise ends[0]
+                server.abort()
+            if failures:
+                raise failures[0]
             return not server.force_exit
     finally:
-        http.stopping = True
-        await _close(http.service, 0.0)
+        state.is_stopping = True
+        await _close(state.service, 0.0)
 
 
 async def _close(service: Service, shutdown_timeout_s: float) -> None:
-    """Close the service, but do not wait forever for it."""
+    """Close the service, with a limit on the wait."""
     try:
         async with asyncio.timeout(shutdown_timeout_s + _CLOSE_MARGIN_S):
             await service.close(shutdown_timeout_s=shutdown_timeout_s)
@@ -231,26 +231,26 @@ async def _close(service: Service, shutdown_timeout_s: float) -> None:
         log.error("the service did not close within %g s", shutdown_timeout_s + _CLOSE_MARGIN_S)
 
 
-def _ending(server: _Server, ends: list[ServeError]) -> Callable[[ServeError], None]:
-    """What a service that ends by itself calls, on any thread: its error goes to `ends`, and the server stops."""
+def _failure_callback(server: _Server, failures: list[ServeError]) -> Callable[[ServeError], None]:
+    """Callback for `Service.on_failure`: appends the error to `failures` and stops the server; for any thread."""
     loop = asyncio.get_running_loop()
 
-    def end(error: ServeError) -> None:
-        ends.append(error)
+    def fail(error: ServeError) -> None:
+        failures.append(error)
         server.should_exit = True
 
-    def told(error: ServeError) -> None:
+    def report(error: ServeError) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
-            loop.call_soon_threadsafe(end, error)
+            loop.call_soon_threadsafe(fail, error)
 
-    return told
+    return report
 
 
 @contextlib.contextmanager
 def _stop_signals(server: _Server, serving: asyncio.Task[None]) -> Iterator[None]:
-    """First signal: end in order. A later one: cancel; behind the block it ends the process.
+    """First signal: orderly shutdown. Later signal: cancel; after the block it ends the process.
 
-    Outside the main thread signals are somebody else's.
+    Does nothing outside the main thread, where Python delivers no signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -297,10 +297,10 @@ def _stop_event(server: _Server, stop: asyncio.Event | None) -> Iterator[None]:
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn, except that signals are ours and that the service is told as soon as the end begins."""
+    """Uvicorn without its own signal handling, closing the service as soon as shutdown begins."""
 
     def __init__(self, app: Starlette, listener: socket.socket, announce: Callable[[str], None]) -> None:
-        self._http: Http = app.state.http
+        self._state: ServerState = app.state.server
         self._listener = listener
         self._announce = announce
         super().__init__(
@@ -313,19 +313,19 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                timeout_graceful_shutdown=math.ceil(self._http.options.shutdown_timeout_s + _CLOSE_MARGIN_S),
+                timeout_graceful_shutdown=math.ceil(self._state.options.shutdown_timeout_s + _CLOSE_MARGIN_S),
             )
         )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # uvicorn's own raises the signal again at the end, which would kill the process before workers are joined
+        # uvicorn's version raises the signal again at the end, which would kill the process before workers are joined
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         host, port = self._listener.getsockname()[:2]
         try:
-            # two processes may bind one port while neither listens; the loser learns it here
+            # two processes may bind one port while neither listens; the second to listen fails here
             self._listener.listen(self.config.backlog)
         except OSError as error:
             raise _cannot_listen(host, port, error) from error
@@ -333,8 +333,8 @@ class _Server(uvicorn.Server):
         self._announce(base_url(self._listener))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._http.stopping = True
-        closing = asyncio.create_task(_close(self._http.service, self._http.options.shutdown_timeout_s))
+        self._state.is_stopping = True
+        closing = asyncio.create_task(_close(self._state.service, self._state.options.shutdown_timeout_s))
         try:
             await super().shutdown(sockets)
             await closing
@@ -342,8 +342,8 @@ class _Server(uvicorn.Server):
             closing.cancel()
             await asyncio.wait((closing,))
 
-    def cut_off(self) -> None:
-        """Drop what an orderly end has left, or all of it: sockets, running requests, connections."""
+    def abort(self) -> None:
+        """Close the sockets, requests and connections that remain after an orderly shutdown, or all of them."""
         for listening in getattr(self, "servers", ()):
             listening.close()
         for task in list(self.server_state.tasks):

@@ -1,6 +1,6 @@
-"""From the events of a request to the body of its response: whole, as server-sent events, or as raw audio.
+"""Writing the events of a request as its HTTP response: whole, as server-sent events, or as raw audio.
 
-A stream starts with its first event, so that a request which cannot be served still gets a proper status.
+A stream starts with its first event, so a request that cannot be served still gets an error status.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mingc.errors import WorkerError
 from mingc.runtime.http.audio_format import AudioSpec, encode, open_stream
 from mingc.runtime.http.response_schemas import (
     SSE_DONE,
-    ChatObjects,
+    ChatResponseBuilder,
     encode_json,
     speech_delta,
     speech_done,
@@ -28,10 +28,10 @@ _SSE = "text/event-stream; charset=utf-8"
 Samples = list[NDArray[np.float32]]
 
 
-class Body:
-    """The response of one request, status 200. Its headers go out with the first bytes.
+class ResponseWriter:
+    """Writes the response of one request, status 200. Headers are sent with the first bytes.
 
-    `before_end` is called before the last bytes: a client that has them may ask again at once and must find room.
+    `before_end` is called before the last bytes, so the client's next request finds a free place.
     """
 
     def __init__(self, send: Send, before_end: Callable[[], None]) -> None:
@@ -46,18 +46,18 @@ class Body:
         return self.content_type == _SSE
 
     async def write(self, data: bytes) -> None:
-        """Send a piece now."""
+        """Send a chunk now."""
         if not self.is_started:
-            # no-cache and no buffering: a proxy must hand every piece on as it comes
+            # no-cache and no buffering: a proxy must forward every chunk at once
             await self._start([(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")])
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
-        """Close a streamed body; a body that is never ended reaches the client as broken off."""
+        """End a streamed body; without it the client sees a broken connection."""
         await self._send_last(b"")
 
     async def send_whole(self, data: bytes) -> None:
-        """Send everything, with its length."""
+        """Send the whole body, with its length."""
         await self._start([(b"content-length", str(len(data)).encode())])
         await self._send_last(data)
 
@@ -72,72 +72,82 @@ class Body:
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
-async def chat_whole(
-    events: AsyncIterator[Event], objects: ChatObjects, audio: AudioSpec | None, body: Body
+async def write_chat(
+    events: AsyncIterator[Event],
+    builder: ChatResponseBuilder,
+    audio: AudioSpec | None,
+    response: ResponseWriter,
 ) -> None:
-    """One `chat.completion` object; `audio` None means no speech was asked for."""
+    """Write one `chat.completion` object; `audio` is None if no speech was requested."""
     text, samples, done = await _collect(events)
     clip = None if audio is None else await asyncio.to_thread(encode, samples, audio)
-    await body.send_whole(encode_json(objects.completion(text=text, audio=clip, done=done)))
+    await response.send_whole(encode_json(builder.completion(text=text, audio=clip, done=done)))
 
 
-async def chat_stream(
-    events: AsyncIterator[Event], objects: ChatObjects, audio: AudioSpec | None, body: Body
+async def write_chat_stream(
+    events: AsyncIterator[Event],
+    builder: ChatResponseBuilder,
+    audio: AudioSpec | None,
+    response: ResponseWriter,
 ) -> None:
-    """Chunks: the role, one text delta per token, one audio delta per patch, the finish reason, `[DONE]`.
+    """Write chunks: the role, one text delta per token, one audio delta per patch, the finish reason, `[DONE]`.
 
-    All audio payloads, decoded and joined, are one clip.
+    All audio payloads, decoded and joined, form one file.
     """
-    body.content_type = _SSE
+    response.content_type = _SSE
     encoder = None if audio is None else open_stream(audio)
     transcript: list[str] = []
     async for event in events:
-        if not body.is_started:
-            await body.write(sse(objects.role_chunk()))
+        if not response.is_started:
+            await response.write(sse(builder.role_chunk()))
         if isinstance(event, TextDelta):
             transcript.append(event.text)
-            await body.write(sse(objects.text_chunk(event.text)))
+            await response.write(sse(builder.text_chunk(event.text)))
         elif isinstance(event, AudioDelta) and encoder is not None:
             if data := encoder.add(event.samples):
-                await body.write(sse(objects.audio_chunk(data)))
+                await response.write(sse(builder.audio_chunk(data)))
         elif isinstance(event, Done):
             if encoder is not None:
                 if data := encoder.finish():
-                    await body.write(sse(objects.audio_chunk(data)))
-                await body.write(sse(objects.audio_end_chunk("".join(transcript))))
-            await body.write(sse(objects.finish_chunk(event)))
-            if objects.include_usage:
-                await body.write(sse(objects.usage_chunk(event.usage)))
-            await body.write(SSE_DONE)
-            await body.end()
+                    await response.write(sse(builder.audio_chunk(data)))
+                await response.write(sse(builder.audio_end_chunk("".join(transcript))))
+            await response.write(sse(builder.finish_chunk(event)))
+            if builder.include_usage:
+                await response.write(sse(builder.usage_chunk(event.usage)))
+            await response.write(SSE_DONE)
+            await response.end()
             return
     raise _unfinished()
 
 
-async def speech_whole(events: AsyncIterator[Event], audio: AudioSpec, body: Body) -> None:
-    """One audio file with true lengths in its header."""
+async def write_speech(events: AsyncIterator[Event], audio: AudioSpec, response: ResponseWriter) -> None:
+    """Write one audio file with its length in the header."""
     _, samples, _ = await _collect(events)
-    await body.send_whole(await asyncio.to_thread(encode, samples, audio))
+    await response.send_whole(await asyncio.to_thread(encode, samples, audio))
 
 
-async def speech_stream(events: AsyncIterator[Event], audio: AudioSpec, body: Body) -> None:
-    """The same file piece by piece, its length unknown at the start."""
-    async for data in _audio_pieces(events, audio):
+async def write_speech_stream(
+    events: AsyncIterator[Event], audio: AudioSpec, response: ResponseWriter
+) -> None:
+    """Write an audio file in chunks, with an unknown length in the header."""
+    async for data in _audio_chunks(events, audio):
         if isinstance(data, bytes):
-            await body.write(data)
-    await body.end()
+            await response.write(data)
+    await response.end()
 
 
-async def speech_sse(events: AsyncIterator[Event], audio: AudioSpec, body: Body) -> None:
-    """`speech.audio.delta` events, then `speech.audio.done` with the usage."""
-    body.content_type = _SSE
-    async for data in _audio_pieces(events, audio):
-        await body.write(sse(speech_delta(data) if isinstance(data, bytes) else speech_done(data.usage)))
-    await body.end()
+async def write_speech_events(
+    events: AsyncIterator[Event], audio: AudioSpec, response: ResponseWriter
+) -> None:
+    """Write `speech.audio.delta` events, then `speech.audio.done` with the usage."""
+    response.content_type = _SSE
+    async for data in _audio_chunks(events, audio):
+        await response.write(sse(speech_delta(data) if isinstance(data, bytes) else speech_done(data.usage)))
+    await response.end()
 
 
-async def _audio_pieces(events: AsyncIterator[Event], audio: AudioSpec) -> AsyncIterator[bytes | Done]:
-    """Encoded pieces, none of them empty, and the event that ends them."""
+async def _audio_chunks(events: AsyncIterator[Event], audio: AudioSpec) -> AsyncIterator[bytes | Done]:
+    """Encoded chunks, none of them empty, then the final event."""
     encoder = open_stream(audio)
     async for event in events:
         if isinstance(event, AudioDelta):
@@ -165,4 +175,4 @@ async def _collect(events: AsyncIterator[Event]) -> tuple[str, Samples, Done]:
 
 
 def _unfinished() -> WorkerError:
-    return WorkerError("The model stopped before its answer was done.", code="unfinished")
+    return WorkerError("The model stopped before its answer was complete.", code="unfinished")

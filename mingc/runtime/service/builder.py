@@ -147,12 +147,12 @@ def open_service(
         log.log(logging.INFO if target.is_known else logging.WARNING, "%s", target.describe())
     # The group of ranks exists before the service that it reports to.
     services: list[OmniService] = []
-    deaths: list[ServeError] = []
+    rank_failures: list[ServeError] = []
 
     def on_failure(error: ServeError) -> None:
-        deaths.append(error)
+        rank_failures.append(error)
         for service in services:
-            service.end(error)
+            service.fail(error)
 
     runner: StepRunner | None = None
     try:
@@ -173,8 +173,8 @@ def open_service(
         max_pending_patches=options.max_pending_patches,
     )
     services.append(service)
-    for error in deaths:
-        service.end(error)
+    for error in rank_failures:
+        service.fail(error)
     return service
 
 

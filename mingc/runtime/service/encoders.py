@@ -1,6 +1,6 @@
-"""Vision and audio encoders of a running server: host features in, embeddings out, padded to buckets and cut.
+"""Vision and audio encoders of a running server: host features in, embeddings out; calls are padded to buckets.
 
-Features are made in `mingc.runtime.preprocess`. Requests call from several threads; an engine runs one call at a
+`mingc.runtime.preprocess` computes the features. Several threads call an encoder and an engine runs one call at a
 time, so each encoder has a lock.
 """
 
@@ -25,7 +25,7 @@ _Frame = tuple[NDArray[np.float32], Grid]
 
 
 class VisionEncoder:
-    """Images and video frames → embeddings of merged tokens."""
+    """Encoder of images and video frames: features → embeddings of merged tokens."""
 
     def __init__(self, stage: LoadedStage, parameters: VisionParameters, device: torch.device) -> None:
         self._graph = stage["encode"]
@@ -40,7 +40,7 @@ class VisionEncoder:
     def encode(self, features: Sequence[VisionFeatures]) -> Tensor:
         """Embeddings (M, D) of all features in order, M merged tokens in all.
 
-        Frames attend to themselves only, so they are packed into as few calls as the largest bucket allows.
+        A frame attends only to itself, so frames are packed into as few calls as the largest bucket allows.
         Raises: RequestError when one frame alone exceeds it.
         """
         frames = [frame for feature in features for frame in _frames(feature)]
@@ -86,7 +86,7 @@ class VisionEncoder:
 
 
 class AudioEncoder:
-    """Clips → embeddings."""
+    """Encoder of audio clips: features → embeddings."""
 
     def __init__(self, stage: LoadedStage, parameters: AudioParameters, device: torch.device) -> None:
         self._graph = stage["encode"]
@@ -123,7 +123,7 @@ class AudioEncoder:
 
 
 def _frames(feature: VisionFeatures) -> Iterator[_Frame]:
-    """The temporal patches of a feature, each as a grid of its own."""
+    """Split a feature into its temporal patches, each with its own grid."""
     frames, height, width = feature.grid
     for pixels in np.split(feature.pixels, frames):
         yield pixels, (1, height, width)

@@ -1,7 +1,7 @@
 """The running model: what the HTTP layer calls. Implements `Service` over the engines' threads.
 
 A request goes: preprocessing and encoders in a small pool of threads, then the thinker's thread, the talker's thread,
-and back through a channel into the caller's event loop. Errors of one request stay with it.
+and back through a `RequestStream` into the caller's event loop. Errors of one request stay with it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ChatPipeline:
-    """What answers chat: everything up to the thinker."""
+    """Parts that answer chat requests: prompt building, encoders, thinker."""
 
     processor: ChatProcessor
     tokenizer: TextTokenizer
@@ -58,7 +58,7 @@ class ChatPipeline:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SpeechPipeline:
-    """What speaks."""
+    """Parts that generate speech."""
 
     planner: SpeechPlanner
     loop: TalkerLoop
@@ -66,8 +66,9 @@ class SpeechPipeline:
 
 
 class OmniService:
-    """Serves one artifact. `chat` and `speech` belong to one event loop; `mingc.runtime.service.builder` makes the
-    parts.
+    """Serves one artifact; `mingc.runtime.service.builder` builds its parts.
+
+    `chat` and `speech` are called on an event loop, one loop at a time.
 
     Args:
         chat: None when the artifact has no thinker.
@@ -94,13 +95,13 @@ class OmniService:
         self._max_pending_patches = max_pending_patches
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="mingc-preprocess")
         self._loops = [part.loop for part in (chat, speech) if part is not None]
-        self._mailbox: EventQueue | None = None
+        self._event_queue: EventQueue | None = None
         self._running: set[RequestStream] = set()
-        self._chatting: set[RequestStream] = set()
+        self._running_chats: set[RequestStream] = set()
         self._is_closing = False
-        self._end: ServeError | None = None
-        self._told: Callable[[ServeError], None] = lambda error: None
-        self._end_lock = threading.Lock()
+        self._failure: ServeError | None = None
+        self._report_failure: Callable[[ServeError], None] = lambda error: None
+        self._failure_lock = threading.Lock()
         for loop in self._loops:
             loop.start()
 
@@ -110,71 +111,75 @@ class OmniService:
 
     @property
     def is_ready(self) -> bool:
-        """Every thread and every rank lives and requests are taken."""
-        is_whole = self._ranks is None or self._ranks.is_alive
-        return not self._is_closing and is_whole and all(loop.is_healthy for loop in self._loops)
+        """Whether all threads and ranks are alive and new requests are accepted."""
+        has_all_ranks = self._ranks is None or self._ranks.is_alive
+        return not self._is_closing and has_all_ranks and all(loop.is_healthy for loop in self._loops)
 
     async def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
         """Events of one answer. See `Service`."""
         timings = Timings()
-        parts = self._chat
-        if parts is None:
+        pipeline = self._chat
+        if pipeline is None:
             raise RequestError("this model has no thinker: it cannot answer chat", param="messages")
-        speech = self._speech_parts() if request.speech is not None else None
+        speech = self._speech_pipeline() if request.speech is not None else None
         sampling_seed = request.sampling.seed if request.sampling.seed is not None else random_seed()
-        with self._begin(is_chat=True) as channel:
-            speaker: SpeechStream | None = None
+        with self._begin(is_chat=True) as stream:
+            speech_stream: SpeechStream | None = None
             job: int | None = None
             try:
                 if speech is not None and request.speech is not None:
-                    wished = request.speech.seed if request.speech.seed is not None else request.sampling.seed
-                    speaker = self._open_speaker(speech, request.speech, channel, wished)
-                prompt = await self._offload(lambda: self._prepare(parts, request, timings))
+                    seed = request.speech.seed if request.speech.seed is not None else request.sampling.seed
+                    speech_stream = self._open_speech_stream(speech, request.speech, stream, seed)
+                prompt = await self._offload(lambda: self._prepare(pipeline, request, timings))
                 run = ChatOutputProcessor(
-                    parts.tokenizer.detokenizer(),
+                    pipeline.tokenizer.detokenizer(),
                     request.sampling,
                     prompt_tokens=len(prompt.input_ids),
-                    speaker=speaker,
-                    is_reproducible=speaker is not None and wished is not None,
+                    speech_stream=speech_stream,
+                    is_reproducible=speech_stream is not None and seed is not None,
                     max_segment_length=0 if speech is None else speech.max_segment_length,
                     sample_rate=self._info.sample_rate,
                     timings=timings,
                 )
-                job = parts.loop.submit(prompt, request.sampling, sampling_seed, channel.put)
+                job = pipeline.loop.submit(prompt, request.sampling, sampling_seed, stream.put)
                 while not run.is_done:
-                    for event in run.accept(await channel.get(run.wait_s)):
+                    for event in run.accept(await stream.get(run.wait_s)):
                         yield event
                     if run.is_text_done and job is not None:
-                        parts.loop.cancel(job)  # a stop string ends the answer before the thinker knows
+                        pipeline.loop.cancel(job)  # a stop string ended the answer; the thinker still runs
                         job = None
             finally:
                 if job is not None:
-                    parts.loop.cancel(job)
-                if speaker is not None:
-                    speaker.close()
+                    pipeline.loop.cancel(job)
+                if speech_stream is not None:
+                    speech_stream.close()
 
     async def speech(self, request: SpeechRequest) -> AsyncIterator[Event]:
-        """Events of one text's speech. See `Service`."""
+        """Events of the speech of one text. See `Service`."""
         timings = Timings()
-        speech = self._speech_parts()
-        with self._begin(is_chat=False) as channel:
-            speaker = self._open_speaker(speech, request.speech, channel, request.speech.seed)
+        speech = self._speech_pipeline()
+        with self._begin(is_chat=False) as stream:
+            speech_stream = self._open_speech_stream(speech, request.speech, stream, request.speech.seed)
             try:
-                # In one go: between two the requests of a crowd would all have to be read before any is spoken.
+                # One task per request, so early requests speak before later ones are parsed.
                 await self._offload(
-                    lambda: speaker.say(iter_speech_segments(request.text, speech.max_segment_length))
+                    lambda: speech_stream.enqueue(
+                        iter_speech_segments(request.text, speech.max_segment_length)
+                    )
                 )
-                if speaker.is_silent:
-                    raise RequestError("the text has nothing that can be spoken", param="input")
+                if speech_stream.is_finished:
+                    raise RequestError("the text has nothing to speak", param="input")
                 timings.mark("prepared")
-                run = SpeechOutputProcessor(speaker, sample_rate=self._info.sample_rate, timings=timings)
+                run = SpeechOutputProcessor(
+                    speech_stream, sample_rate=self._info.sample_rate, timings=timings
+                )
                 while not run.is_done:
-                    item = await channel.get()
+                    item = await stream.get()
                     assert item is not None
                     for event in run.accept(item):
                         yield event
             finally:
-                speaker.close()
+                speech_stream.close()
 
     async def close(self, *, shutdown_timeout_s: float) -> None:
         """See `Service`. Calling it again does nothing."""
@@ -184,31 +189,31 @@ class OmniService:
         deadline = asyncio.get_running_loop().time() + shutdown_timeout_s
         while self._running and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
-        for channel in list(self._running):
-            channel.put(FailedItem(error=WorkerError("the server is stopping", status=503)))
+        for stream in list(self._running):
+            stream.put(FailedItem(error=WorkerError("the server is stopping", status=503)))
         await asyncio.get_running_loop().run_in_executor(None, self._stop)
 
-    def on_end(self, told: Callable[[ServeError], None]) -> None:
+    def on_failure(self, report: Callable[[ServeError], None]) -> None:
         """See `Service`."""
-        with self._end_lock:
-            self._told = told
-            error = self._end
+        with self._failure_lock:
+            self._report_failure = report
+            error = self._failure
         if error is not None:
-            told(error)
+            report(error)
 
-    def end(self, error: ServeError) -> None:
-        """A rank of the thinker is gone: nobody is to wait for it. Callable from any thread.
+    def fail(self, error: ServeError) -> None:
+        """Fail all chats and report `error` to `on_failure`: a rank of the thinker is gone. Any thread may call it.
 
-        Speech goes on for as long as the process grants.
+        Speech requests continue until the process ends.
         """
         if self._chat is not None:
             self._chat.loop.fail(error)
-        for channel in list(self._chatting):
-            channel.put(FailedItem(error=error))
-        with self._end_lock:
-            self._end = self._end or error
-            told = self._told
-        told(error)
+        for stream in list(self._running_chats):
+            stream.put(FailedItem(error=error))
+        with self._failure_lock:
+            self._failure = self._failure or error
+            report = self._report_failure
+        report(error)
 
     def _stop(self) -> None:
         for loop in self._loops:
@@ -218,20 +223,20 @@ class OmniService:
             self._ranks.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _speech_parts(self) -> SpeechPipeline:
+    def _speech_pipeline(self) -> SpeechPipeline:
         if self._speech is None:
             raise RequestError("this model has no talker: it cannot speak", param="modalities")
         return self._speech
 
-    def _open_speaker(
-        self, parts: SpeechPipeline, params: SpeechParams, channel: RequestStream, seed: int | None
+    def _open_speech_stream(
+        self, pipeline: SpeechPipeline, params: SpeechParams, stream: RequestStream, seed: int | None
     ) -> SpeechStream:
-        parts.planner.check(params)
+        pipeline.planner.check(params)
         return SpeechStream(
-            parts.planner,
-            parts.loop,
+            pipeline.planner,
+            pipeline.loop,
             params,
-            channel,
+            stream,
             seed=random_seed() if seed is None else seed,
             max_pending_patches=self._max_pending_patches,
         )
@@ -240,50 +245,53 @@ class OmniService:
     def _begin(self, *, is_chat: bool) -> Iterator[RequestStream]:
         if self._is_closing:
             raise CapacityError("the server is stopping", code="stopping")
-        if self._mailbox is None:  # an event loop runs only from the first request on
-            self._mailbox = EventQueue(asyncio.get_running_loop())
-        channel = RequestStream(self._mailbox)
-        self._running.add(channel)
+        loop = asyncio.get_running_loop()
+        if self._event_queue is None or self._event_queue.loop is not loop:
+            self._event_queue = EventQueue(loop)
+        stream = RequestStream(self._event_queue)
+        self._running.add(stream)
         if is_chat:
-            self._chatting.add(channel)
+            self._running_chats.add(stream)
         try:
-            yield channel
+            yield stream
         finally:
-            channel.close()
-            self._running.discard(channel)
-            self._chatting.discard(channel)
+            stream.close()
+            self._running.discard(stream)
+            self._running_chats.discard(stream)
 
     async def _offload(self, work: Callable[[], _T]) -> _T:
-        """Run `work` in the pool of preprocessing threads."""
+        """Run `work` in the preprocessing threads."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _prepare(self, parts: ChatPipeline, request: ChatRequest, timings: Timings) -> ThinkerPrompt:
+    def _prepare(self, pipeline: ChatPipeline, request: ChatRequest, timings: Timings) -> ThinkerPrompt:
         """Decode media, build the prompt, run the encoders."""
-        prompt, media = parts.processor.prepare(
+        prompt, media = pipeline.processor.prepare(
             request.messages, video=request.video, thinking=request.thinking
         )
-        # Too long a prompt fails here, before the encoders run.
-        parts.loop.scheduler.max_new_tokens(prompt.num_tokens, 1)
+        # A prompt that is too long fails here, before the encoders run.
+        pipeline.loop.scheduler.max_new_tokens(prompt.num_tokens, 1)
         timings.mark("prepared")
-        embeds = _encode_media(parts, prompt.embed_kind, media)
+        embeds = _encode_media(pipeline, prompt.embed_kind, media)
         timings.mark("encoded")
         return replace(prompt, media_embeds=embeds)
 
 
-def _encode_media(parts: ChatPipeline, embed_kind: NDArray[np.int64], media: MediaFeatures) -> Tensor | None:
+def _encode_media(
+    pipeline: ChatPipeline, embed_kind: NDArray[np.int64], media: MediaFeatures
+) -> Tensor | None:
     """Embeddings (M, D) of all media tokens of a prompt, in token order; None without media."""
     kinds = torch.from_numpy(embed_kind[embed_kind > 0])
     if not len(kinds):
         return None
-    # The processor refuses media without an encoder, so the parts are there when a kind occurs.
-    made: list[tuple[int, Tensor]] = []
-    if media.vision and parts.vision is not None:
-        made.append((VISION, parts.vision.encode(media.vision)))
-    if media.audio and parts.audio is not None:
-        made.append((AUDIO, torch.cat(parts.audio.encode(media.audio))))
-    first = made[0][1]
+    # The processor refuses media without an encoder, so a kind that occurs has its encoder.
+    encoded: list[tuple[int, Tensor]] = []
+    if media.vision and pipeline.vision is not None:
+        encoded.append((VISION, pipeline.vision.encode(media.vision)))
+    if media.audio and pipeline.audio is not None:
+        encoded.append((AUDIO, torch.cat(pipeline.audio.encode(media.audio))))
+    first = encoded[0][1]
     embeds = first.new_empty(len(kinds), first.shape[1])
     with torch.inference_mode():
-        for kind, values in made:
+        for kind, values in encoded:
             embeds[(kinds == kind).to(values.device)] = values
     return embeds

@@ -1,6 +1,6 @@
-"""The life of one answer on the asyncio side: tokens become text, text becomes speech, both become events.
+"""Output of one request on the event loop: tokens → text, text → speech segments, both → events.
 
-Plain logic between a channel and the client; it waits for nothing and runs no engine.
+Pure logic between a `RequestStream` and the client: it neither waits nor runs an engine.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from mingc.runtime.text.live import LiveSegmenter
 from mingc.runtime.text.segment import speech_segments
 from mingc.runtime.text.stream_filters import StopStrings, ThoughtFilter
 
-_TICK_S = 0.05  # how often the wait of the first speech segment is looked at
+_TICK_S = 0.05  # interval at which the wait for the first speech segment is checked
 
 
 class Timings:
-    """Milliseconds since arrival of named moments; the first time of each name counts."""
+    """Milliseconds from arrival to named moments; the first occurrence of each name counts."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -48,10 +48,10 @@ class Timings:
 
 
 class SpeechStream:
-    """One request's stream in the talker.
+    """Speech of one request: a stream of segments in the talker.
 
     Args:
-        max_pending_patches: patches the client may leave unread before the talker leaves the request out.
+        max_pending_patches: unread patches at which the talker stops generating for this request.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SpeechStream:
         planner: SpeechPlanner,
         loop: TalkerLoop,
         params: SpeechParams,
-        channel: RequestStream,
+        stream: RequestStream,
         *,
         seed: int,
         max_pending_patches: int,
@@ -68,7 +68,7 @@ class SpeechStream:
         self._loop = loop
         self._params = params
         self._seed = seed
-        self._channel = channel
+        self._request_stream = stream
         self._limit = max_pending_patches
         self._num_segments = 0
         self._num_ended = 0
@@ -76,27 +76,28 @@ class SpeechStream:
         self.num_samples = 0
         self.prompt_tokens = 0
         self.was_capped = False
-        self._stream = loop.open(channel.put, lambda: channel.num_pending_patches >= max_pending_patches)
+        self._stream = loop.open(stream.put, lambda: stream.num_pending_patches >= max_pending_patches)
 
     @property
-    def is_silent(self) -> bool:
-        """Everything that was to be said has been said."""
+    def is_finished(self) -> bool:
+        """Whether all enqueued segments have been generated."""
         return self._num_ended == self._num_segments
 
-    def say(self, texts: Iterable[str]) -> None:
-        """Speak normalised pieces of text after what is being spoken."""
+    def enqueue(self, texts: Iterable[str]) -> None:
+        """Queue normalised pieces of text behind the segments already queued."""
         for text in texts:
             segment = self._planner.segment(text, self._num_segments, self._params, self._seed)
             self._num_segments += 1
             self.prompt_tokens += len(segment.input_ids)
             self._loop.add(self._stream, segment)
 
-    def accept(self, item: PatchItem) -> AudioDelta:
+    def consumed(self, item: PatchItem) -> AudioDelta:
+        """Count a patch that was taken from the request's stream, and return its event."""
         self.num_patches += 1
         self.num_samples += len(item.samples)
         self.was_capped |= item.is_capped
         self._num_ended += item.is_segment_end
-        if self._channel.num_pending_patches == self._limit - 1:
+        if self._request_stream.num_pending_patches == self._limit - 1:
             self._loop.wake()
         return AudioDelta(samples=item.samples)
 
@@ -105,10 +106,10 @@ class SpeechStream:
 
 
 class ChatOutputProcessor:
-    """Text of one chat answer, and its speech when a speaker is given.
+    """Events of one chat answer: its text, and its speech if a speech stream is given.
 
-    The first segment of speech leaves after a wait at the latest; where it ends then depends on how fast tokens
-    came. With `is_reproducible` segments depend on the text alone.
+    The first speech segment is sent after a maximum wait, so where it ends depends on how fast tokens arrive. With
+    `is_reproducible` segments depend on the text alone.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class ChatOutputProcessor:
         sampling: SamplingParams,
         *,
         prompt_tokens: int,
-        speaker: SpeechStream | None,
+        speech_stream: SpeechStream | None,
         is_reproducible: bool,
         max_segment_length: int,
         sample_rate: int,
@@ -127,10 +128,10 @@ class ChatOutputProcessor:
         self._stops = StopStrings(sampling.stop)
         self._prompt_tokens = prompt_tokens
         self._completion_tokens = 0
-        self._speaker = speaker
+        self._speech_stream = speech_stream
         self._segmenter = LiveSegmenter(first_wait_ms=math.inf) if is_reproducible else LiveSegmenter()
         self._thoughts = ThoughtFilter()
-        self._is_timed = speaker is not None and not is_reproducible
+        self._is_timed = speech_stream is not None and not is_reproducible
         self._max_segment_length = max_segment_length
         self._sample_rate = sample_rate
         self._timings = timings
@@ -151,19 +152,19 @@ class ChatOutputProcessor:
         return _TICK_S if self._is_timed and not self.is_text_done else None
 
     def accept(self, item: Item | None) -> list[Event]:
-        """The events that an item causes; None is a tick. Raises: the error of a failed request."""
+        """Events that follow from an item; None is a timer tick. Raises: the error of a failed request."""
         events: list[Event] = []
         match item:
             case FailedItem():
                 raise item.error
-            case TokenItem() if not self.is_text_done:  # tokens behind a stop string are still on their way
+            case TokenItem() if not self.is_text_done:  # tokens after a stop string may still arrive
                 events += self._accept_token(item)
-            case PatchItem() if self._speaker is not None:
+            case PatchItem() if self._speech_stream is not None:
                 self._timings.mark("first_audio")
-                events.append(self._speaker.accept(item))
+                events.append(self._speech_stream.consumed(item))
             case None:
-                self._say(self._segmenter.tick())
-        if self.is_text_done and (self._speaker is None or self._speaker.is_silent):
+                self._enqueue_speech(self._segmenter.tick())
+        if self.is_text_done and (self._speech_stream is None or self._speech_stream.is_finished):
             events.append(self._done())
         return events
 
@@ -176,55 +177,59 @@ class ChatOutputProcessor:
         if item.finish is not None and not is_stopped:
             rest, is_stopped = self._stops.push(self._detokenizer.flush())
             text += rest + ("" if is_stopped else self._stops.flush())
-        if self._speaker is not None:
-            self._say(self._segmenter.push(self._thoughts.push(text)))
+        if self._speech_stream is not None:
+            self._enqueue_speech(self._segmenter.push(self._thoughts.push(text)))
         events: list[Event] = [TextDelta(text=text)] if text or item.token is not None else []
         if item.finish is not None or is_stopped:
             self._finish = "stop" if is_stopped else item.finish
-            self._say([*self._segmenter.push(self._thoughts.flush()), *self._segmenter.flush()])
+            self._enqueue_speech([*self._segmenter.push(self._thoughts.flush()), *self._segmenter.flush()])
             self._timings.mark("text_done")
             events.append(TextDone(finish_reason=self._finish or "stop"))
         return events
 
-    def _say(self, segments: Iterable[str]) -> None:
-        if self._speaker is not None:
+    def _enqueue_speech(self, segments: Iterable[str]) -> None:
+        if self._speech_stream is not None:
             for segment in segments:
-                self._speaker.say(speech_segments(segment, self._max_segment_length))
+                self._speech_stream.enqueue(speech_segments(segment, self._max_segment_length))
 
     def _done(self) -> Done:
         self._is_done = True
         self._timings.mark("done")
         return Done(
             finish_reason=self._finish or "stop",
-            usage=_usage(self._speaker, self._sample_rate, self._prompt_tokens, self._completion_tokens),
+            usage=_usage(
+                self._speech_stream, self._sample_rate, self._prompt_tokens, self._completion_tokens
+            ),
             timings_ms=self._timings.to_dict(),
         )
 
 
 class SpeechOutputProcessor:
-    """Speech of one text; all its segments are known at the start."""
+    """Events of one speech request; all its segments are queued at the start."""
 
-    def __init__(self, speaker: SpeechStream, *, sample_rate: int, timings: Timings) -> None:
-        self._speaker = speaker
+    def __init__(self, speech_stream: SpeechStream, *, sample_rate: int, timings: Timings) -> None:
+        self._speech_stream = speech_stream
         self._sample_rate = sample_rate
         self._timings = timings
         self.is_done = False
 
     def accept(self, item: Item) -> list[Event]:
-        """As `ChatOutputProcessor.accept`."""
+        """See `ChatOutputProcessor.accept`."""
         if isinstance(item, FailedItem):
             raise item.error
         if not isinstance(item, PatchItem):
-            raise WorkerError(f"speech received {type(item).__name__}")
+            raise WorkerError(f"a speech request received {type(item).__name__}")
         self._timings.mark("first_audio")
-        events: list[Event] = [self._speaker.accept(item)]
-        if self._speaker.is_silent:
+        events: list[Event] = [self._speech_stream.consumed(item)]
+        if self._speech_stream.is_finished:
             self.is_done = True
             self._timings.mark("done")
             events.append(
                 Done(
-                    finish_reason="length" if self._speaker.was_capped else "stop",
-                    usage=_usage(self._speaker, self._sample_rate, self._speaker.prompt_tokens, 0),
+                    finish_reason="length" if self._speech_stream.was_capped else "stop",
+                    usage=_usage(
+                        self._speech_stream, self._sample_rate, self._speech_stream.prompt_tokens, 0
+                    ),
                     timings_ms=self._timings.to_dict(),
                 )
             )
@@ -232,11 +237,11 @@ class SpeechOutputProcessor:
 
 
 def _usage(
-    speaker: SpeechStream | None, sample_rate: int, prompt_tokens: int, completion_tokens: int
+    speech_stream: SpeechStream | None, sample_rate: int, prompt_tokens: int, completion_tokens: int
 ) -> Usage:
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
-        audio_patches=0 if speaker is None else speaker.num_patches,
-        audio_seconds=0.0 if speaker is None else speaker.num_samples / sample_rate,
+        audio_patches=0 if speech_stream is None else speech_stream.num_patches,
+        audio_seconds=0.0 if speech_stream is None else speech_stream.num_samples / sample_rate,
     )

@@ -1,4 +1,4 @@
-"""How long each phase of a start takes: imports, checks, loading, capture."""
+"""Timing of the start-up phases: imports, checks, loading, capture."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ log = logging.getLogger("mingc.startup")
 
 
 class StartupClock:
-    """Seconds of each phase, logged as it ends. A phase that comes again adds up."""
+    """Seconds of each phase, logged when it ends. Repeated phases are summed."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside as `name`, also when it fails."""
+        """Add the time inside the block to `name`, also when the block fails."""
         started = time.perf_counter()
         try:
             yield
