@@ -279,7 +279,7 @@ def verify_command(
     from mingc.verify.verification import verify
 
     told = teller("verify")
-    result = verify(artifact, reference=reference or against, replay=not no_replay, told=told)
+    result = verify(artifact, reference=reference or against, replay=not no_replay, progress=told)
     show(result, as_json=as_json)
     told(
         f"{result.checked} comparisons, {result.failed} failed, {result.expected_differences} expected differences"

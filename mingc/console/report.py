@@ -2,7 +2,8 @@
 
 Scalar fields become lines `name  value`; a tuple of dataclasses (or a mapping to dataclasses) becomes a table
 with a column for every field. Units stand in the field names (`_seconds`, `_bytes`) and so in the headers. A
-field with `metadata={"shown": False}` is left to the JSON; a row with a method `cells` chooses its columns itself.
+field with `metadata={"shown": False}` is left to the JSON; a row with a method `cells` chooses its columns itself,
+and is left to the JSON when it returns none.
 """
 
 from __future__ import annotations
@@ -107,7 +108,9 @@ def _split(result: object) -> tuple[list[tuple[str, str]], list[tuple[str, list[
         if isinstance(value, Mapping) and any(dataclasses.is_dataclass(item) for item in value.values()):
             tables.append((title, [{"name": key, **_row(item)} for key, item in value.items()]))
         elif isinstance(value, Sequence) and value and dataclasses.is_dataclass(value[0]):
-            tables.append((title, [_row(item) for item in value]))
+            rows = [row for item in value if (row := _row(item))]
+            if rows:
+                tables.append((title, rows))
         elif isinstance(value, (tuple, list)):
             lines.extend((title if i == 0 else "", _text(item)) for i, item in enumerate(value))
         elif dataclasses.is_dataclass(value):

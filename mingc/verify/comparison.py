@@ -1,4 +1,4 @@
-"""What came out of comparing one value with its reference. Plain data, no numpy and no torch."""
+"""Result of comparing one value with its reference. Plain data; imports neither numpy nor torch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ Outcome = Literal["pass", "FAIL", "expected difference", "not checked"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """One value held against its reference.
+    """One value compared with its reference.
 
     Attributes:
-        name: the reference's file and name, with what was done where one reference serves twice.
+        name: the reference's file and name, and the variant when one reference is compared several times.
         kind: tensors are compared within a tolerance, ids and text must be identical, a share counts identical cases,
-            a scale is the factor by which all values together are as large as their references.
-        error: worst relative error, max |a - b| / max |b|; of a share the part that differs, of a
-            scale how far it is from 1.
-        identical: of ids and text.
+            a scale is the least-squares factor between all values and their references.
+        error: worst relative error, max |a - b| / max |b|; for a share the fraction that differs, for a scale its
+            distance from 1.
+        identical: set for ids and text.
         tolerance: the largest error that passes.
-        note: why a difference is expected, or why nothing was checked.
+        note: the waiver of an expected difference, or the reason why nothing was checked.
     """
 
     name: str
@@ -33,23 +33,30 @@ class Comparison:
     note: str = ""
 
     def cells(self) -> dict[str, str]:
-        """The comparison in three columns, for people."""
+        """Columns of the console table; a comparison that passed is only in the JSON document."""
+        if self.outcome == "pass":
+            return {}
         if self.identical is not None:
             result = "identical" if self.identical else "different"
         elif self.error is None:
             result = ""
         else:
-            limit = "" if self.tolerance is None else f" of {self.tolerance:.0e}"
-            result = f"{self.error:.1e}{limit}"
-        outcome = f"{self.outcome}: {self.note}" if self.note else self.outcome
-        return {"name": self.name, "error": result, "outcome": outcome}
+            result = f"{self.error:.1e}"
+        limit = "" if self.tolerance is None else f"{self.tolerance:.0e}"
+        return {
+            "name": self.name,
+            "outcome": self.outcome,
+            "error": result,
+            "tolerance": limit,
+            "note": self.note,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileSummary:
-    """One golden file: how many of its values were held against what.
+    """Counts of one golden file: values compared, failed, used as inputs.
 
-    `inputs` were fed in; `not_outputs` are intermediate values that no engine gives out.
+    `not_outputs` counts intermediate values that no engine returns.
     """
 
     file: str

@@ -1,4 +1,4 @@
-"""The golden file of one graph of an artifact: inputs and state that the export recorded, and what must come out."""
+"""Self-check of one graph: the golden inputs, state and outputs that the export recorded in the artifact."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.manifest import EngineRecord, GraphRecord, StageRecord
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.engine_replay import replay as replay_engine
-from mingc.verify.stages import to_numpy
+from mingc.verify.engines import to_numpy
 
 
 def replay(
     artifact: Artifact, stage: StageRecord, graph: GraphRecord, *, name: str, tolerance: float
 ) -> ComparisonLog:
-    """Run the graph's engine on the recorded tensors, in every rank, and compare outputs and state."""
+    """Run the graph's engine on the recorded tensors for every rank; compare outputs and state."""
     recorded = load_file(artifact.path(graph.golden))
     references = {key: to_numpy(value) for key, value in recorded.items()}
-    ledger = ComparisonLog(name, references, tolerance=tolerance, is_exact=False)
+    log = ComparisonLog(name, references, tolerance=tolerance, is_exact=False)
     given: dict[str, torch.Tensor] = {}
     for key, value in recorded.items():
         kind, _, tensor = key.partition(".")
         if kind in ("in", "state"):
             given[tensor] = value
-            ledger.input(key)
+            log.input(key)
     engine = _engine(graph, given)
-    with ledger.case("replay"):
+    with log.case("replay"):
         (made,) = replay_engine(
             artifact.path(engine.file),
             engine.backend,
@@ -38,14 +38,14 @@ def replay(
         for key in references:
             kind, _, tensor = key.partition(".")
             if kind == "out":
-                ledger.tensor(key, to_numpy(made[tensor]))
+                log.tensor(key, to_numpy(made[tensor]))
             elif kind == "state_after":
-                ledger.tensor(key, to_numpy(made[f"state.{tensor}"]))
-    return ledger
+                log.tensor(key, to_numpy(made[f"state.{tensor}"]))
+    return log
 
 
 def _engine(graph: GraphRecord, given: dict[str, torch.Tensor]) -> EngineRecord:
-    """The engine that was compiled for the recorded sizes, or takes every size."""
+    """The engine compiled for the recorded sizes, or one that takes every size."""
     sizes = {
         size: given[tensor.name].shape[axis]
         for tensor in graph.spec.inputs

@@ -1,6 +1,6 @@
-"""Whether an artifact is whole, fits this machine, and computes what it should: hashes, versions, replay of goldens.
+"""Checks an artifact: file hashes, versions, and replays of recorded inputs. Entry point of `mingc verify`.
 
-Importing this needs no torch, and neither does `verify` without replay; what needs it is imported inside.
+The module imports no torch, and `verify` without replay needs none; replays import it inside functions.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from mingc.verify.comparison_log import ComparisonLog
-    from mingc.verify.stages import Engines
+    from mingc.verify.engines import Engines
 
-# Relative to the largest magnitude of a reference value: chains of graphs, such as whole models, compared with recorded
+# Relative to the largest magnitude of a reference: for chains of graphs, such as whole models, compared with recorded
 # float32 values. A single graph has the tighter bound of `GRAPH_TOLERANCES`.
 REFERENCE_TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-1}
-_Found = tuple[FileSummary, list[Comparison], list[str]]
-# With the documents beside them.
+_Result = tuple[FileSummary, list[Comparison], list[str]]
+# Golden tensors, and the JSON document that belongs to them.
 _GOLDEN_FILES = {
     "preprocess.safetensors": "preprocess.json",
     "vision.safetensors": None,
@@ -58,44 +58,46 @@ def verify(
     *,
     reference: Path | None = None,
     replay: bool = True,
-    told: Callable[[str], None] = lambda step: None,
+    progress: Callable[[str], None] = lambda step: None,
 ) -> VerifyReport:
-    """Check the artifact at `path`. `told` hears what is looked at next.
+    """Check the artifact at `path`; `progress` is called with the name of each step before it starts.
 
     Raises: ManifestError, IntegrityError, IncompatibleError, or ConfigError when `reference` holds no golden file.
     """
     artifact = open_artifact(path)
     if reference is not None:
         _check_reference(reference, replay=replay)
-    told("hashes")
+    progress("hashes")
     check_hashes(artifact)
-    found: list[_Found] = []
+    results: list[_Result] = []
     if replay:
         from mingc.host import current_host
 
         check_fingerprint(artifact.manifest.fingerprint, current_host(artifact.manifest.fingerprint.device))
-        found += _replay_own(artifact, told)
+        results += _self_check(artifact, progress)
         if reference is not None:
-            found += _replay_reference(artifact, reference, told)
-    comparisons = tuple(each for _, group, _ in found for each in group)
+            results += _replay_reference(artifact, reference, progress)
+    comparisons = tuple(each for _, group, _ in results for each in group)
     failed = sum(each.outcome == "FAIL" for each in comparisons)
     return VerifyReport(
         artifact=path,
         passed=not failed,
-        checked=sum(summary.checked for summary, _, _ in found),
+        checked=sum(summary.checked for summary, _, _ in results),
         failed=failed,
         expected_differences=sum(each.outcome == "expected difference" for each in comparisons),
         files_hashed=len(artifact.manifest.files),
-        files=tuple(summary for summary, _, _ in found),
+        files=tuple(summary for summary, _, _ in results),
         comparisons=comparisons,
-        not_engine_outputs=tuple(name for _, _, names in found for name in names),
+        not_engine_outputs=tuple(name for _, _, names in results for name in names),
     )
 
 
 def _check_reference(folder: Path, *, replay: bool) -> None:
-    """Raises: ConfigError when `folder` cannot be replayed, whatever it holds."""
+    """Raises: ConfigError when `folder` is no folder of golden files, or replay is off."""
     if not replay:
-        raise ConfigError("--reference needs the replay", where="--no-replay", fix="leave one of the two out")
+        raise ConfigError(
+            "--reference requires a replay", where="--no-replay", fix="remove one of the two options"
+        )
     if not folder.is_dir():
         raise ConfigError(
             f"{folder} is not a folder", where="--reference", fix="pass a folder of golden files"
@@ -103,31 +105,34 @@ def _check_reference(folder: Path, *, replay: bool) -> None:
     if not any((folder / name).is_file() for names in _GOLDEN_FILES.items() for name in names if name):
         names = ", ".join(_GOLDEN_FILES)
         raise ConfigError(
-            f"{folder} holds no golden file", where="--reference", fix=f"it should hold some of {names}"
+            f"{folder} holds no golden file",
+            where="--reference",
+            fix=f"pass a folder with at least one of {names}",
         )
 
 
-def _replay_own(artifact: Artifact, told: Callable[[str], None]) -> list[_Found]:
-    """The goldens that the export put beside every engine."""
+def _self_check(artifact: Artifact, progress: Callable[[str], None]) -> list[_Result]:
+    """Replay the golden that the export stored for every graph."""
     from mingc.verify.self_check import replay
 
-    floor = GRAPH_TOLERANCES[artifact.manifest.fingerprint.dtype]
-    found: list[_Found] = []
+    minimum = GRAPH_TOLERANCES[artifact.manifest.fingerprint.dtype]
+    results: list[_Result] = []
     for stage, record in artifact.manifest.stages.items():
         for name, graph in record.graphs.items():
-            told(f"{stage}.{name}")
-            tolerance = max(floor, 2 * graph.parity.compiled)
-            ledger = replay(artifact, record, graph, name=f"{stage}.{name}", tolerance=tolerance)
-            found.append((ledger.summary("own golden"), ledger.comparisons, []))
-    return found
+            progress(f"{stage}.{name}")
+            tolerance = max(minimum, 2 * graph.parity.compiled)
+            log = replay(artifact, record, graph, name=f"{stage}.{name}", tolerance=tolerance)
+            results.append((log.summary("self-check"), log.comparisons, []))
+    return results
 
 
-def _replay_reference(artifact: Artifact, folder: Path, told: Callable[[str], None]) -> list[_Found]:
-    """Every golden file of `folder` that is there."""
+def _replay_reference(artifact: Artifact, folder: Path, progress: Callable[[str], None]) -> list[_Result]:
+    """Replay every golden file that `folder` has."""
     import torch
 
-    from mingc.verify.replays import audio, preprocess, talker, text, thinker, vae, vision
-    from mingc.verify.stages import Engines
+    from mingc.verify.engines import Engines
+    from mingc.verify.replays import audio, preprocess, talker, text, vae, vision
+    from mingc.verify.replays.thinker import replay as thinker
 
     kind = artifact.manifest.fingerprint.device
     engines = Engines(artifact, torch.device(kind, 0) if kind == "cuda" else torch.device(kind))
@@ -140,13 +145,13 @@ def _replay_reference(artifact: Artifact, folder: Path, told: Callable[[str], No
         "vae.safetensors": (("audio_vae",), lambda a, b: vae.replay(engines, a, b)),
         "text.json": ((), lambda a, b: text.replay(a, b)),
     }
-    found = []
+    results = []
     with torch.inference_mode():
         for file, document in _GOLDEN_FILES.items():
-            told(file)
+            progress(file)
             stages, run = replays[file]
-            found.append(_replay_file(engines, folder, file, document, stages, run))
-    return found
+            results.append(_replay_file(engines, folder, file, document, stages, run))
+    return results
 
 
 def _replay_file(
@@ -156,40 +161,44 @@ def _replay_file(
     document: str | None,
     stages: tuple[str, ...],
     run: Callable[[ComparisonLog, Mapping[str, Any]], None],
-) -> _Found:
+) -> _Result:
+    """Replay one golden file; without the file or one of `stages` the summary holds a note and no comparison."""
     from mingc.verify.comparison_log import ComparisonLog
     from mingc.verify.golden_documents import read_document
 
     dtype = engines.artifact.manifest.fingerprint.dtype
-    path, beside = folder / file, folder / document if document is not None else None
-    is_tensors = path.suffix == ".safetensors" and path.is_file()
-    ledger = ComparisonLog(
+    path, document_path = folder / file, folder / document if document is not None else None
+    has_tensors = path.suffix == ".safetensors" and path.is_file()
+    log = ComparisonLog(
         file,
-        _read_tensors(path) if is_tensors else {},
+        _read_tensors(path) if has_tensors else {},
         tolerance=REFERENCE_TOLERANCES[dtype],
         is_exact=dtype == "float32",
         quantization=_quantization(engines.artifact, stages),
     )
-    has_document = beside is not None and beside.is_file()
-    if not is_tensors and not has_document:
-        return ledger.summary("no golden file found"), [], []
+    has_document = document_path is not None and document_path.is_file()
+    if not has_tensors and not has_document:
+        return log.summary("no golden file found"), [], []
     if not engines.has(*stages):
-        return ledger.summary(f"this artifact has no {' and '.join(stages)}"), [], []
-    given = read_document(beside) if beside is not None and has_document else {}
-    with ledger.case("replay"):
-        run(ledger, given)
-        if not ledger.comparisons:
-            raise ConfigError(f"{file} holds nothing that is replayed", where="--reference")
-    return ledger.summary(), ledger.comparisons, [f"{file}: {name}" for name in ledger.not_outputs()]
+        return log.summary(f"this artifact has no {' and '.join(stages)}"), [], []
+    arguments = read_document(document_path) if document_path is not None and has_document else {}
+    with log.case("replay"):
+        run(log, arguments)
+        if not log.comparisons:
+            raise ConfigError(f"{file} holds no value that verify can replay", where="--reference")
+    return log.summary(), log.comparisons, [f"{file}: {name}" for name in log.not_outputs()]
 
 
 def _quantization(artifact: Artifact, stages: tuple[str, ...]) -> float:
-    """The largest quantization parity of a graph of `stages`, without stages that record a quantization error."""
-    held = [artifact.manifest.stages[name] for name in stages if name in artifact.manifest.stages]
+    """The largest error by weight quantization of a graph of `stages`.
+
+    Stages that record a quantization error per layer are left out: their replays compare layer by layer.
+    """
+    records = [artifact.manifest.stages[name] for name in stages if name in artifact.manifest.stages]
     return max(
         (
             graph.parity.quantization or 0.0
-            for stage in held
+            for stage in records
             if stage.quantization_error is None
             for graph in stage.graphs.values()
         ),

@@ -1,4 +1,4 @@
-"""A thinker in bfloat16 against float32 records: rounding may send rows to other experts, a fault may not."""
+"""Replay of a bfloat16 thinker with a float32 reference: rounding may reroute rows, a fault may not."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from mingc.export.stages.thinker import STAGE, ThinkerConfig
 from mingc.export.weights.loading import load_module, write_weights
 from mingc.verify.comparison import Comparison
 from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.replays.thinker import replay
-from mingc.verify.replays.thinker_prompts import Prompt
-from mingc.verify.replays.thinker_teacher_forced import FollowedCase, FollowedThinker
-from mingc.verify.stages import Engines
+from mingc.verify.engines import Engines
+from mingc.verify.replays.thinker.prompts import Prompt
+from mingc.verify.replays.thinker.reference_routing import ReferenceRoutedThinker, RoutingResult
+from mingc.verify.replays.thinker.replay import replay
 
 DATA = Path(__file__).parents[1] / "data"
 OPTIONS = StageOptions(dtype=torch.bfloat16, max_model_len=128, prefill_chunk_size=64)
@@ -53,11 +53,11 @@ def ranks(
     return modules
 
 
-class Found:
-    """What a followed run of one case said."""
+class CaseRun:
+    """Result of the reference-routed runs of one case."""
 
-    def __init__(self, ledger: ComparisonLog, case: FollowedCase) -> None:
-        self.comparisons = ledger.comparisons
+    def __init__(self, log: ComparisonLog, case: RoutingResult) -> None:
+        self.comparisons = log.comparisons
         self.case = case
 
     @property
@@ -71,7 +71,7 @@ def stages(ranks: Sequence[Decoder], config: ThinkerConfig) -> list[EagerStage]:
 
 
 def beginning(golden: dict[str, Tensor], case: str, length: int) -> dict[str, Tensor]:
-    """The first tokens of a prompt of text: what later ones are does not change what is recorded of them."""
+    """The first tokens of a text prompt; later tokens do not affect their references."""
     names = ("input_ids", "position_ids", "inputs_embeds", "layer_out", "logits")
     axes = {"layer_out": 2, "position_ids": 2}
     made = {f"{case}.{name}": golden[f"{case}.{name}"].narrow(axes.get(name, 1), 0, length) for name in names}
@@ -79,10 +79,12 @@ def beginning(golden: dict[str, Tensor], case: str, length: int) -> dict[str, Te
     return made
 
 
-def follow(parts: Sequence[EagerStage], config: ThinkerConfig, golden: dict[str, Tensor], case: str) -> Found:
+def run_case(
+    parts: Sequence[EagerStage], config: ThinkerConfig, golden: dict[str, Tensor], case: str
+) -> CaseRun:
     references = {name: value.numpy() for name, value in golden.items()}
-    ledger = ComparisonLog("thinker.safetensors", references, tolerance=0.1, is_exact=False)
-    thinker = FollowedThinker(
+    log = ComparisonLog("thinker.safetensors", references, tolerance=0.1, is_exact=False)
+    thinker = ReferenceRoutedThinker(
         parts[0],
         [(part, torch.device("cpu")) for part in parts[1:]],
         STAGE.parameters(config, OPTIONS),
@@ -99,28 +101,28 @@ def follow(parts: Sequence[EagerStage], config: ThinkerConfig, golden: dict[str,
         embeds=given.embeds.bfloat16() if given.embed_kind.any() else None,
     )
     with torch.inference_mode():
-        return Found(ledger, thinker.check(case, [prompt], ledger))
+        return CaseRun(log, thinker.check(case, [prompt], log))
 
 
 @pytest.mark.parametrize("ranks", [1, 2], indirect=True)
 @pytest.mark.parametrize("case", ["text", "image", "audio"])
-def test_rows_that_rounding_sends_elsewhere_are_followed_and_counted(
+def test_rows_that_rounding_reroutes_resume_from_the_reference_and_are_counted(
     case: str, ranks: list[Decoder], config: ThinkerConfig, golden: dict[str, Tensor]
 ) -> None:
-    found = follow(stages(ranks, config), config, golden, case)
+    found = run_case(stages(ranks, config), config, golden, case)
     assert not found.failed
     shares = [each for each in found.comparisons if each.kind == "share"]
-    assert shares and all("went to other experts by rounding" in each.note for each in shares)
-    assert any(each.error for each in shares), "no row went elsewhere: the case tests nothing"
-    assert found.case.excuse
+    assert shares and all("rounding routed the others to other experts" in each.note for each in shares)
+    assert any(each.error for each in shares), "no row was rerouted: the case tests nothing"
+    assert found.case.waiver
 
 
-def test_an_unrouted_run_leaves_the_record(
+def test_a_free_running_thinker_leaves_the_reference(
     ranks: list[Decoder], config: ThinkerConfig, golden: dict[str, Tensor]
 ) -> None:
-    """The reason for all of this: the same graphs without the record give other logits."""
-    found = follow(stages(ranks, config), config, golden, "image")
-    (whole, *_) = found.case.free.values()
+    """Without reference routing the same graphs give other logits: the reason for reference routing."""
+    found = run_case(stages(ranks, config), config, golden, "image")
+    (whole, *_) = found.case.free_running.values()
     recorded = golden["image.logits_last"][0].numpy()
     assert abs(whole - recorded).max() > 0.1 * abs(recorded).max()
 
@@ -134,25 +136,25 @@ def weaken_an_expert(module: Decoder) -> None:
     module.layers[3].feed_forward.down[9] *= 0.7
 
 
-def turn_a_gate(module: Decoder) -> None:
+def negate_a_router_weight(module: Decoder) -> None:
     module.layers[1].feed_forward.router.weight[0, 4] *= -1
 
 
-def forget_the_bias(module: Decoder) -> None:
+def zero_the_router_bias(module: Decoder) -> None:
     module.layers[2].feed_forward.router.bias.zero_()
 
 
-def shake_the_router(module: Decoder) -> None:
+def add_noise_to_the_router(module: Decoder) -> None:
     weight = module.layers[2].feed_forward.router.weight
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
     weight += (0.2 * noise * weight.float().std()).to(weight.dtype)
 
 
-def lose_the_shared_expert(module: Decoder) -> None:
+def zero_the_shared_expert(module: Decoder) -> None:
     module.layers[1].feed_forward.shared.down.zero_()
 
 
-def turn_a_head(module: Decoder) -> None:
+def negate_a_head(module: Decoder) -> None:
     qkv = module.layers[2].attention.qkv
     qkv[:128] = (-qkv[:128].float()).to(qkv.dtype)
 
@@ -162,53 +164,53 @@ def turn_a_head(module: Decoder) -> None:
     [
         exchange_experts,
         weaken_an_expert,
-        turn_a_gate,
-        forget_the_bias,
-        shake_the_router,
-        lose_the_shared_expert,
-        turn_a_head,
+        negate_a_router_weight,
+        zero_the_router_bias,
+        add_noise_to_the_router,
+        zero_the_shared_expert,
+        negate_a_head,
     ],
 )
-def test_a_fault_is_no_rounding(
+def test_perturbation_does_not_hide_a_fault(
     spoil: Callable[[Decoder], None], ranks: list[Decoder], config: ThinkerConfig, golden: dict[str, Tensor]
 ) -> None:
     (module,) = (copied(each) for each in ranks)
     spoil(module)
-    found = follow(stages([module], config), config, beginning(golden, "text", 20), "text")
+    found = run_case(stages([module], config), config, beginning(golden, "text", 20), "text")
     assert {"layer_out"} <= {each.name.split()[1].split(".")[1] for each in found.failed}
 
 
-def grow(value: Tensor) -> None:
+def scale_up(value: Tensor) -> None:
     value.copy_(value.float() * 1.05)
 
 
-def grow_the_last_experts(module: Decoder) -> None:
-    grow(module.layers[3].feed_forward.down)
+def scale_the_last_experts(module: Decoder) -> None:
+    scale_up(module.layers[3].feed_forward.down)
 
 
-def grow_the_last_half(module: Decoder) -> None:
+def scale_the_last_feed_forward(module: Decoder) -> None:
     experts = module.layers[3].feed_forward
-    grow(experts.down_scale)
-    grow(experts.shared.down_scale)
+    scale_up(experts.down_scale)
+    scale_up(experts.shared.down_scale)
 
 
-def grow_the_last_values(module: Decoder) -> None:
-    grow(module.layers[3].attention.dense)
+def scale_the_last_attention(module: Decoder) -> None:
+    scale_up(module.layers[3].attention.dense)
 
 
-def grow_the_head(module: Decoder) -> None:
-    grow(module.head.lm_head)
+def scale_the_head(module: Decoder) -> None:
+    scale_up(module.head.lm_head)
 
 
 @pytest.mark.parametrize(
     "spoil, name",
     [
-        (grow_the_last_experts, "scale of the feed_forward of layer 3"),
-        (grow_the_last_values, "scale of the attention of layer 3"),
-        (grow_the_head, "text.logits "),
+        (scale_the_last_experts, "scale of the feed_forward of layer 3"),
+        (scale_the_last_attention, "scale of the attention of layer 3"),
+        (scale_the_head, "text.logits "),
     ],
 )
-def test_a_scale_that_is_a_twentieth_off_is_found(
+def test_a_scale_error_of_five_percent_is_found(
     spoil: Callable[[Decoder], None],
     name: str,
     ranks: list[Decoder],
@@ -217,12 +219,12 @@ def test_a_scale_that_is_a_twentieth_off_is_found(
 ) -> None:
     (module,) = (copied(each) for each in ranks)
     spoil(module)
-    found = follow(stages([module], config), config, beginning(golden, "text", 20), "text")
+    found = run_case(stages([module], config), config, beginning(golden, "text", 20), "text")
     assert found.failed and all(name in each.name for each in found.failed)
 
 
 def copied(module: Decoder) -> Decoder:
-    """The module with weights that may be written: those of a file are mapped."""
+    """The module with writable copies of its weights, which are mapped from a file."""
     for part in module.modules():
         for name, value in list(part._parameters.items()):
             if value is not None:
@@ -239,22 +241,22 @@ def test_a_fault_of_decode_steps_alone_is_found(
     stage.engines["decode_experts", name] = EagerEngine(
         lambda residual, delta: [each.roll(1, -1) for each in right.run([residual, delta])]
     )
-    found = follow([stage], config, beginning(golden, "text", 20), "text")
+    found = run_case([stage], config, beginning(golden, "text", 20), "text")
     assert found.failed and all("by decode steps" in each.name for each in found.failed)
 
 
-def test_a_rank_with_anothers_experts_is_found(
+def test_a_rank_with_the_experts_of_another_is_found(
     checkpoint: Checkpoint, config: ThinkerConfig, golden: dict[str, Tensor], tmp_path: Path
 ) -> None:
     shard = Shard(rank=0, world_size=2)
     write_weights(checkpoint, STAGE, config, shard, torch.bfloat16, tmp_path / "rank0")
     twice = [load_module(STAGE, config, shard, tmp_path / "rank0") for _ in range(2)]
-    found = follow(stages(twice, config), config, beginning(golden, "text", 20), "text")
+    found = run_case(stages(twice, config), config, beginning(golden, "text", 20), "text")
     assert found.failed
 
 
 class EagerEngines(Engines):
-    """An artifact of the thinker alone, whose engines are eager modules."""
+    """A thinker artifact whose engines are eager modules."""
 
     def __init__(
         self,
@@ -279,43 +281,43 @@ def replayed(
     case: str,
     quantization_error: QuantizationError | None = None,
 ) -> ComparisonLog:
-    """What `mingc verify --against` says of one case."""
+    """The comparisons of `mingc verify --reference` for one case."""
     references = {name: value.numpy() for name, value in golden.items() if name.startswith(f"{case}.")}
-    ledger = ComparisonLog("thinker.safetensors", references, tolerance=0.1, is_exact=False)
+    log = ComparisonLog("thinker.safetensors", references, tolerance=0.1, is_exact=False)
     with torch.inference_mode():
-        replay(EagerEngines(stage, STAGE.parameters(config, OPTIONS), quantization_error), ledger)
-    return ledger
+        replay(EagerEngines(stage, STAGE.parameters(config, OPTIONS), quantization_error), log)
+    return log
 
 
-def failed_names(ledger: ComparisonLog) -> list[str]:
-    return [each.name for each in ledger.comparisons if each.outcome == "FAIL"]
+def failed_names(log: ComparisonLog) -> list[str]:
+    return [each.name for each in log.comparisons if each.outcome == "FAIL"]
 
 
-def test_steps_of_several_requests_are_held_against_each_ones_own(
+def test_batches_are_compared_with_batch_1_steps(
     ranks: list[Decoder], config: ThinkerConfig, golden: dict[str, Tensor]
 ) -> None:
     stage = eager_stage(ranks[0], STAGE.graphs(config, Shard(), SEVERAL))
-    ledger = replayed(stage, config, beginning(golden, "text", 20), "text")
-    assert not failed_names(ledger)
-    found = [each.name for each in ledger.comparisons if "each as it is alone" in each.name]
+    log = replayed(stage, config, beginning(golden, "text", 20), "text")
+    assert not failed_names(log)
+    found = [each.name for each in log.comparisons if "vs batch 1" in each.name]
     assert [int(re.findall(r"\d+", name)[0]) for name in found] == [2, 2, 4, 3]
 
 
 def mix_rows(engine: EagerEngine, *tensors: Tensor) -> Sequence[Tensor]:
-    """Experts whose rows are another request's where there are several."""
+    """Experts that exchange the rows of a batch."""
     return [each.roll(1, 0) for each in engine.run(tensors)]
 
 
-def read_anothers_pages(engine: EagerEngine, *tensors: Tensor) -> Sequence[Tensor]:
-    """Attention whose last request of four reads the pages of the first."""
+def read_pages_of_another_request(engine: EagerEngine, *tensors: Tensor) -> Sequence[Tensor]:
+    """Attention that reads the pages of the first request for the last one of a batch of four."""
     residual, delta, cos, sin, page_table, *others = tensors
     if len(residual) == 4:
         page_table = torch.cat([page_table[:-1], page_table[:1]])
     return engine.run([residual, delta, cos, sin, page_table, *others])
 
 
-def forget_rows(engine: EagerEngine, *tensors: Tensor) -> Sequence[Tensor]:
-    """Attention that loses what several requests write into the pages."""
+def drop_kv_writes(engine: EagerEngine, *tensors: Tensor) -> Sequence[Tensor]:
+    """Attention that drops the KV writes of a batch."""
     *inputs, k_pages, v_pages = tensors
     if len(inputs[0]) > 1:
         k_pages, v_pages = k_pages.clone(), v_pages.clone()
@@ -326,11 +328,11 @@ def forget_rows(engine: EagerEngine, *tensors: Tensor) -> Sequence[Tensor]:
     "graph, spoil",
     [
         ("decode_experts", mix_rows),
-        ("decode_attention", read_anothers_pages),
-        ("decode_attention", forget_rows),
+        ("decode_attention", read_pages_of_another_request),
+        ("decode_attention", drop_kv_writes),
     ],
 )
-def test_a_fault_of_steps_of_several_requests_alone_is_found(
+def test_a_fault_of_batches_alone_is_found(
     graph: str,
     spoil: Callable[..., Sequence[Tensor]],
     ranks: list[Decoder],
@@ -342,14 +344,14 @@ def test_a_fault_of_steps_of_several_requests_alone_is_found(
         right = stage.engines[graph, name]
         stage.engines[graph, name] = EagerEngine(partial(spoil, right))
     failed = failed_names(replayed(stage, config, beginning(golden, "text", 20), "text"))
-    assert any("4 requests, each as it is alone" in each for each in failed)
-    assert all("decode steps" in each for each in failed), "nothing else runs several requests"
+    assert any("batch of 4 vs batch 1" in each for each in failed)
+    assert all("decode steps" in each for each in failed), "nothing else runs a batch"
 
 
 @pytest.mark.parametrize(
-    "spoil", [None, exchange_experts, lose_the_shared_expert, turn_a_head, grow_the_last_half]
+    "spoil", [None, exchange_experts, zero_the_shared_expert, negate_a_head, scale_the_last_feed_forward]
 )
-def test_quantized_weights_are_held_to_what_the_manifest_says_they_lose(
+def test_quantized_weights_are_compared_with_the_error_in_the_manifest(
     spoil: Callable[[Decoder], None] | None,
     checkpoint: Checkpoint,
     config: ThinkerConfig,
@@ -369,24 +371,24 @@ def test_quantized_weights_are_held_to_what_the_manifest_says_they_lose(
     )
     options = replace(OPTIONS, batch_sizes=(1,))
     stage = eager_stage(module, STAGE.graphs(config, Shard(), options))
-    ledger = replayed(stage, config, beginning(golden, "text", 20), "text", quantization_error)
+    log = replayed(stage, config, beginning(golden, "text", 20), "text", quantization_error)
     if spoil is None:
-        assert not failed_names(ledger)
-        assert any("own experts followed" in each.name for each in ledger.comparisons)
+        assert not failed_names(log)
+        assert any("own routing" in each.name for each in log.comparisons)
     else:
-        what = "scale of layer 3" if spoil is grow_the_last_half else "tokens of layer"
-        assert [name for name in failed_names(ledger) if f"after recorded layers: {what}" in name]
+        what = "scale of layer 3" if spoil is scale_the_last_feed_forward else "tokens of layer"
+        assert [name for name in failed_names(log) if f"teacher-forced layers: {what}" in name]
 
 
-def test_a_replay_tells_whole_runs_that_leave_the_record_from_faults(
+def test_rounding_in_free_running_runs_is_no_fault(
     ranks: list[Decoder], config: ThinkerConfig, golden: dict[str, Tensor]
 ) -> None:
     (stage,) = stages(ranks, config)
-    ledger = replayed(stage, config, golden, "image")
-    outcomes = {each.name: each for each in ledger.comparisons}
-    assert "FAIL" not in {each.outcome for each in ledger.comparisons}
-    assert outcomes["thinker: image.logits_last (experts followed)"].outcome == "pass"
-    assert outcomes["thinker: image.logits_last (graph by graph)"].outcome == "pass"
+    log = replayed(stage, config, golden, "image")
+    outcomes = {each.name: each for each in log.comparisons}
+    assert "FAIL" not in {each.outcome for each in log.comparisons}
+    assert outcomes["thinker: image.logits_last (reference routing)"].outcome == "pass"
+    assert outcomes["thinker: image.logits_last (sequential ranks)"].outcome == "pass"
     whole = outcomes["thinker: image.logits_last"]
     assert whole.outcome == "expected difference"
-    assert re.search(r"\d of 228 rows go to other experts by rounding", whole.note)
+    assert re.search(r"rounding routes \d of 228 rows to other experts", whole.note)

@@ -1,4 +1,4 @@
-"""Golden documents of another form are refused with the file and the place."""
+"""Malformed golden documents are refused with the file and the path inside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The replay of recorded prompts by an artifact that lacks encoders: what it cannot build is not a failure."""
+"""Replay of recorded prompts with an artifact that lacks encoders: prompts it cannot build are skipped."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def outcomes(**encoders: Any) -> dict[str, str]:
         parameters=ModelParameters(thinker=thinker_parameters(), **encoders),
         tokenizer=lambda stage: tokenizer(),
     )
-    ledger = ComparisonLog("preprocess.safetensors", {}, tolerance=1e-4, is_exact=True)
-    replay(engines, ledger, document("preprocess"))
-    return {each.name.partition(": ")[2]: each.outcome for each in ledger.comparisons}
+    log = ComparisonLog("preprocess.safetensors", {}, tolerance=1e-4, is_exact=True)
+    replay(engines, log, document("preprocess"))
+    return {each.name.partition(": ")[2]: each.outcome for each in log.comparisons}
 
 
 @pytest.mark.parametrize("missing", ["vision_encoder", "audio_encoder"])

@@ -1,4 +1,4 @@
-"""Fitted scales: roundings hardly move them, a wrong scale does."""
+"""Fitted scales: rounding errors hardly move them, a wrong scale does."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.scale import HalvesFit, Scale, fit_scale, worst_scale
+from mingc.verify.scale import Scale, SublayerFit, fit_scale, worst_scale
 
 
 def rounded(values: np.ndarray, random: np.random.Generator, share: float) -> np.ndarray:
-    """Values off by random errors, by `share` of their root mean square."""
+    """Values with random errors of `share` times their root mean square."""
     return values + share * np.sqrt(np.square(values).mean()) * random.normal(size=values.shape)
 
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("count, share", [(1, 0.02), (8, 0.03), (64, 0.05), (4096, 0.01), (4096, 0.1)])
-def test_roundings_are_let_through(count: int, share: float, seed: int) -> None:
+def test_rounding_errors_pass(count: int, share: float, seed: int) -> None:
     random = np.random.default_rng(seed)
     reference = random.normal(size=count)
     scale = fit_scale(rounded(reference, random, share), reference)
@@ -25,49 +25,49 @@ def test_roundings_are_let_through(count: int, share: float, seed: int) -> None:
 
 @pytest.mark.parametrize("factor", [0.95, 1.05])
 @pytest.mark.parametrize("count, share", [(256, 0.01), (4096, 0.05)])
-def test_a_wrong_scale_is_found_among_roundings(count: int, share: float, factor: float) -> None:
+def test_a_wrong_scale_is_found_among_rounding_errors(count: int, share: float, factor: float) -> None:
     random = np.random.default_rng(0)
     reference = random.normal(size=count)
     scale = fit_scale(factor * rounded(reference, random, share), reference)
     assert scale is not None and scale.is_off
-    assert f"{factor:.2f}" in scale.told()
+    assert f"{factor:.2f}" in scale.describe()
 
 
-def test_nothing_has_no_scale() -> None:
+def test_a_reference_of_zeros_has_no_scale() -> None:
     assert fit_scale(np.ones(3), np.zeros(3)) is None
 
 
 @pytest.mark.parametrize(
     "tolerance, factor, outcome", [(0.1, 1.05, "FAIL"), (0.1, 1.005, "pass"), (0.01, 1.009, "pass")]
 )
-def test_where_a_tolerance_is_wide_the_scale_is_bounded_too(
+def test_with_a_loose_tolerance_the_scale_is_bounded_too(
     tolerance: float, factor: float, outcome: str
 ) -> None:
     reference = np.random.default_rng(1).normal(size=1000)
-    book = ComparisonLog("file", {"out": reference}, tolerance=tolerance, is_exact=False)
-    book.tensor("out", factor * reference)
-    (found,) = book.comparisons
+    log = ComparisonLog("file", {"out": reference}, tolerance=tolerance, is_exact=False)
+    log.tensor("out", factor * reference)
+    (found,) = log.comparisons
     assert found.outcome == outcome
     assert ("1.050 times the reference" in found.note) == (outcome == "FAIL")
 
 
-def test_an_excuse_is_one_for_a_scale_too() -> None:
-    book = ComparisonLog("file", {"out": np.ones(1000)}, tolerance=0.1, is_exact=False)
-    book.tensor("out", np.full(1000, 1.05), excuse="other experts")
-    assert [each.outcome for each in book.comparisons] == ["expected difference"]
-    assert book.comparisons[0].note == "other experts"
+def test_a_waiver_covers_a_scale() -> None:
+    log = ComparisonLog("file", {"out": np.ones(1000)}, tolerance=0.1, is_exact=False)
+    log.tensor("out", np.full(1000, 1.05), waiver="other experts")
+    assert [each.outcome for each in log.comparisons] == ["expected difference"]
+    assert log.comparisons[0].note == "other experts"
 
 
-def halves(seed: int) -> tuple[np.ndarray, np.ndarray, np.random.Generator]:
+def sublayers(seed: int) -> tuple[np.ndarray, np.ndarray, np.random.Generator]:
     random = np.random.default_rng(seed)
     return random.normal(size=(20, 64)), 2 * random.normal(size=(20, 64)), random
 
 
 @pytest.mark.parametrize("wrong", [None, "attention", "feed_forward"])
 @pytest.mark.parametrize("seed", range(5))
-def test_the_half_that_is_wrong_is_told(wrong: str | None, seed: int) -> None:
-    attention, feed_forward, random = halves(seed)
-    fit = HalvesFit()
+def test_the_wrong_sublayer_is_named(wrong: str | None, seed: int) -> None:
+    attention, feed_forward, random = sublayers(seed)
+    fit = SublayerFit()
     for rows in (slice(0, 7), slice(7, 20)):
         fit.add(
             rounded(attention[rows], random, 0.01) * (1.05 if wrong == "attention" else 1),
@@ -82,10 +82,10 @@ def test_the_half_that_is_wrong_is_told(wrong: str | None, seed: int) -> None:
 
 
 def test_too_few_numbers_are_not_fitted() -> None:
-    fit = HalvesFit()
+    fit = SublayerFit()
     fit.add(np.zeros((0, 4)), np.zeros((0, 4)), np.zeros((0, 4)))
     assert not dict(fit.scales())
 
 
-def test_a_scale_that_is_no_number_is_off() -> None:
+def test_a_scale_of_nan_is_off() -> None:
     assert Scale(factor=float("nan"), allowed=0.1).is_off

@@ -1,4 +1,4 @@
-"""Which requests run together in a replay, and what is said of those that are off."""
+"""Batches of the thinker's replay: planned requests, and rows that rounding must explain."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import pytest
 from numpy.typing import NDArray
 
 from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.replays.thinker_batches import (
+from mingc.verify.replays.thinker.batches import (
     BatchRun,
     check_alone,
     check_batches,
     plan_requests,
     step_sizes,
 )
-from mingc.verify.replays.thinker_prompts import Prompt
+from mingc.verify.replays.thinker.prompts import Prompt
 
 
 def prompt(length: int) -> Prompt:
@@ -27,12 +27,12 @@ def prompt(length: int) -> Prompt:
     )
 
 
-def ledger() -> ComparisonLog:
+def make_log() -> ComparisonLog:
     return ComparisonLog("thinker.safetensors", {}, tolerance=0.1, is_exact=False)
 
 
-def outcomes(book: ComparisonLog) -> list[str]:
-    return [each.outcome for each in book.comparisons]
+def outcomes(log: ComparisonLog) -> list[str]:
+    return [each.outcome for each in log.comparisons]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_requests_differ_and_have_tokens_for_all_their_steps() -> None:
 
 
 def batch(rows: int, *, off: int = 0) -> BatchRun:
-    """Two steps of `rows` requests, the first `off` of which are another's."""
+    """Two steps of `rows` requests, the first `off` of which have wrong logits."""
     single = np.random.default_rng(0).normal(size=(2, rows, 50)).astype(np.float32)
     together = single.copy()
     together[:, :off] = np.roll(single, 1, axis=-1)[:, :off]
@@ -68,33 +68,33 @@ def batch(rows: int, *, off: int = 0) -> BatchRun:
         (1, 0, False, ["pass", "pass"]),
         (1, 1, True, ["pass", "pass"]),
         (1, 1, False, ["FAIL", "pass"]),
-        (1, 4, True, ["FAIL", "FAIL"]),  # so many are no rounding, wherever moves lead
-        (4, 4, True, ["pass", "pass", "pass"]),  # but of sums in another order
-        (4, 1, False, ["pass", "pass", "pass"]),  # one of ten need not be reached
+        (1, 4, True, ["FAIL", "FAIL"]),  # more rows than rounding can explain
+        (4, 4, True, ["pass", "pass", "pass"]),  # the all-reduce sums in another order
+        (4, 1, False, ["pass", "pass", "pass"]),  # one of ten need not be explained
         (4, 2, False, ["pass", "pass", "FAIL"]),
         (4, 6, True, ["FAIL", "FAIL", "pass"]),
     ],
 )
-def test_a_row_that_is_off_must_be_reached_by_roundings(
+def test_a_wrong_row_must_be_explained_by_rounding(
     num_ranks: int, off: int, is_reachable: bool, expected: list[str]
 ) -> None:
-    book = ledger()
+    log = make_log()
     asked = []
 
     def explain(row: int, done: int, logits: NDArray[np.float32]) -> bool:
         asked.append((row, done, logits.shape))
         return is_reachable
 
-    check_batches([batch(10, off=off)], explain, book, num_ranks=num_ranks)
-    assert outcomes(book) == expected
+    check_batches([batch(10, off=off)], explain, log, num_ranks=num_ranks)
+    assert outcomes(log) == expected
     is_asked = expected[1] == "pass"
     assert asked == [(row, 0, (2, 50)) for row in range(off if is_asked else 0)]
 
 
-def test_in_float32_nothing_is_explained() -> None:
-    book = ledger()
-    check_batches([batch(10, off=1)], None, book, num_ranks=1)
-    assert outcomes(book) == ["FAIL"]
+def test_in_float32_rounding_explains_nothing() -> None:
+    log = make_log()
+    check_batches([batch(10, off=1)], None, log, num_ranks=1)
+    assert outcomes(log) == ["FAIL"]
 
 
 @pytest.mark.parametrize(
@@ -105,13 +105,13 @@ def test_in_float32_nothing_is_explained() -> None:
         (4, 4, True, ["pass", "pass"]),
         (4, 1, False, ["pass", "pass"]),
         (4, 2, False, ["pass", "FAIL"]),
-        (4, 6, True, ["FAIL"]),  # so many are no rounding, wherever moves lead
+        (4, 6, True, ["FAIL"]),  # more rows than rounding can explain
     ],
 )
-def test_ranks_that_add_up_in_another_order_may_leave_what_one_process_gives(
+def test_a_rank_group_may_differ_from_sequential_ranks_by_summation_order(
     num_ranks: int, off: int, is_reachable: bool, expected: list[str]
 ) -> None:
-    book, run = ledger(), batch(10, off=off)
+    log, run = make_log(), batch(10, off=off)
     alone = [run.together[:, place] for place in range(10)]
     asked = []
 
@@ -119,6 +119,6 @@ def test_ranks_that_add_up_in_another_order_may_leave_what_one_process_gives(
         asked.append((row, done))
         return is_reachable
 
-    check_alone([run], alone, explain, book, num_ranks=num_ranks)
-    assert outcomes(book) == expected
+    check_alone([run], alone, explain, log, num_ranks=num_ranks)
+    assert outcomes(log) == expected
     assert asked == [(row, 0) for row in range(off if len(expected) == 2 else 0)]

@@ -1,4 +1,4 @@
-"""`verify` without replay: hashes only, and what it refuses."""
+"""`verify` without replay, refused references, and the silence rule."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from safetensors.numpy import save_file
 from mingc.errors import ConfigError, IncompatibleError, IntegrityError
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.golden_documents import read_document
-from mingc.verify.replays.thinker import replay
+from mingc.verify.replays.thinker.replay import replay
 from mingc.verify.verification import _read_tensors, _replay_file, verify
 
-# An artifact of a thinker, of which nothing is asked.
+# A thinker artifact without stages.
 ENGINES: Any = SimpleNamespace(
     artifact=SimpleNamespace(
         manifest=SimpleNamespace(fingerprint=SimpleNamespace(dtype="float32"), stages={})
@@ -27,9 +27,9 @@ ENGINES: Any = SimpleNamespace(
 )
 
 
-def test_a_whole_artifact_passes(artifact_path: Path) -> None:
+def test_an_intact_artifact_passes(artifact_path: Path) -> None:
     steps: list[str] = []
-    report = verify(artifact_path, replay=False, told=steps.append)
+    report = verify(artifact_path, replay=False, progress=steps.append)
     assert report.passed
     assert report.files_hashed == 4
     assert steps == ["hashes"]
@@ -50,24 +50,24 @@ def test_another_torch_is_refused_before_anything_is_loaded(
         verify(artifact_path)
 
 
-def test_goldens_without_replay_make_no_sense(artifact_path: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--reference needs the replay"):
+def test_a_reference_without_replay_is_refused(artifact_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--reference requires a replay"):
         verify(artifact_path, reference=tmp_path, replay=False)
 
 
-def test_a_folder_that_is_not_there_is_refused_before_anything_is_hashed(artifact_path: Path) -> None:
+def test_a_missing_reference_folder_is_refused_before_hashing(artifact_path: Path) -> None:
     steps: list[str] = []
     with pytest.raises(ConfigError, match="is not a folder"):
-        verify(artifact_path, reference=artifact_path / "nowhere", told=steps.append)
+        verify(artifact_path, reference=artifact_path / "nowhere", progress=steps.append)
     assert steps == []
 
 
-def test_a_folder_without_goldens_is_refused_before_anything_is_hashed(
+def test_a_reference_folder_without_goldens_is_refused_before_hashing(
     artifact_path: Path, tmp_path: Path
 ) -> None:
     steps: list[str] = []
     with pytest.raises(ConfigError, match="holds no golden file") as caught:
-        verify(artifact_path, reference=tmp_path, told=steps.append)
+        verify(artifact_path, reference=tmp_path, progress=steps.append)
     assert caught.value.fix is not None and "thinker.safetensors" in caught.value.fix
     assert steps == []
 
@@ -75,7 +75,7 @@ def test_a_folder_without_goldens_is_refused_before_anything_is_hashed(
 @pytest.mark.parametrize(
     ("read", "content"), [(_read_tensors, b"no tensors"), (read_document, b"{"), (read_document, b"[]")]
 )
-def test_a_golden_file_that_cannot_be_read_is_told(
+def test_an_unreadable_golden_file_is_reported(
     tmp_path: Path, read: Callable[[Path], object], content: bytes
 ) -> None:
     path = tmp_path / "golden"
@@ -85,11 +85,11 @@ def test_a_golden_file_that_cannot_be_read_is_told(
     assert caught.value.where == "--reference"
 
 
-@pytest.mark.parametrize("run", [lambda ledger, document: None, lambda ledger, _: replay(ENGINES, ledger)])
-def test_a_golden_file_that_holds_nothing_known_fails(
+@pytest.mark.parametrize("run", [lambda log, document: None, lambda log, _: replay(ENGINES, log)])
+def test_a_golden_file_without_known_values_fails(
     tmp_path: Path, run: Callable[[ComparisonLog, object], None]
 ) -> None:
     save_file({"other.values": np.zeros(3, np.float32)}, tmp_path / "thinker.safetensors")
     summary, comparisons, _ = _replay_file(ENGINES, tmp_path, "thinker.safetensors", None, ("thinker",), run)
     assert summary.failed == 1
-    assert "thinker.safetensors holds nothing that is replayed" in comparisons[0].note
+    assert "thinker.safetensors holds no value that verify can replay" in comparisons[0].note

@@ -1,4 +1,4 @@
-"""preprocess.safetensors and preprocess.json: pixels, sizes, prompts, token ids and positions."""
+"""preprocess.safetensors and preprocess.json: pixels, resize sizes, prompts, token ids and positions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.preprocess.video import VideoFeatures, frame_size, frames_to_video, resize_frame
 from mingc.runtime.request import Message, Role, TextPart, VideoParams
 from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.stages import Engines
+from mingc.verify.engines import Engines
 
 PIXEL_TOLERANCE = 1e-5
 
@@ -34,62 +34,60 @@ Image = NDArray[np.uint8]
 _Recorded = TypeVar("_Recorded")
 
 
-def replay(engines: Engines, ledger: ComparisonLog, document: Mapping[str, Any]) -> None:
-    """`ledger` holds the tensors, `document` is preprocess.json; either may be empty."""
+def replay(engines: Engines, log: ComparisonLog, document: Mapping[str, Any]) -> None:
+    """Replay the tensors of `log` and the cases of `document`, preprocess.json; either may be empty."""
     vision, thinker = engines.parameters.vision_encoder, engines.parameters.thinker
     tokenizer = engines.tokenizer("thinker")
     video: VideoFeatures | None = None
     if vision is not None:
-        for case in ledger.cases("pixel_values"):
-            with ledger.case(case):
-                _replay_images(case, vision, ledger)
-        with ledger.case("video"):
-            video = _replay_video(vision, ledger, document.get("video", {}))
-        with ledger.case("smart_resize"):
-            _replay_sizes(ledger, document.get("smart_resize", {}))
+        for case in log.cases("pixel_values"):
+            with log.case(case):
+                _replay_images(case, vision, log)
+        with log.case("video"):
+            video = _replay_video(vision, log, document.get("video", {}))
+        with log.case("smart_resize"):
+            _replay_sizes(log, document.get("smart_resize", {}))
     if tokenizer is None or thinker is None:
-        ledger.skip("processor_template", "this artifact has no thinker")
+        log.skip("processor_template", "this artifact has no thinker")
         return
     for text, expected in document.get("tokenizer", {}).items():
-        ledger.ids(f"tokenizer {text[:20]!r}", tokenizer.encode(text), reference=expected["ids"])
+        log.ids(f"tokenizer {text[:20]!r}", tokenizer.encode(text), reference=expected["ids"])
         decoded = [tokenizer.decode(expected["ids"], skip_special_tokens=skip) for skip in (False, True)]
-        ledger.text(
-            f"decoded {text[:20]!r}", decoded, [expected["decoded"], expected["decoded_skip_special"]]
-        )
+        log.text(f"decoded {text[:20]!r}", decoded, [expected["decoded"], expected["decoded_skip_special"]])
     processor = ChatProcessor(tokenizer, thinker, vision=vision, audio=engines.parameters.audio_encoder)
     for name, case in document.get("processor_template", {}).items():
-        with ledger.case(f"processor_template.{name}"):
-            _replay_prompt(name, case, processor, tokenizer, engines, ledger, video)
+        with log.case(f"processor_template.{name}"):
+            _replay_prompt(name, case, processor, tokenizer, engines, log, video)
     for name, case in document.get("tokenizer_jinja_template", {}).items():
         ids = tokenizer.encode(case["prompt"])
-        ledger.ids(f"tokenizer_jinja_template.{name}.input_ids", ids, reference=case["input_ids"])
+        log.ids(f"tokenizer_jinja_template.{name}.input_ids", ids, reference=case["input_ids"])
     if "eos_token_id" in document:
         same = document["eos_token_id"] in thinker.stop_token_ids
-        ledger.claim("eos_token_id", same, f"token {document['eos_token_id']} ends an answer")
+        log.rule("eos_token_id", same, f"token {document['eos_token_id']} ends an answer")
 
 
-def _replay_images(case: str, vision: VisionParameters, ledger: ComparisonLog) -> None:
-    """Raw pictures through both resizes; a case without the first one is recognised by what it recorded."""
+def _replay_images(case: str, vision: VisionParameters, log: ComparisonLog) -> None:
+    """Images through both resizes; cases recorded without the first resize lack its output."""
     pixels, grids = [], []
     index = 0
-    while f"{case}.raw{index}" in ledger:
-        raw: Image = np.asarray(ledger.input(f"{case}.raw{index}"), np.uint8)
+    while f"{case}.raw{index}" in log:
+        raw: Image = np.asarray(log.input(f"{case}.raw{index}"), np.uint8)
         fetched_name = f"{case}.fetched{index}"
         image = raw
-        if fetched_name in ledger:
-            target = ledger.references[fetched_name].shape[:2]
+        if fetched_name in log:
+            target = log.references[fetched_name].shape[:2]
             image = resize_loaded(
                 raw, vision, case, max_pixels=_max_pixels(raw, (target[0], target[1]), vision)
             )
-            ledger.ids(fetched_name, image)
+            log.ids(fetched_name, image)
         elif _loaded_size(raw, vision, vision.load_max_pixels) != raw.shape[:2]:
             image = raw  # recorded without the first resize
         features = patchify(resize_for_encoder(image, vision, case)[None], vision)
         pixels.append(features.pixels)
         grids.append(features.grid)
         index += 1
-    ledger.tensor(f"{case}.pixel_values", np.concatenate(pixels), tolerance=PIXEL_TOLERANCE)
-    ledger.ids(f"{case}.grid_thw", grids)
+    log.tensor(f"{case}.pixel_values", np.concatenate(pixels), tolerance=PIXEL_TOLERANCE)
+    log.ids(f"{case}.grid_thw", grids)
 
 
 def _loaded_size(raw: Image, vision: VisionParameters, max_pixels: int) -> tuple[int, int]:
@@ -103,10 +101,7 @@ def _loaded_size(raw: Image, vision: VisionParameters, max_pixels: int) -> tuple
 
 
 def _max_pixels(raw: Image, target: tuple[int, int], vision: VisionParameters) -> int | None:
-    """A limit of this image under which it gets the recorded size; None when the usual one gives it.
-
-    The limit itself is not recorded.
-    """
+    """A pixel limit that gives this image its recorded size, since limits are not recorded; None for the default."""
     if _loaded_size(raw, vision, vision.load_max_pixels) == target:
         return None
     area = target[0] * target[1]
@@ -115,11 +110,11 @@ def _max_pixels(raw: Image, target: tuple[int, int], vision: VisionParameters) -
 
 
 def _replay_video(
-    vision: VisionParameters, ledger: ComparisonLog, document: Mapping[str, Any]
+    vision: VisionParameters, log: ComparisonLog, document: Mapping[str, Any]
 ) -> VideoFeatures | None:
     frames: list[Image] = []
-    while (name := f"video.raw_frame{len(frames)}") in ledger:
-        frames.append(np.asarray(ledger.input(name), np.uint8))
+    while (name := f"video.raw_frame{len(frames)}") in log:
+        frames.append(np.asarray(log.input(name), np.uint8))
     if not frames:
         return None
     options = document.get("options", {})
@@ -129,17 +124,17 @@ def _replay_video(
     size = frame_size(height, width, len(frames), vision, params, "video")
     resized = [resize_frame(frame, *size) for frame in frames]
     resized += resized[-1:] * (-len(resized) % vision.temporal_patch_size)
-    ledger.ids("video.fetched", np.stack(resized).transpose(0, 3, 1, 2))
-    ledger.tensor("video.pixel_values_videos", video.vision.pixels, tolerance=PIXEL_TOLERANCE)
-    ledger.ids("video.grid_thw", [video.vision.grid])
+    log.ids("video.fetched", np.stack(resized).transpose(0, 3, 1, 2))
+    log.tensor("video.pixel_values_videos", video.vision.pixels, tolerance=PIXEL_TOLERANCE)
+    log.ids("video.grid_thw", [video.vision.grid])
     if "timestamps_per_temporal_patch" in document:
-        ledger.tensor(
+        log.tensor(
             "video.timestamps", video.timestamps, reference=document["timestamps_per_temporal_patch"][0]
         )
     return video
 
 
-def _replay_sizes(ledger: ComparisonLog, document: Mapping[str, Any]) -> None:
+def _replay_sizes(log: ComparisonLog, document: Mapping[str, Any]) -> None:
     rows = document.get("rows", [])
     same = 0
     for row in rows:
@@ -148,7 +143,7 @@ def _replay_sizes(ledger: ComparisonLog, document: Mapping[str, Any]) -> None:
         loaded = load_size(row["h"], row["w"], factor=document["fetch_image_factor"], **limits)
         same += [list(encoder), list(loaded)] == [row["image_processor"], row["fetch_image"]]
     if rows:
-        ledger.share("smart_resize", same=same, total=len(rows), minimum=1.0)
+        log.share("smart_resize", same=same, total=len(rows), minimum=1.0)
 
 
 def _replay_prompt(
@@ -157,10 +152,10 @@ def _replay_prompt(
     processor: ChatProcessor,
     tokenizer: TextTokenizer,
     engines: Engines,
-    ledger: ComparisonLog,
+    log: ComparisonLog,
     video: VideoFeatures | None,
 ) -> None:
-    """Messages whose media have the recorded grids and lengths → ids, positions and places of audio."""
+    """Token ids, positions and audio spans of messages whose media have the recorded grids and lengths."""
     media = _Media(case, engines, video)
     messages: list[Message[MediaEntry]] = []
     roles: dict[str, Role] = {"HUMAN": "user", "ASSISTANT": "assistant"}
@@ -171,22 +166,22 @@ def _replay_prompt(
             Message(role=roles[turn["role"]], parts=tuple(media.part(item) for item in turn["content"]))
         )
     if media.missing:
-        ledger.skip(f"processor_template.{name}", media.missing)
+        log.skip(f"processor_template.{name}", media.missing)
         return
     prompt, features = processor.build(messages, thinking=bool(case["kwargs"].get("use_cot_system_prompt")))
     prefix = f"processor_template.{name}"
-    ledger.ids(f"{prefix}.input_ids", prompt.input_ids, reference=case["input_ids"])
-    ledger.ids(f"{prefix}.position_ids", prompt.positions, reference=case["position_ids"])
-    ledger.ids(f"{prefix}.rope_delta", prompt.rope_delta, reference=case["rope_delta"])
+    log.ids(f"{prefix}.input_ids", prompt.input_ids, reference=case["input_ids"])
+    log.ids(f"{prefix}.position_ids", prompt.positions, reference=case["position_ids"])
+    log.ids(f"{prefix}.rope_delta", prompt.rope_delta, reference=case["rope_delta"])
     decoded = tokenizer.decode(prompt.input_ids.tolist(), skip_special_tokens=False)
-    ledger.text(f"{prefix}.text_roundtrip", decoded, case["text_roundtrip"])
+    log.text(f"{prefix}.text_roundtrip", decoded, case["text_roundtrip"])
     if "audio_placeholder_loc_lens" in case:
         places = [[span.start, span.length] for span in features.spans if span.kind == "audio"]
-        ledger.ids(f"{prefix}.audio_places", [places], reference=case["audio_placeholder_loc_lens"])
+        log.ids(f"{prefix}.audio_places", [places], reference=case["audio_placeholder_loc_lens"])
 
 
 class _Media:
-    """Stand-ins of the recorded shapes; what is in them does not matter to a prompt."""
+    """Placeholder media with the recorded shapes; a prompt does not depend on their contents."""
 
     def __init__(self, case: Mapping[str, Any], engines: Engines, video: VideoFeatures | None) -> None:
         self._grids: Iterator[list[int]] = iter(case.get("image_grid_thw", []))
@@ -217,7 +212,7 @@ class _Media:
 
 
 def _next(recorded: Iterator[_Recorded]) -> _Recorded:
-    """Raises: ConfigError when a message has more media than are recorded."""
+    """The next recorded size. Raises: ConfigError when a message has more media than sizes are recorded."""
     for each in recorded:
         return each
     raise ConfigError("a message has more media than sizes are recorded", where="--reference")

@@ -1,4 +1,4 @@
-"""text.json: normalised text, segments, and what reaches the acoustic model."""
+"""text.json: text normalisation, segmentation, and the strings that reach the acoustic model."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from mingc.runtime.text.normalize import normalize_fragment, normalize_text
 from mingc.runtime.text.segment import cut_by_length, speech_segments
 from mingc.verify.comparison_log import ComparisonLog
 
-NORMALISED_SHARE = 0.95  # of the recorded texts must come out identical
+NORMALISED_SHARE = 0.95  # minimum fraction of recorded texts that must match
 
 
-def replay(ledger: ComparisonLog, document: Mapping[str, Any]) -> None:
-    """`document` is text.json."""
+def replay(log: ComparisonLog, document: Mapping[str, Any]) -> None:
+    """Replay the cases of `document`, the content of text.json."""
     cases = document.get("cases", [])
     for name, function in (("pipeline", normalize_fragment), ("talker_tn", normalize_text)):
         wrong = [case["text"] for case in cases if function(case["text"]) != case[name]]
-        note = f"other: {'; '.join(wrong)}"[:200] if wrong else ""
+        note = f"different: {'; '.join(wrong)}"[:200] if wrong else ""
         if cases:
-            ledger.share(
+            log.share(
                 f"cases.{name}",
                 same=len(cases) - len(wrong),
                 total=len(cases),
@@ -28,12 +28,12 @@ def replay(ledger: ComparisonLog, document: Mapping[str, Any]) -> None:
             )
     for index, case in enumerate(document.get("segmentation", [])):
         found = cut_by_length(case["text"], case["max_semantic_length"])
-        ledger.text(f"segmentation.{index}", found, case["fragments"])
-    _replay_spoken(ledger, document.get("end_to_end", []))
+        log.text(f"segmentation.{index}", found, case["fragments"])
+    _replay_spoken(log, document.get("end_to_end", []))
 
 
-def _replay_spoken(ledger: ComparisonLog, cases: list[Mapping[str, Any]]) -> None:
-    """The strings that reach the acoustic model: cut exactly alike, read alike in all but a few."""
+def _replay_spoken(log: ComparisonLog, cases: list[Mapping[str, Any]]) -> None:
+    """The strings that reach the acoustic model: identical segment boundaries, and text identical in most segments."""
     same = total = 0
     for index, case in enumerate(cases):
         given = case.get("chunks") or case["text"]
@@ -41,8 +41,8 @@ def _replay_spoken(ledger: ComparisonLog, cases: list[Mapping[str, Any]]) -> Non
         expected = [call["text"] for call in case["synthesis_calls"]]
         total += len(expected)
         if len(found) != len(expected):
-            ledger.text(f"end_to_end.{index}", found, expected)
+            log.text(f"end_to_end.{index}", found, expected)
             continue
         same += sum(one == other for one, other in zip(found, expected, strict=True))
     if total:
-        ledger.share("end_to_end.synthesis_calls", same=same, total=total, minimum=NORMALISED_SHARE)
+        log.share("end_to_end.synthesis_calls", same=same, total=total, minimum=NORMALISED_SHARE)

@@ -1,6 +1,6 @@
-"""vae.safetensors and vae.json: decode whole and streamed, encode, and the silence holder.
+"""vae.safetensors and vae.json: offline and streamed decoding, encoding, and the silence holder.
 
-The references hold two variants of the network, with and without its sliding window; the right one honours the config.
+The references contain two variants of the network, with and without its sliding window; the config asks for the window.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mingc.runtime.text.silence import TAIL_S, SilenceHolder
+from mingc.runtime.text.silence import FRAME_S, LOUD_MEAN, TAIL_S, SilenceHolder
 from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.stages import Engines, pad_rows, to_numpy
+from mingc.verify.engines import Engines, pad_rows, to_numpy
 
-_NO_WINDOW = "made with the sliding window forced off, against the checkpoint's config"
-_HOLDER_FAULT = "the reference loses or repeats silence here; the rule without the fault is checked instead"
+_NO_WINDOW = "recorded with the sliding window turned off, contrary to the checkpoint's config"
+_HOLDER_BUG = "the reference loses or repeats silence here; the corrected rule is checked instead"
 _SLOT = 1
 
 Floats = NDArray[np.float32]
 
 
 def encode_wave(engines: Engines, wave: Floats, noise: Floats) -> dict[str, Floats]:
-    """`latents`, `mean` and `std` (T, 64) of a wave (n,) with noise (T, 64)."""
+    """Encode a wave (n,) with noise (T, 64) into `latents`, `mean` and `std` (T, 64)."""
     graph = engines.stage("audio_vae")["encode"]
     rows = engines.padded_size(graph, "T", len(noise))
     padded = np.zeros((rows, _samples_encoded(engines)), np.float32)
@@ -37,12 +37,12 @@ def encode_wave(engines: Engines, wave: Floats, noise: Floats) -> dict[str, Floa
 
 
 def num_frames(engines: Engines, wave: Floats) -> int:
-    """Frames of a wave (n,), the last one filled up."""
+    """Number of frames of a wave (n,), counting a partial last frame."""
     return -(-len(wave) // (_samples_encoded(engines) // _frames_per_latent(engines)))
 
 
 def _samples_encoded(engines: Engines) -> int:
-    """Samples that become one latent; the encoder's frames need not be as long as the decoder's."""
+    """Samples per latent of the encoder; its frames may differ in length from the decoder's."""
     spec = next(each for each in engines.stage("audio_vae")["encode"].spec.inputs if each.name == "waveform")
     return int(spec.shape[1])
 
@@ -54,10 +54,10 @@ def _frames_per_latent(engines: Engines) -> int:
 
 
 def stream_wave(engines: Engines, latents: Floats) -> Floats:
-    """The wave (n,) of latents (T, 64), decoded one patch at a time with carried state."""
+    """Decode latents (T, 64) one patch at a time with carried state; returns the wave (n,)."""
     parameters = engines.parameters.audio_vae
     assert parameters is not None
-    stage = engines.stage_with_state("audio_vae")
+    stage = engines.stateful_stage("audio_vae")
     graph = stage["stream"]
     state = stage.allocate_state({"S": 2}, engines.device)
     patch = latents_per_patch(engines)
@@ -81,116 +81,124 @@ def stream_wave(engines: Engines, latents: Floats) -> Floats:
 
 
 def latents_per_patch(engines: Engines) -> int:
-    """Latents that one call of `stream` decodes."""
+    """Latents per call of `stream`."""
     spec = next(each for each in engines.stage("audio_vae")["stream"].spec.inputs if each.name == "latents")
     return int(spec.shape[1])
 
 
-def replay(engines: Engines, ledger: ComparisonLog, chunks: Mapping[str, Any]) -> None:
-    """`chunks` is vae.json: the latents and samples of each chunk."""
-    with ledger.case("dec.*"):
-        _replay_decode(engines, ledger)
-    for case in ledger.cases("noise"):
-        with ledger.case(case):
-            _replay_encode(case, engines, ledger)
-    for case in ledger.cases("in"):
-        with ledger.case(case):
-            _replay_holder(case, ledger, chunks)
+def replay(engines: Engines, log: ComparisonLog, chunks: Mapping[str, Any]) -> None:
+    """Replay decoding, encoding and silence; `chunks` is vae.json, the latents and samples of each chunk."""
+    with log.case("dec.*"):
+        _replay_decode(engines, log)
+    for case in log.cases("noise"):
+        with log.case(case):
+            _replay_encode(case, engines, log)
+    for case in log.cases("in"):
+        with log.case(case):
+            _replay_holder(case, log, chunks)
 
 
-def _replay_decode(engines: Engines, ledger: ComparisonLog) -> None:
-    if "dec.latent" not in ledger:
+def _replay_decode(engines: Engines, log: ComparisonLog) -> None:
+    if "dec.latent" not in log:
         return
-    latents = ledger.input("dec.latent")[0].astype(np.float32)
+    latents = log.input("dec.latent")[0].astype(np.float32)
     graph = engines.stage("audio_vae")["decode"]
     offline = None
     if engines.is_dynamic("audio_vae", "decode") or len(latents) in graph.spec.dim("L").buckets:
         outputs = graph.run(latents=engines.put(latents[None], graph, "latents"))
         offline = to_numpy(outputs["waveform"]).reshape(1, 1, -1)
-        ledger.tensor("dec.sliding.wav", offline)
-        ledger.differs("dec.full.wav", offline, _NO_WINDOW)
+        log.tensor("dec.sliding.wav", offline)
+        log.expect_difference("dec.full.wav", offline, _NO_WINDOW)
     else:
-        ledger.skip("dec.sliding.wav", f"no engine decodes {len(latents)} latents at once")
+        log.skip("dec.sliding.wav", f"no engine decodes {len(latents)} latents at once")
     if len(latents) % latents_per_patch(engines):
-        ledger.skip("dec.stream", f"{len(latents)} latents are no whole number of patches")
+        log.skip("dec.stream", f"{len(latents)} latents are not a whole number of patches")
         return
     streamed = stream_wave(engines, latents)
-    ledger.tensor("dec.sliding.wav", streamed[None, None], how="streamed in patches")
+    log.tensor("dec.sliding.wav", streamed[None, None], how="streamed in patches")
     if offline is not None:
-        ledger.tensor("dec.stream = dec.offline", streamed[None, None], reference=offline)
-    streams = {name.split(".")[1] for name in ledger.references if name.startswith("dec.stream")}
+        log.tensor("dec.stream = dec.offline", streamed[None, None], reference=offline)
+    streams = {name.split(".")[1] for name in log.references if name.startswith("dec.stream")}
     for name in sorted(streams):
-        _compare_chunks(name, streamed, ledger)
+        _compare_chunks(name, streamed, log)
 
 
-def _compare_chunks(name: str, streamed: Floats, ledger: ComparisonLog) -> None:
-    """Cut our stream where the reference's chunks end; their latency differs, the samples must not."""
+def _compare_chunks(name: str, streamed: Floats, log: ComparisonLog) -> None:
+    """Compare the stream with the reference's chunks, whose boundaries depend on the reference's latency."""
     start = 0
-    for chunk in sorted(_chunks(name, ledger)):
+    for chunk in sorted(_chunks(name, log)):
         reference = f"dec.{name}.chunk{chunk}.wav"
-        end = start + ledger.references[reference].shape[-1]
+        end = start + log.references[reference].shape[-1]
         part = streamed[None, None, start:end]
         if "sliding" in name:
-            ledger.tensor(reference, part)
+            log.tensor(reference, part)
         elif part.size:
-            ledger.differs(reference, part, _NO_WINDOW)
+            log.expect_difference(reference, part, _NO_WINDOW)
         start = end
     if start:
-        ledger.ids(f"dec.{name} samples", [len(streamed)], reference=[start])
+        log.ids(f"dec.{name} samples", [len(streamed)], reference=[start])
 
 
-def _chunks(name: str, ledger: ComparisonLog) -> list[int]:
+def _chunks(name: str, log: ComparisonLog) -> list[int]:
     prefix, suffix = f"dec.{name}.chunk", ".wav"
     return [
         int(each[len(prefix) : -len(suffix)])
-        for each in ledger.references
+        for each in log.references
         if each.startswith(prefix) and each.endswith(suffix)
     ]
 
 
-def _replay_encode(case: str, engines: Engines, ledger: ComparisonLog) -> None:
-    noise = ledger.input(f"{case}.noise")[0].astype(np.float32)
+def _replay_encode(case: str, engines: Engines, log: ComparisonLog) -> None:
+    noise = log.input(f"{case}.noise")[0].astype(np.float32)
     family = case.rsplit("_", 1)[-1]
-    names = [each for each in ledger.cases("wav") if each.startswith("enc.") and each.endswith(family)]
+    names = [each for each in log.cases("wav") if each.startswith("enc.") and each.endswith(family)]
     if not names:
-        ledger.skip(f"{case}.latent", "the file has no wave for it")
+        log.skip(f"{case}.latent", "the file has no wave for it")
         return
-    wave = ledger.input(f"{case}.wav" if case in names else f"{names[0]}.wav")[0].astype(np.float32)
+    wave = log.input(f"{case}.wav" if case in names else f"{names[0]}.wav")[0].astype(np.float32)
     made = encode_wave(engines, wave, noise)
     if ".full" in case:
-        ledger.differs(f"{case}.latent", made["latents"][None], _NO_WINDOW)
-        ledger.differs(f"{case}.std", made["std"][None], _NO_WINDOW)
+        log.expect_difference(f"{case}.latent", made["latents"][None], _NO_WINDOW)
+        log.expect_difference(f"{case}.std", made["std"][None], _NO_WINDOW)
         return
-    ledger.tensor(f"{case}.latent", made["latents"][None])
-    ledger.tensor(f"{case}.std", made["std"][None])
-    if f"{case}.params" in ledger:
-        mean = ledger.references[f"{case}.params"][:, :, : made["mean"].shape[1]]
-        ledger.tensor(f"{case}.params", made["mean"][None], reference=mean, how="mean")
-    if f"{case}.frame_num" in ledger:
-        ledger.ids(f"{case}.frame_num", [-(-num_frames(engines, wave) // _frames_per_latent(engines))])
+    log.tensor(f"{case}.latent", made["latents"][None])
+    log.tensor(f"{case}.std", made["std"][None])
+    if f"{case}.params" in log:
+        mean = log.references[f"{case}.params"][:, :, : made["mean"].shape[1]]
+        log.tensor(f"{case}.params", made["mean"][None], reference=mean, how="mean")
+    if f"{case}.frame_num" in log:
+        log.ids(f"{case}.frame_num", [-(-num_frames(engines, wave) // _frames_per_latent(engines))])
 
 
-def _replay_holder(case: str, ledger: ComparisonLog, chunks: Mapping[str, Any]) -> None:
-    """Held silence: equal to the reference where it is right, the mended rule everywhere."""
+def follows_silence_rule(wave: Floats, kept: Floats, rate: int) -> bool:
+    """Whether `kept` (m,) is the beginning of `wave` (n,), and every frame of the dropped tail is silent."""
+    if kept.size > wave.size or not np.array_equal(kept, wave[: kept.size]):
+        return False
+    dropped, frame = wave[kept.size :], int(rate * FRAME_S)
+    frames = np.split(np.abs(dropped), range(frame, dropped.size, frame))
+    return all(each.mean() <= LOUD_MEAN for each in frames if each.size)
+
+
+def _replay_holder(case: str, log: ComparisonLog, chunks: Mapping[str, Any]) -> None:
+    """Silence holder: identical to the reference where the reference is right; the corrected rule everywhere."""
     if case not in chunks:
-        ledger.skip(case, "its chunk sizes are not recorded")
+        log.skip(case, "its chunk sizes are not recorded")
         return
-    given = ledger.input(f"{case}.in")[0].astype(np.float32)
+    wave = log.input(f"{case}.in")[0].astype(np.float32)
     rate, sizes = int(chunks[case]["sample_rate"]), [int(each["chunk"]) for each in chunks[case]["chunks"]]
     holder = SilenceHolder(rate)
-    parts = np.split(given, np.cumsum(sizes)[:-1])
+    parts = np.split(wave, np.cumsum(sizes)[:-1])
     outputs = [holder.push(part, index + 1 == len(parts)) for index, part in enumerate(parts)]
-    joined = np.concatenate(outputs)
-    kept = joined.size <= given.size and np.array_equal(joined, given[: joined.size])
-    dropped = given[joined.size :]
-    is_quiet = dropped.size == 0 or float(np.abs(dropped).max()) < float(np.abs(given).max())
-    rule = f"samples leave in order, none lost or repeated; only the tail beyond {TAIL_S} s is cut"
-    ledger.claim(f"{case} rule", bool(kept and is_quiet), rule)
+    log.rule(
+        f"{case} rule",
+        follows_silence_rule(wave, np.concatenate(outputs), rate),
+        f"samples leave in order, none lost or repeated; only silence behind the last {TAIL_S} s is dropped",
+    )
     names = [f"{case}.out{index}" for index in range(len(outputs))]
-    recorded = np.concatenate([ledger.references[name][0] for name in names])
-    is_right = recorded.size <= given.size and np.array_equal(recorded, given[: recorded.size])
+    recorded = np.concatenate([log.references[name][0] for name in names])
+    is_right = recorded.size <= wave.size and np.array_equal(recorded, wave[: recorded.size])
     for name, output in zip(names, outputs, strict=True):
-        if is_right or np.array_equal(output, ledger.references[name][0]):
-            ledger.ids(name, output[None], how="samples")
+        if is_right or np.array_equal(output, log.references[name][0]):
+            log.ids(name, output[None], how="samples")
         else:
-            ledger.differs(name, output[None], _HOLDER_FAULT)
+            log.expect_difference(name, output[None], _HOLDER_BUG)

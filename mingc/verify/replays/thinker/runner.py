@@ -1,4 +1,4 @@
-"""Runs recorded prompts through the worker and the rank group that a server has, with pages that are not in order."""
+"""Runs recorded prompts through a server's worker and rank group, with KV pages in reverse order."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from mingc.runtime.thinker.ranks.rank_group import RankGroup
 from mingc.runtime.thinker.startup import create_worker
 from mingc.runtime.thinker.step import DecodeStep
 from mingc.runtime.thinker.worker import ThinkerWorker
-from mingc.verify.replays.thinker_prompts import Prompt
-from mingc.verify.stages import Engines, to_numpy
+from mingc.verify.engines import Engines, to_numpy
+from mingc.verify.replays.thinker.prompts import Prompt
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
 
 class ThinkerRunner:
-    """The ranks' workers and the pages of the prompts that run in them.
+    """The workers of all ranks, and the KV pages of the prompts.
 
     Args:
-        rows: prompts that may run together.
-        longest: tokens of a prompt and its continuation.
+        rows: most prompts that run together.
+        longest: most tokens of a prompt and its continuation.
     """
 
     def __init__(self, engines: Engines, parameters: ThinkerParameters, *, rows: int, longest: int) -> None:
@@ -61,7 +61,7 @@ class ThinkerRunner:
             self._group.close()
 
     def pages(self, row: int) -> Ints:
-        """The pages of a prompt, last page first, so that rows in memory are not in token order."""
+        """The pages of a prompt, last page first, so that memory order differs from token order."""
         first = 1 + row * self._pages_each
         return np.arange(first, first + self._pages_each)[::-1].copy()
 
@@ -73,7 +73,7 @@ class ThinkerRunner:
         ]
 
     def decode(self, rows: Ints, input_ids: Ints, positions: Ints, lengths: Ints) -> Floats:
-        """Logits (n, V) behind one token of each prompt in `rows` (n,); `lengths` are those with the token."""
+        """Logits (n, V) of one token of each prompt in `rows` (n,); `lengths` include the token."""
         step = DecodeStep(
             input_ids=input_ids,
             positions=positions,
@@ -83,7 +83,7 @@ class ThinkerRunner:
         return to_numpy(self._runner.decode(step))[: len(rows)].astype(np.float32)
 
     def greedy(self, prompts: Sequence[Prompt], steps: int) -> tuple[Ints, Floats]:
-        """Continue all prompts together: ids (B, steps) and logits (B, steps, V)."""
+        """Greedy continuation of all prompts together: ids (B, steps) and logits (B, steps, V)."""
         logits = [
             np.stack([self.prefill(prompt, row, self.max_chunk)[-1] for row, prompt in enumerate(prompts)])
         ]
@@ -97,14 +97,14 @@ class ThinkerRunner:
         return np.stack(ids, axis=1), np.stack(logits, axis=1)
 
     def cached(self, name: str, num_tokens: int) -> NDArray[np.generic]:
-        """(heads, num_tokens, head_dim) of the first prompt in token order, from the state `name`."""
+        """KV state `name` (heads, num_tokens, head_dim) of the first prompt, in token order."""
         size = self._parameters.page_size
         rows = (self.pages(0)[:, None] * size + np.arange(size)).reshape(-1)[:num_tokens]
-        held: NDArray[np.generic] = to_numpy(self._worker.state[name])[rows].swapaxes(0, 1)
-        return held
+        cached: NDArray[np.generic] = to_numpy(self._worker.state[name])[rows].swapaxes(0, 1)
+        return cached
 
     def experts(self, num_tokens: int) -> tuple[Ints, Floats] | None:
-        """Experts and their weights (layers, tokens, k) of the last chunk; None when the engines do not tell."""
+        """Expert ids and weights (layers, tokens, k) of the last chunk; None when engines do not return them."""
         routes = self._worker.routes
         if not routes:
             return None

@@ -1,4 +1,4 @@
-"""The recorded prompts of thinker.safetensors, with what is recorded about them compared."""
+"""Recorded prompts of thinker.safetensors; reading them compares positions and masks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mingc.runtime.preprocess.positions import VisionSpan, compute_positions
 from mingc.runtime.prompt import AUDIO, VISION, WORD
 from mingc.runtime.thinker.step import PrefillStep
 from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.stages import Engines
+from mingc.verify.engines import Engines
 
 Ints = NDArray[np.int64]
 
@@ -42,7 +42,7 @@ class Prompt:
         )
 
     def chunks(self, size: int, pages: Ints) -> Iterator[PrefillStep]:
-        """Steps of at most `size` tokens over `pages`, in order."""
+        """Prefill steps of at most `size` tokens over `pages`, in order."""
         for start in range(0, len(self.input_ids), size):
             part = slice(start, min(start + size, len(self.input_ids)))
             yield PrefillStep(
@@ -58,26 +58,26 @@ class Prompt:
 
 
 def read_prompts(
-    case: str, engines: Engines, ledger: ComparisonLog, parameters: ThinkerParameters
+    case: str, engines: Engines, log: ComparisonLog, parameters: ThinkerParameters
 ) -> list[Prompt]:
-    """The rows of a case without their padding, and what the case records about them compared."""
-    ids = ledger.input(f"{case}.input_ids").astype(np.int64)
+    """The rows of a case without padding; compares the positions and masks that the case records."""
+    ids = log.input(f"{case}.input_ids").astype(np.int64)
     mask_name = f"{case}.attention_mask"
-    masks = ledger.input(mask_name).astype(bool) if mask_name in ledger else np.ones(ids.shape, bool)
+    masks = log.input(mask_name).astype(bool) if mask_name in log else np.ones(ids.shape, bool)
     if len(ids) > 1:
         return [_text_prompt(row[mask]) for row, mask in zip(ids, masks, strict=True)]
     tokens = ids[0][masks[0]]
-    kinds, embeds = _media(case, tokens, engines, ledger, parameters)
+    kinds, embeds = _media(case, tokens, engines, log, parameters)
     positions, delta = compute_positions(
         len(tokens),
-        _spans(case, tokens, ledger, parameters),
+        _spans(case, tokens, log, parameters),
         merge_size=1,
         temporal_scale=parameters.temporal_position_scale,
     )
-    ledger.ids(f"{case}.position_ids", positions[:, None])
-    ledger.ids(f"{case}.rope_deltas", [delta])
-    ledger.ids(f"{case}.image_mask", (kinds == VISION)[None])
-    ledger.ids(f"{case}.audio_mask", (kinds == AUDIO)[None])
+    log.ids(f"{case}.position_ids", positions[:, None])
+    log.ids(f"{case}.rope_deltas", [delta])
+    log.ids(f"{case}.image_mask", (kinds == VISION)[None])
+    log.ids(f"{case}.audio_mask", (kinds == AUDIO)[None])
     return [Prompt(input_ids=tokens, positions=positions, rope_delta=delta, embed_kind=kinds, embeds=embeds)]
 
 
@@ -92,35 +92,35 @@ def _text_prompt(tokens: Ints) -> Prompt:
 
 
 def _media(
-    case: str, tokens: Ints, engines: Engines, ledger: ComparisonLog, parameters: ThinkerParameters
+    case: str, tokens: Ints, engines: Engines, log: ComparisonLog, parameters: ThinkerParameters
 ) -> tuple[Ints, torch.Tensor | None]:
-    """Which rows take an embedding, and the embeddings in these rows."""
+    """The kind of each row (T,), and embeddings (T, D) for rows that are not tokens."""
     kinds = np.full(len(tokens), WORD)
     rows = np.zeros((len(tokens), parameters.hidden_size), np.float32)
     for name, token in (("image", parameters.image_patch_token), ("video", parameters.frame_patch_token)):
-        if f"{case}.{name}_embeds" in ledger:
+        if f"{case}.{name}_embeds" in log:
             kinds[tokens == token] = VISION
-            rows[tokens == token] = ledger.input(f"{case}.{name}_embeds")
-    if f"{case}.audio_embeds" in ledger:
-        places = ledger.input(f"{case}.audio_placeholder_loc_lens").reshape(-1, 2)
-        ledger.input(f"{case}.audio_embeds_lengths")
+            rows[tokens == token] = log.input(f"{case}.{name}_embeds")
+    if f"{case}.audio_embeds" in log:
+        places = log.input(f"{case}.audio_placeholder_loc_lens").reshape(-1, 2)
+        log.input(f"{case}.audio_embeds_lengths")
         index = np.concatenate([np.arange(int(start), int(start + length)) for start, length in places])
         kinds[index] = AUDIO
-        rows[index] = ledger.input(f"{case}.audio_embeds").reshape(-1, parameters.hidden_size)
+        rows[index] = log.input(f"{case}.audio_embeds").reshape(-1, parameters.hidden_size)
     if not kinds.any():
         return kinds, None
     spec = next(each for each in engines.stage("thinker")["embed"].spec.inputs if each.name == "embeds")
     return kinds, torch.from_numpy(rows).to(engines.device, torch_dtype(spec.dtype))
 
 
-def _spans(case: str, tokens: Ints, ledger: ComparisonLog, parameters: ThinkerParameters) -> list[VisionSpan]:
-    """Each run of patch tokens with its grid, in merged tokens (the merge is square and the same everywhere)."""
+def _spans(case: str, tokens: Ints, log: ComparisonLog, parameters: ThinkerParameters) -> list[VisionSpan]:
+    """Each run of patch tokens with its grid in merged tokens; the merge is square and equal for all."""
     spans: list[VisionSpan] = []
     for name, token in (("image", parameters.image_patch_token), ("video", parameters.frame_patch_token)):
-        if f"{case}.{name}_grid_thw" not in ledger:
+        if f"{case}.{name}_grid_thw" not in log:
             continue
         places = np.flatnonzero(tokens == token)
-        grids = ledger.input(f"{case}.{name}_grid_thw").astype(np.int64)
+        grids = log.input(f"{case}.{name}_grid_thw").astype(np.int64)
         merge = round((int(grids.prod(axis=1).sum()) / len(places)) ** 0.5)
         done = 0
         for frames, height, width in grids:

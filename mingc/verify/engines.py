@@ -1,4 +1,4 @@
-"""The stages of an artifact, loaded when a replay asks for them."""
+"""The engines of an artifact, loaded stage by stage on first use."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mingc.runtime.preprocess.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True)
-class StageWithState(LoadedStage):
-    """A stage that remembers the state it allocated, so that it can be looked at after a run."""
+class StatefulStage(LoadedStage):
+    """A stage that keeps the state it allocated, so that a replay can read it after a run."""
 
     state: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -29,7 +29,7 @@ class StageWithState(LoadedStage):
 
 
 class Engines:
-    """The engines of `artifact` on `device`; of sharded stages the share of rank 0."""
+    """The engines of `artifact` on `device`; for a sharded stage, those of rank 0."""
 
     def __init__(self, artifact: Artifact, device: torch.device) -> None:
         self.artifact = artifact
@@ -45,7 +45,7 @@ class Engines:
         return self.artifact.manifest.fingerprint.world_size
 
     def rank_devices(self) -> list[torch.device]:
-        """One device a rank: the same CPU, or CUDA devices from the first on."""
+        """One device per rank: the CPU for all, or CUDA devices 0 to n - 1."""
         if self.device.type == "cpu":
             return [self.device] * self.world_size
         return [torch.device(self.device.type, index) for index in range(self.world_size)]
@@ -54,51 +54,51 @@ class Engines:
         return all(name in self.artifact.manifest.stages for name in stages)
 
     def stage(self, name: str) -> LoadedStage:
-        """The loaded stage. Raises ArtifactError when the artifact has none of this name."""
+        """The loaded stage. Raises: ArtifactError when the artifact has no stage `name`."""
         if name not in self._stages:
             self._stages[name] = load_stage(self.artifact, name, self.device)
         return self._stages[name]
 
-    def share(self, name: str, rank: int) -> LoadedStage:
-        """The share of `rank` of a sharded stage, loaded anew on its device."""
+    def rank_stage(self, name: str, rank: int) -> LoadedStage:
+        """The shard of `rank` of a stage, loaded on that rank's device."""
         return load_stage(self.artifact, name, self.rank_devices()[rank], rank=rank)
 
-    def stage_with_state(self, name: str) -> StageWithState:
-        """The same engines with state of their own."""
+    def stateful_stage(self, name: str) -> StatefulStage:
+        """The same engines with separate state."""
         stage = self.stage(name)
-        return StageWithState(name, stage.graphs, stage.weights)
+        return StatefulStage(name, stage.graphs, stage.weights)
 
     def tokenizer(self, name: str) -> TextTokenizer | None:
-        """The tokenizer of `thinker` or `talker`, or None."""
+        """The tokenizer of `thinker` or `talker`; None when the artifact has none."""
         file = self.artifact.manifest.tokenizers.get(name)
         return None if file is None else TextTokenizer.from_file(self.artifact.path(file))
 
     def is_dynamic(self, stage: str, graph: str) -> bool:
-        """Whether one engine takes every size, so that nothing has to be padded to a bucket."""
+        """Whether one engine takes every size, so that inputs need no padding to a bucket."""
         return any(
             engine.dims is None for engine in self.artifact.manifest.stages[stage].graphs[graph].engines
         )
 
     def padded_size(self, graph: Graph, dim: str, size: int) -> int:
-        """The size that `graph` runs `size` at: its bucket when it has buckets, else a multiple within its range."""
+        """The size that `graph` runs for `size`: its bucket, or without buckets the next valid multiple."""
         spec = graph.spec.dim(dim)
         if spec.buckets:
             return graph.bucket(dim, size)
         return max(spec.minimum, -(-size // spec.multiple) * spec.multiple)
 
     def put(self, value: NDArray[np.generic], graph: Graph, name: str) -> torch.Tensor:
-        """`value` as the input `name` of `graph`: its dtype, on the device."""
+        """`value` on the device, in the dtype of input `name` of `graph`."""
         spec = next(tensor for tensor in graph.spec.inputs if tensor.name == name)
         return torch.from_numpy(np.ascontiguousarray(value)).to(self.device, torch_dtype(spec.dtype))
 
 
 def pad_rows(value: NDArray[np.generic], rows: int) -> NDArray[np.generic]:
-    """`value` with zero rows behind up to `rows`."""
+    """`value` padded with zero rows to `rows`."""
     return np.pad(value, [(0, rows - len(value))] + [(0, 0)] * (value.ndim - 1))
 
 
 def to_numpy(value: torch.Tensor) -> NDArray[np.generic]:
-    """On the host, floats as float32."""
+    """`value` on the host; floats become float32."""
     value = value.detach().cpu()
     array: NDArray[np.generic] = (value.float() if value.is_floating_point() else value).numpy()
     return array

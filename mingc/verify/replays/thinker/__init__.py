@@ -1,0 +1,1 @@
+"""Replay of thinker.safetensors: prompts, decode batches, expert routing and greedy continuations."""

@@ -1,0 +1,59 @@
+"""Replay of the silence holder: which outputs keep the silence rule."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from mingc.runtime.text.silence import SilenceHolder
+from mingc.verify.comparison_log import ComparisonLog
+from mingc.verify.replays.vae import _replay_holder, follows_silence_rule
+
+RATE = 1000
+FRAME = 100
+Floats = NDArray[np.float32]
+
+
+def wave(*levels: float) -> Floats:
+    """One frame of 0.1 s per level, of alternating sign."""
+    signs = np.where(np.arange(FRAME) % 2, -1, 1)
+    return np.concatenate([level * signs for level in levels]).astype(np.float32)
+
+
+def replay(samples: Floats, chunk: int) -> dict[str, str]:
+    parts = np.split(samples, range(chunk, samples.size, chunk))
+    holder = SilenceHolder(RATE)
+    outputs = [holder.push(part, index + 1 == len(parts)) for index, part in enumerate(parts)]
+    references = {f"sil.case.out{index}": output[None] for index, output in enumerate(outputs)}
+    log = ComparisonLog(
+        "vae.safetensors", {"sil.case.in": samples[None], **references}, tolerance=1e-4, is_exact=True
+    )
+    chunks = {"sil.case": {"sample_rate": RATE, "chunks": [{"chunk": part.size} for part in parts]}}
+    _replay_holder("sil.case", log, chunks)
+    return {each.name.removeprefix("vae: sil.case "): each.outcome for each in log.comparisons}
+
+
+@pytest.mark.parametrize(
+    "levels",
+    [
+        (1e-4, 1e-4, 1e-4, 1e-4, 5e-4),  # all silent, the loudest frame in the dropped tail
+        (1e-4, 5e-4, 1e-4, 1e-4, 1e-4),
+        (0.5, 0.5, 1e-4, 1e-4, 1e-4, 5e-4, 1e-4),
+        (0.5, 1e-4, 0.5),
+    ],
+)
+@pytest.mark.parametrize("chunk", [70, 250, 1000])
+def test_the_holder_keeps_the_silence_rule(levels: tuple[float, ...], chunk: int) -> None:
+    found = replay(wave(*levels), chunk)
+    assert set(found.values()) == {"pass"}
+    assert "rule" in found
+
+
+def test_a_dropped_word_or_changed_samples_break_the_rule() -> None:
+    samples = wave(0.5, 1e-4, 1e-4, 1e-4, 1e-4, 0.4, 1e-4, 1e-4, 1e-4, 1e-4)
+    assert follows_silence_rule(samples, samples[:900], RATE)
+    assert not follows_silence_rule(samples, samples[:400], RATE), "the second word is lost"
+    assert not follows_silence_rule(samples, np.delete(samples, 150)[:900], RATE), "a sample is lost"
+    assert not follows_silence_rule(samples, np.insert(samples, 150, 0.0), RATE), "a sample is repeated"
+    assert not follows_silence_rule(samples, samples[:900][::-1], RATE), "samples are out of order"
