@@ -1,10 +1,10 @@
-"""Layout of a prefill chunk that several prompts share."""
+"""Layout of a prefill chunk that several requests share: part of the contract of `paged_prefill_attention`."""
 
 from __future__ import annotations
 
-# A chunk's rows of another request begin at a multiple of this: a program of the kernel takes so many, all of one. With
-# 64 two programs share a multiprocessor: one adds up while the other multiplies.
+# Each request's rows start at a multiple of this: a program of the kernel takes this many rows, of one request. With 64
+# two programs share a multiprocessor: one does softmax while the other multiplies.
 CHUNK_ALIGNMENT = 64
-# The longest chunk that may hold rows of several requests. Beyond it a chunk's time grows as its rows do: one more
-# request gains nothing and makes the others wait.
+# The longest chunk that may hold several requests. A longer chunk's time is proportional to its rows: sharing it gains
+# nothing and delays the other requests.
 SHARED_ROWS = 1024

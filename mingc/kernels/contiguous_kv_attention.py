@@ -1,6 +1,6 @@
 """Decode attention of the speech LLM: one new token a request, keys and values in fixed slots.
 
-Rotates, stores and attends in one operation so that a single kernel can replace it.
+Rotary embedding, cache write and attention are one operation, so that one kernel can run all three.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def contiguous_kv_attention(
     lengths: Tensor,
     window: int | None,
 ) -> Tensor:
-    """Attention of B new tokens, each over the tokens of its slot and itself.
+    """Attend with B new tokens, each to the tokens of its slot and to itself.
 
     Args:
-        qkv: (B, (Hq + 2 Hk) d), queries | keys | values, biases added, not rotated.
-        cos, sin: (B, d/2) float32 of each token's position; the two halves of a head are rotated together.
+        qkv: (B, (Hq + 2 Hk) d), queries | keys | values, with biases, before rotary embedding.
+        cos, sin: (B, d/2) float32 of each token's position; value f of a head pairs with value f + d/2.
         k_slots, v_slots: (S, N, Hk, d), mutated: row `lengths[b]` of slot `slots[b]` is written.
-        slots, lengths: (B,) int64; `lengths` counts the tokens in the slot before, which is the row written.
-        window: number of newest tokens seen, the new one included; None sees all.
+        slots, lengths: (B,) int64; `lengths` counts the tokens already in the slot, which is the row written.
+        window: number of newest tokens that are visible, the new one included; None: all.
 
     Returns: (B, Hq d) in the dtype of `qkv`.
     """
@@ -55,7 +55,7 @@ def contiguous_kv_attention(
     visible = row <= lengths.unsqueeze(1)
     if window is not None:
         visible = visible & (row > lengths.unsqueeze(1) - window)
-    # The queries that share a key head stand on the sequence axis: grouped heads without repeating keys.
+    # Queries that share a KV head go on the sequence axis: grouped-query attention without repeating keys.
     context = F.scaled_dot_product_attention(
         rotated[:, :heads].reshape(batch, kv_heads, heads // kv_heads, size),
         k_slots[slots].transpose(1, 2),

@@ -1,4 +1,4 @@
-"""Prefill attention of the speech LLM: a chunk of one request's prompt, keys and values in its slot."""
+"""Prefill attention of the speech LLM: a chunk of one request's prompt, keys and values in a fixed slot."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def contiguous_kv_prefill_attention(
     last: Tensor,
     window: int | None,
 ) -> Tensor:
-    """Causal attention of T chunk tokens over the slot, which receives them at rows `start`, `start + 1`, ….
+    """Write T chunk tokens to the slot at rows `start`, `start + 1`, … and attend causally to it.
 
     Args:
-        qkv: (T, (Hq + 2 Hk) d), queries | keys | values, biases added, not rotated.
+        qkv: (T, (Hq + 2 Hk) d), queries | keys | values, with biases, before rotary embedding.
         cos, sin: (T, d/2) float32 of each token's position.
         k_slots, v_slots: (S, N, Hk, d), mutated.
-        slot, start, last: (1,) int64. Tokens after chunk index `last` are padding: they are written to
-            slot 0, which nobody reads, so that a padded chunk cannot reach past the end of the slot.
-        window: number of newest tokens a query sees, itself included; None sees all.
+        slot, start, last: (1,) int64. Tokens after chunk index `last` are padding: they are written to slot 0,
+            which is never read, so that a padded chunk cannot run past the end of its slot.
+        window: number of newest tokens visible to a query, itself included; None: all.
 
-    Returns: (T, Hq d) in the dtype of `qkv`; rows of padding hold finite garbage.
+    Returns: (T, Hq d) in the dtype of `qkv`; padding rows are finite but meaningless.
     """
     if use_triton(qkv, 2 * cos.shape[-1]):
         from mingc.kernels.triton import contiguous_kv_prefill_attention as gpu
@@ -55,7 +55,7 @@ def contiguous_kv_prefill_attention(
     v_slots.index_put_(target, packed[:, heads + kv_heads :])
 
     row = torch.arange(num_rows, device=qkv.device)
-    # Padding may stand beyond the slot's last row; the clamp keeps at least one row visible to it.
+    # Padding may lie beyond the slot's last row; the clamp keeps at least one row visible to it.
     position = (start + index).clamp(max=num_rows - 1).unsqueeze(1)
     visible = row <= position
     if window is not None:

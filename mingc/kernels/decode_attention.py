@@ -1,4 +1,4 @@
-"""The thinker's attention between the packed projection and the output projection, for one new token a request."""
+"""Decode attention of the thinker, from the packed QKV projection to the output projection: one token a request."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def decode_attention(
     eps: float,
     page_size: int,
 ) -> Tensor:
-    """`norm_rope_write` into the row of each request's last token, then `paged_decode_attention`.
+    """Run `norm_rope_write` for each request's last token, then `paged_decode_attention`.
 
     Args:
         qkv: (B, Hq + 2 Hk, d).
         page_table: (B, P) int32.
         lengths: (B,) int64, the new token included; a padding request has 0 or 1 and page 0.
-        others: as there; `k_pages` and `v_pages` are mutated.
+        others: as in these two; `k_pages` and `v_pages` are mutated.
 
     Returns: (B, Hq, d).
     """

@@ -1,9 +1,9 @@
-"""Flow matching and the aggregator at batch 1: kernels of their own for few rows, and for what is between them.
+"""Flow matching and the aggregator at batch 1 in CUDA C++: GEMMs for few rows and everything between them.
 
-At 74 rows the vendor's products take longer to begin and to end than to multiply. These begin early (their weights
-come while the kernel before them ends), split the depth over a cluster of thread blocks, and take norm, activation
-and residual sum with them. Only on CUDA of Hopper's architecture and for the released geometry; the reference is
-what `Cfm` does elsewhere.
+At 74 rows the vendor's GEMMs spend more time starting and ending than multiplying. These kernels load their weights
+while the kernel before them ends (programmatic dependent launch), split K over a cluster of thread blocks, and fuse
+norm, activation and residual sum. They need a GPU with cluster kernels (`mingc.artifacts.target`) and the released
+model's sizes; elsewhere `mingc.export.stages.cfm.Cfm` runs the plain form, which is the reference.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["BlockWeights", "PatchInputs", "PatchWeights", "TransformerWeights", 
 
 WIDTH, INNER, HEAD_SIZE = 1024, 4096, 64
 PATCH, CHANNELS = 4, 64  # latents of a patch and their channels
-HISTORY, LLM_WIDTH = 32, 896  # latents before the patch; of the hidden state
+HISTORY, LLM_WIDTH = 32, 896  # latents before the patch; size of the hidden state
 MAX_STEPS = 32
 
 
 def takes_patch(noise: Tensor, weights: PatchWeights) -> bool:
-    """Whether `sample` is there for ODE states of this shape."""
-    # In this order: the batch of a dynamic graph must not be asked for its size.
+    """Whether `sample` supports these weights and an ODE state of this shape."""
+    # The order matters: comparing the batch of a dynamic graph would specialize it.
     return (
         _takes(weights.dit, 1 + HISTORY + PATCH)
         and _takes(weights.aggregator, 1 + PATCH)
@@ -46,6 +46,9 @@ def _takes(weights: TransformerWeights, tokens: int) -> bool:
 
 
 def sample(inputs: PatchInputs, weights: PatchWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """One patch: latents (1, P, C) float32, the aggregator's stream (1 + P, D) before its norm, and the stop
-    probability (1,) float32."""
+    """Sample one patch.
+
+    Returns: latents (1, P, C) float32, the aggregator's residual stream (1 + P, D) before its norm, and the stop
+    probability (1,) float32.
+    """
     return cuda.sample(inputs, weights)

@@ -1,9 +1,8 @@
-"""The experts of a mixture-of-experts layer: those the router chose for a token, and one of every token.
+"""Experts of a mixture-of-experts layer: each token's routed experts, and the shared expert of all tokens.
 
-Which experts have rows is known only when it runs, which tensor code of fixed shape cannot say. So there are two
-forms of the same maths: eager, experts are visited one by one; in a captured graph every (token, expert) pair
-is a row of its own. Neither lets a token's result depend on the tokens it shares a batch with. On CUDA in half
-precision kernels take their place.
+The torch reference has two forms, because which experts have rows is known only at run time: eager code visits expert
+by expert; a captured graph, whose shapes are fixed, makes every (token, expert) pair a row. In both a token's result
+does not depend on the other tokens of its batch. Half precision on a GPU of the table runs Triton kernels instead.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from mingc.kernels.dispatch import use_triton
 from mingc.kernels.linear import linear
 from mingc.kernels.quantized import dequantize
 
-# Rows of one eager matrix product. Products with another number of rows may add up in another order, so blocks
-# are always this large (filled up with zeros).
+# Rows of one eager GEMM. A GEMM with another number of rows may sum in another order, so blocks always have this size,
+# padded with zeros.
 _BLOCK_ROWS = 16
 
 
@@ -36,7 +35,7 @@ class ExpertWeights(NamedTuple):
 
     @property
     def intermediate_size(self) -> int:
-        """F, this rank's part of the intermediate width."""
+        """F, this rank's share of the intermediate size."""
         return self.gate_up.shape[-2] // 2
 
 
@@ -51,16 +50,16 @@ def moe_experts(
     *,
     shared: ExpertWeights | None = None,
 ) -> Tensor:
-    """Weighted sum over each token's experts of `down(silu(gate(x)) * up(x))`, and the shared expert's once.
+    """Sum `down(silu(gate(x)) * up(x))` over each token's experts by weight, and add the shared expert.
 
     Args:
         x: (T, D).
         ids: (T, K) int64, the experts of each token.
         weights: (T, K) float32.
         gate_up, down, gate_up_scale, down_scale: the experts, see `ExpertWeights`.
-        shared: the expert of every token, if there is one.
+        shared: the shared expert, if there is one.
 
-    Returns: (T, D) in the dtype of `x`. Expert outputs are weighted and summed in float32 in the order of `ids`
+    Returns: (T, D) in the dtype of `x`. Expert outputs are weighted and summed in float32, in the order of `ids`
     (spec: thinker.md §2.3).
     """
     experts = ExpertWeights(gate_up, down, gate_up_scale, down_scale)
@@ -73,14 +72,15 @@ def moe_experts(
 
 
 def swiglu(x: Tensor, expert: ExpertWeights) -> Tensor:
-    """`down(silu(gate(x)) * up(x))` of one expert for all tokens: (T, D) → (T, D)."""
+    """Run one expert, `down(silu(gate(x)) * up(x))`, for all tokens: (T, D) → (T, D)."""
     gate, up = linear(x, expert.gate_up, None, expert.gate_up_scale).chunk(2, dim=-1)
     return linear(F.silu(gate) * up, expert.down, None, expert.down_scale)
 
 
-def has_kernel(hidden_size: int, width: int, num_experts: int) -> bool:
-    """Whether CUDA kernels take such sizes: they work on whole tiles, and sort by tables of a power of two."""
-    return hidden_size % 128 == 0 and width % 128 == 0 and num_experts & (num_experts - 1) == 0
+def has_kernel(hidden_size: int, intermediate_size: int, num_experts: int) -> bool:
+    """Whether the Triton kernels support these sizes: whole tiles, and a power of two of experts to sort by."""
+    is_power = num_experts & (num_experts - 1) == 0
+    return hidden_size % 128 == 0 and intermediate_size % 128 == 0 and is_power
 
 
 def _launch(
@@ -107,21 +107,21 @@ def _launch(
 
 
 def _pair_rows(x: Tensor, ids: Tensor, experts: ExpertWeights) -> Tensor:
-    """Outputs (T, K, D) of all pairs, as gathers that feed sums.
+    """Outputs (T, K, D) of all (token, expert) pairs, as gathers that feed sums.
 
-    The compiler makes one loop of gather, product and sum that reads the chosen experts where they lie; run
-    eagerly this would copy an expert for every pair.
+    The compiler fuses gather, multiplication and sum into one loop that reads the experts in place; eager execution
+    would copy an expert for every pair.
     """
-    gate_up = _chosen(experts.gate_up, experts.gate_up_scale, ids, x.dtype)
+    gate_up = _gather(experts.gate_up, experts.gate_up_scale, ids, x.dtype)
     hidden = (gate_up.to(torch.float32) * x[:, None, None].to(torch.float32)).sum(-1).to(x.dtype)
     gate, up = hidden.chunk(2, dim=-1)
     activated = (F.silu(gate) * up).unsqueeze(2).to(torch.float32)
-    down = _chosen(experts.down, experts.down_scale, ids, x.dtype)
+    down = _gather(experts.down, experts.down_scale, ids, x.dtype)
     return (down.to(torch.float32) * activated).sum(-1).to(x.dtype)
 
 
 def _visit_experts(x: Tensor, ids: Tensor, experts: ExpertWeights) -> Tensor:
-    """Outputs (T, K, D) of all pairs; only the chosen experts are read, and nothing larger is kept."""
+    """Outputs (T, K, D) of all (token, expert) pairs, expert by expert; reads only experts that have tokens."""
     top_k = ids.shape[1]
     pair_ids = ids.reshape(-1)
     order = pair_ids.argsort(stable=True)
@@ -132,8 +132,8 @@ def _visit_experts(x: Tensor, ids: Tensor, experts: ExpertWeights) -> Tensor:
         if count == 0:
             continue
         expert = ExpertWeights(
-            _chosen(experts.gate_up, experts.gate_up_scale, number, x.dtype),
-            _chosen(experts.down, experts.down_scale, number, x.dtype),
+            _gather(experts.gate_up, experts.gate_up_scale, number, x.dtype),
+            _gather(experts.down, experts.down_scale, number, x.dtype),
         )
         for first in range(start, start + count, _BLOCK_ROWS):
             places = order[first : min(first + _BLOCK_ROWS, start + count)]
@@ -144,5 +144,5 @@ def _visit_experts(x: Tensor, ids: Tensor, experts: ExpertWeights) -> Tensor:
     return outputs.view(ids.shape[0], top_k, x.shape[1])
 
 
-def _chosen(weight: Tensor, scale: Tensor | None, ids: Tensor | int, dtype: torch.dtype) -> Tensor:
+def _gather(weight: Tensor, scale: Tensor | None, ids: Tensor | int, dtype: torch.dtype) -> Tensor:
     return weight[ids] if scale is None else dequantize(weight[ids], scale[ids], dtype)

@@ -10,20 +10,20 @@ def mrope_cos_sin(positions: Tensor, inv_freq: Tensor, rows: Tensor) -> tuple[Te
     """Cosine and sine of every token's rotation angles.
 
     Args:
-        positions: (3, T) int64; rows time, height, width; may be negative (spec: thinker.md §4), which is why
-            angles are computed and not looked up.
+        positions: (3, T) int64; rows time, height, width; may be negative (spec: thinker.md §4), so
+            angles are computed instead of looked up.
         inv_freq: (R,) float32, R = half the rotated width.
         rows: (R,) int64, which row of `positions` drives each frequency.
 
     Returns: two (T, R) float32.
     """
-    # Transposed first: the result is then contiguous, as an engine that takes it expects.
+    # Transposed first, so that the result is contiguous, as engines expect.
     angles = positions.t().index_select(1, rows).to(torch.float32) * inv_freq
     return angles.cos(), angles.sin()
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first 2R values of every head, pairing value f with value f + R; the rest passes through.
+    """Rotate the first 2R values of every head, value f with value f + R; the rest is unchanged.
 
     Args:
         x: (T, H, d) any float dtype.

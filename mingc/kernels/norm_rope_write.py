@@ -1,4 +1,4 @@
-"""What lies between the packed projection and attention: norms of queries and keys, rotation, the write to pages."""
+"""Query and key norms, rotary embedding and the KV cache write, between the packed QKV projection and attention."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def norm_rope_write(
     v_pages: Tensor,
     eps: float,
 ) -> Tensor:
-    """Queries ready for attention; the tokens' keys and values are put into the pools.
+    """Normalize and rotate queries and keys; write keys and values to the pools. Returns the queries.
 
     Args:
         qkv: (T, Hq + 2 Hk, d), heads of queries, keys, values.
         q_norm, k_norm: (d,), weights of the RMS norm over each head.
-        cos, sin: (T, rot / 2) float32; the first rot values of a head are rotated, value f with f + rot / 2.
-        rows: (T,) int64, the pool row of each token. Padding tokens may share rows, of which none is read.
+        cos, sin: (T, rot / 2) float32; the first rot values of a head are rotated, value f with value f + rot / 2.
+        rows: (T,) int64, the pool row of each token. Padding tokens may share rows, which are never read.
         k_pages, v_pages: (KV, Hk, d), mutated at `rows`.
 
     Returns: (T, Hq, d) (spec: thinker.md §2.1, §3).
@@ -40,7 +40,7 @@ def norm_rope_write(
         return ready
     num_kv_heads = k_pages.shape[1]
     q, k, v = qkv.split_with_sizes((qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
-    # The write goes to the pool itself, not to a view of it: only so does the compiler update it without a copy.
+    # Write to the pool itself, not to a view of it: otherwise the compiler copies the pool.
     k_pages.index_put_((rows,), apply_rope(rms_norm(k, k_norm, eps), cos, sin))
     v_pages.index_put_((rows,), v)
     return apply_rope(rms_norm(q, q_norm, eps), cos, sin)

@@ -1,9 +1,8 @@
-"""Attention over keys and values that lie in pages.
+"""Attention over a paged KV cache.
 
-A pool is (KV, Hk, d): the rows of all pages one after the other, `page_size` rows a page. A page table names a
-request's pages in token order, filled up with 0, the page that belongs to padding. Rows beyond a request's tokens
-may hold what an earlier request left, NaN even, and must not be felt. Scale 1/sqrt(d), softmax in float32
-(spec: thinker.md §2.1).
+A pool is (KV, Hk, d): the rows of all pages in order, `page_size` rows a page. A page table lists a request's pages in
+token order, padded with 0, the padding page. Rows after a request's tokens may hold values of an earlier request, even
+NaN, and must not affect the result. Scale 1/sqrt(d), softmax in float32 (spec: thinker.md §2.1).
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from mingc.kernels.dispatch import use_triton
 
 
 def token_rows(page_table: Tensor, index: Tensor, page_size: int) -> Tensor:
-    """Pool rows (B,) int64 of one token each of several requests.
+    """Pool rows (B,) int64 of one token of each request.
 
     Args:
         page_table: (B, P) int32.
-        index: (B,) int64, which token of its request.
+        index: (B,) int64, position of the token in its request.
     """
     pages = page_table.gather(1, (index // page_size).unsqueeze(1)).squeeze(1)
     return pages.to(torch.int64) * page_size + index % page_size
@@ -44,18 +43,17 @@ def paged_prefill_attention(
     index: Tensor,
     page_size: int,
 ) -> Tensor:
-    """Causal attention of a chunk, which may hold tokens of several requests, over all tokens of each.
+    """Attend causally with a chunk of tokens, which may belong to several requests, to all tokens of their requests.
 
     Args:
-        q: (T, Hq, d); query head j reads KV head j // (Hq / Hk). Tokens of a request are rows that follow each other,
-            the first at a multiple of `chunk_layout.CHUNK_ALIGNMENT`; padding may follow them. More than
-            `SHARED_ROWS` there are of one
-            request.
+        q: (T, Hq, d); query head j reads KV head j // (Hq / Hk). A request's tokens are consecutive rows, the first at
+            a multiple of `chunk_layout.CHUNK_ALIGNMENT`; padding may follow them. A chunk of more than
+            `chunk_layout.SHARED_ROWS` rows belongs to one request.
         k_pages, v_pages: (KV, Hk, d).
         page_table: (S, P) int32.
-        segment: (T,) int64, the row of `page_table` that a token belongs to; of padding any.
-        index: (T,) int64, which token of its request: it sees those up to itself, whose rows have been written. -1
-            for padding, whose result is finite where the rows of its segment are.
+        segment: (T,) int64, row of `page_table` for each token; any row for padding.
+        index: (T,) int64, position of the token in its request, of which it sees the tokens up to itself; their rows
+            must have been written. -1 for padding, whose result is finite if the rows of its segment are.
 
     Returns: (T, Hq, d).
     """
@@ -67,7 +65,7 @@ def paged_prefill_attention(
         )
         return attended
     if not torch.compiler.is_compiling():
-        page_table = page_table[: int(segment.max()) + 1]  # tables of nobody, and long ones, cost memory here
+        page_table = page_table[: int(segment.max()) + 1]  # unused rows of the table would cost memory here
     num_tokens, num_heads, width = q.shape
     num_kv_heads = k_pages.shape[1]
     num_groups = num_heads // num_kv_heads
@@ -96,13 +94,13 @@ def paged_prefill_attention(
 def paged_decode_attention(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, lengths: Tensor, page_size: int
 ) -> Tensor:
-    """Attention of one new token a request over the request's tokens, itself included.
+    """Attend with one new token a request to the request's tokens, itself included.
 
     Args:
         q: (B, Hq, d).
         k_pages, v_pages: (KV, Hk, d).
         page_table: (B, P) int32.
-        lengths: (B,) int64, tokens of each request; below 1 is taken as 1: a row of the softmax must not be empty.
+        lengths: (B,) int64, tokens of each request; values below 1 count as 1, as softmax needs a visible key.
 
     Returns: (B, Hq, d).
     """
@@ -120,7 +118,7 @@ def paged_decode_attention(
     shape = (num_requests, num_context, num_kv_heads, width)
     k = k_pages.index_select(0, rows).view(shape).transpose(1, 2)
     v = v_pages.index_select(0, rows).view(shape).transpose(1, 2)
-    # The query heads of one KV head stand where the query tokens would: keys are read once, not per query head.
+    # The query heads of one KV head go on the sequence axis: keys are read once, not once per query head.
     grouped_q = q.view(num_requests, num_kv_heads, num_heads // num_kv_heads, width)
     is_visible = torch.arange(num_context, device=q.device) < lengths
     out = F.scaled_dot_product_attention(grouped_q, k, v, attn_mask=is_visible[:, None, None, :])
@@ -128,7 +126,7 @@ def paged_decode_attention(
 
 
 def _visible_rows(page_table: Tensor, length: Tensor, page_size: int) -> Tensor:
-    """Pool rows (..., P * page_size) int64 of the pages; tokens from `length` (..., 1) on are the request's first."""
+    """Pool rows (..., P * page_size) int64 of the pages; from `length` (..., 1) on the request's first row repeats."""
     first = page_table.to(torch.int64).unsqueeze(-1) * page_size
     places = torch.arange(page_size, device=page_table.device)
     rows = (first + places).flatten(-2)

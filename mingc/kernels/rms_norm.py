@@ -10,13 +10,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale `x` to unit root mean square, then by `weight`.
 
     Args:
-        x: (..., width) any float dtype.
-        weight: (width,) in the dtype of `x`.
+        x: (..., D) any float dtype.
+        weight: (D,) in the dtype of `x`.
         eps: added to the mean square.
 
     Returns: like `x`. Statistics are float32; the result is cast to the dtype of `x` before the weight is
-    applied, as the checkpoint's authors do (spec: thinker.md §2).
+    applied, as in the reference implementation (spec: thinker.md §2).
     """
-    wide = x.to(torch.float32)
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
+    x32 = x.to(torch.float32)
+    scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return (x32 * scale).to(x.dtype) * weight

@@ -1,4 +1,4 @@
-"""Choice of experts: sigmoid scores, a selection bias, and a limit on the number of expert groups."""
+"""Expert routing: sigmoid scores, a selection bias, top-k experts within the best expert groups."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ def route_hidden(
     top_k: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Score all experts in float32 and `route`, each token with the gate of its modality.
+    """Score all experts in float32, each token with the gate of its modality, and `route`.
 
     Args:
         x: (T, D).
-        weight: (G, E, D), a matrix a gate.
+        weight: (G, E, D), one matrix a gate.
         bias: (G, E) float32.
-        gate_index: (T,) int64; without it every token takes gate 0.
+        gate_index: (T,) int64; without it every token uses gate 0.
     """
     num_gates, num_experts, hidden_size = weight.shape
     is_power = num_experts & (num_experts - 1) == 0 and num_groups & (num_groups - 1) == 0
     if use_triton(x) and is_power and num_experts >= 16 and hidden_size % 128 == 0:
         from mingc.kernels.triton import router as gpu
 
-        chosen: tuple[Tensor, Tensor] = gpu.route_hidden(
+        routed: tuple[Tensor, Tensor] = gpu.route_hidden(
             x, weight, bias, gate_index, num_groups, num_kept_groups, top_k, scale
         )
-        return chosen
-    wide = x.to(torch.float32)
+        return routed
+    x32 = x.to(torch.float32)
     if gate_index is None:
-        logits, own_bias = F.linear(wide, weight[0].to(torch.float32)), bias[0]
+        logits, own_bias = F.linear(x32, weight[0].to(torch.float32)), bias[0]
     else:
-        # One product with all gates costs less than one a gate and a merge; the unwanted are dropped.
-        every = F.linear(wide, weight.flatten(0, 1).to(torch.float32)).view(-1, num_gates, num_experts)
+        # One GEMM with all gates costs less than a GEMM a gate and a merge.
+        every = F.linear(x32, weight.flatten(0, 1).to(torch.float32)).view(-1, num_gates, num_experts)
         logits = every.gather(1, gate_index[:, None, None].expand(-1, 1, num_experts)).squeeze(1)
         own_bias = bias.index_select(0, gate_index)
     return route(
@@ -58,13 +58,13 @@ def route_hidden(
 def route(
     logits: Tensor, bias: Tensor, *, num_groups: int, num_kept_groups: int, top_k: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Pick `top_k` experts a token and their weights (spec: thinker.md §2.3).
+    """Select `top_k` experts a token and their weights (spec: thinker.md §2.3).
 
     Args:
         logits: (T, E) float32.
-        bias: (T, E) or (E,) float32; added for the choice only, the weights come from the bare scores.
-        num_groups: consecutive equal groups of experts; a group's rank is the sum of its two best biased scores.
-        num_kept_groups: groups that may be chosen from.
+        bias: (T, E) or (E,) float32; used for the selection only; weights come from the unbiased scores.
+        num_groups: consecutive equal groups of experts; a group's score is the sum of its two best biased scores.
+        num_kept_groups: number of best groups that experts are selected from.
 
     Returns: ids (T, top_k) int64, best first, and weights (T, top_k) float32 that sum to `scale`.
     """
@@ -76,9 +76,9 @@ def route(
         grouped = biased.view(num_tokens, num_groups, group_size)
         group_scores = grouped.topk(min(2, group_size), dim=-1).values.sum(-1)
         kept = group_scores.topk(num_kept_groups, dim=-1).indices
-        # Comparing with every group index is a fused elementwise pass; a scatter would be a kernel of its own.
+        # Comparing with every group index is one fused elementwise pass; a scatter would be a separate kernel.
         is_kept = (kept.unsqueeze(-1) == torch.arange(num_groups, device=kept.device)).any(1)
         biased = grouped.masked_fill(~is_kept.unsqueeze(-1), float("-inf")).view(num_tokens, num_experts)
     ids = biased.topk(top_k, dim=-1).indices
-    chosen = scores.gather(1, ids)
-    return ids, chosen * (scale / (chosen.sum(-1, keepdim=True) + 1e-20))
+    selected = scores.gather(1, ids)
+    return ids, selected * (scale / (selected.sum(-1, keepdim=True) + 1e-20))

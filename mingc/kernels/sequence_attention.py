@@ -1,4 +1,4 @@
-"""Causal attention over one whole sequence without a cache, with an optional sliding window."""
+"""Causal attention over a whole sequence without a cache, with an optional sliding window. Torch only."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch.nn import functional as F
 
 
 def sequence_attention(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, window: int | None) -> Tensor:
-    """Attention of T tokens, each over itself and the `window - 1` tokens before it (all of them when None).
+    """Attend with T tokens, each to itself and the `window - 1` tokens before it (None: all).
 
     Args:
-        qkv: (T, (Hq + 2 Hk) d), queries | keys | values, biases added, not rotated.
-        cos, sin: (T, d/2) float32; the two halves of a head are rotated together.
+        qkv: (T, (Hq + 2 Hk) d), queries | keys | values, with biases, before rotary embedding.
+        cos, sin: (T, d/2) float32; value f of a head pairs with value f + d/2.
 
     Returns: (T, Hq d) in the dtype of `qkv`.
     """

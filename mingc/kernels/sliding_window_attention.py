@@ -1,7 +1,7 @@
-"""Attention of a streaming decoder: a few new frames a request, the newest keys and values in a ring.
+"""Sliding-window attention of a streaming decoder: a few new frames a request, keys and values in a ring buffer.
 
-The ring knows no reset: which frame a row holds follows from the newest frame number, so the rows that an
-earlier user of the slot left behind have negative numbers and are never seen.
+The ring buffer needs no reset: the frame number of a row follows from the newest frame number, so rows left by an
+earlier request of the slot get negative numbers and are never visible.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from mingc.kernels.dispatch import use_triton
 
-_MAX_RING_ROWS = 256  # the kernel holds a ring in registers; without a window it would be thousands of rows
+_MAX_RING_ROWS = 256  # the kernel keeps a ring in registers; without a window it has thousands of rows
 
 
 def sliding_window_attention(
@@ -25,19 +25,19 @@ def sliding_window_attention(
     first_frame: Tensor,
     window: int | None,
 ) -> Tensor:
-    """Causal attention of n new frames of B requests over their rings.
+    """Write n new frames of B requests to their ring buffers and attend causally to them.
 
-    Frame f lies in row `f % R`. The next call may write rows again (those of frames computed
-    without knowing what follows), which is why R must be at least `window - 1 + n`.
+    Frame f is in row `f % R`. The next call may overwrite rows (of frames that were computed before the following ones
+    were known), so R must be at least `window - 1 + n`.
 
     Args:
-        qkv: (B, n, (Hq + 2 Hk) d), queries | keys | values, biases added, not rotated.
+        qkv: (B, n, (Hq + 2 Hk) d), queries | keys | values, with biases, before rotary embedding.
         cos, sin: (B, n, d/2) float32 of the frame numbers.
         k_ring, v_ring: (S, R, Hk, d), mutated.
         slots: (B,) int64.
-        first_frame: (B,) int64 number of frame 0 of `qkv`; negative frames do not exist: no other
-            frame sees them, and their own result is finite garbage.
-        window: number of newest frames a query sees, itself included; None sees all that the ring holds.
+        first_frame: (B,) int64 number of frame 0 of `qkv`; negative frames do not exist: no other frame sees them,
+            and their own result is finite but meaningless.
+        window: number of newest frames visible to a query, itself included; None: all in the ring.
 
     Returns: (B, n, Hq d) in the dtype of `qkv`.
     """
@@ -64,15 +64,15 @@ def sliding_window_attention(
     v_ring.index_put_(target, packed[:, :, heads + kv_heads :])
 
     newest = first_frame.unsqueeze(1) + (frames - 1)
-    held = newest - torch.remainder(newest - torch.arange(num_rows, device=qkv.device), num_rows)
-    held, asking = held.unsqueeze(1), frame.unsqueeze(2)
-    visible = (held >= 0) & (held <= asking)
+    stored = newest - torch.remainder(newest - torch.arange(num_rows, device=qkv.device), num_rows)
+    stored, query = stored.unsqueeze(1), frame.unsqueeze(2)
+    visible = (stored >= 0) & (stored <= query)
     if window is not None:
-        visible = visible & (held > asking - window)
-    visible = visible | (held == asking)  # a frame before the first sees itself: softmax over nothing is NaN
+        visible = visible & (stored > query - window)
+    visible = visible | (stored == query)  # a negative frame sees itself: softmax over no keys is NaN
     queries = rotated[:, :, :heads].reshape(batch, frames, kv_heads, groups, size).permute(0, 2, 3, 1, 4)
     mask = visible[:, None, None].expand(batch, 1, groups, frames, num_rows)
-    # The queries that share a key head stand on the sequence axis: grouped heads without repeating keys.
+    # Queries that share a KV head go on the sequence axis: grouped-query attention without repeating keys.
     context = F.scaled_dot_product_attention(
         queries.reshape(batch, kv_heads, groups * frames, size),
         k_ring[slots].transpose(1, 2),

@@ -1,4 +1,4 @@
-"""Full attention over a few dozen tokens, every query seeing every key: the DiT and the aggregator."""
+"""Bidirectional attention over a few dozen tokens, for the DiT and the aggregator."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mingc.kernels.dispatch import use_triton
 
 
 def small_sequence_attention(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Bidirectional attention of N sequences of T tokens, with interleaved rope.
+    """Attend within N sequences of T tokens, with interleaved rotary embedding.
 
     Args:
-        qkv: (N, T, 3 H d), queries | keys | values, biases added, not rotated.
-        cos, sin: (T, d/2) float32; dims 2f and 2f + 1 of a head are rotated together.
+        qkv: (N, T, 3 H d), queries | keys | values, with biases, before rotary embedding.
+        cos, sin: (T, d/2) float32; value 2f of a head pairs with value 2f + 1.
 
     Returns: (N, T, H d) in the dtype of `qkv`.
     """

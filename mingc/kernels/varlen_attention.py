@@ -1,9 +1,9 @@
-"""Attention in which every query sees one contiguous range of keys: frames of a video, clips of a batch.
+"""Variable-length attention: every query sees one contiguous range of keys, such as a video frame or an audio clip.
 
-Only the torch reference, which builds the dense mask once for all layers; a kernel that walks the ranges
-needs `Segments.bounds` alone. Not here: projections, rotary embedding, the choice of the ranges.
+Torch only; it builds the dense mask once for all layers. A kernel that walks the ranges would need `Segments.bounds`
+alone.
 
-Shape letters: B rows, Q queries, K keys, H heads, d head width, S = Q, or 1 when all queries share one range.
+Shape letters: B rows, Q queries, K keys, H heads, d head size, S = Q, or 1 when all queries share one range.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segments:
-    """The key ranges of a batch, prepared once for all layers of an encoder.
+    """Key ranges of a batch, built once for all layers of an encoder.
 
-    `bounds`: (B, S, 2) integer, `[start, end)` of the keys a query sees. `mask`: (B, 1, S, K), 0 where
-    visible and -inf elsewhere, in the dtype of the queries.
+    `bounds`: (B, S, 2) integer, `[start, end)` of the keys visible to a query. `mask`: (B, 1, S, K), 0 where visible
+    and -inf elsewhere, in the dtype of the queries.
     """
 
     bounds: Tensor
@@ -28,9 +28,9 @@ class Segments:
 
 
 def make_segments(bounds_BS2: Tensor, num_keys: int, dtype: torch.dtype) -> Segments:
-    """The ranges `bounds_BS2` over `num_keys` keys; every range must hold at least one key.
+    """Key ranges `bounds_BS2` over `num_keys` keys; every range must contain at least one key.
 
-    The mask is additive, not boolean: SDPA would turn a boolean one into this form again in every layer.
+    The mask is additive because SDPA would convert a boolean one to this form in every layer.
     """
     key_K = torch.arange(num_keys, device=bounds_BS2.device, dtype=bounds_BS2.dtype)
     start_BS1, end_BS1 = bounds_BS2[..., :1], bounds_BS2[..., 1:]
@@ -40,13 +40,13 @@ def make_segments(bounds_BS2: Tensor, num_keys: int, dtype: torch.dtype) -> Segm
 
 
 def varlen_attention(q_BQHd: Tensor, k_BKHd: Tensor, v_BKHd: Tensor, segments: Segments) -> Tensor:
-    """softmax(q·kᵀ/√d)·v over the visible keys of each query, not causal.
+    """Attend with each query to its visible keys: softmax(q·kᵀ/√d)·v, not causal.
 
     Args:
         q_BQHd: (B, Q, H, d) floating point.
         k_BKHd: (B, K, H, d), same dtype.
         v_BKHd: (B, K, H, d), same dtype.
-        segments: made by `make_segments` for K keys in that dtype.
+        segments: from `make_segments` for K keys in that dtype.
 
     Returns:
         (B, Q, H, d) in the dtype of `q_BQHd`.
