@@ -21,7 +21,7 @@ import click
 
 from mingc import __version__
 from mingc.console.param_types import PathParam, names, numbers
-from mingc.console.progress import progress, teller
+from mingc.console.progress import progress, step_logger
 from mingc.console.signals import clean_shutdown
 from mingc.errors import ConfigError, MingcError, unexpected
 
@@ -278,10 +278,10 @@ def verify_command(
     from mingc.console.report import show
     from mingc.verify.verification import verify
 
-    told = teller("verify")
-    result = verify(artifact, reference=reference or against, replay=not no_replay, progress=told)
+    log = step_logger("verify")
+    result = verify(artifact, reference=reference or against, replay=not no_replay, progress=log)
     show(result, as_json=as_json)
-    told(
+    log(
         f"{result.checked} comparisons, {result.failed} failed, {result.expected_differences} expected differences"
     )
     return 0 if result.passed else EXIT_FOUND_PROBLEMS
@@ -363,7 +363,7 @@ def probe_command(
                 where="mingc probe",
                 fix="pass --synthetic CONFIG" + (", or name an ARTIFACT" if artifact is None else " as well"),
             )
-        result = probe(artifact, asked, teller("probe"), baseline=earlier)
+        result = probe(artifact, asked, step_logger("probe"), baseline=earlier)
     show(result, as_json=as_json)
     return EXIT_FOUND_PROBLEMS if result.regressions else 0
 

@@ -1,4 +1,4 @@
-"""What options take beyond click's own types: lists with commas (callbacks of click), and paths that name something."""
+"""Option types beyond click's own: comma-separated lists (click callbacks), and paths that must not be empty."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mingc.errors import ConfigError
 
 
 class PathParam(click.Path):
-    """A `pathlib.Path`. An empty one, as of a variable that is not set, would be the working folder."""
+    """Option type of a `pathlib.Path`. Refuses an empty path (an unset variable), which would be the working folder."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
@@ -23,12 +23,12 @@ class PathParam(click.Path):
 
 
 def names(_: click.Context, option: click.Parameter, text: str | None) -> tuple[str, ...] | None:
-    """`a, b` as two names; None where the option is not given. Raises: ConfigError."""
+    """Parse `a, b` as two names; None if the option is not given. Raises: ConfigError."""
     return None if text is None else _items(option.opts[0], text)
 
 
 def numbers(_: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    """`1,2` as two numbers; None where the option is not given. Raises: ConfigError."""
+    """Parse `1,2` as two numbers; None if the option is not given. Raises: ConfigError."""
     name = option.opts[0]
     try:
         return None if text is None else tuple(map(int, _items(name, text)))
@@ -39,9 +39,9 @@ def numbers(_: click.Context, option: click.Parameter, text: str | None) -> tupl
 
 
 def _items(name: str, text: str) -> tuple[str, ...]:
-    """What stands between the commas. Raises: ConfigError where that is nothing."""
+    """Items between the commas. Raises: ConfigError for an empty item."""
     items = tuple(item.strip() for item in text.split(","))
     if not all(items):
-        problem = "names nothing" if not any(items) else f"{text}: an item between its commas is missing"
+        problem = "is empty" if not any(items) else f"{text}: an item is empty"
         raise ConfigError(f"{name} {problem}", where=name, fix="write all items, or leave the option out")
     return items

@@ -1,4 +1,4 @@
-"""Tells on stderr how far a long job is: a bar on a terminal, one plain line a step otherwise."""
+"""Progress of long jobs on stderr: a bar on a terminal, one plain line per step otherwise."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Called after every step with the steps done, the steps in all, what was done and the seconds it took."""
+    """Callback after each step: steps done, total steps, name of the step, and its seconds."""
 
     def __call__(self, done: int, total: int, step: str, seconds: float, /) -> None: ...
 
 
-def teller(title: str) -> Callable[[str], None]:
-    """Tells what a job does next, one line each, where nobody knows how much there is to do."""
+def step_logger(title: str) -> Callable[[str], None]:
+    """Callback that logs each next step as one line, for jobs with an unknown number of steps."""
 
-    def tell(step: str) -> None:
+    def log(step: str) -> None:
         print(f"{title}: {step}", file=sys.stderr, flush=True)
 
-    return tell
+    return log
 
 
 @contextmanager
 def progress(title: str) -> Iterator[Progress]:
-    """A `Progress` that draws until the block ends."""
+    """Context manager with a `Progress` that is shown until the block ends."""
     if not sys.stderr.isatty():
         yield _Lines(title)
         return
@@ -45,7 +45,7 @@ def progress(title: str) -> Iterator[Progress]:
 
 
 class _Lines:
-    """One line a step."""
+    """Progress as one line per step."""
 
     def __init__(self, title: str) -> None:
         self._title = title

@@ -1,9 +1,9 @@
-"""Shows a result dataclass: as tables for people, or as one JSON document. Knows no result type by name.
+"""Output of a result dataclass: tables for people, or one JSON document. Independent of the result types.
 
-Scalar fields become lines `name  value`; a tuple of dataclasses (or a mapping to dataclasses) becomes a table
-with a column for every field. Units stand in the field names (`_seconds`, `_bytes`) and so in the headers. A
-field with `metadata={"shown": False}` is left to the JSON; a row with a method `cells` chooses its columns itself,
-and is left to the JSON when it returns none.
+Scalar fields become lines `name  value`; a tuple of dataclasses (or a mapping to dataclasses) becomes a table with one
+column per field. Units are part of the field names (`_seconds`, `_bytes`) and so of the headers. A field with
+`metadata={"shown": False}` appears in the JSON only; a row with a method `cells` selects its own columns, and
+appears in the JSON only when the method returns none.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def show(result: object, *, as_json: bool, stream: IO[str] | None = None) -> Non
     Raises: MingcError when it cannot be written.
     """
     stream = stream or sys.stdout
-    if stream is None:  # as Python has it where a descriptor is closed
-        raise MingcError("the result cannot be written: stdout is closed", fix="write it somewhere")
+    if stream is None:  # Python sets it to None for a closed descriptor
+        raise MingcError("the result cannot be written: stdout is closed", fix="open or redirect stdout")
     try:
         _show(result, stream, as_json=as_json)
     except OSError as error:
@@ -41,7 +41,7 @@ def show(result: object, *, as_json: bool, stream: IO[str] | None = None) -> Non
         raise MingcError(
             f"the result cannot be written: {error.strerror}",
             where=stream.name.strip("<>"),
-            fix="free some space there, or write it elsewhere",
+            fix="free space there, or redirect the output",
         ) from error
 
 
@@ -61,7 +61,7 @@ def _show(result: object, stream: IO[str], *, as_json: bool) -> None:
 
 
 def show_error(error: MingcError, *, as_json: bool) -> None:
-    """Write what went wrong to stderr and, with `as_json`, the error object to stdout."""
+    """Write an error to stderr and, with `as_json`, also as an object to stdout."""
     print(f"mingc: error: {error.message}", file=sys.stderr)
     if error.where:
         print(f"  where: {error.where}", file=sys.stderr)
@@ -70,19 +70,19 @@ def show_error(error: MingcError, *, as_json: bool) -> None:
     if as_json:
         try:
             print(json.dumps({"error": error.to_json()}, ensure_ascii=False, indent=1), flush=True)
-        except OSError:  # stderr has it
+        except OSError:  # already on stderr
             _abandon(sys.stdout)
 
 
 def _abandon(stream: IO[str]) -> None:
-    """Let what `stream` still holds go nowhere: Python would try to write it at its end, and fail again."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    """Redirect `stream` to the null device: Python flushes it at exit, which would fail again."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 def to_json(result: object) -> str:
-    """The document that `--json` prints: field names as in the dataclass, paths as strings."""
+    """JSON document of a result for `--json`: field names of the dataclass, paths as strings."""
     return json.dumps(encode(result), ensure_ascii=False, indent=1, default=str)
 
 
@@ -160,22 +160,22 @@ def _print_table(console: Console, title: str, rows: list[dict[str, Any]]) -> No
 
 
 def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Widths of columns of texts in a table of `width`: each longest word is kept whole, the first column too.
+    """Column widths for a table of `width`; each longest word stays whole if all of them fit.
 
-    What room is left goes to the columns in order. Where there is not enough, the widest ones lose: a column left to
-    rich would be the only one that it narrows, before it cuts off the last ones.
+    Remaining space goes to the columns in order; missing space is taken from the widest ones. rich would narrow a
+    single column and then cut off the last ones.
     """
-    wished = [max(map(len, texts)) for texts in columns]
+    preferred = [max(map(len, texts)) for texts in columns]
     widths = [max(len(word) for text in texts for word in text.split() or [""]) for texts in columns]
-    widths[0] = min(wished[0], _MAX_NAME)
-    room = width - (3 * len(columns) - 1) - sum(widths)  # a blank at both sides, one between columns
-    for index, wish in enumerate(wished):
-        more = max(0, min(wish - widths[index], room))
+    widths[0] = min(preferred[0], _MAX_NAME)
+    space = width - (3 * len(columns) - 1) - sum(widths)  # a blank at both sides, one between columns
+    for index, most in enumerate(preferred):
+        more = max(0, min(most - widths[index], space))
         widths[index] += more
-        room -= more
-    while room < 0 and max(widths) > 1:
+        space -= more
+    while space < 0 and max(widths) > 1:
         widths[widths.index(max(widths))] -= 1
-        room += 1
+        space += 1
     return widths
 
 
@@ -184,7 +184,7 @@ def _words(name: str) -> str:
 
 
 def _text(value: object) -> str:
-    """A value as people read it: three significant digits for small or large floats, no quotes."""
+    """Human-readable value: three significant digits for small or large floats, no quotes."""
     if value is None:
         return ""
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Audio clips: decoding, length rules, features against the recorded ones; bad clips."""
+"""Audio clips: decoding, length rules, features compared with the goldens; invalid clips."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def clip(seconds: float, rate: int = 16000) -> np.ndarray:
 
 
 def aac(samples: np.ndarray, rate: int) -> bytes:
-    """`samples` (channels, n) float32 as AAC in an MP4, which libsndfile does not know."""
+    """`samples` (channels, n) float32 as AAC in an MP4, which libsndfile cannot decode."""
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
         layout = "mono" if len(samples) == 1 else "stereo"
@@ -72,7 +72,7 @@ def test_the_first_channel_of_a_stereo_file_is_resampled() -> None:
         (800, 5, 2),
     ],
 )
-def test_length_rules(samples: int, frames: int, tokens: int) -> None:
+def test_length_decides_frames_and_tokens(samples: int, frames: int, tokens: int) -> None:
     wave = Wave(samples=np.ones(samples, np.float32), sample_rate=16000)
     features = wave_features(wave, audio_parameters(), WHERE)
     assert (len(features.mel), features.num_tokens) == (frames, tokens)
@@ -90,7 +90,7 @@ def test_other_containers_decode(container: str, subtype: str) -> None:
     assert 0.2 < np.abs(wave.samples).max() < 0.4
 
 
-def test_pyav_decodes_what_libsndfile_does_not() -> None:
+def test_pyav_decodes_formats_unknown_to_libsndfile() -> None:
     stereo = np.stack([clip(0.5, 24000), np.zeros(12000, np.float32)])
     wave = decode_audio(aac(stereo, 24000), WHERE, max_seconds=2)
     assert wave.sample_rate == 24000
@@ -99,7 +99,7 @@ def test_pyav_decodes_what_libsndfile_does_not() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"RIFF", b"no audio at all", wav(clip(0.2), 16000)[:30]])
-def test_undecodable_bytes_are_the_clients_fault(data: bytes) -> None:
+def test_undecodable_bytes_are_a_request_error(data: bytes) -> None:
     with pytest.raises(RequestError, match="cannot be decoded as audio") as caught:
         load_audio(data, audio_parameters(), WHERE)
     assert (caught.value.param, caught.value.status) == (WHERE, 400)
@@ -113,7 +113,7 @@ def test_clips_without_a_frame_are_refused(samples: int) -> None:
 
 
 @pytest.mark.parametrize("encode", [lambda wave: wav(wave, 16000), lambda wave: aac(wave[None], 16000)])
-def test_the_position_table_bounds_a_clip(encode: object) -> None:
+def test_clips_longer_than_the_position_table_are_refused(encode: object) -> None:
     parameters = dataclasses.replace(audio_parameters(), max_frames=100)
     assert len(load_audio(wav(clip(1.0099), 16000), parameters, WHERE).mel) == 100
     with pytest.raises(RequestError, match="longer than 1 seconds") as caught:
@@ -124,19 +124,19 @@ def test_the_position_table_bounds_a_clip(encode: object) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30])
-def test_samples_must_be_sound(value: float) -> None:
+def test_samples_that_are_not_finite_or_too_large_are_refused(value: float) -> None:
     broken = clip(0.1)
     broken[7] = value
     with pytest.raises(RequestError, match="full scale is 1"):
         load_audio(wav(broken, 16000), audio_parameters(), WHERE)
 
 
-def test_absurd_sample_rates_are_refused() -> None:
+def test_sample_rates_above_the_limit_are_refused() -> None:
     with pytest.raises(RequestError, match="sample rate of 500000 Hz"):
         load_audio(wav(clip(0.1), 500000), audio_parameters(), WHERE)
 
 
-def test_importing_needs_no_decoder() -> None:
+def test_importing_loads_no_decoder() -> None:
     code = (
         "import sys, mingc.runtime.preprocess.audio; print({'av', 'soundfile'} & set(sys.modules) or 'none')"
     )

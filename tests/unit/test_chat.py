@@ -1,4 +1,4 @@
-"""Prompts of conversations against the recorded ones; the rules of the chat format; bad conversations."""
+"""Prompts of conversations compared with the goldens; rules of the chat format; invalid conversations."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def check(prompt: ThinkerPrompt, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_prompts_are_the_recorded_ones(case: str) -> None:
+def test_prompts_equal_the_goldens(case: str) -> None:
     recorded = CASES[case]
     thinking = recorded["kwargs"].get("use_cot_system_prompt", False)
     prompt, media = processor().build(recorded_messages(case), thinking=thinking)
@@ -123,7 +123,7 @@ def exploded(media: MediaFeatures) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", ["text", "image", "audio", "video", "image_and_audio"])
-def test_masks_are_what_the_thinker_was_recorded_with(case: str) -> None:
+def test_masks_equal_the_goldens_of_the_thinker(case: str) -> None:
     recorded, name = tensors("thinker"), "mixed" if case == "image_and_audio" else case
     prompt, _ = processor().build(recorded_messages(case))
     assert prompt.input_ids.tolist() == recorded[f"{name}.input_ids"][0].tolist()
@@ -136,7 +136,7 @@ def test_masks_are_what_the_thinker_was_recorded_with(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["two_images", "multi_turn_image", "two_audios", "image_and_audio"])
-def test_encoded_media_take_the_same_way(case: str) -> None:
+def test_encoded_media_give_the_same_prompt(case: str) -> None:
     data = media_bytes(case)
     messages = [
         Message(
@@ -153,7 +153,7 @@ def test_encoded_media_take_the_same_way(case: str) -> None:
     check(processor().prepare(messages)[0], case)
 
 
-def test_spans_say_which_tokens_take_embeddings() -> None:
+def test_spans_cover_the_tokens_with_embeddings() -> None:
     prompt, media = processor().build(recorded_messages("video"))
     merge = vision_parameters().merge_size
     assert [(span.kind, span.length) for span in media.spans] == [("video", 4), ("video", 4)]
@@ -182,7 +182,7 @@ def test_system_messages_are_joined_by_newlines() -> None:
     )
 
 
-def test_patch_tokens_that_a_user_writes_are_words() -> None:
+def test_patch_tokens_in_user_text_keep_word_embeddings() -> None:
     prompt, _ = processor().prepare([user("<image><imagePatch></image><audio><audioPatch></audio>")])
     assert thinker_parameters().image_patch_token in prompt.input_ids
     assert set(prompt.embed_kind) == {WORD}
@@ -204,7 +204,7 @@ def test_a_long_prompt_is_refused_before_it_runs() -> None:
     processor(max_positions=49).build(recorded_messages("text"))
 
 
-def test_a_prompt_that_an_artifact_has_no_room_for_is_told_what_it_has() -> None:
+def test_a_refused_prompt_names_the_context_size() -> None:
     chat = ChatProcessor(tokenizer(), thinker_parameters(), vision=None, audio=None, max_tokens=48)
     with pytest.raises(RequestError, match="the context holds 48 with the answer"):
         chat.build(recorded_messages("text"))
@@ -255,7 +255,9 @@ def image_part(where: str = "messages[0].content[0]", kind: Any = "image") -> Me
         ([user(image_part(kind="video"))], "video cannot be decoded", "messages[0].content[0]"),
     ],
 )
-def test_conversations_that_cannot_be(messages: list[Message[MediaPart]], words: str, param: str) -> None:
+def test_invalid_conversations_are_refused(
+    messages: list[Message[MediaPart]], words: str, param: str
+) -> None:
     with pytest.raises(RequestError, match=words) as caught:
         processor().prepare(messages)
     assert caught.value.param == caught.value.where == param

@@ -1,4 +1,4 @@
-"""Images: sizes, pixel values and grids against the recorded ones; bad images."""
+"""Images: sizes, pixel values and grids compared with the goldens; invalid images."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def raw_images(case: str) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("row", document("preprocess")["smart_resize"]["rows"], ids=str)
-def test_both_size_rules(row: dict[str, int]) -> None:
+def test_both_size_rules_give_the_golden_sizes(row: dict[str, int]) -> None:
     sizes = document("preprocess")["smart_resize"]
     limits = {"min_pixels": row["min_pixels"], "max_pixels": row["max_pixels"]}
     loaded = load_size(row["h"], row["w"], factor=sizes["fetch_image_factor"], **limits)
@@ -43,18 +43,18 @@ def test_both_size_rules(row: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_pixels_and_grids_are_the_recorded_ones(case: str) -> None:
+def test_pixels_and_grids_equal_the_goldens(case: str) -> None:
     recorded, parameters = tensors("preprocess"), vision_parameters()
     features = []
     for index, raw in enumerate(raw_images(case)):
         if case == "img.processor_only":
             features.append(patchify(resize_for_encoder(raw, parameters, case)[None], parameters))
             continue
-        limit = MAX_PIXELS.get(case)
+        limit = MAX_PIXELS.get(case, parameters.load_max_pixels)
         if f"{case}.fetched{index}" in recorded:
             loaded = resize_loaded(raw, parameters, case, max_pixels=limit)
             np.testing.assert_array_equal(loaded, recorded[f"{case}.fetched{index}"])
-        features.append(load_image(png(raw), parameters, case, max_pixels=limit))
+        features.append(load_image(png(raw), dataclasses.replace(parameters, load_max_pixels=limit), case))
     pixels = np.concatenate([each.pixels for each in features])
     assert pixels.dtype == np.float32
     np.testing.assert_array_equal(pixels, recorded[f"{case}.pixel_values"])
@@ -62,7 +62,7 @@ def test_pixels_and_grids_are_the_recorded_ones(case: str) -> None:
 
 
 def test_other_patch_sizes_keep_the_order_of_values() -> None:
-    """Row (block, inner patch), value (channel, time, y, x), for sizes that no checkpoint has."""
+    """Row (block, inner patch), value (channel, time, y, x), for sizes other than the checkpoint's."""
     parameters = dataclasses.replace(vision_parameters(), patch_size=3, merge_size=3, temporal_patch_size=4)
     frames = np.stack([noise_image(18, 27, seed) for seed in range(8)])
     features = patchify(frames, parameters)
@@ -95,7 +95,7 @@ def test_transparency_and_palettes_become_rgb() -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"no image", png(noise_image(64, 64))[:500], b"%!PS-Adobe-3.0 EPSF-3.0\n"]
 )
-def test_undecodable_bytes_are_the_clients_fault(data: bytes) -> None:
+def test_undecodable_bytes_are_a_request_error(data: bytes) -> None:
     with pytest.raises(RequestError, match="cannot be decoded as an image") as caught:
         load_image(data, vision_parameters(), "messages[0].content[1]")
     assert caught.value.param == "messages[0].content[1]"
@@ -119,13 +119,13 @@ def test_an_extreme_aspect_ratio_is_refused() -> None:
     load_image(png(noise_image(2, 400)), vision_parameters(), "picture")
 
 
-def test_a_limit_that_leaves_no_pixel_is_refused() -> None:
+def test_a_pixel_limit_that_is_too_small_is_refused() -> None:
     with pytest.raises(RequestError, match="does not fit 2048 pixels"):
         resize_loaded(noise_image(17, 3400), vision_parameters(), "picture", max_pixels=2048)
 
 
 @pytest.mark.parametrize("case", ["one", "multi", "video_interleaved_grid", "video_TxHxW_grid"])
-def test_grid_arrays_give_the_recorded_position_embeddings(case: str) -> None:
+def test_grid_arrays_give_the_golden_position_embeddings(case: str) -> None:
     recorded, parameters = tensors("vision"), vision_parameters()
     grids = [tuple(grid) for grid in recorded[f"{case}.grid_thw"].tolist()]
     arrays = build_grid_arrays(
@@ -153,14 +153,14 @@ def test_grid_arrays_give_the_recorded_position_embeddings(case: str) -> None:
     np.testing.assert_allclose(flat.reshape(len(flat), -1), angles, atol=1e-6)
 
 
-def test_a_grid_as_large_as_the_table_reads_it_unmixed() -> None:
+def test_a_grid_of_the_table_size_is_not_interpolated() -> None:
     arrays = build_grid_arrays([(1, 12, 12)], merge_size=2, position_grid_size=12)
     row, column = arrays.coordinates[..., 0], arrays.coordinates[..., 1]
     np.testing.assert_array_equal(arrays.position_index[..., 0], row * 12 + column)
     np.testing.assert_array_equal(arrays.position_weight, np.broadcast_to([1, 0, 0, 0], (36, 4, 4)))
 
 
-def test_padding_fills_a_bucket_with_patches_that_see_themselves() -> None:
+def test_padding_patches_attend_to_their_own_token() -> None:
     arrays = build_grid_arrays([(1, 4, 6)], merge_size=2, position_grid_size=12)
     padded = pad_grid_arrays(arrays, 8)
     assert padded.num_tokens == 8

@@ -1,4 +1,4 @@
-"""3-D positions: the worked examples of the specification and spans that cannot be."""
+"""3-D positions: the worked examples of the specification, and invalid spans."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_an_image_takes_one_position() -> None:
     assert rows(12, (3, (1, 4, 6))) == ([time, height, width], -5)
 
 
-def test_an_interleaved_video_is_a_row_of_images() -> None:
+def test_an_interleaved_video_counts_like_images() -> None:
     time = [0, 1, 2, 3, 4, 4, 4, 4, 5, 6, 7, 8, 8, 8, 8, 9, 10, 11]
     height = [0, 1, 2, 3, 4, 4, 5, 5, 5, 6, 7, 8, 8, 9, 9, 9, 10, 11]
     width = [0, 1, 2, 3, 4, 5, 4, 5, 5, 6, 7, 8, 9, 8, 9, 9, 10, 11]
@@ -60,6 +60,8 @@ def test_frames_of_one_grid_are_scaled_in_time() -> None:
 
 
 @pytest.mark.parametrize("spans", [[(10, (1, 4, 4))], [(0, (1, 4, 4)), (3, (1, 4, 4))]])
-def test_spans_that_overlap_or_run_over_are_refused(spans: list[tuple[int, tuple[int, int, int]]]) -> None:
+def test_spans_that_overlap_or_exceed_the_prompt_are_refused(
+    spans: list[tuple[int, tuple[int, int, int]]],
+) -> None:
     with pytest.raises(ValueError, match="does not fit"):
         rows(12, *spans)

@@ -1,4 +1,4 @@
-"""Results as tables and as JSON, errors on stderr."""
+"""Results as tables and as JSON; errors on stderr."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def shown(result: object, *, as_json: bool = False) -> str:
     return stream.getvalue()
 
 
-def test_a_result_is_lines_and_a_table_without_colour_when_not_on_a_terminal() -> None:
+def test_without_a_terminal_a_result_is_lines_and_a_table_without_colour() -> None:
     text = shown(RESULT)
     assert "\x1b" not in text
     assert "output         artifacts/tiny" in text
@@ -81,7 +81,7 @@ def test_json_is_one_document_with_the_field_names() -> None:
     }
 
 
-def test_no_line_of_a_table_is_wider_than_a_hundred_columns() -> None:
+def test_no_line_of_a_table_exceeds_100_columns() -> None:
     rows = tuple(Row(stage="stage " * 30, seconds=1.0, engine_bytes=1, note="note " * 60) for _ in range(2))
     result = Result(output=Path("x"), total_seconds=0.0, notes=(), rows=rows)
     assert max(map(len, shown(result).splitlines())) <= MAX_COLUMNS
@@ -112,7 +112,7 @@ def test_no_column_is_cut_off_to_keep_the_width() -> None:
     assert wide.engine in text
 
 
-def test_words_of_a_list_are_kept_whole() -> None:
+def test_words_of_a_list_are_not_broken() -> None:
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Stage:
         stage: str
@@ -143,7 +143,7 @@ def test_words_of_a_list_are_kept_whole() -> None:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_a_result_that_cannot_be_written_is_an_error_of_stdout(as_json: bool) -> None:
+def test_a_result_that_cannot_be_written_is_an_error_naming_stdout(as_json: bool) -> None:
     words = ["doctor", "--json"] if as_json else ["doctor"]
     code = (
         "from mingc.cli import main; import mingc.doctor\n"
@@ -165,13 +165,13 @@ def test_a_result_that_cannot_be_written_is_an_error_of_stdout(as_json: bool) ->
     assert "Exception ignored" not in done.stderr
 
 
-def test_a_closed_stdout_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_stdout_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout", None)
     with pytest.raises(MingcError, match="stdout is closed"):
         show(MingcError, as_json=True)
 
 
-def test_an_error_that_stdout_does_not_take_is_told_once() -> None:
+def test_an_error_that_cannot_be_written_to_stdout_is_printed_once() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "mingc", "nosuch", "--json"],
@@ -186,7 +186,7 @@ def test_an_error_that_stdout_does_not_take_is_told_once() -> None:
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
-def test_markup_in_a_value_is_shown_as_it_is() -> None:
+def test_markup_in_a_value_is_not_interpreted() -> None:
     result = Result(output=Path("[red]x[/red]"), total_seconds=0.0, notes=("[bold]",), rows=RESULT.rows)
     assert "[red]x[/red]" in shown(result) and "[bold]" in shown(result)
 

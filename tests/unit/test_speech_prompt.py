@@ -1,4 +1,4 @@
-"""Talker prompts against the recorded ones; captions; bad instructions."""
+"""Talker prompts compared with the goldens; captions; invalid instructions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build(case: dict[str, Any]) -> SpeechPrompt:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_prompts_are_the_recorded_ones(name: str) -> None:
+def test_prompts_equal_the_goldens(name: str) -> None:
     prompt = build(CASES[name])
     assert prompt.token_ids.dtype == np.int64
     assert prompt.token_ids.tolist() == tensors("talker")[f"prompt.{name}.input_ids"][0].tolist()
@@ -42,7 +42,7 @@ def test_prompts_are_the_recorded_ones(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "voices"), [("clone", ["DB30"]), ("spk_only", ["DB30"]), ("two_speakers", ["DB30", "lingguang"])]
 )
-def test_rows_are_where_the_recorded_vectors_stand(name: str, voices: list[str]) -> None:
+def test_rows_equal_those_of_the_golden_vectors(name: str, voices: list[str]) -> None:
     recorded = tensors("talker")
     prompt = build(CASES[name])
     embeddings = recorded[f"prompt.{name}.inputs_embeds"][0]
@@ -68,7 +68,7 @@ def test_the_prefix_depends_on_the_voice_alone() -> None:
     assert text.endswith("<|vision_end|>\n")
 
 
-def test_a_recording_and_its_transcript_count_only_together() -> None:
+def test_a_recording_and_its_transcript_are_used_only_together() -> None:
     builder = SpeechPromptBuilder(talker_tokenizer())
     plain = builder.build("Hello").token_ids.tolist()
     assert builder.build("Hello", transcript="感谢").token_ids.tolist() == plain
@@ -76,7 +76,7 @@ def test_a_recording_and_its_transcript_count_only_together() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "  \n"])
-def test_there_must_be_text(text: str) -> None:
+def test_blank_text_is_refused(text: str) -> None:
     with pytest.raises(RequestError, match="no text") as caught:
         SpeechPromptBuilder(talker_tokenizer()).build(text)
     assert caught.value.param == "input"
@@ -101,7 +101,7 @@ def test_fields_fill_a_caption_and_unknown_ones_are_dropped() -> None:
     }  # fmt: skip
 
 
-def test_a_whole_caption_passes_as_it_is() -> None:
+def test_a_complete_caption_stays_unchanged() -> None:
     recorded = CASES["zero_spk_instruction"]["instruction"]
     assert caption_instruction(recorded) == recorded
     extended = json.loads(recorded)
@@ -109,11 +109,11 @@ def test_a_whole_caption_passes_as_it_is() -> None:
     assert caption_instruction(json.dumps(extended)) == recorded
 
 
-def test_blank_instructions_are_none() -> None:
+def test_blank_instructions_give_no_caption() -> None:
     assert caption_instruction(" \n") is None
 
 
-def test_broken_json_is_refused() -> None:
+def test_invalid_json_is_refused() -> None:
     with pytest.raises(RequestError, match="start like a JSON object") as caught:
         caption_instruction('{"情感": ', where="instructions")
     assert caught.value.param == "instructions"

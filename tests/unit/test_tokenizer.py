@@ -1,4 +1,4 @@
-"""Token ids of texts, and text that grows token by token."""
+"""Token ids of texts, and incremental detokenization."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def stream(ids: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("text", CASES)
-def test_texts_have_the_recorded_ids(text: str) -> None:
+def test_ids_equal_the_goldens(text: str) -> None:
     case = CASES[text]
     assert tokenizer().encode(text) == case["ids"]
     assert tokenizer().decode(case["ids"], skip_special_tokens=False) == case["decoded"]
@@ -30,52 +30,52 @@ def test_texts_have_the_recorded_ids(text: str) -> None:
     assert "".join(stream(case["ids"])) == case["decoded_skip_special"]
 
 
-def test_a_character_comes_whole_with_its_last_token() -> None:
+def test_a_character_is_returned_whole_with_its_last_token() -> None:
     ids = tokenizer().encode("a😀b")
     assert len(ids) > 3
     assert stream(ids) == ["a", *[""] * (len(ids) - 3), "😀", "b", ""]
 
 
-def test_a_character_cut_off_at_the_end_shows_as_one_mark() -> None:
+def test_an_incomplete_character_at_the_end_is_one_replacement_mark() -> None:
     ids = tokenizer().encode("ok😀")[:-1]
     assert "".join(stream(ids)) == "ok\ufffd"
 
 
-def test_special_tokens_are_silent_even_inside_a_character() -> None:
+def test_special_tokens_give_no_text_even_inside_a_character() -> None:
     ids = tokenizer().encode("é")
     end = tokenizer().token_id("<|role_end|>")
     assert len(ids) == 2
     assert "".join(stream([end, *ids, end])) == "é"
 
 
-def test_broken_bytes_do_not_pile_up() -> None:
+def test_pending_invalid_bytes_are_bounded() -> None:
     first = tokenizer().encode("é")[0]  # the first byte of a character, never the second
     text = "".join(stream([first] * 300 + tokenizer().encode("é!")))
     assert text == "\ufffd" * 300 + "é!"
 
 
 @given(st.lists(st.integers(min_value=0, max_value=515), max_size=60))
-def test_pieces_join_to_the_whole(ids: list[int]) -> None:
+def test_concatenated_pieces_equal_the_decoded_text(ids: list[int]) -> None:
     pieces = stream(ids)
     assert "".join(pieces) == tokenizer().decode(ids)
 
 
 @given(st.text(max_size=40))
-def test_any_text_comes_back(text: str) -> None:
+def test_encoding_and_decoding_any_text_is_lossless(text: str) -> None:
     assert "".join(stream(tokenizer().encode(text))) == tokenizer().decode(tokenizer().encode(text))
 
 
 @given(st.text(max_size=40))
-def test_no_token_holds_more_than_the_longest(text: str) -> None:
+def test_no_token_is_longer_than_longest_token(text: str) -> None:
     assert len(text) <= tokenizer().longest_token * len(tokenizer().encode(text))
 
 
-def test_a_file_or_its_folder_can_be_named() -> None:
+def test_the_path_may_be_a_file_or_its_folder() -> None:
     assert TextTokenizer.from_file(CHECKPOINT / "tokenizer.json").vocab_size == tokenizer().vocab_size
     assert talker_tokenizer().token_id("<|im_end|>") != tokenizer().token_id("<|role_end|>")
 
 
-def test_truncation_and_padding_of_a_file_are_switched_off(tmp_path: Path) -> None:
+def test_truncation_and_padding_of_a_file_are_disabled(tmp_path: Path) -> None:
     data = json.loads((CHECKPOINT / "tokenizer.json").read_text(encoding="utf-8"))
     data["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
     file = tmp_path / "tokenizer.json"
@@ -84,11 +84,11 @@ def test_truncation_and_padding_of_a_file_are_switched_off(tmp_path: Path) -> No
     assert TextTokenizer.from_file(file).encode(text) == CASES[text]["ids"]
 
 
-def test_bad_files_and_unknown_tokens_are_named(tmp_path: Path) -> None:
+def test_invalid_files_and_unknown_tokens_are_named(tmp_path: Path) -> None:
     with pytest.raises(IntegrityError, match="cannot be read"):
         TextTokenizer.from_file(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(IntegrityError, match="no tokenizer"):
+    with pytest.raises(IntegrityError, match="not a tokenizer file"):
         TextTokenizer.from_file(tmp_path)
     with pytest.raises(IntegrityError, match="<none>"):
         tokenizer().token_id("<none>")

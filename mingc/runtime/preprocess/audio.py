@@ -1,6 +1,6 @@
 """Encoded audio → log-mel features of the audio encoder (spec: audio.md §1, §2, §5).
 
-soundfile decodes what libsndfile knows (WAV, FLAC, Ogg, MP3); PyAV, when installed, the rest (AAC, WebM, the sound
+soundfile decodes the formats of libsndfile (WAV, FLAC, Ogg, MP3); PyAV, if installed, all others (AAC, WebM, the sound
 of a video).
 """
 
@@ -20,7 +20,7 @@ from mingc.dsp.resample import resample
 from mingc.errors import RequestError
 
 _BLOCK_SAMPLES = 1 << 16
-_SLACK_SECONDS = 0.1  # decoded beyond the limit: whole frames decide, once the clip has the encoder's rate
+_SLACK_SECONDS = 0.1  # decoded beyond the limit; the exact limit is checked after resampling, in whole frames
 _MAX_RATE_HZ = 384_000  # the highest rate that recording hardware has; bounds the memory of a decoded clip
 
 _MAX_PEAK = 1e6  # far beyond any recording; larger samples would overflow the spectrum
@@ -28,9 +28,9 @@ _MAX_PEAK = 1e6  # far beyond any recording; larger samples would overflow the s
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AudioFeatures:
-    """One clip as the audio encoder takes it.
+    """Input of the audio encoder for one clip.
 
-    `mel`: (frames, num_mels) float32. `num_tokens`: embeddings that come out of the encoder.
+    `mel`: (frames, num_mels) float32. `num_tokens`: number of embeddings that the encoder returns.
     """
 
     mel: NDArray[np.float32]
@@ -39,7 +39,7 @@ class AudioFeatures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wave:
-    """One channel: `samples` (n,) float32 in [-1, 1]."""
+    """One decoded channel: `samples` (n,) float32 in [-1, 1]."""
 
     samples: NDArray[np.float32]
     sample_rate: int
@@ -65,7 +65,7 @@ def _too_long(where: str, max_seconds: float) -> RequestError:
 
 
 def _decode_soundfile(data: bytes, where: str, max_seconds: float) -> Wave | None:
-    """The first channel, or None when libsndfile does not know the format (or is not installed)."""
+    """The first channel, or None for a format unknown to libsndfile (or without libsndfile)."""
     try:
         soundfile: Any = importlib.import_module("soundfile")
     except ImportError:
@@ -76,7 +76,7 @@ def _decode_soundfile(data: bytes, where: str, max_seconds: float) -> Wave | Non
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             rate = int(file.samplerate)
             _check_rate(rate, where)
-            # Read in blocks: the declared length may be wrong, and all but the first channel are dropped at once.
+            # Blocks: the declared length may be wrong, and only the first channel stays in memory.
             while len(block := file.read(_BLOCK_SAMPLES, dtype="float32", always_2d=True)):
                 blocks.append(np.ascontiguousarray(block[:, 0]))
                 count += len(block)
@@ -88,7 +88,7 @@ def _decode_soundfile(data: bytes, where: str, max_seconds: float) -> Wave | Non
 
 
 def _decode_av(data: bytes, where: str, max_seconds: float) -> Wave | None:
-    """The first channel of the first sound track, or None when there is none (or no PyAV)."""
+    """The first channel of the first audio track, or None without such a track (or without PyAV)."""
     try:
         av: Any = importlib.import_module("av")
     except ImportError:
@@ -115,32 +115,32 @@ def _decode_av(data: bytes, where: str, max_seconds: float) -> Wave | None:
 
 
 def decode_audio(data: bytes, where: str, *, max_seconds: float) -> Wave:
-    """The first channel of an encoded clip; further channels are dropped, not mixed in.
+    """Decode the first channel of an encoded clip; other channels are dropped, not mixed.
 
-    Raises: RequestError when the bytes cannot be decoded or hold clearly more than `max_seconds`.
+    Raises: RequestError when the bytes cannot be decoded or contain clearly more than `max_seconds`.
     """
     wave = _decode_soundfile(data, where, max_seconds) or _decode_av(data, where, max_seconds)
     if wave is None:
         raise RequestError(
             f"{len(data)} bytes cannot be decoded as audio",
             where=where,
-            fix="send a whole WAV, FLAC, MP3 or Ogg file",
+            fix="send a complete WAV, FLAC, MP3 or Ogg file",
             param=where,
         )
     return wave
 
 
 def wave_features(wave: Wave, parameters: AudioParameters, where: str) -> AudioFeatures:
-    """Features of a decoded clip: resampled to the encoder's rate, neither padded nor levelled.
+    """Features of a decoded clip, resampled to the encoder's rate; no padding, no loudness normalisation.
 
     Raises: RequestError when the clip is too short for one window or longer than the encoder's position table.
     """
     peak = float(np.abs(wave.samples).max(initial=0.0))
-    if not peak <= _MAX_PEAK:  # also true of a peak that is no number
+    if not peak <= _MAX_PEAK:  # also true for NaN
         raise RequestError(
             f"the audio has samples of {peak:g}; full scale is 1",
             where=where,
-            fix="send a sound file of PCM or of float samples in [-1, 1]",
+            fix="send PCM samples, or float samples in [-1, 1]",
             param=where,
         )
     samples = resample(wave.samples, wave.sample_rate, parameters.sample_rate)
@@ -160,7 +160,7 @@ def wave_features(wave: Wave, parameters: AudioParameters, where: str) -> AudioF
         fft_size=parameters.fft_size,
         hop_samples=parameters.hop_samples,
     )
-    # Every strided convolution of the encoder rounds up, hence so does their product.
+    # Each strided convolution of the encoder rounds up.
     return AudioFeatures(mel=mel, num_tokens=-(-len(mel) // parameters.frames_per_token))
 
 

@@ -1,6 +1,6 @@
 """Messages of a conversation → the prompt of the thinker.
 
-The format is that of the reference's processor, not of the tokenizer's jinja template (spec: thinker.md §6.1, D6).
+The format follows the reference's processor, not the tokenizer's jinja template (spec: thinker.md §6.1, D6).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mingc.runtime.request import MediaPart, Message, TextPart, VideoParams
 
 _ROLES = {"user": "HUMAN", "assistant": "ASSISTANT"}
 _TURN_END = "<|role_end|>"
-# A message that writes one of these itself suppresses that many automatic blocks.
+# Each literal tag in a message suppresses one automatic block of its kind.
 _LITERALS: dict[MediaKind, str] = {"image": "<image>", "audio": "<audio>", "video": "<video>"}
 
 _Parameters = TypeVar("_Parameters", AudioParameters, VisionParameters)
@@ -32,17 +32,17 @@ _Parameters = TypeVar("_Parameters", AudioParameters, VisionParameters)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaEntry:
-    """Decoded media of one kind that stand at one place; several are separated by a newline."""
+    """Decoded media of one kind at one place of a message; several are separated by newlines."""
 
     kind: MediaKind
     items: tuple[Features, ...]
 
 
 class ChatProcessor:
-    """Makes prompts for one artifact. Holds no request; may be used from several threads.
+    """Builds the prompts of one artifact. Stateless and thread-safe.
 
-    `vision` and `audio` are None when the artifact has no such encoder; media of that kind are then refused. A prompt
-    and its answer may have `max_tokens`; None: as many as the model has positions for.
+    `vision` and `audio` are None for an artifact without that encoder; media of that kind are then refused.
+    `max_tokens` bounds a prompt with its answer; None: the number of positions of the model.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class ChatProcessor:
     def build(
         self, messages: Sequence[Message[MediaEntry]], *, thinking: bool = False
     ) -> tuple[ThinkerPrompt, MediaFeatures]:
-        """The prompt of decoded messages, without media embeddings, and what the encoders make them from.
+        """The prompt of decoded messages without media embeddings, and the encoder inputs for these embeddings.
 
-        System messages are joined by newlines, wherever they stand.
+        System messages at any place are joined by newlines.
 
         Raises: RequestError when the prompt leaves no room for an answer.
         """
@@ -118,19 +118,19 @@ class ChatProcessor:
         item: Features
         match part.kind:
             case "image":
-                vision = _needed(self._vision, part)
+                vision = _require_encoder(self._vision, part)
                 item = load_image(part.data, vision, part.where)
                 _check_frame(item, vision, part)
             case "video":
-                vision = _needed(self._vision, part)
+                vision = _require_encoder(self._vision, part)
                 item = load_video(part.data, vision, video, part.where)
                 _check_frame(item.vision, vision, part)
             case "audio":
-                item = load_audio(part.data, _needed(self._audio, part), part.where)
+                item = load_audio(part.data, _require_encoder(self._audio, part), part.where)
         return MediaEntry(kind=part.kind, items=(item,))
 
     def _check_length(self, messages: Sequence[Message[MediaPart]]) -> None:
-        """Refuse at once what cannot fit: tokenizing a hundred megabytes takes minutes, and memory by the gigabyte."""
+        """Refuse texts that cannot fit before tokenizing: 100 MB take minutes and gigabytes of memory."""
         num_characters = sum(len(message.text) for message in messages)
         if num_characters > self._max_characters:
             raise _too_long(f"far too many tokens in {num_characters} characters", self._max_tokens)
@@ -170,7 +170,7 @@ def _too_long(found: str, max_tokens: int) -> RequestError:
     )
 
 
-def _needed(parameters: _Parameters | None, part: MediaPart) -> _Parameters:
+def _require_encoder(parameters: _Parameters | None, part: MediaPart) -> _Parameters:
     if parameters is None:
         raise RequestError(
             f"this model was exported without an encoder for {part.kind} input",
@@ -182,11 +182,11 @@ def _needed(parameters: _Parameters | None, part: MediaPart) -> _Parameters:
 
 
 def _check_frame(features: VisionFeatures, vision: VisionParameters, part: MediaPart) -> None:
-    """A frame is encoded in one call, so it must fit the largest engine; frames are spread over calls."""
+    """Refuse frames larger than the largest engine: a frame is encoded in one call, a video in several."""
     num_patches = features.grid[1] * features.grid[2]
     if num_patches > vision.max_patches:
         raise RequestError(
-            f"one {part.kind} frame has {num_patches} patches after resizing; at most {vision.max_patches} are taken",
+            f"one {part.kind} frame has {num_patches} patches after resizing; the limit is {vision.max_patches}",
             where=part.where,
             fix=f"send at most {vision.max_patches * vision.patch_size**2} pixels",
             param=part.where,
@@ -194,10 +194,10 @@ def _check_frame(features: VisionFeatures, vision: VisionParameters, part: Media
 
 
 def _write_content(writer: PromptWriter, message: Message[MediaEntry]) -> list[AudioFeatures]:
-    """Write one message; returns the clips that a literal `<audio>` in its text keeps from their place.
+    """Append one message; return the clips that are displaced by a literal `<audio>` in its text.
 
-    That is the reference's rule: suppressed images and videos are not shown to the model at all, suppressed clips
-    stand behind everything else.
+    This is the reference's rule: suppressed images and videos are left out of the prompt, suppressed clips come at its
+    end.
     """
     literals = {kind: message.text.count(literal) for kind, literal in _LITERALS.items()}
     displaced: list[AudioFeatures] = []
@@ -214,7 +214,7 @@ def _write_content(writer: PromptWriter, message: Message[MediaEntry]) -> list[A
 
 
 def check_messages(messages: Sequence[Message[MediaPart]]) -> None:
-    """Raises RequestError for the first message that the chat format cannot express."""
+    """Refuse conversations that the chat format cannot express. Raises: RequestError for the first such message."""
 
     def refuse(what: str, where: str, fix: str) -> RequestError:
         return RequestError(what, where=where, fix=fix, param=where)
@@ -225,15 +225,15 @@ def check_messages(messages: Sequence[Message[MediaPart]]) -> None:
         if message.role not in ("system", *_ROLES):
             raise refuse(f"unknown role {message.role!r}", f"{where}.role", "use system, user or assistant")
         if media and message.role != "user":
-            what = f"{message.role} messages are text, this one holds {media[0].kind} input"
+            what = f"{message.role} messages are text only, this one has {media[0].kind} input"
             raise refuse(what, media[0].where, "put the media into a user message")
         videos = [part for part in media if part.kind == "video"]
         if len(videos) > 1:
-            what = f"one message holds {len(videos)} videos"
-            raise refuse(what, videos[1].where, "send one video a message")
-    spoken = [index for index, message in enumerate(messages) if message.role != "system"]
-    if not spoken:
+            what = f"one message has {len(videos)} videos"
+            raise refuse(what, videos[1].where, "send one video per message")
+    conversation = [index for index, message in enumerate(messages) if message.role != "system"]
+    if not conversation:
         raise refuse("the conversation has no user message", "messages", "end it with a user message")
-    if messages[spoken[-1]].role != "user":
-        where = f"messages[{spoken[-1]}].role"
+    if messages[conversation[-1]].role != "user":
+        where = f"messages[{conversation[-1]}].role"
         raise refuse("the last message is the assistant's", where, "end the conversation with a user message")

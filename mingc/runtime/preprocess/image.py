@@ -1,7 +1,7 @@
-"""Encoded images → patch rows of the vision encoder.
+"""Encoded images → patch rows of the vision encoder (spec: vision.md §1).
 
-Decoding, the two resize rules of the reference, normalisation and the order of patches (spec: vision.md §1). What
-the encoder must know of positions is made in `vision_grid`.
+Decoding, the two resize rules of the reference, normalisation and patch order. `vision_grid` builds the position
+inputs.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from mingc.artifacts.parameters import VisionParameters
 from mingc.errors import RequestError
 
 MAX_ASPECT_RATIO = 200
-# Formats whose decoders are plain libraries: no interpreter (EPS, PDF) is ever started for a client's bytes.
+# Formats with library decoders only: EPS and PDF would start an interpreter on untrusted bytes.
 _FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
-_MAX_DECODED_PIXELS = 1 << 26  # 8192 × 8192; four times what the encoder takes at most
+_MAX_DECODED_PIXELS = 1 << 26  # 8192 × 8192, four times the maximum of the encoder
 
 Grid = tuple[int, int, int]  # temporal patches, rows and columns of patches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionFeatures:
-    """One image or video as the vision encoder takes it.
+    """Input of the vision encoder for one image or video.
 
     `pixels`: (t·h·w, C·temporal·p·p) float32, normalised; the patches of one merged token are contiguous.
     """
@@ -37,14 +37,14 @@ class VisionFeatures:
     grid: Grid
 
     def num_tokens(self, merge_size: int) -> int:
-        """Embeddings that come out of the encoder."""
+        """Number of embeddings that the encoder returns."""
         return math.prod(self.grid) // merge_size**2
 
 
 def load_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
-    """(height, width) that loading gives an image or a video frame: multiples of `factor`, area within bounds.
+    """(height, width) of an image or video frame after loading: multiples of `factor`, area within bounds.
 
-    A side may come out as 0 when a long thin picture is shrunk; the caller refuses that.
+    A side can become 0 when a long thin picture is shrunk; the caller must refuse it.
     """
     new_height = max(factor, round(height / factor) * factor)
     new_width = max(factor, round(width / factor) * factor)
@@ -59,7 +59,7 @@ def load_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixe
 def encoder_size(
     height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """(height, width) that the encoder's own rule gives: `load_size` with the least side on the other branch."""
+    """(height, width) by the encoder's rule: as `load_size`, but with the minimum side in the shrinking branch."""
     new_height = round(height / factor) * factor
     new_width = round(width / factor) * factor
     if new_height * new_width > max_pixels:
@@ -77,7 +77,7 @@ def _grow(height: int, width: int, factor: int, min_pixels: int) -> tuple[int, i
 
 
 def check_aspect(height: int, width: int, where: str) -> None:
-    """Raises RequestError when one side is more than 200 times the other."""
+    """Refuse aspect ratios above 200. Raises: RequestError."""
     ratio = max(height, width) / max(1, min(height, width))
     if ratio > MAX_ASPECT_RATIO:
         raise RequestError(
@@ -95,9 +95,9 @@ def _formats() -> list[str]:
 
 
 def decode_image(data: bytes, where: str) -> NDArray[np.uint8]:
-    """An encoded image as (H, W, 3) uint8 RGB; of an animation the first frame.
+    """Decode an image, or the first frame of an animation, to (H, W, 3) uint8 RGB.
 
-    Raises: RequestError when the bytes are no image of a known format, are damaged, or unfold to too many pixels.
+    Raises: RequestError for an unknown format, damaged bytes, or too many pixels.
     """
     try:
         with Image.open(io.BytesIO(data), formats=_formats()) as image:
@@ -112,11 +112,11 @@ def decode_image(data: bytes, where: str) -> NDArray[np.uint8]:
             fix=f"send at most {_MAX_DECODED_PIXELS} pixels",
             param=where,
         ) from error
-    except Exception as error:  # Pillow's decoders raise about anything on damaged bytes
+    except Exception as error:  # Pillow's decoders raise many types on damaged bytes
         raise RequestError(
             f"{len(data)} bytes cannot be decoded as an image ({type(error).__name__})",
             where=where,
-            fix=f"send a whole file of one of {', '.join(_formats())}",
+            fix=f"send a complete file in one of the formats {', '.join(_formats())}",
             param=where,
         ) from error
 
@@ -130,9 +130,9 @@ def _resize(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uin
 def resize_loaded(
     image: NDArray[np.uint8], parameters: VisionParameters, where: str, *, max_pixels: int | None = None
 ) -> NDArray[np.uint8]:
-    """First resize of (H, W, 3) uint8: what loading does. `max_pixels` replaces the limit for this image.
+    """First resize of (H, W, 3) uint8, on loading. `max_pixels` overrides the limit for this image.
 
-    Raises: RequestError for an extreme aspect ratio, or when `max_pixels` leaves no pixel on the short side.
+    Raises: RequestError for an extreme aspect ratio, or when `max_pixels` leaves the short side without a pixel.
     """
     height, width = image.shape[:2]
     check_aspect(height, width, where)
@@ -156,7 +156,7 @@ def resize_loaded(
 def resize_for_encoder(
     image: NDArray[np.uint8], parameters: VisionParameters, where: str
 ) -> NDArray[np.uint8]:
-    """Second resize of (H, W, 3) uint8: sides become multiples of a merged token's."""
+    """Second resize of (H, W, 3) uint8: sides become multiples of the side of a merged token."""
     height, width = image.shape[:2]
     check_aspect(height, width, where)
     new_height, new_width = encoder_size(
@@ -170,8 +170,8 @@ def resize_for_encoder(
 
 
 @lru_cache(maxsize=4)
-def _normalised(mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
-    """(channels, 256) float32: what each byte becomes, rounded at the same places as the reference."""
+def _normalisation_table(mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
+    """(channels, 256) float32 lookup table of normalised bytes, with the rounding of the reference."""
     scaled = (np.arange(256) * (1 / 255)).astype(np.float32)
     return (scaled - np.asarray(mean, np.float32)[:, None]) / np.asarray(std, np.float32)[:, None]
 
@@ -179,14 +179,14 @@ def _normalised(mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.f
 def patchify(frames: NDArray[np.uint8], parameters: VisionParameters) -> VisionFeatures:
     """Frames (T, H, W, C) uint8 → patches. T is 1 (an image, repeated in time) or a multiple of the temporal patch.
 
-    Rows are ordered (t, block row, block column, row in block, column in block), values (C, time, y, x).
+    Row order: (t, block row, block column, row in block, column in block). Value order: (C, time, y, x).
     """
     patch, merge, temporal = parameters.patch_size, parameters.merge_size, parameters.temporal_patch_size
     num_frames, height, width, channels = frames.shape
     is_image = num_frames == 1
     grid = (1 if is_image else num_frames // temporal, height // patch, width // patch)
     blocks = (grid[1] // merge, merge, patch, grid[2] // merge, merge, patch)
-    table = _normalised(parameters.image_mean, parameters.image_std)
+    table = _normalisation_table(parameters.image_mean, parameters.image_std)
     pixels = np.empty(
         (grid[0], blocks[0], blocks[3], merge, merge, channels, temporal, patch, patch), dtype=np.float32
     )
@@ -200,9 +200,7 @@ def patchify(frames: NDArray[np.uint8], parameters: VisionParameters) -> VisionF
     return VisionFeatures(pixels=pixels.reshape(math.prod(grid), -1), grid=grid)
 
 
-def load_image(
-    data: bytes, parameters: VisionParameters, where: str, *, max_pixels: int | None = None
-) -> VisionFeatures:
-    """Encoded image → patches, through both resizes. `where` names the image in errors."""
-    image = resize_loaded(decode_image(data, where), parameters, where, max_pixels=max_pixels)
+def load_image(data: bytes, parameters: VisionParameters, where: str) -> VisionFeatures:
+    """Encoded image → patches, with both resizes. `where` names the image in errors."""
+    image = resize_loaded(decode_image(data, where), parameters, where)
     return patchify(resize_for_encoder(image, parameters, where)[None], parameters)

@@ -1,4 +1,4 @@
-"""3-D position ids of a prompt: the `video_rope` rule of the released model (spec: thinker.md §4). numpy only."""
+"""3-D position ids of a prompt by the `video_rope` rule of the released model (spec: thinker.md §4)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mingc.runtime.preprocess.image import Grid
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionSpan:
-    """Patch tokens of one grid: the first token's index and the grid in patches, before merging."""
+    """Patch tokens of one grid: index of the first token, and the grid in patches before merging."""
 
     start: int
     grid: Grid
@@ -22,13 +22,13 @@ class VisionSpan:
 def compute_positions(
     num_tokens: int, spans: Sequence[VisionSpan], *, merge_size: int, temporal_scale: int
 ) -> tuple[NDArray[np.int64], int]:
-    """Positions (3, num_tokens) int64, rows time, height, width, and the delta of the tokens to come.
+    """Positions (3, num_tokens) int64 with rows time, height, width, and the position delta of generated tokens.
 
-    Text (and audio) counts up on all rows. A grid starts at the next position: time advances by `temporal_scale` a
-    frame, height and width are centred on it and may be negative. What follows continues after the largest *time* of
-    the grid, so an image takes one position. Token number n generated later has position n + delta on all rows.
+    Text and audio count up in all rows. A grid starts at the next position: time advances by `temporal_scale` per
+    frame; height and width are centred on it and may be negative. The next token continues after the largest *time* of
+    the grid, so an image takes one position. Generated token number n has position n + delta in all rows.
 
-    `spans` are in order and do not overlap.
+    `spans` must be in order without overlap.
     """
     positions = np.empty((3, num_tokens), dtype=np.int64)
     done, following = 0, 0

@@ -1,7 +1,7 @@
 """Writer of the thinker's prompt: lays out text and media blocks as token ids.
 
-Blocks are written as ids at once and text goes through the tokenizer in the stretches between them. That gives the
-ids of one long text, since special tokens split a text before anything else (spec: thinker.md §6.1).
+Media blocks are written as ids; the text between them is tokenized separately. The ids equal those of the whole text,
+because special tokens split a text first (spec: thinker.md §6.1).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Features = VisionFeatures | AudioFeatures | VideoFeatures
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaSpan:
-    """Tokens [start, start + length), which take embeddings."""
+    """Tokens [start, start + length) whose embeddings come from an encoder."""
 
     kind: MediaKind
     start: int
@@ -42,7 +42,7 @@ class MediaFeatures:
 
 
 class PromptWriter:
-    """Collects token ids, media spans and grids in reading order. Call `close` before reading them."""
+    """Collects token ids, media spans and grids in prompt order. Call `close` before reading them."""
 
     def __init__(self, tokenizer: TextTokenizer, thinker: ThinkerParameters, *, merge_size: int) -> None:
         self._tokenizer = tokenizer
@@ -56,17 +56,17 @@ class PromptWriter:
         self.audio: list[AudioFeatures] = []
 
     def text(self, text: str) -> None:
-        """Writes text; special tokens in it count."""
+        """Append text; special tokens in it are recognised."""
         self._pending += text
 
     def close(self) -> None:
-        """Tokenizes the text that is still pending."""
+        """Tokenize the pending text."""
         if self._pending:
             self.ids += self._tokenizer.encode(self._pending)
             self._pending = ""
 
     def media(self, item: Features) -> None:
-        """Writes the block of one image, clip or video, with the newline that belongs to it."""
+        """Append the block of one image, clip or video, with its newline."""
         match item:
             case VisionFeatures():
                 self._image(item)
@@ -84,7 +84,7 @@ class PromptWriter:
         self.ids += [token_id] * length
 
     def _vision_span(self, kind: MediaKind, patch_token: int, grid: Grid) -> None:
-        """One grid between image tokens."""
+        """Append the patch tokens of one grid between its start and end tokens."""
         self._token(self._thinker.image_start_token)
         self.grids.append(VisionSpan(start=len(self.ids), grid=grid))
         self._patches(kind, patch_token, grid[0] * grid[1] * grid[2] // self._merge_size**2)
@@ -96,7 +96,7 @@ class PromptWriter:
         self.text("\n")
 
     def _video(self, video: VideoFeatures) -> None:
-        """Each pair of frames is a grid of its own, led by its time."""
+        """Append a video: each pair of frames is a separate grid after its time."""
         self.vision.append(video.vision)
         _, height, width = video.vision.grid
         self._token(self._thinker.video_start_token)

@@ -1,7 +1,7 @@
 """Text, voice and style → the prompt of the talker (spec: talker.md §4, §12).
 
-Each piece is tokenized on its own and the ids are joined. What replaces word embeddings (speaker vectors, embedded
-prompt patches) is named by row; the vectors are the caller's.
+Each piece is tokenized separately and the ids are concatenated. The prompt names the rows of speaker vectors and
+embedded prompt patches; the caller provides the vectors.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from mingc.runtime.preprocess.tokenizer import TextTokenizer
 SPEECH_TASK = "Please generate speech based on the following description.\n"
 
 _SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-# A text that has all of these describes music and is not introduced as a text to be read.
+# A text with all of these describes music and gets no "Text input" header.
 _MUSIC_MARKS = ("Genre: ", "Mood: ", "Instrument: ", "Theme: ", "Duration: ")
 
 _BGM_KEYS = ("Genre", "Mood", "Instrument", "Theme", "ENV", "SNR")
 _CAPTION_KEYS = ("序号", "说话人", "方言", "风格", "语速", "基频", "音量", "情感", "BGM", "IP")
 _CAPTION_KEYS_WITH_SNR = ("序号", "说话人", "BGM", "情感", "方言", "风格", "语速", "基频", "音量", "IP")
 _STYLE_KEY = "风格"
-_KEPT_PIECES = 256  # token ids of templates and transcripts
+_MAX_CACHED_PIECES = 256  # token ids of templates and transcripts
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
@@ -36,9 +36,9 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 class SpeechPrompt:
     """The talker's prompt; T tokens.
 
-    `token_ids` (T,) int64. `speaker_rows` (n,) int64: where the speaker vectors go. `patch_rows` (N,) int64: where the
-    embedded prompt patches go, the last rows of the prompt. The first `prefix_length` tokens depend on the voice
-    and not on the text, so their keys and values can be kept; a text that describes music has fewer of the same.
+    `token_ids` (T,) int64. `speaker_rows` (n,) int64: rows of the speaker vectors. `patch_rows` (N,) int64: rows of the
+    embedded prompt patches, at the end of the prompt. The first `prefix_length` tokens depend on the voice but not on
+    the text, so their keys and values can be cached; a text that describes music has a shorter prefix.
     """
 
     token_ids: NDArray[np.int64]
@@ -48,12 +48,12 @@ class SpeechPrompt:
 
 
 class SpeechPromptBuilder:
-    """Makes talker prompts with the talker's own tokenizer. May be used from several threads."""
+    """Builds talker prompts with the talker's tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._encode = tokenizer.encode
-        # The same pieces stand in every segment: templates, and transcripts of voices.
-        self._encode_again = lru_cache(_KEPT_PIECES)(lambda text: tuple(tokenizer.encode(text)))
+        # Templates and voice transcripts recur in every segment.
+        self._encode_cached = lru_cache(_MAX_CACHED_PIECES)(lambda text: tuple(tokenizer.encode(text)))
         self._speaker = [tokenizer.token_id(f"<|vision_{name}|>") for name in ("start", "pad")]
         self._audio = tokenizer.token_id("<audio>")
         self._audio_patch = tokenizer.token_id("<audioPatch>")
@@ -70,16 +70,16 @@ class SpeechPromptBuilder:
     ) -> SpeechPrompt:
         """The prompt for one segment of text.
 
-        `transcript` and `num_prompt_patches` belong to the voice's recording and count only together.
-        `instruction` is written as it is: see `caption_instruction`.
+        `transcript` and `num_prompt_patches` describe the recording of the voice and are used only together.
+        `instruction` is inserted unchanged: see `caption_instruction`.
 
-        Raises: RequestError when there is nothing to say.
+        Raises: RequestError for blank text.
         """
         if not text.strip():
             raise RequestError(
                 "there is no text to speak", where="input", fix="send some text", param="input"
             )
-        encode = self._encode_again
+        encode = self._encode_cached
         has_recording = bool(transcript) and num_prompt_patches > 0
         ids = [*encode(_SYSTEM), *encode("<|im_start|>user\n"), *encode(task)]
         speaker_rows: list[int] = []
@@ -110,7 +110,7 @@ class SpeechPromptBuilder:
 
 
 def _caption(fields: dict[str, Json]) -> dict[str, Json]:
-    """A whole caption with `fields` filled in; names that the model does not know are left out."""
+    """A complete caption with `fields` filled in; unknown names are dropped."""
     background = fields.get("BGM")
     sounds: dict[str, Json] = dict.fromkeys(_BGM_KEYS)
     if isinstance(background, dict):
@@ -123,7 +123,7 @@ def _caption(fields: dict[str, Json]) -> dict[str, Json]:
 
 
 def _known_fields(item: Json) -> Json:
-    """One entry of a caption that came whole, without unknown names; order and omissions are the client's."""
+    """One entry of a client's complete caption without unknown names, in the client's order."""
     if not isinstance(item, dict):
         return item
     known = {key: value for key, value in item.items() if key in _CAPTION_KEYS}
@@ -134,23 +134,23 @@ def _known_fields(item: Json) -> Json:
 
 
 def caption_instruction(instructions: str, where: str = "instructions") -> str | None:
-    """Style wishes of a client as the caption JSON that the talker was trained on; None for blank ones.
+    """Convert a client's instructions to the caption JSON that the talker was trained on; None if blank.
 
-    Plain text becomes the style of a caption. A JSON object is taken as fields of a caption, or, when it has
-    `audio_sequence`, as a whole caption. Unknown names are left out.
+    Plain text becomes the style of a caption. A JSON object gives fields of a caption or, with `audio_sequence`, a
+    complete caption. Unknown names are dropped.
 
-    Raises: RequestError when text that starts like a JSON object is none.
+    Raises: RequestError for text that starts like a JSON object but is not one.
     """
-    wish = instructions.strip()
-    if not wish:
+    style = instructions.strip()
+    if not style:
         return None
     caption: dict[str, Json]
-    if wish.startswith("{"):
+    if style.startswith("{"):
         try:
-            given: dict[str, Json] = json.loads(wish)
+            given: dict[str, Json] = json.loads(style)
         except ValueError as error:
             raise RequestError(
-                f"the instructions start like a JSON object but are none: {error}",
+                f"the instructions start like a JSON object but are not valid JSON: {error}",
                 where=where,
                 fix='send plain text, or an object such as {"情感": "高兴"}',
                 param=where,
@@ -159,5 +159,5 @@ def caption_instruction(instructions: str, where: str = "instructions") -> str |
         items: Sequence[Json] = sequence if isinstance(sequence, list) else [dict(_caption(given))]
         caption = {"audio_sequence": [_known_fields(item) for item in items]}
     else:
-        caption = {"audio_sequence": [dict(_caption({_STYLE_KEY: wish}))]}
+        caption = {"audio_sequence": [dict(_caption({_STYLE_KEY: style}))]}
     return json.dumps(caption, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Text ↔ token ids through a `tokenizer.json`, and text that grows token by token."""
+"""Tokenizer of a `tokenizer.json`, and incremental detokenization."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tokenizers import Tokenizer
 from mingc.errors import IntegrityError
 
 _REPLACEMENT = "\ufffd"
-_MAX_PENDING_TOKENS = 64  # a character takes 4 tokens at most; more pending tokens are broken bytes
-_KEPT_PENDING_TOKENS = 8
+_MAX_PENDING_TOKENS = 64  # a character has at most 4 tokens; more pending tokens are invalid bytes
+_CONTEXT_TOKENS = 8
 
 
 class TextTokenizer:
-    """A tokenizer file. Special tokens written out in a text are recognised; none is added."""
+    """Tokenizer of one file. Special tokens in a text are recognised; none is added."""
 
     def __init__(self, tokenizer: Tokenizer, source: str = "tokenizer.json") -> None:
         tokenizer.no_truncation()
@@ -25,7 +25,7 @@ class TextTokenizer:
 
     @classmethod
     def from_file(cls, path: Path) -> TextTokenizer:
-        """Reads `path`, a `tokenizer.json` or the folder that holds one. Raises IntegrityError."""
+        """Read `path`, a `tokenizer.json` or its folder. Raises: IntegrityError."""
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
             text = file.read_text(encoding="utf-8")
@@ -34,7 +34,7 @@ class TextTokenizer:
         try:
             return cls(Tokenizer.from_str(text), str(file))
         except Exception as error:  # the library raises bare Exception
-            raise IntegrityError(f"this is no tokenizer: {error}", where=str(file)) from error
+            raise IntegrityError(f"not a tokenizer file: {error}", where=str(file)) from error
 
     @property
     def vocab_size(self) -> int:
@@ -43,7 +43,7 @@ class TextTokenizer:
 
     @property
     def longest_token(self) -> int:
-        """Characters of the longest token; of tokens that are bytes as many as it has bytes."""
+        """Length of the longest token in characters; in bytes for byte tokens."""
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str) -> list[int]:
@@ -52,52 +52,52 @@ class TextTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `ids`; bytes that are no character become U+FFFD."""
+        """The text of `ids`; invalid bytes become U+FFFD."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def token_id(self, token: str) -> int:
-        """The id of a token given by its exact text. Raises IntegrityError when there is none."""
+        """The id of the token with exactly this text. Raises: IntegrityError for an unknown token."""
         found = self._tokenizer.token_to_id(token)
         if found is None:
             raise IntegrityError(f"the tokenizer has no token {token!r}", where=self._source)
         return int(found)
 
     def detokenizer(self) -> Detokenizer:
-        """A new stream of text."""
+        """A new detokenizer for one answer."""
         return Detokenizer(self)
 
 
 class Detokenizer:
-    """Turns generated ids into text piece by piece. Not shared between requests.
+    """Incremental detokenizer of one answer.
 
-    Joined, the pieces are `decode` of all ids. A character whose bytes are spread over several tokens comes with the
-    last of them, never in halves.
+    The concatenated pieces equal `decode` of all ids. A character whose bytes span several tokens is returned whole,
+    with the last of them.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._window: list[int] = []  # the last ids, from a place where characters are whole
+        self._window: list[int] = []  # the last ids, starting at a character boundary
         self._window_text = ""
-        self._shown = 0  # characters of the window's text already given out
+        self._shown = 0  # characters of the window's text already returned
 
     def push(self, token_id: int) -> str:
-        """The text that this id makes visible: "" while a character is incomplete and for special tokens."""
+        """The text completed by this id: "" for an incomplete character or a special token."""
         self._window.append(token_id)
         self._window_text = self._tokenizer.decode(self._window)
-        # Of an unfinished character decoding shows exactly one U+FFFD, at the end.
+        # An incomplete character decodes to exactly one U+FFFD at the end.
         is_whole = not self._window_text.endswith(_REPLACEMENT)
         end = len(self._window_text) if is_whole else len(self._window_text) - 1
         piece = self._window_text[self._shown : end]
         self._shown = max(self._shown, end)
         if is_whole:
-            # One id stays as context: some decoders treat the first token of a text in its own way.
+            # Keep one id as context: some decoders treat the first token of a text differently.
             self._restart(1)
         elif len(self._window) > _MAX_PENDING_TOKENS:
-            self._restart(_KEPT_PENDING_TOKENS)
+            self._restart(_CONTEXT_TOKENS)
         return piece
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for a character that never became whole."""
+        """The remaining text at the end of the answer: U+FFFD for an incomplete character."""
         piece = self._window_text[self._shown :]
         self._window, self._window_text, self._shown = [], "", 0
         return piece

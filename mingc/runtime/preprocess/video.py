@@ -46,7 +46,7 @@ def _undecodable(where: str, what: str) -> RequestError:
     return RequestError(
         f"the video cannot be decoded: {what}",
         where=where,
-        fix="send a whole video file with a video track, as MP4 (H.264) or WebM (VP9)",
+        fix="send a complete video file with a video track, such as MP4 (H.264) or WebM (VP9)",
         param=where,
     )
 

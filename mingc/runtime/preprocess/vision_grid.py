@@ -1,4 +1,4 @@
-"""Grids of patches → the index arrays of the vision encoder (spec: vision.md §4, §5, §6).
+"""Grids of patches → position and attention inputs of the vision encoder (spec: vision.md §4, §5, §6).
 
 All arrays are grouped by merged token, (M, merge², …), in the patch order of `image.patchify`.
 """
@@ -19,7 +19,7 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionGridArrays:
-    """Inputs of `vision_encoder.encode` beside the pixels; m = merge² patches a token.
+    """Inputs of `vision_encoder.encode` other than the pixels; m = merge² patches per token.
 
     `position_index` (M, m, 4) int64 and `position_weight` (M, m, 4) float32: rows of the learned position table
     and their bilinear weights. `coordinates` (M, m, 2) int64: row and column. `segment` (M, m, 2) int32: the range
@@ -39,7 +39,7 @@ class VisionGridArrays:
 def _neighbours(
     size: int, table_side: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
-    """For each of `size` aligned-corner coordinates: the table line below, the one above, the fraction between."""
+    """Table index below, index above and fraction for each of `size` aligned-corner coordinates."""
     position = np.linspace(0, table_side - 1, size, dtype=np.float32)
     below = position.astype(np.int64)
     return below, np.minimum(below + 1, table_side - 1), position - below.astype(np.float32)
@@ -54,7 +54,7 @@ def _frame_coordinates(height: int, width: int, merge: int) -> NDArray[np.int64]
 
 
 def build_grid_arrays(grids: Sequence[Grid], *, merge_size: int, position_grid_size: int) -> VisionGridArrays:
-    """Index arrays of the grids in order; each frame of each grid is a segment of its own."""
+    """Index arrays of the grids in order; each frame is a separate attention segment."""
     index: list[NDArray[np.int64]] = []
     weight: list[NDArray[np.float32]] = []
     coordinates: list[NDArray[np.int64]] = []
@@ -92,12 +92,12 @@ def build_grid_arrays(grids: Sequence[Grid], *, merge_size: int, position_grid_s
 
 
 def group_pixels(pixels: NDArray[_Scalar], merge_size: int) -> NDArray[_Scalar]:
-    """Patch rows (P, n) as (P / merge², merge², n), without a copy."""
+    """View patch rows (P, n) as (P / merge², merge², n)."""
     return pixels.reshape(-1, merge_size**2, pixels.shape[-1])
 
 
 def pad_tokens(values: NDArray[_Scalar], num_tokens: int) -> NDArray[_Scalar]:
-    """`values` (M, …) with zero rows behind up to `num_tokens`."""
+    """Pad `values` (M, …) with zero rows to `num_tokens`."""
     missing = num_tokens - len(values)
     if missing < 0:
         raise ValueError(f"{len(values)} tokens do not fit a bucket of {num_tokens}")
@@ -105,9 +105,9 @@ def pad_tokens(values: NDArray[_Scalar], num_tokens: int) -> NDArray[_Scalar]:
 
 
 def pad_grid_arrays(arrays: VisionGridArrays, num_tokens: int) -> VisionGridArrays:
-    """The arrays padded to a bucket of `num_tokens`.
+    """Pad the arrays to a bucket of `num_tokens`.
 
-    A padded patch attends to the patches of its own token, so that its softmax is never empty.
+    A padding patch attends to the patches of its own token, so that its softmax is never empty.
     """
     patches = arrays.segment.shape[1]
     starts = np.arange(arrays.num_tokens, num_tokens, dtype=np.int32)[:, None] * patches
