@@ -163,15 +163,15 @@ class TracingWorker(ThinkerWorker):
         """The logits (1, V) that each token of the request was chosen from which began in `page` last."""
         return self._traces[page]
 
-    def _run(self, kind: GraphKey, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        outputs = super()._run(kind, inputs)
-        if kind.what == "chunk":  # what an earlier chunk gave is not kept: no token is chosen from it
+    def _run(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        outputs = super()._run(key, inputs)
+        if key.kind == "chunk":  # what an earlier chunk gave is not kept: no token is chosen from it
             if inputs:  # of its first part
                 self._prefilled = inputs["page_table"][:, 0].tolist()
             for page, row in zip(self._prefilled, outputs[0], strict=False):  # rows come with its last part
                 self._traces[page] = [row[None].clone()]
             return outputs
-        if kind.what == "first":  # a choice from the chunk's
+        if key.kind == "first_tokens":  # a choice from the chunk's
             return outputs
         first_pages: list[int] = inputs["page_table"][:, 0].tolist()
         self.largest_batch = max(self.largest_batch, sum(page > 0 for page in first_pages))

@@ -1,7 +1,6 @@
-"""Logits → token ids on the device, for a whole batch at once and without waiting for it: what a CUDA graph can hold.
+"""Batched token sampling on the device, without host synchronization, so that a CUDA graph can contain it.
 
-The rules, their order and the one uniform number a token are those of `mingc.runtime.thinker.sampler`, which is the
-reference.
+The rules, their order and the one uniform number per token are those of `mingc.runtime.thinker.sampler`, the reference.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from torch import Tensor
 
 from mingc.runtime.request import SamplingParams
 
-NOT_FINITE = -1  # in the place of a token whose logits are not finite
+NOT_FINITE = -1  # instead of a token id, for a row whose logits are not finite
 NUM_COLUMNS = 6
 
 
 def sampling_columns(params: SamplingParams, point: float) -> tuple[float, ...]:
-    """A request's row of `sampling`: temperature, top_k, top_p, min_p, repetition penalty, uniform number."""
+    """One row of `sampling`: temperature, top_k, top_p, min_p, repetition penalty, uniform number."""
     return (
         params.temperature if params.draws else 0.0,
         float(params.top_k),
@@ -30,45 +29,45 @@ def sampling_columns(params: SamplingParams, point: float) -> tuple[float, ...]:
 
 
 def needs_sampling(sampling: NDArray[np.float64]) -> bool:
-    """Whether any row of `sampling` (n, NUM_COLUMNS) wants more than the likeliest token."""
+    """Whether any row of `sampling` (n, NUM_COLUMNS) needs more than greedy sampling."""
     temperature, top_k, *_, penalty, _ = sampling.T
     return bool((((temperature > 0.0) & (top_k != 1.0)) | (penalty != 1.0)).any())
 
 
 def sample_greedy(logits: Tensor) -> Tensor:
-    """(B,) int64 of (B, V) logits; `NOT_FINITE` for a row with NaN or inf."""
+    """The most likely tokens (B,) int64 of logits (B, V); `NOT_FINITE` for a row with NaN or inf."""
     highest, ids = logits.max(dim=-1)  # a NaN anywhere in a row becomes its maximum
     return torch.where(torch.isfinite(highest), ids, NOT_FINITE)
 
 
 def sample_tokens(logits: Tensor, sampling: Tensor, seen: Tensor) -> Tensor:
-    """The next token of each row by its own rules.
+    """Sample the next token of each row with its own parameters.
 
     Args:
         logits: (B, V) float32.
         sampling: (B, NUM_COLUMNS) float32.
-        seen: (B, V) bool, tokens of prompt and answer.
+        seen: (B, V) bool, tokens of prompt and answer, for the repetition penalty.
 
     Returns: (B,) int64; `NOT_FINITE` for a row with NaN or inf.
     """
     temperature, top_k, top_p, min_p, penalty, point = sampling.unsqueeze(-1).unbind(1)
-    lowered = torch.where(logits > 0, logits / penalty, logits * penalty)
-    logits = torch.where(seen & (penalty != 1.0), lowered, logits)
-    likeliest = sample_greedy(logits)
+    penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
+    logits = torch.where(seen & (penalty != 1.0), penalized, logits)
+    greedy = sample_greedy(logits)
     values, ids = logits.sort(dim=-1, descending=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
-    is_within = (rank < top_k) | (top_k < 1.0)
+    is_in_top_k = (rank < top_k) | (top_k < 1.0)
     scaled = (values - values[:, :1]) / torch.where(temperature > 0.0, temperature, 1.0)
-    # Highest first, so the largest probability is the first one and the kept ones are a prefix.
-    probabilities = torch.softmax(scaled.masked_fill(~is_within, float("-inf")), dim=-1)
-    is_enough = probabilities.cumsum(-1) - probabilities >= top_p
-    keep = is_within & ~(is_enough & (top_p < 1.0)) & (probabilities >= min_p * probabilities[:, :1])
+    # In descending order, so the kept tokens are a prefix.
+    probabilities = torch.softmax(scaled.masked_fill(~is_in_top_k, float("-inf")), dim=-1)
+    is_beyond_top_p = probabilities.cumsum(-1) - probabilities >= top_p
+    keep = is_in_top_k & ~(is_beyond_top_p & (top_p < 1.0)) & (probabilities >= min_p * probabilities[:, :1])
     keep = keep | (rank == 0)
-    # By id, as the host does: places of tokens that are equally likely but for rounding must not depend on it.
+    # In order of id, as on the host: the order of probabilities would depend on rounding for equally likely tokens.
     kept = torch.zeros_like(probabilities).scatter(1, ids, probabilities * keep)
-    cumulated = kept.cumsum(-1)
-    total = cumulated[:, -1:]
-    index = (cumulated <= point * total).sum(-1)
-    drawn = torch.minimum(index, (cumulated < total).sum(-1))
-    is_drawn = ((temperature > 0.0) & (top_k != 1.0)).squeeze(1)
-    return torch.where(is_drawn & (likeliest != NOT_FINITE), drawn, likeliest)
+    cumulative = kept.cumsum(-1)
+    total = cumulative[:, -1:]
+    index = (cumulative <= point * total).sum(-1)
+    sampled = torch.minimum(index, (cumulative < total).sum(-1))
+    is_random = ((temperature > 0.0) & (top_k != 1.0)).squeeze(1)
+    return torch.where(is_random & (greedy != NOT_FINITE), sampled, greedy)

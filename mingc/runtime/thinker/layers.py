@@ -1,7 +1,7 @@
-"""The thinker's graphs in their order: embedding, of every layer attention and feed-forward, head.
+"""Forward pass of the thinker: runs its graphs in order (embedding, attention and feed-forward of each layer, head).
 
-Between the halves of a layer the ranks' partial sums are added up. No graph waits for the host, so that a whole step
-can be captured.
+After each half of a layer the ranks all-reduce their partial outputs. No graph waits for the host, so the worker can
+capture a whole step.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
 
 _KINDS = ("prefill", "decode")
-_MOST_PARTS = 16
+_MAX_LAYER_GROUPS = 16
 _ROWS = ("input_ids", "embeds", "embed_kind", "segment", "index")  # inputs (T, …)
 _ROUTES = ("expert_ids", "expert_weights")
 
 Inputs = Mapping[str, Tensor]
-_Half = tuple[Graph, dict[str, Tensor]]  # half a layer, with its pages
+_HalfLayer = tuple[Graph, dict[str, Tensor]]  # attention or feed-forward, with its KV pages
 
 
 class ThinkerLayers:
-    """Runs steps over pages.
+    """Runs prefill chunks and decode steps over paged KV.
 
     Args:
-        state: the pages of every layer, by the stage's names.
+        state: KV pages of every layer, by the stage's state names.
         all_reduce_: replaces a tensor by its sum over the ranks.
-        gather: puts the ranks' (N, W) side by side.
+        gather: concatenates the ranks' (N, W) along the last dimension.
 
     Attributes:
-        num_layer_groups: that a chunk of a prompt is run in; between them other steps may run.
+        num_layer_groups: groups that the layers of a chunk can be run in; other steps may run between them.
     """
 
     def __init__(
@@ -51,97 +51,97 @@ class ThinkerLayers:
         (self._embed,) = stage.layer_instances("embed").values()
         (self._head,) = stage.layer_instances("head").values()
         self._vocab_size = vocab_size
-        self._reduce_ = all_reduce_
+        self._all_reduce_ = all_reduce_
         self._gather = gather
-        self._side = CommStream(next(iter(state.values())).device)
+        self._comm_stream = CommStream(next(iter(state.values())).device)
         self._layers = {kind: _layers(stage, state, kind) for kind in _KINDS}
-        self.num_layer_groups = min(_MOST_PARTS, len(self._layers["prefill"]) // 2)
+        self.num_layer_groups = min(_MAX_LAYER_GROUPS, len(self._layers["prefill"]) // 2)
 
     def prefill(self, *chunks: Inputs) -> tuple[Tensor, ...]:
-        """Logits (S, V) float32 of the tokens `last` of the last one of `chunks`, which follow each other.
+        """Run consecutive chunks of a prompt. Returns logits (S, V) float32 at the rows `last` of the last chunk.
 
-        The sums over ranks of one chunk run beside the layers of another one.
+        With several chunks, the all-reduce of one overlaps with the layers of another (two-batch overlap).
 
-        Inputs: of `embed` (input_ids, embeds, embed_kind, positions), page_table (S, P), segment (T,), index (T,), last
-        (S,): rows of the chunk.
-        Behind the logits, of each expert layer, the ids and weights (T, K) of the experts of all chunks; nothing when
-        the engines do not tell.
+        Inputs: those of `embed` (input_ids, embeds, embed_kind, positions), page_table (S, P), segment (T,),
+        index (T,), last (S,).
+        After the logits come ids and weights (T, K) of the experts of all chunks for each expert layer; nothing if the
+        engines do not output them.
         """
-        flows = [_Flow({**inputs, **self._begin(inputs)}) for inputs in chunks]
-        routes = self._pass(self._layers["prefill"], flows)
-        stream = {"residual": flows[-1].residual, "delta": flows[-1].delta}
+        batches = [_Batch({**inputs, **self._embed_stream(inputs)}) for inputs in chunks]
+        routes = self._forward(self._layers["prefill"], batches)
+        stream = {"residual": batches[-1].residual, "delta": batches[-1].delta}
         return (self.chunk_logits(chunks[-1], stream), *routes)
 
     def prefill_layer_group(
-        self, part: int, inputs: Inputs, stream: Inputs
+        self, group: int, inputs: Inputs, stream: Inputs
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """One of the `num_layer_groups` of `prefill` of one chunk, each of about as many layers; the first embeds.
+        """Run layer group `group` of `num_layer_groups` (of nearly equal size) for one chunk; group 0 also embeds.
 
-        Inputs: as `prefill`; after the first part those of `embed` are not needed. `stream` is what the part before
-        has given, tensors (T, …), and nothing for the first.
-        Returns the stream behind the part, and what its expert layers tell.
+        Inputs: as `prefill`; those of `embed` are needed by group 0 only. `stream` is what the previous group
+        returned, tensors (T, …); it is ignored for group 0.
+        Returns the residual stream after the group, and the routes of its expert layers.
         """
-        if part == 0:
-            stream = self._begin(inputs)
+        if group == 0:
+            stream = self._embed_stream(inputs)
         halves = self._layers["prefill"]
-        first, end = (2 * (len(halves) // 2 * each // self.num_layer_groups) for each in (part, part + 1))
-        flow = _Flow({**inputs, **stream})
-        routes = self._pass(halves[first:end], [flow])
-        return {**stream, "residual": flow.residual, "delta": flow.delta}, routes
+        first, end = (2 * (len(halves) // 2 * each // self.num_layer_groups) for each in (group, group + 1))
+        batch = _Batch({**inputs, **stream})
+        routes = self._forward(halves[first:end], [batch])
+        return {**stream, "residual": batch.residual, "delta": batch.delta}, routes
 
     def chunk_logits(self, inputs: Inputs, stream: Inputs) -> Tensor:
-        """Logits (S, V) float32 of the tokens `last` behind the last part."""
+        """Logits (S, V) float32 at the rows `last`, after the last layer group."""
         last = inputs["last"]
         return self._logits(*(stream[name].index_select(0, last) for name in ("residual", "delta")))
 
     def decode(self, inputs: Inputs) -> Tensor:
-        """Logits (B, V) float32 of one token a request.
+        """Logits (B, V) float32 after one token of each request.
 
-        Inputs: of `embed`, page_table (B, P), lengths (B,).
+        Inputs: those of `embed`, page_table (B, P), lengths (B,).
         """
-        flow = _Flow({**inputs, **self._embed.run(**_needed(self._embed, inputs))})
-        self._pass(self._layers["decode"], [flow])
-        return self._logits(flow.residual, flow.delta)
+        batch = _Batch({**inputs, **self._embed.run(**_inputs_of(self._embed, inputs))})
+        self._forward(self._layers["decode"], [batch])
+        return self._logits(batch.residual, batch.delta)
 
-    def _begin(self, inputs: Inputs) -> dict[str, Tensor]:
-        """The stream in front of the first layer; routers read the kind of each token, too."""
-        return {**self._embed.run(**_needed(self._embed, inputs)), "embed_kind": inputs["embed_kind"]}
+    def _embed_stream(self, inputs: Inputs) -> dict[str, Tensor]:
+        """The residual stream before the first layer, and `embed_kind`, which routers read."""
+        return {**self._embed.run(**_inputs_of(self._embed, inputs)), "embed_kind": inputs["embed_kind"]}
 
     def _logits(self, residual: Tensor, delta: Tensor) -> Tensor:
         share = self._head.run(residual=residual, delta=delta)["logits"]
         return self._gather(share)[:, : self._vocab_size]
 
-    def _pass(self, halves: Sequence[_Half], flows: Sequence[_Flow]) -> list[Tensor]:
-        """Bring `flows` behind `halves`; what the expert layers tell, of all flows one below the other.
+    def _forward(self, halves: Sequence[_HalfLayer], batches: Sequence[_Batch]) -> list[Tensor]:
+        """Run all `batches` through `halves`. Returns the routes of expert layers, batches concatenated.
 
-        The sums of one flow run beside the next half of another one.
+        With several batches, the all-reduce of one overlaps with the next half-layer of another.
         """
         routes: list[Tensor] = []
         for graph, pages in halves:
-            told = []
-            for flow in flows:
-                flow.wait()
+            found = []
+            for batch in batches:
+                batch.wait()
                 outputs = graph.run(
-                    residual=flow.residual, delta=flow.delta, **_needed(graph, flow.context), **pages
+                    residual=batch.residual, delta=batch.delta, **_inputs_of(graph, batch.context), **pages
                 )
-                flow.residual, flow.delta = outputs["residual"], outputs["partial"]
-                if len(flows) == 1:
-                    self._reduce_(flow.delta)
+                batch.residual, batch.delta = outputs["residual"], outputs["partial"]
+                if len(batches) == 1:
+                    self._all_reduce_(batch.delta)
                 else:
-                    flow.wait = self._side.start(partial(self._reduce_, flow.delta))
-                told.append([outputs[name] for name in _ROUTES if name in outputs])
-            routes += [torch.cat(each) if len(each) > 1 else each[0] for each in zip(*told, strict=True)]
-        for flow in flows:
-            flow.wait()
+                    batch.wait = self._comm_stream.start(partial(self._all_reduce_, batch.delta))
+                found.append([outputs[name] for name in _ROUTES if name in outputs])
+            routes += [torch.cat(each) if len(each) > 1 else each[0] for each in zip(*found, strict=True)]
+        for batch in batches:
+            batch.wait()
         return routes
 
 
-class _Flow:
-    """What one chunk or batch is on its way through the layers.
+class _Batch:
+    """A chunk or decode batch on its way through the layers.
 
     Attributes:
-        residual, delta: the residual stream (N, D), and what the last half adds to it.
-        wait: must be called before `delta` is read.
+        residual, delta: the residual stream (N, D), and what the last half-layer adds to it.
+        wait: waits for the all-reduce of `delta`; call it before reading `delta`.
     """
 
     def __init__(self, context: Inputs) -> None:
@@ -150,30 +150,30 @@ class _Flow:
         self.wait: Callable[[], None] = lambda: None
 
 
-def split_chunk(inputs: Inputs, most: int) -> list[Inputs]:
-    """Inputs of a prompt's chunk, as `prefill` takes them, as those of chunks of at most `most` rows behind each other.
+def split_chunk(inputs: Inputs, max_rows: int) -> list[Inputs]:
+    """Split the inputs of a chunk for `ThinkerLayers.prefill` into consecutive chunks of at most `max_rows` rows.
 
-    `last` is then for the last one of them only.
+    `last` is valid for the last one only.
     """
-    width = len(inputs["input_ids"])
-    if width <= most:
+    num_rows = len(inputs["input_ids"])
+    if num_rows <= max_rows:
         return [inputs]
     chunks: list[Inputs] = []
-    for first in range(0, width, most):
-        rows = {name: inputs[name][first : first + most] for name in _ROWS}
-        positions = inputs["positions"][:, first : first + most].contiguous()
-        last = (inputs["last"] - first).clamp(0, most - 1)
+    for first in range(0, num_rows, max_rows):
+        rows = {name: inputs[name][first : first + max_rows] for name in _ROWS}
+        positions = inputs["positions"][:, first : first + max_rows].contiguous()
+        last = (inputs["last"] - first).clamp(0, max_rows - 1)
         chunks.append({**inputs, **rows, "positions": positions, "last": last})
     return chunks
 
 
-def _layers(stage: LoadedStage, state: Mapping[str, Tensor], kind: str) -> list[_Half]:
-    """The graphs of all halves in order, each with its pages."""
+def _layers(stage: LoadedStage, state: Mapping[str, Tensor], kind: str) -> list[_HalfLayer]:
+    """All half-layers in order, each with its KV pages."""
     feed_forwards = {}
     for name in ("dense", f"{kind}_experts"):
         if name in stage.graphs:
             feed_forwards.update(stage.layer_instances(name))
-    halves: list[_Half] = []
+    halves: list[_HalfLayer] = []
     for instance, attention in stage.layer_instances(f"{kind}_attention").items():
         pages = {each.name: state[join_path(instance, each.name)] for each in attention.spec.state}
         halves.append((attention, pages))
@@ -182,6 +182,6 @@ def _layers(stage: LoadedStage, state: Mapping[str, Tensor], kind: str) -> list[
     return halves
 
 
-def _needed(graph: Graph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those of `tensors` that are inputs of `graph`."""
+def _inputs_of(graph: Graph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The `tensors` that `graph` takes as inputs."""
     return {each.name: tensors[each.name] for each in graph.spec.inputs if each.name in tensors}

@@ -1,7 +1,7 @@
-"""Logits → token ids, each row by its own rules and its own noise.
+"""Token sampling on the host: the reference for `device_sampler`, and used when the worker does not sample itself.
 
-The only randomness is one uniform number a token, made from the request's seed and the token's index: what a
-request gets depends neither on its neighbours in the batch nor on the order of the steps.
+The only randomness is one uniform number per token, derived from the request's seed and the token's index. So a
+request's tokens depend neither on the other requests of the batch nor on the order of steps.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from mingc.runtime.noise import philox_key
 from mingc.runtime.request import SamplingParams
 
-_STREAM = 1  # second word of the key, apart from the noise of speech (mingc.runtime.noise)
+_STREAM = 1  # second word of the Philox key, distinct from the noise of speech (mingc.runtime.noise)
 
 
 @dataclass(slots=True)
 class SamplerRow:
-    """The sampling state of one request.
+    """Sampling state of one request.
 
     Attributes:
-        step: index of the token to be chosen, 0 for the first one of the answer.
-        seen: (V,) bool on the logits' device, tokens of prompt and answer; kept only for a repetition penalty.
+        step: index of the next token, 0 for the first one of the answer.
+        seen: (V,) bool on the logits' device, tokens of prompt and answer; None without a repetition penalty.
     """
 
     params: SamplingParams
@@ -50,25 +50,25 @@ class SamplerRow:
         return row
 
     def advance(self, token: int) -> None:
-        """Record the chosen token."""
+        """Record the sampled token."""
         self.step += 1
         if self.seen is not None:
             self.seen[token] = True
 
 
 def uniform(seed: int, step: int) -> float:
-    """A number in [0, 1) that belongs to (seed, step): Philox keyed by the seed, counter = step."""
+    """Uniform number in [0, 1) for (seed, step): Philox keyed by the seed, counter = step."""
     bits = np.random.Philox(key=philox_key(seed, _STREAM), counter=[step, 0, 0, 0])
     return float(np.random.Generator(bits).random())
 
 
 def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[int | None]:
-    """The next token of each row; None for a row whose logits are not finite.
+    """Sample the next token of each row; None for a row whose logits are not finite.
 
-    The rules in order: repetition penalty, temperature, top_k, top_p, min_p (spec: thinker.md §7).
+    Rules in order: repetition penalty, temperature, top_k, top_p, min_p (spec: thinker.md §7).
 
     Args:
-        logits: (B, V) float32 with B ≥ len(rows); rows beyond are padding.
+        logits: (B, V) float32 with B ≥ len(rows); further rows are padding.
     """
     logits = logits[: len(rows)]
     if any(row.seen is not None for row in rows):
@@ -76,28 +76,28 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[int | None]:
     highest, greedy = logits.max(dim=-1)  # a NaN anywhere in a row becomes its maximum
     is_finite = torch.isfinite(highest).tolist()
     ids: list[int | None] = [
-        token if fine else None for token, fine in zip(greedy.tolist(), is_finite, strict=True)
+        token if finite else None for token, finite in zip(greedy.tolist(), is_finite, strict=True)
     ]
     for i, row in enumerate(rows):
         if ids[i] is not None and row.params.draws:
-            ids[i] = _draw(logits[i], row.params, uniform(row.seed, row.step))
+            ids[i] = _sample_row(logits[i], row.params, uniform(row.seed, row.step))
     return ids
 
 
 def _penalize(logits: Tensor, row: SamplerRow) -> Tensor:
-    """(V,) logits with those of seen tokens divided (positive) or multiplied (negative) by the penalty."""
+    """Divide positive and multiply negative logits (V,) of seen tokens by the repetition penalty."""
     if row.seen is None:
         return logits
     penalty = row.params.repetition_penalty
-    lowered = torch.where(logits > 0, logits / penalty, logits * penalty)
-    return torch.where(row.seen, lowered, logits)
+    penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return torch.where(row.seen, penalized, logits)
 
 
-def _draw(logits: Tensor, params: SamplingParams, point: float) -> int:
-    """A token of (V,) logits: the place of `point` in the cumulated probabilities of what the rules keep."""
+def _sample_row(logits: Tensor, params: SamplingParams, point: float) -> int:
+    """Sample a token from logits (V,): the position of `point` in the cumulative probabilities of the kept tokens."""
     top_k = params.top_k if 0 < params.top_k < logits.shape[0] else logits.shape[0]
     values, ids = torch.topk(logits, top_k, sorted=True)
-    # Highest first, so the largest probability is the first one and the kept ones are a prefix.
+    # In descending order, so the kept tokens are a prefix.
     probabilities = torch.softmax((values - values[0]) / params.temperature, dim=-1)
     keep = torch.ones_like(probabilities, dtype=torch.bool)
     if params.top_p < 1.0:
@@ -105,9 +105,9 @@ def _draw(logits: Tensor, params: SamplingParams, point: float) -> int:
     if params.min_p > 0.0:
         keep &= probabilities >= params.min_p * probabilities[0]
     keep[0] = True
-    # By id: in the order of probabilities, rounding would exchange the places of tokens that are equally likely.
+    # In order of id: the order of probabilities would depend on rounding for equally likely tokens.
     kept, order = ids[keep].sort()
-    cumulated = probabilities[keep][order].cumsum(0)
-    index = int(torch.searchsorted(cumulated, point * cumulated[-1], right=True))
-    last = int((cumulated < cumulated[-1]).sum())
+    cumulative = probabilities[keep][order].cumsum(0)
+    index = int(torch.searchsorted(cumulative, point * cumulative[-1], right=True))
+    last = int((cumulative < cumulative[-1]).sum())
     return int(kept[min(index, last)])

@@ -1,4 +1,4 @@
-"""One rank of the thinker from its artifact; on CUDA its sizes are timed before it serves."""
+"""Thinker worker creation from an artifact; on CUDA it also measures the latency of every step size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mingc.runtime.thinker.worker import ThinkerWorker
 def create_worker(
     stage: LoadedStage, manifest: Manifest, *, num_pages: int, device: torch.device
 ) -> ThinkerWorker:
-    """The worker of the thinker in the artifact of `manifest`. Making one is a collective."""
+    """Create the worker of this rank. A collective."""
     parameters = manifest.parameters.thinker
     assert parameters is not None, "an artifact with the stage has its parameters"
     worker = ThinkerWorker(stage, parameters, num_pages=num_pages, device=device)
@@ -28,9 +28,12 @@ def create_worker(
 
 
 def measure_step_latencies(worker: ThinkerWorker) -> StepLatencyModel:
-    """Run every size on random tokens: equal ones would go to few experts. A collective; writes to page 0 only."""
-    widths = sorted({*worker.chunks, worker.chunk.two_batch_rows} - {0})
-    ids = np.random.default_rng(0).integers(0, worker.vocab_size, max(worker.max_batch, *widths))
+    """Time every size. A collective; writes to KV page 0 only.
+
+    Tokens are random, because equal ones would be routed to few experts.
+    """
+    sizes = sorted({*worker.chunks, worker.chunk.two_batch_rows} - {0})
+    ids = np.random.default_rng(0).integers(0, worker.vocab_size, max(worker.max_batch, *sizes))
 
     def chunk(size: int) -> Callable[[], object]:
         step = PrefillStep(
@@ -55,23 +58,23 @@ def measure_step_latencies(worker: ThinkerWorker) -> StepLatencyModel:
         return lambda: worker.decode(step)
 
     return StepLatencyModel(
-        chunks=tuple((size, _call_ms(chunk(size), worker.device)) for size in widths),
+        chunks=tuple((size, _call_ms(chunk(size), worker.device)) for size in sizes),
         decodes=tuple((size, _call_ms(decode(size), worker.device)) for size in sorted(worker.batches)),
     )
 
 
 def _call_ms(run: Callable[[], object], device: torch.device, count: int = 2) -> float:
-    """The least of `count` calls' milliseconds, the host's part included, after one that is not counted."""
+    """Milliseconds of the fastest of `count` calls, host time included, after one warm-up call."""
 
-    def until_done() -> None:
+    def run_and_wait() -> None:
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    def timed_ms() -> float:
+    def elapsed_ms() -> float:
         started = time.perf_counter()
-        until_done()
+        run_and_wait()
         return 1e3 * (time.perf_counter() - started)
 
-    until_done()
-    return min(timed_ms() for _ in range(count))
+    run_and_wait()
+    return min(elapsed_ms() for _ in range(count))

@@ -1,4 +1,7 @@
-"""What a step of the thinker is told: plain arrays, the same for all ranks. And how they are padded."""
+"""Inputs of one thinker step: plain arrays, the same for all ranks, and their padding.
+
+Built by the loop, sent to other ranks by `ranks.rank_group`, consumed by `ThinkerWorker`.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +21,22 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillStep:
-    """A chunk: the next n tokens of s prompts, one prompt's behind the other's.
+    """Layer groups of one prefill chunk: the next n tokens of s prompts, concatenated.
 
     Attributes:
         input_ids: (n,) int64.
         positions: (3, n) int64.
         embed_kind: (n,) int64; 0 word embedding, 1 image gate, 2 audio gate.
-        embeds: (n, D), rows of media tokens; None when the chunk has none.
+        embeds: (n, D), set in rows of media tokens; None if the chunk has none.
         counts: (s,) int64, tokens of each prompt.
         starts: (s,) int64, tokens of each request before this chunk.
-        pages: (s, P) int64, pages in token order, enough for start + count tokens, padded with 0.
-        slots: (s,) int64, where the device keeps what sampling needs of the requests; 0 when it does not sample.
-        ended: (k,) int64, the prompts, 0 to s - 1, behind which the device is to choose a token; else None.
-        sampling: (k, NUM_COLUMNS) float64, see `device_sampler`; None with `ended`.
-        first_group: the first to be run of `ThinkerWorker.num_layer_groups`; those before have been, for the same
-            chunk, and no other chunk since. `embeds` is read by part 0 alone.
-        end_group: behind the last to be run; None for all that are left.
+        pages: (s, P) int64, KV pages in token order, enough for start + count tokens, padded with 0.
+        slots: (s,) int64, slots of the sampling state on the device; 0 if the host samples.
+        ended: (k,) int64, prompts (0 to s - 1) that end here and whose first token the device samples; else None.
+        sampling: (k, NUM_COLUMNS) float64, see `device_sampler`; None if `ended` is.
+        first_group: first layer group to run, of `ThinkerWorker.num_layer_groups`. Earlier steps have run the groups
+            before it for the same chunk, and no other chunk since. Only group 0 reads `embeds`.
+        end_group: end of the range of layer groups; None for all that are left.
     """
 
     input_ids: Ints
@@ -55,12 +58,12 @@ class DecodeStep:
     """One token of each of n requests.
 
     Attributes:
-        input_ids: (n,) int64; -1 for the token that the device chose for the request's slot last.
+        input_ids: (n,) int64; -1 for the token that the device sampled last for the request's slot.
         positions: (n,) int64.
-        lengths: (n,) int64, tokens of each request, the new one included.
-        pages: (n, P) int64, pages in token order, padded with 0.
-        slots: (n,) int64; None when the device does not sample.
-        sampling: (n, NUM_COLUMNS) float64, see `device_sampler`; None with `slots`.
+        lengths: (n,) int64, tokens of each request including the new one.
+        pages: (n, P) int64, KV pages in token order, padded with 0.
+        slots: (n,) int64; None if the host samples.
+        sampling: (n, NUM_COLUMNS) float64, see `device_sampler`; None if `slots` is.
     """
 
     input_ids: Ints
@@ -72,14 +75,14 @@ class DecodeStep:
 
 
 def padded(values: Ints, size: int) -> Tensor:
-    """(size,) int64, zeros behind `values`."""
+    """`values` padded with zeros to (size,) int64."""
     rows = np.zeros(size, np.int64)
     rows[: len(values)] = values
     return torch.from_numpy(rows)
 
 
 def padded_sampling(sampling: NDArray[np.float64] | None, size: int) -> Tensor:
-    """(size, NUM_COLUMNS) float32; the rows behind those given are greedy."""
+    """`sampling` padded with greedy rows to (size, NUM_COLUMNS) float32."""
     rows = torch.zeros(size, NUM_COLUMNS)
     if sampling is not None:
         rows[: len(sampling)] = torch.from_numpy(sampling)

@@ -1,7 +1,7 @@
-"""One rank of the thinker: builds the input tensors of a step, runs the engines, keeps the KV pages.
+"""Thinker worker, one per rank: builds the input tensors of a step, runs the layers, samples tokens, holds KV pages.
 
-Which requests run, and where their pages lie, is the scheduler's; sampling is the sampler's. Every rank runs the
-same steps on its own weights and pages.
+The loop passes it steps that the scheduler has planned (which requests run, in which pages). Every rank runs the same
+steps on its own weights and pages. The layers are in `mingc.runtime.thinker.layers`.
 """
 
 from __future__ import annotations
@@ -30,55 +30,56 @@ from mingc.runtime.thinker.step import DecodeStep, Ints, PrefillStep, padded, pa
 
 
 class GraphKey(NamedTuple):
-    """What is run over fixed tensors, and captured on CUDA.
+    """Key of a captured graph (on the CPU: of a function over static tensors).
 
     Attributes:
-        what: a part of a chunk, a pair of chunks, a decode step, or the choice of a token behind a chunk.
-        width: rows of a chunk or pair, requests of a step, prompts of a chunk.
-        part: of a chunk, `ThinkerWorker.num_layer_groups` in all.
-        draws: whether tokens may be drawn; else each is the likeliest.
+        kind: a layer group of a chunk, two overlapped chunks, a decode step, or sampling the first tokens after a
+            chunk.
+        size: rows of the chunk or chunks, requests of the decode step, prompts of a chunk.
+        layer_group: of a chunk, `ThinkerWorker.num_layer_groups` in all.
+        is_random: whether tokens may be sampled at random; otherwise all rows are greedy.
     """
 
-    what: Literal["chunk", "pair", "decode", "first"]
-    width: int
-    part: int = 0
-    draws: bool = False
+    kind: Literal["chunk", "two_batch", "decode", "first_tokens"]
+    size: int
+    layer_group: int = 0
+    is_random: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LaunchedTokens:
-    """The tokens (B,) int64 of a step on their way to the host, `NOT_FINITE` for a row without one."""
+    """Sampled tokens (B,) int64 being copied to the host; `NOT_FINITE` for a row whose logits are not finite."""
 
     host_copy: AsyncHostCopy
 
     def wait(self) -> list[int]:
-        """The tokens; blocks until the device has chosen them."""
-        (chosen,) = self.host_copy.wait()
-        tokens: list[int] = chosen.tolist()
+        """The tokens; blocks until the device has sampled them."""
+        (ids,) = self.host_copy.wait()
+        tokens: list[int] = ids.tolist()
         return tokens
 
 
 class ThinkerWorker:
-    """Runs steps on one rank's engines. On CUDA every size is captured when this is made, and replayed.
+    """Runs steps on one rank's engines. On CUDA every size is captured by the constructor, and replayed.
+
+    Constructing one is a collective; the process group must be initialized.
 
     Args:
-        stage: the graphs of `ThinkerLayers`.
+        stage: the graphs that `ThinkerLayers` runs.
         num_pages: KV pages to allocate, page 0 included.
-        is_static: whether steps run over fixed tensors, captured on CUDA, and `launch` chooses tokens on the
-            device; None: on CUDA. Page tables then always have their largest size.
-        two_batch_overlap: whether two of the longest chunks may run together, the all-reduce of one overlapping with
-            the layers of the other; None: where there are such sums, on CUDA, and a context holds so many tokens.
-
-    The group of ranks, if there is one, must have met; making one is a collective.
+        is_static: run steps over static tensors, captured on CUDA, and sample on the device. Page tables then always
+            have their largest size. None: on CUDA.
+        two_batch_overlap: allow steps of two longest chunks of one prompt, where the all-reduce of one chunk overlaps
+            with the layers of the other. None: on CUDA with several ranks, if the context holds two such chunks.
 
     Attributes:
         batches, chunks: sizes that steps are padded to.
-        chunk: what a chunk can hold.
-        num_layer_groups: that a chunk is run in, one after the other; decode steps may come between them.
-        samples: whether `launch` and `launch_prefill` are there.
-        latency_model: of every size, once they were measured.
-        routes: expert ids and weights (T, K) of each expert layer in the last chunk; empty when the engines do not
-            tell.
+        chunk: capacity of a chunk.
+        num_layer_groups: groups that the layers of a chunk are run in; decode steps may run between them.
+        samples_on_device: whether `launch_decode` and `launch_prefill` are available.
+        latency_model: measured time of every size; None until measured.
+        routes: expert ids and weights (T, K) of each expert layer in the last chunk; empty if the engines do not
+            output them.
     """
 
     def __init__(
@@ -116,8 +117,8 @@ class ThinkerWorker:
         dtype, self.hidden_size = torch_dtype(embeds.dtype), int(embeds.shape[1])
         longest = max(self.max_batch, self.max_chunk, self.chunk.two_batch_rows)
         self._embeds = torch.zeros(longest, self.hidden_size, dtype=dtype, device=device)
-        # The kind of answers' tokens.
-        self._words = torch.zeros(self.max_batch, dtype=torch.int64, device=device)
+        # `embed_kind` of decoded tokens: all are text.
+        self._text_kind = torch.zeros(self.max_batch, dtype=torch.int64, device=device)
         self.all_reduce = create_all_reduce(
             device, dtype, width=self.hidden_size, tokens=(*self.batches, *self.chunks)
         )
@@ -125,35 +126,39 @@ class ThinkerWorker:
             stage, self.state, vocab_size=self.vocab_size, all_reduce_=self.all_reduce.all_reduce_
         )
         self.num_layer_groups = self._layers.num_layer_groups
-        self._stream: dict[str, Tensor] = {}  # of the chunk under way, rows for the largest
-        self._chunk_inputs: dict[int, Mapping[str, Tensor]] = {}  # by width, of the chunk under way
+        self._stream: dict[
+            str, Tensor
+        ] = {}  # of the current chunk between layer groups, rows for the largest
+        self._chunk_inputs: dict[int, Mapping[str, Tensor]] = {}  # of the current chunk, by size
         self._no_logits = torch.zeros(0, self.vocab_size, device=device)
         if self.samples_on_device:
             slots = self.max_batch + 1
-            self._last = torch.zeros(slots, dtype=torch.int64, device=device)  # token of each slot's request
+            # By slot: the token sampled last, and the tokens of prompt and answer.
+            self._last = torch.zeros(slots, dtype=torch.int64, device=device)
             self._seen = torch.zeros(slots, self.vocab_size, dtype=torch.bool, device=device)
             self._yes = torch.ones((), dtype=torch.bool, device=device)
             self._chunk_logits = torch.zeros(self.chunk.max_prompts, self.vocab_size, device=device)
         self.latency_model: StepLatencyModel | None = None
-        self._runs: dict[GraphKey, GraphRunner] = {}
+        self._graphs: dict[GraphKey, GraphRunner] = {}
         if self.samples_on_device:
             with torch.inference_mode():
-                self._prepare()
+                self._capture_all()
 
     def close(self) -> None:
-        """Give up what was captured; no step may come any more.
+        """Release the captured graphs; no step may follow.
 
-        Must come before the ranks part: NCCL ends a communicator only after the last graph that uses it, and waits
-        for that without end (pytorch issue 115388).
+        Call it before leaving the process group: NCCL destroys a communicator only after the last graph that uses it,
+        and waits for that forever (pytorch issue 115388).
         """
-        for run in self._runs.values():
-            run.close()
+        for graph in self._graphs.values():
+            graph.close()
 
     @torch.inference_mode()
     def prefill(self, step: PrefillStep) -> Tensor:
-        """Run a chunk, or parts of one; logits (s, V) float32 of its last tokens once it is whole, until the next step.
+        """Run layer groups of a chunk. Returns logits (s, V) float32 of each prompt's last token.
 
-        Before that the logits have no rows. `ChunkShape.two_batch_rows` tokens are run in all parts at once.
+        They are valid until the next step; before the last layer group they have no rows. A step of
+        `ChunkShape.two_batch_rows` tokens runs all layer groups at once, with two-batch overlap.
         """
         offsets = self._offsets(step.counts)
         num_rows = int(offsets[-1] + step.counts[-1])
@@ -161,154 +166,161 @@ class ThinkerWorker:
             assert (step.first_group, step.end_group or self.num_layer_groups) == (
                 0,
                 self.num_layer_groups,
-            ), "a pair is whole"
+            ), "two-batch overlap runs all layer groups at once"
             inputs = self._first_inputs(step, offsets, num_rows)
-            logits, *told = self._run(GraphKey("pair", num_rows), inputs)
-            self.routes = list(zip(told[::2], told[1::2], strict=True))
+            logits, *routes = self._run(GraphKey("two_batch", num_rows), inputs)
+            self.routes = list(zip(routes[::2], routes[1::2], strict=True))
             return logits[: len(step.counts)]
-        width = self._prefill.bucket("T", num_rows)
-        for part in range(step.first_group, step.end_group or self.num_layer_groups):
-            inputs = self._first_inputs(step, offsets, width) if part == 0 else {}
-            logits, *told = self._run(GraphKey("chunk", width, part=part), inputs)
-            if part == 0:
+        size = self._prefill.bucket("T", num_rows)
+        for group in range(step.first_group, step.end_group or self.num_layer_groups):
+            inputs = self._first_inputs(step, offsets, size) if group == 0 else {}
+            logits, *routes = self._run(GraphKey("chunk", size, layer_group=group), inputs)
+            if group == 0:
                 self.routes = []
-            self.routes += zip(told[::2], told[1::2], strict=True)
+            self.routes += zip(routes[::2], routes[1::2], strict=True)
         return logits[: len(step.counts)]
 
     def _offsets(self, counts: Ints) -> Ints:
-        """The row that each prompt of a chunk begins at."""
+        """The first row of each prompt in a chunk."""
         offsets, end = [], 0
         for count in counts:
             offsets.append(self.chunk.place(end))
             end = offsets[-1] + int(count)
         return np.array(offsets, np.int64)
 
-    def _first_inputs(self, step: PrefillStep, offsets: Ints, width: int) -> dict[str, Tensor]:
-        """What the first part of a chunk takes; the others read it where it was put."""
+    def _first_inputs(self, step: PrefillStep, offsets: Ints, size: int) -> dict[str, Tensor]:
+        """Inputs of a chunk's first layer group; the others read them from its static tensors."""
         prompts = np.repeat(np.arange(len(step.counts)), step.counts)
-        before = np.cumsum(step.counts) - step.counts  # tokens of the prompts in front
-        place = np.arange(len(prompts)) - before[prompts]
-        rows = offsets[prompts] + place
+        before = np.cumsum(step.counts) - step.counts  # tokens of the preceding prompts
+        index = np.arange(len(prompts)) - before[prompts]  # within the prompt
+        rows = offsets[prompts] + index
         if step.embeds is not None:
-            for offset, begin, count in zip(offsets, before, step.counts, strict=True):
-                self._embeds[offset : offset + count].copy_(step.embeds[begin : begin + count])
+            for offset, start, count in zip(offsets, before, step.counts, strict=True):
+                self._embeds[offset : offset + count].copy_(step.embeds[start : start + count])
 
-        def put(values: Ints, padding: int = 0) -> Tensor:
-            spread = np.full((*values.shape[:-1], width), padding, np.int64)
-            spread[..., rows] = values
-            return torch.from_numpy(spread)
+        def scatter(values: Ints, padding: int = 0) -> Tensor:
+            scattered = np.full((*values.shape[:-1], size), padding, np.int64)
+            scattered[..., rows] = values
+            return torch.from_numpy(scattered)
 
-        held = self.chunk.max_prompts
+        max_prompts = self.chunk.max_prompts
         return {
-            "input_ids": put(step.input_ids),
-            "embed_kind": put(step.embed_kind),
-            "positions": put(step.positions),
-            "segment": put(prompts),
-            "index": put(step.starts[prompts] + place, -1),
-            "row_slots": put(step.slots[prompts]),
+            "input_ids": scatter(step.input_ids),
+            "embed_kind": scatter(step.embed_kind),
+            "positions": scatter(step.positions),
+            "segment": scatter(prompts),
+            "index": scatter(step.starts[prompts] + index, -1),
+            "row_slots": scatter(step.slots[prompts]),
             "page_table": self._page_table(
-                self._prefill, step.pages, int((step.starts + step.counts).max()), held
+                self._prefill, step.pages, int((step.starts + step.counts).max()), max_prompts
             ),
-            "last": padded(offsets + step.counts - 1, held),
-            "starts": padded(step.starts, held),
-            "slots": padded(step.slots, held),
+            "last": padded(offsets + step.counts - 1, max_prompts),
+            "starts": padded(step.starts, max_prompts),
+            "slots": padded(step.slots, max_prompts),
         }
 
     @torch.inference_mode()
     def decode(self, step: DecodeStep) -> Tensor:
-        """Run one token of each request; logits (B, V) float32 until the next step, rows beyond n are padding."""
-        logits: Tensor = self._decode_step(step, draws=False)[0]
+        """Run one token of each request. Returns logits (B, V) float32, valid until the next step.
+
+        Rows beyond the requests are padding.
+        """
+        logits: Tensor = self._decode_step(step, is_random=False)[0]
         return logits
 
     @torch.inference_mode()
     def launch_decode(self, step: DecodeStep) -> LaunchedTokens:
-        """Run one token of each request and choose the next ones; does not wait for the device."""
-        assert self.samples_on_device and step.sampling is not None, "the worker was made to sample"
-        _, chosen = self._decode_step(step, draws=needs_sampling(step.sampling))
-        return LaunchedTokens(host_copy=AsyncHostCopy(chosen[: len(step.input_ids)]))
+        """Run one token of each request and sample the next ones. Does not wait for the device."""
+        assert self.samples_on_device and step.sampling is not None, "the step has sampling parameters"
+        _, tokens = self._decode_step(step, is_random=needs_sampling(step.sampling))
+        return LaunchedTokens(host_copy=AsyncHostCopy(tokens[: len(step.input_ids)]))
 
     @torch.inference_mode()
     def launch_prefill(self, step: PrefillStep) -> LaunchedTokens:
-        """Run the last parts of a chunk and choose the first tokens (k,) of answers; does not wait for the device."""
+        """Run the last layer groups of a chunk and sample the first tokens (k,) of answers.
+
+        Does not wait for the device.
+        """
         assert self.samples_on_device and step.sampling is not None and step.ended is not None, (
-            "the worker was made to sample"
+            "the step has sampling parameters"
         )
         self.prefill(step)
-        held = self.chunk.max_prompts
+        size = self.chunk.max_prompts
         inputs = {
-            "ended": padded(step.ended, held),
-            "slots": padded(step.slots[step.ended], held),
-            "sampling": padded_sampling(step.sampling, held),
+            "ended": padded(step.ended, size),
+            "slots": padded(step.slots[step.ended], size),
+            "sampling": padded_sampling(step.sampling, size),
         }
-        (chosen,) = self._run(GraphKey("first", held, draws=needs_sampling(step.sampling)), inputs)
-        return LaunchedTokens(host_copy=AsyncHostCopy(chosen[: len(step.ended)]))
+        key = GraphKey("first_tokens", size, is_random=needs_sampling(step.sampling))
+        (tokens,) = self._run(key, inputs)
+        return LaunchedTokens(host_copy=AsyncHostCopy(tokens[: len(step.ended)]))
 
-    def _decode_step(self, step: DecodeStep, *, draws: bool) -> tuple[Tensor, ...]:
-        width = self._decode.bucket("B", len(step.input_ids))
+    def _decode_step(self, step: DecodeStep, *, is_random: bool) -> tuple[Tensor, ...]:
+        size = self._decode.bucket("B", len(step.input_ids))
         inputs = {
-            "input_ids": padded(step.input_ids, width),
-            "positions": padded(step.positions, width),
-            "lengths": padded(step.lengths, width).clamp_min_(1),
-            "page_table": self._page_table(self._decode, step.pages, int(step.lengths.max()), width),
+            "input_ids": padded(step.input_ids, size),
+            "positions": padded(step.positions, size),
+            "lengths": padded(step.lengths, size).clamp_min_(1),
+            "page_table": self._page_table(self._decode, step.pages, int(step.lengths.max()), size),
         }
         if self.samples_on_device:
             slots = np.zeros(1, np.int64) if step.slots is None else step.slots
-            inputs.update(slots=padded(slots, width), sampling=padded_sampling(step.sampling, width))
-        return self._run(GraphKey("decode", width, draws=draws), inputs)
+            inputs.update(slots=padded(slots, size), sampling=padded_sampling(step.sampling, size))
+        return self._run(GraphKey("decode", size, is_random=is_random), inputs)
 
-    def _run(self, kind: GraphKey, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        if self._runs:
-            return self._runs[kind](inputs)
-        return self._function(kind)({name: value.to(self.device) for name, value in inputs.items()})
+    def _run(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        if self._graphs:
+            return self._graphs[key](inputs)
+        return self._function(key)({name: value.to(self.device) for name, value in inputs.items()})
 
-    def _function(self, kind: GraphKey) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]:
-        match kind.what:
+    def _function(self, key: GraphKey) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]:
+        match key.kind:
             case "chunk":
-                return partial(self._run_prefill, part=kind.part, width=kind.width)
-            case "pair":
-                return self._run_pair
-            case "first":
-                return partial(self._run_first, draws=kind.draws)
+                return partial(self._run_layer_group, group=key.layer_group, size=key.size)
+            case "two_batch":
+                return self._run_two_batch
+            case "first_tokens":
+                return partial(self._sample_first_tokens, is_random=key.is_random)
             case "decode":
-                return partial(self._run_decode, draws=kind.draws)
+                return partial(self._run_decode, is_random=key.is_random)
 
-    def _run_prefill(self, inputs: Mapping[str, Tensor], *, part: int, width: int) -> tuple[Tensor, ...]:
-        """Logits (S, V) behind the last part, else (0, V); then what expert layers tell."""
-        if part == 0:
-            inputs = {**inputs, "embeds": self._embeds[:width]}
-            self._chunk_inputs[width] = inputs
-            self._note_seen(inputs)
-        inputs = self._chunk_inputs[width]
-        before = {name: kept[:width] for name, kept in self._stream.items()}
-        stream, routes = self._layers.prefill_layer_group(part, inputs, before)
-        if part < self.num_layer_groups - 1:
-            self._keep(stream)
+    def _run_layer_group(self, inputs: Mapping[str, Tensor], *, group: int, size: int) -> tuple[Tensor, ...]:
+        """Logits (S, V) after the last layer group, else (0, V); then the routes of expert layers."""
+        if group == 0:
+            inputs = {**inputs, "embeds": self._embeds[:size]}
+            self._chunk_inputs[size] = inputs
+            self._mark_seen(inputs)
+        inputs = self._chunk_inputs[size]
+        before = {name: kept[:size] for name, kept in self._stream.items()}
+        stream, routes = self._layers.prefill_layer_group(group, inputs, before)
+        if group < self.num_layer_groups - 1:
+            self._save_stream(stream)
             return self._no_logits, *routes
         logits = self._layers.chunk_logits(inputs, stream)
         if self.samples_on_device:
             self._chunk_logits.copy_(logits)
         return logits, *routes
 
-    def _run_pair(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Logits (S, V); then what expert layers tell."""
-        self._note_seen(inputs)
+    def _run_two_batch(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Logits (S, V); then the routes of expert layers."""
+        self._mark_seen(inputs)
         inputs = {**inputs, "embeds": self._embeds[: self.chunk.two_batch_rows]}
         logits, *routes = self._layers.prefill(*split_chunk(inputs, self.max_chunk))
         if self.samples_on_device:
             self._chunk_logits.copy_(logits)
         return logits, *routes
 
-    def _note_seen(self, inputs: Mapping[str, Tensor]) -> None:
-        """Note which tokens a chunk's prompts hold; those that begin with it hold no others."""
+    def _mark_seen(self, inputs: Mapping[str, Tensor]) -> None:
+        """Mark the tokens of a chunk as seen, for repetition penalties; clear the mask of prompts that start here."""
         if not self.samples_on_device:
             return
-        slots, is_begun = inputs["slots"], (inputs["starts"] > 0).unsqueeze(1)
-        self._seen.index_copy_(0, slots, self._seen.index_select(0, slots) & is_begun)
-        rows = inputs["row_slots"]  # of padding slot 0
+        slots, is_continued = inputs["slots"], (inputs["starts"] > 0).unsqueeze(1)
+        self._seen.index_copy_(0, slots, self._seen.index_select(0, slots) & is_continued)
+        rows = inputs["row_slots"]  # slot 0 for padding
         self._seen.index_put_((rows, inputs["input_ids"]), self._yes)
 
-    def _keep(self, stream: Mapping[str, Tensor]) -> None:
-        """Copy a chunk's stream to where no other step writes; the first, a warm-up, makes the room."""
+    def _save_stream(self, stream: Mapping[str, Tensor]) -> None:
+        """Copy a chunk's residual stream to where no other step writes. The first call, a warm-up, allocates."""
         for name, value in stream.items():
             if name not in self._stream:
                 self._stream[name] = value.new_zeros(self.max_chunk, *value.shape[1:])
@@ -316,81 +328,83 @@ class ThinkerWorker:
             if kept.data_ptr() != value.data_ptr():
                 kept.copy_(value)
 
-    def _run_first(self, inputs: Mapping[str, Tensor], *, draws: bool) -> tuple[Tensor, ...]:
+    def _sample_first_tokens(self, inputs: Mapping[str, Tensor], *, is_random: bool) -> tuple[Tensor, ...]:
         logits = self._chunk_logits.index_select(0, inputs["ended"])
-        return (self._choose(logits, inputs, draws=draws),)
+        return (self._sample(logits, inputs, is_random=is_random),)
 
-    def _run_decode(self, inputs: Mapping[str, Tensor], *, draws: bool) -> tuple[Tensor, ...]:
+    def _run_decode(self, inputs: Mapping[str, Tensor], *, is_random: bool) -> tuple[Tensor, ...]:
         ids = inputs["input_ids"]
         if self.samples_on_device:
             slots = inputs["slots"]
             ids = torch.where(ids >= 0, ids, self._last.index_select(0, slots))
             self._seen.index_put_((slots, ids), self._yes)
-        answers = {
+        tokens = {
             "input_ids": ids,
             "embeds": self._embeds[: len(ids)],
-            "embed_kind": self._words[: len(ids)],
+            "embed_kind": self._text_kind[: len(ids)],
             "positions": inputs["positions"].expand(3, -1).contiguous(),
         }
-        logits = self._layers.decode({**inputs, **answers})
-        return (logits, self._choose(logits, inputs, draws=draws)) if self.samples_on_device else (logits,)
+        logits = self._layers.decode({**inputs, **tokens})
+        if not self.samples_on_device:
+            return (logits,)
+        return logits, self._sample(logits, inputs, is_random=is_random)
 
-    def _choose(self, logits: Tensor, inputs: Mapping[str, Tensor], *, draws: bool) -> Tensor:
-        """The tokens (B,) behind `logits` (B, V), kept as the last ones of `slots`; the same on all ranks."""
+    def _sample(self, logits: Tensor, inputs: Mapping[str, Tensor], *, is_random: bool) -> Tensor:
+        """Sample tokens (B,) from `logits` (B, V), the same on all ranks, and store them for `slots`."""
         slots = inputs["slots"]
-        if draws:
-            chosen = sample_tokens(logits, inputs["sampling"], self._seen.index_select(0, slots))
+        if is_random:
+            sampled = sample_tokens(logits, inputs["sampling"], self._seen.index_select(0, slots))
         else:
-            chosen = sample_greedy(logits)
-        broadcast_from_rank0_(chosen)
-        self._last.index_copy_(0, slots, chosen.clamp_min(0))
-        return chosen
+            sampled = sample_greedy(logits)
+        broadcast_from_rank0_(sampled)
+        self._last.index_copy_(0, slots, sampled.clamp_min(0))
+        return sampled
 
-    def _prepare(self) -> None:
-        """A run for every size, the largest first: the others then fit into the memory its graph has taken."""
+    def _capture_all(self) -> None:
+        """Capture every size, the largest first, so that the others fit into the memory that its graph has taken."""
         pool = GraphPool(self.device) if self.device.type == "cuda" else None
-        held = self.chunk.max_prompts
-        prompts = (torch.int64, (held,))
-        for width in sorted({*self.chunks, self.chunk.two_batch_rows} - {0}, reverse=True):
-            rows = (torch.int64, (width,))
+        max_prompts = self.chunk.max_prompts
+        prompts = (torch.int64, (max_prompts,))
+        for size in sorted({*self.chunks, self.chunk.two_batch_rows} - {0}, reverse=True):
+            rows = (torch.int64, (size,))
             shapes: Shapes = {
                 **dict.fromkeys(("input_ids", "embed_kind", "segment", "index", "row_slots"), rows),
-                "positions": (torch.int64, (3, width)),
-                "page_table": (torch.int32, (held, max(self._prefill.spec.dim("P").buckets))),
+                "positions": (torch.int64, (3, size)),
+                "page_table": (torch.int32, (max_prompts, max(self._prefill.spec.dim("P").buckets))),
                 **dict.fromkeys(("last", "starts", "slots"), prompts),
             }
-            if width == self.chunk.two_batch_rows:
-                self._prepare_run(
-                    GraphKey("pair", width), shapes, pool, f"two chunks of {self.max_chunk} tokens"
+            if size == self.chunk.two_batch_rows:
+                self._capture(
+                    GraphKey("two_batch", size), shapes, pool, f"two chunks of {self.max_chunk} tokens"
                 )
                 continue
-            for part in range(self.num_layer_groups):
-                kind = GraphKey("chunk", width, part=part)
-                self._prepare_run(kind, {} if part else shapes, pool, f"a chunk of {width} tokens")
-        for width in sorted(self.batches, reverse=True):
-            ints = (torch.int64, (width,))
+            for group in range(self.num_layer_groups):
+                key = GraphKey("chunk", size, layer_group=group)
+                self._capture(key, {} if group else shapes, pool, f"a chunk of {size} tokens")
+        for size in sorted(self.batches, reverse=True):
+            ints = (torch.int64, (size,))
             shapes = {
                 "input_ids": ints,
                 "positions": ints,
                 "lengths": ints,
-                "page_table": (torch.int32, (width, max(self._decode.spec.dim("P").buckets))),
+                "page_table": (torch.int32, (size, max(self._decode.spec.dim("P").buckets))),
                 "slots": ints,
-                "sampling": (torch.float32, (width, NUM_COLUMNS)),
+                "sampling": (torch.float32, (size, NUM_COLUMNS)),
             }
-            for draws in (True, False):
-                kind = GraphKey("decode", width, draws=draws)
-                self._prepare_run(kind, shapes, pool, f"a step of batch {width}")
-        shapes = {"ended": prompts, "slots": prompts, "sampling": (torch.float32, (held, NUM_COLUMNS))}
-        for draws in (True, False):
-            kind = GraphKey("first", held, draws=draws)
-            self._prepare_run(kind, shapes, pool, "the choice of first tokens")
+            for is_random in (True, False):
+                key = GraphKey("decode", size, is_random=is_random)
+                self._capture(key, shapes, pool, f"a decode step of batch {size}")
+        shapes = {"ended": prompts, "slots": prompts, "sampling": (torch.float32, (max_prompts, NUM_COLUMNS))}
+        for is_random in (True, False):
+            key = GraphKey("first_tokens", max_prompts, is_random=is_random)
+            self._capture(key, shapes, pool, "sampling of first tokens")
 
-    def _prepare_run(self, kind: GraphKey, shapes: Shapes, pool: GraphPool | None, name: str) -> None:
-        run = self._function(kind)
-        self._runs[kind] = GraphRunner(shapes, run, device=self.device, pool=pool, name=name)
+    def _capture(self, key: GraphKey, shapes: Shapes, pool: GraphPool | None, name: str) -> None:
+        run = self._function(key)
+        self._graphs[key] = GraphRunner(shapes, run, device=self.device, pool=pool, name=name)
 
     def _page_table(self, graph: Graph, pages: Ints, num_tokens: int, rows: int) -> Tensor:
-        """(rows, P) int32 with `pages` (n, any) in it and 0 elsewhere; P is the bucket that holds `num_tokens`."""
+        """Page table (rows, P) int32 with `pages` (n, any), 0 elsewhere; P is the bucket that holds `num_tokens`."""
         size = graph.bucket("P", -(-num_tokens // self.page_size))
         table = np.zeros(
             (rows, max(graph.spec.dim("P").buckets) if self.samples_on_device else size), np.int32
