@@ -1,11 +1,12 @@
-"""Many requests at once: what the first ones need is not kept waiting by reading the others."""
+"""Many concurrent requests: early requests do not wait until later ones are prepared."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,50 +20,53 @@ from mingc.runtime.http.server import create_app, serve
 from mingc.runtime.prompt import ThinkerPrompt
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.service import omni
+from mingc.runtime.thinker import loop as thinker_loop
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy, StepLatencyModel
 from mingc.runtime.thinker.step import PrefillStep
 from mingc.runtime.thinker.worker import LaunchedTokens
 
 
-def test_a_request_of_a_crowd_is_spoken_before_the_others_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_early_request_is_queued_for_speech_before_later_ones_are_segmented(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     service = make_service(has_thinker=False)
     loop = service._speech.loop  # type: ignore[union-attr]
-    read, add = omni.iter_speech_segments, loop.add
+    segment, add = omni.iter_speech_segments, loop.add
     log: list[str] = []
 
-    def logged_read(text: str, max_length: int) -> Iterator[str]:
-        log.append("read")
-        yield from read(text, max_length)
+    def logged_segment(text: str, max_length: int) -> Iterator[str]:
+        log.append("segment")
+        yield from segment(text, max_length)
 
     def logged_add(*arguments: object) -> None:
         log.append("add")
         add(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(omni, "iter_speech_segments", logged_read)
+    monkeypatch.setattr(omni, "iter_speech_segments", logged_segment)
     monkeypatch.setattr(loop, "add", logged_add)
     requests = [say(f"Number {number}.", max_steps=2) for number in range(4)]
 
-    async def crowd() -> None:
+    async def all_requests() -> None:
         await asyncio.gather(*(collect(service.speech(each)) for each in requests))
 
-    # The first two may be read side by side.
-    run(service, crowd())
-    assert sorted(log) == ["add"] * 4 + ["read"] * 4
+    run(service, all_requests())
+    assert sorted(log) == ["add"] * 4 + ["segment"] * 4
+    # Two threads segment, each adds its segments before it takes the next request.
     assert "add" in log[:3]
 
 
-def test_engine_threads_get_their_turn_soon_while_a_server_runs() -> None:
-    class Seen(Exception):
+def test_serving_shortens_the_switch_interval_of_threads() -> None:
+    class Announced(Exception):
         pass
 
     before, during = sys.getswitchinterval(), []
 
     def announce(url: str) -> None:
         during.append(sys.getswitchinterval())
-        raise Seen
+        raise Announced
 
-    with pytest.raises(Seen):
+    with pytest.raises(Announced):
         serve(create_app(FakeService(), ServeOptions(port=0)), announce=announce)
     assert during == [pytest.approx(0.001)]
     assert sys.getswitchinterval() == before
@@ -78,11 +82,13 @@ def prompt(ids: Sequence[int]) -> ThinkerPrompt:
     )
 
 
-def test_prompts_that_come_during_a_chunk_share_the_next_one(
+def test_prompts_that_arrive_during_a_chunk_share_the_next_one(
     started: Callable[[ThinkerLoop], ThinkerLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # So long the device is taken to work on a chunk: the next one is gathered after half of it, 2 s.
+    # A chunk is expected to take 4 s, so the next one starts 2 s later at the earliest, by a clock that stands still.
     latency_model = StepLatencyModel(chunks=((1, 4000.0), (32, 4000.0)), decodes=((1, 1.0), (8, 1.0)))
+    now = 100.0
+    monkeypatch.setattr(thinker_loop, "time", SimpleNamespace(perf_counter=lambda: now))
     loop = make_thinker_loop(
         is_static=True,
         max_prompts=4,
@@ -91,27 +97,36 @@ def test_prompts_that_come_during_a_chunk_share_the_next_one(
     runner = loop._runner
     launch, chunks = runner.launch_prefill, list[int]()
 
-    def noted(step: PrefillStep) -> LaunchedTokens:
+    def recorded(step: PrefillStep) -> LaunchedTokens:
         chunks.append(len(step.counts))
         return launch(step)
 
-    monkeypatch.setattr(runner, "launch_prefill", noted)
+    def wait_for_a_step() -> None:
+        for _ in range(2):  # a step runs between two posted actions
+            is_run = threading.Event()
+            loop.post(is_run.set)
+            assert is_run.wait(30)
+
+    monkeypatch.setattr(runner, "launch_prefill", recorded)
     started(loop)
     answers = [Collector() for _ in range(4)]
 
-    def ask(number: int) -> None:
+    def submit(number: int) -> None:
         loop.submit(prompt(range(number, number + 4)), SamplingParams(max_tokens=2), 1, answers[number].put)
 
-    ask(0)
-    assert len(answers[0].tokens()) == 2  # decode steps in between change nothing
+    submit(0)
+    assert len(answers[0].tokens()) == 2  # the decode steps in between have no effect on the wait
     for number in (1, 2, 3):
-        ask(number)
-        time.sleep(0.02)
+        submit(number)
+        wait_for_a_step()
+        assert chunks == [1]
+    now += 4.0
+    loop.wake()
     assert all(len(each.tokens()) == 2 for each in answers)
     assert chunks == [1, 3]
 
 
-def test_the_pace_learns_of_each_call_what_ran_before_it(
+def test_the_prefill_policy_observes_what_ran_before_each_call(
     started: Callable[[ThinkerLoop], ThinkerLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill_policy = ChunkedPrefillPolicy(

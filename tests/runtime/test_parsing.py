@@ -286,6 +286,14 @@ def test_a_body_with_too_many_values_is_refused_before_it_is_decoded() -> None:
     assert (caught.value.status, caught.value.code) == (413, "body_too_complex")
 
 
+@pytest.mark.parametrize("name", ["a`b", "x - at `$.model`", "a.b[0]", "k" * 1_000_000])
+def test_an_unknown_key_of_any_form_is_named(name: str) -> None:
+    with pytest.raises(RequestError, match="Unknown parameter") as caught:
+        chat(**{name: 1})
+    assert caught.value.param == name[:100]
+    assert len(caught.value.message) < 200
+
+
 def test_an_integer_may_be_written_with_a_decimal_point() -> None:
     parsed = chat(max_tokens=5.0, top_k=7.0, seed=3.0, video_max_frames=8.0)
     assert (parsed.sampling.max_tokens, parsed.sampling.top_k, parsed.sampling.seed) == (5, 7, 3)

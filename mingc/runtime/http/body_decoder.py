@@ -22,7 +22,12 @@ MAX_COMMAS = 1 << 18
 
 _Body = TypeVar("_Body")
 _Keys = list[str | int]
-_KEY = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
+_KEY = re.compile(r"\.(\w+)|\[(\d+)\]")
+_PATH = re.compile(r"(\.\w+|\[\d+\])+`")
+# Beginnings of msgspec's messages, up to the name of the field.
+_MISSING = "Object missing required field `"
+_UNKNOWN = "Object contains unknown field `"
+_MAX_SHOWN = 100  # characters of a client's name in an error
 
 
 class BodyDecoder(Generic[_Body]):
@@ -101,9 +106,9 @@ def out_of_range(param: str, expected: str, value: object) -> RequestError:
     )
 
 
-def too_long(param: str, length: int, limit: int) -> RequestError:
+def too_long(param: str, limit: int) -> RequestError:
     return RequestError(
-        f"'{param}' is {length} characters long; the limit is {limit}.", param=param, code="string_too_long"
+        f"'{param}' is too long; the limit is {limit} characters.", param=param, code="string_too_long"
     )
 
 
@@ -126,7 +131,7 @@ def _type_name(value: object) -> str:
 
 def _nearest(name: str, known: Sequence[str]) -> str:
     """` Did you mean 'x'?` or nothing."""
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name[:_MAX_SHOWN], known, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
@@ -176,36 +181,35 @@ def _check_text(value: str, keys: _Keys) -> None:
         param = join_path(keys)
         raise RequestError(
             f"{shorten(param)} holds half of a surrogate pair at character {error.start}, which is not text.",
-            param=param[:100],
+            param=param[:_MAX_SHOWN],
             code="invalid_value",
         ) from error
 
 
 def _validation_error(reason: str, raw: bytes, type_: type) -> RequestError:
     """OpenAI's error for a body that is JSON but does not fit the struct; `reason` is msgspec's message."""
-    reason, _, path = reason.partition(" - at `$")
+    before, found, path = reason.rpartition(" - at `$")
+    if found and _PATH.fullmatch(path):  # a key in the message may contain the separator
+        reason = before
+    else:
+        path = ""
     keys: _Keys = [name or int(index) for name, index in _KEY.findall(path.rstrip("`"))]
-    name = reason.split("`")[1] if reason.startswith("Object") else ""
-    if reason.startswith("Object missing"):
-        return missing(join_path([*keys, name]))
-    if reason.startswith("Object contains"):
-        param = join_path([*keys, name])
-        known = [field for struct in _structs_at(type_, keys) for field in _names(struct)]
-        return RequestError(
-            f"Unknown parameter: {shorten(param)}.{_nearest(name, known)}",
-            param=param[:100],
-            code="unknown_parameter",
-        )
     param = join_path(keys) or "body"
+    if reason.startswith(_MISSING):
+        return missing(join_path([*keys, reason[len(_MISSING) : -1]]))
+    if reason.startswith(_UNKNOWN):
+        return _unknown_parameter(reason[len(_UNKNOWN) : -1], keys, type_)
+    if "of length <=" in reason:
+        limit = int(reason.rpartition(" ")[2])
+        if reason.startswith("Expected `str`"):
+            return too_long(param, limit)
+        return RequestError(
+            f"'{param}' must be an array of at most {limit} items.", param=param, code="invalid_value"
+        )
     types = list(_types_at(type_, keys))
     value = _value_at(_parse_untyped(raw), keys)
     if reason.startswith("Invalid"):
         return _unknown_choice(param, types, value)
-    if "of length <=" in reason and isinstance(value, str | list):
-        limit = int(reason.rpartition(" ")[2])
-        if isinstance(value, str):
-            return too_long(param, len(value), limit)
-        return out_of_range(param, f"an array of at most {limit} items", len(value))
     if ", got " not in reason and isinstance(value, int | float):
         for each in types:
             if isinstance(each, inspect.IntType | inspect.FloatType):
@@ -213,6 +217,18 @@ def _validation_error(reason: str, raw: bytes, type_: type) -> RequestError:
     if value is None and keys:
         return missing(param)
     return wrong_type(param, _expected(types), value)
+
+
+def _unknown_parameter(name: str, keys: _Keys, type_: type) -> RequestError:
+    name = name[:_MAX_SHOWN]  # comparing a long name with the known ones takes seconds
+    structs = (each for each in _types_at(type_, keys) if isinstance(each, inspect.StructType))
+    known = [field for struct in structs for field in _names(struct)]
+    param = join_path([*keys, name])
+    return RequestError(
+        f"Unknown parameter: {shorten(param)}.{_nearest(name, known)}",
+        param=param[:_MAX_SHOWN],
+        code="unknown_parameter",
+    )
 
 
 def _unknown_choice(param: str, types: Sequence[inspect.Type], value: object) -> RequestError:
@@ -285,10 +301,6 @@ def _types_at(type_: type, keys: _Keys) -> Iterator[inspect.Type]:
                         children += _flatten(field.type)
         found = children
     yield from found
-
-
-def _structs_at(type_: type, keys: _Keys) -> Iterator[inspect.StructType]:
-    return (each for each in _types_at(type_, keys) if isinstance(each, inspect.StructType))
 
 
 def _flatten(type_: inspect.Type) -> Iterator[inspect.Type]:

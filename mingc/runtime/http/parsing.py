@@ -133,7 +133,7 @@ def parse_speech(raw: bytes, info: ServiceInfo, options: ServeOptions) -> Parsed
     if body.input is None:
         raise missing("input")
     if len(body.input) > options.max_speech_characters:
-        raise too_long("input", len(body.input), options.max_speech_characters)
+        raise too_long("input", options.max_speech_characters)
     if not body.input.strip():
         raise RequestError(
             "'input' is empty: there is nothing to speak.", param="input", code="invalid_value"
@@ -232,7 +232,7 @@ def _speech_params(
     """Speech parameters; `prefix` is the path of `fields` in error messages."""
     instructions = fields.instructions
     if instructions is not None and len(instructions) > options.max_instructions_characters:
-        raise too_long(f"{prefix}instructions", len(instructions), options.max_instructions_characters)
+        raise too_long(f"{prefix}instructions", options.max_instructions_characters)
     return SpeechParams(
         voice=_voice(fields, info, f"{prefix}voice"),
         instructions=instructions if instructions and instructions.strip() else None,
