@@ -1,4 +1,4 @@
-"""Types of the scripts' arguments: numbers within a range, told plainly when they are not. Torch is not needed."""
+"""Types of the scripts' arguments: numbers within a range, with an error message otherwise. Torch is not needed."""
 
 from __future__ import annotations
 

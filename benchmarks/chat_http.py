@@ -33,7 +33,7 @@ from mingc.probe.stopwatch import percentile
 Figures = list[dict[str, Any]]
 _CALM_S = 1.5  # how long streams run alone before the prompts come
 _SETTLE_S = 0.3  # of that, what is left out after the last stream's first token
-_COUNTED = (4, 24)  # words of the prompts whose tokens tell how many a word has
+_COUNTED = (4, 24)  # words of the prompts that are used to count tokens a word
 _NEARLY = 0.96  # random words differ in tokens
 _LONG_ANSWER = 16  # tokens of the answer that all but fills the context
 

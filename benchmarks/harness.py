@@ -103,9 +103,9 @@ def _start_compiler() -> None:
 
 
 def check_device(parser: argparse.ArgumentParser) -> None:
-    """End with a plain word where `result` could not tell of a device, before anything is measured."""
+    """Refuse `--json` before anything is measured when `result` could not describe a device."""
     if not torch.cuda.is_available():
-        parser.error("--json tells of a CUDA device, and there is none")
+        parser.error("--json describes a CUDA device, and there is none")
 
 
 def result(

@@ -2,7 +2,7 @@
 
 Serves an artifact of several ranks, opens streams, sends SIGKILL (or SIGSTOP with --hang) to the last rank, and notes
 when each client has its error event, when and how the server ends, what its GPUs still hold, and that a new server
-answers. Nothing here needs torch; on a CPU artifact no memory is told.
+answers. Nothing here needs torch; for a CPU artifact no memory is reported.
 
     python benchmarks/rank_failure.py artifacts/tp2 --json benchmarks/results/rank-failure-h200-….json
 """

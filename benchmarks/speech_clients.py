@@ -21,7 +21,7 @@ SENTENCES = (
 
 
 @dataclass(slots=True)
-class Heard:
+class ReceivedSpeech:
     """What a client saw of one answer: seconds since it asked, at each arrival, and bytes that had come by then."""
 
     sent_at: float
@@ -59,31 +59,33 @@ def body(index: int, patches: int, *, streamed: bool, text: str | None = None) -
     return {**request, "stream_format": "audio"} if streamed else request
 
 
-async def ask(client: httpx.AsyncClient, request: dict[str, Any], chunks: int | None = None) -> Heard:
+async def ask(
+    client: httpx.AsyncClient, request: dict[str, Any], chunks: int | None = None
+) -> ReceivedSpeech:
     """Send one request and note when bytes arrive; hang up after `chunks` arrivals when given."""
-    heard = Heard(time.perf_counter())
+    received = ReceivedSpeech(time.perf_counter())
     count = 0
     async with client.stream("POST", "/v1/audio/speech", json=request) as response:
         if response.status_code != 200:
             raise SystemExit(f"status {response.status_code}: {(await response.aread())[:500]!r}")
         async for data in response.aiter_raw():
             count += len(data)
-            heard.arrivals.append((time.perf_counter(), count))
-            if chunks is not None and len(heard.arrivals) >= chunks:
+            received.arrivals.append((time.perf_counter(), count))
+            if chunks is not None and len(received.arrivals) >= chunks:
                 break
-    return heard
+    return received
 
 
-def speak(url: str, indexes: range, rounds: int, patches: int, streamed: bool) -> list[Heard]:
+def speak(url: str, indexes: range, rounds: int, patches: int, streamed: bool) -> list[ReceivedSpeech]:
     """The clients `indexes`, each with `rounds` requests one after the other."""
 
-    async def one(client: httpx.AsyncClient, index: int) -> list[Heard]:
+    async def one(client: httpx.AsyncClient, index: int) -> list[ReceivedSpeech]:
         return [
             await ask(client, body(1000 * turn + index, patches, streamed=streamed)) for turn in range(rounds)
         ]
 
-    async def all_of_them() -> list[list[Heard]]:
+    async def all_of_them() -> list[list[ReceivedSpeech]]:
         async with client_of(url) as client:
             return await asyncio.gather(*(one(client, index) for index in indexes))
 
-    return [heard for each in asyncio.run(all_of_them()) for heard in each]
+    return [received for each in asyncio.run(all_of_them()) for received in each]

@@ -27,7 +27,7 @@ import torch
 from arguments import whole, wholes
 from clients import Clients, client_of
 from serving import server
-from speech_clients import RATE, SENTENCES, Heard, ask, body, speak
+from speech_clients import RATE, SENTENCES, ReceivedSpeech, ask, body, speak
 
 from mingc.artifacts.artifact import open_artifact
 
@@ -57,20 +57,22 @@ def make_artifact(output: Path, given: argparse.Namespace) -> None:
         subprocess.run([sys.executable, "-m", "mingc", "export", str(configs), *words], check=True, cwd=ROOT)
 
 
-def figures_of(heard: list[Heard], concurrency: int, patches: int, *, streamed: bool) -> list[dict[str, Any]]:
-    first, last = min(each.sent_at for each in heard), max(each.arrivals[-1][0] for each in heard)
-    seconds = sum(each.num_bytes for each in heard) / 2 / RATE
+def figures_of(
+    received: list[ReceivedSpeech], concurrency: int, patches: int, *, streamed: bool
+) -> list[dict[str, Any]]:
+    first, last = min(each.sent_at for each in received), max(each.arrivals[-1][0] for each in received)
+    seconds = sum(each.num_bytes for each in received) / 2 / RATE
     expected = patches * PATCH_SAMPLES * 2
-    short = [each.num_bytes for each in heard if each.num_bytes != expected]
-    common = {"concurrency": concurrency, "streamed": streamed, "patches": patches, "n": len(heard)}
+    short = [each.num_bytes for each in received if each.num_bytes != expected]
+    common = {"concurrency": concurrency, "streamed": streamed, "patches": patches, "n": len(received)}
     figures = [
         {**common, "name": "audio_s_per_s", "median": round(seconds / (last - first), 1), "unit": "s/s"},
         {**common, "name": "incomplete_answers", "median": len(short), "unit": "answers"},
     ]
     if streamed:
-        gaps = [gap for each in heard for gap in each.gaps_ms()]
-        underruns = sum(each.underruns() for each in heard)
-        firsts = [each.first_ms for each in heard]
+        gaps = [gap for each in received for gap in each.gaps_ms()]
+        underruns = sum(each.underruns() for each in received)
+        firsts = [each.first_ms for each in received]
         figures += [
             {**common, "name": "first_audio_ms", **harness.summary(firsts), "unit": "ms"},
             {**common, "name": "chunk_gap_ms", **harness.summary(gaps or [0.0]), "unit": "ms"},
@@ -91,22 +93,26 @@ async def long_text(url: str, pid: int, patches: int, segments: int) -> list[dic
 
     async with client_of(url) as client:
         watching = asyncio.create_task(watch())
-        heard = await ask(client, body(7, patches, streamed=True, text=text))
+        received = await ask(client, body(7, patches, streamed=True, text=text))
         watching.cancel()
-    gaps = heard.gaps_ms()
+    gaps = received.gaps_ms()
     part = max(1, len(gaps) // 5)
     drift = statistics.median(gaps[-part:]) / max(1e-9, statistics.median(gaps[:part]))
     half = len(memory) // 2
     grown = [memory[-1][column] - memory[half][column] for column in (1, 2)]
-    seconds = heard.num_bytes / 2 / RATE
+    seconds = received.num_bytes / 2 / RATE
     return [
         {"name": "long_text_audio_s", "median": round(seconds, 2), "unit": "s", "n": 1},
-        {"name": "long_text_whole_patches", "median": float(heard.num_bytes % (2 * PATCH_SAMPLES) == 0)},
-        {"name": "long_text_wall_s", "median": round(heard.arrivals[-1][0] - heard.sent_at, 2), "unit": "s"},
+        {"name": "long_text_whole_patches", "median": float(received.num_bytes % (2 * PATCH_SAMPLES) == 0)},
+        {
+            "name": "long_text_wall_s",
+            "median": round(received.arrivals[-1][0] - received.sent_at, 2),
+            "unit": "s",
+        },
         {"name": "long_text_patch_drift", "median": round(drift, 3), "unit": "last fifth / first fifth"},
         {"name": "long_text_host_growth", "median": grown[0], "unit": "bytes, second half", "n": len(memory)},
         {"name": "long_text_device_growth", "median": grown[1], "unit": "bytes, second half"},
-        {"name": "long_text_underruns", "median": heard.underruns(), "unit": "chunks"},
+        {"name": "long_text_underruns", "median": received.underruns(), "unit": "chunks"},
     ]
 
 
@@ -117,7 +123,7 @@ def slots_of(artifact: Path) -> int:
 
 
 async def cancel(url: str, slots: int, patches: int) -> list[dict[str, Any]]:
-    """All `slots` speak, one more request waits; one client hangs up: how long until the waiting one is heard."""
+    """All `slots` speak, one more request waits; one client hangs up: how long until the waiting one gets audio."""
     async with client_of(url) as client, client_of(url) as leaving:
         going = [
             asyncio.create_task(ask(client, body(index, patches, streamed=True)))
@@ -128,14 +134,16 @@ async def cancel(url: str, slots: int, patches: int) -> list[dict[str, Any]]:
         waiting = asyncio.create_task(ask(client, body(78, patches, streamed=True), chunks=1))
         await stopped
         left_at = time.perf_counter()
-        heard = await waiting
+        received = await waiting
         others = await asyncio.gather(*going)
-    return slot_figures(left_at, heard, others)
+    return slot_figures(left_at, received, others)
 
 
-def slot_figures(left_at: float, heard: Heard, others: list[Heard]) -> list[dict[str, Any]]:
-    """From `left_at`, when a client hung up, until the one that waited is `heard`; nothing when it did not wait."""
-    passed = 1e3 * (heard.arrivals[0][0] - left_at)
+def slot_figures(
+    left_at: float, received: ReceivedSpeech, others: list[ReceivedSpeech]
+) -> list[dict[str, Any]]:
+    """Time from `left_at`, when a client hung up, to the first audio of the request that waited; [] if none waited."""
+    passed = 1e3 * (received.arrivals[0][0] - left_at)
     gaps = [gap for each in others for gap in each.gaps_ms()]
     if passed <= 0 or not gaps:
         print("slot_taken_again is left out: the waiting request had a slot already", file=sys.stderr)
@@ -203,8 +211,8 @@ def main() -> None:
             for concurrency in given.concurrency:
                 clients.load(speak, url, concurrency, 1, 8, True)
                 for streamed in (True, False):
-                    heard = clients.load(speak, url, concurrency, given.rounds, given.patches, streamed)
-                    figures += figures_of(heard, concurrency, given.patches, streamed=streamed)
+                    received = clients.load(speak, url, concurrency, given.rounds, given.patches, streamed)
+                    figures += figures_of(received, concurrency, given.patches, streamed=streamed)
                 rates = [each["median"] for each in figures if each["name"] == "audio_s_per_s"][-2:]
                 ratio = {"name": "stream_ratio", "concurrency": concurrency, "unit": "streamed / whole"}
                 figures.append({**ratio, "median": round(rates[0] / rates[1], 3)})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from chat_http import fitting, note_incomplete
-from speech_clients import Heard
+from speech_clients import ReceivedSpeech
 from speech_http import slot_figures
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ CHAT, FAILURE, SPEECH, TILES = "chat_http.py", "rank_failure.py", "speech_http.p
         ),
     ],
 )
-def test_numbers_out_of_range_are_told(words: list[str], says: str) -> None:
+def test_numbers_out_of_range_are_refused(words: list[str], says: str) -> None:
     script, *rest = words
     done = subprocess.run(
         [sys.executable, f"benchmarks/{script}", *rest],
@@ -53,7 +53,7 @@ def test_numbers_out_of_range_are_told(words: list[str], says: str) -> None:
     assert says in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_prompt_that_is_shortened_is_told() -> None:
+def test_a_shortened_prompt_is_reported() -> None:
     notes: list[str] = []
     assert fitting("--prompts", 100, 200, notes) == 100
     assert notes == []
@@ -61,7 +61,7 @@ def test_a_prompt_that_is_shortened_is_told() -> None:
     assert notes == ["--prompts 8192: shortened to 4080, the context holds no more beside the answer"]
 
 
-def test_incomplete_answers_are_told() -> None:
+def test_incomplete_answers_are_reported() -> None:
     notes: list[str] = []
     common = {"name": "incomplete_answers", "n": 48, "tokens": 152}
     note_incomplete(
@@ -79,11 +79,11 @@ def test_incomplete_answers_are_told() -> None:
 
 
 def test_a_slot_is_taken_again_only_by_a_request_that_waited(capsys: pytest.CaptureFixture[str]) -> None:
-    others = [Heard(1.0, [(1.25, 100), (1.5, 200), (1.75, 300)])]
-    figures = slot_figures(2.0, Heard(1.0, [(2.5, 100)]), others)
+    others = [ReceivedSpeech(1.0, [(1.25, 100), (1.5, 200), (1.75, 300)])]
+    figures = slot_figures(2.0, ReceivedSpeech(1.0, [(2.5, 100)]), others)
     assert [(each["name"], each["median"]) for each in figures] == [
         ("slot_taken_again_ms", 500.0),
         ("slot_taken_again_patches", 2.0),
     ]
-    assert slot_figures(2.0, Heard(1.0, [(1.5, 100)]), others) == []
+    assert slot_figures(2.0, ReceivedSpeech(1.0, [(1.5, 100)]), others) == []
     assert "left out" in capsys.readouterr().err
