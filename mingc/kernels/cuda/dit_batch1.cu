@@ -1,19 +1,19 @@
-// The DiT over the rows of one request: products, the attention between them, what is before and between steps.
+// The DiT for one request: GEMMs, the attention between them, and what runs before and between ODE steps.
 //
-// A product takes up to 80 rows, or up to 8. Its weights are the first factor of the matrix instruction (64
-// outputs), the rows the second (80 columns, or 8). A cluster of thread blocks shares the depth: each block has all outputs of
-// the cluster over its part of the depth and owns some pairs of rows of the result. It writes its parts of
-// the others' rows into their shared memory, and adds in order what it was sent.
-// Weights are asked for before the kernel waits for the one before it, so they come while that one ends.
-// dit_batch1.py defines the tiles, launches the kernels and fills their structs.
+// A GEMM takes up to 80 rows, or up to 8. Its weights are the first operand of the matrix instruction (64 outputs), the
+// rows the second (80 columns, or 8). A cluster of thread blocks splits K: each block computes all outputs of the
+// cluster over its part of K and owns some pairs of rows of the result. It writes its partial sums of the other rows
+// into their owners' shared memory, and sums what it receives in a fixed order.
+// Weights are loaded before the kernel waits for the previous one (programmatic dependent launch), while that one ends.
+// dit_batch1.py launches the kernels and fills their structs; the block sizes come from mingc/artifacts/target.py.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
 
-constexpr int SLICE = 64;  // depth of a slice: 128 bytes a row, the width of the swizzle
+constexpr int SLICE = 64;  // K of a slice: 128 bytes a row, the width of the swizzle
 
-// A tensor map: where a copy by the copy engine reads, and the shape of what it brings.
+// A tensor map (CUtensorMap): address and box of a TMA copy.
 struct alignas(64) Map {
   u64 words[16];
 };
@@ -22,21 +22,21 @@ struct Product {
   Map weight_map;  // of weight: 64 of K, of 16 outputs the even ones before the odd ones
   Map x_map;       // of x: 64 of K, all rows
   const u16* x;          // (M, K) bf16; of `out` the (M, 3, 16, 64) that `qkv` made
-  const float* squares;  // (M, parts) of x, when a norm comes before
+  const float* squares;  // (M, parts) sums of squares of x, if a norm comes before
   const u16* weight;     // (N, K)
   const u16* bias;       // (N)
   const u16* residual;   // (M, N)
-  const u16* norm;       // (N) weight of the norm that comes next
-  const float* cos;      // (tokens, 32): `qkv` turns its queries and keys
+  const u16* norm;       // (N) weight of the next norm
+  const float* cos;      // (tokens, 32): `qkv` rotates its queries and keys
   const float* sin;
-  const u16* ahead;   // weights that a later kernel will read
+  const u16* ahead;   // weights of a later kernel, to prefetch
   u16* out;           // (M, N)
   u16* scaled;        // (M, N) out times norm
   float* squares_out;  // (M, N / 64)
   int rows;
   int parts;
   int tokens;
-  int ahead_bytes;  // of `ahead`, to be fetched by one block
+  int ahead_bytes;  // of `ahead`, prefetched by one block
 };
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -50,7 +50,7 @@ __device__ __forceinline__ u32 pack(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
   return out;
 }
-// A pair of neighbouring dims, turned by an angle.
+// A pair of adjacent dims, rotated by an angle.
 __device__ __forceinline__ u32 turned(u32 pair, float c, float s) {
   const float even = wide(pair & 0xFFFF), odd = wide(pair >> 16);
   return pack(even * c - odd * s, odd * c + even * s);
@@ -60,14 +60,14 @@ __device__ __forceinline__ u32 peer_address(u32 address, u32 rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
 }
-// Four floats into the memory of a block of the cluster, counted by a barrier of that block.
+// Store four floats in the shared memory of a block of the cluster, counted by a barrier of that block.
 __device__ __forceinline__ void push(u32 to, u32 barrier, float a, float b, float c, float d) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(to),
       "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier)
       : "memory");
 }
-// Barriers that open when so many bytes came.
+// Barriers that complete after a number of bytes arrived.
 __device__ __forceinline__ void make_barrier(u32 barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
 }
@@ -114,7 +114,7 @@ __device__ __forceinline__ void copy_outputs(u32 to, const Map* map, int column,
 __device__ __forceinline__ void fetch_ahead(const void* from, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
-// Only that it came: no writes become visible by it.
+// Arrive only: makes no writes visible.
 __device__ __forceinline__ void cluster_come() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -187,12 +187,12 @@ __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// What follows is plain C++ over the instructions above.
+// Below: plain C++ on top of the instructions above.
 
 enum Kind { NORM_TURN, NORM_GELU, ADD };
 
-// The sum over a cluster of S blocks of BN outputs for GROUPS times 8 rows, and what follows it. Pairs of rows
-// are dealt to the blocks in turn; a warp takes 64 outputs of a pair at a time, a thread two of them.
+// Sum over a cluster of S blocks of BN outputs for GROUPS times 8 rows, and the epilogue. Pairs of rows are assigned to
+// the blocks round-robin; a warp takes 64 outputs of a pair at a time, a thread two of them.
 template <int N, int K, int BN, int S, int GROUPS, Kind KIND>
 struct Sum {
   static constexpr int WARPS = BN / 16, PAIRS = 4 * GROUPS, MOST = (PAIRS + S - 1) / S;
@@ -200,12 +200,12 @@ struct Sum {
   static constexpr int BYTES = S * MOST * BN * 8;
   static_assert((S == 2 || S % 4 == 0) && WARPS % (BN / 64) == 0, "");
   const Product& p;
-  const u32 received, barrier;  // memory that `send` of the others writes to
+  const u32 received, barrier;  // shared memory that `send` of the other blocks writes to
   const int rank, first_row, rows, warp, lane, half, column;
   u32 bias, next, rest[COUNT][2];
   float scale[COUNT], cos[COUNT][2], sin[COUNT][2];
 
-  // Of the rows after first_row the first `rows` are there.
+  // `rows` rows exist from first_row on.
   __device__ __forceinline__ Sum(const Product& p, u32 received, u32 barrier, int tile, int rank, int first_row,
                                  int rows)
       : p(p),
@@ -222,9 +222,9 @@ struct Sum {
   __device__ __forceinline__ int row(int i) const { return 2 * (local(i) * S + rank); }
   __device__ __forceinline__ bool real(int i, int c) const { return local(i) < MOST && row(i) + c < rows; }
 
-  // What the other blocks send.
+  // Bytes that the other blocks send.
   __device__ __forceinline__ u32 bytes() const { return (S - 1) * ((PAIRS - rank + S - 1) / S) * BN * 8; }
-  // Before the kernel waits: what no kernel writes.
+  // Before the kernel waits: loads of what no kernel writes.
   __device__ __forceinline__ void begin() {
     bias = *(const u32*)(p.bias + column);
     next = KIND == ADD ? *(const u32*)(p.norm + column) : 0;
@@ -239,7 +239,7 @@ struct Sum {
         }
     }
   }
-  // What the sum is combined with.
+  // Loads of what the epilogue adds or scales by.
   __device__ __forceinline__ void load_rest() {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
@@ -253,9 +253,9 @@ struct Sum {
             KIND == ADD && real(i, c) ? *(const u32*)(p.residual + (size_t)(first_row + row(i) + c) * N + column) : 0;
     }
   }
-  // The accumulators of the matrix instruction: rows 8 j + 2 (lane % 4) and the next, a pair of outputs.
+  // Accumulators of the matrix instruction: rows 8 j + 2 (lane % 4) and the next, a pair of outputs.
   __device__ __forceinline__ void send(const float (&d)[4 * GROUPS]) {
-    // Of four neighbouring pairs of rows each block has one, or each of two blocks has two.
+    // Of four adjacent pairs of rows each block owns one, or each of two blocks owns two.
     constexpr int OWNERS = S < 4 ? S : 4, SETS = S / OWNERS;
     const int owner = lane % OWNERS, outputs = warp * 8 + lane / 4 + lane % 4 / OWNERS * (BN / 2);
     const u32 place = received + ((rank * MOST * BN / 2 + outputs) << 4);
@@ -281,7 +281,7 @@ struct Sum {
 #pragma unroll
         for (int apart = 8; apart; apart /= 2) scale[i] += __shfl_xor_sync(0xFFFFFFFFu, scale[i], apart);
     }
-    __syncthreads();  // the block's own parts are there
+    __syncthreads();  // the block's own partial sums are stored
     wait_bytes(barrier);
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
@@ -331,7 +331,7 @@ template <int ROWS, int N, int K, int BN, int S, int STAGES, Kind KIND>
 __device__ __forceinline__ void product(const Product& p) {
   constexpr int DEPTH = K / S, SLICES = DEPTH / SLICE, WEIGHT_SLICE = BN * SLICE * 2, ROWS_SLICE = ROWS * SLICE * 2;
   using Total = Sum<N, K, BN, S, ROWS / 8, KIND>;
-  // Parts of others come to where weights lay, all but those of the last slice.
+  // Partial sums of other blocks overwrite the weights, except the last slice.
   static_assert(STAGES <= SLICES && Total::BYTES <= (SLICES - 1) * WEIGHT_SLICE, "");
   const u32 weights = memory_base(), ring = weights + SLICES * WEIGHT_SLICE, barriers = ring + STAGES * ROWS_SLICE;
   const int t = threadIdx.x, tile = blockIdx.x / S, rank = blockIdx.x % S;
@@ -371,7 +371,7 @@ __device__ __forceinline__ void product(const Product& p) {
       multiply(d, descriptor(weights + s * WEIGHT_SLICE + group * 64 * 128 + k * 32),
                descriptor(ring + (s % STAGES) * ROWS_SLICE + k * 32));
     end_multiply();
-    if (s > 0 && s - 1 + STAGES < SLICES) {  // the product of the slice before is at its end
+    if (s > 0 && s - 1 + STAGES < SLICES) {  // the previous slice has been multiplied
       wait_multiply<1>();
       __syncthreads();
       load_slice(s - 1 + STAGES);
@@ -398,8 +398,8 @@ PRODUCT(qkv_few, 8, 3072, 1024, 1024 / SLICE / QKV_CLUSTER_SIZE, QKV, NORM_TURN)
 PRODUCT(up_few, 8, 4096, 1024, 1024 / SLICE / UP_CLUSTER_SIZE, UP, NORM_GELU)
 PRODUCT(down_few, 8, 1024, 4096, 4096 / SLICE / DOWN_CLUSTER_SIZE, DOWN, ADD)
 
-// Attention of one warp: 16 queries of a head over at most 48 keys. Tiles of 48 tokens by 64 dims; what comes
-// out replaces the queries.
+// Attention of one warp: 16 queries of a head over at most 48 keys. Tiles of 48 tokens by 64 dims; the output replaces
+// the queries.
 constexpr int KEYS = 48, TILE = KEYS * 128;
 __device__ __forceinline__ void attend(u32 queries, u32 keys, u32 values, int first, int tokens) {
   const int lane = threadIdx.x % 32;
@@ -470,13 +470,13 @@ __device__ __forceinline__ void attend(u32 queries, u32 keys, u32 values, int fi
   }
 }
 
-// Attention and the product after it, of one sequence of at most TOKENS: a block has the depth of two heads,
-// whose attention it computes in all tiles again, and 128 outputs.
+// Attention and the output projection of one sequence of at most TOKENS: a block has the K of two heads, whose
+// attention it repeats in all tiles, and 128 outputs.
 template <int TOKENS>
 __device__ __forceinline__ void attend_and_project(const Product& p) {
   constexpr int BN = 128, S = 8, WEIGHT_SLICE = BN * 128;
   using Total = Sum<1024, 1024, BN, S, TOKENS / 8, ADD>;
-  static_assert(Total::BYTES <= 4 * TILE, "");  // parts of others come to where keys and values lay
+  static_assert(Total::BYTES <= 4 * TILE, "");  // partial sums of other blocks overwrite keys and values
   const u32 weights = memory_base(), tiles = weights + 2 * WEIGHT_SLICE, barriers = tiles + 6 * TILE;
   const int t = threadIdx.x, warp = t / 32, sequence = blockIdx.x / 64, tile = blockIdx.x / S % 8,
             rank = blockIdx.x % S;
@@ -495,8 +495,8 @@ __device__ __forceinline__ void attend_and_project(const Product& p) {
   sum.begin();
   __syncthreads();
   wait_for_kernels();
-  // Queries of both heads, keys of both, then values of both. The tokens after the last are another sequence's or
-  // zeros: as queries they go nowhere, as keys they get no weight.
+  // Queries of both heads, keys of both, then values of both. Tokens after the last belong to another sequence or are
+  // zeros: their queries are not stored, their keys get no weight.
   if (t == 0) {
     expect_bytes(barriers + 8, 4 * TILE);
     expect_bytes(barriers + 16, 2 * TILE);
@@ -539,10 +539,10 @@ extern "C" __global__ void __launch_bounds__(256, 2) __cluster_dims__(8, 1, 1)
   attend_and_project<8>(p);
 }
 
-// Before all steps of the sampler: what they share, and the stop probability.
+// Before all ODE steps: the inputs that they share, and the stop probability.
 //
-// Blocks of 8 warps: ENTER_CONDITION blocks make the first tokens, a warp an output of the condition's product; then
-// ENTER_HISTORY blocks the tokens of the history, a warp 16 outputs of the embedding; the last one the stop head.
+// Blocks of 8 warps: ENTER_CONDITION blocks compute the first tokens, a warp one output of the condition's GEMV; then
+// ENTER_HISTORY blocks the history tokens, a warp 16 outputs of the embedding; the last block the stop head.
 struct Enter {
   const u16* hidden;          // (896)
   const float* history;       // (32, 64)
@@ -578,8 +578,8 @@ extern "C" __global__ void __launch_bounds__(256) mingc_dit_enter_pdl(const __gr
   const uint4 none = {0, 0, 0, 0};
   let_next_begin();
   if (block >= ENTER_CONDITION && block < ENTER_CONDITION + ENTER_HISTORY) {
-    // The outputs are the first factor (16), the tokens the second (four times 8). A thread has 8 neighbouring
-    // channels of either: their order within the instruction is the same for both, and that is all it needs.
+    // Outputs are the first operand (16), tokens the second (four times 8). A thread has 8 adjacent channels of both:
+    // their order within the instruction does not matter as long as it is the same for both.
     const int column = (block - ENTER_CONDITION) * 128 + warp * 16 + lane / 4, channel = lane % 4 * 8;
     uint4 w[2][2];
     float bias[2];
@@ -636,12 +636,12 @@ extern "C" __global__ void __launch_bounds__(256) mingc_dit_enter_pdl(const __gr
   }
 }
 
-// Between two steps of the sampler: final norm, projection, guidance and ODE update of the last one, tokens of the
-// next one; after the last step those of the aggregator. One cluster of 8 blocks; a block has 8 latent channels of
-// the projection and 128 columns of the tokens.
+// Between two ODE steps: final norm, projection, guidance and update of the last step, tokens of the next step, or of
+// the aggregator after the last step. One cluster of 8 blocks; a block has 8 latent channels of the projection and 128
+// columns of the tokens.
 struct Turn {
   const u16* first;         // (sequences, first_stride): the first token of each
-  const u16* history;       // (history, 1024): the tokens after it, the same in all sequences; from then on they stay
+  const u16* history;       // (history, 1024): the tokens after it, the same in all sequences and steps
   const u16* embed;         // (1024, 64)
   const u16* embed_bias;    // (1024)
   const u16* project;       // (64, 1024)
@@ -650,7 +650,7 @@ struct Turn {
   const u16* scaled;        // (2 before, 1024) the last step's stream times the final norm's weight
   const float* squares;     // (2 before, parts)
   const float* state;       // (4, 64) before
-  const float* noise;       // (4, 64) that the last step adds,
+  const float* noise;       // (4, 64) noise that the last step adds,
   const float* sigma;       // (1) times this,
   const float* temperature;  // (1) and the root of this,
   const float* step_size;   // (1) and of this
@@ -659,7 +659,7 @@ struct Turn {
   u16* x;                   // (sequences tokens, 1024)
   u16* x_scaled;
   float* x_squares;  // (sequences tokens, 8)
-  int before, parts;  // tokens of a sequence of the last step; none before the first one
+  int before, parts;  // tokens of a sequence of the last step; 0 before the first step
   int tokens, sequences, first_stride, history_tokens;
 };
 extern "C" __global__ void __launch_bounds__(256) __cluster_dims__(8, 1, 1)
@@ -679,7 +679,7 @@ extern "C" __global__ void __launch_bounds__(256) __cluster_dims__(8, 1, 1)
     show_barriers();
     expect_bytes(barrier, PATCH * CHANNELS * 2);
   }
-  // A product by warps: as in `mingc_dit_enter_pdl` a thread has 8 neighbours of the depth of both factors.
+  // GEMM by warps: as in `mingc_dit_enter_pdl` a thread has 8 adjacent values of K of both operands.
   uint4 projected[4], embedded[2][2];
   float embed_bias[2];
 #pragma unroll
@@ -737,7 +737,7 @@ extern "C" __global__ void __launch_bounds__(256) __cluster_dims__(8, 1, 1)
     own[latent][lane / PATCH] = rounded(state);
     __syncwarp();
   }
-  cluster_wait();  // the barriers of all blocks are there
+  cluster_wait();  // the barriers of all blocks are initialized
   if (warp == 0) {
     const float4 v = *(const float4*)own[latent];
     push(peer_address(shared_address(states[latent]) + rank * OWN * 2, lane / PATCH),
@@ -760,7 +760,7 @@ extern "C" __global__ void __launch_bounds__(256) __cluster_dims__(8, 1, 1)
       made[lane % 4 * 2 + e % 2][warp * 16 + group + e / 2 * 8] = rounded(sum[e] + embed_bias[e / 2]);
   }
   __syncthreads();
-  // A row of tokens, once or in every sequence.
+  // Store a row of tokens, once or in every sequence.
   auto write = [&](uint2 v, int place, int copies) {
     const float w[4] = {wide(v.x & 0xFFFF), wide(v.x >> 16), wide(v.y & 0xFFFF), wide(v.y >> 16)};
     const uint2 scaled = {pack(w[0] * wide(next.x & 0xFFFF), w[1] * wide(next.x >> 16)),

@@ -1,6 +1,6 @@
-"""`mingc.kernels.dit_batch1` on CUDA: its op, which engines call by name with machine code inside.
+"""Operator of `mingc.kernels.dit_batch1`: engines call it by name, with the machine code as an argument.
 
-Importing this registers it. It needs neither Triton nor a compiler.
+Importing this module registers it. It needs neither Triton nor a compiler.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _SHAPES = {
     "up": (_INNER, _WIDTH),
     "down": (_WIDTH, _INNER),
 }
-_SLICE = 64  # depth of a slice, which is what one copy brings of rows or outputs
-_MOST_ROWS, _FEW_ROWS = 80, 8  # each kernel is there for either
-_OUT_COLUMNS, _OUT_SPLITS = 128, 8
-_OUT_TOKENS = 48  # of queries, keys and values of a head in shared memory
+_SLICE = 64  # K of a slice, which one copy loads
+_MOST_ROWS, _FEW_ROWS = 80, 8  # each kernel exists for both
+_OUT_BLOCK_N, _OUT_CLUSTER_SIZE = 128, 8
+_OUT_TOKENS = 48  # tokens of a head's queries, keys and values in shared memory
 _ALIGNMENT = 1024  # of slices in shared memory
 _BARRIERS_BYTES = 128
-_SQUARES_COLUMNS = 64  # of the columns of a row of which one sum of squares is left
-_ENTER_BLOCKS = 128 + 8 + 1  # for the condition, for the history, for the stop head
-_TURN_BLOCKS = 8  # of the one cluster between steps; each leaves a sum of squares a row
+_SQUARES_COLUMNS = 64  # columns that one stored sum of squares covers
+_ENTER_BLOCKS = 128 + 8 + 1  # condition, history, stop head
+_TURN_BLOCKS = 8  # one cluster between steps; each block stores a sum of squares a row
 
 
 class BlockWeights(NamedTuple):
-    """One block: norms (D,), products (out, in) with biases."""
+    """Weights of one block: norms (D,), GEMM weights (out, in) with biases."""
 
     attention_norm: Tensor
     qkv: Tensor
@@ -53,7 +53,7 @@ class BlockWeights(NamedTuple):
 
 
 class TransformerWeights(NamedTuple):
-    """Blocks, the norm (D,) after them, rope tables (T, d/2) float32, the embedding (D, C) of its latents."""
+    """Weights of a transformer: blocks, final norm (D,), rotary tables (T, d/2) float32, latent embedding (D, C)."""
 
     blocks: Sequence[BlockWeights]
     norm: Tensor
@@ -64,10 +64,10 @@ class TransformerWeights(NamedTuple):
 
 
 class PatchWeights(NamedTuple):
-    """The DiT and its projection (C, D), the aggregator and its first token (1, D), and what is before either.
+    """Weights of one patch: the DiT and its projection (C, D), the aggregator and its first token (1, D).
 
-    The condition's product (D, LLM width), time embeddings (steps, D) and step sizes (steps,) float32, and the stop
-    head (2, LLM width).
+    Also the condition's projection (D, LLM size), time embeddings (steps, D) and step sizes (steps,) float32, and the
+    stop head (2, LLM size).
     """
 
     dit: TransformerWeights
@@ -84,8 +84,11 @@ class PatchWeights(NamedTuple):
 
 
 class PatchInputs(NamedTuple):
-    """Inputs of one request: hidden state (1, LLM width), history (1, H, C), noise (1, P, C), noise of the steps
-    (1, steps, P, C), guidance, sigma and temperature (1,): all float32 but the first."""
+    """Inputs of one request.
+
+    Hidden state (1, LLM size), history (1, H, C), noise (1, P, C), noise of the steps (1, steps, P, C), guidance, sigma
+    and temperature (1,); all but the hidden state are float32.
+    """
 
     hidden: Tensor
     history: Tensor
@@ -98,16 +101,16 @@ class PatchInputs(NamedTuple):
 
 def sample(inputs: PatchInputs, weights: PatchWeights) -> tuple[Tensor, Tensor, Tensor]:
     """See `mingc.kernels.dit_batch1`."""
-    dit, heard = weights.dit, weights.aggregator
+    dit, aggregator = weights.dit, weights.aggregator
     edges = [dit.embed, dit.embed_bias, weights.project, weights.project_bias]
     others = [
         weights.condition, weights.condition_bias, weights.step_sizes, weights.stop, weights.stop_bias, weights.query,
-        heard.embed, heard.embed_bias,
+        aggregator.embed, aggregator.embed_bias,
     ]  # fmt: skip
     out: tuple[Tensor, Tensor, Tensor] = torch.ops.mingc.dit_batch1_sample(
         *(each.contiguous() for each in inputs),
         weights.times, edges, others, _flat(dit), dit.norm, dit.cos, dit.sin,
-        _flat(heard), heard.norm, heard.cos, heard.sin, _code(inputs.hidden),
+        _flat(aggregator), aggregator.norm, aggregator.cos, aggregator.sin, _code(inputs.hidden),
     )  # fmt: skip
     return out
 
@@ -134,7 +137,7 @@ def _config(values: Sequence[int]) -> ClusterGemmConfig:
 
 
 class _Kernels:
-    """The kernels of one machine code on a device, and how each is launched."""
+    """Compiled kernels on a device, and their launches."""
 
     def __init__(self, code: str) -> None:
         numbers, machine_code = unpack(code)
@@ -149,8 +152,8 @@ class _Kernels:
                     spread=True,
                 )
         out = Launch(
-            threads=2 * _OUT_COLUMNS,
-            shared_bytes=(2 * _OUT_COLUMNS + 6 * _OUT_TOKENS) * _SLICE * 2 + _BARRIERS_BYTES + _ALIGNMENT,
+            threads=2 * _OUT_BLOCK_N,
+            shared_bytes=(2 * _OUT_BLOCK_N + 6 * _OUT_TOKENS) * _SLICE * 2 + _BARRIERS_BYTES + _ALIGNMENT,
             spread=True,
         )
         launches |= {"mingc_dit_out_pdl": out, "mingc_dit_out_few_pdl": out}
@@ -159,20 +162,20 @@ class _Kernels:
     def product(
         self, name: str, pointers: Sequence[Tensor | None], numbers: Sequence[int], ahead: Tensor | None
     ) -> None:
-        """One of the four products of a block.
+        """Launch one of the four GEMMs of a block.
 
         Args:
-            name: which; `out` does the attention before it too.
-            pointers: those of the struct `Product` but for `ahead`.
+            name: of the GEMM; `out` includes the attention before it.
+            pointers: pointers of the struct `Product`, without `ahead`.
             numbers: rows, parts and tokens of that struct.
-            ahead: weights that a later product reads, fetched into the second-level cache, a share by each block.
+            ahead: weights of a later GEMM to prefetch into the L2 cache, a share by each thread block.
         """
         x, weight = pointers[0], pointers[2]
         assert x is not None and weight is not None
         rows, _, tokens = numbers
         if name == "out":
-            block_n, box_rows = _OUT_COLUMNS, _OUT_TOKENS
-            blocks = _WIDTH // block_n * _OUT_SPLITS * (rows // tokens)
+            block_n, box_rows = _OUT_BLOCK_N, _OUT_TOKENS
+            blocks = _WIDTH // block_n * _OUT_CLUSTER_SIZE * (rows // tokens)
         else:
             config = self.configs[name]
             block_n, box_rows = config.block_n, _FEW_ROWS if rows <= _FEW_ROWS else _MOST_ROWS
@@ -186,16 +189,16 @@ class _Kernels:
         self._module.launch(kernel, blocks, [*pointers[:8], ahead, *pointers[8:]], [*numbers, share], maps)
 
     def enter(self, pointers: Sequence[Tensor], steps: int) -> None:
-        """What is before all steps: the struct `Enter`."""
+        """Launch the kernel before all steps; arguments: the struct `Enter`."""
         self._module.launch("mingc_dit_enter_pdl", _ENTER_BLOCKS, pointers, [steps])
 
     def turn(self, pointers: Sequence[Tensor], numbers: Sequence[int]) -> None:
-        """What is between two steps: the struct `Turn`."""
+        """Launch the kernel between two steps; arguments: the struct `Turn`."""
         self._module.launch("mingc_dit_turn_pdl", _TURN_BLOCKS, pointers, numbers)
 
 
 def _map_of_outputs(weight: Tensor, block_n: int) -> bytes:
-    """A copy brings so many outputs; of every 16 the even ones first, so that a thread gets two neighbours."""
+    """Tensor map that loads `block_n` outputs, of every 16 the even ones first: a thread then has two adjacent ones."""
     outputs, depth = weight.shape
     strides = [2 * depth * step for step in (2, 1, 16)]
     return tensor_map(weight, (depth, 8, 2, outputs // 16), strides, (_SLICE, 8, 2, block_n // 16))
@@ -208,9 +211,9 @@ def _kernels(code: str, device: int) -> _Kernels:
 
 
 class _Stream:
-    """The residual stream of some sequences on its way through a transformer: fills the struct `Product` of the source.
+    """Residual stream of some sequences through a transformer; fills the struct `Product` of the source.
 
-    A turn writes where it begins; blocks leave it in tensors of their own.
+    The kernel between steps writes `start`; each block allocates its own output.
     """
 
     def __init__(self, sequences: int, cos: Tensor, sin: Tensor, like: Tensor, kernels: _Kernels) -> None:
@@ -221,10 +224,10 @@ class _Stream:
         self.x, self.scaled, self.squares = self.start
         self._cos, self._sin, self._kernels = cos, sin, kernels
 
-    def through(self, blocks: list[Tensor], last_norm: Tensor, following: Tensor | None) -> None:
-        """All blocks, their parameters in the order of `BlockWeights`, from the start.
+    def run_blocks(self, blocks: list[Tensor], last_norm: Tensor, following: Tensor | None) -> None:
+        """Run all blocks from `start`; their parameters are in the order of `BlockWeights`.
 
-        `following` is the first matrix that comes after them.
+        `following` is the first weight matrix after them, to prefetch.
         """
         self.x, self.scaled, self.squares = self.start
         size = 10
@@ -234,11 +237,11 @@ class _Stream:
             ]
             is_last = start + size == len(blocks)
             next_norm = last_norm if is_last else blocks[start + size]
-            turned = self._normed("qkv", qkv, qkv_bias, ahead=out)
-            self._add("out", turned, out, out_bias, mlp_norm, ahead=up)
-            wide = self._normed("up", up, up_bias, ahead=down)
+            qkv_rows = self._normed("qkv", qkv, qkv_bias, ahead=out)
+            self._add("out", qkv_rows, out, out_bias, mlp_norm, ahead=up)
+            up_rows = self._normed("up", up, up_bias, ahead=down)
             ahead = following if is_last else blocks[start + size + 1]
-            self._add("down", wide, down, down_bias, next_norm, ahead=ahead)
+            self._add("down", up_rows, down, down_bias, next_norm, ahead=ahead)
 
     def _normed(self, name: str, weight: Tensor, bias: Tensor, ahead: Tensor) -> Tensor:
         rows, parts = self.squares.shape
@@ -281,7 +284,7 @@ def _sample(
     code: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     embed, embed_bias, project, project_bias = edges
-    condition, condition_bias, step_sizes, stop, stop_bias, query, heard_embed, heard_bias = others
+    condition, condition_bias, step_sizes, stop, stop_bias, query, aggregator_embed, aggregator_bias = others
     kernels = _kernels(code, hidden.device.index or 0)
     steps, num_history = times.shape[0], history.shape[1]
     probability = noise.new_empty(1)
@@ -292,10 +295,10 @@ def _sample(
         steps,
     )  # fmt: skip
     stream = _Stream(2, cos, sin, hidden, kernels)
-    heard = _Stream(1, aggregator_cos, aggregator_sin, hidden, kernels)
+    aggregator_stream = _Stream(1, aggregator_cos, aggregator_sin, hidden, kernels)
     state = noise
     for step in range(steps + 1):
-        last = max(0, step - 1)  # of which this is the end; before the first step of none
+        last = max(0, step - 1)  # the step that ends here; none before the first
         updated = torch.empty_like(noise) if step else noise
         ends, before = [stream.scaled, stream.squares], cos.shape[0] if step else 0
         update = [state, step_noise[:, last], sigma, temperature, step_sizes[last:], guidance, updated]
@@ -303,14 +306,14 @@ def _sample(
             begins = [first[:, step], tokens, embed, embed_bias, project, project_bias, blocks[0]]
             target, shape = stream, [cos.shape[0], 2, steps * _WIDTH, 0 if step else num_history]
         else:
-            begins = [query, tokens, heard_embed, heard_bias, project, project_bias, aggregator[0]]
-            target, shape = heard, [aggregator_cos.shape[0], 1, 0, 0]
+            begins = [query, tokens, aggregator_embed, aggregator_bias, project, project_bias, aggregator[0]]
+            target, shape = aggregator_stream, [aggregator_cos.shape[0], 1, 0, 0]
         kernels.turn([*begins, *ends, *update, *target.start], [before, stream.squares.shape[1], *shape])
         state = updated
         if step < steps:
-            stream.through(blocks, norm, blocks[1] if step + 1 < steps else aggregator[1])
-    heard.through(aggregator, aggregator_norm, None)
-    return state, heard.x, probability
+            stream.run_blocks(blocks, norm, blocks[1] if step + 1 < steps else aggregator[1])
+    aggregator_stream.run_blocks(aggregator, aggregator_norm, None)
+    return state, aggregator_stream.x, probability
 
 
 def _sample_fake(
@@ -319,7 +322,7 @@ def _sample_fake(
     return torch.empty_like(noise), hidden.new_empty(1 + noise.shape[1], _WIDTH), noise.new_empty(1)
 
 
-# Not by `torch.library.custom_op`: its first call imports torch's compiler, seconds of a server's start.
+# Not `torch.library.custom_op`: its first call imports torch's compiler, which adds seconds to a server's start.
 _OPS = torch.library.Library("mingc", "FRAGMENT")  # type: ignore[no-untyped-call]
 _OPS.define(  # type: ignore[no-untyped-call]
     "dit_batch1_sample" + torch.library.infer_schema(_sample, mutates_args=()),

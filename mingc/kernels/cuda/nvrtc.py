@@ -1,6 +1,6 @@
-"""CUDA C++ compiled by NVRTC and launched through the driver: for what Triton cannot say (clusters, bulk copies).
+"""CUDA C++ compiled by NVRTC and launched through the driver, for what Triton lacks: clusters, TMA copies.
 
-Compilation belongs to export: the machine code travels in the graph, and who runs it needs the driver only.
+Export compiles; the machine code is stored in the graph, and running it needs only the driver.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CLUSTER_SCHEDULING_POLICY = 15  # CU_FUNC_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE
 _SPREAD = 1  # CU_CLUSTER_SCHEDULING_POLICY_SPREAD
-_STRUCT_ALIGNMENT = 64  # the driver reads a struct to the end of its padding; tensor maps are aligned so
+_STRUCT_ALIGNMENT = 64  # the driver reads a struct including its padding; tensor maps need this alignment
 _MAP_BYTES = 128
 _MAP_BFLOAT16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
 _MAP_SWIZZLE_128 = 3  # CU_TENSOR_MAP_SWIZZLE_128B
@@ -30,14 +30,14 @@ _MAP_PROMOTION_128 = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
 
 class KernelError(OSError):
-    """The compiler or the driver refuses, or is not there."""
+    """The compiler or the driver is missing or reports an error."""
 
 
 @functools.cache
 def compile_source(path: Path, defines: tuple[tuple[str, int], ...], architecture: str) -> bytes:
     """Compile the source at `path` for an `architecture`, see `Target.architecture`. Returns machine code.
 
-    Raises: KernelError with the compiler's words.
+    Raises: KernelError with the compiler's log.
     """
     library = _open_nvrtc()
     options = [f"--gpu-architecture={architecture}", "--std=c++17"]
@@ -55,17 +55,17 @@ def compile_source(path: Path, defines: tuple[tuple[str, int], ...], architectur
 
 
 def pack(numbers: Mapping[str, Sequence[int]], code: bytes) -> str:
-    """Host code and numbers that its launcher needs, in base64.
+    """Pack machine code and the numbers that its launcher needs into base64.
 
-    Other text would not do for an operator's argument: torch writes it between quotes as it stands, and a quote or a
-    line break of its own would end it.
+    torch writes a string argument of an operator between quotes without escaping, so it must not contain quotes or line
+    breaks.
     """
     head = json.dumps({name: list(values) for name, values in numbers.items()}).encode()
     return base64.b64encode(zlib.compress(head + b"\n" + code)).decode()
 
 
 def unpack(text: str) -> tuple[dict[str, list[int]], bytes]:
-    """What `pack` was given."""
+    """Numbers and machine code from `pack`."""
     head, _, code = zlib.decompress(base64.b64decode(text)).partition(b"\n")
     numbers: dict[str, list[int]] = json.loads(head)
     return numbers, code
@@ -73,15 +73,15 @@ def unpack(text: str) -> tuple[dict[str, list[int]], bytes]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """How one kernel of a module is launched; the size of its clusters stands in the code."""
+    """Launch parameters of one kernel; its cluster size is part of the code."""
 
     threads: int
     shared_bytes: int = 0
-    spread: bool = False  # the blocks of a cluster over multiprocessors, not two on one
+    spread: bool = False  # prefer one block of a cluster a multiprocessor
 
 
 class CudaModule:
-    """Kernels of machine code from `compile_source`, loaded on the current device."""
+    """Kernels from `compile_source`, loaded on the current device."""
 
     def __init__(self, code: bytes, launches: Mapping[str, Launch]) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")
@@ -107,7 +107,7 @@ class CudaModule:
         numbers: Sequence[int],
         maps: Sequence[bytes] = (),
     ) -> None:
-        """On the current stream; the kernel's one argument is a struct of these maps, then pointers, then ints."""
+        """Launch on the current stream; the kernel's argument is a struct of tensor maps, then pointers, then ints."""
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in pointers]
         packed = b"".join(maps) + struct.pack(f"{len(addresses)}Q{len(numbers)}i", *addresses, *numbers)
         argument = ctypes.create_string_buffer(packed, len(packed) + _STRUCT_ALIGNMENT)
@@ -126,13 +126,13 @@ class CudaModule:
 
 
 def tensor_map(values: Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
-    """A tensor map over bfloat16 `values` for copies of `box`, innermost dimension first, swizzled by 128 bytes.
+    """Tensor map of bfloat16 `values` for copies of `box`, innermost dimension first, swizzled by 128 bytes.
 
     Args:
-        values: what the map points to; it must outlive the launches that get the map.
-        sizes: elements of each dimension; a copy beyond them brings zeros.
-        strides: bytes between elements of each dimension but the innermost.
-        box: elements of each dimension that one copy brings; 64 of the innermost.
+        values: the tensor; it must outlive the launches that use the map.
+        sizes: elements of each dimension; a copy fills zeros beyond them.
+        strides: bytes between elements of each dimension except the innermost.
+        box: elements of each dimension in one copy; 64 of the innermost.
     """
     rank = len(sizes)
     memory = ctypes.create_string_buffer(2 * _MAP_BYTES)
@@ -147,10 +147,10 @@ def tensor_map(values: Tensor, sizes: Sequence[int], strides: Sequence[int], box
         (ctypes.c_uint64 * (rank - 1))(*strides),
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*[1] * rank),
-        0,  # not interleaved
+        0,  # no interleaving
         _MAP_SWIZZLE_128,
         _MAP_PROMOTION_128,
-        0,  # beyond the sizes zeros
+        0,  # zeros beyond the sizes
     )
     _check(driver, status)
     return ctypes.string_at(place, _MAP_BYTES)
@@ -164,7 +164,7 @@ def _check(driver: ctypes.CDLL, status: int) -> None:
 
 
 def _open_nvrtc() -> ctypes.CDLL:
-    """The compiler that came with torch, or the toolkit's."""
+    """Load NVRTC: from the system, or the library installed with torch."""
     major = (torch.version.cuda or "").split(".")[0]
     name = f"libnvrtc.so.{major}"
     packages = Path(torch.__file__).resolve().parents[1] / "nvidia"
@@ -173,7 +173,9 @@ def _open_nvrtc() -> ctypes.CDLL:
             return ctypes.CDLL(candidate)
         except OSError:
             continue
-    raise KernelError(f"{name} is neither on the loader's path nor under {packages}")
+    raise KernelError(
+        f"{name} was not found on the library path or under {packages}; install the CUDA toolkit or torch with CUDA"
+    )
 
 
 def _take(size_of: Any, get: Any, program: ctypes.c_void_p) -> bytes:

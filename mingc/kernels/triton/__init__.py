@@ -1,1 +1,1 @@
-"""Triton kernels, one op a file. Imported only where a CUDA graph is traced: engines carry them compiled."""
+"""Triton kernels, one operation a file. Export traces them into graphs; engines contain them compiled."""

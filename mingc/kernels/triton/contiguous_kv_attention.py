@@ -1,4 +1,4 @@
-"""`mingc.kernels.contiguous_kv_attention` on CUDA: one program serves all queries of a key head of a request."""
+"""Triton kernels of `mingc.kernels.contiguous_kv_attention`: one program a KV head and request, or a query head."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from mingc.kernels.triton.pdl import enable_pdl
 
-_LOWEST = tl.constexpr(-1e30)  # of a score; two of them may be subtracted
-_FEW_REQUESTS = 1  # up to here a program a query head is faster than one for all queries of a key head
+_LOWEST = tl.constexpr(-1e30)  # lowest score; unlike -inf, two of them can be subtracted
+_FEW_REQUESTS = 1  # up to here one program a query head is faster than one a KV head
 
 
 @triton.jit
@@ -18,6 +18,7 @@ def mingc_contiguous_kv_attention(
     qkv, cos, sin, k_slots, v_slots, slots, lengths, out, num_rows, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """All queries of one KV head of one request; rotates and stores the new token first."""
     request = tl.program_id(0)
     kv_head = tl.program_id(1)
     half: tl.constexpr = SIZE // 2
@@ -48,7 +49,7 @@ def mingc_contiguous_kv_attention(
     tl.store(k_slots + new + half + f, k2r)
     tl.store(v_slots + new + dim, value)
 
-    # The new token comes from registers, the earlier ones from the slot.
+    # The new token is in registers, the earlier ones in the slot.
     scale: tl.constexpr = SIZE**-0.5
     own = tl.sum(q1r.to(tl.float32) * k1r.to(tl.float32)[None, :], 1)
     top = (own + tl.sum(q2r.to(tl.float32) * k2r.to(tl.float32)[None, :], 1)) * scale
@@ -81,16 +82,16 @@ def mingc_contiguous_kv_attention_batch1_pdl(
     qkv, cos, sin, k_slots, v_slots, slots, lengths, out, num_rows, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same for few requests: a program a query head, without matrix units.
+    """The same for few requests: one query head a program, without tensor cores.
 
-    Each of the BLOCK rows that are read at a time has a maximum and a sum of its own until all are joined in the
-    end, so that nothing passes between warps before.
+    Each of the BLOCK rows of a step keeps its own maximum and sum; they are combined once at the end, so that warps
+    exchange nothing before.
     """
     head = tl.program_id(0)
     request = tl.program_id(1)
     kv_head = head // GROUP
     half: tl.constexpr = SIZE // 2
-    # The rows held were there before this graph began: they need not wait for the kernel in front.
+    # Rows in the slot were written before this graph started: loading them need not wait for the previous kernel.
     length = tl.load(lengths + request)
     base = tl.load(slots + request) * num_rows * (KV_HEADS * SIZE) + kv_head * SIZE
     oldest = tl.maximum(length - window + 1, 0)
@@ -102,7 +103,7 @@ def mingc_contiguous_kv_attention_batch1_pdl(
     values = tl.load(v_slots + at, mask=is_first, other=0.0)
 
     zero = enable_pdl(PDL)
-    other = (dim + half) % SIZE  # what a dimension is rotated with
+    other = (dim + half) % SIZE  # the dim that a dim is rotated with
     turn = request * half + dim % half + zero
     c = tl.load(cos + turn)
     s = tl.load(sin + turn) * tl.where(dim < half, -1.0, 1.0)
@@ -119,7 +120,7 @@ def mingc_contiguous_kv_attention_batch1_pdl(
     total = tl.zeros([BLOCK], tl.float32)
     context = tl.zeros([BLOCK, SIZE], tl.float32)
     for start in range(oldest, length, BLOCK):
-        # The next rows are on their way while these are worked on.
+        # Prefetch the next rows.
         at += BLOCK * (KV_HEADS * SIZE)
         is_next = (start + BLOCK + row < length)[:, None]
         next_keys = tl.load(k_slots + at, mask=is_next, other=0.0)
@@ -139,7 +140,7 @@ def mingc_contiguous_kv_attention_batch1_pdl(
         tl.store(k_slots + new + dim, k)
         tl.store(v_slots + new + dim, value)
 
-    # The new token comes from registers, the earlier ones from the slot.
+    # The new token is in registers, the earlier ones in the slot.
     own = tl.sum(q32 * k.to(tl.float32), 0)
     highest = tl.maximum(tl.max(top, 0), own)
     shares = tl.exp(top - highest)
@@ -160,7 +161,7 @@ def contiguous_kv_attention(
     lengths: Tensor,
     window: int,
 ) -> Tensor:
-    """See `mingc.kernels.contiguous_kv_attention`; `window` is a number here."""
+    """See `mingc.kernels.contiguous_kv_attention`; `window` is an int here."""
     batch = qkv.shape[0]
     rows, kv_heads, size = k_slots.shape[1:]
     heads = qkv.shape[1] // size - 2 * kv_heads

@@ -1,5 +1,4 @@
-"""`mingc.kernels.contiguous_kv_prefill_attention` on CUDA: one kernel rotates and stores the chunk, one attends to
-the slot."""
+"""Triton kernels of `mingc.kernels.contiguous_kv_prefill_attention`: one rotates and stores the chunk, one attends."""
 
 from __future__ import annotations
 
@@ -8,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TOKENS = 16  # queries of a program: the least that the matrix units take
-_BLOCK = 64  # keys at a time
+_TOKENS = 16  # queries of a program: the minimum for tensor cores
+_BLOCK = 64  # keys of a step
 
 
 @triton.jit
@@ -17,7 +16,7 @@ def mingc_contiguous_kv_write(
     qkv, cos, sin, k_slots, v_slots, slot, start, last, queries, num_rows,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One token and one head a program: queries rotated to `queries`, keys rotated and values to the slot."""
+    """Rotate queries into `queries` and keys into the slot, copy values; one token and one head a program."""
     token = tl.program_id(0)
     head = tl.program_id(1)
     half: tl.constexpr = SIZE // 2
@@ -55,7 +54,7 @@ def mingc_contiguous_kv_prefill_attention(
     queries, k_slots, v_slots, slot, start, out, num_tokens, num_rows, window,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`TOKENS` queries of one head a program."""
+    """Attend to the slot; TOKENS queries of one head a program."""
     head = tl.program_id(1)
     first_token = tl.program_id(0) * TOKENS
     token = first_token + tl.arange(0, TOKENS)
@@ -64,7 +63,7 @@ def mingc_contiguous_kv_prefill_attention(
     place = (token[:, None] * HEADS + head) * SIZE + dim[None, :]
     q = tl.load(queries + place, mask=mask, other=0.0)
     begin = tl.load(start)
-    newest = tl.minimum(begin + token, num_rows - 1)  # padding may stand beyond the slot's end
+    newest = tl.minimum(begin + token, num_rows - 1)  # padding may lie beyond the slot's end
     kv_head = head // (HEADS // KV_HEADS)
     base = tl.load(slot) * num_rows * (KV_HEADS * SIZE) + kv_head * SIZE
     scale: tl.constexpr = SIZE**-0.5
@@ -82,7 +81,7 @@ def mingc_contiguous_kv_prefill_attention(
         is_seen = (row[None, :] <= newest[:, None]) & (row[None, :] > newest[:, None] - window)
         scores = tl.where(is_seen, tl.dot(q, k) * scale, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
-        # A block wholly outside a query's window leaves nothing to subtract from.
+        # A block outside a query's window leaves its maximum at -inf, which cannot be subtracted.
         reference = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp(scores - reference[:, None])
         shrink = tl.exp(top - reference)
@@ -104,7 +103,7 @@ def contiguous_kv_prefill_attention(
     last: Tensor,
     window: int,
 ) -> Tensor:
-    """See `mingc.kernels.contiguous_kv_prefill_attention`; `window` is a number here."""
+    """See `mingc.kernels.contiguous_kv_prefill_attention`; `window` is an int here."""
     tokens = qkv.shape[0]
     rows, kv_heads, size = k_slots.shape[1:]
     heads = qkv.shape[1] // size - 2 * kv_heads

@@ -1,6 +1,6 @@
-"""`mingc.kernels.decode_attention` on CUDA: the kernels of its two halves, one after the other.
+"""`mingc.kernels.decode_attention` in Triton: the kernels of its two halves as one operation.
 
-The row that a token is written to is looked up in the kernel that writes it.
+The kernel that writes a token also looks its row up in the page table.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""`mingc.kernels.linear` for one row on CUDA, without matrix units: what counts is reading the weight once.
+"""Triton kernel of `mingc.kernels.linear` for one row: a memory-bound GEMV with norm, activation and residual.
 
-A program takes some rows of the weight and asks for all of them before anything else. The norm costs nothing: its
-weight becomes part of the row, and every program finds the row's scale beside its products, from the values that it
-multiplies anyway.
+A program loads all its weight rows before anything else. The norm is nearly free: its weight is multiplied into the
+row, and every program computes the row's scale from the values it multiplies anyway.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from mingc.kernels.triton.pdl import enable_pdl
 
 __all__ = ["ACTIVATIONS", "fused_norm_gemv"]
 
-_WARP_VALUES = 32 * 8  # of a weight that a warp loads at once
-_MAX_PIECES = 20  # of the depth: all of a program's weights are in registers at once
+_WARP_VALUES = 32 * 8  # weight values that a warp loads at once
+_MAX_PIECES = 20  # of K: all weights of a program are in registers at once
 
 
 @triton.jit
@@ -34,13 +33,13 @@ def mingc_fused_norm_gemv_pdl(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     at = weight + n[:, None] * K + k[None, :]
-    # A copy of the row for each row of the weight: in another layout it would have to go through shared memory.
+    # One copy of the row for each weight row: another layout would go through shared memory.
     across = tl.zeros([BLOCK_N, 1], tl.int32) + k[None, :]
     weights: tl.tuple = ()
     ups: tl.tuple = ()
     for begin in tl.static_range(0, K, BLOCK_K):
         is_held = (begin + k < K)[None, :]
-        # Read once: let the cache rather keep what is read again.
+        # Weights are read once: keep the cache for data that is read again.
         part = tl.load(at + begin, mask=is_held, other=0.0, eviction_policy="evict_first")
         weights = weights + (part,)  # noqa: RUF005 - Triton unpacks nothing
         if ACTIVATION == 2:
@@ -95,7 +94,7 @@ def fused_norm_gemv(
 ) -> Tensor:
     """activation(rms_norm(x, norm) @ weightᵀ + bias) + residual: (1, K) → (1, N).
 
-    What is None is left out. A weight with a scale is FP8; with SWIGLU it has gate rows, then up rows.
+    Arguments that are None are left out. A weight with a scale is FP8; with SWIGLU it has gate rows, then up rows.
     """
     k, n = x.shape[1], weight.shape[0] // (2 if activation == SWIGLU else 1)
     config = default_config(n, k, gpu_target(x.device))

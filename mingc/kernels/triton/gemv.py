@@ -1,8 +1,7 @@
-"""Products of one row on CUDA without matrix units: what counts is reading the weight once, at full speed.
+"""Triton kernel of `mingc.kernels.gemv`: a memory-bound GEMV that can include residual sum and norm.
 
-A program takes some rows of the weight. It asks for them first; while they are on their way it makes the row that they
-are multiplied with: the sum of the residual stream and what comes to it, and its norm. That every program makes the row
-again costs less than a kernel of its own, and nothing where the weights take longer.
+A program loads its weight rows first and computes the input row meanwhile: residual sum and norm. Repeating that in
+every program costs less than a separate kernel, and nothing where loading the weights takes longer.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 from mingc.artifacts.target import GemvConfig, Target
 from mingc.host import gpu_target
 
-_MAX_WAVES = 8  # programs a multiprocessor; with more, each takes several tiles
+_MAX_WAVES = 8  # programs a multiprocessor; beyond, each program takes several tiles
 
 
 @triton.jit
@@ -24,7 +23,7 @@ def mingc_gemv(
     EPS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SCALE: tl.constexpr,
     KEEPS_NORMED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """out (N,) = weight (N, K) @ row. With a norm the row is norm(x + delta), and x + delta goes to `sum_out`."""
+    """out (N,) = weight (N, K) @ row. With a norm the row is norm(x + delta), and x + delta is stored in `sum_out`."""
     program = tl.program_id(0)
     j = tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -39,7 +38,7 @@ def mingc_gemv(
             row = (row.to(tl.float32) + tl.load(delta + k).to(tl.float32)).to(dtype)
             wide = row.to(tl.float32)
             scale = tl.rsqrt(tl.sum(wide * wide, 0) / K + EPS)
-            # Rounded where the reference rounds: after the norm and after its weight.
+            # Round where the reference rounds: after the norm and after its weight.
             ready = ((wide * scale).to(dtype).to(tl.float32) * gain.to(tl.float32)).to(dtype)
             if program == 0:
                 tl.store(sum_out + k, row)
@@ -50,7 +49,7 @@ def mingc_gemv(
         for tile in range(program, tiles, PROGRAMS):
             n = tile * BLOCK_N + j
             if tiles > PROGRAMS:
-                # The next tile is on its way while this one is added up.
+                # Prefetch the next tile.
                 is_more = tile + PROGRAMS < tiles
                 ahead = tl.where(is_more, tile + PROGRAMS, tile)
                 following = tl.load(weight + (ahead * BLOCK_N + j)[:, None] * K + k[None, :], mask=is_more)

@@ -1,9 +1,9 @@
-"""`mingc.kernels.linear` on CUDA: one kernel does the product, the norm before it and the sum after it.
+"""Triton kernel of `mingc.kernels.linear`: a GEMM with the norm before it and the residual sum after it.
 
-A norm costs nothing: the row's scale is applied to the accumulator, and the kernel that made the row already left
-the sums of its squares, one a tile. FP8 weights (`mingc.kernels.quantized`) are widened as they are loaded, and their
-rows' scales are applied to the accumulator too. When there are too few tiles to fill the device, K is split;
-whichever program of a tile finishes last adds the parts in order, so that the result does not depend on who that is.
+The norm is nearly free: the row's scale is applied to the accumulator, and the kernel that wrote the row also stored
+its sums of squares, one a tile. FP8 weights (`mingc.kernels.quantized`) are converted as they are loaded, and their row
+scales are applied to the accumulator. When there are too few tiles to fill the GPU, K is split; the last program of a
+tile to finish sums the parts in a fixed order, so the result does not depend on which program that is.
 """
 
 from __future__ import annotations
@@ -107,9 +107,10 @@ def normed_linear(
     eps: float,
     activation: int,
 ) -> Tensor:
-    """(M, K) rows already times the norm's weight, squares (M, parts) float32 → (M, N).
+    """activation(norm(x) @ weightᵀ + bias): x (M, K) → (M, N).
 
-    Without squares there is no norm. A weight with a scale is FP8.
+    x is already multiplied by the norm's weight; `squares` (M, parts) float32 are its sums of squares. Without squares
+    there is no norm. A weight with a scale is FP8.
     """
     (rows, k), n = x.shape, weight.shape[0] // (2 if activation == SWIGLU else 1)
     config = default_config(rows, n, k, gpu_target(x.device), adds=False)
@@ -136,9 +137,11 @@ def add_linear(
     norm: Tensor,
     counters: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(M, K), (M, N) → the sum (M, N), the sum times `norm` (M, N), its squares by tile (M, parts) float32.
+    """residual (M, N) + x (M, K) @ weightᵀ + bias, and what the next norm needs.
 
     `counters` are zeros before and after. A weight with a scale is FP8.
+
+    Returns: the sum (M, N), the sum times `norm` (M, N), its sums of squares by tile (M, parts) float32.
     """
     (rows, k), n = x.shape, weight.shape[0]
     config = default_config(rows, n, k, gpu_target(x.device), adds=True)

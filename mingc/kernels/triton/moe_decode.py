@@ -1,12 +1,12 @@
-"""`mingc.kernels.moe_experts` on CUDA for the few tokens of a decode step: what counts is reading weights once.
+"""Triton kernels of `mingc.kernels.moe_experts` for the few tokens of a decode step: bound by reading weights once.
 
-A program takes one (token, expert) pair and a tile of the expert's rows. It serves all tokens that chose the expert,
-and leaves at once unless its pair is the first of them: so every needed expert is read once and nothing has to be
-sorted. One token alone goes through kernels without matrix units, in which programs can be as small as a few rows.
-The shared expert is one more expert, of every token. Sums are in a fixed order; a token's neighbours change nothing.
+A program takes one (token, expert) pair and a tile of the expert's rows. It computes all tokens routed to the expert,
+and exits at once unless its pair is the expert's first: every expert needed is read once, and nothing is sorted. A
+single token runs as GEMVs without tensor cores, whose programs can be as small as a few rows. The shared expert is one
+more expert, of all tokens. Sums have a fixed order; a token's result does not depend on the others of its batch.
 
-Shape letters: T tokens, K experts a token, E experts, D hidden, F this rank's expert width, R pairs: T K, and T more
-when there is a shared expert.
+Shape letters: T tokens, K experts a token, E experts, D hidden size, F this rank's intermediate size, R pairs: T K, and
+T more when there is a shared expert.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _SUM_COLUMNS = 512
 
 @triton.jit
 def _members(chosen, expert, pair, T, K: tl.constexpr, K_PADDED: tl.constexpr, TOKENS: tl.constexpr):
-    """Of the tokens: which chose `expert`, and each one's row among the pairs; `chosen` (TOKENS, K_PADDED).
+    """Tokens routed to `expert`, and each one's row among the pairs; `chosen` (TOKENS, K_PADDED) holds their ids.
 
-    None did when `pair` is not the first of its expert. Pair T K stands for the shared expert. (The caller loads
-    the ids: the compiler takes what a helper loads and a store's address depends on for written.)
+    No token if `pair` is not the first pair of its expert. Pair T K stands for the shared expert. (The caller loads the
+    ids: torch assumes that a tensor is written if a helper loads from it and a store's address depends on it.)
     """
     t = tl.arange(0, TOKENS)
     k = tl.arange(0, K_PADDED)
@@ -52,7 +52,7 @@ def _members(chosen, expert, pair, T, K: tl.constexpr, K_PADDED: tl.constexpr, T
 
 @triton.jit
 def _compact(is_member, row, done, TOKENS: tl.constexpr, ROWS: tl.constexpr):
-    """The members from number `done` on: their tokens, rows and whether there is one, (ROWS,) each."""
+    """The next ROWS members after the first `done`: their tokens, rows and whether they exist, (ROWS,) each."""
     t = tl.arange(0, TOKENS)
     wanted = tl.arange(0, ROWS) + done
     number = tl.cumsum(is_member, 0) - is_member
@@ -80,7 +80,7 @@ def mingc_moe_up(
     INT4: the even columns of `x` come before its odd ones, and those of `hidden` do; D and BLOCK_K count bytes.
     """
     tile = tl.program_id(0)
-    # The shared expert has the most tokens; it goes first so that it does not end last.
+    # The shared expert has the most tokens; it starts first so that it does not finish last.
     pair = tl.program_id(1) - 1 if HAS_SHARED else tl.program_id(1)
     pair = tl.where(pair < 0, T * K, pair)
     t = tl.arange(0, TOKENS)
@@ -114,7 +114,7 @@ def mingc_moe_up(
             xs = x + token[:, None] * (2 * D) + j[None, :]
             packed = rows[None, :] + j[:, None]
             wide = scales[:, None] + tl.arange(0, at_once)[None, :]
-            # Scales are fetched a step ahead: the compiler does that for operands of products only.
+            # Prefetch scales one step ahead: the compiler pipelines only operands of tl.dot.
             gate_scale, up_scale = tl.load(wide), tl.load(wide + F * groups)
             for begin in range(0, groups, at_once):
                 ahead = tl.minimum(begin + at_once, groups - at_once)
@@ -157,7 +157,7 @@ def mingc_moe_down(
     FORMAT: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """The experts' second product: hidden (R, F) → outputs (R, D). A program makes TILES tiles of columns.
+    """The experts' second GEMM: hidden (R, F) → outputs (R, D). A program computes TILES tiles of columns.
 
     INT4: F and BLOCK_K count bytes.
     """
@@ -194,7 +194,7 @@ def mingc_moe_down(
             j = tl.arange(0, 64)
             wide = scales[:, None] + tl.arange(0, at_once)[None, :]
             scale = tl.load(wide)
-        # One loop over tiles and depth, so that the next tile's weights are on their way while this one ends.
+        # One loop over tiles and K, so that the next tile's weights load while this tile finishes.
         for step in range(0, TILES * steps):
             tile = step // steps
             begin = (step % steps) * BLOCK_K
@@ -279,7 +279,7 @@ def mingc_expert_gemv_down(
     K: tl.constexpr, D: tl.constexpr, F: tl.constexpr, HAS_SHARED: tl.constexpr, FORMAT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Second product and weighted sum of one token: a program makes BLOCK_N columns from all experts."""
+    """Second GEMV and weighted sum of one token: a program computes BLOCK_N columns over all experts."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)

@@ -1,8 +1,7 @@
-"""A mixture-of-experts half of a layer for one token on CUDA, in three kernels.
+"""Triton kernels of `mingc.kernels.moe_gemv`: the mixture-of-experts half of a layer for one token, in three kernels.
 
-The first adds up the residual stream, norms it and multiplies it with the router's gate. The choice of experts is so
-little work that every program of the experts' first product makes it for itself, up to its own expert, and needs no
-kernel before it. The second product follows as in `moe_decode`.
+The first computes residual sum, norm and router logits. Top-k is so little work that every program of the experts'
+first GEMV repeats it up to its own expert, instead of a separate kernel. The second GEMV is the one of `moe_decode`.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from mingc.kernels.triton.moe_config import MoeProblem, select_config
 from mingc.kernels.triton.moe_decode import mingc_expert_gemv_down
 from mingc.kernels.triton.weight_formats import activate, shift_to, weight_format_of
 
-_GATE_COLUMNS = 2  # a program's experts: there are few of them
+_ROUTER_BLOCK_N = 2  # experts of a program: there are few
 
 
 @triton.jit
 def _eligible(biased, E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr):
-    """Biased scores (E,), those outside the best groups at -inf; a group counts as its two best."""
+    """Biased scores (E,), -inf outside the best groups; a group's score is the sum of its two best."""
     if KEPT < GROUPS:
         grouped = tl.reshape(biased, [GROUPS, E // GROUPS])
         best = tl.max(grouped, 1)
@@ -45,9 +44,9 @@ def mingc_moe_gemv_up(
     E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,
     D: tl.constexpr, F: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The choice, and `mingc_expert_gemv_up` of the chosen experts; pair K is the shared expert's.
+    """Top-k routing, then `mingc_expert_gemv_up` of the selected experts; pair K is the shared expert's.
 
-    Equal scores: the lower index wins. One program keeps what was chosen, ids (K,) int64 and weights (K,) float32.
+    Ties go to the lower index. One program stores the routing: ids (K,) int64 and weights (K,) float32.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -59,7 +58,7 @@ def mingc_moe_gemv_up(
     if pair < K:
         scores = tl.sigmoid(tl.load(logits + e))
         biased = _eligible(scores + biases, E, GROUPS, KEPT)
-        # Scores as integers of the same order, the index below them: one maximum finds both.
+        # Score as an order-preserving integer in the high bits, index in the low bits: one maximum finds both.
         bits = biased.to(tl.int32, bitcast=True)
         keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) * 4294967296 + (E - 1 - e).to(tl.int64)
         place = tl.arange(0, K_PADDED)
@@ -114,7 +113,7 @@ def moe_gemv(
     top_k: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `mingc.kernels.moe_gemv`; residual (1, D), gate (G, E, D), of which the first gate is taken."""
+    """See `mingc.kernels.moe_gemv`; residual (1, D), gate (G, E, D), of which the first is used."""
     hidden_size, experts = residual.shape[1], gate.shape[1]
     intermediate_size, weight_format = gate_up.shape[1] // 2, weight_format_of(gate_up)
     has_shared = shared_gate_up is not None
@@ -122,11 +121,11 @@ def moe_gemv(
     device, dtype = residual.device, residual.dtype
     stream, normed, out = (torch.empty_like(residual) for _ in range(3))
     logits = torch.empty(experts, dtype=torch.float32, device=device)
-    programs = experts // _GATE_COLUMNS
+    programs = experts // _ROUTER_BLOCK_N
     torch.library.wrap_triton(mingc_gemv)[(programs,)](
         residual, delta, norm, gate, residual, stream, normed, logits,
         EPS=eps, N=experts, K=hidden_size, HAS_NORM=True, HAS_SCALE=False, KEEPS_NORMED=True,
-        BLOCK_N=_GATE_COLUMNS, BLOCK_K=hidden_size, PROGRAMS=programs, num_warps=4,
+        BLOCK_N=_ROUTER_BLOCK_N, BLOCK_K=hidden_size, PROGRAMS=programs, num_warps=4,
     )  # fmt: skip
     ids = torch.empty(1, top_k, dtype=torch.int64, device=device)
     weights = torch.empty(1, top_k, dtype=torch.float32, device=device)

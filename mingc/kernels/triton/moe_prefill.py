@@ -1,10 +1,11 @@
-"""`mingc.kernels.moe_experts` on CUDA for prefill chunks: pairs sorted by expert, then grouped matrix products.
+"""Triton kernels of `mingc.kernels.moe_experts` for prefill chunks: pairs sorted by expert, then grouped GEMMs.
 
-A counting sort puts the (token, expert) pairs in the order of their experts (those of one expert in token order), and a
-table says which expert and which rows each block of the products works on. All of it stays on the device; grids are
-static, blocks that the routing does not need leave at once.
+A counting sort orders the (token, expert) pairs by expert, then by token, and a table lists the expert and the rows of
+each block of the grouped GEMMs. Everything stays on the device; grids are static, and blocks that the routing does not
+need exit at once. With EXTRA an expert's last block may hold up to that many rows more than BLOCK_M: they share the
+weights that the other rows read, which a separate block would read again.
 
-Shape letters: T tokens, K experts a token, E experts, D hidden, F this rank's expert width, R = T K pairs.
+Shape letters: T tokens, K experts a token, E experts, D hidden size, F this rank's intermediate size, R = T K pairs.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from mingc.kernels.triton.weight_formats import (
 )
 
 _SORT_TOKENS = 16
-_PLAN_EXPERTS = 8  # a program; their counts in all blocks lie in its registers
+_OFFSET_EXPERTS = 8  # experts of a program, which keeps their counts of all blocks in registers
 _SUM_COLUMNS = 1024
 
 
 @triton.jit
 def mingc_moe_count(ids, counts, T, K: tl.constexpr, E: tl.constexpr, TOKENS: tl.constexpr):
-    """How many tokens of each block chose each expert: counts (blocks, E)."""
+    """Count the tokens of each block that are routed to each expert: counts (blocks, E)."""
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, E)
     is_chosen = tl.zeros([TOKENS, E], tl.int32)
@@ -44,7 +45,7 @@ def mingc_moe_count(ids, counts, T, K: tl.constexpr, E: tl.constexpr, TOKENS: tl
 def mingc_moe_offsets(
     counts, totals, NUM: tl.constexpr, E: tl.constexpr, PADDED: tl.constexpr, BE: tl.constexpr
 ):
-    """Turns counts (NUM, E) into how many tokens of earlier blocks chose each expert; totals (E,): of all blocks."""
+    """Replace counts (NUM, E) by their exclusive sums over blocks; totals (E,) are the sums over all blocks."""
     block = tl.arange(0, PADDED)[:, None]
     e = tl.program_id(0) * BE + tl.arange(0, BE)
     mask = block < NUM
@@ -60,8 +61,10 @@ def mingc_moe_sort(
     K: tl.constexpr, E: tl.constexpr, TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, EXTRA: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """order (R,): the pair in each sorted row. table (3, MAX_BLOCKS): each block's expert (-1: no such block), first
-    row and the row behind its last. An expert's last block takes up to EXTRA rows more than BLOCK_M.
+    """Sort pairs by expert: order (R,) is the pair of each sorted row.
+
+    table (3, MAX_BLOCKS): each block's expert (-1: unused), first row and end row. An expert's last block takes up to
+    EXTRA rows more than BLOCK_M.
     """
     e = tl.arange(0, E)
     total = tl.load(totals + e)
@@ -79,7 +82,7 @@ def mingc_moe_sort(
             tl.store(table + MAX_BLOCKS + first + number, row, mask=mask)
             tl.store(table + 2 * MAX_BLOCKS + first + number, end, mask=mask)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    # As in `mingc_moe_count`, but no helper: the compiler takes what one loads and an address depends on for written.
+    # As in `mingc_moe_count`, without a helper: torch would assume that what it loads is written (see `_members`).
     is_chosen = tl.zeros([TOKENS, E], tl.int32)
     for each in tl.static_range(K):
         expert = tl.load(ids + t * K + each, mask=t < T, other=-1).to(tl.int32)
@@ -104,21 +107,21 @@ def mingc_moe_pair_sum(
         total += tl.load(weights + pair) * tl.load(outputs + pair.to(tl.int64) * D + n).to(tl.float32)
     place = token.to(tl.int64) * D + n
     if HAS_SHARED:
-        # Rounded where the reference rounds.
+        # Round where the reference rounds.
         routed = total.to(out.dtype.element_ty).to(tl.float32)
         total = routed + tl.load(shared + place).to(tl.float32)
     tl.store(out + place, total.to(out.dtype.element_ty))
 
 
 @triton.jit
-def _product(
+def _gemm(
     xs, ws, scales, is_row,
     DEPTH: tl.constexpr, FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
 ):  # fmt: skip
-    """Rows at `xs` (BLOCK_M,) times weight rows at `ws` (BLOCK_N,): (BLOCK_M, BLOCK_N) float32, scaled.
+    """Multiply rows at `xs` (BLOCK_M,) by weight rows at `ws` (BLOCK_N,): (BLOCK_M, BLOCK_N) float32, scaled.
 
-    SWAP puts the weights on the side that the matrix units take from registers, where narrow ones are widened.
+    SWAP makes the weights the operand that tensor cores read from registers, where quantized ones are converted.
     INT4: as in `moe_decode`, even columns of x come first and DEPTH counts bytes; it needs SWAP.
     """
     shape: tl.constexpr = [BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N]
@@ -150,15 +153,15 @@ def _product(
 
 
 @triton.jit
-def _two_products(
+def _gemm_with_extra(
     xs, extra_xs, ws, is_extra,
     DEPTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EXTRA: tl.constexpr,
 ):  # fmt: skip
-    """Rows at `xs` (BLOCK_M,) and at `extra_xs` (EXTRA,) times weight rows at `ws` (BLOCK_N,).
+    """Multiply rows at `xs` (BLOCK_M,) and at `extra_xs` (EXTRA,) by weight rows at `ws` (BLOCK_N,).
 
     Returns float32 (BLOCK_M, BLOCK_N) and (BLOCK_N, EXTRA).
 
-    The few rows are on the second side: the matrix units take 64 at least on the first.
+    The extra rows are the second operand: tensor cores need at least 64 rows in the first.
     """
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     extra = tl.zeros([BLOCK_N, EXTRA], tl.float32)
@@ -177,7 +180,7 @@ def _two_products(
 
 @triton.jit
 def _rows_of(table, block, MAX_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """A block's first row, the row behind its last, its rows (BLOCK_M,) and which of these are its own."""
+    """A block's first row, its end row, its rows (BLOCK_M,) and which of these it owns."""
     first = tl.load(table + MAX_BLOCKS + block)
     end = tl.load(table + 2 * MAX_BLOCKS + block)
     row = first + tl.arange(0, BLOCK_M)
@@ -198,7 +201,7 @@ def mingc_moe_grouped_up(
         return
     first, end, row, is_row = _rows_of(table, block, MAX_BLOCKS, BLOCK_M)
     token = tl.load(order + row, mask=is_row, other=0) // K
-    # Gate and up rows alternate in the tile: a thread then holds both of a column.
+    # Gate and up rows alternate in the tile, so that a thread has both of a column.
     j = tl.arange(0, BLOCK_N)
     n = tl.program_id(0) * (BLOCK_N // 2) + j // 2 + (j % 2) * F
     column = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
@@ -212,7 +215,7 @@ def mingc_moe_grouped_up(
             extra_row = first + BLOCK_M + tl.arange(0, EXTRA)
             is_extra = extra_row < end
             extra_token = tl.load(order + extra_row, mask=is_extra, other=0) // K
-            total, extra = _two_products(
+            total, extra = _gemm_with_extra(
                 xs, x + extra_token * D, ws, is_extra, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, EXTRA
             )
             gate, up = tl.split(tl.reshape(tl.trans(extra), [EXTRA, BLOCK_N // 2, 2]))
@@ -221,9 +224,9 @@ def mingc_moe_grouped_up(
                 hidden + extra_row[:, None] * F + column[None, :], extra_activated, mask=is_extra[:, None]
             )
         else:
-            total = _product(xs, ws, scales, is_row, DEPTH, FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, SWAP)
+            total = _gemm(xs, ws, scales, is_row, DEPTH, FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, SWAP)
     else:
-        total = _product(xs, ws, scales, is_row, DEPTH, FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, SWAP)
+        total = _gemm(xs, ws, scales, is_row, DEPTH, FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, SWAP)
     gate, up = tl.split(tl.reshape(total, [BLOCK_M, BLOCK_N // 2, 2]))
     activated = activate(gate, up, tl.bfloat16 if FORMAT == 1 else dtype)
     if FORMAT == 1:
@@ -257,15 +260,15 @@ def mingc_moe_grouped_down(
             extra_row = first + BLOCK_M + tl.arange(0, EXTRA)
             is_extra = extra_row < end
             extra_pair = tl.load(order + extra_row, mask=is_extra, other=0)
-            total, extra = _two_products(
+            total, extra = _gemm_with_extra(
                 xs, hidden + extra_row * F, ws, is_extra, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, EXTRA
             )
             extra_target = outputs + extra_pair.to(tl.int64)[:, None] * D + n[None, :]
             tl.store(extra_target, tl.trans(extra).to(dtype), mask=is_extra[:, None])
         else:
-            total = _product(xs, ws, scales, is_row, DEPTH, FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, SWAP)
+            total = _gemm(xs, ws, scales, is_row, DEPTH, FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, SWAP)
     else:
-        total = _product(xs, ws, scales, is_row, DEPTH, FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, SWAP)
+        total = _gemm(xs, ws, scales, is_row, DEPTH, FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, SWAP)
     target = outputs + pair.to(tl.int64)[:, None] * D + n[None, :]
     tl.store(target, total.to(dtype), mask=is_row[:, None])
 
@@ -281,7 +284,7 @@ def moe_prefill(
     down_scale: Tensor | None,
     shared: Tensor | None,
 ) -> Tensor:
-    """See `mingc.kernels.moe_experts`; `shared` (T, D) is what the shared expert adds, if there is one."""
+    """See `mingc.kernels.moe_experts`; `shared` (T, D) is the output of the shared expert, if there is one."""
     (tokens, hidden_size), top_k = x.shape, ids.shape[1]
     experts, intermediate_size = gate_up.shape[0], gate_up.shape[1] // 2
     weight_format = weight_format_of(gate_up)
@@ -305,7 +308,7 @@ def moe_prefill(
         ids, counts, tokens, K=top_k, E=experts, TOKENS=_SORT_TOKENS, num_warps=4
     )
     totals = torch.empty(experts, dtype=torch.int32, device=x.device)
-    planned = min(_PLAN_EXPERTS, experts)
+    planned = min(_OFFSET_EXPERTS, experts)
     torch.library.wrap_triton(mingc_moe_offsets)[(experts // planned,)](
         counts, totals, NUM=sort_blocks, E=experts, PADDED=triton.next_power_of_2(sort_blocks), BE=planned,
         num_warps=4,

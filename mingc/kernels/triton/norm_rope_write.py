@@ -1,4 +1,4 @@
-"""`mingc.kernels.norm_rope_write` on CUDA: norm and rotation of queries and keys, keys and values into the pool."""
+"""Triton kernel of `mingc.kernels.norm_rope_write`: query and key norms, rotary embedding, KV cache write."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def mingc_norm_rope_write(
     dtype = x.dtype
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + EPS)[:, None]
-    # Dims f and f + HALF turn together; those from 2 HALF on stay, their partner is themselves.
+    # Dims f and f + HALF are rotated together; dims from 2 HALF on are unchanged: their partner is themselves.
     partner = tl.where(dim < HALF, dim + HALF, tl.where(dim < 2 * HALF, dim - HALF, dim))
     other = tl.load(packed + partner, mask=is_normed, other=0.0).to(tl.float32)
     weight = tl.where(is_query, tl.load(q_norm + dim), tl.load(k_norm + dim)).to(tl.float32)
     other_weight = tl.where(is_query, tl.load(q_norm + partner), tl.load(k_norm + partner)).to(tl.float32)
-    # Rounded where the reference rounds: after the norm, after its weight, after the rotation.
+    # Round where the reference rounds: after the norm, after its weight, after the rotation.
     normed = ((wide * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
     turned = ((other * scale).to(dtype).to(tl.float32) * other_weight).to(dtype).to(tl.float32)
     is_turned = dim < 2 * HALF
@@ -43,7 +43,7 @@ def mingc_norm_rope_write(
     s = tl.where(dim < HALF, -s, s)
     y = (normed * c + turned * s).to(dtype)
     if PAGE > 0:
-        # `rows` are the lengths of requests whose last token this is.
+        # `rows` holds request lengths; the token is the request's last one.
         last = tl.maximum(tl.load(rows + token), 1) - 1
         row = tl.load(page_table + token * table_width + last // PAGE).to(tl.int64) * PAGE + last % PAGE
     else:
@@ -83,13 +83,13 @@ def launch(
     page_table: Tensor | None = None,
     page_size: int = 0,
 ) -> Tensor:
-    """`norm_rope_write` for use within another operation; with `page_table` (T, P), `rows` are lengths."""
+    """Launch the kernel within another operation; with `page_table` (T, P), `rows` are request lengths."""
     tokens, all_heads, size = qkv.shape
     kv_heads = k_pages.shape[1]
     heads = all_heads - 2 * kv_heads
     q = torch.empty(tokens, heads, size, dtype=qkv.dtype, device=qkv.device)
     table = rows if page_table is None else page_table
-    # Of few tokens each program takes two heads, to fill the device.
+    # With few tokens a program takes two heads, to fill the GPU.
     per_program, warps = (2, 1) if tokens <= _FEW_TOKENS else (8, 2)
     torch.library.wrap_triton(mingc_norm_rope_write)[(tokens, triton.cdiv(all_heads, per_program))](
         qkv, q_norm, k_norm, cos, sin, rows, table, k_pages, v_pages, q, table.shape[-1],

@@ -1,8 +1,8 @@
-"""`mingc.kernels.paged_attention` on CUDA.
+"""Triton kernels of `mingc.kernels.paged_attention`: flash decoding, and prefill of a chunk.
 
-Decode cuts a long context into parts that different programs read (flash decoding); a second kernel joins them in
-order. How a context is cut follows from its own length and the width of the page table alone, so a request's result
-does not depend on the batch it is in. Parts beyond a context end at once: the grid is fixed, a CUDA graph can hold it.
+Decode splits a long context into parts for different programs; a second kernel combines them in order. The split
+depends only on the context's length and on the width of the page table, so a request's result does not depend on its
+batch. Programs without a part exit at once: the grid is fixed, as CUDA graphs need.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from mingc.host import gpu_target
 from mingc.kernels.chunk_layout import CHUNK_ALIGNMENT, SHARED_ROWS
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_LEAST_PART = 128  # tokens: fewer read too little to pay for the sum, more leave the device idle at batch 1
+_MIN_PART = (
+    128  # tokens: smaller parts cost more to combine than they gain; larger ones idle the GPU at batch 1
+)
 _DECODE_BLOCK = 64
-_MIN_QUERIES = 16  # rows that the matrix units take at least
-_WIDE_ROWS = 128  # of the only KV head of a long chunk: its keys and values are read half as often
-_WIDE_SIZE = 128  # of a head: shared memory holds no more
-_WIDE_PROGRAMS = 256  # as many as were timed: with fewer the longest would be waited for
+_MIN_QUERIES = 16  # rows: the minimum for tensor cores
+_LARGE_BLOCK = (
+    128  # rows of a program in long chunks with one KV head: keys and values are read half as often
+)
+_LARGE_BLOCK_HEAD = 128  # head size up to which that fits shared memory
+_LARGE_BLOCK_PROGRAMS = 256  # the fewest that were timed: with fewer the longest program delays the rest
 
 
 @triton.jit
@@ -124,7 +128,7 @@ def paged_decode_attention(
 def launch_decode(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, lengths: Tensor, page_size: int
 ) -> Tensor:
-    """`paged_decode_attention` for use within another operation."""
+    """Launch the decode kernels within another operation."""
     batch, heads, size = q.shape
     kv_heads, table_width = k_pages.shape[1], page_table.shape[1]
     splits = num_splits(table_width * page_size, kv_heads, gpu_target(q.device).num_multiprocessors)
@@ -135,13 +139,13 @@ def launch_decode(
     torch.library.wrap_triton(mingc_paged_decode)[(kv_heads, batch, splits)](
         q, k_pages, v_pages, page_table, lengths, out, partial, tops, totals, table_width,
         KV_HEADS=kv_heads, GROUP=group, QUERIES=max(_MIN_QUERIES, triton.next_power_of_2(group)), SIZE=size,
-        PAGE=page_size, SPLITS=splits, BLOCK=_DECODE_BLOCK, LEAST=_LEAST_PART, num_warps=4, num_stages=3,
+        PAGE=page_size, SPLITS=splits, BLOCK=_DECODE_BLOCK, LEAST=_MIN_PART, num_warps=4, num_stages=3,
     )  # fmt: skip
     if splits > 1:
         torch.library.wrap_triton(mingc_paged_decode_join)[(heads, batch)](
             lengths, partial, tops, totals, out,
             HEADS=heads, SIZE=size, SPLITS=splits, PADDED=triton.next_power_of_2(splits), STEP=min(16, splits),
-            BLOCK=_DECODE_BLOCK, LEAST=_LEAST_PART, num_warps=4,
+            BLOCK=_DECODE_BLOCK, LEAST=_MIN_PART, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -149,7 +153,7 @@ def launch_decode(
 def num_splits(max_tokens: int, kv_heads: int, num_multiprocessors: int) -> int:
     """Number of parts of the longest context, a power of two: no more than one request's parts fill the GPU with."""
     splits = 1
-    while splits * _LEAST_PART < max_tokens and 2 * splits * kv_heads <= num_multiprocessors:
+    while splits * _MIN_PART < max_tokens and 2 * splits * kv_heads <= num_multiprocessors:
         splits *= 2
     return splits
 
@@ -161,12 +165,12 @@ def mingc_paged_prefill(
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
-    # The last rows see most: they begin first, so that the device is not left with the longest at the end.
+    # The last rows see the most keys: they start first, so that the longest programs do not run alone at the end.
     block = tl.num_programs(1) - 1 - tl.program_id(1)
     kv_head = head // GROUP
     dim = tl.arange(0, SIZE)
     query = block * ROWS + tl.arange(0, ROWS)
-    # All rows are of one request; padding, which has the index -1, stands behind.
+    # All rows belong to one request; padding, with index -1, comes last.
     place = tl.load(index + query, mask=query < num_tokens, other=-1).to(tl.int32)
     before = tl.maximum(tl.load(index + block * ROWS).to(tl.int32), 0)
     page_table = page_tables + tl.load(segment + block * ROWS) * table_width
@@ -178,7 +182,7 @@ def mingc_paged_prefill(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     context = tl.zeros([ROWS, SIZE], tl.float32)
-    # All rows see the tokens below `common`; of those up to `end` some rows see some. Padding sees what the last does.
+    # All rows see the tokens below `common`; from there to `end` a row sees only some. Padding sees all of them.
     common = (before + 1) // BLOCK * BLOCK
     end = tl.maximum(tl.max(place, 0), 0) + 1
     for first in range(0, common, BLOCK):
@@ -227,9 +231,9 @@ def paged_prefill_attention(
     tokens, heads, size = q.shape
     kv_heads = k_pages.shape[1]
     out = torch.empty_like(q)
-    is_long = tokens > SHARED_ROWS and heads * tokens >= _WIDE_PROGRAMS * _WIDE_ROWS
-    if is_long and kv_heads == 1 and size <= _WIDE_SIZE:
-        rows, block, warps, stages = _WIDE_ROWS, 128, 8, 3
+    is_long = tokens > SHARED_ROWS and heads * tokens >= _LARGE_BLOCK_PROGRAMS * _LARGE_BLOCK
+    if is_long and kv_heads == 1 and size <= _LARGE_BLOCK_HEAD:
+        rows, block, warps, stages = _LARGE_BLOCK, 128, 8, 3
     else:
         num_multiprocessors = gpu_target(q.device).num_multiprocessors
         is_full = heads * triton.cdiv(tokens, CHUNK_ALIGNMENT) >= num_multiprocessors

@@ -8,10 +8,10 @@ import triton.language as tl
 
 @triton.jit
 def enable_pdl(PDL: tl.constexpr):
-    """Zero, known only when all that the kernel in front wrote can be read; the kernel behind may begin from here on.
+    """Let the next kernel start, wait until the previous kernel's writes are visible, and return zero.
 
-    Addresses of what other kernels write have to have it added. The snippet is called pure because torch takes a kernel
-    with unknown effects for one that writes all its tensors.
+    Add the zero to every address that other kernels write, so that no access moves before the wait. The assembly is
+    marked pure because torch assumes that a kernel with unknown effects writes all its tensors.
     """
     if PDL:
         zero = tl.inline_asm_elementwise(

@@ -1,4 +1,4 @@
-"""`mingc.kernels.router` on CUDA: the scores' product cut over the device, then the choice, some tokens a program."""
+"""Triton kernels of `mingc.kernels.router`: router logits as a split GEMM, then group-limited top-k."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_MAX_SPLIT_TOKENS = 64  # beyond, token blocks alone fill the device
+_MAX_SPLIT_TOKENS = 64  # beyond, blocks of tokens alone fill the GPU
 
 
 @triton.jit
@@ -18,7 +18,7 @@ def mingc_router_logits(
     D: tl.constexpr, E: tl.constexpr, GATES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Parts of x (T, D) @ weight[gate] (GATES, E, D), each over D / SPLITS inputs: partial (SPLITS, T, E) float32."""
+    """Partial logits x (T, D) @ weight[gate] (GATES, E, D) over D / SPLITS inputs: partial (SPLITS, T, E) float32."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
@@ -36,7 +36,7 @@ def mingc_router_logits(
         gate = tl.load(gate_index + m, mask=is_token, other=-1)
         for each in tl.static_range(GATES):
             is_wanted = gate == each
-            # Most blocks hold tokens of one modality.
+            # Most blocks contain tokens of one modality.
             if tl.max(is_wanted.to(tl.int32), 0) > 0:
                 total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
                 for start in range(0, length, BLOCK_K):
@@ -52,7 +52,7 @@ def mingc_router_topk(
     E: tl.constexpr, GATES: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, K: tl.constexpr,
     K_PADDED: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sigmoid, bias, the best groups, the best experts in them, their weights. Equal scores: the lower index wins."""
+    """Top-k experts of the best groups by biased sigmoid score, and their weights; ties go to the lower index."""
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     e = tl.arange(0, E)
     is_token = m < T
@@ -81,7 +81,7 @@ def mingc_router_topk(
         is_kept = tl.sum(is_ahead.to(tl.int32), 2) < KEPT
         grouped = tl.where(is_kept[:, :, None], grouped, float("-inf"))
         biased = tl.reshape(grouped, [ROWS, E])
-    # Scores as integers of the same order, the index below them: one maximum finds both.
+    # Score as an order-preserving integer in the high bits, index in the low bits: one maximum finds both.
     bits = biased.to(tl.int32, bitcast=True)
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) * 4294967296 + (E - 1 - e).to(tl.int64)[None, :]
     place = tl.arange(0, K_PADDED)

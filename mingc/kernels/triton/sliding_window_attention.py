@@ -1,4 +1,4 @@
-"""`mingc.kernels.sliding_window_attention` on CUDA: one program holds the new frames and the ring of one head."""
+"""Triton kernel of `mingc.kernels.sliding_window_attention`: one head's new frames and ring buffer a program."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def mingc_sliding_window_attention(
 
     frame = first + index
     if head % GROUP == 0:
-        # Rows written here are those that no program reads from the ring: it takes their frames from `qkv`.
+        # No program reads the rows written here from the ring: it takes their frames from `qkv`.
         target = base + ((frame % num_rows + num_rows) % num_rows)[:, None] * (KV_HEADS * SIZE)
         tl.store(k_ring + target + f[None, :], k1r, mask=mask)
         tl.store(k_ring + target + half + f[None, :], k2r, mask=mask)
@@ -84,7 +84,7 @@ def sliding_window_attention(
     first_frame: Tensor,
     window: int,
 ) -> Tensor:
-    """See `mingc.kernels.sliding_window_attention`; `window` is a number here."""
+    """See `mingc.kernels.sliding_window_attention`; `window` is an int here."""
     batch, frames = qkv.shape[:2]
     rows, kv_heads, size = k_ring.shape[1:]
     heads = qkv.shape[2] // size - 2 * kv_heads

@@ -1,4 +1,4 @@
-"""`mingc.kernels.small_sequence_attention` on CUDA: one program holds a head of a whole sequence."""
+"""Triton kernel of `mingc.kernels.small_sequence_attention`: one head of a whole sequence a program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def mingc_small_sequence_attention(
     k = tl.load(place + width, mask=mask, other=0.0)
     v = tl.load(place + 2 * width, mask=mask, other=0.0)
     dtype = v.dtype
-    # Even and odd dims are rotated together; a score does not care in which order its dims are added.
+    # Even and odd dims are rotated together; the order of dims does not matter for a score.
     qe, qo = tl.split(tl.reshape(q.to(tl.float32), [TOKENS, half, 2]))
     ke, ko = tl.split(tl.reshape(k.to(tl.float32), [TOKENS, half, 2]))
     scores = tl.dot((qe * c - qo * s).to(dtype), tl.trans((ke * c - ko * s).to(dtype)))

@@ -1,8 +1,8 @@
 """Arithmetic on stored weights: the operands of their GEMMs, unpacking INT4, SwiGLU.
 
-FP8 becomes float16 in one instruction for two values, but bfloat16 in several for one. FP8 weights are therefore
-multiplied by float16 activations, divided by `FP16_SCALE`: their range then ends at a million, and bfloat16's precision
-is kept down to 1e-3.
+Two FP8 values convert to float16 in one instruction, but one to bfloat16 takes several. FP8 weights are therefore
+multiplied by float16 activations, which are divided by `FP16_SCALE`: their range then reaches a million, with the
+precision of bfloat16 down to 1e-3.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from torch import Tensor
 from mingc.kernels.triton.moe_config import BF16, FP8, INT4
 
 FP16_SCALE = tl.constexpr(16.0)
-IN_INTERPRETER = tl.constexpr(bool(triton.knobs.runtime.interpret))  # it knows no PTX
+IN_INTERPRETER = tl.constexpr(bool(triton.knobs.runtime.interpret))  # Triton's interpreter cannot run PTX
 
 
 def weight_format_of(weight: Tensor) -> int:
-    """The format of stored weights."""
+    """Format of a stored weight: BF16, FP8 or INT4."""
     return {torch.float8_e4m3fn: FP8, torch.uint8: INT4}.get(weight.dtype, BF16)
 
 
 def as_operand(x: Tensor, weight_format: int) -> Tensor:
-    """Rows (T, D) in the form that the products with stored weights take.
+    """Activations (T, D) as the GEMM with weights of this format needs them.
 
-    For FP8 that is float16 in steps of `FP16_SCALE`. For INT4 the even columns come before the odd ones, as the low
-    halves of the weights' bytes before the high ones.
+    FP8: float16 divided by `FP16_SCALE`. INT4: even columns before odd ones, to match the low and high halves of the
+    weights' bytes.
     """
     if weight_format == FP8:
-        step = float(FP16_SCALE.value)
-        narrow: Tensor = (x.to(torch.float32) / step).clamp(-65504, 65504).to(torch.float16)
-        return narrow
+        scale = float(FP16_SCALE.value)
+        x16: Tensor = (x.to(torch.float32) / scale).clamp(-65504, 65504).to(torch.float16)
+        return x16
     if weight_format == INT4:
         return x.view(x.shape[0], -1, 2).transpose(1, 2).contiguous()
     return x
@@ -40,9 +40,9 @@ def as_operand(x: Tensor, weight_format: int) -> Tensor:
 
 @triton.jit
 def shift_to(first, other, is_other, offset, item: tl.constexpr):
-    """Where the data lie, counted from `first` in items: at `offset` there, or at the beginning of `other`.
+    """Offset in elements from pointer `first` to the data: `offset`, or the start of `other` if `is_other`.
 
-    A pointer chosen by a branch would lose its known alignment, and with it wide loads.
+    Selecting a pointer instead would lose its known alignment, and with it vectorized loads.
     """
     between = (other.to(tl.int64) - first.to(tl.int64)) // item
     return tl.multiple_of(tl.where(is_other, between, offset), 16 // item)
@@ -57,10 +57,10 @@ def activate(gate, up, dtype: tl.constexpr):
 
 @triton.jit
 def unpack_int4(packed):
-    """The signed low and high four bits of bytes, as bfloat16.
+    """Unpack the signed low and high four bits of bytes to bfloat16.
 
-    Bits are put where bfloat16 reads 136 + value, two values an instruction; conversions of integers are several
-    times slower than the weights arrive.
+    The bits are placed so that bfloat16 reads 136 + value, two values an instruction; integer conversions are several
+    times slower than loading the weights.
     """
     if IN_INTERPRETER:
         low = ((packed & 15) ^ 8).to(tl.int8) - 8
