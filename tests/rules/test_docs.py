@@ -28,6 +28,7 @@ DOCUMENTS = [
 REFERENCE = re.compile(
     rf"\b(?P<other>RFC \d+|PEP \d+) §|\b(?P<page>{'|'.join(PAGES)})(?:\.md\b|(?= §))|§(?P<section>\d+(?:\.\d+)?)"
 )
+METRIC = re.compile(r"\bmingc_[a-z_]+_(?:total|seconds|running)\b")
 LINK = re.compile(r"(?<!!)\[[^\]\n]+\]\((?P<target>[^)\s]+)\)")
 
 
@@ -108,6 +109,13 @@ def test_generated_pages_are_up_to_date(name: str) -> None:
     path = ROOT / "docs" / name
     expected = script("generate_docs").pages()[path]
     assert path.read_text(encoding="utf-8") == expected, "run python scripts/generate_docs.py"
+
+
+def test_metrics_named_in_documents_exist() -> None:
+    known = set(METRIC.findall((ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")))
+    for path in DOCUMENTS:
+        if path.name != "CHANGELOG.md" and path.parent.name == "docs":
+            assert set(METRIC.findall(path.read_text(encoding="utf-8"))) <= known, path.name
 
 
 def test_the_chart_shows_the_results() -> None:
