@@ -222,7 +222,7 @@ def test_contents_tell_how_kernels_are_cut(
     assert (row.up, row.down) == ("16 rows 64x256 w4 s3", "16 rows 64x256 w4 s3 x2")
     show(contents, as_json=False)
     shown = capsys.readouterr().out
-    assert "tiles" in shown and "9.50" in shown and "10.50" in shown
+    assert "kernel_configs" in shown and "9.50" in shown and "10.50" in shown
 
 
 def test_an_output_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
