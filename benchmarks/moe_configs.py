@@ -19,9 +19,9 @@ import torch
 from arguments import whole, wholes
 
 from mingc.artifacts.manifest import TunedKernel
+from mingc.artifacts.spec import Quantization
 from mingc.export.autotune.selection import group_by_default
 from mingc.export.autotune.tuning import autotune, moe_problems
-from mingc.export.recipe import Quantization
 from mingc.export.stage import ExpertDims, Shard
 from mingc.export.stages import find
 from mingc.export.weights.synthetic import open_synthetic

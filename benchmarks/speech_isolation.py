@@ -29,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 
 from mingc.artifacts.artifact import Artifact, open_artifact
+from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
 from mingc.runtime.engines.stage_loader import load_stage
 from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
@@ -114,16 +115,24 @@ def _edit(path: Path, keys: Sequence[str], values: dict[str, int]) -> None:
     path.write_text(json.dumps(document), encoding="utf-8")
 
 
+def _parameters(artifact: Artifact) -> tuple[TalkerParameters, CfmParameters, VaeParameters]:
+    manifest = artifact.manifest
+    return (
+        manifest.parameters_of("talker", TalkerParameters),
+        manifest.parameters_of("cfm", CfmParameters),
+        manifest.parameters_of("audio_vae", VaeParameters),
+    )
+
+
 def make_segments(artifact: Artifact) -> list[SpeechSegment]:
     """The sixteen: texts, voices, guidance, sigma, temperature, seed and length all vary."""
-    parameters = artifact.manifest.parameters
-    assert parameters.talker is not None and parameters.cfm is not None and parameters.audio_vae is not None
+    talker, flow, vae = _parameters(artifact)
     planner = SpeechPlanner(
         SpeechPromptBuilder(TextTokenizer.from_file(artifact.path(artifact.manifest.tokenizers["talker"]))),
         {record.name: load_voice(artifact, record) for record in artifact.manifest.voices},
-        parameters=parameters.talker,
-        flow=parameters.cfm,
-        vae=parameters.audio_vae,
+        parameters=talker,
+        flow=flow,
+        vae=vae,
     )
     voices = [record.name for record in artifact.manifest.voices]
     segments = []
@@ -135,7 +144,7 @@ def make_segments(artifact: Artifact) -> list[SpeechSegment]:
             temperature=_TEMPERATURE[index // 2 % len(_TEMPERATURE)],
             max_steps=2 + index % 5,
         )
-        text = speech_segments(_TEXTS[index % len(_TEXTS)], parameters.talker.max_segment_length)[0]
+        text = speech_segments(_TEXTS[index % len(_TEXTS)], talker.max_segment_length)[0]
         segments.append(planner.segment(text, index % 3, params, 100 + index))
     return segments
 
@@ -143,13 +152,12 @@ def make_segments(artifact: Artifact) -> list[SpeechSegment]:
 def open_worker(artifact: Artifact, device: torch.device) -> TalkerWorker:
     """A worker with a slot for each row of the largest bucket."""
     stages = [load_stage(artifact, name, device) for name in STAGES]
-    parameters = artifact.manifest.parameters
-    assert parameters.talker is not None and parameters.cfm is not None and parameters.audio_vae is not None
+    talker, flow, vae = _parameters(artifact)
     return TalkerWorker(
         *stages,
-        parameters=parameters.talker,
-        flow=parameters.cfm,
-        vae=parameters.audio_vae,
+        parameters=talker,
+        flow=flow,
+        vae=vae,
         num_slots=NUM_REQUESTS + 1,
         device=device,
     )

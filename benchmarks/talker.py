@@ -31,7 +31,7 @@ from mingc.export.stages import find
 from mingc.export.weights.synthetic import open_synthetic
 from mingc.kernels.dispatch import plain_torch
 from mingc.numerics.relative_error import relative_error
-from mingc.runtime.engines.aoti import AotiEngine
+from mingc.runtime.engines.backends.aoti import AotiEngine
 from mingc.runtime.talker.patch_pipeline import LaunchedPatch, PatchPipeline
 
 CONTEXT = 256  # tokens of each request in the speech LLM: a prompt of about 150 and 100 patches

@@ -11,9 +11,9 @@ import torch
 from harness import compiler_pool
 from torch import nn
 
+from mingc.artifacts.spec import Quantization
 from mingc.export.compile.backends import aoti
 from mingc.export.compile.capture import capture
-from mingc.export.recipe import Quantization
 from mingc.export.stage import GraphDef, Shard, StageOptions
 from mingc.export.stages import find
 from mingc.export.weights.loading import part_of

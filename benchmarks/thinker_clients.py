@@ -133,9 +133,7 @@ def _request(parameters: ThinkerParameters, index: int) -> Request:
 
 
 def thinker_parameters(artifact: Artifact) -> ThinkerParameters:
-    parameters = artifact.manifest.parameters.thinker
-    assert parameters is not None, "an artifact with the stage has its parameters"
-    return parameters
+    return artifact.manifest.parameters_of("thinker", ThinkerParameters)
 
 
 class TracingWorker(ThinkerWorker):

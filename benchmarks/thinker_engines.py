@@ -11,12 +11,12 @@ from harness import compiler_pool
 from torch import Tensor
 
 from mingc.artifacts.manifest import TunedKernel
+from mingc.artifacts.spec import Quantization
 from mingc.export.autotune.tuning import autotune, moe_problems, tuned_table
 from mingc.export.compile.backends import aoti
 from mingc.export.compile.capture import capture, share_weights
 from mingc.export.layers.decoder import PAGE_SIZE, DecoderConfig
 from mingc.export.layers.decoder_graphs import thinker_graphs
-from mingc.export.recipe import Quantization
 from mingc.export.stage import GraphDef, Shard, StageOptions, WeightSource
 from mingc.export.stages import find
 from mingc.export.stages.thinker import ThinkerConfig

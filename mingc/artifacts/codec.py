@@ -53,6 +53,7 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _decode_dataclass(kind, value, where)
     if kind is Any:
+        _check_finite(value, where)
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
@@ -63,6 +64,18 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise ManifestError(f"expected a finite number, found {value!r}", where=where)
     return value
+
+
+def _check_finite(value: Any, where: str) -> None:
+    """Raise ManifestError when the JSON `value` holds NaN or an infinity anywhere."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ManifestError(f"expected a finite number, found {value!r}", where=where)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_finite(item, f"{where}.{key}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_finite(item, f"{where}[{index}]")
 
 
 def _decode_union(kind: Any, value: Any, where: str) -> Any:

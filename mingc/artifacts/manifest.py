@@ -1,28 +1,24 @@
-"""What an artifact says of itself: stages, engines, weights, files and what it was built from. No torch."""
+"""The manifest of an artifact: stages, stage graph, parameters, engines, files and build fingerprint. No torch."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from mingc.artifacts.codec import decode, encode
 from mingc.artifacts.parameter_ranges import range_problems
-from mingc.artifacts.parameters import (
-    AudioParameters,
-    CfmParameters,
-    TalkerParameters,
-    ThinkerParameters,
-    VaeParameters,
-    VisionParameters,
-)
+from mingc.artifacts.parameters import BUILT_IN
 from mingc.artifacts.spec import GraphSpec
-from mingc.errors import ManifestError
+from mingc.artifacts.stage_graph import StageGraph
+from mingc.errors import ArtifactError, ManifestError
 
 SCHEMA = 5
 FILE_NAME = "manifest.json"
+
+_Parameters = TypeVar("_Parameters")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,18 +183,6 @@ class StageRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelParameters:
-    """The parameters of the stages this artifact holds; None for the ones it has not."""
-
-    vision_encoder: VisionParameters | None = None
-    audio_encoder: AudioParameters | None = None
-    thinker: ThinkerParameters | None = None
-    talker: TalkerParameters | None = None
-    cfm: CfmParameters | None = None
-    audio_vae: VaeParameters | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class VoiceRecord:
     """A registered voice. `file` holds `latents` (1, 4N, 64), `embeds` (N, D), `speaker` (D,), all float32."""
 
@@ -216,14 +200,18 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """The whole manifest.json. Paths are relative to the artifact and use `/`."""
+    """The whole manifest.json. Paths are relative to the artifact and use `/`.
+
+    `parameters` maps a stage to its parameters dataclass as JSON, see `parameters_of`.
+    """
 
     schema: int
     model: str
     fingerprint: Fingerprint
     stages: dict[str, StageRecord]
-    parameters: ModelParameters
-    tokenizers: dict[str, str]  # thinker, talker → tokenizer.json
+    graph: StageGraph
+    parameters: dict[str, dict[str, Any]]
+    tokenizers: dict[str, str]  # stage → tokenizer.json
     speaker_network: str | None  # ONNX file of the speaker embedding, for voices registered later
     voices: tuple[VoiceRecord, ...]
     notes: tuple[str, ...]  # fix-ups and omissions of the export, one line each
@@ -243,6 +231,23 @@ class Manifest:
         yield from (voice.file for voice in self.voices)
         if self.speaker_network is not None:
             yield self.speaker_network
+
+    def find_parameters(self, stage: str, kind: type[_Parameters]) -> _Parameters | None:
+        """The parameters of `stage` as the dataclass `kind`, None when the artifact has none of it.
+
+        Raises: ManifestError when they are not those of `kind`, or out of range.
+        """
+        given = self.parameters.get(stage)
+        return None if given is None else _read_parameters(kind, given, f"$.parameters.{stage}")
+
+    def parameters_of(self, stage: str, kind: type[_Parameters]) -> _Parameters:
+        """As `find_parameters`. Raises: ArtifactError as well, when the artifact has no parameters of `stage`."""
+        found = self.find_parameters(stage, kind)
+        if found is None:
+            raise ArtifactError(
+                f"the manifest has no parameters of {stage}", where=FILE_NAME, fix="export again"
+            )
+        return found
 
     def voice(self, name: str) -> VoiceRecord | None:
         """The voice called `name`, or None."""
@@ -269,21 +274,19 @@ def read_manifest(artifact: Path) -> Manifest:
         raise ManifestError(
             f"manifest schema {schema!r}, this mingc reads schema {SCHEMA}",
             where=str(path),
-            fix="export again with this mingc, or use the mingc that wrote the artifact",
+            fix="export again with this mingc, or install the mingc that wrote the artifact",
         )
     manifest = decode(Manifest, document)
-    held = {field.name: getattr(manifest.parameters, field.name) for field in fields(ModelParameters)}
-    problems = [
-        problem
-        for name, parameters in held.items()
-        if parameters is not None
-        for problem in range_problems(parameters, f"$.parameters.{name}")
-    ]
+    problems = [*_graph_problems(manifest)]
+    for name, kind in BUILT_IN.items():
+        if name in manifest.parameters:
+            where = f"$.parameters.{name}"
+            problems += range_problems(decode(kind, manifest.parameters[name], where), where)
     if problems:
         raise ManifestError(
             "\n".join(problems), where=str(path), fix="copy the artifact again, or export again"
         )
-    # What no hash is kept of, or what lies outside, is not what was exported.
+    # A file outside the artifact, or without a recorded hash, was not written by the export.
     outside = [name for name in manifest.files if not _is_inside(name)]
     unlisted = sorted({*manifest.named_files()} - {*manifest.files})
     if outside or unlisted:
@@ -294,6 +297,21 @@ def read_manifest(artifact: Path) -> Manifest:
             fix="copy the artifact again, or export again",
         )
     return manifest
+
+
+def _read_parameters(kind: type[_Parameters], given: Any, where: str) -> _Parameters:
+    read = decode(kind, given, where)
+    problems = [*range_problems(read, where)] if kind in BUILT_IN.values() else []
+    if problems:
+        raise ManifestError("\n".join(problems), where=FILE_NAME, fix="export again")
+    return read
+
+
+def _graph_problems(manifest: Manifest) -> Iterator[str]:
+    yield from manifest.graph.problems()
+    nodes = {node.name for node in manifest.graph.nodes}
+    for name in sorted(nodes ^ {*manifest.stages}):
+        yield f"stage {name} is {'not in the stage graph' if name in manifest.stages else 'in the stage graph only'}"
 
 
 def _is_inside(name: str) -> bool:

@@ -1,12 +1,15 @@
-"""What the runtime must know of a model beyond shapes: one frozen dataclass a stage. No torch.
+"""Model parameters that the runtime needs beyond tensor shapes: one frozen dataclass per built-in stage. No torch.
 
-Written by export from the checkpoint's configs, carried in the manifest, read by the runtime, which therefore
-holds no model constant of its own.
+Export writes them from the checkpoint's configs into the manifest, so the runtime holds no model constants. A stage
+from outside the package brings a dataclass of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,3 +119,16 @@ class VaeParameters:
     samples_per_latent: int
     lookahead_frames: int  # frames at the end of a patch that need the next latent
     tail_samples: int  # samples a finished patch adds beyond samples_per_latent × latents
+
+
+BUILT_IN: Mapping[str, type[Any]] = MappingProxyType(
+    {
+        "vision_encoder": VisionParameters,
+        "audio_encoder": AudioParameters,
+        "thinker": ThinkerParameters,
+        "talker": TalkerParameters,
+        "cfm": CfmParameters,
+        "audio_vae": VaeParameters,
+    }
+)
+"""Parameters of the built-in stages, which are checked whenever a manifest is read."""

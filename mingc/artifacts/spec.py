@@ -11,8 +11,10 @@ from typing import Literal
 
 DType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "int64", "int32", "int8", "uint8", "bool"]
 
-
 Ranks = Literal["same", "sum", "concat"]
+
+Quantization = Literal["fp8", "int4"]
+"""Formats that a weight may be stored in besides the compute dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

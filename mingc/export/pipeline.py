@@ -18,12 +18,12 @@ from mingc.artifacts.manifest import (
     Fingerprint,
     GraphRecord,
     Manifest,
-    ModelParameters,
     QuantizationError,
     StageRecord,
     TunedKernel,
     VoiceRecord,
 )
+from mingc.artifacts.stage_graph import StageGraph
 from mingc.errors import CheckpointError, ConfigError
 from mingc.export.assets import tokenizers, voices
 from mingc.export.autotune.tuning import autotune, problems_to_tune
@@ -35,7 +35,7 @@ from mingc.export.compile.schedule import Schedule
 from mingc.export.process_pool import peak_rss_bytes
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stage import Stage
-from mingc.export.stages import discover, find
+from mingc.export.stages import build_graph, discover, find
 from mingc.export.weights.files import weights_files, write_file
 from mingc.export.weights.source import open_source
 from mingc.host import current_host
@@ -89,15 +89,16 @@ def export_artifact(recipe: ExportRecipe, replay: Replay, progress: Callable[[St
     check_host(recipe)
     checkpoint = open_source(recipe)
     stages = _choose(checkpoint, recipe)
+    graph = build_graph(stages)
     configs = {stage.name: stage.config(checkpoint) for stage in stages}
     notes = [*checkpoint.notes, *check_coverage(checkpoint, stages, configs)]
     with new_artifact(recipe.output, replace_existing=recipe.force) as folder:
-        run = _Run(recipe, checkpoint, stages, configs, folder, replay, progress)
-        parameters = ModelParameters(
-            **{stage.name: stage.parameters(configs[stage.name], run.options) for stage in stages}
-        )
-        # What may be missing comes before the hours of compiling: the released weights have no tokenizer.
-        copied = tokenizers.copy(checkpoint, folder, parameters, notes, is_synthetic=recipe.synthetic)
+        run = _Run(recipe, checkpoint, stages, graph, configs, folder, replay, progress)
+        parameters: dict[str, dict[str, Any]] = {
+            stage.name: encode(stage.parameters(configs[stage.name], run.options)) for stage in stages
+        }
+        # Before the hours of compiling, as files may be missing: the released weights have no tokenizer.
+        copied = tokenizers.copy(checkpoint, folder, stages, parameters, notes, is_synthetic=recipe.synthetic)
         records = run.write_voices()
         kernel_configs = run.autotune()
         weights = run.write_weights()
@@ -118,6 +119,7 @@ def export_artifact(recipe: ExportRecipe, replay: Replay, progress: Callable[[St
                 )
                 for stage in stages
             },
+            graph=graph,
             parameters=parameters,
             tokenizers=copied,
             speaker_network=voices.copy_speaker_network(checkpoint, folder) if run.has_voices else None,
@@ -138,6 +140,7 @@ class _Run:
         recipe: ExportRecipe,
         checkpoint: Checkpoint,
         stages: Sequence[Stage],
+        graph: StageGraph,
         configs: dict[str, Any],
         folder: Path,
         replay: Replay,
@@ -151,8 +154,8 @@ class _Run:
         self._replay = replay
         self._progress = progress
         self._done = 0
-        names = {stage.name for stage in stages}
-        self.has_voices = {"talker", "cfm", "audio_vae"} <= names
+        self._speech = graph.speech_path()
+        self.has_voices = self._speech is not None
         self.notes: list[str] = []
         self.peak_rss_bytes = 0
         self.options = options = stage_options(recipe)
@@ -161,6 +164,9 @@ class _Run:
             for stage in stages
         }
         specs = {name: [plan.spec for plan in each] for name, each in plans.items()}
+        self._compile_costs = {
+            f"{name}.{plan.spec.name}": plan.compile_cost for name, each in plans.items() for plan in each
+        }
         # Of each graph, by stage: what its engines are compiled for.
         self._sizes = {
             name: {spec.name: engine_sizes(spec, options) for spec in graphs}
@@ -223,7 +229,14 @@ class _Run:
         (self._folder / "engines").mkdir()
         (self._folder / "goldens").mkdir()
         schedule = Schedule(
-            self._recipe, self._folder, self._replay, self._sizes, self._files, self.step, kernel_configs
+            self._recipe,
+            self._folder,
+            self._replay,
+            self._sizes,
+            self._files,
+            self.step,
+            kernel_configs,
+            self._compile_costs,
         )
         schedule.run()
         self.peak_rss_bytes = max(schedule.peak_rss_bytes, peak_rss_bytes())
@@ -231,10 +244,12 @@ class _Run:
 
     def write_voices(self) -> tuple[VoiceRecord, ...]:
         """The voices of the checkpoint, registered once so that serving needs neither encoder nor speaker network."""
-        if not self._voices:
+        if not self._voices or self._speech is None:
             return ()
         (self._folder / "voices").mkdir()
-        maker = voices.VoiceMaker(self._checkpoint, self._configs)
+        maker = voices.VoiceMaker(
+            self._checkpoint, self._configs, sampler=self._speech.sampler, vocoder=self._speech.vocoder
+        )
         records = []
         for voice in self._voices:
             started = time.perf_counter()
@@ -253,7 +268,7 @@ def _choose(checkpoint: Checkpoint, recipe: ExportRecipe) -> list[Stage]:
         raise ConfigError(f"the checkpoint does not hold {absent}", where="--stages", fix="leave them out")
     if not present:
         raise CheckpointError("the checkpoint holds no stage that mingc knows", where=str(checkpoint.root))
-    recipe.check_stages([stage.name for stage in present])
+    recipe.check_stages(present)
     return present
 
 

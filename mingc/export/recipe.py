@@ -1,34 +1,30 @@
-"""What to build: every choice of an export, validated at birth."""
+"""The export recipe: every choice of an export, validated when it is created."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, cast
+from typing import TYPE_CHECKING, cast
 
+from mingc.artifacts.spec import Quantization
+from mingc.defaults import BACKEND, BATCH_SIZES, MAX_MODEL_LEN, MODEL_NAME, PREFILL_CHUNK_SIZE
 from mingc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mingc.export.stage import Stage
 
 TARGETS = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
-# Far above what a device holds: beyond, a number is a slip, and sizes of tensors would overflow.
-MOST_REQUESTS = 1024
-MOST_TOKENS = 1 << 20
-LEAST_CONTEXT = 128  # engines are traced and checked at tables of up to eight pages of 16 tokens
-Quantization = Literal["fp8", "int4"]
-# By stage; "" stands for all of them.
-QUANTIZABLE: dict[str, tuple[Quantization, ...]] = {
-    "": ("fp8",),
-    "talker": ("fp8",),
-    "cfm": ("fp8",),
-    "audio_vae": ("fp8",),
-    "thinker": ("fp8", "int4"),
-}
-# What is for some stages only: by field, its option and these stages.
-_CONCERNS = {
-    "world_size": ("--tp", ("thinker",)),
-    "max_model_len": ("--max-model-len", ("thinker",)),
-    "prefill_chunk_size": ("--prefill-chunk-size", ("thinker", "talker")),
+# Far above what a device holds: a larger number is a slip, and sizes of tensors would overflow.
+MAX_BATCH_SIZE = 1024
+MAX_TOKENS = 1 << 20
+MIN_MODEL_LEN = 128  # engines are traced and checked at tables of up to eight pages of 16 tokens
+# How the command line spells the fields that stages name in `Stage.options`.
+_FLAGS = {
+    "world_size": "--tp",
+    "max_model_len": "--max-model-len",
+    "prefill_chunk_size": "--prefill-chunk-size",
 }
 
 
@@ -40,12 +36,13 @@ class ExportRecipe:
         checkpoint: folder in the released layout; with `synthetic` only its configs are read.
         stages: None means all that the checkpoint holds.
         cache: None means no compile cache.
-        batch_sizes: requests in one step, ascending; a step is filled up to the next of these. On CUDA each is an
-            engine of its own.
-        synthetic: draw random weights instead of reading any, on the target device.
-        quantize: how weights are stored: `fp8` for every stage that can, `STAGE=fp8` for one, `thinker=int4`. Empty:
-            all in `dtype`.
-        autotune: on CUDA time cuts of the experts' kernels on the device at hand, and take the fastest.
+        batch_sizes: requests in one step, ascending; a step is padded to the next of these. On CUDA each has its own
+            engine.
+        synthetic: random weights, generated on the target device; no weights are read.
+        quantize: storage format of weights: `fp8` for every stage that supports it, `STAGE=fp8` for one,
+            `thinker=int4`. Empty: all in `dtype`.
+        autotune: on CUDA, time configurations of the expert kernels on this GPU and use the fastest.
+        backend: compilers: `NAME` for every stage, `NAME:STAGE,…` for these.
     """
 
     checkpoint: Path
@@ -57,15 +54,21 @@ class ExportRecipe:
     jobs: int = 1
     cache: Path | None = None
     force: bool = False
-    max_model_len: int = 4096
-    batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
-    prefill_chunk_size: int = 256
-    model_name: str = "ming-omni"
+    max_model_len: int = MAX_MODEL_LEN
+    batch_sizes: tuple[int, ...] = BATCH_SIZES
+    prefill_chunk_size: int = PREFILL_CHUNK_SIZE
+    model_name: str = MODEL_NAME
     synthetic: bool = False
     quantize: tuple[str, ...] = ()
     autotune: bool = True
+    backend: tuple[str, ...] = (BACKEND,)
 
     def __post_init__(self) -> None:
+        problems = [*self._own_problems(), *self._quantize_problems(), *self._backend_problems()]
+        if problems:
+            raise ConfigError("\n".join(problems), where="mingc export", fix="see mingc export --help")
+
+    def _own_problems(self) -> list[str]:
         problems = []
         if self.target not in TARGETS:
             problems.append(f"--target {self.target}: not one of {', '.join(TARGETS)}")
@@ -75,71 +78,130 @@ class ExportRecipe:
             problems.append(f"--tp {self.world_size}: not one of 1, 2, 4, 8")
         if self.jobs < 1:
             problems.append(f"--jobs {self.jobs}: must be at least 1")
-        if (
-            not self.batch_sizes
-            or self.batch_sizes[0] < 1
-            or sorted(set(self.batch_sizes)) != [*self.batch_sizes]
-        ):
-            sizes = ",".join(map(str, self.batch_sizes))
+        sizes = ",".join(map(str, self.batch_sizes))
+        if not sizes or self.batch_sizes[0] < 1 or sorted(set(self.batch_sizes)) != [*self.batch_sizes]:
             problems.append(f"--batch-sizes {sizes}: must be ascending and at least 1")
-        elif self.batch_sizes[-1] > MOST_REQUESTS:
+        elif self.batch_sizes[-1] > MAX_BATCH_SIZE:
             problems.append(
-                f"--batch-sizes {self.batch_sizes[-1]}: more than {MOST_REQUESTS} requests in one step"
+                f"--batch-sizes {self.batch_sizes[-1]}: more than {MAX_BATCH_SIZE} requests in one step"
             )
         if self.prefill_chunk_size < 16:
             problems.append(f"--prefill-chunk-size {self.prefill_chunk_size}: must be at least 16")
         if self.stages is not None and (not self.stages or len(set(self.stages)) < len(self.stages)):
             problems.append(f"--stages {','.join(self.stages)}: must name at least one stage, and each once")
-        has_thinker = self.stages is None or "thinker" in self.stages
-        if has_thinker and self.max_model_len < LEAST_CONTEXT:
-            problems.append(f"--max-model-len {self.max_model_len}: must be at least {LEAST_CONTEXT}")
-        elif has_thinker and self.max_model_len < self.prefill_chunk_size:
+        if self.max_model_len < MIN_MODEL_LEN and self._concerns("max_model_len"):
+            problems.append(f"--max-model-len {self.max_model_len}: must be at least {MIN_MODEL_LEN}")
+        elif self.max_model_len < self.prefill_chunk_size and self._concerns("max_model_len"):
             problems.append(f"--max-model-len {self.max_model_len}: less than one prefill chunk")
-        if self.max_model_len > MOST_TOKENS:
-            problems.append(f"--max-model-len {self.max_model_len}: more than {MOST_TOKENS}")
+        if self.max_model_len > MAX_TOKENS:
+            problems.append(f"--max-model-len {self.max_model_len}: more than {MAX_TOKENS}")
         if not self.model_name.strip():
             problems.append("--model-name: is empty")
         elif not self.model_name.isprintable():
-            problems.append(f"--model-name {self.model_name!r}: holds what cannot be printed")
-        for word in self.quantize:
-            stage, _, kind = word.rpartition("=")
-            if kind not in QUANTIZABLE.get(stage, ()):
-                problems.append(f"--quantize {word}: not {_quantize_choices()}")
+            problems.append(f"--model-name {self.model_name!r}: contains unprintable characters")
+        return problems
+
+    def _concerns(self, field: str) -> bool:
+        """Whether a stage that may be exported takes `field` into account."""
+        return any(
+            field in stage.options
+            for name, stage in _stages().items()
+            if self.stages is None or name in self.stages
+        )
+
+    def _quantize_problems(self) -> list[str]:
+        if not self.quantize:
+            return []
+        choices = {name: stage.quantizations for name, stage in _stages().items() if stage.quantizations}
+        words = ["fp8", *(f"{name}={kind}" for name, kinds in choices.items() for kind in kinds)]
+        problems = [
+            f"--quantize {word}: not one of {', '.join(words)}" for word in self.quantize if word not in words
+        ]
         if len({word.rpartition("=")[0] for word in self.quantize}) < len(self.quantize):
             problems.append(f"--quantize {','.join(self.quantize)}: names a stage twice")
-        if problems:
-            raise ConfigError("\n".join(problems), where="mingc export", fix="see mingc export --help")
+        return problems
 
-    def check_stages(self, stages: Collection[str]) -> None:
-        """Raises: ConfigError when a choice concerns none of `stages`, which are those to be built."""
+    def _backend_problems(self) -> list[str]:
+        if self.backend == (BACKEND,):
+            return []
+        from mingc.export.compile.backends import BACKENDS, find_backend
+
+        problems, known = [], BACKENDS.names()
+        chosen = [_parse_backend(word) for word in self.backend]
+        for name, _ in chosen:
+            if name not in known:
+                problems.append(f"--backend {name}: not one of {', '.join(known)}")
+            elif (reason := find_backend(name).unsupported_reason(self.target, self.dtype)) is not None:
+                problems.append(f"--backend {name}: {reason}")
+        stages = [stage for _, each in chosen for stage in each or ("",)]
+        for stage in sorted({stage for stage in stages if stages.count(stage) > 1}):
+            of = f"stage {stage}" if stage else "all stages"
+            problems.append(f"--backend {' '.join(self.backend)}: names a backend for {of} twice")
+        unknown = [stage for stage in stages if stage and stage not in _stages()]
+        problems += [f"--backend: unknown stage {stage}" for stage in unknown]
+        return problems
+
+    def check_stages(self, stages: Sequence[Stage]) -> None:
+        """Raises: ConfigError when a choice concerns none of `stages`, the stages to be built."""
         defaults = {each.name: each.default for each in fields(self)}
-        chosen = [
-            (f"{option} {getattr(self, name)}", concerned)
-            for name, (option, concerned) in _CONCERNS.items()
-            if getattr(self, name) != defaults[name]
+        names = [stage.name for stage in stages]
+        known = _stages()
+        chosen: list[tuple[str, Collection[str]]] = [
+            (
+                f"{flag} {getattr(self, field)}",
+                [name for name, stage in known.items() if field in stage.options],
+            )
+            for field, flag in _FLAGS.items()
+            if getattr(self, field) != defaults[field]
         ]
         for word in self.quantize:
             stage = word.rpartition("=")[0]
-            chosen.append((f"--quantize {word}", (stage,) if stage else tuple(filter(None, QUANTIZABLE))))
+            quantizable = [name for name, each in known.items() if each.quantizations]
+            chosen.append((f"--quantize {word}", [stage] if stage else quantizable))
+        for word in self.backend:
+            _, backed = _parse_backend(word)
+            chosen += [(f"--backend {word}", [name]) for name in backed]
         problems = [
             f"{choice}: is for {' and '.join(concerned)}"
             for choice, concerned in chosen
-            if not set(concerned) & set(stages)
+            if not {*concerned} & {*names}
         ]
         if problems:
             raise ConfigError(
                 "\n".join(problems),
                 where="mingc export",
-                fix=f"leave them out, or name the stages in --stages; {', '.join(stages)} would be exported",
+                fix=f"leave them out, or name the stages in --stages; {', '.join(names)} would be exported",
             )
 
     def quantization(self, stage: str) -> Quantization | None:
-        """How the quantizable weights of `stage` are stored; None: like all others. Its own word wins."""
+        """Storage format of the quantizable weights of `stage`; None: as all others. `STAGE=` overrides."""
         chosen = {word.rpartition("=")[0]: word.rpartition("=")[2] for word in self.quantize}
-        kind = chosen.get(stage, chosen.get("") if stage in QUANTIZABLE else None)
-        return cast("Quantization | None", kind)
+        if not chosen:
+            return None
+        found = _stages().get(stage)
+        kinds = () if found is None else found.quantizations
+        general = chosen.get("")
+        return cast("Quantization | None", chosen.get(stage, general if general in kinds else None))
+
+    def backend_of(self, stage: str) -> str:
+        """The backend that compiles `stage`. `NAME:STAGE` overrides `NAME`."""
+        general, own = BACKEND, None
+        for name, stages in map(_parse_backend, self.backend):
+            if stage in stages:
+                own = name
+            elif not stages:
+                general = name
+        return own or general
 
 
-def _quantize_choices() -> str:
-    words = [f"{stage}={kind}" if stage else kind for stage, kinds in QUANTIZABLE.items() for kind in kinds]
-    return f"one of {', '.join(words)}"
+def _parse_backend(word: str) -> tuple[str, tuple[str, ...]]:
+    """`NAME:STAGE,…` → name and stages; no stages: all."""
+    name, _, stages = word.partition(":")
+    return name, tuple(filter(None, stages.split(",")))
+
+
+def _stages() -> dict[str, Stage]:
+    # Imported here: the stages need torch, and most recipes are refused or accepted without them.
+    from mingc.export.stages import discover
+
+    return discover()

@@ -1,7 +1,8 @@
-"""The contract of a stage file: how a stage is found, built, filled with weights, and traced.
+"""The contract of a stage file: discovery, place in the stage graph, module, weights and graphs to trace.
 
-A file `mingc/export/stages/<name>.py` defines one `Stage` subclass and `STAGE = ThatClass()`. It holds the
-eager PyTorch module of the stage; nothing here compiles or runs engines.
+A file `mingc/export/stages/<name>.py` defines one `Stage` subclass and `STAGE = ThatClass()`; another distribution
+offers such an object as an entry point of the group `mingc.stages`. It holds the eager PyTorch module of the stage;
+nothing here compiles or runs engines.
 """
 
 from __future__ import annotations
@@ -15,10 +16,15 @@ import torch
 from torch import nn
 
 from mingc.artifacts.manifest import QuantizationError
-from mingc.artifacts.spec import GraphSpec
+from mingc.artifacts.spec import GraphSpec, Quantization
+from mingc.artifacts.stage_graph import Edge, Policy
+from mingc.defaults import BATCH_SIZES, MAX_MODEL_LEN, PREFILL_CHUNK_SIZE
 from mingc.export.checkpoint import Checkpoint
 
 Quantizable = Literal["linear", "experts"]
+
+RecipeOption = Literal["world_size", "max_model_len", "prefill_chunk_size"]
+"""Fields of `ExportRecipe` that do not concern every stage."""
 
 Load = Callable[[str], nn.Module]
 """Path in the stage's module → the unsharded module there in float32, over the checkpoint's weights."""
@@ -37,19 +43,19 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageOptions:
-    """What the recipe asks of every stage.
+    """The part of the recipe that stages see.
 
-    `dtype` is the compute and storage dtype of weights; `static_buckets` says that every bucket gets an engine
-    of its own (CUDA), otherwise one engine with dynamic dims serves all buckets (CPU). `batch_sizes` are the
-    buckets of every dim that counts requests, ascending.
+    `dtype` is the compute and storage dtype of weights. With `static_buckets` every bucket has its own engine (CUDA),
+    otherwise one engine with dynamic dims serves all buckets (CPU). `batch_sizes` are the buckets of every dim that
+    counts requests, ascending.
     """
 
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     static_buckets: bool = False
-    batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
-    max_model_len: int = 32768
-    prefill_chunk_size: int = 256
+    batch_sizes: tuple[int, ...] = BATCH_SIZES
+    max_model_len: int = MAX_MODEL_LEN
+    prefill_chunk_size: int = PREFILL_CHUNK_SIZE
 
     @property
     def max_batch(self) -> int:
@@ -101,16 +107,17 @@ class WeightSource:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphDef:
-    """One graph to trace: its border, the module's method, and valid random inputs for it.
+    """One graph to trace: its I/O signature, the module's method, and valid random inputs.
 
     The module is the stage's, or the part of it at the path of the spec's first instance: others have the same code.
     `method` is called with the inputs then the state tensors of `spec`, positionally, and returns the outputs
     as a tuple. `example(dims, generator)` returns inputs and state for concrete dim sizes (CPU tensors; every dim of
-    `spec` is a key); values must be ones that real use could produce, so that parity on them means something.
+    `spec` is a key); values must be possible in real use, or parity on them means nothing.
     `trace_dims` are the sizes used for tracing (never 1: torch.export would specialise on it), `check_dims`
     the sizes at which goldens and parity are taken. A graph that routes tokens to experts by the module's submodule
-    `router` names in `routing` a method that is called with the inputs and ends what it returns with the expert ids
-    (tokens, K) and weights (tokens, K): narrow engines are compared token by token (see `mingc.export.checks.routing`).
+    `router` names in `routing` a method that is called with the inputs and whose return value ends with the expert
+    ids (tokens, K) and weights (tokens, K): low-precision engines are compared token by token (see
+    `mingc.export.checks.routing`). Graphs with the largest `compile_cost` are compiled first.
     """
 
     spec: GraphSpec
@@ -119,13 +126,42 @@ class GraphDef:
     trace_dims: dict[str, int]
     check_dims: dict[str, int]
     routing: str | None = None
+    compile_cost: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerSource:
+    """Where a stage's tokenizer.json lies in a checkpoint.
+
+    Without the file, an export of random weights writes a byte tokenizer for `byte_fallback` stages; other stages
+    are exported without one.
+    """
+
+    file: str
+    byte_fallback: bool = False
 
 
 class Stage(ABC):
-    """One stage of the model."""
+    """One stage of the model.
+
+    Attributes:
+        name: also the name of its file or entry point.
+        policy: how often the stage runs for a request.
+        edges: the edges of the stage graph that begin or end at this stage; an edge may be declared at either end or
+            at both. Edges to stages outside the export are dropped.
+        is_sharded: whether the stage is split over tensor-parallel ranks.
+        quantizations: formats its quantizable weights may be stored in.
+        options: fields of the recipe that only stages naming them take into account.
+        tokenizer: None for a stage without a tokenizer.
+    """
 
     name: str
+    policy: Policy
+    edges: tuple[Edge, ...] = ()
     is_sharded: bool = False
+    quantizations: tuple[Quantization, ...] = ()
+    options: tuple[RecipeOption, ...] = ()
+    tokenizer: TokenizerSource | None = None
 
     @abstractmethod
     def is_present(self, checkpoint: Checkpoint) -> bool:
@@ -149,16 +185,16 @@ class Stage(ABC):
 
     @abstractmethod
     def parameters(self, config: Any, options: StageOptions) -> Any:
-        """The stage's dataclass of `mingc.artifacts.parameters` for the manifest."""
+        """The stage's parameters for the manifest: a frozen dataclass of JSON values that the runtime reads."""
 
     def quantization_error(self, config: Any, exact: Load, stored: LoadRanks) -> QuantizationError | None:
-        """What quantized weights lose end to end; None: the parity of the graphs says it all."""
+        """End-to-end error of quantized weights; None: the parity of the graphs is enough."""
         return None
 
     def experts(self, config: Any, shard: Shard) -> ExpertDims | None:
-        """The experts of the graphs that name a `routing`, for timing their kernels; None: the stage has none."""
+        """Dimensions of the experts in graphs with a `routing`, for timing their kernels; None: no experts."""
         return None
 
     def ignored(self, checkpoint: Checkpoint) -> Sequence[tuple[str, str]]:
-        """(prefix of tensor names, why) of tensors that belong to this stage and are knowingly not used."""
+        """(prefix of tensor names, reason) of this stage's tensors that are deliberately unused."""
         return ()

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mingc.artifacts.manifest import ModelParameters
 from mingc.artifacts.spec import GraphSpec, TensorSpec
 from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError
@@ -28,13 +28,14 @@ class ProbeCase:
     Attributes:
         sizes: of the bucketed dims.
         context: tokens each request holds before this call; with the new ones at most `room`.
+        parameters: of the stage, as in the manifest.
     """
 
     stage: str
     spec: GraphSpec
     sizes: Mapping[str, int]
     context: int
-    parameters: ModelParameters
+    parameters: Mapping[str, Any]
 
     @property
     def requests(self) -> int:
@@ -102,9 +103,10 @@ class ProbeCase:
         return tensors
 
 
-def page_size(parameters: ModelParameters) -> int:
-    """Tokens of a page of the thinker's pool."""
-    return parameters.thinker.page_size if parameters.thinker is not None else 1
+def page_size(parameters: Mapping[str, Any]) -> int:
+    """Tokens per page of the stage's KV pool; 1 for a stage without pages."""
+    size: int = parameters.get("page_size", 1)
+    return size
 
 
 def room(spec: GraphSpec, sizes: Mapping[str, int], tokens_per_page: int) -> float:
@@ -132,14 +134,11 @@ def _draw(below: int, shape: _Shape) -> Tensor:
 
 
 def _input_ids(case: ProbeCase, shape: _Shape) -> Tensor:
-    parameters = case.parameters.talker if case.stage == "talker" else case.parameters.thinker
-    assert parameters is not None, f"{case.stage} has parameters"
-    return _draw(parameters.vocab_size, shape)
+    return _draw(case.parameters["vocab_size"], shape)
 
 
 def _position_index(case: ProbeCase, shape: _Shape) -> Tensor:
-    assert case.parameters.vision_encoder is not None, "the vision encoder has parameters"
-    return _draw(case.parameters.vision_encoder.position_grid_size**2, shape)
+    return _draw(case.parameters["position_grid_size"] ** 2, shape)
 
 
 def _segment(case: ProbeCase, shape: _Shape) -> Tensor:
@@ -157,17 +156,15 @@ def _slots(case: ProbeCase, shape: _Shape) -> Tensor:
 
 def _lengths(case: ProbeCase, shape: _Shape) -> Tensor:
     """Of clips the mel frames; of paged requests the tokens with the new one; of slots the tokens before it."""
-    if case.stage == "audio_encoder":
-        assert case.parameters.audio_encoder is not None, "the audio encoder has parameters"
-        return torch.full(shape, case.sizes["T4"] * case.parameters.audio_encoder.frames_per_token)
+    if "frames_per_token" in case.parameters:
+        return torch.full(shape, case.sizes["T4"] * case.parameters["frames_per_token"])
     is_paged = any(each.name == "page_table" for each in case.spec.inputs)
     return torch.full(shape, case.context + (1 if is_paged else 0))
 
 
 def _num_frames(case: ProbeCase, shape: _Shape) -> Tensor:
     """All frames are real."""
-    assert case.parameters.audio_vae is not None, "the audio VAE has parameters"
-    return torch.full(shape, case.sizes["T"] * case.parameters.audio_vae.frames_per_latent)
+    return torch.full(shape, case.sizes["T"] * case.parameters["frames_per_latent"])
 
 
 def _positions(case: ProbeCase, shape: _Shape) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from mingc.artifacts.artifact import Artifact
+from mingc.artifacts.parameters import VisionParameters
 from mingc.errors import ConfigError
 from mingc.probe.report import PatchEmbed
 from mingc.probe.stopwatch import Stopwatch
@@ -23,7 +24,7 @@ _REPETITIONS = 10
 
 def check_patch_embed(artifact: Artifact) -> None:
     """Raises: ConfigError when the artifact has no vision encoder."""
-    if artifact.manifest.parameters.vision_encoder is None:
+    if "vision_encoder" not in artifact.manifest.stages:
         raise ConfigError(
             "the artifact has no vision encoder", where="--compare patch-embed", fix="leave --compare out"
         )
@@ -32,8 +33,7 @@ def check_patch_embed(artifact: Artifact) -> None:
 def compare_patch_embed(artifact: Artifact, watch: Stopwatch) -> tuple[PatchEmbed, ...]:
     """Time both forms over the weights of a checked artifact and random patches, outside any engine or graph."""
     manifest = artifact.manifest
-    vision = manifest.parameters.vision_encoder
-    assert vision is not None, "check_patch_embed found it"
+    vision = manifest.parameters_of("vision_encoder", VisionParameters)
     device = torch.device(manifest.fingerprint.device)
     with opened_weights(artifact.path(manifest.stages["vision_encoder"].weights[0])) as file:
         weight, bias = (file.get_tensor(f"patch_embed.{name}").to(device) for name in ("weight", "bias"))

@@ -227,7 +227,7 @@ def _targets(artifact: Artifact) -> Iterator[_Target]:
                         spec=graph.spec,
                         engine=engine,
                         sizes=sizes,
-                        room=room(graph.spec, sizes, page_size(artifact.manifest.parameters)),
+                        room=room(graph.spec, sizes, page_size(artifact.manifest.parameters.get(stage, {}))),
                     )
                     if target.room >= target.new_tokens:
                         yield target
@@ -269,7 +269,7 @@ class _Run:
             spec=target.spec,
             sizes=target.sizes,
             context=target.held(self._options.context),
-            parameters=self._artifact.manifest.parameters,
+            parameters=self._artifact.manifest.parameters.get(target.stage, {}),
         )
         tensors = case.make(self._device)
 

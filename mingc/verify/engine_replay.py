@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from mingc.artifacts.spec import GraphSpec, join_path
 from mingc.gather_shards import gather_shards
-from mingc.runtime.engines import load_engine
+from mingc.runtime.engines.backends import load_engine
 
 
 def replay(

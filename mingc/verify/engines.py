@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from mingc.artifacts.artifact import Artifact
-from mingc.artifacts.manifest import ModelParameters
 from mingc.dtypes import torch_dtype
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage, load_stage
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
+
+_Parameters = TypeVar("_Parameters")
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,13 @@ class Engines:
         self.device = device
         self._stages: dict[str, LoadedStage] = {}
 
-    @property
-    def parameters(self) -> ModelParameters:
-        return self.artifact.manifest.parameters
+    def parameters_of(self, stage: str, kind: type[_Parameters]) -> _Parameters:
+        """The parameters of `stage`. Raises ArtifactError when the artifact has none."""
+        return self.artifact.manifest.parameters_of(stage, kind)
+
+    def find_parameters(self, stage: str, kind: type[_Parameters]) -> _Parameters | None:
+        """The parameters of `stage`, or None."""
+        return self.artifact.manifest.find_parameters(stage, kind)
 
     @property
     def world_size(self) -> int:

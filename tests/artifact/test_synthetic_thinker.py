@@ -10,6 +10,7 @@ import torch
 from mingc_command import serving
 
 from mingc.artifacts.artifact import Artifact, open_artifact
+from mingc.artifacts.parameters import ThinkerParameters
 from mingc.runtime.engines.stage_loader import load_stage, weight_bytes
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
 
@@ -48,8 +49,8 @@ def test_real_weights_repeat_nothing(wide_thinker_artifact: Path) -> None:
 
 def test_its_tokenizer_has_a_token_a_byte_and_a_text_an_id(artifact: Artifact) -> None:
     tokenizer = TextTokenizer.from_file(artifact.path(artifact.manifest.tokenizers["thinker"]))
-    parameters = artifact.manifest.parameters.thinker
-    assert parameters is not None and tokenizer.vocab_size == parameters.vocab_size
+    parameters = artifact.manifest.parameters_of("thinker", ThinkerParameters)
+    assert tokenizer.vocab_size == parameters.vocab_size
     text = "Grüße, 世界 \n"
     ids = tokenizer.encode(text)
     assert len(ids) == len(text.encode()) and tokenizer.decode(ids) == text

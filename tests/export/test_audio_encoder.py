@@ -20,7 +20,7 @@ from mingc.export.compile.capture import capture, check_example
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.audio_encoder import STAGE, AudioBlock, AudioConfig, AudioEncoder
 from mingc.export.weights.loading import check_weights, float32_module
-from mingc.runtime.engines.aoti import load
+from mingc.runtime.engines.backends.aoti import load
 
 DATA = Path(__file__).parents[1] / "data"
 CPU = torch.device("cpu")

@@ -34,6 +34,7 @@ from mingc.export.autotune.tuning import (
 from mingc.export.compile import build
 from mingc.export.compile.backends import aoti
 from mingc.export.compile.build import GraphTask, build_engine, stage_options
+from mingc.export.compile.kernel_sources import kernel_sources
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stage import ExpertDims, Shard
 from mingc.export.stages import find
@@ -353,7 +354,7 @@ def test_engines_of_other_tiles_are_others_for_the_cache(monkeypatch: pytest.Mon
 
 
 def test_keys_cover_the_source_of_all_kernels_and_the_gpu_table() -> None:
-    sources = aoti.kernel_sources()
+    sources = kernel_sources()
     package = Path(mingc.__file__).parent
     parts = [
         "triton/gemv.py",

@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mingc.artifacts.manifest import EngineRecord, Parity
-from mingc.artifacts.spec import GraphSpec
+from mingc.artifacts.spec import GraphSpec, Quantization
 from mingc.errors import ParityError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks.eager_reference import run_eager
 from mingc.export.checks.experts import find_expert_tokens
 from mingc.export.checks.routing import select_experts
 from mingc.export.compile.build import GraphTask, check_graph, stage_options
-from mingc.export.recipe import ExportRecipe, Quantization
+from mingc.export.recipe import ExportRecipe
 from mingc.export.stage import Shard
 from mingc.export.stages.thinker import STAGE, ThinkerConfig
 from mingc.export.weights.loading import load_module, write_weights

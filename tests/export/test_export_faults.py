@@ -178,7 +178,8 @@ def test_what_concerns_no_stage_to_be_built_is_refused_before_anything_is_writte
 def test_what_concerns_one_of_the_stages_is_taken(
     tmp_path: Path, stages: str, options: dict[str, Any]
 ) -> None:
-    ExportRecipe(checkpoint=_TINY, output=tmp_path, **options).check_stages(stages.split(","))
+    recipe = ExportRecipe(checkpoint=_TINY, output=tmp_path, **options)
+    recipe.check_stages([find(name) for name in stages.split(",")])
 
 
 @pytest.mark.parametrize("synthetic", [False, True])

@@ -11,11 +11,12 @@ from safetensors import safe_open
 from torch import nn
 
 from mingc.artifacts.manifest import QuantizationError
+from mingc.artifacts.spec import Quantization
 from mingc.errors import ConfigError, ExportError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks.eager_reference import run_eager
 from mingc.export.compile.build import measure_quantization_error
-from mingc.export.recipe import ExportRecipe, Quantization
+from mingc.export.recipe import ExportRecipe
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSource
 from mingc.export.stages import find
 from mingc.export.weights.loading import float32_module, load_module, write_weights

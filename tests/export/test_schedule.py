@@ -20,7 +20,7 @@ from mingc.export.checkpoint import open_checkpoint
 from mingc.export.compile import schedule
 from mingc.export.compile.build import BuiltEngine, GraphResult, GraphTask
 from mingc.export.recipe import ExportRecipe
-from mingc.export.stages import find
+from mingc.export.stages import build_graph, find
 from mingc.export.weights.files import WeightsFile, WrittenFile, weights_files
 from mingc.verify.engine_replay import replay
 
@@ -103,7 +103,14 @@ class _Export:
             monkeypatch.setattr(schedule, name, stand_in)
         sizes = {"thinker": {"embed": [None], "head": [None]}, "cfm": {"sample": [None]}}
         self.schedule = schedule.Schedule(
-            recipe, folder, replay, sizes, files, lambda kind, name, _: self.steps.append((kind, name)), {}
+            recipe,
+            folder,
+            replay,
+            sizes,
+            files,
+            lambda kind, name, _: self.steps.append((kind, name)),
+            {},
+            {"cfm.sample": 1},
         )
 
 
@@ -197,7 +204,8 @@ def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str | None) -> li
     checkpoint, stages = open_checkpoint(_TINY), [find(name) for name in _STAGES]
     configs = {stage.name: stage.config(checkpoint) for stage in stages}
     recipe = ExportRecipe(checkpoint=_TINY, output=tmp_path / "out")
-    run = pipeline._Run(recipe, checkpoint, stages, configs, tmp_path, replay, steps.append)
+    graph = build_graph(stages)
+    run = pipeline._Run(recipe, checkpoint, stages, graph, configs, tmp_path, replay, steps.append)
     run.write_weights()
     try:
         run.build_graphs({})

@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mingc.artifacts.manifest import ModelParameters
 from mingc.errors import CheckpointError, ConfigError
 from mingc.export.assets import tokenizers
 from mingc.export.checkpoint import Checkpoint, Part, open_checkpoint
 from mingc.export.checks.coverage import check_coverage
 from mingc.export.probe_recipe import probe_folder, synthetic_recipe
-from mingc.export.stage import StageOptions
 from mingc.export.stages import discover, find
 from mingc.export.weights.synthetic import open_synthetic
 
@@ -83,7 +81,7 @@ def test_a_probe_of_random_weights_exports_the_stages_of_its_engines(configs: Pa
 
 def test_a_probe_of_all_leaves_out_what_may_not_fit_on_the_disk(configs: Path, tmp_path: Path) -> None:
     recipe = synthetic_recipe(configs, tmp_path, None, None, jobs=1, cache=None)
-    assert recipe.stages == ("vision_encoder", "audio_encoder", "talker", "cfm", "audio_vae")
+    assert recipe.stages == ("audio_encoder", "vision_encoder", "talker", "cfm", "audio_vae")
 
 
 @pytest.mark.parametrize("engine", ["nope", "cfm.nope", "cfm,nope.sample"])
@@ -121,12 +119,10 @@ def test_only_random_weights_do_without_a_tokenizer(synthetic: Checkpoint, tmp_p
     bare = replace(synthetic, root=tmp_path)
     notes: list[str] = []
     stage = find("talker")
-    talker = stage.parameters(stage.config(synthetic), StageOptions())
-    parameters = ModelParameters(talker=talker)
-    assert tokenizers.copy(bare, tmp_path, parameters, notes, is_synthetic=True) == {}
+    assert tokenizers.copy(bare, tmp_path, [stage], {}, notes, is_synthetic=True) == {}
     assert notes == ["no tokenizer of the talker: the artifact can be probed, not served"]
     with pytest.raises(CheckpointError, match=r"talker's tokenizer\.json is missing"):
-        tokenizers.copy(bare, tmp_path, parameters, notes, is_synthetic=False)
+        tokenizers.copy(bare, tmp_path, [stage], {}, notes, is_synthetic=False)
 
 
 @pytest.mark.parametrize("text", ["[]", "3", '{"vocab_size": null, "hidden_size": 8}'])

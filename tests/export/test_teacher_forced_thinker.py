@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from thinker_session import EagerEngine, EagerStage, eager_stage, golden_prompt
 from torch import Tensor
 
-from mingc.artifacts.manifest import ModelParameters, QuantizationError
+from mingc.artifacts.manifest import QuantizationError
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.decoder import Decoder
@@ -266,7 +266,7 @@ class EagerEngines(Engines):
     ) -> None:
         self.device = torch.device("cpu")
         manifest = SimpleNamespace(
-            parameters=ModelParameters(thinker=parameters),
+            parameters_of=lambda stage, kind: parameters,
             fingerprint=SimpleNamespace(world_size=1),
             stages={"thinker": SimpleNamespace(quantization_error=quantization_error)},
         )

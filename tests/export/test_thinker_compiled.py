@@ -22,7 +22,7 @@ from mingc.export.layers.decoder import PAGE_SIZE, Decoder
 from mingc.export.stage import GraphDef, Shard, StageOptions
 from mingc.export.stages.thinker import STAGE, ThinkerConfig
 from mingc.export.weights.loading import float32_module
-from mingc.runtime.engines.aoti import load
+from mingc.runtime.engines.backends.aoti import load
 from mingc.runtime.engines.base import Engine
 from mingc.runtime.engines.stage_loader import LoadedStage
 
@@ -169,7 +169,7 @@ import numpy as np
 import torch
 from pathlib import Path
 from safetensors.torch import load_file
-from mingc.runtime.engines.aoti import load
+from mingc.runtime.engines.backends.aoti import load
 
 job = json.loads(sys.argv[1])
 engine = load(Path(job["engine"]), torch.device("cpu"))

@@ -22,7 +22,7 @@ from mingc.export.layers.decoder import DecoderConfig
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.thinker import STAGE, ThinkerConfig
 from mingc.export.weights.loading import float32_module, load_module, write_weights
-from mingc.runtime.engines.aoti import load
+from mingc.runtime.engines.backends.aoti import load
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.thinker.layers import ThinkerLayers
 

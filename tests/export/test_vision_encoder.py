@@ -20,7 +20,7 @@ from mingc.export.compile.capture import capture, check_example
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.vision_encoder import STAGE, VisionConfig, VisionEncoder
 from mingc.export.weights.loading import check_weights, float32_module
-from mingc.runtime.engines.aoti import load
+from mingc.runtime.engines.backends.aoti import load
 
 DATA = Path(__file__).parents[1] / "data"
 CASES = ("one", "multi", "video_interleaved_grid", "video_TxHxW_grid")

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from mingc.artifacts.spec import Quantization
 from mingc.errors import ExportError
 from mingc.export.autotune import tuning
 from mingc.export.autotune.moe_benchmark import ProblemTimer, RandomExperts, check_result, fits
 from mingc.export.autotune.search_space import search_space
-from mingc.export.recipe import Quantization
 from mingc.export.stage import ExpertDims
 from mingc.kernels.dispatch import plain_torch
 from mingc.kernels.triton.moe_config import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mingc.export.recipe import Quantization
+from mingc.artifacts.spec import Quantization
 from mingc.export.stage import WeightSource
 from mingc.export.weights.quantization import stored_tensors
 from mingc.kernels.quantized import dequantize

@@ -12,7 +12,7 @@ import mingc
 _CALL = """
 import sys
 import torch
-import mingc.runtime.engines.aoti  # registers the op
+import mingc.runtime.engines.backends.aoti  # registers the op
 
 def stand_in(hidden, history, noise, *others):
     return noise + 1, hidden.new_ones(1 + noise.shape[1], 1024), noise.new_zeros(1)

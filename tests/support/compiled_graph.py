@@ -14,7 +14,7 @@ from mingc.export.compile.backends.aoti import compile_graph
 from mingc.export.compile.capture import capture, check_example
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions
 from mingc.export.weights.loading import float32_module, load_module, write_weights
-from mingc.runtime.engines.aoti import load
+from mingc.runtime.engines.backends.aoti import load
 
 CPU = torch.device("cpu")
 

@@ -13,12 +13,12 @@ from mingc.artifacts.manifest import (
     Fingerprint,
     GraphRecord,
     Manifest,
-    ModelParameters,
     Parity,
     StageRecord,
     VoiceRecord,
 )
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
+from mingc.artifacts.stage_graph import StageGraph, StageNode
 
 
 @pytest.fixture
@@ -59,7 +59,8 @@ def manifest() -> Manifest:
                 is_sharded=False, weights=("weights/audio.bin",), graphs={"encode": graph}
             )
         },
-        parameters=ModelParameters(),
+        graph=StageGraph(nodes=(StageNode(name="audio_encoder", policy="once"),)),
+        parameters={},
         tokenizers={},
         speaker_network=None,
         voices=(

@@ -18,6 +18,7 @@ from mingc.artifacts.artifact import (
 )
 from mingc.artifacts.inspection import summarize
 from mingc.artifacts.manifest import KernelConfig, Manifest, StageRecord, TunedKernel
+from mingc.artifacts.stage_graph import StageGraph
 from mingc.console.report import show
 from mingc.errors import ArtifactError, ConfigError, IncompatibleError, IntegrityError
 from mingc.host import Host
@@ -33,7 +34,7 @@ def test_an_artifact_opens_and_its_hashes_hold(artifact_path: Path) -> None:
 def test_an_export_that_fails_leaves_nothing(tmp_path: Path, manifest: Manifest) -> None:
     with pytest.raises(ZeroDivisionError), new_artifact(tmp_path / "b", replace_existing=False) as work:
         (work / "half").write_text("half")
-        write_manifest(work, replace(manifest, stages={}, voices=()))
+        write_manifest(work, replace(manifest, stages={}, graph=StageGraph(), voices=()))
         raise ZeroDivisionError
     assert not list(tmp_path.iterdir())
 
@@ -47,7 +48,7 @@ def test_a_failed_replacement_leaves_the_old_artifact(artifact_path: Path) -> No
 
 def test_a_replacement_takes_the_place_of_the_old_artifact(artifact_path: Path, manifest: Manifest) -> None:
     with new_artifact(artifact_path, replace_existing=True) as work:
-        write_manifest(work, replace(manifest, model="second", stages={}, voices=()))
+        write_manifest(work, replace(manifest, model="second", stages={}, graph=StageGraph(), voices=()))
     artifact = open_artifact(artifact_path)
     assert artifact.manifest.model == "second"
     assert not artifact.manifest.files
@@ -83,7 +84,7 @@ def test_what_appears_at_the_output_during_a_build_is_kept_and_so_is_the_build(
         pytest.raises(ConfigError, match="is not an artifact") as caught,
         new_artifact(root, replace_existing=replace_existing) as work,
     ):
-        write_manifest(work, replace(manifest, stages={}, voices=()))
+        write_manifest(work, replace(manifest, stages={}, graph=StageGraph(), voices=()))
         root.mkdir()
         (root / "thesis.txt").write_text("years of work")
     assert (root / "thesis.txt").read_text() == "years of work"
@@ -97,9 +98,11 @@ def test_an_artifact_that_appears_during_a_build_is_kept_without_force(
 ) -> None:
     root = tmp_path / "out"
     with pytest.raises(ConfigError, match="exists"), new_artifact(root, replace_existing=False) as work:
-        write_manifest(work, replace(manifest, stages={}, voices=()))
+        write_manifest(work, replace(manifest, stages={}, graph=StageGraph(), voices=()))
         root.mkdir()
-        write_manifest(root, replace(manifest, model="of somebody else", stages={}, voices=()))
+        write_manifest(
+            root, replace(manifest, model="of somebody else", stages={}, graph=StageGraph(), voices=())
+        )
     assert open_artifact(root).manifest.model == "of somebody else"
 
 
@@ -112,7 +115,7 @@ def test_a_replaced_artifact_that_a_killed_build_left_goes_with_the_next(
         folder.mkdir()
         (folder / "part").touch()
     with new_artifact(artifact_path, replace_existing=True) as work:
-        write_manifest(work, replace(manifest, stages={}, voices=()))
+        write_manifest(work, replace(manifest, stages={}, graph=StageGraph(), voices=()))
     assert set(artifact_path.parent.iterdir()) == {artifact_path, mine}
 
 
@@ -222,7 +225,7 @@ def test_contents_tell_how_kernels_are_cut(
     assert (row.up, row.down) == ("16 rows 64x256 w4 s3", "16 rows 64x256 w4 s3 x2")
     show(contents, as_json=False)
     shown = capsys.readouterr().out
-    assert "kernel_configs" in shown and "9.50" in shown and "10.50" in shown
+    assert "kernel configs" in shown and "9.50" in shown and "10.50" in shown
 
 
 def test_an_output_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:

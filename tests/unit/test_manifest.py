@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mingc.artifacts.manifest import FILE_NAME, Manifest, read_manifest
+from mingc.artifacts.manifest import FILE_NAME, SCHEMA, Manifest, read_manifest
 from mingc.errors import ManifestError
 
 
@@ -55,8 +55,31 @@ def test_a_manifest_that_is_not_ours_is_refused(artifact_path: Path, text: str) 
 
 
 def test_another_schema_is_refused_with_both_numbers(artifact_path: Path) -> None:
-    change(artifact_path, schema=99)
-    with pytest.raises(ManifestError, match="manifest schema 99, this mingc reads schema 4"):
+    for other in (SCHEMA - 1, 99):
+        change(artifact_path, schema=other)
+        with pytest.raises(
+            ManifestError, match=f"manifest schema {other}, this mingc reads schema {SCHEMA}"
+        ) as caught:
+            read_manifest(artifact_path)
+        assert (
+            caught.value.fix == "export again with this mingc, or install the mingc that wrote the artifact"
+        )
+
+
+def test_a_stage_outside_the_graph_is_refused(artifact_path: Path) -> None:
+    graph = json.loads((artifact_path / FILE_NAME).read_text(encoding="utf-8"))["graph"]
+    change(artifact_path, graph={**graph, "nodes": [{"name": "cfm", "policy": "loop"}]})
+    with pytest.raises(ManifestError) as caught:
+        read_manifest(artifact_path)
+    assert "stage audio_encoder is not in the stage graph" in caught.value.message
+    assert "stage cfm is in the stage graph only" in caught.value.message
+
+
+def test_a_graph_with_two_producers_of_a_port_is_refused(artifact_path: Path) -> None:
+    graph = json.loads((artifact_path / FILE_NAME).read_text(encoding="utf-8"))["graph"]
+    edges = [{"source": name, "target": "client", "port": "text"} for name in ("audio_encoder", "client")]
+    change(artifact_path, graph={**graph, "edges": edges})
+    with pytest.raises(ManifestError, match="port text of client has several producers"):
         read_manifest(artifact_path)
 
 

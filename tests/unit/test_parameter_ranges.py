@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,16 @@ from preprocess_data import thinker_parameters, vision_parameters
 from mingc.artifacts.codec import encode
 from mingc.artifacts.manifest import FILE_NAME, read_manifest
 from mingc.artifacts.parameters import CfmParameters, TalkerParameters
-from mingc.errors import ManifestError
+from mingc.errors import ArtifactError, ManifestError
+
+
+@dataclass(frozen=True)
+class Denoiser:
+    """Parameters of a stage from outside the package; no range rules apply to them."""
+
+    strength: int
+    bands: tuple[int, ...]
+
 
 THINKER, VISION = thinker_parameters(), vision_parameters()
 TALKER = TalkerParameters(
@@ -70,7 +80,7 @@ def test_parameters_that_cannot_be_are_refused(
     stage: str, parameters: object, changed: dict[str, object], says: str, artifact_path: Path
 ) -> None:
     write_parameters(artifact_path, stage, parameters)
-    assert getattr(read_manifest(artifact_path).parameters, stage) == parameters
+    assert read_manifest(artifact_path).parameters_of(stage, type(parameters)) == parameters
     write_parameters(artifact_path, stage, parameters, **changed)
     with pytest.raises(ManifestError) as caught:
         read_manifest(artifact_path)
@@ -81,3 +91,17 @@ def test_all_parameters_that_cannot_be_are_told_at_once(artifact_path: Path) -> 
     write_parameters(artifact_path, "talker", TALKER, hidden_size=0, vocab_size=-1)
     with pytest.raises(ManifestError, match=r"hidden_size is 0(?s:.*)vocab_size is -1"):
         read_manifest(artifact_path)
+
+
+def test_parameters_of_another_stage_are_kept_as_data(artifact_path: Path) -> None:
+    write_parameters(artifact_path, "denoiser", {"strength": -3, "bands": [1, 2]})
+    manifest = read_manifest(artifact_path)
+    assert manifest.parameters["denoiser"] == {"strength": -3, "bands": [1, 2]}
+    assert manifest.parameters_of("denoiser", Denoiser) == Denoiser(strength=-3, bands=(1, 2))
+    assert manifest.find_parameters("talker", TalkerParameters) is None
+    with pytest.raises(ArtifactError, match="no parameters of talker"):
+        manifest.parameters_of("talker", TalkerParameters)
+    write_parameters(artifact_path, "denoiser", {"bands": [1.0, float("nan")]})
+    with pytest.raises(ManifestError, match="expected a finite number, found nan") as caught:
+        read_manifest(artifact_path)
+    assert caught.value.where == "$.parameters.denoiser.bands[1]"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mingc.artifacts.manifest import EngineCost, ModelParameters
+from mingc.artifacts.manifest import EngineCost
 from mingc.artifacts.spec import Dim, DType, GraphSpec, TensorSpec
 from mingc.console.report import to_json
 from mingc.errors import ArtifactError, ConfigError
@@ -52,10 +52,7 @@ DECODE = GraphSpec(
 )
 
 
-@pytest.fixture
-def parameters(monkeypatch: pytest.MonkeyPatch) -> ModelParameters:
-    monkeypatch.setattr("mingc.probe.inputs.page_size", lambda parameters: PAGE_SIZE)
-    return ModelParameters()
+PARAMETERS = {"page_size": PAGE_SIZE}
 
 
 def figures(median: float, engine: str = "cfm.sample", context: int | None = None) -> EngineFigures:
@@ -172,8 +169,8 @@ def test_nothing_is_timed_for_a_baseline_or_a_comparison_without_a_counterpart(p
         probe(probed, ProbeOptions(compare="patch-embed"))
 
 
-def test_every_request_has_a_slot_of_its_own_and_a_context(parameters: ModelParameters) -> None:
-    case = ProbeCase(stage="talker", spec=STEP, sizes={"B": 4}, context=30, parameters=parameters)
+def test_every_request_has_a_slot_of_its_own_and_a_context() -> None:
+    case = ProbeCase(stage="talker", spec=STEP, sizes={"B": 4}, context=30, parameters=PARAMETERS)
     made = case.make(torch.device("cpu"))
     assert made["slots"].tolist() == [1, 2, 3, 4]
     assert made["lengths"].tolist() == [30] * 4
@@ -182,9 +179,9 @@ def test_every_request_has_a_slot_of_its_own_and_a_context(parameters: ModelPara
     assert case.border_bytes() == 4 * (8 * 4 + 8 + 8 + 8 * 4)
 
 
-def test_every_request_has_pages_of_its_own(parameters: ModelParameters) -> None:
+def test_every_request_has_pages_of_its_own() -> None:
     case = ProbeCase(
-        stage="thinker", spec=DECODE, sizes={"B": 4, "P": PAGES}, context=50, parameters=parameters
+        stage="thinker", spec=DECODE, sizes={"B": 4, "P": PAGES}, context=50, parameters=PARAMETERS
     )
     made = case.make(torch.device("cpu"))
     assert made["lengths"].tolist() == [51] * 4, "of paged requests the new token counts"
@@ -201,9 +198,9 @@ def test_the_room_of_a_request_is_its_slot_or_its_pages() -> None:
     assert room(GraphSpec(name="sample", inputs=(), outputs=()), {}, PAGE_SIZE) == float("inf")
 
 
-def test_an_input_that_nobody_explained_is_refused_by_name(parameters: ModelParameters) -> None:
+def test_an_input_that_nobody_explained_is_refused_by_name() -> None:
     spec = GraphSpec(name="odd", inputs=(tensor("colours", "int64", 3),), outputs=())
-    case = ProbeCase(stage="cfm", spec=spec, sizes={}, context=0, parameters=parameters)
+    case = ProbeCase(stage="cfm", spec=spec, sizes={}, context=0, parameters=PARAMETERS)
     with pytest.raises(ArtifactError, match="colours"):
         case.make(torch.device("cpu"))
 
@@ -332,6 +329,6 @@ def test_segments_are_made_by_their_shape_whatever_the_stage_is_called() -> None
             spec=GraphSpec(name="any", inputs=(spec,), outputs=(), dims=()),
             sizes={"T": 6, "M": 3, "G": 2},
             context=0,
-            parameters=ModelParameters(),
+            parameters={},
         )
         assert case.make(torch.device("cpu"))["segment"].tolist() == expected.tolist()

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from preprocess_data import audio_parameters, document, thinker_parameters, tokenizer, vision_parameters
 
-from mingc.artifacts.manifest import ModelParameters
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.replays.preprocess import replay
 
 
 def outcomes(**encoders: Any) -> dict[str, str]:
+    parameters = {"thinker": thinker_parameters(), **encoders}
     engines: Any = SimpleNamespace(
-        parameters=ModelParameters(thinker=thinker_parameters(), **encoders),
+        find_parameters=lambda stage, kind: parameters.get(stage),
         tokenizer=lambda stage: tokenizer(),
     )
     log = ComparisonLog("preprocess.safetensors", {}, tolerance=1e-4, is_exact=True)

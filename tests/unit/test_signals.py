@@ -107,7 +107,7 @@ _SERVE = """
 import signal, sys, time
 from mingc.cli import main
 from mingc.runtime.service import builder
-from mingc.runtime.engines import aoti
+from mingc.runtime.engines.backends import aoti
 
 def load(*_):
     aoti._unpack_folder()

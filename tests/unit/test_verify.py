@@ -22,7 +22,7 @@ ENGINES: Any = SimpleNamespace(
     artifact=SimpleNamespace(
         manifest=SimpleNamespace(fingerprint=SimpleNamespace(dtype="float32"), stages={})
     ),
-    parameters=SimpleNamespace(thinker=object()),
+    parameters_of=lambda stage, kind: object(),
     has=lambda *stages: True,
 )
 

@@ -1,39 +1,45 @@
-"""Puts the tokenizers of a checkpoint into the artifact."""
+"""Copies the tokenizers of a checkpoint into the artifact."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from mingc.artifacts.manifest import ModelParameters
 from mingc.errors import CheckpointError
 from mingc.export.assets.byte_tokenizer import byte_tokenizer
 from mingc.export.checkpoint import Checkpoint
+from mingc.export.stage import Stage
 
 
 def copy(
-    checkpoint: Checkpoint, folder: Path, parameters: ModelParameters, notes: list[str], *, is_synthetic: bool
+    checkpoint: Checkpoint,
+    folder: Path,
+    stages: Sequence[Stage],
+    parameters: Mapping[str, Mapping[str, Any]],
+    notes: list[str],
+    *,
+    is_synthetic: bool,
 ) -> dict[str, str]:
-    """Write the tokenizer.json of the thinker and of the talker; their paths relative to the artifact.
+    """Write the tokenizer.json of each stage that declares one; returns paths relative to the artifact, by stage.
 
-    Random weights may do without: the thinker gets one of bytes; of the talker engines can be timed, and `notes` tell
-    that nothing more can be done with them.
-    Raises: CheckpointError when one is missing or is none. The released weights ship no thinker tokenizer (spec:
-    checkpoint.md §1).
+    An export of random weights may lack the file: stages with a byte fallback get a byte tokenizer of `vocab_size`
+    ids; other stages can be probed but not served, which `notes` records.
+    Raises: CheckpointError when a file is missing or is not a tokenizer. The released weights ship no thinker
+    tokenizer (spec: checkpoint.md §1).
     """
-    sources = {}
-    if parameters.thinker is not None:
-        sources["thinker"] = checkpoint.root / "tokenizer.json"
-    if parameters.talker is not None:
-        sources["talker"] = checkpoint.root / "talker" / "llm" / "tokenizer.json"
     copied = {}
-    for name, source in sources.items():
+    for stage in stages:
+        if stage.tokenizer is None:
+            continue
+        name, source = stage.name, checkpoint.root / stage.tokenizer.file
         if source.is_file():
             text = _read_tokenizer(source)
-        elif is_synthetic and name == "thinker" and parameters.thinker is not None:
-            notes.append("no tokenizer of the thinker: the artifact has one of bytes")
-            text = byte_tokenizer(parameters.thinker.vocab_size)
+        elif is_synthetic and stage.tokenizer.byte_fallback:
+            notes.append(f"no tokenizer of the {name}: the artifact has a byte tokenizer")
+            text = byte_tokenizer(parameters[name]["vocab_size"])
         elif is_synthetic:
             notes.append(f"no tokenizer of the {name}: the artifact can be probed, not served")
             continue

@@ -90,16 +90,21 @@ def copy_speaker_network(checkpoint: Checkpoint, folder: Path) -> str | None:
 
 
 class VoiceMaker:
-    """Turns prompt waves into voice packs with the eager float32 modules of `cfm` and `audio_vae`."""
+    """Turns prompt waves into voice packs with the eager float32 modules of the sampler and the vocoder.
 
-    def __init__(self, checkpoint: Checkpoint, configs: Mapping[str, Any]) -> None:
+    The module of stage `sampler` has the methods `aggregate` and `speaker`, that of stage `vocoder` has `encode`.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, configs: Mapping[str, Any], *, sampler: str, vocoder: str
+    ) -> None:
         self._checkpoint = checkpoint
-        modules = {name: find_stage(name) for name in ("cfm", "audio_vae")}
-        self._cfm: Any = float32_module(modules["cfm"], configs["cfm"], checkpoint)
-        self._vae: Any = float32_module(modules["audio_vae"], configs["audio_vae"], checkpoint)
+        cfm, vae = find_stage(sampler), find_stage(vocoder)
+        self._cfm: Any = float32_module(cfm, configs[sampler], checkpoint)
+        self._vae: Any = float32_module(vae, configs[vocoder], checkpoint)
         options = StageOptions()
-        self._cfm_parameters = modules["cfm"].parameters(configs["cfm"], options)
-        self._vae_parameters = modules["audio_vae"].parameters(configs["audio_vae"], options)
+        self._cfm_parameters = cfm.parameters(configs[sampler], options)
+        self._vae_parameters = vae.parameters(configs[vocoder], options)
 
     def register(self, voice: VoiceSource, folder: Path) -> VoiceRecord:
         """Write `voices/<name>.safetensors` under `folder`: latents (1, 4N, 64), embeds (N, D), speaker (D,)."""

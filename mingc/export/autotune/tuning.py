@@ -17,14 +17,15 @@ import torch
 from mingc.artifacts import manifest
 from mingc.artifacts.codec import decode, encode
 from mingc.artifacts.manifest import TunedKernel
+from mingc.artifacts.spec import Quantization
 from mingc.artifacts.work_folder import work_folder
 from mingc.errors import CompileError, ManifestError
 from mingc.export.autotune.moe_benchmark import fits, time_problems
 from mingc.export.autotune.search_space import search_space
 from mingc.export.autotune.selection import Selection, group_by_default
-from mingc.export.compile.backends.aoti import kernel_sources
+from mingc.export.compile.kernel_sources import kernel_sources
 from mingc.export.process_pool import result_of, worker_pool
-from mingc.export.recipe import ExportRecipe, Quantization
+from mingc.export.recipe import ExportRecipe
 from mingc.export.stage import ExpertDims, GraphDef, Shard, Stage
 from mingc.host import gpu_target
 from mingc.kernels.moe_experts import has_kernel

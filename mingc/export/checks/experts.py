@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from mingc.artifacts.manifest import Parity
+from mingc.artifacts.spec import Quantization
 from mingc.errors import ParityError
 from mingc.export.checks.eager_reference import EagerRanks, pad_like, run_eager
 from mingc.export.checks.parity import check_parity, worst_error
 from mingc.export.checks.routing import fixed_routing, select_experts
-from mingc.export.recipe import Quantization
 from mingc.export.stage import GraphDef
 from mingc.numerics.perturbation import bfloat16_rounding_factors
 

@@ -20,7 +20,7 @@ from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks import experts, routing
 from mingc.export.checks import parity as parity_rule
 from mingc.export.checks.eager_reference import EagerRanks, float32_inputs, pad_like
-from mingc.export.compile.backends import aoti
+from mingc.export.compile.backends import find_backend
 from mingc.export.compile.capture import capture, share_weights
 from mingc.export.cost.graph_cost import count_cost
 from mingc.export.process_pool import gives_memory_back, peak_rss_bytes
@@ -31,8 +31,6 @@ from mingc.export.weights.loading import float32_module, load_module
 from mingc.export.weights.quantization import in_float32
 from mingc.export.weights.source import open_source
 from mingc.kernels.triton.moe_config import use_tuned_configs
-
-BACKEND = "aoti"
 
 _Tensors = Mapping[str, torch.Tensor]
 
@@ -202,11 +200,12 @@ def _compile(
     options: StageOptions,
 ) -> EngineRecord:
     label = "".join(f"-{name}{size}" for name, size in (static_shapes or {}).items())
-    file = f"engines/{task.name}{label}.pt2"
+    backend = find_backend(task.recipe.backend_of(task.stage))
+    file = f"engines/{task.name}{label}{backend.suffix}"
     program = capture(
         plan, module, stage=task.stage, static_shapes=static_shapes, device=torch.device(options.device)
     )
-    seconds = aoti.compile_graph(
+    seconds = backend.compile(
         program,
         task.folder / file,
         device=options.device,
@@ -214,7 +213,7 @@ def _compile(
         where=task.name,
     )
     return EngineRecord(
-        backend=BACKEND,
+        backend=backend.name,
         file=file,
         dims=static_shapes,
         compile_seconds=round(seconds, 1),

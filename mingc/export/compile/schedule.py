@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mingc.artifacts.manifest import EngineRecord, QuantizationError, TunedKernel
@@ -49,6 +50,7 @@ class Schedule:
         files: Mapping[str, tuple[WeightsFile, ...]],
         step: Callable[[str, str, float], None],
         kernel_configs: Mapping[str, tuple[TunedKernel, ...]],
+        compile_costs: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._recipe, self._folder, self._replay = recipe, folder, replay
         self._sizes, self._step = sizes, step
@@ -67,7 +69,8 @@ class Schedule:
         ]
         self._to_compile = deque(
             (task, static_shapes)
-            for task in _heaviest_first(tasks)
+            # Longest compiles first, so that no job is left with one at the end.
+            for task in sorted(tasks, key=lambda each: -compile_costs.get(each.name, 0))
             for static_shapes in sizes[task.stage][task.graph]
         )
         self._to_write = deque(file for each in files.values() for file in each[1:])  # until it is whole
@@ -163,9 +166,3 @@ class Schedule:
 
 def _size_order(built: BuiltEngine) -> tuple[int, ...]:
     return tuple((built.record.dims or {}).values())
-
-
-def _heaviest_first(tasks: Iterable[GraphTask]) -> list[GraphTask]:
-    """Longest compiles first, so that no job is left with one at the end: the unrolled sampler, then the decoders."""
-    weight = {"cfm.sample": 0, "talker.prefill": 1, "talker.step": 2}
-    return sorted(tasks, key=lambda task: weight.get(task.name, 3))

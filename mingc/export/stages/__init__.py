@@ -1,31 +1,73 @@
-"""The stages, one file each, found by name. A file that fails to import is an error, not a missing stage."""
+"""The stages: one file each, or an entry point `mingc.stages` of another distribution.
+
+A file that fails to import is an error, not a missing stage.
+"""
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
+from collections.abc import Iterable
 
+from mingc.artifacts.stage_graph import CLIENT, Edge, StageGraph, StageNode
 from mingc.errors import ConfigError
 from mingc.export.stage import Stage
+from mingc.plugins import ExtensionPoint
 
-# Data flows in this order; reports and manifests list stages so.
-ORDER = ("vision_encoder", "audio_encoder", "thinker", "talker", "cfm", "audio_vae")
+STAGES = ExtensionPoint(noun="stage", package="mingc.export.stages", attribute="STAGE", group="mingc.stages")
 
 
 def discover() -> dict[str, Stage]:
-    """Every stage by name, known ones in data-flow order, others after them."""
-    found = sorted(
-        file.stem for file in Path(__file__).parent.glob("*.py") if file.stem not in ("__init__", "base")
-    )
-    names = [name for name in ORDER if name in found] + [name for name in found if name not in ORDER]
-    return {name: find(name) for name in names}
+    """Every stage by name, in data-flow order: producers before consumers."""
+    found = {name: find(name) for name in STAGES.names()}
+    # Stages that offer the same port are alternatives; an export has to choose between them.
+    graph = _graph(found.values())
+    return {name: found[name] for name in graph.data_flow()}
 
 
 def find(name: str) -> Stage:
     """The stage called `name`. Raises ConfigError listing the known ones."""
-    folder = Path(__file__).parent
-    if name in ("__init__", "base") or not (folder / f"{name}.py").is_file():
-        known = sorted(file.stem for file in folder.glob("*.py") if file.stem not in ("__init__", "base"))
-        raise ConfigError(f"unknown stage {name}", where="--stages", fix=f"choose from {', '.join(known)}")
-    stage: Stage = importlib.import_module(f"mingc.export.stages.{name}").STAGE
+    try:
+        stage = STAGES.load(name)
+    except KeyError:
+        known = ", ".join(STAGES.names())
+        raise ConfigError(f"unknown stage {name}", where="--stages", fix=f"choose from {known}") from None
+    if not isinstance(stage, Stage) or stage.name != name:
+        raise ConfigError(
+            f"{name} is not a stage of this name: {stage!r}",
+            where=STAGES.group,
+            fix="offer an instance of mingc.export.stage.Stage whose `name` is that of its file or entry point",
+        )
     return stage
+
+
+def build_graph(stages: Iterable[Stage]) -> StageGraph:
+    """The stage graph of an export of `stages`, in data-flow order.
+
+    Raises: ConfigError when a declared edge is wrong or two stages produce the same port.
+    """
+    chosen = {stage.name: stage for stage in stages}
+    graph = _graph(chosen.values())
+    problems = [*graph.problems()]
+    if problems:
+        raise ConfigError(
+            "\n".join(problems), where="stage graph", fix="name the stages to export in --stages"
+        )
+    nodes = {node.name: node for node in graph.nodes}
+    return StageGraph(nodes=tuple(nodes[name] for name in graph.data_flow()), edges=graph.edges)
+
+
+def _graph(stages: Iterable[Stage]) -> StageGraph:
+    """Nodes and declared edges of `stages`, without edges to stages that are not among them."""
+    by_name = {stage.name: stage for stage in stages}
+    edges: dict[Edge, None] = {}
+    for stage in by_name.values():
+        for edge in stage.edges:
+            if stage.name not in (edge.source, edge.target):
+                raise ConfigError(
+                    f"stage {stage.name} declares an edge between others: {edge}",
+                    where="stage graph",
+                    fix="declare it in one of these stages",
+                )
+            if {edge.source, edge.target} <= {*by_name, CLIENT}:
+                edges[edge] = None
+    nodes = tuple(StageNode(name=stage.name, policy=stage.policy) for stage in by_name.values())
+    return StageGraph(nodes=nodes, edges=tuple(edges))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mingc.artifacts.parameters import AudioParameters
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
+from mingc.artifacts.stage_graph import Edge
 from mingc.dtypes import dtype_name
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
@@ -197,6 +198,8 @@ class AudioEncoderStage(Stage):
     """The stage `audio_encoder`; every rank that runs it holds all of it."""
 
     name = "audio_encoder"
+    policy = "once"
+    edges = (Edge("audio_encoder", "thinker", "audio"),)
 
     def is_present(self, checkpoint: Checkpoint) -> bool:
         return any(name.startswith("audio.") for name in checkpoint.main.tensors)

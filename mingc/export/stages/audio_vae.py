@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mingc.artifacts.parameters import VaeParameters
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
+from mingc.artifacts.stage_graph import CLIENT, Edge
 from mingc.dtypes import dtype_name, torch_dtype
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
@@ -61,6 +62,9 @@ class AudioVaeStage(Stage):
     """Decode, streaming decode and encode."""
 
     name = "audio_vae"
+    policy = "stream"
+    edges = (Edge("audio_vae", CLIENT, "speech"),)
+    quantizations = ("fp8",)
 
     def is_present(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.vae is not None and checkpoint.talker is not None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mingc.artifacts.parameters import CfmParameters
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
+from mingc.artifacts.stage_graph import Edge
 from mingc.dtypes import dtype_name
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
@@ -165,6 +166,9 @@ class CfmStage(Stage):
     """Sampler, aggregator and the speaker projection of the talker."""
 
     name = "cfm"
+    policy = "loop"
+    edges = (Edge("cfm", "audio_vae", "latents"), Edge("cfm", "talker", "patch_embedding"))
+    quantizations = ("fp8",)
 
     def is_present(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.talker is not None
@@ -316,6 +320,7 @@ def _sample_plan(config: CfmConfig, options: StageOptions) -> GraphDef:
         example=example,
         trace_dims={"B": min(3, options.max_batch)},
         check_dims={"B": min(2, options.max_batch)},
+        compile_cost=3,  # the unrolled solver
     )
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from mingc.artifacts.parameters import TalkerParameters
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
+from mingc.artifacts.stage_graph import Edge
 from mingc.dtypes import dtype_name
 from mingc.errors import CheckpointError
 from mingc.export.assets import voices
@@ -23,7 +24,7 @@ from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.batch_buckets import doubling_buckets
 from mingc.export.layers.qwen2 import Qwen2Config, Qwen2Stack, qwen2_weights
 from mingc.export.layers.speech_llm import MAX_SLOTS, MAX_STEPS, read_llm_config
-from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSource
+from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, TokenizerSource, WeightSource
 from mingc.kernels.contiguous_kv_attention import contiguous_kv_attention
 from mingc.kernels.contiguous_kv_prefill_attention import contiguous_kv_prefill_attention
 
@@ -94,6 +95,11 @@ class TalkerStage(Stage):
     """Prefill and step of the speech LLM."""
 
     name = "talker"
+    policy = "autoregressive"
+    edges = (Edge("talker", "cfm", "condition"),)
+    quantizations = ("fp8",)
+    options = ("prefill_chunk_size",)
+    tokenizer = TokenizerSource(file="talker/llm/tokenizer.json")
 
     def is_present(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.talker is not None
@@ -211,6 +217,7 @@ def _prefill_plan(config: TalkerConfig, options: StageOptions) -> GraphDef:
         example=example,
         trace_dims={"T": min(7, maximum), "S": 3},
         check_dims={"T": min(32, maximum), "S": 3},
+        compile_cost=2,
     )
 
 
@@ -247,6 +254,7 @@ def _step_plan(config: TalkerConfig, options: StageOptions) -> GraphDef:
         example=example,
         trace_dims={"B": min(3, options.max_batch), "S": 5},
         check_dims={"B": min(2, options.max_batch), "S": 3},
+        compile_cost=1,
     )
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from mingc.artifacts.manifest import QuantizationError
 from mingc.artifacts.parameters import ThinkerParameters
+from mingc.artifacts.stage_graph import CLIENT, Edge
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks.quantization_error import decoder_quantization_error
@@ -30,6 +31,7 @@ from mingc.export.stage import (
     Shard,
     Stage,
     StageOptions,
+    TokenizerSource,
     WeightSource,
 )
 from mingc.kernels.chunk_layout import CHUNK_ALIGNMENT, SHARED_ROWS
@@ -66,6 +68,11 @@ class ThinkerStage(Stage):
     """The stage `thinker`."""
 
     name = "thinker"
+    policy = "autoregressive"
+    edges = (Edge("thinker", CLIENT, "text"), Edge("thinker", "talker", "text"))
+    quantizations = ("fp8", "int4")
+    options = ("world_size", "max_model_len", "prefill_chunk_size")
+    tokenizer = TokenizerSource(file="tokenizer.json", byte_fallback=True)
     is_sharded = True
 
     def is_present(self, checkpoint: Checkpoint) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from mingc.artifacts.parameters import VisionParameters
 from mingc.artifacts.spec import Dim, DType, GraphSpec, TensorSpec
+from mingc.artifacts.stage_graph import Edge
 from mingc.dtypes import dtype_name
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
@@ -159,6 +160,8 @@ class VisionEncoderStage(Stage):
     """The stage `vision_encoder`; every rank that runs it holds all of it."""
 
     name = "vision_encoder"
+    policy = "once"
+    edges = (Edge("vision_encoder", "thinker", "image"), Edge("vision_encoder", "thinker", "video"))
 
     def is_present(self, checkpoint: Checkpoint) -> bool:
         return any(name.startswith("vision.") for name in checkpoint.main.tensors)

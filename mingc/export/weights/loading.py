@@ -15,11 +15,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from mingc.artifacts.spec import join_path
+from mingc.artifacts.spec import Quantization, join_path
 from mingc.dtypes import SAFETENSORS_NAMES
 from mingc.errors import CheckpointError, ExportError
 from mingc.export.checkpoint import Checkpoint, Part
-from mingc.export.recipe import Quantization
 from mingc.export.stage import Shard, Stage, WeightSource
 from mingc.export.weights.quantization import prepare, stored_names, stored_tensors
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from mingc.artifacts.spec import Quantization
 from mingc.errors import ExportError
-from mingc.export.recipe import Quantization
 from mingc.export.stage import WeightSource
 from mingc.kernels.quantized import FP8, INT4, quantize_fp8, quantize_int4
 

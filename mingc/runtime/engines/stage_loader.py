@@ -16,7 +16,7 @@ from mingc.artifacts.manifest import EngineRecord, GraphRecord, StageRecord
 from mingc.artifacts.spec import GraphSpec, TensorSpec, join_path
 from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError, ConfigError, IntegrityError
-from mingc.runtime.engines import load_engine
+from mingc.runtime.engines.backends import load_engine
 from mingc.runtime.engines.base import Engine, Graph
 
 _STATE_DIMS = {"KV": "rows of KV", "S": "slots"}

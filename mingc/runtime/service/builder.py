@@ -8,12 +8,20 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
 from mingc.artifacts.artifact import Artifact, check_fingerprint, check_hashes, open_artifact
 from mingc.artifacts.manifest import Manifest
+from mingc.artifacts.parameters import (
+    AudioParameters,
+    CfmParameters,
+    TalkerParameters,
+    ThinkerParameters,
+    VaeParameters,
+    VisionParameters,
+)
+from mingc.artifacts.stage_graph import Policy, StageGraph
 from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError, ConfigError, ServeError
 from mingc.host import current_host, gpu_target
@@ -39,9 +47,6 @@ from mingc.runtime.thinker.worker import ThinkerWorker
 
 log = logging.getLogger("mingc.startup")
 
-_T = TypeVar("_T")
-
-_SPEECH_STAGES = ("talker", "cfm", "audio_vae")
 _MIN_KV_TOKENS = 16384
 _CUDA_KV_SHARE = 0.8  # of the memory that is free once the weights are loaded
 # What the command line calls the options that it has.
@@ -195,36 +200,31 @@ def _load_chat(
     on_failure: Callable[[ServeError], None],
 ) -> tuple[StepRunner | None, ChatPipeline | None]:
     manifest = artifact.manifest
-    if "thinker" not in manifest.stages:
+    decoder = manifest.graph.text_decoder()
+    if decoder is None:
         return None, None
-    parameters = manifest.parameters
-    thinker = _recorded(parameters.thinker, "thinker")
-    vision = (
-        VisionEncoder(
-            load_stage(artifact, "vision_encoder", devices[0]),
-            _recorded(parameters.vision_encoder, "vision_encoder"),
-            devices[0],
-        )
-        if "vision_encoder" in manifest.stages
-        else None
+    _check_policy(manifest.graph, decoder, "autoregressive")
+    thinker = manifest.parameters_of(decoder, ThinkerParameters)
+    vision_stage, audio_stage = (
+        _vision_encoder(manifest.graph, decoder),
+        _audio_encoder(manifest.graph, decoder),
     )
-    audio = (
-        AudioEncoder(
-            load_stage(artifact, "audio_encoder", devices[0]),
-            _recorded(parameters.audio_encoder, "audio_encoder"),
-            devices[0],
-        )
-        if "audio_encoder" in manifest.stages
-        else None
-    )
-    tokenizer = _tokenizer(artifact, "thinker")
-    context = _largest(manifest, "thinker", "P") * thinker.page_size
-    num_pages = 1 + -(-_kv_tokens(artifact, options, devices, context) // thinker.page_size)
+    vision, vision_parameters = None, None
+    if vision_stage is not None:
+        vision_parameters = manifest.parameters_of(vision_stage, VisionParameters)
+        vision = VisionEncoder(load_stage(artifact, vision_stage, devices[0]), vision_parameters, devices[0])
+    audio, audio_parameters = None, None
+    if audio_stage is not None:
+        audio_parameters = manifest.parameters_of(audio_stage, AudioParameters)
+        audio = AudioEncoder(load_stage(artifact, audio_stage, devices[0]), audio_parameters, devices[0])
+    tokenizer = _tokenizer(artifact, decoder)
+    context = _largest(manifest, decoder, "P") * thinker.page_size
+    num_pages = 1 + -(-_kv_tokens(artifact, decoder, options, devices, context) // thinker.page_size)
 
     log.info("KV pages for %d tokens, a request may have %d", (num_pages - 1) * thinker.page_size, context)
 
     def load() -> LoadedStage:
-        return load_stage(artifact, "thinker", devices[0])
+        return load_stage(artifact, decoder, devices[0])
 
     def start(stage: LoadedStage) -> ThinkerWorker:
         return create_worker(stage, manifest, num_pages=num_pages, device=devices[0])
@@ -250,7 +250,7 @@ def _load_chat(
                 for each in (runner.latency_model.chunks, runner.latency_model.decodes)
             ),
         )
-    batch = _largest(manifest, "thinker", "B")
+    batch = _largest(manifest, decoder, "B")
     scheduler = ThinkerScheduler(
         PagePool(num_pages, thinker.page_size),
         max_running=min(options.max_running or batch, batch),
@@ -265,8 +265,8 @@ def _load_chat(
         processor=ChatProcessor(
             tokenizer,
             thinker,
-            vision=parameters.vision_encoder,
-            audio=parameters.audio_encoder,
+            vision=vision_parameters,
+            audio=audio_parameters,
             max_tokens=scheduler.max_context,
         ),
         tokenizer=tokenizer,
@@ -281,20 +281,25 @@ def _load_speech(
     artifact: Artifact, options: EngineOptions, device: torch.device, clock: StartupClock
 ) -> SpeechPipeline | None:
     manifest = artifact.manifest
-    if any(name not in manifest.stages for name in _SPEECH_STAGES):
+    path = manifest.graph.speech_path()
+    if path is None:
         return None
-    talker = _recorded(manifest.parameters.talker, "talker")
-    flow = _recorded(manifest.parameters.cfm, "cfm")
-    vae = _recorded(manifest.parameters.audio_vae, "audio_vae")
+    _check_policy(manifest.graph, path.speech_llm, "autoregressive")
+    _check_policy(manifest.graph, path.sampler, "loop")
+    _check_policy(manifest.graph, path.vocoder, "stream")
+    talker = manifest.parameters_of(path.speech_llm, TalkerParameters)
+    flow = manifest.parameters_of(path.sampler, CfmParameters)
+    vae = manifest.parameters_of(path.vocoder, VaeParameters)
     voices = {record.name: load_voice(artifact, record) for record in manifest.voices}
-    largest = min(_largest(manifest, name, "B") for name in _SPEECH_STAGES)
+    names = (path.speech_llm, path.sampler, path.vocoder)
+    largest = min(_largest(manifest, name, "B") for name in names)
     slots = 1 + min(options.max_speech_seqs or largest, largest)
     with clock.phase("load the speech engines and their weights"):
-        stages = [load_stage(artifact, name, device) for name in _SPEECH_STAGES]
+        stages = [load_stage(artifact, name, device) for name in names]
     with clock.phase("prepare patches and prompts (CUDA: capture)"):
         worker = TalkerWorker(*stages, parameters=talker, flow=flow, vae=vae, num_slots=slots, device=device)
     planner = SpeechPlanner(
-        SpeechPromptBuilder(_tokenizer(artifact, "talker")),
+        SpeechPromptBuilder(_tokenizer(artifact, path.speech_llm)),
         voices,
         parameters=talker,
         flow=flow,
@@ -314,25 +319,59 @@ def _load_speech(
 def _info(
     manifest: Manifest, options: EngineOptions, ranks: RankGroup | None, chat: ChatPipeline | None
 ) -> ServiceInfo:
-    stages = manifest.stages
-    has_text = "thinker" in stages
-    vae = manifest.parameters.audio_vae
-    talker = manifest.parameters.talker
-    has_speech = all(name in stages for name in _SPEECH_STAGES)
+    graph = manifest.graph
+    decoder, path = graph.text_decoder(), graph.speech_path()
+    sample_rate, default_voice = 0, None
+    if path is not None:
+        sample_rate = manifest.parameters_of(path.vocoder, VaeParameters).sample_rate
+        default_voice = manifest.parameters_of(path.speech_llm, TalkerParameters).default_voice
     return ServiceInfo(
         model=options.served_model_name or manifest.model,
-        sample_rate=vae.sample_rate if vae is not None else 0,
-        voices=tuple(voice.name for voice in manifest.voices) if has_speech else (),
-        default_voice=talker.default_voice if has_speech and talker is not None else None,
-        has_text=has_text,
-        has_image=has_text and "vision_encoder" in stages,
-        has_video=has_text and "vision_encoder" in stages,
-        has_audio_input=has_text and "audio_encoder" in stages,
-        has_speech=has_speech,
+        sample_rate=sample_rate,
+        voices=tuple(voice.name for voice in manifest.voices) if path is not None else (),
+        default_voice=default_voice,
+        has_text=decoder is not None,
+        has_image=decoder is not None and graph.producer(decoder, "image") is not None,
+        has_video=decoder is not None and graph.producer(decoder, "video") is not None,
+        has_audio_input=decoder is not None and graph.producer(decoder, "audio") is not None,
+        has_speech=path is not None,
         max_model_len=chat.loop.scheduler.max_context if chat is not None else None,
         max_total_tokens=chat.loop.scheduler.pool.max_tokens if chat is not None else None,
         all_reduce=ranks.all_reduce_plan.reason if ranks is not None else None,
     )
+
+
+def _vision_encoder(graph: StageGraph, decoder: str) -> str | None:
+    """The stage behind the decoder's image and video ports."""
+    image, video = graph.producer(decoder, "image"), graph.producer(decoder, "video")
+    if image is not None and video is not None and image != video:
+        raise ArtifactError(
+            f"images come from {image} and videos from {video}; the service runs one vision encoder",
+            where="stage graph",
+            fix="export again with one of them",
+        )
+    found = image or video
+    if found is not None:
+        _check_policy(graph, found, "once")
+    return found
+
+
+def _audio_encoder(graph: StageGraph, decoder: str) -> str | None:
+    """The stage behind the decoder's audio port."""
+    found = graph.producer(decoder, "audio")
+    if found is not None:
+        _check_policy(graph, found, "once")
+    return found
+
+
+def _check_policy(graph: StageGraph, stage: str, expected: Policy) -> None:
+    """Raises: ArtifactError when `stage` is not run as the service runs the stage in its place."""
+    if graph.policy(stage) != expected:
+        raise ArtifactError(
+            f"stage {stage} has the run policy {graph.policy(stage)}; the service runs it as {expected}",
+            where="stage graph",
+            fix="export again without it, or correct the policy that it declares",
+        )
 
 
 def _largest(manifest: Manifest, stage: str, dim: str) -> int:
@@ -343,19 +382,21 @@ def _largest(manifest: Manifest, stage: str, dim: str) -> int:
     )
 
 
-def _kv_tokens(artifact: Artifact, options: EngineOptions, devices: list[torch.device], context: int) -> int:
+def _kv_tokens(
+    artifact: Artifact, decoder: str, options: EngineOptions, devices: list[torch.device], context: int
+) -> int:
     """Tokens that the KV pages are to hold: asked, or measured on a GPU, or enough for a few requests on a CPU."""
     if options.max_total_tokens is not None:
         return options.max_total_tokens
     if devices[0].type != "cuda":
         return max(context, _MIN_KV_TOKENS)
-    record = artifact.manifest.stages["thinker"]
+    record = artifact.manifest.stages[decoder]
     attention = record.graphs["decode_attention"].spec
     row_bytes = len(attention.layer_instances) * sum(
         torch_dtype(tensor.dtype).itemsize * math.prod(size for size in tensor.shape if isinstance(size, int))
         for tensor in attention.state
     )
-    free = min(torch.cuda.mem_get_info(device)[0] for device in devices) - weight_bytes(artifact, "thinker")
+    free = min(torch.cuda.mem_get_info(device)[0] for device in devices) - weight_bytes(artifact, decoder)
     return max(context, int(free * _CUDA_KV_SHARE) // row_bytes)
 
 
@@ -380,11 +421,3 @@ def _tokenizer(artifact: Artifact, stage: str) -> TextTokenizer:
             fix="export again from a checkpoint with tokenizers; mingc probe needs none",
         )
     return TextTokenizer.from_file(artifact.path(file))
-
-
-def _recorded(parameters: _T | None, stage: str) -> _T:
-    if parameters is None:
-        raise ArtifactError(
-            f"the manifest has no parameters of {stage}", where="manifest.json", fix="export again"
-        )
-    return parameters

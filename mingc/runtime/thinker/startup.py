@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from mingc.artifacts.manifest import Manifest
+from mingc.artifacts.parameters import ThinkerParameters
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
@@ -19,8 +20,7 @@ def create_worker(
     stage: LoadedStage, manifest: Manifest, *, num_pages: int, device: torch.device
 ) -> ThinkerWorker:
     """Create the worker of this rank. A collective."""
-    parameters = manifest.parameters.thinker
-    assert parameters is not None, "an artifact with the stage has its parameters"
+    parameters = manifest.parameters_of(stage.name, ThinkerParameters)
     worker = ThinkerWorker(stage, parameters, num_pages=num_pages, device=device)
     if device.type == "cuda":
         worker.latency_model = measure_step_latencies(worker)

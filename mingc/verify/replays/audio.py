@@ -21,8 +21,7 @@ _RATE = re.compile(r"^(?P<case>.+)\.wav_int16_stereo_(?P<khz>\d+)k$")
 
 def replay(engines: Engines, log: ComparisonLog) -> None:
     """Compare log-mel of waves, embeddings of log-mel, and several clips in one call."""
-    parameters = engines.parameters.audio_encoder
-    assert parameters is not None
+    parameters = engines.parameters_of("audio_encoder", AudioParameters)
     encoder = AudioEncoder(engines.stage("audio_encoder"), parameters, engines.device)
     _replay_resampling(log, parameters)
     alone: dict[str, NDArray[np.float32]] = {}  # embeddings of single clips, by the bytes of their wave

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mingc.artifacts.parameters import VisionParameters
+from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, VisionParameters
 from mingc.errors import ConfigError
 from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.chat import ChatProcessor, MediaEntry
@@ -36,7 +36,8 @@ _Recorded = TypeVar("_Recorded")
 
 def replay(engines: Engines, log: ComparisonLog, document: Mapping[str, Any]) -> None:
     """Replay the tensors of `log` and the cases of `document`, preprocess.json; either may be empty."""
-    vision, thinker = engines.parameters.vision_encoder, engines.parameters.thinker
+    vision = engines.find_parameters("vision_encoder", VisionParameters)
+    thinker = engines.find_parameters("thinker", ThinkerParameters)
     tokenizer = engines.tokenizer("thinker")
     video: VideoFeatures | None = None
     if vision is not None:
@@ -54,7 +55,8 @@ def replay(engines: Engines, log: ComparisonLog, document: Mapping[str, Any]) ->
         log.ids(f"tokenizer {text[:20]!r}", tokenizer.encode(text), reference=expected["ids"])
         decoded = [tokenizer.decode(expected["ids"], skip_special_tokens=skip) for skip in (False, True)]
         log.text(f"decoded {text[:20]!r}", decoded, [expected["decoded"], expected["decoded_skip_special"]])
-    processor = ChatProcessor(tokenizer, thinker, vision=vision, audio=engines.parameters.audio_encoder)
+    audio = engines.find_parameters("audio_encoder", AudioParameters)
+    processor = ChatProcessor(tokenizer, thinker, vision=vision, audio=audio)
     for name, case in document.get("processor_template", {}).items():
         with log.case(f"processor_template.{name}"):
             _replay_prompt(name, case, processor, tokenizer, engines, log, video)
@@ -186,8 +188,8 @@ class _Media:
     def __init__(self, case: Mapping[str, Any], engines: Engines, video: VideoFeatures | None) -> None:
         self._grids: Iterator[list[int]] = iter(case.get("image_grid_thw", []))
         self._frames: Iterator[int] = iter(case.get("audio_feats_lengths", [[]])[0])
-        self._vision = engines.parameters.vision_encoder
-        self._audio = engines.parameters.audio_encoder
+        self._vision = engines.find_parameters("vision_encoder", VisionParameters)
+        self._audio = engines.find_parameters("audio_encoder", AudioParameters)
         self._video = video
         self.missing = ""
 

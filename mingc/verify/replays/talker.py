@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
 from mingc.dsp.fbank import kaldi_fbank
 from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
 from mingc.runtime.request import SpeechParams
@@ -162,8 +163,7 @@ def _replay_voices(engines: Engines, graphs: SpeechGraphs, log: ComparisonLog) -
             wave = log.input(f"{case}.vae_input")[0].astype(np.float32)
             log.tensor(latents_name, encode_wave(engines, wave, noise)["latents"][None])
         latents = log.references[latents_name][0].astype(np.float32)
-        patch = engines.parameters.cfm
-        assert patch is not None
+        patch = engines.parameters_of("cfm", CfmParameters)
         patches = latents.reshape(-1, patch.latents_per_patch, patch.latent_dim)
         log.tensor(f"{case}.prompt_wav_emb", graphs.aggregate(patches)[None])
 
@@ -232,8 +232,7 @@ def _replay_patch(name: str, engines: Engines, graphs: SpeechGraphs, log: Compar
     case = f"cfm.{name}"
     history = log.input(f"{case}.lat_cond") if f"{case}.lat_cond" in log else None
     hidden = log.input(f"{case}.llm_cond") if f"{case}.llm_cond" in log else None
-    flow = engines.parameters.cfm
-    assert flow is not None
+    flow = engines.parameters_of("cfm", CfmParameters)
     if hidden is None:  # the first patch of a plain loop is recorded with the loop
         log.skip(f"{case}.out", "its condition is not recorded; checked by the loops")
         return
@@ -255,8 +254,7 @@ def _replay_patch(name: str, engines: Engines, graphs: SpeechGraphs, log: Compar
 
 def _replay_loop(case: str, engines: Engines, graphs: SpeechGraphs, log: ComparisonLog) -> None:
     """The generation loop with recorded noise, for all recorded patches."""
-    parameters = engines.parameters.talker
-    assert parameters is not None
+    parameters = engines.parameters_of("talker", TalkerParameters)
     embeds = log.input(f"{case}.inputs_embeds")[0].astype(np.float32)
     noise = log.input(f"{case}.y0").astype(np.float32)
     step_noise = log.input(f"{case}.sde_rnd").astype(np.float32) if f"{case}.sde_rnd" in log else None
@@ -295,7 +293,9 @@ def _replay_loop(case: str, engines: Engines, graphs: SpeechGraphs, log: Compari
 
 def _replay_history(case: str, engines: Engines, log: ComparisonLog) -> None:
     """The latents of a voice before the first patch, from the planner of a server."""
-    parameters, flow, vae = engines.parameters.talker, engines.parameters.cfm, engines.parameters.audio_vae
+    parameters = engines.find_parameters("talker", TalkerParameters)
+    flow = engines.find_parameters("cfm", CfmParameters)
+    vae = engines.find_parameters("audio_vae", VaeParameters)
     tokenizer = engines.tokenizer("talker")
     if parameters is None or flow is None or vae is None or tokenizer is None:
         return
@@ -318,8 +318,7 @@ def _arguments(log: ComparisonLog, case: str, engines: Engines) -> Floats:
     """Guidance, sigma and temperature: recorded values, or the model's defaults."""
     if f"{case}.sde_args" in log:
         return log.input(f"{case}.sde_args").astype(np.float32)
-    flow = engines.parameters.cfm
-    assert flow is not None
+    flow = engines.parameters_of("cfm", CfmParameters)
     return np.array([flow.guidance, flow.sigma, flow.temperature], np.float32)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mingc.artifacts.parameters import VaeParameters
 from mingc.runtime.text.silence import FRAME_S, LOUD_MEAN, TAIL_S, SilenceHolder
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.engines import Engines, pad_rows, to_numpy
@@ -48,15 +49,13 @@ def _samples_encoded(engines: Engines) -> int:
 
 
 def _frames_per_latent(engines: Engines) -> int:
-    parameters = engines.parameters.audio_vae
-    assert parameters is not None
+    parameters = engines.parameters_of("audio_vae", VaeParameters)
     return parameters.frames_per_latent
 
 
 def stream_wave(engines: Engines, latents: Floats) -> Floats:
     """Decode latents (T, 64) one patch at a time with carried state; returns the wave (n,)."""
-    parameters = engines.parameters.audio_vae
-    assert parameters is not None
+    parameters = engines.parameters_of("audio_vae", VaeParameters)
     stage = engines.stateful_stage("audio_vae")
     graph = stage["stream"]
     state = stage.allocate_state({"S": 2}, engines.device)

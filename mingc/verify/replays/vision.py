@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from mingc.artifacts.parameters import VisionParameters
 from mingc.runtime.preprocess.image import VisionFeatures
 from mingc.runtime.service.encoders import VisionEncoder
 from mingc.verify.comparison_log import ComparisonLog
@@ -14,8 +15,7 @@ from mingc.verify.engines import Engines, to_numpy
 
 def replay(engines: Engines, log: ComparisonLog) -> None:
     """Compare every case encoded alone, then all cases encoded in one call."""
-    parameters = engines.parameters.vision_encoder
-    assert parameters is not None
+    parameters = engines.parameters_of("vision_encoder", VisionParameters)
     encoder = VisionEncoder(engines.stage("vision_encoder"), parameters, engines.device)
     together: list[VisionFeatures] = []
     sizes: list[tuple[str, int]] = []

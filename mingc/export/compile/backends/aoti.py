@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-import mingc.artifacts.target
-import mingc.kernels
 from mingc.artifacts.work_folder import work_folder
 from mingc.errors import CompileError
+from mingc.export.compile.backend import Backend
+from mingc.export.compile.kernel_sources import kernel_sources
 from mingc.host import gpu_target
 from mingc.kernels.triton.moe_config import tuned_configs
 
@@ -138,13 +138,6 @@ def _key(program: torch.export.ExportedProgram, options: dict[str, Any], device:
     return digest.hexdigest()
 
 
-def kernel_sources() -> bytes:
-    """Source of everything that decides the kernels of a GPU engine: part of cache keys."""
-    kernels = Path(mingc.kernels.__path__[0])
-    paths = [Path(mingc.artifacts.target.__file__), *kernels.rglob("*.py"), *kernels.rglob("*.cu")]
-    return b"".join(path.read_bytes() for path in sorted(paths))
-
-
 def _refuse_static_libstdcxx(path: Path, where: str) -> None:
     """An engine that carries its own libstdc++ crashes the process that loads it: refuse it here."""
     with zipfile.ZipFile(path) as package:
@@ -155,3 +148,24 @@ def _refuse_static_libstdcxx(path: Path, where: str) -> None:
                     where=where,
                     fix="set CXX=/usr/bin/g++ CC=/usr/bin/gcc and unset CUDAHOSTCXX, then export again",
                 )
+
+
+class AotiBackend(Backend):
+    """AOTInductor: C++ on the CPU, Triton and library kernels on CUDA."""
+
+    name = "aoti"
+    suffix = ".pt2"
+
+    def compile(
+        self,
+        program: torch.export.ExportedProgram,
+        path: Path,
+        *,
+        device: str,
+        cache: Path | None,
+        where: str,
+    ) -> float:
+        return compile_graph(program, path, device=device, cache=cache, where=where)
+
+
+BACKEND = AotiBackend()

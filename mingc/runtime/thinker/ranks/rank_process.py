@@ -64,7 +64,9 @@ def main() -> None:
     with socket.socket(fileno=config.step_socket) as sock:
         root = Path(config.artifact)
         manifest = read_manifest(root)
-        stage = load_stage(Artifact(root, manifest), "thinker", device, rank=config.rank)
+        decoder = manifest.graph.text_decoder()
+        assert decoder is not None, "the server found the decoder"
+        stage = load_stage(Artifact(root, manifest), decoder, device, rank=config.rank)
         sock.sendall(LOADED)
         process_group.init(
             rank=config.rank,

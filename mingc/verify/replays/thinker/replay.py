@@ -37,8 +37,7 @@ _STEPS = "decode steps of several requests"
 
 def replay(engines: Engines, log: ComparisonLog) -> None:
     """Replay every case alone, in chunks and as a batch; in low precision also with reference routing."""
-    parameters = engines.parameters.thinker
-    assert parameters is not None
+    parameters = engines.parameters_of("thinker", ThinkerParameters)
     prompts: dict[str, list[Prompt]] = {}
     for case in log.cases("input_ids"):
         with log.case(case):

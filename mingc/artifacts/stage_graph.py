@@ -1,0 +1,122 @@
+"""The stage graph: run policies of the stages and the edges between them. Standard library only.
+
+Export writes it from what each stage declares; the runtime finds the stages of a service by walking back from the
+ports of the client, so neither side names stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+VERSION = 1
+CLIENT = "client"
+
+Policy = Literal["once", "autoregressive", "loop", "stream"]
+"""How often a stage runs for a request: one call, a step per token, a fixed number of solver steps per call of its
+consumer, or a call per chunk of a stream."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageNode:
+    """A stage and its run policy."""
+
+    name: str
+    policy: Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Output of stage `source` that is input `port` of stage `target`; either end may be `CLIENT`."""
+
+    source: str
+    target: str
+    port: str
+
+    def __str__(self) -> str:
+        return f"{self.source} → {self.target}.{self.port}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeechPath:
+    """The stages that turn text into speech for the client."""
+
+    speech_llm: str
+    sampler: str
+    vocoder: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageGraph:
+    """Stages and edges of an artifact. The client is a node without an entry; a port has one producer at most."""
+
+    version: int = VERSION
+    nodes: tuple[StageNode, ...] = ()
+    edges: tuple[Edge, ...] = ()
+
+    def problems(self) -> Iterator[str]:
+        """One line per fault: another version, a node twice, an unknown end, a port with several producers."""
+        if self.version != VERSION:
+            yield f"stage graph of version {self.version}, expected {VERSION}"
+        names = [node.name for node in self.nodes]
+        for name in sorted({name for name in names if names.count(name) > 1} | {CLIENT} & {*names}):
+            yield f"{name} is not a valid stage name" if name == CLIENT else f"stage {name} is listed twice"
+        for edge in self.edges:
+            unknown = [end for end in (edge.source, edge.target) if end not in (*names, CLIENT)]
+            if unknown:
+                yield f"edge {edge} names {unknown[0]}, which is not a stage of the graph"
+        producers: dict[tuple[str, str], list[str]] = {}
+        for edge in self.edges:
+            producers.setdefault((edge.target, edge.port), []).append(edge.source)
+        for (target, port), sources in producers.items():
+            if len(sources) > 1:
+                yield f"port {port} of {target} has several producers: {', '.join(sources)}"
+
+    def policy(self, name: str) -> Policy:
+        """The run policy of stage `name`; KeyError when the graph has no such stage."""
+        for node in self.nodes:
+            if node.name == name:
+                return node.policy
+        raise KeyError(f"the stage graph has no stage {name}")
+
+    def producer(self, target: str, port: str) -> str | None:
+        """The stage whose output is `port` of `target`; None when no stage produces it."""
+        return next(
+            (edge.source for edge in self.edges if (edge.target, edge.port) == (target, port)),
+            None,
+        )
+
+    def consumers(self, source: str) -> tuple[str, ...]:
+        """The stages, or the client, that take an output of `source`."""
+        return tuple(dict.fromkeys(edge.target for edge in self.edges if edge.source == source))
+
+    def text_decoder(self) -> str | None:
+        """The stage that produces the client's text."""
+        return self.producer(CLIENT, "text")
+
+    def speech_path(self) -> SpeechPath | None:
+        """The stages behind the client's speech; None unless all are there."""
+        vocoder = self.producer(CLIENT, "speech")
+        sampler = vocoder and self.producer(vocoder, "latents")
+        speech_llm = sampler and self.producer(sampler, "condition")
+        if not vocoder or not sampler or not speech_llm:
+            return None
+        return SpeechPath(speech_llm=speech_llm, sampler=sampler, vocoder=vocoder)
+
+    def data_flow(self) -> tuple[str, ...]:
+        """Names of all stages, producers before their consumers where no feedback edge forbids it."""
+        ordered: dict[str, None] = {}
+
+        def visit(name: str, path: tuple[str, ...]) -> None:
+            if name in ordered or name in path:
+                return
+            for edge in self.edges:
+                if edge.target == name:
+                    visit(edge.source, (*path, name))
+            ordered[name] = None
+
+        visit(CLIENT, ())
+        for node in self.nodes:
+            visit(node.name, ())
+        return tuple(name for name in ordered if name != CLIENT)

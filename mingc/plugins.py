@@ -1,0 +1,86 @@
+"""Discovery of extensions: the files of a folder of mingc, and entry points of other distributions.
+
+Nothing is imported before it is asked for. Child processes find the same extensions, as entry points are looked up on
+the import path.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mingc.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExtensionPoint:
+    """One kind of extension.
+
+    Attributes:
+        noun: for error messages: stage, backend, engine.
+        package: its files are extensions, each named after its file.
+        attribute: the object in such a file.
+        group: entry points of this group are extensions as well; each names the object itself.
+    """
+
+    noun: str
+    package: str
+    attribute: str
+    group: str
+
+    def names(self) -> list[str]:
+        """Names of all extensions, sorted. Raises: ConfigError when two have the same name."""
+        return sorted({*self._files(), *self._entry_points()})
+
+    def load(self, name: str) -> Any:
+        """The object of extension `name`.
+
+        Raises: KeyError when there is none of this name, ConfigError when it cannot be imported from its distribution
+            or two have the same name.
+        """
+        entry = self._entry_points().get(name)
+        if entry is None:
+            if name not in self._files():
+                raise KeyError(name)
+            return getattr(importlib.import_module(f"{self.package}.{name}"), self.attribute)
+        try:
+            return entry.load()
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"{self.noun} {name} cannot be loaded: {error}",
+                where=f"entry point {entry.name} = {entry.value} of {_distribution(entry)}",
+                fix="repair or uninstall that distribution",
+            ) from error
+
+    def _files(self) -> set[str]:
+        spec = importlib.util.find_spec(self.package)
+        assert spec is not None and spec.submodule_search_locations is not None, self.package
+        return {
+            file.stem
+            for folder in spec.submodule_search_locations
+            for file in Path(folder).glob("*.py")
+            if file.stem != "__init__"
+        }
+
+    def _entry_points(self) -> Mapping[str, importlib.metadata.EntryPoint]:
+        found: dict[str, importlib.metadata.EntryPoint] = {}
+        files = self._files()
+        for entry in importlib.metadata.entry_points(group=self.group):
+            if entry.name in files or entry.name in found:
+                others = "mingc" if entry.name in files else _distribution(found[entry.name])
+                raise ConfigError(
+                    f"two {self.noun}s are called {entry.name}: of {others} and of {_distribution(entry)}",
+                    where=f"entry points of {self.group}",
+                    fix="uninstall one of them",
+                )
+            found[entry.name] = entry
+        return found
+
+
+def _distribution(entry: importlib.metadata.EntryPoint) -> str:
+    return "an unnamed distribution" if entry.dist is None else entry.dist.name
