@@ -1,4 +1,4 @@
-"""Thirty-two ragged requests through the thinker's loop: an answer depends on its own request, on the CPU too."""
+"""Thirty-two ragged requests through the thinker's loop: an answer depends only on its own request (on the CPU)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mingc.artifacts.artifact import Artifact, open_artifact
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.runtime.thinker.sampler import uniform
 
-# Matrix products of another batch size add in another order; float32 rounds them differently.
+# GEMMs of another batch size sum in another order, so float32 rounds differently.
 TOLERANCE = 1e-5
 
 
@@ -41,7 +41,7 @@ def worker(artifact: Artifact, request: pytest.FixtureRequest) -> TracingWorker:
 
 @pytest.fixture(scope="module")
 def alone(worker: TracingWorker, parameters: ThinkerParameters, requests: list[Request]) -> dict[int, Answer]:
-    """Each request alone in the largest bucket, the rest of which is padding."""
+    """Each request alone in the largest bucket; the other rows are padding."""
     with thinker_clients.only_bucket(worker, NUM_REQUESTS):
         return thinker_clients.answer_alone(worker, parameters, requests)
 
@@ -53,7 +53,7 @@ def test_the_requests_differ_and_are_ragged(requests: list[Request], alone: dict
 
 
 @pytest.mark.parametrize("pattern", thinker_clients.arrival_patterns(), ids=lambda each: each.name)
-def test_in_one_bucket_an_answer_is_what_it_is_alone_bit_for_bit(
+def test_in_one_bucket_answers_are_bit_identical_to_answers_alone(
     worker: TracingWorker,
     parameters: ThinkerParameters,
     requests: list[Request],
@@ -66,11 +66,13 @@ def test_in_one_bucket_an_answer_is_what_it_is_alone_bit_for_bit(
     likeness = compare(answers, alone, requests)
     assert (likeness.gap, likeness.same_bits) == (0.0, NUM_REQUESTS)
     if pattern.name == "given order":
-        assert worker.largest_batch > NUM_REQUESTS * 3 // 4  # some draw a stop token before the last has come
+        assert (
+            worker.largest_batch > NUM_REQUESTS * 3 // 4
+        )  # some sample a stop token before the last arrives
 
 
 @pytest.mark.parametrize("pattern", thinker_clients.arrival_patterns(), ids=lambda each: each.name)
-def test_in_buckets_that_fit_its_tokens_are_the_same(
+def test_in_fitting_buckets_the_tokens_are_the_same(
     worker: TracingWorker,
     parameters: ThinkerParameters,
     requests: list[Request],
@@ -83,10 +85,10 @@ def test_in_buckets_that_fit_its_tokens_are_the_same(
     assert likeness.gap <= TOLERANCE
 
 
-def test_another_token_is_told_from_a_draw_that_rounding_decides(
+def test_a_wrong_token_is_distinguished_from_one_that_rounding_decides(
     requests: list[Request], alone: dict[int, Answer]
 ) -> None:
-    """Two even tokens: a number drawn at their edge leads to either; one that lies elsewhere does not."""
+    """Two equally likely tokens: a random number at their boundary allows either, any other allows one."""
     index, place = 1, 2
     request = requests[index]
     assert request.sampling.draws and request.sampling.repetition_penalty == 1.0

@@ -1,4 +1,4 @@
-"""The benchmark of chat through HTTP, over the tiny checkpoint: every request is answered whole, figures are there."""
+"""The chat benchmark over HTTP with the tiny checkpoint: complete answers, all figures present."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_answer_has_all_its_tokens(figures: list[dict[str, str]]) -> None:
     assert 180 < int(by_name["longest_ttft_ms"]["prompt_tokens"]) <= 240
 
 
-def test_prompts_are_timed_alone_and_beside_streams(figures: list[dict[str, str]]) -> None:
+def test_prompts_are_timed_alone_and_with_concurrent_streams(figures: list[dict[str, str]]) -> None:
     firsts = [each for each in figures if each["name"] == "ttft_ms" and "streams" in each]
     assert [each["streams"] for each in firsts] == ["0", "2", "0", "2"]
     assert all(float(each["median"]) > 0 for each in firsts)

@@ -1,4 +1,4 @@
-"""An answer depends on its own request alone: not on its neighbours, the batch, or the number of ranks."""
+"""An answer depends only on its own request: not on other requests, the batch, or the number of ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from mingc_command import Server
 from mixed_requests import MIXED, Answer, send, send_together
 
-# Matrix products of another batch size add in another order; one patch later that is still below this.
+# GEMMs of another batch size sum in another order; after one more patch the difference is still below this.
 TOLERANCE = 2e-4
 
 
@@ -16,7 +16,7 @@ def alone(server: Server) -> list[Answer]:
     return [send(server.url, request) for request in MIXED]
 
 
-def test_requests_differ_and_speak(alone: list[Answer]) -> None:
+def test_the_requests_differ_and_have_audio(alone: list[Answer]) -> None:
     assert len({answer.text for answer in alone[:6]}) == 6
     spoken = [answer for answer in alone if answer.patches]
     assert len(spoken) == 4
@@ -26,7 +26,7 @@ def test_requests_differ_and_speak(alone: list[Answer]) -> None:
 @pytest.mark.parametrize(
     "order", [(0, 1, 2, 3, 4, 5, 6, 7), (7, 3, 5, 1, 6, 2, 4, 0)], ids=["given", "shuffled"]
 )
-def test_a_batch_of_eight_gives_what_each_gives_alone(
+def test_a_batch_of_eight_gives_the_same_answers_as_alone(
     server: Server, alone: list[Answer], order: tuple[int, ...]
 ) -> None:
     together = send_together(server.url, tuple(MIXED[index] for index in order))
@@ -34,12 +34,12 @@ def test_a_batch_of_eight_gives_what_each_gives_alone(
         _assert_same(answer, alone[index])
 
 
-def test_two_ranks_give_what_one_gives(two_rank_server: Server, alone: list[Answer]) -> None:
+def test_two_ranks_give_the_same_answers_as_one(two_rank_server: Server, alone: list[Answer]) -> None:
     for answer, expected in zip(send_together(two_rank_server.url, MIXED), alone, strict=True):
         _assert_same(answer, expected)
 
 
-def test_another_seed_is_another_sound(server: Server, alone: list[Answer]) -> None:
+def test_another_seed_gives_another_sound(server: Server, alone: list[Answer]) -> None:
     path, body = MIXED[6]
     other = send(server.url, (path, {**body, "seed": 99}))
     assert other.patches == alone[6].patches

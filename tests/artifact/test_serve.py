@@ -30,7 +30,7 @@ def test_openai_client_writes_speech_to_a_file(server: Server, tmp_path: Path) -
     checks.check_speech_file(server.url, tmp_path)
 
 
-def test_a_stream_has_one_audio_chunk_a_patch(server: Server) -> None:
+def test_a_stream_has_one_audio_chunk_per_patch(server: Server) -> None:
     body = {
         "messages": [{"role": "user", "content": "Speak."}],
         "modalities": ["text", "audio"],
@@ -87,7 +87,7 @@ def test_the_running_server_loads_no_compiler_and_no_export_code(artifact: Path,
     assert [name for name in loaded if name.startswith(FORBIDDEN)] == []
 
 
-def test_sigterm_tells_running_requests_and_leaves_nothing(
+def test_sigterm_fails_running_requests_and_leaves_no_process(
     two_rank_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -96,7 +96,7 @@ def test_sigterm_tells_running_requests_and_leaves_nothing(
         "max_tokens": 2000,
         "stream": True,
         "temperature": 1.0,
-        "seed": 5,  # of an answer that does not end by itself soon
+        "seed": 5,  # a seed with a long answer
         "stop": ["no such text"],
     }
     with serving(two_rank_artifact, "--shutdown-timeout", 0.2) as running:
@@ -110,7 +110,7 @@ def test_sigterm_tells_running_requests_and_leaves_nothing(
             for line in response.iter_lines():
                 if line:
                     events.append(line)
-                    if len(events) == 3:  # once: a second SIGTERM cuts everything off
+                    if len(events) == 3:  # once: a second SIGTERM stops at once
                         running.process.terminate()
         assert "error" in json.loads(events[-1].removeprefix("data: ")), events[-3:]
         assert running.process.wait(20) == 0
@@ -121,7 +121,7 @@ def test_sigterm_tells_running_requests_and_leaves_nothing(
 
 def test_demo_answers(artifact: Path, tmp_path: Path) -> None:
     output = tmp_path / "demo"
-    shutil.copytree(artifact, output / "artifact")  # as a first run would have left it
+    shutil.copytree(artifact, output / "artifact")  # as after a first run
     done = mingc("demo", "--output", output, "--checkpoint", CHECKPOINT)
     assert done.code == 0, done.stderr
     samples = checks.check_wav((output / "reply.wav").read_bytes())

@@ -1,4 +1,4 @@
-"""The benchmark of speech through HTTP, at the tiny dims: it makes its artifact, serves it and counts what it hears."""
+"""The speech benchmark over HTTP at tiny dims: it exports its artifact, serves it and counts the received audio."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def made(artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return folder, [dict(word.split("=", 1) for word in line.split(" ") if "=" in word) for line in figures]
 
 
-def test_every_answer_is_whole(made: tuple[Path, list[dict[str, str]]]) -> None:
+def test_every_answer_is_complete(made: tuple[Path, list[dict[str, str]]]) -> None:
     figures = made[1]
     incomplete = [each for each in figures if each["name"] == "incomplete_answers"]
     assert [(each["concurrency"], each["streamed"]) for each in incomplete] == [

@@ -1,4 +1,4 @@
-"""Sixteen mixed requests through the talker's worker: speech depends on its own request, on the CPU too."""
+"""Sixteen mixed requests through the talker's worker: speech depends only on its own request (on the CPU)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from speech_isolation import ArrivalPattern, Waves
 from mingc.artifacts.artifact import open_artifact
 from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
 
-# Matrix products of another batch size add in another order; float32 rounds them differently.
+# GEMMs of another batch size sum in another order, so float32 rounds differently.
 TOLERANCE = 2e-4
 LARGEST = 8
 
@@ -30,19 +30,19 @@ def worker(artifact: Path) -> TalkerWorker:
 
 @pytest.fixture(scope="module")
 def alone(worker: TalkerWorker, segments: list[SpeechSegment]) -> Waves:
-    """Each request alone in the largest bucket, the rest of which is padding."""
+    """Each request alone in the largest bucket; the other rows are padding."""
     with speech_isolation.only_bucket(worker, LARGEST):
         return speech_isolation.speak_alone(worker, segments)
 
 
-def test_the_requests_differ_and_are_heard(alone: Waves) -> None:
+def test_the_requests_differ_and_are_audible(alone: Waves) -> None:
     assert len({wave[0].tobytes() for wave in alone}) == speech_isolation.NUM_REQUESTS == len(alone)
     assert {len(wave) for wave in alone} == {2, 3, 4, 5, 6}
     assert min(np.abs(wave[0]).max() for wave in alone) > 1e-3
 
 
 @pytest.mark.parametrize("pattern", speech_isolation.arrival_patterns(), ids=lambda each: each.name)
-def test_in_one_bucket_a_request_is_what_it_is_alone_bit_for_bit(
+def test_in_one_bucket_speech_is_bit_identical_to_speech_alone(
     worker: TalkerWorker, segments: list[SpeechSegment], alone: Waves, pattern: ArrivalPattern
 ) -> None:
     with speech_isolation.only_bucket(worker, LARGEST):
@@ -52,7 +52,7 @@ def test_in_one_bucket_a_request_is_what_it_is_alone_bit_for_bit(
 
 
 @pytest.mark.parametrize("pattern", speech_isolation.arrival_patterns(), ids=lambda each: each.name)
-def test_in_buckets_that_fit_it_differs_by_rounding_only(
+def test_in_fitting_buckets_it_differs_by_rounding_only(
     worker: TalkerWorker, segments: list[SpeechSegment], alone: Waves, pattern: ArrivalPattern
 ) -> None:
     waves = speech_isolation.speak(worker, segments, pattern)

@@ -1,4 +1,4 @@
-"""Encoded clips: true headers, the same samples in every format, streams that join to one file."""
+"""Audio encoding: headers, equal samples in all formats, streams that join to one valid file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read(data: bytes, audio_format: AudioFormat) -> NDArray[np.int16]:
 
 
 @pytest.mark.parametrize("audio_format", FORMATS)
-def test_whole_and_streamed_hold_the_same_samples(audio_format: AudioFormat) -> None:
+def test_whole_and_streamed_files_have_the_same_samples(audio_format: AudioFormat) -> None:
     pieces = chunks(14112, 14112, 5, 9000)
     expected = to_pcm16(np.concatenate(pieces))
     encoder = open_stream(spec(audio_format))
@@ -53,7 +53,7 @@ def test_every_patch_gives_bytes_at_once(audio_format: AudioFormat) -> None:
 
 @pytest.mark.parametrize("audio_format", ["wav", "flac"])
 @pytest.mark.parametrize("rate", [16000, 24000, 44100])
-def test_header_says_the_true_rate_and_length(audio_format: AudioFormat, rate: int) -> None:
+def test_the_header_has_the_rate_and_length(audio_format: AudioFormat, rate: int) -> None:
     with soundfile.SoundFile(io.BytesIO(encode(chunks(1000, 234), spec(audio_format, rate)))) as file:
         assert (file.samplerate, file.channels, file.frames, file.subtype) == (rate, 1, 1234, "PCM_16")
 
@@ -69,7 +69,7 @@ def test_a_streamed_wav_is_read_by_soundfile_and_by_the_standard_library() -> No
         assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (RATE, 1, 2)
 
 
-def test_silence_of_no_samples_is_still_a_file() -> None:
+def test_no_samples_give_a_valid_file() -> None:
     assert encode([], spec("pcm16")) == b""
     assert soundfile.info(io.BytesIO(encode([], spec("wav")))).frames == 0
     assert open_stream(spec("wav")).finish() == wav_header(RATE, None)
@@ -83,6 +83,6 @@ def test_samples_outside_the_range_are_clipped() -> None:
     assert to_pcm16(samples).tolist() == [-32767, -32767, 0, 16384, 32767, 32767]
 
 
-def test_raw_pcm_says_its_rate_in_the_content_type() -> None:
+def test_the_content_type_of_raw_pcm_has_the_rate() -> None:
     assert spec("pcm16").content_type == "audio/pcm;rate=44100;channels=1"
     assert spec("flac").content_type == "audio/flac"

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from collector import Collector
-from fake_omni import collect, make_service, run, say
+from fake_omni import collect, make_service, run, speech_request
 from fake_service import FakeService
 from fake_thinker import make_thinker_loop
 
@@ -45,14 +45,14 @@ def test_an_early_request_is_queued_for_speech_before_later_ones_are_segmented(
 
     monkeypatch.setattr(omni, "iter_speech_segments", logged_segment)
     monkeypatch.setattr(loop, "add", logged_add)
-    requests = [say(f"Number {number}.", max_steps=2) for number in range(4)]
+    requests = [speech_request(f"Number {number}.", max_steps=2) for number in range(4)]
 
     async def all_requests() -> None:
         await asyncio.gather(*(collect(service.speech(each)) for each in requests))
 
     run(service, all_requests())
     assert sorted(log) == ["add"] * 4 + ["segment"] * 4
-    # Two threads segment, each adds its segments before it takes the next request.
+    # Two threads segment; each adds its segments before it takes the next request.
     assert "add" in log[:3]
 
 
@@ -85,7 +85,7 @@ def prompt(ids: Sequence[int]) -> ThinkerPrompt:
 def test_prompts_that_arrive_during_a_chunk_share_the_next_one(
     started: Callable[[ThinkerLoop], ThinkerLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A chunk is expected to take 4 s, so the next one starts 2 s later at the earliest, by a clock that stands still.
+    # A chunk is expected to take 4 s, so the next one starts 2 s later at the earliest, by the frozen clock.
     latency_model = StepLatencyModel(chunks=((1, 4000.0), (32, 4000.0)), decodes=((1, 1.0), (8, 1.0)))
     now = 100.0
     monkeypatch.setattr(thinker_loop, "time", SimpleNamespace(perf_counter=lambda: now))

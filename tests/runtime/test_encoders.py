@@ -46,7 +46,7 @@ AUDIO = AudioParameters(
 
 
 def make_vision(calls: list[int]) -> VisionEncoder:
-    """Embeddings: the token's own sum, and the sum of what its first patch attends to."""
+    """Fake embeddings: the sum of the token's pixels, and the sum over the keys of its first patch."""
 
     def encode(
         pixels: Tensor, position_index: Tensor, position_weight: Tensor, coordinates: Tensor, segment: Tensor
@@ -80,7 +80,7 @@ def picture(frames: int, height: int, width: int) -> VisionFeatures:
     return VisionFeatures(pixels=pixels, grid=(frames, height, width))
 
 
-def test_frames_share_calls_and_see_only_themselves() -> None:
+def test_frames_share_calls_and_attend_only_to_themselves() -> None:
     calls: list[int] = []
     pictures = [picture(1, 2, 4), picture(3, 2, 6), picture(1, 4, 4)]  # 2, 3 × 3, 4 tokens
     embeddings = make_vision(calls).encode(pictures).numpy()
@@ -91,12 +91,12 @@ def test_frames_share_calls_and_see_only_themselves() -> None:
     np.testing.assert_allclose(embeddings, np.stack([own, seen], axis=1), atol=1e-5)
 
 
-def test_a_frame_beyond_the_largest_bucket_is_the_clients_fault() -> None:
+def test_a_frame_beyond_the_largest_bucket_is_a_request_error() -> None:
     with pytest.raises(RequestError, match="largest M bucket"):
         make_vision([]).encode([picture(1, 6, 6)])
 
 
-def test_clips_are_padded_and_cut_each_to_its_own_length() -> None:
+def test_clips_are_padded_and_embeddings_trimmed_to_their_length() -> None:
     shapes = []
 
     def encode(mel: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:

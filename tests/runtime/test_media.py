@@ -1,4 +1,4 @@
-"""Where media may come from, and what is refused: every refusal names the field."""
+"""Allowed and refused sources of media; every error names its field."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def refused(source: str, options: ServeOptions | None = None, **how: object) -> 
 
 
 class Site(BaseHTTPRequestHandler):
-    """`/ok`, redirects, and pages that misbehave."""
+    """`/ok`, redirects, and faulty pages."""
 
     def do_GET(self) -> None:
         path = self.path
@@ -83,7 +83,7 @@ class Site(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def site() -> Iterator[str]:
-    """`127.0.0.1:port` of a small web site."""
+    """`127.0.0.1:port` of a small HTTP server."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Site)
     server.release = threading.Event()  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
@@ -126,7 +126,7 @@ def test_bad_sources(source: str, code: str) -> None:
     assert refused(source).code == code
 
 
-def test_raw_base64_is_never_taken_for_a_url_or_a_path() -> None:
+def test_raw_base64_is_never_read_as_a_url_or_path() -> None:
     assert refused("http://example.com/a.wav", kind="audio", is_base64=True).code == "invalid_base64"
     assert refused("/etc/passwd", kind="audio", is_base64=True).code == "invalid_base64"
     assert refused("", kind="audio", is_base64=True).code == "empty_media"
@@ -163,7 +163,7 @@ def test_an_allowed_host_is_fetched_and_redirects_are_followed(site: str) -> Non
         ("/zip", "media_fetch_failed", "compressed"),
     ],
 )
-def test_answers_that_are_refused(site: str, path: str, code: str, words: str) -> None:
+def test_refused_responses(site: str, path: str, code: str, words: str) -> None:
     error = refused(f"http://{site}{path}", ServeOptions(allow_media_hosts=(site,)))
     assert error.code == code
     assert words in error.message
@@ -181,7 +181,7 @@ def test_a_host_that_does_not_answer_in_time(site: str) -> None:
     assert refused(f"http://{site}/slow", options).code == "media_fetch_failed"
 
 
-def test_a_host_that_is_not_there() -> None:
+def test_an_unreachable_host() -> None:
     options = ServeOptions(allow_media_hosts=("127.0.0.1:1",))
     assert refused("http://127.0.0.1:1/a", options).code == "media_fetch_failed"
 
@@ -206,7 +206,7 @@ def test_hosts_outside_the_list(url: str) -> None:
     assert "fetch" in error.message or "plain" in error.message
 
 
-def test_no_host_is_allowed_unless_said() -> None:
+def test_no_host_is_allowed_by_default() -> None:
     error = refused("https://example.com/a.png")
     assert error.code == "media_host_not_allowed"
     assert "--allow-media-host example.com" in error.message
@@ -214,7 +214,7 @@ def test_no_host_is_allowed_unless_said() -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A media root with a file, beside a secret."""
+    """A media root with a file, and a secret file outside it."""
     root = tmp_path / "media"
     (root / "sub").mkdir(parents=True)
     (root / "a b.png").write_bytes(b"inside")
@@ -262,19 +262,19 @@ def test_paths_that_are_refused(root: Path, source: str, code: str) -> None:
     assert str(root) not in error.message
 
 
-def test_no_path_is_allowed_unless_said(root: Path) -> None:
+def test_no_path_is_allowed_by_default(root: Path) -> None:
     error = refused(str(root / "a b.png"))
     assert error.code == "local_media_not_allowed"
     assert "--media-root" in error.message
 
 
 @pytest.mark.parametrize("host", ["http://example.com", "a/b", "*", "", "example.com:", "a:99999", "a:b"])
-def test_host_entries_that_cannot_be(host: str) -> None:
+def test_invalid_host_entries(host: str) -> None:
     with pytest.raises(ConfigError, match="--allow-media-host"):
         ServeOptions(allow_media_hosts=(host,))
 
 
-def test_every_wrong_option_is_told_at_once(tmp_path: Path) -> None:
+def test_all_invalid_options_are_reported_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         ServeOptions(port=70000, media_root=tmp_path / "none", max_body_bytes=0)
     assert all(word in str(caught.value) for word in ("--port 70000", "--media-root", "max_body_bytes"))

@@ -1,4 +1,4 @@
-"""The service over fake engines: events, seeds, isolation, cancellation, errors, its end."""
+"""The service over fake engines: events, seeds, isolation, cancellation, errors, shutdown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fake_omni import chat, collect, make_service, run, say
+from fake_omni import chat, collect, make_service, run, speech_request
 from fake_talker import PATCH_SAMPLES, SAMPLE_RATE
 
 from mingc.errors import CapacityError, RequestError, WorkerError
@@ -39,7 +39,7 @@ def done_of(events: list[Event]) -> Done:
     return events[-1]
 
 
-def test_chat_gives_one_delta_a_token_then_its_end() -> None:
+def test_chat_yields_one_delta_per_token_then_done() -> None:
     service = make_service()
     events = run(service, collect(service.chat(chat("Hello"))))
     deltas = [event for event in events if isinstance(event, TextDelta)]
@@ -52,7 +52,7 @@ def test_chat_gives_one_delta_a_token_then_its_end() -> None:
     assert moments == sorted(moments)
 
 
-def test_a_stop_string_ends_the_answer_before_it() -> None:
+def test_an_answer_ends_before_its_stop_string() -> None:
     service = make_service()
     whole = text_of(run(service, collect(service.chat(chat("Hello", max_tokens=40)))))
     stop = whole[len(whole) // 2 :][:5]
@@ -62,9 +62,9 @@ def test_a_stop_string_ends_the_answer_before_it() -> None:
     assert done_of(events).finish_reason == "stop"
 
 
-def test_speech_is_patches_times_their_length_and_one_event_a_patch() -> None:
+def test_speech_yields_one_event_per_patch() -> None:
     service = make_service()
-    events = run(service, collect(service.speech(say("Good morning, how are you today?", seed=1))))
+    events = run(service, collect(service.speech(speech_request("Good morning, how are you today?", seed=1))))
     done = done_of(events)
     patches = [event for event in events if isinstance(event, AudioDelta)]
     assert len(patches) == done.usage.audio_patches > 1
@@ -73,12 +73,14 @@ def test_speech_is_patches_times_their_length_and_one_event_a_patch() -> None:
     assert done.finish_reason == "length", "the fake talker never stops by itself"
 
 
-def test_long_text_is_spoken_whole() -> None:
+def test_long_text_is_spoken_completely() -> None:
     text = "This is the first sentence. " * 20
     service = make_service()
-    one = done_of(run(service, collect(service.speech(say("This is the first sentence.", seed=1))))).usage
+    one = done_of(
+        run(service, collect(service.speech(speech_request("This is the first sentence.", seed=1))))
+    ).usage
     service = make_service()
-    many = done_of(run(service, collect(service.speech(say(text, seed=1))))).usage
+    many = done_of(run(service, collect(service.speech(speech_request(text, seed=1))))).usage
     assert many.audio_patches > 10 * one.audio_patches
 
 
@@ -98,10 +100,10 @@ REQUESTS = [
     chat("Hello", SpeechParams(voice="bob"), seed=1, temperature=0.7, max_tokens=40),
     chat("你好，今天天气怎么样？", SpeechParams(), seed=2, max_tokens=30),
     chat("What is this?", seed=3, temperature=1.0, top_p=0.9),
-    say("Good morning, how are you?", seed=4),
-    say("感谢你的认可。我们可以聊聊这件事吗？", seed=5, voice="bob", temperature=1.0),
+    speech_request("Good morning, how are you?", seed=4),
+    speech_request("感谢你的认可。我们可以聊聊这件事吗？", seed=5, voice="bob", temperature=1.0),
     chat("1 + 1", max_tokens=5),
-    say("One more sentence to be spoken.", seed=6, guidance=1.0),
+    speech_request("One more sentence to be spoken.", seed=6, guidance=1.0),
     chat("Hello", SpeechParams(seed=9), seed=1, temperature=0.7, max_tokens=40),
 ]
 
@@ -110,7 +112,7 @@ def start(service: OmniService, request: ChatRequest | SpeechRequest) -> AsyncIt
     return service.chat(request) if isinstance(request, ChatRequest) else service.speech(request)
 
 
-def test_eight_mixed_requests_get_what_each_gets_alone() -> None:
+def test_eight_mixed_requests_get_the_same_results_as_alone() -> None:
     alone = []
     for request in REQUESTS:
         service = make_service()
@@ -131,7 +133,7 @@ def test_without_a_seed_two_requests_differ() -> None:
     service = make_service()
 
     async def both() -> list[list[Event]]:
-        return [await collect(service.speech(say("Good morning."))) for _ in range(2)]
+        return [await collect(service.speech(speech_request("Good morning."))) for _ in range(2)]
 
     first, second = run(service, both())
     assert not np.allclose(audio_of(first), audio_of(second))
@@ -169,7 +171,7 @@ def test_a_cancelled_task_frees_everything() -> None:
 
 def test_a_slow_reader_gets_all_its_audio() -> None:
     expected_service = make_service()
-    request = say("Good morning, how are you today my friend?", seed=1)
+    request = speech_request("Good morning, how are you today my friend?", seed=1)
     expected = run(expected_service, collect(expected_service.speech(request)))
     service = make_service(max_pending=2)
 
@@ -188,9 +190,9 @@ def test_a_slow_reader_gets_all_its_audio() -> None:
     [
         (chat("x " * 400), "tokens"),
         (chat("Hello", SpeechParams(voice="nobody")), "unknown voice 'nobody'; this model has: amy, bob"),
-        (say("Hello", voice="nobody"), "amy, bob"),
-        (say("***"), "nothing to speak"),
-        (say("Hello", instructions="{broken"), "JSON"),
+        (speech_request("Hello", voice="nobody"), "amy, bob"),
+        (speech_request("***"), "nothing to speak"),
+        (speech_request("Hello", instructions="{broken"), "JSON"),
         (replace(chat("x"), messages=()), "no user message"),
     ],
 )
@@ -208,14 +210,14 @@ def test_bad_requests_are_refused_before_the_first_event(
     run(service, both())
 
 
-def test_a_prompt_longer_than_the_context_has_its_code() -> None:
+def test_a_prompt_longer_than_the_context_has_its_error_code() -> None:
     service = make_service()
     with pytest.raises(RequestError) as error:
         run(service, collect(service.chat(chat("x " * 400))))
     assert error.value.code == "context_length_exceeded"
 
 
-def test_what_the_artifact_lacks_is_refused() -> None:
+def test_unsupported_modalities_are_refused() -> None:
     service = make_service(has_talker=False)
     with pytest.raises(RequestError, match="no talker"):
         run(service, collect(service.chat(chat("Hello", SpeechParams()))))
@@ -224,7 +226,7 @@ def test_what_the_artifact_lacks_is_refused() -> None:
         run(service, collect(service.chat(chat("Hello"))))
 
 
-def test_closing_tells_those_who_run_and_refuses_new_ones() -> None:
+def test_closing_fails_running_requests_and_refuses_new_ones() -> None:
     service = make_service()
 
     async def work() -> None:
@@ -255,11 +257,11 @@ def test_closing_lets_short_requests_finish() -> None:
     assert done_of(run(service, work())).usage.completion_tokens == 5
 
 
-def test_a_dead_rank_fails_chats_and_leaves_speech_alone() -> None:
+def test_a_dead_rank_fails_chats_but_not_speech() -> None:
     service = make_service()
 
     async def work() -> None:
-        speech = asyncio.create_task(collect(service.speech(say("Good morning.", seed=1))))
+        speech = asyncio.create_task(collect(service.speech(speech_request("Good morning.", seed=1))))
         running = asyncio.create_task(collect(service.chat(chat("Hello", max_tokens=220))))
         while len(service._running_chats) < 1:
             await asyncio.sleep(0)
@@ -273,3 +275,12 @@ def test_a_dead_rank_fails_chats_and_leaves_speech_alone() -> None:
 
     run(service, work())
     gc.collect()
+
+
+def test_a_service_may_be_used_from_a_second_event_loop() -> None:
+    service = make_service()
+
+    async def first() -> list[Event]:
+        return await collect(service.chat(chat("Hello", seed=1)))
+
+    assert text_of(asyncio.run(first())) == text_of(run(service, first()))

@@ -1,4 +1,4 @@
-"""Bodies of requests: what is accepted becomes typed values, what is wrong is named."""
+"""Parsing of request bodies: valid ones become typed values, errors name the field."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_neutral_values_of_unsupported_fields_pass() -> None:
     )  # fmt: skip
 
 
-def test_parts_keep_their_order_and_place() -> None:
+def test_parts_keep_their_order_and_path() -> None:
     video = {"type": "video_url", "video_url": {"url": "v.mp4"}}
     spoken_url = {"type": "audio_url", "audio_url": {"url": "a.wav"}}
     content = [IMAGE, {"type": "text", "text": "Hi"}, CLIP, video, spoken_url]
@@ -99,7 +99,7 @@ def test_media_lists_go_into_the_first_user_message() -> None:
     assert params == ["images[0]", "audios[0]", "audios[1]", "videos[0]"]
 
 
-def test_empty_text_is_allowed_when_the_question_is_in_the_media() -> None:
+def test_empty_text_is_allowed_with_media() -> None:
     (message,) = chat(messages=[{"role": "user", "content": ""}], audios=["a"]).messages
     assert [type(part) for part in message.parts] == [MediaSource]
 
@@ -240,7 +240,7 @@ def test_wrong_speech_bodies(body: dict[str, Any], param: str, words: str) -> No
     assert words in caught.value.message
 
 
-def test_what_an_artifact_lacks_is_refused() -> None:
+def test_unsupported_modalities_are_refused() -> None:
     with pytest.raises(RequestError, match="speaks, but does not chat"):
         chat(SPEECH_ONLY)
     with pytest.raises(RequestError, match="has no talker") as caught:
@@ -324,7 +324,7 @@ NAMES = st.sampled_from(
 
 @given(st.dictionaries(NAMES | st.text(max_size=5), JSON, max_size=5) | JSON)
 def test_any_json_is_parsed_or_refused(body: object) -> None:
-    """Nothing a client can send ends in another error than RequestError."""
+    """No body raises an error other than RequestError."""
     for parse in (parse_chat, parse_speech):
         try:
             call = parse(encode(body), INFO, OPTIONS)

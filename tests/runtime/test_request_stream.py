@@ -15,7 +15,7 @@ def token(number: int) -> TokenItem:
     return TokenItem(token=number, finish=None)
 
 
-def test_each_channel_gets_its_items_in_their_order() -> None:
+def test_each_stream_receives_its_items_in_order() -> None:
     async def main() -> list[list[int | None]]:
         event_queue = EventQueue(asyncio.get_running_loop())
         streams = [RequestStream(event_queue) for _ in range(3)]
@@ -42,7 +42,7 @@ def test_each_channel_gets_its_items_in_their_order() -> None:
             ]
 
 
-def test_the_event_loop_is_woken_once_for_what_comes_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_that_arrive_together_wake_the_event_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> tuple[int, list[Any]]:
         loop = asyncio.get_running_loop()
         wakes: list[object] = []
@@ -66,7 +66,7 @@ def test_the_event_loop_is_woken_once_for_what_comes_together(monkeypatch: pytes
     assert [item.token for item in items] == [*range(16), 99]
 
 
-def test_a_closed_event_loop_closes_its_channels() -> None:
+def test_a_closed_event_loop_closes_its_streams() -> None:
     loop = asyncio.new_event_loop()
     event_queue = EventQueue(loop)
     streams = [RequestStream(event_queue) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""One request's receiving end, for tests that run the loops without a server."""
+"""Collects the items of one request, for tests that run the loops without a server."""
 
 from __future__ import annotations
 

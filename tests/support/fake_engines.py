@@ -1,4 +1,4 @@
-"""Engines as small Python functions that keep a graph's contract."""
+"""Engines made of small Python functions that check the shapes of their graph's spec."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HIDDEN = 4
 
 
 class FunctionEngine(Engine):
-    """An engine that is a function of named tensors."""
+    """An engine that calls a function of named tensors."""
 
     def __init__(self, names: Sequence[str], function: Callable[..., tuple[Tensor, ...]]) -> None:
         self._names = names

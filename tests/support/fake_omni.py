@@ -1,4 +1,4 @@
-"""A service over fake engines, and how tests ask it."""
+"""A service over fake engines, with helpers to build and run requests."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def chat(text: str, speech: SpeechParams | None = None, **sampling: Any) -> Chat
     )
 
 
-def say(text: str, **params: Any) -> SpeechRequest:
+def speech_request(text: str, **params: Any) -> SpeechRequest:
     return SpeechRequest(request_id="s", text=text, speech=SpeechParams(**params))
 
 
@@ -119,7 +119,7 @@ async def collect(events: AsyncIterator[Event]) -> list[Event]:
 
 
 def run(service: OmniService, work: Coroutine[Any, Any, Any]) -> Any:
-    """Run `work`, close the service, check that nothing is held."""
+    """Run `work`, close the service, check that no request holds resources."""
 
     async def whole() -> Any:
         try:

@@ -1,4 +1,4 @@
-"""Eight different requests and how to send them, alone or together."""
+"""Eight different requests, sent one after the other or together."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def send(url: str, request: tuple[str, dict[str, Any]]) -> Answer:
 
 
 def send_together(url: str, requests: tuple[tuple[str, dict[str, Any]], ...]) -> list[Answer]:
-    """All at once, answers in the order of `requests`."""
+    """Send all requests at once; answers are in the order of `requests`."""
     with ThreadPoolExecutor(len(requests)) as pool:
         return list(pool.map(lambda request: send(url, request), requests))
 

@@ -1,4 +1,4 @@
-"""What the official `openai` client must be able to do with a server: each check takes the server's base URL.
+"""Checks of a server with the official `openai` client; each takes the server's base URL.
 
 The checks know nothing of the model behind the server, so that they hold for a fake and for a real artifact.
 """
@@ -48,7 +48,7 @@ def wav_base64(seconds: float = 0.5, rate: int = 16000) -> str:
 
 
 def user(*parts: Any) -> list[Any]:
-    """A conversation of one user message."""
+    """A conversation with one user message."""
     return [{"role": "user", "content": list(parts)}]
 
 
@@ -101,7 +101,7 @@ def check_streamed_text(base_url: str) -> None:
     assert all(chunk.choices[0].finish_reason is None for chunk in chunks[:-2])
     deltas = [chunk.choices[0].delta.content for chunk in chunks[1:-2]]
     assert "".join(delta or "" for delta in deltas) == whole
-    # a stop token makes no delta
+    # a stop token has no delta
     assert chunks[-1].usage.completion_tokens - len(deltas) in (0, 1)
     assert len({chunk.id for chunk in chunks}) == 1
 
@@ -142,7 +142,7 @@ def check_text_and_audio(base_url: str) -> None:
 
 
 def check_streamed_text_and_audio(base_url: str, audio_format: str = "wav") -> None:
-    """The payloads, joined, are one clip at the true rate."""
+    """The payloads, joined, form one clip with the right rate."""
     voice: Any = {"voice": default_voice(base_url), "format": audio_format}
     with client(base_url) as openai:
         stream = openai.chat.completions.create(
@@ -158,7 +158,7 @@ def check_streamed_text_and_audio(base_url: str, audio_format: str = "wav") -> N
     content = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     deltas = [
         chunk.choices[0].delta.model_dump() for chunk in chunks
-    ]  # older clients leave `audio` a plain dict
+    ]  # older clients return `audio` as a plain dict
     audio = [delta["audio"] for delta in deltas if delta.get("audio")]
     assert len({part["id"] for part in audio}) == 1
     assert audio[-1]["transcript"] == content
@@ -174,7 +174,7 @@ def check_streamed_text_and_audio(base_url: str, audio_format: str = "wav") -> N
 
 
 def check_speech_file(base_url: str, folder: Path) -> None:
-    """Speech to a file, whole and streamed; both are the same samples."""
+    """Speech to a file, whole and streamed; both have the same samples."""
     voice = default_voice(base_url)
     whole, streamed = folder / "whole.wav", folder / "streamed.wav"
     with client(base_url) as openai:

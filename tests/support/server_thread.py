@@ -1,4 +1,4 @@
-"""A real server on a port of the system's choice, in a thread, over any service."""
+"""A real server over any service, in a thread, on a free port."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mingc.runtime.request import Service
 
 @contextmanager
 def run_server(make_service: Callable[[], Service], options: ServeOptions | None = None) -> Iterator[str]:
-    """Yields the base URL (`http://127.0.0.1:port`); the server has ended when the block is left."""
+    """Yields the base URL (`http://127.0.0.1:port`); the server is shut down on exit."""
     urls: Queue[str | BaseException] = Queue()
     stops: Queue[Callable[[], object]] = Queue()
 

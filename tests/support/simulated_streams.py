@@ -1,7 +1,7 @@
-"""CUDA streams, events and graphs as far as `mingc.runtime.talker.patch_pipeline` uses them, on the CPU.
+"""Simulation on the CPU of the CUDA streams, events and graphs that `mingc.runtime.talker.patch_pipeline` uses.
 
-What is launched runs late, in any order that streams and events allow: whatever is not ordered will sooner or later
-come in the wrong order.
+Launched work runs late, in a random order that streams and events allow, so a missing dependency shows as a wrong
+order in some seed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mingc.runtime.engines.cuda_graphs import Shapes
 
 
 class Event:
-    """Recorded when the last `record` launched before has run."""
+    """An event; it counts as reached when the last launched `record` has run."""
 
     def __init__(self) -> None:
         self.launched = 0
@@ -36,7 +36,7 @@ class Event:
 
 
 class Stream:
-    """Work to be done in order."""
+    """Work that runs in order."""
 
     def __init__(self) -> None:
         self.work: deque[tuple[Callable[[], bool], Callable[[], None]]] = deque()
@@ -142,14 +142,14 @@ class Device:
         self._current[-1].add(call)
 
     def run_something(self) -> None:
-        """One piece of work of one stream whose turn it may be."""
+        """Run one work item of a random stream that is ready."""
         ready = [stream for stream in self._streams if stream.work and stream.work[0][0]()]
         assert ready, "every stream waits for another"
         self._random.choice(ready).work.popleft()[1]()
 
     @contextmanager
     def _inside_a_graph(self) -> Iterator[None]:
-        """What streams are told inside a graph concerns its edges, not them: a graph runs as one piece."""
+        """Ignore stream operations during capture: they only add edges to the graph, which runs as one item."""
         streams, current = self._streams, self._current
         self._streams, self._current = [], [Stream()]
         kept = [(stream, stream.work) for stream in streams]

@@ -1,4 +1,4 @@
-"""What of an answer is spoken."""
+"""Text of a chat answer that is sent to speech."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Words:
 
 
 class FakeSpeechStream:
-    """A speech_stream that notes what it is to enqueue."""
+    """A speech stream that records the texts it is given."""
 
     is_finished = False
 
@@ -36,7 +36,7 @@ class FakeSpeechStream:
         self.texts += texts
 
 
-def test_thoughts_are_written_and_not_spoken() -> None:
+def test_thoughts_are_in_the_text_but_not_in_the_speech() -> None:
     words = ["<th", "ink>", "They greet me.", " I shall greet them.", "</thi", "nk>", "\n\nGood ", "morning."]
     speech_stream = FakeSpeechStream()
     run = ChatOutputProcessor(
