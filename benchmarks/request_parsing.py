@@ -79,6 +79,10 @@ def bodies(size: int) -> dict[str, Callable[[], bytes]]:
         "media lists": lambda: padded(
             '{"messages":[{"role":"user","content":""}],"images":[', '"",', "]}", size, most
         ),
+        "wrong type, arrays": lambda: padded('{"messages":"x","metadata":[', "[[[[]]]],", "]}", size, most),
+        "wrong type, text": lambda: (
+            b'{"messages":[{"role":"user","content":"' + b"x" * size + b'"}],"seed":"1"}'
+        ),
         "many keys": lambda: (
             '{"messages":[{"role":"user","content":"x"}],'
             + ",".join(f'"k{i}":{i}' for i in range(most - 3))

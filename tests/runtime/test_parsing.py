@@ -178,6 +178,8 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": "a" * 1001}, "stop", "the limit is 1000"),
     ({"stop": ["a", "a" * 1001]}, "stop[1]", "the limit is 1000"),
     ({"seed": 1 << 64}, "seed", "between"),
+    ({"seed": 10**4200}, "seed", "between"),
+    ({"temperature": 10**4200}, "temperature", "between 0"),
     ({"stream": "yes"}, "stream", "a boolean"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "'stream': true"),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "Unknown"),
@@ -264,8 +266,7 @@ def test_unsupported_modalities_are_refused() -> None:
         (b'{"n": NaN}', "NaN"),
         (b'{"n": -Infinity}', "Infinity"),
         (b"\xff\xfe{}", "byte 0 is not UTF-8"),
-        (b"[" * 200000, "nested too deeply"),
-        (b"9" * 5000, "digits"),
+        (b'{"n": ' + b"[" * 200000, "nested too deeply"),
     ],
     ids=lambda value: str(value[:12]),
 )
@@ -292,6 +293,27 @@ def test_an_unknown_key_of_any_form_is_named(name: str) -> None:
         chat(**{name: 1})
     assert caught.value.param == name[:100]
     assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"stream": "x" * 5000}, f"'stream' must be a boolean, not a string (\"{'x' * 58}…)."),
+        ({"stream": [0] * 5000}, "'stream' must be a boolean, not an array."),
+        ({"stream": {"x": "y" * 5000}}, "'stream' must be a boolean, not an object."),
+        ({"messages": [{"role": "x" * 5000}]}, f'"{"x" * 58}… is not a supported value'),
+    ],
+)
+def test_large_values_are_shortened_in_errors(body: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(**body)
+    assert caught.value.message.startswith(message)
+
+
+def test_a_wrong_type_in_malformed_json_is_reported_as_malformed() -> None:
+    with pytest.raises(RequestError, match="not valid JSON") as caught:
+        parse_chat(b'{"stream": "x", "n": [}', INFO, OPTIONS)
+    assert caught.value.code == "invalid_json"
 
 
 def test_an_integer_may_be_written_with_a_decimal_point() -> None:

@@ -1,7 +1,7 @@
 """Decoding of JSON request bodies into structs, with errors that name the field, its value and the fix.
 
-msgspec decodes; a body that it refuses is parsed a second time, untyped, to describe the fault as OpenAI's API does
-(`message`, `param`, `code`). Knows JSON, structs and RequestError, nothing of the fields themselves.
+msgspec decodes. For a body that it refuses, the value at fault is looked up again to describe it as OpenAI's API does
+(`message`, `param`, `code`). This module knows JSON, structs and RequestError, but no particular field.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Generic, NoReturn, TypeVar
@@ -28,6 +29,7 @@ _PATH = re.compile(r"(\.\w+|\[\d+\])+`")
 _MISSING = "Object missing required field `"
 _UNKNOWN = "Object contains unknown field `"
 _MAX_SHOWN = 100  # characters of a client's name in an error
+_MAX_SHOWN_BYTES = 4000  # larger values are not decoded for an error
 
 
 class BodyDecoder(Generic[_Body]):
@@ -207,7 +209,7 @@ def _validation_error(reason: str, raw: bytes, type_: type) -> RequestError:
             f"'{param}' must be an array of at most {limit} items.", param=param, code="invalid_value"
         )
     types = list(_types_at(type_, keys))
-    value = _value_at(_parse_untyped(raw), keys)
+    value = _value_at(raw, keys)
     if reason.startswith("Invalid"):
         return _unknown_choice(param, types, value)
     if ", got " not in reason and isinstance(value, int | float):
@@ -317,7 +319,31 @@ def _names(struct: inspect.StructType) -> Iterator[str]:
         yield struct.tag_field
 
 
-def _value_at(value: object, keys: _Keys) -> object:
+def _value_at(raw: bytes, keys: _Keys) -> object:
+    """The value at `keys`; only containers on the way are decoded, so a large body costs little."""
+    try:
+        data = raw
+        for key in keys:
+            if isinstance(key, str):
+                data = bytes(msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get(key, b"null"))
+            else:
+                data = bytes(msgspec.json.decode(data, type=list[msgspec.Raw])[key])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _child_at(_parse_untyped(raw), keys)  # a fault behind the field at `keys`
+    if len(data) <= _MAX_SHOWN_BYTES:
+        return _parse_untyped(data)
+    match data.lstrip()[:1]:  # large: what an error shows of it is enough
+        case b'"':
+            return data[1:_MAX_SHOWN].decode("utf-8", errors="ignore")
+        case b"[":
+            return []
+        case b"{":
+            return {}
+        case _:
+            return math.inf
+
+
+def _child_at(value: object, keys: _Keys) -> object:
     for key in keys:
         if isinstance(value, dict) and isinstance(key, str):
             value = value.get(key)
