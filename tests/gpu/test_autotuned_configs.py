@@ -1,4 +1,4 @@
-"""Cuts of the experts' kernels, tried and timed on a CUDA device."""
+"""Configurations of the mixture-of-experts kernels, run and timed on a GPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def only_problem(tokens: int, quantization: Quantization | None, dims: ExpertDim
 
 @pytest.mark.parametrize("tokens", [1, 16, 100, 300, 1100])
 @pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
-def test_every_candidate_gives_what_the_rules_cut_does(
+def test_every_configuration_gives_the_result_of_the_default(
     tokens: int, quantization: Quantization | None
 ) -> None:
     problem = only_problem(tokens, quantization)
@@ -63,37 +63,37 @@ def test_every_candidate_gives_what_the_rules_cut_does(
             check_result(problem, tried[0], expected, experts.run(problem, inputs))
 
 
-def test_a_cut_beyond_the_devices_shared_memory_does_not_fit() -> None:
+def test_a_configuration_beyond_shared_memory_does_not_fit() -> None:
     problem = only_problem(300, None)
     huge = KernelConfig(block_n=256, block_k=256, num_warps=8, num_stages=4)
     assert fits(DIMS, problem, default_config(problem))
     assert not fits(DIMS, problem, replace(default_config(problem), up=huge, down=huge))
 
 
-def test_times_are_of_the_cuts_asked_for() -> None:
+def test_each_time_belongs_to_its_configuration() -> None:
     problem = only_problem(16, None, replace(DIMS, hidden_size=4096, num_experts=256))
     slow = replace(default_config(problem), up=KernelConfig(block_n=16, block_k=32, num_stages=1))
-    trial = ProblemTimer(
+    timer = ProblemTimer(
         RandomExperts(replace(DIMS, hidden_size=4096, num_experts=256), problem.weight_format), problem
     )
-    first, other, again = trial.time_us([default_config(problem), slow, default_config(problem)])
+    first, other, again = timer.time_us([default_config(problem), slow, default_config(problem)])
     assert 0 < first < other
     assert 0 < again < other
 
 
-def test_a_cut_that_gives_another_result_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_with_another_result_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = only_problem(16, None)
     experts = RandomExperts(DIMS, problem.weight_format)
-    trial = ProblemTimer(experts, problem)
+    timer = ProblemTimer(experts, problem)
     right, other = search_space(problem)[:2]
-    trial.time_us([right])
+    timer.time_us([right])
     run = experts.run
     monkeypatch.setattr(experts, "run", lambda *call: 1.1 * run(*call))
     with pytest.raises(ExportError, match="gives another result than the default"):
-        trial.time_us([other])
+        timer.time_us([other])
 
 
-def test_choices_are_kept_and_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_are_cached_and_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problems = tuning.moe_problems(DIMS, "fp8", [1, 16, 32, 128])
     records = tuning.autotune(DIMS, problems, jobs=4, cache=tmp_path)
     timed = [each.tokens for each in records]
@@ -106,8 +106,8 @@ def test_choices_are_kept_and_taken_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert tuning.autotune(DIMS, problems, jobs=4, cache=tmp_path) == records
 
 
-@pytest.mark.parametrize("is_chosen", [False, True])
-def test_compiled_code_has_the_cut_in_use(is_chosen: bool) -> None:
+@pytest.mark.parametrize("is_tuned", [False, True])
+def test_compiled_code_uses_the_tuned_configuration(is_tuned: bool) -> None:
     from torch._inductor.utils import run_and_get_code
 
     torch._dynamo.reset()
@@ -119,10 +119,12 @@ def test_compiled_code_has_the_cut_in_use(is_chosen: bool) -> None:
     )
     expected = experts.run(problem, inputs)
     with (
-        use_tuned_configs({problem: config} if is_chosen else {}),
-        torch._functorch.config.patch(enable_autograd_cache=False),  # it knows the operation, not its tiles
+        use_tuned_configs({problem: config} if is_tuned else {}),
+        torch._functorch.config.patch(
+            enable_autograd_cache=False
+        ),  # its key lacks the configuration
         torch._inductor.config.patch(fx_graph_cache=False),
     ):
         given, sources = run_and_get_code(torch.compile(experts.run, fullgraph=True), problem, inputs)
     check_result(problem, config, given, expected)
-    assert ("'BN': 16" in "".join(sources)) == is_chosen
+    assert ("'BLOCK_N': 16" in "".join(sources)) == is_tuned

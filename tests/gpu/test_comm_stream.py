@@ -1,4 +1,4 @@
-"""Work beside the current stream comes behind what is queued and in front of what waits, called and captured."""
+"""Work on the communication stream runs after queued work and before whatever waits for it, called and captured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
 SIZE, ROUNDS = 2048, 8
 
 
-def test_what_is_started_runs_between_its_start_and_its_end() -> None:
+def test_started_work_runs_between_start_and_wait() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     side = CommStream(device)
     turn = torch.linalg.qr(torch.randn(SIZE, SIZE, dtype=torch.float64, device=device))[0]
@@ -29,7 +29,7 @@ def test_what_is_started_runs_between_its_start_and_its_end() -> None:
         for _ in range(ROUNDS):
             for index in range(2):
                 waits[index]()
-                flows[index] = turn @ flows[index]  # long: what did not wait would read the value before
+                flows[index] = turn @ flows[index]  # long, so that reading without waiting gets the old value
                 waits[index] = side.start(lambda flow=flows[index]: flow.mul_(2).add_(beside))  # type: ignore[misc]
         for wait in waits:
             wait()

@@ -1,4 +1,4 @@
-"""The kernels of one token, products with their norm and whole halves of a layer, against plain torch on CUDA."""
+"""GEMV kernels of one token, with norm and as whole halves of a layer, against plain torch on CUDA."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-TOLERANCE = 1e-2  # roundings to bfloat16, relative to the largest value
-WIDE = 132 * 8 * 64  # more columns than one wave of programs takes
+TOLERANCE = 1e-2  # rounding error of bfloat16, relative to the largest value
+MANY_COLUMNS = 132 * 8 * 64  # more than one wave of programs computes on an H200
 
 
-def make(storage: str, *shape: int) -> tuple[Tensor, Tensor | None]:
+def make(weight_format: str, *shape: int) -> tuple[Tensor, Tensor | None]:
     weight = torch.randn(*shape, device="cuda") * shape[-1] ** -0.5
-    return quantize_fp8(weight) if storage == "fp8" else (weight.to(torch.bfloat16), None)
+    return quantize_fp8(weight) if weight_format == "fp8" else (weight.to(torch.bfloat16), None)
 
 
 def row(width: int) -> Tensor:
@@ -33,20 +33,20 @@ def check(value: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None
     assert error < tolerance
 
 
-@pytest.mark.parametrize("storage", ["bf16", "fp8"])
-@pytest.mark.parametrize(("columns", "depth"), [(4096, 512), (5120, 4096), (4096, 9216), (WIDE + 16, 1024)])
-def test_one_row(columns: int, depth: int, storage: str) -> None:
-    x, (weight, scale) = row(depth), make(storage, columns, depth)
+@pytest.mark.parametrize("weight_format", ["bf16", "fp8"])
+@pytest.mark.parametrize(("n", "k"), [(4096, 512), (5120, 4096), (4096, 9216), (MANY_COLUMNS + 16, 1024)])
+def test_one_row(n: int, k: int, weight_format: str) -> None:
+    x, (weight, scale) = row(k), make(weight_format, n, k)
     with plain_torch():
         expected = gemv(x, weight, scale)
     check(gemv(x, weight, scale), expected)
 
 
-@pytest.mark.parametrize("storage", ["bf16", "fp8"])
-@pytest.mark.parametrize(("columns", "depth"), [(1280, 4096), (256, 1024), (WIDE + 16, 2048)])
-def test_one_row_after_sum_and_norm(columns: int, depth: int, storage: str) -> None:
-    residual, delta, (weight, scale) = row(depth), row(depth), make(storage, columns, depth)
-    norm = (1 + torch.randn(depth, device="cuda") / 10).to(torch.bfloat16)
+@pytest.mark.parametrize("weight_format", ["bf16", "fp8"])
+@pytest.mark.parametrize(("n", "k"), [(1280, 4096), (256, 1024), (MANY_COLUMNS + 16, 2048)])
+def test_one_row_after_sum_and_norm(n: int, k: int, weight_format: str) -> None:
+    residual, delta, (weight, scale) = row(k), row(k), make(weight_format, n, k)
+    norm = (1 + torch.randn(k, device="cuda") / 10).to(torch.bfloat16)
     with plain_torch():
         expected_stream, expected = sum_norm_linear(residual, delta, norm, weight, 1e-6, scale)
     stream, value = sum_norm_linear(residual, delta, norm, weight, 1e-6, scale)
@@ -54,11 +54,11 @@ def test_one_row_after_sum_and_norm(columns: int, depth: int, storage: str) -> N
     check(value, expected)
 
 
-@pytest.mark.parametrize("storage", ["bf16", "fp8"])
+@pytest.mark.parametrize("weight_format", ["bf16", "fp8"])
 @pytest.mark.parametrize("has_shared", [True, False])
 @pytest.mark.parametrize(("experts", "groups", "kept", "chosen"), [(256, 8, 4, 8), (32, 1, 1, 3)])
 def test_one_token_of_a_layer_with_experts(
-    storage: str, has_shared: bool, experts: int, groups: int, kept: int, chosen: int
+    weight_format: str, has_shared: bool, experts: int, groups: int, kept: int, chosen: int
 ) -> None:
     hidden, width = 1024, 256
     router = Router(hidden, experts, num_groups=groups, num_kept_groups=kept, top_k=chosen, scale=2.5)
@@ -72,7 +72,7 @@ def test_one_token_of_a_layer_with_experts(
         owners.append((half.shared, ()))
     for owner, leading in owners:
         for name, shape in (("gate_up", (2 * width, hidden)), ("down", (hidden, width))):
-            weight, scale = make(storage, *leading, *shape)
+            weight, scale = make(weight_format, *leading, *shape)
             setattr(owner, name, nn.Parameter(weight, requires_grad=False))
             if scale is not None:
                 setattr(owner, f"{name}_scale", nn.Parameter(scale, requires_grad=False))
@@ -83,11 +83,11 @@ def test_one_token_of_a_layer_with_experts(
         with torch.no_grad():
             stream, partial, ids, weights = half.decode_routed(residual, delta)
         assert torch.equal(stream, expected[0])
-        # A sum in another order may put nearly equal experts the other way round: then there is nothing to compare.
+        # Summing in another order may swap experts with nearly equal scores: outputs cannot be compared then.
         if not torch.equal(ids, expected[2]):
             continue
         torch.testing.assert_close(weights, expected[3], rtol=1e-3, atol=1e-4)
-        check(partial, expected[1], 2 * TOLERANCE)  # two products in a row, of rounded rows
+        check(partial, expected[1], 2 * TOLERANCE)  # two GEMVs in sequence, on rounded rows
         break
     else:
-        raise AssertionError("other experts for every token")
+        raise AssertionError("different experts for every token")

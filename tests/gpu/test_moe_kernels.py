@@ -1,4 +1,4 @@
-"""The Triton kernels of a mixture-of-experts layer against their torch references, on a CUDA device."""
+"""Triton kernels of a mixture-of-experts layer against their torch references, on a GPU."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 HIDDEN, EXPERTS, CHOSEN = 1024, 32, 4
-# Outputs are sums of 2 width values, each rounded to bfloat16; relative to the largest value.
+# Outputs are sums of 2 F values, each rounded to bfloat16; relative to the largest value.
 TOLERANCE = 1.5e-2
-# Beyond so many tokens an FP8 shared expert is a product of FP8 with FP8, whose rows are rounded to 3 bits: that alone
-# is 0.024 to 0.043 of the largest value here. The reference below rounds them too.
+# With more tokens an FP8 shared expert runs as FP8 GEMMs, whose rows are rounded to 3 bits: that alone is 0.024 to
+# 0.043 of the largest value here. The reference below rounds them too.
 DECODE_TOKENS = 64
-# It cannot round all of them alike: the vendor's sums have fewer bits, and the compiler keeps silu(gate) * up in
-# float32 where eager code has bfloat16. Some values of the second product then fall on the other side of an FP8 step,
-# which is 0.011 to 0.027 of the largest value in a model of it on the CPU.
+# It cannot round all of them identically: the vendor's sums have fewer bits, and the compiler keeps silu(gate) * up in
+# float32 where eager code has bfloat16. Some inputs of the second GEMM then round to another FP8 value, which is 0.011
+# to 0.027 of the largest value in a CPU model of it.
 ROUNDED_TOLERANCE = 4e-2
 
 
@@ -40,11 +40,11 @@ def store(weight: Tensor, weight_format: str) -> tuple[Tensor, Tensor | None]:
     return weight.to(torch.bfloat16), None
 
 
-def make(weight_format: str, width: int, *leading: int) -> ExpertWeights:
+def make(weight_format: str, size: int, *leading: int) -> ExpertWeights:
     gate_up, up_scale = store(
-        torch.randn(*leading, 2 * width, HIDDEN, device="cuda") * HIDDEN**-0.5, weight_format
+        torch.randn(*leading, 2 * size, HIDDEN, device="cuda") * HIDDEN**-0.5, weight_format
     )
-    down, down_scale = store(torch.randn(*leading, HIDDEN, width, device="cuda") * width**-0.5, weight_format)
+    down, down_scale = store(torch.randn(*leading, HIDDEN, size, device="cuda") * size**-0.5, weight_format)
     return ExpertWeights(gate_up, down, up_scale, down_scale)
 
 
@@ -58,8 +58,8 @@ def check(value: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None
     assert error < tolerance
 
 
-def rounded_product(rows: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-    """rows @ weightᵀ with rows rounded to FP8; rounded to bfloat16 before the scales and after them."""
+def rounded_gemm(rows: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    """rows @ weightᵀ with rows rounded to FP8; rounded to bfloat16 before and after the scales."""
     assert scale is not None
     rounded, row_scale = quantize_fp8(rows)
     product = (rounded.float() @ weight.float().t()).to(rows.dtype)
@@ -67,17 +67,17 @@ def rounded_product(rows: Tensor, weight: Tensor, scale: Tensor | None) -> Tenso
 
 
 def rounded_swiglu(x: Tensor, expert: ExpertWeights) -> Tensor:
-    """The shared expert in FP8 with the rows of both products rounded to FP8, as `mingc.kernels.linear` has them."""
-    gate, up = rounded_product(x, expert.gate_up, expert.gate_up_scale).chunk(2, dim=-1)
-    return rounded_product(F.silu(gate) * up, expert.down, expert.down_scale)
+    """An FP8 shared expert with the rows of both GEMMs rounded to FP8, as in `mingc.kernels.linear`."""
+    gate, up = rounded_gemm(x, expert.gate_up, expert.gate_up_scale).chunk(2, dim=-1)
+    return rounded_gemm(F.silu(gate) * up, expert.down, expert.down_scale)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 37, 64, 65, 700, 1100])
 @pytest.mark.parametrize("weight_format", ["bf16", "fp8", "int4"])
-@pytest.mark.parametrize("width", [128, 512])
-def test_experts(tokens: int, weight_format: str, width: int) -> None:
+@pytest.mark.parametrize("size", [128, 512])
+def test_experts(tokens: int, weight_format: str, size: int) -> None:
     x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
-    experts, shared = make(weight_format, width, EXPERTS), make(weight_format, width)
+    experts, shared = make(weight_format, size, EXPERTS), make(weight_format, size)
     choice = select_fastest(tokens)
     is_rounded = weight_format == "fp8" and tokens > DECODE_TOKENS
     with plain_torch():
@@ -89,16 +89,16 @@ def test_experts(tokens: int, weight_format: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [65, 700])
-def test_a_product_of_fp8_with_fp8(rows: int) -> None:
-    """One product alone: with its rows rounded alike nothing is left but the order of sums."""
+def test_an_fp8_gemm(rows: int) -> None:
+    """With rows rounded identically, only the order of sums differs."""
     x = torch.randn(rows, HIDDEN, device="cuda").to(torch.bfloat16)
     weight, scale = quantize_fp8(torch.randn(512, HIDDEN, device="cuda") * HIDDEN**-0.5)
-    check(linear(x, weight, None, scale), rounded_product(x, weight, scale))
+    check(linear(x, weight, None, scale), rounded_gemm(x, weight, scale))
 
 
 @pytest.mark.parametrize("tokens", [40, 200])
 @pytest.mark.parametrize("weight_format", ["bf16", "fp8", "int4"])
-def test_all_tokens_at_the_same_experts(tokens: int, weight_format: str) -> None:
+def test_all_tokens_routed_to_the_same_experts(tokens: int, weight_format: str) -> None:
     x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
     experts = make(weight_format, 128, EXPERTS)
     ids = torch.tensor([[31, 7, 0, 12]], device="cuda").expand(tokens, -1).contiguous()
@@ -110,8 +110,8 @@ def test_all_tokens_at_the_same_experts(tokens: int, weight_format: str) -> None
 
 @pytest.mark.parametrize("tokens", [12, 60, 300, 1100])
 @pytest.mark.parametrize("weight_format", ["bf16", "fp8", "int4"])
-def test_a_token_does_not_depend_on_its_neighbours(tokens: int, weight_format: str) -> None:
-    """Other tokens of the same number, other experts for them: the same bits for the one in the middle."""
+def test_a_token_does_not_depend_on_its_batch(tokens: int, weight_format: str) -> None:
+    """Replace all tokens but the middle one and their experts: the middle one keeps its bits."""
     x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
     experts, shared = make(weight_format, 256, EXPERTS), make(weight_format, 256)
     ids, mix = select_fastest(tokens)
@@ -125,7 +125,7 @@ def test_a_token_does_not_depend_on_its_neighbours(tokens: int, weight_format: s
 
 
 def test_rows_beyond_a_block_get_the_same_bits() -> None:
-    """137 rows an expert: those beyond 128 share the block of the others, or have one of their own."""
+    """137 rows an expert: those beyond 128 share a block with the others, or have their own."""
     x = torch.randn(1100, HIDDEN, device="cuda").to(torch.bfloat16)
     experts, choice = make("bf16", 256, EXPERTS), select_fastest(1100)
     together = moe_experts(x, *choice, *experts)
@@ -138,7 +138,7 @@ def test_rows_beyond_a_block_get_the_same_bits() -> None:
         assert torch.equal(moe_experts(x, *choice, *experts), together)
 
 
-def test_a_shared_expert_of_another_width_and_format() -> None:
+def test_a_shared_expert_of_another_size_and_format() -> None:
     x = torch.randn(5, HIDDEN, device="cuda").to(torch.bfloat16)
     experts, shared = make("int4", 128, EXPERTS), make("bf16", 256)
     choice = select_fastest(5)
@@ -157,13 +157,13 @@ def test_router(tokens: int, has_gates: bool) -> None:
     with plain_torch():
         expected_ids, expected_mix = route_hidden(x, weight, bias, gates, **options)
     ids, mix = route_hidden(x, weight, bias, gates, **options)
-    # Two sums of 1024 products in other orders may put nearly equal experts the other way round.
+    # Summing in another order may swap experts with nearly equal scores.
     is_same = (ids == expected_ids).all(1)
     assert is_same.float().mean() > 0.97
     torch.testing.assert_close(mix[is_same], expected_mix[is_same], rtol=1e-4, atol=1e-5)
 
 
-def test_equal_scores_go_to_the_first_experts() -> None:
+def test_ties_go_to_the_first_experts() -> None:
     x = torch.zeros(3, HIDDEN, device="cuda", dtype=torch.bfloat16)
     weight = torch.zeros(1, 64, HIDDEN, device="cuda", dtype=torch.bfloat16)
     ids, mix = route_hidden(
@@ -177,8 +177,8 @@ def test_equal_scores_go_to_the_first_experts() -> None:
 @pytest.mark.parametrize("weight_format", ["bf16", "fp8", "int4"])
 @pytest.mark.parametrize("tokens", [1, 6, 80])
 def test_compiled(weight_format: str, tokens: int) -> None:
-    """The kernels' helpers and constants reach the code that the compiler writes around them."""
-    torch._dynamo.reset()  # every case is the same code: its compilations would add up to the limit
+    """The code that the compiler generates contains the kernels' helpers and constants."""
+    torch._dynamo.reset()  # all cases compile the same code, and together they would exceed the recompile limit
     x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
     experts, shared = make(weight_format, 128, EXPERTS), make(weight_format, 128)
     weight = (torch.randn(1, EXPERTS, HIDDEN, device="cuda") * HIDDEN**-0.5).to(torch.bfloat16)

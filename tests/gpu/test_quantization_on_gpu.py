@@ -1,4 +1,4 @@
-"""On CUDA: weights that the device quantizes are those that the CPU would."""
+"""Quantization on a GPU gives the weights that the CPU gives."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def test_the_device_quantizes_like_the_cpu(kind: Quantization) -> None:
     if kind == "fp8":
         for name, tensor in expected.items():
             assert torch.equal(stored[name].view(torch.uint8), tensor.view(torch.uint8))
-    # Of scales that are equally good but for the order of a sum either may be taken.
+    # Of two scales with equal error either may be selected: sums have another order.
     same = stored["experts.down_scale"] == expected["experts.down_scale"]
     assert float(same.float().mean()) > 0.99
-    wide = [dequantize(*tensors.values(), torch.float32) for tensors in (stored, expected)]
-    errors = [float((each - value.float()).square().mean()) for each in wide]
+    values = [dequantize(*tensors.values(), torch.float32) for tensors in (stored, expected)]
+    errors = [float((each - value.float()).square().mean()) for each in values]
     assert errors[0] == pytest.approx(errors[1], rel=1e-3)

@@ -1,4 +1,4 @@
-"""On CUDA in bfloat16: what a request's speech is does not depend on the others of its batch."""
+"""On CUDA in bfloat16: a request's speech does not depend on the other requests of its batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-# Another bucket adds products in another order: bfloat16 rounds them differently, and each patch conditions the next.
+# Another batch bucket sums in another order: bfloat16 rounds differently, and each patch conditions the next.
 # Shares of the request's largest sample; the first patch of another seed differs by 0.4 to 3.
 TOLERANCE_FIRST_PATCH, TOLERANCE = 0.1, 0.5
 
@@ -33,13 +33,15 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return speech_isolation.measure(worker, speech_isolation.make_segments(artifact))
 
 
-def test_in_one_bucket_every_request_is_what_it_is_alone_bit_for_bit(figures: list[dict[str, Any]]) -> None:
+def test_within_a_bucket_every_request_equals_its_single_run_bit_for_bit(
+    figures: list[dict[str, Any]],
+) -> None:
     same = [each for each in figures if each["name"] == "isolation_same_bucket"]
     assert len(same) == 1 + len(speech_isolation.arrival_patterns())
     assert [each for each in same if each["equal"] < speech_isolation.NUM_REQUESTS] == []
 
 
-def test_across_buckets_it_differs_by_rounding_only(figures: list[dict[str, Any]]) -> None:
+def test_across_buckets_requests_differ_by_rounding_only(figures: list[dict[str, Any]]) -> None:
     across = [each for each in figures if each["name"] == "isolation_across_buckets"]
     assert len(across) == 2 + len(speech_isolation.arrival_patterns())
     assert max(each["first_patch"] for each in across) <= TOLERANCE_FIRST_PATCH

@@ -1,4 +1,4 @@
-"""The talker's Triton kernels against their torch references, in bfloat16 on a CUDA device."""
+"""Triton kernels of the talker against their torch references, in bfloat16 on a GPU."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-TOLERANCE = 1.5e-2  # a few roundings of bfloat16, relative to the largest value
+TOLERANCE = 1.5e-2  # rounding error of bfloat16, relative to the largest value
 
 
 def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda").to(torch.bfloat16)
 
 
-def turn(*shape: int) -> tuple[Tensor, Tensor]:
-    angles = torch.rand(*shape, device="cuda") * 6
-    return angles.cos(), angles.sin()
+def angles(*shape: int) -> tuple[Tensor, Tensor]:
+    values = torch.rand(*shape, device="cuda") * 6
+    return values.cos(), values.sin()
 
 
 def check(value: Tensor, expected: Tensor) -> None:
@@ -36,7 +36,7 @@ def check(value: Tensor, expected: Tensor) -> None:
 
 
 def test_small_sequence_attention() -> None:
-    qkv, tables = normal(6, 37, 3 * 16 * 64), turn(37, 32)
+    qkv, tables = normal(6, 37, 3 * 16 * 64), angles(37, 32)
     with plain_torch():
         expected = small_sequence_attention(qkv, *tables)
     check(small_sequence_attention(qkv, *tables), expected)
@@ -48,8 +48,8 @@ def test_small_sequence_attention() -> None:
     [([1, 4, 2], [0, 130, 599]), ([4], [0]), ([1], [130]), ([3], [256]), ([2], [599])],
 )
 def test_contiguous_kv_attention(slots: list[int], lengths: list[int], window: int | None) -> None:
-    """One request has a kernel of its own."""
-    qkv, tables = normal(len(slots), 18 * 64), turn(len(slots), 32)
+    """A single request runs a separate kernel."""
+    qkv, tables = normal(len(slots), 18 * 64), angles(len(slots), 32)
     ours, theirs = ([normal(5, 600, 2, 64) for _ in range(2)] for _ in range(2))
     for own, other in zip(ours, theirs, strict=True):
         other.copy_(own)
@@ -64,7 +64,7 @@ def test_contiguous_kv_attention(slots: list[int], lengths: list[int], window: i
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize(("tokens", "start", "last"), [(32, 0, 31), (64, 37, 60), (37, 290, 9), (1, 0, 0)])
 def test_contiguous_kv_prefill_attention(tokens: int, start: int, last: int, window: int | None) -> None:
-    qkv, tables = normal(tokens, 18 * 64), turn(tokens, 32)
+    qkv, tables = normal(tokens, 18 * 64), angles(tokens, 32)
     ours, theirs = ([normal(5, 300, 2, 64) for _ in range(2)] for _ in range(2))
     for own, other in zip(ours, theirs, strict=True):
         other.copy_(own)
@@ -81,7 +81,7 @@ def test_contiguous_kv_prefill_attention(tokens: int, start: int, last: int, win
 
 @pytest.mark.parametrize("first", [[-2, 14, 62], [1598, -2, 30]])
 def test_sliding_window_attention(first: list[int]) -> None:
-    qkv, tables = normal(3, 18, 18 * 64), turn(3, 18, 32)
+    qkv, tables = normal(3, 18, 18 * 64), angles(3, 18, 32)
     ours, theirs = ([normal(5, 88, 2, 64) for _ in range(2)] for _ in range(2))
     for own, other in zip(ours, theirs, strict=True):
         other.copy_(own)
@@ -95,8 +95,8 @@ def test_sliding_window_attention(first: list[int]) -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 18, 32])
 @pytest.mark.parametrize(("activation", "factor"), [("none", 1), ("gelu", 1), ("swiglu", 2)])
-def test_a_block_of_products(rows: int, activation: linear.Activation, factor: int) -> None:
-    """In and out again: the sums of squares and the split products of one reach the next."""
+def test_an_mlp(rows: int, activation: linear.Activation, factor: int) -> None:
+    """Up and down: the next GEMM uses the sums of squares of the split-K GEMM before it."""
     x, norm, next_norm = normal(rows, 896), normal(896), normal(896)
     first, bias = normal(4864 * factor, 896) * 896**-0.5, normal(4864) if factor == 1 else None
     second = normal(896, 4864) * 4864**-0.5
@@ -113,12 +113,12 @@ def test_a_block_of_products(rows: int, activation: linear.Activation, factor: i
         check(value, wanted)
 
 
-@pytest.mark.parametrize(("width", "inner"), [(72, 200), (1152, 24), (896, 5000)])
-def test_one_row_of_any_width(width: int, inner: int) -> None:
-    """Also of widths that no tile divides."""
-    x, norm, next_norm = normal(1, width), normal(width), normal(width)
-    first, second = normal(2 * inner, width) * width**-0.5, normal(width, inner) * inner**-0.5
-    bias = normal(width)
+@pytest.mark.parametrize(("size", "inner"), [(72, 200), (1152, 24), (896, 5000)])
+def test_one_row_of_any_size(size: int, inner: int) -> None:
+    """Sizes that no block divides, too."""
+    x, norm, next_norm = normal(1, size), normal(size), normal(size)
+    first, second = normal(2 * inner, size) * size**-0.5, normal(size, inner) * inner**-0.5
+    bias = normal(size)
 
     def run() -> Tensor:
         stream = linear.begin_residual(x, norm, 1e-6)
@@ -132,8 +132,8 @@ def test_one_row_of_any_width(width: int, inner: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 32, 74])
 @pytest.mark.parametrize(("activation", "factor"), [("gelu", 1), ("swiglu", 2)])
-def test_a_block_of_products_with_fp8_weights(rows: int, activation: linear.Activation, factor: int) -> None:
-    """Beyond 32 rows the activations are rounded to FP8 too, each row by itself."""
+def test_an_mlp_with_fp8_weights(rows: int, activation: linear.Activation, factor: int) -> None:
+    """Beyond 32 rows the activations are rounded to FP8 too, each row with its own scale."""
     x, norm, next_norm = normal(rows, 896), normal(896), normal(896)
     first, first_scale = quantize_fp8(normal(4864 * factor, 896) * 896**-0.5)
     second, second_scale = quantize_fp8(normal(896, 4864) * 4864**-0.5)

@@ -1,4 +1,4 @@
-"""The thinker's attention kernels against their torch references, in bfloat16 on a CUDA device."""
+"""Attention kernels of the thinker against their torch references, in bfloat16 on a GPU."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-TOLERANCE = 1e-2  # a few roundings of bfloat16, relative to the largest value
+TOLERANCE = 1e-2  # rounding error of bfloat16, relative to the largest value
 PAGE, SIZE = 16, 128
-HEADS = [(32, 4), (8, 1), (4, 1)]  # of one rank: whole, divided by four, by eight
+HEADS = [(32, 4), (8, 1), (4, 1)]  # query and KV heads of one rank of 1, 4 and 8
 
 
 def normal(*shape: int) -> Tensor:
@@ -38,7 +38,7 @@ def pools(num_pages: int, kv_heads: int) -> tuple[Tensor, Tensor]:
 
 
 def tables(lengths: list[int], width: int) -> Tensor:
-    """(B, width) int32: pages of all requests mixed, page 0 behind them."""
+    """Page tables (B, width) int32: pages of all requests in random order, padded with page 0."""
     counts = [-(-length // PAGE) for length in lengths]
     free = (torch.randperm(sum(counts), device="cuda") + 1).to(torch.int32)
     table = torch.zeros(len(lengths), width, dtype=torch.int32, device="cuda")
@@ -90,7 +90,7 @@ def test_prefill(heads: int, kv_heads: int, tokens: int, start: int) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 def test_prefill_of_requests_that_share_a_chunk(heads: int, kv_heads: int) -> None:
-    parts = [(0, 5), (1000, 64), (37, 130), (4000, 1)]  # tokens before the chunk, and in it
+    parts = [(0, 5), (1000, 64), (37, 130), (4000, 1)]  # tokens before the chunk and in it
     lengths = [start + count for start, count in parts]
     table = tables([*lengths, 0], 256)
     k, v = pools(int(table.max()) + 1, kv_heads)
@@ -99,7 +99,7 @@ def test_prefill_of_requests_that_share_a_chunk(heads: int, kv_heads: int) -> No
         unseen = rows[length : -(-length // PAGE) * PAGE]
         k[unseen] = v[unseen] = torch.nan
     offsets = [0, 64, 128, 320]
-    tokens = 448  # a block and a half of padding behind
+    tokens = 448  # ends with a block and a half of padding
     segment = torch.zeros(tokens, dtype=torch.int64, device="cuda")
     index = segment - 1
     for prompt, (offset, (start, count)) in enumerate(zip(offsets, parts, strict=True)):
@@ -124,7 +124,7 @@ def test_prefill_of_requests_that_share_a_chunk(heads: int, kv_heads: int) -> No
 
 @pytest.mark.parametrize("tokens", [1, 33, 500])
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-def test_norm_rotation_and_write(tokens: int, heads: int, kv_heads: int) -> None:
+def test_norm_rope_and_write(tokens: int, heads: int, kv_heads: int) -> None:
     qkv, weights = normal(tokens, heads + 2 * kv_heads, SIZE), [normal(SIZE) for _ in range(2)]
     angles = torch.rand(tokens, 32, device="cuda") * 6
     rows = torch.randperm(40 * PAGE, device="cuda")[:tokens]
@@ -139,7 +139,7 @@ def test_norm_rotation_and_write(tokens: int, heads: int, kv_heads: int) -> None
 
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 def test_decode_from_the_packed_projection(heads: int, kv_heads: int) -> None:
-    """Twice over the same memory: what one call counted must not be felt by the next."""
+    """Called twice on the same memory: one call must not affect the next."""
     lengths = [1, 128, 129, 2048, 2049, 3000, 8000]
     table = tables(lengths, 512)
     ours = pools(int(table.max()) + 1, kv_heads)

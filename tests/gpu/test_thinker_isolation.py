@@ -1,4 +1,4 @@
-"""On CUDA: what a request is answered does not depend on the others of its batch."""
+"""On CUDA: the answer to a request does not depend on the other requests of its batch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-# Another bucket adds products in another order. In shares of the request's largest logit. In bfloat16 rounding sends
-# some token of nearly every request to another expert, after which nothing can be compared: no bound holds there.
+# Another batch bucket sums in another order. Relative to the request's largest logit. In bfloat16 rounding routes some
+# token of nearly every request to another expert, after which outputs cannot be compared: no bound holds there.
 TOLERANCE = 1e-5
 
 
@@ -51,17 +51,17 @@ def measured(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     return Measured(request.param, thinker_isolation.measure(worker, parameters, requests))
 
 
-def test_in_one_bucket_an_answer_is_what_it_is_alone_bit_for_bit(measured: Measured) -> None:
+def test_within_a_bucket_an_answer_equals_its_single_run_bit_for_bit(measured: Measured) -> None:
     same = measured.of("isolation_same_bucket")
     assert len(same) == len(thinker_clients.arrival_patterns())
     assert [each for each in same if each["same_bits"] < thinker_clients.NUM_REQUESTS] == []
 
 
 @pytest.mark.parametrize("measured", ["float32"], indirect=True)
-def test_across_buckets_it_differs_by_rounding_only(measured: Measured) -> None:
+def test_across_buckets_answers_differ_by_rounding_only(measured: Measured) -> None:
     across = measured.of("isolation_across_buckets")
     assert len(across) == 1 + len(thinker_clients.arrival_patterns())
     assert max(each["median"] for each in across) <= TOLERANCE
-    # A number that was drawn may lie where rounding decides between two tokens.
+    # A sampled number may lie where rounding decides between two tokens.
     assert {each["same_tokens"] + each["at_an_edge"] for each in across} == {thinker_clients.NUM_REQUESTS}
     assert min(each["same_tokens"] for each in across) >= thinker_clients.NUM_REQUESTS - 3
