@@ -1,9 +1,9 @@
-"""Times cuts of the mixture-of-experts kernels on a GPU as `mingc export` does, at the released dims and its shards.
+"""Autotunes the mixture-of-experts kernels on a GPU as `mingc export` does, at the released sizes and their shards.
 
     python benchmarks/moe_configs.py --ranks 4 --tokens 1,16,32,256,1024,4096 --json benchmarks/results/tuned-….json
 
-Random routing of every token by itself: the worst case for how many experts a step reads. Each timing is a CUDA graph
-over several routings, so that the cache does not hold the weights.
+Every token is routed at random: the worst case for the number of experts that a step reads. Each timing is a CUDA graph
+over several routings, so that the weights are not in the cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FORMATS = (BFLOAT16, *get_args(Quantization))
 
 
 def released_dims(ranks: int) -> ExpertDims:
-    """The released thinker's experts, cut for so many ranks."""
+    """Expert sizes of the released thinker, sharded over `ranks` ranks."""
     stage = find("thinker")
     dims = stage.experts(stage.config(open_synthetic(CONFIGS)), Shard(world_size=ranks))
     assert dims is not None
@@ -46,17 +46,15 @@ def figure(record: TunedKernel, ranks: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--ranks", type=whole(1, 8), default=1, help="into how many parts the experts are cut"
-    )
-    parser.add_argument("--format", choices=FORMATS, default=BFLOAT16, help="of the weights")
+    parser.add_argument("--ranks", type=whole(1, 8), default=1, help="number of ranks that share the experts")
+    parser.add_argument("--format", choices=FORMATS, default=BFLOAT16, help="weight format")
     parser.add_argument("--tokens", type=wholes(1), default=(1, 16, 32, 256, 1024, 4096))
-    parser.add_argument("--jobs", type=whole(1), default=8, help="compile at a time")
-    parser.add_argument("--cache", type=Path, help="folder of choices to take again")
+    parser.add_argument("--jobs", type=whole(1), default=8, help="number of compile processes")
+    parser.add_argument("--cache", type=Path, help="folder of cached results to reuse")
     parser.add_argument("--json", type=Path, help="the result file")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("kernels are timed on a CUDA device, and there is none")
+        parser.error("needs a CUDA device")
     dims = released_dims(options.ranks)
     stored: Quantization | None = None if options.format == BFLOAT16 else options.format
     problems = moe_problems(dims, stored, options.tokens)
@@ -70,9 +68,8 @@ def main() -> None:
     figures += [figure(record, options.ranks) for record in records]
     for record in records:
         gain = 100 * (1 - record.us / record.default_us)
-        print(
-            f"{record.weight_format} TP{options.ranks} {record.tokens} tokens: {record.us} us, {gain:.1f} % saved"
-        )
+        name = f"{record.weight_format} TP{options.ranks} {record.tokens} tokens"
+        print(f"{name}: {record.us} us, {gain:.1f} % below the default's")
         print(
             f"  {record.kernel} block_m={record.block_m} swap_operands={record.swap_operands} "
             f"extra_rows={record.extra_rows}",
@@ -82,7 +79,7 @@ def main() -> None:
     groups = group_by_default(problems)
     print(f"{seconds} s for {len(problems)} problems with {len(groups)} default configurations", flush=True)
     if options.json:
-        harness.write(options.json, harness.result("moe_tiles", harness.ceilings(), figures))
+        harness.write(options.json, harness.result("moe_configs", harness.ceilings(), figures))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Time of the thinker's attention kernels on one GPU, at the heads of one rank of 1, 4 and 8, in a CUDA graph.
+"""Times the attention kernels of the thinker on one GPU, with the heads of one rank of 1, 4 and 8, in a CUDA graph.
 
-Decode: everything between the packed projection and the output projection, over pages in random order that no cache
-holds, against the bytes of the keys and values. Prefill: attention of a chunk against its products. Beside both the
-same in plain torch, eager.
+Decode: everything between the packed QKV projection and the output projection, over pages in random order that are in
+no cache, relative to the bytes of keys and values. Prefill: attention of a chunk, relative to the FLOPs of its GEMMs.
+For comparison both in plain torch, eager.
 
     python benchmarks/thinker_attention.py --json benchmarks/results/thinker-attention-h200-….json
 """
@@ -24,15 +24,17 @@ from mingc.kernels.dispatch import plain_torch
 from mingc.kernels.paged_attention import paged_prefill_attention
 
 PAGE_SIZE, SIZE, HALF = 16, 128, 32
-TABLE = 32768 // PAGE_SIZE  # pages that a table has room for
-HEADS = {1: (32, 4), 4: (8, 1), 8: (4, 1)}  # by number of ranks: query and KV heads of one
-COLD_BYTES = 200e6  # the runs of one graph read so much before they come round again, if the pool has it
+TABLE = 32768 // PAGE_SIZE  # pages of a table
+HEADS = {1: (32, 4), 4: (8, 1), 8: (4, 1)}  # by number of ranks: query and KV heads of one rank
+COLD_BYTES = (
+    200e6  # read by the runs of one graph, if the pool is large enough, so that no run finds its data cached
+)
 MAX_RUNS = 24
 Figure = dict[str, Any]
 
 
 class Pool:
-    """Pages of one layer with random contents, shared out anew for every case."""
+    """Pages of one layer with random contents, assigned anew for every case."""
 
     def __init__(self, num_pages: int, kv_heads: int) -> None:
         shape = (num_pages * PAGE_SIZE, kv_heads, SIZE)
@@ -41,7 +43,7 @@ class Pool:
         self.row_bytes = 2 * kv_heads * SIZE * 2
 
     def tables(self, batch: int, tokens: int) -> list[Tensor]:
-        """Page tables (batch, TABLE) of as many sets of requests as it takes to leave the caches cold."""
+        """Page tables (batch, TABLE) of enough sets of requests to keep the caches cold."""
         used = -(-tokens // PAGE_SIZE)
         sets = min(
             len(self._order) // (batch * used), int(COLD_BYTES / (batch * tokens * self.row_bytes)) + 1
@@ -59,7 +61,7 @@ def normal(*shape: int) -> Tensor:
 
 
 def time_captured_us(runs: list[Callable[[], object]], count: int = 15) -> dict[str, float]:
-    """Microseconds of one of `runs`, all of which one CUDA graph holds."""
+    """Microseconds a run; all `runs` are in one CUDA graph."""
 
     def all_runs() -> None:
         for run in runs:
@@ -89,9 +91,9 @@ def decode(ranks: int, pool: Pool, batch: int, context: int, copy_tb_s: float) -
     tables = pool.tables(batch, context)
     timing = time_captured_us([run(table) for table in tables])
     num_bytes = batch * context * pool.row_bytes
-    # Plain torch copies what it attends to: of the table it gets no more than is used, and not the largest cases.
-    narrow = tables[0][:, : -(-context // PAGE_SIZE)].contiguous()
-    eager = eager_us(run(narrow)) if num_bytes < 2**30 else None
+    # Plain torch copies what it attends to: it gets only the used part of the table, and not the largest cases.
+    used = tables[0][:, : -(-context // PAGE_SIZE)].contiguous()
+    eager = eager_us(run(used)) if num_bytes < 2**30 else None
     return {
         "name": "decode_attention_us",
         "ranks": ranks,

@@ -1,10 +1,10 @@
-"""Times the kernels of the thinker's mixture-of-experts layer at the released dims on one GPU, random weights.
+"""Times the mixture-of-experts kernels of the thinker at the released sizes on one GPU, with random weights.
 
-Every shard of 1, 2, 4 and 8 ranks, decode and prefill, weights in bfloat16, FP8 and INT4; the router; and beside
-them the same functions in plain torch, eager. Each token is routed at random by itself, which makes a step read the
-most experts. A timing is a CUDA graph over several routings, so that the cache does not hold the weights; `floor_us`
-is the time to read every chosen expert and the shared one once at the copy rate of the same run (reading alone is a
-little faster than copying: a kernel may be below its floor).
+Every shard of 1, 2, 4 and 8 ranks, decode and prefill, weights in bfloat16, FP8 and INT4; the router; for comparison
+the same functions in plain torch, eager. Every token is routed at random, which makes a step read the most experts. A
+timing is a CUDA graph over several routings, so that the weights are not in the cache; `floor_us` is the time to read
+every routed expert and the shared one once at the copy rate of the same run (reading alone is a little faster than
+copying: a kernel may be below its floor).
 
     python benchmarks/thinker_kernels.py --json benchmarks/results/thinker-kernels-h200-….json
 """
@@ -37,7 +37,7 @@ FORMATS = {BF16: "bf16", FP8: "fp8", INT4: "int4"}
 def samples_us(
     run: Callable[..., object], calls: Sequence[tuple[Tensor, ...]], count: int, *, is_eager: bool = False
 ) -> list[float]:
-    """Microseconds of one of `calls`, `count` times; all in a CUDA graph unless they are to be eager."""
+    """Microseconds a call over `calls`, `count` samples; in a CUDA graph unless `is_eager`."""
 
     def step() -> None:
         for each in calls:
@@ -105,7 +105,7 @@ def router_figure(dims: ExpertDims, tokens: int, is_plain: bool = False) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", default="bf16,fp8,int4")
-    parser.add_argument("--ranks", default="1,2,4,8", help="into how many parts the experts' width is cut")
+    parser.add_argument("--ranks", default="1,2,4,8", help="numbers of ranks that share the experts")
     parser.add_argument("--json", type=Path, help="the result file")
     options = parser.parse_args()
     ceiling = harness.ceilings()

@@ -1,4 +1,4 @@
-"""The timing of kernels at an export: what is timed, kept and handed to engines. No device: times are made up."""
+"""Autotuning at export: what is timed, cached and used by engines. Needs no GPU: times are made up."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ PROBLEMS = moe_problems(DIMS, None, [1, 16, 32, 64, 256, 1024, 4096])
 DEVICE = "a device"
 
 
-class Lab:
-    """A device that is not there: `faster` of a problem takes half of the time, `too_large` fit nowhere."""
+class FakeGpu:
+    """Made-up times: the configuration `faster` of a problem takes half the time, those `too_large` do not fit."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.faster: Callable[[MoeProblem], MoeConfig | None] = lambda _: None
@@ -104,11 +104,11 @@ class Lab:
 
 
 @pytest.fixture
-def lab(monkeypatch: pytest.MonkeyPatch) -> Lab:
-    return Lab(monkeypatch)
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    return FakeGpu(monkeypatch)
 
 
-def test_a_record_reads_back_from_the_manifest_as_it_was_chosen() -> None:
+def test_a_record_survives_a_round_trip_through_the_manifest() -> None:
     for problem in PROBLEMS:
         record = record_of(Selection(problem=problem, config=CONFIG, us=1.234, default_us=2.0), DEVICE)
         stage = StageRecord(is_sharded=True, weights=(), graphs={}, kernel_configs=(record,))
@@ -118,11 +118,11 @@ def test_a_record_reads_back_from_the_manifest_as_it_was_chosen() -> None:
         assert (read.us, read.default_us, read.device) == (1.23, 2.0, DEVICE)
 
 
-def test_manifests_without_tiles_are_read() -> None:
+def test_manifests_without_kernel_configs_are_read() -> None:
     assert decode(StageRecord, {"is_sharded": True, "weights": [], "graphs": {}}).kernel_configs == ()
 
 
-def test_shapes_are_those_that_kernels_take() -> None:
+def test_problems_name_the_kernels_that_run_them() -> None:
     assert [problem.kernel for problem in PROBLEMS] == ["moe_gemv", *["batch"] * 3, *["grouped"] * 3]
     assert moe_problems(DIMS, "int4", [1])[0].kernel == "batch"
     assert moe_problems(replace(DIMS, shared_intermediate_size=512), None, [1])[0].kernel == "expert_gemv"
@@ -131,57 +131,57 @@ def test_shapes_are_those_that_kernels_take() -> None:
     assert [problem.tokens for problem in moe_problems(DIMS, "fp8", [32, 16, 32])] == [16, 32]
 
 
-def test_of_shapes_cut_alike_those_at_both_ends_are_timed(lab: Lab) -> None:
+def test_of_problems_with_one_default_the_first_and_last_are_timed(fake_gpu: FakeGpu) -> None:
     records = autotune(DIMS, PROBLEMS, jobs=4, cache=None)
-    assert lab.tokens() == [1, 16, 64, 256, 1024, 4096]
+    assert fake_gpu.tokens() == [1, 16, 64, 256, 1024, 4096]
     assert [record.tokens for record in records] == [1, 16, 64, 256, 1024, 4096]
-    for problem, configs in lab.timed:
+    for problem, configs in fake_gpu.timed:
         assert configs == search_space(problem)
     assert all(config_of(record) == default_config(problem_of(record)) for record in records)
     assert {record.device for record in records} == {DEVICE}
 
 
-def test_what_both_ends_take_is_tried_for_those_between(lab: Lab) -> None:
+def test_a_configuration_that_wins_at_both_ends_is_timed_between_them(fake_gpu: FakeGpu) -> None:
     won = search_space(PROBLEMS[1])[2]
-    lab.faster = lambda problem: won if problem.kernel == "batch" else None
+    fake_gpu.faster = lambda problem: won if problem.kernel == "batch" else None
     records = {record.tokens: record for record in autotune(DIMS, PROBLEMS, jobs=4, cache=None)}
-    assert lab.timed[-1] == (PROBLEMS[2], (default_config(PROBLEMS[2]), won))
+    assert fake_gpu.timed[-1] == (PROBLEMS[2], (default_config(PROBLEMS[2]), won))
     assert [config_of(records[tokens]) for tokens in (16, 32, 64)] == [won] * 3
     assert (records[32].us, records[32].default_us) == (5.0, 10.0)
 
 
-def test_between_ends_that_differ_all_is_tried(lab: Lab) -> None:
+def test_between_ends_that_differ_everything_is_timed(fake_gpu: FakeGpu) -> None:
     won = search_space(PROBLEMS[1])[2]
-    lab.faster = lambda problem: won if problem.tokens == 16 else None
+    fake_gpu.faster = lambda problem: won if problem.tokens == 16 else None
     autotune(DIMS, PROBLEMS, jobs=4, cache=None)
-    assert lab.timed[-1] == (PROBLEMS[2], search_space(PROBLEMS[2]))
+    assert fake_gpu.timed[-1] == (PROBLEMS[2], search_space(PROBLEMS[2]))
 
 
-def test_choices_are_taken_again_from_the_cache(lab: Lab, tmp_path: Path) -> None:
+def test_records_are_read_from_the_cache(fake_gpu: FakeGpu, tmp_path: Path) -> None:
     won = search_space(PROBLEMS[0])[1]
-    lab.faster = lambda problem: won if problem.tokens == 1 else None
+    fake_gpu.faster = lambda problem: won if problem.tokens == 1 else None
     first = autotune(DIMS, PROBLEMS, jobs=4, cache=tmp_path)
-    lab.timed.clear()
+    fake_gpu.timed.clear()
     assert autotune(DIMS, PROBLEMS, jobs=4, cache=tmp_path) == first
-    assert lab.timed == []
+    assert fake_gpu.timed == []
     more = moe_problems(DIMS, None, [1, 128])
     assert [record.tokens for record in autotune(DIMS, more, jobs=4, cache=tmp_path)] == [1, 128]
-    assert lab.tokens() == [128]
+    assert fake_gpu.tokens() == [128]
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", '{"kernel": "batch"}', "[]"])
-def test_a_spoiled_choice_is_timed_anew(lab: Lab, tmp_path: Path, text: str) -> None:
+def test_an_unreadable_record_is_timed_again(fake_gpu: FakeGpu, tmp_path: Path, text: str) -> None:
     (problem,) = moe_problems(DIMS, None, [16])
     (record,) = autotune(DIMS, [problem], jobs=1, cache=tmp_path)
     (file,) = tmp_path.iterdir()
     file.write_text(text)
     assert autotune(DIMS, [problem], jobs=1, cache=tmp_path) == (record,)
-    assert lab.tokens() == [16, 16]
+    assert fake_gpu.tokens() == [16, 16]
     assert decode(TunedKernel, json.loads(file.read_text())) == record
 
 
-def test_choices_of_another_device_or_other_kernels_are_not_taken(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_records_of_another_gpu_or_other_kernels_are_not_used(
+    fake_gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problems = moe_problems(DIMS, None, [16])
     autotune(DIMS, problems, jobs=1, cache=tmp_path)
@@ -190,33 +190,33 @@ def test_choices_of_another_device_or_other_kernels_are_not_taken(
     assert record.device == "another"
     monkeypatch.setattr(tuning, "kernel_sources", lambda: b"other code")
     autotune(DIMS, problems, jobs=1, cache=tmp_path)
-    assert lab.tokens() == [16, 16, 16]
+    assert fake_gpu.tokens() == [16, 16, 16]
 
 
-def test_cuts_that_do_not_fit_are_left_out(lab: Lab) -> None:
-    lab.too_large = lambda config: config.up.block_n >= 256
+def test_configurations_that_do_not_fit_are_left_out(fake_gpu: FakeGpu) -> None:
+    fake_gpu.too_large = lambda config: config.up.block_n >= 256
     (problem,) = moe_problems(DIMS, None, [1024])
     autotune(DIMS, [problem], jobs=4, cache=None)
-    ((_, configs),) = lab.timed
+    ((_, configs),) = fake_gpu.timed
     assert configs == tuple(config for config in search_space(problem) if config.up.block_n < 256)
     assert 1 < len(configs) < len(search_space(problem))
 
 
-def test_without_the_rules_cut_there_is_no_engine(lab: Lab) -> None:
-    lab.too_large = lambda config: config == default_config(PROBLEMS[1])
+def test_a_default_that_does_not_fit_is_an_error(fake_gpu: FakeGpu) -> None:
+    fake_gpu.too_large = lambda config: config == default_config(PROBLEMS[1])
     with pytest.raises(CompileError, match="kernels for 16 tokens need more shared memory or registers than"):
         autotune(DIMS, PROBLEMS[:2], jobs=4, cache=None)
 
 
-def test_as_many_processes_as_have_room_for_the_weights(lab: Lab) -> None:
-    """10 GiB are free; a quarter of 257 experts takes 1.5 in bfloat16, drawn once more, and a process 1 more."""
-    for wished, width in ((2, 256), (16, 256), (16, 4096)):
+def test_the_number_of_processes_is_limited_by_memory(fake_gpu: FakeGpu) -> None:
+    """10 GiB are free; a quarter of 257 experts takes 1.5 GiB in bfloat16, once more for values; a process 1 GiB."""
+    for requested, width in ((2, 256), (16, 256), (16, 4096)):
         dims = replace(DIMS, intermediate_size=width)
-        autotune(dims, moe_problems(dims, None, [16]), jobs=wished, cache=None)
-    assert lab.jobs == [2, 3, 1]
+        autotune(dims, moe_problems(dims, None, [16]), jobs=requested, cache=None)
+    assert fake_gpu.jobs == [2, 3, 1]
 
 
-def test_another_result_is_refused_and_rounding_is_not() -> None:
+def test_another_result_is_refused_but_rounding_is_not() -> None:
     given = torch.randn(4, 64)
     check_result(PROBLEMS[1], CONFIG, given.to(torch.bfloat16), given)
     for wrong in (1.05 * given, given * torch.nan, given.roll(1, 0)):
@@ -226,7 +226,7 @@ def test_another_result_is_refused_and_rounding_is_not() -> None:
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
-def test_random_experts_are_what_the_layer_takes(quantization: str | None) -> None:
+def test_random_experts_run_in_the_layer(quantization: str | None) -> None:
     dims = replace(
         DIMS, hidden_size=256, intermediate_size=128, shared_intermediate_size=128, num_experts=16, top_k=4
     )
@@ -236,7 +236,7 @@ def test_random_experts_are_what_the_layer_takes(quantization: str | None) -> No
         assert not torch.equal(inputs[1], other[1])
         given = experts.run(problem, inputs)
         assert given.shape == (problem.tokens, 256) and given.isfinite().all()
-        # Neither so small nor so large that rounding would hide or fake a difference.
+        # Neither so small nor so large that rounding hides or causes a difference.
         assert 0.1 < given.float().std() < 10
         values = 3 * 128 * 256 * {None: 2, "fp8": 1, "int4": 0.5}[quantization]
         assert experts.read_bytes(inputs) == 17 * values
@@ -247,8 +247,8 @@ def _recipe(**changes: object) -> ExportRecipe:
     return ExportRecipe(**{**fixed, "batch_sizes": (1, 4), "prefill_chunk_size": 64, **changes})
 
 
-class Wide:
-    """The tiny thinker with experts wide enough for the kernels."""
+class LargeExperts:
+    """The tiny thinker with experts large enough for the kernels."""
 
     name = "thinker"
 
@@ -259,8 +259,8 @@ class Wide:
 def _found(recipe: ExportRecipe, stage: object) -> tuple[ExpertDims, tuple[MoeProblem, ...]] | None:
     thinker = find("thinker")
     config = thinker.config(open_source(recipe))
-    plans = thinker.graphs(config, Shard(world_size=recipe.world_size), stage_options(recipe))
-    return problems_to_tune(recipe, stage, config, plans)  # type: ignore[arg-type]
+    graphs = thinker.graphs(config, Shard(world_size=recipe.world_size), stage_options(recipe))
+    return problems_to_tune(recipe, stage, config, graphs)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -269,8 +269,8 @@ def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_h200")
-def test_an_export_times_steps_and_chunks_of_its_experts() -> None:
-    found = _found(_recipe(world_size=2, quantize=("fp8",)), Wide())
+def test_an_export_times_decode_steps_and_prefill_chunks() -> None:
+    found = _found(_recipe(world_size=2, quantize=("fp8",)), LargeExperts())
     assert found is not None
     dims, problems = found
     assert dims.intermediate_size == 128
@@ -280,22 +280,22 @@ def test_an_export_times_steps_and_chunks_of_its_experts() -> None:
 
 def test_nothing_is_timed_on_an_unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "gpu_target", lambda: lookup((8, 0), "NVIDIA A100-SXM4-80GB", 108))
-    assert _found(_recipe(), Wide()) is None
+    assert _found(_recipe(), LargeExperts()) is None
 
 
 @pytest.mark.parametrize("changes", [{"autotune": False}, {"target": "cpu"}, {"dtype": "float32"}])
-def test_nothing_is_timed_where_it_is_not_wanted_or_nothing_runs(changes: dict[str, object]) -> None:
-    assert _found(_recipe(**changes), Wide()) is None
+def test_nothing_is_timed_when_disabled_or_without_kernels(changes: dict[str, object]) -> None:
+    assert _found(_recipe(**changes), LargeExperts()) is None
 
 
 @pytest.mark.usefixtures("on_h200")
-def test_nothing_is_timed_of_stages_without_kernels_for_experts() -> None:
-    assert _found(_recipe(), find("thinker")) is None  # too narrow
+def test_nothing_is_timed_for_stages_without_expert_kernels() -> None:
+    assert _found(_recipe(), find("thinker")) is None  # too small
     assert _found(_recipe(), find("talker")) is None
 
 
 @pytest.mark.parametrize(
-    ("graph", "sizes", "has_tiles"),
+    ("graph", "sizes", "has_configs"),
     [
         ("decode_experts", {"B": 4}, True),
         ("prefill_experts", {"T": 64}, True),
@@ -303,8 +303,8 @@ def test_nothing_is_timed_of_stages_without_kernels_for_experts() -> None:
         ("embed", {"N": 4}, False),
     ],
 )
-def test_an_engine_is_compiled_with_the_tiles_of_its_size(
-    graph: str, sizes: dict[str, int], has_tiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_engine_is_compiled_with_the_configurations_of_its_size(
+    graph: str, sizes: dict[str, int], has_configs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
 
@@ -331,7 +331,7 @@ def test_an_engine_is_compiled_with_the_tiles_of_its_size(
     build_engine(task, sizes)
     (tokens,) = sizes.values()
     assert seen == [
-        {problem: CONFIG for problem in problems if problem.tokens == tokens} if has_tiles else {}
+        {problem: CONFIG for problem in problems if problem.tokens == tokens} if has_configs else {}
     ]
     assert tuned_table(records, tokens) == {
         problem: CONFIG for problem in problems if problem.tokens == tokens
@@ -339,7 +339,7 @@ def test_an_engine_is_compiled_with_the_tiles_of_its_size(
     assert not tuned_configs()
 
 
-def test_engines_of_other_tiles_are_others_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_with_other_configurations_have_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aoti, "gpu_target", lambda: H200)
     program = torch.export.export(nn.Identity(), (torch.ones(3),))
     key = lambda: aoti._key(program, {}, "cuda")  # noqa: E731

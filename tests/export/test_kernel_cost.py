@@ -1,7 +1,7 @@
-"""Every operator of ours as it is called: its rule of work must take the arguments that it truly gets.
+"""Cost model of every operator, from the arguments of real calls.
 
-The operators' files need Triton, so a stand-in takes its place and the operators only note their arguments. Each call
-runs in plain torch first: shapes that the reference takes are those that the operator gets.
+The operators' modules need Triton: a stand-in replaces it, and the operators only record their arguments. Each call
+runs in plain torch first, so that the shapes are ones the reference supports.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ PACKED = HEADS + 2 * KV_HEADS
 
 
 class Reached(Exception):
-    """An operator was called: its name and arguments."""
+    """Raised by an operator: its name and arguments."""
 
     def __init__(self, name: str, arguments: dict[str, Any]) -> None:
         super().__init__(name)
         self.name, self.arguments = name, arguments
 
 
-def noting(name: str, *, mutates_args: object) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """In place of `triton_op`."""
+def recording(name: str, *, mutates_args: object) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Stand-in for `triton_op`: the operator raises `Reached`."""
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function)
@@ -71,7 +71,7 @@ known: set[str] = set()
 
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """Called, it makes every kernel function reach for its operator, which raises `Reached`."""
+    """A function that makes every kernel function call its operator, which raises `Reached`."""
 
     def is_ours(name: str) -> bool:
         # dit_batch1 needs no Triton, and its operator can be registered once in a process.
@@ -87,7 +87,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
         fake.language.constexpr = lambda value: SimpleNamespace(value=value)
         monkeypatch.setitem(sys.modules, "triton", fake)
         monkeypatch.setitem(sys.modules, "triton.language", fake.language)
-        monkeypatch.setattr(torch.library, "triton_op", noting)
+        monkeypatch.setattr(torch.library, "triton_op", recording)
         for each in pkgutil.iter_modules(mingc.kernels.__path__):
             module = importlib.import_module(f"mingc.kernels.{each.name}")
             if hasattr(module, "use_triton"):
@@ -129,14 +129,14 @@ def attend_pages() -> object:
     )
 
 
-def attend_pages_at_once() -> object:
+def decode_from_qkv() -> object:
     return decode_attention.decode_attention(
         torch.randn(BATCH, PACKED, SIZE), torch.ones(SIZE), torch.ones(SIZE), *angles(BATCH, SIZE // 4),
         *pages(), tables(BATCH), torch.tensor([3, 40, 90]), 1e-6, PAGE,
     )  # fmt: skip
 
 
-def attend_pages_by_chunk() -> object:
+def prefill_pages() -> object:
     q, index = torch.randn(TOKENS, HEADS, SIZE), 16 + torch.arange(TOKENS)
     return paged_attention.paged_prefill_attention(
         q, *pages(), tables(1), torch.zeros_like(index), index, PAGE
@@ -150,34 +150,34 @@ def write_pages() -> object:
     )  # fmt: skip
 
 
-def attend_slots() -> object:
+def decode_contiguous() -> object:
     qkv, where = torch.randn(BATCH, PACKED * SIZE), torch.tensor([1, 2, 3])
     return contiguous_kv_attention.contiguous_kv_attention(
         qkv, *angles(BATCH, SIZE // 2), *slots(), where, 9 * where, None
     )
 
 
-def attend_slots_by_chunk() -> object:
+def prefill_contiguous() -> object:
     qkv, one = torch.randn(TOKENS, PACKED * SIZE), torch.tensor([1])
     return contiguous_kv_prefill_attention.contiguous_kv_prefill_attention(
         qkv, *angles(TOKENS, SIZE // 2), *slots(), one, one, one, None
     )
 
 
-def attend_rings() -> object:
+def attend_sliding_window() -> object:
     qkv, where = torch.randn(BATCH, 8, PACKED * SIZE), torch.tensor([1, 2, 3])
     return sliding_window_attention.sliding_window_attention(
         qkv, *angles(BATCH, 8, SIZE // 2), *slots(), where, 8 * where, 64
     )
 
 
-def attend_short() -> object:
+def attend_small_sequence() -> object:
     return small_sequence_attention.small_sequence_attention(
         torch.randn(BATCH, 9, 3 * HEADS * SIZE), *angles(9, SIZE // 2)
     )
 
 
-def choose_experts() -> object:
+def route_tokens() -> object:
     weight, bias, gates = torch.randn(3, EXPERTS, HIDDEN), torch.zeros(3, EXPERTS), torch.tensor([0, 2, 1])
     return router.route_hidden(
         torch.randn(BATCH, HIDDEN), weight, bias, gates,
@@ -200,7 +200,7 @@ def run_experts(tokens: int, *, has_shared: bool, is_fp8: bool = False) -> objec
     )
 
 
-def multiply() -> object:
+def quantized_linear() -> object:
     return linear.linear(torch.randn(BATCH, HIDDEN), *_fp8(WIDTH, HIDDEN))
 
 
@@ -209,7 +209,7 @@ def _fp8(rows: int, depth: int) -> tuple[Tensor, None, Tensor]:
     return weight, None, scale
 
 
-def multiply_a_layers_row() -> object:
+def fused_gemv() -> object:
     row = torch.randn(1, HIDDEN)
     rows = linear.ResidualState(row, row, None, None)
     if sys.modules.get("mingc.kernels.triton.fused_norm_gemv") is not None:
@@ -217,7 +217,7 @@ def multiply_a_layers_row() -> object:
     return linear.normed_linear(rows, torch.randn(WIDTH, HIDDEN), None, 1e-6)
 
 
-def multiply_and_add() -> object:
+def linear_with_residual() -> object:
     rows = linear.ResidualState(torch.randn(BATCH, HIDDEN), torch.randn(BATCH, HIDDEN), None, None)
     if sys.modules.get("mingc.kernels.triton.linear") is not None:
         rows = rows._replace(squares=torch.ones(BATCH, 1), counters=torch.zeros(8, dtype=torch.int32))
@@ -225,17 +225,17 @@ def multiply_and_add() -> object:
     return linear.add_linear(x, weight, None, rows, torch.ones(HIDDEN), 1e-6)
 
 
-def norm_and_multiply() -> object:
+def gemv_with_norm() -> object:
     row = torch.randn(1, HIDDEN)
     return gemv.sum_norm_linear(row, row, torch.ones(HIDDEN), torch.randn(WIDTH, HIDDEN), 1e-6)
 
 
-def multiply_a_row() -> object:
+def plain_gemv() -> object:
     weight, _, scale = _fp8(WIDTH, HIDDEN)
     return gemv.gemv(torch.randn(1, HIDDEN), weight, scale)
 
 
-def run_half() -> object:
+def run_expert_layer() -> object:
     config = {"num_groups": 4, "num_kept_groups": 2, "top_k": CHOSEN, "scale": 2.5}
     half = moe.MoeFeedForward(moe.Router(HIDDEN, EXPERTS, **config), HIDDEN, EXPERTS, WIDTH, WIDTH, 1e-6)
     for parameter in half.parameters():
@@ -245,23 +245,23 @@ def run_half() -> object:
         return half.decode(row, row)
 
 
-# Operations of one call at a context of 9 tokens, counted here from what the call means.
+# FLOPs of one call at a context of 9 tokens, counted from the definition of the operation.
 CALLS: dict[str, tuple[str, Callable[[], object], int]] = {
     "paged decode": ("paged_decode_attention", attend_pages, 4 * BATCH * HEADS * SIZE * 10),
-    "decode": ("decode_attention", attend_pages_at_once, 4 * BATCH * HEADS * SIZE * 10),
+    "decode": ("decode_attention", decode_from_qkv, 4 * BATCH * HEADS * SIZE * 10),
     "paged prefill": (
-        "paged_prefill_attention", attend_pages_by_chunk,
+        "paged_prefill_attention", prefill_pages,
         4 * HEADS * SIZE * sum(9 + t + 1 for t in range(TOKENS)),
     ),
     "write": ("norm_rope_write", write_pages, 0),
-    "slots": ("contiguous_kv_attention", attend_slots, 4 * BATCH * HEADS * SIZE * 10),
-    "slots by chunk": (
-        "contiguous_kv_prefill_attention", attend_slots_by_chunk,
+    "contiguous KV decode": ("contiguous_kv_attention", decode_contiguous, 4 * BATCH * HEADS * SIZE * 10),
+    "contiguous KV prefill": (
+        "contiguous_kv_prefill_attention", prefill_contiguous,
         4 * HEADS * SIZE * sum(9 + t + 1 for t in range(TOKENS)),
     ),
-    "rings": ("sliding_window_attention", attend_rings, 4 * BATCH * 8 * HEADS * SIZE * 64),
-    "short": ("small_sequence_attention", attend_short, 4 * BATCH * 9 * 9 * HEADS * SIZE),
-    "router": ("route_hidden", choose_experts, 2 * BATCH * EXPERTS * HIDDEN),
+    "sliding window": ("sliding_window_attention", attend_sliding_window, 4 * BATCH * 8 * HEADS * SIZE * 64),
+    "small sequence": ("small_sequence_attention", attend_small_sequence, 4 * BATCH * 9 * 9 * HEADS * SIZE),
+    "router": ("route_hidden", route_tokens, 2 * BATCH * EXPERTS * HIDDEN),
     "experts": (
         "moe_decode", lambda: run_experts(BATCH, has_shared=True), 6 * BATCH * (CHOSEN + 1) * WIDTH * HIDDEN
     ),
@@ -271,19 +271,21 @@ CALLS: dict[str, tuple[str, Callable[[], object], int]] = {
     "experts by chunk": (
         "moe_prefill", lambda: run_experts(TOKENS, has_shared=True), 6 * TOKENS * CHOSEN * WIDTH * HIDDEN
     ),
-    "experts of a row": (
-        "moe_gemv", run_half, 2 * EXPERTS * HIDDEN + 6 * (CHOSEN + 1) * WIDTH * HIDDEN
+    "expert layer of one token": (
+        "moe_gemv", run_expert_layer, 2 * EXPERTS * HIDDEN + 6 * (CHOSEN + 1) * WIDTH * HIDDEN
     ),
-    "row": ("gemv", multiply_a_row, 2 * WIDTH * HIDDEN),
-    "row before its norm": ("sum_norm_linear", norm_and_multiply, 2 * WIDTH * HIDDEN),
-    "linear": ("normed_linear", multiply, 2 * BATCH * WIDTH * HIDDEN),
-    "one row of a layer": ("fused_norm_gemv", multiply_a_layers_row, 2 * WIDTH * HIDDEN),
-    "linear and sum": ("add_linear", multiply_and_add, 2 * BATCH * WIDTH * HIDDEN),
+    "GEMV": ("gemv", plain_gemv, 2 * WIDTH * HIDDEN),
+    "GEMV with norm": ("sum_norm_linear", gemv_with_norm, 2 * WIDTH * HIDDEN),
+    "linear": ("normed_linear", quantized_linear, 2 * BATCH * WIDTH * HIDDEN),
+    "fused GEMV": ("fused_norm_gemv", fused_gemv, 2 * WIDTH * HIDDEN),
+    "linear with residual": ("add_linear", linear_with_residual, 2 * BATCH * WIDTH * HIDDEN),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_rule_takes_what_the_operator_gets(name: str, on_device: Callable[[], None]) -> None:
+def test_the_cost_rule_accepts_the_arguments_of_the_operator(
+    name: str, on_device: Callable[[], None]
+) -> None:
     operator, call, flops = CALLS[name]
     call()
     on_device()
@@ -297,6 +299,6 @@ def test_the_rule_takes_what_the_operator_gets(name: str, on_device: Callable[[]
     assert work.weight_shares.keys() <= given.keys()
 
 
-def test_every_operator_is_called_here(on_device: Callable[[], None]) -> None:
+def test_every_operator_is_called(on_device: Callable[[], None]) -> None:
     on_device()
     assert known == {operator for operator, *_ in CALLS.values()}

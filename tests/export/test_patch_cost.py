@@ -1,4 +1,4 @@
-"""What the operator that makes one patch counts as its work, from the arguments that it truly gets."""
+"""Cost model of the operator that samples one patch, from the arguments of a real call."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def blocks_flops(sequences: int, tokens: int) -> int:
     return DEPTH * (products + 4 * sequences * tokens * tokens * WIDTH)
 
 
-def test_the_rule_takes_what_the_operator_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_rule_accepts_the_arguments_of_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [each.name for each in torch.ops.mingc.dit_batch1_sample.default._schema.arguments]
     given: dict[str, Any] = {}
 
-    def note(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def record(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         given.update(zip(names, arguments, strict=True))
         return arguments[0], arguments[0], arguments[0]
 
-    monkeypatch.setattr(torch.ops.mingc, "dit_batch1_sample", note)
+    monkeypatch.setattr(torch.ops.mingc, "dit_batch1_sample", record)
     monkeypatch.setattr(gpu, "_code", lambda _: "")
     tokens = 1 + HISTORY + PATCH
     config = CfmConfig(

@@ -120,9 +120,7 @@ def test_compiled_code_uses_the_tuned_configuration(is_tuned: bool) -> None:
     expected = experts.run(problem, inputs)
     with (
         use_tuned_configs({problem: config} if is_tuned else {}),
-        torch._functorch.config.patch(
-            enable_autograd_cache=False
-        ),  # its key lacks the configuration
+        torch._functorch.config.patch(enable_autograd_cache=False),  # its key lacks the configuration
         torch._inductor.config.patch(fx_graph_cache=False),
     ):
         given, sources = run_and_get_code(torch.compile(experts.run, fullgraph=True), problem, inputs)

@@ -48,7 +48,7 @@ def make(weight_format: str, size: int, *leading: int) -> ExpertWeights:
     return ExpertWeights(gate_up, down, up_scale, down_scale)
 
 
-def select_fastest(tokens: int) -> tuple[Tensor, Tensor]:
+def random_routing(tokens: int) -> tuple[Tensor, Tensor]:
     scores = torch.rand(tokens, EXPERTS, device="cuda")
     return scores.topk(CHOSEN).indices, torch.rand(tokens, CHOSEN, device="cuda")
 
@@ -78,7 +78,7 @@ def rounded_swiglu(x: Tensor, expert: ExpertWeights) -> Tensor:
 def test_experts(tokens: int, weight_format: str, size: int) -> None:
     x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
     experts, shared = make(weight_format, size, EXPERTS), make(weight_format, size)
-    choice = select_fastest(tokens)
+    choice = random_routing(tokens)
     is_rounded = weight_format == "fp8" and tokens > DECODE_TOKENS
     with plain_torch():
         expected = moe_experts(x, *choice, *experts, shared=None if is_rounded else shared)
@@ -114,10 +114,10 @@ def test_a_token_does_not_depend_on_its_batch(tokens: int, weight_format: str) -
     """Replace all tokens but the middle one and their experts: the middle one keeps its bits."""
     x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
     experts, shared = make(weight_format, 256, EXPERTS), make(weight_format, 256)
-    ids, mix = select_fastest(tokens)
+    ids, mix = random_routing(tokens)
     kept = tokens // 2
     before = moe_experts(x, ids, mix, *experts, shared=shared)[kept]
-    others, (other_ids, other_mix) = torch.randn_like(x), select_fastest(tokens)
+    others, (other_ids, other_mix) = torch.randn_like(x), random_routing(tokens)
     for mine, own in ((others, x), (other_ids, ids), (other_mix, mix)):
         mine[kept] = own[kept]
     after = moe_experts(others, other_ids, other_mix, *experts, shared=shared)[kept]
@@ -127,21 +127,21 @@ def test_a_token_does_not_depend_on_its_batch(tokens: int, weight_format: str) -
 def test_rows_beyond_a_block_get_the_same_bits() -> None:
     """137 rows an expert: those beyond 128 share a block with the others, or have their own."""
     x = torch.randn(1100, HIDDEN, device="cuda").to(torch.bfloat16)
-    experts, choice = make("bf16", 256, EXPERTS), select_fastest(1100)
+    experts, choice = make("bf16", 256, EXPERTS), random_routing(1100)
     together = moe_experts(x, *choice, *experts)
-    shape = moe_config.MoeProblem(
+    problem = moe_config.MoeProblem(
         kernel="grouped", tokens=1100, hidden_size=HIDDEN, intermediate_size=256, experts=EXPERTS, top_k=CHOSEN,
         weight_format=moe_config.BF16,
     )  # fmt: skip
-    assert moe_config.default_config(shape).extra_rows > 0
-    with moe_config.use_tuned_configs({shape: replace(moe_config.default_config(shape), extra_rows=0)}):
+    assert moe_config.default_config(problem).extra_rows > 0
+    with moe_config.use_tuned_configs({problem: replace(moe_config.default_config(problem), extra_rows=0)}):
         assert torch.equal(moe_experts(x, *choice, *experts), together)
 
 
 def test_a_shared_expert_of_another_size_and_format() -> None:
     x = torch.randn(5, HIDDEN, device="cuda").to(torch.bfloat16)
     experts, shared = make("int4", 128, EXPERTS), make("bf16", 256)
-    choice = select_fastest(5)
+    choice = random_routing(5)
     with plain_torch():
         expected = moe_experts(x, *choice, *experts, shared=shared)
     check(moe_experts(x, *choice, *experts, shared=shared), expected)

@@ -1,4 +1,4 @@
-"""The op of the DiT's CUDA kernels as a serving process meets it, with a stand-in for the kernels."""
+"""Operator of the DiT's CUDA kernels in a serving process, with a stand-in for the kernels."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from torch._subclasses import FakeTensorMode
 with FakeTensorMode() as mode:
     fakes = [mode.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in arguments]
     lists = [[mode.from_tensor(one)] if isinstance(each, list) else each for each in fakes]
-    told = torch.ops.mingc.dit_batch1_sample.default(*lists)
-assert [each.shape for each in told] == [each.shape for each in made]
+    shapes = torch.ops.mingc.dit_batch1_sample.default(*lists)
+assert [each.shape for each in shapes] == [each.shape for each in made]
 """
 
 

@@ -1,4 +1,4 @@
-"""Routed experts: both forms against a loop over tokens, and independence of neighbours."""
+"""Routed experts: both reference forms against a loop over tokens, and independence of the batch."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def make_inputs(tokens: int, dtype: torch.dtype = torch.float32) -> Inputs:
-    """16 experts of width 24 over hidden 32, four a token."""
+    """16 experts of intermediate size 24 over hidden size 32, four a token."""
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, 32, generator=generator).to(dtype)
     ids = torch.rand(tokens, 16, generator=generator).topk(4).indices
@@ -26,7 +26,7 @@ def make_inputs(tokens: int, dtype: torch.dtype = torch.float32) -> Inputs:
 
 
 def plain(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """float64, token by token."""
+    """Reference in float64, token by token."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token in range(x.shape[0]):
         for expert, weight in zip(ids[token].tolist(), weights[token].double(), strict=True):
@@ -55,7 +55,7 @@ def test_one_expert_with_more_rows_than_a_block() -> None:
     torch.testing.assert_close(moe_experts(*inputs).double(), plain(*inputs), rtol=1e-5, atol=1e-5)
 
 
-def test_a_token_does_not_depend_on_its_neighbours() -> None:
+def test_a_token_does_not_depend_on_its_batch() -> None:
     x, ids, weights, gate_up, down = make_inputs(37)
     together = moe_experts(x, ids, weights, gate_up, down)
     for token in (0, 20, 36):
@@ -80,12 +80,12 @@ def test_quantized_weights_with_a_shared_expert(
     x, ids, weights, gate_up, down = make_inputs(5)
     stored_up, up_scale = quantize(gate_up)
     stored_down, down_scale = quantize(down)
-    wide_up, wide_down = (
+    up32, down32 = (
         dequantize(*pair, torch.float32) for pair in ((stored_up, up_scale), (stored_down, down_scale))
     )
     shared = ExpertWeights(stored_up[3], stored_down[3], up_scale[3], down_scale[3])
     everywhere = torch.full((5, 1), 3), torch.ones(5, 1)
-    expected = plain(x, ids, weights, wide_up, wide_down) + plain(x, *everywhere, wide_up, wide_down)
+    expected = plain(x, ids, weights, up32, down32) + plain(x, *everywhere, up32, down32)
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: is_captured)
     got = moe_experts(x, ids, weights, stored_up, stored_down, up_scale, down_scale, shared=shared)
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Attention over pages, against dense causal attention in float64."""
+"""Paged attention against dense causal attention in float64."""
 
 import math
 
@@ -19,7 +19,7 @@ PAGE = 8
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One query (Hq, d) over keys (n, Hk, d)."""
+    """Attention of one query (Hq, d) over keys (n, Hk, d)."""
     groups = q.shape[0] // k.shape[1]
     out = []
     for head, query in enumerate(q.double()):
@@ -52,7 +52,7 @@ def test_prefill(heads: int, kv_heads: int) -> None:
     parts = {
         0: (25, 12),
         1: (3, 9),
-    }  # chunks in the middle: tokens before, and in them; rows behind are not seen
+    }  # tokens before the chunk and in it; later rows are not visible
     segment, index = torch.zeros(25, dtype=torch.int64), torch.full((25,), -1)
     for prompt, (start, count) in parts.items():
         unseen = rows_of(tables[prompt])[start + count :]
@@ -93,7 +93,7 @@ def test_padding_requests_stay_finite() -> None:
     assert paged_decode_attention(q, k, v, table, torch.tensor([0, 1]), PAGE).isfinite().all()
 
 
-def test_norm_rotation_and_write() -> None:
+def test_norm_rope_and_write() -> None:
     k, v, generator = make_pool(3, 2)
     before = k.clone(), v.clone()
     rows = torch.tensor([7, 18])
@@ -115,7 +115,7 @@ def test_norm_rotation_and_write() -> None:
 
 
 def test_decode_from_the_packed_projection() -> None:
-    """The new token's key and value are written and seen."""
+    """The new token's key and value are written and visible."""
     k, v, generator = make_pool(8, 2)
     table = torch.tensor([[3, 5], [6, 0]], dtype=torch.int32)
     lengths = torch.tensor([PAGE + 2, 1])

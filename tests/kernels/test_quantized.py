@@ -1,4 +1,4 @@
-"""Quantized weight formats: layout bit by bit, and how much is lost."""
+"""Quantized weight formats: bit layout and rounding error."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_int4_layout() -> None:
     assert torch.equal(first, values[:128] * 0.5)
 
 
-def test_int4_groups_are_scaled_apart() -> None:
+def test_int4_groups_have_separate_scales() -> None:
     weight = torch.cat((experts(4, 128), 1000 * experts(4, 128), experts(4, 64)), dim=-1)
     stored, scale = quantize_int4(weight)
     lost = dequantize(stored, scale, torch.float32)
@@ -51,7 +51,7 @@ def test_int4_groups_are_scaled_apart() -> None:
         assert relative(lost[:, part], weight[:, part]) < 0.12
 
 
-def test_int4_cuts_an_outlier_off_when_the_others_gain() -> None:
+def test_int4_clips_an_outlier_when_that_reduces_the_error() -> None:
     weight = experts(64, 256)
     stored, scale = quantize_int4(weight)
     plain = weight.view(64, 2, 128)

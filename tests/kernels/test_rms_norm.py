@@ -1,4 +1,4 @@
-"""RMS normalisation: formula, and statistics in float32 whatever the dtype."""
+"""RMS norm: formula, and float32 statistics for every dtype."""
 
 import torch
 
@@ -13,7 +13,7 @@ def test_formula_in_float64() -> None:
     torch.testing.assert_close(rms_norm(x, weight, 1e-6), expected.float(), rtol=1e-6, atol=1e-6)
 
 
-def test_bfloat16_statistics_are_wide() -> None:
+def test_bfloat16_statistics_are_float32() -> None:
     x = torch.full((1, 4096), 3.0, dtype=torch.bfloat16)
     got = rms_norm(x, torch.ones(4096, dtype=torch.bfloat16), 1e-6)
     assert got.dtype == torch.bfloat16

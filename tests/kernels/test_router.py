@@ -1,4 +1,4 @@
-"""Choice of experts (spec: thinker.md §2.3), against a token-by-token reading of the rules."""
+"""Expert routing (spec: thinker.md §2.3) against a token-by-token implementation of its rules."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from mingc.kernels.router import route, route_hidden
 
 
 def plain_route(logits: Tensor, bias: Tensor, groups: int, kept: int, chosen: int) -> dict[int, float]:
-    """Expert → weight of one token."""
+    """Weights of one token by expert."""
     scores = torch.sigmoid(logits.double())
     biased = scores + bias.double()
     size = len(scores) // groups
@@ -40,7 +40,7 @@ def test_against_plain_rules(
             assert weight == pytest.approx(expected[expert], rel=1e-5)
 
 
-def test_bias_chooses_but_does_not_weigh() -> None:
+def test_the_bias_selects_but_does_not_weight() -> None:
     bias = torch.zeros(8)
     bias[5] = 10
     ids, weights = route(torch.zeros(1, 8), bias, num_groups=1, num_kept_groups=1, top_k=2, scale=2.5)
@@ -56,7 +56,7 @@ def test_at_most_the_kept_groups_appear() -> None:
     torch.testing.assert_close(weights.sum(), torch.tensor(2.5))
 
 
-def test_each_token_takes_its_own_gate() -> None:
+def test_each_token_uses_its_own_gate() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(9, 32, generator=generator)
     weight, bias = torch.randn(3, 16, 32, generator=generator), torch.randn(3, 16, generator=generator)

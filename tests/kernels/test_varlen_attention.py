@@ -1,4 +1,4 @@
-"""Segment attention against a softmax over each query's own range."""
+"""Variable-length attention against a softmax over each query's range."""
 
 from __future__ import annotations
 
