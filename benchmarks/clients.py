@@ -28,7 +28,7 @@ class Clients:
     """Clients in processes of their own: one process alone sends sixteen requests over tens of milliseconds."""
 
     def __init__(self, num_processes: int) -> None:
-        asyncio.run(_ask_nobody())
+        asyncio.run(_warm_up_httpx())
         # A collection of all that was ever imported would look like a late chunk.
         gc.collect()
         gc.freeze()
@@ -53,8 +53,8 @@ class Clients:
         self._pool.shutdown()
 
 
-async def _ask_nobody() -> None:
-    """Have httpx import what it leaves to the first request: tens of milliseconds that would look like the server's."""
+async def _warm_up_httpx() -> None:
+    """Make httpx import what it defers to the first request: tens of milliseconds that would count as the server's."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     async with client_of(f"http://127.0.0.1:{port}") as client:

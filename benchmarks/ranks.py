@@ -1,4 +1,4 @@
-"""A measuring script once a rank: starts itself as processes that meet, and takes what rank 0 has found."""
+"""Run a measuring script once a rank: starts itself as one process group and returns the figures of rank 0."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_figures(arguments: argparse.Namespace, figures: Figures) -> None:
 
 
 def run_ranks(words: Sequence[str], world_size: int, *, timeout_s: float) -> Figures:
-    """The figures of `world_size` processes of this script with `words`; one alone gets port 0: nobody to meet.
+    """The figures of `world_size` processes of this script with `words`; one alone gets port 0: no group.
 
     Raises: SystemExit when one of them fails; subprocess.TimeoutExpired.
     """

@@ -62,8 +62,8 @@ def prefill(own: Rank, prompt: int) -> list[dict[str, Any]]:
     median = statistics.median(samples)
     flops = sum(engines.chunk_flops(setup, chunk, start) for start in range(0, prompt, chunk))
     rate = flops / median / 1e9
-    is_told = job.profile and prompt == job.prompts[0]
-    kernels = harness.kernel_table(replay)[:25] if is_told else []
+    is_profiled = job.profile and prompt == job.prompts[0]
+    kernels = harness.kernel_table(replay)[:25] if is_profiled else []
     return [
         {"name": "ttft_ms", **same, **harness.summary(samples), "unit": "ms"},
         {

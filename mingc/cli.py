@@ -154,11 +154,11 @@ def _export(recipe: ExportRecipe) -> ExportReport:
     from mingc.verify.engine_replay import replay
 
     show(recipe, as_json=False, stream=sys.stderr)
-    with progress("export") as told:
+    with progress("export") as report_step:
         return export_artifact(
             recipe,
             replay,
-            lambda step: told(step.done, step.total, f"{step.name} {step.subject}", step.seconds),
+            lambda step: report_step(step.done, step.total, f"{step.name} {step.subject}", step.seconds),
         )
 
 
@@ -271,7 +271,7 @@ def serve_command(as_json: bool, artifact: Path, **options: Any) -> int:
 def verify_command(
     as_json: bool, artifact: Path, reference: Path | None, against: Path | None, no_replay: bool
 ) -> int:
-    """Tell whether ARTIFACT is whole and computes what it should on this machine.
+    """Check that ARTIFACT is complete and computes correct results on this machine.
 
     Exits with 3 when anything is out of tolerance.
     """
@@ -332,7 +332,7 @@ def probe_command(
     cache: Path | None,
     **options: Any,
 ) -> int:
-    """Time every engine of ARTIFACT and hold it against what this machine could do at most.
+    """Time every engine of ARTIFACT and compare it with the roofline bounds of this machine.
 
     Exits with 3 when an engine is slower than in --baseline.
     """
@@ -390,7 +390,7 @@ def inspect_command(as_json: bool, artifact: Path) -> int:
 @click.option("--strict", is_flag=True, help="Exit with 3 when export or serve would not work.")
 @_common
 def doctor_command(as_json: bool, strict: bool) -> int:
-    """Tell what would work on this machine."""
+    """Report what works on this machine."""
     from mingc.console.report import show
     from mingc.doctor import examine
 
@@ -407,7 +407,7 @@ def doctor_command(as_json: bool, strict: bool) -> int:
 @click.option("--force", is_flag=True, help="Export again even if the artifact is there.")
 @_common
 def demo_command(as_json: bool, output: Path, checkpoint: Path | None, force: bool) -> int:
-    """Export a tiny model, serve it, and hear it answer about a picture and a spoken clip."""
+    """Export a tiny model, serve it, and request an answer about a picture and a spoken clip."""
     from mingc.console.report import show
     from mingc.demo import run_demo
 

@@ -198,9 +198,9 @@ def _command(*words: str) -> list[str]:
 def _child(
     *words: str, errors: IO[bytes] | None = None
 ) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
-    """`mingc WORDS` as a child, and what it says on stdout; stderr goes to `errors`, or where ours goes.
+    """`mingc WORDS` as a child, and its stdout; stderr goes to `errors`, or where ours goes.
 
-    It is told to end when the block ends, and when this process does.
+    It is asked to end when the block ends, and when this process does.
     """
     with ExitStack() as stack:
         child = subprocess.Popen(
@@ -212,8 +212,8 @@ def _child(
         yield child, said
 
 
-def _end(child: subprocess.Popen[bytes], tether: IO[bytes]) -> None:
-    tether.close()
+def _end(child: subprocess.Popen[bytes], parent_pipe: IO[bytes]) -> None:
+    parent_pipe.close()
     try:
         child.wait(_STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:

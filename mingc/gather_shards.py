@@ -1,4 +1,4 @@
-"""What the ranks of a sharded stage give, put together: for whoever runs them without letting them meet."""
+"""Combine per-rank outputs without collectives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mingc.artifacts.spec import TensorSpec
 
 
 def gather_shards(spec: TensorSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The output `spec` that the `parts`, one a rank, make; half precision is added up in float32."""
+    """The output `spec` from `parts`, one a rank; half precision is summed in float32."""
     if spec.ranks == "sum":
         return torch.stack([part.float() for part in parts]).sum(0).to(parts[0].dtype)
     return torch.cat(tuple(parts), dim=-1) if spec.ranks == "concat" else parts[0]

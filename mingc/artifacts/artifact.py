@@ -96,7 +96,7 @@ def new_artifact(root: Path, *, replace_existing: bool) -> Iterator[Path]:
     What earlier builds of `root` that were killed have left there is removed.
 
     Raises: ConfigError when `root` exists and is not an artifact that may be replaced. When that comes about while the
-    block runs, the finished folder stays beside `root`, under a name that the error tells.
+    block runs, the finished folder stays beside `root`, under the name that the error gives.
     """
     _check_replaceable(root, replace_existing=replace_existing)
     with ExitStack() as stack:

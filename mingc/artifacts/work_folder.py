@@ -1,4 +1,4 @@
-"""Folders under construction. Each is locked by its process, so that what dead processes left behind can be told.
+"""Folders under construction. Each is locked by its process, so leftovers of dead processes are recognised.
 
 The lock is the kernel's (flock on the folder itself): it ends with its process, however that ends, and it holds
 between containers too, where process numbers say nothing.
@@ -23,8 +23,8 @@ _SUFFIX = ".partial"
 def work_folder(parent: Path, prefix: str, *, mode: int = 0o777) -> Iterator[Path]:
     """A new locked folder `<prefix><8 hex digits>.partial` in `parent`; renamed inside the block, or gone after it.
 
-    First, folders of such a name that nobody holds are removed. Folders that are held stay, and so do those of a
-    file system without locks. Raises: OSError when no folder can be made.
+    Removes folders of such a name that no process locks. Locked folders stay, and so do all on a file system
+    without locks. Raises: OSError when no folder can be made.
     """
     parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(parent, prefix)
@@ -50,7 +50,7 @@ def _make(parent: Path, prefix: str, mode: int) -> tuple[Path, int]:
             os.close(lock)
             continue
         except OSError:
-            return path, lock  # no locks on this file system: nobody can take it for an abandoned one either
+            return path, lock  # no locks on this file system, so no process takes it for an abandoned one
         if path.exists():
             return path, lock
         os.close(lock)

@@ -26,11 +26,11 @@ def clean_shutdown() -> Iterator[None]:
     stays so.
     """
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    is_told, first = False, 0.0
+    is_signalled, first = False, 0.0
     waiting: list[threading.Timer] = []
 
     def end(number: int, frame: FrameType | None) -> None:
-        nonlocal is_told, first
+        nonlocal is_signalled, first
         first = first or time.monotonic()
         if _is_importing(frame) and time.monotonic() - first < _LONGEST_IMPORT_S:
             # There an exception can be lost, and torch's native part aborts the process.
@@ -39,27 +39,27 @@ def clean_shutdown() -> Iterator[None]:
             again.start()
             waiting[:] = [*(each for each in waiting if each.is_alive()), again]
             return
-        is_told = True
+        is_signalled = True
         exit_on_later_signal()
         # A pool waits for what its workers have begun: with a compiler that is minutes.
         for worker in multiprocessing.active_children():
             worker.kill()
         raise KeyboardInterrupt
 
-    for number in _heard():
+    for number in _handled():
         signal.signal(number, end)
     try:
         yield
     finally:
         for each in waiting:
             each.cancel()
-        if is_told:
-            # CPython takes an interrupt that has left code run from a string, as dataclasses are made by, for one that
-            # nobody handles, and `python -m` then ends by SIGINT whatever the exit code. The next such code makes it
+        if is_signalled:
+            # CPython takes an interrupt that has left code run from a string, as dataclasses are made by, for an
+            # unhandled one, and `python -m` then ends by SIGINT whatever the exit code. The next such code makes it
             # forget that (run_eval_code_obj in Python/pythonrun.c).
             exec("")
         for number, handler in before.items():
-            if signal.getsignal(number) is end and not is_told:
+            if signal.getsignal(number) is end and not is_signalled:
                 signal.signal(number, handler)
 
 
@@ -71,7 +71,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _LaterSignals:
-    """The handler of a process that was told to end at `first` (`time.monotonic`)."""
+    """The handler of a process that got its first signal at `first` (`time.monotonic`)."""
 
     first: float
 
@@ -82,23 +82,23 @@ class _LaterSignals:
 
 
 def exit_on_later_signal() -> None:
-    """This process was told to end: from now on a signal ends it as it stands, what it leaves behind included.
+    """Make the next signal end this process at once, without cleanup.
 
-    Unless it comes so soon that it belongs to the first. When the interpreter takes itself down nothing is heard any
-    more: it puts back what signals do by themselves, and the exit code would be lost.
+    A signal that comes within SIGNAL_DEBOUNCE_S counts as the first one. While the interpreter shuts down signals are
+    ignored: it restores their default actions, and the exit code would be lost.
     """
     later = _LaterSignals(time.monotonic())
-    for number in _heard():
+    for number in _handled():
         signal.signal(number, later)
 
 
 # This module is imported before a command begins: what that registers is called before.
 @atexit.register
-def _hear_nothing_more() -> None:
+def _ignore_signals() -> None:
     for number in SIGNALS:
         if isinstance(signal.getsignal(number), _LaterSignals):
             signal.signal(number, signal.SIG_IGN)
 
 
-def _heard() -> list[signal.Signals]:
+def _handled() -> list[signal.Signals]:
     return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]

@@ -1,4 +1,4 @@
-"""The JSON documents of a golden set, held against the form that replays read before any of it is used.
+"""The JSON documents of a golden set, checked against the form that replays read before any use.
 
 A form is a type, a text or a pattern of one, a list of one form, a tuple of forms of which one must do, or an object's
 forms by key: keys that may be missing end with `?`, and one that ends with `*` stands for all that begin so. Keys that

@@ -140,7 +140,7 @@ def test_a_bad_artifact_is_refused(
     assert "Traceback" not in done.stderr
 
 
-def test_every_difference_of_a_fingerprint_is_told_at_once(artifact: Path, tmp_path: Path) -> None:
+def test_all_differences_of_a_fingerprint_are_reported_together(artifact: Path, tmp_path: Path) -> None:
     root = tmp_path / "artifact"
     shutil.copytree(artifact, root)
     _other_torch(root)
@@ -148,7 +148,7 @@ def test_every_difference_of_a_fingerprint_is_told_at_once(artifact: Path, tmp_p
     assert "2.10.0" in done.stderr and "AVX9" in done.stderr
 
 
-def test_a_port_in_use_is_told_before_anything_is_loaded(artifact: Path) -> None:
+def test_a_port_in_use_is_reported_before_anything_is_loaded(artifact: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = mingc("serve", artifact, "--port", taken.getsockname()[1])
     assert done.code == 2

@@ -1,4 +1,4 @@
-"""Two ranks meet the goldens; when one dies or hangs everybody is told, the server ends, and no process outlives it."""
+"""Two ranks reproduce the goldens; when one dies or hangs, requests fail and no process outlives the server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_probe_times_the_share_of_one_rank(two_rank_artifact: Path) -> None:
     assert layers == {"thinker.head": 1, "thinker.decode_attention": 4}
 
 
-def test_a_killed_rank_ends_the_server_which_tells_everybody(two_rank_artifact: Path) -> None:
+def test_a_killed_rank_fails_all_requests_and_ends_the_server(two_rank_artifact: Path) -> None:
     with (
         serving(two_rank_artifact) as server,
         httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client,

@@ -1,4 +1,4 @@
-"""What the compiler is told for a device, and what its errors become, without compiling."""
+"""Compiler options by device, and mapping of compiler errors; nothing is compiled."""
 
 from __future__ import annotations
 

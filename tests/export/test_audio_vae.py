@@ -51,7 +51,7 @@ def variant(
 
 
 def used_state(config: VaeDecoderConfig, num_slots: int = 3) -> list[Tensor]:
-    """State as an earlier utterance would leave it: nothing of it may be heard in the next."""
+    """State as an earlier utterance would leave it; it must not affect the next one."""
     torch.manual_seed(5)
     stack = config.stack
     rings = [

@@ -1,4 +1,4 @@
-"""Which engines of a graph an export holds against its float32 reference."""
+"""Which engines of a graph an export compares with its float32 reference."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def test_either_of_them_refuses_the_export(tmp_path: Path, spoiled: int, where: 
     assert caught.value.where == where
 
 
-def test_of_two_engines_the_worse_figures_are_told() -> None:
+def test_the_worse_figures_of_two_engines_are_reported() -> None:
     of_one = Parity(compiled=0.02, eager=0.03, quantization=0.1, rerouted=None)
     of_more = Parity(compiled=0.01, eager=0.04, quantization=0.2, rerouted=0.1)
-    told = Parity(compiled=0.02, eager=0.03, quantization=0.2, rerouted=0.1)
-    assert worst_parity(of_one, of_more) == worst_parity(of_more, of_one) == told
+    worst = Parity(compiled=0.02, eager=0.03, quantization=0.2, rerouted=0.1)
+    assert worst_parity(of_one, of_more) == worst_parity(of_more, of_one) == worst
     exact = Parity(compiled=0.0, eager=0.0)
     assert worst_parity(exact, exact) == exact

@@ -183,7 +183,7 @@ def _(x: Tensor, ids: Tensor, gate_up: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-def test_a_kernel_without_a_rule_is_told(monkeypatch: pytest.MonkeyPatch, model: Model) -> None:
+def test_a_kernel_without_a_rule_is_listed(monkeypatch: pytest.MonkeyPatch, model: Model) -> None:
     def blend(ids: Tensor) -> tuple[Tensor]:
         x = model.table[ids]
         return (torch.ops.mingc.moe_prefill_stand_in(x, ids[:, None] % EXPERTS, model.experts),)

@@ -49,7 +49,7 @@ def test_a_failed_export_ends_its_workers_and_leaves_no_folder(tmp_path: Path) -
     assert not list(scratch.iterdir())
 
 
-def test_a_process_that_dies_while_nothing_runs_is_told_by_what_was_next_and_no_bug() -> None:
+def test_a_process_that_dies_idle_is_reported_with_the_next_task_and_not_as_a_bug() -> None:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         with pytest.raises(CompileError, match=r"died \(out of memory\?\)") as caught:
             result_of(submit(pool, "cfm.sample", os._exit, 9), "cfm.sample")
@@ -59,7 +59,7 @@ def test_a_process_that_dies_while_nothing_runs_is_told_by_what_was_next_and_no_
         assert caught.value.where == "talker.step" and "--jobs" in str(caught.value.fix)
 
 
-def test_too_little_memory_on_the_device_is_told_and_no_bug() -> None:
+def test_too_little_memory_on_the_device_is_reported_and_not_as_a_bug() -> None:
     future: Future[None] = Future()
     future.set_exception(
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.40 GiB. GPU 0 has …")

@@ -48,7 +48,7 @@ def test_a_voice_that_is_no_number_is_refused(root: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_a_truncated_speaker_network_is_told(root: Path, share: float) -> None:
+def test_a_truncated_speaker_network_is_reported(root: Path, share: float) -> None:
     path = root / "talker" / SPEAKER_NETWORK
     content = path.read_bytes()
     path.write_bytes(content[: int(share * len(content))])

@@ -84,7 +84,7 @@ def _lose_a_tensor(checkpoint: Path) -> str:
     return name
 
 
-def test_what_a_rank_of_a_worker_lacks_is_told_and_nothing_is_left(
+def test_a_missing_weight_of_a_rank_is_reported_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint, scratch = tmp_path / "checkpoint", tmp_path / "scratch"
@@ -110,7 +110,7 @@ def test_what_a_rank_of_a_worker_lacks_is_told_and_nothing_is_left(
     assert not multiprocessing.active_children()
 
 
-def test_an_export_that_is_told_to_end_while_files_are_written_leaves_nothing(tmp_path: Path) -> None:
+def test_an_export_that_is_interrupted_while_files_are_written_leaves_nothing(tmp_path: Path) -> None:
     words = ("--stages", "thinker", "--tp", _RANKS, "--jobs", 2, "--output", tmp_path / "out")
     with subprocess.Popen(
         [sys.executable, "-m", "mingc", "export", str(_TINY), *map(str, words)],
@@ -119,7 +119,7 @@ def test_an_export_that_is_told_to_end_while_files_are_written_leaves_nothing(tm
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # a group of its own tells whether one of its processes is left
+        start_new_session=True,  # a group of its own shows whether one of its processes is left
     ) as export:
         try:
             assert export.stderr is not None

@@ -116,7 +116,7 @@ def test_help_needs_no_torch(tmp_path: Path) -> None:
         (["serve", "x", "--max-speech-seqs", "0"], "--max-speech-seqs is 0"),
         (["serve", "x", "--media-root", ""], "'--media-root': the path is empty"),
         (["export", "", "--output", "y"], "'CHECKPOINT': the path is empty"),
-        (["serve", "x", "--host", "a" * 300, "--port", "0"], "no name of a host"),
+        (["serve", "x", "--host", "a" * 300, "--port", "0"], "not a host name"),
         (["demo", "--output", "/dev/null"], "/dev/null is no folder that can be made"),
         (["serve", "x", "--served-model-name", " "], "--served-model-name is empty"),
         (["probe", "--synthetic", "x", "--baseline", "nowhere.json"], "nowhere.json is no baseline"),
@@ -156,7 +156,7 @@ def test_failing_exits_with_1_and_says_where_and_what_to_do(words: list[str], tm
     assert not list(tmp_path.iterdir())
 
 
-def test_a_path_that_is_no_text_is_told_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_is_no_text_is_reported_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "utf-8:strict")
     result = run("bundle", "inspect", "\udcff", "--json", cwd=tmp_path)
     assert result.returncode == 1 and "Traceback" not in result.stderr

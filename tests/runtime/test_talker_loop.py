@@ -185,7 +185,7 @@ def test_launching_ahead_changes_no_audio(
             np.testing.assert_allclose(mine, expected, rtol=0, atol=1e-6)
 
 
-def test_a_failed_launch_tells_those_in_flight_and_no_others(
+def test_a_failed_launch_fails_requests_in_flight_and_no_others(
     started: Callable[[TalkerLoop], TalkerLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = make_talker_worker(slots=2, depth=2)

@@ -197,7 +197,7 @@ def test_the_queue_is_bounded(started: Callable[[ThinkerLoop], ThinkerLoop], mak
         ask(loop, prompt([1] * 600))
 
 
-def test_a_failed_loop_tells_everybody_and_takes_nobody(
+def test_a_failed_loop_fails_all_requests_and_refuses_new_ones(
     started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop
 ) -> None:
     loop = started(make_loop())
@@ -209,7 +209,7 @@ def test_a_failed_loop_tells_everybody_and_takes_nobody(
         ask(loop, PROMPTS[0])
 
 
-def test_a_stopped_loop_tells_its_requests(make_loop: MakeLoop) -> None:
+def test_a_stopped_loop_fails_its_requests(make_loop: MakeLoop) -> None:
     loop = make_loop()
     waiting = ask(loop, PROMPTS[0], max_tokens=200)
     loop.start()
@@ -238,7 +238,7 @@ def test_launching_ahead_changes_no_answer(started: Callable[[ThinkerLoop], Thin
     assert answers[0] == answers[1]
 
 
-def test_a_failed_launch_tells_its_requests_and_the_next_ones_run(
+def test_a_failed_launch_fails_its_requests_and_later_ones_run(
     started: Callable[[ThinkerLoop], ThinkerLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = make_thinker_loop(is_static=True)

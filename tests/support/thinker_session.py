@@ -138,9 +138,9 @@ class Session:
             _chunk(prompt, start, min(start + chunk, total), padding) for start in range(0, total, chunk)
         ]
         for first in range(0, len(chunks), together):
-            logits, *told = self._layers.prefill(*chunks[first : first + together])
+            logits, *routes = self._layers.prefill(*chunks[first : first + together])
         prompt.length = total
-        self.routes = list(zip(told[::2], told[1::2], strict=True))
+        self.routes = list(zip(routes[::2], routes[1::2], strict=True))
         return logits
 
     def decode(self, prompts: Sequence[Prompt], tokens: Sequence[int], *, padding: int = 0) -> Tensor:

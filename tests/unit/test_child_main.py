@@ -15,7 +15,7 @@ import mingc
 from mingc import demo
 
 _END_S = 60
-# A command in the middle of its work, which takes what it has begun down when it is told to end.
+# A command in the middle of its work, which cleans up when it is signalled.
 _COMMAND = """
 import sys, time
 from pathlib import Path
@@ -110,7 +110,7 @@ def test_a_command_ends_tidily_when_what_it_was_started_for_is_interrupted(
     assert not (tmp_path / "begun").exists()
 
 
-def test_a_command_that_ends_by_itself_is_not_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_ends_by_itself_is_not_signalled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(mingc.__file__).parents[1]))
     with demo._child("--version") as (child, said):
         assert said.read().decode().startswith("mingc")

@@ -49,7 +49,7 @@ def test_every_row_of_a_mixed_batch_gets_what_the_host_draws(seed: int) -> None:
     assert found.tolist() == sample(logits, rows)
 
 
-def test_rows_that_are_not_finite_are_told() -> None:
+def test_rows_that_are_not_finite_are_reported() -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
     logits[0, 7], logits[2, 9] = torch.nan, torch.inf
     columns = torch.tensor([sampling_columns(SamplingParams(temperature=1.0), 0.5)] * 3)

@@ -69,7 +69,7 @@ CHAT = ("processor_template", "image")
         ),
     ],
 )
-def test_another_form_is_told_with_its_place(
+def test_another_form_is_reported_with_its_place(
     name: str, change: Callable[[Any], None], problem: str, tmp_path: Path
 ) -> None:
     document = json.loads((DATA / name).read_text(encoding="utf-8"))
@@ -82,7 +82,7 @@ def test_another_form_is_told_with_its_place(
     assert caught.value.where == "--reference"
 
 
-def test_a_document_that_is_nested_too_deep_is_told(tmp_path: Path) -> None:
+def test_a_document_that_is_nested_too_deep_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "text.json"
     path.write_text("[" * 100_000, encoding="utf-8")
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -19,7 +19,7 @@ def test_patches_under_way_end_one_after_the_other() -> None:
     assert model.remaining_s([(1, 0.030)], now=0.035) == 0.0
 
 
-def test_nothing_is_told_of_a_new_size_or_of_an_idle_device() -> None:
+def test_a_new_size_and_an_idle_device_have_no_estimate() -> None:
     model = PatchLatencyModel()
     assert model.remaining_s([], now=1.0) == 0.0
     assert model.remaining_s([(4, 1.0)], now=1.0) == 0.0

@@ -192,7 +192,7 @@ def test_a_chunk_of_one_long_prompt_has_no_room() -> None:
     assert parts == [[(1, 16)], [(2, 2), (1, 14)]]
 
 
-def test_beyond_the_rows_that_cost_least_nobody_joins() -> None:
+def test_no_prompt_joins_beyond_the_rows_that_cost_least() -> None:
     scheduler = make_thinker(num_pages=2000, chunk=4096, max_context=4096, max_prompts=4)
     for request, count in enumerate((1000, 100, 24), start=1):
         scheduler.add(request, prompt_tokens=count, max_tokens=1)

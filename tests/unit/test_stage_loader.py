@@ -15,13 +15,13 @@ from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage, load_stage
 
 
-def test_weights_without_a_header_are_told_with_their_file(artifact_path: Path) -> None:
+def test_weights_without_a_header_are_reported_with_their_file(artifact_path: Path) -> None:
     with pytest.raises(IntegrityError, match="the weights cannot be read") as caught:
         load_stage(open_artifact(artifact_path), "audio_encoder", torch.device("cpu"))
     assert caught.value.where == str(artifact_path / "weights" / "audio.bin")
 
 
-def test_a_stage_that_is_not_there_is_told_with_those_that_are(artifact_path: Path) -> None:
+def test_a_missing_stage_is_reported_with_the_present_ones(artifact_path: Path) -> None:
     with pytest.raises(ArtifactError, match="no stage cfm; it has audio_encoder"):
         load_stage(open_artifact(artifact_path), "cfm", torch.device("cpu"))
 
@@ -33,7 +33,7 @@ class _NeverRun:
         self.spec = spec
 
 
-def test_a_state_that_no_memory_holds_is_told_with_what_was_asked() -> None:
+def test_a_state_that_no_memory_holds_is_reported_with_its_size() -> None:
     pages = TensorSpec(name="k_pages", dtype="float32", shape=("KV", 2, 128))
     spec = GraphSpec(name="decode", inputs=(), outputs=(), state=(pages,))
     stage = LoadedStage("thinker", {"decode": cast(Graph, _NeverRun(spec))})
