@@ -104,11 +104,11 @@ class Step:
         given = {"latents": latents, "slots": slots, "patch_index": patch_index, **self.vae_state}
         return self.runs["audio_vae"](given)["samples"]
 
-    def advance(self, made: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
+    def advance(self, sampled: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
         slots = inputs["step_slots"]
         stepped = self.runs["talker"](
             {
-                "embeds": made["next_embeds"],
+                "embeds": sampled["next_embeds"],
                 "slots": slots,
                 "lengths": inputs["lengths"],
                 **self.talker_state,

@@ -1,4 +1,4 @@
-"""A thread that owns one scheduler and one worker and runs step after step."""
+"""Engine thread: base of the thinker and talker loops. Owns a scheduler and a worker and runs step after step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ log = logging.getLogger("mingc.engine")
 
 
 class EngineThread(ABC):
-    """Base of the two loops.
+    """Runs `_step` in a thread until it is stopped or fails.
 
-    Other threads call `post`, whose actions run between two steps, and methods of the subclass that touch the
-    scheduler under `_lock`. The lock is never held while an engine runs.
+    Other threads call `post`, whose actions run between steps, and methods of the subclass that use the scheduler under
+    `_lock`. The lock is never held while an engine runs.
     """
 
     def __init__(self, name: str) -> None:
@@ -39,7 +39,7 @@ class EngineThread(ABC):
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """End after the current step and wait for it."""
+        """Stop after the current step and wait for it."""
         with self._lock:
             self._is_stopping = True
             self._wake.notify()
@@ -53,26 +53,26 @@ class EngineThread(ABC):
             self._wake.notify()
 
     def wake(self) -> None:
-        """Look again whether there is something to do."""
+        """Wake the thread to check for work."""
         with self._lock:
             self._wake.notify()
 
     def fail(self, error: ServeError) -> None:
-        """Serve nobody any more: running and later requests get `error`. Callable from any thread."""
+        """Fail all running and later requests with `error`. Callable from any thread."""
         with self._lock:
             self._failure = self._failure or error
             self._wake.notify()
 
     @abstractmethod
     def _step(self) -> bool:
-        """Run one step; False when there was nothing to do."""
+        """Run one step. Returns False if there was nothing to do."""
 
     @abstractmethod
     def _fail_all(self, error: ServeError) -> None:
-        """Tell every request and forget it."""
+        """Fail and remove every request."""
 
     def _check_healthy(self) -> None:
-        """Raises: the error that stopped the thread, or WorkerError when it is not running."""
+        """Raise the error that stopped the thread, or WorkerError when it is stopping."""
         if self._failure is not None:
             raise self._failure
         if self._is_stopping:
@@ -98,8 +98,8 @@ class EngineThread(ABC):
                 else:
                     is_busy = self._step()
             except Exception as error:
-                # Not one request's engine call (those are caught where they happen): the bookkeeping is unsound.
-                log.exception("the %s loop broke", self._name)
+                # Failed engine calls are handled per request by `_step`, so the bookkeeping itself is broken.
+                log.exception("the %s loop failed", self._name)
                 self.fail(WorkerError(f"the {self._name} failed: {error}"))
                 is_busy = True
         self._fail_all(self._failure or WorkerError(f"the {self._name} was stopped"))

@@ -1,6 +1,6 @@
-"""Who owns which KV pages and which slots. Plain numbers; the tensors live in the workers. No torch.
+"""KV cache bookkeeping: which request owns which pages and slots. The tensors are in the workers; imports no torch.
 
-Both pools hold number 0 back: padding rows of a batch write there.
+Page 0 and slot 0 are never allocated: padding rows of a batch write there.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from collections.abc import Sequence
 
 
 class PagePool:
-    """Pages of `page_size` KV rows, lent to requests.
+    """Allocates pages of `page_size` KV rows to requests.
 
     Args:
-        num_pages: pages of the state tensors, page 0 included.
+        num_pages: pages of the state tensors, including page 0.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         assert num_pages > 1 and page_size > 0
         self.page_size = page_size
         self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, 0, -1))  # a stack: the page freed last is still in the caches
+        self._free = list(range(num_pages - 1, 0, -1))  # a stack: the page freed last may still be in a cache
         self._owned: dict[int, list[int]] = {}
 
     @property
@@ -28,15 +28,15 @@ class PagePool:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that one request could hold with the pool to itself."""
+        """Most tokens of one request that has the pool to itself."""
         return (self.num_pages - 1) * self.page_size
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold `num_tokens` tokens."""
+        """Pages needed for `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def extend(self, owner: int, num_tokens: int) -> bool:
-        """Grow `owner` until it can hold `num_tokens`. Nothing changes, and False, when too few pages are free."""
+        """Allocate pages until `owner` holds `num_tokens`. False, without any change, if too few pages are free."""
         pages = self._owned.get(owner, [])
         missing = self.pages_for(num_tokens) - len(pages)
         if missing > len(self._free):
@@ -47,29 +47,31 @@ class PagePool:
         return True
 
     def pages(self, owner: int) -> Sequence[int]:
-        """The pages of `owner` in token order; empty when it has none."""
+        """Pages of `owner` in token order; empty if it has none."""
         return self._owned.get(owner, ())
 
     def free(self, owner: int) -> None:
-        """Take back all pages of `owner`; nothing happens when it has none."""
+        """Free all pages of `owner`; does nothing if it has none."""
         self._free.extend(reversed(self._owned.pop(owner, [])))
 
     def check_count(self) -> None:
-        """Assert that no page is missing. Does not look at each: there may be hundreds of thousands."""
+        """Assert that the number of pages adds up. Cheap: does not look at single pages."""
         num_used = sum(map(len, self._owned.values()))
-        assert self.num_free + num_used == self.num_pages - 1, "KV pages leaked or lent twice"
+        assert self.num_free + num_used == self.num_pages - 1, "KV pages leaked or allocated twice"
 
     def check(self) -> None:
-        """Assert that every page is either free or owned, once. For tests: an idle server would be held up by it."""
+        """Assert that every page is free or owned, exactly once. For tests: there may be hundreds of thousands."""
         used = [page for pages in self._owned.values() for page in pages]
-        assert sorted(self._free + used) == list(range(1, self.num_pages)), "KV pages leaked or lent twice"
+        assert sorted(self._free + used) == list(range(1, self.num_pages)), (
+            "KV pages leaked or allocated twice"
+        )
 
 
 class SlotPool:
-    """Fixed rows of per-request state, one a request.
+    """Allocates rows of per-request state, one per request.
 
     Args:
-        num_slots: rows of the state tensors, slot 0 included.
+        num_slots: rows of the state tensors, including slot 0.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -83,8 +85,8 @@ class SlotPool:
         return len(self._free)
 
     def allocate(self, owner: int) -> int | None:
-        """A slot for `owner`, which must not have one; None when all are taken."""
-        assert owner not in self._owned, f"request {owner} has a slot"
+        """Allocate a slot for `owner`, which must not have one; None if all are taken."""
+        assert owner not in self._owned, f"request {owner} already has a slot"
         if not self._free:
             return None
         self._owned[owner] = self._free.pop()
@@ -94,11 +96,11 @@ class SlotPool:
         return self._owned[owner]
 
     def free(self, owner: int) -> None:
-        """Take back the slot of `owner`; nothing happens when it has none."""
+        """Free the slot of `owner`; does nothing if it has none."""
         slot = self._owned.pop(owner, None)
         if slot is not None:
             self._free.append(slot)
 
     def check(self) -> None:
-        """Assert that every slot is either free or owned, once."""
+        """Assert that every slot is free or owned, exactly once."""
         assert sorted([*self._free, *self._owned.values()]) == list(range(1, self.num_slots)), "slots leaked"

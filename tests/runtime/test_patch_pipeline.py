@@ -46,9 +46,9 @@ class CountingWork:
             "stop_probability": latents.amax((1, 2)) % 11,
         }
 
-    def advance(self, made: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
+    def advance(self, sampled: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
         self._wait("advance")
-        heard = (made["next_embeds"] * 3 + inputs["lengths"]) % 239
+        heard = (sampled["next_embeds"] * 3 + inputs["lengths"]) % 239
         self.hidden.index_copy_(0, inputs["step_slots"], heard)
 
     def decode(self, latents: Tensor, slots: Tensor, patch_index: Tensor) -> Tensor:

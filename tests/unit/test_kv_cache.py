@@ -1,4 +1,4 @@
-"""Pools: pages and slots are lent once and come back, whatever the order."""
+"""Page and slot pools: every page and slot is allocated once and freed, in any order."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from hypothesis import strategies as st
 from mingc.runtime.kv_cache import PagePool, SlotPool
 
 
-def test_page_zero_is_never_lent() -> None:
+def test_page_zero_is_never_allocated() -> None:
     pool = PagePool(num_pages=5, page_size=4)
     assert pool.extend(1, pool.max_tokens)
     assert sorted(pool.pages(1)) == [1, 2, 3, 4]
     assert pool.num_free == 0
 
 
-def test_extend_lends_all_or_nothing() -> None:
+def test_extend_allocates_all_or_nothing() -> None:
     pool = PagePool(num_pages=4, page_size=4)
     assert pool.extend(1, 5)
     held = tuple(pool.pages(1))
     assert not pool.extend(2, 5)
     assert pool.pages(2) == ()
     assert pool.extend(1, 9)
-    assert tuple(pool.pages(1))[:2] == held, "growing must not move the pages that hold tokens"
+    assert tuple(pool.pages(1))[:2] == held, "growing must not move pages that hold tokens"
     pool.check()
 
 
-def test_extend_to_what_is_held_changes_nothing() -> None:
+def test_extend_to_fewer_tokens_changes_nothing() -> None:
     pool = PagePool(num_pages=4, page_size=4)
     pool.extend(1, 8)
     assert pool.extend(1, 3)
     assert len(pool.pages(1)) == 2
 
 
-def test_free_of_a_stranger_is_harmless() -> None:
+def test_free_of_an_unknown_owner_does_nothing() -> None:
     pool = PagePool(num_pages=4, page_size=4)
     pool.free(9)
     pool.check()
@@ -48,15 +48,15 @@ def test_check_finds_a_leak() -> None:
             check()
 
 
-def test_only_the_check_of_every_page_finds_two_owners() -> None:
+def test_only_the_full_check_finds_a_page_with_two_owners() -> None:
     pool = PagePool(num_pages=4, page_size=4)
     pool._free[0] = pool._free[1]
     pool.check_count()
-    with pytest.raises(AssertionError, match="lent twice"):
+    with pytest.raises(AssertionError, match="allocated twice"):
         pool.check()
 
 
-def test_slot_zero_is_never_lent() -> None:
+def test_slot_zero_is_never_allocated() -> None:
     pool = SlotPool(3)
     assert {pool.allocate(1), pool.allocate(2)} == {1, 2}
     assert pool.allocate(3) is None

@@ -1,6 +1,6 @@
-"""Runs over fixed tensors: a CUDA graph captured once and replayed, or on the CPU the same function called.
+"""CUDA graphs over static tensors: capture, replay, upload of inputs, asynchronous copy of outputs to the host.
 
-And the way of their outputs to the host.
+On the CPU the same classes call the function directly.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mingc.runtime.engines.programmatic_launch import enable_pdl
 Shapes = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
 _ALIGNMENT = 64  # bytes; engines copy inputs that are aligned to less than 16
-_WARM_UPS = 2  # the first call of an engine loads its kernels, which a capture does not allow
+_WARM_UPS = 2  # the first call of an engine loads its kernels, which is not allowed during capture
 
 
 class GraphPool:
-    """What the graphs of one device share: a stream to capture on and memory for intermediates.
+    """A capture stream and a memory pool for intermediates, shared by several graphs of one device.
 
-    Graphs of one pool overwrite each other's intermediates, so they must be replayed on one stream.
+    Graphs of one pool overwrite each other's intermediates, so they must be replayed on the same stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,9 +33,9 @@ class GraphPool:
     def capture(
         self, run: Callable[[], tuple[Tensor, ...]], name: str
     ) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
-        """The graph of `run` and the tensors in which every replay leaves its outputs. `run` is called thrice.
+        """Capture `run`, after two warm-up calls. Returns the graph and its outputs, which every replay overwrites.
 
-        Raises: WorkerError when the device's memory does not suffice.
+        Raises: WorkerError when the device runs out of memory.
         """
         try:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -52,7 +52,7 @@ class GraphPool:
             graph.instantiate()
         except torch.cuda.OutOfMemoryError as error:
             raise WorkerError(
-                f"the GPU's memory does not suffice to capture {name}: {error}",
+                f"not enough GPU memory to capture {name}: {error}",
                 where=name,
                 fix="free memory on the device, pass a smaller --max-speech-seqs, or export smaller batch sizes",
             ) from error
@@ -60,7 +60,7 @@ class GraphPool:
 
 
 class StagingBuffer:
-    """Named inputs of a run in one piece of memory, so that one copy uploads them all."""
+    """Named input tensors in one contiguous block, so that a single copy uploads them all."""
 
     def __init__(self, shapes: Shapes, device: torch.device) -> None:
         self._places: dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]] = {}
@@ -73,14 +73,14 @@ class StagingBuffer:
         self.tensors = self._views(self._block)
 
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Replace the contents. On CUDA this does not wait for the device."""
+        """Overwrite the inputs. On CUDA this does not wait for the device."""
         if not self._places:
             return
         if not self._block.is_cuda:
             for name, value in values.items():
                 self.tensors[name].copy_(value)
             return
-        # Pinned memory from torch's caching allocator: it is not handed out again before the copy has been made.
+        # Pinned memory from torch's caching allocator, which does not reuse it before the copy has finished.
         staged = torch.empty(self._block.shape, dtype=torch.uint8, pin_memory=True)
         views = self._views(staged)
         for name, value in values.items():
@@ -95,7 +95,7 @@ class StagingBuffer:
 
 
 class AsyncHostCopy:
-    """Tensors on their way to the host. What is launched next may overwrite the `values` that it was given."""
+    """Asynchronous copy of tensors to the host. Work launched after it may overwrite `values`."""
 
     def __init__(self, *values: Tensor) -> None:
         self._copies = values
@@ -114,20 +114,20 @@ class AsyncHostCopy:
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The tensors on the host; blocks until the device has made them."""
+        """The tensors on the host; blocks until they are there."""
         if self._event is not None:
             self._event.synchronize()
         return self._copies
 
 
 class GraphRunner:
-    """A function of named tensors of fixed shapes that mutates state and returns tensors.
+    """Runs a function of static input tensors: captured as a CUDA graph and replayed, or called directly.
 
     Args:
         shapes: dtype and shape of every input.
-        run: maps these inputs to outputs, without waiting for the device.
-        pool: where to capture it; None calls it at every run.
-        name: for errors.
+        run: computes outputs from these inputs without waiting for the device; may mutate state.
+        pool: pool to capture into; None to call `run` directly.
+        name: for error messages.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class GraphRunner:
             self._graph, self._outputs = pool.capture(lambda: run(self._inputs.tensors), name)
 
     def __call__(self, values: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Outputs for these inputs, every one of which must be given. The next run overwrites them."""
+        """Run with these inputs, all of which are required. The next run overwrites the outputs."""
         self._inputs.write(values)
         if self._graph is None:
             return self._run(self._inputs.tensors)
@@ -155,6 +155,6 @@ class GraphRunner:
         return self._outputs
 
     def close(self) -> None:
-        """Give up the graph; not to be run any more."""
+        """Release the graph; it must not be run any more."""
         if self._graph is not None:
             self._graph.reset()

@@ -1,7 +1,8 @@
-"""The device side of speech: engines of the three stages over the state of all slots.
+"""Talker engines: runs the three speech stages (talker, cfm, audio_vae) on the state of all slots.
 
-A slot holds all that a running segment keeps on the device: KV rows, the hidden state that conditions its next
-patch, the latents before it, and the VAE's rings. Slot 0 belongs to the padding rows of a batch.
+`TalkerWorker` calls them with prompts and patches; `PatchPipeline` orders the networks of a patch. A slot holds the
+device state of one running segment: KV rows, the hidden state that conditions its next patch, the previous latents,
+and the VAE's ring buffers. Padding rows of a batch use slot 0.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from mingc.runtime.engines.cuda_graphs import GraphPool, GraphRunner, Shapes
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.talker.patch_pipeline import LaunchedPatch, PatchPipeline
 
-_ALIGNMENT = 16  # bytes; engines copy what is aligned to less
+_ALIGNMENT = 16  # bytes; engines copy inputs with a smaller alignment
 _META = torch.device("meta")
-_LANES = 4  # prompts that run beside each other: one alone leaves most of a GPU idle
+_NUM_LANES = 4  # prompts that run concurrently; a single one leaves most of a GPU idle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Lane:
-    """Prompts of every size, and the stream they run on; None: at once."""
+    """Captured prompts of every size and the stream they are replayed on (None on the CPU)."""
 
     stream: torch.cuda.Stream | None
-    runs: Mapping[int, GraphRunner]
+    prompts: Mapping[int, GraphRunner]
 
 
 class TalkerEngines:
-    """Runs prompts and patches. On CUDA every size is captured when this is made, and replayed.
+    """Runs prompts and patches. On CUDA every size is captured by the constructor, and replayed.
 
     Args:
         talker, cfm, audio_vae: stages with the graphs `prefill`/`step`, `sample`, `stream`.
-        num_slots: slots to allocate, slot 0 (padding) included.
+        num_slots: slots to allocate, including slot 0 (padding).
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class TalkerEngines:
         self.embed_dtype = torch_dtype(embeds.dtype)
         self._hidden = torch.zeros(num_slots, hidden_size, dtype=torch_dtype(hidden.dtype), device=device)
         self._history = torch.zeros(num_slots, flow.history_latents, flow.latent_dim, device=device)
-        # One size serves the whole patch, so every graph must have it.
+        # All networks of a patch run at the same batch size.
         graphs = (self._sample, self._step, self._stream)
         sizes = sorted(set.intersection(*(set(graph.spec.dim("B").buckets) for graph in graphs)))
         largest = next((size for size in sizes if size >= num_slots - 1), sizes[-1])
@@ -76,35 +77,35 @@ class TalkerEngines:
             patch=(flow.latents_per_patch, flow.latent_dim),
             device=device,
         )
-        self._lanes = [self._make_lane(device) for _ in range(_LANES if self._is_cuda else 1)]
+        self._lanes = [self._make_lane(device) for _ in range(_NUM_LANES if self._is_cuda else 1)]
 
     def launch(self, size: int, inputs: Mapping[str, Tensor]) -> LaunchedPatch:
-        """Begin one patch of `size` rows, after all prompts launched so far. See `PatchPipeline.launch`."""
+        """Launch one patch of `size` rows, after all prompts launched so far. See `PatchPipeline.launch`."""
         self._wait_for_prompts()
         return self._patches.launch(size, inputs)
 
     def run_prompt(self, size: int, inputs: Mapping[str, Tensor]) -> None:
-        """Prefill one chunk of `size` tokens; its last hidden state becomes the slot's, as do these `history`.
+        """Prefill one chunk of `size` tokens and store its last hidden state and `history` in the slot.
 
-        Inputs: as the graph `prefill`, and history (1, H, C). Prompts of other slots may run beside it.
+        Inputs: those of the graph `prefill`, and history (1, H, C). Prompts of other slots may run concurrently.
         """
         with self._lane(int(inputs["slot"])) as lane:
-            lane.runs[size](inputs)
+            lane.prompts[size](inputs)
 
     def read_rows(self, slot: int, count: int) -> Tensor:
-        """A copy of the first `count` KV rows of a slot, (states, count, …)."""
+        """Copy the first `count` KV rows of a slot, (states, count, …)."""
         self._wait_for_prompts()
         return self._rows[:, slot, :count].clone()
 
     def write_rows(self, slot: int, rows: Tensor) -> None:
-        """Begin a slot with these KV rows. Letting go of `rows` is safe after the next `read_rows` or `launch`."""
+        """Write the first KV rows of a slot. `rows` may be freed after the next `read_rows` or `launch`."""
         with self._lane(slot):
             self._rows[:, slot, : rows.shape[1]].copy_(rows)
 
     def _make_lane(self, device: torch.device) -> _Lane:
-        # Intermediates of graphs that run at the same time must not share memory: a pool for each lane.
+        # Graphs that run concurrently must not share memory for intermediates, so each lane has a pool.
         pool = GraphPool(device) if self._is_cuda else None
-        runs = {
+        prompts = {
             size: GraphRunner(
                 self._prompt_shapes(size),
                 self._prompt,
@@ -115,11 +116,11 @@ class TalkerEngines:
             for size in reversed(self.chunk_sizes)
         }
         stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
-        return _Lane(stream=stream, runs=runs)
+        return _Lane(stream=stream, prompts=prompts)
 
     @contextmanager
     def _lane(self, slot: int) -> Iterator[_Lane]:
-        """Inside, work goes to the lane of `slot`, after all that was launched outside lanes."""
+        """Launch work inside the block on the lane of `slot`, after all work launched outside lanes."""
         lane = self._lanes[slot % len(self._lanes)]
         if lane.stream is None:
             yield lane
@@ -130,32 +131,32 @@ class TalkerEngines:
         self._busy.add(lane.stream)
 
     def _wait_for_prompts(self) -> None:
-        """What is launched from here on comes after every prompt launched so far."""
+        """Order all further work after the prompts launched so far."""
         for stream in self._busy:
             torch.cuda.current_stream(self.device).wait_stream(stream)
         self._busy.clear()
 
     def sample(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """See `PatchWork`."""
+        """See `PatchModel`."""
         slots = inputs["slots"]
-        made = self._sample.run(
+        sampled = self._sample.run(
             hidden=self._hidden.index_select(0, slots),
             history=self._history.index_select(0, slots),
             **{name: inputs[name] for name in ("noise", "step_noise", "guidance", "sigma", "temperature")},
         )
-        self._history.index_copy_(0, slots, made["next_history"])
-        return made
+        self._history.index_copy_(0, slots, sampled["next_history"])
+        return sampled
 
     def decode(self, latents: Tensor, slots: Tensor, patch_index: Tensor) -> Tensor:
-        """See `PatchWork`."""
+        """See `PatchModel`."""
         decoded = self._stream.run(latents=latents, slots=slots, patch_index=patch_index, **self._vae_state)
         return decoded["samples"]
 
-    def advance(self, made: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
-        """See `PatchWork`."""
+    def advance(self, sampled: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
+        """See `PatchModel`."""
         slots = inputs["step_slots"]
         stepped = self._step.run(
-            embeds=made["next_embeds"], slots=slots, lengths=inputs["lengths"], **self._talker_state
+            embeds=sampled["next_embeds"], slots=slots, lengths=inputs["lengths"], **self._talker_state
         )
         self._hidden.index_copy_(0, slots, stepped["hidden"])
 
@@ -181,9 +182,9 @@ class TalkerEngines:
 def _allocate_rows(
     talker: LoadedStage, num_slots: int, device: torch.device
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The KV rows of all layers, zeros, by name, and the tensor (states, slots, rows, …) that they are slices of.
+    """Allocate the KV rows of all layers as zeros: by name, and the tensor (states, slots, rows, …) they are slices of.
 
-    In one piece, the rows of a slot are copied at once: one by one, 48 states cost the host 0.2 ms a segment.
+    One tensor allows copying the rows of a slot at once; 48 single copies take the host 0.2 ms per segment.
     """
     names = sorted(talker.state_specs())
     one = {
@@ -191,5 +192,7 @@ def _allocate_rows(
     }
     ((shape, dtype),) = one.items()
     rows = torch.zeros(len(names), *shape, dtype=dtype, device=device)
-    assert rows.stride(0) * rows.itemsize % _ALIGNMENT == 0, "an engine would work on a copy of its state"
+    assert rows.stride(0) * rows.itemsize % _ALIGNMENT == 0, (
+        "a misaligned state would be copied by the engine"
+    )
     return dict(zip(names, rows, strict=True)), rows

@@ -1,20 +1,20 @@
-"""How long patches take and when to launch the next, as far as the host sees it. Plain numbers; no torch."""
+"""Launch timing of patches: how long patches take, and when to launch the next one. Plain numbers; no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-_LEAST_LEAD_S = 0.003  # the host needs about 1 ms to launch 32 rows, and as long to get Python's lock
-_MOST_LEAD_S = 1.0
-_CLOSE_S = 0.001
-_FORGOTTEN = 1.02  # a patch may be taken for longer than the one before by this factor
+_MIN_LEAD_S = 0.003  # the host needs about 1 ms to launch 32 rows, and as long to acquire the GIL
+_MAX_LEAD_S = 1.0
+_LATE_S = 0.001  # a launch with less device work left counts as late
+_GROWTH = 1.02  # per patch, most growth of an estimate
 
 
 class PatchLatencyModel:
-    """Learns from each patch when the ones under way will have ended. Times are in seconds, of one clock.
+    """Estimates when launched patches will end. Times are in seconds of one clock.
 
-    What is learnt for a batch size is about the least of the last few dozen patches: some have waited for prompts, or
-    the host has looked late.
+    The estimate for a batch size is about the minimum of the last few dozen patches, because some have waited for
+    prompts, and some were observed late by the host.
     """
 
     def __init__(self) -> None:
@@ -22,15 +22,15 @@ class PatchLatencyModel:
         self._last_end = float("-inf")
 
     def observe(self, size: int, launched: float, ended: float) -> None:
-        """A patch of `size` rows, launched then, has ended; the device makes one after the other."""
+        """Record a patch of `size` rows and the times of its launch and end. The device runs patches in order."""
         took = ended - max(launched, self._last_end)
-        self._seconds[size] = min(took, _FORGOTTEN * self._seconds.get(size, took))
+        self._seconds[size] = min(took, _GROWTH * self._seconds.get(size, took))
         self._last_end = ended
 
-    def remaining_s(self, under_way: Sequence[tuple[int, float]], now: float) -> float:
-        """Until the last of these patches (size, launched; the oldest first) has ended; 0 when a size is new."""
+    def remaining_s(self, launched_patches: Sequence[tuple[int, float]], now: float) -> float:
+        """Seconds until the last of these patches (size, time of launch; oldest first) ends; 0 if a size is unknown."""
         end = self._last_end
-        for size, launched in under_way:
+        for size, launched in launched_patches:
             if size not in self._seconds:
                 return 0.0
             end = max(launched, end) + self._seconds[size]
@@ -38,16 +38,19 @@ class PatchLatencyModel:
 
 
 class LaunchTimingPolicy:
-    """How long before the device runs dry the next patch is to be launched.
+    """Chooses the lead: how long before the device runs out of work the next patch is launched.
 
-    Longer when it was close, as on a host that is busy with other things, and slowly less again.
+    The lead doubles after a late launch, for example on a busy host, and decays slowly.
+
+    Attributes:
+        lead_s: the current lead.
     """
 
     def __init__(self) -> None:
-        self.lead_s = _LEAST_LEAD_S
+        self.lead_s = _MIN_LEAD_S
 
     def observe(self, left_s: float, *, was_held: bool) -> None:
-        """A patch was launched while the device had this much left to do; held: not before it was time to."""
-        was_close = was_held and left_s < _CLOSE_S
-        wanted = 2 * self.lead_s if was_close else 0.99 * self.lead_s
-        self.lead_s = min(_MOST_LEAD_S, max(_LEAST_LEAD_S, wanted))
+        """Record a launch with `left_s` of device work left. `was_held`: it was held back until the lead."""
+        was_late = was_held and left_s < _LATE_S
+        lead_s = 2 * self.lead_s if was_late else 0.99 * self.lead_s
+        self.lead_s = min(_MAX_LEAD_S, max(_MIN_LEAD_S, lead_s))

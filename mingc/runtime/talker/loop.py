@@ -1,4 +1,8 @@
-"""The talker's thread: at each patch boundary segments join and leave, then all running ones make a patch."""
+"""Talker loop: a thread that admits and removes segments at patch boundaries and runs patches for all others.
+
+The service opens a stream per request and adds its segments, which the planner made from text. The scheduler assigns
+slots, this loop launches and collects patches on the worker, and samples go out through `emit` to the request's stream.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from mingc.runtime.talker.worker import Patch, SpeechSegment, TalkerWorker
 
 log = logging.getLogger("mingc.engine")
 
-_LOOK_S = 0.005  # how often a held launch looks at the device: what was learnt may be far too long
+_POLL_S = 0.005  # how often a held launch checks the device, because the estimate may be far too long
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +36,7 @@ class TalkerLoop(EngineThread):
     """Runs the speech of all requests.
 
     Args:
-        slow_client_timeout_s: a client that leaves its patches unread for longer loses its request and so its slot.
+        slow_client_timeout_s: a request fails if its client leaves patches unread for longer.
     """
 
     def __init__(
@@ -41,16 +45,16 @@ class TalkerLoop(EngineThread):
         super().__init__("talker")
         self._worker = worker
         self.scheduler = scheduler
-        self._max_behind_s = slow_client_timeout_s
+        self._slow_client_timeout_s = slow_client_timeout_s
         self._streams: dict[int, _Stream] = {}
         self._ids = itertools.count(1)
         self._launch_timing = LaunchTimingPolicy()
-        self._was_held = False  # the next patch, until its time had come
+        self._was_held = False  # whether the next launch was held back until its lead
 
     def open(self, emit: Callable[[Item], None], is_behind: Callable[[], bool]) -> int:
-        """Begin a stream; both functions are called on the talker's thread. Returns its id.
+        """Open a stream. Returns its id. Both functions are called on the talker's thread.
 
-        `is_behind`: the client has as many patches unread as it may; no further ones are made until it reads.
+        `is_behind` returns whether the client has as many unread patches as it may; the stream pauses until it reads.
         Raises: CapacityError when too many streams are open.
         """
         with self._lock:
@@ -61,7 +65,7 @@ class TalkerLoop(EngineThread):
         return stream
 
     def add(self, stream: int, segment: SpeechSegment) -> None:
-        """Append a segment to an open stream; nothing happens when the stream has failed."""
+        """Append a segment to an open stream; does nothing if the stream has failed."""
         with self._lock:
             known = self._streams.get(stream)
             if known is not None:
@@ -70,13 +74,13 @@ class TalkerLoop(EngineThread):
                 self._wake.notify()
 
     def cancel(self, stream: int) -> None:
-        """Forget a stream before the next patch; nothing happens when it is not known."""
+        """Remove a stream before the next patch; does nothing if it is unknown."""
         self.post(lambda: self._remove(stream))
 
     def _step(self) -> bool:
         with self._lock:
-            joining = self.scheduler.admit()
-        for stream, segment, slot in joining:
+            admitted = self.scheduler.admit()
+        for stream, segment, slot in admitted:
             try:
                 self._worker.add(slot, self._streams[stream].segments.pop(segment))
             except Exception as error:
@@ -87,40 +91,40 @@ class TalkerLoop(EngineThread):
             if not self.scheduler.num_running and not self.scheduler.num_waiting:
                 self.scheduler.check()
         launchable = [slot for slot in slots if self._worker.is_launchable(slot)]
-        if launchable and self._hold():
+        if launchable and self._wait_for_segments():
             return True
         try:
             if launchable:
                 self._launch(launchable)
             elif not self._worker.num_in_flight:
-                return bool(joining)
+                return bool(admitted)
             if self._worker.num_in_flight == self._worker.depth or not launchable:
                 self._deliver(self._worker.collect())
         except Exception as error:
-            # Which of the patches in flight it was cannot be told: the device reports late.
-            hurt = {*launchable, *self._worker.drop()}
+            # The device reports errors late, so any of the patches in flight may have failed.
+            affected = {*launchable, *self._worker.drop()}
             with self._lock:
                 owners = self._owners()
-            self._fail_step([stream for slot, stream in owners.items() if slot in hurt], error)
+            self._fail_step([stream for slot, stream in owners.items() if slot in affected], error)
         return True
 
-    def _hold(self) -> bool:
-        """Wait for segments that may join the next patch, as long as the device is busy without it.
+    def _wait_for_segments(self) -> bool:
+        """Hold the next launch back for new segments, as long as the device stays busy without it.
 
-        What joins behind a launched patch is heard a whole patch later. False: launch now. True: ask again.
+        A segment that just misses a launch starts a whole patch later. False: launch now. True: call again.
         """
         left = self._worker.remaining_s() - self._launch_timing.lead_s
         if left <= 0.0:
             return False
         if self._worker.is_idle:
-            self._was_held = False  # a longer lead would not have helped
+            self._was_held = False  # the estimate was wrong; a longer lead would not have helped
             return False
         with self._lock:
             if not self.scheduler.has_room:
                 return False
             if not self.scheduler.num_waiting and not self._inbox:
-                was_woken = self._wake.wait(min(left, _LOOK_S))
-                self._was_held = not was_woken and left <= _LOOK_S
+                was_woken = self._wake.wait(min(left, _POLL_S))
+                self._was_held = not was_woken and left <= _POLL_S
         return True
 
     def _launch(self, slots: Sequence[int]) -> None:
@@ -130,7 +134,7 @@ class TalkerLoop(EngineThread):
         self._was_held = False
 
     def _deliver(self, patches: Mapping[int, Patch]) -> None:
-        """Hand out patches by slot, then let segments that have ended leave."""
+        """Emit patches by slot and end segments that are finished."""
         with self._lock:
             owners = self._owners()
         for slot, patch in patches.items():
@@ -145,7 +149,7 @@ class TalkerLoop(EngineThread):
                 self._end_segment(stream)
 
     def _owners(self, paused: Container[int] = ()) -> dict[int, int]:
-        """The running stream of each slot, without the `paused` ones."""
+        """Running streams by slot, without the `paused` ones."""
         return {self.scheduler.slots.slot(stream): stream for stream in self.scheduler.batch(paused)}
 
     def _end_segment(self, stream: int) -> None:
@@ -154,7 +158,7 @@ class TalkerLoop(EngineThread):
             self.scheduler.end_segment(stream)
 
     def _find_behind(self) -> set[int]:
-        """Streams to leave out now. Those that stayed behind for too long fail."""
+        """Streams that are paused for a slow client. Fails those that exceed the timeout."""
         now = time.monotonic()
         with self._lock:
             running = self.scheduler.batch()
@@ -166,7 +170,7 @@ class TalkerLoop(EngineThread):
                 continue
             behind.add(name)
             stream.behind_since = stream.behind_since or now
-            if now - stream.behind_since > self._max_behind_s:
+            if now - stream.behind_since > self._slow_client_timeout_s:
                 self._fail(
                     name, RequestError("the speech is not being read", status=408, code="client_too_slow")
                 )
@@ -184,7 +188,7 @@ class TalkerLoop(EngineThread):
         self._remove(stream)
 
     def _fail_step(self, streams: Sequence[int], error: Exception) -> None:
-        """An engine call failed: those it was for are told, the others go on."""
+        """Fail the streams of an engine call that raised; the others go on."""
         log.error("a step of the talker failed", exc_info=error)
         mapped: ServeError = WorkerError(f"the talker failed: {error}", where="talker")
         if isinstance(error, ServeError):

@@ -1,9 +1,9 @@
-"""Patches of every batch size: made, heard and decoded.
+"""Patch pipeline: samples, decodes and feeds back one speech patch at every batch size.
 
-Sampler and speech LLM need nothing of the decoder, so where a GPU has room for both the next patch begins while the
-decoder works on this one. It starts when the sampler has ended, on a stream of its own. Patches are decoded one after
-the other: the state that a slot keeps for the decoder passes from patch to patch, and from a segment to the next one in
-its slot, without anyone having to wait for it.
+A patch is sampled by the flow-matching sampler, decoded to samples by the VAE decoder, and fed to the speech LLM, whose
+hidden state conditions the next patch. Sampler and speech LLM do not depend on the decoder, so if the GPU has room, the
+next patch starts while this one is decoded on a stream of its own. Patches are decoded in order, because decoder state
+passes from patch to patch and from a segment to the next one in its slot.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from mingc.runtime.engines.cuda_graphs import AsyncHostCopy, GraphPool, Shapes, 
 
 Values = Mapping[str, Tensor]
 
-# Patches of more rows keep a GPU busy: a decoder beside the next one is in its way (benchmarks/NOTES.md).
+# Larger batches keep a GPU busy; a concurrent decoder would slow them down (benchmarks/NOTES.md).
 _MAX_SPLIT = 1
 
 
-class PatchWork(Protocol):
-    """The networks of a patch over the state of all slots; all three take a patch's inputs, a row a request."""
+class PatchModel(Protocol):
+    """The three networks of a patch. Their inputs have one row per request; they keep state for all slots."""
 
     def sample(self, inputs: Values) -> Values:
-        """One patch: latents (B, P, C), stop_probability (B,), next_embeds (B, D). Updates the latent history."""
+        """Sample a patch: latents (B, P, C), stop_probability (B,), next_embeds (B, D). Updates the latent history."""
         ...
 
-    def advance(self, made: Values, inputs: Values) -> None:
-        """Let the speech LLM hear what `sample` made."""
+    def advance(self, sampled: Values, inputs: Values) -> None:
+        """Run one step of the speech LLM on the outputs of `sample`."""
         ...
 
     def decode(self, latents: Tensor, slots: Tensor, patch_index: Tensor) -> Tensor:
-        """Samples (B, n) of latents (B, P, C). Touches no state that the other two touch."""
+        """Decode latents (B, P, C) to samples (B, n). Shares no state with the other two."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LaunchedPatch:
-    """Results of one patch on their way to the host: samples (B, n) and stop probabilities (B,), both float32."""
+    """Results of one patch being copied to the host: samples (B, n) and stop probabilities (B,), both float32."""
 
     host_copy: AsyncHostCopy
 
@@ -53,139 +53,142 @@ class LaunchedPatch:
         return self.host_copy.is_ready
 
     def wait(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Samples and stop probabilities; blocks until the device has made them."""
+        """Samples and stop probabilities; blocks until they are on the host."""
         samples, stop = self.host_copy.wait()
         return samples.numpy(), stop.numpy()
 
 
 class PatchPipeline:
-    """Runs patches. On CUDA every size is captured when this is made, and replayed.
+    """Runs patches. On CUDA every batch size is captured by the constructor, and replayed.
 
     Args:
         sizes: batch sizes.
-        num_steps, patch: of the sampler; shape (P, C) of a patch's latents.
+        num_steps: steps of the sampler.
+        patch: shape (P, C) of a patch's latents.
     """
 
     def __init__(
         self,
-        work: PatchWork,
+        model: PatchModel,
         sizes: Sequence[int],
         *,
         num_steps: int,
         patch: tuple[int, int],
         device: torch.device,
     ) -> None:
-        self._work = work
+        self._model = model
         self._sizes: dict[int, _SplitPatch | _WholePatch] = {}
         if device.type != "cuda":
             return
         decoder = _Decoder(device)
-        # The largest first: the others then fit into the memory it has taken.
+        # The largest first, so that the others fit into the memory it has taken.
         for size in sorted(sizes, reverse=True):
             kind = _SplitPatch if size <= _MAX_SPLIT else _WholePatch
             self._sizes[size] = kind(
-                work, _patch_shapes(size, num_steps, patch), decoder, f"a patch of batch {size}"
+                model, _patch_shapes(size, num_steps, patch), decoder, f"a patch of batch {size}"
             )
 
     def launch(self, size: int, inputs: Values) -> LaunchedPatch:
-        """Make, decode and let the speech LLM hear one patch of `size` rows; does not wait for a GPU.
+        """Sample and decode one patch of `size` rows and run the speech LLM on it. Does not wait for a GPU.
 
-        Inputs, a row each: slots, patch_index, guidance, sigma, temperature, noise (P, C), step_noise
-        (steps, P, C); step_slots and lengths: where the speech LLM steps, slot 0 where it shall not.
+        Inputs, one row per request: slots, patch_index, guidance, sigma, temperature, noise (P, C), step_noise
+        (steps, P, C); step_slots (slot of the speech LLM's step, 0 for none) and lengths (its tokens).
         """
         if self._sizes:
             return LaunchedPatch(host_copy=self._sizes[size].launch(inputs))
-        made = self._work.sample(inputs)
-        samples = _decode(self._work, made["latents"], inputs)
-        self._work.advance(made, inputs)
-        return LaunchedPatch(host_copy=AsyncHostCopy(samples, made["stop_probability"]))
+        sampled = self._model.sample(inputs)
+        samples = _decode(self._model, sampled["latents"], inputs)
+        self._model.advance(sampled, inputs)
+        return LaunchedPatch(host_copy=AsyncHostCopy(samples, sampled["stop_probability"]))
 
 
 class _Decoder:
-    """What all sizes share on a CUDA device: the decoder's stream, and memory for the graphs of either stream."""
+    """Resources shared by all batch sizes on CUDA: the decoder's stream, and graph pools for both streams."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # What runs at the same time must not share intermediates: two pools.
+        # Graphs that run concurrently must not share memory for intermediates.
         self.main_pool, self.pool = GraphPool(device), GraphPool(device)
         self.has_taken, self.has_ended = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
 
 
 class _WholePatch:
-    """One graph, in which the decoder works beside the speech LLM."""
+    """A patch in one graph, in which decoder and speech LLM run concurrently."""
 
-    def __init__(self, work: PatchWork, shapes: Shapes, decoder: _Decoder, name: str) -> None:
+    def __init__(self, model: PatchModel, shapes: Shapes, decoder: _Decoder, name: str) -> None:
         self._decoder = decoder
         self._inputs = StagingBuffer(shapes, decoder.device)
 
         def run() -> tuple[Tensor, ...]:
             inputs, main = self._inputs.tensors, torch.cuda.current_stream(decoder.device)
-            made = work.sample(inputs)
+            sampled = model.sample(inputs)
             decoder.stream.wait_stream(main)
             with torch.cuda.stream(decoder.stream):
-                samples = _decode(work, made["latents"], inputs)
-            work.advance(made, inputs)
+                samples = _decode(model, sampled["latents"], inputs)
+            model.advance(sampled, inputs)
             main.wait_stream(decoder.stream)
-            return samples, made["stop_probability"]
+            return samples, sampled["stop_probability"]
 
         self._graph, self._outputs = decoder.main_pool.capture(run, name)
 
     def launch(self, inputs: Values) -> AsyncHostCopy:
         self._inputs.write(inputs)
-        # A smaller batch may have left its decoder running, which writes what the one in here reads.
+        # The decoder of a smaller batch may still be running, and writes state that this one reads.
         torch.cuda.current_stream(self._decoder.device).wait_event(self._decoder.has_ended)
         self._graph.replay()
         return AsyncHostCopy(*self._outputs)
 
 
 class _SplitPatch:
-    """A graph each for sampler, speech LLM and decoder, the last of which runs beside the next patch."""
+    """A patch in three graphs: sampler, speech LLM, and the decoder, which runs concurrently with the next patch."""
 
-    def __init__(self, work: PatchWork, shapes: Shapes, decoder: _Decoder, name: str) -> None:
+    def __init__(self, model: PatchModel, shapes: Shapes, decoder: _Decoder, name: str) -> None:
         self._decoder = decoder
         self._inputs = StagingBuffer(shapes, decoder.device)
-        # The decoder has its own: the next patch replaces the others meanwhile.
-        own = {each: shapes[each] for each in ("slots", "patch_index")}
-        self._decoder_inputs = StagingBuffer(own, decoder.device)
-        made: dict[str, Tensor] = {}
+        # The decoder has inputs of its own, because the next patch overwrites the others meanwhile.
+        decoder_shapes = {each: shapes[each] for each in ("slots", "patch_index")}
+        self._decoder_inputs = StagingBuffer(decoder_shapes, decoder.device)
+        sampled: dict[str, Tensor] = {}
 
         def sample() -> tuple[Tensor, ...]:
-            made.update(work.sample(self._inputs.tensors))
-            return made["latents"], made["stop_probability"]
+            sampled.update(model.sample(self._inputs.tensors))
+            return sampled["latents"], sampled["stop_probability"]
 
         def advance() -> tuple[Tensor, ...]:
-            work.advance(made, self._inputs.tensors)
+            model.advance(sampled, self._inputs.tensors)
             return ()
 
         def decode() -> tuple[Tensor, ...]:
-            return (_decode(work, self._taken[0], self._decoder_inputs.tensors),)
+            return (_decode(model, self._taken[0], self._decoder_inputs.tensors),)
 
-        self._sample, self._made = decoder.main_pool.capture(sample, name)
+        self._sample, self._sampled = decoder.main_pool.capture(sample, name)
         self._advance, _ = decoder.main_pool.capture(advance, name)
-        self._taken = tuple(torch.zeros_like(each) for each in self._made)
+        self._taken = tuple(torch.zeros_like(each) for each in self._sampled)
         self._decode, (self._samples,) = decoder.pool.capture(decode, name)
-        self._has_made = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._has_sampled = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def launch(self, inputs: Values) -> AsyncHostCopy:
         decoder, main = self._decoder, torch.cuda.current_stream(self._decoder.device)
         self._inputs.write(inputs)
-        main.wait_event(decoder.has_taken)  # the patch before: its latents are where these are going to be
+        main.wait_event(
+            decoder.has_taken
+        )  # the previous patch has copied its latents out of the sampler's outputs
         self._sample.replay()
-        self._has_made.record(main)
+        self._has_sampled.record(main)
         self._advance.replay()
         with torch.cuda.stream(decoder.stream):
             self._decoder_inputs.write({name: inputs[name] for name in ("slots", "patch_index")})
-            decoder.stream.wait_event(self._has_made)
-            torch._foreach_copy_(self._taken, self._made)
+            decoder.stream.wait_event(self._has_sampled)
+            torch._foreach_copy_(self._taken, self._sampled)
             decoder.has_taken.record(decoder.stream)
             self._decode.replay()
             decoder.has_ended.record(decoder.stream)
             return AsyncHostCopy(self._samples, self._taken[1])
 
 
-def _decode(work: PatchWork, latents: Tensor, inputs: Values) -> Tensor:
-    return work.decode(latents, inputs["slots"], inputs["patch_index"])
+def _decode(model: PatchModel, latents: Tensor, inputs: Values) -> Tensor:
+    return model.decode(latents, inputs["slots"], inputs["patch_index"])
 
 
 def _patch_shapes(size: int, num_steps: int, patch: tuple[int, int]) -> Shapes:

@@ -1,4 +1,7 @@
-"""Voices, and from a piece of text and a client's wishes to a segment that the talker can run. No engine runs here."""
+"""Speech planner: turns a piece of text and the request's speech parameters into a segment for the talker loop.
+
+Also loads voices. Runs no engine.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class VoicePack:
 
     Attributes:
         latents: (N·p, latent) float32 of the recording.
-        embeds: (N, D) float32, one a patch.
+        embeds: (N, D) float32, one per patch.
         speaker: (D,) float32.
     """
 
@@ -38,7 +41,7 @@ class VoicePack:
 
 
 def load_voice(artifact: Artifact, record: VoiceRecord) -> VoicePack:
-    """The voice's tensors. Raises: ArtifactError when the file is not what the manifest says."""
+    """Load the tensors of a voice. Raises: ArtifactError when the file is not what the manifest says."""
     path = artifact.path(record.file)
     try:
         tensors = load_file(path)
@@ -55,7 +58,7 @@ def load_voice(artifact: Artifact, record: VoiceRecord) -> VoicePack:
 
 
 class SpeechPlanner:
-    """Makes segments for one artifact. Holds no request; may be used from several threads."""
+    """Creates segments for one artifact. Stateless; may be used from several threads."""
 
     def __init__(
         self,
@@ -73,12 +76,12 @@ class SpeechPlanner:
         self._patch_seconds = flow.latents_per_patch * vae.samples_per_latent / vae.sample_rate
 
     def check(self, speech: SpeechParams) -> None:
-        """Raises: RequestError when the voice is unknown or the instructions cannot be read."""
+        """Validate speech parameters. Raises: RequestError for an unknown voice or invalid instructions."""
         self._voice(speech.voice)
         caption_instruction(speech.instructions or "")
 
     def segment(self, text: str, index: int, speech: SpeechParams, seed: int) -> SpeechSegment:
-        """One normalised piece of text in the wished voice and style.
+        """The segment that speaks one normalized piece of text in the requested voice and style.
 
         Raises: RequestError when the prompt leaves no room for speech.
         """
@@ -108,43 +111,43 @@ class SpeechPlanner:
         )
 
     def _voice(self, name: str | None) -> VoicePack | None:
-        """The wished or default voice; None when the artifact has no voice at all."""
+        """The requested or default voice; None if the artifact has no voices."""
         name = name or self._parameters.default_voice
         if name is None:
             return None
         voice = self._voices.get(name)
         if voice is None:
-            held = ", ".join(sorted(self._voices)) or "none"
+            available = ", ".join(sorted(self._voices)) or "none"
             raise RequestError(
-                f"unknown voice {name!r}; this model has: {held}", param="voice", code="voice_not_found"
+                f"unknown voice {name!r}; this model has: {available}", param="voice", code="voice_not_found"
             )
         return voice
 
     def _history(self, voice: VoicePack | None) -> NDArray[np.float32]:
-        """Latents before the first patch: the recording's last ones, zeros before them (spec: talker.md §5)."""
+        """Latents before the first patch: the end of the recording, padded with zeros in front (spec: talker.md §5)."""
         history = np.zeros((self._flow.history_latents, self._flow.latent_dim), np.float32)
         if voice is not None:
             latents = voice.latents[-self._flow.history_latents :]
             history[len(history) - len(latents) :] = latents
         return history
 
-    def _max_patches(self, text: str, prompt_tokens: int, wished: int | None) -> int:
-        """The least of four caps: the model's, the slot's, the client's, and one by the length of the text.
+    def _max_patches(self, text: str, prompt_tokens: int, requested: int | None) -> int:
+        """The smallest of four caps: the model's, the slot's, the client's, and one by the length of the text.
 
-        The last one is a guard against a model that never stops, about twice a slow reading. Rounded up to whole
-        patches, as the reference stops only after the time has passed.
+        The last one guards against a model that never stops: about twice the time of a slow reading, rounded up to
+        whole patches, because the reference stops only after the time has passed.
         """
         parameters = self._parameters
         room = parameters.slot_tokens - prompt_tokens
         if room < 1:
             raise RequestError(
                 f"the speech prompt has {prompt_tokens} tokens, a slot holds {parameters.slot_tokens}",
-                fix="send shorter instructions, or text whose sentences end: it is spoken by them",
+                fix="send shorter instructions, or shorter sentences: each is spoken on its own",
             )
         seconds = max(parameters.cap_min_seconds, len(text) * parameters.cap_seconds_per_character)
         caps = [parameters.max_steps, room, math.ceil(seconds / self._patch_seconds)]
-        if wished is not None:
-            caps.append(wished)
+        if requested is not None:
+            caps.append(requested)
         return max(1, min(caps))
 
 

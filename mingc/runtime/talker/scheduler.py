@@ -1,6 +1,6 @@
-"""Admits speech streams to the talker's batch at patch boundaries. Plain Python, no torch.
+"""Talker scheduler: admits speech segments to the running batch at patch boundaries. Plain Python; imports no torch.
 
-Like the thinker's scheduler it belongs to one engine thread and takes no locks.
+The talker loop calls it under its lock. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from mingc.runtime.kv_cache import SlotPool
 
 
 class TalkerScheduler:
-    """Segments of speech join and leave the running batch at patch boundaries.
+    """Assigns slots to streams, one segment at a time.
 
-    A stream is one client's speech; its segments are spoken one after the other. Streams wait in order of
-    arrival for a slot, and a stream that ends a segment goes to the end of the queue for its next one, so a
-    long text shares the slots with others.
+    A stream is the speech of one request; its segments are spoken in order. Streams wait for a slot in order of
+    arrival. After each segment a stream goes to the end of the queue for its next one, so a long text shares the slots
+    with other requests.
 
     Args:
-        max_prefills_per_patch: segments that may join at one boundary: each costs a prefill, which the others wait for.
-        max_streams: streams known at once (speaking and waiting) before more are refused.
+        max_prefills_per_patch: segments admitted at one patch boundary; the running ones wait for their prefills.
+        max_streams: most open streams (speaking and waiting) before more are refused.
     """
 
     def __init__(
@@ -31,8 +31,8 @@ class TalkerScheduler:
         self._max_batch = min(max_batch, slots.num_slots - 1)
         self._max_prefills = max_prefills_per_patch
         self._max_streams = max_streams
-        self._segments: dict[int, deque[int]] = {}  # per stream: segments not yet spoken, first one first
-        self._queue: OrderedDict[int, None] = OrderedDict()  # streams that wait for a slot
+        self._segments: dict[int, deque[int]] = {}  # per stream: segments not yet spoken, in order
+        self._queue: OrderedDict[int, None] = OrderedDict()  # streams waiting for a slot
         self._running: OrderedDict[int, int] = OrderedDict()  # stream → segment being spoken
 
     @property
@@ -45,14 +45,14 @@ class TalkerScheduler:
 
     @property
     def has_room(self) -> bool:
-        """Whether a further stream could join now."""
+        """Whether a further segment can be admitted now."""
         return len(self._running) < self._max_batch and self.slots.num_free > 0
 
     def open(self, stream: int) -> None:
-        """Make a stream known. Raises CapacityError when there are too many."""
+        """Open a stream. Raises CapacityError when too many are open."""
         if len(self._segments) >= self._max_streams:
             raise CapacityError(
-                f"{len(self._segments)} requests are speaking or waiting to", fix="try again later"
+                f"{len(self._segments)} requests are speaking or waiting to speak", fix="try again later"
             )
         self._segments[stream] = deque()
 
@@ -63,7 +63,7 @@ class TalkerScheduler:
             self._queue[stream] = None
 
     def remove(self, stream: int) -> None:
-        """Forget a stream with all its segments and free its slot; nothing happens when it is not known."""
+        """Remove a stream with all its segments and free its slot; does nothing if it is unknown."""
         self._segments.pop(stream, None)
         self._queue.pop(stream, None)
         self._running.pop(stream, None)
@@ -71,29 +71,29 @@ class TalkerScheduler:
 
     def admit(self) -> list[tuple[int, int, int]]:
         """Admit segments: (stream, segment, slot) of each, at most `max_prefills_per_patch`. They are running now."""
-        joined: list[tuple[int, int, int]] = []
-        while self._queue and len(joined) < self._max_prefills and self.has_room:
+        admitted: list[tuple[int, int, int]] = []
+        while self._queue and len(admitted) < self._max_prefills and self.has_room:
             stream = next(iter(self._queue))
             slot = self.slots.allocate(stream)
             assert slot is not None, "there was room"
             del self._queue[stream]
             segment = self._segments[stream].popleft()
             self._running[stream] = segment
-            joined.append((stream, segment, slot))
-        return joined
+            admitted.append((stream, segment, slot))
+        return admitted
 
     def batch(self, paused: Container[int] = ()) -> tuple[int, ...]:
-        """Streams that make a patch now: the running ones without `paused`, which keep their slots."""
+        """Running streams except the `paused` ones, which keep their slots."""
         return tuple(stream for stream in self._running if stream not in paused)
 
     def end_segment(self, stream: int) -> None:
-        """The stream's segment is spoken: free its slot, and queue the stream when it has another one."""
+        """End the stream's segment: free its slot, and queue the stream if it has another one."""
         del self._running[stream]
         self.slots.free(stream)
         if self._segments[stream]:
             self._queue[stream] = None
 
     def check(self) -> None:
-        """Assert that slots belong to running streams only."""
+        """Assert that every allocated slot belongs to a running stream."""
         self.slots.check()
         assert self.slots.num_free == self.slots.num_slots - 1 - len(self._running), "slots held by no stream"

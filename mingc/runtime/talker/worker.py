@@ -1,8 +1,9 @@
-"""Runs segments of speech, many at a time: prompts, noise, stop rule and caps. Which run is the scheduler's.
+"""Talker worker: host side of running speech segments in slots: prompts, noise, stop rule and caps.
 
-On a GPU patches are launched one ahead: patch k + 1 is on its way before the stop flags of patch k are read, so the
-device never waits for the host. A segment that turns out to have ended with patch k has then made one patch in
-vain, which is dropped; it touched nothing but its own slot.
+The loop adds segments that the scheduler has admitted, launches patches and collects them; the engines
+(`mingc.runtime.talker.engines`) run them. On a GPU patch k + 1 is launched before the stop flags of patch k are read,
+so that the device never waits for the host. If a segment has ended with patch k, its surplus patch is discarded; it has
+changed nothing but its own slot.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from mingc.runtime.talker.engines import TalkerEngines
 from mingc.runtime.talker.launch_timing import PatchLatencyModel
 from mingc.runtime.talker.patch_pipeline import LaunchedPatch
 
-_MAX_PREFIXES = 64  # cached prompt beginnings: at the released dims 12 KiB a token, about 50 tokens each
+_MAX_PREFIXES = 64  # cached prompt prefixes; at the released dims 12 KiB per token, about 50 tokens each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SpeechSegment:
-    """One stretch of text to be spoken, as the engines take it.
+    """One piece of text to speak, as inputs of the engines.
 
     Attributes:
         input_ids: (T,) int64, the prompt (spec: talker.md §4).
-        embed_rows: (E,) int64, prompt rows that take a vector in place of the word embedding.
-        embeds: (E, D) float32, these vectors.
-        num_prefix: tokens at the beginning that every segment of this voice shares; 0 when there are none.
+        embed_rows: (E,) int64, prompt rows whose word embedding is replaced.
+        embeds: (E, D) float32, the replacements.
+        num_prefix: length of the prompt prefix that all segments of this voice share.
         history: (H, latent) float32, latents before the first patch, newest last.
-        seed, index: what the noise is made from; `index` counts the segments of a request.
-        max_patches: the segment ends here at the latest.
+        seed, index: key of the noise; `index` counts the segments of a request.
+        max_patches: cap on the number of patches.
     """
 
     input_ids: NDArray[np.int64]
@@ -56,13 +57,13 @@ class SpeechSegment:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Patch:
-    """What one step gives one segment.
+    """One patch of one segment.
 
     Attributes:
-        samples: (n,) float32 mono; over a whole segment patches × samples of a patch.
-        is_last: the segment ends with this patch.
-        is_capped: it ends because of its cap, not because the model stopped.
-        is_finite: False when the samples hold a NaN or an infinity.
+        samples: (n,) float32 mono; a whole segment has patches × samples per patch.
+        is_last: whether the segment ends with this patch.
+        is_capped: whether it ends because of its cap and not by the stop rule.
+        is_finite: whether no sample is NaN or infinite.
     """
 
     samples: NDArray[np.float32]
@@ -72,21 +73,21 @@ class Patch:
 
 
 @dataclass(slots=True, eq=False)
-class _Speaking:
-    """Host side of a running segment."""
+class _Running:
+    """Host state of a running segment."""
 
     segment: SpeechSegment
-    num_tokens: int  # KV rows written, or on their way
-    launched: int = 0
-    patch: int = 0  # patches collected
+    num_tokens: int  # KV rows written or launched
+    launched: int = 0  # patches
+    collected: int = 0  # patches
     is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Launched:
-    """A patch under way: its slots, batch size, and when it was launched (`time.perf_counter`)."""
+    """A launched patch that is not collected: its slots, batch size, and time of launch (`time.perf_counter`)."""
 
-    rows: list[tuple[int, _Speaking]]
+    rows: list[tuple[int, _Running]]
     size: int
     at: float
     patch: LaunchedPatch
@@ -97,8 +98,8 @@ class TalkerWorker:
 
     Args:
         talker, cfm, audio_vae: stages with the graphs `prefill`/`step`, `sample`, `stream`.
-        num_slots: slots to allocate, slot 0 (padding) included.
-        depth: patches that may be under way at once; None is 2 on a GPU, 1 where the host does the work itself.
+        num_slots: slots to allocate, including slot 0 (padding).
+        depth: most patches in flight; None: 2 on a GPU, 1 on the CPU.
     """
 
     def __init__(
@@ -132,84 +133,83 @@ class TalkerWorker:
                 device=device,
             )
         self.max_batch = self._engines.batch_sizes[-1]
-        self._speaking: dict[int, _Speaking] = {}
+        self._running: dict[int, _Running] = {}
         self._launched: deque[_Launched] = deque()
         self._latency_model = PatchLatencyModel()
         self._prefixes: OrderedDict[bytes, Tensor] = OrderedDict()
 
     @property
     def num_in_flight(self) -> int:
-        """Patches launched and not collected."""
+        """Patches launched and not yet collected."""
         return len(self._launched)
 
     @torch.inference_mode()
     def add(self, slot: int, segment: SpeechSegment) -> None:
-        """Prefill the prompt of `segment` into `slot`, whose earlier contents are forgotten.
+        """Start `segment` in `slot` by prefilling its prompt; the slot's previous contents are overwritten.
 
-        The prefix runs on its own, also when it is not cached yet, so that its rows never depend on who came first.
+        The prefix is prefilled separately even if it is not cached, so that its KV rows never depend on the cache.
         """
-        done = segment.num_prefix
-        if done:
-            self._place_prefix(slot, segment)
-        self._run_prompt(slot, segment, done, len(segment.input_ids))
-        self._speaking[slot] = _Speaking(segment, num_tokens=len(segment.input_ids))
+        if segment.num_prefix:
+            self._write_prefix(slot, segment)
+        self._run_prompt(slot, segment, segment.num_prefix, len(segment.input_ids))
+        self._running[slot] = _Running(segment, num_tokens=len(segment.input_ids))
 
     def is_launchable(self, slot: int) -> bool:
-        """Whether the segment in `slot` has a further patch to make, as far as is known."""
-        speaking = self._speaking[slot]
-        return not speaking.is_last and speaking.launched < speaking.segment.max_patches
+        """Whether to launch a further patch for `slot`, as far as the host knows."""
+        running = self._running[slot]
+        return not running.is_last and running.launched < running.segment.max_patches
 
     @torch.inference_mode()
     def launch(self, slots: Sequence[int]) -> None:
-        """Begin the next patch of each slot. All must be launchable, and fewer than `depth` patches in flight."""
+        """Launch the next patch of each slot. All must be launchable, with fewer than `depth` patches in flight."""
         assert self.num_in_flight < self.depth, "a patch must be collected first"
-        rows = [(slot, self._speaking[slot]) for slot in slots]
+        rows = [(slot, self._running[slot]) for slot in slots]
         size = next(size for size in self._engines.batch_sizes if size >= len(rows))
         patch = self._engines.launch(size, self._inputs(size, rows))
         self._launched.append(_Launched(rows, size, time.perf_counter(), patch))
-        for _, speaking in rows:
-            speaking.launched += 1
-            speaking.num_tokens += 1
+        for _, running in rows:
+            running.launched += 1
+            running.num_tokens += 1
 
     def collect(self) -> dict[int, Patch]:
-        """Wait for the oldest patch in flight. By slot; segments that have left or ended before are not in it."""
+        """Wait for the oldest patch in flight. Returns it by slot, without segments that were removed or have ended."""
         launched = self._launched.popleft()
-        waves, stop = launched.patch.wait()
+        samples, stop = launched.patch.wait()
         self._latency_model.observe(launched.size, launched.at, time.perf_counter())
         return {
-            slot: self._end_patch(speaking, waves[row], float(stop[row]))
-            for row, (slot, speaking) in enumerate(launched.rows)
-            if self._speaking.get(slot) is speaking and not speaking.is_last
+            slot: self._end_patch(running, samples[row], float(stop[row]))
+            for row, (slot, running) in enumerate(launched.rows)
+            if self._running.get(slot) is running and not running.is_last
         }
 
     @property
     def is_idle(self) -> bool:
-        """Whether the device has made every patch in flight."""
+        """Whether the device has finished every patch in flight."""
         return all(each.patch.is_ready for each in self._launched)
 
     def remaining_s(self) -> float:
-        """Seconds until the device has made all patches in flight, rather too few; 0 when that cannot be told."""
+        """Seconds until the device has finished all patches in flight: a lower bound; 0 if unknown."""
         return self._latency_model.remaining_s(
             [(each.size, each.at) for each in self._launched], time.perf_counter()
         )
 
     def drop(self) -> set[int]:
-        """Forget every patch in flight, because the device has failed. Returns the slots that waited for one."""
+        """Discard every patch in flight after a device failure. Returns the slots that waited for one."""
         slots = {
             slot
             for launched in self._launched
-            for slot, speaking in launched.rows
-            if self._speaking.get(slot) is speaking
+            for slot, running in launched.rows
+            if self._running.get(slot) is running
         }
         self._launched.clear()
         return slots
 
     def remove(self, slot: int) -> None:
-        """Forget what runs in `slot`; nothing happens when it is empty."""
-        self._speaking.pop(slot, None)
+        """Remove the segment in `slot`; does nothing if it is empty."""
+        self._running.pop(slot, None)
 
-    def _inputs(self, size: int, rows: Sequence[tuple[int, _Speaking]]) -> Mapping[str, Tensor]:
-        """The inputs of `TalkerEngines.launch`; rows beyond `rows` work in slot 0."""
+    def _inputs(self, size: int, rows: Sequence[tuple[int, _Running]]) -> Mapping[str, Tensor]:
+        """Inputs of `TalkerEngines.launch`; rows beyond `rows` are padding, which uses slot 0."""
         patch_shape = (self.flow.latents_per_patch, self.flow.latent_dim)
         noise = np.zeros((size, *patch_shape), np.float32)
         step_noise = np.zeros((size, self.flow.num_steps, *patch_shape), np.float32)
@@ -217,13 +217,15 @@ class TalkerWorker:
         counts = {
             name: np.zeros(size, np.int64) for name in ("slots", "patch_index", "step_slots", "lengths")
         }
-        for row, (slot, speaking) in enumerate(rows):
-            segment, patch = speaking.segment, speaking.launched
+        for row, (slot, running) in enumerate(rows):
+            segment, patch = running.segment, running.launched
             counts["slots"][row] = slot
             counts["patch_index"][row] = patch
-            if patch + 1 < segment.max_patches:  # nothing follows the last patch that its cap allows
+            if (
+                patch + 1 < segment.max_patches
+            ):  # the last patch before the cap needs no step of the speech LLM
                 counts["step_slots"][row] = slot
-                counts["lengths"][row] = speaking.num_tokens
+                counts["lengths"][row] = running.num_tokens
             for name, values in numbers.items():
                 values[row] = getattr(segment, name)
             noise[row] = start_noise(segment.seed, segment.index, patch, patch_shape)
@@ -233,41 +235,43 @@ class TalkerWorker:
         inputs = {**counts, **numbers, "noise": noise, "step_noise": step_noise}
         return {name: torch.from_numpy(values) for name, values in inputs.items()}
 
-    def _end_patch(self, speaking: _Speaking, wave: NDArray[np.float32], stop_probability: float) -> Patch:
-        """Stop rule and caps (spec: talker.md §5), and the part of the decoded wave that is final."""
-        step = speaking.patch
+    def _end_patch(self, running: _Running, samples: NDArray[np.float32], stop_probability: float) -> Patch:
+        """Apply stop rule and cap (spec: talker.md §5), and cut out the samples that are final."""
+        step = running.collected
         has_stopped = (
             step > self.parameters.min_stop_step and stop_probability > self.parameters.stop_threshold
         )
-        is_capped = not has_stopped and step + 1 >= speaking.segment.max_patches
-        speaking.is_last = has_stopped or is_capped
-        speaking.patch += 1
-        start = max(0, self._tail - step * self.samples_per_patch)  # before that nothing exists
-        end = self.samples_per_patch + (self._tail if speaking.is_last else 0)
-        samples = wave[start:end].copy()
+        is_capped = not has_stopped and step + 1 >= running.segment.max_patches
+        running.is_last = has_stopped or is_capped
+        running.collected += 1
+        start = max(
+            0, self._tail - step * self.samples_per_patch
+        )  # the first patches have no samples before it
+        end = self.samples_per_patch + (self._tail if running.is_last else 0)
+        final = samples[start:end].copy()
         return Patch(
-            samples=samples,
-            is_last=speaking.is_last,
+            samples=final,
+            is_last=running.is_last,
             is_capped=is_capped,
-            is_finite=bool(np.isfinite(samples).all()),
+            is_finite=bool(np.isfinite(final).all()),
         )
 
-    def _place_prefix(self, slot: int, segment: SpeechSegment) -> None:
+    def _write_prefix(self, slot: int, segment: SpeechSegment) -> None:
         count = segment.num_prefix
-        is_inside = segment.embed_rows < count
-        key = segment.input_ids[:count].tobytes() + segment.embeds[is_inside].tobytes()
+        is_in_prefix = segment.embed_rows < count
+        key = segment.input_ids[:count].tobytes() + segment.embeds[is_in_prefix].tobytes()
         rows = self._prefixes.get(key)
         if rows is None:
             self._run_prompt(slot, segment, 0, count)
             self._prefixes[key] = self._engines.read_rows(slot, count)
             if len(self._prefixes) > _MAX_PREFIXES:
-                self._prefixes.popitem(last=False)  # nothing reads it any more: see `write_rows`
+                self._prefixes.popitem(last=False)  # safe to free: see `write_rows`
             return
         self._prefixes.move_to_end(key)
         self._engines.write_rows(slot, rows)
 
     def _run_prompt(self, slot: int, segment: SpeechSegment, start: int, end: int) -> None:
-        """Prompt tokens `start` to `end` in chunks."""
+        """Prefill prompt tokens `start` to `end` in chunks."""
         sizes = self._engines.chunk_sizes
         history = torch.from_numpy(segment.history).unsqueeze(0)
         while start < end:
@@ -277,10 +281,10 @@ class TalkerWorker:
             input_ids[:count] = torch.from_numpy(segment.input_ids[start : start + count])
             embeds = torch.zeros(width, self.parameters.hidden_size, dtype=self._engines.embed_dtype)
             use_embed = torch.zeros(width, dtype=torch.bool)
-            chosen = (segment.embed_rows >= start) & (segment.embed_rows < start + count)
-            if chosen.any():
-                places = torch.from_numpy(segment.embed_rows[chosen] - start)
-                embeds[places] = torch.from_numpy(segment.embeds[chosen]).to(embeds.dtype)
+            is_replaced = (segment.embed_rows >= start) & (segment.embed_rows < start + count)
+            if is_replaced.any():
+                places = torch.from_numpy(segment.embed_rows[is_replaced] - start)
+                embeds[places] = torch.from_numpy(segment.embeds[is_replaced]).to(embeds.dtype)
                 use_embed[places] = True
             self._engines.run_prompt(
                 width,

@@ -1,8 +1,11 @@
-"""The thinker's thread: plans a step, runs it on all ranks, and hands tokens to the requests.
+"""Thinker loop: a thread that plans steps, runs them on all ranks, and emits tokens to the requests.
 
-A runner that samples chooses tokens on the device, the first one of an answer too: the next step is then launched
-before the host knows the tokens of the one before. A request that turns out to have ended has then run one token too
-many, which nobody hears of. Where the runner does not sample, the host does, between steps.
+The service submits a request with its prompt and an `emit` callback. The scheduler plans each step, this loop builds
+its inputs and calls the worker or rank group, and tokens go out through `emit` to the request's stream.
+
+Async scheduling: a runner that samples on the device also samples the first token of an answer there, and the next
+step is launched before the host knows the tokens of the previous one. A request that has ended in the meantime has then
+computed one surplus token, which is discarded. With other runners the host samples between steps.
 """
 
 from __future__ import annotations
@@ -35,11 +38,13 @@ from mingc.runtime.thinker.worker import LaunchedTokens
 
 log = logging.getLogger("mingc.engine")
 
-_SURE = 0.5  # of the timed chunk: real tokens may reach fewer experts than random ones
+_BUSY_SHARE = (
+    0.5  # of a chunk's measured time; real tokens may reach fewer experts than the random ones measured
+)
 
 
 class StepRunner(Protocol):
-    """A worker, or a group of ranks that looks like one."""
+    """Interface of a worker or a rank group."""
 
     device: torch.device
 
@@ -68,26 +73,27 @@ class _Running:
     row: SamplerRow
     emit: Callable[[Item], None]
     answer: list[int] = field(default_factory=list)
-    pending: int = (
-        0  # tokens of the answer that the device has chosen, or is about to, and the host does not know
-    )
+    pending: int = 0  # tokens of the answer launched on the device and not yet known to the host
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and answer."""
+        """Tokens of prompt and answer, pending ones included."""
         return len(self.prompt.input_ids) + len(self.answer) + self.pending
 
     @property
     def is_launchable(self) -> bool:
-        """Whether a further token is wanted, as far as is known."""
+        """Whether to launch a further token, as far as the host knows."""
         return len(self.answer) + self.pending < self.max_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Launched:
-    """Tokens under way, launched `at` with parts of chunks before them that took `prefill_ms` when they were timed.
+    """A launched call whose tokens the host has not collected yet.
 
-    They are of a decode step of `num_decoding`, or, when there are none, the first ones behind a chunk.
+    Attributes:
+        at: time of the launch (`time.perf_counter`), including layer groups queued before it.
+        prefill_ms: measured time of these layer groups.
+        num_decoding: requests of the decode step; 0 for the first tokens after a chunk.
     """
 
     rows: list[tuple[int, _Running]]
@@ -98,7 +104,7 @@ class _Launched:
 
 
 class ThinkerLoop(EngineThread):
-    """Runs the requests of one thinker.
+    """Runs all requests of one thinker.
 
     Args:
         stop_ids: tokens that end an answer and are not part of it.
@@ -115,25 +121,26 @@ class ThinkerLoop(EngineThread):
         self._requests: dict[int, _Running] = {}
         self._ids = itertools.count(1)
         self._slots = SlotPool(scheduler.max_running + 1)
-        self._chunk_requests: list[int] = []  # of the chunk under way, those that have gone included
-        self._chunk_step: PrefillStep  # its tokens, with which every part of it is run
+        self._chunk_requests: list[int] = []  # of the current chunk, including removed ones
+        self._chunk_step: PrefillStep  # inputs of the current chunk, shared by all its layer groups
         self._launched: deque[_Launched] = deque()
-        self._last_end = 0.0  # when the host knew the tokens of the last call
-        # Parts of chunks behind which nothing was launched yet: what they took when timed, when the first was launched.
-        self._unseen_ms, self._unseen_at = 0.0, 0.0
-        self._gather_at = 0.0  # no chunk is begun before (`time.perf_counter`)
+        self._last_end = 0.0  # when the tokens of the last call were collected
+        # Layer groups run since the last launched call: their measured time, and when the first one was run.
+        self._pending_prefill_ms, self._pending_prefill_at = 0.0, 0.0
+        self._next_chunk_at = 0.0  # earliest start of the next chunk (`time.perf_counter`)
 
     def submit(
         self, prompt: ThinkerPrompt, sampling: SamplingParams, seed: int, emit: Callable[[Item], None]
     ) -> int:
         """Queue a request; `emit` is called on the thinker's thread. Returns its id for `cancel`.
 
-        Raises: RequestError when the prompt exceeds the context, CapacityError when the queue is full.
+        Raises: RequestError when the prompt exceeds the context, CapacityError when the queue is full,
+            WorkerError when the loop has failed or is stopping.
         """
         count = len(prompt.input_ids)
         max_tokens = self.scheduler.max_new_tokens(count, sampling.max_tokens)
         if self._runner.samples_on_device:
-            row = SamplerRow(sampling, seed)  # the device knows which tokens were seen
+            row = SamplerRow(sampling, seed)  # the device tracks the seen tokens
         else:
             row = SamplerRow.begin(
                 sampling, seed, prompt.input_ids.tolist(), self._vocab_size, self._runner.device
@@ -147,38 +154,38 @@ class ThinkerLoop(EngineThread):
         return request
 
     def cancel(self, request: int) -> None:
-        """Forget a request before the next step; nothing happens when it has ended."""
+        """Remove a request before the next step; does nothing if it has ended."""
         self.post(lambda: self._remove(request))
 
     @torch.inference_mode()
     def _step(self) -> bool:
-        if self._hold():
+        if self._wait_for_prompts():
             return True
         with self._lock:
             plan = self.scheduler.plan()
         if plan.is_empty and not self._launched:
-            self._unseen_ms = 0.0  # of prompts that have gone
+            self._pending_prefill_ms = 0.0  # their prompts were removed
             with self._lock:
                 self.scheduler.check_count()
                 self._slots.check()
             return False
-        under_way = len(self._launched)
+        num_uncollected = len(self._launched)
         logits = self._run_prefill(plan.prefill) if plan.prefill is not None else None
         with self._lock:
             self.scheduler.commit(plan)
         if plan.prefill is not None and logits is not None:
             self._sample([each.request for each in plan.prefill.ended], logits)
         if self._runner.samples_on_device:
-            self._run_ahead(plan.decode, under_way)
+            self._launch_and_collect(plan.decode, num_uncollected)
         elif plan.decode:
             self._run_decode(plan.decode)
         if self._runner.samples_on_device and plan.prefill is not None:
-            self._gather_at = time.perf_counter() + 1e-3 * _SURE * self._parts_ms(plan.prefill)
+            self._next_chunk_at = time.perf_counter() + 1e-3 * _BUSY_SHARE * self._measured_ms(plan.prefill)
         return True
 
-    def _hold(self) -> bool:
-        """Wait for prompts that may share the next chunk, while the device is sure to be busy. False: plan now."""
-        left = self._gather_at - time.perf_counter()
+    def _wait_for_prompts(self) -> bool:
+        """Wait for prompts that may share the next chunk, as long as the device is certainly busy. False: plan now."""
+        left = self._next_chunk_at - time.perf_counter()
         if left <= 0.0:
             return False
         with self._lock:
@@ -188,33 +195,38 @@ class ThinkerLoop(EngineThread):
                 self._wake.wait(left)
         return True
 
-    def _parts_ms(self, chunk: PrefillChunk) -> float:
-        """What the parts of a chunk took when they were timed."""
+    def _measured_ms(self, chunk: PrefillChunk) -> float:
+        """Startup measurement of these layer groups."""
         return self.scheduler.prefill_policy.measured_ms(chunk.num_rows, chunk.end_group - chunk.first_group)
 
     def _run_prefill(self, chunk: PrefillChunk) -> Tensor | None:
-        """Logits (k, V) of the k prompts that are whole now, when the host is to choose. A failure is told to all."""
+        """Run layer groups of a chunk. Returns logits (k, V) of the k prompts that end with it, if the host samples.
+
+        A failure fails all requests of the chunk.
+        """
         requests = [each.request for each in chunk.prompts]
         if chunk.first_group == 0:
-            for part in chunk.prompts:
-                if part.start == 0:
-                    self._slots.allocate(part.request)
+            for prompt in chunk.prompts:
+                if prompt.start == 0:
+                    self._slots.allocate(prompt.request)
             self._chunk_requests, self._chunk_step = requests, self._prefill_step(chunk.prompts)
-        self._unseen_at = self._unseen_at if self._unseen_ms else time.perf_counter()
-        self._unseen_ms += self._parts_ms(chunk)
+        self._pending_prefill_at = (
+            self._pending_prefill_at if self._pending_prefill_ms else time.perf_counter()
+        )
+        self._pending_prefill_ms += self._measured_ms(chunk)
         ended = [each.request for each in chunk.ended]
         rows = np.array([self._chunk_requests.index(each) for each in ended], np.int64)
-        samples = bool(ended) and self._runner.samples_on_device
+        is_sampled = bool(ended) and self._runner.samples_on_device
         step = replace(
             self._chunk_step,
             embeds=self._chunk_step.embeds if chunk.first_group == 0 else None,
             first_group=chunk.first_group,
             end_group=chunk.end_group,
-            ended=rows if samples else None,
-            sampling=_sampling([self._requests[each] for each in ended]) if samples else None,
+            ended=rows if is_sampled else None,
+            sampling=_sampling([self._requests[each] for each in ended]) if is_sampled else None,
         )
         try:
-            if samples:
+            if is_sampled:
                 self._add_launched(ended, self._runner.launch_prefill(step), 0)
                 return None
             logits = self._runner.prefill(step)
@@ -223,21 +235,21 @@ class ThinkerLoop(EngineThread):
             self._fail_step(requests, error)
             return None
 
-    def _prefill_step(self, parts: Sequence[PromptSlice]) -> PrefillStep:
-        """The tokens of a chunk's prompts, one prompt's behind the other's."""
-        prompts = [self._requests[each.request].prompt for each in parts]
-        inside = [slice(each.start, each.start + each.count) for each in parts]
-        both = list(zip(prompts, inside, strict=True))
-        pages = [self._pages(each.request, each.start + each.count) for each in parts]
+    def _prefill_step(self, slices: Sequence[PromptSlice]) -> PrefillStep:
+        """Inputs of a new chunk: the tokens of its prompts, concatenated."""
+        prompts = [self._requests[each.request].prompt for each in slices]
+        ranges = [slice(each.start, each.start + each.count) for each in slices]
+        both = list(zip(prompts, ranges, strict=True))
+        pages = [self._pages(each.request, each.start + each.count) for each in slices]
         return PrefillStep(
             input_ids=np.concatenate([prompt.input_ids[where] for prompt, where in both]),
             positions=np.concatenate([prompt.positions[:, where] for prompt, where in both], axis=1),
             embed_kind=np.concatenate([prompt.embed_kind[where] for prompt, where in both]),
             embeds=chunk_embeds(both),
-            counts=np.array([each.count for each in parts], np.int64),
-            starts=np.array([each.start for each in parts], np.int64),
+            counts=np.array([each.count for each in slices], np.int64),
+            starts=np.array([each.start for each in slices], np.int64),
             pages=_page_table(pages),
-            slots=np.array([self._slots.slot(each.request) for each in parts], np.int64),
+            slots=np.array([self._slots.slot(each.request) for each in slices], np.int64),
         )
 
     def _run_decode(self, requests: Sequence[int]) -> None:
@@ -248,42 +260,44 @@ class ThinkerLoop(EngineThread):
             return
         self._sample(requests, logits)
 
-    def _run_ahead(self, requests: Sequence[int], under_way: int) -> None:
-        """Launch the next token of `requests`, then hand out those of the `under_way` calls of earlier steps."""
-        wanted = [request for request in requests if self._requests[request].is_launchable]
+    def _launch_and_collect(self, requests: Sequence[int], num_uncollected: int) -> None:
+        """Launch the next token of `requests`, then collect the `num_uncollected` calls of earlier steps."""
+        launchable = [request for request in requests if self._requests[request].is_launchable]
         try:
-            if wanted:
-                self._add_launched(wanted, self._runner.launch_decode(self._decode_step(wanted)), len(wanted))
-            for _ in range(under_way):
+            if launchable:
+                self._add_launched(
+                    launchable, self._runner.launch_decode(self._decode_step(launchable)), len(launchable)
+                )
+            for _ in range(num_uncollected):
                 self._collect()
         except Exception as error:
-            # Which of the steps under way it was cannot be told: the device reports late.
-            hurt = {*wanted} | {request for each in self._launched for request, _ in each.rows}
+            # The device reports errors late, so any of the launched calls may have failed.
+            affected = {*launchable} | {request for each in self._launched for request, _ in each.rows}
             self._launched.clear()
-            self._fail_step([request for request in hurt if request in self._requests], error)
+            self._fail_step([request for request in affected if request in self._requests], error)
 
     def _add_launched(self, requests: Sequence[int], launched: LaunchedTokens, num_decoding: int) -> None:
         rows = [(request, self._requests[request]) for request in requests]
-        at = self._unseen_at if self._unseen_ms else time.perf_counter()
-        self._launched.append(_Launched(rows, launched, at, self._unseen_ms, num_decoding))
-        self._unseen_ms = 0.0
+        at = self._pending_prefill_at if self._pending_prefill_ms else time.perf_counter()
+        self._launched.append(_Launched(rows, launched, at, self._pending_prefill_ms, num_decoding))
+        self._pending_prefill_ms = 0.0
         for _, running in rows:
             running.pending += 1
 
     def _collect(self) -> None:
-        """Hand out the tokens of the oldest call; requests that have gone or ended before are passed over."""
+        """Wait for the tokens of the oldest call and emit them, except to requests that were removed or have ended."""
         launched = self._launched[0]
         tokens = launched.tokens.wait()
         self._launched.popleft()
-        begun, self._last_end = max(launched.at, self._last_end), time.perf_counter()
-        ms = 1e3 * (self._last_end - begun)
+        start, self._last_end = max(launched.at, self._last_end), time.perf_counter()
+        ms = 1e3 * (self._last_end - start)
         self.scheduler.prefill_policy.observe(
             ms, prefill_ms=launched.prefill_ms, num_decoding=launched.num_decoding
         )
         for (request, running), token in zip(launched.rows, tokens, strict=True):
             if self._requests.get(request) is running:
                 running.pending -= 1
-                self._take(request, None if token == NOT_FINITE else token)
+                self._append_token(request, None if token == NOT_FINITE else token)
 
     def _decode_step(self, requests: Sequence[int]) -> DecodeStep:
         running = [self._requests[request] for request in requests]
@@ -307,10 +321,10 @@ class ThinkerLoop(EngineThread):
     def _sample(self, requests: Sequence[int], logits: Tensor) -> None:
         ids = sample(logits, [self._requests[request].row for request in requests])
         for request, token in zip(requests, ids, strict=True):
-            self._take(request, token)
+            self._append_token(request, token)
 
-    def _take(self, request: int, token: int | None) -> None:
-        """The next token of a request; None when its logits are not finite."""
+    def _append_token(self, request: int, token: int | None) -> None:
+        """Append a token to the answer and emit it; None when its logits are not finite."""
         running = self._requests[request]
         if token is None:
             self._fail(request, WorkerError("the model's logits are not finite", where="thinker"))
@@ -341,7 +355,7 @@ class ThinkerLoop(EngineThread):
         self._remove(request)
 
     def _fail_step(self, requests: Sequence[int], error: Exception) -> None:
-        """An engine call failed: those it was for are told, the others go on."""
+        """Fail the requests of an engine call that raised; the others go on."""
         log.error("a step of the thinker failed", exc_info=error)
         mapped: ServeError = WorkerError(f"the thinker failed: {error}", where="thinker")
         if isinstance(error, ServeError):
@@ -355,7 +369,7 @@ class ThinkerLoop(EngineThread):
 
 
 def _sampling(running: Sequence[_Running]) -> NDArray[np.float64]:
-    """(n, NUM_COLUMNS): how the next token of each is to be chosen."""
+    """Sampling parameters (n, NUM_COLUMNS) of each request's next token."""
     return np.array(
         [
             sampling_columns(each.row.params, uniform(each.row.seed, each.row.step + each.pending))
@@ -365,7 +379,7 @@ def _sampling(running: Sequence[_Running]) -> NDArray[np.float64]:
 
 
 def _page_table(pages: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """(n, P) with the pages of each in a row, 0 behind them."""
+    """Pages of each request as rows (n, P), padded with 0."""
     table = np.zeros((len(pages), max(map(len, pages))), np.int64)
     for row, owned in enumerate(pages):
         table[row, : len(owned)] = owned

@@ -1,7 +1,7 @@
-"""Which requests run next, as plain numbers. Imports no torch and runs nothing.
+"""Thinker scheduler: continuous batching with paged KV and chunked prefill. Plain Python; imports no torch.
 
-A scheduler belongs to one engine thread: nothing here is locked. The thread's loop is `plan`, run, `commit`.
-Requests that end, in whatever way, leave through `remove`, which frees all they hold.
+The thinker loop calls `add` for each request, then per step `plan`, runs the step, and `commit`. A request that ends
+for any reason is passed to `remove`, which frees all it holds. Not thread-safe; the loop holds a lock.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkShape:
-    """What a chunk can hold.
+    """Capacity of a prefill chunk.
 
     Attributes:
-        max_rows: tokens, and what alignment leaves empty.
-        max_prompts: of which it may hold tokens.
-        alignment: the first token of each prompt stands at a multiple of it.
-        shared_rows: longest chunk with tokens of several.
-        two_batch_rows: tokens of one prompt that may be two chunks in one step, in all parts at once, while no request
-            decodes; 0 where that gains nothing.
+        max_rows: rows: tokens and alignment padding.
+        max_prompts: prompts that may share it.
+        alignment: the first row of each prompt is a multiple of it.
+        shared_rows: most rows of a chunk that several prompts share.
+        two_batch_rows: tokens of one prompt that a step may run as two overlapped chunks, all layer groups at once,
+            while no request decodes; 0 without two-batch overlap.
     """
 
     max_rows: int
@@ -34,13 +34,13 @@ class ChunkShape:
     two_batch_rows: int = 0
 
     def place(self, num_rows: int) -> int:
-        """Where a further prompt begins behind `num_rows` rows."""
+        """First row of a further prompt after `num_rows` rows."""
         return -(-num_rows // self.alignment) * self.alignment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSlice:
-    """Tokens `start` to `start + count` of a request's prompt; `is_end` when these are its last."""
+    """Tokens `start` to `start + count` of a request's prompt; `is_end` if these are its last."""
 
     request: int
     start: int
@@ -50,13 +50,13 @@ class PromptSlice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillChunk:
-    """The next tokens of some prompts, or some parts of the layers for them.
+    """A range of layer groups to run for the next tokens of some prompts.
 
     Attributes:
-        prompts: those still there; in the first parts all.
-        num_rows: from the first token to the last, alignment included.
-        first_group, end_group: of `ChunkedPrefillPolicy.num_layer_groups`; those before have been run.
-        is_whole: whether these are its last parts.
+        prompts: slices of the chunk, without those of removed requests.
+        num_rows: from the first token to the last, including alignment padding.
+        first_group, end_group: range of layer groups; those before it have been run.
+        is_whole: whether the chunk is complete after these groups.
     """
 
     prompts: tuple[PromptSlice, ...]
@@ -67,13 +67,13 @@ class PrefillChunk:
 
     @property
     def ended(self) -> tuple[PromptSlice, ...]:
-        """The prompts that are whole after these parts."""
+        """Prompts that are completely prefilled after these layer groups."""
         return tuple(each for each in self.prompts if each.is_end) if self.is_whole else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThinkerPlan:
-    """One step: at most one chunk of prompts, or parts of it, then one token for each request of `decode`."""
+    """One step: layer groups of at most one prefill chunk, then one token for each request of `decode`."""
 
     prefill: PrefillChunk | None
     decode: tuple[int, ...]
@@ -91,21 +91,20 @@ class _Sequence:
 
 
 class ThinkerScheduler:
-    """Continuous batching with paged KV and chunked prefill.
+    """Chooses which requests prefill and which decode in each step.
 
-    A request is admitted, in order of arrival, when pages for its prompt and all of its answer are free, so a
-    running request never waits for memory and is never put out. Each step has at most one chunk, and of its parts as
-    many as `ChunkedPrefillPolicy` says: running answers are held up by these, never by a whole prompt. Chunks go by
-    turns to
-    the oldest prompt and to the one with the least left, so short prompts pass long ones and no prompt starves; what
-    others have left joins them while there is room, the oldest first. One that was begun is made whole before another
-    one begins.
+    Admission is in order of arrival, when pages for the prompt and the whole answer are free. So a running request
+    never waits for memory and is never preempted. Each step runs layer groups of at most one chunk, as many as
+    `ChunkedPrefillPolicy` says, so decoding requests are delayed by these and never by a whole prompt. A chunk starts
+    alternately with the oldest prompt and with the one that has the fewest tokens left: short prompts overtake long
+    ones, and none starves. Further prompts whose remaining tokens fit share the chunk, oldest first. A chunk is
+    completed before the next one starts.
 
     Args:
-        max_running: requests admitted at once; the largest decode batch.
-        prefill_policy: how much of a chunk a step runs.
-        max_context: tokens of prompt and answer together.
-        max_waiting: requests in the queue before more are refused.
+        max_running: most requests admitted at once; the largest decode batch.
+        prefill_policy: chooses how much of a chunk a step runs.
+        max_context: most tokens of prompt and answer together.
+        max_waiting: most requests in the queue before more are refused.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class ThinkerScheduler:
         self.max_running = max_running
         self._chunk = chunk
         self.prefill_policy = prefill_policy
-        self._begun: PrefillChunk | None = None  # the last parts that were run, when others are to follow
+        self._current: PrefillChunk | None = None  # the last groups run, of a chunk that is not complete
         self._max_waiting = max_waiting
         self._waiting: OrderedDict[int, _Sequence] = OrderedDict()
         self._prefilling: OrderedDict[int, _Sequence] = OrderedDict()
@@ -140,11 +139,11 @@ class ThinkerScheduler:
 
     @property
     def can_start_chunk(self) -> bool:
-        """Whether the next plan may begin a chunk: a prompt that comes before it may then share it."""
-        return self._begun is None and bool(self._waiting or self._prefilling)
+        """Whether the next plan may start a chunk, which a prompt that arrives before it could share."""
+        return self._current is None and bool(self._waiting or self._prefilling)
 
-    def max_new_tokens(self, prompt_tokens: int, asked: int) -> int:
-        """`asked` cut to what fits in the context behind the prompt.
+    def max_new_tokens(self, prompt_tokens: int, requested: int) -> int:
+        """`requested` limited to what the context holds after the prompt.
 
         Raises: RequestError when the prompt leaves room for no token.
         """
@@ -156,7 +155,7 @@ class ThinkerScheduler:
                 param="messages",
                 code="context_length_exceeded",
             )
-        return max(1, min(asked, room))
+        return max(1, min(requested, room))
 
     def add(self, request: int, *, prompt_tokens: int, max_tokens: int) -> None:
         """Queue a request. Raises CapacityError when the queue is full."""
@@ -165,53 +164,53 @@ class ThinkerScheduler:
             self._waiting or not self._has_room(prompt_tokens, max_tokens)
         ):
             raise CapacityError(
-                f"{len(self._waiting)} requests are waiting, as many as the queue holds",
+                f"the queue is full: {len(self._waiting)} requests are waiting",
                 fix="try again later",
             )
         self._waiting[request] = _Sequence(prompt_tokens, max_tokens)
 
     def remove(self, request: int) -> None:
-        """Forget a request, wherever it is, and free its pages; nothing happens when it is not known."""
-        for place in (self._waiting, self._prefilling, self._decoding):
-            place.pop(request, None)
-        if self._begun:
-            left = tuple(each for each in self._begun.prompts if each.request != request)
-            self._begun = replace(self._begun, prompts=left) if left else None
+        """Remove a request in any state and free its pages; does nothing if it is unknown."""
+        for queue in (self._waiting, self._prefilling, self._decoding):
+            queue.pop(request, None)
+        if self._current:
+            left = tuple(each for each in self._current.prompts if each.request != request)
+            self._current = replace(self._current, prompts=left) if left else None
         self.pool.free(request)
 
     def plan(self) -> ThinkerPlan:
-        """Admit what fits and choose the next step. Changes nothing but admissions until `commit`."""
+        """Admit the requests that fit and choose the next step. Until `commit` only admissions change."""
         while self._waiting and self.num_running < self.max_running:
             request, sequence = next(iter(self._waiting.items()))
             if not self.pool.extend(request, sequence.prompt_tokens + sequence.max_tokens):
-                break  # strictly in order: passing it by would starve large requests
+                break  # strictly in order: overtaking would starve large requests
             del self._waiting[request]
             self._prefilling[request] = sequence
         return ThinkerPlan(prefill=self._next_chunk(), decode=tuple(self._decoding))
 
     def commit(self, plan: ThinkerPlan) -> None:
-        """Record that the prefill chunk of `plan` was run, for those of its prompts that are still there."""
+        """Record that the layer groups of `plan` were run, for prompts that have not been removed."""
         if plan.prefill is None:
             return
         left = tuple(each for each in plan.prefill.prompts if each.request in self._prefilling)
         if not left or not plan.prefill.is_whole:
-            self._begun = replace(plan.prefill, prompts=left) if left else None
+            self._current = replace(plan.prefill, prompts=left) if left else None
             return
-        self._begun = None
+        self._current = None
         self._is_turn_of_oldest = not self._is_turn_of_oldest
-        for part in left:
-            self._prefilling[part.request].computed += part.count
-            if part.is_end:
-                self._decoding[part.request] = self._prefilling.pop(part.request)
+        for each in left:
+            self._prefilling[each.request].computed += each.count
+            if each.is_end:
+                self._decoding[each.request] = self._prefilling.pop(each.request)
 
     def check_count(self) -> None:
-        """Assert that pages belong to admitted requests only, as far as their numbers tell. For idle moments."""
+        """Assert by counts that pages belong to admitted requests only. Cheap enough for an idle server."""
         self.pool.check_count()
         if not self.num_running:
-            assert self.pool.num_free == self.pool.num_pages - 1, "pages held by no request"
+            assert self.pool.num_free == self.pool.num_pages - 1, "KV pages held by no request"
 
     def check(self) -> None:
-        """The same of every page. For tests."""
+        """Assert the same for every single page. For tests."""
         self.pool.check()
         self.check_count()
 
@@ -222,19 +221,19 @@ class ThinkerScheduler:
         )
 
     def _next_chunk(self) -> PrefillChunk | None:
-        """Parts of the chunk under way, or of the next one."""
+        """Layer groups of the current chunk, or of a new one."""
         if not self._prefilling:
             return None
-        if self._begun:
-            first, prompts, num_rows = self._begun.end_group, self._begun.prompts, self._begun.num_rows
+        if self._current:
+            first, prompts, num_rows = self._current.end_group, self._current.prompts, self._current.num_rows
         else:
             first = 0
-            prompts, num_rows = self._gather()
+            prompts, num_rows = self._start_chunk()
         num_layer_groups = self.prefill_policy.num_layer_groups
-        parts = self.prefill_policy.groups_per_step(
+        groups = self.prefill_policy.groups_per_step(
             num_rows, num_prompts=len(self._prefilling), num_decoding=len(self._decoding)
         )
-        end = min(first + parts, num_layer_groups)
+        end = min(first + groups, num_layer_groups)
         return PrefillChunk(
             prompts=prompts,
             num_rows=num_rows,
@@ -243,27 +242,27 @@ class ThinkerScheduler:
             is_whole=end == num_layer_groups,
         )
 
-    def _gather(self) -> tuple[tuple[PromptSlice, ...], int]:
-        """The prompts of a new chunk, and its rows."""
+    def _start_chunk(self) -> tuple[tuple[PromptSlice, ...], int]:
+        """The prompts of a new chunk, and its number of rows."""
         request = next(iter(self._prefilling))
         if not self._is_turn_of_oldest:
             request = min(self._prefilling, key=self._left)
-        prompts = [self._part(request)]
+        prompts = [self._slice(request)]
         num_rows = prompts[0].count
         for other in self._prefilling:
             if len(prompts) == self._chunk.max_prompts:
                 break
             end = self._chunk.place(num_rows) + self._left(other)
             if other != request and end <= min(self._chunk.shared_rows, self._chunk.max_rows):
-                prompts.append(self._part(other))
+                prompts.append(self._slice(other))
                 num_rows = end
         return tuple(prompts), num_rows
 
-    def _part(self, request: int) -> PromptSlice:
-        """As much of what a prompt has left as a chunk takes."""
+    def _slice(self, request: int) -> PromptSlice:
+        """The next tokens of a prompt, as many as a chunk holds."""
         left = self._left(request)
-        is_pair = 0 < self._chunk.two_batch_rows <= left and not self._decoding
-        count = self._chunk.two_batch_rows if is_pair else min(self._chunk.max_rows, left)
+        is_two_batch = 0 < self._chunk.two_batch_rows <= left and not self._decoding
+        count = self._chunk.two_batch_rows if is_two_batch else min(self._chunk.max_rows, left)
         start = self._prefilling[request].computed
         return PromptSlice(request=request, start=start, count=count, is_end=count == left)
 
