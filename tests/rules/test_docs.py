@@ -28,6 +28,7 @@ DOCUMENTS = [
 REFERENCE = re.compile(
     rf"\b(?P<other>RFC \d+|PEP \d+) §|\b(?P<page>{'|'.join(PAGES)})(?:\.md\b|(?= §))|§(?P<section>\d+(?:\.\d+)?)"
 )
+NAMED_FILE = re.compile(r"`((?:mingc|benchmarks|tests|scripts|docs)/[\w/.-]+\.(?:py|md|cu|svg))`")
 METRIC = re.compile(r"\bmingc_[a-z_]+_(?:total|seconds|running)\b")
 LINK = re.compile(r"(?<!!)\[[^\]\n]+\]\((?P<target>[^)\s]+)\)")
 
@@ -92,6 +93,14 @@ def test_links_between_documents_resolve(path: Path) -> None:
         target = match["target"].split("#")[0]
         if target and "://" not in target:
             assert (path.parent / target).exists(), f"{match[0]} leads nowhere"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_files_named_in_documents_exist(path: Path) -> None:
+    if path.name == "CHANGELOG.md":
+        return  # names old files as well
+    for name in NAMED_FILE.findall(path.read_text(encoding="utf-8")):
+        assert (ROOT / name).exists(), f"{name} does not exist"
 
 
 def script(name: str) -> ModuleType:
