@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--world-size", type=int, help=argparse.SUPPRESS)
     add_rank_options(parser)
-    arguments = parser.parse_args()
+    arguments = harness.parse_args(parser)
     if arguments.rank is not None:
         write_figures(
             arguments, measure(arguments.rank, arguments.world_size, arguments.port, arguments.lanes)
@@ -106,7 +106,7 @@ def main() -> None:
         figures += run_ranks(words, world_size, timeout_s=300)
     show(figures)
     if arguments.json:
-        value = harness.result("all_reduce", harness.ceilings(), figures)
+        value = harness.result("all_reduce", harness.peak_rates(), figures)
         value["hardware"]["count"] = torch.cuda.device_count()
         harness.write(arguments.json, value)
 

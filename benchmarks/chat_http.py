@@ -239,9 +239,7 @@ def main() -> None:
     parser.add_argument("--window", type=seconds, default=4.0, help="seconds of long prompts beside streams")
     parser.add_argument("--client-processes", type=whole(1, 64), default=4)
     parser.add_argument("--json", type=Path, help="write the result here; needs a GPU")
-    given = parser.parse_args()
-    if given.json:
-        harness.check_device(parser)
+    given = harness.parse_args(parser)
     clients, notes = Clients(given.client_processes), list[str]()
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "server.log"
@@ -260,7 +258,7 @@ def main() -> None:
     for note in notes:
         print(f"NOT AS ASKED: {note}", file=sys.stderr)
     if given.json:
-        value = harness.result("chat_http", harness.ceilings(), figures, health=health, notes=notes)
+        value = harness.result("chat_http", harness.peak_rates(), figures, health=health, notes=notes)
         value["hardware"]["count"] = open_artifact(given.artifact).manifest.fingerprint.world_size
         harness.write(given.json, value)
 

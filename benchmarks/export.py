@@ -48,9 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the result here; needs a GPU")
     parser.add_argument("words", nargs="+", help="of mingc export, behind --")
-    arguments = parser.parse_args()
-    if arguments.json:
-        harness.check_device(parser)
+    arguments = harness.parse_args(parser)
     command = [sys.executable, "-m", "mingc", "export", *arguments.words, "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -59,7 +57,7 @@ def main() -> None:
     for each in found:
         print(" ".join(f"{key}={value}" for key, value in each.items()))
     if arguments.json:
-        harness.write(arguments.json, harness.result("export", harness.ceilings(), found))
+        harness.write(arguments.json, harness.result("export", harness.peak_rates(), found))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every benchmark shares: timing on the device, ceilings of the machine, the result file."""
+"""Shared by all benchmarks: device timing, peak rates of the machine, and result files with their provenance."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -25,10 +26,12 @@ from mingc.probe.stopwatch import Stopwatch
 from mingc.runtime.engines.cuda_graphs import GraphPool
 
 ROOT = Path(__file__).resolve().parent.parent
+_COMMIT = re.compile(r"[0-9a-f]{7,40}")
+_commit = ""  # set by `parse_args`
 
 
 def capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """`step` as one CUDA graph, captured the way a server does; it runs twice first."""
+    """`step` as one CUDA graph, captured as a server captures it, after two warm-up runs."""
 
     def run() -> tuple[torch.Tensor, ...]:
         step()
@@ -40,7 +43,7 @@ def capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def time_ms(step: Callable[[], object], count: int, warmups: int = 5) -> list[float]:
-    """Milliseconds on the device of each of `count` runs of `step`, between events around it."""
+    """Device milliseconds of each of `count` runs of `step`, measured by CUDA events."""
     for _ in range(warmups):
         step()
     events = [
@@ -55,7 +58,7 @@ def time_ms(step: Callable[[], object], count: int, warmups: int = 5) -> list[fl
 
 
 def summary(samples: list[float]) -> dict[str, float]:
-    """median, p95, min and n of `samples`."""
+    """Median, p95, minimum and count of `samples`."""
     ordered = sorted(samples)
     return {
         "median": round(statistics.median(ordered), 4),
@@ -66,7 +69,7 @@ def summary(samples: list[float]) -> dict[str, float]:
 
 
 def kernel_table(step: Callable[[], object], repeats: int = 5) -> list[dict[str, Any]]:
-    """Kernels of one run of `step` by name: calls and microseconds."""
+    """Kernels of one run of `step`, longest first: name, calls, microseconds."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(repeats):
             step()
@@ -83,14 +86,14 @@ def kernel_table(step: Callable[[], object], repeats: int = 5) -> list[dict[str,
     return sorted(rows, key=lambda row: -row["us"])
 
 
-def ceilings() -> dict[str, float]:
-    """Copy rate (bytes read and written) and bf16 matrix rate of this device, on random data."""
-    measured = Stopwatch(torch.device("cuda")).ceilings(torch.bfloat16)
+def peak_rates() -> dict[str, float]:
+    """Copy rate (bytes read and written) and bf16 matmul rate of this device, measured on random data."""
+    measured = Stopwatch(torch.device("cuda")).peak_rates(torch.bfloat16)
     return {"copy_tb_s": measured.copy_tb_s, "bf16_tflop_s": measured.matmul_tflop_s}
 
 
 def compiler_pool(jobs: int) -> ProcessPoolExecutor:
-    """Processes that compile engines, `jobs` at a time."""
+    """A pool of `jobs` processes that compile engines."""
     return ProcessPoolExecutor(
         jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_start_compiler
     )
@@ -102,27 +105,39 @@ def _start_compiler() -> None:
     warnings.simplefilter("ignore")
 
 
-def check_device(parser: argparse.ArgumentParser) -> None:
-    """Refuse `--json` before anything is measured when `result` could not describe a device."""
-    if not torch.cuda.is_available():
-        parser.error("--json describes a CUDA device, and there is none")
+def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the arguments of a script that has `--json`, and add `--commit`.
+
+    With `--json` the script ends before it measures anything if no device or no commit is known: a result without
+    provenance is not written.
+    """
+    global _commit
+    parser.add_argument("--commit", help="commit that is measured, where the checkout is no git repository")
+    given = parser.parse_args()
+    if given.json:
+        if not torch.cuda.is_available():
+            parser.error("--json needs a CUDA device, which the result describes")
+        _commit = given.commit or _output("git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", "HEAD")
+        if not _COMMIT.fullmatch(_commit):
+            parser.error(f"--json needs the measured commit, found {_commit!r}: pass --commit HASH")
+    return given
 
 
 def result(
-    benchmark: str, ceiling: dict[str, float], figures: list[dict[str, Any]], **more: Any
+    benchmark: str, rates: dict[str, float], figures: list[dict[str, Any]], **more: Any
 ) -> dict[str, Any]:
-    """The result object of docs: who ran what on which machine, ceilings, figures."""
+    """The result document: provenance, hardware, clocks and peak rates of this run, figures.
+
+    `rates` are those of `peak_rates`; they are measured now when empty.
+    """
     import triton
 
     properties = torch.cuda.get_device_properties(0)
-    drivers = _words("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "schema": 1,
         "benchmark": benchmark,
-        # The variable serves machines that have the files but not the repository, or another state of it.
-        "commit": os.environ.get("MINGC_COMMIT")
-        or _words("git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", "HEAD"),
-        # Of a folder elsewhere only the last name: where this machine keeps its files says nothing.
+        "commit": _commit,
+        # Paths outside the repository are reduced to their last name: where this machine keeps files is irrelevant.
         "command": shlex.join(
             ["python", f"benchmarks/{Path(sys.argv[0]).name}"]
             + [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
@@ -131,8 +146,14 @@ def result(
         "hardware": {
             "gpu": properties.name,
             "count": 1,
-            "driver": drivers.partition("\n")[0],  # a line a GPU
+            "driver": _query_gpu("driver_version"),
             "cpu": platform.processor() or platform.machine(),
+        },
+        "clocks": {
+            "sm": _query_gpu("clocks.sm"),
+            "sm_max": _query_gpu("clocks.max.sm"),
+            "memory": _query_gpu("clocks.mem"),
+            "power_limit": _query_gpu("power.limit"),
         },
         "versions": {
             "python": platform.python_version(),
@@ -141,18 +162,28 @@ def result(
             "triton": triton.__version__,
             "mingc": mingc.__version__,
         },
-        "ceilings": ceiling,
+        "peak_rates": rates or peak_rates(),
         "figures": figures,
         **more,
     }
 
 
 def write(path: Path, value: dict[str, Any]) -> None:
+    """Write a result document. Raises: ValueError when it records no commit or no command."""
+    if not _COMMIT.fullmatch(value.get("commit") or ""):
+        raise ValueError(f"{path.name}: a result needs the measured commit, found {value.get('commit')!r}")
+    if not value.get("command"):
+        raise ValueError(f"{path.name}: a result needs the command that measured it")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-def _words(*command: str) -> str:
+def _query_gpu(field: str) -> str:
+    """A field of nvidia-smi for the first GPU, with its unit; empty where nvidia-smi is missing."""
+    return _output("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader").partition("\n")[0].strip()
+
+
+def _output(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):

@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=whole(1), default=8, help="number of compile processes")
     parser.add_argument("--cache", type=Path, help="folder of cached results to reuse")
     parser.add_argument("--json", type=Path, help="the result file")
-    options = parser.parse_args()
+    options = harness.parse_args(parser)
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     dims = released_dims(options.ranks)
@@ -79,7 +79,7 @@ def main() -> None:
     groups = group_by_default(problems)
     print(f"{seconds} s for {len(problems)} problems with {len(groups)} default configurations", flush=True)
     if options.json:
-        harness.write(options.json, harness.result("moe_configs", harness.ceilings(), figures))
+        harness.write(options.json, harness.result("moe_configs", harness.peak_rates(), figures))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Serves an artifact of several ranks, opens streams, sends SIGKILL (or SIGSTOP with --hang) to the last rank, and notes
 when each client has its error event, when and how the server ends, what its GPUs still hold, and that a new server
-answers. Nothing here needs torch; for a CPU artifact no memory is reported.
+answers. For a CPU artifact no memory is reported.
 
     python benchmarks/rank_failure.py artifacts/tp2 --json benchmarks/results/rank-failure-h200-….json
 """
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import harness
 import httpx
 from arguments import seconds, whole
 from serving import read_ready
@@ -250,11 +251,7 @@ def main() -> None:
     parser.add_argument("--step-timeout", type=seconds, default=60.0, help="what the server gets")
     parser.add_argument("--max-total-tokens", type=whole(1), help="what the server gets")
     parser.add_argument("--json", type=Path, help="write the result here; needs a GPU")
-    arguments = parser.parse_args()
-    if arguments.json:
-        import harness  # needs torch
-
-        harness.check_device(parser)
+    arguments = harness.parse_args(parser)
     options = ["--step-timeout", str(arguments.step_timeout)]
     if arguments.max_total_tokens is not None:
         options += ["--max-total-tokens", str(arguments.max_total_tokens)]

@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--segments", type=whole(1), default=70, help="sentences of the long text")
     parser.add_argument("--only-artifact", action="store_true")
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    given = harness.parse_args(parser)
     if not given.artifact.exists():
         make_artifact(given.artifact, given)
     if given.only_artifact:
@@ -225,8 +225,8 @@ def main() -> None:
     for figure in figures:
         print(" ".join(f"{key}={value}" for key, value in figure.items()))
     if given.json:
-        ceiling = harness.ceilings() if torch.cuda.is_available() else {}
-        harness.write(given.json, harness.result("speech_http", ceiling, figures))
+        rates = harness.peak_rates() if torch.cuda.is_available() else {}
+        harness.write(given.json, harness.result("speech_http", rates, figures))
 
 
 if __name__ == "__main__":

@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument(
         "--quantize", choices=["fp8"], help="weights of our engines; the references stay bf16"
     )
-    given = parser.parse_args()
+    given = harness.parse_args(parser)
     batches = [int(size) for size in given.batches.split(",")]
     profiled = [int(size) for size in given.profile.split(",") if size]
     with tempfile.TemporaryDirectory() as scratch, torch.inference_mode():
@@ -258,8 +258,8 @@ def measure(
     folder: Path,
     built: list[talker_engines.Built],
 ) -> None:
-    ceiling = harness.ceilings()
-    print(ceiling, flush=True)
+    rates = harness.peak_rates()
+    print(rates, flush=True)
     figures: list[dict[str, Any]] = []
     breakdown: dict[str, Any] = {}
     vae = find("audio_vae")
@@ -362,7 +362,7 @@ def measure(
             for e in built
         ]
         harness.write(
-            given.json, harness.result("talker", ceiling, figures, compile=compiled, breakdown=breakdown)
+            given.json, harness.result("talker", rates, figures, compile=compiled, breakdown=breakdown)
         )
 
 

@@ -292,7 +292,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     add_rank_options(parser)
-    arguments = parser.parse_args()
+    arguments = harness.parse_args(parser)
     if arguments.job is not None:
         write_figures(arguments, measure(read_job(arguments.job), arguments.rank, arguments.port))
         return
@@ -341,7 +341,7 @@ def main() -> None:
     if arguments.json and arguments.device == "cuda":
         value = harness.result(
             "thinker",
-            harness.ceilings(),
+            harness.peak_rates(),
             figures,
             layers=arguments.layers,
             distinct_expert_layers=arguments.distinct,

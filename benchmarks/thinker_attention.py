@@ -134,8 +134,8 @@ def main() -> None:
     parser.add_argument("--batches", default="1,16,32,64")
     parser.add_argument("--contexts", default="1024,8192,32768")
     parser.add_argument("--json", type=Path, help="write the result here")
-    arguments = parser.parse_args()
-    ceilings = harness.ceilings()
+    arguments = harness.parse_args(parser)
+    rates = harness.peak_rates()
     batches, contexts = (
         [int(word) for word in text.split(",")] for text in (arguments.batches, arguments.contexts)
     )
@@ -144,14 +144,14 @@ def main() -> None:
         pool = Pool(max(batches) * max(contexts) // PAGE_SIZE + 1, HEADS[ranks][1])
         for context in contexts:
             for batch in batches:
-                figures.append(decode(ranks, pool, batch, context, ceilings["copy_tb_s"]))
+                figures.append(decode(ranks, pool, batch, context, rates["copy_tb_s"]))
                 print(figures[-1], flush=True)
         for tokens, start in ((4096, 0), (4096, 4096), (1024, 0), (512, 8192)):
             figures.append(prefill(ranks, pool, tokens, start))
             print(figures[-1], flush=True)
         del pool
     if arguments.json:
-        harness.write(arguments.json, harness.result("thinker_attention", ceilings, figures))
+        harness.write(arguments.json, harness.result("thinker_attention", rates, figures))
 
 
 if __name__ == "__main__":

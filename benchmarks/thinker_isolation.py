@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=12, help="compiler processes at a time")
     parser.add_argument("--cache", type=Path, help="folder of engines to use again")
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    given = harness.parse_args(parser)
     if not given.artifact.exists():
         make_artifact(
             given.artifact,

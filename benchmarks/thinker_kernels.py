@@ -107,9 +107,9 @@ def main() -> None:
     parser.add_argument("--formats", default="bf16,fp8,int4")
     parser.add_argument("--ranks", default="1,2,4,8", help="numbers of ranks that share the experts")
     parser.add_argument("--json", type=Path, help="the result file")
-    options = parser.parse_args()
-    ceiling = harness.ceilings()
-    rate = ceiling["copy_tb_s"]
+    options = harness.parse_args(parser)
+    rates = harness.peak_rates()
+    rate = rates["copy_tb_s"]
     whole = released_dims(1)
     figures = [router_figure(whole, tokens) for tokens in (1, 8, 32, 64, 1024, 4096)]
     figures += [router_figure(whole, tokens, is_plain=True) for tokens in (1, 32)]
@@ -133,7 +133,7 @@ def main() -> None:
                 )
             figures += found
     if options.json:
-        harness.write(options.json, harness.result("thinker_kernels", ceiling, figures))
+        harness.write(options.json, harness.result("thinker_kernels", rates, figures))
 
 
 if __name__ == "__main__":

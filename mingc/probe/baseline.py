@@ -1,4 +1,4 @@
-"""Compares the figures of a probe with those that an earlier one wrote. No torch."""
+"""Compares the figures of a probe with a baseline that an earlier probe wrote. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN = 4  # engines that an error names
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Engines by title. Those that only one side has are told, they are no regression."""
+    """Result of a comparison; engines by title. Engines that only one side has are listed, not failed."""
 
     regressions: tuple[Regression, ...] = ()
     only_here: tuple[str, ...] = ()
@@ -24,9 +24,9 @@ class Comparison:
 
 
 def read_baseline(path: Path) -> ProbeReport:
-    """The report that `mingc probe --json` wrote to `path`.
+    """Read the report that `mingc probe --json` wrote to `path`.
 
-    Raises: ConfigError when it is none, or holds what no figure can be compared with.
+    Raises: ConfigError when the file is no such report, or has no engine with a valid median.
     """
     try:
         report = decode(ProbeReport, json.loads(path.read_text(encoding="utf-8")))
@@ -34,7 +34,7 @@ def read_baseline(path: Path) -> ProbeReport:
     except (OSError, ValueError, OverflowError, RecursionError, ManifestError) as error:
         why = f"{error.where}: {error.message}" if isinstance(error, ManifestError) else error
         raise ConfigError(
-            f"{path} is no baseline: {why}",
+            f"{path} is not a baseline: {why}",
             where="--baseline",
             fix=f"write one: mingc probe ARTIFACT --json > {path}",
         ) from error
@@ -42,20 +42,20 @@ def read_baseline(path: Path) -> ProbeReport:
 
 
 def _check(engines: Sequence[EngineFigures]) -> None:
-    """Raises: ValueError unless there are engines, each once, whose medians are times."""
+    """Raises: ValueError without engines, with an engine twice, or with a median that is not positive."""
     if not engines:
-        raise ValueError("it holds no engine")
+        raise ValueError("it contains no engine")
     seen = set()
     for each in engines:
         if each.title in seen:
-            raise ValueError(f"{each.title} stands in it twice")
+            raise ValueError(f"it contains {each.title} twice")
         seen.add(each.title)
         if not each.latency.median_ms > 0:
             raise ValueError(f"{each.title} has a median of {each.latency.median_ms} ms")
 
 
 def check_common(baseline: Sequence[EngineFigures], titles: Sequence[str]) -> None:
-    """Raises: ConfigError when the baseline has none of the engines that are to be timed, by `titles`."""
+    """Raises: ConfigError when the baseline has none of the engines `titles`."""
     before = [each.title for each in baseline]
     if not {*before} & {*titles}:
         raise ConfigError(
@@ -70,15 +70,15 @@ def _some(titles: Sequence[str]) -> str:
 
 
 def differences(baseline: ProbeReport, here: ProbeReport) -> tuple[str, ...]:
-    """What was another when the baseline was measured, as notes: figures then differ for that reason, too."""
+    """Notes on conditions that changed since the baseline was measured and may explain a difference."""
     pairs = {
         "model": (baseline.model, here.model),
         "dtype": (baseline.dtype, here.dtype),
         "torch": (baseline.torch, here.torch),
-        "device": (baseline.ceilings.device, here.ceilings.device),
+        "device": (baseline.peak_rates.device, here.peak_rates.device),
     }
     return tuple(
-        f"the baseline was measured with {name} {before}, here it is {now}"
+        f"{name} of the baseline: {before}, of this run: {now}"
         for name, (before, now) in pairs.items()
         if before != now
     )
@@ -87,7 +87,7 @@ def differences(baseline: ProbeReport, here: ProbeReport) -> tuple[str, ...]:
 def compare(
     baseline: Sequence[EngineFigures], rows: Sequence[EngineFigures], *, tolerance: float
 ) -> Comparison:
-    """Every engine of `rows` whose median exceeds the baseline's by more than the share `tolerance`."""
+    """Find every engine of `rows` whose median exceeds the baseline's by more than the fraction `tolerance`."""
     before = {each.title: each.latency.median_ms for each in baseline}
     here = {each.title: each.latency.median_ms for each in rows}
     return Comparison(

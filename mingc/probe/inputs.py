@@ -1,7 +1,7 @@
-"""Valid inputs and state of any engine, as a busy server would give them: by the names of the contract.
+"""Valid inputs and state for any engine, as in a busy server, from the tensor names of its graph.
 
-Numbers are random; what an integer means, its name says. Every request already holds `context` tokens, or as many
-as its slot or its pages take, and lies in a slot or in pages of its own.
+Floats are random; the name of an integer input gives its meaning. Every request already holds `context` tokens, or as
+many as its slot or pages take, in its own slot or pages.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class ProbeCase:
     """One graph at one set of sizes.
 
     Attributes:
-        sizes: of the bucketed dims.
-        context: tokens each request holds before this call; with the new ones at most `room`.
-        parameters: of the stage, as in the manifest.
+        sizes: sizes of the bucketed dims.
+        context: tokens each request holds before this call; together with the new ones at most `room`.
+        parameters: the stage's parameters, from the manifest.
     """
 
     stage: str
@@ -39,34 +39,34 @@ class ProbeCase:
 
     @property
     def requests(self) -> int:
-        """Requests in the call; one where the graph takes a single one."""
+        """Requests per call; 1 for a graph of a single request."""
         return self.sizes.get("B", 1)
 
     @property
     def tokens(self) -> int:
-        """New tokens of each request."""
+        """New tokens per request."""
         return self.sizes.get("T", 1)
 
     @property
     def pages(self) -> int:
-        """Pages that hold a request's context and new tokens."""
+        """Pages for a request's context and new tokens."""
         return -(-(self.context + self.tokens) // page_size(self.parameters))
 
     def all_sizes(self) -> dict[str, int]:
-        """Sizes of every dim: pools are as large as the requests need, slot 0 and page 0 besides."""
+        """Sizes of all dims; pools hold what the requests need, plus slot 0 and page 0."""
         pools = {"S": self.requests + 1, "KV": page_size(self.parameters) * (1 + self.requests * self.pages)}
         sizes = {**self.sizes}
         for dim in self.spec.dims:
             if dim.name not in sizes:
                 if dim.name not in pools:
                     raise ArtifactError(
-                        f"dim {dim.name} has no buckets and probe does not know how large to make it",
+                        f"dim {dim.name} has no buckets, and probe has no size for it",
                         where=f"{self.stage}.{self.spec.name}",
                     )
                 sizes[dim.name] = max(pools[dim.name], dim.minimum)
         return sizes
 
-    def border_bytes(self) -> int:
+    def io_bytes(self) -> int:
         """Bytes of all inputs and outputs of one call."""
         sizes = self.all_sizes()
         return sum(
@@ -77,7 +77,7 @@ class ProbeCase:
     def make(self, device: torch.device) -> dict[str, Tensor]:
         """Inputs and state by name on `device`.
 
-        Raises: ArtifactError when an input of whole numbers has a name that the contract does not know.
+        Raises: ArtifactError when an integer input has an unknown name.
         """
         sizes, generator = self.all_sizes(), torch.Generator().manual_seed(1)
         tensors = {}
@@ -88,16 +88,16 @@ class ProbeCase:
             if rule is not None:
                 value = rule(self, shape)
             elif dtype.is_floating_point:
-                # Not zeros: they take less power than numbers, so the device would run faster.
+                # Zeros would take less power than random numbers, and the device would clock higher.
                 on_device = torch.Generator(device).manual_seed(1)
                 value = torch.randn(shape, generator=on_device, device=device)
             elif dtype == torch.bool:
                 value = torch.randint(0, 2, shape, generator=generator)
             else:
                 raise ArtifactError(
-                    f"probe does not know what to put into input {tensor.name}",
+                    f"probe cannot generate the integer input {tensor.name}",
                     where=f"{self.stage}.{self.spec.name}",
-                    fix="probe other engines with --engine",
+                    fix="choose other engines with --engine",
                 )
             tensors[tensor.name] = value.to(device, dtype)
         return tensors
@@ -110,7 +110,7 @@ def page_size(parameters: Mapping[str, Any]) -> int:
 
 
 def room(spec: GraphSpec, sizes: Mapping[str, int], tokens_per_page: int) -> float:
-    """Tokens, held and new, that a request's slot or its row of the page table takes; infinity without either."""
+    """Tokens, held and new, that fit into a request's slot or page table row; infinity without either."""
     bounds = [math.inf]
     for tensor in (*spec.inputs, *spec.state):
         shape = shape_of(tensor, {**{dim.name: dim.minimum for dim in spec.dims}, **sizes})
@@ -122,7 +122,7 @@ def room(spec: GraphSpec, sizes: Mapping[str, int], tokens_per_page: int) -> flo
 
 
 def shape_of(tensor: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The spec's shape with numbers for its dims."""
+    """The shape of `tensor` with numbers for its dims."""
     return tuple(size if isinstance(size, int) else sizes[size] for size in tensor.shape)
 
 
@@ -142,9 +142,7 @@ def _position_index(case: ProbeCase, shape: _Shape) -> Tensor:
 
 
 def _segment(case: ProbeCase, shape: _Shape) -> Tensor:
-    """The prompt of each token of a chunk (T,), all of one; or where the patches of each one's image begin and end
-    (M, G, 2), again of one.
-    """
+    """One segment for all: prompt index per token of a chunk (T,), or patch range of the image per patch (M, G, 2)."""
     if len(shape) == 1:
         return torch.zeros(shape)
     return torch.tensor([0, math.prod(shape[:-1])]).expand(shape)
@@ -155,7 +153,7 @@ def _slots(case: ProbeCase, shape: _Shape) -> Tensor:
 
 
 def _lengths(case: ProbeCase, shape: _Shape) -> Tensor:
-    """Of clips the mel frames; of paged requests the tokens with the new one; of slots the tokens before it."""
+    """Mel frames of clips; tokens including the new one for paged requests; tokens before it for slots."""
     if "frames_per_token" in case.parameters:
         return torch.full(shape, case.sizes["T4"] * case.parameters["frames_per_token"])
     is_paged = any(each.name == "page_table" for each in case.spec.inputs)
@@ -163,7 +161,7 @@ def _lengths(case: ProbeCase, shape: _Shape) -> Tensor:
 
 
 def _num_frames(case: ProbeCase, shape: _Shape) -> Tensor:
-    """All frames are real."""
+    """Frames without padding."""
     return torch.full(shape, case.sizes["T"] * case.parameters["frames_per_latent"])
 
 
@@ -172,7 +170,7 @@ def _positions(case: ProbeCase, shape: _Shape) -> Tensor:
 
 
 def _page_table(case: ProbeCase, shape: _Shape) -> Tensor:
-    """Pages in random order, page 0 behind them."""
+    """Page table with pages in random order; unused entries are page 0."""
     generator = torch.Generator().manual_seed(3)
     pages = 1 + torch.randperm(case.requests * case.pages, generator=generator).view(
         case.requests, case.pages

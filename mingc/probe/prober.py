@@ -1,6 +1,6 @@
-"""Times every engine of an artifact and holds it against what the machine could do at most.
+"""Times every engine of an artifact and compares it with roofline bounds of the machine.
 
-A figure is of one engine alone, on random data. What runs around engines (copies, scheduling, sampling) is not in it.
+Each figure is of one engine alone on random data, without the copies, scheduling and sampling of a server.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mingc.probe.report import (
     PatchEmbed,
     ProbeReport,
     RooflineBound,
-    floor_of,
+    roofline_bound,
     title,
 )
 from mingc.probe.stopwatch import Stopwatch, percentile
@@ -38,12 +38,12 @@ from mingc.runtime.engines.stage_loader import load_stage
 
 _BATCH_DIMS = ("B", "N")  # dims that count requests, clips or rows
 _REPETITIONS = 200
-_CPU_REPETITIONS = (3, 10)  # as many as fit into the next line's time
+_CPU_REPETITIONS = (3, 10)  # minimum, and maximum if they fit into _CPU_MS
 _CPU_MS = 1000.0
 _ENQUEUED = 10
 _NOTES = {
-    "cuda": "times are of CUDA graph replays that find neither weights nor inputs in the device's cache",
-    "cpu": "times are of calls back to back by the wall clock: small engines find their weights in the cache",
+    "cuda": "times are of CUDA graph replays with a cold device cache",
+    "cpu": "times are wall-clock times of back-to-back calls: small engines have their weights in the cache",
 }
 
 
@@ -56,11 +56,11 @@ class ProbeOptions:
 
     Attributes:
         engines: stages (`cfm`) or graphs (`cfm.sample`); None takes all.
-        batch_sizes: of dims that count requests; None takes every bucket.
-        context: tokens every request already holds, or as many as its slot or its pages take.
-        repetitions: timed calls of an engine; None chooses by the device.
-        tolerance: share by which a median may exceed the baseline's.
-        compare: `patch-embed` times its two forms as well; `engines` must name its stage then.
+        batch_sizes: sizes of dims that count requests; None takes every bucket.
+        context: tokens every request already holds, limited by its slot or pages.
+        repetitions: timed calls per engine; None chooses by device.
+        tolerance: fraction by which a median may exceed the baseline's.
+        compare: `patch-embed` also times the patch embedding in two forms; `engines` must include its stage.
     """
 
     engines: tuple[str, ...] | None = None
@@ -73,22 +73,22 @@ class ProbeOptions:
     def __post_init__(self) -> None:
         problems = []
         if self.engines == ():
-            problems.append("--engine: names nothing")
+            problems.append("--engine: empty")
         if self.batch_sizes == ():
-            problems.append("--batch: names nothing")
+            problems.append("--batch: empty")
         if self.context < 0:
-            problems.append(f"--context {self.context}: must not be below 0")
+            problems.append(f"--context {self.context}: must be at least 0")
         if self.repetitions is not None and self.repetitions < 1:
             problems.append(f"--repetitions {self.repetitions}: must be at least 1")
         if not (math.isfinite(self.tolerance) and self.tolerance >= 0):
-            problems.append(f"--tolerance {self.tolerance}: must be a number not below 0")
+            problems.append(f"--tolerance {self.tolerance}: must be a finite number of at least 0")
         if self.compare == "patch-embed" and self.engines and not self._names_patch_embed():
-            problems.append("--compare patch-embed: --engine leaves its stage out, vision_encoder")
+            problems.append("--compare patch-embed: --engine must include vision_encoder")
         if problems:
             raise ConfigError("\n".join(problems), where="mingc probe", fix="see mingc probe --help")
 
     def choose(self, engine: str, sizes: Mapping[str, int]) -> bool:
-        """Whether `stage.graph` at `sizes` is to be timed."""
+        """Whether to time `stage.graph` at `sizes`."""
         batch = _batch(sizes)
         return self.names(engine) and (
             self.batch_sizes is None or not batch or bool({*batch} & {*self.batch_sizes})
@@ -98,13 +98,13 @@ class ProbeOptions:
         return any(name.partition(".")[0] == "vision_encoder" for name in self.engines or ())
 
     def names(self, engine: str) -> bool:
-        """Whether `stage.graph` is to be timed at any sizes."""
+        """Whether to time `stage.graph` at any size."""
         return self.engines is None or bool({engine, engine.partition(".")[0]} & {*self.engines})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Target:
-    """One engine at one set of sizes. `room` is for tokens of a request, held and new; infinity without state."""
+    """One engine at one set of sizes. `room` limits a request's tokens, held and new; infinity without state."""
 
     stage: str
     spec: GraphSpec
@@ -121,25 +121,25 @@ class _Target:
         return self.sizes.get("T", 1)
 
     def held(self, context: int) -> int:
-        """Of `context` tokens those that a request has room for beside the new ones."""
+        """The part of `context` tokens that fits into a request besides the new ones."""
         return int(min(context, self.room - self.new_tokens))
 
     def title(self, context: int) -> str:
-        """As the figures at `context` are titled."""
+        """Title of the figures at `context`."""
         return title(self.name, self.sizes, self.held(context) if math.isfinite(self.room) else None)
 
 
 def probe(
     path: Path,
     options: ProbeOptions,
-    told: Callable[[str], None] = lambda step: None,
+    progress: Callable[[str], None] = lambda step: None,
     *,
     baseline: ProbeReport | None = None,
 ) -> ProbeReport:
-    """Time the engines of the artifact at `path` that `options` choose. `told` hears what is timed next.
+    """Time the chosen engines of the artifact at `path`; `progress` is called with each step before it starts.
 
-    Raises: ManifestError, IntegrityError, IncompatibleError; ConfigError when the options choose what is not there,
-    or nothing that `baseline` has.
+    Raises: ManifestError, IntegrityError, IncompatibleError; ConfigError when `options` name a missing engine or batch
+    size, or when `baseline` has none of the chosen engines.
     """
     artifact = open_artifact(path)
     fingerprint = artifact.manifest.fingerprint
@@ -149,8 +149,8 @@ def probe(
         check_patch_embed(artifact)
     if baseline is not None:
         check_common(baseline.engines, [each.title(options.context) for each in targets])
-    told("ceilings")
-    run = _Run(artifact, options, told)
+    progress("peak rates")
+    run = _Run(artifact, options, progress)
     with torch.inference_mode():
         rows = [
             row
@@ -159,10 +159,10 @@ def probe(
         ]
         patch_embed = run.patch_embed() if options.compare == "patch-embed" else ()
     figures = [each for each, _ in rows]
-    floors = [floor for _, floor in rows if floor is not None]
-    uncounted = sorted({kernel for floor in floors for kernel in floor.uncounted})
+    roofline_bounds = [bound for _, bound in rows if bound is not None]
+    uncounted = sorted({kernel for bound in roofline_bounds for kernel in bound.uncounted})
     if uncounted:
-        run.notes.append(f"some floors are too low: nothing counts {', '.join(uncounted)}")
+        run.notes.append(f"some roofline bounds are too low: no cost is counted for {', '.join(uncounted)}")
     comparison = Comparison()
     if baseline is not None:
         asked = [each for each in baseline.engines if options.choose(each.engine, each.sizes)]
@@ -172,9 +172,9 @@ def probe(
         model=artifact.manifest.model,
         dtype=fingerprint.dtype,
         torch=torch.__version__,
-        ceilings=run.ceilings,
+        peak_rates=run.peak_rates,
         engines=tuple(figures),
-        floors=tuple(floors),
+        roofline_bounds=tuple(roofline_bounds),
         tolerance=options.tolerance if baseline is not None else None,
         regressions=comparison.regressions,
         only_here=comparison.only_here,
@@ -188,7 +188,7 @@ def probe(
 
 
 def _choose(artifact: Artifact, options: ProbeOptions) -> list[_Target]:
-    """The targets that the options name. Raises: ConfigError telling what there is when they name something else."""
+    """The targets that `options` choose. Raises: ConfigError for a name or batch size that the artifact lacks."""
     targets = list(_targets(artifact))
     known = sorted({each.stage for each in targets} | {each.name for each in targets})
     unknown = [name for name in options.engines or () if name not in known]
@@ -207,7 +207,7 @@ def _choose(artifact: Artifact, options: ProbeOptions) -> list[_Target]:
         raise ConfigError(
             f"no engine for batch {batches}{of}",
             where="--batch",
-            fix="mingc probe without --batch times what there is",
+            fix="leave --batch out to time all sizes",
         )
     return chosen
 
@@ -217,7 +217,7 @@ def _batch(sizes: Mapping[str, int]) -> list[int]:
 
 
 def _targets(artifact: Artifact) -> Iterator[_Target]:
-    """Every static engine; of one that takes all sizes every combination of buckets that a request fits into."""
+    """Every static engine at its size, and every dynamic engine at each combination of buckets that fits a request."""
     for stage, record in artifact.manifest.stages.items():
         for graph in record.graphs.values():
             for engine in graph.engines:
@@ -234,34 +234,33 @@ def _targets(artifact: Artifact) -> Iterator[_Target]:
 
 
 class _Run:
-    """One probe under way: what all of its engines share."""
+    """State of one probe, shared by all engines."""
 
-    def __init__(self, artifact: Artifact, options: ProbeOptions, told: Callable[[str], None]) -> None:
+    def __init__(self, artifact: Artifact, options: ProbeOptions, progress: Callable[[str], None]) -> None:
         fingerprint = artifact.manifest.fingerprint
-        self._artifact, self._options, self._told = artifact, options, told
+        self._artifact, self._options, self._progress = artifact, options, progress
         self._device = torch.device(fingerprint.device)
         self.notes = [_NOTES[fingerprint.device]]
         if self._device.type == "cuda":
             self.notes.append(gpu_target(self._device).describe())
-        self._watch = Stopwatch(self._device)
-        self.ceilings = self._watch.ceilings(torch_dtype(fingerprint.dtype))
+        self._stopwatch = Stopwatch(self._device)
+        self.peak_rates = self._stopwatch.peak_rates(torch_dtype(fingerprint.dtype))
 
     def stage(self, name: str, targets: list[_Target]) -> Iterator[_Row]:
-        """Load one stage and time its `targets`."""
+        """Load a stage and time its `targets`."""
         manifest = self._artifact.manifest
         ranks = manifest.fingerprint.world_size
         if manifest.stages[name].is_sharded and ranks > 1:
-            self.notes.append(f"{name}: the share of rank 0 of {ranks}, without what the ranks exchange")
+            self.notes.append(f"{name}: rank 0 of {ranks}, without all-reduces")
         loaded = load_stage(self._artifact, name, self._device, only_first=True)
         pool = GraphPool(self._device) if self._device.type == "cuda" else None
         for target in targets:
-            self._told(title(target.name, target.sizes))
+            self._progress(title(target.name, target.sizes))
             yield self._time(target, loaded[target.spec.name], pool)
 
     def patch_embed(self) -> tuple[PatchEmbed, ...]:
         """Both forms of the vision encoder's patch embedding."""
-        self._told("patch embedding")
-        return compare_patch_embed(self._artifact, self._watch)
+        return compare_patch_embed(self._artifact, self._stopwatch, self._progress, self.notes)
 
     def _time(self, target: _Target, graph: Graph, pool: GraphPool | None) -> _Row:
         case = ProbeCase(
@@ -280,26 +279,28 @@ class _Run:
         figures = EngineFigures(
             engine=target.name,
             sizes=target.sizes,
-            max_model_len=case.context if math.isfinite(target.room) else None,
+            context_tokens=case.context if math.isfinite(target.room) else None,
             layer_instances=len(target.spec.layer_instances),
             latency=latency,
         )
-        work = next((each for each in target.engine.cost if each.dims == target.sizes), None)
-        return figures, None if work is None else floor_of(figures, work, case.border_bytes(), self.ceilings)
+        cost = next((each for each in target.engine.cost if each.dims == target.sizes), None)
+        return figures, None if cost is None else roofline_bound(
+            figures, cost, case.io_bytes(), self.peak_rates
+        )
 
     def _latency(
         self, run: Callable[[], tuple[torch.Tensor, ...]], name: str, pool: GraphPool | None
     ) -> Latency:
-        watch = self._watch
+        stopwatch = self._stopwatch
         count = self._options.repetitions or self._repetitions(run)
-        enqueue = watch.enqueue_ms(run, _ENQUEUED)
+        enqueue = stopwatch.enqueue_ms(run, _ENQUEUED)
         replay, uncaptured, warm = None, None, None
         if pool is not None:
-            uncaptured = statistics.median(watch.samples_ms(run, _ENQUEUED, cold=True))
+            uncaptured = statistics.median(stopwatch.samples_ms(run, _ENQUEUED, cold=True))
             replay = self._capture(run, name, pool)
         if replay is not None:
-            warm = statistics.median(watch.samples_ms(replay, count))
-        samples = watch.samples_ms(replay or run, count, cold=True)
+            warm = statistics.median(stopwatch.samples_ms(replay, count))
+        samples = stopwatch.samples_ms(replay or run, count, cold=True)
         return Latency(
             median_ms=statistics.median(samples),
             p95_ms=percentile(samples, 0.95),
@@ -316,13 +317,13 @@ class _Run:
         if self._device.type == "cuda":
             return _REPETITIONS
         least, most = _CPU_REPETITIONS
-        once_ms = min(self._watch.samples_ms(run, 1))
+        once_ms = min(self._stopwatch.samples_ms(run, 1))
         return min(most, max(least, int(_CPU_MS / once_ms)))
 
     def _capture(
         self, run: Callable[[], tuple[torch.Tensor, ...]], name: str, pool: GraphPool
     ) -> Callable[[], None] | None:
-        """A replay of `run`; None, and a note, when it waits for the device and so cannot be captured."""
+        """A graph replay of `run`; None with a note when it synchronizes and cannot be captured."""
         try:
             graph, _ = pool.capture(run, name)
         except RuntimeError as error:

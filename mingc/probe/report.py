@@ -1,4 +1,4 @@
-"""What `mingc probe` tells: plain data and the sums over it. No torch."""
+"""Report of `mingc probe`: figures, peak rates and roofline bounds. Plain data; imports no torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mingc.artifacts.manifest import EngineCost
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeakRates:
-    """Rates of a machine, measured on large random tensors: copying (bytes read and written), matrix products.
+    """Measured peak rates of a machine on large random tensors: copy (bytes read and written) and matmul.
 
-    `cache_bytes` is the last cache before the memory; None where it is not known.
+    `cache_bytes` is the size of the last-level cache; None if unknown.
     """
 
     device: str
@@ -24,14 +24,14 @@ class PeakRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Latency:
-    """Milliseconds of one engine.
+    """Latency of one engine in milliseconds.
 
     Attributes:
-        median_ms, p95_ms, p99_ms, min_ms: of `repetitions` replays of a CUDA graph (`is_captured`) with a cold cache;
-            on the CPU of calls back to back.
-        warm_ms: median of replays back to back.
-        uncaptured_ms: median on the device of calls outside a graph, cache cold.
-        enqueue_ms: median until such a call is back at the host.
+        median_ms, p95_ms, p99_ms, min_ms: over `repetitions` CUDA graph replays (`is_captured`) with a cold cache; on
+            the CPU over back-to-back calls.
+        warm_ms: median of back-to-back replays.
+        uncaptured_ms: median device time of calls without a graph, with a cold cache.
+        enqueue_ms: median host time of such a call until it returns.
     """
 
     median_ms: float
@@ -47,24 +47,24 @@ class Latency:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineFigures:
-    """One engine at one set of sizes.
+    """Figures of one engine at one set of sizes.
 
-    `max_model_len` are held by every request before the call; None where no request holds any. A step runs it
-    `layer_instances` times: once a layer where layers share an engine; timed is the first one.
+    `context_tokens` are the tokens every request holds before the call; None for engines without state. A step runs
+    the engine `layer_instances` times, once per layer that shares it; the first one is timed.
     """
 
     engine: str
     sizes: dict[str, int]
-    max_model_len: int | None
+    context_tokens: int | None
     latency: Latency
     layer_instances: int = 1
 
     @property
     def title(self) -> str:
-        return title(self.engine, self.sizes, self.max_model_len)
+        return title(self.engine, self.sizes, self.context_tokens)
 
     def cells(self) -> dict[str, str | float | None]:
-        """The columns that people see."""
+        """Columns of the console table."""
         latency = self.latency
         return {
             "engine": self.title,
@@ -79,42 +79,43 @@ class EngineFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RooflineBound:
-    """The least that one call of an engine must do, and how long the machine takes for it at its ceilings.
+    """Minimum FLOPs and bytes of one engine call, and the minimum time at the machine's peak rates.
 
     Attributes:
-        engine: as `EngineFigures.title`.
-        weight_bytes: every weight once, and again for every further use what the cache cannot keep of it.
-        border_bytes: inputs and outputs.
-        roofline: share of the measured median that the larger of both floors makes up.
-        uncounted: kernels whose work no rule counts; with any, the floors are too low.
+        engine: the `EngineFigures.title`.
+        weight_bytes: every weight once, plus re-reads of what exceeds the cache.
+        io_bytes: inputs and outputs.
+        memory_bound_ms, compute_bound_ms: time for all bytes at the copy rate, for all FLOPs at the matmul rate.
+        roofline: larger of the two bounds as a fraction of the measured median.
+        uncounted: kernels that the cost model does not count; with any, the bounds are too low.
     """
 
     engine: str
     flops: int
     weight_bytes: int
     state_bytes: int
-    border_bytes: int
-    bytes_floor_ms: float
-    flops_floor_ms: float
+    io_bytes: int
+    memory_bound_ms: float
+    compute_bound_ms: float
     roofline: float
     uncounted: tuple[str, ...]
 
     def cells(self) -> dict[str, str | float]:
-        """The columns that people see."""
+        """Columns of the console table."""
         return {
             "engine": self.engine,
             "gflop": self.flops / 1e9,
             "weight_mb": self.weight_bytes / 1e6,
             "state_mb": self.state_bytes / 1e6,
-            "bytes_floor_ms": self.bytes_floor_ms,
-            "flops_floor_ms": self.flops_floor_ms,
-            "roof_%": round(100 * self.roofline, 1),
+            "memory_ms": self.memory_bound_ms,
+            "compute_ms": self.compute_bound_ms,
+            "roofline_%": round(100 * self.roofline, 1),
         }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Regression:
-    """An engine that is slower than the baseline by more than the tolerance."""
+    """An engine slower than the baseline by more than the tolerance."""
 
     engine: str
     baseline_ms: float
@@ -124,7 +125,7 @@ class Regression:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PatchEmbed:
-    """Median times of the vision encoder's patch embedding of `patches` patches in two forms, and how they differ."""
+    """Median times of two forms of the vision encoder's patch embedding, and their relative difference."""
 
     patches: int
     conv3d_ms: float
@@ -135,19 +136,19 @@ class PatchEmbed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeReport:
-    """The result of `mingc probe`; written with `--json` it is the baseline of a later one.
+    """The result of `mingc probe`; a report written with `--json` serves as a baseline.
 
-    `floors` lacks engines whose export did not count their work.
+    `roofline_bounds` lacks engines for which the export counted no cost.
     """
 
     artifact: str
     model: str
     dtype: str
     torch: str
-    ceilings: PeakRates
+    peak_rates: PeakRates
     tolerance: float | None
     engines: tuple[EngineFigures, ...]
-    floors: tuple[RooflineBound, ...]
+    roofline_bounds: tuple[RooflineBound, ...]
     regressions: tuple[Regression, ...]
     only_here: tuple[str, ...]
     only_in_baseline: tuple[str, ...]
@@ -156,31 +157,31 @@ class ProbeReport:
 
 
 def title(engine: str, sizes: Mapping[str, int], context: int | None = None) -> str:
-    """`talker.step B=16 +256`: the engine, its sizes, the tokens every request holds."""
+    """Title of an engine: name, sizes, tokens per request; for example `talker.step B=16 +256`."""
     words = [engine, *(f"{name}={size}" for name, size in sizes.items())]
     return " ".join(words if context is None else [*words, f"+{context}"])
 
 
-def floor_of(
-    figures: EngineFigures, work: EngineCost, border_bytes: int, ceilings: PeakRates
+def roofline_bound(
+    figures: EngineFigures, cost: EngineCost, io_bytes: int, peak_rates: PeakRates
 ) -> RooflineBound:
-    """The floors of `work`, which an export counted, at the context and against the median of `figures`."""
-    context = figures.max_model_len or 0
-    flops = work.flops + context * work.context_flops
-    state_bytes = work.state_bytes + context * work.context_bytes
-    weight_bytes = work.weight_bytes
-    if ceilings.cache_bytes is not None and weight_bytes > ceilings.cache_bytes:
-        weight_bytes += int(work.reuse_bytes * (1 - ceilings.cache_bytes / weight_bytes))
-    bytes_ms = (weight_bytes + state_bytes + border_bytes) / ceilings.copy_tb_s / 1e9
-    flops_ms = flops / ceilings.matmul_tflop_s / 1e9
+    """Roofline bounds of `cost`, counted at export, at the context of `figures` and relative to their median."""
+    context = figures.context_tokens or 0
+    flops = cost.flops + context * cost.context_flops
+    state_bytes = cost.state_bytes + context * cost.context_bytes
+    weight_bytes = cost.weight_bytes
+    if peak_rates.cache_bytes is not None and weight_bytes > peak_rates.cache_bytes:
+        weight_bytes += int(cost.reuse_bytes * (1 - peak_rates.cache_bytes / weight_bytes))
+    bytes_ms = (weight_bytes + state_bytes + io_bytes) / peak_rates.copy_tb_s / 1e9
+    flops_ms = flops / peak_rates.matmul_tflop_s / 1e9
     return RooflineBound(
         engine=figures.title,
         flops=flops,
         weight_bytes=weight_bytes,
         state_bytes=state_bytes,
-        border_bytes=border_bytes,
-        bytes_floor_ms=bytes_ms,
-        flops_floor_ms=flops_ms,
+        io_bytes=io_bytes,
+        memory_bound_ms=bytes_ms,
+        compute_bound_ms=flops_ms,
         roofline=max(bytes_ms, flops_ms) / figures.latency.median_ms,
-        uncounted=work.uncounted,
+        uncounted=cost.uncounted,
     )

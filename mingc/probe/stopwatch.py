@@ -1,4 +1,4 @@
-"""Times a function on its device, and measures what the machine can do at most. Decides nothing about engines."""
+"""Timing of functions on a device, and the device's peak rates."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mingc.host import gpu
 from mingc.probe.report import PeakRates
 
 _WARM_UPS = 2
-_FLUSH_CACHES = 16  # the flush takes long enough for the host to queue what is timed behind it
+_FLUSH_CACHES = 16  # the flush takes long enough for the host to enqueue the timed call behind it
 
 
 class Stopwatch:
-    """Times calls on one device: by events on CUDA, by the wall clock on the CPU."""
+    """Times calls on one device, by events on CUDA and by the wall clock on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -30,7 +30,7 @@ class Stopwatch:
             self._flush = torch.empty(_FLUSH_CACHES * cache, dtype=torch.uint8, device=device)
 
     def samples_ms(self, run: Callable[[], object], count: int, *, cold: bool = False) -> list[float]:
-        """Milliseconds of `count` calls. With `cold` the device's cache is overwritten before each (CUDA only)."""
+        """Milliseconds of `count` calls; `cold` overwrites the device cache before each (CUDA only)."""
         for _ in range(_WARM_UPS):
             run()
         if self._flush is None:
@@ -46,7 +46,7 @@ class Stopwatch:
         return [float(start.elapsed_time(end)) for start, end in events]
 
     def enqueue_ms(self, run: Callable[[], object], count: int) -> float | None:
-        """Median milliseconds until a call comes back to an idle CUDA device's host; None on the CPU."""
+        """Median host milliseconds of a call on an idle CUDA device; None on the CPU."""
         if self._flush is None:
             return None
         samples = []
@@ -58,8 +58,8 @@ class Stopwatch:
         torch.cuda.synchronize(self._device)
         return statistics.median(samples)
 
-    def ceilings(self, dtype: torch.dtype) -> PeakRates:
-        """Measure them; takes a fraction of a second."""
+    def peak_rates(self, dtype: torch.dtype) -> PeakRates:
+        """Measure copy and matmul rates; takes a fraction of a second."""
         is_cuda = self._flush is not None
         side, words, count = (8192, 2**29, 10) if is_cuda else (1024, 2**26, 3)
         source = torch.randn(words, device=self._device)
@@ -78,7 +78,7 @@ class Stopwatch:
 
 
 def processor_name() -> str:
-    """The CPU's model as Linux tells it; its architecture where it does not, as on many ARM machines."""
+    """The CPU model from /proc/cpuinfo; the architecture where it is missing, as on many ARM machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -88,7 +88,7 @@ def processor_name() -> str:
 
 
 def percentile(samples: Sequence[float], share: float) -> float:
-    """The sample that `share` of all do not exceed."""
+    """The sample that a fraction `share` of all samples does not exceed."""
     ordered = sorted(samples)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 

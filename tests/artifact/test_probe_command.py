@@ -1,4 +1,4 @@
-"""`mingc probe` on a real artifact: what it tells, and that it finds what became slower."""
+"""`mingc probe` on a real artifact: figures, roofline bounds, and regressions against a baseline."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mingc_command import mingc
 CHOSEN = ("--engine", "talker,cfm.sample,thinker.decode_attention", "--batch", "1,8", "--repetitions", 2)
 
 
-def test_every_chosen_engine_has_figures_and_floors_and_finds_itself_slower(
+def test_chosen_engines_have_figures_and_bounds_and_a_slowdown_is_found(
     artifact: Path, tmp_path: Path
 ) -> None:
     done = mingc("probe", artifact, *CHOSEN, "--json")
     assert done.code == 0, done.stderr
     report = done.document
     assert set(report) == {
-        *("artifact", "model", "dtype", "torch", "ceilings", "tolerance", "engines", "floors"),
+        *("artifact", "model", "dtype", "torch", "peak_rates", "tolerance", "engines", "roofline_bounds"),
         *("regressions", "only_here", "only_in_baseline", "patch_embed", "notes"),
     }
     names = {(row["engine"], row["sizes"].get("B")) for row in report["engines"]}
@@ -29,14 +29,16 @@ def test_every_chosen_engine_has_figures_and_floors_and_finds_itself_slower(
         ),
         ("talker.prefill", None),
     }
-    assert len(report["floors"]) == len(report["engines"])
-    for row, floor in zip(report["engines"], report["floors"], strict=True):
+    assert len(report["roofline_bounds"]) == len(report["engines"])
+    for row, bound in zip(report["engines"], report["roofline_bounds"], strict=True):
         latency = row["latency"]
         assert 0 < latency["min_ms"] <= latency["median_ms"] <= latency["p99_ms"]
         assert not latency["is_captured"] and latency["repetitions"] == 2
-        assert floor["flops"] > 0 and floor["weight_bytes"] > 0 and floor["uncounted"] == []
-        assert floor["engine"].startswith(row["engine"])
-    steps = [floor["flops"] for floor in report["floors"] if floor["engine"].startswith("talker.step")]
+        assert bound["flops"] > 0 and bound["weight_bytes"] > 0 and bound["uncounted"] == []
+        assert bound["engine"].startswith(row["engine"])
+    steps = [
+        bound["flops"] for bound in report["roofline_bounds"] if bound["engine"].startswith("talker.step")
+    ]
     assert steps[1] == 8 * steps[0]
 
     for row in report["engines"]:
@@ -53,14 +55,14 @@ def test_every_chosen_engine_has_figures_and_floors_and_finds_itself_slower(
     assert [name.partition(" ")[0] for name in compared["only_in_baseline"]] == ["talker.gone"]
 
 
-def test_engines_and_batches_that_are_not_there_are_told(artifact: Path) -> None:
+def test_missing_engines_and_batch_sizes_are_refused(artifact: Path) -> None:
     wrong = mingc("probe", artifact, "--engine", "talker,nosuch")
     assert wrong.code == 2 and "nosuch" in wrong.stderr and "cfm.sample" in wrong.stderr
     absent = mingc("probe", artifact, "--engine", "cfm", "--batch", "3")
     assert absent.code == 2 and "no engine for batch 3" in absent.stderr
 
 
-def test_the_patch_embedding_is_a_linear_map(artifact: Path) -> None:
+def test_the_patch_embedding_equals_a_linear_layer(artifact: Path) -> None:
     words = ("--engine", "vision_encoder", "--repetitions", 1, "--compare", "patch-embed", "--json")
     done = mingc("probe", artifact, *words)
     assert done.code == 0, done.stderr
@@ -69,16 +71,16 @@ def test_the_patch_embedding_is_a_linear_map(artifact: Path) -> None:
     assert all(row["relative_difference"] < 1e-5 and row["conv3d_ms"] > 0 for row in rows)
 
 
-def test_every_engine_of_the_thinker_is_timed_and_must_do_what_its_dims_say(
+def test_every_engine_of_the_thinker_is_timed_with_the_cost_of_its_dims(
     wide_thinker_artifact: Path,
 ) -> None:
-    """By hand: 64 wide, 4 query and 2 key heads of 128, 16 experts of 32 of which 4 and a shared one, float32."""
+    """By hand: hidden size 64, 4 query and 2 KV heads of 128, 16 experts of 32, 4 and a shared one in use, float32."""
     done = mingc("probe", wide_thinker_artifact, "--engine", "thinker", "--repetitions", 1, "--json")
     assert done.code == 0, done.stderr
     report = done.document
     rows = {
-        (row["engine"].removeprefix("thinker."), *row["sizes"].values()): (row, floor)
-        for row, floor in zip(report["engines"], report["floors"], strict=True)
+        (row["engine"].removeprefix("thinker."), *row["sizes"].values()): (row, bound)
+        for row, bound in zip(report["engines"], report["roofline_bounds"], strict=True)
     }
     batches, chunks, tables, tokens = (1, 8, 32), (16, 32, 64), (4, 8, 16), (1, 8, 16, 32, 64)
     assert set(rows) == {
@@ -89,25 +91,25 @@ def test_every_engine_of_the_thinker_is_timed_and_must_do_what_its_dims_say(
         *((name, count) for name in ("embed", "dense") for count in tokens),
         *(("head", batch) for batch in batches),
     }
-    assert report["notes"] and not any(floor["uncounted"] for _, floor in rows.values())
+    assert report["notes"] and not any(bound["uncounted"] for _, bound in rows.values())
 
-    def floor(*key: object) -> dict[str, float]:
+    def bound(*key: object) -> dict[str, float]:
         return rows[key][1]
 
     projections = 64 * (4 + 2 * 2) * 128 + 4 * 128 * 64
     for batch in batches:
         row, attention = rows["decode_attention", batch, 8]
-        assert (row["max_model_len"], row["layer_instances"]) == (8 * 16 - 1, 4)
+        assert (row["context_tokens"], row["layer_instances"]) == (8 * 16 - 1, 4)
         assert attention["flops"] == batch * (2 * projections + 4 * 4 * 128 * 8 * 16)
         assert attention["weight_bytes"] == 4 * (projections + 64 + 2 * 128)
         assert attention["state_bytes"] == batch * 4 * 2 * 2 * 128 * (8 * 16 + 1)
-        assert floor("head", batch)["flops"] == batch * 2 * 64 * 576
+        assert bound("head", batch)["flops"] == batch * 2 * 64 * 576
     for count in tokens:
-        assert floor("dense", count)["flops"] == count * 2 * 3 * 64 * 128
-        assert floor("embed", count)["flops"] == 0
+        assert bound("dense", count)["flops"] == count * 2 * 3 * 64 * 128
+        assert bound("embed", count)["flops"] == 0
     expert, gate = 3 * 64 * 32, 64 * 16
-    one, many = floor("decode_experts", 1), floor("decode_experts", 32)
+    one, many = bound("decode_experts", 1), bound("decode_experts", 32)
     assert one["flops"] == 2 * (gate + 5 * expert + 4 * 64)
     assert one["weight_bytes"] == 4 * (gate + 16 + 5 * expert + 64)
     assert (many["flops"], many["weight_bytes"]) == (32 * one["flops"], 4 * (gate + 16 + 17 * expert + 64))
-    assert floor("prefill_experts", 64)["flops"] == 64 * 2 * (3 * gate + 5 * expert + 4 * 64)
+    assert bound("prefill_experts", 64)["flops"] == 64 * 2 * (3 * gate + 5 * expert + 4 * 64)

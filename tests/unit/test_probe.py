@@ -1,14 +1,17 @@
-"""Probe without engines: what is chosen, valid inputs, floors, baselines."""
+"""Probe without engines: choice of engines, inputs, roofline bounds, baselines, the patch embedding."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from mingc.artifacts.manifest import EngineCost
 from mingc.artifacts.spec import Dim, DType, GraphSpec, TensorSpec
@@ -16,11 +19,12 @@ from mingc.console.report import to_json
 from mingc.errors import ArtifactError, ConfigError
 from mingc.probe.baseline import check_common, compare, differences, read_baseline
 from mingc.probe.inputs import ProbeCase, room
+from mingc.probe.patch_embed import compare_patch_embed
 from mingc.probe.prober import ProbeOptions, probe
-from mingc.probe.report import EngineFigures, Latency, PeakRates, ProbeReport, floor_of
+from mingc.probe.report import EngineFigures, Latency, PeakRates, ProbeReport, roofline_bound
 from mingc.probe.stopwatch import Stopwatch, percentile, processor_name
 
-CEILINGS = PeakRates(device="cpu", copy_tb_s=2.0, matmul_tflop_s=100.0, matmul_dtype="float32")
+PEAK_RATES = PeakRates(device="cpu", copy_tb_s=2.0, matmul_tflop_s=100.0, matmul_dtype="float32")
 SLOT_TOKENS, PAGES, PAGE_SIZE = 40, 8, 16
 
 
@@ -68,7 +72,7 @@ def figures(median: float, engine: str = "cfm.sample", context: int | None = Non
         enqueue_ms=None,
     )
     return EngineFigures(
-        engine=engine, sizes={"B": 2}, max_model_len=context, layer_instances=1, latency=latency
+        engine=engine, sizes={"B": 2}, context_tokens=context, layer_instances=1, latency=latency
     )
 
 
@@ -78,10 +82,10 @@ def report(*rows: EngineFigures) -> ProbeReport:
         model="tiny",
         dtype="float32",
         torch="2.13.0",
-        ceilings=CEILINGS,
+        peak_rates=PEAK_RATES,
         tolerance=None,
         engines=rows,
-        floors=(),
+        roofline_bounds=(),
         regressions=(),
         only_here=(),
         only_in_baseline=(),
@@ -99,13 +103,13 @@ def report(*rows: EngineFigures) -> ProbeReport:
         ({"engines": ("cfm", "talker.step"), "compare": "patch-embed"}, "--compare patch-embed"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options: dict[str, Any], word: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         ProbeOptions(**options)
 
 
 @pytest.mark.parametrize("engines", [None, ("vision_encoder",), ("cfm", "vision_encoder.encode")])
-def test_the_patch_embedding_is_compared_where_its_stage_is_timed(engines: tuple[str, ...] | None) -> None:
+def test_the_patch_embedding_is_compared_when_its_stage_is_timed(engines: tuple[str, ...] | None) -> None:
     assert ProbeOptions(engines=engines, compare="patch-embed").compare == "patch-embed"
 
 
@@ -113,11 +117,11 @@ def test_engines_are_chosen_by_stage_graph_and_batch() -> None:
     options = ProbeOptions(engines=("talker", "cfm.sample"), batch_sizes=(1, 4))
     assert options.choose("talker.step", {"B": 4})
     assert not options.choose("talker.step", {"B": 2})
-    assert options.choose("talker.prefill", {"T": 2}), "a graph without a batch has no batch to miss"
+    assert options.choose("talker.prefill", {"T": 2}), "graphs without a batch dim ignore --batch"
     assert options.choose("cfm.sample", {"B": 1}) and not options.choose("cfm.speaker", {"N": 1})
 
 
-def test_an_engine_that_is_not_there_is_refused_with_those_that_are(
+def test_a_missing_engine_is_refused_with_the_names_of_all(
     artifact_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mingc.probe.prober.check_fingerprint", lambda recorded, here: None)
@@ -131,7 +135,7 @@ def test_an_engine_that_is_not_there_is_refused_with_those_that_are(
 def probed(artifact_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An artifact of one engine at N 1, 2 and 8, on whatever machine; timing it would fail the test."""
     monkeypatch.setattr("mingc.probe.prober.check_fingerprint", lambda recorded, here: None)
-    monkeypatch.setattr("mingc.probe.prober._Run", lambda *given: pytest.fail("it was timed"))
+    monkeypatch.setattr("mingc.probe.prober._Run", lambda *given: pytest.fail("an engine was timed"))
     manifest = json.loads((artifact_path / "manifest.json").read_text(encoding="utf-8"))
     graph = manifest["stages"]["audio_encoder"]["graphs"]["encode"]
     graph["spec"]["dims"][1]["buckets"] = [16]
@@ -154,7 +158,7 @@ def probed(artifact_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (None, (3, 4), "no engine for batch 3"),
     ],
 )
-def test_a_batch_that_a_chosen_engine_lacks_is_refused(
+def test_a_batch_size_that_a_chosen_engine_lacks_is_refused(
     probed: Path, engines: tuple[str, ...] | None, batches: tuple[int, ...], says: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -169,22 +173,22 @@ def test_nothing_is_timed_for_a_baseline_or_a_comparison_without_a_counterpart(p
         probe(probed, ProbeOptions(compare="patch-embed"))
 
 
-def test_every_request_has_a_slot_of_its_own_and_a_context() -> None:
+def test_every_request_has_its_own_slot_and_a_context() -> None:
     case = ProbeCase(stage="talker", spec=STEP, sizes={"B": 4}, context=30, parameters=PARAMETERS)
     made = case.make(torch.device("cpu"))
     assert made["slots"].tolist() == [1, 2, 3, 4]
     assert made["lengths"].tolist() == [30] * 4
     assert made["k_slots.0"].shape == (5, SLOT_TOKENS, 2, 4)
     assert made["k_slots.0"].abs().min() > 0, "zeros would take less power than numbers"
-    assert case.border_bytes() == 4 * (8 * 4 + 8 + 8 + 8 * 4)
+    assert case.io_bytes() == 4 * (8 * 4 + 8 + 8 + 8 * 4)
 
 
-def test_every_request_has_pages_of_its_own() -> None:
+def test_every_request_has_its_own_pages() -> None:
     case = ProbeCase(
         stage="thinker", spec=DECODE, sizes={"B": 4, "P": PAGES}, context=50, parameters=PARAMETERS
     )
     made = case.make(torch.device("cpu"))
-    assert made["lengths"].tolist() == [51] * 4, "of paged requests the new token counts"
+    assert made["lengths"].tolist() == [51] * 4, "lengths of paged requests include the new token"
     used = made["page_table"][:, :4]
     assert made["page_table"].dtype == torch.int32
     assert sorted(used.flatten().tolist()) == list(range(1, 17))
@@ -198,15 +202,15 @@ def test_the_room_of_a_request_is_its_slot_or_its_pages() -> None:
     assert room(GraphSpec(name="sample", inputs=(), outputs=()), {}, PAGE_SIZE) == float("inf")
 
 
-def test_an_input_that_nobody_explained_is_refused_by_name() -> None:
+def test_an_unknown_integer_input_is_refused_by_name() -> None:
     spec = GraphSpec(name="odd", inputs=(tensor("colours", "int64", 3),), outputs=())
     case = ProbeCase(stage="cfm", spec=spec, sizes={}, context=0, parameters=PARAMETERS)
     with pytest.raises(ArtifactError, match="colours"):
         case.make(torch.device("cpu"))
 
 
-def test_floors_grow_with_the_context() -> None:
-    work = EngineCost(
+def test_roofline_bounds_grow_with_the_context() -> None:
+    cost = EngineCost(
         dims={"B": 2},
         flops=10**11,
         weight_bytes=10**9,
@@ -214,24 +218,24 @@ def test_floors_grow_with_the_context() -> None:
         context_flops=10**9,
         context_bytes=10**7,
     )
-    floor = floor_of(figures(4.0, context=100), work, border_bytes=0, ceilings=CEILINGS)
-    assert floor.flops_floor_ms == pytest.approx(2.0)
-    assert floor.bytes_floor_ms == pytest.approx(1.0005)
-    assert floor.roofline == pytest.approx(0.5)
+    bound = roofline_bound(figures(4.0, context=100), cost, io_bytes=0, peak_rates=PEAK_RATES)
+    assert bound.compute_bound_ms == pytest.approx(2.0)
+    assert bound.memory_bound_ms == pytest.approx(1.0005)
+    assert bound.roofline == pytest.approx(0.5)
 
 
-def test_weights_used_again_are_read_again_as_far_as_the_cache_does_not_hold_them() -> None:
-    work = EngineCost(dims={}, flops=0, weight_bytes=100, reuse_bytes=900, state_bytes=0)
+def test_reused_weights_count_again_beyond_the_cache_size() -> None:
+    cost = EngineCost(dims={}, flops=0, weight_bytes=100, reuse_bytes=900, state_bytes=0)
 
     def read(cache_bytes: int | None) -> int:
-        ceilings = replace(CEILINGS, cache_bytes=cache_bytes)
-        return floor_of(figures(1.0), work, border_bytes=0, ceilings=ceilings).weight_bytes
+        peak_rates = replace(PEAK_RATES, cache_bytes=cache_bytes)
+        return roofline_bound(figures(1.0), cost, io_bytes=0, peak_rates=peak_rates).weight_bytes
 
     assert read(None) == 100 and read(100) == 100
     assert read(25) == 100 + 900 * 3 // 4
 
 
-def test_only_what_is_slower_than_the_tolerance_allows_is_a_regression() -> None:
+def test_only_a_slowdown_beyond_the_tolerance_is_a_regression() -> None:
     before = [figures(1.0), figures(1.0, "talker.step"), figures(1.0, "gone")]
     after = [figures(1.09), figures(1.2, "talker.step"), figures(9.0, "new")]
     found = compare(before, after, tolerance=0.1)
@@ -254,10 +258,10 @@ def test_a_report_reads_back_as_a_baseline(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", json.dumps({"engines": []}), "[" * 100_000])
-def test_what_is_no_report_is_no_baseline(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "baseline.json"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match="is no baseline"):
+    with pytest.raises(ConfigError, match="is not a baseline"):
         read_baseline(path)
 
 
@@ -272,12 +276,12 @@ def test_what_is_no_report_is_no_baseline(tmp_path: Path, text: str) -> None:
         ((figures(float("inf")),), "found inf"),
     ],
 )
-def test_a_baseline_that_nothing_can_be_compared_with_is_refused(
+def test_a_baseline_without_comparable_engines_is_refused(
     tmp_path: Path, rows: tuple[EngineFigures, ...], says: str
 ) -> None:
     path = tmp_path / "baseline.json"
     path.write_text(to_json(report(*rows)), encoding="utf-8")
-    with pytest.raises(ConfigError, match="is no baseline") as caught:
+    with pytest.raises(ConfigError, match="is not a baseline") as caught:
         read_baseline(path)
     assert says in caught.value.message
 
@@ -289,16 +293,20 @@ def test_a_baseline_without_a_common_engine_is_refused_with_what_it_has() -> Non
     assert caught.value.where == "--baseline"
 
 
-def test_what_was_another_for_the_baseline_is_told() -> None:
+def test_changed_conditions_of_the_baseline_are_noted() -> None:
     here = report(figures(1.0))
     assert not differences(here, here)
     other = replace(
-        here, model="large", dtype="bfloat16", torch="2.12.0", ceilings=replace(CEILINGS, device="Other CPU")
+        here,
+        model="large",
+        dtype="bfloat16",
+        torch="2.12.0",
+        peak_rates=replace(PEAK_RATES, device="Other CPU"),
     )
-    told = differences(other, here)
-    assert len(told) == 4
+    progress = differences(other, here)
+    assert len(progress) == 4
     for word in ("large", "bfloat16", "2.12.0", "Other CPU"):
-        assert any(word in note for note in told)
+        assert any(word in note for note in progress)
 
 
 def test_the_processor_has_a_name() -> None:
@@ -312,15 +320,15 @@ def test_percentiles_are_samples() -> None:
     assert percentile([7.0], 0.99) == 7.0
 
 
-def test_a_stopwatch_calls_as_often_as_asked_and_knows_no_enqueueing_on_a_cpu() -> None:
+def test_a_stopwatch_on_a_cpu_times_the_requested_calls_and_no_enqueueing() -> None:
     calls: list[int] = []
-    watch = Stopwatch(torch.device("cpu"))
-    assert len(watch.samples_ms(lambda: calls.append(1), 5)) == 5
+    stopwatch = Stopwatch(torch.device("cpu"))
+    assert len(stopwatch.samples_ms(lambda: calls.append(1), 5)) == 5
     assert len(calls) > 5, "the first calls are not timed"
-    assert watch.enqueue_ms(lambda: None, 3) is None
+    assert stopwatch.enqueue_ms(lambda: None, 3) is None
 
 
-def test_segments_are_made_by_their_shape_whatever_the_stage_is_called() -> None:
+def test_segment_inputs_follow_their_shape() -> None:
     tokens = TensorSpec(name="segment", dtype="int64", shape=("T",))
     patches = TensorSpec(name="segment", dtype="int32", shape=("M", "G", 2))
     for spec, expected in ((tokens, torch.zeros(6)), (patches, torch.tensor([0, 6]).expand(3, 2, 2))):
@@ -332,3 +340,52 @@ def test_segments_are_made_by_their_shape_whatever_the_stage_is_called() -> None
             parameters={},
         )
         assert case.make(torch.device("cpu"))["segment"].tolist() == expected.tolist()
+
+
+class SlowStopwatch(Stopwatch):
+    """Reports `ms_per_patch` for convolutions instead of measuring, and counts calls."""
+
+    def __init__(self, ms_per_patch: float) -> None:
+        super().__init__(torch.device("cpu"))
+        self.ms_per_patch = ms_per_patch
+        self.counts: list[int] = []
+
+    def samples_ms(self, run: Callable[[], object], count: int, *, cold: bool = False) -> list[float]:
+        made = run()
+        assert isinstance(made, torch.Tensor)
+        self.counts.append(count)
+        return [self.ms_per_patch * len(made) if made.ndim == 5 else 0.1] * count
+
+
+@pytest.mark.parametrize(
+    "ms_per_patch, sizes, repetitions",
+    [(0.001, [256, 1024, 4096], [10, 10, 10]), (1.0, [256, 1024], [10, 4]), (4.0, [256], [4])],
+)
+def test_the_patch_embedding_leaves_out_sizes_that_take_too_long(
+    ms_per_patch: float,
+    sizes: list[int],
+    repetitions: list[int],
+    tmp_path: Path,
+) -> None:
+    save_file(
+        {"patch_embed.weight": torch.randn(4, 3 * 2 * 2 * 2), "patch_embed.bias": torch.zeros(4)},
+        tmp_path / "weights.safetensors",
+    )
+    vision = SimpleNamespace(in_channels=3, temporal_patch_size=2, patch_size=2)
+    artifact: Any = SimpleNamespace(
+        manifest=SimpleNamespace(
+            parameters_of=lambda stage, kind: vision,
+            fingerprint=SimpleNamespace(device="cpu"),
+            stages={"vision_encoder": SimpleNamespace(weights=["weights.safetensors"])},
+        ),
+        path=lambda name: tmp_path / name,
+    )
+    notes: list[str] = []
+    steps: list[str] = []
+    stopwatch = SlowStopwatch(ms_per_patch)
+    rows = compare_patch_embed(artifact, stopwatch, steps.append, notes)
+    assert [row.patches for row in rows] == sizes
+    assert steps == [f"patch embedding of {size} patches" for size in sizes]
+    assert stopwatch.counts[1::4] == repetitions, "timed calls of the convolution"
+    assert len(notes) == (len(sizes) < 3)
+    assert all(row.relative_difference < 1e-5 for row in rows)
