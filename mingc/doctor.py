@@ -24,6 +24,7 @@ _OPTIONAL = (  # import name, distribution, what needs it, extra
     ("starlette", "starlette", "serve", "serve"),
     ("uvicorn", "uvicorn", "serve", "serve"),
     ("httpx", "httpx", "serve, demo", "serve"),
+    ("msgspec", "msgspec", "serve", "serve"),
     ("soundfile", "soundfile", "audio input, flac output", "serve"),
     ("soxr", "soxr", "resampling of audio input", "serve"),
     ("av", "av", "video input, compressed audio", "serve"),

@@ -99,9 +99,7 @@ def _cell(text: str) -> str:
 
 def metrics_page() -> str:
     """Reference of all metrics of `GET /metrics`."""
-    from prometheus_client.metrics import MetricWrapperBase
-
-    from mingc.runtime.http.metrics import Metrics
+    from mingc.runtime.http.metrics import describe_metrics
 
     lines = [
         "# Metrics",
@@ -114,12 +112,9 @@ def metrics_page() -> str:
         "| metric | type | labels | meaning |",
         "|---|---|---|---|",
     ]
-    collectors = [each for each in vars(Metrics()).values() if isinstance(each, MetricWrapperBase)]
-    for collector in collectors:
-        (family,) = collector.describe()
-        name = f"{family.name}_total" if family.type == "counter" else family.name
-        labels = ", ".join(f"`{label}`" for label in collector._labelnames) or "–"
-        lines.append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |")
+    for metric in describe_metrics():
+        labels = ", ".join(f"`{label}`" for label in metric.labels) or "–"
+        lines.append(f"| `{metric.name}` | {metric.type} | {labels} | {metric.help} |")
     return "\n".join(lines) + "\n"
 
 
