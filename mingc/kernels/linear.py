@@ -163,8 +163,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, weight_scale: Tensor 
     # The vendor's GEMM with one scale a matrix is faster than the one with a scale a row plus the multiplication below,
     # which the compiler fuses into the next operation (benchmarks/NOTES.md).
     one = torch.ones((), dtype=torch.float32, device=x.device)
-    product = torch._scaled_mm(rounded, weight.t(), one, one, out_dtype=x.dtype, use_fast_accum=True)
-    out = product.to(torch.float32) * scale.unsqueeze(1) * weight_scale
+    gemm = torch._scaled_mm(rounded, weight.t(), one, one, out_dtype=x.dtype, use_fast_accum=True)
+    out = gemm.to(torch.float32) * scale.unsqueeze(1) * weight_scale
     if bias is not None:
         out = out + bias
     return out.to(x.dtype).view(*x.shape[:-1], out.shape[-1])

@@ -66,7 +66,7 @@ def paged_prefill_attention(
         return attended
     if not torch.compiler.is_compiling():
         page_table = page_table[: int(segment.max()) + 1]  # unused rows of the table would cost memory here
-    num_tokens, num_heads, width = q.shape
+    num_tokens, num_heads, head_size = q.shape
     num_kv_heads = k_pages.shape[1]
     num_groups = num_heads // num_kv_heads
     num_segments = page_table.shape[0]
@@ -81,14 +81,14 @@ def paged_prefill_attention(
     )
     k = k_pages.index_select(0, rows).transpose(0, 1).unsqueeze(1)
     v = v_pages.index_select(0, rows).transpose(0, 1).unsqueeze(1)
-    grouped_q = q.view(num_tokens, num_kv_heads, num_groups, width).permute(1, 2, 0, 3)
+    grouped_q = q.view(num_tokens, num_kv_heads, num_groups, head_size).permute(1, 2, 0, 3)
     out = F.scaled_dot_product_attention(
         grouped_q,
         k.expand(-1, num_groups, -1, -1),
         v.expand(-1, num_groups, -1, -1),
         attn_mask=is_visible,
     )
-    return out.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, width)
+    return out.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_size)
 
 
 def paged_decode_attention(
@@ -109,20 +109,20 @@ def paged_decode_attention(
 
         attended: Tensor = gpu.paged_decode_attention(q, k_pages, v_pages, page_table, lengths, page_size)
         return attended
-    num_requests, num_heads, width = q.shape
+    num_requests, num_heads, head_size = q.shape
     num_kv_heads = k_pages.shape[1]
     lengths = lengths.clamp_min(1).unsqueeze(1)
     rows = _visible_rows(page_table, lengths, page_size)
     num_context = rows.shape[1]
     rows = rows.reshape(-1)
-    shape = (num_requests, num_context, num_kv_heads, width)
+    shape = (num_requests, num_context, num_kv_heads, head_size)
     k = k_pages.index_select(0, rows).view(shape).transpose(1, 2)
     v = v_pages.index_select(0, rows).view(shape).transpose(1, 2)
     # The query heads of one KV head go on the sequence axis: keys are read once, not once per query head.
-    grouped_q = q.view(num_requests, num_kv_heads, num_heads // num_kv_heads, width)
+    grouped_q = q.view(num_requests, num_kv_heads, num_heads // num_kv_heads, head_size)
     is_visible = torch.arange(num_context, device=q.device) < lengths
     out = F.scaled_dot_product_attention(grouped_q, k, v, attn_mask=is_visible[:, None, None, :])
-    return out.reshape(num_requests, num_heads, width)
+    return out.reshape(num_requests, num_heads, head_size)
 
 
 def _visible_rows(page_table: Tensor, length: Tensor, page_size: int) -> Tensor:

@@ -23,9 +23,9 @@ def small_sequence_attention(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
         out: Tensor = gpu.small_sequence_attention(qkv.contiguous(), cos, sin)
         return out
-    batch, tokens, width = qkv.shape
+    batch, tokens, row_size = qkv.shape
     size = 2 * cos.shape[-1]
-    heads = width // 3 // size
+    heads = row_size // 3 // size
     packed = qkv.view(batch, tokens, 3, heads, size)
     pairs = packed[:, :, :2].float().view(batch, tokens, 2, heads, size // 2, 2)
     even, odd = pairs.unbind(-1)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mingc import host
+from mingc import doctor, host
 from mingc.artifacts.target import TARGETS, lookup
 from mingc.kernels import dispatch
 
@@ -162,3 +162,11 @@ def test_a_target_looks_the_same_in_every_process() -> None:
         for seed in ("1", "2", "3", "4")
     }
     assert len(seen) == 1
+
+
+def test_doctor_names_an_unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_gpu(monkeypatch, "NVIDIA A100-SXM4-80GB", (8, 0), 108)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    (check,) = [each for each in doctor._devices() if each.name == "cuda:0"]
+    assert "150 GiB; unknown GPU NVIDIA A100-SXM4-80GB" in check.detail

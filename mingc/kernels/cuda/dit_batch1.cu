@@ -18,7 +18,7 @@ struct alignas(64) Map {
   u64 words[16];
 };
 
-struct Product {
+struct Gemm {
   Map weight_map;  // of weight: 64 of K, of 16 outputs the even ones before the odd ones
   Map x_map;       // of x: 64 of K, all rows
   const u16* x;          // (M, K) bf16; of `out` the (M, 3, 16, 64) that `qkv` made
@@ -44,7 +44,7 @@ __device__ __forceinline__ void wait_for_kernels() { asm volatile("griddepcontro
 __device__ __forceinline__ void let_next_begin() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
-__device__ __forceinline__ float wide(u32 half) { return __uint_as_float(half << 16); }
+__device__ __forceinline__ float to_float(u32 half) { return __uint_as_float(half << 16); }
 __device__ __forceinline__ u32 pack(float low, float high) {
   u32 out;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
@@ -52,7 +52,7 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 }
 // A pair of adjacent dims, rotated by an angle.
 __device__ __forceinline__ u32 turned(u32 pair, float c, float s) {
-  const float even = wide(pair & 0xFFFF), odd = wide(pair >> 16);
+  const float even = to_float(pair & 0xFFFF), odd = to_float(pair >> 16);
   return pack(even * c - odd * s, odd * c + even * s);
 }
 __device__ __forceinline__ u32 peer_address(u32 address, u32 rank) {
@@ -199,14 +199,14 @@ struct Sum {
   static constexpr int COUNT = (MOST * BN / 64 + WARPS - 1) / WARPS;
   static constexpr int BYTES = S * MOST * BN * 8;
   static_assert((S == 2 || S % 4 == 0) && WARPS % (BN / 64) == 0, "");
-  const Product& p;
+  const Gemm& p;
   const u32 received, barrier;  // shared memory that `send` of the other blocks writes to
   const int rank, first_row, rows, warp, lane, half, column;
   u32 bias, next, rest[COUNT][2];
   float scale[COUNT], cos[COUNT][2], sin[COUNT][2];
 
   // `rows` rows exist from first_row on.
-  __device__ __forceinline__ Sum(const Product& p, u32 received, u32 barrier, int tile, int rank, int first_row,
+  __device__ __forceinline__ Sum(const Gemm& p, u32 received, u32 barrier, int tile, int rank, int first_row,
                                  int rows)
       : p(p),
         received(received),
@@ -305,20 +305,20 @@ struct Sum {
     const int where = first_row + row(i) + c;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      v[e] = v[e] * factor + wide(e ? bias >> 16 : bias & 0xFFFF);
+      v[e] = v[e] * factor + to_float(e ? bias >> 16 : bias & 0xFFFF);
       if (KIND == NORM_GELU)
         v[e] = __fdividef(
             v[e], 1.f + __expf(fminf(-1.5957691216057308f * (v[e] + 0.044715f * v[e] * v[e] * v[e]), 80.f)));
-      if (KIND == ADD) v[e] += wide(e ? rest[i][c] >> 16 : rest[i][c] & 0xFFFF);
+      if (KIND == ADD) v[e] += to_float(e ? rest[i][c] >> 16 : rest[i][c] & 0xFFFF);
     }
     u32 rounded = pack(v[0], v[1]);
     if (KIND == NORM_TURN) rounded = turned(rounded, cos[i][c], sin[i][c]);
     if (real(i, c)) *(u32*)(p.out + (size_t)where * N + column) = rounded;
     if (KIND == ADD) {
-      const float w[2] = {wide(rounded & 0xFFFF), wide(rounded >> 16)};
+      const float w[2] = {to_float(rounded & 0xFFFF), to_float(rounded >> 16)};
       if (real(i, c))
         *(u32*)(p.scaled + (size_t)where * N + column) =
-            pack(w[0] * wide(next & 0xFFFF), w[1] * wide(next >> 16));
+            pack(w[0] * to_float(next & 0xFFFF), w[1] * to_float(next >> 16));
       float sum = real(i, c) ? w[0] * w[0] + w[1] * w[1] : 0.f;
 #pragma unroll
       for (int apart = 16; apart; apart /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, apart);
@@ -328,7 +328,7 @@ struct Sum {
 };
 
 template <int ROWS, int N, int K, int BN, int S, int STAGES, Kind KIND>
-__device__ __forceinline__ void product(const Product& p) {
+__device__ __forceinline__ void gemm(const Gemm& p) {
   constexpr int DEPTH = K / S, SLICES = DEPTH / SLICE, WEIGHT_SLICE = BN * SLICE * 2, ROWS_SLICE = ROWS * SLICE * 2;
   using Total = Sum<N, K, BN, S, ROWS / 8, KIND>;
   // Partial sums of other blocks overwrite the weights, except the last slice.
@@ -385,18 +385,18 @@ __device__ __forceinline__ void product(const Product& p) {
   sum.finish();
 }
 
-#define PRODUCT(name, rows, outputs, depth, stages, CONFIG, kind)                                              \
+#define GEMM(name, rows, outputs, depth, stages, CONFIG, kind)                                              \
   extern "C" __global__ void __launch_bounds__(2 * CONFIG##_BLOCK_N, 2)                                        \
       __cluster_dims__(CONFIG##_CLUSTER_SIZE, 1, 1)                                                            \
-      mingc_dit_##name##_pdl(const __grid_constant__ Product p) {                                              \
-    product<rows, outputs, depth, CONFIG##_BLOCK_N, CONFIG##_CLUSTER_SIZE, stages, kind>(p);                   \
+      mingc_dit_##name##_pdl(const __grid_constant__ Gemm p) {                                              \
+    gemm<rows, outputs, depth, CONFIG##_BLOCK_N, CONFIG##_CLUSTER_SIZE, stages, kind>(p);                   \
   }
-PRODUCT(qkv, 80, 3072, 1024, QKV_NUM_STAGES, QKV, NORM_TURN)
-PRODUCT(up, 80, 4096, 1024, UP_NUM_STAGES, UP, NORM_GELU)
-PRODUCT(down, 80, 1024, 4096, DOWN_NUM_STAGES, DOWN, ADD)
-PRODUCT(qkv_few, 8, 3072, 1024, 1024 / SLICE / QKV_CLUSTER_SIZE, QKV, NORM_TURN)
-PRODUCT(up_few, 8, 4096, 1024, 1024 / SLICE / UP_CLUSTER_SIZE, UP, NORM_GELU)
-PRODUCT(down_few, 8, 1024, 4096, 4096 / SLICE / DOWN_CLUSTER_SIZE, DOWN, ADD)
+GEMM(qkv, 80, 3072, 1024, QKV_NUM_STAGES, QKV, NORM_TURN)
+GEMM(up, 80, 4096, 1024, UP_NUM_STAGES, UP, NORM_GELU)
+GEMM(down, 80, 1024, 4096, DOWN_NUM_STAGES, DOWN, ADD)
+GEMM(qkv_few, 8, 3072, 1024, 1024 / SLICE / QKV_CLUSTER_SIZE, QKV, NORM_TURN)
+GEMM(up_few, 8, 4096, 1024, 1024 / SLICE / UP_CLUSTER_SIZE, UP, NORM_GELU)
+GEMM(down_few, 8, 1024, 4096, 4096 / SLICE / DOWN_CLUSTER_SIZE, DOWN, ADD)
 
 // Attention of one warp: 16 queries of a head over at most 48 keys. Tiles of 48 tokens by 64 dims; the output replaces
 // the queries.
@@ -473,7 +473,7 @@ __device__ __forceinline__ void attend(u32 queries, u32 keys, u32 values, int fi
 // Attention and the output projection of one sequence of at most TOKENS: a block has the K of two heads, whose
 // attention it repeats in all tiles, and 128 outputs.
 template <int TOKENS>
-__device__ __forceinline__ void attend_and_project(const Product& p) {
+__device__ __forceinline__ void attend_and_project(const Gemm& p) {
   constexpr int BN = 128, S = 8, WEIGHT_SLICE = BN * 128;
   using Total = Sum<1024, 1024, BN, S, TOKENS / 8, ADD>;
   static_assert(Total::BYTES <= 4 * TILE, "");  // partial sums of other blocks overwrite keys and values
@@ -531,11 +531,11 @@ __device__ __forceinline__ void attend_and_project(const Product& p) {
   sum.finish();
 }
 extern "C" __global__ void __launch_bounds__(256, 2) __cluster_dims__(8, 1, 1)
-    mingc_dit_out_pdl(const __grid_constant__ Product p) {
+    mingc_dit_out_pdl(const __grid_constant__ Gemm p) {
   attend_and_project<40>(p);
 }
 extern "C" __global__ void __launch_bounds__(256, 2) __cluster_dims__(8, 1, 1)
-    mingc_dit_out_few_pdl(const __grid_constant__ Product p) {
+    mingc_dit_out_few_pdl(const __grid_constant__ Gemm p) {
   attend_and_project<8>(p);
 }
 
@@ -566,7 +566,7 @@ __device__ __forceinline__ float dot8(uint4 x, uint4 w) {
   float total = 0.f;
 #pragma unroll
   for (int e = 0; e < 4; ++e)
-    total += wide(a[e] & 0xFFFF) * wide(b[e] & 0xFFFF) + wide(a[e] >> 16) * wide(b[e] >> 16);
+    total += to_float(a[e] & 0xFFFF) * to_float(b[e] & 0xFFFF) + to_float(a[e] >> 16) * to_float(b[e] >> 16);
   return total;
 }
 __device__ __forceinline__ u32 rounded(float v) { return pack(v, 0.f) & 0xFFFF; }
@@ -585,7 +585,7 @@ extern "C" __global__ void __launch_bounds__(256) mingc_dit_enter_pdl(const __gr
     float bias[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      bias[h] = wide(p.embed_bias[column + 8 * h]);
+      bias[h] = to_float(p.embed_bias[column + 8 * h]);
 #pragma unroll
       for (int c = 0; c < 2; ++c)
         w[h][c] = *(const uint4*)(p.embed + (column + 8 * h) * CHANNELS + c * 32 + channel);
@@ -612,7 +612,7 @@ extern "C" __global__ void __launch_bounds__(256) mingc_dit_enter_pdl(const __gr
   const bool is_stop = block >= ENTER_CONDITION;
   const int output = is_stop ? warp % 2 : block * 8 + warp;
   const u16* matrix = is_stop ? p.stop : p.condition;
-  const float bias = wide(is_stop ? p.stop_bias[output] : p.condition_bias[output]);
+  const float bias = to_float(is_stop ? p.stop_bias[output] : p.condition_bias[output]);
   uint4 w[PIECES];
 #pragma unroll
   for (int i = 0; i < PIECES; ++i)
@@ -625,7 +625,7 @@ extern "C" __global__ void __launch_bounds__(256) mingc_dit_enter_pdl(const __gr
     if (i * 32 + lane < HIDDEN / 8) sum += dot8(*(const uint4*)(p.hidden + (i * 32 + lane) * 8), w[i]);
 #pragma unroll
   for (int apart = 16; apart; apart /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, apart);
-  const float made = wide(rounded(sum + bias));
+  const float made = to_float(rounded(sum + bias));
   if (is_stop) {
     if (warp < 2 && lane == 0) logits[warp] = made;
     __syncthreads();
@@ -688,12 +688,12 @@ extern "C" __global__ void __launch_bounds__(256) __cluster_dims__(8, 1, 1)
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int column = rank * COLUMNS + warp * 16 + group + 8 * h;
-    embed_bias[h] = wide(p.embed_bias[column]);
+    embed_bias[h] = to_float(p.embed_bias[column]);
 #pragma unroll
     for (int c = 0; c < 2; ++c) embedded[h][c] = *(const uint4*)(p.embed + column * CHANNELS + c * 32 + part);
   }
   const int latent = lane % PATCH, channel = rank * OWN + lane / PATCH, place = latent * CHANNELS + channel;
-  const float bias = wide(p.project_bias[channel]);
+  const float bias = to_float(p.project_bias[channel]);
   const int column = rank * COLUMNS + lane * 4;
   const uint2 next = *(const uint2*)(p.norm + column);
   cluster_come();
@@ -762,9 +762,9 @@ extern "C" __global__ void __launch_bounds__(256) __cluster_dims__(8, 1, 1)
   __syncthreads();
   // Store a row of tokens, once or in every sequence.
   auto write = [&](uint2 v, int place, int copies) {
-    const float w[4] = {wide(v.x & 0xFFFF), wide(v.x >> 16), wide(v.y & 0xFFFF), wide(v.y >> 16)};
-    const uint2 scaled = {pack(w[0] * wide(next.x & 0xFFFF), w[1] * wide(next.x >> 16)),
-                          pack(w[2] * wide(next.y & 0xFFFF), w[3] * wide(next.y >> 16))};
+    const float w[4] = {to_float(v.x & 0xFFFF), to_float(v.x >> 16), to_float(v.y & 0xFFFF), to_float(v.y >> 16)};
+    const uint2 scaled = {pack(w[0] * to_float(next.x & 0xFFFF), w[1] * to_float(next.x >> 16)),
+                          pack(w[2] * to_float(next.y & 0xFFFF), w[3] * to_float(next.y >> 16))};
     float sum = w[0] * w[0] + w[1] * w[1] + w[2] * w[2] + w[3] * w[3];
 #pragma unroll
     for (int apart = 16; apart; apart /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, apart);

@@ -159,14 +159,14 @@ class _Kernels:
         launches |= {"mingc_dit_out_pdl": out, "mingc_dit_out_few_pdl": out}
         self._module = CudaModule(machine_code, launches)
 
-    def product(
+    def gemm(
         self, name: str, pointers: Sequence[Tensor | None], numbers: Sequence[int], ahead: Tensor | None
     ) -> None:
         """Launch one of the four GEMMs of a block.
 
         Args:
             name: of the GEMM; `out` includes the attention before it.
-            pointers: pointers of the struct `Product`, without `ahead`.
+            pointers: pointers of the struct `Gemm`, without `ahead`.
             numbers: rows, parts and tokens of that struct.
             ahead: weights of a later GEMM to prefetch into the L2 cache, a share by each thread block.
         """
@@ -211,7 +211,7 @@ def _kernels(code: str, device: int) -> _Kernels:
 
 
 class _Stream:
-    """Residual stream of some sequences through a transformer; fills the struct `Product` of the source.
+    """Residual stream of some sequences through a transformer; fills the struct `Gemm` of the source.
 
     The kernel between steps writes `start`; each block allocates its own output.
     """
@@ -249,7 +249,7 @@ class _Stream:
         pointers = [
             self.scaled, self.squares, weight, bias, None, None, self._cos, self._sin, out, None, None
         ]  # fmt: skip
-        self._kernels.product(name, pointers, [rows, parts, self._cos.shape[0]], ahead)
+        self._kernels.gemm(name, pointers, [rows, parts, self._cos.shape[0]], ahead)
         return out
 
     def _add(
@@ -258,7 +258,7 @@ class _Stream:
         values, scaled = torch.empty_like(self.x), torch.empty_like(self.x)
         squares = self.squares.new_empty(values.shape[0], _WIDTH // _SQUARES_COLUMNS)
         pointers = [x, None, weight, bias, self.x, norm, None, None, values, scaled, squares]
-        self._kernels.product(name, pointers, [values.shape[0], 0, self._cos.shape[0]], ahead)
+        self._kernels.gemm(name, pointers, [values.shape[0], 0, self._cos.shape[0]], ahead)
         self.x, self.scaled, self.squares = values, scaled, squares
 
 

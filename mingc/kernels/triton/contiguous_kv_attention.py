@@ -22,7 +22,7 @@ def mingc_contiguous_kv_attention(
     request = tl.program_id(0)
     kv_head = tl.program_id(1)
     half: tl.constexpr = SIZE // 2
-    width: tl.constexpr = (GROUP + 2) * KV_HEADS * SIZE
+    row_size: tl.constexpr = (GROUP + 2) * KV_HEADS * SIZE
     length = tl.load(lengths + request)
     base = tl.load(slots + request) * num_rows * (KV_HEADS * SIZE) + kv_head * SIZE
     f = tl.arange(0, half)
@@ -31,7 +31,7 @@ def mingc_contiguous_kv_attention(
     mask = (query < GROUP)[:, None]
     c = tl.load(cos + request * half + f)
     s = tl.load(sin + request * half + f)
-    packed = qkv + request * width
+    packed = qkv + request * row_size
     place = packed + (kv_head * GROUP + query)[:, None] * SIZE + f[None, :]
     q1 = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     q2 = tl.load(place + half, mask=mask, other=0.0).to(tl.float32)

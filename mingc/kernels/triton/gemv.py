@@ -36,10 +36,10 @@ def mingc_gemv(
         if HAS_NORM:
             dtype: tl.constexpr = x.dtype.element_ty
             row = (row.to(tl.float32) + tl.load(delta + k).to(tl.float32)).to(dtype)
-            wide = row.to(tl.float32)
-            scale = tl.rsqrt(tl.sum(wide * wide, 0) / K + EPS)
+            row32 = row.to(tl.float32)
+            scale = tl.rsqrt(tl.sum(row32 * row32, 0) / K + EPS)
             # Round where the reference rounds: after the norm and after its weight.
-            ready = ((wide * scale).to(dtype).to(tl.float32) * gain.to(tl.float32)).to(dtype)
+            ready = ((row32 * scale).to(dtype).to(tl.float32) * gain.to(tl.float32)).to(dtype)
             if program == 0:
                 tl.store(sum_out + k, row)
                 if KEEPS_NORMED:

@@ -91,10 +91,12 @@ def mingc_linear(
         rounded = total.to(out.dtype.element_ty)
         tl.store(out + place, rounded, mask=mask)
         if ADDS:
-            wide = rounded.to(tl.float32)
-            weighted = wide * tl.load(norm + n).to(tl.float32)[None, :]
+            rounded32 = rounded.to(tl.float32)
+            weighted = rounded32 * tl.load(norm + n).to(tl.float32)[None, :]
             tl.store(scaled + place, weighted.to(scaled.dtype.element_ty), mask=mask)
-            tl.store(squares_out + safe * (N // BLOCK_N) + column, tl.sum(wide * wide, 1), mask=is_row)
+            tl.store(
+                squares_out + safe * (N // BLOCK_N) + column, tl.sum(rounded32 * rounded32, 1), mask=is_row
+            )
 
 
 @torch.library.triton_op("mingc::normed_linear", mutates_args={})

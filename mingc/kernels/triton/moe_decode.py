@@ -31,8 +31,8 @@ _SUM_COLUMNS = 512
 
 
 @triton.jit
-def _members(chosen, expert, pair, T, K: tl.constexpr, K_PADDED: tl.constexpr, TOKENS: tl.constexpr):
-    """Tokens routed to `expert`, and each one's row among the pairs; `chosen` (TOKENS, K_PADDED) holds their ids.
+def _members(routed_ids, expert, pair, T, K: tl.constexpr, K_PADDED: tl.constexpr, TOKENS: tl.constexpr):
+    """Tokens routed to `expert`, and each one's row among the pairs; `routed_ids` (TOKENS, K_PADDED) holds their ids.
 
     No token if `pair` is not the first pair of its expert. Pair T K stands for the shared expert. (The caller loads the
     ids: torch assumes that a tensor is written if a helper loads from it and a store's address depends on it.)
@@ -40,7 +40,7 @@ def _members(chosen, expert, pair, T, K: tl.constexpr, K_PADDED: tl.constexpr, T
     t = tl.arange(0, TOKENS)
     k = tl.arange(0, K_PADDED)
     is_shared = pair == T * K
-    is_hit = (chosen == expert).to(tl.int32)
+    is_hit = (routed_ids == expert).to(tl.int32)
     is_member = tl.max(is_hit, 1)
     first = tl.min(tl.where(is_member > 0, t, TOKENS), 0)
     is_member = tl.where(first == pair // K, is_member, 0)
@@ -87,8 +87,8 @@ def mingc_moe_up(
     choice = tl.arange(0, K_PADDED)
     is_choice = (t < T)[:, None] & (choice < K)[None, :]
     expert = tl.load(ids + pair, mask=pair < T * K, other=-2)
-    chosen = tl.load(ids + t[:, None] * K + choice[None, :], mask=is_choice, other=-1)
-    is_member, row = _members(chosen, expert, pair, T, K, K_PADDED, TOKENS)
+    routed_ids = tl.load(ids + t[:, None] * K + choice[None, :], mask=is_choice, other=-1)
+    is_member, row = _members(routed_ids, expert, pair, T, K, K_PADDED, TOKENS)
     count = tl.sum(is_member, 0)
     if count == 0:
         return
@@ -113,12 +113,15 @@ def mingc_moe_up(
             j = tl.arange(0, 64)
             xs = x + token[:, None] * (2 * D) + j[None, :]
             packed = rows[None, :] + j[:, None]
-            wide = scales[:, None] + tl.arange(0, at_once)[None, :]
+            scale_at = scales[:, None] + tl.arange(0, at_once)[None, :]
             # Prefetch scales one step ahead: the compiler pipelines only operands of tl.dot.
-            gate_scale, up_scale = tl.load(wide), tl.load(wide + F * groups)
+            gate_scale, up_scale = tl.load(scale_at), tl.load(scale_at + F * groups)
             for begin in range(0, groups, at_once):
                 ahead = tl.minimum(begin + at_once, groups - at_once)
-                next_gate_scale, next_up_scale = tl.load(wide + ahead), tl.load(wide + F * groups + ahead)
+                next_gate_scale, next_up_scale = (
+                    tl.load(scale_at + ahead),
+                    tl.load(scale_at + F * groups + ahead),
+                )
                 for each in tl.static_range(at_once):
                     offset = (begin + each) * 64
                     even = tl.load(xs + offset, mask=mask, other=0.0)
@@ -167,8 +170,8 @@ def mingc_moe_down(
     choice = tl.arange(0, K_PADDED)
     is_choice = (t < T)[:, None] & (choice < K)[None, :]
     expert = tl.load(ids + pair, mask=pair < T * K, other=-2)
-    chosen = tl.load(ids + t[:, None] * K + choice[None, :], mask=is_choice, other=-1)
-    is_member, row = _members(chosen, expert, pair, T, K, K_PADDED, TOKENS)
+    routed_ids = tl.load(ids + t[:, None] * K + choice[None, :], mask=is_choice, other=-1)
+    is_member, row = _members(routed_ids, expert, pair, T, K, K_PADDED, TOKENS)
     count = tl.sum(is_member, 0)
     if count == 0:
         return
@@ -192,8 +195,8 @@ def mingc_moe_down(
         total = tl.zeros([ROWS, BLOCK_N], tl.float32)
         if FORMAT == 2:
             j = tl.arange(0, 64)
-            wide = scales[:, None] + tl.arange(0, at_once)[None, :]
-            scale = tl.load(wide)
+            scale_at = scales[:, None] + tl.arange(0, at_once)[None, :]
+            scale = tl.load(scale_at)
         # One loop over tiles and K, so that the next tile's weights load while this tile finishes.
         for step in range(0, TILES * steps):
             tile = step // steps
@@ -201,7 +204,7 @@ def mingc_moe_down(
             if FORMAT == 2:
                 ahead = tl.minimum(step + 1, TILES * steps - 1)
                 ahead = (ahead // steps) * (BLOCK_N * groups) + (ahead % steps) * at_once
-                next_scale = tl.load(wide + ahead)
+                next_scale = tl.load(scale_at + ahead)
                 for each in tl.static_range(at_once):
                     offset = begin + each * 64
                     hs = hidden + place[:, None] * (2 * F) + offset + j[None, :]

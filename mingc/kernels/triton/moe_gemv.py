@@ -62,17 +62,17 @@ def mingc_moe_gemv_up(
         bits = biased.to(tl.int32, bitcast=True)
         keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) * 4294967296 + (E - 1 - e).to(tl.int64)
         place = tl.arange(0, K_PADDED)
-        chosen = tl.zeros([K_PADDED], tl.float32)
-        chosen_ids = tl.zeros([K_PADDED], tl.int64)
+        selected = tl.zeros([K_PADDED], tl.float32)
+        selected_ids = tl.zeros([K_PADDED], tl.int64)
         for each in range(0, pair + 1):
             expert = E - 1 - (tl.max(keys, 0) & 0xFFFFFFFF)
             is_it = e == expert
-            chosen = tl.where(place == each, tl.sum(tl.where(is_it, scores, 0.0), 0), chosen)
-            chosen_ids = tl.where(place == each, expert, chosen_ids)
+            selected = tl.where(place == each, tl.sum(tl.where(is_it, scores, 0.0), 0), selected)
+            selected_ids = tl.where(place == each, expert, selected_ids)
             keys = tl.where(is_it, -9223372036854775807, keys)
         if (pair == K - 1) & (tl.program_id(0) == 0):
-            tl.store(ids + place, chosen_ids, mask=place < K)
-            tl.store(weights + place, chosen * (scale / (tl.sum(chosen, 0) + 1e-20)), mask=place < K)
+            tl.store(ids + place, selected_ids, mask=place < K)
+            tl.store(weights + place, selected * (scale / (tl.sum(selected, 0) + 1e-20)), mask=place < K)
     item: tl.constexpr = gate_up.dtype.element_ty.primitive_bitwidth // 8
     start = shift_to(gate_up, shared, is_shared, expert * (2 * F * D), item)
     gates = gate_up + start + n[:, None] * D + k[None, :]

@@ -34,11 +34,11 @@ def mingc_moe_count(ids, counts, T, K: tl.constexpr, E: tl.constexpr, TOKENS: tl
     """Count the tokens of each block that are routed to each expert: counts (blocks, E)."""
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, E)
-    is_chosen = tl.zeros([TOKENS, E], tl.int32)
+    is_routed = tl.zeros([TOKENS, E], tl.int32)
     for each in tl.static_range(K):
         expert = tl.load(ids + t * K + each, mask=t < T, other=-1).to(tl.int32)
-        is_chosen += (expert[:, None] == e[None, :]).to(tl.int32)
-    tl.store(counts + tl.program_id(0) * E + e, tl.sum(is_chosen, 0))
+        is_routed += (expert[:, None] == e[None, :]).to(tl.int32)
+    tl.store(counts + tl.program_id(0) * E + e, tl.sum(is_routed, 0))
 
 
 @triton.jit
@@ -83,11 +83,11 @@ def mingc_moe_sort(
             tl.store(table + 2 * MAX_BLOCKS + first + number, end, mask=mask)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     # As in `mingc_moe_count`, without a helper: torch would assume that what it loads is written (see `_members`).
-    is_chosen = tl.zeros([TOKENS, E], tl.int32)
+    is_routed = tl.zeros([TOKENS, E], tl.int32)
     for each in tl.static_range(K):
         expert = tl.load(ids + t * K + each, mask=t < T, other=-1).to(tl.int32)
-        is_chosen += (expert[:, None] == e[None, :]).to(tl.int32)
-    row = (start + tl.load(before + tl.program_id(0) * E + e))[None, :] + tl.cumsum(is_chosen, 0) - is_chosen
+        is_routed += (expert[:, None] == e[None, :]).to(tl.int32)
+    row = (start + tl.load(before + tl.program_id(0) * E + e))[None, :] + tl.cumsum(is_routed, 0) - is_routed
     for each in tl.static_range(K):
         expert = tl.load(ids + t * K + each, mask=t < T, other=-1).to(tl.int32)
         own = tl.sum(tl.where(expert[:, None] == e[None, :], row, 0), 1)

@@ -26,15 +26,15 @@ def mingc_norm_rope_write(
     packed = qkv + (token * (NUM_HEADS + 2 * KV_HEADS) + head) * SIZE
     x = tl.load(packed + dim, mask=is_normed | is_value, other=0.0)
     dtype = x.dtype
-    wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + EPS)[:, None]
+    x32 = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x32 * x32, 1) / SIZE + EPS)[:, None]
     # Dims f and f + HALF are rotated together; dims from 2 HALF on are unchanged: their partner is themselves.
     partner = tl.where(dim < HALF, dim + HALF, tl.where(dim < 2 * HALF, dim - HALF, dim))
     other = tl.load(packed + partner, mask=is_normed, other=0.0).to(tl.float32)
     weight = tl.where(is_query, tl.load(q_norm + dim), tl.load(k_norm + dim)).to(tl.float32)
     other_weight = tl.where(is_query, tl.load(q_norm + partner), tl.load(k_norm + partner)).to(tl.float32)
     # Round where the reference rounds: after the norm, after its weight, after the rotation.
-    normed = ((wide * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+    normed = ((x32 * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
     turned = ((other * scale).to(dtype).to(tl.float32) * other_weight).to(dtype).to(tl.float32)
     is_turned = dim < 2 * HALF
     f = dim % HALF

@@ -85,18 +85,18 @@ def mingc_router_topk(
     bits = biased.to(tl.int32, bitcast=True)
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) * 4294967296 + (E - 1 - e).to(tl.int64)[None, :]
     place = tl.arange(0, K_PADDED)
-    chosen = tl.zeros([ROWS, K_PADDED], tl.float32)
+    selected = tl.zeros([ROWS, K_PADDED], tl.float32)
     for each in tl.static_range(K):
         best_key = tl.max(keys, 1)
         expert = E - 1 - (best_key & 0xFFFFFFFF)
         is_it = e[None, :] == expert[:, None]
         score = tl.sum(tl.where(is_it, scores, 0.0), 1)
         keys = tl.where(is_it, -9223372036854775807, keys)
-        chosen = tl.where((place == each)[None, :], score[:, None], chosen)
+        selected = tl.where((place == each)[None, :], score[:, None], selected)
         tl.store(ids + m * K + each, expert, mask=is_token)
-    chosen = chosen * (scale / (tl.sum(chosen, 1) + 1e-20))[:, None]
+    selected = selected * (scale / (tl.sum(selected, 1) + 1e-20))[:, None]
     mask = is_token[:, None] & (place < K)[None, :]
-    tl.store(weights + m[:, None] * K + place[None, :], chosen, mask=mask)
+    tl.store(weights + m[:, None] * K + place[None, :], selected, mask=mask)
 
 
 @torch.library.triton_op("mingc::route_hidden", mutates_args={})

@@ -17,7 +17,7 @@ def mingc_sliding_window_attention(
     head = tl.program_id(1)
     kv_head = head // GROUP
     half: tl.constexpr = SIZE // 2
-    width: tl.constexpr = (GROUP + 2) * KV_HEADS * SIZE
+    row_size: tl.constexpr = (GROUP + 2) * KV_HEADS * SIZE
     first = tl.load(first_frame + request).to(tl.int32)  # 64-bit remainders are slow
     base = tl.load(slots + request) * num_rows * (KV_HEADS * SIZE) + kv_head * SIZE
     f = tl.arange(0, half)
@@ -28,7 +28,7 @@ def mingc_sliding_window_attention(
     turn = (request * num_frames + index)[:, None] * half + f[None, :]
     c = tl.load(cos + turn, mask=mask, other=0.0)
     s = tl.load(sin + turn, mask=mask, other=0.0)
-    row = qkv + (request * num_frames + index)[:, None] * width
+    row = qkv + (request * num_frames + index)[:, None] * row_size
     q1 = tl.load(row + head * SIZE + f[None, :], mask=mask, other=0.0).to(tl.float32)
     q2 = tl.load(row + head * SIZE + half + f[None, :], mask=mask, other=0.0).to(tl.float32)
     key = row + (KV_HEADS * GROUP + kv_head) * SIZE + f[None, :]

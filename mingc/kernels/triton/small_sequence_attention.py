@@ -15,20 +15,20 @@ def mingc_small_sequence_attention(
 ):  # fmt: skip
     sequence = tl.program_id(0) // num_heads
     head = tl.program_id(0) % num_heads
-    width = num_heads * SIZE
+    row_size = num_heads * SIZE
     half: tl.constexpr = SIZE // 2
     token = tl.arange(0, TOKENS)
     is_real = token < num_tokens
     pair = tl.arange(0, half)
-    row = (sequence * num_tokens + token) * (3 * width) + head * SIZE
+    row = (sequence * num_tokens + token) * (3 * row_size) + head * SIZE
     mask = is_real[:, None]
     c = tl.load(cos + token[:, None] * half + pair[None, :], mask=mask, other=0.0)
     s = tl.load(sin + token[:, None] * half + pair[None, :], mask=mask, other=0.0)
     dim = tl.arange(0, SIZE)
     place = qkv + row[:, None] + dim[None, :]
     q = tl.load(place, mask=mask, other=0.0)
-    k = tl.load(place + width, mask=mask, other=0.0)
-    v = tl.load(place + 2 * width, mask=mask, other=0.0)
+    k = tl.load(place + row_size, mask=mask, other=0.0)
+    v = tl.load(place + 2 * row_size, mask=mask, other=0.0)
     dtype = v.dtype
     # Even and odd dims are rotated together; the order of dims does not matter for a score.
     qe, qo = tl.split(tl.reshape(q.to(tl.float32), [TOKENS, half, 2]))
@@ -39,7 +39,7 @@ def mingc_small_sequence_attention(
     weights = tl.exp(scores - tl.max(scores, 1)[:, None])
     total = tl.sum(weights, 1)
     context = tl.dot(weights.to(dtype), v) / total[:, None]
-    place = out + (sequence * num_tokens + token)[:, None] * width + head * SIZE + dim[None, :]
+    place = out + (sequence * num_tokens + token)[:, None] * row_size + head * SIZE + dim[None, :]
     tl.store(place, context.to(dtype), mask=mask)
 
 
