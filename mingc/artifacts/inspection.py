@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mingc.artifacts.artifact import Artifact
-from mingc.artifacts.manifest import Fingerprint, KernelConfig, StageRecord, TunedKernel
+from mingc.artifacts.manifest import Fingerprint, StageRecord, TunedKernel
+from mingc.artifacts.target import KernelConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

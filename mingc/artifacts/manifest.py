@@ -13,6 +13,7 @@ from mingc.artifacts.parameter_ranges import range_problems
 from mingc.artifacts.parameters import BUILT_IN
 from mingc.artifacts.spec import GraphSpec
 from mingc.artifacts.stage_graph import StageGraph
+from mingc.artifacts.target import KernelConfig
 from mingc.errors import ArtifactError, ManifestError
 
 SCHEMA = 5
@@ -119,17 +120,6 @@ class QuantizationError:
     logit_kl: float
     same_argmax: float
     layer_scale: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KernelConfig:
-    """Launch configuration of one GEMM, see `mingc.kernels.triton.moe_config.KernelConfig`."""
-
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    tiles_per_program: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,6 +20,20 @@ GemmShape = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KernelConfig:
+    """A GEMM of an expert: `block_n` weight rows by `block_k` inputs a step, `tiles_per_program` tiles.
+
+    `block_k` counts stored elements: INT4 has two inputs in one.
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 3
+    tiles_per_program: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GemvConfig:
     """A GEMV for one token: `block_n` weight rows by `block_k` inputs a step, `num_programs` programs in all."""
 

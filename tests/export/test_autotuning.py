@@ -16,7 +16,7 @@ from torch import nn
 import mingc
 from mingc.artifacts.codec import decode, encode
 from mingc.artifacts.manifest import EngineRecord, StageRecord, TunedKernel
-from mingc.artifacts.target import lookup
+from mingc.artifacts.target import KernelConfig, lookup
 from mingc.errors import CompileError, ExportError
 from mingc.export.autotune import tuning
 from mingc.export.autotune.moe_benchmark import RandomExperts, check_result
@@ -40,7 +40,6 @@ from mingc.export.stage import ExpertDims, Shard
 from mingc.export.stages import find
 from mingc.export.weights.source import open_source
 from mingc.kernels.triton.moe_config import (
-    KernelConfig,
     MoeConfig,
     MoeProblem,
     default_config,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mingc.artifacts.target import KernelConfig
 from mingc.export.autotune.search_space import search_space
 from mingc.export.autotune.selection import MIN_GAIN, group_by_default, select_fastest
 from mingc.kernels.triton.moe_config import (
@@ -16,7 +17,6 @@ from mingc.kernels.triton.moe_config import (
     FP8,
     INT4,
     Kernel,
-    KernelConfig,
     MoeConfig,
     MoeProblem,
     default_config,

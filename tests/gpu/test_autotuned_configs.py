@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mingc.artifacts.spec import Quantization
+from mingc.artifacts.target import KernelConfig
 from mingc.errors import ExportError
 from mingc.export.autotune import tuning
 from mingc.export.autotune.moe_benchmark import ProblemTimer, RandomExperts, check_result, fits
@@ -16,7 +17,6 @@ from mingc.export.autotune.search_space import search_space
 from mingc.export.stage import ExpertDims
 from mingc.kernels.dispatch import plain_torch
 from mingc.kernels.triton.moe_config import (
-    KernelConfig,
     MoeConfig,
     MoeProblem,
     default_config,

@@ -17,8 +17,9 @@ from mingc.artifacts.artifact import (
     write_manifest,
 )
 from mingc.artifacts.inspection import summarize
-from mingc.artifacts.manifest import KernelConfig, Manifest, StageRecord, TunedKernel
+from mingc.artifacts.manifest import Manifest, StageRecord, TunedKernel
 from mingc.artifacts.stage_graph import StageGraph
+from mingc.artifacts.target import KernelConfig
 from mingc.console.report import show
 from mingc.errors import ArtifactError, ConfigError, IncompatibleError, IntegrityError
 from mingc.host import Host

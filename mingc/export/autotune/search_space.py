@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from mingc.artifacts.target import KernelConfig
 from mingc.kernels.triton.moe_config import (
     BF16,
     FP8,
     INT4,
-    KernelConfig,
     MoeConfig,
     MoeProblem,
     default_config,

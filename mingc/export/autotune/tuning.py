@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 
-from mingc.artifacts import manifest
 from mingc.artifacts.codec import decode, encode
 from mingc.artifacts.manifest import TunedKernel
 from mingc.artifacts.spec import Quantization
@@ -34,7 +33,6 @@ from mingc.kernels.triton.moe_config import (
     BF16,
     FP8,
     INT4,
-    KernelConfig,
     MoeConfig,
     MoeProblem,
     default_config,
@@ -147,8 +145,8 @@ def problem_of(record: TunedKernel) -> MoeProblem:
 def config_of(record: TunedKernel) -> MoeConfig:
     """The configuration a record selected."""
     return MoeConfig(
-        up=KernelConfig(**encode(record.up)),
-        down=KernelConfig(**encode(record.down)),
+        up=record.up,
+        down=record.down,
         block_m=record.block_m,
         swap_operands=record.swap_operands,
         extra_rows=record.extra_rows,
@@ -166,8 +164,8 @@ def record_of(selection: Selection, device: str) -> TunedKernel:
         experts=problem.experts,
         top_k=problem.top_k,
         weight_format=_FORMAT_NAMES[problem.weight_format],
-        up=manifest.KernelConfig(**encode(config.up)),
-        down=manifest.KernelConfig(**encode(config.down)),
+        up=config.up,
+        down=config.down,
         block_m=config.block_m,
         swap_operands=config.swap_operands,
         extra_rows=config.extra_rows,

@@ -12,25 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from mingc.artifacts.target import KernelConfig
+
 BF16, FP8, INT4 = 0, 1, 2  # weight formats, as the kernels' FORMAT argument
 MAX_DECODE_TOKENS = 64  # of the kernels that do not sort tokens by expert
 
 Kernel = Literal["moe_gemv", "expert_gemv", "batch", "grouped"]
 """One token including its routing; one routed token; a few tokens; a prefill chunk."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KernelConfig:
-    """Launch configuration of one GEMM: `block_n` weight rows by `block_k` inputs a step, `tiles_per_program` tiles.
-
-    `block_k` counts stored elements: INT4 has two inputs in one.
-    """
-
-    block_n: int
-    block_k: int
-    num_warps: int = 4
-    num_stages: int = 3
-    tiles_per_program: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
