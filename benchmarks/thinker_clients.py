@@ -56,7 +56,7 @@ class Answer:
     """What it gets.
 
     Attributes:
-        logits: (n, V) float32; the last rows may belong to a token that nobody heard of any more.
+        logits: (n, V) float32; the last rows may belong to a discarded token.
     """
 
     tokens: list[int]
@@ -68,7 +68,7 @@ class ArrivalPattern:
     """How requests come together.
 
     Attributes:
-        arrivals: (tokens heard by all clients before it comes, request), in order of the first.
+        arrivals: (tokens received by all clients before it comes, request), in order of the first.
         max_running: requests that are worked on at once; later ones take slots and pages of earlier ones.
         patience: tokens after which every third client leaves; None: none does.
     """
@@ -204,7 +204,7 @@ class _Client:
 
 
 class _Visit:
-    """One pattern at one loop. Who comes and who leaves depends on what was heard, not on the clock."""
+    """One pattern at one loop. Arrivals and departures depend on received tokens, not on the clock."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class _Visit:
         self._gathering = pattern
         self._coming = list(pattern.arrivals)
         self._clients: dict[int, _Client] = {}
-        self._num_heard = self._num_gone = 0
+        self._num_received = self._num_gone = 0
         self._errors: list[Exception] = []
         self._is_over = threading.Event()
         self._pool = PagePool(worker.num_pages, worker.page_size)
@@ -241,7 +241,7 @@ class _Visit:
         self._loop.start()
         try:
             if not self._is_over.wait(_ANSWER_TIMEOUT_S):
-                raise RuntimeError(f"{self._gathering.name}: no end after {self._num_heard} tokens")
+                raise RuntimeError(f"{self._gathering.name}: no end after {self._num_received} tokens")
         finally:
             self._loop.stop()
         if self._errors:
@@ -255,7 +255,7 @@ class _Visit:
     def _let_in(self) -> None:
         """Those whose moment has come; when all others have gone, the next one."""
         while self._coming and (
-            self._coming[0][0] <= self._num_heard or self._num_gone == len(self._clients)
+            self._coming[0][0] <= self._num_received or self._num_gone == len(self._clients)
         ):
             _, index = self._coming.pop(0)
             request = self._requests[index]
@@ -277,7 +277,7 @@ class _Visit:
             client.trace = self._worker.trace(self._pool.pages(client.job)[0])
         if item.token is not None:
             client.tokens.append(item.token)
-            self._num_heard += 1
+            self._num_received += 1
         patience = self._gathering.patience
         leaves = patience is not None and index % 3 == 0 and len(client.tokens) == patience
         if leaves and item.finish is None:
@@ -306,7 +306,7 @@ def answer_together(
 def answer_alone(
     worker: TracingWorker, parameters: ThinkerParameters, requests: Sequence[Request]
 ) -> dict[int, Answer]:
-    """What each request gets with nobody beside it."""
+    """What each request gets when it runs alone."""
     answers: dict[int, Answer] = {}
     for index in range(len(requests)):
         answers |= answer_together(

@@ -19,10 +19,10 @@ Quantization = Literal["fp8", "int4"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """One tensor at a graph's border. `shape` mixes ints and names of dims: `("T", 4096)`.
+    """One tensor of a graph's I/O signature. `shape` mixes ints and names of dims: `("T", 4096)`.
 
-    `ranks` says of an output of a sharded stage how the values of all ranks make the whole one: every rank has it,
-    they are added up, or they stand side by side along the last axis. Engines leave that to whoever runs them.
+    `ranks` is how an output of a sharded stage is combined over ranks: every rank has it, they are summed, or they are
+    concatenated along the last axis. The caller of the engines combines them.
     """
 
     name: str

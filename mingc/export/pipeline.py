@@ -81,7 +81,7 @@ class ExportReport:
 
 
 def export_artifact(recipe: ExportRecipe, replay: Replay, progress: Callable[[Step], None]) -> ExportReport:
-    """Build the artifact of `recipe`. `replay` runs what was built; `progress` hears of every finished step.
+    """Build the artifact of `recipe`. `replay` runs what was built; `progress` is called after every step.
 
     Raises: ConfigError, CheckpointError, ExportError. On any of them `recipe.output` is untouched.
     """
@@ -224,7 +224,7 @@ class _Run:
     ) -> tuple[list[GraphResult], dict[str, QuantizationError]]:
         """Write the other weights files, compile every engine and check every graph.
 
-        Returns the graphs, and what stages of quantized weights lose by name, where they tell.
+        Returns the graphs, and the quantization error of stages that measure it, by name.
         """
         (self._folder / "engines").mkdir()
         (self._folder / "goldens").mkdir()

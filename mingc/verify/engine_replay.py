@@ -21,11 +21,11 @@ def replay(
     calls: Sequence[Mapping[str, torch.Tensor]],
     device: str,
 ) -> list[dict[str, torch.Tensor]]:
-    """Of each call outputs by name and `state.<name>` afterwards, on the CPU.
+    """Outputs of each call by name, and `state.<name>` afterwards, on the CPU.
 
     Args:
-        weights: one file a rank, of which the first instance's weights are used. Ranks do not meet: their outputs are
-            put together here. The state is rank 0's.
+        weights: one file a rank, of which the first instance's weights are used. Ranks run without collectives: their
+            outputs are combined here. The state is rank 0's.
         calls: inputs and state of each, which are not changed.
     """
     ranks = [_run(engine, backend, spec, path, calls, torch.device(device)) for path in weights]

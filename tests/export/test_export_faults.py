@@ -222,7 +222,7 @@ def test_a_voice_without_its_wave_is_not_the_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("document", [{"DB30": {}}, ["DB30"], {"DB30": 3}])
-def test_a_voice_list_of_another_form_is_told(tmp_path: Path, document: object) -> None:
+def test_a_voice_list_of_another_form_is_reported(tmp_path: Path, document: object) -> None:
     checkpoint = _with_voices(tmp_path / "checkpoint", document)
     with pytest.raises(CheckpointError, match="voice list"):
         find("talker").config(checkpoint)

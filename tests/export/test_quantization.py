@@ -1,4 +1,4 @@
-"""Weights stored in fewer bits: what is written, what modules compute with it, and what is told about the loss."""
+"""Quantized weights: stored values, results of modules that read them, and the reported loss."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_the_recipe_names_stages() -> None:
 def test_quantization_error_of_the_thinker(
     kind: Quantization, world_size: int, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    """Every layer loses what its format loses, however many ranks; nothing lost is told as nothing."""
+    """Every layer has the loss of its format for any number of ranks; no loss is reported as zero."""
     stage = find("thinker")
     config = stage.config(checkpoint)
 
@@ -175,18 +175,18 @@ def test_quantization_error_of_the_thinker(
         assert made is not None
         return made
 
-    exact, told = measure(None), measure(kind)
+    exact, lossy = measure(None), measure(kind)
     assert min(exact.layer_cosine) > 0.99999
     assert exact.logit_kl < 1e-6
     assert exact.same_argmax == 1.0
     least = {"fp8": 0.99, "int4": 0.96}[kind]
-    assert len(told.layer_cosine) == config.decoder.num_layers
-    assert all(least < value < 0.9999 for value in told.layer_cosine)
+    assert len(lossy.layer_cosine) == config.decoder.num_layers
+    assert all(least < value < 0.9999 for value in lossy.layer_cosine)
     assert all(value == pytest.approx(1, abs=1e-4) for value in exact.layer_scale)
-    assert len(told.layer_scale) == config.decoder.num_layers
-    assert all(least < value < 1.01 and value != 1 for value in told.layer_scale)
-    assert 0.01 < told.logit_kl < 1.0
-    assert told.same_argmax < 1.0
+    assert len(lossy.layer_scale) == config.decoder.num_layers
+    assert all(least < value < 1.01 and value != 1 for value in lossy.layer_scale)
+    assert 0.01 < lossy.logit_kl < 1.0
+    assert lossy.same_argmax < 1.0
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def _files(*ranks: int) -> list[tuple[str, str]]:
     return [("weights", f"thinker.rank{rank}") for rank in ranks]
 
 
-def test_a_process_that_dies_between_two_tasks_is_told_and_no_bug(
+def test_a_process_that_dies_between_two_tasks_is_reported_and_not_as_a_bug(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export = _Export(tmp_path, monkeypatch, _Disk(), jobs=1)
@@ -214,7 +214,7 @@ def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str | None) -> li
     return steps
 
 
-def test_every_engine_is_told_when_it_is_compiled_and_checked_before_the_next(
+def test_every_engine_is_reported_when_compiled_and_checked_before_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = _run(tmp_path, monkeypatch, None)

@@ -126,7 +126,7 @@ def test_only_random_weights_do_without_a_tokenizer(synthetic: Checkpoint, tmp_p
 
 
 @pytest.mark.parametrize("text", ["[]", "3", '{"vocab_size": null, "hidden_size": 8}'])
-def test_a_speech_llm_config_of_another_form_is_told(configs: Path, tmp_path: Path, text: str) -> None:
+def test_a_speech_llm_config_of_another_form_is_reported(configs: Path, tmp_path: Path, text: str) -> None:
     folder = tmp_path / "configs"
     shutil.copytree(configs, folder)
     (folder / "talker" / "llm" / "config.json").write_text(text, encoding="utf-8")

@@ -196,7 +196,7 @@ def test_pools_are_written_in_place(
     files: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    """Zeros that nobody touched take no memory, so a copy of any pool would show in the peak of the process."""
+    """Untouched zeros take no memory, so a copy of any pool would show in the peak of the process."""
     plan = plans[graph]
     example = plan.example({**plan.check_dims, "KV": 1 << 10}, torch.Generator().manual_seed(0))
     names = [spec.name for spec in plan.spec.inputs]

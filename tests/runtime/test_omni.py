@@ -189,8 +189,8 @@ def test_a_slow_reader_gets_all_its_audio() -> None:
     ("request_", "message"),
     [
         (chat("x " * 400), "tokens"),
-        (chat("Hello", SpeechParams(voice="nobody")), "unknown voice 'nobody'; this model has: amy, bob"),
-        (speech_request("Hello", voice="nobody"), "amy, bob"),
+        (chat("Hello", SpeechParams(voice="absent")), "unknown voice 'absent'; this model has: amy, bob"),
+        (speech_request("Hello", voice="absent"), "amy, bob"),
         (speech_request("***"), "nothing to speak"),
         (speech_request("Hello", instructions="{broken"), "JSON"),
         (replace(chat("x"), messages=()), "no user message"),

@@ -188,7 +188,7 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"modalities": "text"}, "modalities", "an array"),
     ({"modalities": []}, "modalities", "empty"),
     ({"audio": {"voice": "DB30"}}, "audio", "modalities"),
-    (spoken(voice="nobody"), "audio.voice", "DB30, Lina"),
+    (spoken(voice="absent"), "audio.voice", "DB30, Lina"),
     (spoken(voice=["DB30"]), "audio.voice", "a string"),
     (spoken(format="mp3"), "audio.format", "'flac', 'pcm16', 'wav'"),
     (spoken(speed=2), "audio.speed", "Unknown"),

@@ -198,7 +198,7 @@ def check_unknown_voice(base_url: str) -> None:
     from openai import BadRequestError
 
     with client(base_url) as openai, pytest.raises(BadRequestError) as caught:
-        openai.audio.speech.create(model=model_name(base_url), voice="nobody", input="Hello.")
+        openai.audio.speech.create(model=model_name(base_url), voice="absent", input="Hello.")
     assert caught.value.param == "voice"
     assert default_voice(base_url) in caught.value.message
 

@@ -229,7 +229,7 @@ def test_contents_tell_how_kernels_are_cut(
     assert "kernel configs" in shown and "9.50" in shown and "10.50" in shown
 
 
-def test_an_output_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_an_output_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     with (
         pytest.raises(ConfigError, match="no folder can be made"),
@@ -238,7 +238,7 @@ def test_an_output_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
         pass
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
     with (
         pytest.raises(ArtifactError, match="cannot be written"),
         new_artifact(tmp_path / "artifact", replace_existing=False) as work,

@@ -34,7 +34,7 @@ def test_a_manifest_reads_back_as_it_was_written(artifact_path: Path, manifest: 
 def test_voices_are_found_by_name(manifest: Manifest) -> None:
     voice = manifest.voice("DB30")
     assert voice is not None and voice.num_patches == 5
-    assert manifest.voice("nobody") is None
+    assert manifest.voice("absent") is None
 
 
 @pytest.mark.parametrize("name", ["", "manifest.json"])  # a folder of something else, and the file itself

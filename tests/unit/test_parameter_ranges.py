@@ -87,7 +87,7 @@ def test_parameters_that_cannot_be_are_refused(
     assert says in str(caught.value)
 
 
-def test_all_parameters_that_cannot_be_are_told_at_once(artifact_path: Path) -> None:
+def test_all_parameters_that_cannot_be_are_reported_together(artifact_path: Path) -> None:
     write_parameters(artifact_path, "talker", TALKER, hidden_size=0, vocab_size=-1)
     with pytest.raises(ManifestError, match=r"hidden_size is 0(?s:.*)vocab_size is -1"):
         read_manifest(artifact_path)

@@ -1,4 +1,4 @@
-"""What is told to end does so without waiting for its workers, and leaves nothing behind."""
+"""A signalled command ends without waiting for its workers and leaves nothing behind."""
 
 from __future__ import annotations
 

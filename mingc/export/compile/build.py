@@ -151,7 +151,7 @@ def check_graph(task: GraphTask, engines: tuple[EngineRecord, ...], replay: Repl
 def measure_quantization_error(
     recipe: ExportRecipe, stage_name: str, folder: Path, weights: tuple[str, ...]
 ) -> QuantizationError | None:
-    """What the quantized weights of a stage lose end to end, if the stage can tell."""
+    """End-to-end error of the quantized weights of a stage; None when the stage does not measure it."""
     stage = find(stage_name)
     checkpoint = open_source(recipe)
     config = stage.config(checkpoint)
@@ -234,7 +234,7 @@ def _check(
 ) -> tuple[str, Parity]:
     """Write the golden file (float32 reference outputs) and compare compiled graphs with it; the worst parity."""
     is_sharded, is_float32 = len(task.weights) > 1, options.dtype == torch.float32
-    # The engine is held against what its stored weights stand for; what storing them lost is a figure of its own.
+    # The engine is compared with its stored weights in float32; the loss of storing them is a separate figure.
     quantization, submodule = task.recipe.quantization(task.stage), plan.spec.layer_instances[0]
     exact_plan = _find_plan(stage, config, Shard(), _float32(options), task.graph)
     whole = float32_module(stage, config, checkpoint, submodule=submodule)
@@ -242,10 +242,10 @@ def _check(
     if quantization is not None:
         stored = [in_float32(_load(task, stage, config, shard, plan)) for shard in _shards(task.weights)]
         stored_plan = _find_plan(stage, config, _shards(task.weights)[0], _float32(options), task.graph)
-    # Only narrow engines are held against what the eager module loses.
+    # Only low-precision engines are compared with the eager module's error.
     shards = [] if is_float32 else _shards(task.weights)[1:]
     others = [_load(task, stage, config, shard, plan) for shard in shards]
-    # The reference may tell more than the plan (router choices), and of a share's state there is no reference.
+    # The reference may return more than the graph (router choices); the state of a shard has no reference.
     compared = [each.name for each in plan.spec.outputs]
     if not is_sharded:
         compared.extend(f"state.{each.name}" for each in plan.spec.state)

@@ -37,7 +37,7 @@ class Schedule:
 
     Attributes:
         results: of every graph, once it ran.
-        quantization_error: by stage, of those with quantized weights that tell it.
+        quantization_error: by stage, for stages with quantized weights that measure it.
         peak_rss_bytes: the most memory that one of the processes has held.
     """
 
@@ -156,9 +156,9 @@ class Schedule:
         self.results.append(result)
 
     def _take_quantization_error(self, stage: str, future: Future[QuantizationError | None]) -> None:
-        told = result_of(future, stage)
-        if told is not None:
-            self.quantization_error[stage] = told
+        error = result_of(future, stage)
+        if error is not None:
+            self.quantization_error[stage] = error
 
     def _hold(self, peak_rss_bytes: int) -> None:
         self.peak_rss_bytes = max(self.peak_rss_bytes, peak_rss_bytes)

@@ -124,7 +124,7 @@ class EngineOptions:
 def open_service(
     root: Path, options: EngineOptions | None = None, clock: StartupClock | None = None
 ) -> OmniService:
-    """Load the artifact at `root` and start its threads and ranks. `clock` is told how long each phase takes.
+    """Load the artifact at `root` and start its threads and ranks. `clock` records the seconds of each phase.
 
     Raises: ArtifactError and its kind, ConfigError when options and artifact do not fit, WorkerError when a rank
         does not start.
