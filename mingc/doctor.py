@@ -1,4 +1,4 @@
-"""What would work on this machine: interpreter, torch, compiler, devices, packages. Changes nothing."""
+"""Checks of this machine: interpreter, torch, compiler, devices, packages. Changes nothing."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from mingc.host import gpu
 
 State = Literal["ok", "missing", "problem"]
 
-_OPTIONAL = (  # import name, distribution, what needs it, extra
-    ("onnxruntime", "onnxruntime", "export of voices", "export"),
+_OPTIONAL = (  # import name, distribution, what it is needed for, extra
+    ("onnxruntime", "onnxruntime", "export: voices", "export"),
     ("starlette", "starlette", "serve", "serve"),
     ("uvicorn", "uvicorn", "serve", "serve"),
-    ("httpx", "httpx", "serve, demo", "serve"),
-    ("msgspec", "msgspec", "serve", "serve"),
-    ("soundfile", "soundfile", "audio input, flac output", "serve"),
-    ("soxr", "soxr", "resampling of audio input", "serve"),
-    ("av", "av", "video input, compressed audio", "serve"),
-    ("cv2", "opencv-python-headless", "video input", "serve"),
-    ("prometheus_client", "prometheus-client", "metrics", "serve"),
+    ("httpx", "httpx", "serve: media from URLs; demo", "serve"),
+    ("msgspec", "msgspec", "serve: request bodies", "serve"),
+    ("soundfile", "soundfile", "serve: audio input, FLAC output", "serve"),
+    ("soxr", "soxr", "serve: audio input", "serve"),
+    ("av", "av", "serve: video and compressed audio input", "serve"),
+    ("cv2", "opencv-python-headless", "serve: video input", "serve"),
+    ("prometheus_client", "prometheus-client", "serve: metrics", "serve"),
 )
 _REQUIRED = ("torch", "numpy", "safetensors", "click", "rich", "tokenizers", "pillow")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One thing looked at. `needed_for` says which command suffers when it is not ok."""
+    """Result of one check. `needed_for` names the commands that fail or lose a feature unless it is ok."""
 
     name: str
     state: State
@@ -47,7 +47,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorReport:
-    """All checks of a machine. `can_export` and `can_serve` sum up what the required ones say for the CPU."""
+    """All checks of a machine. `can_export` and `can_serve`: all checks that these commands require on a CPU pass."""
 
     can_export: bool
     can_serve: bool
@@ -55,12 +55,12 @@ class DoctorReport:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing that a default export and serve need is missing."""
+        """Whether export and serve both work with default options."""
         return self.can_export and self.can_serve
 
 
 def examine() -> DoctorReport:
-    """Look at this machine. Imports torch; compiles a ten-line C++ file when a compiler is found."""
+    """Run all checks. Imports torch, and compiles a small C++ file when a compiler is found."""
     checks = [_python(), *(_package(name, name, "everything", None) for name in _REQUIRED)]
     torch_ok = checks[1].state == "ok"
     if torch_ok:
@@ -124,7 +124,7 @@ def _loader() -> Check:
     return Check(
         name="engine loader",
         state="ok" if has_loader else "problem",
-        detail="C++ package loader" if has_loader else "this torch has no C++ package loader",
+        detail="AOTInductor packages" if has_loader else "this torch cannot load AOTInductor packages",
         needed_for="serve, verify",
         fix=None if has_loader else "pip install 'torch>=2.11,<2.14'",
     )
@@ -136,17 +136,22 @@ def _devices() -> list[Check]:
     capability = torch.backends.cpu.get_cpu_capability()
     checks = [
         Check(
-            name="cpu", state="ok", detail=f"{os.cpu_count()} cores, {capability}", needed_for="--target cpu"
+            name="cpu",
+            state="ok",
+            detail=f"{os.cpu_count()} cores, {capability}",
+            needed_for="export --target cpu",
         )
     ]
     if not torch.cuda.is_available():
-        why = "torch is a CPU build" if torch.version.cuda is None else "no device or no driver"
-        checks.append(Check(name="cuda", state="missing", detail=why, needed_for="--target cuda"))
+        why = "this torch is a CPU build" if torch.version.cuda is None else "no device or no driver"
+        checks.append(Check(name="cuda", state="missing", detail=why, needed_for="export --target cuda"))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for index in range(count):
         device = gpu(index)
         detail = f"{device.name}, {device.memory_bytes >> 30} GiB; {device.target.describe()}"
-        checks.append(Check(name=f"cuda:{index}", state="ok", detail=detail, needed_for="--target cuda"))
+        checks.append(
+            Check(name=f"cuda:{index}", state="ok", detail=detail, needed_for="export --target cuda")
+        )
     if count > 1:
         closed = [
             f"{one}-{other}"
@@ -159,15 +164,15 @@ def _devices() -> list[Check]:
 
 
 def peer_check(closed: list[str]) -> Check:
-    """What ranks can do whose devices do not reach each other's memory in these pairs, `one-other`."""
-    detail = "all-reduce by NCCL, or one-shot where `mingc serve` measures it faster"
+    """All-reduce algorithms for several ranks; `closed` lists device pairs `a-b` without peer access."""
+    detail = "peer access: `mingc serve` chooses NCCL or one-shot all-reduce by measurement"
     if closed:
-        detail = f"all-reduce by NCCL only: devices {', '.join(closed)} do not reach each other's memory"
-    return Check(name="GPU links", state="ok", detail=detail, needed_for="serve with several ranks")
+        detail = f"NCCL all-reduce only: no peer access between devices {', '.join(closed)}"
+    return Check(name="GPU links", state="ok", detail=detail, needed_for="serve --tp 2 and more")
 
 
 def _compiler() -> Check:
-    """The compiler must link libstdc++ dynamically: torch crashes on engines with a static one."""
+    """Check that a compiler exists and links libstdc++ dynamically: torch crashes on engines with a static one."""
     name = os.environ.get("CXX") or next((each for each in ("g++", "clang++") if shutil.which(each)), None)
     fix = "apt-get install g++, or set CXX to a compiler"
     if name is None:

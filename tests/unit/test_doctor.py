@@ -1,9 +1,92 @@
-"""What `mingc doctor` says of links between GPUs."""
+"""`mingc doctor`: what each missing piece disables, and that every declared dependency is checked."""
 
-from mingc.doctor import peer_check
+from __future__ import annotations
+
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch  # noqa: F401 - loaded before its dependencies are hidden
+
+from mingc import doctor
+from mingc.doctor import Check, DoctorReport, examine, peer_check
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def test_links_between_devices() -> None:
+@pytest.fixture
+def good_machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine where every check passes."""
+
+    def ok(name: str) -> Check:
+        return Check(name=name, state="ok", detail="", needed_for="")
+
+    monkeypatch.setattr(doctor, "_torch_version", lambda: ok("torch version"))
+    monkeypatch.setattr(doctor, "_loader", lambda: ok("engine loader"))
+    monkeypatch.setattr(doctor, "_compiler", lambda: ok("C++ compiler"))
+    return monkeypatch
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> DoctorReport:
+    """The report of a machine that lacks `modules`."""
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in modules else real(name))
+    return examine()
+
+
+def test_a_good_machine_can_export_and_serve(good_machine: pytest.MonkeyPatch) -> None:
+    report = without(good_machine)
+    assert report.can_export and report.can_serve and report.is_clean
+
+
+@pytest.mark.parametrize(
+    "module, can_export, can_serve",
+    [
+        ("starlette", True, False),
+        ("msgspec", True, False),
+        ("cv2", True, False),
+        ("onnxruntime", False, True),
+        ("safetensors", False, False),
+        ("PIL", False, False),
+    ],
+)
+def test_a_missing_package_disables_the_commands_that_need_it(
+    good_machine: pytest.MonkeyPatch, module: str, can_export: bool, can_serve: bool
+) -> None:
+    report = without(good_machine, module)
+    assert (report.can_export, report.can_serve) == (can_export, can_serve)
+    (missing,) = (each for each in report.checks if each.state == "missing" and each.name != "cuda")
+    assert missing.fix is not None and missing.fix.startswith("pip install ")
+
+
+def test_a_missing_compiler_disables_export_alone(good_machine: pytest.MonkeyPatch) -> None:
+    broken = Check(name="C++ compiler", state="problem", detail="", needed_for="export")
+    good_machine.setattr(doctor, "_compiler", lambda: broken)
+    report = examine()
+    assert not report.can_export and report.can_serve and not report.is_clean
+
+
+@pytest.mark.parametrize(
+    "version, state", [("2.10.1", "problem"), ("2.11.0+cpu", "ok"), ("2.13.1", "ok"), ("2.14.0", "problem")]
+)
+def test_torch_must_be_a_supported_release(version: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.__version__", version)
+    assert doctor._torch_version().state == state
+
+
+def test_every_declared_dependency_is_checked_and_nothing_else() -> None:
+    extras = PROJECT["optional-dependencies"]
+    declared = {
+        re.split(r"[<>=!~; \[]", line)[0]
+        for line in (*PROJECT["dependencies"], *extras["serve"], *extras["export"])
+    }
+    assert {*doctor._REQUIRED, *(name for _, name, _, _ in doctor._OPTIONAL)} == declared
+    assert {extra for *_, extra in doctor._OPTIONAL} <= {*extras}
+
+
+def test_devices_without_peer_access_use_nccl() -> None:
     assert "one-shot" in peer_check([]).detail
     closed = peer_check(["0-1", "1-0"]).detail
     assert "one-shot" not in closed and "0-1, 1-0" in closed

@@ -1,14 +1,39 @@
-"""What a machine says of itself."""
+"""The machine a process runs on, with and without a GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from mingc.host import current_host
+from mingc import host
+from mingc.host import Gpu, Host, current_host
+
+H200 = Gpu(
+    name="NVIDIA H200",
+    capability=(9, 0),
+    num_multiprocessors=132,
+    memory_bytes=141 << 30,
+    cache_bytes=60 << 20,
+)
 
 
-def test_without_a_gpu_a_machine_for_cuda_is_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX9000")
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+
+
+@pytest.mark.usefixtures("cpu")
+def test_without_a_gpu_the_host_for_cuda_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert current_host("cuda") == current_host("cpu")
-    assert current_host("cpu").device == "cpu"
+    monkeypatch.setattr(host, "gpu", lambda: pytest.fail("there is no GPU to ask"))
+    expected = Host(torch="2.13.0", device="cpu", capability="AVX9000")
+    assert current_host("cuda") == current_host("cpu") == expected
+
+
+@pytest.mark.usefixtures("cpu")
+def test_with_a_gpu_the_host_depends_on_the_device_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(host, "gpu", lambda: H200)
+    assert current_host("cuda") == Host(torch="2.13.0", device="cuda", capability="9.0")
+    assert current_host("cpu") == Host(torch="2.13.0", device="cpu", capability="AVX9000")
