@@ -25,9 +25,9 @@ def _mel(hz: float) -> float:
 
 @lru_cache(maxsize=4)
 def _filters(num_bins: int, fft_size: int, sample_rate: int) -> NDArray[np.float32]:
-    """Triangles of height 1 in mel, (num_bins, fft_size // 2 + 1); the Nyquist bin takes no part.
+    """Triangular mel filters of height 1, (num_bins, fft_size // 2 + 1), without the Nyquist bin.
 
-    In float32 throughout like the reference: the rounding of the mel scale shows in quiet low bins.
+    All float32, as in the reference: rounding error of the mel scale is visible in quiet low bins.
     """
     low, high = _mel(_LOW_HZ), _mel(sample_rate / 2)
     step = (high - low) / (num_bins + 1)
@@ -42,7 +42,7 @@ def _filters(num_bins: int, fft_size: int, sample_rate: int) -> NDArray[np.float
 def kaldi_fbank(wave: NDArray[np.float32], *, sample_rate: int, num_bins: int = 80) -> NDArray[np.float32]:
     """Log mel energies of whole 25 ms frames every 10 ms: `wave` (n,) float32 in [-1, 1] → (T, num_bins) float32.
 
-    The wave is not scaled to 16-bit range and no mean is subtracted. T is 0 when the wave is shorter than a frame.
+    The wave is not scaled to 16-bit range and no mean is subtracted. T is 0 if the wave is shorter than a frame.
     """
     frame_samples = int(sample_rate * _FRAME_MS * 0.001)
     shift_samples = int(sample_rate * _SHIFT_MS * 0.001)

@@ -45,14 +45,14 @@ def slaney_filters(num_mels: int, fft_size: int, sample_rate: int) -> NDArray[np
 def _hann(size: int) -> NDArray[np.float32]:
     """Periodic Hann window, with the angle rounded to float32 before the cosine as the reference does.
 
-    Near the spectral floor this rounding is worth 1e-5 in the features, more than everything else here.
+    Near the spectral floor this rounding changes features by 1e-5, more than any other rounding error here.
     """
     angle = np.arange(size, dtype=np.float32) * np.float32(2.0 * math.pi / size)
     return np.float32(0.5) - np.float32(0.5) * np.cos(angle.astype(np.float64)).astype(np.float32)
 
 
 def min_samples(fft_size: int) -> int:
-    """The shortest wave that can be reflected by half a window at both ends."""
+    """Length of the shortest wave that half a window can be reflected on at both ends."""
     return fft_size // 2 + 1
 
 
@@ -62,12 +62,12 @@ def log_mel(
     """Log-mel features of one clip: `wave` (n,) float32 in [-1, 1] → (n // hop_samples, num_mels) float32.
 
     Source: `whisper.audio.log_mel_spectrogram` (periodic Hann window, centred frames with reflected edges, last
-    frame dropped). The floor follows the loudest value of the clip, so clips must be given one at a time.
+    frame dropped). The floor depends on the loudest value of the clip, so each call takes one clip.
 
     Raises: ValueError when the wave is shorter than `min_samples(fft_size)`.
     """
     if len(wave) < min_samples(fft_size):
-        raise ValueError(f"{len(wave)} samples are too few for a window of {fft_size}")
+        raise ValueError(f"{len(wave)} samples are fewer than the window of {fft_size}")
     num_frames = len(wave) // hop_samples
     filters = slaney_filters(num_mels, fft_size, sample_rate)
     padded = np.pad(wave.astype(np.float32, copy=False), fft_size // 2, mode="reflect")

@@ -1,9 +1,9 @@
-"""Change of sample rate by windowed-sinc interpolation, with numpy only.
+"""Sample rate conversion by windowed-sinc interpolation, with numpy only.
 
 The filter is the one of `torchaudio.transforms.Resample` with its defaults (low-pass width 6, roll-off 0.99, Hann
-window; spec: audio.md §1, talker.md §4.2). Taps are formed in float64 and rounded to float32; products are added
-one by one in float32 in ascending tap order, which is what the reference's convolution does for short filters, so
-that results agree to the last bit there and to rounding elsewhere.
+window; spec: audio.md §1, spec: talker.md §4.2). Taps are computed in float64 and rounded to float32. Products are
+added one by one in float32 in ascending tap order, as the reference's convolution does for short filters: results are
+bitwise equal there, and equal up to rounding error elsewhere.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _filter(source_hz: int, target_hz: int) -> _Filter:
     sinc = np.where(angle == 0, 1.0, np.sin(angle) / np.where(angle == 0, 1.0, angle))
     dense = (sinc * (window * (cutoff / down))).astype(np.float32)
 
-    # Outside the window the taps are exactly zero in float32; only the others are kept.
+    # Taps outside the window are exactly zero in float32 and are dropped.
     first = (dense != 0).argmax(axis=1)
     last = dense.shape[1] - 1 - (dense[:, ::-1] != 0).argmax(axis=1)
     num_taps = int((last - first).max()) + 1
@@ -53,15 +53,15 @@ def _filter(source_hz: int, target_hz: int) -> _Filter:
 
 
 def resampled_length(num_samples: int, source_hz: int, target_hz: int) -> int:
-    """How many samples `resample` returns: the exact ratio rounded up."""
+    """Number of samples that `resample` returns: the exact ratio, rounded up."""
     divisor = math.gcd(source_hz, target_hz)
     return -(-num_samples * (target_hz // divisor) // (source_hz // divisor))
 
 
 def resample(wave: NDArray[np.float32], source_hz: int, target_hz: int) -> NDArray[np.float32]:
-    """`wave` (n,) float32 at `source_hz` as (ceil(n·target/source),) float32 at `target_hz`.
+    """Resample `wave` (n,) float32 from `source_hz` to (ceil(n·target/source),) float32 at `target_hz`.
 
-    Beyond both ends the wave counts as silence. Equal rates return `wave` itself.
+    The wave is zero beyond both ends. Equal rates return `wave` itself.
     """
     if source_hz <= 0 or target_hz <= 0:
         raise ValueError(f"sample rates must be positive: {source_hz} Hz to {target_hz} Hz")

@@ -297,7 +297,7 @@ def altered(checkpoint: Checkpoint, *path: str, value: object = None) -> Checkpo
         (("mlp_depth",), None, "mlp_depth is missing"),
         (("vision_config", "num_heads"), 5, "not a multiple of 4 × num_heads 5"),
         (("vision_config", "num_position_embeddings"), 143, "143 is not a square"),
-        (("vision_config", "hidden_act"), "relu", "hidden_act is 'relu'; known are gelu_pytorch_tanh"),
+        (("vision_config", "hidden_act"), "relu", "hidden_act is 'relu'; supported: gelu_pytorch_tanh"),
         (("vision_config", "patch_size"), 14, "patch_size is 16, but vision_config of config.json has 14"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the stages need of a checkpoint against what it holds."""
+"""Coverage check: the tensors that stages need, compared with those of the checkpoint."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from mingc.export.stage import Shard, Stage
 from mingc.export.stages import discover
 from mingc.export.weights.loading import check_weights
 
-_MAX_LISTED = 40  # problems printed before the rest is counted
+_MAX_LISTED = 40  # problems in an error; the rest is counted
 
 
 def check_coverage(checkpoint: Checkpoint, stages: Sequence[Stage], configs: Mapping[str, Any]) -> list[str]:
-    """Compare the stages' needs with the checkpoint's tensors; notes for what is knowingly unused.
+    """Compare the tensors that `stages` need with those of the checkpoint.
 
-    Raises: CheckpointError with every missing, misshaped and unknown tensor at once.
+    Returns: notes on tensors that stages ignore.
+
+    Raises: CheckpointError that lists all missing, misshaped and unknown tensors.
     """
     problems: list[str] = []
     notes: list[str] = []
@@ -53,8 +55,8 @@ def check_coverage(checkpoint: Checkpoint, stages: Sequence[Stage], configs: Map
         listed = "\n".join(f"  - {problem}" for problem in problems[:_MAX_LISTED])
         more = f"\n  … and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
         raise CheckpointError(
-            f"{len(problems)} tensor(s) are not as the configs say:\n{listed}{more}",
+            f"{len(problems)} tensor(s) do not match the configs:\n{listed}{more}",
             where=str(checkpoint.root),
-            fix="check that config.json and the shards belong together and were downloaded whole",
+            fix="check that config.json and the shards belong together and were downloaded completely",
         )
     return notes

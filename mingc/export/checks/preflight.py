@@ -1,4 +1,4 @@
-"""What an export needs of this machine, told before it reads a checkpoint."""
+"""Preflight check: requirements of an export on this host, checked before reading a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from mingc.export.recipe import ExportRecipe
 
 
 def check_host(recipe: ExportRecipe) -> None:
-    """Raises: ConfigError when the target's device is not there, or the cache's folder cannot be written."""
+    """Check the device of the target and the cache folder.
+
+    Raises: ConfigError when there is no such device, or the folder is not writable.
+    """
     if recipe.target == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "torch finds no CUDA device here, and engines for CUDA are compiled and checked on one",
+            "torch finds no CUDA device, which compiling and checking CUDA engines needs",
             where="--target cuda",
             fix="export on a machine with a GPU and a CUDA build of torch (mingc doctor), or pass --target cpu",
         )
@@ -25,7 +28,7 @@ def check_host(recipe: ExportRecipe) -> None:
                 pass
         except OSError as error:
             raise ConfigError(
-                f"{recipe.cache} is no folder that can be written: {error.strerror}",
+                f"{recipe.cache} is not a writable folder: {error.strerror}",
                 where="--cache",
-                fix="pass another folder, or leave --cache out",
+                fix="pass another folder, or omit --cache",
             ) from error

@@ -1,4 +1,4 @@
-"""What the thinker loses by quantized weights: layer by layer, and at the logits."""
+"""Quantization error of the thinker, per layer and at the logits."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ _NUM_TOKENS = 64
 
 
 def decoder_quantization_error(config: DecoderConfig, exact: Load, stored: LoadRanks) -> QuantizationError:
-    """Run one prompt of random text tokens over the checkpoint's weights and over the stored ones.
+    """Compare one prompt of random text tokens under the checkpoint's weights and under the stored ones.
 
-    One half of a layer at a time is in memory, in both forms.
+    One half of a layer at a time is in memory, in both formats.
     """
     prompt = _Prompt(config)
     with torch.no_grad():
-        wide = narrow = prompt.embed(exact("embed"))
+        reference = quantized = prompt.embed(exact("embed"))
         cosines, scales = [], []
         for layer in range(config.num_layers):
-            before = alone = wide
+            before = layer_only = reference
             for half in ("attention", "feed_forward"):
                 path = f"layers.{layer}.{half}"
                 module, ranks = [exact(path)], stored(path)
-                wide, narrow = prompt.add(module, wide), prompt.add(ranks, narrow)
-                alone = prompt.add(ranks, alone)
-            # From the same stream, so that every layer answers for itself.
-            added, kept = wide - before, alone - before
-            cosines.append(float(F.cosine_similarity(added, kept, dim=-1).mean()))
-            scales.append(float(((kept * added).sum(-1) / added.square().sum(-1)).median()))
-        logits = prompt.logits([exact("head")], wide)
-        others = prompt.logits(stored("head"), narrow)
+                reference, quantized = prompt.add(module, reference), prompt.add(ranks, quantized)
+                layer_only = prompt.add(ranks, layer_only)
+            # From the same residual stream: errors of earlier layers do not count.
+            expected, update = reference - before, layer_only - before
+            cosines.append(float(F.cosine_similarity(expected, update, dim=-1).mean()))
+            scales.append(float(((update * expected).sum(-1) / expected.square().sum(-1)).median()))
+        logits = prompt.logits([exact("head")], reference)
+        quantized_logits = prompt.logits(stored("head"), quantized)
     return QuantizationError(
         tokens=_NUM_TOKENS,
         layer_cosine=tuple(round(value, 6) for value in cosines),
         layer_scale=tuple(round(value, 6) for value in scales),
-        logit_kl=float(F.kl_div(others, logits, log_target=True, reduction="batchmean")),
-        same_argmax=float((logits.argmax(-1) == others.argmax(-1)).double().mean()),
+        logit_kl=float(F.kl_div(quantized_logits, logits, log_target=True, reduction="batchmean")),
+        same_argmax=float((logits.argmax(-1) == quantized_logits.argmax(-1)).double().mean()),
     )
 
 
 class _Prompt:
-    """Runs modules of the decoder on one prompt; several modules are the ranks of one."""
+    """Runs modules of the decoder on one prompt; several modules are the ranks of a sharded one."""
 
     def __init__(self, config: DecoderConfig) -> None:
         self._config = config
@@ -66,13 +66,13 @@ class _Prompt:
         return stream
 
     def add(self, ranks: Sequence[nn.Module], stream: Tensor) -> Tensor:
-        """`stream` (T, D) and what half a layer adds to it."""
+        """The residual stream (T, D) after half a layer."""
         return stream + torch.stack([self._partial(module, stream) for module in ranks]).sum(0)
 
     def logits(self, ranks: Sequence[nn.Module], stream: Tensor) -> Tensor:
-        """Logarithms of the next token's probabilities (T, vocabulary)."""
-        shares = [module(stream, torch.zeros_like(stream))[0] for module in ranks]
-        return torch.cat(shares, dim=-1)[:, : self._config.vocab_size].log_softmax(-1)
+        """Log-probabilities of the next token (T, vocabulary)."""
+        shards = [module(stream, torch.zeros_like(stream))[0] for module in ranks]
+        return torch.cat(shards, dim=-1)[:, : self._config.vocab_size].log_softmax(-1)
 
     def _partial(self, module: Any, stream: Tensor) -> Tensor:
         none = torch.zeros_like(stream)

@@ -1,10 +1,10 @@
-"""Counts what one call of a traced graph must do at least: arithmetic, and bytes of weights and state.
+"""Cost model of a traced graph: the least FLOPs, and bytes of weights and state, of one call.
 
-Nothing is run: every count follows from the shapes that the trace recorded, so a graph of varying dims is counted
-once and evaluated at every size. Counted are matrix products, convolutions, attention and sums of products (a
-multiply-add is two operations), and every weight, once and as often as it is used. Not counted: elementwise work,
-norms, Fourier transforms, intermediate tensors. What a mask hides is counted where the code computes it and skipped
-where a kernel skips it.
+Nothing is run: counts follow from the traced shapes, so a graph with dynamic dims is counted once and evaluated at
+every size. FLOPs include GEMMs, convolutions, attention and sums of products (a multiply-add is two operations). Every
+weight is counted once, and as reuse as often as it is read again. Elementwise operations, norms, Fourier transforms and
+intermediate tensors are not counted. Masked positions count where the code computes them, not where a kernel skips
+them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from mingc.artifacts.manifest import EngineCost
 from mingc.artifacts.spec import GraphSpec
 from mingc.export.cost.kernel_cost import CONTEXT, KERNELS, KernelCost, Size
 
-_PRODUCTS = {"mm", "bmm", "matmul", "_scaled_mm"}  # operands 0 and 1
-_ADDED_PRODUCTS = {"addmm", "baddbmm"}  # operands 1 and 2
+_GEMMS = {"mm", "bmm", "matmul", "_scaled_mm"}  # operands 0 and 1
+_BIASED_GEMMS = {"addmm", "baddbmm"}  # operands 1 and 2
 _CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
-_TRANSPOSED = {"conv_transpose1d", "conv_transpose2d"}
+_TRANSPOSED_CONVOLUTIONS = {"conv_transpose1d", "conv_transpose2d"}
 _GATHERS = {"embedding", "index", "index_select", "select"}
 _WRITES = {"index_put_", "index_copy_"}
 
@@ -33,9 +33,9 @@ _WRITES = {"index_put_", "index_copy_"}
 def count_cost(
     program: torch.export.ExportedProgram, spec: GraphSpec, static_shapes: Mapping[str, int] | None
 ) -> tuple[EngineCost, ...]:
-    """The work of one call, at the sizes `static_shapes` of a static engine or at every combination of buckets.
+    """Cost of one call, at the sizes `static_shapes` of a static engine or at every combination of buckets.
 
-    Dims without buckets (sizes of pools) are taken at their least: no count may depend on them.
+    Dims without buckets (sizes of pools) are set to their minimum: no count may depend on them.
     """
     tally = _tally(program, spec)
     sums = {
@@ -55,7 +55,7 @@ def count_cost(
 
 @dataclass(slots=True)
 class _Tally:
-    """Terms of the sums."""
+    """Terms of each sum, and operations without a cost rule."""
 
     flops: list[Size] = field(default_factory=list)
     weights: list[Size] = field(default_factory=list)
@@ -68,10 +68,10 @@ def _tally(program: torch.export.ExportedProgram, spec: GraphSpec) -> _Tally:
     tally = _Tally()
     signature = program.graph_signature
     constants = {*signature.inputs_to_parameters, *signature.inputs_to_buffers}
-    given = list(signature.user_inputs)
+    names = list(signature.user_inputs)
     first, end = len(spec.inputs), len(spec.inputs) + len(spec.state)
-    state = {*given[first:end]}
-    constants |= {*given[end:]}  # weights that are given at each call
+    state = {*names[first:end]}
+    constants |= {*names[end:]}  # weights passed to each call
     for node in program.graph.nodes:
         if node.op == "placeholder" and node.name in constants:
             _add_weight(tally, node)
@@ -85,20 +85,20 @@ def _tally(program: torch.export.ExportedProgram, spec: GraphSpec) -> _Tally:
 def _add_flops(tally: _Tally, node: Node) -> None:
     space, name = _name(node)
     if space == "mingc":
-        work = _kernel_work(node)
-        if work is None:
+        cost = _kernel_cost(node)
+        if cost is None:
             tally.uncounted.add(f"mingc::{name}")
             return
-        tally.flops.append(work.flops)
-        tally.state.append(work.state_elements * _state_item_bytes(node))
-    elif name in _PRODUCTS or name == "linear":
+        tally.flops.append(cost.flops)
+        tally.state.append(cost.state_elements * _state_item_bytes(node))
+    elif name in _GEMMS or name == "linear":
         tally.flops.append(2 * _numel(node) * _shape(node.args[0])[-1])
-    elif name in _ADDED_PRODUCTS:
+    elif name in _BIASED_GEMMS:
         tally.flops.append(2 * _numel(node) * _shape(node.args[1])[-1])
     elif name in _CONVOLUTIONS:
         weight = _shape(node.args[1])
         tally.flops.append(2 * _numel(node) * math.prod(weight[1:]))
-    elif name in _TRANSPOSED:
+    elif name in _TRANSPOSED_CONVOLUTIONS:
         weight = _shape(node.args[1])
         tally.flops.append(2 * _numel(node.args[0]) * math.prod(weight[1:]))
     elif name == "scaled_dot_product_attention":
@@ -108,44 +108,46 @@ def _add_flops(tally: _Tally, node: Node) -> None:
         tally.flops.append(2 * _numel(node.args[0]))
 
 
-def _kernel_work(node: Node) -> KernelCost | None:
-    """What a kernel of ours does; None when no rule says."""
+def _kernel_cost(node: Node) -> KernelCost | None:
+    """The cost of a custom kernel; None if it has no rule."""
     rule = KERNELS.get(_name(node)[1])
-    given = _given(node)
-    return None if rule is None else rule({name: _shape(value) for name, value in given.items()}, given)
+    arguments = _arguments(node)
+    return (
+        None if rule is None else rule({name: _shape(value) for name, value in arguments.items()}, arguments)
+    )
 
 
-def _given(node: Node) -> dict[str, Any]:
-    """The arguments of an operator's call by their names."""
+def _arguments(node: Node) -> dict[str, Any]:
+    """Arguments of an operator's call by name."""
     assert isinstance(node.target, torch._ops.OpOverload)
     names = (each.name for each in node.target._schema.arguments)
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def _add_weight(tally: _Tally, weight: Node) -> None:
-    """All of it once; of a table from which only rows are taken, those, but never more than all.
+    """Count a weight once: whole, or the rows that are gathered from it, but at most the whole.
 
-    What reads it as a whole again counts as reuse: ten steps of a sampler stream their weights ten times.
+    Further whole reads count as reuse: ten steps of a sampler read their weights ten times.
     """
     whole = _num_bytes(weight)
-    taken = [_taken(user, weight, whole) for user in weight.users]
-    once = sympy.Min(whole, sum((each for each, _ in taken), start=sympy.Integer(0)))
+    reads = [_read_bytes(user, weight, whole) for user in weight.users]
+    once = sympy.Min(whole, sum((each for each, _ in reads), start=sympy.Integer(0)))
     tally.weights.append(once)
-    again = sum((each for each, is_table in taken if not is_table), start=sympy.Integer(0))
+    again = sum((each for each, is_table in reads if not is_table), start=sympy.Integer(0))
     tally.reuse.append(sympy.Max(0, again - once))
 
 
-def _taken(user: Node, weight: Node, whole: Size) -> tuple[Size, bool]:
-    """Bytes of `weight` that one of its users reads, and whether it takes rows of a table."""
+def _read_bytes(user: Node, weight: Node, whole: Size) -> tuple[Size, bool]:
+    """Bytes of `weight` that one of its users reads, and whether it gathers rows of a table."""
     space, name = _name(user)
     if name in _GATHERS:
         return _num_bytes(user), True
-    work = _kernel_work(user) if space == "mingc" else None
-    if work is not None:
-        for key, value in _given(user).items():
+    cost = _kernel_cost(user) if space == "mingc" else None
+    if cost is not None:
+        for key, value in _arguments(user).items():
             members = value if isinstance(value, (list, tuple)) else (value,)
-            if any(each is weight for each in members) and key in work.weight_shares:
-                return whole * work.weight_shares[key], False
+            if any(each is weight for each in members) and key in cost.weight_shares:
+                return whole * cost.weight_shares[key], False
     return whole, False
 
 
@@ -156,20 +158,20 @@ def _add_state(tally: _Tally, state: Node) -> None:
             tally.state.append(_num_bytes(user))
         elif name in _WRITES:
             tally.state.append(_num_bytes(user.args[-1]))
-            _add_state(tally, user)  # what is read afterwards is traced as read from the write's result
+            _add_state(tally, user)  # later reads are traced as reads of the write's result
         elif space == "aten":
             tally.uncounted.add(f"state through {name}")
 
 
 def _state_item_bytes(node: Node) -> int:
-    """Bytes of an element of what a kernel works on; pools and queries have one dtype."""
+    """Bytes per element of a kernel's state; pools and queries have the same dtype."""
     value = next(each for each in node.args if isinstance(each, Node))
     size: int = value.meta["val"].dtype.itemsize
     return size
 
 
 def _name(node: Node) -> tuple[str, str]:
-    """`aten.linear.default` → aten, linear."""
+    """Namespace and name: `aten.linear.default` → aten, linear."""
     if isinstance(node.target, torch._ops.OpOverload):
         space, _, name = node.target._schema.name.partition("::")
         return space, name
@@ -177,7 +179,7 @@ def _name(node: Node) -> tuple[str, str]:
 
 
 def _shape(value: object) -> tuple[Size, ...]:
-    """The traced shape of an argument, or the shapes of a list's members; empty for what is no tensor."""
+    """The traced shape of an argument, or shapes of the members of a list; empty if it is not a tensor."""
     if isinstance(value, (list, tuple)):
         return tuple(_shape(each) for each in value)
     traced: Any = value.meta.get("val") if isinstance(value, Node) else None
@@ -205,7 +207,7 @@ def _num_bytes(value: object) -> Size:
 def _symbols(
     program: torch.export.ExportedProgram, spec: GraphSpec, sizes: Mapping[str, int]
 ) -> dict[Size, int]:
-    """What the trace's symbols are when the dims have `sizes`."""
+    """Values of the trace's symbols at `sizes` of the dims."""
     least = {dim.name: dim.minimum for dim in spec.dims}
     places = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     found: dict[Size, int] = {}
@@ -214,7 +216,7 @@ def _symbols(
     for name, tensor in zip(given, tensors, strict=True):
         for traced, size in zip(_shape(places[str(name)]), tensor.shape, strict=True):
             if isinstance(size, str) and traced.free_symbols:
-                factor, symbol = traced.as_coeff_Mul()  # a dim of multiples is traced as 16*s
+                factor, symbol = traced.as_coeff_Mul()  # a dim with multiple 16 is traced as 16*s
                 found[symbol] = sizes.get(size, least[size]) // int(factor)
     return found
 
@@ -222,7 +224,7 @@ def _symbols(
 def _evaluate(
     sums: Mapping[str, Size], uncounted: Iterable[str], sizes: dict[str, int], symbols: Mapping[Size, int]
 ) -> EngineCost:
-    """Numbers of the sums, which are linear in the context."""
+    """Evaluate the sums, which are linear in the context."""
     at: list[dict[str, int]] = []
     for context in (0, 1):
         values = {**symbols, CONTEXT: context}

@@ -1,7 +1,7 @@
-"""What our own kernels do at least, by the shapes of their arguments: operations, and elements of state touched.
+"""Cost rules of custom kernels: the least FLOPs and state elements accessed, by the shapes of their arguments.
 
-Attention over slots reads only the tokens held. How many that are no shape tells: it is the symbol `CONTEXT`, and
-every rule is linear in it.
+Attention over slots or pages reads only the tokens of a request's context. Their number is in no shape: it is the
+symbol `CONTEXT`, in which every rule is linear.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import sympy
 
 Size = Any  # a sympy integer or expression over the trace's symbols; sympy has no types
-# Of arguments by name; of a list's members where one is a list; empty for what is no tensor.
+# Shapes of arguments by name, or of the members of a list; empty for arguments that are not tensors.
 Shapes = Mapping[str, Sequence[Size]]
 
 CONTEXT = sympy.Symbol("context", integer=True, nonnegative=True)
@@ -22,9 +22,9 @@ CONTEXT = sympy.Symbol("context", integer=True, nonnegative=True)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelCost:
-    """Operations of one call and elements of state that it reads or writes.
+    """Operations of one call, and elements of state that it reads or writes.
 
-    `weight_shares`: how often it reads an argument that it does not read just once.
+    `weight_shares`: how often a call reads an argument, where that is not once.
     """
 
     flops: Size = 0
@@ -36,7 +36,7 @@ Rule = Callable[[Shapes, Mapping[str, Any]], KernelCost]
 
 
 def _linear(shapes: Shapes, _: Mapping[str, Any]) -> KernelCost:
-    """x (M, K), weight (N, K), which holds gate and up rows for swiglu."""
+    """x (M, K), weight (N, K) with gate and up rows for swiglu."""
     return KernelCost(flops=2 * shapes["x"][0] * math.prod(shapes["weight"]))
 
 
@@ -46,20 +46,20 @@ def _gemv(shapes: Shapes, _: Mapping[str, Any]) -> KernelCost:
 
 
 def _contiguous_kv_attention(shapes: Shapes, arguments: Mapping[str, Any]) -> KernelCost:
-    """qkv (B, (Hq + 2 Hk) d), k_slots (S, N, Hk, d): each query sees the context, up to a window, and itself."""
+    """qkv (B, (Hq + 2 Hk) d), k_slots (S, N, Hk, d): each query attends to the context, up to a window, and itself."""
     (batch, width), (_, rows, kv_heads, size) = shapes["qkv"], shapes["k_slots"]
     seen = CONTEXT + 1 if arguments["window"] >= rows else arguments["window"]
     return _one_token_each(batch, width - 2 * kv_heads * size, kv_heads * size, seen)
 
 
 def _contiguous_kv_prefill_attention(shapes: Shapes, arguments: Mapping[str, Any]) -> KernelCost:
-    """qkv (T, (Hq + 2 Hk) d), k_slots (S, N, Hk, d), no window: query t sees the context and t + 1 new tokens."""
+    """qkv (T, (Hq + 2 Hk) d), k_slots (S, N, Hk, d), no window: query t attends to the context and t + 1 new tokens."""
     (tokens, width), (_, _, kv_heads, size) = shapes["qkv"], shapes["k_slots"]
     return _causal(tokens, width - 2 * kv_heads * size, kv_heads * size)
 
 
 def _sliding_window_attention(shapes: Shapes, arguments: Mapping[str, Any]) -> KernelCost:
-    """qkv (B, n, (Hq + 2 Hk) d), k_ring (S, R, Hk, d): each query sees a window, together they see the ring."""
+    """qkv (B, n, (Hq + 2 Hk) d), k_ring (S, R, Hk, d): queries attend to a window each, and together to the ring."""
     (batch, frames, width), (_, rows, kv_heads, size) = shapes["qkv"], shapes["k_ring"]
     return KernelCost(
         flops=4 * batch * frames * (width - 2 * kv_heads * size) * arguments["window"],
@@ -68,19 +68,19 @@ def _sliding_window_attention(shapes: Shapes, arguments: Mapping[str, Any]) -> K
 
 
 def _small_sequence_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelCost:
-    """qkv (N, T, 3 H d): every query sees every key."""
+    """qkv (N, T, 3 H d): every query attends to every key."""
     batch, tokens, width = shapes["qkv"]
     return KernelCost(flops=4 * batch * tokens * tokens * (width // 3))
 
 
 def _paged_decode_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelCost:
-    """q (B, Hq, d), k_pages (KV, Hk, d): each query sees the context and itself."""
+    """q (B, Hq, d), k_pages (KV, Hk, d): each query attends to the context and itself."""
     (batch, heads, size), (_, kv_heads, _) = shapes["q"], shapes["k_pages"]
     return _one_token_each(batch, heads * size, kv_heads * size)
 
 
 def _paged_prefill_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelCost:
-    """q (T, Hq, d), k_pages (KV, Hk, d): query t sees the context and t + 1 new tokens."""
+    """q (T, Hq, d), k_pages (KV, Hk, d): query t attends to the context and t + 1 new tokens."""
     (tokens, heads, size), (_, kv_heads, _) = shapes["q"], shapes["k_pages"]
     return _causal(tokens, heads * size, kv_heads * size)
 
@@ -91,74 +91,77 @@ def _norm_rope_write(shapes: Shapes, _: Mapping[str, Any]) -> KernelCost:
 
 
 def _decode_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelCost:
-    """qkv (B, Hq + 2 Hk, d), k_pages (KV, Hk, d): writes the new token, which then sees the context and itself."""
+    """qkv (B, Hq + 2 Hk, d), k_pages (KV, Hk, d): writes the new token, which attends to the context and itself."""
     (batch, packed, size), (_, kv_heads, _) = shapes["qkv"], shapes["k_pages"]
     return _one_token_each(batch, (packed - 2 * kv_heads) * size, kv_heads * size)
 
 
 def _experts(shapes: Shapes, _: Mapping[str, Any]) -> KernelCost:
-    """x (T, D), ids (T, K), gate_up (E, 2F, …), perhaps one shared expert of every token.
+    """x (T, D), ids (T, K), gate_up (E, 2F, …), optionally a shared expert.
 
-    Of the experts those are read that some token chose. Random tokens choose evenly: so many are to be expected.
+    Only selected experts are read: their expected number, if tokens are routed uniformly.
     """
-    (tokens, hidden), chosen = shapes["x"], shapes["ids"][1]
+    (tokens, hidden), top_k = shapes["x"], shapes["ids"][1]
     experts, rows = shapes["gate_up"][:2]
     shared = shapes.get("shared_gate_up") or (0, 0)
-    share = 1 - sympy.Float(1 - chosen / experts) ** tokens
+    share = 1 - sympy.Float(1 - top_k / experts) ** tokens
     return KernelCost(
-        flops=3 * tokens * hidden * (chosen * rows + shared[-2]),
+        flops=3 * tokens * hidden * (top_k * rows + shared[-2]),
         weight_shares={name: share for name in ("gate_up", "down", "gate_up_scale", "down_scale")},
     )
 
 
 def _moe_gemv(shapes: Shapes, arguments: Mapping[str, Any]) -> KernelCost:
-    """One token: the first gate of `gate` (gates, E, D), and the experts as in `_experts`."""
-    gates, experts, hidden = shapes["gate"]
+    """One token: the first router of `gate` (routers, E, D), and experts as in `_experts`."""
+    routers, experts, hidden = shapes["gate"]
     token = {**shapes, "x": (1, hidden), "ids": (1, arguments["top_k"])}
-    work = _experts(token, arguments)
+    cost = _experts(token, arguments)
     return KernelCost(
-        flops=work.flops + 2 * experts * hidden,
-        weight_shares={**work.weight_shares, "gate": sympy.Rational(1, gates)},
+        flops=cost.flops + 2 * experts * hidden,
+        weight_shares={**cost.weight_shares, "gate": sympy.Rational(1, routers)},
     )
 
 
 def _route_hidden(shapes: Shapes, arguments: Mapping[str, Any]) -> KernelCost:
-    """x (T, D), weight (gates, E, D), of which one gate serves every token unless an index says which."""
-    gates, experts, hidden = shapes["weight"]
-    share = 1 if arguments["gate_index"] is not None else sympy.Rational(1, gates)
+    """x (T, D), weight (routers, E, D), of which one is read unless an index selects one per token."""
+    routers, experts, hidden = shapes["weight"]
+    share = 1 if arguments["gate_index"] is not None else sympy.Rational(1, routers)
     return KernelCost(flops=2 * shapes["x"][0] * experts * hidden, weight_shares={"weight": share})
 
 
 def _one_token_each(batch: Size, query_width: Size, key_width: Size, seen: Size = CONTEXT + 1) -> KernelCost:
-    """One new token of each of `batch` requests, which sees `seen` tokens of its own."""
+    """One new token of each of `batch` requests, which attends to `seen` tokens of its own request."""
     return KernelCost(flops=4 * batch * query_width * seen, state_elements=2 * batch * key_width * seen)
 
 
 def _dit_batch1_sample(shapes: Shapes, _: Mapping[str, Any]) -> KernelCost:
-    """noise (1, P, C), history (1, H, C), times (steps, D), embedding and projection of the DiT (`edges`), what is used
-    once (`others`), blocks and rope tables (T, d/2) of DiT and aggregator."""
+    """The sampler's steps, then the aggregator.
+
+    noise (1, P, C), history (1, H, C), times (steps, D), embedding and projection of the DiT (`edges`), weights used
+    once (`others`), blocks and RoPE tables (T, d/2) of DiT and aggregator.
+    """
     steps, patch, history = shapes["times"][0], shapes["noise"][1], shapes["history"][1]
     embed, _bias, project, _bias = (math.prod(shape) for shape in shapes["edges"])
-    condition, _bias, _sizes, stop, _bias, _query, heard_embed, _bias = (
+    condition, _bias, _sizes, stop, _bias, _query, aggregator_embed, _bias = (
         math.prod(shape) for shape in shapes["others"]
     )
-    tokens, heard = shapes["cos"][0], shapes["aggregator_cos"][0]
+    tokens, aggregated = shapes["cos"][0], shapes["aggregator_cos"][0]
     step = _blocks_flops(2 * tokens, tokens, shapes["blocks"]) + 2 * patch * (embed + 2 * project)
     before = 2 * (condition + stop + history * embed)
-    after = 2 * patch * heard_embed + _blocks_flops(heard, heard, shapes["aggregator"])
+    after = 2 * patch * aggregator_embed + _blocks_flops(aggregated, aggregated, shapes["aggregator"])
     return KernelCost(flops=before + steps * step + after, weight_shares={"blocks": steps, "edges": steps})
 
 
 def _blocks_flops(rows: Size, tokens: Size, blocks: Sequence[Any]) -> Size:
-    """Products of all blocks, and the attention of each, over sequences of `tokens`."""
+    """FLOPs of the GEMMs and attention of all blocks, over sequences of `tokens`."""
     matrices = [shape for shape in blocks if len(shape) == 2]
-    width = blocks[0][0]  # of the first norm
-    attention = 4 * rows * tokens * (width * len(matrices) // 4)  # four matrices a block
+    width = blocks[0][0]  # size of the first norm
+    attention = 4 * rows * tokens * (width * len(matrices) // 4)  # four matrices per block
     return 2 * rows * sum(math.prod(shape) for shape in matrices) + attention
 
 
 def _causal(tokens: Size, query_width: Size, key_width: Size) -> KernelCost:
-    """One request's chunk of `tokens` over the context and itself."""
+    """Causal attention of one request's chunk of `tokens` to the context and itself."""
     return KernelCost(
         flops=2 * query_width * tokens * (2 * CONTEXT + tokens + 1),
         state_elements=2 * key_width * (tokens + CONTEXT),

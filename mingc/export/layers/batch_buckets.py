@@ -1,10 +1,10 @@
-"""Bucket sizes of a dim that counts requests, tokens or latents."""
+"""Bucket sizes of dims that count requests, tokens, pages or latents."""
 
 from __future__ import annotations
 
 
 def doubling_buckets(minimum: int, maximum: int) -> tuple[int, ...]:
-    """`minimum`, twice that, … and `maximum` itself: padding never more than doubles the work."""
+    """`minimum`, doubled repeatedly, and `maximum`: padding at most doubles the cost."""
     sizes = []
     size = minimum
     while size < maximum:

@@ -1,12 +1,12 @@
-"""The thinker's decoder in the pieces that are compiled: embedding, attention, feed-forward, head.
+"""Modules of the thinker's decoder that are compiled separately: embedding, attention, feed-forward, head.
 
-A layer is two halves, `Attention` and a feed-forward (`mingc.export.layers.moe`). Each takes the residual stream and
-what the half before adds to it, and returns the new residual and a partial sum: what this rank adds to it in turn.
-Whoever runs the halves sums the partials over the ranks in between, so no piece knows of other ranks, and pieces of
-the same shape are compiled once for all layers.
+A layer has two halves, `Attention` and a feed-forward (`mingc.export.layers.moe`). Each takes the residual stream and
+the delta of the half before it, and returns the new residual and this rank's partial sum, the next delta. The runtime
+all-reduces partial sums between halves, so no module depends on other ranks, and modules of the same shape are compiled
+once for all layers.
 
-Shape suffixes: T tokens, D hidden, H this rank's heads, d head width, R half the rotated width, V this rank's share
-of the vocabulary.
+Shape suffixes: T tokens, D hidden, H this rank's heads, d head width, R half the rotated width, V this rank's shard of
+the vocabulary.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mingc.kernels.paged_attention import chunk_rows, paged_prefill_attention
 from mingc.kernels.rms_norm import rms_norm
 
 PAGE_SIZE = 16
-# Expert widths are filled up to this many values: grouped products want rows that are multiples of 16 bytes.
+# Expert widths are padded to a multiple of this: grouped GEMMs need rows that are multiples of 16 bytes.
 _EXPERT_WIDTH_MULTIPLE = 8
 
 
@@ -56,23 +56,23 @@ class DecoderConfig:
     routed_scale: float
 
     def local_heads(self, world_size: int) -> tuple[int, int]:
-        """Query and KV heads of one rank. Raises: ConfigError."""
+        """Numbers of query and KV heads of one rank. Raises: ConfigError."""
         check_heads(self.num_heads, self.num_kv_heads, world_size)
         return max(1, self.num_heads // world_size), max(1, self.num_kv_heads // world_size)
 
     def local_vocab(self, world_size: int) -> int:
-        """Rows of the logits matrix of one rank."""
+        """Rows of one rank's shard of the LM head."""
         return shard_size(self.vocab_size, world_size)
 
     def local_width(self, intermediate_size: int, world_size: int) -> int:
-        """One rank's share of a feed-forward width."""
+        """One rank's shard of a feed-forward width."""
         return shard_size(intermediate_size, world_size, _EXPERT_WIDTH_MULTIPLE)
 
 
 class Embedding(nn.Module):
-    """Token ids and media embeddings to the residual stream, positions to rotation angles.
+    """Token ids and media embeddings → residual stream, positions → rotary cosines and sines.
 
-    The word embedding is whole on every rank: splitting it would save 1.1 GB of 139 at the released size on 8
+    The word embedding is replicated on every rank: sharding it would save 1.1 GB of 139 at the released size on 8
     ranks, and cost one more all-reduce (7-14 µs) in every step.
     """
 
@@ -99,9 +99,9 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with normed, rotated queries and keys (spec: thinker.md §2.1).
+    """Causal grouped-query attention with normalized, rotated queries and keys (spec: thinker.md §2.1).
 
-    Quantized matrices have scales.
+    Scales are None for weights that are not quantized.
     """
 
     qkv_scale: Tensor | None
@@ -135,9 +135,9 @@ class Attention(nn.Module):
         k_pages: Tensor,
         v_pages: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """One chunk of tokens of some requests, see `paged_prefill_attention`. New residual and partial sum."""
+        """New residual and partial sum for one chunk of tokens of some requests, see `paged_prefill_attention`."""
         x_TD = residual_TD + delta_TD
-        # Padding writes zeros, whatever it has computed: what lies in the pool stays finite.
+        # Padding rows write zeros, so that the pool stays finite whatever they computed.
         qkv_THd = torch.where((index >= 0)[:, None, None], self._qkv(x_TD), 0)
         rows = chunk_rows(page_table, segment, index, PAGE_SIZE)
         q_THd = norm_rope_write(qkv_THd, self.q_norm, self.k_norm, cos, sin, rows, k_pages, v_pages, self.eps)
@@ -155,7 +155,7 @@ class Attention(nn.Module):
         k_pages: Tensor,
         v_pages: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """One token of every request, the last of its `lengths`. New residual and partial sum."""
+        """New residual and partial sum for one token per request, the last of its `lengths` tokens."""
         x_TD, packed = sum_norm_linear(residual_TD, delta_TD, self.norm, self.qkv, self.eps, self.qkv_scale)
         out_THd = decode_attention(
             packed.view(x_TD.shape[0], -1, self.head_dim),
@@ -178,7 +178,7 @@ class Attention(nn.Module):
 
 
 class Head(nn.Module):
-    """Residual stream to this rank's share of the logits. A quantized matrix has a scale."""
+    """Residual stream → this rank's shard of the logits; `lm_head_scale` is None if not quantized."""
 
     lm_head_scale: Tensor | None
 
@@ -192,7 +192,7 @@ class Head(nn.Module):
         self.register_parameter("lm_head_scale", None)
 
     def forward(self, residual_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor]:
-        """(T, V) float32."""
+        """Logits (T, V) float32."""
         _, logits_TV = sum_norm_linear(
             residual_TD, delta_TD, self.norm, self.lm_head, self.eps, self.lm_head_scale
         )
@@ -200,7 +200,7 @@ class Head(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """The two halves of a layer, under the names that its weights have."""
+    """The two halves of a layer, which name its weights."""
 
     def __init__(self, attention: Attention, feed_forward: DenseFeedForward | MoeFeedForward) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """All pieces of the thinker, one rank's share."""
+    """All modules of the thinker, one rank's shard."""
 
     def __init__(self, config: DecoderConfig, world_size: int) -> None:
         super().__init__()

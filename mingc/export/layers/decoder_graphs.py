@@ -1,8 +1,8 @@
-"""The borders of the thinker's graphs, and inputs that real use could produce for them.
+"""Graph definitions of the thinker, with example inputs.
 
-A step runs `embed`, then of every layer attention and feed-forward, then `head`. Dims: T tokens of a chunk, B
-requests, N either of both, P pages of a request, KV rows of a page pool. On CUDA a chunk may hold tokens of several
-requests: there every chunk takes as long as reading most experts does.
+A step runs `embed`, then attention and feed-forward of every layer, then `head`. Dims: T tokens of a chunk, B requests,
+N either of both, P pages of a request, KV rows of a page pool. On CUDA a chunk may hold tokens of several requests:
+every chunk there takes as long as reading most experts does.
 """
 
 from __future__ import annotations
@@ -21,33 +21,31 @@ from mingc.export.stage import GraphDef, Shard, StageOptions
 from mingc.kernels.chunk_layout import CHUNK_ALIGNMENT
 
 _MAX_POOL_ROWS = 1 << 30
-_SMALLEST_CHUNK = 16
-_SMALLEST_TABLE = 4
-_MOST_PROMPTS = 16  # of a chunk: more would fill it with less than their alignment
+_MIN_CHUNK = 16
+_MIN_TABLE = 4
+_MAX_PROMPTS = 16  # of a chunk; with more, prompts would be shorter than the chunk alignment
 
 
 def thinker_graphs(config: DecoderConfig, shard: Shard, options: StageOptions) -> Sequence[GraphDef]:
-    """All graphs of one rank; without dense or without expert layers there is no graph of that kind."""
-    borders = _Borders(config, shard, options)
-    plans = [borders.embed(), borders.attention("prefill"), borders.attention("decode"), borders.head()]
+    """All graphs of one rank; no dense or no experts graphs if the decoder has no such layers."""
+    graphs = _Graphs(config, shard, options)
+    defs = [graphs.embed(), graphs.attention("prefill"), graphs.attention("decode"), graphs.head()]
     if config.num_dense_layers:
-        plans.append(borders.dense())
+        defs.append(graphs.dense())
     if config.num_layers > config.num_dense_layers:
-        plans += [borders.experts("prefill"), borders.experts("decode")]
-    return plans
+        defs += [graphs.experts("prefill"), graphs.experts("decode")]
+    return defs
 
 
-class _Borders:
-    """Makes the plans; what they have in common is made once."""
+class _Graphs:
+    """Definitions of the graphs over shared dims, sizes and examples."""
 
     def __init__(self, config: DecoderConfig, shard: Shard, options: StageOptions) -> None:
         self._config = config
         self._world_size = shard.world_size
         self._options = options
         self._dtype = dtype_name(options.dtype)
-        chunks = doubling_buckets(
-            min(_SMALLEST_CHUNK, options.prefill_chunk_size), options.prefill_chunk_size
-        )
+        chunks = doubling_buckets(min(_MIN_CHUNK, options.prefill_chunk_size), options.prefill_chunk_size)
         longest = max(2, options.prefill_chunk_size)
         self._chunk = Dim(name="T", minimum=2, maximum=longest, buckets=chunks)
         self._batch = Dim(name="B", minimum=1, maximum=options.max_batch, buckets=options.batch_sizes)
@@ -60,7 +58,7 @@ class _Borders:
         self._table = _page_table_dim(options)
         self._num_prompts = _num_prompts(options)
         self._pool = Dim(name="KV", minimum=2 * PAGE_SIZE, maximum=_MAX_POOL_ROWS, multiple=PAGE_SIZE)
-        # Sizes to trace and to check at; none is 1, which tracing would take for a constant.
+        # Sizes for tracing and for checking; none is 1, which torch.export would specialize on.
         self._trace = {
             "T": min(12, longest),
             "B": min(3, options.max_batch),
@@ -68,7 +66,7 @@ class _Borders:
             "P": 5,
             "KV": 24 * PAGE_SIZE,
         }
-        # A chunk of two prompts where it may hold several.
+        # A chunk of two prompts where chunks may hold several.
         self._check = {
             "T": min(32 if self._num_prompts == 1 else 2 * CHUNK_ALIGNMENT, longest),
             "B": min(4, options.max_batch),
@@ -97,10 +95,10 @@ class _Borders:
             dims=(self._either,),
             layer_instances=("embed",),
         )
-        return self._plan(spec, "forward")
+        return self._graph(spec, "forward")
 
     def attention(self, kind: str) -> GraphDef:
-        """Of `prefill` or `decode`."""
+        """The graph of one `kind`: `prefill` or `decode`."""
         config = self._config
         tokens = "T" if kind == "prefill" else "B"
         half, (_, num_kv_heads) = config.rotary_dim // 2, config.local_heads(self._world_size)
@@ -123,38 +121,38 @@ class _Borders:
                 TensorSpec(name="sin", dtype="float32", shape=(tokens, half)),
                 *place,
             ),
-            outputs=self._halfway(tokens),
+            outputs=self._half_outputs(tokens),
             state=tuple(
                 TensorSpec(name=name, dtype=self._dtype, shape=shape) for name in ("k_pages", "v_pages")
             ),
             dims=(self._chunk if kind == "prefill" else self._batch, self._table, self._pool),
             layer_instances=tuple(f"layers.{index}.attention" for index in range(config.num_layers)),
         )
-        return self._plan(spec, kind)
+        return self._graph(spec, kind)
 
     def dense(self) -> GraphDef:
         spec = GraphSpec(
             name="dense",
             inputs=(self._stream("residual", "N"), self._stream("delta", "N")),
-            outputs=self._halfway("N"),
+            outputs=self._half_outputs("N"),
             dims=(self._either,),
             layer_instances=_feed_forwards(
                 range(min(self._config.num_dense_layers, self._config.num_layers))
             ),
         )
-        return self._plan(spec, "forward")
+        return self._graph(spec, "forward")
 
     def experts(self, kind: str) -> GraphDef:
-        """Of `prefill` or `decode`."""
+        """The graph of one `kind`: `prefill` or `decode`."""
         config = self._config
         is_prefill = kind == "prefill"
         tokens = "T" if is_prefill else "B"
-        # A float32 artifact is what is held against recorded results, router choices included; others pay nothing.
-        tells_routes = is_prefill and self._options.dtype == torch.float32
-        chosen = (tokens, config.num_experts_per_token)
-        routes = (
-            TensorSpec(name="expert_ids", dtype="int32", shape=chosen),
-            TensorSpec(name="expert_weights", dtype="float32", shape=chosen),
+        # Float32 artifacts output the routing, to compare it with recorded results; others do not pay for it.
+        outputs_routing = is_prefill and self._options.dtype == torch.float32
+        shape = (tokens, config.num_experts_per_token)
+        routing = (
+            TensorSpec(name="expert_ids", dtype="int32", shape=shape),
+            TensorSpec(name="expert_weights", dtype="float32", shape=shape),
         )
         spec = GraphSpec(
             name=f"{kind}_experts",
@@ -163,32 +161,32 @@ class _Borders:
                 self._stream("delta", tokens),
                 *((_ints("embed_kind", tokens),) if is_prefill else ()),
             ),
-            outputs=(*self._halfway(tokens), *(routes if tells_routes else ())),
+            outputs=(*self._half_outputs(tokens), *(routing if outputs_routing else ())),
             dims=(self._chunk if is_prefill else self._batch,),
             layer_instances=_feed_forwards(range(config.num_dense_layers, config.num_layers)),
         )
-        plan = self._plan(spec, "prefill_routed" if tells_routes else kind)
-        return replace(plan, routing=f"{kind}_routed")
+        graph = self._graph(spec, "prefill_routed" if outputs_routing else kind)
+        return replace(graph, routing=f"{kind}_routed")
 
     def head(self) -> GraphDef:
-        share = self._config.local_vocab(self._world_size)
-        # Rows are the last tokens of a chunk's prompts, or of a batch.
+        vocab = self._config.local_vocab(self._world_size)
+        # One row for the last token of each prompt of a chunk, or of each request of a batch.
         sizes = tuple(sorted({self._num_prompts, *self._options.batch_sizes}))
         spec = GraphSpec(
             name="head",
             inputs=(self._stream("residual", "B"), self._stream("delta", "B")),
-            outputs=(TensorSpec(name="logits", dtype="float32", shape=("B", share), ranks="concat"),),
+            outputs=(TensorSpec(name="logits", dtype="float32", shape=("B", vocab), ranks="concat"),),
             dims=(Dim(name="B", minimum=1, maximum=self._options.max_batch, buckets=sizes),),
             layer_instances=("head",),
         )
-        return self._plan(spec, "forward")
+        return self._graph(spec, "forward")
 
-    def _plan(self, spec: GraphSpec, method: str) -> GraphDef:
+    def _graph(self, spec: GraphSpec, method: str) -> GraphDef:
         names = [dim.name for dim in spec.dims]
         return GraphDef(
             spec=spec,
             method=method,
-            example=lambda dims, generator: self._examples.make(spec, dims, generator),
+            example=lambda dims, generator: self._examples.tensors(spec, dims, generator),
             trace_dims={name: self._trace[name] for name in names},
             check_dims={name: self._check[name] for name in names},
         )
@@ -196,8 +194,8 @@ class _Borders:
     def _stream(self, name: str, tokens: str) -> TensorSpec:
         return TensorSpec(name=name, dtype=self._dtype, shape=(tokens, self._config.hidden_size))
 
-    def _halfway(self, tokens: str) -> tuple[TensorSpec, TensorSpec]:
-        """What both halves of a layer give: the stream before them, and what they add to it."""
+    def _half_outputs(self, tokens: str) -> tuple[TensorSpec, TensorSpec]:
+        """Outputs of either half of a layer: the residual stream before it, and the partial sum to add to it."""
         hidden = self._config.hidden_size
         return (
             self._stream("residual", tokens),
@@ -214,39 +212,39 @@ def _feed_forwards(layers: range) -> tuple[str, ...]:
 
 
 def _page_table_dim(options: StageOptions) -> Dim:
-    """A static engine takes tables of the whole context: its kernels stop at a request's length by themselves."""
+    """Static engines take page tables of the whole context: their kernels stop at each request's length."""
     largest = -(-options.max_model_len // PAGE_SIZE)
-    smallest = largest if options.static_buckets else min(_SMALLEST_TABLE, largest)
+    smallest = largest if options.static_buckets else min(_MIN_TABLE, largest)
     return Dim(name="P", minimum=1, maximum=largest, buckets=doubling_buckets(smallest, largest))
 
 
 def _num_prompts(options: StageOptions) -> int:
-    """Requests that a chunk may hold tokens of: one in float32 too, which is for comparing with recorded results."""
+    """The most prompts in a chunk; always one in float32, whose results are compared with recorded ones."""
     if not options.static_buckets or options.dtype == torch.float32:
         return 1
-    return min(_MOST_PROMPTS, options.max_batch)
+    return min(_MAX_PROMPTS, options.max_batch)
 
 
 class _Examples:
-    """Tokens of random requests in the middle of the decoder, and random pools."""
+    """Example inputs: random requests in the middle of the decoder, over random page pools."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, num_prompts: int) -> None:
         self._config = config
         self._dtype = dtype
         self._num_prompts = num_prompts
 
-    def make(self, spec: GraphSpec, dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
-        """Inputs and state of `spec`."""
+    def tensors(self, spec: GraphSpec, dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
+        """Inputs and state of `spec` by name."""
         tokens = dims[next(size for size in ("T", "B", "N") if size in dims)]
-        tensors = {}
+        values = {}
         if "P" in dims:
             place = self._chunk if "T" in dims else self._batch
-            tensors.update(place(tokens, dims["P"], dims["KV"] // PAGE_SIZE, generator))
+            values.update(place(tokens, dims["P"], dims["KV"] // PAGE_SIZE, generator))
         for tensor in (*spec.inputs, *spec.state):
-            if tensor.name not in tensors:
+            if tensor.name not in values:
                 shape = [size if isinstance(size, int) else dims[size] for size in tensor.shape]
-                tensors[tensor.name] = self._value(tensor.name, shape, generator)
-        return tensors
+                values[tensor.name] = self._value(tensor.name, shape, generator)
+        return values
 
     def _value(self, name: str, shape: list[int], generator: torch.Generator) -> Tensor:
         config = self._config
@@ -261,23 +259,23 @@ class _Examples:
                 embeds = torch.randn(shape, generator=generator)
                 return torch.nn.functional.normalize(embeds, dim=-1).to(self._dtype)
             case "cos" | "sin":
-                # The same positions for both, whichever is made first.
+                # Both for the same positions.
                 places = torch.arange(shape[0], dtype=torch.float32)[:, None] + 7
                 angles = places / config.rope_theta ** (torch.arange(shape[1]) / shape[1])
                 return angles.cos() if name == "cos" else angles.sin()
-            case _:  # the stream and the pools
+            case _:  # the residual stream and the page pools
                 return torch.randn(shape, generator=generator).to(self._dtype)
 
     def _chunk(
         self, tokens: int, num_pages: int, pool_pages: int, generator: torch.Generator
     ) -> dict[str, Tensor]:
-        """The last tokens of requests that end a few rows before their pages do; as many requests as there is room."""
+        """The last tokens of as many requests as fit, each ending half a page before its table does."""
         length = num_pages * PAGE_SIZE - PAGE_SIZE // 2
-        whole = -(-tokens // CHUNK_ALIGNMENT)  # of what a request has at least
-        each = CHUNK_ALIGNMENT * -(-whole // self._num_prompts)
+        blocks = -(-tokens // CHUNK_ALIGNMENT)  # of the fewest rows that a request may have
+        each = CHUNK_ALIGNMENT * -(-blocks // self._num_prompts)
         segment = torch.arange(tokens) // each
         place = torch.arange(tokens) % each
-        count = torch.bincount(segment)[segment].clamp_max(length)  # rows longer than a context are padded
+        count = torch.bincount(segment)[segment].clamp_max(length)  # rows beyond the context are padding
         return {
             "page_table": _scatter_pages(self._num_prompts, num_pages, pool_pages, generator),
             "segment": segment,
@@ -287,7 +285,7 @@ class _Examples:
     def _batch(
         self, requests: int, num_pages: int, pool_pages: int, generator: torch.Generator
     ) -> dict[str, Tensor]:
-        """Requests of different lengths."""
+        """Requests of random lengths."""
         lengths = torch.randint(1, num_pages * PAGE_SIZE + 1, (requests,), generator=generator)
         table = _scatter_pages(requests, num_pages, pool_pages, generator)
         is_owned = torch.arange(num_pages) * PAGE_SIZE < lengths[:, None]
@@ -295,10 +293,10 @@ class _Examples:
 
 
 def _scatter_pages(requests: int, num_pages: int, pool_pages: int, generator: torch.Generator) -> Tensor:
-    """Page tables (requests, num_pages) int32 in random order, page 0 left out.
+    """Page tables (requests, num_pages) int32 of random pages, without page 0.
 
-    No request has another's page unless the pool is too small for that (large buckets are traced over a small
-    pool); then pages come round again, which no shape or value depends on.
+    Requests share no pages unless the pool is too small (large buckets are traced over a small pool); pages then
+    repeat, which no shape or value depends on.
     """
     shuffled = 1 + torch.randperm(pool_pages - 1, generator=generator)
     pages = shuffled[torch.arange(requests * num_pages) % len(shuffled)]

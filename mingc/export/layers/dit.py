@@ -1,4 +1,4 @@
-"""The transformer blocks of the flow-matching DiT and of the aggregator (spec: talker.md §7.1, §7.2).
+"""Transformer of the flow-matching DiT and of the aggregator (spec: talker.md §7.1, §7.2).
 
 Shape letters: N sequences, T tokens, D width.
 """
@@ -24,7 +24,7 @@ _ROPE_BASE = 10000.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DitConfig:
-    """Geometry of one transformer over latents. `num_tokens` is the fixed length of its sequences."""
+    """Geometry of one transformer over latents; its sequences have a fixed length of `num_tokens`."""
 
     depth: int
     hidden_size: int
@@ -40,7 +40,7 @@ class DitConfig:
 
 
 def read_dit_config(raw: dict[str, Any], where: str, *, num_tokens: int, out_size: int | None) -> DitConfig:
-    """The transformer of one section of the talker's config; `out_size` None means the latent width.
+    """Read the geometry from one section of the talker's config; an `out_size` of None means the latent width.
 
     Raises: CheckpointError for a missing key or a variant that is not implemented.
     """
@@ -66,7 +66,7 @@ def read_dit_config(raw: dict[str, Any], where: str, *, num_tokens: int, out_siz
 
 
 class DitBlock(nn.Module):
-    """Pre-norm attention and GELU MLP; no modulation."""
+    """Pre-norm attention and GELU MLP, without modulation."""
 
     def __init__(self, config: DitConfig) -> None:
         super().__init__()
@@ -81,8 +81,10 @@ class DitBlock(nn.Module):
     def forward(
         self, x: ResidualState, cos: Tensor, sin: Tensor, next_norm: Tensor, kept: slice | None = None
     ) -> ResidualState:
-        """Stream (N, T, D) → (N, T, D) before `next_norm`; with `kept` only these tokens: none other is computed
-        after attention."""
+        """Residual stream (N, T, D) → (N, T, D) before `next_norm`.
+
+        With `kept`, only these tokens are computed after attention and returned.
+        """
         qkv, out, up, down = self.qkv, self.out, self.up, self.down
         packed = normed_linear(x, qkv.weight, qkv.bias, _EPS, weight_scale=qkv.weight_scale)
         context = small_sequence_attention(packed, cos, sin)
@@ -93,7 +95,7 @@ class DitBlock(nn.Module):
         return add_linear(inner, down.weight, down.bias, x, next_norm, _EPS, down.weight_scale)
 
     def weights(self) -> BlockWeights:
-        """Its parameters, as the kernels that take whole transformers want them."""
+        """Parameters for kernels that run the whole transformer."""
         return BlockWeights(
             attention_norm=self.attention_norm,
             qkv=self.qkv.weight,
@@ -109,7 +111,7 @@ class DitBlock(nn.Module):
 
 
 class LatentTransformer(nn.Module):
-    """Blocks, final norm and output projection; rope tables are float32 buffers over the fixed length."""
+    """Blocks, final norm and output projection; RoPE tables are float32 buffers of the fixed length."""
 
     cos: Tensor
     sin: Tensor
@@ -131,23 +133,23 @@ class LatentTransformer(nn.Module):
         return out
 
     def norms(self) -> list[Tensor]:
-        """The weight of the norm before each block's attention and of the final one."""
+        """Weights of the norm before each block's attention, and of the final norm."""
         return [*(block.get_parameter("attention_norm") for block in self.blocks), self.norm]
 
     def weights(self) -> TransformerWeights:
-        """All but the projection."""
+        """Parameters for kernels that run the whole transformer, without the output projection."""
         blocks = [block.weights() for block in self.blocks if isinstance(block, DitBlock)]
         return TransformerWeights(blocks, self.norm, self.cos, self.sin, self.embed.weight, self.embed.bias)
 
     def project_row(self, x: Tensor) -> Tensor:
-        """One token of the stream after the blocks (1, D) → its output (1, out_size)."""
+        """Final norm and projection of one token (1, D) → (1, out_size)."""
         out: Tensor = normed_linear(
             ResidualState(x, x, None, None, self.norm), self.project.weight, self.project.bias, _EPS
         )
         return out
 
     def forward(self, x: Tensor, kept: slice) -> Tensor:
-        """Tokens (N, T, D) → projected outputs (N, tokens kept, out_size) of the tokens `kept`."""
+        """Tokens (N, T, D) → projected outputs (N, number kept, out_size) of the tokens `kept`."""
         last = len(self.blocks) - 1
         norms = self.norms()
         rows = begin_residual(x, norms[0], _EPS)
@@ -170,7 +172,7 @@ def latent_transformer_weights(
             tensors=tuple(source + tensor for tensor in tensors),
             shapes=(shape,) * len(tensors),
             compute=lambda *values: values[0] if len(values) == 1 else torch.cat(values),
-            # The matrices of the blocks; the small ones at either end are read once a call.
+            # Only the blocks: the small matrices at either end are read once per call.
             quantizable="linear" if name.startswith("blocks.") and len(shape) == 2 else None,
         )
 
@@ -212,12 +214,12 @@ def latent_transformer_weights(
 
 
 def _present(bias: Tensor | None) -> Tensor:
-    """The products of a block have biases."""
+    """`bias`, which every linear layer of a block has."""
     assert bias is not None
     return bias
 
 
 def _rope_angles(config: DitConfig) -> Tensor:
-    """Angles (num_tokens, head_dim/2) float32. The checkpoint's `inv_freq` may be rounded: recomputed."""
+    """RoPE angles (num_tokens, head_dim/2) float32, recomputed because the checkpoint's `inv_freq` may be rounded."""
     frequencies = 1.0 / _ROPE_BASE ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
     return torch.arange(config.num_tokens).float().unsqueeze(1) * frequencies

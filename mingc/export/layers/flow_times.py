@@ -1,7 +1,7 @@
-"""Times of the flow-matching sampler and the time embeddings that follow: constants of a checkpoint.
+"""Time steps of the flow-matching sampler and their embeddings, which are constants of a checkpoint.
 
-Source: spec talker.md §6 and §7.1. Everything is float32 in the reference's order of operations, since the
-sines of angles up to 1000 keep only the digits that this order gives.
+Source: spec: talker.md §6, §7.1. All float32, in the reference's order of operations: sines of angles up to 1000 depend
+on it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_TIME_CHANNELS = 256  # width of the sinusoid before the time MLP, fixed in the reference
+_TIME_CHANNELS = 256  # width of the sinusoidal embedding before the time MLP, fixed in the reference
 _TIME_SCALE = 1000.0
 
-# Empirically pruned step schedules: times in 32nds, for the step counts that have one.
+# Empirically pruned schedules by step count, in 32nds.
 _PRUNED_GRIDS = {
     5: (0, 2, 4, 8, 16, 32),
     6: (0, 2, 4, 6, 8, 16, 32),
@@ -27,7 +27,7 @@ _PRUNED_GRIDS = {
 
 
 def flow_times(num_steps: int) -> Tensor:
-    """Times (num_steps + 1,) float32 from 0 (noise) to 1 (data), after the sway with coefficient -1."""
+    """Times (num_steps + 1,) float32 from 0 (noise) to 1 (data), after sway sampling with coefficient -1."""
     pruned = _PRUNED_GRIDS.get(num_steps)
     if pruned is None:
         grid = torch.linspace(0, 1, num_steps + 1, dtype=torch.float32)
@@ -39,11 +39,11 @@ def flow_times(num_steps: int) -> Tensor:
 def time_embeddings(
     num_steps: int, in_weight: Tensor, in_bias: Tensor, out_weight: Tensor, out_bias: Tensor
 ) -> Tensor:
-    """Time embedding (num_steps, hidden) float32 of every step's start time.
+    """Time embeddings (num_steps, hidden) float32 of the start times of all steps.
 
     Args:
         in_weight, in_bias: first layer of the time MLP, (hidden, 256) and (hidden,).
-        out_weight, out_bias: its second layer, (hidden, hidden) and (hidden,).
+        out_weight, out_bias: second layer, (hidden, hidden) and (hidden,).
     """
     half = _TIME_CHANNELS // 2
     frequencies = torch.exp(torch.arange(half).float() * -(math.log(10000) / (half - 1)))

@@ -1,8 +1,8 @@
-"""Inverse short-time Fourier transform as matrix products: spectrum head → windowed frames → overlap-add.
+"""Inverse short-time Fourier transform as GEMMs: spectrum head → windowed frames → overlap-add.
 
-The inverse real DFT of n points runs in two stages of n1 × n2 = n (Cooley–Tukey), as plain float32 products
-with tables of a few tens of KiB: no complex dtype, which Inductor leaves to eager kernels, and no transform
-library, whose plans must be made before a graph is captured. Source: spec talker.md §8.1 items 4 and 5. All float32.
+The inverse real DFT of n points runs in two stages of n1 × n2 = n (Cooley–Tukey), as float32 GEMMs with tables of a few
+tens of KiB. This avoids complex dtypes, which Inductor leaves to eager kernels, and FFT libraries, whose plans must be
+created before a CUDA graph is captured. Source: spec: talker.md §8.1, items 4 and 5.
 Shape letters: N frames, D hidden, k bins, t samples of a frame.
 """
 
@@ -18,13 +18,13 @@ from torch.nn import functional as F
 from mingc.export.stage import WeightSource
 
 _MAX_MAGNITUDE = 100.0
-_MIN_ENVELOPE = 1e-11  # the reference asserts that emitted samples have more
+_MIN_ENVELOPE = 1e-11  # the reference asserts a larger envelope for emitted samples
 
 
 class IstftHead(nn.Module):
     """Hidden states (…, D) → windowed time frames (…, n_fft / hop, hop) of `n_fft` samples.
 
-    The head's rows are stored in the order of the first DFT stage, padded with zero rows to a full rectangle.
+    Rows of the head are stored in the order of the first DFT stage, padded with zero rows to a full rectangle.
     """
 
     weight: Tensor
@@ -76,13 +76,13 @@ class IstftHead(nn.Module):
         return frames.view(*leading, self.n_fft // self.hop, self.hop)
 
     def envelope(self, exists: Tensor) -> Tensor:
-        """Overlap-added squared window (B, T + n_fft/hop - 1, hop) of those frames that `exists` (B, T) names."""
+        """Overlap-added squared window (B, T + n_fft/hop - 1, hop) of the frames where `exists` (B, T) is true."""
         squared = self.window.square().view(self.n_fft // self.hop, self.hop)
         return overlap_add(exists.float()[:, :, None, None] * squared).clamp(min=_MIN_ENVELOPE)
 
 
 def overlap_add(frames: Tensor) -> Tensor:
-    """Sum frames (B, T, m, hop), each starting one hop after the one before → blocks (B, T + m - 1, hop)."""
+    """Overlap-add frames (B, T, m, hop) with a stride of one hop → blocks (B, T + m - 1, hop)."""
     parts = frames.shape[2]
     total = F.pad(frames[:, :, 0], (0, 0, 0, parts - 1))
     for part in range(1, parts):
@@ -91,7 +91,7 @@ def overlap_add(frames: Tensor) -> Tensor:
 
 
 def dft_factors(n: int) -> tuple[int, int, int]:
-    """(columns, rows, half): columns × rows = n, near square; bins up to n/2 fill the first `half` columns."""
+    """Factors (columns, rows, half): columns × rows = n, near square; bins up to n/2 fill `half` columns."""
     columns = max(size for size in range(1, math.isqrt(n) + 1) if n % size == 0)
     rows = n // columns
     return columns, rows, n // 2 // rows + 1
@@ -103,7 +103,7 @@ def istft_weights(
     """Sources of an `IstftHead` named `target`; `head` and `window` are names in the checkpoint."""
     columns, rows, half = dft_factors(n_fft)
     bins = n_fft // 2 + 1
-    # Position [row][half] of the rectangle holds bin half * rows + row; beyond the last bin are zeros.
+    # Position [row][half] of the rectangle holds bin half * rows + row, or zeros beyond the last bin.
     order = (torch.arange(half) * rows + torch.arange(rows).unsqueeze(1)).flatten()
 
     def arrange(value: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def istft_weights(
         return torch.cat([torch.cat((each, padding))[order] for each in (log_magnitude, phase)])
 
     def angles(first: int, second: int, period: int) -> Tensor:
-        # Integers are reduced before they become angles: exact tables in float64, rounded once.
+        # Integer products are reduced modulo the period first: tables are exact in float64 and rounded once.
         products = torch.arange(first).unsqueeze(1) * torch.arange(second) % period
         return products.double() * (2 * math.pi / period)
 

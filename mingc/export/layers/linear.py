@@ -1,4 +1,4 @@
-"""A linear layer whose weight an export may store in FP8."""
+"""Linear layer whose weight may be stored in FP8."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Module):
-    """Weight (N, K), bias (N,) or None, and `weight_scale` (N,) float32 when the weight is FP8, else None.
+    """Weight (N, K), bias (N,) or None, and `weight_scale` (N,) float32 if the weight is FP8, else None.
 
-    Holds tensors only: the products of a pre-norm transformer are made by `mingc.kernels.linear`.
+    Only holds the tensors: `mingc.kernels.linear` computes the GEMMs of a pre-norm transformer.
     """
 
     bias: Tensor | None

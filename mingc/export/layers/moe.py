@@ -1,8 +1,7 @@
-"""Feed-forward halves of a decoder layer: SwiGLU, and a mixture of SwiGLU experts with one router a modality.
+"""Feed-forward halves of a decoder layer: SwiGLU, and a mixture of SwiGLU experts with one router per modality.
 
-Shape suffixes: T tokens, D hidden, F this rank's intermediate width, E experts, K experts a token.
-Both halves add up the residual stream, norm it, and return it with this rank's partial sum (see
-`mingc.export.layers.decoder`).
+Shape suffixes: T tokens, D hidden, K experts per token. Both halves update the residual stream, normalize it, and
+return it with this rank's partial sum (see `mingc.export.layers.decoder`).
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from mingc.kernels.moe_gemv import RouterWeights, has_moe_gemv, moe_gemv
 from mingc.kernels.rms_norm import rms_norm
 from mingc.kernels.router import route_hidden
 
-NUM_GATES = 3  # text, image, audio: the values of `embed_kind`
+NUM_ROUTERS = 3  # text, image, audio: the values of `embed_kind`
 
 
 class SwiGlu(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, gate and up as one matrix. Quantized matrices have scales."""
+    """`down(silu(gate(x)) * up(x))`, gate and up packed in one matrix; scales are None if not quantized."""
 
     gate_up_scale: Tensor | None
     down_scale: Tensor | None
@@ -36,12 +35,12 @@ class SwiGlu(nn.Module):
         return swiglu(x_TD, self.weights())
 
     def weights(self) -> ExpertWeights:
-        """As an expert of every token."""
+        """The weights in the form of a shared expert."""
         return ExpertWeights(self.gate_up, self.down, self.gate_up_scale, self.down_scale)
 
 
 class DenseFeedForward(nn.Module):
-    """The half of a layer without experts."""
+    """Feed-forward half of a layer without experts."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, norm_eps: float) -> None:
         super().__init__()
@@ -56,7 +55,7 @@ class DenseFeedForward(nn.Module):
 
 
 class Router(nn.Module):
-    """Scores all experts in float32 with the gate of each token's modality and picks K of them."""
+    """Scores all experts in float32 with the router weights of each token's modality and selects the top K."""
 
     def __init__(
         self,
@@ -69,9 +68,9 @@ class Router(nn.Module):
         scale: float,
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(NUM_GATES, num_experts, hidden_size), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(NUM_ROUTERS, num_experts, hidden_size), requires_grad=False)
         self.bias = nn.Parameter(
-            torch.empty(NUM_GATES, num_experts, dtype=torch.float32), requires_grad=False
+            torch.empty(NUM_ROUTERS, num_experts, dtype=torch.float32), requires_grad=False
         )
         self.num_groups = num_groups
         self.num_kept_groups = num_kept_groups
@@ -79,7 +78,7 @@ class Router(nn.Module):
         self.scale = scale
 
     def forward(self, x_TD: Tensor, gate_index_T: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Expert ids (T, K) int64 and weights (T, K) float32. Without `gate_index_T` all take the text gate."""
+        """Expert ids (T, K) int64 and weights (T, K) float32. Without `gate_index_T` all use the text weights."""
         return route_hidden(
             x_TD,
             self.weight,
@@ -91,17 +90,17 @@ class Router(nn.Module):
             scale=self.scale,
         )
 
-    def gates(self) -> RouterWeights:
-        """The router as kernels of the whole half take it."""
+    def weights(self) -> RouterWeights:
+        """Parameters for kernels that fuse the router."""
         return RouterWeights(
             self.weight, self.bias, self.num_groups, self.num_kept_groups, self.top_k, self.scale
         )
 
 
 class MoeFeedForward(nn.Module):
-    """The half of a layer with routed experts and an always-on shared one (spec: thinker.md §2.3).
+    """Feed-forward half of a layer with routed experts and a shared one (spec: thinker.md §2.3).
 
-    Quantized experts have scales.
+    Scales are None for experts that are not quantized.
     """
 
     gate_up_scale: Tensor | None
@@ -131,34 +130,34 @@ class MoeFeedForward(nn.Module):
         self.shared = SwiGlu(hidden_size, shared_intermediate_size) if shared_intermediate_size else None
 
     def prefill(self, residual_TD: Tensor, delta_TD: Tensor, embed_kind: Tensor) -> tuple[Tensor, Tensor]:
-        """New residual and partial sum, both (T, D); `embed_kind` (T,) names each token's gate."""
+        """New residual and partial sum, both (T, D); `embed_kind` (T,) selects each token's router weights."""
         return self._run(residual_TD, delta_TD, embed_kind)[:2]
 
     def prefill_routed(
         self, residual_TD: Tensor, delta_TD: Tensor, embed_kind: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`prefill` that also tells the experts: ids (T, K) int32 and weights (T, K) float32."""
+        """`prefill` that also returns the expert ids (T, K) int32 and weights (T, K) float32."""
         x_TD, partial_TD, ids_TK, weights_TK = self._run(residual_TD, delta_TD, embed_kind)
         return x_TD, partial_TD, ids_TK.to(torch.int32), weights_TK
 
     def decode_routed(self, residual_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`decode` that also tells the experts."""
+        """`decode` that also returns the expert ids and weights."""
         return self._run(residual_TD, delta_TD, None)
 
     def decode(self, residual_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """`prefill` of tokens that all take the text gate (spec: thinker.md §2.3)."""
+        """`prefill` of tokens that all use the text router weights (spec: thinker.md §2.3)."""
         return self._run(residual_TD, delta_TD, None)[:2]
 
     def _run(
         self, residual_TD: Tensor, delta_TD: Tensor, gate_index_T: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Residual, this rank's share of routed and shared experts added up, expert ids and weights."""
+        """Residual, this rank's partial sum of routed and shared experts, expert ids and weights."""
         experts = ExpertWeights(self.gate_up, self.down, self.gate_up_scale, self.down_scale)
         shared = None if self.shared is None else self.shared.weights()
         if gate_index_T is None and isinstance(self.router, Router):
-            gates = self.router.gates()
-            if has_moe_gemv(residual_TD, gates, experts, shared):
-                return moe_gemv(residual_TD, delta_TD, self.norm, self.eps, gates, experts, shared)
+            router = self.router.weights()
+            if has_moe_gemv(residual_TD, router, experts, shared):
+                return moe_gemv(residual_TD, delta_TD, self.norm, self.eps, router, experts, shared)
         x_TD = residual_TD + delta_TD
         normed_TD = rms_norm(x_TD, self.norm, self.eps)
         ids_TK, weights_TK = self.router(normed_TD, gate_index_T)

@@ -1,6 +1,6 @@
-"""Where the patches of an example frame lie: valid inputs for tracing and checking the vision encoder.
+"""Position tables of example frames, as inputs for tracing and checking the vision encoder.
 
-The runtime makes the same tables for real images on its own; here only shapes of frames are invented.
+The runtime computes the same tables for real images.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 def example_tables(num_tokens: int, merge_size: int, grid_size: int) -> dict[str, Tensor]:
-    """Tables of two frames (one for a single token), each as square as its token count allows.
+    """Position tables of two frames (one for a single token), each as square as its token count allows.
 
-    Returns `position_index` (M, G, 4) int64, `position_weight` (M, G, 4) float32, `coordinates` (M, G, 2)
-    int64 and `segment` (M, G, 2) int32 for M tokens of G = merge_size² patches (vision.md §4–§6); the learned
+    Returns: `position_index` (M, G, 4) int64, `position_weight` (M, G, 4) float32, `coordinates` (M, G, 2)
+    int64 and `segment` (M, G, 2) int32 for M tokens of G = merge_size² patches (spec: vision.md §4–§6); the learned
     position table has grid_size × grid_size rows.
     """
     half = num_tokens // 2
@@ -41,7 +41,7 @@ def example_tables(num_tokens: int, merge_size: int, grid_size: int) -> dict[str
 
 
 def _merge_order(rows: int, cols: int, merge_size: int) -> Tensor:
-    """(P, 2) row and column of the patches of rows × cols tokens, the patches of a token adjacent."""
+    """Row and column (P, 2) of the patches of rows × cols tokens, with the patches of a token adjacent."""
     height, width = torch.arange(rows * merge_size), torch.arange(cols * merge_size)
     row, col = torch.meshgrid(height, width, indexing="ij")
     grid = torch.stack((row, col), -1).view(rows, merge_size, cols, merge_size, 2)
@@ -49,7 +49,7 @@ def _merge_order(rows: int, cols: int, merge_size: int) -> Tensor:
 
 
 def _neighbours(place_P2: Tensor, grid_size: int) -> tuple[Tensor, Tensor]:
-    """The four table rows around each patch and their bilinear weights: (P, 4) int64, (P, 4) float32."""
+    """The four table rows around each patch (P, 4) int64, and their bilinear weights (P, 4) float32."""
     last = grid_size - 1
     height, width = (place_P2.amax(0) + 1).tolist()
     row_P, col_P = place_P2.unbind(1)

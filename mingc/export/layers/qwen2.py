@@ -1,7 +1,7 @@
-"""The Qwen2 decoder stack of the speech LLM and of the three AudioVAE bodies.
+"""Qwen2 decoder stack of the speech LLM and of the three AudioVAE bodies.
 
-The stack knows norms, projections and the MLP; how a layer attends (over a whole sequence, a slot, a ring) is
-handed in as a function of the packed projection. Source: HF Qwen2, spec talker.md §0, §8.1, checkpoint.md §4.
+The stack computes norms, projections and the MLP; the caller passes attention (over a whole sequence, a KV slot or a
+ring buffer) as a function of the packed projection. Source: HF Qwen2; spec: talker.md §0, §8.1; spec: checkpoint.md §4.
 Shape letters: N rows (any leading axes), D hidden, Hq query heads, Hk key/value heads, d head size.
 """
 
@@ -26,8 +26,10 @@ Attend = Callable[[int, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Qwen2Config:
-    """Geometry of one stack. `windows[i]` is the number of keys a query of layer i sees, itself included;
-    None means all earlier ones."""
+    """Geometry of one stack.
+
+    `windows[i]` is the number of keys that a query of layer i attends to, its own included; None: all earlier ones.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -49,7 +51,7 @@ class Qwen2Config:
 
 
 def read_qwen2_config(raw: dict[str, Any], where: str, max_layers: int | None = None) -> Qwen2Config:
-    """The stack described by a HF `config.json` object `raw`; `max_layers` keeps only the first layers.
+    """Read the geometry from a HF `config.json` object `raw`, of the first `max_layers` layers if given.
 
     Raises: CheckpointError for a missing key or a variant that is not implemented.
     """
@@ -85,7 +87,7 @@ def read_qwen2_config(raw: dict[str, Any], where: str, max_layers: int | None = 
 
 
 def _layer_windows(raw: dict[str, Any]) -> tuple[int | None, ...]:
-    """Window of each layer: HF windows those from `max_window_layers` on, unless `layer_types` is given."""
+    """Window of each layer: by `layer_types`, or as HF does, of the layers from `max_window_layers` on."""
     num_layers = int(raw["num_hidden_layers"])
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
     types = raw.get("layer_types")
@@ -96,7 +98,7 @@ def _layer_windows(raw: dict[str, Any]) -> tuple[int | None, ...]:
 
 
 class Qwen2Layer(nn.Module):
-    """One decoder layer with packed qkv and packed gate+up projections."""
+    """One decoder layer with packed QKV and packed gate and up projections."""
 
     def __init__(self, config: Qwen2Config) -> None:
         super().__init__()
@@ -120,7 +122,7 @@ class Qwen2Layer(nn.Module):
 
 
 class Qwen2Stack(nn.Module):
-    """All layers and the final norm; rope frequencies are a float32 buffer."""
+    """All layers and the final norm; RoPE frequencies are a float32 buffer."""
 
     inv_freq: Tensor
 
@@ -132,7 +134,7 @@ class Qwen2Stack(nn.Module):
         self.register_buffer("inv_freq", torch.empty(config.head_dim // 2))
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin (…, d/2) float32 of integer `positions` (…): the two halves of a head share them."""
+        """Cosines and sines (…, d/2) float32 of integer `positions` (…), shared by both halves of a head."""
         angles = positions.float().unsqueeze(-1) * self.inv_freq
         return angles.cos(), angles.sin()
 
@@ -147,18 +149,18 @@ class Qwen2Stack(nn.Module):
 
 
 def inverse_frequencies(theta: float, head_dim: int) -> Tensor:
-    """Rope frequencies (head_dim/2,) float32, computed as HF does, so that angles agree to the bit."""
+    """RoPE frequencies (head_dim/2,) float32, computed as in HF, so that angles are bitwise equal."""
     return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
 
 
 def qwen2_weights(
     config: Qwen2Config, *, part: str, source: str, target: str, quantizable: bool = True
 ) -> list[WeightSource]:
-    """Sources of a `Qwen2Stack`: `target` and `source` are its prefixes in the module and the checkpoint."""
+    """Sources of a `Qwen2Stack` with prefix `target` in the module and `source` in the checkpoint."""
     hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
     q_rows, kv_rows = config.num_heads * size, config.num_kv_heads * size
 
-    # The matrices may be stored in fewer bits, not norms and biases.
+    # Norms and biases are never quantized.
     matrix: Quantizable | None = "linear" if quantizable else None
 
     def copy(name: str, tensor: str, *shape: int) -> WeightSource:

@@ -1,4 +1,4 @@
-"""Geometry of the speech LLM, which three stages need: its own config lies in `talker/llm/config.json`."""
+"""Geometry of the speech LLM, from `talker/llm/config.json`; shared by three stages."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.qwen2 import Qwen2Config, read_qwen2_config
 
 MAX_STEPS = 1000  # patches of one utterance; the reference's cap (spec: talker.md §5)
-MAX_SLOTS = 1024  # utterances whose state a pool may hold
+MAX_SLOTS = 1024  # the most utterances with state in a pool
 
 
 def read_llm_config(checkpoint: Checkpoint) -> Qwen2Config:
-    """The Qwen2 stack of the speech LLM. Raises: CheckpointError."""
+    """Read the geometry of the speech LLM's Qwen2 stack. Raises: CheckpointError."""
     if checkpoint.talker is None:
         raise CheckpointError("the checkpoint has no talker/ folder", where=str(checkpoint.root))
     file = checkpoint.talker.root / "llm" / "config.json"

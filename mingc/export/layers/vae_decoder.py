@@ -1,4 +1,4 @@
-"""AudioVAE decoder: latents → waveform, whole or in patches with carried state (spec: talker.md §8.1, §8.2).
+"""AudioVAE decoder: latents → waveform, for whole utterances or streamed patches (spec: talker.md §8.1, §8.2).
 
 Shape letters: B requests, L latents, P latents a patch, u frames a latent, D hidden, hop samples a frame.
 """
@@ -19,12 +19,12 @@ from mingc.kernels.sequence_attention import sequence_attention
 from mingc.kernels.sliding_window_attention import sliding_window_attention
 
 _FRAMES_PER_WINDOW = 4  # n_fft / hop, fixed in the reference
-_RING_MULTIPLE = 8  # rows of a ring: attention masks want aligned rows
+_RING_MULTIPLE = 8  # ring buffers have a multiple of this many rows: attention masks must be aligned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VaeDecoderConfig:
-    """Geometry of the decoder and of one streamed patch. `max_frames` bounds a stream without a window."""
+    """Geometry of the decoder and of one streamed patch; `max_frames` bounds streams of layers without a window."""
 
     stack: Qwen2Config
     latent_dim: int
@@ -48,16 +48,16 @@ class VaeDecoderConfig:
 
     @property
     def trimmed_samples(self) -> int:
-        """Samples cut at either end of an utterance."""
+        """Samples trimmed at either end of an utterance."""
         return (self.n_fft - self.hop) // 2
 
     @property
     def tail_samples(self) -> int:
-        """Samples at the end of a call that are final only if nothing follows."""
+        """Samples at the end of a call's output that are final only if the utterance ends there."""
         return self.lookahead_frames * self.hop + self.trimmed_samples
 
     def ring_rows(self, layer: int) -> int:
-        """Rows of one slot of a layer: the window of the oldest new frame and all new frames."""
+        """Ring buffer rows per slot of a layer: the window of the oldest new frame, and all new frames."""
         window = self.stack.windows[layer] or self.max_frames
         rows = min(window - 1, self.max_frames) + self.patch_frames + self.lookahead_frames
         return -(-rows // _RING_MULTIPLE) * _RING_MULTIPLE
@@ -77,12 +77,12 @@ class VaeDecoder(nn.Module):
         self.register_buffer("blend", torch.empty(3, config.frames_per_latent, dtype=torch.float32))
 
     def upsample(self, latents: Tensor) -> Tensor:
-        """Latents (B, L, latent_dim) float32 → stack inputs (B, L u, D): projected, then blended in time.
+        """Project latents (B, L, latent_dim) float32 and interpolate them linearly in time → (B, L u, D).
 
-        Frames have half-pixel centres; before the first and after the last latent the edge is repeated.
+        Frames have half-pixel centres; the first and last latents are repeated at the edges.
         """
         x: Tensor = self.latent_in(latents.to(self.latent_in.weight.dtype)).float().unsqueeze(2)
-        # Gathered, not sliced: slices of L - 1 rows would make torch.export cut L = 2 out of the range.
+        # Gathered, not sliced: with slices of L - 1 rows torch.export would exclude L = 2 from the range.
         position = torch.arange(x.shape[1], device=x.device)
         before = x[:, (position - 1).clamp(min=0)]
         after = x[:, (position + 1).clamp(max=x.shape[1] - 1)]
@@ -91,7 +91,7 @@ class VaeDecoder(nn.Module):
         return frames.flatten(1, 2).to(self.latent_in.weight.dtype)
 
     def decode(self, latents: Tensor) -> tuple[Tensor]:
-        """Whole utterance: (1, L, latent_dim) float32 → (L, u hop) float32, a row a latent."""
+        """Decode a whole utterance: (1, L, latent_dim) float32 → (L, u hop) float32, one row per latent."""
         config = self.config
         x = self.upsample(latents).squeeze(0)
         num_frames = x.shape[0]
@@ -107,12 +107,12 @@ class VaeDecoder(nn.Module):
         return (kept.reshape(latents.shape[1], config.frames_per_latent * config.hop),)
 
     def stream(self, latents: Tensor, slots: Tensor, patch_index: Tensor, *state: Tensor) -> tuple[Tensor]:
-        """One patch of each of B utterances → (B, patch samples + tail) float32.
+        """Decode one patch of each of B utterances → (B, patch samples + tail) float32.
 
-        The call decodes the patch's frames but for the last `lookahead_frames`, preceded by those of the
-        patch before. It also decodes the last ones as if nothing followed: they end the samples, count only if
-        this is the last patch, and leave no trace that the next call would read. Before frame 0 nothing
-        exists, so a slot needs no reset. `state` is k, v rings of layer 0, then of layer 1, …, last_latent, overlap.
+        A call decodes the last `lookahead_frames` of the previous patch and all but the last `lookahead_frames` of this
+        one. It also decodes those as if the utterance ended there: they form the tail, which is valid only for the last
+        patch, and leave no state for the next call. Frames before 0 are masked, so a slot needs no reset. `state` is k
+        and v ring buffers of layer 0, then of layer 1, …, last_latent, overlap.
         """
         config = self.config
         rings, last_latent, overlap = state[:-2], state[-2], state[-1]
@@ -122,7 +122,7 @@ class VaeDecoder(nn.Module):
         x = self.upsample(torch.cat((previous.unsqueeze(1), latents), dim=1))
         x = x[:, config.frames_per_latent - ahead :]
         first_frame = patch_index * length - ahead
-        # Frames of this call and the earlier ones whose windows still reach into its samples.
+        # Frames of this call, and earlier ones whose windows overlap its samples.
         reach = _FRAMES_PER_WINDOW - 1
         number = first_frame.unsqueeze(1) + torch.arange(-reach, length + ahead, device=x.device)
         cos, sin = self.stack.rope(number[:, reach:])
@@ -179,6 +179,6 @@ def vae_decoder_weights(
 
 
 def blend_weights(frames_per_latent: int) -> Tensor:
-    """Shares (3, u) of the latent before, the latent itself and the one after in each of its u frames."""
+    """Interpolation weights (3, u) of the previous, same and next latent for each of the u frames of a latent."""
     offset = (torch.arange(frames_per_latent).double() + 0.5) / frames_per_latent - 0.5
     return torch.stack((-offset.clamp(max=0), 1 - offset.abs(), offset.clamp(min=0)))

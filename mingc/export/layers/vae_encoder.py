@@ -1,4 +1,4 @@
-"""AudioVAE encoder: waveform → latents of a voice prompt (spec: talker.md §8.3).
+"""AudioVAE encoder: waveform of a voice prompt → latents (spec: talker.md §8.3).
 
 Shape letters: T latents, u frames a latent, D hidden, hop samples a frame.
 """
@@ -19,13 +19,13 @@ from mingc.kernels.sequence_attention import sequence_attention
 _MIN_STD = 1e-4
 
 ENCODER_LAYERS = 4
-"""Layers of the aggregator, and the most that the body runs: the reference sets this number on the config
-object that both share, so further layers on disk are never executed (golden README, 2)."""
+"""Layers of the aggregator, and the most that the body runs: the reference sets this number on the config object that
+both share, and never executes further layers in the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VaeEncoderConfig:
-    """Geometry of the encoder; body and aggregator are alike."""
+    """Geometry of the encoder; body and aggregator have the same."""
 
     stack: Qwen2Config
     latent_dim: int
@@ -34,7 +34,7 @@ class VaeEncoderConfig:
 
 
 class VaeEncoder(nn.Module):
-    """Frame projection, body, aggregator over groups of frames, and the projection to mean and scale."""
+    """Frame projection, body, aggregator over the frames of each latent, and projection to mean and scale."""
 
     def __init__(self, config: VaeEncoderConfig) -> None:
         super().__init__()
@@ -48,13 +48,13 @@ class VaeEncoder(nn.Module):
         self.posterior = nn.Linear(hidden, 2 * config.latent_dim)
 
     def encode(self, waveform: Tensor, num_frames: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Waveform (T, u hop) float32, of which `num_frames` (1,) frames are real, and noise (T, latent_dim).
+        """Encode a waveform (T, u hop) float32, whose first `num_frames` (1,) frames are real; noise (T, latent_dim).
 
-        Returns latents, mean and standard deviation, each (T, latent_dim) float32.
+        Returns: latents, mean and standard deviation, each (T, latent_dim) float32.
         """
         frames = waveform.view(-1, self.config.hop).to(self.frame_in.weight.dtype)
         hidden = self._attend(self.stack, self.frame_mix(self.frame_in(frames)))
-        # Padding the wave would give other values: it is the rows behind its end that are zero.
+        # As in the reference, hidden rows beyond the end are zero; zero samples there would give other values.
         is_real = torch.arange(hidden.shape[0], device=hidden.device) < num_frames
         hidden = torch.where(is_real.unsqueeze(1), hidden, 0)
         groups = hidden.view(waveform.shape[0], self.config.frames_per_latent, hidden.shape[1])
@@ -67,7 +67,7 @@ class VaeEncoder(nn.Module):
 
     @staticmethod
     def _attend(stack: Qwen2Stack, x: Tensor) -> Tensor:
-        """Rows (n, D) of one sequence through `stack`, causally."""
+        """Run `stack` causally on one sequence (n, D)."""
         config = stack.config
         cos, sin = stack.rope(torch.arange(x.shape[0], device=x.device))
 
@@ -100,7 +100,7 @@ def vae_encoder_weights(
             shapes=((1, 1, hidden),),
             compute=lambda value: value.flatten(),
         ),
-        # Only voices are registered with it: nothing is won by fewer bits.
+        # Not quantizable: the encoder only runs when a voice is registered.
         *(
             weight
             for theirs, ours in (("encoder.", "stack."), ("aggregator.", "aggregator."))

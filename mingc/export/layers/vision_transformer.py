@@ -1,7 +1,6 @@
-"""Modules of the vision encoder: block with two-axis rotary embedding, merger, projector (vision.md §5–§7).
+"""Modules of the vision encoder: block with two-axis rotary embedding, merger, projector (spec: vision.md §5–§7).
 
-Shape letters: P patches, W encoder width, H heads, d head width, R rotary angles (d/2), I MLP width, M merged
-tokens, G patches of a merged token, D thinker width.
+Shape suffixes: P patches, W encoder width, H heads, d head width, R rotary angles (d/2), I MLP width. M merged tokens.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from torch import Tensor, nn
 
 from mingc.kernels.varlen_attention import Segments, varlen_attention
 
-_NORM_EPS = 1e-6  # vision.md §6; not in the config
+_NORM_EPS = 1e-6  # spec: vision.md §6; not in the config
 
 
 class VisionAttention(nn.Module):
-    """Bidirectional attention within a frame."""
+    """Bidirectional attention within each frame."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -25,7 +24,7 @@ class VisionAttention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x_PW: Tensor, cos_PR: Tensor, sin_PR: Tensor, frames: Segments) -> Tensor:
-        """x: (P, W); cos, sin: (P, R) float32; frames: one row (B = 1) over P keys. Returns (P, W)."""
+        """x: (P, W); cos, sin: (P, R) float32; frames: segments of one sequence of P keys. Returns (P, W)."""
         num_patches, width = x_PW.shape
         qkv_P3Hd = self.qkv(x_PW).view(num_patches, 3, self.num_heads, width // self.num_heads)
         q_PHd, k_PHd, v_PHd = qkv_P3Hd.unbind(1)
@@ -36,7 +35,7 @@ class VisionAttention(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    """Pre-norm transformer block; `gelu` is the `approximate` of F.gelu."""
+    """Pre-norm transformer block; `gelu` is the `approximate` argument of F.gelu."""
 
     def __init__(self, width: int, mlp_width: int, num_heads: int, gelu: str) -> None:
         super().__init__()
@@ -56,7 +55,7 @@ class VisionBlock(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Joins the G patches of a token: norm of each patch, concatenation, two linear layers."""
+    """Merge the patches of each token: norm of each patch, concatenation, two linear layers."""
 
     def __init__(self, width: int, patches_per_token: int, out_width: int) -> None:
         super().__init__()
@@ -66,7 +65,7 @@ class PatchMerger(nn.Module):
         self.fc2 = nn.Linear(self.joined, out_width)
 
     def forward(self, x_PW: Tensor) -> Tensor:
-        """x: (P, W), the patches of a token adjacent. Returns (M, out_width)."""
+        """x: (P, W), with the patches of a token adjacent. Returns (M, out_width)."""
         joined = self.norm(x_PW).view(-1, self.joined)
         merged: Tensor = self.fc2(F.gelu(self.fc1(joined)))
         return merged
@@ -87,7 +86,7 @@ class VisionProjector(nn.Module):
 
 
 def _rotate(x_PHd: Tensor, cos_PR: Tensor, sin_PR: Tensor) -> Tensor:
-    """Rotary embedding in float32, dim k paired with k + d/2. Returns (P, H, d) in the dtype of `x_PHd`."""
+    """Rotary embedding in float32 that pairs dim k with k + d/2. Returns (P, H, d) in the dtype of `x_PHd`."""
     low_PHR, high_PHR = x_PHd.float().chunk(2, dim=-1)
     cos_P1R, sin_P1R = cos_PR.unsqueeze(1), sin_PR.unsqueeze(1)
     rotated = (low_PHR * cos_P1R - high_PHR * sin_P1R, high_PHR * cos_P1R + low_PHR * sin_P1R)

@@ -1,9 +1,9 @@
-"""Log-mel clips → audio embeddings of the thinker's width: Whisper encoder, projector (spec: audio.md §3–§5).
+"""Audio encoder: log-mel clips → embeddings of the thinker's width (spec: audio.md §3–§5).
 
-The eager module, its weights and its one graph, `encode`. Clips of a batch never see each other or their
-padding. Waveforms become log-mel on the host.
+One graph, `encode`: Whisper encoder and projector. Clips of a batch do not attend to each other or to padding. The
+runtime computes log-mel features on the host.
 
-Shape letters: N clips, T tokens of the longest clip, G mel frames of a token, F = T·G mel frames, C mel
+Shape suffixes: N clips, T tokens of the longest clip, G mel frames of a token, F = T·G mel frames, C mel
 bands, L encoder positions (F/2), W encoder width, H heads, d head width, D thinker width.
 """
 
@@ -26,23 +26,23 @@ from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSourc
 from mingc.export.weights.mapping import layer_norm, linear, stored
 from mingc.kernels.varlen_attention import Segments, make_segments, varlen_attention
 
-_NORM_EPS = 1e-5  # audio.md §3; not in the config
-_UNIT_EPS = 1e-12  # audio.md §4
-_CONV_STRIDE = 2  # of the encoder's second convolution
+_NORM_EPS = 1e-5  # spec: audio.md §3; not in the config
+_UNIT_EPS = 1e-12  # spec: audio.md §4
+_CONV_STRIDE = 2  # second convolution of the encoder
 _MLP_RATIO = 4  # Whisper's
 
-# audio.md §1, §2: the Whisper front end; in no config file.
+# Whisper's front end, which no config file holds (spec: audio.md §1, §2).
 _SAMPLE_RATE = 16000
 _FFT_SIZE = 400
 _HOP_SAMPLES = 160
 
-# Tokens of 1, 2, 4, 8, 15, 30, 60, 120 and 300 seconds at 25 tokens a second.
+# 1, 2, 4, 8, 15, 30, 60, 120 and 300 seconds at 25 tokens per second.
 _TOKEN_BUCKETS = (25, 50, 100, 200, 375, 750, 1500, 3000, 7500)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AudioConfig:
-    """Geometry of encoder and projector, from the root `config.json`."""
+    """Geometry of encoder and projector, from the main `config.json`."""
 
     num_layers: int
     width: int
@@ -53,16 +53,16 @@ class AudioConfig:
     downsample_stride: int
     is_normalised: bool
     hidden_size: int  # of the thinker
-    projector_depth: int  # convolution included
+    projector_depth: int  # including the convolution
 
     @property
     def frames_per_token(self) -> int:
-        """Mel frames of one embedding."""
+        """Mel frames per embedding."""
         return _CONV_STRIDE * self.downsample_stride
 
     @property
     def max_frames(self) -> int:
-        """Mel frames of the longest clip: one position row for every two."""
+        """Mel frames of the longest clip: two per row of the position table."""
         return _CONV_STRIDE * self.num_positions
 
     @property
@@ -72,12 +72,12 @@ class AudioConfig:
 
     @property
     def table_rows(self) -> int:
-        """Rows of the position table: those stored, and zeros up to whole tokens."""
+        """Rows of the position table: those of the checkpoint, and zeros up to a whole token."""
         return self.max_tokens * self.downsample_stride
 
 
 class AudioAttention(nn.Module):
-    """Bidirectional attention within a clip. The key's part of the packed bias is zero: Whisper has none."""
+    """Bidirectional attention within each clip; the key part of the packed bias is zero, as Whisper has none."""
 
     def __init__(self, config: AudioConfig) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class AudioAttention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, x_NLW: Tensor, clips: Segments) -> Tensor:
-        """x: (N, L, W); clips: one key range a clip. Returns (N, L, W)."""
+        """x: (N, L, W); clips: one key range per clip. Returns (N, L, W)."""
         num_clips, length, width = x_NLW.shape
         qkv_NL3Hd = self.qkv(x_NLW).view(num_clips, length, 3, self.num_heads, width // self.num_heads)
         q_NLHd, k_NLHd, v_NLHd = qkv_NL3Hd.unbind(2)
@@ -114,7 +114,7 @@ class AudioBlock(nn.Module):
 
 
 class AudioProjector(nn.Module):
-    """Downsampling convolution, then GELU and linear for each further layer."""
+    """Downsampling convolution, followed by GELU and linear layers."""
 
     def __init__(self, config: AudioConfig) -> None:
         super().__init__()
@@ -135,11 +135,11 @@ class AudioProjector(nn.Module):
 
 
 class AudioEncoder(nn.Module):
-    """Whisper's encoder without the 30 s window, and the projector. Method `encode` is the graph.
+    """Whisper's encoder without the 30 s window, and the projector; method `encode` is the graph.
 
-    Source: openai-whisper `AudioEncoder` and the official `linear_proj_audio`, as described in audio.md
-    §3–§6; each clip as if it were alone. Values beyond a clip's end are zeroed before every convolution,
-    because that is the padding a convolution would see at the end of a lone clip.
+    Source: openai-whisper `AudioEncoder` and the official `linear_proj_audio` (spec: audio.md §3–§6). The result of a
+    clip does not depend on the rest of the batch: values beyond its end are zeroed before every convolution, which
+    equals the padding of a convolution at the end of a single clip.
     """
 
     positions: Tensor
@@ -156,15 +156,14 @@ class AudioEncoder(nn.Module):
         self.projector = AudioProjector(config)
 
     def encode(self, mel_NTGC: Tensor, lengths_N: Tensor) -> tuple[Tensor]:
-        """Embed N clips, each as if alone.
+        """Embed N clips independently.
 
         Args:
-            mel_NTGC: (N, T, G, C) log-mel in the compute dtype; anything finite beyond a clip's end.
-            lengths_N: (N,) int64 mel frames of each clip; 0 for a clip that only fills the batch.
+            mel_NTGC: (N, T, G, C) log-mel in the compute dtype; any finite value beyond a clip's end.
+            lengths_N: (N,) int64 mel frames of each clip; 0 for padding of the batch.
 
         Returns:
-            (N, T, D) unit vectors (when the config normalises) in the compute dtype; rows from ⌈length / G⌉
-            on are zero.
+            (N, T, D) in the compute dtype, unit vectors if the config normalizes; rows from ⌈length / G⌉ on are zero.
         """
         positions_N = _ceil_divide(lengths_N, _CONV_STRIDE)
         mel_NFC = _zero_beyond(mel_NTGC.flatten(1, 2), lengths_N)
@@ -172,7 +171,7 @@ class AudioEncoder(nn.Module):
         x_NFW = _zero_beyond(x_NWF.transpose(1, 2), lengths_N)
         x_NLW = F.gelu(self.conv2(x_NFW.transpose(1, 2))).transpose(1, 2)
         x_NLW = (x_NLW + self.positions[: x_NLW.shape[1]]).to(x_NLW.dtype)
-        # A clip of no frames keeps one key, so that its softmax is not empty; its rows are zeroed at the end.
+        # An empty clip keeps one key, so that its softmax is not empty; its rows are zeroed at the end.
         ends_N = positions_N.clamp(min=1)
         bounds_N12 = torch.stack((torch.zeros_like(ends_N), ends_N), dim=-1).unsqueeze(1)
         clips = make_segments(bounds_N12, x_NLW.shape[1], x_NLW.dtype)
@@ -189,13 +188,13 @@ def _ceil_divide(lengths_N: Tensor, divisor: int) -> Tensor:
 
 
 def _zero_beyond(x_NLW: Tensor, lengths_N: Tensor) -> Tensor:
-    """`x_NLW` with the rows at and after each clip's length set to zero."""
+    """`x_NLW` with rows from each clip's length on set to zero."""
     index_L = torch.arange(x_NLW.shape[1], device=x_NLW.device)
     return x_NLW.masked_fill((index_L >= lengths_N.unsqueeze(1)).unsqueeze(-1), 0.0)
 
 
 class AudioEncoderStage(Stage):
-    """The stage `audio_encoder`; every rank that runs it holds all of it."""
+    """The stage `audio_encoder`, which is not sharded."""
 
     name = "audio_encoder"
     policy = "once"
@@ -213,7 +212,7 @@ class AudioEncoderStage(Stage):
             raise CheckpointError(f"n_state {width} is not a multiple of n_head {num_heads}", where=where)
         kernel = part.require("ds_kernel_size", *audio)
         if kernel % 2 == 0:
-            # ⌈length / stride⌉ tokens (audio.md §5) hold for odd kernels with half of them as padding.
+            # The length ⌈length / stride⌉ (spec: audio.md §5) holds for odd kernels padded by half of their size.
             raise CheckpointError(f"ds_kernel_size {kernel} is even; it must be odd", where=where)
         projector_depth = part.require("mlp_depth")
         if projector_depth < 1:
@@ -245,7 +244,7 @@ class AudioEncoderStage(Stage):
             WeightSource(
                 name="positions",
                 part="main",
-                # The stored rows, not a recomputed sinusoid: they are rounded to bf16 (audio.md §7).
+                # The stored rows are rounded to bf16, unlike a recomputed sinusoid (spec: audio.md §7).
                 tensors=("audio.positional_embedding",),
                 shapes=((config.num_positions, width),),
                 compute=lambda table: F.pad(table, (0, 0, 0, extra_rows)),
@@ -253,21 +252,21 @@ class AudioEncoderStage(Stage):
             ),
         ]
         for index in range(config.num_layers):
-            own, theirs = f"blocks.{index}", f"audio.blocks.{index}"
-            sources += layer_norm(f"{own}.attention_norm", f"{theirs}.attn_ln", width)
-            sources += _packed_qkv(f"{own}.attention.qkv", f"{theirs}.attn", width)
-            sources += linear(f"{own}.attention.out", f"{theirs}.attn.out", width, width)
-            sources += layer_norm(f"{own}.mlp_norm", f"{theirs}.mlp_ln", width)
-            sources += linear(f"{own}.fc1", f"{theirs}.mlp.0", mlp_width, width)
-            sources += linear(f"{own}.fc2", f"{theirs}.mlp.2", width, mlp_width)
+            target, source = f"blocks.{index}", f"audio.blocks.{index}"
+            sources += layer_norm(f"{target}.attention_norm", f"{source}.attn_ln", width)
+            sources += _packed_qkv(f"{target}.attention.qkv", f"{source}.attn", width)
+            sources += linear(f"{target}.attention.out", f"{source}.attn.out", width, width)
+            sources += layer_norm(f"{target}.mlp_norm", f"{source}.mlp_ln", width)
+            sources += linear(f"{target}.fc1", f"{source}.mlp.0", mlp_width, width)
+            sources += linear(f"{target}.fc2", f"{source}.mlp.2", width, mlp_width)
         sources += layer_norm("norm", "audio.ln_post", width)
-        own, theirs, kernel = "projector.conv", "linear_proj_audio.0", config.downsample_kernel
-        sources.append(stored(f"{own}.weight", f"{theirs}.weight", hidden_size, width, kernel))
-        sources.append(stored(f"{own}.bias", f"{theirs}.bias", hidden_size))
+        target, source, kernel = "projector.conv", "linear_proj_audio.0", config.downsample_kernel
+        sources.append(stored(f"{target}.weight", f"{source}.weight", hidden_size, width, kernel))
+        sources.append(stored(f"{target}.bias", f"{source}.bias", hidden_size))
         for index in range(config.projector_depth - 1):
-            # Stored sequence: convolution, transpose, then (GELU, linear) pairs.
-            own, theirs = f"projector.layers.{index}", f"linear_proj_audio.{3 + 2 * index}"
-            sources += linear(own, theirs, hidden_size, hidden_size)
+            # The stored sequence is convolution, transpose, then (GELU, linear) pairs.
+            target, source = f"projector.layers.{index}", f"linear_proj_audio.{3 + 2 * index}"
+            sources += linear(target, source, hidden_size, hidden_size)
         return sources
 
     def graphs(self, config: AudioConfig, shard: Shard, options: StageOptions) -> Sequence[GraphDef]:
@@ -286,15 +285,15 @@ class AudioEncoderStage(Stage):
         def example(dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
             return _example(config, dims["N"], dims["T4"], options.dtype, generator)
 
-        most = config.max_tokens
-        plan = GraphDef(
+        longest = config.max_tokens
+        graph = GraphDef(
             spec=spec,
             method="encode",
             example=example,
-            trace_dims={"N": 2, "T4": min(12, most)},
-            check_dims={"N": 2, "T4": min(25, most)},
+            trace_dims={"N": 2, "T4": min(12, longest)},
+            check_dims={"N": 2, "T4": min(25, longest)},
         )
-        return (plan,)
+        return (graph,)
 
     def parameters(self, config: AudioConfig, options: StageOptions) -> AudioParameters:
         return AudioParameters(
@@ -312,7 +311,7 @@ STAGE = AudioEncoderStage()
 
 
 def _packed_qkv(name: str, stored_name: str, width: int) -> list[WeightSource]:
-    """Query, key, value rows in this order; Whisper's key has no bias."""
+    """Pack query, key and value rows in this order; Whisper's keys have no bias."""
     names = tuple(f"{stored_name}.{part}.weight" for part in ("query", "key", "value"))
     return [
         WeightSource(
@@ -333,20 +332,20 @@ def _packed_qkv(name: str, stored_name: str, width: int) -> list[WeightSource]:
 
 
 def _clip_dim(options: StageOptions) -> Dim:
-    """N: doubling up to the batch limit; one clip a call where every size is an engine of its own.
+    """Dim N: batch sizes up to the limit, or one clip per call with static buckets.
 
-    One clip of a few seconds fills a GPU, and every further size of N would multiply the engines of T4.
+    One clip of a few seconds fills a GPU, and each size of N would multiply the engines of T4.
     """
     if options.static_buckets:
         return Dim(name="N", minimum=1, maximum=1, buckets=(1,))
-    # A range of one size would not be a dim that varies.
+    # At least 2: torch.export treats a dim with a single size as static.
     return Dim(name="N", minimum=1, maximum=max(2, options.max_batch), buckets=options.batch_sizes)
 
 
 def _token_dim(config: AudioConfig) -> Dim:
-    most = config.max_tokens
-    buckets = (*(size for size in _TOKEN_BUCKETS if size < most), most)
-    return Dim(name="T4", minimum=1, maximum=most, buckets=buckets)
+    longest = config.max_tokens
+    buckets = (*(size for size in _TOKEN_BUCKETS if size < longest), longest)
+    return Dim(name="T4", minimum=1, maximum=longest, buckets=buckets)
 
 
 def _example(

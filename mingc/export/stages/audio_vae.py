@@ -1,6 +1,6 @@
-"""AudioVAE: latents → 44.1 kHz waveform, whole or streamed in patches, and waveform → latents for voice prompts.
+"""AudioVAE: latents → 44.1 kHz waveform, whole or in streamed patches, and waveform → latents for voice prompts.
 
-The networks run in the recipe's dtype, spectrum and inverse transform in float32 (spec: talker.md §8).
+The networks run in the recipe's dtype, spectrum and inverse Fourier transform in float32 (spec: talker.md §8).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from mingc.export.layers.vae_encoder import ENCODER_LAYERS, VaeEncoder, VaeEncod
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSource
 
 _PART = "vae"
-_DECODE_BUCKETS = (16, 64, 256)  # latents decoded at once; longer audio is streamed
+_DECODE_BUCKETS = (16, 64, 256)  # latents per call; longer audio is streamed
 _ENCODE_BUCKETS = (32, 128, 512)  # latents of a voice prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AudioVaeConfig:
-    """Both halves and the sample rate."""
+    """Geometry of encoder and decoder, and the sample rate."""
 
     sample_rate: int
     encoder: VaeEncoderConfig
@@ -38,7 +38,7 @@ class AudioVaeConfig:
 
 
 class AudioVae(nn.Module):
-    """Encoder and decoder; the methods are the graphs."""
+    """Encoder and decoder; each method is a graph."""
 
     def __init__(self, config: AudioVaeConfig) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class AudioVae(nn.Module):
 
 
 class AudioVaeStage(Stage):
-    """Decode, streaming decode and encode."""
+    """The stage `audio_vae`: decode, streaming decode and encode."""
 
     name = "audio_vae"
     policy = "stream"
@@ -121,9 +121,9 @@ class AudioVaeStage(Stage):
 
     def graphs(self, config: AudioVaeConfig, shard: Shard, options: StageOptions) -> Sequence[GraphDef]:
         return [
-            _decode_plan(config.decoder),
-            _stream_plan(config.decoder, options),
-            _encode_plan(config.encoder),
+            _decode_graph(config.decoder),
+            _stream_graph(config.decoder, options),
+            _encode_graph(config.encoder),
         ]
 
     def parameters(self, config: AudioVaeConfig, options: StageOptions) -> VaeParameters:
@@ -153,7 +153,7 @@ class AudioVaeStage(Stage):
         )
 
 
-def _decode_plan(config: VaeDecoderConfig) -> GraphDef:
+def _decode_graph(config: VaeDecoderConfig) -> GraphDef:
     samples = config.frames_per_latent * config.hop
 
     def example(dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
@@ -162,7 +162,7 @@ def _decode_plan(config: VaeDecoderConfig) -> GraphDef:
     spec = GraphSpec(
         name="decode",
         inputs=(TensorSpec(name="latents", dtype="float32", shape=(1, "L", config.latent_dim)),),
-        # A row a latent: shapes at the border know no products.
+        # One row per latent, as dims of a spec cannot be products.
         outputs=(TensorSpec(name="waveform", dtype="float32", shape=("L", samples)),),
         dims=(Dim(name="L", minimum=1, maximum=_DECODE_BUCKETS[-1], buckets=_DECODE_BUCKETS),),
     )
@@ -171,7 +171,7 @@ def _decode_plan(config: VaeDecoderConfig) -> GraphDef:
     )
 
 
-def _stream_plan(config: VaeDecoderConfig, options: StageOptions) -> GraphDef:
+def _stream_graph(config: VaeDecoderConfig, options: StageOptions) -> GraphDef:
     patch = (config.latents_per_patch, config.latent_dim)
     heads = (config.stack.num_kv_heads, config.stack.head_dim)
     state = (
@@ -192,7 +192,7 @@ def _stream_plan(config: VaeDecoderConfig, options: StageOptions) -> GraphDef:
         batch, num_slots = dims["B"], dims["S"]
         tensors = {
             "latents": torch.randn(batch, *patch, generator=generator),
-            # Distinct slots as far as there are enough; the rest is padding, which shares slot 0.
+            # Distinct slots while there are enough; the rest is padding, which shares slot 0.
             "slots": torch.where(torch.arange(batch) + 1 < num_slots, torch.arange(batch) + 1, 0),
             "patch_index": torch.arange(batch) % 4,
         }
@@ -226,7 +226,7 @@ def _stream_plan(config: VaeDecoderConfig, options: StageOptions) -> GraphDef:
     )
 
 
-def _encode_plan(config: VaeEncoderConfig) -> GraphDef:
+def _encode_graph(config: VaeEncoderConfig) -> GraphDef:
     samples = config.frames_per_latent * config.hop
 
     def example(dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
 """Flow-matching sampler: LLM hidden state → latents of one patch, next LLM input and stop probability.
 
-One graph holds all sampler steps, the aggregator and the stop head (spec: talker.md §6, §7). The ODE state,
-times and noise are float32; the networks run in the recipe's dtype.
+One graph runs all sampler steps, the aggregator and the stop head (spec: talker.md §6, §7). ODE state, times and noise
+are float32; the networks run in the recipe's dtype.
+
 Shape letters: B requests, H history latents, P latents a patch, C latent channels, D LLM width.
 """
 
@@ -26,16 +27,16 @@ from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSourc
 from mingc.kernels import dit_batch1
 
 _PART = "talker"
-# Default arguments of the reference's sampler. The config's `cfg_strength` is never read (golden README, 22).
+# Default arguments of the reference's sampler, which never reads the config's `cfg_strength`.
 _GUIDANCE = 2.0
 _SIGMA = 0.25
 _TEMPERATURE = 0.0
-_MAX_VOICE_PATCHES = 128  # patches of one voice prompt that are aggregated at a time
+_MAX_VOICE_PATCHES = 128  # patches of a voice prompt per call of the aggregator
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CfmConfig:
-    """Sampler and both transformers."""
+    """Geometry of the sampler and both transformers."""
 
     num_steps: int
     latents_per_patch: int
@@ -47,7 +48,7 @@ class CfmConfig:
 
 
 class Cfm(nn.Module):
-    """DiT, aggregator and the two heads."""
+    """DiT, aggregator, stop head and speaker projection."""
 
     time_embeddings: Tensor
     step_sizes: Tensor
@@ -77,12 +78,12 @@ class Cfm(nn.Module):
         sigma: Tensor,
         temperature: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """One patch of B requests; inputs and outputs as in the graph's spec."""
+        """Sample one patch of each of B requests; inputs and outputs as in the graph's spec."""
         weights = self.patch_weights()
         if dit_batch1.takes_patch(noise, weights):
             inputs = dit_batch1.PatchInputs(hidden, history, noise, step_noise, guidance, sigma, temperature)
-            latents, heard, stop = dit_batch1.sample(inputs, weights)
-            next_embeds = self.aggregator.project_row(heard[:1])
+            latents, aggregated, stop = dit_batch1.sample(inputs, weights)
+            next_embeds = self.aggregator.project_row(aggregated[:1])
         else:
             latents = self.trajectory(hidden, history, noise, step_noise, guidance, sigma, temperature)[-1]
             stop = self.stop_head(hidden).float().softmax(-1)[:, 1]
@@ -100,27 +101,27 @@ class Cfm(nn.Module):
         sigma: Tensor,
         temperature: Tensor,
     ) -> list[Tensor]:
-        """ODE states (B, P, C) float32: the start noise and the state after each step."""
+        """ODE states, each (B, P, C) float32: the initial noise and the state after each step."""
         prefix, history_tokens = self.prefix(hidden, history)
         guidance = guidance[:, None, None]
-        kicks = self.kicks(step_noise, sigma, temperature)
+        added_noise = self.scaled_noise(step_noise, sigma, temperature)
         states = [noise]
         for step in range(self.config.num_steps):
             state = states[-1]
-            both = self.velocity(prefix[:, step : step + 1], history_tokens, state)
-            conditional, free = both.view(2, *state.shape).unbind(0)
-            velocity = conditional + guidance * (conditional - free)
-            # Noise is added after the last step too, as the reference does (golden README, 21).
-            states.append(state + velocity * self.step_sizes[step] + kicks[:, step])
+            velocities = self.velocity(prefix[:, step : step + 1], history_tokens, state)
+            conditional, unconditional = velocities.view(2, *state.shape).unbind(0)
+            velocity = conditional + guidance * (conditional - unconditional)
+            # As in the reference, noise is also added after the last step.
+            states.append(state + velocity * self.step_sizes[step] + added_noise[:, step])
         return states
 
-    def kicks(self, step_noise: Tensor, sigma: Tensor, temperature: Tensor) -> Tensor:
-        """Noise (B, steps, P, C) float32 that the steps add."""
+    def scaled_noise(self, step_noise: Tensor, sigma: Tensor, temperature: Tensor) -> Tensor:
+        """Scaled noise (B, steps, P, C) float32 that each step adds."""
         spread = (sigma * temperature.sqrt())[:, None, None, None] * self.step_sizes.sqrt()[:, None, None]
         return step_noise * spread
 
     def patch_weights(self) -> dit_batch1.PatchWeights:
-        """All parameters but the speaker projection and the aggregator's projection."""
+        """Parameters for the fused kernel: all but the projections of speaker and aggregator."""
         return dit_batch1.PatchWeights(
             dit=self.dit.weights(),
             project=self.dit.project.weight,
@@ -136,34 +137,35 @@ class Cfm(nn.Module):
         )
 
     def prefix(self, hidden: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
-        """What all steps share: first tokens (2B, steps, width) and history tokens (2B, H, width).
+        """Inputs that all steps share: first tokens (2B, steps, width) and history tokens (2B, H, width).
 
-        The first half of the batch is conditioned, the second has a zero condition vector (its bias stays).
+        The first half of the batch is conditional. The second, unconditional half has a zero condition vector, to which
+        the bias is still added.
         """
         condition = self.condition(torch.cat((hidden, torch.zeros_like(hidden)))).float()
         first = (condition.unsqueeze(1) + self.time_embeddings).to(hidden.dtype)
         return first, self.dit.embed_latents(history).repeat(2, 1, 1)
 
     def velocity(self, first: Tensor, history_tokens: Tensor, state: Tensor) -> Tensor:
-        """Network output (2B, P, C) float32 for tokens `first` (2B, 1, width) and ODE state (B, P, C)."""
+        """DiT output (2B, P, C) float32 for tokens `first` (2B, 1, width) and ODE state (B, P, C)."""
         patch = self.dit.embed_latents(state).repeat(2, 1, 1)
         tokens = torch.cat((first, history_tokens, patch), dim=1)
         out: Tensor = self.dit(tokens, slice(tokens.shape[1] - patch.shape[1], None)).float()
         return out
 
     def aggregate(self, latents: Tensor) -> tuple[Tensor]:
-        """Patches (N, P, C) float32 → LLM inputs (N, D)."""
+        """Aggregate patches (N, P, C) float32 → LLM inputs (N, D)."""
         tokens = self.aggregator.embed_latents(latents)
         query = self.aggregator_query.expand(tokens.shape[0], 1, -1)
         return (self.aggregator(torch.cat((query, tokens), dim=1), slice(0, 1)).squeeze(1),)
 
     def speaker(self, vectors: Tensor) -> tuple[Tensor]:
-        """SpeechStream network outputs (N, speaker_dim) float32 → LLM inputs (N, D)."""
+        """Project speaker network outputs (N, speaker_dim) float32 → LLM inputs (N, D)."""
         return (self.speaker_head(vectors.to(self.speaker_head.weight.dtype)),)
 
 
 class CfmStage(Stage):
-    """Sampler, aggregator and the speaker projection of the talker."""
+    """The stage `cfm`: sampler, aggregator and speaker projection of the talker."""
 
     name = "cfm"
     policy = "loop"
@@ -246,9 +248,9 @@ class CfmStage(Stage):
 
     def graphs(self, config: CfmConfig, shard: Shard, options: StageOptions) -> Sequence[GraphDef]:
         return [
-            _sample_plan(config, options),
-            _aggregate_plan(config, options),
-            _speaker_plan(config, options),
+            _sample_graph(config, options),
+            _aggregate_graph(config, options),
+            _speaker_graph(config, options),
         ]
 
     def parameters(self, config: CfmConfig, options: StageOptions) -> CfmParameters:
@@ -264,7 +266,7 @@ class CfmStage(Stage):
         )
 
     def ignored(self, checkpoint: Checkpoint) -> Sequence[tuple[str, str]]:
-        reason = "rope tables are computed in float32"
+        reason = "RoPE tables are computed in float32"
         return (("cfm.model.rotary_embed.", reason), ("aggregator.rotary_embed.", reason))
 
 
@@ -274,7 +276,7 @@ def _copy(name: str, tensor: str, *shape: int) -> WeightSource:
     )
 
 
-def _sample_plan(config: CfmConfig, options: StageOptions) -> GraphDef:
+def _sample_graph(config: CfmConfig, options: StageOptions) -> GraphDef:
     dtype, hidden = dtype_name(options.dtype), config.llm_hidden_size
     patch = (config.latents_per_patch, config.dit.latent_dim)
     history = (config.history_latents, config.dit.latent_dim)
@@ -324,10 +326,10 @@ def _sample_plan(config: CfmConfig, options: StageOptions) -> GraphDef:
     )
 
 
-def _row_plan(
+def _row_graph(
     name: str, source: TensorSpec, config: CfmConfig, options: StageOptions, maximum: int
 ) -> GraphDef:
-    """A graph from N rows of `source` to N LLM inputs; only voices are registered with it: one bucket is enough."""
+    """A graph from N rows of `source` to N LLM inputs; one bucket, as it only runs when a voice is registered."""
     spec = GraphSpec(
         name=name,
         inputs=(source,),
@@ -350,15 +352,15 @@ def _row_plan(
     )
 
 
-def _aggregate_plan(config: CfmConfig, options: StageOptions) -> GraphDef:
+def _aggregate_graph(config: CfmConfig, options: StageOptions) -> GraphDef:
     shape = ("N", config.latents_per_patch, config.dit.latent_dim)
     source = TensorSpec(name="latents", dtype="float32", shape=shape)
-    return _row_plan("aggregate", source, config, options, _MAX_VOICE_PATCHES)
+    return _row_graph("aggregate", source, config, options, _MAX_VOICE_PATCHES)
 
 
-def _speaker_plan(config: CfmConfig, options: StageOptions) -> GraphDef:
+def _speaker_graph(config: CfmConfig, options: StageOptions) -> GraphDef:
     source = TensorSpec(name="vectors", dtype="float32", shape=("N", config.speaker_dim))
-    return _row_plan("speaker", source, config, options, 8)
+    return _row_graph("speaker", source, config, options, 8)
 
 
 STAGE = CfmStage()

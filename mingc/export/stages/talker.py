@@ -1,7 +1,8 @@
 """Speech LLM: prompt tokens and patch embeddings → the hidden state that conditions the next patch.
 
-Keys and values lie in fixed slots, one a request (spec: talker.md §4, §5). Prompt assembly, sampling of
-latents and the stop rule are not here.
+Keys and values are in contiguous KV slots, one per request (spec: talker.md §4, §5). The stage `cfm` samples latents;
+the runtime assembles prompts and applies the stop rule.
+
 Shape letters: B requests, T chunk tokens, D hidden, S slots.
 """
 
@@ -39,7 +40,7 @@ _PREFERRED_VOICE = "DB30"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TalkerConfig:
-    """Geometry of the speech LLM and its slots."""
+    """Geometry of the speech LLM and its KV slots."""
 
     llm: Qwen2Config
     vocab_size: int
@@ -48,7 +49,7 @@ class TalkerConfig:
 
 
 class Talker(nn.Module):
-    """Word embedding and Qwen2 stack over slots. `slots` are k, v of layer 0, then of layer 1, …"""
+    """Word embedding and Qwen2 stack over KV slots; `slots` are k and v of layer 0, then of layer 1, …"""
 
     def __init__(self, config: TalkerConfig) -> None:
         super().__init__()
@@ -66,7 +67,7 @@ class Talker(nn.Module):
         last: Tensor,
         *slots: Tensor,
     ) -> tuple[Tensor]:
-        """One chunk (T) of one request's prompt → hidden (1, D) of chunk token `last`."""
+        """Prefill one chunk (T) of one request's prompt → hidden state (1, D) of chunk token `last`."""
         words = F.embedding(input_ids, self.word_embeddings)
         x = torch.where(use_embed.unsqueeze(1), embeds, words)
         cos, sin = self.stack.rope(start + torch.arange(input_ids.shape[0], device=input_ids.device))
@@ -79,7 +80,7 @@ class Talker(nn.Module):
         return (self.stack(x, attend, kept=last),)
 
     def step(self, embeds: Tensor, slot: Tensor, lengths: Tensor, *slots: Tensor) -> tuple[Tensor]:
-        """One token of each of B requests: embeds (B, D) → hidden (B, D)."""
+        """Decode one token of each of B requests: embeds (B, D) → hidden states (B, D)."""
         cos, sin = self.stack.rope(lengths)
 
         def attend(index: int, qkv: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ class Talker(nn.Module):
 
 
 class TalkerStage(Stage):
-    """Prefill and step of the speech LLM."""
+    """The stage `talker`: prefill and step of the speech LLM."""
 
     name = "talker"
     policy = "autoregressive"
@@ -134,7 +135,7 @@ class TalkerStage(Stage):
         ]
 
     def graphs(self, config: TalkerConfig, shard: Shard, options: StageOptions) -> Sequence[GraphDef]:
-        return [_prefill_plan(config, options), _step_plan(config, options)]
+        return [_prefill_graph(config, options), _step_graph(config, options)]
 
     def parameters(self, config: TalkerConfig, options: StageOptions) -> TalkerParameters:
         return TalkerParameters(
@@ -150,11 +151,11 @@ class TalkerStage(Stage):
         )
 
     def ignored(self, checkpoint: Checkpoint) -> Sequence[tuple[str, str]]:
-        return (("lm_head.", "the speech LLM's logits are never needed"),)
+        return (("lm_head.", "the speech LLM's logits are not used"),)
 
 
 def _default_voice(checkpoint: Checkpoint) -> str | None:
-    """The reference's default voice when its wave is in the checkpoint, else the first one that is, else none."""
+    """The reference's default voice if the checkpoint has its waveform, else the first voice that has one."""
     names = [voice.name for voice in voices.find(checkpoint, [])]
     return _PREFERRED_VOICE if _PREFERRED_VOICE in names else next(iter(names), None)
 
@@ -178,7 +179,7 @@ def _example_state(
     }
 
 
-def _prefill_plan(config: TalkerConfig, options: StageOptions) -> GraphDef:
+def _prefill_graph(config: TalkerConfig, options: StageOptions) -> GraphDef:
     dtype, hidden = dtype_name(options.dtype), config.llm.hidden_size
     maximum = min(options.prefill_chunk_size, config.slot_tokens)
 
@@ -221,14 +222,14 @@ def _prefill_plan(config: TalkerConfig, options: StageOptions) -> GraphDef:
     )
 
 
-def _step_plan(config: TalkerConfig, options: StageOptions) -> GraphDef:
+def _step_graph(config: TalkerConfig, options: StageOptions) -> GraphDef:
     dtype, hidden = dtype_name(options.dtype), config.llm.hidden_size
 
     def example(dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
         batch, num_slots = dims["B"], dims["S"]
         return {
             "embeds": torch.randn(batch, hidden, generator=generator).to(options.dtype),
-            # Distinct slots as far as there are enough; the rest is padding, which shares slot 0.
+            # Distinct slots while there are enough; the rest is padding, which shares slot 0.
             "slots": torch.where(torch.arange(batch) + 1 < num_slots, torch.arange(batch) + 1, 0),
             "lengths": torch.arange(batch) * 37 % config.slot_tokens,
             **_example_state(config, options, num_slots, generator),

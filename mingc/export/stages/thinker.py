@@ -1,8 +1,7 @@
-"""The thinker: the MoE decoder that reads text and media embeddings and writes text, sharded by rank.
+"""Thinker: tensor-parallel MoE decoder from text and media embeddings to text.
 
-Two graphs share one set of weights and one page pool a layer: `prefill` takes a chunk of one request or of several,
-`decode` one token of several. The pool's rows are the runtime's: it names the row of every token; page 0 belongs to
-padding and is never allocated.
+Prefill graphs process a chunk of one or several requests, decode graphs one token of several requests; both share the
+weights and one page pool per layer. The runtime allocates pages, of which page 0 is reserved for padding.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from mingc.kernels.chunk_layout import CHUNK_ALIGNMENT, SHARED_ROWS
 _DEFAULT_SYSTEM_TEXT = "你是一个友好的AI助手。"
 _THINKING_SUFFIX = "\n\ndetailed thinking {state}"
 _TEMPORAL_POSITION_SCALE = 2
-# Distance of each token id from `image_patch_token` in the released vocabulary (spec: thinker.md §6.3); used
-# for tokens that the config does not name when the folder has no tokenizer.
+# Offset of each token id from `image_patch_token` in the released vocabulary (spec: thinker.md §6.3), for tokens that
+# the config does not name when the folder has no tokenizer.
 _TOKEN_OFFSETS = {
     "<image>": 1,
     "</image>": 2,
@@ -55,13 +54,13 @@ _TOKEN_OFFSETS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThinkerConfig:
-    """What `llm_config` and the tokenizer say."""
+    """Settings from `llm_config` and the tokenizer."""
 
     decoder: DecoderConfig
     is_tied: bool  # lm_head is the word embedding
     max_positions: int
     stop_token_ids: tuple[int, ...]
-    token_ids: dict[str, int]  # of the special tokens, by their text
+    token_ids: dict[str, int]  # special tokens by text
 
 
 class ThinkerStage(Stage):
@@ -83,7 +82,7 @@ class ThinkerStage(Stage):
         get.check_supported()
         hidden_size, num_heads = get.integer("hidden_size"), get.integer("num_attention_heads")
         head_dim = get.integer("head_dim", hidden_size // num_heads)
-        expert_width = get.integer("moe_intermediate_size")
+        expert_intermediate_size = get.integer("moe_intermediate_size")
         num_experts = get.integer("num_experts")
         num_groups = get.integer("n_group", 1)
         if num_experts % num_groups:
@@ -101,8 +100,8 @@ class ThinkerStage(Stage):
             norm_eps=get.number("rms_norm_eps"),
             dense_intermediate_size=get.integer("intermediate_size"),
             num_experts=num_experts,
-            expert_intermediate_size=expert_width,
-            shared_intermediate_size=expert_width * get.integer("num_shared_experts", 0),
+            expert_intermediate_size=expert_intermediate_size,
+            shared_intermediate_size=expert_intermediate_size * get.integer("num_shared_experts", 0),
             num_experts_per_token=get.integer("num_experts_per_tok"),
             num_expert_groups=num_groups,
             num_kept_groups=get.integer("topk_group", num_groups),
@@ -173,7 +172,7 @@ class ThinkerStage(Stage):
 
 
 class _Reader:
-    """Typed access to `llm_config`; every complaint names the file."""
+    """Typed access to `llm_config`; errors name the file."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._part = checkpoint.main
@@ -182,7 +181,7 @@ class _Reader:
         return CheckpointError(message, where=f"{self._part.root / 'config.json'}: llm_config")
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The value of `key`, or `default` when it is absent or null; without a default it must be there."""
+        """The value of `key`, or `default` if it is absent or null; a key without a default is required."""
         section = self._part.require("llm_config")
         found = section.get(key) if isinstance(section, dict) else None
         if found is not None:
@@ -202,7 +201,7 @@ class _Reader:
         return float(found)
 
     def check_supported(self) -> None:
-        """Raises: CheckpointError with every setting that would change the maths."""
+        """Check the settings that would change the maths. Raises: CheckpointError that lists all unsupported ones."""
         expected = {"hidden_act": "silu", "use_bias": False, "use_qkv_bias": False, "use_qk_norm": True}
         wrong = {
             key: self.value(key, want) for key, want in expected.items() if self.value(key, want) != want
@@ -213,10 +212,10 @@ class _Reader:
             wrong["rope_scaling.type"] = kind
         if wrong:
             listed = ", ".join(f"{key}={value!r}" for key, value in wrong.items())
-            raise self.error(f"the thinker is not built for {listed}")
+            raise self.error(f"not supported by the thinker: {listed}")
 
     def token_ids(self) -> dict[str, int]:
-        """Ids of the media tokens: from the tokenizer beside the weights, else by the released order."""
+        """Ids of the media tokens, from the tokenizer beside the weights or by their order in the release."""
         base = self.integer("image_patch_token")
         ids = {"<imagePatch>": base} | {text: base + offset for text, offset in _TOKEN_OFFSETS.items()}
         file = self._part.root / "tokenizer.json"
@@ -226,7 +225,7 @@ class _Reader:
                 ids |= {token["content"]: token["id"] for token in added if token["content"] in ids}
             except (ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(f"not a tokenizer file: {error}", where=str(file)) from error
-        # `video_start_token` of the config is the id of `</image>` in the release, hence not read.
+        # The config's `video_start_token` is not read: in the release it is the id of `</image>`.
         named = {
             "image_patch_token": "<imagePatch>",
             "video_patch_token": "<framePatch>",

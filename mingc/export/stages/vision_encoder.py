@@ -1,10 +1,9 @@
-"""Image and video patches → vision embeddings of the thinker's width (spec: vision.md §3–§7).
+"""Vision encoder: image and video patches → embeddings of the thinker's width (spec: vision.md §3–§7).
 
-The eager module, its weights and its one graph, `encode`. Resizing, flattening, and the tables that tell each
-patch its place are made on the host by the runtime.
+One graph, `encode`. The runtime resizes and flattens images and computes position tables on the host.
 
-Shape letters: M merged tokens, G patches of a merged token, P = M·G patches, C input values of a patch,
-W encoder width, f rotary frequencies of one axis, R = 2f rotary angles, D thinker width.
+Shape suffixes: M merged tokens, G patches of a merged token, P = M·G patches, C input values of a patch, W encoder
+width, f rotary frequencies of one axis, R = 2f rotary angles, D thinker width.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSourc
 from mingc.export.weights.mapping import layer_norm, linear, stored
 from mingc.kernels.varlen_attention import make_segments
 
-_UNIT_EPS = 1e-12  # vision.md §7
-_ROTARY_BASE = 10000.0  # vision.md §5; not in the config
+_UNIT_EPS = 1e-12  # spec: vision.md §7
+_ROTARY_BASE = 10000.0  # spec: vision.md §5; not in the config
 
-# vision.md §2: constants of the video reader, in no config file.
+# Constants of the video reader, which no config file holds (spec: vision.md §2).
 _VIDEO_MIN_PIXELS = 128 * 32 * 32
 _VIDEO_TOTAL_PIXELS = 96 * 128 * 32 * 32
 _VIDEO_FPS = 2.0
 _VIDEO_MAX_FRAMES = 170
 
-# Most merged tokens of one call. The dense attention mask grows with the square of the patches: 0.5 GiB in
-# bf16 at 4096 tokens, 8 GiB at 16384, which only a GPU has to spare.
+# Maximum merged tokens per call. The dense attention mask grows with the square of the patches: 0.5 GiB in bf16 at
+# 4096 tokens, and 8 GiB at 16384, which is acceptable on a GPU only.
 _MAX_TOKENS_DYNAMIC = 4096
 _MAX_TOKENS_STATIC = 16384
-_SMALLEST_STATIC_BUCKET = 64  # below, launch and weight reads dominate, so padding is free
+_MIN_STATIC_BUCKET = 64  # below, launches and weight reads dominate, so padding costs nothing
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "tanh", "gelu": "none"}  # config spelling → `approximate` of F.gelu
 
@@ -89,10 +88,10 @@ class VisionConfig:
 
 
 class VisionEncoder(nn.Module):
-    """The vision transformer with merger and projector. Method `encode` is the graph.
+    """Vision transformer with merger and projector; method `encode` is the graph.
 
-    Source: official `Qwen3MoeVisionTransformer` and `linear_proj` as described in vision.md §3–§7. The patch
-    embedding is a linear layer: the stride of the published Conv3d equals its kernel.
+    Source: official `Qwen3MoeVisionTransformer` and `linear_proj` (spec: vision.md §3–§7). The patch embedding is a
+    linear layer, as the stride of the published Conv3d equals its kernel size.
     """
 
     position_table: Tensor
@@ -101,7 +100,7 @@ class VisionEncoder(nn.Module):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.patch_embed = nn.Linear(config.patch_values, config.width)
-        # Interpolation weights and angles are float32; bf16 tables would round positions visibly.
+        # Float32 position tables and angles: bf16 would round positions too coarsely.
         table_rows = config.position_grid_size**2
         self.register_buffer("position_table", torch.empty(table_rows, config.width, dtype=torch.float32))
         self.register_buffer("inverse_frequency", torch.empty(config.num_frequencies, dtype=torch.float32))
@@ -113,12 +112,12 @@ class VisionEncoder(nn.Module):
         self.projector = VisionProjector(config.merger_width, config.hidden_size, config.projector_depth)
 
     def interpolate_positions(self, index_P4: Tensor, weight_P4: Tensor) -> Tensor:
-        """Bilinear mix of four rows of the position table (§4): (P, 4) int64 and float32 → (P, W) float32."""
+        """Interpolate the position table (§4) from (P, 4) int64 rows and (P, 4) float32 weights → (P, W) float32."""
         rows_P4W = self.position_table[index_P4]
         return (rows_P4W * weight_P4.unsqueeze(-1)).sum(1)
 
     def rotary_angles(self, coordinates_P2: Tensor) -> Tensor:
-        """Angles of (row, col) pairs (§5): (P, 2) int64 → (P, R) float32, the row's frequencies first."""
+        """Rotary angles of (row, column) pairs (§5): (P, 2) int64 → (P, R) float32, row frequencies first."""
         angles_P2f = coordinates_P2.float().unsqueeze(-1) * self.inverse_frequency
         return angles_P2f.flatten(1)
 
@@ -130,14 +129,14 @@ class VisionEncoder(nn.Module):
         coordinates_MG2: Tensor,
         segment_MG2: Tensor,
     ) -> tuple[Tensor]:
-        """Embed M tokens' patches, given in merge order.
+        """Embed the patches of M tokens, given in merge order.
 
         Args:
-            pixels_MGC: (M, G, C) normalised pixels in the compute dtype.
+            pixels_MGC: (M, G, C) normalized pixels in the compute dtype.
             position_index_MG4: (M, G, 4) int64 rows of the position table.
             position_weight_MG4: (M, G, 4) float32 interpolation weights.
             coordinates_MG2: (M, G, 2) int64 row and column of the patch in its frame.
-            segment_MG2: (M, G, 2) int32 `[start, end)` of the patches of its frame, as flat patch indices.
+            segment_MG2: (M, G, 2) int32 `[start, end)` of its frame, as flat patch indices.
 
         Returns:
             (M, D) unit vectors in the compute dtype.
@@ -157,7 +156,7 @@ class VisionEncoder(nn.Module):
 
 
 class VisionEncoderStage(Stage):
-    """The stage `vision_encoder`; every rank that runs it holds all of it."""
+    """The stage `vision_encoder`, which is not sharded."""
 
     name = "vision_encoder"
     policy = "once"
@@ -181,7 +180,7 @@ class VisionEncoderStage(Stage):
             raise CheckpointError(message, where=where)
         activation = part.require("hidden_act", vision)
         if activation not in _ACTIVATIONS:
-            message = f"{vision}.hidden_act is {activation!r}; known are {', '.join(_ACTIVATIONS)}"
+            message = f"{vision}.hidden_act is {activation!r}; supported: {', '.join(_ACTIVATIONS)}"
             raise CheckpointError(message, where=where)
         projector_depth = part.require("mlp_depth")
         if projector_depth < 1:
@@ -223,7 +222,7 @@ class VisionEncoderStage(Stage):
                 part="main",
                 tensors=("vision.patch_embed.proj.weight",),
                 shapes=((width, config.in_channels, config.temporal_patch_size, patch, patch),),
-                # The kernel's (channel, time, y, x) order is the order of a flattened patch.
+                # A flattened patch has the kernel's order: channel, time, y, x.
                 compute=lambda kernel: kernel.flatten(1),
             ),
             stored("patch_embed.bias", "vision.patch_embed.proj.bias", width),
@@ -238,21 +237,21 @@ class VisionEncoderStage(Stage):
             ),
         ]
         for index in range(config.depth):
-            own, theirs = f"blocks.{index}", f"vision.blocks.{index}"
-            sources += layer_norm(f"{own}.norm1", f"{theirs}.norm1", width)
-            sources += linear(f"{own}.attention.qkv", f"{theirs}.attn.qkv", 3 * width, width)
-            sources += linear(f"{own}.attention.proj", f"{theirs}.attn.proj", width, width)
-            sources += layer_norm(f"{own}.norm2", f"{theirs}.norm2", width)
-            sources += linear(f"{own}.fc1", f"{theirs}.mlp.linear_fc1", mlp_width, width)
-            sources += linear(f"{own}.fc2", f"{theirs}.mlp.linear_fc2", width, mlp_width)
+            target, source = f"blocks.{index}", f"vision.blocks.{index}"
+            sources += layer_norm(f"{target}.norm1", f"{source}.norm1", width)
+            sources += linear(f"{target}.attention.qkv", f"{source}.attn.qkv", 3 * width, width)
+            sources += linear(f"{target}.attention.proj", f"{source}.attn.proj", width, width)
+            sources += layer_norm(f"{target}.norm2", f"{source}.norm2", width)
+            sources += linear(f"{target}.fc1", f"{source}.mlp.linear_fc1", mlp_width, width)
+            sources += linear(f"{target}.fc2", f"{source}.mlp.linear_fc2", width, mlp_width)
         sources += layer_norm("merger.norm", "vision.merger.norm", width)
         sources += linear("merger.fc1", "vision.merger.linear_fc1", joined, joined)
         sources += linear("merger.fc2", "vision.merger.linear_fc2", merger_width, joined)
         for index in range(config.projector_depth):
-            # Odd indices of the stored sequence are the GELUs.
+            # Odd indices of the stored sequence are GELUs.
             inputs = config.hidden_size if index else merger_width
-            own = f"projector.layers.{index}"
-            sources += linear(own, f"linear_proj.{2 * index}", config.hidden_size, inputs)
+            target = f"projector.layers.{index}"
+            sources += linear(target, f"linear_proj.{2 * index}", config.hidden_size, inputs)
         return sources
 
     def graphs(self, config: VisionConfig, shard: Shard, options: StageOptions) -> Sequence[GraphDef]:
@@ -280,10 +279,10 @@ class VisionEncoderStage(Stage):
             pixels = torch.randn(dims["M"], group, config.patch_values, generator=generator)
             return {"pixels": pixels.to(options.dtype), **tables}
 
-        plan = GraphDef(
+        graph = GraphDef(
             spec=spec, method="encode", example=example, trace_dims={"M": 12}, check_dims={"M": 22}
         )
-        return (plan,)
+        return (graph,)
 
     def parameters(self, config: VisionConfig, options: StageOptions) -> VisionParameters:
         return VisionParameters(
@@ -314,7 +313,7 @@ STAGE = VisionEncoderStage()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ImageSettings:
-    """What `preprocessor_config.json` says of images."""
+    """Image settings of `preprocessor_config.json`."""
 
     min_pixels: int
     max_pixels: int
@@ -323,7 +322,7 @@ class _ImageSettings:
 
     @classmethod
     def read(cls, file: Path, sizes: dict[str, int]) -> _ImageSettings:
-        """Read `file`; its patch, temporal and merge sizes must be the encoder's, `sizes`."""
+        """Read `file` and check that its patch, temporal and merge sizes equal the encoder's `sizes`."""
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -348,13 +347,13 @@ class _ImageSettings:
 
 
 def _inverse_frequency(count: int) -> Tensor:
-    """base^(−i/count) for i < count (§5: exponent −2i/36 with 18 frequencies)."""
+    """Rotary frequencies base^(−i/count) for i < count (§5: exponent −2i/36 with 18 frequencies)."""
     exponent = torch.arange(0, 2 * count, 2, dtype=torch.float32) / (2 * count)
     return 1.0 / _ROTARY_BASE**exponent
 
 
 def _token_dim(options: StageOptions) -> Dim:
-    """M with buckets that double."""
+    """Dim M with doubling buckets."""
     largest = _MAX_TOKENS_STATIC if options.static_buckets else _MAX_TOKENS_DYNAMIC
-    smallest = _SMALLEST_STATIC_BUCKET if options.static_buckets else 1
+    smallest = _MIN_STATIC_BUCKET if options.static_buckets else 1
     return Dim(name="M", minimum=1, maximum=largest, buckets=doubling_buckets(smallest, largest))
