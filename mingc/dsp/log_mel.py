@@ -67,7 +67,7 @@ def log_mel(
     Raises: ValueError when the wave is shorter than `min_samples(fft_size)`.
     """
     if len(wave) < min_samples(fft_size):
-        raise ValueError(f"{len(wave)} samples are fewer than the window of {fft_size}")
+        raise ValueError(f"{len(wave)} samples are too few for a window of {fft_size}")
     num_frames = len(wave) // hop_samples
     filters = slaney_filters(num_mels, fft_size, sample_rate)
     padded = np.pad(wave.astype(np.float32, copy=False), fft_size // 2, mode="reflect")
