@@ -29,7 +29,8 @@ def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize (…, R, K) of any float dtype to float8_e4m3fn (…, R, K) and scale (…, R) float32."""
     values = weight.to(torch.float32)
     largest = values.abs().amax(-1)
-    scale = torch.where(largest > 0, largest / FP8_MAX, 1.0)
+    # By a tensor: CUDA divides by a Python number through its reciprocal, which rounds differently from a CPU.
+    scale = torch.where(largest > 0, largest / torch.full_like(largest, FP8_MAX), 1.0)
     return (values / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
 
 
@@ -43,7 +44,7 @@ def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(f"INT4 needs an even number of inputs, not {inputs}")
     groups = _grouped(weight.to(torch.float32))
     largest = groups.abs().amax(-1, keepdim=True)
-    full = torch.where(largest > 0, largest / _INT4_MAX, 1.0)
+    full = torch.where(largest > 0, largest / torch.full_like(largest, _INT4_MAX), 1.0)
     best, scale, values = torch.full_like(full, torch.inf), full, groups
     for shrink in _INT4_SHRINKS:
         tried = (full * shrink).to(torch.bfloat16).to(torch.float32)
