@@ -316,6 +316,12 @@ def test_a_wrong_type_in_malformed_json_is_reported_as_malformed() -> None:
     assert caught.value.code == "invalid_json"
 
 
+def test_a_nested_surrogate_is_a_request_error_at_any_depth() -> None:
+    for depth in range(880, 1000, 4):
+        with pytest.raises(RequestError):
+            parse_chat(b'{"n":' + b"[" * depth + b'"\\ud800"' + b"]" * depth + b"}", INFO, OPTIONS)
+
+
 def test_an_integer_may_be_written_with_a_decimal_point() -> None:
     parsed = chat(max_tokens=5.0, top_k=7.0, seed=3.0, video_max_frames=8.0)
     assert (parsed.sampling.max_tokens, parsed.sampling.top_k, parsed.sampling.seed) == (5, 7, 3)

@@ -61,7 +61,10 @@ class BodyDecoder(Generic[_Body]):
         except RecursionError as error:
             raise _malformed("it is nested too deeply") from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            _refuse_surrogates(_parse_untyped(raw), [])
+            try:
+                _refuse_surrogates(_parse_untyped(raw), [])
+            except RecursionError:
+                raise _malformed("it is nested too deeply") from error
             raise _malformed(str(error)) from error
 
 

@@ -94,7 +94,7 @@ class MediaLoader:
             self._too_large(media)
         try:
             encoded = text.encode("ascii")
-            if len(text) % 4 or "\n" in text or " " in text:  # `base64` the command breaks lines
+            if len(text) % 4 or "\n" in text or " " in text:  # the command `base64` breaks lines
                 encoded = encoded.translate(None, string.whitespace.encode())
             data = base64.b64decode(encoded, validate=True)
         except (binascii.Error, UnicodeEncodeError) as error:
@@ -152,7 +152,7 @@ class MediaLoader:
         return bytes(data)
 
     def _check_host(self, url: httpx.URL, media: MediaSource) -> None:
-        """The parser that decides is the one that connects, so that no odd URL means two hosts."""
+        """Refuse a host that is not allowed. The URL is httpx's, which also connects, so both see the same host."""
         if url.scheme not in _DEFAULT_PORTS or url.userinfo:
             _refuse(media, f"{shorten(str(url))} is not a plain http: or https: URL", "invalid_value")
         host = url.raw_host.decode("ascii").lower()
@@ -187,12 +187,12 @@ class MediaLoader:
                     media, f"{shorten(media.source)} is not under --media-root", "local_media_not_allowed"
                 )
             return self._read_regular(path, media, max_bytes)
-        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a loop of links
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a cycle of links
             why = (error.strerror if isinstance(error, OSError) else None) or "not a path"
             _refuse(media, f"{shorten(media.source)} cannot be read: {why}", "media_not_found", error)
 
     def _read_regular(self, path: Path, media: MediaSource, max_bytes: int) -> bytes:
-        # NONBLOCK: opening a pipe must not wait for a writer; NOFOLLOW: `path` is resolved, a link now is a swap
+        # NONBLOCK: opening a pipe must not wait for a writer; NOFOLLOW: `path` is resolved, a link is a swap
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):

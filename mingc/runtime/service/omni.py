@@ -1,7 +1,7 @@
-"""The running model: what the HTTP layer calls. Implements `Service` over the engines' threads.
+"""`Service` over the engine threads: the running model that the HTTP layer calls.
 
-A request goes: preprocessing and encoders in a small pool of threads, then the thinker's thread, the talker's thread,
-and back through a `RequestStream` into the caller's event loop. Errors of one request stay with it.
+Path of a request: preprocessing and encoders in a small thread pool, the thinker's thread, the talker's thread, and
+back through a `RequestStream` to the caller's event loop. An error of one request does not affect the others.
 """
 
 from __future__ import annotations
