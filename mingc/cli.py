@@ -23,6 +23,7 @@ from mingc import __version__
 from mingc.console.param_types import PathParam, names, numbers
 from mingc.console.progress import progress, step_logger
 from mingc.console.signals import clean_shutdown
+from mingc.defaults import BACKEND, BATCH_SIZES, MAX_MODEL_LEN, MODEL_NAME, PREFILL_CHUNK_SIZE
 from mingc.errors import ConfigError, MingcError, unexpected
 
 if TYPE_CHECKING:
@@ -116,13 +117,15 @@ def commands() -> None:
     "--cache", type=_PATH, default=None, show_default="no cache", help="Folder of engines to use again."
 )
 @click.option(
-    "--max-model-len", type=int, default=4096, help="Longest request, prompt and answer, in tokens."
+    "--max-model-len", type=int, default=MAX_MODEL_LEN, help="Longest request, prompt and answer, in tokens."
 )
-@click.option("--prefill-chunk-size", type=int, default=256, help="Tokens of one prefill chunk.")
+@click.option(
+    "--prefill-chunk-size", type=int, default=PREFILL_CHUNK_SIZE, help="Tokens of one prefill chunk."
+)
 @click.option(
     "--batch-sizes",
     callback=numbers,
-    default="1,2,4,8",
+    default=",".join(map(str, BATCH_SIZES)),
     help="Requests in one step, with commas; on CUDA an engine each.",
 )
 @click.option(
@@ -137,7 +140,14 @@ def commands() -> None:
 @click.option(
     "--autotune/--no-autotune", default=True, help="On CUDA, time cuts of the experts' kernels first."
 )
-@click.option("--model-name", default="ming-omni", help="Name that a server will announce.")
+@click.option(
+    "--backend",
+    multiple=True,
+    default=(BACKEND,),
+    metavar="NAME[:STAGE,…]",
+    help="Compiler of the engines, of all stages or of STAGE; may be given several times.",
+)
+@click.option("--model-name", default=MODEL_NAME, help="Name that a server will announce.")
 @_common
 def export_command(as_json: bool, tp: int, **options: Any) -> int:
     """Compile CHECKPOINT, a folder in the released layout, into an artifact."""

@@ -15,6 +15,7 @@ MingcError                 exit code 1
     ├── RequestError       a fault of the client (400 by default)
     ├── CapacityError      no capacity at the moment (503)
     └── WorkerError        a worker died or an engine failed (500)
+        ├── EngineSizeError  an input is larger than every engine (500 unless the caller blames the request)
         └── RankError      a thinker rank ended or hangs (503); ends the server with exit code 4
 """
 
@@ -140,6 +141,10 @@ class CapacityError(ServeError):
 
 class WorkerError(ServeError):
     """A worker died or an engine failed while the request was running."""
+
+
+class EngineSizeError(WorkerError):
+    """An input is larger than the largest bucket that engines were compiled for."""
 
 
 class RankError(WorkerError):

@@ -1,4 +1,4 @@
-"""What is in an artifact, as figures for people: stages, engines, weights, voices. Reads the manifest only."""
+"""Summary of an artifact for `mingc bundle inspect`: stages, engines, weights, voices. Reads the manifest only."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from mingc.artifacts.target import KernelConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageSummary:
-    """One stage: its graphs, how many engines serve them, and the bytes on disk (weights of all ranks)."""
+    """One stage: run policy, graphs, number of engines, and bytes on disk (weights of all ranks)."""
 
     stage: str
+    policy: str
     graphs: tuple[str, ...]
     backends: tuple[str, ...]
     engines: int
@@ -53,11 +54,12 @@ class ArtifactSummary:
     voices: tuple[str, ...]
     notes: tuple[str, ...]
     stages: tuple[StageSummary, ...]
+    edges: tuple[str, ...]
     kernel_configs: tuple[KernelConfigSummary, ...]
 
 
 def summarize(artifact: Artifact) -> ArtifactSummary:
-    """Sum up an opened artifact."""
+    """The summary of an opened artifact."""
     manifest = artifact.manifest
     return ArtifactSummary(
         path=artifact.root,
@@ -68,7 +70,10 @@ def summarize(artifact: Artifact) -> ArtifactSummary:
         total_bytes=sum(record.size_bytes for record in manifest.files.values()),
         voices=tuple(voice.name for voice in manifest.voices),
         notes=manifest.notes,
-        stages=tuple(_stage(artifact, name, record) for name, record in sorted(manifest.stages.items())),
+        stages=tuple(
+            _stage(artifact, node.name, manifest.stages[node.name]) for node in manifest.graph.nodes
+        ),
+        edges=tuple(map(str, manifest.graph.edges)),
         kernel_configs=tuple(
             _tiles(name, kernel)
             for name, record in sorted(manifest.stages.items())
@@ -82,6 +87,7 @@ def _stage(artifact: Artifact, name: str, record: StageRecord) -> StageSummary:
     engines = {engine.file: engine for graph in record.graphs.values() for engine in graph.engines}
     return StageSummary(
         stage=name,
+        policy=artifact.manifest.graph.policy(name),
         graphs=tuple(sorted(record.graphs)),
         backends=tuple(sorted({engine.backend for engine in engines.values()})),
         engines=len(engines),

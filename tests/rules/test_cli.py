@@ -18,8 +18,8 @@ OPTIONS = {
     "bundle inspect": "--debug --json ARTIFACT",
     "demo": "--checkpoint --debug --force --json --output",
     "doctor": "--debug --json --strict",
-    "export": "--autotune --batch-sizes --cache --debug --dtype --force --jobs --json --max-model-len --model-name "
-    "--output --prefill-chunk-size --quantize --stages --synthetic --target --tp CHECKPOINT",
+    "export": "--autotune --backend --batch-sizes --cache --debug --dtype --force --jobs --json --max-model-len "
+    "--model-name --output --prefill-chunk-size --quantize --stages --synthetic --target --tp CHECKPOINT",
     "probe": "--baseline --batch --cache --compare --context --debug --engine --jobs --json --repetitions "
     "--synthetic --tolerance ARTIFACT",
     "serve": "--allow-media-host --check-hashes --debug --host --json --max-concurrent-requests "

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 
 from mingc.artifacts.spec import GraphSpec
-from mingc.errors import RequestError, WorkerError
+from mingc.errors import EngineSizeError, WorkerError
 
 
 class Engine(ABC):
@@ -57,13 +57,13 @@ class Graph:
     def bucket(self, dim: str, size: int) -> int:
         """The padded size for `size`: the smallest bucket that holds it.
 
-        Raises: RequestError when no bucket does.
+        Raises: EngineSizeError when no bucket does.
         """
         buckets = self.spec.dim(dim).buckets
         for bucket in buckets:
             if bucket >= size:
                 return bucket
-        raise RequestError(
+        raise EngineSizeError(
             f"{self.spec.name}: {size} exceeds the largest {dim} bucket, {buckets[-1] if buckets else 0}",
             fix="send less at once, or export with larger buckets",
         )

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from mingc.artifacts.parameters import AudioParameters, VisionParameters
 from mingc.dtypes import torch_dtype
+from mingc.errors import EngineSizeError, RequestError
+from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.image import Grid, VisionFeatures
@@ -65,7 +67,7 @@ class VisionEncoder:
         merge = self._parameters.merge_size
         pixels = group_pixels(np.concatenate([pixels for pixels, _ in frames]), merge)
         count = len(pixels)
-        width = self._graph.bucket("M", count)
+        width = _bucket(self._graph, "M", count)
         grids = build_grid_arrays(
             [grid for _, grid in frames],
             merge_size=merge,
@@ -109,8 +111,8 @@ class AudioEncoder:
     def _run(self, features: Sequence[AudioFeatures]) -> list[Tensor]:
         per_token = self._parameters.frames_per_token
         counts = [feature.num_tokens for feature in features]
-        clips = self._graph.bucket("N", len(features))
-        tokens = self._graph.bucket("T4", max(counts))
+        clips = _bucket(self._graph, "N", len(features))
+        tokens = _bucket(self._graph, "T4", max(counts))
         mel = torch.zeros(clips, tokens * per_token, self._parameters.num_mels, dtype=self._dtype)
         lengths = torch.ones(clips, dtype=torch.int64)  # padding clips have one frame: no empty softmax
         for row, feature in enumerate(features):
@@ -120,6 +122,14 @@ class AudioEncoder:
             mel=mel.view(clips, tokens, per_token, -1).to(self._device), lengths=lengths.to(self._device)
         )
         return [outputs["embeddings"][row, :count] for row, count in enumerate(counts)]
+
+
+def _bucket(graph: Graph, dim: str, size: int) -> int:
+    """The bucket for `size`. Raises: RequestError when none is large enough, as clients choose the size of media."""
+    try:
+        return graph.bucket(dim, size)
+    except EngineSizeError as error:
+        raise RequestError(error.message, fix=error.fix) from error
 
 
 def _frames(feature: VisionFeatures) -> Iterator[_Frame]:

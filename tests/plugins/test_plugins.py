@@ -1,0 +1,156 @@
+"""A stage and a backend outside mingc are exported, loaded, run, verified, probed and listed; a toy encoder serves."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mingc_command import CHECKPOINT, REPOSITORY
+
+from mingc.artifacts.artifact import open_artifact
+from mingc.artifacts.stage_graph import CLIENT, Edge
+from mingc.errors import ArtifactError, ConfigError
+from mingc.runtime.engines.stage_loader import load_stage
+
+TOY = Path(__file__).parent / "toy"
+THINKER = ("--max-model-len", 256, "--prefill-chunk-size", 64)
+
+
+def mingc(*words: object) -> Any:
+    """Run `mingc WORDS --json` in a process that finds the toy distribution; the document on stdout."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(TOY), str(REPOSITORY)))}
+    done = subprocess.run(
+        [sys.executable, "-m", "mingc", *map(str, words), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def toy_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The toy distribution on the import path of this process."""
+    monkeypatch.syspath_prepend(str(TOY))
+    yield
+    for name in ("toy_filter", "toy_encoder", "toy_backend", "toy_engine"):
+        sys.modules.pop(name, None)
+    importlib.invalidate_caches()
+
+
+@pytest.fixture(scope="module")
+def filter_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy stage, compiled by the toy backend."""
+    root = tmp_path_factory.mktemp("plugins") / "filter"
+    words = ("--output", root, "--stages", "toy_filter", "--backend", "toy_program", "--batch-sizes", "1,4")
+    report = mingc("export", CHECKPOINT, *words)
+    assert [(row["stage"], row["graph"], row["backend"]) for row in report["graphs"]] == [
+        ("toy_filter", "filter", "toy_program")
+    ]
+    return root
+
+
+def test_a_stage_and_a_backend_from_outside_are_listed(filter_artifact: Path) -> None:
+    (stage,) = mingc("bundle", "inspect", filter_artifact)["stages"]
+    assert (stage["stage"], stage["policy"], stage["backends"]) == ("toy_filter", "once", ["toy_program"])
+    assert stage["graphs"] == ["filter"]
+
+
+def test_a_stage_and_a_backend_from_outside_are_verified(filter_artifact: Path) -> None:
+    report = mingc("verify", filter_artifact)
+    assert report["passed"] and report["checked"] >= 1
+
+
+def test_a_stage_and_a_backend_from_outside_are_probed(filter_artifact: Path) -> None:
+    report = mingc("probe", filter_artifact, "--repetitions", 1)
+    rows = {(row["engine"], row["sizes"]["B"]) for row in report["engines"]}
+    assert rows == {("toy_filter.filter", 1), ("toy_filter.filter", 4)}
+
+
+def test_a_stage_without_a_consumer_is_loaded_and_run_on_its_own(
+    filter_artifact: Path, toy_installed: None
+) -> None:
+    artifact = open_artifact(filter_artifact)
+    parameters = importlib.import_module("toy_filter").ToyParameters
+    assert artifact.manifest.parameters_of("toy_filter", parameters) == parameters(width=8, offset=-1.0)
+    assert artifact.manifest.graph.consumers("toy_filter") == ()
+    x = torch.arange(8.0).repeat(4, 1)
+    outputs = load_stage(artifact, "toy_filter", torch.device("cpu"))["filter"].run(x=x)
+    torch.testing.assert_close(outputs["y"], 2 * x + 1)
+
+
+def test_an_engine_without_its_loader_is_refused(filter_artifact: Path) -> None:
+    with pytest.raises(ArtifactError, match="backend toy_program is not one of aoti"):
+        load_stage(open_artifact(filter_artifact), "toy_filter", torch.device("cpu"))
+
+
+def test_a_backend_says_why_it_cannot_build(toy_installed: None, tmp_path: Path) -> None:
+    from mingc.export.recipe import ExportRecipe
+
+    with pytest.raises(ConfigError, match="--backend toy_program: runs on the CPU only"):
+        ExportRecipe(checkpoint=CHECKPOINT, output=tmp_path, target="cuda", backend=("toy_program",))
+    mixed = ExportRecipe(checkpoint=CHECKPOINT, output=tmp_path, backend=("aoti", "toy_program:cfm,talker"))
+    assert [mixed.backend_of(name) for name in ("cfm", "thinker", "talker")] == [
+        "toy_program",
+        "aoti",
+        "toy_program",
+    ]
+    with pytest.raises(ConfigError, match=r"--backend none: not one of aoti, toy_program"):
+        ExportRecipe(checkpoint=CHECKPOINT, output=tmp_path, backend=("none",))
+
+
+def test_two_stages_for_one_port_are_refused(toy_installed: None) -> None:
+    from mingc.export.stages import build_graph, discover
+
+    with pytest.raises(
+        ConfigError, match="port audio of thinker has several producers: audio_encoder, toy_enc"
+    ):
+        build_graph(discover().values())
+
+
+def test_an_extension_with_the_name_of_a_built_in_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mingc.export.stages import discover
+
+    info = tmp_path / "other-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 0.1\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text("[mingc.stages]\ncfm = other:STAGE\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="two stages are called cfm: of mingc and of other"):
+        discover()
+
+
+@pytest.mark.timeout(1800)
+def test_an_encoder_from_outside_takes_the_place_of_the_built_in_one(
+    tmp_path: Path, toy_installed: None
+) -> None:
+    from mingc.runtime.preprocess.audio import AudioFeatures
+    from mingc.runtime.service.builder import open_service
+
+    root = tmp_path / "chat"
+    words = ("--output", root, "--stages", "toy_encoder,thinker", "--backend", "toy_program")
+    mingc("export", CHECKPOINT, *words, *THINKER, "--jobs", 2)
+    graph = open_artifact(root).manifest.graph
+    assert {*graph.edges} == {Edge("thinker", CLIENT, "text"), Edge("toy_encoder", "thinker", "audio")}
+    service = open_service(root)
+    try:
+        assert service.info.has_audio_input and not service.info.has_image and not service.info.has_speech
+        assert service._chat is not None and service._chat.audio is not None
+        mel = torch.randn(12, 128).numpy()
+        (embeddings,) = service._chat.audio.encode([AudioFeatures(mel=mel, num_tokens=3)])
+        assert embeddings.shape[0] == 3 and embeddings.abs().min() > 0
+    finally:
+        asyncio.run(service.close(shutdown_timeout_s=1.0))
