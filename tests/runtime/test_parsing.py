@@ -317,7 +317,7 @@ def test_a_wrong_type_in_malformed_json_is_reported_as_malformed() -> None:
 
 
 def test_a_nested_surrogate_is_a_request_error_at_any_depth() -> None:
-    for depth in range(880, 1000, 4):
+    for depth in range(900, 1000):
         with pytest.raises(RequestError):
             parse_chat(b'{"n":' + b"[" * depth + b'"\\ud800"' + b"]" * depth + b"}", INFO, OPTIONS)
 
