@@ -202,7 +202,7 @@ def speak(worker: TalkerWorker, segments: Sequence[SpeechSegment], pattern: Arri
 
 
 def speak_alone(worker: TalkerWorker, segments: Sequence[SpeechSegment]) -> Waves:
-    """Every request with nobody beside it."""
+    """Every request run alone."""
     return [
         speak(worker, segments, ArrivalPattern(name="alone", arrivals=((0, index),)))[index]
         for index in range(len(segments))

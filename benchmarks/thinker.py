@@ -126,8 +126,8 @@ class Rank:
         read = engines.step_bytes(self.setup, [prompt + OUTPUT_TOKENS // 2] * batch)
         same = {"batch": batch, "prompt": prompt, "ranks": self.setup.world_size, "alone": self.job.is_alone}
         floor_ms = read / PEAK_TB_S / 1e9
-        is_told = self.job.profile and (batch, prompt) == (self.setup.batches[0], self.job.prompts[0])
-        kernels = harness.kernel_table(replay)[:25] if is_told else []
+        is_profiled = self.job.profile and (batch, prompt) == (self.setup.batches[0], self.job.prompts[0])
+        kernels = harness.kernel_table(replay)[:25] if is_profiled else []
         figures: list[Figure] = [
             {"name": "decode_step_ms", **same, **harness.summary(samples), "unit": "ms",
              "floor": round(floor_ms, 3), "percent_of_roofline": round(100 * floor_ms / step_ms, 1)},

@@ -79,7 +79,7 @@ class Likeness:
     """How answers compare with those that requests get alone.
 
     Attributes:
-        same_tokens: requests that got the same tokens; of those that left, as many as they heard.
+        same_tokens: requests that got the same tokens; of those that left, as many as they received.
         same_bits: those whose logits are equal bit for bit as well.
         at_an_edge: those whose first other token is chosen so near the edge between the two that logits moved by no
             more than the two answers' own difference lead to either.

@@ -48,8 +48,8 @@ class CountingWork:
 
     def advance(self, sampled: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
         self._wait("advance")
-        heard = (sampled["next_embeds"] * 3 + inputs["lengths"]) % 239
-        self.hidden.index_copy_(0, inputs["step_slots"], heard)
+        hidden_row = (sampled["next_embeds"] * 3 + inputs["lengths"]) % 239
+        self.hidden.index_copy_(0, inputs["step_slots"], hidden_row)
 
     def decode(self, latents: Tensor, slots: Tensor, patch_index: Tensor) -> Tensor:
         self._wait("decode")
