@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
+from functools import cache
+from pathlib import Path
 
 import pytest
+from spoken_numbers import texts
 
-from mingc.runtime.text.live import LiveSegmenter, count_units
+from mingc.runtime.text.live import LiveSegment, LiveSegmenter, count_units
+from mingc.runtime.text.segment import speech_segments
+
+DATA = Path(__file__).parents[1] / "data"
+TOKEN = re.compile(r" ?[A-Za-z]{1,6}|\d|\s|.", re.DOTALL)
 
 
 class Clock:
@@ -27,70 +36,191 @@ def clock() -> Clock:
     return Clock()
 
 
+class Segmenter:
+    """A live segmenter whose results are the stripped texts of its segments."""
+
+    def __init__(self, clock: Clock, **options: int) -> None:
+        self._segmenter = LiveSegmenter(clock, **options)
+
+    def push(self, delta: str) -> list[str]:
+        return stripped(self._segmenter.push(delta))
+
+    def tick(self) -> list[str]:
+        return stripped(self._segmenter.tick())
+
+    def flush(self) -> list[str]:
+        return stripped(self._segmenter.flush())
+
+
+def stripped(segments: list[LiveSegment]) -> list[str]:
+    return [segment.text.strip() for segment in segments]
+
+
+def stream(text: str, tokens_per_second: int) -> list[LiveSegment]:
+    """Segments of `text` whose tokens arrive at a rate, with ticks in between as in a server."""
+    clock = Clock()
+    segmenter = LiveSegmenter(clock)
+    segments: list[LiveSegment] = []
+    for token in TOKEN.findall(text):
+        remaining_ms = 1000 / tokens_per_second
+        while remaining_ms > 0:
+            clock.move(min(remaining_ms, 50))
+            remaining_ms -= 50
+            segments += segmenter.tick()
+        segments += segmenter.push(token)
+    return segments + segmenter.flush()
+
+
+def words(segments: list[str]) -> list[str]:
+    return re.findall(r"[A-Za-z]+|[^\W_]", " ".join(segments))
+
+
 def test_units_are_characters_and_words() -> None:
     assert count_units("你好，world it's 3.5！") == 5
     assert count_units("—— ！ ...") == 0
 
 
 def test_a_chinese_sentence_leaves_at_its_end(clock: Clock) -> None:
-    segmenter = LiveSegmenter(clock)
+    segmenter = Segmenter(clock)
     assert segmenter.push("今天天气很好") == []
     assert segmenter.push("，我们走吧。") == ["今天天气很好，我们走吧。"]
     assert segmenter.flush() == []
 
 
 def test_a_short_sentence_waits_for_more(clock: Clock) -> None:
-    segmenter = LiveSegmenter(clock)
+    segmenter = Segmenter(clock)
     assert segmenter.push("好的。") == []
     assert segmenter.push("我马上就来了。") == ["好的。我马上就来了。"]
 
 
-def test_the_first_segment_leaves_after_the_wait(clock: Clock) -> None:
-    segmenter = LiveSegmenter(clock)
-    assert segmenter.push("Well, let me think ") == []
+def test_the_first_segment_leaves_at_a_clause_after_the_wait(clock: Clock) -> None:
+    segmenter = Segmenter(clock)
+    assert segmenter.push("Well, let me think, and ") == []
     clock.move(449)
     assert segmenter.tick() == []
     clock.move(2)
-    assert segmenter.tick() == ["Well, let me think"]
-    assert segmenter.push("about that for ") == []
+    assert segmenter.tick() == ["Well, let me think,"]
+    assert segmenter.push("talk about that, for ") == []
     clock.move(5000)
-    assert segmenter.tick() == [], "only the first segment is hurried"
+    assert segmenter.tick() == [], "only the first segment has a maximum wait"
+
+
+def test_the_wait_does_not_cut_without_a_clause(clock: Clock) -> None:
+    segmenter = Segmenter(clock)
+    segmenter.push("let me think about that for a")
+    clock.move(5000)
+    assert segmenter.tick() == []
 
 
 def test_the_wait_needs_enough_units(clock: Clock) -> None:
-    segmenter = LiveSegmenter(clock)
-    assert segmenter.push("你好呀") == []
+    segmenter = Segmenter(clock)
+    assert segmenter.push("你好呀，我") == []
     clock.move(1000)
     assert segmenter.tick() == []
-    assert segmenter.push("朋") == ["你好呀朋"]
+    assert segmenter.push("的朋友，") == [], "a digit may follow the mark"
+    assert segmenter.push("今") == ["你好呀，我的朋友，"]
 
 
 def test_the_wait_counts_from_the_first_text(clock: Clock) -> None:
-    segmenter = LiveSegmenter(clock)
+    segmenter = Segmenter(clock)
     segmenter.push("  ")
     clock.move(1000)
-    assert segmenter.push("你好朋友") == []
+    assert segmenter.push("你好朋友，我") == []
     clock.move(450)
-    assert segmenter.tick() == ["你好朋友"]
+    assert segmenter.tick() == ["你好朋友，"]
 
 
 def test_a_word_that_may_grow_is_not_cut(clock: Clock) -> None:
-    segmenter = LiveSegmenter(clock)
-    segmenter.push("This is a very beauti")
+    segmenter = Segmenter(clock)
+    segmenter.push("This is a very, very beauti")
     clock.move(500)
-    assert segmenter.tick() == ["This is a very"]
+    assert segmenter.tick() == ["This is a very,"]
     segmenter.push("ful day")
-    assert segmenter.flush() == ["beautiful day"]
+    assert segmenter.flush() == ["very beautiful day"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Our new budget is 1,000,000.25 dollars",
+        "All of it together costs $1,299.00 only",
+        "So my dear friend, 3 of them",
+        "这个数字大约占3/4",
+        "他的电话是：138-1234-5678",
+        "序列号写在这里，AB12",
+        "比分是很好的１：０",
+        "他们说了 $5，还有",
+    ],
+)
+def test_no_cut_is_beside_a_digit_or_inside_its_context(clock: Clock, text: str) -> None:
+    segmenter = Segmenter(clock)
+    for character in text:
+        assert segmenter.push(character) == []
+        clock.move(1000)
+        assert segmenter.tick() == []
+    assert segmenter.flush() == [text]
+
+
+def test_numbers_after_a_cut_keep_the_language_of_their_fragment(clock: Clock) -> None:
+    segmenter = LiveSegmenter(clock)
+    (first,) = segmenter.push("今天天气很好，我们走吧。")
+    segmenter.push("3 apples")
+    (rest,) = segmenter.flush()
+    spoken = [piece for each in (first, rest) for piece in speech_segments(each.text, state=each.state)]
+    assert spoken == ["今天天气很好，我们走吧。", "三 apples"]
+    assert words(spoken) == words(speech_segments("今天天气很好，我们走吧。3 apples"))
+
+
+@cache
+def spoken_words(text: str) -> list[str]:
+    return words(speech_segments(text))
+
+
+@cache
+def spoken_pieces(segment: LiveSegment) -> list[str]:
+    return speech_segments(segment.text, state=segment.state)
+
+
+@cache
+def golden_texts() -> list[str]:
+    document = json.loads((DATA / "text.json").read_text(encoding="utf-8"))
+    return sorted(
+        {case["text"] for kind in ("cases", "segmentation", "end_to_end") for case in document[kind]}
+    )
+
+
+@pytest.mark.parametrize("tokens_per_second", [10, 15, 20, 30, 50, 100])
+def test_spoken_words_do_not_depend_on_the_token_rate(tokens_per_second: int) -> None:
+    num_early = 0
+    for text in [*golden_texts(), *texts(500, seed=3)]:
+        segments = stream(text, tokens_per_second)
+        spoken = [piece for each in segments for piece in spoken_pieces(each)]
+        assert words(spoken) == spoken_words(text), text
+        assert "".join(each.text for each in segments).strip() == text.strip()
+        num_early += len(segments) > 1
+    assert num_early > 300, "most texts have several segments"
+
+
+def test_long_texts_without_marks_are_not_cut_beside_numbers(clock: Clock) -> None:
+    text = (
+        "我们一共有三十个人都来到了这里参加这个非常重要的年度会议并且每人都得到了" * 2
+        + "1234567元奖金"
+        + "大家都很高兴地回家去了" * 6
+    )
+    segmenter = LiveSegmenter(clock)
+    segments = [each for character in text for each in segmenter.push(character)] + segmenter.flush()
+    assert len(segments) > 2 and any("1234567元" in each.text for each in segments)
+    assert all(count_units(each.text) <= 40 for each in segments)
 
 
 def test_a_decimal_point_at_the_end_waits(clock: Clock) -> None:
-    segmenter = LiveSegmenter(clock)
+    segmenter = Segmenter(clock)
     assert segmenter.push("the value of pi is close to 3.") == []
     assert segmenter.push("14 they say.") == ["the value of pi is close to 3.14 they say."]
 
 
 def test_a_sentence_inside_a_delta_is_found(clock: Clock) -> None:
-    segmenter = LiveSegmenter(clock)
+    segmenter = Segmenter(clock)
     assert segmenter.push("one two three four five six seven eight. Ni") == [
         "one two three four five six seven eight."
     ]
@@ -99,13 +229,13 @@ def test_a_sentence_inside_a_delta_is_found(clock: Clock) -> None:
 
 
 def test_abbreviations_and_addresses_do_not_end_a_sentence(clock: Clock) -> None:
-    segmenter = LiveSegmenter(clock)
+    segmenter = Segmenter(clock)
     assert segmenter.push("we all went to see our old friend Dr. ") == []
     assert segmenter.push("Wu and example.com") == []
 
 
 def test_no_segment_is_longer_than_the_bound(clock: Clock) -> None:
-    segmenter = LiveSegmenter(clock)
+    segmenter = Segmenter(clock)
     segments = segmenter.push("字" * 100)
     assert [len(segment) for segment in segments] == [40, 40]
     assert segmenter.flush() == ["字" * 20]
@@ -116,19 +246,19 @@ def test_no_segment_is_longer_than_the_bound(clock: Clock) -> None:
 
 
 def test_a_long_sentence_is_cut_at_a_clause(clock: Clock) -> None:
-    segmenter = LiveSegmenter(clock)
+    segmenter = Segmenter(clock)
     clause = "字" * 29 + "，"
     assert segmenter.push(clause + "词" * 20) == [clause]
 
 
 def test_one_push_may_give_several_segments(clock: Clock) -> None:
-    segmenter = LiveSegmenter(clock)
+    segmenter = Segmenter(clock)
     sentence = "这是一个足够长的完整句子。"
     assert "".join(segmenter.push(sentence * 6) + segmenter.flush()) == sentence * 6
 
 
 def test_flush_gives_the_rest_once(clock: Clock) -> None:
-    segmenter = LiveSegmenter(clock)
+    segmenter = Segmenter(clock)
     segmenter.push("再见 ")
     assert segmenter.flush() == ["再见"]
     assert segmenter.flush() == []
@@ -144,7 +274,7 @@ def test_no_text_is_lost_or_repeated_at_any_split(clock: Clock) -> None:
     )
     for seed in range(60):
         generator = random.Random(seed)
-        segmenter = LiveSegmenter(clock)
+        segmenter = Segmenter(clock)
         segments: list[str] = []
         start = 0
         while start < len(text):
@@ -161,4 +291,4 @@ def test_no_text_is_lost_or_repeated_at_any_split(clock: Clock) -> None:
 
 def test_bounds_must_be_in_order(clock: Clock) -> None:
     with pytest.raises(ValueError, match="got 4, 50, 40"):
-        LiveSegmenter(clock, min_units=50)
+        Segmenter(clock, min_units=50)

@@ -25,7 +25,7 @@ from mingc.runtime.request import (
 from mingc.runtime.request_stream import FailedItem, Item, PatchItem, RequestStream, TokenItem
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner
-from mingc.runtime.text.live import LiveSegmenter
+from mingc.runtime.text.live import LiveSegment, LiveSegmenter
 from mingc.runtime.text.segment import speech_segments
 from mingc.runtime.text.stream_filters import StopStrings, ThoughtFilter
 
@@ -187,10 +187,11 @@ class ChatOutputProcessor:
             events.append(TextDone(finish_reason=self._finish or "stop"))
         return events
 
-    def _enqueue_speech(self, segments: Iterable[str]) -> None:
+    def _enqueue_speech(self, segments: Iterable[LiveSegment]) -> None:
         if self._speech_stream is not None:
             for segment in segments:
-                self._speech_stream.enqueue(speech_segments(segment, self._max_segment_length))
+                pieces = speech_segments(segment.text, self._max_segment_length, state=segment.state)
+                self._speech_stream.enqueue(pieces)
 
     def _done(self) -> Done:
         self._is_done = True

@@ -1,11 +1,14 @@
 """Live segmentation: cut the text deltas of a running answer into segments for the talker.
 
-The first segment leaves after a short wait so that speech starts early; later segments end with a sentence; all have a
-maximum length. Segments are raw text: pass them through `speech_segments` before synthesis.
+The first segment leaves at a clause after a short wait so that speech starts early; later segments end with a sentence;
+all have a maximum length. Segments are raw text with the state of the streaming cut: pass both to `speech_segments`.
 
-Rules and constants come from the segmenter of sglang-omni for this model, with two differences: Chinese is counted by
-character (there, a text without spaces counts as one word and waits for the end), and a word that may still grow is not
-cut.
+Cuts do not change the spoken words: none is beside a digit, and a cut inside a fragment of the streaming cut keeps the
+language in which its numbers are read.
+
+Rules and constants come from the segmenter of sglang-omni for this model, with three differences: Chinese is counted
+by character (there, a text without spaces counts as one word and waits for the end), a word that may still grow is not
+cut, and the first segment ends with a clause.
 """
 
 from __future__ import annotations
@@ -13,23 +16,39 @@ from __future__ import annotations
 import re
 import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from mingc.runtime.text.segment import Fragmenter, FragmentState
 
 # One unit: an ideograph, kana or hangul syllable, or a run of anything else between spaces.
 _WIDE = "぀-ヿ㐀-䶿一-鿿가-힯豈-﫿"
 _UNIT = re.compile(rf"[{_WIDE}]|[^\s{_WIDE}]*?[^\W_{_WIDE}][^\s{_WIDE}]*")
-_SENTENCE_END = re.compile(r"[.!?;。！？；]+[\"'”’）)」』】》]*")
-_CLAUSE_END = re.compile(r"[,，、：:]+")
+_CLOSERS = "\"'”’）)」』】》"
+_SENTENCE_END = re.compile(rf"[.!?;。！？；]+[{_CLOSERS}]*")
+_CLAUSE_END = re.compile(rf"[,，、:：]+[{_CLOSERS}]*")
 _OPEN_WORD = re.compile(rf"[^\s{_WIDE}]*[^\W_{_WIDE}]$")
+_MARKS = re.compile(rf"[^\w\s{_WIDE}]*")
 _INITIALS = re.compile(r"\w\.\w.\Z")
 _TITLE = re.compile(r"[A-Z][a-z]\.\Z")
+_DIGIT = re.compile(r"\d")
+# Markup that is removed up to its counterpart, and words that change how later numbers are read.
+_LONG_CONTEXT = re.compile(r"[$`\[]|版本|SN|sn|序列")
+_NUMBER_CONTEXT = 8  # characters between a number and a cut without a mark, so that it keeps its unit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveSegment:
+    """Raw text of one segment, and the state of the streaming cut at its start."""
+
+    text: str
+    state: FragmentState
 
 
 class LiveSegmenter:
     """Segmenter of one utterance. Not thread-safe; it reads the clock and never sleeps.
 
-    The concatenated segments equal the pushed text except for white space between them. Call `tick` while no delta
-    arrives, and `flush` once at the end.
+    The concatenated segments equal the pushed text. Call `tick` while no delta arrives, and `flush` once at the end.
     """
 
     def __init__(
@@ -52,63 +71,64 @@ class LiveSegmenter:
         self._first_min_units = first_min_units
         self._first_wait_s = first_wait_ms / 1000.0
         self._buffer = ""
+        self._fragmenter = Fragmenter()
+        self._states = [FragmentState()]  # at each position of the buffer, its end included
         self._started_s: float | None = None
         self._num_segments = 0
 
-    def push(self, delta: str) -> list[str]:
+    def push(self, delta: str) -> list[LiveSegment]:
         """Append text and return the segments that it completes."""
         self._buffer += delta
-        self._note_start()
-        segments: list[str] = []
+        for character in delta:
+            self._fragmenter.push(character)
+            self._states.append(self._fragmenter.state)
+        if self._started_s is None and self._buffer.strip():
+            self._started_s = self._clock()
+        segments: list[LiveSegment] = []
         while end := self._next_end():
             segments += self._take(end)
         return segments + self.tick()
 
-    def tick(self) -> list[str]:
+    def tick(self) -> list[LiveSegment]:
         """Return the first segment once it has waited long enough; later segments wait for their end."""
         if self._num_segments or self._started_s is None:
             return []
         if self._clock() - self._started_s < self._first_wait_s:
             return []
-        if count_units(self._buffer) < self._first_min_units:
-            return []
-        # The last word may continue in the next delta, so it stays.
-        open_word = _OPEN_WORD.search(self._buffer)
-        end = open_word.start() if open_word else len(self._buffer)
-        return self._take(end)
+        unit_ends = self._unit_ends()
+        ends = [*self._sentence_ends(len(self._buffer)), *self._clause_ends(len(self._buffer))]
+        return self._take(_last(ends, unit_ends, self._first_min_units))
 
-    def flush(self) -> list[str]:
+    def flush(self) -> list[LiveSegment]:
         """Return the remaining text as a segment, at the end of the answer."""
-        return self._take(len(self._buffer))
+        return self._take(len(self._buffer)) if self._buffer.strip() else []
 
-    def _note_start(self) -> None:
-        if self._started_s is None and self._buffer.strip():
-            self._started_s = self._clock()
-
-    def _take(self, end: int) -> list[str]:
-        segment = self._buffer[:end].strip()
-        self._buffer = self._buffer[end:]
-        if not segment:
+    def _take(self, end: int) -> list[LiveSegment]:
+        if not end:
             return []
-        self._buffer = self._buffer.lstrip()
+        segment = LiveSegment(text=self._buffer[:end], state=self._states[0])
+        self._buffer, self._states = self._buffer[end:], self._states[end:]
         self._num_segments += 1
-        self._started_s = None
-        self._note_start()
         return [segment]
+
+    def _unit_ends(self) -> list[int]:
+        return [match.end() for match in _UNIT.finditer(self._buffer)]
 
     def _next_end(self) -> int:
         """End of the next segment in the buffer, or 0 when it has to wait."""
-        unit_ends = [match.end() for match in _UNIT.finditer(self._buffer)]
+        unit_ends = self._unit_ends()
         if len(unit_ends) < self._min_units:
             return 0
         limit = self._limit(unit_ends)
-        in_reach = self._buffer[: limit or len(self._buffer)]
-        ends = [match.end() for match in _SENTENCE_END.finditer(in_reach) if self._ends_sentence(match)]
-        if limit:
-            # The limit is hard: without a sentence end, cut at a clause end.
-            ends = ends or [match.end() for match in _CLAUSE_END.finditer(in_reach)]
-            ends = [end for end in ends if bisect_right(unit_ends, end) >= self._min_units] or [limit]
-        return max((end for end in ends if bisect_right(unit_ends, end) >= self._min_units), default=0)
+        end = _last(self._sentence_ends(limit or len(self._buffer)), unit_ends, self._min_units)
+        if end or not limit:
+            return end
+        # The limit is hard: without a sentence end, cut at a clause end, or far from numbers.
+        return (
+            _last(self._clause_ends(limit), unit_ends, self._min_units)
+            or _last(self._word_ends(unit_ends, limit), unit_ends, self._min_units)
+            or limit
+        )
 
     def _limit(self, unit_ends: list[int]) -> int:
         """End of the last unit within the limit, or 0 while the whole buffer may fit."""
@@ -118,11 +138,48 @@ class LiveSegmenter:
         # The unit at the end of the buffer is incomplete while letters or digits can follow.
         if end == len(self._buffer) and _OPEN_WORD.search(self._buffer):
             return 0
-        marks = re.compile(rf"[^\w\s{_WIDE}]*").match(self._buffer, end)
+        marks = _MARKS.match(self._buffer, end)
         return marks.end() if marks else end
 
+    def _sentence_ends(self, limit: int) -> Iterator[int]:
+        for match in _SENTENCE_END.finditer(self._buffer, 0, limit):
+            if self._ends_sentence(match) and self._keeps_words(match.start(), match.end()):
+                yield match.end()
+
+    def _clause_ends(self, limit: int) -> Iterator[int]:
+        """Ends of clauses without a digit on either side of the mark; the next character must have arrived."""
+        for match in _CLAUSE_END.finditer(self._buffer, 0, limit):
+            before = self._buffer[: match.start()].rstrip()[-1:]
+            after = self._buffer[match.end() :].lstrip()[:1]
+            is_word_mark = match[0].isascii() and not self._buffer[match.end() :][:1].isspace()
+            if not after or before.isdigit() or after.isdigit() or is_word_mark:
+                continue
+            if self._keeps_words(match.start(), match.end()):
+                yield match.end()
+
+    def _word_ends(self, unit_ends: list[int], limit: int) -> Iterator[int]:
+        """Ends of units without a digit nearby, for a text without marks."""
+        for end in unit_ends:
+            nearby = self._buffer[max(0, end - _NUMBER_CONTEXT) : end + _NUMBER_CONTEXT]
+            if end <= limit and not _DIGIT.search(nearby):
+                yield end
+
+    def _keeps_words(self, start: int, end: int) -> bool:
+        """Whether a cut after the mark [start, end) changes no spoken word of the text, whatever follows."""
+        if any(state.num_elements == 0 for state in self._states[start + 1 : end + 1]):
+            return True  # the streaming cut ends a fragment here
+        opening = self._fragment_start(end)
+        fragment = self._buffer[opening:end]
+        if _LONG_CONTEXT.search(fragment):
+            return False
+        return self._states[end].has_chinese or not _DIGIT.search(fragment)
+
+    def _fragment_start(self, end: int) -> int:
+        """Start of the open fragment at `end`, as far as it is in the buffer."""
+        return next((start for start in range(end, 0, -1) if self._states[start].num_elements == 0), 0)
+
     def _ends_sentence(self, match: re.Match[str]) -> bool:
-        text, end = match.string, match.end()
+        text, end = self._buffer, match.end()
         if not match[0].startswith("."):
             return True
         if _is_abbreviation(text, match.start() + 1):
@@ -132,6 +189,11 @@ class LiveSegmenter:
             return not text[match.start() - 1].isdigit()
         # A dot inside a word (`example.com`) does not end a sentence.
         return text[end].isspace() or not text[end].isalnum() or not text[end].isascii()
+
+
+def _last(ends: Iterable[int], unit_ends: list[int], min_units: int) -> int:
+    """The last of `ends` with at least `min_units` before it, or 0."""
+    return max((end for end in ends if bisect_right(unit_ends, end) >= min_units), default=0)
 
 
 def count_units(text: str) -> int:

@@ -44,16 +44,19 @@ def has_chinese(text: str) -> bool:
     return _CHINESE.search(text) is not None
 
 
-def normalize_text(text: str) -> str:
+def normalize_text(text: str, *, in_chinese: bool = False) -> str:
     """Clean `text` and, if it contains Chinese, verbalize its numbers (the official `TalkerTN`)."""
     text = clean_up(text)
-    if not has_chinese(text):
+    if not (in_chinese or has_chinese(text)):
         return text
     return verbalize_remaining_numbers(verbalize_numbers(text))
 
 
-def normalize_fragment(text: str) -> str:
-    """Spoken form of one fragment of a segmented text: the input of the acoustic model."""
-    if not has_chinese(text):
+def normalize_fragment(text: str, *, in_chinese: bool = False) -> str:
+    """Spoken form of one fragment of a segmented text: the input of the acoustic model.
+
+    `in_chinese`: `text` continues a fragment with Chinese, so its numbers are read in Chinese in any case.
+    """
+    if not (in_chinese or has_chinese(text)):
         text = expand_english_numbers(text)
-    return normalize_text(text).removeprefix("，")
+    return normalize_text(text, in_chinese=in_chinese).removeprefix("，")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from mingc.runtime.text.normalize import has_chinese, normalize_fragment
 
@@ -34,47 +35,98 @@ _CLAUSE_MARKS = "，,;；"
 _WIDE_MARKS = str.maketrans(".!?,", "。！？，")
 
 
-def speech_segments(text: str | Iterable[str], max_length: int = MAX_FRAGMENT_LENGTH) -> list[str]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FragmentState:
+    """State of the streaming cut at a place in a text, from which another text can continue.
+
+    `num_elements`: elements of the open fragment so far. `has_chinese`: whether it contains Chinese. `has_spoken`:
+    whether a fragment has been completed.
+    """
+
+    num_elements: int = 0
+    has_chinese: bool = False
+    has_spoken: bool = False
+
+
+class Fragmenter:
+    """Streaming cut at punctuation: collects elements until they form a fragment."""
+
+    def __init__(self, state: FragmentState | None = None) -> None:
+        state = state or FragmentState()
+        self._buffer: list[str] = []
+        self._num_before = state.num_elements
+        self._has_chinese = state.has_chinese
+        self._has_spoken = state.has_spoken
+
+    @property
+    def state(self) -> FragmentState:
+        return FragmentState(
+            num_elements=self._num_before + len(self._buffer),
+            has_chinese=self._has_chinese,
+            has_spoken=self._has_spoken,
+        )
+
+    def push(self, element: str) -> str:
+        """The fragment that `element` completes, or ""."""
+        is_long = self._is_long()
+        self._has_chinese = self._has_chinese or has_chinese(element)
+        if element.endswith("\n"):
+            _append_line_end(self._buffer, element)
+            is_cut = self._is_long()
+        else:
+            is_cut = is_long and _ends_clause(element, self._buffer)
+            self._buffer.append(element)
+        return self.flush() if is_cut else ""
+
+    def flush(self) -> str:
+        """The collected elements as a fragment."""
+        fragment = "".join(self._buffer)
+        self._buffer.clear()
+        self._num_before, self._has_chinese = 0, False
+        self._has_spoken = self._has_spoken or _has_content(fragment)
+        return fragment
+
+    def _is_long(self) -> bool:
+        minimum = _MIN_LATER_ELEMENTS if self._has_spoken else _MIN_FIRST_ELEMENTS
+        return self._num_before + len(self._buffer) >= minimum
+
+
+def speech_segments(
+    text: str | Iterable[str], max_length: int = MAX_FRAGMENT_LENGTH, *, state: FragmentState | None = None
+) -> list[str]:
     """Normalised input strings of the acoustic model, in order.
 
     A `str` is read character by character, an iterable of deltas element by element (words, numbers, ideographs), so
-    the two can be cut at different places.
+    the two can be cut at different places. `state` is that at the end of the preceding text, if any.
     """
-    return list(iter_speech_segments(text, max_length))
+    return list(iter_speech_segments(text, max_length, state=state))
 
 
-def iter_speech_segments(text: str | Iterable[str], max_length: int = MAX_FRAGMENT_LENGTH) -> Iterator[str]:
+def iter_speech_segments(
+    text: str | Iterable[str], max_length: int = MAX_FRAGMENT_LENGTH, *, state: FragmentState | None = None
+) -> Iterator[str]:
     """Yield the strings of `speech_segments`, each as soon as its deltas have been read.
 
     Fragments that normalise to nothing, such as links, are skipped.
     """
-    for fragment in iter_fragments(text, max_length):
+    for index, fragment in enumerate(iter_fragments(text, max_length, state=state)):
+        in_chinese = index == 0 and state is not None and state.has_chinese
         for piece in _short_pieces(fragment):
-            spoken = normalize_fragment(piece)
+            spoken = normalize_fragment(piece, in_chinese=in_chinese)
             if spoken.strip():
                 yield spoken
 
 
-def iter_fragments(text: str | Iterable[str], max_length: int = MAX_FRAGMENT_LENGTH) -> Iterator[str]:
+def iter_fragments(
+    text: str | Iterable[str], max_length: int = MAX_FRAGMENT_LENGTH, *, state: FragmentState | None = None
+) -> Iterator[str]:
     """Yield the fragments of `text` before normalisation."""
     if max_length < 1:
         raise ValueError(f"max_length must be at least 1, got {max_length}")
-    buffer: list[str] = []
-    num_spoken = 0
+    fragmenter = Fragmenter(state)
     for element in iter_elements(text):
-        is_long = _is_long(buffer, num_spoken)
-        if element.endswith("\n"):
-            _append_line_end(buffer, element)
-            is_cut = _is_long(buffer, num_spoken)
-        else:
-            is_cut = is_long and _ends_clause(element, buffer)
-            buffer.append(element)
-        if is_cut:
-            fragments = cut_by_length("".join(buffer), max_length)
-            num_spoken += len(fragments)
-            yield from fragments
-            buffer.clear()
-    rest = "".join(buffer)
+        yield from cut_by_length(fragmenter.push(element), max_length)
+    rest = fragmenter.flush()
     if _SPEAKABLE.search(rest):
         yield from cut_by_length(rest, max_length)
 
@@ -95,15 +147,11 @@ def iter_elements(text: str | Iterable[str]) -> Iterator[str]:
             yield match[0]
 
 
-def _is_long(buffer: list[str], num_spoken: int) -> bool:
-    return len(buffer) >= (_MIN_LATER_ELEMENTS if num_spoken else _MIN_FIRST_ELEMENTS)
-
-
 def _ends_clause(element: str, buffer: list[str]) -> bool:
     if element[-1] in _CUT_MARKS:
         return True
     # A dot after a digit may be a decimal point.
-    return element[-1] == "." and not re.search("[0-9]$", buffer[-1])
+    return element[-1] == "." and not re.search("[0-9]$", buffer[-1] if buffer else "")
 
 
 def _append_line_end(buffer: list[str], element: str) -> None:
