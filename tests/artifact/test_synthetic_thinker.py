@@ -1,4 +1,4 @@
-"""A thinker of random weights: one layer of each kind on disk, all of them in memory, and it can be served."""
+"""Synthetic thinker: one layer of each kind on disk, all layers in memory, served like any other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_one_layer_of_each_kind_is_stored(artifact: Artifact) -> None:
     assert size <= artifact.manifest.files[record.weights[0]].size_bytes < size + 64_000  # a header
 
 
-def test_the_others_get_copies_in_memory_of_their_own(artifact: Artifact) -> None:
+def test_repeated_layers_get_their_own_copies_in_memory(artifact: Artifact) -> None:
     weights = load_stage(artifact, "thinker", torch.device("cpu")).weights
     names = [name for name in weights if name.startswith("layers.0.attention.")]
     assert names
@@ -40,14 +40,14 @@ def test_the_others_get_copies_in_memory_of_their_own(artifact: Artifact) -> Non
     assert weight_bytes(artifact, "thinker") == sum(value.nbytes for value in weights.values())
 
 
-def test_real_weights_repeat_nothing(wide_thinker_artifact: Path) -> None:
+def test_real_weights_are_not_repeated(wide_thinker_artifact: Path) -> None:
     real = open_artifact(wide_thinker_artifact)
     assert real.manifest.stages["thinker"].repeated == {}
     weights = load_stage(real, "thinker", torch.device("cpu")).weights
     assert weight_bytes(real, "thinker") == sum(value.nbytes for value in weights.values())
 
 
-def test_its_tokenizer_has_a_token_a_byte_and_a_text_an_id(artifact: Artifact) -> None:
+def test_its_tokenizer_has_one_token_per_byte(artifact: Artifact) -> None:
     tokenizer = TextTokenizer.from_file(artifact.path(artifact.manifest.tokenizers["thinker"]))
     parameters = artifact.manifest.parameters_of("thinker", ThinkerParameters)
     assert tokenizer.vocab_size == parameters.vocab_size
@@ -57,7 +57,7 @@ def test_its_tokenizer_has_a_token_a_byte_and_a_text_an_id(artifact: Artifact) -
     assert tokenizer.decode([parameters.vocab_size - 1]) == f" {parameters.vocab_size - 1}"
 
 
-def test_it_is_served(synthetic_thinker_artifact: Path) -> None:
+def test_a_synthetic_thinker_is_served(synthetic_thinker_artifact: Path) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 1.0, "seed": 1}
     with (
         serving(synthetic_thinker_artifact) as server,

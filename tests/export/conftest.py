@@ -1,4 +1,4 @@
-"""The tiny checkpoint, and of the stage `STAGE` that a test module names its config and its float32 eager module."""
+"""Fixtures: the tiny checkpoint, and config and float32 module of the stage `STAGE` of a test module."""
 
 from __future__ import annotations
 

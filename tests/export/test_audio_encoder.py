@@ -1,4 +1,4 @@
-"""The audio encoder against the goldens (spec: audio.md), under padding and batching, traced, and compiled."""
+"""Audio encoder compared with goldens (spec: audio.md): padding, batching, tracing and compilation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def long_mel(golden: dict[str, Tensor], config: AudioConfig) -> Tensor:
 
 
 def batch(clips: list[Tensor], group: int, num_clips: int = 0, num_tokens: int = 0) -> tuple[Tensor, Tensor]:
-    """Inputs of `encode` for `clips` (frames, mels), in a bucket; what lies beyond a clip is noise."""
+    """Inputs of `encode` for `clips` (frames, mels), in a bucket; noise beyond the end of each clip."""
     num_tokens = num_tokens or max(-(-len(clip) // group) for clip in clips)
     shape = (max(num_clips, len(clips)), num_tokens * group, clips[0].shape[1])
     mel = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=clips[0].dtype)
@@ -82,7 +82,7 @@ def random_module(config: AudioConfig) -> AudioEncoder:
 
 
 def watch(module: AudioEncoder, seen: dict[str, Tensor]) -> list[torch.utils.hooks.RemovableHandle]:
-    """Record the outputs that the goldens name."""
+    """Record the intermediate outputs that the goldens contain."""
     watched = {"block0": module.blocks[0], "encoder": module.norm, "projector": module.projector}
     return [
         part.register_forward_hook(lambda _module, _inputs, output, name=name: seen.update({name: output}))
@@ -105,11 +105,11 @@ def test_one_clip_matches_golden(case: str, module: AudioEncoder, golden: dict[s
     torch.testing.assert_close(embeddings.norm(dim=-1), torch.ones(1, embeddings.shape[1]))
 
 
-def test_clips_of_a_batch_are_encoded_as_if_alone(module: AudioEncoder, golden: dict[str, Tensor]) -> None:
+def test_clips_of_a_batch_are_encoded_independently(module: AudioEncoder, golden: dict[str, Tensor]) -> None:
     first, second = golden["two_clips.audio_feats_lengths"][0].tolist()
     feats = golden["two_clips.audio_feats"][0]
     (embeddings,) = module.encode(*batch([feats[:first], feats[first : first + second]], 4))
-    # The reference's own batch lets the shorter clip see its padding; its longest clip is not affected.
+    # In the reference's batch the shorter clip attends to its padding; the longest clip is not affected.
     assert_close(embeddings[0], golden["two_clips.audio_embeds"][0, :25])
     assert_close(embeddings[1, :13], golden["second_alone.audio_embeds"][0])
     assert embeddings[1, 13:].abs().max() == 0
@@ -123,7 +123,7 @@ def test_long_clip_matches_golden(module: AudioEncoder, golden: dict[str, Tensor
     (embeddings,) = module.encode(*batch([long_mel], 4))
     for handle in handles:
         handle.remove()
-    # The features are rebuilt, not stored: their own rounding (1e-6) comes on top.
+    # The features are recomputed, not stored: their rounding error (1e-6) adds up.
     assert_close(seen["encoder"][0, ::32], golden["long.encoder_out_every_32nd"], 1e-5)
     assert_close(embeddings, golden["long.audio_embeds"], 1e-5)
 
@@ -143,7 +143,7 @@ def test_padding_never_changes_results(frames: int, module: AudioEncoder, golden
 
 
 def exact(module: AudioEncoder, mel_FC: Tensor) -> Tensor:
-    """One clip through the module's parts without any padding (audio.md §3, §4)."""
+    """One clip through the module's parts without any padding (spec: audio.md §3, §4)."""
     x = F.gelu(module.conv2(F.gelu(module.conv1(mel_FC.T[None])))).transpose(1, 2)
     x = x + module.positions[: x.shape[1]]
     for block in module.blocks:
@@ -177,9 +177,7 @@ def test_unnormalised_embeddings_are_the_projection(
     assert_close(embeddings, golden["second_alone.proj_unnormalised"])
 
 
-def test_weights_name_every_tensor_and_every_stored_tensor_is_known(
-    checkpoint: Checkpoint, config: AudioConfig
-) -> None:
+def test_weight_sources_match_module_and_checkpoint(checkpoint: Checkpoint, config: AudioConfig) -> None:
     sources = STAGE.weights(config, Shard())
     with torch.device("meta"):
         expected = STAGE.build(config, Shard()).state_dict()
@@ -260,7 +258,7 @@ def test_released_geometry_has_the_released_size(config: AudioConfig) -> None:
     with torch.device("meta"):
         weights = STAGE.build(released, Shard()).state_dict()
     total = sum(tensor.numel() for tensor in weights.values())
-    # checkpoint.md §7: encoder, position table, projector; and the zero key biases of the packed layers.
+    # spec: checkpoint.md §7: encoder, position table, projector; and the zero key biases of the packed layers.
     assert total == 635_048_960 + 19_200_000 + 32_514_048 + 32 * 1280
 
 

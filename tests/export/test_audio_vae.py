@@ -1,4 +1,4 @@
-"""The AudioVAE against the goldens: decode, stream in patches, encode; other dims, traced and compiled."""
+"""AudioVAE compared with goldens: decode, streamed decode, encode; other dims, traced and compiled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled_graph import check_bfloat16, check_compiled, relative_error
+from compiled_graph import check_bfloat16, check_compiled
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,6 +20,7 @@ from mingc.export.layers.vae_encoder import VaeEncoderConfig
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.audio_vae import STAGE, AudioVae, AudioVaeConfig
 from mingc.export.weights.loading import check_weights, float32_module
+from mingc.numerics.relative_error import relative_error
 
 DATA = Path(__file__).parents[1] / "data"
 TOLERANCE = 1e-5
@@ -43,7 +44,7 @@ def without_window(config: AudioVaeConfig) -> AudioVaeConfig:
 def variant(
     request: pytest.FixtureRequest, checkpoint: Checkpoint, config: AudioVaeConfig
 ) -> tuple[str, AudioVaeConfig, AudioVae]:
-    """The golden's two variants: the config's window, and none."""
+    """Both variants of the golden: the config's window, and no window."""
     chosen = config if request.param == "sliding" else without_window(config)
     module = float32_module(STAGE, chosen, checkpoint)
     assert isinstance(module, AudioVae)
@@ -51,7 +52,7 @@ def variant(
 
 
 def used_state(config: VaeDecoderConfig, num_slots: int = 3) -> list[Tensor]:
-    """State as an earlier utterance would leave it; it must not affect the next one."""
+    """State left by an earlier utterance, which must not affect the next one."""
     torch.manual_seed(5)
     stack = config.stack
     rings = [
@@ -96,7 +97,7 @@ def test_weights_match_the_checkpoint(checkpoint: Checkpoint, config: AudioVaeCo
         assert {source.name for source in sources} == set(STAGE.build(config, Shard()).state_dict())
 
 
-def test_every_tensor_is_used_or_knowingly_ignored(checkpoint: Checkpoint, config: AudioVaeConfig) -> None:
+def test_every_tensor_is_used_or_ignored(checkpoint: Checkpoint, config: AudioVaeConfig) -> None:
     assert checkpoint.vae is not None
     used = {tensor for source in STAGE.weights(config, Shard()) for tensor in source.tensors}
     ignored = tuple(prefix for prefix, _ in STAGE.ignored(checkpoint))
@@ -116,7 +117,7 @@ def test_decode_matches(variant: tuple[str, AudioVaeConfig, AudioVae], golden: d
 
 
 def test_stream_matches(variant: tuple[str, AudioVaeConfig, AudioVae], golden: dict[str, Tensor]) -> None:
-    """All samples of the golden's streams, also cut at the golden's chunk borders."""
+    """All samples of the golden's streams, also split into the golden's chunks."""
     name, config, module = variant
     chunks = stream(module, config.decoder, golden["dec.latent"])
     assert [len(chunk) for chunk in chunks] == [11025, 14112, 14112, 17199]
@@ -156,10 +157,10 @@ def test_stream_equals_decode(variant: tuple[str, AudioVaeConfig, AudioVae], num
     assert relative_error(waveform, module.decode(latents)[0].flatten()) < TOLERANCE
 
 
-def test_slots_at_different_patches_do_not_touch(
+def test_slots_at_different_patches_are_independent(
     variant: tuple[str, AudioVaeConfig, AudioVae],
 ) -> None:
-    """Three utterances join one after the other; every call is one batch, filled up with padding."""
+    """Three utterances join one after the other; each call is one batch with padding."""
     _, config, module = variant
     torch.manual_seed(0)
     latents = torch.randn(3, 12, 64)
@@ -216,7 +217,7 @@ def test_voice_latents_match(checkpoint: Checkpoint, config: AudioVaeConfig, voi
 
 
 @pytest.mark.parametrize("hop", [1, 6, 22, 882])
-def test_transform_equals_the_complex_one(hop: int) -> None:
+def test_inverse_transform_equals_the_complex_one(hop: int) -> None:
     n_fft, hidden = 4 * hop, 5
     head = IstftHead(hidden, n_fft, hop)
     torch.manual_seed(hop)

@@ -1,4 +1,4 @@
-"""The flow-matching sampler, aggregator and heads against the goldens, whole speech loops, traced and compiled."""
+"""Flow-matching sampler, aggregator and heads compared with goldens: speech loops, traced and compiled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled_graph import check_bfloat16, check_compiled, relative_error
+from compiled_graph import check_bfloat16, check_compiled
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -20,6 +20,7 @@ from mingc.export.stages import talker as talker_stage
 from mingc.export.stages.cfm import STAGE, Cfm, CfmConfig
 from mingc.export.weights.loading import check_weights, float32_module
 from mingc.kernels.linear import begin_residual
+from mingc.numerics.relative_error import relative_error
 
 DATA = Path(__file__).parents[1] / "data"
 TOLERANCE = 1e-5
@@ -121,7 +122,7 @@ def test_voice_embeddings_match(module: Cfm, golden: dict[str, Tensor], voice: s
     assert relative_error(speaker, golden[f"voice.{voice}.spk_emb"]) < TOLERANCE
 
 
-def test_a_batch_gives_what_each_row_gives_alone(module: Cfm, golden: dict[str, Tensor]) -> None:
+def test_rows_of_a_batch_are_independent(module: Cfm, golden: dict[str, Tensor]) -> None:
     rows = [arguments(golden, case) for case in CASES]
     batch = module.sample(*(torch.cat(parts) for parts in zip(*rows, strict=True)))
     for index, row in enumerate(rows):
@@ -167,7 +168,7 @@ def test_speech_loop_matches(
 
 
 def other_config(config: CfmConfig) -> CfmConfig:
-    """Dims of which none equals the tiny checkpoint's, and a patch longer than the history."""
+    """Dims that all differ from the tiny checkpoint's, and a patch longer than the history."""
     dit = replace(
         config.dit, depth=3, hidden_size=48, num_heads=2, mlp_size=72, latent_dim=6, out_size=6, num_tokens=6
     )
@@ -222,7 +223,7 @@ def test_bfloat16_stays_close(checkpoint: Checkpoint, tmp_path: Path) -> None:
 
 
 def test_compiled_graphs(config: CfmConfig, tmp_path: Path) -> None:
-    """Two sampler steps: the graph of ten holds the same operations five times."""
+    """Two sampler steps suffice: ten steps repeat the same operations."""
     short = replace(other_config(config), num_steps=2)
     module = random_module(short)
     plans = STAGE.graphs(short, Shard(), StageOptions())

@@ -1,4 +1,4 @@
-"""The work of a graph, counted from its trace, against what torch counts while the module runs."""
+"""Cost of a graph, counted from its trace, compared with the FLOPs that torch counts while the module runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDTH, HEADS, VOCABULARY, EXPERTS, ROWS = 32, 4, 100, 6, 10
 
 
 class Model(nn.Module):
-    """One of everything that is counted: embedding, product, convolution, attention, experts, state."""
+    """One operation of each kind: embedding, GEMM, convolution, attention, experts, state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def model() -> Model:
     return Model().eval().requires_grad_(False)
 
 
-def test_a_graph_of_varying_dims_is_counted_at_every_bucket_as_torch_counts_it(model: Model) -> None:
+def test_flops_at_every_bucket_equal_those_that_torch_counts(model: Model) -> None:
     works = count(model, "attend")
     assert [work.dims for work in works] == [{"T": 4}, {"T": 16}]
     for work in works:
@@ -100,29 +100,29 @@ def test_a_graph_of_varying_dims_is_counted_at_every_bucket_as_torch_counts_it(m
         assert work.flops == counter.get_total_flops()
 
 
-def test_a_dim_of_one_size_is_static(model: Model) -> None:
+def test_a_dim_with_a_single_size_is_static(model: Model) -> None:
     assert count(model, "attend", only=16) == (count(model, "attend")[1],)
     assert [work.dims for work in count(model, "attend", only=1)] == [{"T": 1}]
 
 
-def test_a_static_engine_is_counted_the_same(model: Model) -> None:
+def test_a_static_engine_has_the_same_cost(model: Model) -> None:
     assert count(model, "attend", {"T": 16}) == (count(model, "attend")[1],)
 
 
-def test_of_a_table_only_the_rows_taken_count_and_of_weights_all(model: Model) -> None:
+def test_tables_count_gathered_rows_and_weights_count_whole(model: Model) -> None:
     products = sum(each.numel() for each in (*model.packed.parameters(), *model.mix.parameters()))
     for work in count(model, "attend"):
         assert work.weight_bytes == 4 * (products + work.dims["T"] * WIDTH)
 
 
-def test_a_weight_that_is_used_again_counts_as_reuse(model: Model) -> None:
+def test_a_repeated_read_of_a_weight_counts_as_reuse(model: Model) -> None:
     work = count(model, "iterate")[0]
     whole = 4 * 3 * WIDTH * WIDTH
     assert work.weight_bytes == whole + 4 * work.dims["T"] * WIDTH
     assert work.reuse_bytes == 4 * whole
 
 
-def test_a_table_counts_no_more_than_once(model: Model) -> None:
+def test_a_table_counts_at_most_once(model: Model) -> None:
     few, many = count(model, "route")
     assert few.weight_bytes == 4 * 4 * 8 * WIDTH
     assert many.weight_bytes == 4 * EXPERTS * 8 * WIDTH
@@ -130,7 +130,7 @@ def test_a_table_counts_no_more_than_once(model: Model) -> None:
     assert many.flops == 2 * 16 * 8 * WIDTH, "sums of products are products"
 
 
-def test_state_counts_what_is_written_and_read_whatever_the_pool(model: Model) -> None:
+def test_state_bytes_do_not_depend_on_the_pool_size(model: Model) -> None:
     for work in count(model, "remember"):
         assert work.state_bytes == 2 * 4 * work.dims["T"] * ROWS
         assert work.uncounted == ()
@@ -143,14 +143,14 @@ def test_decode_attention_grows_with_the_context() -> None:
     assert work.state_elements.subs({CONTEXT: 99}) == 2 * 3 * 2 * 64 * 100
 
 
-def test_a_prefill_chunk_sees_the_context_and_half_of_itself() -> None:
+def test_a_prefill_chunk_attends_to_the_context_and_half_of_itself() -> None:
     shapes = {"q": (4, 8, 64), "k_pages": (1000, 2, 64)}
     work = KERNELS["paged_prefill_attention"](shapes, {})
     assert work.flops.subs({CONTEXT: 10}) == 4 * 8 * 64 * (11 + 12 + 13 + 14)
     assert work.state_elements.subs({CONTEXT: 10}) == 2 * 2 * 64 * 14
 
 
-def test_contiguous_kv_attention_sees_no_more_than_its_window() -> None:
+def test_contiguous_kv_attention_is_limited_to_its_window() -> None:
     shapes = {"qkv": (2, (8 + 4) * 64), "k_slots": (5, 300, 2, 64)}
     whole = KERNELS["contiguous_kv_attention"](shapes, {"window": 300})
     near = KERNELS["contiguous_kv_attention"](shapes, {"window": 50})
@@ -158,7 +158,7 @@ def test_contiguous_kv_attention_sees_no_more_than_its_window() -> None:
     assert near.flops == 4 * 2 * 8 * 64 * 50
 
 
-def test_of_the_experts_those_count_that_random_tokens_are_expected_to_choose() -> None:
+def test_experts_count_by_their_expected_number_under_uniform_routing() -> None:
     shapes = {
         "x": (4, 64),
         "ids": (4, 2),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled_graph import check_compiled, relative_error
+from compiled_graph import check_compiled
 from safetensors import safe_open
 from torch import nn
 
@@ -22,6 +22,7 @@ from mingc.export.stages import find
 from mingc.export.weights.loading import float32_module, load_module, write_weights
 from mingc.export.weights.quantization import prepare, stored_names, stored_tensors
 from mingc.kernels.quantized import dequantize, quantize_int4
+from mingc.numerics.relative_error import relative_error
 
 TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
 # Limit on the relative error of any output of the tiny stages; random weights of these sizes give 0.04 to 0.13.
@@ -146,7 +147,7 @@ def recipe(*words: str) -> ExportRecipe:
     return ExportRecipe(checkpoint=TINY, output=Path("out"), quantize=words)
 
 
-def test_the_recipe_names_stages() -> None:
+def test_the_recipe_selects_a_format_per_stage() -> None:
     assert recipe().quantization("cfm") is None
     assert recipe("fp8").quantization("cfm") == "fp8"
     assert recipe("fp8").quantization("vision_encoder") is None
@@ -214,6 +215,6 @@ def test_formats_of_the_thinker(
 @pytest.mark.parametrize(
     "words", [("fp4",), ("cfm=int4",), ("talker=int4",), ("vision_encoder=fp8",), ("cfm=",), ("fp8", "fp8")]
 )
-def test_the_recipe_refuses_what_cannot_be(words: tuple[str, ...]) -> None:
+def test_the_recipe_refuses_unsupported_formats(words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="--quantize"):
         recipe(*words)

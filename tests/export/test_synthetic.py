@@ -1,4 +1,4 @@
-"""Random weights in place of a checkpoint's: every tensor of the released layout, the same whenever it is read."""
+"""Synthetic checkpoint: every tensor of the released layout, equal on every read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def parts(checkpoint: Checkpoint) -> dict[str, Part]:
     return {part.name: part for part in found if part is not None}
 
 
-def test_it_has_what_every_stage_reads_in_the_shapes_of_the_checkpoint(synthetic: Checkpoint) -> None:
+def test_tensors_have_the_shapes_of_the_checkpoint(synthetic: Checkpoint) -> None:
     stages = list(discover().values())
     check_coverage(synthetic, stages, {stage.name: stage.config(synthetic) for stage in stages})
     real = parts(open_checkpoint(TINY))
@@ -49,7 +49,7 @@ def test_it_has_what_every_stage_reads_in_the_shapes_of_the_checkpoint(synthetic
             assert entry.shape == real[name].tensors[tensor].shape, tensor
 
 
-def test_two_reads_agree_and_two_tensors_differ(configs: Path, synthetic: Checkpoint) -> None:
+def test_reads_of_a_tensor_are_equal_and_tensors_differ(configs: Path, synthetic: Checkpoint) -> None:
     talker, again = synthetic.talker, open_synthetic(configs).talker
     assert talker is not None and again is not None
     name = "model.layers.0.mlp.gate_proj.weight"
@@ -67,25 +67,25 @@ def test_speech_never_stops_by_itself(synthetic: Checkpoint) -> None:
     assert (torch.softmax(hidden @ weight.T + bias, -1)[:, 1] < 1e-6).all()
 
 
-def test_what_is_not_announced_is_missing(synthetic: Checkpoint) -> None:
+def test_an_undeclared_tensor_is_missing(synthetic: Checkpoint) -> None:
     with pytest.raises(CheckpointError, match=r"no\.such\.weight is missing"):
         synthetic.main.read("no.such.weight")
 
 
-def test_a_probe_of_random_weights_exports_the_stages_of_its_engines(configs: Path, tmp_path: Path) -> None:
+def test_a_synthetic_probe_exports_the_stages_of_its_engines(configs: Path, tmp_path: Path) -> None:
     asked = ("cfm.sample", "talker", "cfm.speaker")
     recipe = synthetic_recipe(configs, tmp_path, asked, (16, 1), jobs=3, cache=None)
     assert recipe.synthetic and recipe.stages == ("cfm", "talker")
     assert recipe.batch_sizes == (1, 16)
 
 
-def test_a_probe_of_all_leaves_out_what_may_not_fit_on_the_disk(configs: Path, tmp_path: Path) -> None:
+def test_a_probe_of_all_engines_omits_stages_that_may_not_fit_on_disk(configs: Path, tmp_path: Path) -> None:
     recipe = synthetic_recipe(configs, tmp_path, None, None, jobs=1, cache=None)
     assert recipe.stages == ("audio_encoder", "vision_encoder", "talker", "cfm", "audio_vae")
 
 
 @pytest.mark.parametrize("engine", ["nope", "cfm.nope", "cfm,nope.sample"])
-def test_an_engine_that_would_not_be_exported_is_refused_by_the_name_of_its_option(
+def test_an_engine_that_is_not_exported_is_refused_with_its_option(
     configs: Path, tmp_path: Path, engine: str
 ) -> None:
     with pytest.raises(ConfigError, match="nope") as caught:
@@ -93,7 +93,7 @@ def test_an_engine_that_would_not_be_exported_is_refused_by_the_name_of_its_opti
     assert caught.value.where == "--engine" and "cfm" in str(caught.value.fix)
 
 
-def test_a_comparison_that_lacks_its_stage_is_refused_before_an_export(configs: Path, tmp_path: Path) -> None:
+def test_a_comparison_without_its_stage_is_refused_before_the_export(configs: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="vision encoder"):
         synthetic_recipe(configs, tmp_path, ("cfm",), None, jobs=1, cache=None, compare="patch-embed")
 
@@ -104,7 +104,7 @@ def test_the_artifact_of_a_probe_replaces_nothing(tmp_path: Path) -> None:
     assert "--force" not in str(caught.value.fix)
 
 
-def test_the_next_probe_removes_what_a_killed_one_left(
+def test_the_next_probe_removes_files_of_a_killed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -115,7 +115,7 @@ def test_the_next_probe_removes_what_a_killed_one_left(
     assert not list(tmp_path.iterdir())
 
 
-def test_only_random_weights_do_without_a_tokenizer(synthetic: Checkpoint, tmp_path: Path) -> None:
+def test_only_synthetic_checkpoints_need_no_tokenizer(synthetic: Checkpoint, tmp_path: Path) -> None:
     bare = replace(synthetic, root=tmp_path)
     notes: list[str] = []
     stage = find("talker")

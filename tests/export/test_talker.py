@@ -1,4 +1,4 @@
-"""The speech LLM against the goldens, chunked and batched, with a window, traced and compiled."""
+"""Speech LLM compared with goldens: chunked, batched, with a window, traced and compiled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled_graph import check_bfloat16, check_compiled, relative_error
+from compiled_graph import check_bfloat16, check_compiled
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from mingc.export.layers.qwen2 import read_qwen2_config
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.talker import STAGE, Talker, TalkerConfig
 from mingc.export.weights.loading import check_weights, float32_module
+from mingc.numerics.relative_error import relative_error
 
 DATA = Path(__file__).parents[1] / "data"
 TOLERANCE = 1e-5
@@ -68,8 +69,8 @@ def test_prefill_matches_every_layer(
     assert relative_error(hidden, golden[f"llm.{case}.last_hidden_state"][:, -1]) < TOLERANCE
 
 
-def test_words_and_embeddings_mix(module: Talker, config: TalkerConfig, golden: dict[str, Tensor]) -> None:
-    """The assembled prompt from ids, with the vectors only where the ids do not say it all."""
+def test_ids_and_embeddings_mix(module: Talker, config: TalkerConfig, golden: dict[str, Tensor]) -> None:
+    """The assembled prompt from ids, with embeddings only at positions that ids do not determine."""
     ids, embeds = golden["prompt.clone.input_ids"][0], golden["prompt.clone.inputs_embeds"][0]
     use_embed = (module.word_embeddings[ids] != embeds).any(dim=1)
     assert 0 < use_embed.sum() < len(ids)
@@ -91,7 +92,7 @@ def test_chunks_and_padding_change_nothing(
         assert relative_error(hidden, expected) < TOLERANCE, f"chunk from {start}"
 
 
-def test_padding_at_the_end_of_a_slot_stays_outside(module: Talker, config: TalkerConfig) -> None:
+def test_padding_beyond_the_end_of_a_slot_is_not_written(module: Talker, config: TalkerConfig) -> None:
     slots = empty_slots(config)
     before = [slot.clone() for slot in slots]
     hidden = prefill(
@@ -112,7 +113,7 @@ def test_steps_continue_a_prefill(module: Talker, config: TalkerConfig, golden: 
         assert relative_error(hidden, expected) < TOLERANCE, f"token {index}"
 
 
-def test_a_batch_gives_what_each_row_gives_alone(
+def test_rows_of_a_batch_are_independent(
     module: Talker, config: TalkerConfig, golden: dict[str, Tensor]
 ) -> None:
     prompts = {1: golden["prompt.plain.inputs_embeds"][0], 3: golden["prompt.clone.inputs_embeds"][0]}
@@ -127,7 +128,7 @@ def test_a_batch_gives_what_each_row_gives_alone(
     assert hidden.isfinite().all()
 
 
-def test_a_window_of_all_tokens_is_no_window_and_a_short_one_is_the_same_in_both_graphs(
+def test_windows_agree_between_prefill_and_step(
     checkpoint: Checkpoint, config: TalkerConfig, golden: dict[str, Tensor]
 ) -> None:
     embeds = golden["prompt.plain.inputs_embeds"][0]
@@ -148,7 +149,7 @@ def test_a_window_of_all_tokens_is_no_window_and_a_short_one_is_the_same_in_both
     assert relative_error(results[9], expected) > 1e-3
 
 
-def test_layer_windows_follow_the_config() -> None:
+def test_layer_windows_match_the_config() -> None:
     raw = {
         "hidden_size": 8,
         "intermediate_size": 8,

@@ -1,4 +1,4 @@
-"""The thinker's eager module against the goldens (spec: thinker.md), and what the stage says of itself."""
+"""The thinker's eager module compared with goldens (spec: thinker.md), and the stage's declarations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mingc.kernels.mrope import mrope_cos_sin
 
 DATA = Path(__file__).parents[1] / "data"
 CASES = ("text", "image", "audio", "mixed", "video")
-# An independent implementation stays below 2e-6 relative L2 on every tensor; one ulp of noise gives 2e-5 absolute.
+# An independent implementation stays below 2e-6 relative L2 on every tensor; noise of one ulp gives 2e-5 absolute.
 ABSOLUTE = 1e-4
 
 
@@ -58,7 +58,7 @@ def by_expert(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_prefill_layers_routes_and_logits(
+def test_prefill_layers_routing_and_logits(
     case: str, stage: EagerStage, session: Session, golden: dict[str, Tensor]
 ) -> None:
     logits = session.prefill(golden_prompt(golden, case), chunk=1 << 20)
@@ -78,7 +78,7 @@ def test_prefill_layers_routes_and_logits(
 
 @pytest.mark.parametrize("gate", ["gate", "image_gate", "audio_gate"])
 @pytest.mark.parametrize("case", ["image", "audio"])
-def test_every_gate_chooses_as_recorded(
+def test_every_router_selects_the_recorded_experts(
     case: str, gate: str, module: Decoder, session: Session, golden: dict[str, Tensor]
 ) -> None:
     seen: list[Tensor] = []
@@ -130,7 +130,7 @@ def test_chunks_and_padding_change_nothing(
 
 
 @pytest.mark.parametrize("together", [2, 3])
-def test_chunks_at_once_give_the_same_bits(
+def test_chunks_in_one_call_are_bitwise_equal(
     together: int, session: Session, golden: dict[str, Tensor]
 ) -> None:
     prompt = golden_prompt(golden, "mixed")
@@ -165,7 +165,7 @@ def ragged_prompts(golden: dict[str, Tensor]) -> list[Prompt]:
     return prompts
 
 
-def test_ragged_batch_decodes_as_recorded(session: Session, golden: dict[str, Tensor]) -> None:
+def test_ragged_batch_matches_golden(session: Session, golden: dict[str, Tensor]) -> None:
     prompts = ragged_prompts(golden)
     steps = [torch.cat([session.prefill(prompt, chunk=32) for prompt in prompts])]
     close(steps[0], golden["batch_left.logits_last_valid"])
@@ -176,7 +176,7 @@ def test_ragged_batch_decodes_as_recorded(session: Session, golden: dict[str, Te
     close(logits, golden["batch_left.greedy_logits"])
 
 
-def test_an_unused_prompt_embedding_may_hold_anything(session: Session, golden: dict[str, Tensor]) -> None:
+def test_unused_prompt_embeddings_do_not_matter(session: Session, golden: dict[str, Tensor]) -> None:
     prompt = golden_prompt(golden, "text")
     assert prompt.embeds.isnan().all(), "text tokens must not read `embeds`"
     assert session.prefill(prompt, chunk=1 << 20).isfinite().all()
@@ -212,7 +212,7 @@ def test_bfloat16_recipe_stays_close(
             expected = reference(*[wide[name].clone() for name in names])
             for spec, got, value in zip(plan.spec.outputs, outputs, expected, strict=True):
                 assert str(got.dtype) == f"torch.{spec.dtype}", f"{plan.spec.name}: {spec.name}"
-                # One flipped expert moves the tiny model a lot: this finds a wrong cast, not a lost digit.
+                # One rerouted token changes the tiny model a lot: this finds a wrong cast, not rounding error.
                 cosine = torch.cosine_similarity(got.float().flatten(), value.float().flatten(), dim=0)
                 assert cosine > 0.9 or value.count_nonzero() == 0, f"{instance}: {spec.name}"
 
@@ -274,7 +274,7 @@ def test_examples_suit_every_bucket(config: ThinkerConfig) -> None:
 
 
 @pytest.mark.parametrize("batch_sizes", [(1, 2), (1, 2, 4, 8)])
-def test_sizes_to_trace_and_check_are_in_range(config: ThinkerConfig, batch_sizes: tuple[int, ...]) -> None:
+def test_trace_and_check_sizes_are_in_range(config: ThinkerConfig, batch_sizes: tuple[int, ...]) -> None:
     options = StageOptions(batch_sizes=batch_sizes, max_model_len=512)
     for plan in STAGE.graphs(config, Shard(), options):
         for dim in plan.spec.dims:
@@ -282,8 +282,8 @@ def test_sizes_to_trace_and_check_are_in_range(config: ThinkerConfig, batch_size
                 assert dim.minimum <= sizes[dim.name] <= dim.maximum, f"{plan.spec.name}: {dim.name}"
 
 
-def test_prompts_that_share_a_chunk_see_only_their_own(config: ThinkerConfig) -> None:
-    """A graph of static sizes takes several; each gets what it gets in a chunk of its own."""
+def test_prompts_that_share_a_chunk_are_independent(config: ThinkerConfig) -> None:
+    """Static graphs take several prompts per chunk; each has the result of a chunk of its own."""
     options = StageOptions(
         dtype=torch.bfloat16,
         static_buckets=True,
@@ -314,8 +314,8 @@ def test_prompts_that_share_a_chunk_see_only_their_own(config: ThinkerConfig) ->
         torch.testing.assert_close(together[own], expected)
 
 
-def test_a_reference_takes_the_inputs_of_the_engine_that_is_checked(config: ThinkerConfig) -> None:
-    """In float32 a chunk holds one prompt; the page table of several must not pass for a state of another layout."""
+def test_a_reference_accepts_the_inputs_of_the_checked_engine(config: ThinkerConfig) -> None:
+    """Float32 chunks have one prompt: the page table of several must not be replaced like a sharded state."""
     options = StageOptions(dtype=torch.bfloat16, static_buckets=True, batch_sizes=(1, 4), max_model_len=256)
     plan, exact = (
         next(each for each in STAGE.graphs(config, Shard(), chosen) if each.spec.name == "prefill_attention")

@@ -1,4 +1,4 @@
-"""The thinker's graphs compiled for the CPU: against the eager module and the goldens, and writing in place."""
+"""The thinker's graphs compiled for the CPU, compared with the eager module and goldens; in-place writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled_graph import relative_error
 from safetensors.torch import load_file, save_file
 from thinker_session import Session, compiled_stage, golden_prompt
 from torch import Tensor
@@ -22,6 +21,7 @@ from mingc.export.layers.decoder import PAGE_SIZE, Decoder
 from mingc.export.stage import GraphDef, Shard, StageOptions
 from mingc.export.stages.thinker import STAGE, ThinkerConfig
 from mingc.export.weights.loading import float32_module
+from mingc.numerics.relative_error import relative_error
 from mingc.runtime.engines.backends.aoti import load
 from mingc.runtime.engines.base import Engine
 from mingc.runtime.engines.stage_loader import LoadedStage
@@ -134,8 +134,8 @@ def test_compiled_greedy_continuation(case: str, config: ThinkerConfig, stage: L
     torch.testing.assert_close(logits, golden[f"{case}.greedy_logits"][0], rtol=0, atol=1e-4)
 
 
-def test_what_a_request_leaves_is_not_felt(config: ThinkerConfig, stage: LoadedStage) -> None:
-    """Neither in the unused rows of a page nor in page 0, not even NaN of a broken request."""
+def test_rows_left_by_a_request_do_not_affect_the_next(config: ThinkerConfig, stage: LoadedStage) -> None:
+    """Neither unused rows of a page nor page 0 affect results, even if they are NaN."""
     golden = load_file(DATA / "thinker.safetensors")
     session = Session(stage, config.decoder.vocab_size)
     for name, pages in session.state.items():
@@ -147,8 +147,8 @@ def test_what_a_request_leaves_is_not_felt(config: ThinkerConfig, stage: LoadedS
     assert ids == golden["text.greedy_ids"][0, :6].tolist()
 
 
-def test_a_request_does_not_feel_its_neighbours(plans: dict[str, GraphDef], stage: LoadedStage) -> None:
-    """To the last digits: matrix products round by batch size, nothing else may differ."""
+def test_requests_of_a_batch_are_independent(plans: dict[str, GraphDef], stage: LoadedStage) -> None:
+    """Equal up to the rounding error of GEMMs, which depends on the batch size."""
     for graph, dims in (("decode_attention", {"B": 6, "P": 4, "KV": 1024}), ("decode_experts", {"B": 6})):
         plan = plans[graph]
         example = plan.example(dims, torch.Generator().manual_seed(9))
@@ -178,7 +178,7 @@ engine.bind(weights)
 inputs = load_file(job["inputs"])
 peaks = []
 for rows in (1 << 10, 1 << 18):
-    # NumPy's zeros are pages that the kernel has not handed out yet; torch's are written.
+    # NumPy's zeros are pages that the kernel has not allocated yet; torch writes its zeros.
     pools = [torch.from_numpy(np.zeros((rows, *job["shape"]), np.float32)) for _ in range(job["pools"])]
     for _ in range(3):
         engine.run([*(inputs[name] for name in job["names"]), *pools, *(weights[name] for name in job["given"])])

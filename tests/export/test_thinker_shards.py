@@ -1,4 +1,4 @@
-"""The thinker divided among ranks: every world size against one rank, and geometries that do not divide evenly."""
+"""Tensor-parallel thinker: every world size compared with one rank, and geometries that do not divide evenly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled_graph import relative_error
 from thinker_session import compiled_stage, eager_stage
 from torch import Tensor, nn
 
@@ -22,6 +21,7 @@ from mingc.export.layers.decoder import DecoderConfig
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.thinker import STAGE, ThinkerConfig
 from mingc.export.weights.loading import float32_module, load_module, write_weights
+from mingc.numerics.relative_error import relative_error
 from mingc.runtime.engines.backends.aoti import load
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.thinker.layers import ThinkerLayers
@@ -58,7 +58,7 @@ class Lockstep:
 
 
 def make_module(config: ThinkerConfig, shard: Shard, tensors: dict[str, Tensor]) -> nn.Module:
-    """The rank's module, its weights made from `tensors` (checkpoint names)."""
+    """The rank's module with weights from `tensors` (checkpoint names)."""
     with torch.device("meta"):
         module = STAGE.build(config, shard)
     weights = {}
@@ -157,7 +157,7 @@ def check_ranks(config: ThinkerConfig, tensors: dict[str, Tensor], world_size: i
 def test_ranks_agree_with_one(
     world_size: int, kind: str, checkpoint: Checkpoint, config: ThinkerConfig
 ) -> None:
-    """4 query heads and 2 KV heads: at 4 ranks KV heads are kept twice, at 8 every head is."""
+    """4 query heads and 2 KV heads: at 4 ranks KV heads are stored twice, at 8 every head is."""
     tensors = {
         name: checkpoint.main.read(name) for name in checkpoint.main.tensors if name.startswith("model.")
     }
@@ -198,7 +198,7 @@ def test_tied_head_reads_the_embedding(config: ThinkerConfig) -> None:
     assert torch.equal(module["head.lm_head"], module["embed.word_embeddings"])
 
 
-def test_heads_that_cannot_be_shared(config: ThinkerConfig) -> None:
+def test_heads_that_cannot_be_divided(config: ThinkerConfig) -> None:
     odd = replace(config, decoder=replace(config.decoder, num_heads=6, num_kv_heads=2))
     with (
         torch.device("meta"),
@@ -223,7 +223,7 @@ def test_ranks_have_one_layout(config: ThinkerConfig) -> None:
 
 
 def test_compiled_ranks(checkpoint: Checkpoint, config: ThinkerConfig, tmp_path: Path) -> None:
-    """One engine a graph serves both ranks, each with its own weights."""
+    """One engine per graph serves both ranks, each with its own weights."""
     small = replace(config, decoder=replace(config.decoder, num_layers=3))
     shards = [Shard(rank=rank, world_size=2) for rank in range(2)]
     modules = []

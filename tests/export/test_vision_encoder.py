@@ -1,4 +1,4 @@
-"""The vision encoder against the goldens (spec: vision.md), under padding, traced, and compiled."""
+"""Vision encoder compared with goldens (spec: vision.md): padding, tracing and compilation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def golden() -> dict[str, Tensor]:
 
 
 def tables(grids: list[list[int]], side: int, merge: int) -> tuple[np.ndarray, ...]:
-    """Index, weight, coordinates and segment of the patches of `grids`, straight from vision.md §4 and §5."""
+    """Index, weight, coordinates and segment of the patches of `grids`, computed as in spec: vision.md §4, §5."""
     index, weight, coordinates = [], [], []
     segment: list[list[int]] = []
     for frames, height, width in grids:
@@ -64,7 +64,7 @@ def inputs_for(config: VisionConfig, pixels: Tensor, grids: list[list[int]]) -> 
 
 
 def pad(inputs: tuple[Tensor, ...], num_tokens: int) -> tuple[Tensor, ...]:
-    """`inputs` in a bucket of `num_tokens`: noise for pixels, each padding token a frame of its own."""
+    """`inputs` in a bucket of `num_tokens`: padding tokens have noise as pixels and are frames of their own."""
     own, group = inputs[0].shape[:2]
     padded = [torch.cat((t, t.new_zeros(num_tokens - own, *t.shape[1:]))) for t in inputs]
     padded[0][own:] = torch.randn(num_tokens - own, *inputs[0].shape[1:], dtype=inputs[0].dtype)
@@ -147,7 +147,7 @@ def test_full_size_grid_reproduces_the_table(module: VisionEncoder, config: Visi
     torch.testing.assert_close(positions, module.position_table[rows])
 
 
-def test_images_do_not_see_each_other(
+def test_images_of_a_batch_are_independent(
     module: VisionEncoder, config: VisionConfig, golden: dict[str, Tensor]
 ) -> None:
     first, second = golden["multi.grid_thw"].tolist()
@@ -184,9 +184,7 @@ def test_bfloat16_stays_near_golden(
     assert F.cosine_similarity(embeddings.float(), golden["multi.embeds"]).min() > 0.999
 
 
-def test_weights_name_every_tensor_and_every_stored_tensor_is_known(
-    checkpoint: Checkpoint, config: VisionConfig
-) -> None:
+def test_weight_sources_match_module_and_checkpoint(checkpoint: Checkpoint, config: VisionConfig) -> None:
     sources = STAGE.weights(config, Shard())
     with torch.device("meta"):
         expected = STAGE.build(config, Shard()).state_dict()
@@ -263,7 +261,7 @@ def test_released_geometry_has_the_released_size(config: VisionConfig) -> None:
     with torch.device("meta"):
         weights = STAGE.build(released, Shard()).state_dict()
     total = sum(tensor.numel() for name, tensor in weights.items() if name != "inverse_frequency")
-    # checkpoint.md §7: vision less the deepstack mergers, and the projector.
+    # spec: checkpoint.md §7: vision without the deepstack mergers, and the projector.
     assert total == 576_388_336 - 120_377_856 + 33_562_624
     assert len(weights["inverse_frequency"]) == 18
 

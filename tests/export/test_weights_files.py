@@ -1,4 +1,4 @@
-"""The weights files that a worker process writes: their bytes, and an export that fails or is ended amid them."""
+"""Weights files written by worker processes: their bytes, and failed or interrupted exports."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _RANKS = 4
 
 
 def test_a_worker_writes_the_same_bytes(tmp_path: Path) -> None:
-    """Of every rank, from a checkpoint and drawn; in bfloat16, and in INT4 and FP8."""
+    """For every rank, from a checkpoint and synthetic; in bfloat16, INT4 and FP8."""
     recipes = [
         ExportRecipe(
             checkpoint=_TINY,
@@ -71,7 +71,7 @@ def test_a_worker_writes_the_same_bytes(tmp_path: Path) -> None:
 
 
 def _lose_a_tensor(checkpoint: Path) -> str:
-    """Take a tensor out of the thinker's files, so that they are as whole as before; its name."""
+    """Remove a tensor from the thinker's files, which stay valid; returns its name."""
     index = checkpoint / "model.safetensors.index.json"
     document = json.loads(index.read_text(encoding="utf-8"))
     name = next(each for each in document["weight_map"] if each.endswith("word_embeddings.weight"))
@@ -119,7 +119,7 @@ def test_an_export_that_is_interrupted_while_files_are_written_leaves_nothing(tm
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # a group of its own shows whether one of its processes is left
+        start_new_session=True,  # a process group of its own shows whether any process is left
     ) as export:
         try:
             assert export.stderr is not None
@@ -130,16 +130,16 @@ def test_an_export_that_is_interrupted_while_files_are_written_leaves_nothing(tm
             os.killpg(export.pid, signal.SIGKILL)
             raise
     assert not list(tmp_path.iterdir())
-    # What keeps track of shared memory ends a moment after its parent.
+    # The shared memory tracker ends a moment after its parent.
     _, left = psutil.wait_procs(_alive(export.pid), timeout=_END_S)
     assert not left
 
 
 def _alive(group: int) -> list[psutil.Process]:
-    """The processes of `group`; without an init to collect it, an ended one stays as a zombie."""
+    """Live processes of `group`, without zombies that no init process collects."""
     found = []
     for each in psutil.process_iter(["status"]):
-        with suppress(ProcessLookupError):  # another's, which ended meanwhile
+        with suppress(ProcessLookupError):  # a process that ended in the meantime
             if each.info["status"] != psutil.STATUS_ZOMBIE and os.getpgid(each.pid) == group:
                 found.append(each)
     return found

@@ -1,4 +1,4 @@
-"""Holds the graphs of a stage against its float32 eager module: compiled for the CPU, and in bfloat16."""
+"""Compare graphs of a stage with its float32 eager module: compiled for the CPU, and in bfloat16."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from mingc.export.checkpoint import Checkpoint
@@ -14,21 +14,16 @@ from mingc.export.compile.backends.aoti import compile_graph
 from mingc.export.compile.capture import capture, check_example
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions
 from mingc.export.weights.loading import float32_module, load_module, write_weights
+from mingc.numerics.relative_error import relative_error
 from mingc.runtime.engines.backends.aoti import load
 
 CPU = torch.device("cpu")
 
 
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest expected value."""
-    assert got.shape == expected.shape, f"{tuple(got.shape)} instead of {tuple(expected.shape)}"
-    return ((got - expected).abs().max() / expected.abs().max()).item()
-
-
 def check_compiled(
     module: nn.Module, plan: GraphDef, sizes: Sequence[Mapping[str, int]], folder: Path, tolerance: float
 ) -> None:
-    """One engine with dynamic dims must agree with `module` at all `sizes`, outputs and state."""
+    """Compare outputs and state of one engine with dynamic dims with those of `module` at all `sizes`."""
     program = capture(plan, module, stage="test", static_shapes=None, device=CPU)
     path = folder / f"{plan.spec.name}.pt2"
     compile_graph(program, path, device="cpu", cache=None, where=plan.spec.name)
@@ -53,15 +48,15 @@ def check_compiled(
 
 
 def check_bfloat16(stage: Stage, checkpoint: Checkpoint, folder: Path, similarity: float) -> None:
-    """Every graph runs on the weights file of a bfloat16 recipe and stays near the float32 module."""
+    """Run every graph on the weights file of a bfloat16 recipe and compare it with the float32 module."""
     config = stage.config(checkpoint)
     write_weights(checkpoint, stage, config, Shard(), torch.bfloat16, folder / "weights.safetensors")
-    narrow = load_module(stage, config, Shard(), folder / "weights.safetensors")
-    wide = float32_module(stage, config, checkpoint)
-    narrow_plans = stage.graphs(config, Shard(), StageOptions(dtype=torch.bfloat16))
-    for plan, reference in zip(narrow_plans, stage.graphs(config, Shard(), StageOptions()), strict=True):
+    bfloat16 = load_module(stage, config, Shard(), folder / "weights.safetensors")
+    float32 = float32_module(stage, config, checkpoint)
+    bfloat16_graphs = stage.graphs(config, Shard(), StageOptions(dtype=torch.bfloat16))
+    for plan, reference in zip(bfloat16_graphs, stage.graphs(config, Shard(), StageOptions()), strict=True):
         outputs = []
-        for module, each in ((narrow, plan), (wide, reference)):
+        for module, each in ((bfloat16, plan), (float32, reference)):
             example = each.example(each.check_dims, torch.Generator().manual_seed(2))
             check_example(each.spec, example, each.check_dims, stage.name)
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Runs prompts through the thinker's graphs the way a server does: pages, chunks, padding, a decode batch."""
+"""Runs prompts through the thinker's graphs as a server does: pages, chunks, padding, decode batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mingc.runtime.thinker.layers import ThinkerLayers
 
 
 class EagerEngine(Engine):
-    """A method of a module, in the place of what is compiled from it. Remembers its last run."""
+    """A module's method in place of a compiled engine; keeps the outputs of its last run."""
 
     def __init__(self, method: Callable[..., Sequence[Tensor]]) -> None:
         self._method = method
@@ -73,13 +73,13 @@ def compiled_stage(
 
 
 def alone(x: Tensor) -> Tensor:
-    """What one rank gathers, or sums up."""
+    """Collectives of a single rank."""
     return x
 
 
 @dataclass(kw_only=True)
 class Prompt:
-    """One request: what the processor made of it, and where its tokens lie."""
+    """One request: its preprocessed prompt and its pages."""
 
     input_ids: Tensor  # (T,) int64
     embeds: Tensor  # (T, D)
@@ -91,7 +91,7 @@ class Prompt:
 
     @property
     def rows(self) -> Tensor:
-        """Pool rows of its pages in token order."""
+        """Pool rows of the request's pages, in token order."""
         return (self.pages.long()[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()
 
 
@@ -123,14 +123,16 @@ class Session:
         self._layers = ThinkerLayers(
             stage, self.state, vocab_size=vocab_size, all_reduce_=alone, gather=alone
         )
-        self.routes: list[tuple[Tensor, Tensor]] = []  # expert ids and weights a layer, of the last chunk
+        self.routes: list[
+            tuple[Tensor, Tensor]
+        ] = []  # expert ids and weights of each layer in the last chunk
         order = 1 + torch.randperm(pages - 1, generator=torch.Generator().manual_seed(7))
         self._free: list[int] = order.tolist()
 
     def prefill(
         self, prompt: Prompt, *, chunk: int, padding: int = 0, room: int = 32, together: int = 1
     ) -> Tensor:
-        """All chunks of `prompt`, `together` at a time, each followed by `padding` rows; the last logits (1, V)."""
+        """Prefill `prompt`, `together` chunks per call, each with `padding` rows; returns the last logits (1, V)."""
         total = len(prompt.input_ids)
         pages = [self._free.pop() for _ in range(-(-(total + room) // PAGE_SIZE))]
         prompt.pages = torch.tensor(pages, dtype=torch.int32)
@@ -144,7 +146,7 @@ class Session:
         return logits
 
     def decode(self, prompts: Sequence[Prompt], tokens: Sequence[int], *, padding: int = 0) -> Tensor:
-        """One token of each prompt, in a batch with `padding` empty requests; logits (B, V)."""
+        """Decode one token of each prompt, in a batch with `padding` empty requests; returns logits (B, V)."""
         for prompt in prompts:
             prompt.length += 1
         width = max(-(-prompt.length // PAGE_SIZE) for prompt in prompts)
@@ -169,7 +171,7 @@ class Session:
     def greedy(
         self, prompt: Prompt, steps: int, *, chunk: int = 1 << 20, padding: int = 0
     ) -> tuple[list[int], Tensor]:
-        """The greedy continuation and the logits (steps, V) that it was read from."""
+        """Greedy continuation, and the logits (steps, V) of its tokens."""
         logits = [self.prefill(prompt, chunk=chunk, padding=padding)]
         for _ in range(steps - 1):
             logits.append(self.decode([prompt], [int(logits[-1].argmax())], padding=padding))
@@ -178,7 +180,7 @@ class Session:
 
 
 def _chunk(prompt: Prompt, start: int, end: int, padding: int) -> dict[str, Tensor]:
-    """Tokens `start` to `end` as the engines take them, `padding` rows behind."""
+    """Engine inputs of tokens `start` to `end`, followed by `padding` rows."""
     index = torch.arange(start, end)
 
     def pad(values: Tensor) -> Tensor:

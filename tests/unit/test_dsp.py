@@ -1,4 +1,4 @@
-"""Resampling, log-mel and Kaldi features against the recorded ones, and their edges."""
+"""Resampling, log-mel and Kaldi features compared with recorded ones; edge cases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mingc.dsp.resample import resample, resampled_length
 MEL = {"sample_rate": 16000, "num_mels": 128, "fft_size": 400, "hop_samples": 160}
 
 
-def test_resampling_a_clip_gives_the_recorded_bits() -> None:
+def test_resampling_a_clip_is_bitwise_equal_to_the_recording() -> None:
     recorded = tensors("audio")
     stereo = recorded["resampled.wav_int16_stereo_24k"]
     wave = resample(stereo[0].astype(np.float32) / 32768, 24000, 16000)
@@ -54,7 +54,7 @@ def test_short_waves_have_the_ratio_rounded_up(num_samples: int) -> None:
     assert len(wave) == -(-num_samples * 441 // 160) == resampled_length(num_samples, 16000, 44100)
 
 
-def test_equal_rates_change_nothing_and_no_rate_is_refused() -> None:
+def test_equal_rates_return_the_wave_and_zero_rates_are_refused() -> None:
     wave = np.arange(5, dtype=np.float32)
     assert resample(wave, 16000, 16000) is wave
     with pytest.raises(ValueError, match="0 Hz"):
@@ -69,7 +69,7 @@ def test_equal_rates_change_nothing_and_no_rate_is_refused() -> None:
         ("second_alone.wav0", "second_alone.audio_feats"),
     ],
 )
-def test_log_mel_is_the_recorded_one(wave: str, features: str) -> None:
+def test_log_mel_matches_the_recording(wave: str, features: str) -> None:
     recorded = tensors("audio")
     result = log_mel(recorded[wave].reshape(-1), **MEL)
     assert result.dtype == np.float32
@@ -108,13 +108,13 @@ def test_mel_filters_cover_other_sizes() -> None:
 
 
 @pytest.mark.parametrize("voice", ["DB30", "lingguang"])
-def test_speaker_features_are_the_recorded_ones(voice: str) -> None:
+def test_speaker_features_match_the_recording(voice: str) -> None:
     recorded = tensors("talker")
     result = kaldi_fbank(recorded[f"voice.{voice}.spk_wav16k"][0], sample_rate=16000)
     assert result.dtype == np.float32
     np.testing.assert_allclose(result, recorded[f"voice.{voice}.fbank"], atol=1e-4)
 
 
-def test_speaker_features_of_too_short_a_wave_are_empty() -> None:
+def test_speaker_features_of_a_short_wave_are_empty() -> None:
     assert kaldi_fbank(np.zeros(399, np.float32), sample_rate=16000).shape == (0, 80)
     assert kaldi_fbank(np.zeros(400, np.float32), sample_rate=16000).shape == (1, 80)
