@@ -92,7 +92,7 @@ def engine_path(folder: Path, setup: Setup, graph: str, sizes: Mapping[str, int]
 
 
 def tune_kernels(setup: Setup, folder: Path, jobs: int) -> tuple[TunedKernel, ...]:
-    """Time cuts of the experts' kernels for all batches and chunks on the CUDA device, as an export does."""
+    """Autotune the mixture-of-experts kernels for all batches and chunks on the GPU, as an export does."""
     stage, config = find("thinker"), _config(setup)
     dims = stage.experts(config, Shard(world_size=setup.world_size))
     if dims is None:

@@ -26,9 +26,9 @@ class StageSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelConfigSummary:
-    """Kernels of a stage that were timed at the export: for what, and how they are cut.
+    """One kernel of a stage that was timed at export: its problem and its configuration.
 
-    `us` are microseconds of the chosen cut, `default_us` of the one that an export without timing takes.
+    `us` are microseconds of the selected configuration, `default_us` of the default one.
     """
 
     stage: str
@@ -75,7 +75,7 @@ def summarize(artifact: Artifact) -> ArtifactSummary:
         ),
         edges=tuple(map(str, manifest.graph.edges)),
         kernel_configs=tuple(
-            _tiles(name, kernel)
+            _kernel_config(name, kernel)
             for name, record in sorted(manifest.stages.items())
             for kernel in record.kernel_configs
         ),
@@ -97,21 +97,21 @@ def _stage(artifact: Artifact, name: str, record: StageRecord) -> StageSummary:
     )
 
 
-def _tiles(stage: str, kernel: TunedKernel) -> KernelConfigSummary:
+def _kernel_config(stage: str, kernel: TunedKernel) -> KernelConfigSummary:
     rows = f"{kernel.block_m} rows " if kernel.block_m else ""
     return KernelConfigSummary(
         stage=stage,
         kernel=kernel.kernel,
         tokens=kernel.tokens,
-        up=rows + _product(kernel.up),
-        down=rows + _product(kernel.down),
+        up=rows + _gemm(kernel.up),
+        down=rows + _gemm(kernel.down),
         us=kernel.us,
         default_us=kernel.default_us,
         device=kernel.device,
     )
 
 
-def _product(tiles: KernelConfig) -> str:
-    """64x256 w4 s3: columns and depth of a tile, warps, stages; x4 at the end: tiles of a program."""
-    repeats = f" x{tiles.tiles_per_program}" if tiles.tiles_per_program > 1 else ""
-    return f"{tiles.block_n}x{tiles.block_k} w{tiles.num_warps} s{tiles.num_stages}{repeats}"
+def _gemm(config: KernelConfig) -> str:
+    """block_n x block_k, warps, stages, and tiles a program if more than one: `64x256 w4 s3 x4`."""
+    tiles = f" x{config.tiles_per_program}" if config.tiles_per_program > 1 else ""
+    return f"{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}{tiles}"

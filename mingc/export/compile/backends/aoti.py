@@ -132,7 +132,7 @@ def _key(program: torch.export.ExportedProgram, options: dict[str, Any], device:
         digest.update(str(part).encode())
         digest.update(b"\0")
     if device == "cuda":
-        # A graph names the kernels it calls; how they are cut and their code decide as much.
+        # A graph only names the kernels it calls: their configurations and their code also decide the machine code.
         digest.update(repr(sorted(tuned_configs().items(), key=repr)).encode())
         digest.update(kernel_sources())
     return digest.hexdigest()
