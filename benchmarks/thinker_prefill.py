@@ -1,24 +1,32 @@
-"""Time to the first token of a prompt, for `thinker.py`."""
+"""Time to first token of a prompt, for `thinker.py`."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 import harness
 import thinker_engines as engines
 import torch
+from thinker_rank import Figure, Rank
 
-if TYPE_CHECKING:
-    from thinker import Rank
-
-PEAK_TFLOPS = 785  # large bf16 products of an H200
+PEAK_TFLOPS = 785  # large bf16 GEMMs on an H200
 _REPEATS = 5
 
 
-def prefill(own: Rank, prompt: int) -> list[dict[str, Any]]:
-    """Figures of one prompt, alone on the device: its chunks as one CUDA graph, and the sums of its longest chunk."""
+def prefill_problem(prompt: int, chunks: Sequence[int]) -> str | None:
+    """Why a prompt cannot be prefilled in chunks of these sizes; None if it can."""
+    fitting = [size for size in chunks if size <= prompt]
+    if not fitting:
+        return f"--prompts {prompt}: every size of --chunks is larger; add a chunk of at most {prompt} tokens"
+    if prompt % max(fitting):
+        return f"--prompts {prompt} is not a multiple of its chunk size, {max(fitting)}"
+    return None
+
+
+def prefill(own: Rank, prompt: int) -> list[Figure]:
+    """Time a prompt that has the device to itself, all of its chunks in one CUDA graph."""
     setup, job = own.setup, own.job
     chunk = max(size for size in setup.chunks if size <= prompt)
     tables = next(each for each in own.stage["prefill_attention"].spec.inputs if each.name == "page_table")
@@ -73,6 +81,6 @@ def prefill(own: Rank, prompt: int) -> list[dict[str, Any]]:
             "unit": "TFLOP/s",
             "percent_of_peak": round(100 * rate / PEAK_TFLOPS, 1),
         },
-        *({"name": "prefill_kernel_us", **same, **each, "unit": "us a prompt"} for each in kernels),
+        *({"name": "prefill_kernel_us", **same, **each, "unit": "us per prompt"} for each in kernels),
         {"name": "prefill_tok_per_s", **same, "median": round(1e3 * prompt / median), "unit": "tokens/s"},
     ]

@@ -13,6 +13,7 @@ from speech_http import slot_figures
 
 ROOT = Path(__file__).parents[2]
 CHAT, FAILURE, SPEECH, TILES = "chat_http.py", "rank_failure.py", "speech_http.py", "moe_configs.py"
+THINKER = "thinker.py"
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,23 @@ CHAT, FAILURE, SPEECH, TILES = "chat_http.py", "rank_failure.py", "speech_http.p
             [SPEECH, "--artifact", "x", "--batch-sizes", ""],
             "argument --batch-sizes: '' is not a whole number",
         ),
+        (
+            [THINKER, "--prompts", "1024", "--chunks", "4096"],
+            "error: --prompts 1024: every size of --chunks is larger; add a chunk of at most 1024 tokens",
+        ),
+        ([THINKER, "--prompts", "1024,1500"], "--prompts 1500 is not a multiple of its chunk size, 1024"),
+        (
+            [THINKER, "--prompts", "8192", "--context", "8192"],
+            "--prompts 8192: with 152 output tokens it does not fit into --context 8192",
+        ),
+        ([THINKER, "--context", "9000"], "--context 9000 is not a multiple of the page size, 16"),
+        ([THINKER, "--batches", "0"], "argument --batches: 0 is not at least 1"),
+        ([THINKER, "--device", "cpu", "--ranks", "3"], "--ranks 3: 32 query heads cannot be divided"),
+        ([THINKER, "--device", "cpu", "--layers", "1"], "--layers 1 is not from 2 to 32"),
+        ([THINKER, "--device", "cpu", "--json", "x"], "--json needs --device cuda"),
+        ([THINKER, "--measure-only"], "--measure-only needs --engines"),
+        ([THINKER, "--build-only", "--measure-only"], "--build-only and --measure-only exclude each other"),
+        ([THINKER, "--configs", "nosuch"], "--configs nosuch: there is no config.json in this folder"),
     ],
 )
 def test_numbers_out_of_range_are_refused(words: list[str], says: str) -> None:
