@@ -51,7 +51,6 @@ THINKER = "thinker.py"
         ([THINKER, "--batches", "0"], "argument --batches: 0 is not at least 1"),
         ([THINKER, "--device", "cpu", "--ranks", "3"], "--ranks 3: 32 query heads cannot be divided"),
         ([THINKER, "--device", "cpu", "--layers", "1"], "--layers 1 is not from 2 to 32"),
-        ([THINKER, "--device", "cpu", "--json", "x"], "--json needs --device cuda"),
         ([THINKER, "--measure-only"], "--measure-only needs --engines"),
         ([THINKER, "--build-only", "--measure-only"], "--build-only and --measure-only exclude each other"),
         ([THINKER, "--configs", "nosuch"], "--configs nosuch: there is no config.json in this folder"),
