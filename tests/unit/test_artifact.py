@@ -210,17 +210,18 @@ def test_contents_sum_up_an_artifact(artifact_path: Path) -> None:
     assert (stage.engines, stage.engine_bytes, stage.weight_bytes) == (1, 900, 850)
 
 
-def test_contents_tell_how_kernels_are_cut(
+def test_a_summary_lists_kernel_configurations(
     tmp_path: Path, manifest: Manifest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiles = KernelConfig(block_n=64, block_k=256, num_warps=4, num_stages=3, tiles_per_program=1)
+    config = KernelConfig(block_n=64, block_k=256, num_warps=4, num_stages=3, tiles_per_program=1)
     kernel = TunedKernel(
         kernel="grouped", tokens=256, hidden_size=4096, intermediate_size=256, experts=256, top_k=8,
-        weight_format="bfloat16", up=tiles, down=replace(tiles, tiles_per_program=2), block_m=16, swap_operands=True,
+        weight_format="bfloat16", up=config, down=replace(config, tiles_per_program=2), block_m=16, swap_operands=True,
         extra_rows=0, us=9.5, default_us=10.5, device="H200",
     )  # fmt: skip
     stage = StageRecord(is_sharded=True, weights=(), graphs={}, kernel_configs=(kernel,))
-    contents = summarize(Artifact(root=tmp_path, manifest=replace(manifest, stages={"thinker": stage})))
+    only_thinker = replace(manifest, stages={"thinker": stage}, graph=StageGraph())
+    contents = summarize(Artifact(root=tmp_path, manifest=only_thinker))
     (row,) = contents.kernel_configs
     assert (row.stage, row.kernel, row.tokens, row.device) == ("thinker", "grouped", 256, "H200")
     assert (row.up, row.down) == ("16 rows 64x256 w4 s3", "16 rows 64x256 w4 s3 x2")
