@@ -138,7 +138,9 @@ def commands() -> None:
     help="Store the weights of all stages that can, or of STAGE, in fewer bits; may be given several times.",
 )
 @click.option(
-    "--autotune/--no-autotune", default=True, help="On CUDA, time cuts of the experts' kernels first."
+    "--autotune/--no-autotune",
+    default=True,
+    help="On CUDA, time configurations of the expert kernels first and use the fastest.",
 )
 @click.option(
     "--backend",

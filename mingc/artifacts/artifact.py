@@ -1,4 +1,4 @@
-"""An artifact on disk: written whole or not at all, opened after every check that was asked. No torch."""
+"""An artifact on disk: atomic writes, integrity and compatibility checks. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mingc.errors import ArtifactError, ConfigError, IncompatibleError, Integrit
 from mingc.host import Host
 
 _CHUNK_BYTES = 4 << 20
-_CPU_CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")  # as torch spells them, weakest first
+_CPU_CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")  # in torch's spelling, weakest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def check_hashes(artifact: Artifact) -> None:
 
 
 def check_fingerprint(recorded: Fingerprint, here: Host) -> None:
-    """Compare what the engines were built for with this machine.
+    """Compare the recorded build environment with this machine.
 
     Raises: IncompatibleError with every difference at once.
     """
@@ -91,12 +91,12 @@ def _runs_on(recorded: Fingerprint, here: Host) -> bool:
 
 @contextmanager
 def new_artifact(root: Path, *, replace_existing: bool) -> Iterator[Path]:
-    """A temporary folder beside `root` that becomes `root` when the block ends well and vanishes otherwise.
+    """A temporary folder beside `root` that becomes `root` when the block succeeds and is removed otherwise.
 
-    What earlier builds of `root` that were killed have left there is removed.
+    Leftovers of earlier builds of `root` that were killed are removed as well.
 
-    Raises: ConfigError when `root` exists and is not an artifact that may be replaced. When that comes about while the
-    block runs, the finished folder stays beside `root`, under the name that the error gives.
+    Raises: ConfigError when `root` exists and is not an artifact that may be replaced. If one appears while the
+    block runs, the finished folder is kept beside `root`, under the name given in the error.
     """
     _check_replaceable(root, replace_existing=replace_existing)
     with ExitStack() as stack:
@@ -143,7 +143,7 @@ def _check_replaceable(root: Path, *, replace_existing: bool) -> None:
 
 
 def _put_in_place(work: Path, root: Path, *, replace_existing: bool) -> None:
-    """Rename `work` to `root` and remove what stood there, now or when an earlier build was killed at this point."""
+    """Rename `work` to `root`; remove the replaced artifact and those that builds killed at this point left."""
     try:
         _check_replaceable(root, replace_existing=replace_existing)
     except ConfigError as error:
@@ -152,7 +152,7 @@ def _put_in_place(work: Path, root: Path, *, replace_existing: bool) -> None:
         raise ConfigError(
             f"{error.message} (it was not there at the start); the finished artifact is {kept}",
             where="--output",
-            fix=f"move {kept} to where it shall be",
+            fix=f"move {kept} to its final place",
         ) from error
     if root.exists():
         root.rename(root.with_name(f".{root.name}.{secrets.token_hex(4)}.old"))

@@ -1,4 +1,4 @@
-"""Frozen dataclasses to JSON and back. An unknown or missing key is an error, with the nearest known name."""
+"""Conversion between frozen dataclasses and JSON; an unknown key is an error that names the nearest known one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's parameters may be: signs and order of numbers, token ids within the vocabulary. No torch."""
+"""Valid ranges of model parameters: signs and order of numbers, token ids within the vocabulary. No torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ORDERED = (
 
 
 def range_problems(parameters: object, where: str) -> Iterator[str]:
-    """What is out of range in the fields of one stage's `parameters`, which are finite; a line each."""
+    """One line per field of a built-in stage's `parameters` that is out of range; all numbers are finite."""
     values = {field.name: getattr(parameters, field.name) for field in dataclasses.fields(parameters)}  # type: ignore[arg-type]
     for name, value in values.items():
         numbers = value if isinstance(value, tuple) else (value,)
@@ -54,7 +54,7 @@ def range_problems(parameters: object, where: str) -> Iterator[str]:
         try:
             values["thinking_suffix"].format(state="on")
         except (LookupError, ValueError, AttributeError) as error:
-            yield f"{where}.thinking_suffix takes more than {{state}}: {type(error).__name__}: {error}"
+            yield f"{where}.thinking_suffix has other placeholders than {{state}}: {type(error).__name__}: {error}"
     for least, most in _ORDERED:
         if least in values and values[least] > values[most]:
             yield f"{where}.{least} is {values[least]}, more than {most}, {values[most]}"

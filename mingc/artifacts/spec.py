@@ -1,6 +1,6 @@
-"""What a compiled graph takes, gives and keeps: names, dtypes and shapes. No torch.
+"""I/O signature of a compiled graph: names, dtypes and shapes of inputs, outputs and state. No torch.
 
-A dim is an int or the name of a dim that varies; its range and buckets stand in `GraphSpec.dims`.
+A dim is an int or the name of a dim that varies; `GraphSpec.dims` has its range and buckets.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class GraphSpec:
     Called with `inputs` then `state` (then `weights`), in this order; returns `outputs`. `state` tensors belong to
     the runtime and are updated in place; they start as zeros and are shared between graphs of the stage by name.
 
-    A graph that runs for several layers is compiled once and has an instance a layer: the path that the names of
-    the layer's weights begin with (`layers.3.attention`). State is an instance's own: its names, to the stage, begin
-    with the path as well. One instance, the empty path, is the whole stage.
+    A graph that runs for several layers is compiled once and has one instance per layer, named by the path prefix of
+    the layer's weights (`layers.3.attention`). Each instance has its own state, with the same prefix in the stage's
+    state names. A single instance with an empty path is the whole stage.
 
-    A graph with several instances is called with its `weights` behind the state; any other has them bound to its
-    engines once.
+    A graph with several instances takes its `weights` as arguments after the state; other graphs have their weights
+    bound once.
     """
 
     name: str

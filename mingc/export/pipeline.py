@@ -1,4 +1,4 @@
-"""The order of an export: check the checkpoint, tokenizers, voices, weights, every graph, manifest, rename."""
+"""The export pipeline: checkpoint checks, tokenizers, voices, tuning, weights, graphs, manifest, rename."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class GraphReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportReport:
-    """What an export made."""
+    """The result of an export."""
 
     output: str
     model: str
@@ -172,7 +172,7 @@ class _Run:
             name: {spec.name: engine_sizes(spec, options) for spec in graphs}
             for name, graphs in specs.items()
         }
-        # Of random weights one layer of each kind is enough: the artifact is as small as two layers.
+        # One layer of each kind is enough for random weights: the artifact stays as small as two layers.
         self.repeated = {
             name: {
                 instance: spec.layer_instances[0]

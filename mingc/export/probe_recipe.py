@@ -1,4 +1,4 @@
-"""The export before a probe of random weights: what it holds, and the folder it goes to."""
+"""Recipe and output folder of the export that `mingc probe --synthetic` runs first."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def synthetic_recipe(
 
 @contextmanager
 def probe_folder(wished: Path | None) -> Iterator[Path]:
-    """Where the artifact of a probe is written: `wished`, or a folder that is gone after the block.
+    """The folder for the artifact of a probe: `wished`, or a temporary one.
 
-    What earlier probes that were killed have left is removed. Raises: ConfigError when `wished` is there already.
+    Leftovers of earlier probes that were killed are removed. Raises: ConfigError when `wished` is there already.
     """
     if wished is not None:
         if wished.exists() or wished.is_symlink():

@@ -1,4 +1,4 @@
-"""The processes that an export works in: how they begin, and how they end when it fails: at once."""
+"""Worker processes of an export: start, memory, and immediate termination on failure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _END_S = 10.0  # a terminated process is gone at once, unless its disk or device
 
 @contextmanager
 def worker_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """`jobs` processes and a folder for what compilers leave. An error ends them in the middle of their work."""
+    """A pool of `jobs` processes with a scratch folder for compilers; an error terminates them immediately."""
     others = set(multiprocessing.active_children())
     _start_tracker()
     with (
@@ -54,9 +54,9 @@ def worker_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _start_tracker() -> None:
-    """Start the process in which Python removes what ended workers leave, and have it do so without a warning.
+    """Start Python's resource tracker with its warnings silenced.
 
-    A worker that is ended leaves the lock that tqdm makes for the progress bars of torch.
+    A terminated worker leaves the lock that tqdm creates for torch's progress bars.
     """
     before = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (before, "ignore:resource_tracker:UserWarning")))
@@ -103,7 +103,7 @@ def result_of(future: Future[_T], where: str) -> _T:
 def start_worker(scratch: str) -> None:
     """Prepare a worker process: one compile thread (workers are the parallelism), torch's own warnings silenced.
 
-    All that compilers leave on disk goes to the folder `scratch`. Workers of one export share its Inductor cache, so
+    All temporary files of compilers go to the folder `scratch`. Workers of one export share its Inductor cache, so
     that the C++ compiler is probed once (9 s), not once each.
     """
     watch_pool_owner()
@@ -115,7 +115,7 @@ def start_worker(scratch: str) -> None:
 
 @contextmanager
 def gives_memory_back() -> Iterator[None]:
-    """A process that waits must hold nothing on the device: what its allocator keeps, others cannot have."""
+    """Release cached device memory after the block, so that an idle process does not keep it from others."""
     try:
         yield
     finally:
@@ -124,5 +124,5 @@ def gives_memory_back() -> Iterator[None]:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that this process has held."""
+    """Peak resident memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""Runs one compiled engine on given tensors, for every rank in turn. For parity checks and `mingc verify`."""
+"""Run one compiled engine on given tensors, rank by rank, for parity checks and `mingc verify`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def replay(
     Args:
         weights: one file a rank, of which the first instance's weights are used. Ranks run without collectives: their
             outputs are combined here. The state is rank 0's.
-        calls: inputs and state of each, which are not changed.
+        calls: inputs and state of each; they are not modified.
     """
     ranks = [_run(engine, backend, spec, path, calls, torch.device(device)) for path in weights]
     results = []

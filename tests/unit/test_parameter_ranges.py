@@ -70,7 +70,7 @@ def write_parameters(root: Path, stage: str, parameters: object, **changed: obje
             "thinker",
             THINKER,
             {"thinking_suffix": "{mode}"},
-            "thinking_suffix takes more than {state}: KeyError",
+            "thinking_suffix has other placeholders than {state}: KeyError",
         ),
         ("vision_encoder", VISION, {"image_std": [1.0, 0.0, 1.0]}, "image_std is 0.0, expected more than 0"),
         ("vision_encoder", VISION, {"min_pixels": 10**9}, "min_pixels is 1000000000, more than max_pixels"),

@@ -1,4 +1,4 @@
-"""A tokenizer for random weights: a byte is a token, and every further id has a text of its own."""
+"""Byte tokenizer for random weights: one token per byte, and a distinct text for every further id."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mingc.errors import ConfigError
 
 
 def byte_tokenizer(vocab_size: int) -> str:
-    """The tokenizer.json. A text of n bytes has n tokens; an id behind the bytes reads as ` id`.
+    """The tokenizer.json. A text of n bytes has n tokens; an id beyond the bytes decodes to ` id`.
 
     Raises: ConfigError when the bytes do not fit into the vocabulary.
     """

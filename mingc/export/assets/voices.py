@@ -1,7 +1,7 @@
-"""Registers the checkpoint's voices at export, so that serving needs neither VAE encoder nor speaker network.
+"""Registration of the checkpoint's voices at export; serving then needs neither VAE encoder nor speaker network.
 
-Source: spec talker.md §4.1-§4.3 (`Talker.register_prompt_wav` upstream). The posterior's noise is drawn from a
-generator seeded by the voice's name, so that two exports give the same voice.
+Source: spec talker.md §4.1-§4.3 (`Talker.register_prompt_wav` upstream). The posterior's noise is sampled from
+a generator seeded by the voice's name, so that two exports give the same voice.
 """
 
 from __future__ import annotations

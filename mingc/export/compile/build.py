@@ -1,4 +1,4 @@
-"""Builds one graph of one stage: trace, compile, golden, parity. Runs in a worker process of the pipeline."""
+"""Build one graph of one stage in a worker process: trace, compile, write the golden file, check parity."""
 
 from __future__ import annotations
 

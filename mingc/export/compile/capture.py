@@ -46,7 +46,7 @@ class _SharedEntry(nn.Module):
 
 
 def share_weights(plan: GraphDef, module: nn.Module) -> GraphDef:
-    """`plan` with the weights of `module` as arguments when several instances share its engines; else as it is."""
+    """`plan` with the weights of `module` as arguments if several layer instances share its engines."""
     if len(plan.spec.layer_instances) == 1:
         return plan
     return replace(plan, spec=replace(plan.spec, weights=tuple(module.state_dict())))
@@ -65,7 +65,7 @@ def capture(
     `static_shapes` maps dims to the sizes they are compiled for; a dim with a single size is static as well. Every
     other dim of the spec stays dynamic in its range.
 
-    Raises: CaptureError with torch's own words.
+    Raises: CaptureError with torch's message.
     """
     single = {dim.name: dim.minimum for dim in plan.spec.dims if dim.minimum == dim.maximum}
     static = {**single, **(static_shapes or {})}

@@ -1,4 +1,4 @@
-"""What the worker processes of an export do, and what must be there before: engines, weights files, checks."""
+"""Schedule of an export's worker processes: engines, weights files and checks, with their dependencies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Schedule:
     Attributes:
         results: of every graph, once it ran.
         quantization_error: by stage, for stages with quantized weights that measure it.
-        peak_rss_bytes: the most memory that one of the processes has held.
+        peak_rss_bytes: the largest peak of any process.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Schedule:
             pass
 
     def _begin_next(self, pool: Executor) -> bool:
-        """Begin what others wait for, else what is nearest to its end; false when nothing can begin now."""
+        """Start the task that others wait for, else the one nearest to completion; False if none can start now."""
         check = next((each for each in self._to_check if self._is_whole(each[0].stage)), None)
         compare = None if self._to_compile else next(filter(self._is_whole, self._to_compare), None)
         if self._to_write and not self._is_writing:

@@ -1,4 +1,4 @@
-"""A loaded engine: one compiled graph with weights bound, whichever backend built it."""
+"""Loaded engines, independent of the backend, and graphs that pick an engine by input sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mingc.errors import EngineSizeError, WorkerError
 
 
 class Engine(ABC):
-    """One compiled file. Implementations: one file a backend in this folder."""
+    """One compiled file; each backend has an implementation in `mingc.runtime.engines.backends`."""
 
     @abstractmethod
     def constants(self) -> Sequence[str]:

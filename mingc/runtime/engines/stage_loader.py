@@ -1,4 +1,4 @@
-"""Loads the stages of an artifact on one device: engines, weights bound once, state allocated."""
+"""Load the stages of an artifact on one device: engines, bound weights, state."""
 
 from __future__ import annotations
 

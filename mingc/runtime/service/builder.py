@@ -1,4 +1,7 @@
-"""From an artifact on disk to a running service: checks, engines, pools, threads."""
+"""Build a running service from an artifact: checks, engines, pools, threads.
+
+The stages are found in the stage graph, by walking back from the ports of the client.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles a captured graph into an AOTInductor package with weights outside, through a content-keyed cache."""
+"""AOTInductor backend: packages with external weights, through a content-keyed cache."""
 
 from __future__ import annotations
 
