@@ -1,9 +1,9 @@
-"""In what order the processes of an export get their work, and what must be there before."""
+"""Schedule of an export: order of weights files, compiles, checks and comparisons, and their preconditions."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -33,13 +33,13 @@ _LOST = QuantizationError(tokens=1, layer_cosine=(1.0,), logit_kl=0.0, same_argm
 
 @contextmanager
 def _threads(jobs: int) -> Iterator[ThreadPoolExecutor]:
-    """Where an export has processes."""
+    """A pool of threads in place of the export's processes."""
     with ThreadPoolExecutor(jobs) as pool:
         yield pool
 
 
 def _build(task: GraphTask, static_shapes: dict[str, int] | None) -> BuiltEngine:
-    """An engine that takes no time; it needs the first rank's weights file."""
+    """Build an engine in no time; requires the first rank's weights file."""
     assert (task.folder / task.weights[0]).exists()
     record = EngineRecord(
         backend="aoti", file=f"engines/{task.name}.pt2", dims=static_shapes, compile_seconds=1.0, cost=None
@@ -48,7 +48,7 @@ def _build(task: GraphTask, static_shapes: dict[str, int] | None) -> BuiltEngine
 
 
 def _check(task: GraphTask, engines: tuple[EngineRecord, ...], _: object) -> GraphResult:
-    """A check that takes no time; it needs the weights files of all ranks."""
+    """Check a graph in no time; requires the weights files of all ranks."""
     assert all((task.folder / path).exists() for path in task.weights)
     record = GraphRecord(
         spec=GraphSpec(name=task.graph, inputs=(), outputs=()),
@@ -67,7 +67,7 @@ def _compare(
 
 
 class _Disk:
-    """Writes weights files, one at a time or it fails. `before` is called before each is whole."""
+    """Writes weights files and fails if two are written at once. `before` is called before each is complete."""
 
     def __init__(self, before: Callable[[WeightsFile], None] = lambda _: None) -> None:
         self._before = before
@@ -82,12 +82,26 @@ class _Disk:
 
 
 class _Export:
-    """A thinker of four ranks and, without ranks, a sampler: two graphs and one, the first ranks' files there."""
+    """A thinker of four ranks with two graphs, and a sampler of one; the files of the first ranks exist."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, disk: _Disk, jobs: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        disk: _Disk,
+        jobs: int,
+        *,
+        sample_sizes: Sequence[dict[str, int] | None] = (None,),
+        synthetic: bool = False,
+    ) -> None:
         self.steps: list[tuple[str, str]] = []
         recipe = ExportRecipe(
-            checkpoint=_TINY, output=folder / "out", world_size=_RANKS, jobs=jobs, quantize=("fp8",)
+            checkpoint=_TINY,
+            output=folder / "out",
+            world_size=_RANKS,
+            jobs=jobs,
+            quantize=("fp8",),
+            synthetic=synthetic,
         )
         files = {name: weights_files(find(name), recipe, ()) for name in ("thinker", "cfm")}
         (folder / "weights").mkdir()
@@ -101,7 +115,7 @@ class _Export:
             "write_in_worker": disk.write,
         }.items():
             monkeypatch.setattr(schedule, name, stand_in)
-        sizes = {"thinker": {"embed": [None], "head": [None]}, "cfm": {"sample": [None]}}
+        sizes = {"thinker": {"embed": [None], "head": [None]}, "cfm": {"sample": list(sample_sizes)}}
         self.schedule = schedule.Schedule(
             recipe,
             folder,
@@ -115,7 +129,7 @@ class _Export:
 
 
 class _BrokenPool(ThreadPoolExecutor):
-    """One of whose processes has died while nothing ran."""
+    """A pool with a process that died while idle."""
 
     def submit(self, *_: object) -> NoReturn:
         raise BrokenProcessPool("A child process terminated abruptly")
@@ -135,7 +149,7 @@ def test_a_process_that_dies_between_two_tasks_is_reported_and_not_as_a_bug(
     assert caught.value.where == "thinker.rank1"
 
 
-def test_engines_compile_while_files_are_written_and_checks_wait_for_all_of_their_stage(
+def test_engines_compile_during_writes_and_checks_wait_for_all_files_of_their_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_compiled = threading.Event()
@@ -154,7 +168,7 @@ def test_engines_compile_while_files_are_written_and_checks_wait_for_all_of_thei
     export.schedule.run()
     assert export.steps[:3] == [
         ("engine", "cfm.sample"),
-        ("check", "cfm.sample"),  # of one rank: its file was there
+        ("check", "cfm.sample"),  # one rank: its file exists
         ("engine", "thinker.embed"),
     ]
     assert sorted(export.steps[-2:]) == [("check", "thinker.embed"), ("check", "thinker.head")]
@@ -171,6 +185,50 @@ def test_one_job_writes_the_files_and_then_compiles(tmp_path: Path, monkeypatch:
     assert export.steps == _files(1, 2, 3) + [
         (kind, f"{stage}.{graph}") for stage, graph in graphs for kind in ("engine", "check")
     ]
+
+
+def test_a_graph_is_checked_once_with_all_its_engines_by_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[list[dict[str, int] | None]] = []
+
+    def check(task: GraphTask, engines: tuple[EngineRecord, ...], given: object) -> GraphResult:
+        checked.append([engine.dims for engine in engines])
+        return _check(task, engines, given)
+
+    sizes: list[dict[str, int] | None] = [{"B": 8}, {"B": 1}, {"B": 4}]
+    export = _Export(tmp_path, monkeypatch, _Disk(), jobs=1, sample_sizes=sizes)
+    monkeypatch.setattr(schedule, "check_graph", check)
+    export.schedule.run()
+    assert [{"B": 1}, {"B": 4}, {"B": 8}] in checked
+    assert len(checked) == len(export.schedule.results) == 3
+
+
+def test_quantization_is_compared_after_the_last_compile_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+
+    def build(task: GraphTask, fixed: dict[str, int] | None) -> BuiltEngine:
+        begun.append(task.name)
+        return _build(task, fixed)
+
+    def compare(*given: object) -> QuantizationError | None:
+        begun.append("compare")
+        return _LOST
+
+    export = _Export(tmp_path, monkeypatch, _Disk(), jobs=1)
+    monkeypatch.setattr(schedule, "build_engine", build)
+    monkeypatch.setattr(schedule, "measure_quantization_error", compare)
+    export.schedule.run()
+    assert "compare" in begun
+    assert begun.index("compare") > max(begun.index(name) for name in begun if name != "compare")
+
+
+def test_random_weights_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export = _Export(tmp_path, monkeypatch, _Disk(), jobs=1, synthetic=True)
+    export.schedule.run()
+    assert not export.schedule.quantization_error
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 8])
@@ -190,7 +248,7 @@ def test_a_file_that_fails_ends_the_export_with_its_error(
 
 
 def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str | None) -> list[pipeline.Step]:
-    """The steps of building four stages one job at a time, when compiling takes no time and `bad` fails its check."""
+    """Steps of building four stages with one job and instant compiles; the check of `bad` fails."""
     steps: list[pipeline.Step] = []
 
     def check(task: GraphTask, engines: tuple[EngineRecord, ...], given: object) -> GraphResult:
