@@ -1,6 +1,6 @@
-"""The demo: exports the tiny checkpoint, serves it, asks about a picture and a spoken clip, and keeps the answer.
+"""Demo: exports the tiny checkpoint, serves it, sends an image and an audio clip, and saves the answer.
 
-Runs the same commands a user would, each in a process of its own, and talks to the server over HTTP only.
+Runs the commands a user would, each in its own process, and uses the server over HTTP only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 QUESTION = "What is in this picture, and what does the voice say?"
 RANDOM_WEIGHTS = (
-    "The weights of this model are random: its words and its voice are noise, only the machinery is real."
+    "The tiny model has random weights: its text and speech are meaningless, but every step is real."
 )
 MAX_TOKENS = 48
 _TINY = Path("tests", "data", "tiny-ming")
@@ -45,7 +45,7 @@ _PICTURE_SIDE = 96
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTime:
-    """One part of the export or of the answer."""
+    """Duration of one part of the export or of the answer."""
 
     stage: str
     seconds: float
@@ -53,7 +53,7 @@ class StageTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoReport:
-    """What the demo did and how long it took."""
+    """Files, sizes and durations of a demo run."""
 
     artifact: Path
     transcript: Path
@@ -69,7 +69,7 @@ class DemoReport:
 
 @dataclass(slots=True)
 class _Answer:
-    """What has come of the answer, and when, in seconds after the question was sent."""
+    """The answer received so far; times in seconds after the request was sent."""
 
     text: str = ""
     samples: bytearray = field(default_factory=bytearray)
@@ -97,7 +97,7 @@ def run_demo(output: Path, *, checkpoint: Path | None, again: bool) -> DemoRepor
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"{output} is no folder that can be made: {error.strerror}",
+            f"cannot create the folder {output}: {error.strerror}",
             where="--output",
             fix="pass another folder",
         ) from error
@@ -127,18 +127,16 @@ def run_demo(output: Path, *, checkpoint: Path | None, again: bool) -> DemoRepor
 
 
 def _times(answer: _Answer) -> Iterator[StageTime]:
-    """What the client saw, then what the server says of itself."""
+    """Times measured by the client, then the server's own timings."""
     for stage, seconds in (
         ("first text", answer.first_text_s),
         ("first audio", answer.first_audio_s),
-        ("whole answer", answer.total_s),
+        ("complete answer", answer.total_s),
     ):
         if seconds is not None:
             yield StageTime(stage=stage, seconds=round(seconds, 3))
     for name, milliseconds in answer.finish.get("timings_ms", {}).items():
-        yield StageTime(
-            stage=f"in the server: {name.replace('_', ' ')}", seconds=round(milliseconds / 1000, 3)
-        )
+        yield StageTime(stage=f"server: {name.replace('_', ' ')}", seconds=round(milliseconds / 1000, 3))
 
 
 def _say(text: str) -> None:
@@ -146,7 +144,7 @@ def _say(text: str) -> None:
 
 
 def _find_checkpoint(given: Path | None) -> Path:
-    """The folder asked for, or the tiny checkpoint of the source tree."""
+    """The given folder, or the tiny checkpoint of the source tree."""
     places = [given] if given is not None else [_TINY, Path(mingc.__file__).parents[1] / _TINY]
     for place in places:
         if (place / "config.json").is_file():
@@ -165,7 +163,7 @@ def _is_usable(artifact: Path, source: Path) -> bool:
     except ArtifactError:
         return False
     torch = importlib.metadata.version("torch").split("+")[0]
-    # In a source tree the version stands still while the code moves: engines older than the code are not its own.
+    # The version of a source tree does not change with its code: export again when code or checkpoint are newer.
     package = Path(mingc.__file__).parent
     inputs = [*package.rglob("*.py"), *(path for path in source.rglob("*") if path.is_file())]
     is_newer = (artifact / FILE_NAME).stat().st_mtime > max(path.stat().st_mtime for path in inputs)
@@ -173,21 +171,23 @@ def _is_usable(artifact: Path, source: Path) -> bool:
 
 
 def _export(source: Path, artifact: Path) -> list[StageTime]:
-    """Export in a child; its progress goes to our stderr."""
+    """Export in a child process, whose progress goes to stderr."""
     jobs = min(4, os.cpu_count() or 1)
-    _say(f"exporting {source} with {jobs} job(s); this takes some minutes")
+    _say(f"exporting {source} with {jobs} job(s); this takes a few minutes")
     options = ["--force", "--jobs", str(jobs), "--cache", str(artifact.parent / "engines"), "--json"]
-    with _child("export", str(source), "--output", str(artifact), *options) as (child, said):
-        document = said.read()
+    with _child("export", str(source), "--output", str(artifact), *options) as (child, stdout):
+        document = stdout.read()
         code = child.wait()
     if code != 0:
-        raise WorkerError(f"the export ended with code {code}", where=str(source), fix="see above")
+        raise WorkerError(
+            f"the export ended with code {code}", where=str(source), fix="see the messages above"
+        )
     report = json.loads(document)
     compiled = [
         StageTime(stage=f"compile {graph['stage']}.{graph['graph']}", seconds=graph["compile_seconds"])
         for graph in report["graphs"]
     ]
-    return [*compiled, StageTime(stage="whole export", seconds=round(report["seconds"], 1))]
+    return [*compiled, StageTime(stage="complete export", seconds=round(report["seconds"], 1))]
 
 
 def _command(*words: str) -> list[str]:
@@ -207,9 +207,9 @@ def _child(
             _command(*words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
         )
         assert child.stdin is not None and child.stdout is not None
-        said = stack.enter_context(child.stdout)
+        stdout = stack.enter_context(child.stdout)
         stack.callback(_end, child, child.stdin)
-        yield child, said
+        yield child, stdout
 
 
 def _end(child: subprocess.Popen[bytes], parent_pipe: IO[bytes]) -> None:
@@ -223,10 +223,10 @@ def _end(child: subprocess.Popen[bytes], parent_pipe: IO[bytes]) -> None:
 
 @contextmanager
 def _server(artifact: Path, log: Path) -> Iterator[str]:
-    """A server on a free port; its address. Ended by SIGTERM, and checked to have ended well."""
+    """Serve on a free port; yields the address. SIGTERM ends the server, which must exit with 0."""
     words = ("serve", str(artifact), "--host", "127.0.0.1", "--port", "0")
-    with log.open("wb") as errors, _child(*words, errors=errors) as (child, said):
-        yield _address(said, log)
+    with log.open("wb") as errors, _child(*words, errors=errors) as (child, stdout):
+        yield _address(stdout, log)
         child.send_signal(signal.SIGTERM)
         code = child.wait(_STOP_TIMEOUT_S)
         if code != 0:
@@ -234,12 +234,12 @@ def _server(artifact: Path, log: Path) -> Iterator[str]:
         _say("server stopped")
 
 
-def _address(said: IO[bytes], log: Path) -> str:
-    """The address that the server prints once it is ready."""
+def _address(stdout: IO[bytes], log: Path) -> str:
+    """The address that the server prints when it is ready."""
     import select
 
-    ready, _, _ = select.select([said], [], [], _START_TIMEOUT_S)
-    line = said.readline().decode().strip() if ready else ""
+    ready, _, _ = select.select([stdout], [], [], _START_TIMEOUT_S)
+    line = stdout.readline().decode().strip() if ready else ""
     if not line:
         raise WorkerError("the server did not start", where=str(log), fix=_tail(log))
     _say(f"serving at {line}")
@@ -251,7 +251,7 @@ def _tail(log: Path) -> str:
 
 
 def _ask(client: httpx.Client, model: dict[str, Any], clip: bytes) -> _Answer:
-    """Ask with all media the model takes; text is printed as it comes."""
+    """Send all media that the model accepts; print text as it arrives."""
     picture = base64.b64encode(_picture()).decode()
     content: list[dict[str, Any]] = [{"type": "text", "text": QUESTION}]
     if "image" in model["input_modalities"]:
@@ -270,7 +270,7 @@ def _ask(client: httpx.Client, model: dict[str, Any], clip: bytes) -> _Answer:
     }
     if "audio" in model["output_modalities"]:
         request["audio"] = {"format": "pcm16"}
-    _say(f"asking, with a picture of {_PICTURE_SIDE}×{_PICTURE_SIDE} and a spoken clip: {QUESTION}")
+    _say(f"asking with a {_PICTURE_SIDE}×{_PICTURE_SIDE} image and an audio clip: {QUESTION}")
     answer = _Answer()
     started = time.monotonic()
     with client.stream("POST", "/v1/chat/completions", json=request) as response:
@@ -302,7 +302,7 @@ def _take(answer: _Answer, event: dict[str, Any], now_s: float) -> None:
 
 
 def _printable(text: str) -> str:
-    """Without control characters, which a model of random weights writes too."""
+    """Text without control characters, which a model with random weights may generate."""
     return "".join(character for character in text if character.isprintable() or character == "\n")
 
 
@@ -311,11 +311,11 @@ def _refusal(body: bytes) -> MingcError:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = body[:200].decode(errors="replace")
-    return WorkerError(f"the server refused: {message}", where="/v1/chat/completions")
+    return WorkerError(f"the server refused the request: {message}", where="/v1/chat/completions")
 
 
 def _clip(checkpoint: Path) -> bytes:
-    """A voice recording of the checkpoint, or a second of a falling tone."""
+    """A voice recording of the checkpoint, or one second of a falling tone."""
     voices = sorted((checkpoint / "talker").glob("data/**/*.wav"))
     if voices:
         return voices[0].read_bytes()
@@ -329,7 +329,7 @@ def _clip(checkpoint: Path) -> bytes:
 
 
 def _picture() -> bytes:
-    """A PNG drawn here: a red disc on a blue ground that gets lighter to the right."""
+    """A PNG of a red disc on a blue gradient."""
     side = _PICTURE_SIDE
     rows = bytearray()
     for y in range(side):
@@ -346,7 +346,7 @@ def _picture() -> bytes:
 
 
 def _write_wave(target: Path | io.BytesIO, samples: bytes, rate: int) -> None:
-    """16-bit mono."""
+    """Write 16-bit mono samples."""
     with wave.open(str(target) if isinstance(target, Path) else target, "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)

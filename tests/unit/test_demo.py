@@ -1,4 +1,4 @@
-"""The parts of the demo that need no server."""
+"""Parts of the demo that need no server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_missing_checkpoint_is_named_with_what_to_do(tmp_path: Path) -> None:
     assert caught.value.where == "--checkpoint"
 
 
-def test_an_artifact_is_used_again_until_code_or_checkpoint_change(
+def test_an_artifact_is_reused_until_code_or_checkpoint_change(
     artifact_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = tmp_path / "checkpoint"
@@ -54,7 +54,7 @@ def test_an_artifact_is_used_again_until_code_or_checkpoint_change(
     assert not demo._is_usable(tmp_path / "nowhere", checkpoint)
 
 
-def test_an_answer_is_collected_with_the_moments_that_matter() -> None:
+def test_an_answer_is_collected_with_its_times() -> None:
     answer = demo._Answer()
     events: list[dict[str, Any]] = [
         {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
@@ -73,8 +73,8 @@ def test_an_answer_is_collected_with_the_moments_that_matter() -> None:
     assert {time.stage: time.seconds for time in demo._times(answer)} == {
         "first text": 1.0,
         "first audio": 3.0,
-        "whole answer": 0.0,
-        "in the server: first token": 0.005,
+        "complete answer": 0.0,
+        "server: first token": 0.005,
     }
 
 
