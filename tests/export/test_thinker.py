@@ -67,7 +67,7 @@ def test_prefill_layers_routing_and_logits(
     last = stage.engines["prefill_experts", attention[-1].replace("attention", "feed_forward")].outputs
     assert torch.equal(streams[0], golden[f"{case}.inputs_embeds"][0])
     close(torch.stack([*streams[1:], last[0] + last[1]]), golden[f"{case}.layer_out"][:, 0])
-    ids, weights = (torch.stack([each[index] for each in session.routes]) for index in (0, 1))
+    ids, weights = (torch.stack([each[index] for each in session.routing]) for index in (0, 1))
     found = by_expert(ids, weights)
     expected = by_expert(golden[f"{case}.moe_topk_ids"][:, 0], golden[f"{case}.moe_topk_weights"][:, 0])
     assert torch.equal(found[0], expected[0])
@@ -137,7 +137,7 @@ def test_chunks_in_one_call_are_bitwise_equal(
     expected = session.prefill(prompt, chunk=16)
     assert torch.equal(session.prefill(prompt, chunk=16, together=together), expected)
     at_last = len(prompt.input_ids) % (16 * together) or 16 * together
-    assert {len(ids) for ids, _ in session.routes} == {at_last}
+    assert {len(ids) for ids, _ in session.routing} == {at_last}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -197,19 +197,19 @@ def test_bfloat16_recipe_stays_close(
     checkpoint: Checkpoint, config: ThinkerConfig, module: Decoder, tmp_path: Path
 ) -> None:
     write_weights(checkpoint, STAGE, config, Shard(), torch.bfloat16, tmp_path / "weights.safetensors")
-    narrow = load_module(STAGE, config, Shard(), tmp_path / "weights.safetensors")
+    bfloat16 = load_module(STAGE, config, Shard(), tmp_path / "weights.safetensors")
     for plan in STAGE.graphs(config, Shard(), StageOptions(dtype=torch.bfloat16)):
         example = plan.example(plan.check_dims, torch.Generator().manual_seed(2))
         check_example(plan.spec, example, plan.check_dims, STAGE.name)
-        wide = {
+        float32 = {
             name: value.float() if value.is_floating_point() else value for name, value in example.items()
         }
         names = [each.name for each in (*plan.spec.inputs, *plan.spec.state)]
         for instance in plan.spec.layer_instances:
-            run = getattr(narrow.get_submodule(instance), plan.method)
+            run = getattr(bfloat16.get_submodule(instance), plan.method)
             reference = getattr(module.get_submodule(instance), plan.method)
             outputs = run(*[example[name].clone() for name in names])
-            expected = reference(*[wide[name].clone() for name in names])
+            expected = reference(*[float32[name].clone() for name in names])
             for spec, got, value in zip(plan.spec.outputs, outputs, expected, strict=True):
                 assert str(got.dtype) == f"torch.{spec.dtype}", f"{plan.spec.name}: {spec.name}"
                 # One rerouted token changes the tiny model a lot: this finds a wrong cast, not rounding error.

@@ -90,7 +90,7 @@ class Step:
     inputs: dict[str, Tensor]
     pages: dict[str, Tensor]
 
-    def share(self, config: DecoderConfig, rank: int, world_size: int) -> dict[str, Tensor]:
+    def shard_pages(self, config: DecoderConfig, rank: int, world_size: int) -> dict[str, Tensor]:
         """The rank's KV heads of the pages."""
         _, count = config.local_heads(world_size)
         first = rank * config.num_kv_heads // world_size
@@ -121,7 +121,7 @@ def run_step(stage: LoadedStage, config: ThinkerConfig, step: Step, group: Locks
     group.enter(rank)
     layers = ThinkerLayers(
         stage,
-        step.share(config.decoder, rank, group.world_size),
+        step.shard_pages(config.decoder, rank, group.world_size),
         vocab_size=config.decoder.vocab_size,
         all_reduce_=group.all_reduce_,
         gather=group.gather_last,

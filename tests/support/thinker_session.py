@@ -123,7 +123,7 @@ class Session:
         self._layers = ThinkerLayers(
             stage, self.state, vocab_size=vocab_size, all_reduce_=alone, gather=alone
         )
-        self.routes: list[
+        self.routing: list[
             tuple[Tensor, Tensor]
         ] = []  # expert ids and weights of each layer in the last chunk
         order = 1 + torch.randperm(pages - 1, generator=torch.Generator().manual_seed(7))
@@ -140,9 +140,9 @@ class Session:
             _chunk(prompt, start, min(start + chunk, total), padding) for start in range(0, total, chunk)
         ]
         for first in range(0, len(chunks), together):
-            logits, *routes = self._layers.prefill(*chunks[first : first + together])
+            logits, *routing = self._layers.prefill(*chunks[first : first + together])
         prompt.length = total
-        self.routes = list(zip(routes[::2], routes[1::2], strict=True))
+        self.routing = list(zip(routing[::2], routing[1::2], strict=True))
         return logits
 
     def decode(self, prompts: Sequence[Prompt], tokens: Sequence[int], *, padding: int = 0) -> Tensor:

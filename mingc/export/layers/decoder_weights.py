@@ -16,7 +16,7 @@ from mingc.export.stage import Quantizable, Shard, WeightSource
 from mingc.export.weights.sharding import shard_tensor
 
 _ROOT = "model.model"
-_GATES = ("gate", "image_gate", "audio_gate")
+_ROUTERS = ("gate", "image_gate", "audio_gate")
 _TIME, _HEIGHT, _WIDTH = 0, 1, 2
 # Frequencies below this index alternate between height and width, the others rotate with time. A constant of the
 # model's code, not of its config (spec: thinker.md §3).
@@ -137,14 +137,14 @@ def _moe(config: DecoderConfig, shard: Shard, index: int) -> list[WeightSource]:
     target, source = f"layers.{index}.feed_forward", f"{_ROOT}.layers.{index}.mlp"
     hidden, num_experts, width = config.hidden_size, config.num_experts, config.expert_intermediate_size
     size = config.local_width(width, shard.world_size)
-    weights = tuple(f"{source}.{gate}.weight" for gate in _GATES)
-    biases = tuple(f"{source}.{gate}.expert_bias" for gate in _GATES)
+    weights = tuple(f"{source}.{gate}.weight" for gate in _ROUTERS)
+    biases = tuple(f"{source}.{gate}.expert_bias" for gate in _ROUTERS)
     experts = [f"{source}.experts.{expert}" for expert in range(num_experts)]
     gate_up = tuple(f"{expert}.{name}_proj.weight" for expert in experts for name in ("gate", "up"))
     down = tuple(f"{expert}.down_proj.weight" for expert in experts)
     sources = [
-        _source(f"{target}.router.weight", weights, ((num_experts, hidden),) * len(_GATES), _stack),
-        _source(f"{target}.router.bias", biases, ((num_experts,),) * len(_GATES), _stack, torch.float32),
+        _source(f"{target}.router.weight", weights, ((num_experts, hidden),) * len(_ROUTERS), _stack),
+        _source(f"{target}.router.bias", biases, ((num_experts,),) * len(_ROUTERS), _stack, torch.float32),
         _source(
             f"{target}.gate_up",
             gate_up,
