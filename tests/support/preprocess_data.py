@@ -1,4 +1,4 @@
-"""Recorded inputs and results of preprocessing, and the parameters that the tiny checkpoint implies."""
+"""Goldens of preprocessing, and the parameters of the tiny checkpoint."""
 
 from __future__ import annotations
 

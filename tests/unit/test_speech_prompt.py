@@ -92,8 +92,8 @@ def test_plain_instructions_become_the_style_of_a_caption() -> None:
 
 
 def test_fields_fill_a_caption_and_unknown_ones_are_dropped() -> None:
-    wish = {"情感": "高兴", "speed": 2, "BGM": {"SNR": 10.0, "ENV": "rain", "loud": True}}
-    (entry,) = json.loads(caption_instruction(json.dumps(wish)) or "")["audio_sequence"]
+    fields = {"情感": "高兴", "speed": 2, "BGM": {"SNR": 10.0, "ENV": "rain", "loud": True}}
+    (entry,) = json.loads(caption_instruction(json.dumps(fields)) or "")["audio_sequence"]
     assert list(entry) == ["序号", "说话人", "BGM", "情感", "方言", "风格", "语速", "基频", "音量", "IP"]
     assert entry["情感"] == "高兴"
     assert entry["BGM"] == {
