@@ -17,14 +17,14 @@ Figures = list[dict[str, Any]]
 
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
-    """What `run_ranks` passes to the processes; `rank` is None in the process that a person has started."""
+    """Add the options that `run_ranks` passes to rank processes; `rank` is None in the process started by the user."""
     for name in ("--rank", "--port"):
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--figures", type=Path, help=argparse.SUPPRESS)
 
 
 def write_figures(arguments: argparse.Namespace, figures: Figures) -> None:
-    """In a rank: its figures, of which rank 0's are taken."""
+    """In a rank process: write the figures, if it is rank 0."""
     if arguments.rank == 0:
         arguments.figures.write_text(json.dumps(figures), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Builds the engines of the talker at the released dims over random weights, in parallel processes."""
+"""Builds the talker's engines at the released dims with random weights, in parallel processes."""
 
 from __future__ import annotations
 

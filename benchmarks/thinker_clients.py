@@ -1,6 +1,6 @@
-"""Clients of a thinker's loop inside one process: thirty-two ragged requests, how they come together, what each gets.
+"""Clients of a thinker loop in one process: 32 ragged requests, arrival patterns, and the answer of each request.
 
-Engines, worker, scheduler and loop are those of a server; the worker keeps the logits as well.
+Engines, worker, scheduler and loop are those of a server; the worker also records the logits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _RULES: tuple[dict[str, float], ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What one client asks."""
+    """One request."""
 
     prompt: ThinkerPrompt
     sampling: SamplingParams
@@ -53,7 +53,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What it gets.
+    """Answer to one request.
 
     Attributes:
         logits: (n, V) float32; the last rows may belong to a discarded token.
@@ -65,12 +65,12 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArrivalPattern:
-    """How requests come together.
+    """When requests arrive and leave.
 
     Attributes:
         arrivals: (tokens received by all clients before it comes, request), in order of the first.
-        max_running: requests that are worked on at once; later ones take slots and pages of earlier ones.
-        patience: tokens after which every third client leaves; None: none does.
+        max_running: requests running at once; later ones reuse slots and pages of earlier ones.
+        patience: tokens after which every third client disconnects; None: none does.
     """
 
     name: str
@@ -80,7 +80,7 @@ class ArrivalPattern:
 
 
 def arrival_patterns() -> list[ArrivalPattern]:
-    """Three orders at one moment, few at a time, two ways to come one after the other, and leaving early."""
+    """Three orders of simultaneous arrival, a small batch limit, two staggered patterns, early disconnects."""
     random = np.random.default_rng(3)
     backwards = range(NUM_REQUESTS - 1, -1, -1)
     shuffled: list[int] = random.permutation(NUM_REQUESTS).tolist()
@@ -105,7 +105,7 @@ def arrival_patterns() -> list[ArrivalPattern]:
 
 
 def make_requests(parameters: ThinkerParameters) -> list[Request]:
-    """The thirty-two: length, media, sampling rules, seed and length of the answer all vary."""
+    """The 32 requests: prompt length, media, sampling rules, seed and answer length all vary."""
     return [_request(parameters, index) for index in range(NUM_REQUESTS)]
 
 
@@ -137,10 +137,10 @@ def thinker_parameters(artifact: Artifact) -> ThinkerParameters:
 
 
 class TracingWorker(ThinkerWorker):
-    """A worker that keeps the logits of every step, by the first page of the requests.
+    """A worker that records the logits of every step by the first page of each request.
 
     Attributes:
-        largest_batch: most requests that a decode step had.
+        largest_batch: largest decode batch so far.
     """
 
     def __init__(self, artifact: Artifact, device: torch.device, *, is_static: bool | None = None) -> None:
@@ -158,7 +158,7 @@ class TracingWorker(ThinkerWorker):
         self._prefilled: list[int] = []  # first pages of the prompts in the chunk under way
 
     def trace(self, page: int) -> list[Tensor]:
-        """The logits (1, V) that each token of the request was chosen from which began in `page` last."""
+        """Logits (1, V) of each token of the request that started last in `page`."""
         return self._traces[page]
 
     def _run(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -181,7 +181,7 @@ class TracingWorker(ThinkerWorker):
 
 @contextmanager
 def only_bucket(worker: ThinkerWorker, size: int) -> Iterator[None]:
-    """Inside, every decode step runs in the bucket `size`, however few requests there are."""
+    """Run every decode step inside the block in the bucket `size`."""
     graph = worker._decode
 
     def bucket(dim: str, count: int) -> int:
@@ -196,7 +196,7 @@ def only_bucket(worker: ThinkerWorker, size: int) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Client:
-    """One request under way."""
+    """One running request."""
 
     job: int
     tokens: list[int] = field(default_factory=list)
@@ -204,7 +204,7 @@ class _Client:
 
 
 class _Visit:
-    """One pattern at one loop. Arrivals and departures depend on received tokens, not on the clock."""
+    """Runs one arrival pattern on one loop. Arrivals and departures depend on received tokens, not on the clock."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class _Visit:
         self._gathering = pattern
         self._coming = list(pattern.arrivals)
         self._clients: dict[int, _Client] = {}
-        self._num_received = self._num_gone = 0
+        self._num_received = self._num_ended = 0
         self._errors: list[Exception] = []
         self._is_over = threading.Event()
         self._pool = PagePool(worker.num_pages, worker.page_size)
@@ -237,7 +237,7 @@ class _Visit:
         )
 
     def answers(self) -> dict[int, Answer]:
-        self._let_in()
+        self._submit_due()
         self._loop.start()
         try:
             if not self._is_over.wait(_ANSWER_TIMEOUT_S):
@@ -252,21 +252,24 @@ class _Visit:
             for request, client in self._clients.items()
         }
 
-    def _let_in(self) -> None:
-        """Those whose moment has come; when all others have gone, the next one."""
+    def _submit_due(self) -> None:
+        """Submit the requests that are due; if all others have ended, the next one."""
         while self._coming and (
-            self._coming[0][0] <= self._num_received or self._num_gone == len(self._clients)
+            self._coming[0][0] <= self._num_received or self._num_ended == len(self._clients)
         ):
             _, index = self._coming.pop(0)
             request = self._requests[index]
             self._clients[index] = _Client(
                 self._loop.submit(
-                    request.prompt, request.sampling, request.seed, lambda item, i=index: self._hear(i, item)
+                    request.prompt,
+                    request.sampling,
+                    request.seed,
+                    lambda item, i=index: self._receive(i, item),
                 )
             )
 
-    def _hear(self, index: int, item: Item) -> None:
-        """On the loop's thread, which takes no exceptions: it would go on with the others."""
+    def _receive(self, index: int, item: Item) -> None:
+        """Callback on the loop's thread. Must not raise: the loop would go on with other requests."""
         client = self._clients[index]
         if isinstance(item, FailedItem):
             self._errors.append(item.error)
@@ -283,13 +286,13 @@ class _Visit:
         if leaves and item.finish is None:
             self._loop.cancel(client.job)
         if leaves or item.finish is not None:
-            self._num_gone += 1
+            self._num_ended += 1
         try:
-            self._let_in()
+            self._submit_due()
         except Exception as error:
             self._errors.append(error)
             self._is_over.set()
-        if not self._coming and self._num_gone == len(self._clients):
+        if not self._coming and self._num_ended == len(self._clients):
             self._is_over.set()
 
 

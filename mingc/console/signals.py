@@ -1,4 +1,4 @@
-"""How a command ends before its time: at once, but tidily."""
+"""Signal handling: fast, clean shutdown of a command."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _AGAIN_S = 0.05
-_LONGEST_IMPORT_S = 10.0  # torch takes one or two, from a cold disk more
-SIGNAL_DEBOUNCE_S = 1.0  # `timeout` signals a process and its group: what comes again so soon is one request
+_LONGEST_IMPORT_S = 10.0  # torch takes 1 to 2 s, more from a cold disk
+SIGNAL_DEBOUNCE_S = 1.0  # signals within it are one request: `timeout` signals a process and its group
 
 
 @contextmanager
 def clean_shutdown() -> Iterator[None]:
-    """Inside the block SIGINT and SIGTERM kill the worker processes and raise KeyboardInterrupt; main thread only.
+    """Inside the block, SIGINT and SIGTERM kill worker processes and raise KeyboardInterrupt. Main thread only.
 
-    Amid an import they wait for its end. Later signals: see `exit_on_later_signal`. A signal that was ignored before
-    stays so.
+    During an import they are deferred to its end. Later signals: see `exit_on_later_signal`. A signal that is ignored
+    stays ignored.
     """
     before = {number: signal.getsignal(number) for number in SIGNALS}
     is_signalled, first = False, 0.0
@@ -33,7 +33,7 @@ def clean_shutdown() -> Iterator[None]:
         nonlocal is_signalled, first
         first = first or time.monotonic()
         if _is_importing(frame) and time.monotonic() - first < _LONGEST_IMPORT_S:
-            # There an exception can be lost, and torch's native part aborts the process.
+            # An exception during an import can be lost, and torch's native code may abort the process.
             again = threading.Timer(_AGAIN_S, signal.pthread_kill, (threading.get_ident(), number))
             again.daemon = True
             again.start()
@@ -41,7 +41,7 @@ def clean_shutdown() -> Iterator[None]:
             return
         is_signalled = True
         exit_on_later_signal()
-        # A pool waits for what its workers have begun: with a compiler that is minutes.
+        # A pool would wait for the running tasks of its workers: minutes for a compiler.
         for worker in multiprocessing.active_children():
             worker.kill()
         raise KeyboardInterrupt

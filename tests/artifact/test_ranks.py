@@ -23,11 +23,11 @@ _BODY = {
 }
 
 
-def test_every_golden_is_met_by_two_ranks(two_rank_artifact: Path) -> None:
+def test_two_ranks_reproduce_every_golden(two_rank_artifact: Path) -> None:
     check_goldens(two_rank_artifact)
 
 
-def test_a_probe_times_the_share_of_one_rank(two_rank_artifact: Path) -> None:
+def test_probe_times_the_share_of_one_rank(two_rank_artifact: Path) -> None:
     words = ("--engine", "thinker.head,thinker.decode_attention", "--batch", 1, "--repetitions", 1, "--json")
     done = mingc("probe", two_rank_artifact, *words)
     assert done.code == 0, done.stderr

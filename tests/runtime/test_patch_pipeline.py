@@ -1,4 +1,4 @@
-"""Patches that are decoded beside the next ones give what they give one after the other."""
+"""Patch pipeline: overlapping the decoder with the next patch gives the same results as sequential execution."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class CountingWork:
         for state in (self.hidden, self.decoded):
             state.zero_()
 
-    def _wait(self, part: str) -> None:
+    def _delay(self, part: str) -> None:
         if part == self._slow and self.hidden.is_cuda:
             torch.cuda._sleep(SLOW)  # type: ignore[no-untyped-call]
 
     def sample(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        self._wait("sample")
+        self._delay("sample")
         base = self.hidden.index_select(0, inputs["slots"]) + inputs["guidance"]
         latents = (inputs["noise"] + inputs["step_noise"].sum(1) + base[:, None, None]) % 251
         return {
@@ -47,12 +47,12 @@ class CountingWork:
         }
 
     def advance(self, sampled: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
-        self._wait("advance")
+        self._delay("advance")
         hidden_row = (sampled["next_embeds"] * 3 + inputs["lengths"]) % 239
         self.hidden.index_copy_(0, inputs["step_slots"], hidden_row)
 
     def decode(self, latents: Tensor, slots: Tensor, patch_index: Tensor) -> Tensor:
-        self._wait("decode")
+        self._delay("decode")
         before = torch.where(patch_index == 0, 0.0, self.decoded.index_select(0, slots))
         self.decoded.index_copy_(0, slots, (before * 5 + latents.sum((1, 2))) % 233)
         return latents.flatten(1) + before[:, None]
@@ -101,7 +101,7 @@ def check(
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_a_device_does_first_gives_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_device_order_gives_the_same_results(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(seed)
     for name in ("torch", "GraphPool", "StagingBuffer", "AsyncHostCopy"):
         monkeypatch.setattr(patch_pipeline, name, getattr(device, name))
@@ -111,7 +111,7 @@ def test_whatever_a_device_does_first_gives_the_same(seed: int, monkeypatch: pyt
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("slow", [None, "sample", "advance", "decode"])
-def test_on_a_device_it_is_the_same_whatever_is_slow(slow: str | None) -> None:
+def test_a_slow_network_on_a_device_changes_no_result(slow: str | None) -> None:
     device = torch.device("cuda", 0)
     with torch.inference_mode():
         check(speak(device, CountingWork(device, slow)))

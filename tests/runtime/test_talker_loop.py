@@ -1,4 +1,4 @@
-"""The talker's worker and its thread over fake engines: speech is its segment's own, alone or among others."""
+"""Talker worker and loop over fake engines: speech depends on its own segment only."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_prefix_of_a_voice_is_reused_without_a_trace() -> None:
     assert len(worker._prefixes) == 2
 
 
-def test_segments_join_and_leave_a_batch_unchanged() -> None:
+def test_segments_are_added_and_removed_without_changing_others() -> None:
     pieces = [
         segment(seed=i, tokens=14 + i, patches=2 + 3 * (i % 3), temperature=0.5 * (i % 2)) for i in range(6)
     ]
@@ -115,7 +115,7 @@ def test_segments_join_and_leave_a_batch_unchanged() -> None:
         np.testing.assert_allclose(np.concatenate(mine), expected, rtol=0, atol=1e-6)
 
 
-def test_the_stop_head_counts_only_beyond_the_least_step_and_its_patch_is_kept() -> None:
+def test_the_stop_head_is_ignored_before_the_minimum_step_and_its_patch_is_kept() -> None:
     worker = make_talker_worker(stop_probability=0.9)
     worker.add(1, segment(patches=40))
     flags = []
@@ -137,7 +137,7 @@ def test_a_cap_marks_its_patch_as_last() -> None:
     assert (first.is_last, second.is_last, second.is_capped) == (False, True, True)
 
 
-def test_noise_is_of_seed_segment_and_patch() -> None:
+def test_noise_depends_on_seed_segment_and_patch() -> None:
     assert np.array_equal(run_alone(segment(seed=1)), run_alone(segment(seed=1)))
     for other in (segment(seed=2), segment(seed=1, index=1), segment(seed=1, temperature=1.0)):
         assert not np.allclose(run_alone(other), run_alone(segment(seed=1)))
@@ -166,7 +166,7 @@ def test_streams_speak_their_segments_in_order(started: Callable[[TalkerLoop], T
 
 
 @pytest.mark.parametrize("stop_probability", [0.0, 0.9])
-def test_launching_ahead_changes_no_audio(
+def test_launching_patches_ahead_changes_no_audio(
     started: Callable[[TalkerLoop], TalkerLoop], stop_probability: float
 ) -> None:
     # Few slots, so that a surplus patch is in flight while its slot already belongs to the next segment.
@@ -246,7 +246,7 @@ def test_samples_that_are_not_finite_fail_their_request_only(
     np.testing.assert_allclose(good.segments()[0], run_alone(segment(patches=9)), rtol=0, atol=1e-6)
 
 
-def test_who_comes_during_a_patch_joins_the_next_one(
+def test_a_segment_that_arrives_during_a_patch_starts_with_the_next_one(
     started: Callable[[TalkerLoop], TalkerLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = make_talker_worker(depth=2)
@@ -285,7 +285,7 @@ def test_who_comes_during_a_patch_joins_the_next_one(
     assert sizes == [1, 1, 1, 2, 2]
 
 
-def test_a_patch_that_took_very_long_once_holds_none_back(
+def test_one_very_slow_patch_does_not_delay_later_launches(
     started: Callable[[TalkerLoop], TalkerLoop],
 ) -> None:
     worker = make_talker_worker(depth=2)

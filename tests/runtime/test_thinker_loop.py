@@ -1,4 +1,4 @@
-"""The thinker's worker and its thread over fake engines: an answer is its request's own, alone or among others."""
+"""Thinker worker and loop over fake engines: an answer depends on its own request only."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_first_token_may_end_an_answer(
     assert len(ask(loop, PROMPTS[1], max_tokens=1).tokens()) == 1
 
 
-def test_no_first_token_is_waited_for_before_the_next_step_is_launched(
+def test_the_next_step_is_launched_before_first_tokens_are_collected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop = make_thinker_loop(is_static=True)  # not started: steps are run here
@@ -217,7 +217,7 @@ def test_a_stopped_loop_fails_its_requests(make_loop: MakeLoop) -> None:
     assert waiting.items and (isinstance(waiting.items[-1], FailedItem) or len(waiting.items) == 200)
 
 
-def test_launching_ahead_changes_no_answer(started: Callable[[ThinkerLoop], ThinkerLoop]) -> None:
+def test_async_scheduling_changes_no_answer(started: Callable[[ThinkerLoop], ThinkerLoop]) -> None:
     """Mixed rules, stop tokens met while the next step runs, requests that join and leave."""
     rules: list[dict[str, float]] = [
         {},
@@ -287,7 +287,7 @@ class _Noted(LaunchedTokens):
 
 
 @pytest.mark.parametrize(("is_static", "two_batch_overlap"), [(False, False), (True, False), (True, True)])
-def test_timing_a_worker_names_every_size_and_changes_no_answer(
+def test_measuring_latencies_covers_every_size_and_changes_no_answer(
     started: Callable[[ThinkerLoop], ThinkerLoop], is_static: bool, two_batch_overlap: bool
 ) -> None:
     expected = ask(started(make_thinker_loop(is_static=is_static)), PROMPTS[1], max_tokens=20).tokens()
@@ -302,14 +302,14 @@ def test_timing_a_worker_names_every_size_and_changes_no_answer(
 
 
 def slow_chunks() -> ChunkedPrefillPolicy:
-    """Beside answers one part of a chunk a step."""
+    """One layer group per step beside decoding requests."""
     return ChunkedPrefillPolicy(
         num_layer_groups=5, latency_model=StepLatencyModel(chunks=((32, 400.0),), decodes=((8, 1.0),))
     )
 
 
 @pytest.mark.parametrize("max_prompts", [1, 4])
-def test_parts_of_chunks_amid_answers_change_no_answer(
+def test_layer_groups_between_decode_steps_change_no_answer(
     max_prompts: int,
     started: Callable[[ThinkerLoop], ThinkerLoop],
     make_loop: MakeLoop,
@@ -333,11 +333,11 @@ def test_parts_of_chunks_amid_answers_change_no_answer(
     first.wait(lambda items: len(items) > 2, "tokens")
     together = [first, *(ask(loop, each, max_tokens=60) for each in PROMPTS[1:])]
     assert [each.tokens() for each in together] == alone
-    assert {*parts} - {(0, 5)}, "no chunk was run in parts"
+    assert {*parts} - {(0, 5)}, "no chunk was split into layer groups"
 
 
 @pytest.mark.parametrize("is_static", [False, True], ids=["host samples", "device samples"])
-def test_prompts_that_wait_together_share_a_chunk_and_one_may_go_amid_it(
+def test_waiting_prompts_share_a_chunk_and_one_may_be_cancelled_in_it(
     started: Callable[[ThinkerLoop], ThinkerLoop], is_static: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = make_thinker_stage(num_layers=5, max_prompts=4)

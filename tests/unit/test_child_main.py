@@ -1,4 +1,4 @@
-"""What a parent started: it ends when the parent does, however that ends, and commands tidily."""
+"""Child processes end when their parent dies, and commands shut down cleanly."""
 
 from __future__ import annotations
 

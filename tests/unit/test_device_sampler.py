@@ -1,4 +1,4 @@
-"""The device's sampler against the host's: the same token for the same logits, rules and number."""
+"""Device sampler compared with the host sampler: same token for the same logits, rules and uniform number."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RULES = [
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_every_row_of_a_mixed_batch_gets_what_the_host_draws(seed: int) -> None:
+def test_every_row_of_a_mixed_batch_equals_the_host_sampler(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(len(RULES), VOCAB, generator=generator)
     prompt = torch.randint(0, VOCAB, (40,), generator=generator).tolist()
@@ -68,6 +68,6 @@ def test_rows_that_are_not_finite_are_reported() -> None:
         (SamplingParams(repetition_penalty=1.1), True),
     ],
 )
-def test_one_row_is_enough_for_a_draw(params: SamplingParams, expected: bool) -> None:
+def test_one_random_row_needs_sampling(params: SamplingParams, expected: bool) -> None:
     rows = [sampling_columns(each, 0.5) for each in (SamplingParams(), params)]
     assert needs_sampling(np.array(rows)) == expected

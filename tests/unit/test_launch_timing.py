@@ -1,4 +1,4 @@
-"""What the host knows of patches under way."""
+"""Launch timing: latency estimates of patches, and the launch lead."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_new_size_and_an_idle_device_have_no_estimate() -> None:
     assert model.remaining_s([], now=2.0) == 0.0
 
 
-def test_a_patch_that_waited_counts_little() -> None:
+def test_a_delayed_patch_changes_the_estimate_little() -> None:
     model = PatchLatencyModel()
     model.observe(4, launched=0.0, ended=0.005)
     model.observe(4, launched=0.005, ended=0.100)
@@ -38,7 +38,7 @@ def test_a_patch_that_waited_counts_little() -> None:
     assert model.remaining_s([(4, 1.0)], now=1.0) == pytest.approx(0.006)
 
 
-def test_patches_are_launched_earlier_where_it_was_close_and_later_again() -> None:
+def test_the_lead_grows_after_late_launches_and_decays() -> None:
     timing = LaunchTimingPolicy()
     least = timing.lead_s
     timing.observe(left_s=0.002, was_held=True)

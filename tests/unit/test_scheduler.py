@@ -1,4 +1,4 @@
-"""The thinker's scheduler as plain Python: order, fairness, limits; nothing leaks or starves under random traffic."""
+"""Thinker scheduler: order, fairness, limits; no leaks and no starvation under random traffic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mingc.runtime.kv_cache import PagePool
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy, StepLatencyModel
 from mingc.runtime.thinker.scheduler import ChunkShape, PrefillChunk, PromptSlice, ThinkerScheduler
 
-# Beside answers one part of three a step.
+# One of three layer groups per step beside decoding requests.
 SLOW_CHUNKS = ChunkedPrefillPolicy(
     num_layer_groups=3, latency_model=StepLatencyModel(chunks=((9, 90.0),), decodes=((4, 1.0),))
 )
@@ -56,7 +56,7 @@ def only(chunk: PrefillChunk | None) -> PromptSlice:
 @pytest.mark.parametrize(
     ("two_batch_rows", "expected"),
     [(0, [(0, 8, False), (8, 8, False), (16, 3, True)]), (16, [(0, 16, False), (16, 3, True)])],
-    ids=["one by one", "in pairs"],
+    ids=["one chunk", "two-batch overlap"],
 )
 def test_a_prompt_is_prefilled_in_chunks_then_decodes(
     two_batch_rows: int, expected: list[tuple[int, int, bool]]
@@ -76,7 +76,7 @@ def test_a_prompt_is_prefilled_in_chunks_then_decodes(
 
 
 @pytest.mark.parametrize("two_batch_rows", [0, 8])
-def test_decode_goes_on_while_a_long_prompt_is_prefilled_and_no_pair_holds_it_up(two_batch_rows: int) -> None:
+def test_decode_continues_during_a_long_prefill_without_two_batch_overlap(two_batch_rows: int) -> None:
     scheduler = make_thinker(chunk=4, two_batch_rows=two_batch_rows)
     scheduler.add(1, prompt_tokens=4, max_tokens=8)
     scheduler.commit(scheduler.plan())
@@ -89,7 +89,7 @@ def test_decode_goes_on_while_a_long_prompt_is_prefilled_and_no_pair_holds_it_up
     assert scheduler.plan().decode == (1, 2)
 
 
-def test_a_chunk_runs_in_parts_beside_answers_and_whole_without() -> None:
+def test_a_chunk_is_split_into_layer_groups_only_beside_decoding_requests() -> None:
     scheduler = make_thinker(
         num_pages=256, chunk=128, max_context=400, prefill_policy=ChunkedPrefillPolicy(num_layer_groups=4)
     )
@@ -112,7 +112,7 @@ def test_a_chunk_runs_in_parts_beside_answers_and_whole_without() -> None:
     ]
 
 
-def test_a_chunk_that_was_begun_is_made_whole_before_another() -> None:
+def test_a_started_chunk_is_completed_before_another() -> None:
     scheduler = make_thinker(
         num_pages=256, chunk=128, max_context=400, prefill_policy=ChunkedPrefillPolicy(num_layer_groups=4)
     )
@@ -130,7 +130,7 @@ def test_a_chunk_that_was_begun_is_made_whole_before_another() -> None:
     assert chunks == [(2, 2), (3, 0)]
 
 
-def test_a_chunk_that_was_begun_goes_with_its_request() -> None:
+def test_a_started_chunk_is_dropped_with_its_request() -> None:
     scheduler = make_thinker(
         num_pages=256, chunk=128, max_context=400, prefill_policy=ChunkedPrefillPolicy(num_layer_groups=4)
     )
@@ -146,7 +146,7 @@ def test_a_chunk_that_was_begun_goes_with_its_request() -> None:
     scheduler.check()
 
 
-def test_a_short_prompt_passes_a_long_one_and_both_end() -> None:
+def test_a_short_prompt_overtakes_a_long_one_and_both_end() -> None:
     scheduler = make_thinker(chunk=4)
     scheduler.add(1, prompt_tokens=32, max_tokens=1)
     scheduler.add(2, prompt_tokens=4, max_tokens=1)
@@ -200,7 +200,7 @@ def test_no_prompt_joins_beyond_the_rows_that_cost_least() -> None:
     assert plan.prefill is not None and [each.request for each in plan.prefill.prompts] == [1, 3]
 
 
-def test_a_shared_chunk_that_was_begun_goes_on_without_a_request_that_has_gone() -> None:
+def test_a_started_shared_chunk_continues_without_a_removed_request() -> None:
     prefill_policy = ChunkedPrefillPolicy(
         num_layer_groups=4, latency_model=StepLatencyModel(chunks=((64, 80.0),), decodes=((4, 1.0),))
     )

@@ -1,4 +1,4 @@
-"""The talker's scheduler as plain Python: order, fairness, limits; nothing leaks under random traffic."""
+"""Talker scheduler: order, fairness, limits; no leaks under random traffic."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_long_stream_lets_others_in_between_its_segments() -> None:
     assert spoken == [10, 20, 11]
 
 
-def test_joins_at_one_boundary_are_limited() -> None:
+def test_admissions_at_one_boundary_are_limited() -> None:
     scheduler = make_talker(slots=3, max_prefills_per_patch=2)
     for stream in (1, 2, 3):
         scheduler.open(stream)
