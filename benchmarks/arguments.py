@@ -24,7 +24,7 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def wholes(least: int, most: int | None = None) -> Callable[[str], tuple[int, ...]]:
-    """Such numbers with commas, at least one."""
+    """Comma-separated whole numbers in a range, at least one."""
     each = whole(least, most)
     return lambda text: tuple(each(part.strip()) for part in text.split(","))
 

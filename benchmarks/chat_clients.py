@@ -1,4 +1,4 @@
-"""Clients of a chat server, for measuring it: each request notes when its tokens come. Torch is not needed."""
+"""Clients that measure a chat server: arrival times of each request's tokens. Needs no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DATA = "data: "
 
 @dataclass(slots=True)
 class Seen:
-    """What a client saw of one answer; times of `time.perf_counter`, which all processes of a machine share.
+    """Arrivals of one answer, in times of `time.perf_counter`, which all processes of a machine share.
 
     Attributes:
         arrivals: of each token.
@@ -57,7 +57,7 @@ def body(num_words: int, tokens: int, index: int = 0) -> dict[str, Any]:
 
 
 async def ask(client: httpx.AsyncClient, request: dict[str, Any], until: float | None = None) -> Seen:
-    """Send one request and note when its tokens arrive; hang up at the first one after the moment `until`."""
+    """Send one request and record arrivals of tokens; disconnect at the first one after time `until`."""
     seen = Seen(time.perf_counter())
     async with client.stream("POST", "/v1/chat/completions", json=request) as response:
         if response.status_code != 200:
@@ -82,7 +82,7 @@ async def ask(client: httpx.AsyncClient, request: dict[str, Any], until: float |
 def chat(
     url: str, indexes: range, num_words: int, tokens: int, rounds: int, until: float | None = None
 ) -> list[Seen]:
-    """The clients `indexes`, each with `rounds` requests one after the other."""
+    """Run the clients `indexes`, each with `rounds` sequential requests."""
 
     async def one(client: httpx.AsyncClient, index: int) -> list[Seen]:
         return [

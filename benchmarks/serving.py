@@ -1,4 +1,4 @@
-"""A server as a child process, for measuring it through HTTP."""
+"""A server in a child process, measured over HTTP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def read_ready(child: subprocess.Popen[str], log: Path) -> dict[str, Any]:
-    """What `mingc serve --json` says when it is ready. Raises: SystemExit with its words when it has ended instead."""
+    """The document that `mingc serve --json` prints when ready. Raises: SystemExit with its output if it ended."""
     assert child.stdout is not None
     line = child.stdout.readline()
     try:

@@ -1,4 +1,4 @@
-"""Clients of a speech server, for measuring it: each request notes when its bytes come. Torch is not needed."""
+"""Clients that measure a speech server: arrival times of each request's bytes. Needs no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SENTENCES = (
 
 @dataclass(slots=True)
 class ReceivedSpeech:
-    """What a client saw of one answer: seconds since it asked, at each arrival, and bytes that had come by then."""
+    """Arrivals of one answer: time of each chunk, and bytes received by then."""
 
     sent_at: float
     arrivals: list[tuple[float, int]] = field(default_factory=list)
@@ -40,7 +40,7 @@ class ReceivedSpeech:
         return [1e3 * (after - before) for before, after in itertools.pairwise(times)]
 
     def underruns(self) -> int:
-        """Arrivals later than the moment at which playback, begun with the first, has used up what came before."""
+        """Number of chunks that arrive after playback, started with the first chunk, has run out of audio."""
         start = self.arrivals[0][0]
         count = 0
         for (_, held), (when, _) in itertools.pairwise(self.arrivals):
@@ -62,7 +62,7 @@ def body(index: int, patches: int, *, streamed: bool, text: str | None = None) -
 async def ask(
     client: httpx.AsyncClient, request: dict[str, Any], chunks: int | None = None
 ) -> ReceivedSpeech:
-    """Send one request and note when bytes arrive; hang up after `chunks` arrivals when given."""
+    """Send one request and record arrivals; disconnect after `chunks` of them when given."""
     received = ReceivedSpeech(time.perf_counter())
     count = 0
     async with client.stream("POST", "/v1/audio/speech", json=request) as response:
@@ -77,7 +77,7 @@ async def ask(
 
 
 def speak(url: str, indexes: range, rounds: int, patches: int, streamed: bool) -> list[ReceivedSpeech]:
-    """The clients `indexes`, each with `rounds` requests one after the other."""
+    """Run the clients `indexes`, each with `rounds` sequential requests."""
 
     async def one(client: httpx.AsyncClient, index: int) -> list[ReceivedSpeech]:
         return [

@@ -117,7 +117,7 @@ async def long_text(url: str, pid: int, patches: int, segments: int) -> list[dic
 
 
 def slots_of(artifact: Path) -> int:
-    """How many requests a server over `artifact` speaks at the same time."""
+    """Number of requests that a server of `artifact` speaks concurrently."""
     step = open_artifact(artifact).manifest.stages["talker"].graphs["step"].spec
     return max(step.dim("B").buckets)
 

@@ -19,7 +19,7 @@ from mingc.errors import ConfigError
 
 
 class _Ints:
-    """Lists of integers from 0 on, nested so many times, as many in each; `width` in the innermost if it is given."""
+    """Rectangular nested lists of integers >= 0; `depth` levels, the innermost of length `width` if given."""
 
     def __init__(self, depth: int, width: int | None = None) -> None:
         self.depth = depth
@@ -103,7 +103,7 @@ _FORMS: Mapping[str, Any] = {
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """The golden document at `path`. Raises: ConfigError naming it and the first place that is of another form."""
+    """Read the golden document at `path`. Raises: ConfigError with the path inside it of the first invalid value."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -119,7 +119,7 @@ def unreadable(path: Path, why: object) -> ConfigError:
 
 
 def _problems(form: Any, value: Any, where: str) -> Iterator[str]:
-    """Where `value` is not of the `form`."""
+    """Descriptions of all places where `value` does not match `form`."""
     if isinstance(form, tuple):
         if all(next(_problems(each, value, where), None) is not None for each in form):
             yield f"{where} is {_name(value)}, expected {' or '.join(_name_form(each) for each in form)}"

@@ -1,4 +1,4 @@
-"""The tiny checkpoint as real artifacts, exported once a run by the command a user would type."""
+"""Artifacts of the tiny checkpoint, exported once per test run with `mingc export`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def two_rank_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with the thinker cut for two ranks."""
+    """The same with the thinker sharded over two ranks."""
     return _export_once(tmp_path_factory, "two-ranks", "--tp", 2)
 
 
@@ -63,7 +63,7 @@ def wide_thinker_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def synthetic_thinker_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same of random weights, with nothing but configs to go by."""
+    """The same with random weights, exported from configs alone."""
     configs = tmp_path_factory.mktemp("configs")
     for name in ("config.json", "preprocessor_config.json"):
         shutil.copy(CHECKPOINT / name, configs)

@@ -1,4 +1,4 @@
-"""Running the command that a user would type, and a server over an artifact."""
+"""Runs `mingc` commands and servers in child processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _END_S = 30
 
 @dataclass(frozen=True)
 class Finished:
-    """What a command gave back."""
+    """Exit code and output of a command."""
 
     code: int
     stdout: str

@@ -17,7 +17,7 @@ NAMES = ["preprocess.json", "talker.json", "vae.json", "text.json"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_golden_set_is_of_the_form(name: str) -> None:
+def test_the_golden_set_is_valid(name: str) -> None:
     assert read_document(DATA / name) == json.loads((DATA / name).read_text(encoding="utf-8"))
 
 
