@@ -119,7 +119,7 @@ def test_help_needs_no_torch(tmp_path: Path) -> None:
         (["serve", "x", "--host", "a" * 300, "--port", "0"], "not a host name"),
         (["demo", "--output", "/dev/null"], "/dev/null is no folder that can be made"),
         (["serve", "x", "--served-model-name", " "], "--served-model-name is empty"),
-        (["probe", "--synthetic", "x", "--baseline", "nowhere.json"], "nowhere.json is no baseline"),
+        (["probe", "--synthetic", "x", "--baseline", "nowhere.json"], "nowhere.json is not a baseline"),
         (["probe", "x", "--jobs", "0"], "--jobs and --cache are for an export"),
         (["probe", "x", "--cache", "y"], "--jobs and --cache are for an export"),
         (["probe", ".", "--synthetic", "x"], ". exists"),
