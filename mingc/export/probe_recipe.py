@@ -67,19 +67,19 @@ def synthetic_recipe(
 
 
 @contextmanager
-def probe_folder(wished: Path | None) -> Iterator[Path]:
-    """The folder for the artifact of a probe: `wished`, or a temporary one.
+def probe_folder(requested: Path | None) -> Iterator[Path]:
+    """The folder for the artifact of a probe: `requested`, or a temporary one.
 
-    Leftovers of earlier probes that were killed are removed. Raises: ConfigError when `wished` is there already.
+    Leftovers of earlier probes that were killed are removed. Raises: ConfigError when `requested` is there already.
     """
-    if wished is not None:
-        if wished.exists() or wished.is_symlink():
+    if requested is not None:
+        if requested.exists() or requested.is_symlink():
             raise ConfigError(
-                f"{wished} exists",
+                f"{requested} exists",
                 where="--synthetic",
                 fix="leave --synthetic out to probe it, or name a folder that is not there yet",
             )
-        yield wished
+        yield requested
         return
     with work_folder(Path(tempfile.gettempdir()), "mingc-probe-", mode=0o700) as folder:
         yield folder / "artifact"

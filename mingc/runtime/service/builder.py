@@ -186,14 +186,14 @@ def open_service(
     return service
 
 
-def host_threads(device: str, wished: int | None) -> int | None:
+def host_threads(device: str, requested: int | None) -> int | None:
     """Threads for torch's work on the host; None leaves torch's setting alone.
 
     With a GPU the host only prepares inputs. A copy of more than 32,768 values, as the inputs of a prompt or of sixteen
     patches are, would go to a team of threads and wait for the last of them to be scheduled: every so often for many
     times what the copy takes.
     """
-    return 1 if wished is None and device == "cuda" else wished
+    return 1 if requested is None and device == "cuda" else requested
 
 
 def _load_chat(
