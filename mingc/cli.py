@@ -109,12 +109,19 @@ def commands() -> None:
 )
 @click.option("--tp", type=int, default=1, help="Tensor-parallel ranks of the thinker: 1, 2, 4 or 8.")
 @click.option(
-    "--stages", callback=names, show_default="all that the checkpoint holds", help="Names, with commas."
+    "--stages",
+    callback=names,
+    show_default="all that the checkpoint holds",
+    help="Names of stages, separated by commas.",
 )
 @click.option("--jobs", type=int, default=1, help="Engines compiled at the same time.")
 @click.option("--force", is_flag=True, help="Replace an artifact that is already there.")
 @click.option(
-    "--cache", type=_PATH, default=None, show_default="no cache", help="Folder of engines to use again."
+    "--cache",
+    type=_PATH,
+    default=None,
+    show_default="no cache",
+    help="Folder that keeps compiled engines for later exports.",
 )
 @click.option(
     "--max-model-len", type=int, default=MAX_MODEL_LEN, help="Longest request, prompt and answer, in tokens."
@@ -126,16 +133,16 @@ def commands() -> None:
     "--batch-sizes",
     callback=numbers,
     default=",".join(map(str, BATCH_SIZES)),
-    help="Requests in one step, with commas; on CUDA an engine each.",
+    help="Numbers of requests in one step, separated by commas; on CUDA each has its own engines.",
 )
 @click.option(
-    "--synthetic", is_flag=True, help="Read only configs and draw random weights: to measure speed."
+    "--synthetic", is_flag=True, help="Read only configs and sample random weights, to measure speed."
 )
 @click.option(
     "--quantize",
     multiple=True,
     metavar="fp8|STAGE=fp8|thinker=int4",
-    help="Store the weights of all stages that can, or of STAGE, in fewer bits; may be given several times.",
+    help="Store weights in fewer bits: of all stages that support it, or of STAGE; may be given several times.",
 )
 @click.option(
     "--autotune/--no-autotune",
@@ -147,9 +154,9 @@ def commands() -> None:
     multiple=True,
     default=(BACKEND,),
     metavar="NAME[:STAGE,…]",
-    help="Compiler of the engines, of all stages or of STAGE; may be given several times.",
+    help="Compiler of all engines, or of the engines of STAGE; may be given several times.",
 )
-@click.option("--model-name", default=MODEL_NAME, help="Name that a server will announce.")
+@click.option("--model-name", default=MODEL_NAME, help="Name of the model that a server announces.")
 @_common
 def export_command(as_json: bool, tp: int, **options: Any) -> int:
     """Compile CHECKPOINT, a folder in the released layout, into an artifact."""
@@ -179,7 +186,11 @@ def _export(recipe: ExportRecipe) -> ExportReport:
 @click.option("--host", default="127.0.0.1", help="Address to listen at.")
 @click.option("--port", type=int, default=8000, help="TCP port; 0 lets the system choose.")
 @click.option(
-    "--tp", type=int, default=None, show_default="the artifact's", help="Ranks of the thinker, as exported."
+    "--tp",
+    type=int,
+    default=None,
+    show_default="the artifact's",
+    help="Ranks of the thinker; refused unless the artifact has that many.",
 )
 @click.option(
     "--allow-media-host",
@@ -194,7 +205,7 @@ def _export(recipe: ExportRecipe) -> ExportReport:
 @click.option(
     "--max-concurrent-requests", type=int, default=256, help="Requests inside the server before a 503."
 )
-@click.option("--max-queue", type=int, default=128, help="Requests that may wait for the thinker.")
+@click.option("--max-queue", type=int, default=128, help="Chats that may wait for the thinker before a 503.")
 @click.option(
     "--max-total-tokens",
     type=int,
@@ -207,31 +218,38 @@ def _export(recipe: ExportRecipe) -> ExportReport:
     type=int,
     default=None,
     show_default="the talker's largest batch",
-    help="Speech segments spoken at the same time.",
+    help="Speech segments generated at the same time.",
 )
 @click.option(
     "--threads", type=int, default=None, show_default="1 on CUDA, else torch's choice", help="CPU threads."
 )
 @click.option(
-    "--step-timeout", "step_timeout_s", type=float, default=60.0, help="Seconds after which ranks are lost."
+    "--step-timeout",
+    "step_timeout_s",
+    type=float,
+    default=60.0,
+    help="Seconds that a thinker step may take before its ranks count as lost.",
 )
 @click.option(
     "--shutdown-timeout",
     "shutdown_timeout_s",
     type=float,
     default=5.0,
-    help="Seconds that running requests get at the end.",
+    help="Seconds that running requests may continue after the first signal or a lost rank.",
 )
 @click.option(
     "--served-model-name", default=None, show_default="the artifact's", help="Name of the model for clients."
 )
-@click.option("--check-hashes/--no-check-hashes", default=True, help="Read and compare every file first.")
+@click.option(
+    "--check-hashes/--no-check-hashes", default=True, help="Compare the hash of every file before loading."
+)
 @_common
 def serve_command(as_json: bool, artifact: Path, **options: Any) -> int:
     """Serve ARTIFACT over an OpenAI-compatible HTTP interface.
 
-    Prints its address on stdout when it is ready. SIGTERM or Ctrl-C lets running requests end; a later one stops.
-    When a rank of the thinker dies or hangs, running chats get an error, and the server ends with code 4.
+    Prints its address on stdout when it is ready. After SIGTERM or Ctrl-C running requests may continue for
+    --shutdown-timeout seconds and are then cut off; a second signal stops at once. When a rank of the thinker
+    dies or hangs, running chats get an error, and the server exits with code 4.
     """
     from mingc.runtime.http.options import ServeOptions
 
@@ -278,7 +296,9 @@ def serve_command(as_json: bool, artifact: Path, **options: Any) -> int:
     help="Folder of golden files to replay as well.",
 )
 @click.option("--against", type=_PATH, default=None, hidden=True, help="Former name of --reference.")
-@click.option("--no-replay", is_flag=True, help="Check hashes only; needs no torch.")
+@click.option(
+    "--no-replay", is_flag=True, help="Check file hashes only, without versions and engines; needs no torch."
+)
 @_common
 def verify_command(
     as_json: bool, artifact: Path, reference: Path | None, against: Path | None, no_replay: bool
@@ -306,16 +326,20 @@ def verify_command(
     "engines",
     callback=names,
     show_default="all",
-    help="Stages (cfm) or graphs (cfm.sample) to time, with commas.",
+    help="Stages (cfm) or graphs (cfm.sample) to time, separated by commas.",
 )
 @click.option(
-    "--batch", "batch_sizes", callback=numbers, show_default="all", help="Requests in a call, with commas."
+    "--batch",
+    "batch_sizes",
+    callback=numbers,
+    show_default="all",
+    help="Numbers of requests in a call, separated by commas.",
 )
-@click.option("--context", type=int, default=256, help="Tokens that every request already holds.")
-@click.option("--repetitions", type=int, show_default="200, CPU: 3 to 10", help="Timed calls of an engine.")
+@click.option("--context", type=int, default=256, help="Tokens in the KV cache of every request.")
+@click.option("--repetitions", type=int, show_default="200, CPU: 3 to 10", help="Timed calls per engine.")
 @click.option("--baseline", type=_PATH, show_default="none", help="Report of --json to compare with.")
 @click.option(
-    "--tolerance", type=float, default=0.1, help="Share by which a median may exceed that report's."
+    "--tolerance", type=float, default=0.1, help="Share by which a median may exceed the baseline's."
 )
 @click.option(
     "--compare", type=click.Choice(["patch-embed"]), help="Time the patch embedding as convolution, too."
@@ -325,14 +349,17 @@ def verify_command(
     type=_PATH,
     metavar="CONFIG",
     show_default="none",
-    help="Export random weights over this folder of configs first, into ARTIFACT or a folder that goes again: "
-    "the stages of --engine, or all but the thinker.",
+    help="Export random weights for this folder of configs first: the stages of --engine, or all but the thinker. "
+    "Without ARTIFACT the export is removed after the probe.",
 )
 @click.option(
     "--jobs", type=int, show_default="1", help="With --synthetic: engines compiled at the same time."
 )
 @click.option(
-    "--cache", type=_PATH, show_default="no cache", help="With --synthetic: folder of engines to use again."
+    "--cache",
+    type=_PATH,
+    show_default="no cache",
+    help="With --synthetic: folder that keeps compiled engines for later exports.",
 )
 @_common
 def probe_command(
@@ -414,7 +441,11 @@ def doctor_command(as_json: bool, strict: bool) -> int:
 @commands.command("demo")
 @click.option("--output", type=_PATH, default=Path("demo"), help="Folder of the artifact and the answer.")
 @click.option(
-    "--checkpoint", type=_PATH, default=None, show_default="tests/data/tiny-ming", help="What to export."
+    "--checkpoint",
+    type=_PATH,
+    default=None,
+    show_default="tests/data/tiny-ming",
+    help="Checkpoint to export.",
 )
 @click.option("--force", is_flag=True, help="Export again even if the artifact is there.")
 @_common

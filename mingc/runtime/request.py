@@ -5,7 +5,7 @@ Media are encoded bytes here (a PNG, a WAV, an MP4); `mingc.runtime.preprocess` 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -184,6 +184,19 @@ class ServiceInfo:
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceLoad:
+    """How full a running model is.
+
+    `kv_pages_used` and `kv_pages_total` count the thinker's KV pages, 0 without a thinker. `num_waiting`: by engine,
+    chats that wait for the thinker and requests whose next speech segment waits for the talker.
+    """
+
+    kv_pages_used: int = 0
+    kv_pages_total: int = 0
+    num_waiting: Mapping[str, int] = field(default_factory=dict)
+
+
 class Service(Protocol):
     """Interface of the running model, as the HTTP layer calls it.
 
@@ -197,6 +210,11 @@ class Service(Protocol):
 
     @property
     def is_ready(self) -> bool: ...
+
+    @property
+    def load(self) -> ServiceLoad:
+        """The load at this moment; reads counters and waits for no engine thread."""
+        ...
 
     def on_failure(self, report: Callable[[ServeError], None]) -> None:
         """Register a callback for a failure after which the process must end.

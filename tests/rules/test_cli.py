@@ -117,7 +117,7 @@ def test_help_needs_no_torch(tmp_path: Path) -> None:
         (["serve", "x", "--media-root", ""], "'--media-root': the path is empty"),
         (["export", "", "--output", "y"], "'CHECKPOINT': the path is empty"),
         (["serve", "x", "--host", "a" * 300, "--port", "0"], "not a host name"),
-        (["demo", "--output", "/dev/null"], "/dev/null is no folder that can be made"),
+        (["demo", "--output", "/dev/null"], "cannot create the folder /dev/null"),
         (["serve", "x", "--served-model-name", " "], "--served-model-name is empty"),
         (["probe", "--synthetic", "x", "--baseline", "nowhere.json"], "nowhere.json is not a baseline"),
         (["probe", "x", "--jobs", "0"], "--jobs and --cache are for an export"),

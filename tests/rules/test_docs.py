@@ -29,7 +29,7 @@ REFERENCE = re.compile(
     rf"\b(?P<other>RFC \d+|PEP \d+) §|\b(?P<page>{'|'.join(PAGES)})(?:\.md\b|(?= §))|§(?P<section>\d+(?:\.\d+)?)"
 )
 NAMED_FILE = re.compile(r"`((?:mingc|benchmarks|tests|scripts|docs)/[\w/.-]+\.(?:py|md|cu|svg))`")
-METRIC = re.compile(r"\bmingc_[a-z_]+_(?:total|seconds|running)\b")
+METRIC = re.compile(r"\bmingc_[a-z_]+_(?:total|seconds|running|waiting|ratio)\b")
 LINK = re.compile(r"(?<!!)\[[^\]\n]+\]\((?P<target>[^)\s]+)\)")
 
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from fake_omni import chat, collect, make_service, run, speech_request
 from fake_talker import PATCH_SAMPLES, SAMPLE_RATE
+from fake_thinker import PAGE
 
 from mingc.errors import CapacityError, RequestError, WorkerError
+from mingc.runtime.http.metrics import Metrics
 from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,
@@ -255,6 +260,50 @@ def test_closing_lets_short_requests_finish() -> None:
         return await running
 
     assert done_of(run(service, work())).usage.completion_tokens == 5
+
+
+def scrape(service: OmniService) -> tuple[float, int]:
+    """KV cache usage and number of chats that wait for the thinker, from the text of `/metrics`."""
+    text = Metrics().render(service.load).decode()
+    usage = re.search(r"^mingc_kv_cache_usage_ratio (\S+)$", text, re.MULTILINE)
+    waiting = re.search(r'^mingc_num_requests_waiting\{engine="thinker"\} (\S+)$', text, re.MULTILINE)
+    assert usage and waiting
+    return float(usage[1]), int(float(waiting[1]))
+
+
+def test_metrics_count_pages_in_use_and_waiting_chats(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = make_service(max_running=1)
+    assert service._chat is not None
+    loop = service._chat.loop
+    inside, go_on = threading.Event(), threading.Event()
+    prefill = loop._runner.prefill
+
+    def held(step: Any) -> Any:
+        inside.set()
+        assert go_on.wait(30)
+        return prefill(step)
+
+    monkeypatch.setattr(loop._runner, "prefill", held)
+
+    async def work() -> None:
+        assert scrape(service) == (0.0, 0)
+        tasks = [asyncio.create_task(collect(service.chat(chat("Hello", max_tokens=100)))) for _ in range(3)]
+        try:
+            assert await asyncio.to_thread(inside.wait, 30)
+            while loop.scheduler.num_waiting < 2:
+                await asyncio.sleep(0.001)
+            usage, waiting = scrape(service)
+        finally:
+            go_on.set()
+        dones = [done_of(each) for each in await asyncio.gather(*tasks)]
+        num_pages = -(-(dones[0].usage.prompt_tokens + 100) // PAGE)
+        assert waiting == 2
+        assert usage == num_pages / 128 and num_pages > 100 // PAGE
+        while loop.scheduler.num_running:
+            await asyncio.sleep(0.001)
+        assert scrape(service) == (0.0, 0)
+
+    run(service, work())
 
 
 def test_a_dead_rank_fails_chats_but_not_speech() -> None:

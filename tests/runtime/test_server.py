@@ -395,6 +395,9 @@ def test_metrics() -> None:
         assert client.metric("mingc_time_to_first_token_seconds_count") == 2
         assert client.metric("mingc_time_to_first_audio_seconds_count") == 1
         assert client.metric("mingc_num_requests_running") == 0
+        assert client.metric("mingc_kv_cache_usage_ratio") == 0.25
+        assert client.metric('mingc_num_requests_waiting{engine="thinker"}') == 2
+        assert client.metric('mingc_num_requests_waiting{engine="talker"}') == 0
 
 
 def test_the_list_of_metrics_is_what_a_server_exports() -> None:

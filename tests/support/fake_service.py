@@ -20,6 +20,7 @@ from mingc.runtime.request import (
     Event,
     MediaPart,
     ServiceInfo,
+    ServiceLoad,
     SpeechRequest,
     TextDelta,
     TextDone,
@@ -74,6 +75,10 @@ class FakeService:
     @property
     def is_ready(self) -> bool:
         return self._ready and not self.shutdown_timeouts
+
+    @property
+    def load(self) -> ServiceLoad:
+        return ServiceLoad(kv_pages_used=3, kv_pages_total=12, num_waiting={"thinker": 2, "talker": 0})
 
     def on_failure(self, report: Callable[[ServeError], None]) -> None:
         self.report_failure = report

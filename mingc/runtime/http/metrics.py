@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mingc.runtime.request import AudioDelta, Event, TextDelta, Usage
+from mingc.runtime.request import AudioDelta, Event, ServiceLoad, TextDelta, Usage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LATENCY_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -43,6 +43,17 @@ class Metrics:
             "Chat and speech requests inside the server: body being read, queued or generating.",
             registry=self._registry,
         )
+        self._requests_waiting = Gauge(
+            "mingc_num_requests_waiting",
+            "Requests in the queue of an engine: thinker (whole chats; --max-queue) or talker (next speech segment).",
+            ("engine",),
+            registry=self._registry,
+        )
+        self._kv_cache_usage = Gauge(
+            "mingc_kv_cache_usage_ratio",
+            "Share of the thinker's KV pages in use, 0 to 1; a chat reserves pages for its prompt and max_tokens.",
+            registry=self._registry,
+        )
         self.requests_cancelled = self._counter(
             "mingc_requests_cancelled", "Chat and speech requests whose client left before the end.", "route"
         )
@@ -71,8 +82,11 @@ class Metrics:
     def _latency(self, name: str, text: str) -> Histogram:
         return Histogram(name, text, buckets=_LATENCY_S, registry=self._registry)
 
-    def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+    def render(self, load: ServiceLoad) -> bytes:
+        """All metrics in Prometheus' text format, with the load of this moment."""
+        self._kv_cache_usage.set(load.kv_pages_used / max(1, load.kv_pages_total))
+        for engine, count in load.num_waiting.items():
+            self._requests_waiting.labels(engine).set(count)
         return generate_latest(self._registry)
 
     def describe(self) -> list[MetricInfo]:

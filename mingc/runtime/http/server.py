@@ -69,7 +69,7 @@ def create_app(service: Service, options: ServeOptions) -> Starlette:
         return _json(body, 200 if status == "ready" else 503)
 
     async def metrics(request: Request) -> Response:
-        return Response(state.metrics.render(), media_type=CONTENT_TYPE)
+        return Response(state.metrics.render(service.load), media_type=CONTENT_TYPE)
 
     def answer_error(request: Request, error: Exception) -> Response:
         return _error_response(request, error, options)

@@ -25,7 +25,7 @@ from mingc.runtime.preprocess.chat import ChatProcessor
 from mingc.runtime.preprocess.prompt import MediaFeatures
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.prompt import AUDIO, VISION, ThinkerPrompt
-from mingc.runtime.request import ChatRequest, Event, ServiceInfo, SpeechParams, SpeechRequest
+from mingc.runtime.request import ChatRequest, Event, ServiceInfo, ServiceLoad, SpeechParams, SpeechRequest
 from mingc.runtime.request_stream import EventQueue, FailedItem, RequestStream
 from mingc.runtime.service.encoders import AudioEncoder, VisionEncoder
 from mingc.runtime.service.output_processor import (
@@ -114,6 +114,20 @@ class OmniService:
         """Whether all threads and ranks are alive and new requests are accepted."""
         has_all_ranks = self._ranks is None or self._ranks.is_alive
         return not self._is_closing and has_all_ranks and all(loop.is_healthy for loop in self._loops)
+
+    @property
+    def load(self) -> ServiceLoad:
+        """See `Service`. Reads lengths without the locks of the engine threads, which is atomic in CPython."""
+        waiting: dict[str, int] = {}
+        used = total = 0
+        if self._chat is not None:
+            scheduler = self._chat.loop.scheduler
+            total = scheduler.pool.num_pages - 1
+            used = total - scheduler.pool.num_free
+            waiting["thinker"] = scheduler.num_waiting
+        if self._speech is not None:
+            waiting["talker"] = self._speech.loop.scheduler.num_waiting
+        return ServiceLoad(kv_pages_used=used, kv_pages_total=total, num_waiting=waiting)
 
     async def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
         """Events of one answer. See `Service`."""
