@@ -119,18 +119,52 @@ def test_two_stages_for_one_port_are_refused(toy_installed: None) -> None:
         build_graph(discover().values())
 
 
+def install(root: Path, distribution: str, entry_points: str) -> None:
+    """A distribution with these entry points; `root` is on the import path."""
+    info = root / f"{distribution}-0.1.dist-info"
+    info.mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 0.1\n"
+    (info / "METADATA").write_text(metadata, encoding="utf-8")
+    (info / "entry_points.txt").write_text(entry_points, encoding="utf-8")
+
+
 def test_an_extension_with_the_name_of_a_built_in_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mingc.export.stages import discover
 
-    info = tmp_path / "other-0.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 0.1\n", encoding="utf-8")
-    (info / "entry_points.txt").write_text("[mingc.stages]\ncfm = other:STAGE\n", encoding="utf-8")
+    install(tmp_path, "other", "[mingc.stages]\ncfm = other:STAGE\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match="two stages are called cfm: of mingc and of other"):
         discover()
+
+
+def test_two_distributions_with_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mingc.export.compile.backends import find_backend
+
+    for name in ("first", "second"):
+        install(tmp_path, name, f"[mingc.backends]\nextra = {name}:BACKEND\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"two backends are called extra: of (first and of second|second and of first)"
+    ):
+        find_backend("extra")
+
+
+def test_an_extension_that_cannot_be_imported_is_named_with_its_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mingc.export.compile.backends import find_backend
+
+    (tmp_path / "without_backend.py").write_text("", encoding="utf-8")
+    entry_points = {"absent": "no_such_module:BACKEND", "empty": "without_backend:BACKEND"}
+    lines = "\n".join(f"{name} = {value}" for name, value in entry_points.items())
+    install(tmp_path, "broken", f"[mingc.backends]\n{lines}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, value in entry_points.items():
+        with pytest.raises(ConfigError, match=f"backend {name} cannot be loaded") as caught:
+            find_backend(name)
+        assert caught.value.where == f"entry point {name} = {value} of broken"
 
 
 @pytest.mark.timeout(1800)

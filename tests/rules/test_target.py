@@ -59,6 +59,18 @@ def test_an_h100_runs_the_same_kernels_but_is_not_measured() -> None:
     assert h100.describe().endswith("speed not measured")
 
 
+def test_rates_are_those_of_the_data_sheets() -> None:
+    """Of the vendor for the SXM modules: memory and its rate, bfloat16 without sparsity."""
+    rates = {row.name: (row.memory_gb, row.memory_tb_s, row.bf16_tflop_s) for row in TARGETS}
+    assert rates == {"NVIDIA H200": (141, 4.8, 989), "NVIDIA H100": (80, 3.35, 989)}
+
+
+def test_the_dit_shares_inputs_as_measured() -> None:
+    """benchmarks/NOTES.md: `qkv` and `up` split K over clusters of 2, `down` over 8."""
+    configs = lookup((9, 0), "NVIDIA H200", 132).dit_batch1
+    assert {name: config.cluster_size for name, config in configs.items()} == {"qkv": 2, "up": 2, "down": 8}
+
+
 @pytest.mark.parametrize(
     ("capability", "name"),
     [
@@ -110,6 +122,27 @@ def test_kernels_run_where_the_table_says_so(monkeypatch: pytest.MonkeyPatch) ->
     assert not dispatch.use_triton(single) and not dispatch.use_clusters(single)
     with dispatch.plain_torch():
         assert not dispatch.use_triton(half) and not dispatch.use_clusters(half)
+
+
+def test_kernels_run_for_the_dtypes_and_head_sizes_that_they_support(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_gpu(monkeypatch, "NVIDIA H200", (9, 0), 132)
+    ieee = cuda_tensor(torch.float16)
+    assert dispatch.use_triton(ieee, 32) and not dispatch.use_clusters(ieee)
+    assert not dispatch.use_triton(ieee, 16), "tensor cores take at least 16 dims of each half of a head"
+    assert not dispatch.use_triton(torch.zeros(1, dtype=torch.bfloat16)), "a CPU tensor"
+    with dispatch.plain_torch():
+        with pytest.raises(ZeroDivisionError), dispatch.plain_torch():
+            raise ZeroDivisionError
+        assert not dispatch.use_triton(ieee), "the outer context still holds"
+    assert dispatch.use_triton(ieee)
+
+
+def test_each_gpu_has_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = {0: ("NVIDIA A100-SXM4-80GB", (8, 0), 108), 1: ("NVIDIA H200", (9, 0), 132)}
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties(*gpus[index]))
+    assert host.gpu_target(0).name == host.gpu_target(torch.device("cuda", 0)).name == "NVIDIA A100-SXM4-80GB"
+    assert host.gpu_target().name == host.gpu_target(torch.device("cuda")).name == "NVIDIA H200"
 
 
 def test_no_kernel_runs_on_an_unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from fake_service import INFO, SPEECH_ONLY, TEXT_ONLY
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.types.audio import speech_create_params
+from openai.types.chat import (
+    ChatCompletionAssistantMessageParam,
+    ChatCompletionMessage,
+    completion_create_params,
+)
+from openai.types.chat import chat_completion_content_part_image_param as image_param
 
 from mingc.errors import RequestError
 from mingc.runtime.http.body_decoder import MAX_COMMAS
 from mingc.runtime.http.messages import MediaSource
 from mingc.runtime.http.options import ServeOptions
 from mingc.runtime.http.parsing import ParsedChat, ParsedSpeech, parse_chat, parse_speech
+from mingc.runtime.http.request_schemas import AssistantMessage, ChatBody, SpeechBody
 from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams, TextPart, VideoParams
 
 OPTIONS = ServeOptions()
@@ -66,7 +75,17 @@ def test_neutral_values_of_unsupported_fields_pass() -> None:
         n=1, tools=[], tool_choice="none", logprobs=False, logit_bias={}, frequency_penalty=0.0, presence_penalty=0,
         response_format={"type": "text"}, top_k=-1, user="u", metadata={"a": "b"}, store=True, service_tier="auto",
         stop=None, seed=None, audio=None, images=None, max_tokens=None, parallel_tool_calls=True,
+        verbosity="medium", reasoning_effort="none", functions=[], function_call="auto", top_logprobs=0,
     )  # fmt: skip
+    assert chat(top_k=-1).sampling.top_k == 0, "off"
+
+
+def test_messages_keep_their_roles_in_order() -> None:
+    """A developer's message counts as the system's, as with OpenAI."""
+    roles = ("system", "developer", "user", "assistant", "user")
+    messages = chat(messages=[{"role": role, "content": role} for role in roles]).messages
+    assert [message.role for message in messages] == ["system", "system", "user", "assistant", "user"]
+    assert [message.parts for message in messages] == [(TextPart(text=role),) for role in roles]
 
 
 def test_parts_keep_their_order_and_path() -> None:
@@ -126,6 +145,72 @@ def test_speech_request() -> None:
     assert speech(sample_rate=44100, instructions="  ").speech.instructions is None
 
 
+def test_every_field_of_the_openai_client_is_known() -> None:
+    """Fields that the client's types declare: none of them is an unknown parameter."""
+    sent = {
+        **get_type_hints(completion_create_params.CompletionCreateParamsNonStreaming),
+        **get_type_hints(completion_create_params.CompletionCreateParamsStreaming),
+    }
+    assert {*sent} <= {*ChatBody.__struct_fields__}
+    assert {*get_type_hints(speech_create_params.SpeechCreateParams)} <= {*SpeechBody.__struct_fields__}
+    answer = {*ChatCompletionMessage.model_fields} | {*get_type_hints(ChatCompletionAssistantMessageParam)}
+    assert answer - {"role"} <= {*AssistantMessage.__struct_fields__}
+
+
+def test_fields_of_the_openai_client_that_mingc_has_no_use_for_are_ignored() -> None:
+    ignored = {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": True,
+        "safety_identifier": "s",
+        "service_tier": "flex",
+    }
+    assert chat(**ignored, prompt_cache_key="k") == chat()
+
+
+@pytest.mark.parametrize("detail", get_args(get_type_hints(image_param.ImageURL)["detail"]))
+def test_every_detail_of_the_openai_client_is_accepted(detail: str) -> None:
+    image = {"type": "image_url", "image_url": {"url": "a.png", "detail": detail}}
+    (message,) = chat(messages=[{"role": "user", "content": [image]}]).messages
+    assert [part.source for part in message.parts if isinstance(part, MediaSource)] == ["a.png"]
+
+
+@pytest.mark.parametrize("name", ["wav", "mp3", "flac", "ogg", "opus", "aac", "m4a", "mp4", "webm"])
+def test_clips_of_every_container_are_accepted(name: str) -> None:
+    clip = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": name}}
+    (message,) = chat(messages=[{"role": "user", "content": [clip]}]).messages
+    assert [type(part) for part in message.parts] == [MediaSource]
+
+
+@pytest.mark.parametrize(
+    ("name", "ends", "beyond"),
+    [
+        ("temperature", (0, 2), (-0.01, 2.01)),
+        ("top_p", (0.001, 1), (0, 1.01)),
+        ("top_k", (-1, 1 << 24), (-2, (1 << 24) + 1)),
+        ("min_p", (0, 1), (-0.01, 1.01)),
+        ("repetition_penalty", (0.01, 10), (0.009, 10.1)),
+        ("max_tokens", (1, 1 << 24), (0, (1 << 24) + 1)),
+        ("video_fps", (0.1, 1000), (0, 1001)),
+        ("video_max_pixels", (1, 1 << 30), (0, (1 << 30) + 1)),
+        ("guidance", (0, 20), (-0.1, 20.1)),
+        ("sigma", (0, 10), (-0.1, 10.1)),
+        ("audio.temperature", (0, 2), (-0.01, 2.01)),
+    ],
+)
+def test_numbers_are_accepted_up_to_both_ends_of_their_range(
+    name: str, ends: tuple[float, float], beyond: tuple[float, float]
+) -> None:
+    send: Callable[..., object] = speech if name in ("guidance", "sigma", "audio.temperature") else chat
+    field = name.removeprefix("audio.")
+    for value in ends:
+        send(**{field: value})
+    for value in beyond:
+        with pytest.raises(RequestError) as caught:
+            send(**{field: value})
+        assert (caught.value.param, caught.value.code) == (field, "invalid_value")
+
+
 CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": None}, "messages", "Missing"),
     ({"messages": []}, "messages", "empty"),
@@ -139,6 +224,8 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "assistant"}]}, "messages[0].content", "Missing"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "a string or an array"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "no parts"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "messages[0].content[0].text",
+     "Missing"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "surrogate"),
     ({"messages": [{"role": "user", "content": [{"type": "txt", "text": "x"}]}]}, "messages[0].content[0].type",
      "Did you mean 'text'"),
@@ -152,6 +239,8 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": "x", "contnet": "y"}]}, "messages[0].contnet", "'content'"),
     ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio", "not kept"),
     ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls", "tool"),
+    ({"messages": [{"role": "assistant", "content": "a", "function_call": {"name": "f"}}]},
+     "messages[0].function_call", "tool"),
     ({"messages": [{"role": "system", "content": "x"}], "images": ["a"]}, "images[0]", "none"),
     ({"images": "a.png"}, "images", "an array"),
     ({"images": [1]}, "images[0]", "a string"),

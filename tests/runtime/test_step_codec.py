@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import socket
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,3 +107,33 @@ def test_a_rank_that_has_closed_its_socket_is_named() -> None:
     finally:
         for sock in (*alive, closed[0]):
             sock.close()
+
+
+class SlowSocket:
+    """The receiving end of a connection that delivers 3 bytes at a time."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = io.BytesIO(data)
+
+    def recv_into(self, buffer: memoryview) -> int:
+        return self._data.readinto(buffer[:3])
+
+
+def test_a_step_that_arrives_in_pieces_is_whole() -> None:
+    data = step_codec.encode_step(make_decode_step())
+    slow: Any = SlowSocket(data)
+    step = receive_step(slow)
+    assert isinstance(step, DecodeStep) and (step.input_ids, step.pages) == ([3], [[1]])
+    assert receive_step(slow) is None
+    for size in (2, 10, len(data) - 1):
+        cut: Any = SlowSocket(data[:size])
+        assert receive_step(cut) is None
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_does_not_read_is_named() -> None:
+    pages = np.zeros((1000, 1000), np.int64)  # more than a socket buffers
+    step = DecodeStep(input_ids=np.array([3]), positions=np.array([8]), lengths=np.array([9]), pages=pages)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(WorkerError, match="rank 1 does not receive steps: timed out"):
+        broadcast_step([ours], step, timeout_s=0.1)

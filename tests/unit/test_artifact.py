@@ -17,8 +17,8 @@ from mingc.artifacts.artifact import (
     write_manifest,
 )
 from mingc.artifacts.inspection import summarize
-from mingc.artifacts.manifest import Manifest, StageRecord, TunedKernel
-from mingc.artifacts.stage_graph import StageGraph
+from mingc.artifacts.manifest import FileRecord, Manifest, StageRecord, TunedKernel
+from mingc.artifacts.stage_graph import CLIENT, Edge, StageGraph, StageNode
 from mingc.artifacts.target import KernelConfig
 from mingc.console.report import show
 from mingc.errors import ArtifactError, ConfigError, IncompatibleError, IntegrityError
@@ -208,6 +208,36 @@ def test_contents_sum_up_an_artifact(artifact_path: Path) -> None:
     assert stage.stage == "audio_encoder"
     assert stage.graphs == ("encode",)
     assert (stage.engines, stage.engine_bytes, stage.weight_bytes) == (1, 900, 850)
+    assert (stage.policy, stage.backends, stage.worst_relative_error) == ("once", ("aoti",), 1e-6)
+
+
+def test_a_summary_lists_stages_in_the_order_of_the_graph_with_their_edges(
+    tmp_path: Path, manifest: Manifest
+) -> None:
+    names = ("voice", "brain", "ear")
+    graph = StageGraph(
+        nodes=(
+            StageNode(name="ear", policy="once"),
+            StageNode(name="brain", policy="autoregressive"),
+            StageNode(name="voice", policy="stream"),
+        ),
+        edges=(Edge("ear", "brain", "audio"), Edge("voice", CLIENT, "speech")),
+    )
+    ranks = ("weights/0", "weights/1")
+    stages = {name: StageRecord(is_sharded=True, weights=ranks, graphs={}) for name in names}
+    files = {
+        name: FileRecord(size_bytes=size, sha256="") for name, size in zip(ranks, (300, 40), strict=True)
+    }
+    contents = summarize(
+        Artifact(root=tmp_path, manifest=replace(manifest, stages=stages, graph=graph, files=files))
+    )
+    assert [(stage.stage, stage.policy) for stage in contents.stages] == [
+        ("ear", "once"),
+        ("brain", "autoregressive"),
+        ("voice", "stream"),
+    ]
+    assert contents.edges == ("ear → brain.audio", "voice → client.speech")
+    assert [stage.weight_bytes for stage in contents.stages] == [340, 340, 340], "all ranks"
 
 
 def test_a_summary_lists_kernel_configurations(

@@ -1,14 +1,36 @@
-"""What a server says of itself before any engine is loaded."""
+"""Builder of a service: what it reports of itself, the stages that it finds, and the sizes that it chooses."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from mingc.artifacts.manifest import Manifest
-from mingc.errors import ConfigError
-from mingc.runtime.service.builder import EngineOptions, _info, host_threads
+from mingc.artifacts.artifact import Artifact
+from mingc.artifacts.codec import encode
+from mingc.artifacts.manifest import GraphRecord, Manifest, Parity, StageRecord
+from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
+from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
+from mingc.artifacts.stage_graph import CLIENT, Edge, Policy, StageGraph, StageNode
+from mingc.errors import ArtifactError, ConfigError, ServeError
+from mingc.runtime.preprocess.tokenizer import TextTokenizer
+from mingc.runtime.service import builder
+from mingc.runtime.service.builder import (
+    EngineOptions,
+    _audio_encoder,
+    _info,
+    _kv_tokens,
+    _largest,
+    _load_chat,
+    _load_speech,
+    _vision_encoder,
+    host_threads,
+)
+from mingc.runtime.service.startup import StartupClock
 
 
 def test_clients_see_the_artifacts_name_or_the_one_asked_for(manifest: Manifest) -> None:
@@ -40,3 +62,200 @@ def test_what_no_machine_has_is_refused(options: dict[str, Any], says: str) -> N
 def test_beside_a_gpu_the_host_works_in_one_thread_unless_asked_otherwise() -> None:
     assert (host_threads("cuda", None), host_threads("cuda", 4)) == (1, 4)
     assert (host_threads("cpu", None), host_threads("cpu", 4)) == (None, 4)
+
+
+DECODER = StageNode(name="decoder", policy="autoregressive")
+EYE, EAR = StageNode(name="eye", policy="once"), StageNode(name="ear", policy="once")
+SPEECH = (
+    StageNode(name="speaker", policy="autoregressive"),
+    StageNode(name="sampler", policy="loop"),
+    StageNode(name="vocoder", policy="stream"),
+)
+SPEECH_EDGES = (
+    Edge("speaker", "sampler", "condition"),
+    Edge("sampler", "vocoder", "latents"),
+    Edge("vocoder", CLIENT, "speech"),
+)
+TEXT = Edge("decoder", CLIENT, "text")
+CPU = torch.device("cpu")
+TALKER = TalkerParameters(
+    hidden_size=64,
+    num_layers=2,
+    vocab_size=512,
+    slot_tokens=2048,
+    min_stop_step=10,
+    max_steps=1000,
+    stop_threshold=0.5,
+    default_voice="DB30",
+    max_segment_length=50,
+)
+FLOW = CfmParameters(
+    num_steps=10,
+    latents_per_patch=4,
+    history_latents=32,
+    latent_dim=64,
+    speaker_dim=192,
+    guidance=2.0,
+    sigma=0.25,
+    temperature=0.0,
+)
+VAE = VaeParameters(
+    sample_rate=16000,
+    hop_samples=320,
+    frames_per_latent=4,
+    latent_dim=64,
+    samples_per_latent=1280,
+    lookahead_frames=1,
+    tail_samples=320,
+)
+
+
+def fail(error: ServeError) -> None:
+    raise error
+
+
+def with_policy(node: StageNode, policy: Policy) -> StageNode:
+    return replace(node, policy=policy)
+
+
+def make_stage(*graphs: tuple[str, dict[str, tuple[int, ...]]], **more: Any) -> StageRecord:
+    """A stage whose graphs have these dims with these buckets."""
+    parity = Parity(compiled=0.0, eager=0.0)
+    records = {}
+    for name, dims in graphs:
+        spec = GraphSpec(
+            name=name,
+            inputs=(),
+            outputs=(),
+            dims=tuple(
+                Dim(name=dim, minimum=1, maximum=4096, buckets=buckets) for dim, buckets in dims.items()
+            ),
+            **more,
+        )
+        records[name] = GraphRecord(spec=spec, engines=(), golden="golden", parity=parity)
+    return StageRecord(is_sharded=False, weights=("weights",), graphs=records)
+
+
+def speaking(manifest: Manifest, **stages: StageRecord) -> Manifest:
+    """`manifest` with a speech path; its voice and tokenizer files are not there."""
+    parameters = {"speaker": encode(TALKER), "sampler": encode(FLOW), "vocoder": encode(VAE)}
+    return replace(
+        manifest,
+        stages=stages,
+        graph=StageGraph(nodes=SPEECH, edges=SPEECH_EDGES),
+        parameters=parameters,
+        voices=(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("ports", "has"),
+    [
+        ({"image": "eye"}, (True, False, False)),
+        ({"video": "eye"}, (False, True, False)),
+        ({"image": "eye", "video": "eye"}, (True, True, False)),
+        ({"audio": "ear"}, (False, False, True)),
+        ({}, (False, False, False)),
+    ],
+)
+def test_a_service_takes_what_the_ports_of_its_decoder_take(
+    manifest: Manifest, ports: dict[str, str], has: tuple[bool, bool, bool]
+) -> None:
+    edges = (TEXT, *(Edge(stage, "decoder", port) for port, stage in ports.items()))
+    graph = StageGraph(nodes=(DECODER, EYE, EAR), edges=edges)
+    info = _info(replace(manifest, graph=graph), EngineOptions(), None, None)
+    assert (info.has_image, info.has_video, info.has_audio_input) == has
+    assert info.has_text and not info.has_speech and info.voices == ()
+    assert _vision_encoder(graph, "decoder") == ("eye" if has[0] or has[1] else None)
+    assert _audio_encoder(graph, "decoder") == ("ear" if has[2] else None)
+
+
+def test_two_stages_for_images_and_videos_are_refused() -> None:
+    graph = StageGraph(
+        nodes=(DECODER, EYE, EAR),
+        edges=(TEXT, Edge("eye", "decoder", "image"), Edge("ear", "decoder", "video")),
+    )
+    with pytest.raises(ArtifactError, match="images come from eye and videos from ear"):
+        _vision_encoder(graph, "decoder")
+
+
+def test_a_stage_with_another_run_policy_is_refused(manifest: Manifest) -> None:
+    def artifact(*nodes: StageNode, edges: tuple[Edge, ...]) -> Artifact:
+        return Artifact(
+            root=Path("nowhere"), manifest=replace(manifest, graph=StageGraph(nodes=nodes, edges=edges))
+        )
+
+    says = "stage {} has the run policy {}; the service runs it as {}"
+    with pytest.raises(ArtifactError, match=says.format("decoder", "loop", "autoregressive")):
+        _load_chat(artifact(with_policy(DECODER, "loop"), edges=(TEXT,)), EngineOptions(), [CPU], fail)
+    for port, encoder in (("image", _vision_encoder), ("audio", _audio_encoder)):
+        graph = StageGraph(
+            nodes=(DECODER, with_policy(EYE, "stream")), edges=(TEXT, Edge("eye", "decoder", port))
+        )
+        with pytest.raises(ArtifactError, match=says.format("eye", "stream", "once")):
+            encoder(graph, "decoder")
+    for index, node in enumerate(SPEECH):
+        nodes = (*SPEECH[:index], with_policy(node, "once"), *SPEECH[index + 1 :])
+        with pytest.raises(ArtifactError, match=says.format(node.name, "once", node.policy)):
+            _load_speech(artifact(*nodes, edges=SPEECH_EDGES), EngineOptions(), CPU, StartupClock())
+
+
+def test_a_service_without_an_end_of_the_graph_loads_nothing(manifest: Manifest) -> None:
+    artifact = Artifact(root=Path("nowhere"), manifest=replace(manifest, graph=StageGraph()))
+    assert _load_chat(artifact, EngineOptions(), [CPU], fail) == (None, None)
+    assert _load_speech(artifact, EngineOptions(), CPU, StartupClock()) is None
+
+
+def test_a_size_is_the_largest_that_every_graph_has(manifest: Manifest) -> None:
+    stage = make_stage(
+        ("prefill", {"B": (1, 8, 32), "T": (64,)}), ("decode", {"B": (1, 16)}), ("head", {"B": ()})
+    )
+    assert _largest(replace(manifest, stages={"decoder": stage}), "decoder", "B") == 16
+
+
+def test_speech_takes_the_largest_batch_of_its_three_stages_and_its_own_tokenizer(
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, medium, large = (make_stage(("run", {"B": sizes})) for sizes in ((1, 8), (1, 16), (1, 32)))
+    chosen = replace(
+        speaking(manifest, speaker=large, sampler=small, vocoder=medium),
+        tokenizers={"speaker": "speaker.json", "thinker": "thinker.json"},
+    )
+    read: list[Path] = []
+    slots: list[int] = []
+
+    def make_worker(*stages: str, num_slots: int, **_: object) -> SimpleNamespace:
+        assert stages == ("speaker", "sampler", "vocoder")
+        slots.append(num_slots)
+        return SimpleNamespace(max_batch=8)
+
+    monkeypatch.setattr(builder, "load_stage", lambda artifact, name, device: name)
+    monkeypatch.setattr(builder, "TalkerWorker", make_worker)
+    monkeypatch.setattr(TextTokenizer, "from_file", read.append)
+    for name in ("SpeechPromptBuilder", "SpeechPlanner", "TalkerLoop"):
+        monkeypatch.setattr(builder, name, lambda *_, **__: None)
+    artifact = Artifact(root=Path("root"), manifest=chosen)
+    for requested in (None, 3, 100):
+        _load_speech(artifact, EngineOptions(max_speech_seqs=requested), CPU, StartupClock())
+    assert slots == [9, 4, 9], "one more than the segments spoken at once: slot 0 pads"
+    assert {path.name for path in read} == {"speaker.json"}
+
+
+def test_kv_pages_take_four_fifths_of_the_free_memory(
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values of 3 layers with 4 heads of 128 in bfloat16: 6,144 bytes a token."""
+    state = tuple(TensorSpec(name=name, dtype="bfloat16", shape=("R", 4, 128)) for name in ("keys", "values"))
+    stage = make_stage(("decode_attention", {}), state=state, layer_instances=("0", "1", "2"))
+    artifact = Artifact(root=Path("nowhere"), manifest=replace(manifest, stages={"decoder": stage}))
+    free = {0: 10 << 30, 1: 6 << 30}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device.index], 141 << 30))
+    monkeypatch.setattr(builder, "weight_bytes", lambda artifact, stage: 2 << 30)
+    gpus = [torch.device("cuda", index) for index in free]
+    # 80 % of the 4 GiB that the weights leave on the smaller one
+    assert _kv_tokens(artifact, "decoder", EngineOptions(), gpus, 4096) == 559240
+    assert _kv_tokens(artifact, "decoder", EngineOptions(), gpus, 1 << 20) == 1 << 20, (
+        "one whole context at least"
+    )
+    assert _kv_tokens(artifact, "decoder", EngineOptions(max_total_tokens=50), gpus, 4096) == 50
+    assert _kv_tokens(artifact, "decoder", EngineOptions(), [CPU], 4096) == 16384

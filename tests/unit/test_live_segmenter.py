@@ -145,6 +145,8 @@ def test_a_word_that_may_grow_is_not_cut(clock: Clock) -> None:
         "Our new budget is 1,000,000.25 dollars",
         "All of it together costs $1,299.00 only",
         "So my dear friend, 3 of them",
+        "Please look at the page https://local/index",
+        "They all said yes,no,perhaps",
         "这个数字大约占3/4",
         "他的电话是：138-1234-5678",
         "序列号写在这里，AB12",

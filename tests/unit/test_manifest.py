@@ -106,8 +106,20 @@ def test_a_file_outside_the_artifact_is_refused(artifact_path: Path, name: str) 
         read_manifest(artifact_path)
 
 
-def test_records_name_files_of_the_table_only(artifact_path: Path) -> None:
-    voice = {"name": "x", "file": "voices/other.bin", "transcript": "", "num_patches": 1}
-    change(artifact_path, voices=[voice])
-    with pytest.raises(ManifestError, match=r"voices/other\.bin is not in the file table"):
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        (
+            {"voices": [{"name": "x", "file": "voices/o.bin", "transcript": "", "num_patches": 1}]},
+            "voices/o.bin",
+        ),
+        ({"tokenizers": {"audio_encoder": "tokenizers/o.json"}}, "tokenizers/o.json"),
+        ({"speaker_network": "voices/o.onnx"}, "voices/o.onnx"),
+    ],
+)
+def test_records_name_files_of_the_table_only(
+    artifact_path: Path, changes: dict[str, Any], name: str
+) -> None:
+    change(artifact_path, **changes)
+    with pytest.raises(ManifestError, match=f"{name} is not in the file table"):
         read_manifest(artifact_path)

@@ -8,6 +8,8 @@ import torch
 
 from mingc.numerics.perturbation import add_relative_noise, bfloat16_rounding_factors, row_errors
 from mingc.numerics.relative_error import relative_error
+from mingc.numerics.tolerances import GRAPH_TOLERANCES
+from mingc.verify.verification import REFERENCE_TOLERANCES
 
 
 def test_relative_error_of_zeros_is_absolute() -> None:
@@ -45,3 +47,9 @@ def test_noise_is_relative_to_each_row() -> None:
 def test_row_errors_are_infinite_for_nan() -> None:
     errors = row_errors(torch.tensor([[1.0, 2.0], [torch.nan, 0.0]]), torch.zeros(2, 2), 4.0)
     assert errors.tolist() == [0.5, float("inf")]
+
+
+def test_tolerances_are_those_of_the_documentation() -> None:
+    """docs/verification.md; a wider one would let a wrong engine pass."""
+    assert GRAPH_TOLERANCES == {"float32": 1e-4, "bfloat16": 3e-2}
+    assert REFERENCE_TOLERANCES == {"float32": 1e-4, "bfloat16": 1e-1}

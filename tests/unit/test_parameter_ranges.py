@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from preprocess_data import thinker_parameters, vision_parameters
 
 from mingc.artifacts.codec import encode
 from mingc.artifacts.manifest import FILE_NAME, read_manifest
-from mingc.artifacts.parameters import CfmParameters, TalkerParameters
+from mingc.artifacts.parameters import (
+    AudioParameters,
+    CfmParameters,
+    TalkerParameters,
+    VaeParameters,
+    VisionParameters,
+)
 from mingc.errors import ArtifactError, ManifestError
+from mingc.runtime.talker.planner import SpeechPlanner
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,24 @@ FLOW = CfmParameters(
     sigma=0.25,
     temperature=0.0,
 )
+AUDIO = AudioParameters(
+    sample_rate=16000,
+    num_mels=128,
+    fft_size=400,
+    hop_samples=160,
+    max_frames=3000,
+    frames_per_token=8,
+    hidden_size=64,
+)
+VAE = VaeParameters(
+    sample_rate=44100,
+    hop_samples=882,
+    frames_per_latent=4,
+    latent_dim=64,
+    samples_per_latent=3528,
+    lookahead_frames=3,
+    tail_samples=1764,
+)
 
 
 def write_parameters(root: Path, stage: str, parameters: object, **changed: object) -> None:
@@ -72,6 +99,13 @@ def write_parameters(root: Path, stage: str, parameters: object, **changed: obje
             {"thinking_suffix": "{mode}"},
             "thinking_suffix has other placeholders than {state}: KeyError",
         ),
+        (
+            "audio_encoder",
+            AUDIO,
+            {"hop_samples": -1},
+            "audio_encoder.hop_samples is -1, expected more than 0",
+        ),
+        ("audio_vae", VAE, {"tail_samples": -1}, "audio_vae.tail_samples is -1, expected 0 or more"),
         ("vision_encoder", VISION, {"image_std": [1.0, 0.0, 1.0]}, "image_std is 0.0, expected more than 0"),
         ("vision_encoder", VISION, {"min_pixels": 10**9}, "min_pixels is 1000000000, more than max_pixels"),
     ],
@@ -105,3 +139,38 @@ def test_parameters_of_another_stage_are_kept_as_data(artifact_path: Path) -> No
     with pytest.raises(ManifestError, match="expected a finite number, found nan") as caught:
         read_manifest(artifact_path)
     assert caught.value.where == "$.parameters.denoiser.bands[1]"
+
+
+def test_constants_that_no_checkpoint_carries_are_those_of_the_specification() -> None:
+    """docs/model: vision.md §1 for the size of images, talker.md §5 for the cap of a segment by its text."""
+    defaults = {
+        (kind, field.name): field.default
+        for kind in (VisionParameters, TalkerParameters)
+        for field in dataclasses.fields(kind)
+        if field.default is not dataclasses.MISSING
+    }
+    assert defaults == {
+        (VisionParameters, "load_factor"): 32,
+        (VisionParameters, "load_min_pixels"): 4096,
+        (VisionParameters, "load_max_pixels"): 16_777_216,
+        (TalkerParameters, "cap_seconds_per_character"): 0.363625,
+        (TalkerParameters, "cap_min_seconds"): 2.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("characters", "prompt_tokens", "requested", "patches"),
+    [
+        (1, 100, None, 7),  # 2 s are 6.25 patches of 0.32 s
+        (100, 100, None, 114),  # 36.4 s
+        (100, 100, 5, 5),
+        (100, 2000, None, 48),  # what is left of the slot
+        (10_000, 100, None, 1000),
+    ],
+)
+def test_a_segment_has_as_many_patches_as_its_smallest_cap(
+    characters: int, prompt_tokens: int, requested: int | None, patches: int
+) -> None:
+    builder: Any = None
+    planner = SpeechPlanner(builder, {}, parameters=TALKER, flow=FLOW, vae=VAE)
+    assert planner._max_patches("x" * characters, prompt_tokens, requested) == patches

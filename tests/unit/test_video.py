@@ -16,6 +16,7 @@ import pytest
 from preprocess_data import document, noise_image, tensors, vision_parameters
 
 from mingc.errors import ConfigError, RequestError
+from mingc.runtime.preprocess import video as video_module
 from mingc.runtime.preprocess.video import (
     frame_size,
     frames_to_video,
@@ -255,6 +256,22 @@ def test_a_file_with_sound_only_is_refused() -> None:
 
     with pytest.raises(RequestError, match="no video track"):
         load_video(wav(np.zeros(1600, np.float32), 16000), vision_parameters(), VideoParams(), WHERE)
+
+
+def test_a_video_with_too_many_frames_or_pixels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encode(flat_frames(4), 2)
+    params = VideoParams(min_pixels=4096)
+    monkeypatch.setattr(video_module, "_MAX_SOURCE_FRAMES", 4)
+    monkeypatch.setattr(video_module, "_MAX_FRAME_PIXELS", 64 * 96)
+    load_video(data, vision_parameters(), params, WHERE)
+    monkeypatch.setattr(video_module, "_MAX_SOURCE_FRAMES", 3)
+    with pytest.raises(RequestError, match="more than 3 frames"):
+        load_video(data, vision_parameters(), params, WHERE)
+    monkeypatch.setattr(video_module, "_MAX_FRAME_PIXELS", 64 * 96 - 1)
+    with pytest.raises(RequestError, match="frames have more than 6143 pixels"):
+        load_video(data, vision_parameters(), params, WHERE)
+    with pytest.raises(ValueError, match="a frame of 96×64"):  # the header may give a smaller size
+        [*video_module._decoded(av, data, [0])]
 
 
 @pytest.mark.parametrize(("module", "name"), [("av", "PyAV"), ("cv2", "OpenCV")])

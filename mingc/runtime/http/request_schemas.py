@@ -37,7 +37,7 @@ class MediaUrl(Struct, forbid_unknown_fields=True):
     """An http(s) or data URL, or a local path. `detail` is accepted: the artifact's own rule sizes pictures."""
 
     url: str
-    detail: Literal["auto", "low", "high"] | None = None
+    detail: Literal["auto", "low", "high", "original"] | None = None
 
 
 class ImageContent(Struct, tag_field="type", tag="image_url", forbid_unknown_fields=True):
