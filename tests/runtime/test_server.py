@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import json
 import re
 import socket
@@ -18,9 +20,14 @@ import pytest
 from fake_service import INFO, NUM_PATCHES, PATCH_SAMPLES, TEXT_ONLY, FakeService
 from openai_checks import check_wav, image_data_url, wav_base64
 from server_thread import run_server
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
-from mingc.runtime.http.metrics import describe_metrics
+from mingc.runtime.http.metrics import Metrics, RequestCounter, describe_metrics
 from mingc.runtime.http.options import ServeOptions
+from mingc.runtime.request import ServiceLoad
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 CHAT = "/v1/chat/completions"
@@ -398,6 +405,38 @@ def test_metrics() -> None:
         assert client.metric("mingc_kv_cache_usage_ratio") == 0.25
         assert client.metric('mingc_num_requests_waiting{engine="thinker"}') == 2
         assert client.metric('mingc_num_requests_waiting{engine="talker"}') == 0
+
+
+@pytest.mark.parametrize(
+    ("fails", "sent", "status"),
+    [(False, None, "499"), (True, None, "500"), (True, 200, "500"), (False, 200, "200"), (False, 404, "404")],
+)
+def test_a_request_is_counted_by_route_and_status(fails: bool, sent: int | None, status: str) -> None:
+    """docs/metrics.md: 499 is a client that left before an answer; raw paths are no label."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if sent is not None:
+            await send({"type": "http.response.start", "status": sent, "headers": []})
+        if fails:
+            raise ZeroDivisionError
+
+    async def ignore(message: Message) -> None:
+        pass
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    metrics = Metrics()
+    app = Starlette(routes=[Route("/v1/voices/{name}", lambda request: PlainTextResponse(""))])
+    scope = {"type": "http", "path": "/v1/voices/DB30", "app": app}
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        asyncio.run(RequestCounter(answer, metrics)(scope, receive, ignore))
+    counted = [
+        line
+        for line in metrics.render(ServiceLoad()).decode().splitlines()
+        if line.startswith("mingc_http_requests_total")
+    ]
+    assert counted == [f'mingc_http_requests_total{{route="/v1/voices/{{name}}",status="{status}"}} 1.0']
 
 
 def test_the_list_of_metrics_is_what_a_server_exports() -> None:

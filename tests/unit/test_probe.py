@@ -389,3 +389,6 @@ def test_the_patch_embedding_leaves_out_sizes_that_take_too_long(
     assert stopwatch.counts[1::4] == repetitions, "timed calls of the convolution"
     assert len(notes) == (len(sizes) < 3)
     assert all(row.relative_difference < 1e-5 for row in rows)
+    for row in rows:
+        assert (row.conv3d_ms, row.linear_ms) == (ms_per_patch * row.patches, 0.1)
+        assert row.ratio == pytest.approx(10 * ms_per_patch * row.patches), "times that the convolution takes"

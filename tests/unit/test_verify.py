@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from safetensors.numpy import save_file
 
+from mingc import host
+from mingc.artifacts.artifact import Artifact, write_manifest
+from mingc.artifacts.manifest import FILE_NAME, Manifest, Parity, QuantizationError
+from mingc.cli import commands, main
 from mingc.errors import ConfigError, IncompatibleError, IntegrityError
+from mingc.host import Host
+from mingc.verify import self_check
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.golden_documents import read_document
 from mingc.verify.replays.thinker.replay import replay
-from mingc.verify.verification import _read_tensors, _replay_file, verify
+from mingc.verify.verification import _quantization, _read_tensors, _replay_file, verify
 
 # A thinker artifact without stages.
 ENGINES: Any = SimpleNamespace(
@@ -70,6 +78,73 @@ def test_a_reference_folder_without_goldens_is_refused_before_hashing(
         verify(artifact_path, reference=tmp_path, progress=steps.append)
     assert caught.value.fix is not None and "thinker.safetensors" in caught.value.fix
     assert steps == []
+
+
+@pytest.mark.parametrize("option", ["--reference", "--against"])
+def test_a_reference_may_have_the_former_name_of_its_option(
+    option: str, artifact_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["verify", str(artifact_path), option, str(tmp_path / "nowhere")])
+    assert f"{tmp_path / 'nowhere'} is not a folder" in capsys.readouterr().err
+    assert option == "--reference" or option not in CliRunner().invoke(commands, ["verify", "--help"]).output
+
+
+@pytest.mark.parametrize(
+    ("dtype", "parity", "error", "passes"),
+    [
+        ("float32", 1e-6, 0.9e-4, True),
+        ("float32", 1e-6, 1.1e-4, False),
+        ("float32", 1e-3, 1.9e-3, True),  # twice what the export measured
+        ("float32", 1e-3, 2.1e-3, False),
+        ("bfloat16", 1e-3, 2.9e-2, True),
+        ("bfloat16", 1e-3, 3.1e-2, False),
+    ],
+)
+def test_an_artifact_passes_if_its_graphs_are_as_close_as_at_export(
+    dtype: str,
+    parity: float,
+    error: float,
+    passes: bool,
+    manifest: Manifest,
+    artifact_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def compare(*_: object, name: str, tolerance: float) -> ComparisonLog:
+        log = ComparisonLog(name, {"out.y": np.ones(4)}, tolerance=tolerance, is_exact=False)
+        log.tensor("out.y", np.full(4, 1 + error))
+        return log
+
+    (stage,) = manifest.stages.values()
+    graph = replace(stage.graphs["encode"], parity=Parity(compiled=parity, eager=0.0))
+    changed = replace(
+        manifest,
+        fingerprint=replace(manifest.fingerprint, dtype=dtype),
+        stages={"audio_encoder": replace(stage, graphs={"encode": graph})},
+    )
+    (artifact_path / FILE_NAME).unlink()  # not a file of its own table
+    write_manifest(artifact_path, changed)
+    monkeypatch.setattr(self_check, "replay", compare)
+    monkeypatch.setattr(
+        host, "current_host", lambda device: Host(torch="2.13.0", device="cpu", capability="AVX2")
+    )
+    steps: list[str] = []
+    report = verify(artifact_path, progress=steps.append)
+    assert (report.passed, report.failed, report.checked) == (passes, int(not passes), 1)
+    assert steps == ["hashes", "audio_encoder.encode"]
+
+
+def test_quantization_widens_the_comparison_of_stages_that_do_not_record_its_error(
+    manifest: Manifest,
+) -> None:
+    (stage,) = manifest.stages.values()
+    graph = replace(stage.graphs["encode"], parity=Parity(compiled=0.0, eager=0.0, quantization=0.05))
+    rough = replace(stage, graphs={"encode": graph})
+    per_layer = QuantizationError(tokens=1, layer_cosine=(1.0,), logit_kl=0.0, same_argmax=1.0)
+    stages = {"cfm": rough, "thinker": replace(rough, quantization_error=per_layer), "talker": stage}
+    artifact = Artifact(root=Path("nowhere"), manifest=replace(manifest, stages=stages))
+    assert _quantization(artifact, ("cfm", "talker")) == 0.05
+    assert _quantization(artifact, ("talker", "absent")) == _quantization(artifact, ("thinker",)) == 0.0
 
 
 @pytest.mark.parametrize(
