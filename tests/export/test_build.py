@@ -1,0 +1,95 @@
+"""Building of engines and the record of an export: backend per stage, file names, fingerprint, report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mingc.artifacts.manifest import EngineRecord, FileRecord, GraphRecord, Parity
+from mingc.artifacts.spec import GraphSpec
+from mingc.export import pipeline
+from mingc.export.compile import build
+from mingc.export.compile.build import GraphResult, GraphTask
+from mingc.export.recipe import ExportRecipe
+
+RECIPE = ExportRecipe(checkpoint=Path("checkpoint"), output=Path("out"), backend=("aoti", "aoti:cfm"))
+
+
+def make_backend(name: str) -> SimpleNamespace:
+    return SimpleNamespace(name=name, suffix=f".{name}", compile=lambda program, path, **_: 1.25)
+
+
+@pytest.mark.parametrize(
+    ("stage", "static_shapes", "backend", "file"),
+    [
+        ("cfm", {"B": 4}, "mine", "engines/cfm.sample-B4.mine"),
+        ("cfm", None, "mine", "engines/cfm.sample.mine"),
+        ("talker", {"B": 4, "T": 16}, "aoti", "engines/talker.sample-B4-T16.aoti"),
+    ],
+)
+def test_an_engine_is_compiled_by_the_backend_of_its_stage(
+    stage: str, static_shapes: dict[str, int] | None, backend: str, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = replace(RECIPE)
+    object.__setattr__(recipe, "backend", ("aoti", "mine:cfm"))  # installed nowhere
+    monkeypatch.setattr(build, "find_backend", make_backend)
+    monkeypatch.setattr(build, "capture", lambda *_, **__: None)
+    monkeypatch.setattr(build, "count_cost", lambda *_: ())
+    task = GraphTask(recipe=recipe, stage=stage, graph="sample", folder=Path("nowhere"), weights=())
+    plan: Any = SimpleNamespace(spec=None)
+    record = build._compile(task, plan, torch.nn.Linear(1, 1), static_shapes, build.stage_options(recipe))
+    assert (record.backend, record.file, record.dims) == (backend, file, static_shapes)
+
+
+def test_the_fingerprint_of_a_recipe_leaves_out_where_and_how_it_was_built() -> None:
+    checkpoint: Any = SimpleNamespace(fingerprint=lambda: "weights")
+
+    def digest(**changes: Any) -> str:
+        return pipeline._fingerprint(replace(RECIPE, **changes), checkpoint).config_sha256
+
+    elsewhere = {"checkpoint": Path("c"), "output": Path("o"), "jobs": 8, "cache": Path("k"), "force": True}
+    for name, value in elsewhere.items():
+        assert digest(**{name: value}) == digest(), name
+    contents = {
+        "dtype": "bfloat16",
+        "batch_sizes": (1, 2),
+        "quantize": ("fp8",),
+        "synthetic": True,
+        "world_size": 2,
+    }
+    assert len({digest(), *(digest(**{name: value}) for name, value in contents.items())}) == 6
+
+
+def test_a_report_adds_up_the_files_of_each_graph_and_rank() -> None:
+    def make_result(stage: str, graph: str, sizes: Mapping[str, float]) -> GraphResult:
+        engines = tuple(
+            EngineRecord(backend=stage, file=file, dims=None, compile_seconds=seconds)
+            for file, seconds in sizes.items()
+        )
+        spec = GraphSpec(name=graph, inputs=(), outputs=())
+        record = GraphRecord(spec=spec, engines=engines, golden="", parity=Parity(compiled=1e-5, eager=0.0))
+        return GraphResult(stage=stage, record=record, peak_rss_bytes=0)
+
+    results = [make_result("talker", "step", {"c": 0.5}), make_result("cfm", "sample", {"a": 1.5, "b": 2.0})]
+    sizes = {"a": 10, "b": 20, "c": 30, "w0": 500, "w1": 400, "v": 100}
+    manifest: Any = SimpleNamespace(
+        stages={"cfm": None, "talker": None},
+        files={name: FileRecord(size_bytes=size, sha256="") for name, size in sizes.items()},
+        model="tiny",
+        notes=(),
+    )
+    weights = {"cfm": ("w0", "w1"), "talker": ("v",)}
+    report = pipeline._report(RECIPE, manifest, results, weights, peak_rss_bytes=7, started=0.0)
+    assert [
+        (row.stage, row.backend, row.engines, row.size_bytes, row.compile_seconds) for row in report.graphs
+    ] == [
+        ("cfm", "cfm", 2, 30, 3.5),
+        ("talker", "talker", 1, 30, 0.5),
+    ]
+    assert (report.weights_bytes, report.largest_weights_bytes, report.artifact_bytes) == (1000, 500, 1060)
