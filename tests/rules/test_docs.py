@@ -15,7 +15,7 @@ MODEL = ROOT / "docs" / "model"
 PAGES = {path.stem: path for path in sorted(MODEL.glob("*.md")) if path.stem != "README"}
 SOURCES = [
     path
-    for folder in ("mingc", "tests", "benchmarks", "docs/model")
+    for folder in ("mingc", "tests", "benchmarks", "scripts", "docs")
     for path in sorted((ROOT / folder).rglob("*"))
     if path.suffix in (".py", ".cu", ".md") and path != Path(__file__)
 ]
@@ -87,12 +87,36 @@ def test_an_unknown_section_is_found() -> None:
     assert not unresolved("(RFC 9639 §8.1)")
 
 
+def anchors(path: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(path: Path, text: str) -> list[str]:
+    """Links of the document `path` with this text to a file or a heading that does not exist."""
+    found = []
+    for match in LINK.finditer(text):
+        name, _, anchor = match["target"].partition("#")
+        target = path.parent / name if name else path
+        if "://" in name:
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            found.append(match[0])
+    return found
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_between_documents_resolve(path: Path) -> None:
-    for match in LINK.finditer(path.read_text(encoding="utf-8")):
-        target = match["target"].split("#")[0]
-        if target and "://" not in target:
-            assert (path.parent / target).exists(), f"{match[0]} leads nowhere"
+    assert not broken_links(path, path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "target", ["docs/nowhere.md", "#no-such-heading", "docs/glossary.md#no-such-heading"]
+)
+def test_a_broken_link_is_found(target: str) -> None:
+    assert broken_links(ROOT / "README.md", f"See [there]({target}).") == [f"[there]({target})"]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -159,7 +159,10 @@ def package_of(module: str) -> str:
 
 
 def imported(path: Path) -> list[tuple[str, int]]:
-    """Every module that an import statement of the file names, with its line; `from a import b` is a.b if a module."""
+    """Every module that an import of the file names, with its line; `from a import b` is a.b if a module.
+
+    `import_module("a.b")` is an import as well.
+    """
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -170,7 +173,29 @@ def imported(path: Path) -> list[tuple[str, int]]:
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 found.append((full if full in MODULES else node.module, node.lineno))
+        elif (
+            isinstance(node, ast.Call)
+            and (getattr(node.func, "attr", None) or getattr(node.func, "id", None)) == "import_module"
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            found.append((str(node.args[0].value), node.lineno))
     return found
+
+
+def test_every_form_of_an_import_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(
+        "import mingc.cli\nfrom mingc import cli\n\n\ndef late():\n    from mingc.errors import ConfigError\n"
+        "    import importlib\n    importlib.import_module('mingc.export.recipe')\n",
+        encoding="utf-8",
+    )
+    assert [*sorted(imported(path))] == [
+        ("importlib", 7),
+        ("mingc.cli", 1),
+        ("mingc.cli", 2),
+        ("mingc.errors", 6),
+        ("mingc.export.recipe", 8),
+    ]
 
 
 def typing_only_lines(path: Path) -> set[int]:

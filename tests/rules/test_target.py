@@ -19,7 +19,9 @@ from mingc.kernels import dispatch
 PACKAGE = Path(host.__file__).parent
 # What would make a second place know a GPU: reading its properties, or its numbers as literals.
 READERS = re.compile(r"get_device_capability|get_device_properties|multi_processor_count|L2_cache_size")
-LITERALS = re.compile(r"\b132\b|\(9, ?0\)|sm_?90|compute_90")
+LITERALS = re.compile(
+    r"\b132\b|\(9, ?0\)|sm_?90|compute_90|[\"']9\.0[\"']|capability\b(\[\d\])? *[<>=!]=? *[\"'(]?\d"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +176,22 @@ def test_only_the_table_and_the_host_know_a_gpu() -> None:
             assert not LITERALS.search(text), (
                 f"{name} knows a GPU: put the number in mingc/artifacts/target.py"
             )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "if gpu().capability[0] >= 9:",
+        "if target.capability >= (8, 0):",
+        'if here.capability == "9.0":',
+        'NEWEST = "9.0"',
+        "NEWEST = (9, 0)",
+        "programs = 132 * 4",
+        'options = ["-arch=sm_90a"]',
+    ],
+)
+def test_a_line_that_knows_a_gpu_is_found(line: str) -> None:
+    assert LITERALS.search(line)
 
 
 def test_one_function_reads_device_properties() -> None:
