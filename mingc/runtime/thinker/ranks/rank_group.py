@@ -231,7 +231,10 @@ class RankGroup:
                 raise RankError(f"rank {rank} did not start: {error}", where=f"rank {rank}") from error
             if received != message:
                 code = child.wait()
-                raise RankError(f"rank {rank} exited with code {code} during startup", where=f"rank {rank}")
+                # Set when this rank was killed because another one died.
+                raise self._failure or RankError(
+                    f"rank {rank} exited with code {code} during startup", where=f"rank {rank}"
+                )
 
     def _run(self, step: _Step, run: Callable[[_Step], _Result]) -> _Result:
         if self._failure is not None:

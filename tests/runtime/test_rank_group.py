@@ -1,0 +1,153 @@
+"""The group of ranks: start, steps, failures and shutdown, with child processes that load nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mingc.errors import RankError
+from mingc.runtime.thinker.ranks import rank_group
+from mingc.runtime.thinker.ranks.rank_group import RankGroup
+from mingc.runtime.thinker.step import DecodeStep
+
+_WAIT_S = 60
+# A rank that reports what rank_process reports (loaded, ready), then reads steps until its socket closes.
+_CHILD = """
+import json, socket, sys
+config = json.loads(sys.argv[1])
+with socket.socket(fileno=config["step_socket"]) as sock:
+    sock.sendall(b"LR")
+    while sock.recv(1 << 16):
+        pass
+"""
+STEP = DecodeStep(
+    input_ids=np.array([3]), positions=np.array([8]), lengths=np.array([9]), pages=np.array([[1]])
+)
+
+
+class Ranks:
+    """Three ranks on the CPU: fakes of the worker and the process group, and what they were given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, child: str = _CHILD) -> None:
+        self.failures: list[RankError] = []
+        self.failed = threading.Event()
+        self.group_options: dict[str, Any] = {}
+        self.shutdowns: list[bool] = []
+        self.configs: list[str] = []
+        self.worker = SimpleNamespace(
+            decode=lambda step: step.input_ids + 1, close=lambda: self.shutdowns.append(True)
+        )
+        fake_group = SimpleNamespace(
+            host_store=lambda: SimpleNamespace(port=1),
+            init=lambda **options: self.group_options.update(options),
+            shutdown=lambda is_whole=True: self.shutdowns.append(is_whole),
+        )
+        popen = subprocess.Popen
+
+        def start(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
+            assert words[1:3] == ["-m", "mingc.runtime.thinker.ranks.rank_process"]
+            self.configs.append(words[3])
+            return popen([sys.executable, "-c", child, words[3]], **{**options, "stdout": subprocess.DEVNULL})
+
+        monkeypatch.setattr(rank_group, "process_group", fake_group)
+        monkeypatch.setattr(rank_group.subprocess, "Popen", start)
+
+    def start(self, **options: Any) -> RankGroup:
+        stage: Any = "stage"
+        return RankGroup(
+            Path("artifact"),
+            [torch.device("cpu")] * 3,
+            lambda: stage,
+            lambda given: self.worker if given == "stage" else None,  # type: ignore[arg-type, return-value]
+            num_pages=4,
+            on_failure=self.fail,
+            **options,
+        )
+
+    def fail(self, error: RankError) -> None:
+        self.failures.append(error)
+        self.failed.set()
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    return Ranks(monkeypatch)
+
+
+@pytest.fixture
+def group(ranks: Ranks) -> Iterator[RankGroup]:
+    group = ranks.start()
+    yield group
+    group.close()
+
+
+def test_a_group_runs_steps_and_ends_its_children_without_killing_them(
+    ranks: Ranks, group: RankGroup
+) -> None:
+    assert group.is_alive
+    assert group.decode(STEP).tolist() == [4]
+    group.close()
+    assert [child.wait(_WAIT_S) for child in group._children] == [0, 0]
+    assert ranks.shutdowns == [True, True], "the worker, then the process group"
+    assert not group.is_alive and not ranks.failures
+
+
+@pytest.mark.parametrize(("step_timeout_s", "collective_s"), [(1.0, 60.0), (600.0, 600.0)])
+def test_collectives_wait_at_least_as_long_as_a_step(
+    ranks: Ranks, step_timeout_s: float, collective_s: float
+) -> None:
+    group = ranks.start(step_timeout_s=step_timeout_s)
+    group.close()
+    assert ranks.group_options["timeout_s"] == collective_s
+    assert (ranks.group_options["rank"], ranks.group_options["world_size"]) == (0, 3)
+    assert len(ranks.configs) == 2
+    for rank, config in enumerate(ranks.configs, start=1):
+        assert f'"rank": {rank}, "world_size": 3' in config and f'"timeout_s": {collective_s}' in config
+
+
+def test_a_rank_that_dies_fails_the_group_once_and_ends_the_other_ranks(
+    ranks: Ranks, group: RankGroup
+) -> None:
+    group._children[1].kill()
+    assert ranks.failed.wait(_WAIT_S)
+    assert [child.wait(_WAIT_S) for child in group._children] == [-9, -9]
+    (failure,) = ranks.failures
+    assert failure.message == "rank 2 of the thinker exited with code -9"
+    assert not group.is_alive
+    with pytest.raises(RankError) as caught:
+        group.decode(STEP)
+    assert caught.value is failure
+    group.close()
+    assert ranks.failures == [failure] and ranks.shutdowns == [False], "no collective is left to wait for"
+
+
+def test_a_step_that_fails_ends_the_group(ranks: Ranks, group: RankGroup) -> None:
+    def decode(step: DecodeStep) -> None:
+        raise ZeroDivisionError("no rank died")
+
+    ranks.worker.decode = decode
+    with pytest.raises(RankError, match="a step of the thinker failed: no rank died") as caught:
+        group.decode(STEP)
+    assert ranks.failures == [caught.value]
+    assert [child.wait(_WAIT_S) for child in group._children] == [-9, -9]
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_rank_that_ends_during_startup_is_named(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others, which it leaves waiting, are killed; the error is not theirs."""
+    child = (
+        f"import json, sys, time\nif json.loads(sys.argv[1])['rank'] == {rank}: sys.exit(7)\ntime.sleep(600)"
+    )
+    ranks = Ranks(monkeypatch, child)
+    with pytest.raises(RankError, match=f"rank {rank} .*exited with code 7"):
+        ranks.start()
+    assert ranks.shutdowns == [False]
