@@ -78,6 +78,8 @@ def test_neutral_values_of_unsupported_fields_pass() -> None:
         verbosity="medium", reasoning_effort="none", functions=[], function_call="auto", top_logprobs=0,
     )  # fmt: skip
     assert chat(top_k=-1).sampling.top_k == 0, "off"
+    for options in ({}, {"include_usage": False}, {"include_usage": None}, {"include_obfuscation": True}):
+        assert not chat(stream=True, stream_options=options).include_usage
 
 
 def test_messages_keep_their_roles_in_order() -> None:

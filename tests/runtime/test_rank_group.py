@@ -103,14 +103,16 @@ def test_a_group_runs_steps_and_ends_its_children_without_killing_them(
 
 @pytest.mark.parametrize(("step_timeout_s", "collective_s"), [(1.0, 60.0), (600.0, 600.0)])
 def test_collectives_wait_at_least_as_long_as_a_step(
-    ranks: Ranks, step_timeout_s: float, collective_s: float
+    ranks: Ranks, step_timeout_s: float, collective_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 13)
     group = ranks.start(step_timeout_s=step_timeout_s)
     group.close()
     assert ranks.group_options["timeout_s"] == collective_s
     assert (ranks.group_options["rank"], ranks.group_options["world_size"]) == (0, 3)
     assert len(ranks.configs) == 2
     for rank, config in enumerate(ranks.configs, start=1):
+        assert '"num_threads": 4' in config, "a third of the machine"
         assert f'"rank": {rank}, "world_size": 3' in config and f'"timeout_s": {collective_s}' in config
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,18 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from mingc.artifacts.artifact import Artifact
+from mingc.artifacts.artifact import Artifact, write_manifest
 from mingc.artifacts.codec import encode
-from mingc.artifacts.manifest import GraphRecord, Manifest, Parity, StageRecord
+from mingc.artifacts.manifest import FILE_NAME, GraphRecord, Manifest, Parity, StageRecord
 from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.artifacts.stage_graph import CLIENT, Edge, Policy, StageGraph, StageNode
-from mingc.errors import ArtifactError, ConfigError, ServeError
+from mingc.artifacts.target import lookup
+from mingc.errors import ArtifactError, ConfigError, IncompatibleError, IntegrityError, ServeError
+from mingc.host import Host
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.service import builder
 from mingc.runtime.service.builder import (
     EngineOptions,
     _audio_encoder,
+    _devices,
     _info,
     _kv_tokens,
     _largest,
@@ -29,6 +33,7 @@ from mingc.runtime.service.builder import (
     _load_speech,
     _vision_encoder,
     host_threads,
+    open_service,
 )
 from mingc.runtime.service.startup import StartupClock
 
@@ -259,3 +264,71 @@ def test_kv_pages_take_four_fifths_of_the_free_memory(
     )
     assert _kv_tokens(artifact, "decoder", EngineOptions(max_total_tokens=50), gpus, 4096) == 50
     assert _kv_tokens(artifact, "decoder", EngineOptions(), [CPU], 4096) == 16384
+
+
+def test_an_artifact_is_checked_before_anything_is_loaded(
+    artifact_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Host(torch="2.13.0", device="cpu", capability="AVX2")
+    monkeypatch.setattr(builder, "current_host", lambda device: here)
+    for name in ("_load_chat", "_load_speech"):
+        monkeypatch.setattr(builder, name, lambda *_: pytest.fail("something is loaded"))
+    with pytest.raises(ConfigError, match="the artifact is for 1 rank") as caught:
+        open_service(artifact_path, EngineOptions(tp=2))
+    assert caught.value.where == "--tp"
+    weights = artifact_path / "weights/audio.bin"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    with pytest.raises(IntegrityError, match=r"weights/audio\.bin: sha256 differs"):
+        open_service(artifact_path, EngineOptions(check_hashes=True))
+    monkeypatch.setattr(builder, "current_host", lambda device: replace(here, torch="2.12.0"))
+    with pytest.raises(IncompatibleError, match=r"torch: built with 2\.13\.0, here 2\.12\.0"):
+        open_service(artifact_path, EngineOptions())
+
+
+def test_each_rank_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert _devices("cuda", 2) == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert _devices("cpu", 4) == [CPU] * 4
+    with pytest.raises(ConfigError, match="4 ranks need as many GPUs, 2 are visible"):
+        _devices("cuda", 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "says"),
+    [
+        ("NVIDIA H200", logging.INFO, "runs on triton and clusters kernels"),
+        ("NVIDIA B200", logging.WARNING, "unknown GPU NVIDIA B200"),
+    ],
+)
+def test_the_log_warns_of_an_unknown_gpu(
+    name: str,
+    level: int,
+    says: str,
+    artifact_path: Path,
+    manifest: Manifest,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (artifact_path / FILE_NAME).unlink()  # not a file of its own table
+    write_manifest(
+        artifact_path,
+        replace(manifest, fingerprint=replace(manifest.fingerprint, device="cuda", capability="9.0")),
+    )
+    replacements: dict[str, Any] = {
+        "current_host": lambda device: Host(torch="2.13.0", device="cuda", capability="9.0"),
+        "gpu_target": lambda device: lookup((9, 0), name, 132),
+        "_load_chat": lambda *_: (None, None),
+        "_load_speech": lambda *_: None,
+        "OmniService": lambda info, **_: info,
+    }
+    for each, value in replacements.items():
+        monkeypatch.setattr(builder, each, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    with caplog.at_level(logging.INFO, "mingc.startup"):
+        open_service(artifact_path)
+    assert [
+        (record.levelno, says in record.getMessage())
+        for record in caplog.records
+        if name in record.getMessage()
+    ] == [(level, True)]

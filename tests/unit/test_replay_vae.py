@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from mingc.runtime.text.silence import SilenceHolder
 from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.replays.vae import _replay_holder, follows_silence_rule
+from mingc.verify.replays.vae import _replay_holder, follows_silence_rule, num_frames, stream_wave
 
 RATE = 1000
 FRAME = 100
@@ -82,3 +85,56 @@ def test_outputs_are_compared_with_a_reference_only_where_it_lost_nothing() -> N
     # The beginning of the wave, which the reference may keep: a difference is a fault.
     short = replay(samples, FRAME, lambda out: out[:-1] if np.allclose(np.abs(out), 0.3) else out)
     assert sorted(short.values()) == ["FAIL", "pass", "pass", "pass"]
+
+
+class FakeEngines:
+    """A decoder of 2 samples a latent, 4 latents a patch; each call also returns the 3 samples after its patch."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def parameters_of(self, stage: str, kind: type) -> SimpleNamespace:
+        return SimpleNamespace(frames_per_latent=4, samples_per_latent=2, tail_samples=3)
+
+    def stage(self, name: str) -> dict[str, SimpleNamespace]:
+        wave = SimpleNamespace(name="waveform", shape=("T", 40))
+        latents = SimpleNamespace(name="latents", shape=("B", 4, 64))
+        return {
+            "encode": SimpleNamespace(spec=SimpleNamespace(inputs=[wave])),
+            "stream": SimpleNamespace(spec=SimpleNamespace(inputs=[latents]), run=self.run),
+        }
+
+    def stateful_stage(self, name: str) -> Any:
+        graphs = self.stage(name)
+        return type("Stage", (dict,), {"allocate_state": lambda self, sizes, device: {}})(graphs)
+
+    def padded_size(self, graph: object, dim: str, size: int) -> int:
+        return size
+
+    def put(self, value: NDArray[np.generic], graph: object, name: str) -> NDArray[np.generic]:
+        return value
+
+    def run(
+        self, *, latents: Floats, slots: object, patch_index: NDArray[np.int64]
+    ) -> dict[str, torch.Tensor]:
+        index = int(patch_index[0])
+        assert latents[0, 0, 0] == 4 * index
+        # Samples end at the end of the patch; what the patches before withheld comes first.
+        first = 8 * index - 3
+        return {"samples": torch.arange(first, first + 11, dtype=torch.float32)[None]}
+
+
+@pytest.mark.parametrize(("samples", "frames"), [(1, 1), (10, 1), (11, 2), (40, 4), (41, 5)])
+def test_a_partial_frame_counts(samples: int, frames: int) -> None:
+    engines: Any = FakeEngines()
+    assert num_frames(engines, np.zeros(samples, np.float32)) == frames
+
+
+@pytest.mark.parametrize("patches", [1, 2, 5])
+def test_a_streamed_wave_has_every_sample_once(patches: int) -> None:
+    """8 samples a patch: the first withholds its tail, the last one adds it."""
+    engines: Any = FakeEngines()
+    latents = np.repeat(np.arange(4 * patches, dtype=np.float32)[:, None], 64, axis=1)
+    assert stream_wave(engines, latents).tolist() == [*range(8 * patches)]

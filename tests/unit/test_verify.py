@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 from safetensors.numpy import save_file
 
@@ -168,3 +169,15 @@ def test_a_golden_file_without_known_values_fails(
     summary, comparisons, _ = _replay_file(ENGINES, tmp_path, "thinker.safetensors", None, ("thinker",), run)
     assert summary.failed == 1
     assert "thinker.safetensors holds no value that verify can replay" in comparisons[0].note
+
+
+def test_a_self_check_runs_the_engine_of_the_recorded_sizes(manifest: Manifest) -> None:
+    (stage,) = manifest.stages.values()
+    graph = stage.graphs["encode"]
+    (dynamic,) = graph.engines
+    static = tuple(
+        replace(dynamic, file=f"engines/{n}-{t}", dims={"N": n, "T4": t}) for n in (1, 2) for t in (8, 16)
+    )
+    recorded = {"mel": torch.zeros(2, 8, 4, 128)}
+    assert self_check._engine(replace(graph, engines=static), recorded).file == "engines/2-8"
+    assert self_check._engine(graph, recorded) is dynamic
