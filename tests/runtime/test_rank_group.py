@@ -59,15 +59,20 @@ class Ranks:
             return popen([sys.executable, "-c", child, words[3]], **{**options, "stdout": subprocess.DEVNULL})
 
         monkeypatch.setattr(rank_group, "process_group", fake_group)
-        monkeypatch.setattr(rank_group.subprocess, "Popen", start)
+        monkeypatch.setattr(subprocess, "Popen", start)
 
     def start(self, **options: Any) -> RankGroup:
-        stage: Any = "stage"
+        stage: Any = object()
+
+        def start(given: object) -> Any:
+            assert given is stage
+            return self.worker
+
         return RankGroup(
             Path("artifact"),
             [torch.device("cpu")] * 3,
             lambda: stage,
-            lambda given: self.worker if given == "stage" else None,  # type: ignore[arg-type, return-value]
+            start,
             num_pages=4,
             on_failure=self.fail,
             **options,
@@ -98,7 +103,7 @@ def test_a_group_runs_steps_and_ends_its_children_without_killing_them(
     group.close()
     assert [child.wait(_WAIT_S) for child in group._children] == [0, 0]
     assert ranks.shutdowns == [True, True], "the worker, then the process group"
-    assert not group.is_alive and not ranks.failures
+    assert [group.is_alive, *ranks.failures] == [False]
 
 
 @pytest.mark.parametrize(("step_timeout_s", "collective_s"), [(1.0, 60.0), (600.0, 600.0)])

@@ -123,7 +123,7 @@ def test_a_step_that_arrives_in_pieces_is_whole() -> None:
     data = step_codec.encode_step(make_decode_step())
     slow: Any = SlowSocket(data)
     step = receive_step(slow)
-    assert isinstance(step, DecodeStep) and (step.input_ids, step.pages) == ([3], [[1]])
+    assert isinstance(step, DecodeStep) and (step.input_ids.tolist(), step.pages.tolist()) == ([3], [[1]])
     assert receive_step(slow) is None
     for size in (2, 10, len(data) - 1):
         cut: Any = SlowSocket(data[:size])
