@@ -310,6 +310,10 @@ def verify_command(
     from mingc.console.report import show
     from mingc.verify.verification import verify
 
+    if reference is not None and against is not None:
+        raise ConfigError(
+            "--reference and --against mean the same", where="mingc verify", fix="pass --reference only"
+        )
     log = step_logger("verify")
     result = verify(artifact, reference=reference or against, replay=not no_replay, progress=log)
     show(result, as_json=as_json)

@@ -50,9 +50,9 @@ class ExtensionPoint:
             return getattr(importlib.import_module(f"{self.package}.{name}"), self.attribute)
         try:
             return entry.load()
-        except (ImportError, AttributeError) as error:
+        except (Exception, SystemExit) as error:  # whatever the module raises while it is imported
             raise ConfigError(
-                f"{self.noun} {name} cannot be loaded: {error}",
+                f"{self.noun} {name} cannot be loaded: {type(error).__name__}: {error}",
                 where=f"entry point {entry.name} = {entry.value} of {_distribution(entry)}",
                 fix="repair or uninstall that distribution",
             ) from error

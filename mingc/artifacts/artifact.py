@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -42,10 +43,14 @@ def open_artifact(root: Path) -> Artifact:
     problems = []
     for name, record in artifact.manifest.files.items():
         try:
-            size = (root / name).stat().st_size
+            found = (root / name).stat()
         except OSError:
             problems.append(f"{name}: file is missing")
             continue
+        if not stat.S_ISREG(found.st_mode):
+            problems.append(f"{name}: is not a file")
+            continue
+        size = found.st_size
         if size != record.size_bytes:
             problems.append(f"{name}: {size} bytes, {record.size_bytes} recorded")
     _raise_integrity(root, problems)

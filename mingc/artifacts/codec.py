@@ -56,7 +56,12 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         _check_finite(value, where)
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ManifestError(
+                "expected a finite number, found an integer beyond floats", where=where
+            ) from None
     if kind is type(None):
         kind = types.NoneType
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):

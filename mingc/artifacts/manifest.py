@@ -18,6 +18,8 @@ from mingc.errors import ArtifactError, ManifestError
 
 SCHEMA = 5
 FILE_NAME = "manifest.json"
+_DTYPES = ("float32", "bfloat16")
+_FIX = "copy the artifact again, or export again"
 
 _Parameters = TypeVar("_Parameters")
 
@@ -256,35 +258,38 @@ def read_manifest(artifact: Path) -> Manifest:
             fix="pass a folder that mingc export wrote",
         ) from None
     except (OSError, ValueError) as error:
-        raise ManifestError(
-            f"{FILE_NAME} is not readable: {error}", where=str(path), fix="export again"
-        ) from error
+        raise ManifestError(f"{FILE_NAME} is not readable: {error}", where=str(path), fix=_FIX) from error
+    except RecursionError:
+        raise ManifestError(f"{FILE_NAME} is nested too deeply", where=str(path), fix=_FIX) from None
     schema = document.get("schema") if isinstance(document, Mapping) else None
     if schema != SCHEMA:
         raise ManifestError(
-            f"manifest schema {schema!r}, this mingc reads schema {SCHEMA}",
+            f"manifest schema {repr(schema)[:40]}, this mingc reads schema {SCHEMA}",
             where=str(path),
             fix="export again with this mingc, or install the mingc that wrote the artifact",
         )
-    manifest = decode(Manifest, document)
-    problems = [*_graph_problems(manifest)]
-    for name, kind in BUILT_IN.items():
-        if name in manifest.parameters:
-            where = f"$.parameters.{name}"
-            problems += range_problems(decode(kind, manifest.parameters[name], where), where)
+    try:
+        manifest = decode(Manifest, document)
+        problems = [*_graph_problems(manifest), *_record_problems(manifest)]
+        for name, kind in BUILT_IN.items():
+            if name in manifest.parameters:
+                where = f"$.parameters.{name}"
+                problems += range_problems(decode(kind, manifest.parameters[name], where), where)
+    except ManifestError as error:
+        raise ManifestError(error.message, where=f"{path}: {error.where}", fix=_FIX) from error
     if problems:
-        raise ManifestError(
-            "\n".join(problems), where=str(path), fix="copy the artifact again, or export again"
-        )
+        raise ManifestError("\n".join(problems), where=str(path), fix=_FIX)
     # A file outside the artifact, or without a recorded hash, was not written by the export.
     outside = [name for name in manifest.files if not _is_inside(name)]
     unlisted = sorted({*manifest.named_files()} - {*manifest.files})
     if outside or unlisted:
-        problem = f"{outside[0]} is no path inside" if outside else f"{unlisted[0]} is not in the file table"
+        problem = (
+            f"{outside[0]!r} is no path inside" if outside else f"{unlisted[0]} is not in the file table"
+        )
         raise ManifestError(
             f"{FILE_NAME} names files that are not the artifact's: {problem}",
             where=str(path),
-            fix="copy the artifact again, or export again",
+            fix=_FIX,
         )
     return manifest
 
@@ -302,8 +307,46 @@ def _graph_problems(manifest: Manifest) -> Iterator[str]:
     nodes = {node.name for node in manifest.graph.nodes}
     for name in sorted(nodes ^ {*manifest.stages}):
         yield f"stage {name} is {'not in the stage graph' if name in manifest.stages else 'in the stage graph only'}"
+    for name in sorted({*manifest.parameters} ^ {*manifest.stages}):
+        if name in manifest.stages:
+            yield f"stage {name} has no parameters"
+        else:
+            yield f"parameters of {name}, which is not a stage"
+
+
+def _record_problems(manifest: Manifest) -> Iterator[str]:
+    """One line per record that cannot be run: ranks without weights, a graph without engines."""
+    ranks = manifest.fingerprint.world_size
+    if ranks < 1:
+        yield f"$.fingerprint.world_size is {ranks}, expected 1 or more"
+    if manifest.fingerprint.dtype not in _DTYPES:
+        yield f"$.fingerprint.dtype is {manifest.fingerprint.dtype!r}, expected {' or '.join(_DTYPES)}"
+    for stage, record in manifest.stages.items():
+        if not record.graphs:
+            yield f"stage {stage} has no graph"
+        expected = ranks if record.is_sharded else 1
+        if len(record.weights) != expected:
+            yield f"stage {stage} has {len(record.weights)} weights files, expected {expected}"
+        for name, graph in record.graphs.items():
+            where = f"graph {stage}.{name}"
+            if graph.spec.name != name:
+                yield f"{where} has the signature of {graph.spec.name}"
+            if not graph.engines:
+                yield f"{where} has no engine"
+            if not graph.spec.layer_instances:
+                yield f"{where} has no layer instance"
+            dims = {dim.name for dim in graph.spec.dims}
+            tensors = (*graph.spec.inputs, *graph.spec.outputs, *graph.spec.state)
+            used = {size for tensor in tensors for size in tensor.shape if isinstance(size, str)}
+            if used - dims:
+                yield f"{where} has no dim {', '.join(sorted(used - dims))}"
+            bucketed = {dim.name for dim in graph.spec.dims if dim.buckets}
+            for engine in graph.engines:
+                if engine.dims is not None and bucketed - {*engine.dims}:
+                    yield f"{where} has an engine without a size of {', '.join(sorted(bucketed - {*engine.dims}))}"
 
 
 def _is_inside(name: str) -> bool:
     path = PurePosixPath(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\\" not in name
+    is_plain = name.isprintable() and "\\" not in name  # no NUL, no half of a surrogate pair
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and is_plain

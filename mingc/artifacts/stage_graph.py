@@ -6,12 +6,14 @@ ports of the client, so neither side names stages.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 VERSION = 1
 CLIENT = "client"
+_NAME = re.compile(r"[A-Za-z0-9_-]+")  # part of file names and of `stage.graph`
 
 Policy = Literal["once", "autoregressive", "loop", "stream"]
 """How often a stage runs for a request: one call, a step per token, a fixed number of solver steps per call of its
@@ -56,13 +58,21 @@ class StageGraph:
     edges: tuple[Edge, ...] = ()
 
     def problems(self) -> Iterator[str]:
-        """One line per fault: another version, a node twice, an unknown end, a port with several producers."""
+        """One line per fault.
+
+        Another version, a node twice, an unknown end, the client at both ends, a port with several producers.
+        """
         if self.version != VERSION:
             yield f"stage graph of version {self.version}, expected {VERSION}"
         names = [node.name for node in self.nodes]
-        for name in sorted({name for name in names if names.count(name) > 1} | {CLIENT} & {*names}):
-            yield f"{name} is not a valid stage name" if name == CLIENT else f"stage {name} is listed twice"
+        for name in sorted({*names}):
+            if name == CLIENT or not _NAME.fullmatch(name):
+                yield f"{name!r} is not a valid stage name"
+            elif names.count(name) > 1:
+                yield f"stage {name} is listed twice"
         for edge in self.edges:
+            if edge.source == edge.target == CLIENT:
+                yield f"edge {edge} joins the client with itself"
             unknown = [end for end in (edge.source, edge.target) if end not in (*names, CLIENT)]
             if unknown:
                 yield f"edge {edge} names {unknown[0]}, which is not a stage of the graph"

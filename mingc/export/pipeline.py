@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mingc
 from mingc.artifacts.artifact import new_artifact, write_manifest
@@ -24,7 +24,7 @@ from mingc.artifacts.manifest import (
     VoiceRecord,
 )
 from mingc.artifacts.stage_graph import StageGraph
-from mingc.errors import CheckpointError, ConfigError
+from mingc.errors import CheckpointError, ConfigError, ExportError
 from mingc.export.assets import tokenizers, voices
 from mingc.export.autotune.tuning import autotune, problems_to_tune
 from mingc.export.checkpoint import Checkpoint
@@ -34,7 +34,7 @@ from mingc.export.compile.build import GraphResult, Replay, engine_sizes, first_
 from mingc.export.compile.schedule import Schedule
 from mingc.export.process_pool import peak_rss_bytes
 from mingc.export.recipe import ExportRecipe
-from mingc.export.stage import Stage
+from mingc.export.stage import Stage, StageOptions
 from mingc.export.stages import build_graph, discover, find
 from mingc.export.weights.files import weights_files, write_file
 from mingc.export.weights.source import open_source
@@ -95,7 +95,7 @@ def export_artifact(recipe: ExportRecipe, replay: Replay, progress: Callable[[St
     with new_artifact(recipe.output, replace_existing=recipe.force) as folder:
         run = _Run(recipe, checkpoint, stages, graph, configs, folder, replay, progress)
         parameters: dict[str, dict[str, Any]] = {
-            stage.name: encode(stage.parameters(configs[stage.name], run.options)) for stage in stages
+            stage.name: _parameters(stage, configs[stage.name], run.options) for stage in stages
         }
         # Before the hours of compiling, as files may be missing: the released weights have no tokenizer.
         copied = tokenizers.copy(checkpoint, folder, stages, parameters, notes, is_synthetic=recipe.synthetic)
@@ -270,6 +270,23 @@ def _choose(checkpoint: Checkpoint, recipe: ExportRecipe) -> list[Stage]:
         raise CheckpointError("the checkpoint holds no stage that mingc knows", where=str(checkpoint.root))
     recipe.check_stages(present)
     return present
+
+
+def _parameters(stage: Stage, config: Any, options: StageOptions) -> dict[str, Any]:
+    """The parameters of `stage` as JSON values. Raises: ExportError when they are not such values."""
+    encoded: Any = encode(stage.parameters(config, options))
+    try:
+        json.dumps(encoded, allow_nan=False)
+        problem = None if isinstance(encoded, dict) else f"{encoded!r}"
+    except (TypeError, ValueError) as error:
+        problem = str(error)
+    if problem is not None:
+        raise ExportError(
+            f"the parameters of {stage.name} are not a dataclass of JSON values: {problem}",
+            where=stage.name,
+            fix="correct what its `parameters` returns",
+        )
+    return cast("dict[str, Any]", encoded)
 
 
 def _stage_record(

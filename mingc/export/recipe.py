@@ -127,10 +127,16 @@ class ExportRecipe:
         from mingc.export.compile.backends import BACKENDS, find_backend
 
         problems, known = [], BACKENDS.names()
+        if not self.backend:
+            problems.append("--backend: is empty")
+        for word in self.backend:
+            _, colon, listed = word.partition(":")
+            if colon and not all(map(str.strip, listed.split(","))):
+                problems.append(f"--backend {word}: names no stage after the colon or a comma")
         chosen = [_parse_backend(word) for word in self.backend]
         for name, _ in chosen:
             if name not in known:
-                problems.append(f"--backend {name}: not one of {', '.join(known)}")
+                problems.append(f"--backend {name or 'is empty'}: not one of {', '.join(known)}")
             elif (reason := find_backend(name).unsupported_reason(self.target, self.dtype)) is not None:
                 problems.append(f"--backend {name}: {reason}")
         stages = [stage for _, each in chosen for stage in each or ("",)]
@@ -197,7 +203,7 @@ class ExportRecipe:
 def _parse_backend(word: str) -> tuple[str, tuple[str, ...]]:
     """`NAME:STAGE,…` → name and stages; no stages: all."""
     name, _, stages = word.partition(":")
-    return name, tuple(filter(None, stages.split(",")))
+    return name.strip(), tuple(filter(None, map(str.strip, stages.split(","))))
 
 
 def _stages() -> dict[str, Stage]:

@@ -52,6 +52,17 @@ class ProbeCase:
         """Pages for a request's context and new tokens."""
         return -(-(self.context + self.tokens) // page_size(self.parameters))
 
+    def parameter(self, name: str) -> int:
+        """Parameter `name` of the stage. Raises: ArtifactError when it has none, or not a positive number."""
+        value = self.parameters.get(name)
+        if not isinstance(value, int) or value < 1:
+            raise ArtifactError(
+                f"probe needs the parameter {name} of {self.stage} to generate inputs, found {value!r}",
+                where=f"{self.stage}.{self.spec.name}",
+                fix="choose other engines with --engine",
+            )
+        return value
+
     def all_sizes(self) -> dict[str, int]:
         """Sizes of all dims; pools hold what the requests need, plus slot 0 and page 0."""
         pools = {"S": self.requests + 1, "KV": page_size(self.parameters) * (1 + self.requests * self.pages)}
@@ -134,11 +145,11 @@ def _draw(below: int, shape: _Shape) -> Tensor:
 
 
 def _input_ids(case: ProbeCase, shape: _Shape) -> Tensor:
-    return _draw(case.parameters["vocab_size"], shape)
+    return _draw(case.parameter("vocab_size"), shape)
 
 
 def _position_index(case: ProbeCase, shape: _Shape) -> Tensor:
-    return _draw(case.parameters["position_grid_size"] ** 2, shape)
+    return _draw(case.parameter("position_grid_size") ** 2, shape)
 
 
 def _segment(case: ProbeCase, shape: _Shape) -> Tensor:
@@ -155,14 +166,14 @@ def _slots(case: ProbeCase, shape: _Shape) -> Tensor:
 def _lengths(case: ProbeCase, shape: _Shape) -> Tensor:
     """Mel frames of clips; tokens including the new one for paged requests; tokens before it for slots."""
     if "frames_per_token" in case.parameters:
-        return torch.full(shape, case.sizes["T4"] * case.parameters["frames_per_token"])
+        return torch.full(shape, case.sizes["T4"] * case.parameter("frames_per_token"))
     is_paged = any(each.name == "page_table" for each in case.spec.inputs)
     return torch.full(shape, case.context + (1 if is_paged else 0))
 
 
 def _num_frames(case: ProbeCase, shape: _Shape) -> Tensor:
     """Frames without padding."""
-    return torch.full(shape, case.sizes["T"] * case.parameters["frames_per_latent"])
+    return torch.full(shape, case.sizes["T"] * case.parameter("frames_per_latent"))
 
 
 def _positions(case: ProbeCase, shape: _Shape) -> Tensor:

@@ -138,6 +138,10 @@ def test_stages_are_named_once_and_at_least_one(tmp_path: Path, stages: tuple[st
         ({"max_model_len": 64, "prefill_chunk_size": 32}, "--max-model-len 64: must be at least 128"),
         ({"model_name": " "}, "--model-name: is empty"),
         ({"model_name": "\udcff"}, "--model-name '.*udcff': contains unprintable characters"),
+        ({"backend": ()}, "--backend: is empty"),
+        ({"backend": ("",)}, "--backend is empty: not one of aoti"),
+        ({"backend": ("aoti:",)}, "--backend aoti:: names no stage"),
+        ({"backend": ("aoti:talker,",)}, "--backend aoti:talker,: names no stage"),
     ],
 )
 def test_sizes_and_names_that_cannot_be_are_refused(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from mingc_command import CHECKPOINT, REPOSITORY
 
 from mingc.artifacts.artifact import open_artifact
 from mingc.artifacts.stage_graph import CLIENT, Edge
-from mingc.errors import ArtifactError, ConfigError
+from mingc.errors import ArtifactError, ConfigError, ExportError
 from mingc.runtime.engines.stage_loader import load_stage
 
 TOY = Path(__file__).parent / "toy"
@@ -37,6 +38,13 @@ def mingc(*words: object) -> Any:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+_STAGE = """
+from mingc.export.stage import Stage
+Stage = type("Any", (Stage,), dict.fromkeys(Stage.__abstractmethods__))
+STAGE = Stage()
+"""
 
 
 @pytest.fixture
@@ -165,6 +173,54 @@ def test_an_extension_that_cannot_be_imported_is_named_with_its_distribution(
         with pytest.raises(ConfigError, match=f"backend {name} cannot be loaded") as caught:
             find_backend(name)
         assert caught.value.where == f"entry point {name} = {value} of broken"
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import nosuch", "stage other cannot be loaded: ModuleNotFoundError: No module named 'nosuch'"),
+        ("def (", "stage other cannot be loaded: SyntaxError"),
+        ("{}['key']", "stage other cannot be loaded: KeyError: 'key'"),
+        ("raise SystemExit(0)", "stage other cannot be loaded: SystemExit: 0"),
+        ("STAGE = object()", "other is not a stage of this name"),
+        (_STAGE, "other is not a stage of this name"),
+        (f"{_STAGE}\nSTAGE.name = 'other'", "stage other: policy is None, expected one of once, auto"),
+        (
+            f"{_STAGE}\nSTAGE.name, STAGE.policy, STAGE.edges = 'other', 'once', [1]",
+            "stage other: edges is \\[1\\], expected a tuple of Edge",
+        ),
+    ],
+)
+def test_a_stage_that_cannot_be_used_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
+) -> None:
+    from mingc.export.stages import find
+
+    (tmp_path / "other.py").write_text(code, encoding="utf-8")
+    install(tmp_path, "other", "[mingc.stages]\nother = other:STAGE\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "other", raising=False)
+    with pytest.raises(ConfigError, match=message):
+        find("other")
+
+
+def test_parameters_that_are_not_json_are_refused_before_anything_is_compiled(
+    toy_installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mingc.export.pipeline import export_artifact
+    from mingc.export.recipe import ExportRecipe
+
+    stage = importlib.import_module("toy_filter")
+    recipe = ExportRecipe(checkpoint=CHECKPOINT, output=tmp_path / "out", stages=("toy_filter",))
+    for wrong in (
+        5,
+        stage.ToyParameters(width=8, offset=math.nan),
+        stage.ToyParameters(width=8, offset=object()),
+    ):
+        monkeypatch.setattr(stage.ToyFilterStage, "parameters", lambda *_, wrong=wrong: wrong)
+        with pytest.raises(ExportError, match="parameters of toy_filter are not a dataclass of JSON values"):
+            export_artifact(recipe, lambda *_: [], lambda step: None)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.timeout(1800)

@@ -106,6 +106,7 @@ def test_help_needs_no_torch(tmp_path: Path) -> None:
         (["probe", "x", "--engine", "talker, ,cfm"], "--engine talker, ,cfm: an item"),
         (["serve", "x", "--port", "99999"], "99999"),
         (["probe"], "nothing to probe"),
+        (["verify", "x", "--reference", "a", "--against", "b"], "--reference and --against mean the same"),
         (["probe", "x", "--batch", "1,two"], "--batch 1,two: not a list"),
         (["probe", "x", "--engine", ","], "--engine is empty"),
         (["probe", "x", "--engine", "cfm", "--compare", "patch-embed"], "--compare patch-embed: --engine"),

@@ -368,6 +368,28 @@ def test_malformed_json(raw: bytes, words: str) -> None:
     assert caught.value.code == "invalid_json"
 
 
+@pytest.mark.parametrize(
+    ("raw", "param"),
+    [
+        (b'{"messages": 5, "messages": [{"role": "user", "content": "a"}]}', "messages"),
+        (b'{"messages": [{"role": "user", "content": 5, "content": "a"}]}', "messages[0].content"),
+    ],
+)
+def test_a_key_given_twice_with_a_wrong_value_is_reported_as_such(raw: bytes, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_chat(raw, INFO, OPTIONS)
+    assert (caught.value.param, caught.value.message) == (
+        param,
+        f"'{param}' is given more than once: send one value.",
+    )
+
+
+def test_choices_of_several_structs_are_listed_once() -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(messages=[{"role": "user", "content": [{"type": "txt", "text": "a"}]}])
+    assert caught.value.message.count("'image_url'") == 1
+
+
 def test_a_body_with_too_many_values_is_refused_before_it_is_decoded() -> None:
     def body(num_commas: int) -> bytes:
         return encode({"input": "Hello.", "metadata": "," * (num_commas - 1)})

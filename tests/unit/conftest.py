@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mingc.artifacts.artifact import new_artifact, write_manifest
+from mingc.artifacts.codec import encode
 from mingc.artifacts.manifest import (
     SCHEMA,
     EngineRecord,
@@ -17,8 +18,19 @@ from mingc.artifacts.manifest import (
     StageRecord,
     VoiceRecord,
 )
+from mingc.artifacts.parameters import AudioParameters
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.artifacts.stage_graph import StageGraph, StageNode
+
+PARAMETERS = AudioParameters(
+    sample_rate=16000,
+    num_mels=128,
+    fft_size=400,
+    hop_samples=160,
+    max_frames=256,
+    frames_per_token=4,
+    hidden_size=64,
+)
 
 
 @pytest.fixture
@@ -60,7 +72,7 @@ def manifest() -> Manifest:
             )
         },
         graph=StageGraph(nodes=(StageNode(name="audio_encoder", policy="once"),)),
-        parameters={},
+        parameters={"audio_encoder": encode(PARAMETERS)},
         tokenizers={},
         speaker_network=None,
         voices=(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def test_an_artifact_opens_and_its_hashes_hold(artifact_path: Path) -> None:
 def test_an_export_that_fails_leaves_nothing(tmp_path: Path, manifest: Manifest) -> None:
     with pytest.raises(ZeroDivisionError), new_artifact(tmp_path / "b", replace_existing=False) as work:
         (work / "half").write_text("half")
-        write_manifest(work, replace(manifest, stages={}, graph=StageGraph(), voices=()))
+        write_manifest(work, replace(manifest, stages={}, parameters={}, graph=StageGraph(), voices=()))
         raise ZeroDivisionError
     assert not list(tmp_path.iterdir())
 
@@ -49,7 +50,9 @@ def test_a_failed_replacement_leaves_the_old_artifact(artifact_path: Path) -> No
 
 def test_a_replacement_takes_the_place_of_the_old_artifact(artifact_path: Path, manifest: Manifest) -> None:
     with new_artifact(artifact_path, replace_existing=True) as work:
-        write_manifest(work, replace(manifest, model="second", stages={}, graph=StageGraph(), voices=()))
+        write_manifest(
+            work, replace(manifest, model="second", stages={}, parameters={}, graph=StageGraph(), voices=())
+        )
     artifact = open_artifact(artifact_path)
     assert artifact.manifest.model == "second"
     assert not artifact.manifest.files
@@ -85,7 +88,7 @@ def test_what_appears_at_the_output_during_a_build_is_kept_and_so_is_the_build(
         pytest.raises(ConfigError, match="is not an artifact") as caught,
         new_artifact(root, replace_existing=replace_existing) as work,
     ):
-        write_manifest(work, replace(manifest, stages={}, graph=StageGraph(), voices=()))
+        write_manifest(work, replace(manifest, stages={}, parameters={}, graph=StageGraph(), voices=()))
         root.mkdir()
         (root / "thesis.txt").write_text("years of work")
     assert (root / "thesis.txt").read_text() == "years of work"
@@ -99,10 +102,13 @@ def test_an_artifact_that_appears_during_a_build_is_kept_without_force(
 ) -> None:
     root = tmp_path / "out"
     with pytest.raises(ConfigError, match="exists"), new_artifact(root, replace_existing=False) as work:
-        write_manifest(work, replace(manifest, stages={}, graph=StageGraph(), voices=()))
+        write_manifest(work, replace(manifest, stages={}, parameters={}, graph=StageGraph(), voices=()))
         root.mkdir()
         write_manifest(
-            root, replace(manifest, model="of somebody else", stages={}, graph=StageGraph(), voices=())
+            root,
+            replace(
+                manifest, model="of somebody else", stages={}, parameters={}, graph=StageGraph(), voices=()
+            ),
         )
     assert open_artifact(root).manifest.model == "of somebody else"
 
@@ -116,7 +122,7 @@ def test_a_replaced_artifact_that_a_killed_build_left_goes_with_the_next(
         folder.mkdir()
         (folder / "part").touch()
     with new_artifact(artifact_path, replace_existing=True) as work:
-        write_manifest(work, replace(manifest, stages={}, graph=StageGraph(), voices=()))
+        write_manifest(work, replace(manifest, stages={}, parameters={}, graph=StageGraph(), voices=()))
     assert set(artifact_path.parent.iterdir()) == {artifact_path, mine}
 
 
@@ -283,3 +289,12 @@ def test_a_voice_that_cannot_be_read_is_named(artifact_path: Path) -> None:
     artifact = open_artifact(artifact_path)
     with pytest.raises(ArtifactError, match="voice DB30 cannot be read"):
         load_voice(artifact, artifact.manifest.voices[0])
+
+
+def test_a_folder_in_the_file_table_is_refused(artifact_path: Path) -> None:
+    size = (artifact_path / "engines").stat().st_size
+    document = json.loads((artifact_path / "manifest.json").read_text(encoding="utf-8"))
+    document["files"]["engines"] = {"size_bytes": size, "sha256": "0" * 64}
+    (artifact_path / "manifest.json").write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(IntegrityError, match="engines: is not a file"):
+        open_artifact(artifact_path)

@@ -25,6 +25,7 @@ from mingc.runtime.service import builder
 from mingc.runtime.service.builder import (
     EngineOptions,
     _audio_encoder,
+    _check_policy,
     _devices,
     _info,
     _kv_tokens,
@@ -332,3 +333,17 @@ def test_the_log_warns_of_an_unknown_gpu(
         for record in caplog.records
         if name in record.getMessage()
     ] == [(level, True)]
+
+
+def test_a_client_in_place_of_a_stage_is_refused() -> None:
+    graph = StageGraph(
+        nodes=(StageNode(name="cfm", policy="loop"),), edges=(Edge(CLIENT, "cfm", "condition"),)
+    )
+    with pytest.raises(ArtifactError, match="the client where the service needs a stage of policy autoreg"):
+        _check_policy(graph, CLIENT, "autoregressive")
+
+
+def test_a_stage_without_batch_buckets_is_refused(manifest: Manifest) -> None:
+    assert _largest(manifest, "audio_encoder", "N") == 8
+    with pytest.raises(ArtifactError, match="no graph of audio_encoder has buckets for dim B"):
+        _largest(manifest, "audio_encoder", "B")

@@ -96,7 +96,8 @@ def test_a_file_that_no_hash_is_kept_of_is_refused(artifact_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../elsewhere.bin", "voices/../../elsewhere.bin", "/etc/hostname", "..\\x", ""]
+    "name",
+    ["../elsewhere.bin", "voices/../../elsewhere.bin", "/etc/hostname", "..\\x", "", "a\x00b", "\ud800"],
 )
 def test_a_file_outside_the_artifact_is_refused(artifact_path: Path, name: str) -> None:
     record = {"size_bytes": 1, "sha256": "0" * 64}
@@ -123,3 +124,54 @@ def test_records_name_files_of_the_table_only(
     change(artifact_path, **changes)
     with pytest.raises(ManifestError, match=f"{name} is not in the file table"):
         read_manifest(artifact_path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"schema": 5, "parameters": ' + '{"a":' * 100_000])
+def test_a_manifest_that_is_nested_too_deeply_is_refused(artifact_path: Path, text: str) -> None:
+    (artifact_path / FILE_NAME).write_text(text, encoding="utf-8")
+    with pytest.raises(ManifestError, match="nested too deeply"):
+        read_manifest(artifact_path)
+
+
+_GRAPH = ("stages", "audio_encoder", "graphs", "encode")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("graph", "nodes", 0, "policy"), "twice", "'twice' is not one of"),
+        (("graph", "nodes", 0, "name"), "a.b", "'a.b' is not a valid stage name"),
+        (
+            ("graph", "edges"),
+            [{"source": "client", "target": "client", "port": "text"}],
+            "joins the client with itself",
+        ),
+        (("parameters", "other"), {}, "parameters of other, which is not a stage"),
+        (("parameters",), {}, "stage audio_encoder has no parameters"),
+        (("fingerprint", "world_size"), 0, "world_size is 0"),
+        (("fingerprint", "dtype"), "float8", "dtype is 'float8', expected float32 or bfloat16"),
+        (("stages", "audio_encoder", "is_sharded"), 1, "expected bool"),
+        (("stages", "audio_encoder", "weights"), [], "has 0 weights files, expected 1"),
+        (("stages", "audio_encoder", "graphs"), {}, "stage audio_encoder has no graph"),
+        ((*_GRAPH, "engines"), [], "graph audio_encoder.encode has no engine"),
+        ((*_GRAPH, "spec", "layer_instances"), [], "graph audio_encoder.encode has no layer instance"),
+        ((*_GRAPH, "spec", "name"), "other", "has the signature of other"),
+        ((*_GRAPH, "engines", 0, "dims"), {"T4": 1}, "encode has an engine without a size of N"),
+        ((*_GRAPH, "spec", "dims"), [], "graph audio_encoder.encode has no dim N, T4"),
+        ((*_GRAPH, "parity", "compiled"), 10**400, "expected a finite number"),
+    ],
+)
+def test_a_wrong_record_is_refused_with_file_and_fix(
+    artifact_path: Path, path: tuple[str | int, ...], value: Any, message: str
+) -> None:
+    document = json.loads((artifact_path / FILE_NAME).read_text(encoding="utf-8"))
+    place = document
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    change(artifact_path, **document)
+    with pytest.raises(ManifestError) as caught:
+        read_manifest(artifact_path)
+    assert message in caught.value.message
+    assert str(artifact_path / FILE_NAME) in str(caught.value.where)
+    assert caught.value.fix == "copy the artifact again, or export again"

@@ -342,6 +342,14 @@ def test_segment_inputs_follow_their_shape() -> None:
         assert case.make(torch.device("cpu"))["segment"].tolist() == expected.tolist()
 
 
+def test_a_missing_parameter_of_an_input_is_named() -> None:
+    ids = TensorSpec(name="input_ids", dtype="int64", shape=("T",))
+    spec = GraphSpec(name="embed", inputs=(ids,), outputs=(), dims=())
+    case = ProbeCase(stage="other", spec=spec, sizes={"T": 6}, context=0, parameters={"vocab_size": "9"})
+    with pytest.raises(ArtifactError, match=r"probe needs the parameter vocab_size of other .* found '9'"):
+        case.make(torch.device("cpu"))
+
+
 class SlowStopwatch(Stopwatch):
     """Reports `ms_per_patch` for convolutions instead of measuring, and counts calls."""
 

@@ -6,8 +6,9 @@ A file that fails to import is an error, not a missing stage.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import get_args
 
-from mingc.artifacts.stage_graph import CLIENT, Edge, StageGraph, StageNode
+from mingc.artifacts.stage_graph import CLIENT, Edge, Policy, StageGraph, StageNode
 from mingc.errors import ConfigError
 from mingc.export.stage import Stage
 from mingc.plugins import ExtensionPoint
@@ -30,13 +31,25 @@ def find(name: str) -> Stage:
     except KeyError:
         known = ", ".join(STAGES.names())
         raise ConfigError(f"unknown stage {name}", where="--stages", fix=f"choose from {known}") from None
-    if not isinstance(stage, Stage) or stage.name != name:
+    if not isinstance(stage, Stage) or getattr(stage, "name", None) != name:
         raise ConfigError(
             f"{name} is not a stage of this name: {stage!r}",
             where=STAGES.group,
             fix="offer an instance of mingc.export.stage.Stage whose `name` is that of its file or entry point",
         )
+    problem = _declaration_problem(stage)
+    if problem is not None:
+        raise ConfigError(f"stage {name}: {problem}", where=STAGES.group, fix="see mingc.export.stage.Stage")
     return stage
+
+
+def _declaration_problem(stage: Stage) -> str | None:
+    policy = getattr(stage, "policy", None)
+    if policy not in get_args(Policy):
+        return f"policy is {policy!r}, expected one of {', '.join(get_args(Policy))}"
+    if not isinstance(stage.edges, tuple) or not all(isinstance(edge, Edge) for edge in stage.edges):
+        return f"edges is {stage.edges!r}, expected a tuple of Edge"
+    return None
 
 
 def build_graph(stages: Iterable[Stage]) -> StageGraph:

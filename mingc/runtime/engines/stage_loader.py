@@ -36,13 +36,20 @@ class LoadedStage:
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def __getitem__(self, graph: str) -> Graph:
-        return self.graphs[graph]
+        found = self.graphs.get(graph)
+        if found is None:
+            raise ArtifactError(
+                f"stage {self.name} has no graph {graph}; it has {', '.join(sorted(self.graphs))}",
+                where="manifest.json",
+                fix="copy the artifact again, or export again",
+            )
+        return found
 
     def layer_instances(self, graph: str) -> dict[str, Graph]:
         """The graph with the weights of each of its instances, in order."""
         return {
-            instance: self.graphs[graph].with_weights(_within(self.weights, instance))
-            for instance in self.graphs[graph].spec.layer_instances
+            instance: self[graph].with_weights(_within(self.weights, instance))
+            for instance in self[graph].spec.layer_instances
         }
 
     def state_specs(self) -> dict[str, TensorSpec]:

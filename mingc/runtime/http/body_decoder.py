@@ -221,6 +221,11 @@ def _validation_error(reason: str, raw: bytes, type_: type) -> RequestError:
                 return out_of_range(param, _bounds(each), value)
     if value is None and keys:
         return missing(param)
+    # The lookup finds the last of several values, the decoder refuses the first that is wrong.
+    if keys and _type_name(value) in _expected(types).split(" or "):
+        return RequestError(
+            f"'{param}' is given more than once: send one value.", param=param, code="invalid_value"
+        )
     return wrong_type(param, _expected(types), value)
 
 
@@ -244,7 +249,7 @@ def _unknown_choice(param: str, types: Sequence[inspect.Type], value: object) ->
             hint = f" {(each.extra_json_schema or {}).get('description', '')}"
         each = each.type if isinstance(each, inspect.Metadata) else each
         if isinstance(each, inspect.LiteralType):
-            choices += [str(choice) for choice in each.values]
+            choices += [str(choice) for choice in each.values if str(choice) not in choices]
     nearest = _nearest(value, choices) if isinstance(value, str) else ""
     listed = ", ".join(repr(choice) for choice in choices)
     return RequestError(

@@ -24,7 +24,7 @@ from mingc.artifacts.parameters import (
     VaeParameters,
     VisionParameters,
 )
-from mingc.artifacts.stage_graph import Policy, StageGraph
+from mingc.artifacts.stage_graph import CLIENT, Policy, StageGraph
 from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError, ConfigError, ServeError
 from mingc.host import current_host, gpu_target
@@ -368,7 +368,13 @@ def _audio_encoder(graph: StageGraph, decoder: str) -> str | None:
 
 
 def _check_policy(graph: StageGraph, stage: str, expected: Policy) -> None:
-    """Raises: ArtifactError when `stage` is not run as the service runs the stage in its place."""
+    """Raises: ArtifactError when `stage` is the client, or not run as the service runs the stage in its place."""
+    if stage == CLIENT:
+        raise ArtifactError(
+            f"the stage graph has the client where the service needs a stage of policy {expected}",
+            where="stage graph",
+            fix="copy the artifact again, or export again",
+        )
     if graph.policy(stage) != expected:
         raise ArtifactError(
             f"stage {stage} has the run policy {graph.policy(stage)}; the service runs it as {expected}",
@@ -380,9 +386,14 @@ def _check_policy(graph: StageGraph, stage: str, expected: Policy) -> None:
 def _largest(manifest: Manifest, stage: str, dim: str) -> int:
     """The largest size of `dim` that every graph of `stage` with this dim has a bucket for."""
     graphs = [record.spec for record in manifest.stages[stage].graphs.values()]
-    return min(
+    sizes = [
         max(each.buckets) for graph in graphs for each in graph.dims if each.name == dim and each.buckets
-    )
+    ]
+    if not sizes:
+        raise ArtifactError(
+            f"no graph of {stage} has buckets for dim {dim}", where="manifest.json", fix="export again"
+        )
+    return min(sizes)
 
 
 def _kv_tokens(

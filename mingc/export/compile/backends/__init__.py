@@ -18,7 +18,7 @@ def find_backend(name: str) -> Backend:
     except KeyError:
         known = ", ".join(BACKENDS.names())
         raise ConfigError(f"unknown backend {name}", where="--backend", fix=f"choose from {known}") from None
-    if not isinstance(backend, Backend) or backend.name != name:
+    if not isinstance(backend, Backend) or getattr(backend, "name", None) != name:
         raise ConfigError(
             f"{name} is not a backend of this name: {backend!r}",
             where=BACKENDS.group,
