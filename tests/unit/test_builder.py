@@ -319,7 +319,7 @@ def test_the_log_warns_of_an_unknown_gpu(
         "current_host": lambda device: Host(torch="2.13.0", device="cuda", capability="9.0"),
         "gpu_target": lambda device: lookup((9, 0), name, 132),
         "_load_chat": lambda *_: (None, None),
-        "_load_speech": lambda *_: None,
+        "_load_speech": lambda *_: SimpleNamespace(),
         "OmniService": lambda info, **_: info,
     }
     for each, value in replacements.items():
@@ -347,3 +347,13 @@ def test_a_stage_without_batch_buckets_is_refused(manifest: Manifest) -> None:
     assert _largest(manifest, "audio_encoder", "N") == 8
     with pytest.raises(ArtifactError, match="no graph of audio_encoder has buckets for dim B"):
         _largest(manifest, "audio_encoder", "B")
+
+
+def test_an_artifact_without_text_and_speech_is_not_served(
+    artifact_path: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = manifest.fingerprint
+    host = Host(torch=recorded.torch, device=recorded.device, capability=recorded.capability)
+    monkeypatch.setattr(builder, "current_host", lambda device: host)
+    with pytest.raises(ArtifactError, match="nothing to serve: audio_encoder produce neither text nor"):
+        open_service(artifact_path)

@@ -167,6 +167,12 @@ def open_service(
         with clock.phase("load the chat engines"):
             runner, chat = _load_chat(artifact, options, devices, on_failure)
         speech = _load_speech(artifact, options, devices[0], clock)
+        if chat is None and speech is None:
+            raise ArtifactError(
+                f"nothing to serve: {', '.join(manifest.stages)} produce neither text nor speech",
+                where=str(root),
+                fix="export the thinker, or talker, cfm and audio_vae as well",
+            )
     except BaseException:
         if isinstance(runner, RankGroup):
             runner.close()
