@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-FILES = ("talker-h200-2026-11-21.json", "talker-h200-2026-11-21-batch-1-eight-inputs.json")
+FILES = ("talker-h200-2026-11-22.json",)
 PICTURE = ROOT / "docs" / "images" / "talker.svg"
 BATCHES = (1, 16, 32)
 PATCH_S = 0.32
