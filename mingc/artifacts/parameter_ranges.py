@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from string import Formatter
 
 # All other numbers are above 0.
 _ANY_SIGN = {"image_mean"}
@@ -51,10 +52,18 @@ def range_problems(parameters: object, where: str) -> Iterator[str]:
             elif "token" in name and name in _FROM_ZERO and number >= values["vocab_size"]:
                 yield f"{where}.{name} is {number}, beyond a vocabulary of {values['vocab_size']}"
     if "thinking_suffix" in values:
+        # Parsed, not formatted: a width such as {state:9999999999} would allocate as many characters.
         try:
-            values["thinking_suffix"].format(state="on")
-        except (LookupError, ValueError, AttributeError) as error:
-            yield f"{where}.thinking_suffix has other placeholders than {{state}}: {type(error).__name__}: {error}"
+            fields = [
+                tuple(part[1:])
+                for part in Formatter().parse(values["thinking_suffix"])
+                if part[1] is not None
+            ]
+        except ValueError as error:
+            yield f"{where}.thinking_suffix is not a format string: {error}"
+        else:
+            if any(part != ("state", "", None) for part in fields):
+                yield f"{where}.thinking_suffix has other placeholders than {{state}}"
     for least, most in _ORDERED:
         if least in values and values[least] > values[most]:
             yield f"{where}.{least} is {values[least]}, more than {most}, {values[most]}"

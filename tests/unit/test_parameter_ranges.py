@@ -100,8 +100,15 @@ def write_parameters(root: Path, stage: str, parameters: object, **changed: obje
             "thinker",
             THINKER,
             {"thinking_suffix": "{mode}"},
-            "thinking_suffix has other placeholders than {state}: KeyError",
+            "thinking_suffix has other placeholders than {state}",
         ),
+        (
+            "thinker",
+            THINKER,
+            {"thinking_suffix": "{state:9999999999}"},
+            "thinking_suffix has other placeholders than {state}",
+        ),
+        ("thinker", THINKER, {"thinking_suffix": "{state"}, "thinking_suffix is not a format string"),
         (
             "audio_encoder",
             AUDIO,
