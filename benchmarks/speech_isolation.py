@@ -1,4 +1,4 @@
-"""Is a request's speech its own? Sixteen mixed requests, in batches of several orders and starts, against each alone.
+"""Isolation of speech: 16 mixed requests in several arrival patterns, compared with each run alone.
 
 Runs through `TalkerWorker`. Two questions, two figures each: in one and the same bucket, is it bit for bit what the
 request gives alone (the rest of the bucket is padding then); and how far do buckets differ from each other, in the
@@ -59,14 +59,14 @@ Waves = list[list[NDArray[np.float32]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArrivalPattern:
-    """How requests come together: who comes when (patch boundaries after the start), in this order."""
+    """Arrival pattern: the order of the requests and the patch boundary at which each one arrives."""
 
     name: str
     arrivals: tuple[tuple[int, int], ...]  # (boundary, request), in order of boundary
 
 
 def arrival_patterns() -> list[ArrivalPattern]:
-    """Three orders from one start, and three ways to start one after the other."""
+    """Three orders of simultaneous arrival, and three staggered patterns."""
     orders = {
         "given order": range(NUM_REQUESTS),
         "reversed": range(NUM_REQUESTS - 1, -1, -1),
@@ -90,7 +90,7 @@ def arrival_patterns() -> list[ArrivalPattern]:
 
 
 def make_artifact(output: Path, *, batch_sizes: str, jobs: int, cache: Path | None = None) -> None:
-    """Export the speech stages for CUDA in bfloat16: dims as small as our kernels take, heads of 64."""
+    """Export the speech stages for CUDA in bfloat16: the smallest dims that the kernels support, heads of 64."""
     with tempfile.TemporaryDirectory() as scratch:
         configs = Path(scratch) / "configs"
         shutil.copytree(TINY, configs, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -125,7 +125,7 @@ def _parameters(artifact: Artifact) -> tuple[TalkerParameters, CfmParameters, Va
 
 
 def make_segments(artifact: Artifact) -> list[SpeechSegment]:
-    """The sixteen: texts, voices, guidance, sigma, temperature, seed and length all vary."""
+    """The 16 requests: texts, voices, guidance, sigma, temperature, seed and length all vary."""
     talker, flow, vae = _parameters(artifact)
     planner = SpeechPlanner(
         SpeechPromptBuilder(TextTokenizer.from_file(artifact.path(artifact.manifest.tokenizers["talker"]))),
@@ -165,7 +165,7 @@ def open_worker(artifact: Artifact, device: torch.device) -> TalkerWorker:
 
 @contextmanager
 def only_bucket(worker: TalkerWorker, size: int) -> Iterator[None]:
-    """Inside, every patch runs in the bucket `size`, however few requests there are."""
+    """Run every patch inside the block in the bucket `size`."""
     engines = worker._engines
     sizes, engines.batch_sizes = engines.batch_sizes, [size]
     try:
@@ -175,11 +175,11 @@ def only_bucket(worker: TalkerWorker, size: int) -> Iterator[None]:
 
 
 def speak(worker: TalkerWorker, segments: Sequence[SpeechSegment], pattern: ArrivalPattern) -> Waves:
-    """Run the requests of `pattern`, as many at a time as fit: the patches of each, [] of absent ones."""
+    """Run the requests of `pattern`, as many at a time as fit. Returns the patches of each; [] for absent requests."""
     waves: Waves = [[] for _ in segments]
     coming = list(pattern.arrivals)
     most = min(worker._engines.batch_sizes[-1], worker.num_slots - 1)
-    # The slots are handed out from the last, and rows are launched in the order of joining.
+    # Slots are allocated from the last one; rows are launched in the order of admission.
     free, running = list(range(1, most + 1)), dict[int, int]()
     boundary = 0
     while coming or running:

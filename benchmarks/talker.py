@@ -82,7 +82,7 @@ class Step:
         }
 
     def in_sequence(self) -> tuple[Tensor, Tensor]:
-        """Samples and stop probabilities of the given inputs, on one stream."""
+        """Compute samples and stop probabilities on one stream."""
         made = self.sample(self.inputs)
         samples = self.decode(made["latents"], self.inputs["slots"], self.inputs["patch_index"])
         self.advance(made, self.inputs)
@@ -118,8 +118,8 @@ class Step:
 
 
 def served_times(step: Step, batch: int, count: int) -> tuple[list[float], list[float]]:
-    """Milliseconds from patch to patch, launched two ahead as a server does; and of patches that have the device to
-    themselves, from the launch until samples and stop probabilities are on the host."""
+    """Milliseconds from patch to patch, launched two ahead as in a server; and the latency of single patches, from the
+    launch until samples and stop probabilities are on the host."""
     noise = step.inputs["step_noise"]
     pipeline = PatchPipeline(
         step,
@@ -209,7 +209,7 @@ def parity(stage: str, batch: int, run: Run, module: nn.Module, reference: nn.Mo
 def outcome(
     call: Run, tensors: Mapping[str, Tensor], states: Sequence[str], *, is_wide: bool = False
 ) -> dict[str, Tensor]:
-    """Outputs of a call and states behind it; `tensors` are not changed. Wide: in float32."""
+    """Outputs and updated state of a call; `tensors` are not modified."""
     copied = {
         name: (value.float() if is_wide and value.is_floating_point() else value).clone()
         for name, value in tensors.items()

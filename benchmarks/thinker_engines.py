@@ -1,4 +1,4 @@
-"""Builds the engines of the thinker's pieces for one rank's share, and random weights for them on the device."""
+"""Build the thinker's engines for one rank, with random weights on the device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _INT4_MAX = (
     7  # random values are as often negative as positive: an offset would send all tokens to the same experts
 )
 _INT4_SCALE = _SCALE / (_INT4_MAX * (_INT4_MAX + 1) / 3) ** 0.5
-# Of a graph with T, N or B: a piece takes whatever it is given of these.
+# Dims that vary: a graph has some of these.
 PREFILL, DECODE, BOTH = (
     ("prefill_attention", "prefill_experts"),
     ("decode_attention", "decode_experts"),
@@ -42,7 +42,7 @@ PREFILL, DECODE, BOTH = (
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is built: one rank's share of the thinker of `configs` for these batches, chunks and contexts."""
+    """Build settings: one rank of the thinker of `configs`, with these batch sizes, chunks and context."""
 
     configs: str
     world_size: int
@@ -73,7 +73,7 @@ class Setup:
         return {plan.spec.name: plan for plan in thinker_graphs(self.config(), shard, self.options())}
 
     def sizes(self, graph: str) -> list[dict[str, int]]:
-        """The sizes that `graph` is compiled for."""
+        """Sizes to compile `graph` for."""
         pages = self.max_model_len // PAGE_SIZE
         tokens = {
             **dict.fromkeys(PREFILL, ("T", self.chunks)),
@@ -102,7 +102,7 @@ def tune_kernels(setup: Setup, folder: Path, jobs: int) -> tuple[TunedKernel, ..
 
 
 def build_all(setup: Setup, folder: Path, jobs: int, tiles: tuple[TunedKernel, ...] = ()) -> float:
-    """Compile every piece. Returns the sum of the seconds that single compilations took."""
+    """Compile every graph. Returns the compile seconds of all processes together."""
     tasks = [(graph, sizes) for graph in setup.plans() for sizes in setup.sizes(graph)]
     tasks.sort(key=lambda task: task[0] not in PREFILL + DECODE)  # the longest first
     with compiler_pool(jobs) as pool:
@@ -111,7 +111,7 @@ def build_all(setup: Setup, folder: Path, jobs: int, tiles: tuple[TunedKernel, .
 
 
 def load(setup: Setup, folder: Path, weights: Mapping[str, Tensor], device: torch.device) -> LoadedStage:
-    """The stage over the engines in `folder`."""
+    """Load the stage from the engines in `folder`."""
     graphs = {}
     for name, plan in setup.plans().items():
         instance = plan.spec.layer_instances[0]
@@ -129,7 +129,7 @@ def load(setup: Setup, folder: Path, weights: Mapping[str, Tensor], device: torc
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """One stored weight of a rank: `source` says how the checkpoint makes it, None for a scale."""
+    """One stored weight of a rank; `source` is None for a scale."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -137,7 +137,7 @@ class Weight:
 
 
 def layout(setup: Setup) -> dict[str, Weight]:
-    """Every stored weight of a rank by name."""
+    """Stored weights of a rank, by name."""
     stage = find("thinker")
     full = stage.config(open_synthetic(Path(setup.configs)))
     shard = Shard(world_size=setup.world_size)
@@ -152,7 +152,7 @@ def layout(setup: Setup) -> dict[str, Weight]:
 
 
 def random_weights(setup: Setup, device: torch.device, *, distinct: int | None) -> dict[str, Tensor]:
-    """Every weight of a rank by name, drawn on `device`; norms near 1, products keep the size of their input.
+    """Random weights of a rank by name, on `device`: norms near 1; GEMMs preserve the scale of their input.
 
     With `distinct`, so many expert layers have weights of their own and the others use the same again, in turn: the
     caches of the device hold no layer of them, so the time is the same.
@@ -210,7 +210,7 @@ def _config(setup: Setup) -> ThinkerConfig:
 
 
 def _module(setup: Setup) -> torch.nn.Module:
-    """The whole decoder of one rank, without memory."""
+    """The decoder of one rank on the meta device."""
     stage = find("thinker")
     full = _config(setup)
     shard = Shard(world_size=setup.world_size)
@@ -220,14 +220,14 @@ def _module(setup: Setup) -> torch.nn.Module:
 
 
 def piece(setup: Setup, instance: str, weights: Mapping[str, Tensor]) -> torch.nn.Module:
-    """The eager module at the path `instance` over `weights` of the whole stage."""
+    """Eager module at the path `instance`, with its part of the stage's `weights`."""
     module = _module(setup).get_submodule(instance)
     module.load_state_dict(_within(weights, instance), strict=True, assign=True)
     return module
 
 
 def _within(weights: Mapping[str, Tensor], instance: str) -> dict[str, Tensor]:
-    """The weights of an instance by the names that its module knows them by."""
+    """Weights of a layer instance, by their names in the module."""
     start = f"{instance}."
     return {name.removeprefix(start): value for name, value in weights.items() if name.startswith(start)}
 
@@ -255,13 +255,13 @@ def _build(
 
 
 def expected_experts(config: DecoderConfig, tokens: int) -> float:
-    """How many experts of a layer `tokens` tokens choose, if all are equally likely: the worst case."""
+    """Expected number of experts per layer that `tokens` tokens select under uniform routing, the worst case."""
     share = config.num_experts_per_token / config.num_experts
     return config.num_experts * (1 - (1 - share) ** tokens)
 
 
 def chunk_flops(setup: Setup, tokens: int, start: int) -> float:
-    """Operations of one rank for a chunk of `tokens` tokens behind `start` others: products and causal attention."""
+    """FLOPs of one rank for a chunk of `tokens` tokens after `start` others: GEMMs and causal attention."""
     config = setup.config()
     heads, kv_heads = config.local_heads(setup.world_size)
     hidden, size = config.hidden_size, config.head_dim
@@ -283,7 +283,7 @@ def chunk_flops(setup: Setup, tokens: int, start: int) -> float:
 
 
 def step_bytes(setup: Setup, lengths: Sequence[int]) -> float:
-    """Bytes that one rank must read for one token of each of the requests of `lengths` tokens."""
+    """Bytes that one rank reads to decode one token for each request of `lengths` tokens."""
     config = setup.config()
     chosen = expected_experts(config, len(lengths)) / config.num_experts
     total = 0.0

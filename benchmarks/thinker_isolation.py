@@ -1,4 +1,4 @@
-"""Is an answer its request's own? Thirty-two ragged requests, in several orders and starts, against each alone.
+"""Isolation of thinker answers: 32 ragged requests in several arrival patterns, compared with each run alone.
 
 Runs through `ThinkerLoop`, its scheduler and `ThinkerWorker`. Two questions: in one and the same bucket, are all
 logits bit for bit what the request gets alone (the rest of the bucket is padding then); and how far do buckets differ
@@ -55,7 +55,7 @@ _WIDE = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 
 def make_artifact(
     output: Path, *, target: str, dtype: str, batch_sizes: str, jobs: int, cache: Path | None = None
 ) -> None:
-    """Export the tiny thinker; in half precision one of random weights, just wide enough for all of our kernels."""
+    """Export the tiny thinker; in bfloat16 one of random weights, just wide enough for all Triton kernels."""
     words = ["--stages", "thinker", "--target", target, "--dtype", dtype, "--batch-sizes", batch_sizes]
     words += ["--max-model-len", str(CONTEXT_TOKENS), "--prefill-chunk-size", str(_PREFILL_TOKENS)]
     words += ["--jobs", str(jobs), "--output", str(output), *(["--cache", str(cache)] if cache else [])]
@@ -76,7 +76,7 @@ def make_artifact(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Likeness:
-    """How answers compare with those that requests get alone.
+    """Comparison of batched answers with those of single runs.
 
     Attributes:
         same_tokens: requests that got the same tokens; of those that left, as many as they received.
@@ -96,7 +96,7 @@ class Likeness:
 def compare(
     answers: Mapping[int, Answer], alone: Mapping[int, Answer], requests: Sequence[Request]
 ) -> Likeness:
-    """How `answers` compare with those `alone`; row i of the logits is what token i was chosen from."""
+    """Compare `answers` with those of single runs, `alone`; token i was sampled from row i of the logits."""
     same_tokens = same_bits = at_an_edge = 0
     largest = 0.0
     for index, answer in answers.items():
@@ -119,7 +119,7 @@ def compare(
 
 
 def _is_at_an_edge(request: Request, answer: Answer, alone: Answer, place: int) -> bool:
-    """Whether the host's sampler, given the logits of token `place` moved a little, chooses either answer's token."""
+    """Whether the host's sampler selects either answer's token from slightly perturbed logits of token `place`."""
     logits = alone.logits[place]
     gap = (answer.logits[place] - logits).abs().max()
     generator = torch.Generator().manual_seed(place)

@@ -1,4 +1,4 @@
-"""How many experts a decode step reads, asked of the routers: what the roofline assumes must be what is measured."""
+"""Number of experts that a decode step reads, counted at the routers: checks the assumption of the roofline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def experts_read(
     config: DecoderConfig,
     inputs: Mapping[str, Tensor],
 ) -> float:
-    """How many different experts the tokens of one step choose, the mean of all layers with experts.
+    """Number of different experts that the tokens of one step select, averaged over the expert layers.
 
     One rank's share without the sums: the streams differ from the true ones, the spread over the experts does not.
     """
