@@ -31,7 +31,7 @@ def test_probe_times_the_share_of_one_rank(two_rank_artifact: Path) -> None:
     words = ("--engine", "thinker.head,thinker.decode_attention", "--batch", 1, "--repetitions", 1, "--json")
     done = mingc("probe", two_rank_artifact, *words)
     assert done.code == 0, done.stderr
-    assert "thinker: the share of rank 0 of 2, without what the ranks exchange" in done.document["notes"]
+    assert "thinker: rank 0 of 2, without all-reduces" in done.document["notes"]
     layers = {row["engine"]: row["layer_instances"] for row in done.document["engines"]}
     assert layers == {"thinker.head": 1, "thinker.decode_attention": 4}
 

@@ -23,7 +23,8 @@ def _register(root: Path, wave: np.ndarray[tuple[int], np.dtype[np.float32]]) ->
     configs = {name: stage.config(checkpoint) for name, stage in discover().items()}
     wav = root / "voice.wav"
     soundfile.write(wav, wave, _RATE, subtype="FLOAT")
-    VoiceMaker(checkpoint, configs).register(VoiceSource(name="one", wav=wav, transcript="one"), root)
+    maker = VoiceMaker(checkpoint, configs, sampler="cfm", vocoder="audio_vae")
+    maker.register(VoiceSource(name="one", wav=wav, transcript="one"), root)
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ def test_a_sound_graph_has_no_problem() -> None:
         (replace(SPEAKING, nodes=(*SPEAKING.nodes, SPEAKING.nodes[0])), "stage vocoder is listed twice"),
         (
             replace(SPEAKING, nodes=(*SPEAKING.nodes, StageNode(name="client", policy="once"))),
-            "client is not a valid stage name",
+            "'client' is not a valid stage name",
         ),
         (
             replace(SPEAKING, edges=(*SPEAKING.edges, Edge("ear", "decoder", "audio"))),
