@@ -27,6 +27,7 @@ class EngineThread(ABC):
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._inbox: deque[Callable[[], None]] = deque()
+        self._is_woken = False  # since the last wait
         self._is_stopping = False
         self._failure: ServeError | None = None
         self._thread = threading.Thread(target=self._run, name=f"mingc-{name}", daemon=True)
@@ -42,7 +43,7 @@ class EngineThread(ABC):
         """Stop after the current step and wait for it."""
         with self._lock:
             self._is_stopping = True
-            self._wake.notify()
+            self._notify()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
@@ -50,18 +51,18 @@ class EngineThread(ABC):
         """Run `action` on the thread before its next step."""
         with self._lock:
             self._inbox.append(action)
-            self._wake.notify()
+            self._notify()
 
     def wake(self) -> None:
         """Wake the thread to check for work."""
         with self._lock:
-            self._wake.notify()
+            self._notify()
 
     def fail(self, error: ServeError) -> None:
         """Fail all running and later requests with `error`. Callable from any thread."""
         with self._lock:
             self._failure = self._failure or error
-            self._wake.notify()
+            self._notify()
 
     @abstractmethod
     def _step(self) -> bool:
@@ -70,6 +71,11 @@ class EngineThread(ABC):
     @abstractmethod
     def _fail_all(self, error: ServeError) -> None:
         """Fail and remove every request."""
+
+    def _notify(self) -> None:
+        """Wake the thread, now or when it is about to wait. Call it under the lock."""
+        self._is_woken = True
+        self._wake.notify()
 
     def _check_healthy(self) -> None:
         """Raise the error that stopped the thread, or WorkerError when it is stopping."""
@@ -82,8 +88,9 @@ class EngineThread(ABC):
         is_busy = True
         while True:
             with self._lock:
-                if not is_busy and not self._inbox and not self._is_stopping:
+                if not is_busy and not self._is_woken:
                     self._wake.wait(_IDLE_WAIT_S)
+                self._is_woken = False
                 actions = list(self._inbox)
                 self._inbox.clear()
                 failure = self._failure

@@ -10,46 +10,12 @@ import numpy as np
 import pytest
 import torch
 from collector import Collector
-from fake_engines import HIDDEN
-from fake_talker import (
-    FLOW,
-    HISTORY,
-    LATENT_DIM,
-    PATCH_SAMPLES,
-    TALKER,
-    make_talker_loop,
-    make_talker_worker,
-)
+from fake_talker import PATCH_SAMPLES, TALKER, make_talker_loop, make_talker_worker
+from fake_talker import make_segment as segment
 
 from mingc.runtime.talker.engines import LaunchedPatch
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
-
-
-def segment(
-    seed: int = 1,
-    index: int = 0,
-    *,
-    tokens: int = 21,
-    patches: int = 6,
-    prefix: int = 9,
-    guidance: float = 2.0,
-    temperature: float = 0.0,
-) -> SpeechSegment:
-    generator = np.random.default_rng(tokens)
-    return SpeechSegment(
-        input_ids=generator.integers(0, 500, tokens),
-        embed_rows=np.array([3, tokens - 2, tokens - 1]),
-        embeds=generator.standard_normal((3, HIDDEN)).astype(np.float32),
-        num_prefix=prefix,
-        history=generator.standard_normal((HISTORY, LATENT_DIM)).astype(np.float32),
-        seed=seed,
-        index=index,
-        max_patches=patches,
-        guidance=guidance,
-        sigma=FLOW.sigma,
-        temperature=temperature,
-    )
 
 
 def run_alone(one: SpeechSegment, *, slot: int = 1, worker: TalkerWorker | None = None) -> np.ndarray:

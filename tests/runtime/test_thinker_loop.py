@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import pytest
-import torch
 from collector import Collector
-from fake_engines import HIDDEN
 from fake_thinker import PAGE, make_thinker_loop, make_thinker_stage, make_thinker_worker
+from fake_thinker import make_prompt as prompt
 
 from mingc.errors import CapacityError, RequestError, ServeError
 from mingc.runtime.prompt import ThinkerPrompt
@@ -26,21 +25,6 @@ from mingc.runtime.thinker.step import DecodeStep, PrefillStep
 from mingc.runtime.thinker.worker import LaunchedTokens, ThinkerWorker
 
 FAILING_ID, NAN_ID = 501, 502
-
-
-def prompt(ids: Sequence[int], *, media: Sequence[int] = (), rope_delta: int = 0) -> ThinkerPrompt:
-    """A prompt whose rows `media` hold embeddings."""
-    rows = np.array(media, dtype=np.int64)
-    kind = np.zeros(len(ids), np.int64)
-    kind[rows] = 1 + rows % 2
-    generator = torch.Generator().manual_seed(len(ids))
-    return ThinkerPrompt(
-        input_ids=np.array(ids, dtype=np.int64),
-        positions=np.stack([np.arange(len(ids))] * 3) - np.array([[0], [1], [2]]),
-        rope_delta=rope_delta,
-        embed_kind=kind,
-        media_embeds=torch.randn(len(rows), HIDDEN, generator=generator) if len(rows) else None,
-    )
 
 
 def ask(loop: ThinkerLoop, request: ThinkerPrompt, *, seed: int = 5, **params: float) -> Collector:

@@ -3,6 +3,7 @@ slot, own noise), so mixing segments up changes results."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from fake_engines import CPU, HIDDEN, make_graph
 from torch import Tensor
@@ -13,7 +14,7 @@ from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.kv_cache import SlotPool
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.scheduler import TalkerScheduler
-from mingc.runtime.talker.worker import TalkerWorker
+from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
 
 LATENTS, LATENT_DIM, HISTORY, STEPS = 2, 4, 6, 3
 SAMPLES_PER_LATENT, TAIL, SLOT_TOKENS = 6, 3, 192
@@ -235,3 +236,29 @@ def make_talker_loop(
         max_streams=max_streams,
     )
     return TalkerLoop(worker, scheduler, slow_client_timeout_s=slow_client_timeout_s)
+
+
+def make_segment(
+    seed: int = 1,
+    index: int = 0,
+    *,
+    tokens: int = 21,
+    patches: int = 6,
+    prefix: int = 9,
+    guidance: float = 2.0,
+    temperature: float = 0.0,
+) -> SpeechSegment:
+    generator = np.random.default_rng(tokens)
+    return SpeechSegment(
+        input_ids=generator.integers(0, 500, tokens),
+        embed_rows=np.array([3, tokens - 2, tokens - 1]),
+        embeds=generator.standard_normal((3, HIDDEN)).astype(np.float32),
+        num_prefix=prefix,
+        history=generator.standard_normal((HISTORY, LATENT_DIM)).astype(np.float32),
+        seed=seed,
+        index=index,
+        max_patches=patches,
+        guidance=guidance,
+        sigma=FLOW.sigma,
+        temperature=temperature,
+    )

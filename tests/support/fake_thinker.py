@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from fake_engines import CPU, HIDDEN, make_graph
 from torch import Tensor
@@ -14,6 +15,7 @@ from mingc.artifacts.parameters import ThinkerParameters
 from mingc.artifacts.spec import DType
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.kv_cache import PagePool
+from mingc.runtime.prompt import ThinkerPrompt
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
 from mingc.runtime.thinker.scheduler import ThinkerScheduler
@@ -239,4 +241,19 @@ def thinker_parameters(token_id: Callable[[str], int]) -> ThinkerParameters:
         temporal_position_scale=2,
         default_system_text="你是一个友好的AI助手。",
         thinking_suffix="\n\ndetailed thinking {state}",
+    )
+
+
+def make_prompt(ids: Sequence[int], *, media: Sequence[int] = (), rope_delta: int = 0) -> ThinkerPrompt:
+    """A prompt whose rows `media` hold embeddings."""
+    rows = np.array(media, dtype=np.int64)
+    kind = np.zeros(len(ids), np.int64)
+    kind[rows] = 1 + rows % 2
+    generator = torch.Generator().manual_seed(len(ids))
+    return ThinkerPrompt(
+        input_ids=np.array(ids, dtype=np.int64),
+        positions=np.stack([np.arange(len(ids))] * 3) - np.array([[0], [1], [2]]),
+        rope_delta=rope_delta,
+        embed_kind=kind,
+        media_embeds=torch.randn(len(rows), HIDDEN, generator=generator) if len(rows) else None,
     )

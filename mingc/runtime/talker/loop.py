@@ -71,7 +71,7 @@ class TalkerLoop(EngineThread):
             if known is not None:
                 known.segments[segment.index] = segment
                 self.scheduler.add(stream, segment.index)
-                self._wake.notify()
+                self._notify()
 
     def cancel(self, stream: int) -> None:
         """Remove a stream before the next patch; does nothing if it is unknown."""

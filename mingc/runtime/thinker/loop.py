@@ -150,7 +150,7 @@ class ThinkerLoop(EngineThread):
             request = next(self._ids)
             self.scheduler.add(request, prompt_tokens=count, max_tokens=max_tokens)
             self._requests[request] = _Running(prompt, max_tokens, row, emit)
-            self._wake.notify()
+            self._notify()
         return request
 
     def cancel(self, request: int) -> None:

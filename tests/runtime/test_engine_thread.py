@@ -1,0 +1,126 @@
+"""Engine threads: work that arrives when a thread is about to wait is run at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from collector import Collector
+from fake_talker import make_segment, make_talker_loop
+from fake_thinker import make_prompt, make_thinker_loop
+
+from mingc.errors import ServeError
+from mingc.runtime import engine_thread
+from mingc.runtime.engine_thread import EngineThread
+from mingc.runtime.request import SamplingParams
+
+_WAIT_S = 10.0
+
+
+@pytest.fixture(autouse=True)
+def endless_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle thread waits until it is woken, so a wake-up that is lost is never made up for."""
+    monkeypatch.setattr(engine_thread, "_IDLE_WAIT_S", 3600.0)
+
+
+class Jobs(EngineThread):
+    """Runs jobs, one per step. `arrive` is called once, between the first step without a job and the wait."""
+
+    def __init__(self) -> None:
+        super().__init__("jobs")
+        self.arrive: Callable[[], None] = lambda: None
+        self.num_jobs = 0
+        self.done = threading.Event()
+        self.failures: list[ServeError] = []
+
+    def _step(self) -> bool:
+        if self.num_jobs:
+            self.num_jobs -= 1
+            self.done.set()
+            return True
+        self.arrive, arrive = lambda: None, self.arrive
+        arrive()
+        return False
+
+    def _fail_all(self, error: ServeError) -> None:
+        self.failures.append(error)
+        self.done.set()
+
+
+@pytest.fixture
+def jobs() -> Iterator[Jobs]:
+    thread = Jobs()
+    yield thread
+    thread.stop()
+
+
+def add_job(thread: Jobs) -> None:
+    thread.num_jobs += 1
+    thread.wake()
+
+
+ARRIVALS: dict[str, Callable[[Jobs], None]] = {
+    "wake": add_job,
+    "post": lambda thread: thread.post(thread.done.set),
+    "fail": lambda thread: thread.fail(ServeError("gone")),
+}
+
+
+@pytest.mark.parametrize("how", ARRIVALS)
+def test_what_arrives_before_the_wait_is_not_missed(how: str, jobs: Jobs) -> None:
+    jobs.arrive = lambda: ARRIVALS[how](jobs)
+    jobs.start()
+    assert jobs.done.wait(_WAIT_S), f"the thread sleeps although `{how}` was called"
+
+
+@pytest.mark.parametrize("how", ARRIVALS)
+def test_what_arrives_during_the_wait_ends_it(how: str, jobs: Jobs) -> None:
+    is_idle = threading.Event()
+    jobs.arrive = is_idle.set
+    jobs.start()
+    assert is_idle.wait(_WAIT_S)
+    with jobs._lock:  # free only while the thread waits
+        assert not jobs.done.is_set()
+    ARRIVALS[how](jobs)
+    assert jobs.done.wait(_WAIT_S), f"`{how}` did not wake the thread"
+
+
+def test_a_chat_that_arrives_before_the_wait_is_answered_at_once(
+    started: Callable[..., EngineThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_thinker_loop()
+    answer = Collector()
+
+    def submit() -> None:
+        loop.submit(make_prompt([3, 1, 4]), SamplingParams(max_tokens=2), 5, answer.put)
+
+    before_first_wait(loop, submit, monkeypatch)
+    started(loop)
+    assert len(answer.tokens()) == 2
+
+
+def test_speech_that_arrives_before_the_wait_starts_at_once(
+    started: Callable[..., EngineThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_talker_loop()
+    speech = Collector()
+    stream = loop.open(speech.put, lambda: False)
+    before_first_wait(loop, lambda: loop.add(stream, make_segment(patches=2)), monkeypatch)
+    started(loop)
+    assert len(speech.segments()) == 1
+
+
+def before_first_wait(
+    loop: EngineThread, arrive: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Call `arrive` when the loop's first step has found nothing to do."""
+    step, arrivals = loop._step, [arrive]
+
+    def step_then_arrive() -> bool:
+        is_busy = step()
+        if not is_busy and arrivals:
+            arrivals.pop()()
+        return is_busy
+
+    monkeypatch.setattr(loop, "_step", step_then_arrive)
