@@ -241,6 +241,12 @@ def _export(recipe: ExportRecipe) -> ExportReport:
     "--served-model-name", default=None, show_default="the artifact's", help="Name of the model for clients."
 )
 @click.option(
+    "--parse-special-tokens",
+    is_flag=True,
+    help="Recognise special tokens in the text of requests, for clients that may write roles and turns. "
+    "Otherwise they are plain text.",
+)
+@click.option(
     "--check-hashes/--no-check-hashes", default=True, help="Compare the hash of every file before loading."
 )
 @_common

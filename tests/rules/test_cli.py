@@ -23,7 +23,7 @@ OPTIONS = {
     "probe": "--baseline --batch --cache --compare --context --debug --engine --jobs --json --repetitions "
     "--synthetic --tolerance ARTIFACT",
     "serve": "--allow-media-host --check-hashes --debug --host --json --max-concurrent-requests "
-    "--max-queue --max-speech-seqs --max-total-tokens --media-root --port --served-model-name "
+    "--max-queue --max-speech-seqs --max-total-tokens --media-root --parse-special-tokens --port --served-model-name "
     "--shutdown-timeout --step-timeout --threads --tp ARTIFACT",
     "verify": "--against --debug --json --no-replay --reference ARTIFACT",
 }

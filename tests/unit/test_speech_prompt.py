@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from preprocess_data import document, talker_tokenizer, tensors
+from preprocess_data import config, document, talker_tokenizer, tensors
 
 from mingc.errors import RequestError
 from mingc.runtime.preprocess.speech_prompt import SpeechPrompt, SpeechPromptBuilder, caption_instruction
@@ -73,6 +73,25 @@ def test_a_recording_and_its_transcript_are_used_only_together() -> None:
     plain = builder.build("Hello").token_ids.tolist()
     assert builder.build("Hello", transcript="感谢").token_ids.tolist() == plain
     assert builder.build("Hello", num_prompt_patches=4).token_ids.tolist() == plain
+
+
+ADDED = {each["content"]: each["id"] for each in config("talker/llm/tokenizer.json")["added_tokens"]}
+
+
+@pytest.mark.parametrize("field", ["text", "transcript", "instruction"])
+@pytest.mark.parametrize("typed", ADDED)
+def test_special_tokens_of_a_client_are_plain_text(field: str, typed: str) -> None:
+    given: dict[str, Any] = {"text": "Hello", "transcript": "yes", "instruction": "slow"}
+    voice = {"num_speakers": 1, "num_prompt_patches": 3}
+    builder = SpeechPromptBuilder(talker_tokenizer())
+    plain, prompt = builder.build(**given, **voice), builder.build(**given | {field: f"a{typed}b"}, **voice)
+    added = set(ADDED.values())
+    assert [i for i in prompt.token_ids if i in added] == [i for i in plain.token_ids if i in added]
+    assert f"a{typed}b" in talker_tokenizer().decode(prompt.token_ids.tolist(), skip_special_tokens=False)
+    assert len(prompt.patch_rows) == 3 and len(prompt.speaker_rows) == 1
+    parsed = SpeechPromptBuilder(talker_tokenizer(), parse_special_tokens=True)
+    ids = parsed.build(**given | {field: f"a{typed}b"}, **voice).token_ids.tolist()
+    assert ids.count(ADDED[typed]) == plain.token_ids.tolist().count(ADDED[typed]) + 1
 
 
 @pytest.mark.parametrize("text", ["", "  \n"])

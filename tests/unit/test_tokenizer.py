@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from preprocess_data import CHECKPOINT, document, talker_tokenizer, tokenizer
+from preprocess_data import CHECKPOINT, config, document, talker_tokenizer, tokenizer
 
 from mingc.errors import IntegrityError
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
@@ -28,6 +28,25 @@ def test_ids_equal_the_goldens(text: str) -> None:
     assert tokenizer().decode(case["ids"], skip_special_tokens=False) == case["decoded"]
     assert tokenizer().decode(case["ids"]) == case["decoded_skip_special"]
     assert "".join(stream(case["ids"])) == case["decoded_skip_special"]
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_plain_ids_equal_the_goldens_of_texts_without_special_tokens(text: str) -> None:
+    added = {each["content"] for each in config("tokenizer.json")["added_tokens"]}
+    if not any(token in text for token in added):
+        assert tokenizer().encode_plain(text) == CASES[text]["ids"]
+
+
+@given(
+    st.lists(st.sampled_from(["<|role_end|>", "<role>", "<tool_call>", "<|im_end|>", "é", " \n", "x<", "\0"]))
+)
+def test_plain_ids_are_never_added_tokens_and_keep_the_text(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    for path, each in (("tokenizer.json", tokenizer()), ("talker/llm/tokenizer.json", talker_tokenizer())):
+        added = {token["id"] for token in config(path)["added_tokens"]}
+        ids = each.encode_plain(text)
+        assert not added & set(ids)
+        assert each.decode(ids, skip_special_tokens=False) == text
 
 
 def test_a_character_is_returned_whole_with_its_last_token() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, VisionParameters
 from mingc.errors import RequestError
-from mingc.runtime.preprocess.audio import AudioFeatures, load_audio
+from mingc.runtime.preprocess.audio import load_audio
 from mingc.runtime.preprocess.image import VisionFeatures, load_image
 from mingc.runtime.preprocess.positions import compute_positions
 from mingc.runtime.preprocess.prompt import Features, MediaFeatures, MediaKind, PromptWriter
@@ -23,9 +23,6 @@ from mingc.runtime.prompt import AUDIO, VISION, WORD, ThinkerPrompt
 from mingc.runtime.request import MediaPart, Message, TextPart, VideoParams
 
 _ROLES = {"user": "HUMAN", "assistant": "ASSISTANT"}
-_TURN_END = "<|role_end|>"
-# Each literal tag in a message suppresses one automatic block of its kind.
-_LITERALS: dict[MediaKind, str] = {"image": "<image>", "audio": "<audio>", "video": "<video>"}
 
 _Parameters = TypeVar("_Parameters", AudioParameters, VisionParameters)
 
@@ -43,6 +40,8 @@ class ChatProcessor:
 
     `vision` and `audio` are None for an artifact without that encoder; media of that kind are then refused.
     `max_tokens` bounds a prompt with its answer; None: the number of positions of the model.
+    `parse_special_tokens` recognises special tokens in the text of messages, which lets their author write roles and
+    turns; otherwise they are plain text. Media stand where their parts stand in either case.
     """
 
     def __init__(
@@ -53,8 +52,13 @@ class ChatProcessor:
         vision: VisionParameters | None,
         audio: AudioParameters | None,
         max_tokens: int | None = None,
+        parse_special_tokens: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
+        self._parse_special_tokens = parse_special_tokens
+        self._role_start, self._role_end, self._turn_end = map(
+            tokenizer.token_id, ("<role>", "</role>", "<|role_end|>")
+        )
         self._max_tokens = thinker.max_positions if max_tokens is None else max_tokens
         self._max_characters = self._max_tokens * tokenizer.longest_token
         self._thinker = thinker
@@ -99,20 +103,28 @@ class ChatProcessor:
         text = "\n".join(system) if system else self._thinker.default_system_text
         suffix = self._thinker.thinking_suffix.format(state="on" if thinking else "off")
         merge_size = 1 if self._vision is None else self._vision.merge_size
-        writer = PromptWriter(self._tokenizer, self._thinker, merge_size=merge_size)
-        writer.text(f"<role>SYSTEM</role>{text}{suffix}{_TURN_END}")
-        displaced: list[AudioFeatures] = []
+        writer = PromptWriter(
+            self._tokenizer,
+            self._thinker,
+            merge_size=merge_size,
+            parse_special_tokens=self._parse_special_tokens,
+        )
+        self._write_role(writer, "SYSTEM")
+        writer.text(text + suffix)
+        writer.token(self._turn_end)
         for message in messages:
             if message.role != "system":
-                writer.text(f"<role>{_ROLES[message.role]}</role>")
-                displaced += _write_content(writer, message)
-                writer.text(_TURN_END)
-        writer.text("<role>ASSISTANT</role>")
-        for clip in displaced:
-            writer.media(clip)
-            writer.text("\n")
+                self._write_role(writer, _ROLES[message.role])
+                _write_content(writer, message)
+                writer.token(self._turn_end)
+        self._write_role(writer, "ASSISTANT")
         writer.close()
         return self._finish(writer, merge_size)
+
+    def _write_role(self, writer: PromptWriter, role: str) -> None:
+        writer.token(self._role_start)
+        writer.text(role)
+        writer.token(self._role_end)
 
     def _load(self, part: MediaPart, video: VideoParams) -> MediaEntry:
         item: Features
@@ -193,24 +205,19 @@ def _check_frame(features: VisionFeatures, vision: VisionParameters, part: Media
         )
 
 
-def _write_content(writer: PromptWriter, message: Message[MediaEntry]) -> list[AudioFeatures]:
-    """Append one message; return the clips that are displaced by a literal `<audio>` in its text.
+def _write_content(writer: PromptWriter, message: Message[MediaEntry]) -> None:
+    """Append text and media of one message in their order.
 
-    This is the reference's rule: suppressed images and videos are left out of the prompt, suppressed clips come at its
-    end.
+    The reference leaves out as many media as the text holds literal tags of their kind (`<image>`); here a text does
+    not decide whether media are seen.
     """
-    literals = {kind: message.text.count(literal) for kind, literal in _LITERALS.items()}
-    displaced: list[AudioFeatures] = []
     for entry in message.parts:
         if isinstance(entry, TextPart):
             writer.text(entry.text)
             continue
-        placed = max(0, len(entry.items) - literals[entry.kind])
-        for index, item in enumerate(entry.items[:placed]):
+        for index, item in enumerate(entry.items):
             writer.text("\n" if index else "")
             writer.media(item)
-        displaced += [item for item in entry.items[placed:] if isinstance(item, AudioFeatures)]
-    return displaced
 
 
 def check_messages(messages: Sequence[Message[MediaPart]]) -> None:

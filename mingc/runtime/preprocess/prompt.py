@@ -1,7 +1,8 @@
 """Writer of the thinker's prompt: lays out text and media blocks as token ids.
 
-Media blocks are written as ids; the text between them is tokenized separately. The ids equal those of the whole text,
-because special tokens split a text first (spec: thinker.md §6.1).
+Special tokens and media blocks are written as ids; the text between them is tokenized separately and, by default,
+without recognising special tokens. The ids equal those of the whole text, because special tokens split a
+text first (spec: thinker.md §6.1).
 """
 
 from __future__ import annotations
@@ -42,10 +43,20 @@ class MediaFeatures:
 
 
 class PromptWriter:
-    """Collects token ids, media spans and grids in prompt order. Call `close` before reading them."""
+    """Collects token ids, media spans and grids in prompt order. Call `close` before reading them.
 
-    def __init__(self, tokenizer: TextTokenizer, thinker: ThinkerParameters, *, merge_size: int) -> None:
-        self._tokenizer = tokenizer
+    With `parse_special_tokens`, special tokens in a text are recognised; otherwise they are plain text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        thinker: ThinkerParameters,
+        *,
+        merge_size: int,
+        parse_special_tokens: bool = False,
+    ) -> None:
+        self._encode = tokenizer.encode if parse_special_tokens else tokenizer.encode_plain
         self._thinker = thinker
         self._merge_size = merge_size
         self._pending = ""
@@ -56,13 +67,13 @@ class PromptWriter:
         self.audio: list[AudioFeatures] = []
 
     def text(self, text: str) -> None:
-        """Append text; special tokens in it are recognised."""
+        """Append text."""
         self._pending += text
 
     def close(self) -> None:
         """Tokenize the pending text."""
         if self._pending:
-            self.ids += self._tokenizer.encode(self._pending)
+            self.ids += self._encode(self._pending)
             self._pending = ""
 
     def media(self, item: Features) -> None:
@@ -75,7 +86,8 @@ class PromptWriter:
             case AudioFeatures():
                 self._audio_clip(item)
 
-    def _token(self, token_id: int) -> None:
+    def token(self, token_id: int) -> None:
+        """Append a special token."""
         self.close()
         self.ids.append(token_id)
 
@@ -85,10 +97,10 @@ class PromptWriter:
 
     def _vision_span(self, kind: MediaKind, patch_token: int, grid: Grid) -> None:
         """Append the patch tokens of one grid between its start and end tokens."""
-        self._token(self._thinker.image_start_token)
+        self.token(self._thinker.image_start_token)
         self.grids.append(VisionSpan(start=len(self.ids), grid=grid))
         self._patches(kind, patch_token, grid[0] * grid[1] * grid[2] // self._merge_size**2)
-        self._token(self._thinker.image_end_token)
+        self.token(self._thinker.image_end_token)
 
     def _image(self, image: VisionFeatures) -> None:
         self.vision.append(image)
@@ -99,14 +111,14 @@ class PromptWriter:
         """Append a video: each pair of frames is a separate grid after its time."""
         self.vision.append(video.vision)
         _, height, width = video.vision.grid
-        self._token(self._thinker.video_start_token)
+        self.token(self._thinker.video_start_token)
         for seconds in video.timestamps:
             self.text(f"<{seconds:.1f} seconds>")
             self._vision_span("video", self._thinker.frame_patch_token, (1, height, width))
-        self._token(self._thinker.video_end_token)
+        self.token(self._thinker.video_end_token)
 
     def _audio_clip(self, clip: AudioFeatures) -> None:
         self.audio.append(clip)
-        self._token(self._thinker.audio_start_token)
+        self.token(self._thinker.audio_start_token)
         self._patches("audio", self._thinker.audio_patch_token, clip.num_tokens)
-        self._token(self._thinker.audio_end_token)
+        self.token(self._thinker.audio_end_token)

@@ -48,12 +48,17 @@ class SpeechPrompt:
 
 
 class SpeechPromptBuilder:
-    """Builds talker prompts with the talker's tokenizer. Thread-safe."""
+    """Builds talker prompts with the talker's tokenizer. Thread-safe.
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
-        self._encode = tokenizer.encode
+    With `parse_special_tokens`, special tokens in texts, transcripts and instructions are recognised; otherwise they
+    are plain text.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, *, parse_special_tokens: bool = False) -> None:
+        self._encode_text = tokenizer.encode if parse_special_tokens else tokenizer.encode_plain
         # Templates and voice transcripts recur in every segment.
-        self._encode_cached = lru_cache(_MAX_CACHED_PIECES)(lambda text: tuple(tokenizer.encode(text)))
+        self._encode_template = lru_cache(_MAX_CACHED_PIECES)(lambda text: tuple(tokenizer.encode(text)))
+        self._encode_transcript = lru_cache(_MAX_CACHED_PIECES)(lambda text: tuple(self._encode_text(text)))
         self._speaker = [tokenizer.token_id(f"<|vision_{name}|>") for name in ("start", "pad")]
         self._audio = tokenizer.token_id("<audio>")
         self._audio_patch = tokenizer.token_id("<audioPatch>")
@@ -79,7 +84,7 @@ class SpeechPromptBuilder:
             raise RequestError(
                 "there is no text to speak", where="input", fix="send some text", param="input"
             )
-        encode = self._encode_cached
+        encode = self._encode_template
         has_recording = bool(transcript) and num_prompt_patches > 0
         ids = [*encode(_SYSTEM), *encode("<|im_start|>user\n"), *encode(task)]
         speaker_rows: list[int] = []
@@ -92,12 +97,12 @@ class SpeechPromptBuilder:
         if not is_music:
             ids += encode(" Text input:\n")
         if has_recording and transcript:
-            ids += encode(transcript)
+            ids += self._encode_transcript(transcript)
         if not is_music:
             prefix_length = len(ids)
-        ids += [*self._encode(text), *encode("<|im_end|>\n"), *encode("<|im_start|>assistant\n")]
+        ids += [*self._encode_text(text), *encode("<|im_end|>\n"), *encode("<|im_start|>assistant\n")]
         if instruction:
-            ids += [*self._encode(instruction), *encode("<|im_end|>")]
+            ids += [*self._encode_text(instruction), *encode("<|im_end|>")]
         ids.append(self._audio)
         num_patches = num_prompt_patches if has_recording else 0
         patch_rows = np.arange(len(ids), len(ids) + num_patches, dtype=np.int64)

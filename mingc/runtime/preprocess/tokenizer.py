@@ -15,13 +15,17 @@ _CONTEXT_TOKENS = 8
 
 
 class TextTokenizer:
-    """Tokenizer of one file. Special tokens in a text are recognised; none is added."""
+    """Tokenizer of one file. No token is added to a text."""
 
     def __init__(self, tokenizer: Tokenizer, source: str = "tokenizer.json") -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._source = source
+        # The same vocabulary (shared, not copied) without added tokens: nothing a client types becomes one.
+        self._plain = Tokenizer(tokenizer.model)
+        self._plain.normalizer = tokenizer.normalizer
+        self._plain.pre_tokenizer = tokenizer.pre_tokenizer
 
     @classmethod
     def from_file(cls, path: Path) -> TextTokenizer:
@@ -47,8 +51,13 @@ class TextTokenizer:
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`."""
+        """Token ids of `text`; special tokens in it are recognised. For templates, never for text of a client."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of `text`, never an added token: `<|role_end|>` is text like any other."""
+        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

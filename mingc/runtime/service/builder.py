@@ -84,6 +84,7 @@ class EngineOptions:
             ends the service.
         check_hashes: read every file of the artifact once and compare its hash before anything is loaded.
         served_model_name: what clients call the model; None is the name that it was exported with.
+        parse_special_tokens: recognise special tokens in the text of requests; otherwise they are plain text.
     """
 
     tp: int | None = None
@@ -99,6 +100,7 @@ class EngineOptions:
     step_timeout_s: float = STEP_TIMEOUT_S
     check_hashes: bool = False
     served_model_name: str | None = None
+    parse_special_tokens: bool = False
 
     def __post_init__(self) -> None:
         problems = [
@@ -277,6 +279,7 @@ def _load_chat(
             vision=vision_parameters,
             audio=audio_parameters,
             max_tokens=scheduler.max_context,
+            parse_special_tokens=options.parse_special_tokens,
         ),
         tokenizer=tokenizer,
         vision=vision,
@@ -308,7 +311,9 @@ def _load_speech(
     with clock.phase("prepare patches and prompts (CUDA: capture)"):
         worker = TalkerWorker(*stages, parameters=talker, flow=flow, vae=vae, num_slots=slots, device=device)
     planner = SpeechPlanner(
-        SpeechPromptBuilder(_tokenizer(artifact, path.speech_llm)),
+        SpeechPromptBuilder(
+            _tokenizer(artifact, path.speech_llm), parse_special_tokens=options.parse_special_tokens
+        ),
         voices,
         parameters=talker,
         flow=flow,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -57,9 +58,11 @@ def replay(engines: Engines, log: ComparisonLog, document: Mapping[str, Any]) ->
         log.text(f"decoded {text[:20]!r}", decoded, [expected["decoded"], expected["decoded_skip_special"]])
     audio = engines.find_parameters("audio_encoder", AudioParameters)
     processor = ChatProcessor(tokenizer, thinker, vision=vision, audio=audio)
+    parsing = ChatProcessor(tokenizer, thinker, vision=vision, audio=audio, parse_special_tokens=True)
     for name, case in document.get("processor_template", {}).items():
+        chosen = parsing if any(_typed_tags(turn) for turn in case["messages"]) else processor
         with log.case(f"processor_template.{name}"):
-            _replay_prompt(name, case, processor, tokenizer, engines, log, video)
+            _replay_prompt(name, case, chosen, tokenizer, engines, log, video)
     for name, case in document.get("tokenizer_jinja_template", {}).items():
         ids = tokenizer.encode(case["prompt"])
         log.ids(f"tokenizer_jinja_template.{name}.input_ids", ids, reference=case["input_ids"])
@@ -164,9 +167,8 @@ def _replay_prompt(
     if "sys_prompt_exp" in case["kwargs"]:
         messages.append(Message(role="system", parts=(TextPart(text=case["kwargs"]["sys_prompt_exp"]),)))
     for turn in case["messages"]:
-        messages.append(
-            Message(role=roles[turn["role"]], parts=tuple(media.part(item) for item in turn["content"]))
-        )
+        parts = tuple(media.part(item) for item in _without_suppressed(turn))
+        messages.append(Message(role=roles[turn["role"]], parts=parts))
     if media.missing:
         log.skip(f"processor_template.{name}", media.missing)
         return
@@ -180,6 +182,25 @@ def _replay_prompt(
     if "audio_placeholder_loc_lens" in case:
         places = [[span.start, span.length] for span in features.spans if span.kind == "audio"]
         log.ids(f"{prefix}.audio_places", [places], reference=case["audio_placeholder_loc_lens"])
+
+
+def _typed_tags(turn: Mapping[str, Any]) -> Counter[str]:
+    """How often the text of a recorded turn names the tag of each kind of media."""
+    text = "".join(item["text"] for item in turn["content"] if item["type"] == "text")
+    return +Counter({kind: text.count(f"<{kind}>") for kind in ("image", "audio", "video")})
+
+
+def _without_suppressed(turn: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The content of a recorded turn without the media that its typed tags suppress.
+
+    The reference parses tags and leaves out one item of media per tag; the runtime places media by structure.
+    """
+    suppressed = _typed_tags(turn)
+    for item in turn["content"]:
+        if suppressed[item["type"]]:
+            suppressed[item["type"]] -= 1
+        else:
+            yield item
 
 
 class _Media:
