@@ -159,9 +159,15 @@ def _put_in_place(work: Path, root: Path, *, replace_existing: bool) -> None:
             where="--output",
             fix=f"move {kept} to its final place",
         ) from error
+    aside = None
     if root.exists():
-        root.rename(root.with_name(f".{root.name}.{secrets.token_hex(4)}.old"))
-    work.rename(root)
+        aside = root.rename(root.with_name(f".{root.name}.{secrets.token_hex(4)}.old"))
+    try:
+        work.rename(root)
+    except OSError:
+        if aside is not None:
+            aside.rename(root)
+        raise
     replaced = re.compile(rf"\.{re.escape(root.name)}\.[0-9a-f]{{8}}\.old")
     for path in root.parent.iterdir():
         if replaced.fullmatch(path.name) and not path.is_symlink():

@@ -158,13 +158,85 @@ def package_of(module: str) -> str:
     return max(candidates, key=len, default="mingc")
 
 
+_IMPORTERS = ("import_module", "__import__", "run_module")
+# Files that import what a caller or another distribution names.
+_IMPORT_BY_NAME = ("mingc", "mingc.plugins", "mingc.runtime.preprocess.video")
+
+
+def constant_text(node: ast.expr, constants: dict[str, str]) -> str | None:
+    """The value of an expression of literals, names of constants, `+`, `%`, f-strings, `join` and `format`."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.Name):
+        return constants.get(node.id)
+    parts: list[str | None]
+    if isinstance(node, ast.JoinedStr):
+        parts = [constant_text(each, constants) for each in node.values]
+        return None if None in parts else "".join(map(str, parts))
+    if isinstance(node, ast.FormattedValue):
+        return constant_text(node.value, constants)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        parts = [constant_text(node.left, constants), constant_text(node.right, constants)]
+        return None if None in parts else "".join(map(str, parts))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+        left = constant_text(node.left, constants)
+        items = node.right.elts if isinstance(node.right, ast.Tuple) else [node.right]
+        parts = [constant_text(each, constants) for each in items]
+        return None if left is None or None in parts else left % tuple(parts)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        own = constant_text(node.func.value, constants)
+        items = node.args
+        if node.func.attr == "join" and items and isinstance(items[0], ast.Tuple | ast.List):
+            items = items[0].elts
+        parts = [constant_text(each, constants) for each in items]
+        if own is not None and None not in parts:
+            if node.func.attr == "join":
+                return own.join(map(str, parts))
+            if node.func.attr == "format":
+                return own.format(*parts)
+    return None
+
+
+def constants_of(tree: ast.Module) -> dict[str, str]:
+    """Texts that names are bound to anywhere in the file; the last one counts."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign | ast.NamedExpr):
+            targets = [node.target]
+        else:
+            continue
+        text = constant_text(node.value, found) if node.value is not None else None
+        if text is not None:
+            found.update({each.id: text for each in targets if isinstance(each, ast.Name)})
+    return found
+
+
+def importers_of(tree: ast.Module) -> set[str]:
+    """Names of functions that import a module, with other names that the file gives them."""
+    found = {*_IMPORTERS}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found.update(alias.asname for alias in node.names if alias.name in _IMPORTERS and alias.asname)
+        elif isinstance(node, ast.Assign):
+            value = getattr(node.value, "attr", None) or getattr(node.value, "id", None)
+            if value in found:
+                found.update(each.id for each in node.targets if isinstance(each, ast.Name))
+    return found
+
+
 def imported(path: Path) -> list[tuple[str, int]]:
     """Every module that an import of the file names, with its line; `from a import b` is a.b if a module.
 
-    `import_module("a.b")` is an import as well.
+    `import_module("a.b")` and `__import__("a.b")` are imports as well, and so are names made of constants. A name that
+    is unknown before the program runs counts as `?`, and then every module that a text of the file names counts too.
     """
     found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    constants, importers = constants_of(tree), importers_of(tree)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found.extend((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -175,11 +247,55 @@ def imported(path: Path) -> list[tuple[str, int]]:
                 found.append((full if full in MODULES else node.module, node.lineno))
         elif (
             isinstance(node, ast.Call)
-            and (getattr(node.func, "attr", None) or getattr(node.func, "id", None)) == "import_module"
-            and isinstance(node.args[0], ast.Constant)
+            and (getattr(node.func, "attr", None) or getattr(node.func, "id", None)) in importers
         ):
-            found.append((str(node.args[0].value), node.lineno))
+            name = node.args[0] if node.args else next((each.value for each in node.keywords), None)
+            text = constant_text(name, constants) if name is not None else None
+            found.append((text or "?", node.lineno))
+    if any(name == "?" for name, _ in found):
+        texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        found.extend(
+            (node.value, node.lineno) for node in texts if node.value in MODULES and "." in node.value
+        )
     return found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import importlib\nimportlib.import_module('mingc.export.recipe')",
+        "import importlib\nimportlib.import_module(name='mingc.export.recipe')",
+        "from importlib import import_module as load\nload('mingc.export.recipe')",
+        "import importlib\nload = importlib.import_module\nload('mingc.export.recipe')",
+        "__import__('mingc.export.recipe')",
+        "import builtins\nbuiltins.__import__('mingc.export.recipe')",
+        "NAME = 'recipe'\n__import__(f'mingc.export.{NAME}')",
+        "HALF: str = 'mingc.export'\n__import__(HALF + '.recipe')",
+        "HALF = 'export'\n__import__('mingc.%s.%s' % (HALF, 'recipe'))",
+        "__import__('mingc.{}.recipe'.format('export'))",
+        "__import__('.'.join(('mingc', 'export', 'recipe')))",
+        "import runpy\nrunpy.run_module('mingc.export.recipe')",
+        "from mingc.export import recipe",
+        "def late():\n    if True:\n        import mingc.export.recipe",
+    ],
+)
+def test_an_import_is_found_in_every_form(code: str, tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(code, encoding="utf-8")
+    assert "mingc.export.recipe" in {name for name, _ in imported(path)}
+
+
+def test_an_import_by_a_variable_name_is_found_with_the_modules_that_texts_name(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(
+        "def load(name):\n    return __import__(name)\n\n\nload('mingc.export.recipe')\n", encoding="utf-8"
+    )
+    assert imported(path) == [("?", 2), ("mingc.export.recipe", 5)]
+
+
+def test_few_modules_import_by_a_variable_name() -> None:
+    found = {module for module, path in MODULES.items() if "?" in {name for name, _ in imported(path)}}
+    assert found == {*_IMPORT_BY_NAME}
 
 
 def test_every_form_of_an_import_is_found(tmp_path: Path) -> None:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import mingc
+from mingc.artifacts import artifact as artifact_module
 from mingc.artifacts.artifact import (
     Artifact,
     check_fingerprint,
@@ -57,6 +63,80 @@ def test_a_replacement_takes_the_place_of_the_old_artifact(artifact_path: Path, 
     assert artifact.manifest.model == "second"
     assert not artifact.manifest.files
     assert list(artifact_path.parent.iterdir()) == [artifact_path]
+
+
+# Replaces the artifact argv[1] again and again, killed before the first rename or removal, then the second, and so on.
+_REPLACE = """
+import json, os, signal, sys
+from dataclasses import replace
+from pathlib import Path
+from mingc.artifacts.artifact import check_hashes, new_artifact, open_artifact, write_manifest
+from mingc.errors import ArtifactError
+
+root = Path(sys.argv[1])
+
+def replace_artifact(left):
+    def kill_at_last(event, arguments):
+        nonlocal left
+        if event in ("os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    old = open_artifact(root)
+    with new_artifact(root, replace_existing=True) as work:
+        for name in old.manifest.files:
+            (work / name).parent.mkdir(exist_ok=True)
+            (work / name).write_bytes((root / name).read_bytes())
+        write_manifest(work, replace(old.manifest, model="second"))
+        sys.addaudithook(kill_at_last)
+
+def whole_artifacts():
+    for folder in root.parent.iterdir():
+        if folder.suffix != ".partial":  # which the next export removes
+            try:
+                found = open_artifact(folder)
+                check_hashes(found)
+                yield folder.name, found.manifest.model
+            except ArtifactError:
+                pass
+
+for left in range(50):
+    child = os.fork()
+    if not child:
+        replace_artifact(left)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    whole = dict(whole_artifacts())
+    print(json.dumps([code, whole]), flush=True)
+    if code == 0 or not whole:
+        break
+    if root.name not in whole:  # between two renames: put it back, as its user would
+        root.with_name(next(iter(whole))).rename(root)
+"""
+
+
+def test_a_kill_during_the_replacement_leaves_a_whole_artifact(artifact_path: Path) -> None:
+    """Killed before each rename and removal in turn: the old artifact or the new one is always there, complete."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(mingc.__file__).parents[1])}
+    command = [sys.executable, "-c", _REPLACE, str(artifact_path)]
+    done = subprocess.run(command, env=environment, timeout=120, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    codes, wholes = zip(*map(json.loads, done.stdout.splitlines()), strict=True)
+    assert all(wholes), f"killed before change {len(codes) - 1}: no complete artifact is left"
+    assert codes[:-1] == (-signal.SIGKILL,) * (len(codes) - 1) and codes[-1] == 0 and len(codes) > 4
+    assert wholes[0] == {artifact_path.name: "tiny"}
+    assert wholes[-1] == {artifact_path.name: "second"}
+    assert list(artifact_path.parent.iterdir()) == [artifact_path]
+
+
+def test_a_new_artifact_that_cannot_be_put_in_place_leaves_the_old_one(artifact_path: Path) -> None:
+    with (
+        pytest.raises(OSError, match="No such file"),
+        new_artifact(artifact_path, replace_existing=True) as work,
+    ):
+        work.rename(work.with_name("gone"))
+    check_hashes(open_artifact(artifact_path))
 
 
 def test_an_existing_artifact_is_kept_without_force(artifact_path: Path) -> None:
@@ -181,6 +261,32 @@ def test_missing_and_truncated_files_are_all_named_at_once(artifact_path: Path) 
     assert "2 file(s)" in caught.value.message
     assert "voices/DB30.bin: file is missing" in caught.value.message
     assert "weights/audio.bin: 5 bytes, 850 recorded" in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["engines/encode.pt2", "weights/audio.bin"])
+def test_bytes_appended_to_a_file_are_found_without_hashing(artifact_path: Path, name: str) -> None:
+    with (artifact_path / name).open("ab") as stream:
+        stream.write(b"!")
+    with pytest.raises(IntegrityError, match=rf"{name}: \d+ bytes, \d+ recorded"):
+        open_artifact(artifact_path)
+
+
+def test_a_hash_covers_a_file_to_its_end(artifact_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files larger than what is read at once."""
+    monkeypatch.setattr(artifact_module, "_CHUNK_BYTES", 64)
+    path = artifact_path / "weights/audio.bin"
+    artifact = open_artifact(artifact_path)
+    check_hashes(artifact)
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    with pytest.raises(IntegrityError, match=r"weights/audio\.bin: sha256 differs"):
+        check_hashes(artifact)
+
+
+@pytest.mark.parametrize("here", ["2.13.1", "2.13", "2.13.0a0", "2.13.01"])
+def test_engines_run_on_no_other_patch_release_of_torch(manifest: Manifest, here: str) -> None:
+    """Engines call torch's C++ interface, which may change with every release."""
+    with pytest.raises(IncompatibleError, match=rf"torch: built with 2\.13\.0, here {here}\n"):
+        check_fingerprint(manifest.fingerprint, Host(torch=here, device="cpu", capability="AVX2"))
 
 
 def test_all_differences_of_a_machine_come_in_one_error(manifest: Manifest) -> None:

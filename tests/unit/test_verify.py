@@ -13,6 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_tensors
 
 from mingc import host
 from mingc.artifacts.artifact import Artifact, write_manifest
@@ -25,6 +26,8 @@ from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.golden_documents import read_document
 from mingc.verify.replays.thinker.replay import replay
 from mingc.verify.verification import _quantization, _read_tensors, _replay_file, verify
+
+ONES = np.ones(64, np.float32)
 
 # A thinker artifact without stages.
 ENGINES: Any = SimpleNamespace(
@@ -181,3 +184,61 @@ def test_a_self_check_runs_the_engine_of_the_recorded_sizes(manifest: Manifest) 
     recorded = {"mel": torch.zeros(2, 8, 4, 128)}
     assert self_check._engine(replace(graph, engines=static), recorded).file == "engines/2-8"
     assert self_check._engine(graph, recorded) is dynamic
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "passes"),
+    [
+        ("float32", 0.9e-4, True),
+        ("float32", 1.1e-4, False),
+        ("bfloat16", 0.9e-1, True),
+        ("bfloat16", 1.1e-1, False),
+    ],
+)
+def test_values_of_a_reference_pass_within_the_documented_tolerance(
+    dtype: str, error: float, passes: bool, tmp_path: Path
+) -> None:
+    """One value of many is off, so that not the scale of all but this value decides."""
+    save_file({"one.embeds": ONES}, tmp_path / "vision.safetensors")
+    engines: Any = SimpleNamespace(
+        artifact=SimpleNamespace(
+            manifest=SimpleNamespace(fingerprint=SimpleNamespace(dtype=dtype), stages={})
+        ),
+        has=lambda *stages: True,
+    )
+    value = ONES.copy()
+    value[7] += error
+
+    def run(log: ComparisonLog, document: object) -> None:
+        log.tensor("one.embeds", value)
+
+    summary, _, _ = _replay_file(engines, tmp_path, "vision.safetensors", None, ("vision_encoder",), run)
+    assert (summary.checked, summary.failed) == (1, int(not passes))
+
+
+@pytest.mark.parametrize(("error", "passes"), [(0.0, True), (0.9e-4, True), (1.1e-4, False), (np.nan, False)])
+@pytest.mark.parametrize("spoiled", ["embeddings", "state.cache"])
+def test_a_self_check_compares_outputs_and_state_of_the_engine(
+    error: float,
+    passes: bool,
+    spoiled: str,
+    manifest: Manifest,
+    artifact_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (stage,) = manifest.stages.values()
+    graph = stage.graphs["encode"]
+    recorded = {
+        "in.mel": torch.ones(1, 2, 4, 128),
+        "state.cache": torch.zeros(3, 5),
+        "out.embeddings": torch.ones(1, 2, 64),
+        "state_after.cache": torch.ones(3, 5),
+    }
+    save_tensors(recorded, artifact_path / graph.golden)
+    made = {"embeddings": torch.ones(1, 2, 64), "state.cache": torch.ones(3, 5)}
+    made[spoiled].view(-1)[3] += error
+    monkeypatch.setattr(self_check, "replay_engine", lambda *_: [made])
+    artifact = Artifact(root=artifact_path, manifest=manifest)
+    log = self_check.replay(artifact, stage, graph, name="encode", tolerance=1e-4)
+    assert log.summary().checked == 2
+    assert log.summary().failed == int(not passes)

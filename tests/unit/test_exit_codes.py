@@ -1,0 +1,176 @@
+"""Exit codes of the command line: problems found, bugs, interrupts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import mingc
+from mingc import doctor
+from mingc.cli import main
+from mingc.doctor import DoctorReport
+
+
+def exit_code(*words: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+@pytest.mark.parametrize(("options", "code"), [([], 0), (["--strict"], 3), (["--strict", "--json"], 3)])
+@pytest.mark.parametrize("lacking", ["can_export", "can_serve"])
+def test_doctor_reports_problems_and_fails_only_when_asked(
+    options: list[str], code: int, lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works = {"can_export": True, "can_serve": True, lacking: False}
+    monkeypatch.setattr(doctor, "examine", lambda: DoctorReport(checks=(), **works))
+    assert exit_code("doctor", *options) == code
+
+
+@pytest.mark.parametrize("options", [[], ["--strict"]])
+def test_doctor_of_a_good_machine_succeeds(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    report = DoctorReport(can_export=True, can_serve=True, checks=())
+    monkeypatch.setattr(doctor, "examine", lambda: report)
+    assert exit_code("doctor", *options) == 0
+
+
+@pytest.fixture
+def _bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    def examine() -> DoctorReport:
+        raise LookupError("no such wheel")
+
+    monkeypatch.setattr(doctor, "examine", examine)
+
+
+_BUG = """\
+mingc: error: this is a bug of mingc: LookupError: no such wheel
+  where: mingc doctor{words}
+  fix: run again with --debug and report the traceback
+"""
+
+
+@pytest.mark.usefixtures("_bug")
+def test_a_bug_is_one_message_that_says_how_to_report_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("doctor") == 1
+    assert capsys.readouterr() == ("", _BUG.format(words=""))
+
+
+@pytest.mark.usefixtures("_bug")
+def test_a_bug_is_an_object_with_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("doctor", "--json") == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["error"] == {
+        "type": "MingcError",
+        "message": "this is a bug of mingc: LookupError: no such wheel",
+        "where": "mingc doctor --json",
+        "fix": "run again with --debug and report the traceback",
+    }
+    assert err == _BUG.format(words=" --json")
+
+
+@pytest.mark.usefixtures("_bug")
+def test_debug_adds_the_traceback_of_a_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("doctor", "--debug") == 1
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback (most recent call last)" in err and "in examine" in err
+    assert err.endswith(_BUG.format(words=" --debug"))
+
+
+# `mingc serve` of a service that answers without an artifact and without torch. Signals within argv[1] seconds count as
+# one; with 0 the service never closes.
+_SERVE = """
+import asyncio, signal, sys, types
+from dataclasses import make_dataclass
+from fake_service import FakeService
+from mingc.cli import main
+from mingc.console import signals
+
+class Slow(FakeService):
+    async def close(self, *, shutdown_timeout_s):
+        print("closing", flush=True)
+        while sys.argv[1] == "0":
+            await asyncio.sleep(1)
+
+builder = sys.modules["mingc.runtime.service.builder"] = types.ModuleType("builder")
+options = "tp max_waiting max_total_tokens max_speech_seqs num_torch_threads step_timeout_s served_model_name"
+builder.EngineOptions = make_dataclass("EngineOptions", (*options.split(), "check_hashes"))
+builder.open_service = lambda *_: Slow()
+signals.SIGNAL_DEBOUNCE_S = float(sys.argv[1])
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main(["serve", "artifact", "--port", "0", "--shutdown-timeout", "600"])
+"""
+# A command that works until it is interrupted and then takes its time.
+_WORK = """
+import signal, sys, time
+from mingc import doctor
+from mingc.cli import main
+from mingc.console import signals
+
+def examine():
+    try:
+        print("begun", flush=True)
+        time.sleep(600)
+    finally:
+        print("closing", flush=True)
+        if sys.argv[1] == "0":
+            time.sleep(600)
+
+doctor.examine = examine
+signals.SIGNAL_DEBOUNCE_S = float(sys.argv[1])
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main(["doctor"])
+"""
+
+
+@contextmanager
+def running(code: str, debounce_s: float) -> Iterator[subprocess.Popen[str]]:
+    path = os.pathsep.join([str(Path(mingc.__file__).parents[1]), str(Path(__file__).parents[1] / "support")])
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(debounce_s)],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
+
+
+def closing(process: subprocess.Popen[str]) -> None:
+    """Wait until the process has got its first signal."""
+    assert process.stdout is not None and process.stdout.readline() == "closing\n"
+
+
+@pytest.mark.parametrize(("code", "expected"), [(_SERVE, 0), (_WORK, 130)], ids=["serve", "other"])
+def test_one_interrupt_ends_a_server_in_order_and_other_commands_with_130(code: str, expected: int) -> None:
+    with running(code, 600) as process:
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == expected
+        assert "Traceback" not in err
+        assert expected == 0 or err.strip() == "mingc: interrupted"
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [(_SERVE, 130), (_WORK, -signal.SIGINT)], ids=["serve", "other"]
+)
+def test_a_second_interrupt_does_not_wait_for_the_shutdown(code: str, expected: int) -> None:
+    with running(code, 0) as process:
+        process.send_signal(signal.SIGINT)
+        closing(process)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == expected
+        assert "Traceback" not in err
