@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from mingc.artifacts.artifact import Artifact, open_artifact
 from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
 from mingc.runtime.engines.stage_loader import load_stage
+from mingc.runtime.noise import PhiloxNoise
 from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.request import SpeechParams
@@ -145,7 +146,7 @@ def make_segments(artifact: Artifact) -> list[SpeechSegment]:
             max_steps=2 + index % 5,
         )
         text = speech_segments(_TEXTS[index % len(_TEXTS)], talker.max_segment_length)[0]
-        segments.append(planner.segment(text, index % 3, params, 100 + index))
+        segments.append(planner.segment(text, index % 3, params, PhiloxNoise(100 + index)))
     return segments
 
 

@@ -25,7 +25,7 @@ from mingc.runtime.request_stream import FailedItem, Item, TokenItem
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
 from mingc.runtime.thinker.scheduler import ChunkShape, ThinkerScheduler
-from mingc.runtime.thinker.worker import GraphKey, ThinkerWorker
+from mingc.runtime.thinker.worker import GraphKey, StepOptions, ThinkerWorker
 
 NUM_REQUESTS = 32
 CONTEXT_TOKENS = 256
@@ -151,7 +151,7 @@ class TracingWorker(ThinkerWorker):
             parameters,
             num_pages=1 + NUM_REQUESTS * pages,
             device=device,
-            is_static=is_static,
+            options=StepOptions(is_static=is_static),
         )
         self.largest_batch = 0
         self._traces: dict[int, list[Tensor]] = {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,14 +23,29 @@ def philox_key(seed: int, stream: int) -> NDArray[np.uint64]:
     return np.array([seed & (2**64 - 1), stream], np.uint64)
 
 
-def start_noise(seed: int, segment: int, patch: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Standard normal start noise of the flow of one patch (spec: talker.md §6, step 1)."""
-    return _normal(seed, segment, patch, _START, shape)
+class NoiseSource(Protocol):
+    """Noise of one request's speech. `segment` and `patch` count from 0."""
+
+    def start(self, segment: int, patch: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """Standard normal start noise of the flow of one patch (spec: talker.md §6, step 1)."""
+        ...
+
+    def diffusion(self, segment: int, patch: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """Standard normal noise added after the steps of one patch when its temperature is not 0 (§6, step 4)."""
+        ...
 
 
-def diffusion_noise(seed: int, segment: int, patch: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Standard normal noise added after the steps of one patch when its temperature is not 0 (§6, step 4)."""
-    return _normal(seed, segment, patch, _DIFFUSION, shape)
+@dataclass(frozen=True, slots=True)
+class PhiloxNoise:
+    """The noise of a served request: Philox, keyed by its seed."""
+
+    seed: int
+
+    def start(self, segment: int, patch: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        return _normal(self.seed, segment, patch, _START, shape)
+
+    def diffusion(self, segment: int, patch: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        return _normal(self.seed, segment, patch, _DIFFUSION, shape)
 
 
 def _normal(seed: int, segment: int, patch: int, kind: int, shape: tuple[int, ...]) -> NDArray[np.float32]:

@@ -133,16 +133,26 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextDelta:
-    """Text added by one token; empty while a character is incomplete."""
+    """Text added by one token; empty while a character is incomplete.
+
+    `token` is None for text that no token of its own adds. `logits`: see `TokenItem`.
+    """
 
     text: str
+    token: int | None = None
+    logits: NDArray[np.float32] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AudioDelta:
-    """Samples of one patch: (n,) float32 mono in [-1, 1] at the artifact's sample rate."""
+    """One patch: samples (n,) float32 mono in [-1, 1] at the artifact's sample rate, and what they were made of.
+
+    `latents` (p, latent) float32 and `stop_probability`: see `PatchItem`.
+    """
 
     samples: NDArray[np.float32]
+    latents: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    stop_probability: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

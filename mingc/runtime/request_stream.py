@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,19 +20,28 @@ from mingc.runtime.request import FinishReason
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenItem:
-    """One token of an answer; `token` is None when a stop token ended it. `finish` is set on the last item."""
+    """One token of an answer; `token` is None when a stop token ended it. `finish` is set on the last item.
+
+    `logits`: (V,) float32 that the token was sampled from, if the request records them.
+    """
 
     token: int | None
     finish: FinishReason | None
+    logits: NDArray[np.float32] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PatchItem:
-    """Samples (n,) float32 of one patch. `is_segment_end`: last of its segment; `is_capped`: it was cut off."""
+    """Samples (n,) float32 of one patch. `is_segment_end`: last of its segment; `is_capped`: it was cut off.
+
+    `latents` (p, latent) float32 and `stop_probability` are what the sampler made, before the VAE and the stop rule.
+    """
 
     samples: NDArray[np.float32]
     is_segment_end: bool
     is_capped: bool
+    latents: NDArray[np.float32]
+    stop_probability: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

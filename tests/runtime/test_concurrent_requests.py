@@ -97,9 +97,9 @@ def test_prompts_that_arrive_during_a_chunk_share_the_next_one(
     runner = loop._runner
     launch, chunks = runner.launch_prefill, list[int]()
 
-    def recorded(step: PrefillStep) -> LaunchedTokens:
+    def recorded(step: PrefillStep, **options: bool) -> LaunchedTokens:
         chunks.append(len(step.counts))
-        return launch(step)
+        return launch(step, **options)
 
     def wait_for_a_step() -> None:
         for _ in range(2):  # a step runs between two posted actions

@@ -231,7 +231,7 @@ def test_a_segment_that_arrives_during_a_patch_starts_with_the_next_one(
         def is_ready(self) -> bool:
             return time.perf_counter() >= self._end
 
-        def wait(self) -> tuple[np.ndarray, np.ndarray]:
+        def wait(self) -> tuple[np.ndarray, ...]:
             time.sleep(max(0.0, self._end - time.perf_counter()))
             return self._patch.wait()
 

@@ -112,9 +112,13 @@ def test_the_next_step_is_launched_before_first_tokens_are_collected(
     worker = loop._runner
 
     def noting(name: str, launch: Callable[..., LaunchedTokens]) -> Callable[..., LaunchedTokens]:
-        def noted(step: PrefillStep | DecodeStep) -> LaunchedTokens:
+        def noted(step: PrefillStep | DecodeStep, *, with_logits: bool) -> LaunchedTokens:
             calls.append(f"{name} {len(calls)}")
-            return _Noted(host_copy=launch(step).host_copy, calls=calls, name=f"wait for {calls[-1]}")
+            return _Noted(
+                host_copy=launch(step, with_logits=with_logits).host_copy,
+                calls=calls,
+                name=f"wait for {calls[-1]}",
+            )
 
         return noted
 
@@ -228,10 +232,10 @@ def test_a_failed_launch_fails_its_requests_and_later_ones_run(
     loop = make_thinker_loop(is_static=True)
     launch, calls = loop._runner.launch_decode, itertools.count()
 
-    def fail_once(step: DecodeStep) -> LaunchedTokens:
+    def fail_once(step: DecodeStep, **options: bool) -> LaunchedTokens:
         if next(calls) == 3:
             raise RuntimeError("launch failure")
-        return launch(step)
+        return launch(step, **options)
 
     monkeypatch.setattr(loop._runner, "launch_decode", fail_once)
     started(loop)
@@ -305,9 +309,9 @@ def test_layer_groups_between_decode_steps_change_no_answer(
     parts: list[tuple[int, int | None]] = []
 
     def noting(run: Callable[[PrefillStep], object]) -> Callable[[PrefillStep], object]:
-        def noted(step: PrefillStep) -> object:
+        def noted(step: PrefillStep, **options: bool) -> object:
             parts.append((step.first_group, step.end_group))
-            return run(step)
+            return run(step, **options)
 
         return noted
 
@@ -332,11 +336,11 @@ def test_waiting_prompts_share_a_chunk_and_one_may_be_cancelled_in_it(
     steps: list[PrefillStep] = []
 
     def noting(run: Callable[[PrefillStep], object]) -> Callable[[PrefillStep], object]:
-        def noted(step: PrefillStep) -> object:
+        def noted(step: PrefillStep, **options: bool) -> object:
             steps.append(step)
             if len(step.counts) == 3 and step.first_group == 0:
                 loop.cancel(answers[2].job)  # type: ignore[attr-defined]
-            return run(step)
+            return run(step, **options)
 
         return noted
 
@@ -346,10 +350,10 @@ def test_waiting_prompts_share_a_chunk_and_one_may_be_cancelled_in_it(
     name = "launch_decode" if is_static else "decode"
     run_decode = getattr(loop._runner, name)
 
-    def decode_when_asked(step: DecodeStep) -> object:
+    def decode_when_asked(step: DecodeStep, **options: bool) -> object:
         is_reached.set()
         assert are_asked.wait(60)
-        return run_decode(step)
+        return run_decode(step, **options)
 
     monkeypatch.setattr(loop._runner, name, decode_when_asked)
     started(loop)

@@ -12,6 +12,7 @@ from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParam
 from mingc.artifacts.spec import DType
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.kv_cache import SlotPool
+from mingc.runtime.noise import PhiloxNoise
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.scheduler import TalkerScheduler
 from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
@@ -255,7 +256,7 @@ def make_segment(
         embeds=generator.standard_normal((3, HIDDEN)).astype(np.float32),
         num_prefix=prefix,
         history=generator.standard_normal((HISTORY, LATENT_DIM)).astype(np.float32),
-        seed=seed,
+        noise=PhiloxNoise(seed),
         index=index,
         max_patches=patches,
         guidance=guidance,

@@ -19,7 +19,7 @@ from mingc.runtime.prompt import ThinkerPrompt
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
 from mingc.runtime.thinker.scheduler import ThinkerScheduler
-from mingc.runtime.thinker.worker import ThinkerWorker
+from mingc.runtime.thinker.worker import StepOptions, ThinkerWorker
 
 VOCAB, PAGE, CONTEXT = 576, 4, 256
 CHUNK_ALIGNMENT, SHARED_ROWS = 4, 32
@@ -186,8 +186,11 @@ def make_thinker_worker(
         thinker_parameters(lambda token: 0),
         num_pages=num_pages,
         device=CPU,
-        is_static=is_static,
-        two_batch_overlap=two_batch_overlap,
+        options=StepOptions(
+            is_static=is_static,
+            two_batch_overlap=two_batch_overlap,
+            max_prompts=64,  # as many as the stage takes
+        ),
     )
 
 
@@ -206,7 +209,10 @@ def make_thinker_loop(
 ) -> ThinkerLoop:
     stage = stage or make_thinker_stage(max_prompts=max_prompts)
     worker = make_thinker_worker(
-        stage, num_pages=num_pages, is_static=is_static, two_batch_overlap=two_batch_overlap
+        stage,
+        num_pages=num_pages,
+        is_static=is_static,
+        two_batch_overlap=two_batch_overlap,
     )
     scheduler = ThinkerScheduler(
         PagePool(num_pages, PAGE),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from mingc.runtime.noise import diffusion_noise, random_seed, start_noise
+from mingc.runtime.noise import PhiloxNoise, random_seed
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.thinker.sampler import SamplerRow, sample, uniform
 
@@ -112,13 +114,16 @@ def test_steps_of_one_seed_differ_and_repeat() -> None:
 def test_the_largest_seeds_differ() -> None:
     seeds = (-1, -2, -3, 2**63, 2**63 + 1)
     assert len({uniform(seed, 0) for seed in seeds}) == len(seeds)
-    assert len({float(start_noise(seed, 0, 0, (1,))[0]) for seed in seeds}) == len(seeds)
+    assert len({float(PhiloxNoise(seed).start(0, 0, (1,))[0]) for seed in seeds}) == len(seeds)
     assert uniform(-1, 0) == uniform(2**64 - 1, 0)
 
 
-@pytest.mark.parametrize("noise", [start_noise, diffusion_noise])
-def test_noise_is_counted(noise: object) -> None:
-    assert callable(noise)
+@pytest.mark.parametrize("kind", ["start", "diffusion"])
+def test_noise_is_counted(kind: str) -> None:
+    def noise(seed: int, segment: int, patch: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        drawn: NDArray[np.float32] = getattr(PhiloxNoise(seed), kind)(segment, patch, shape)
+        return drawn
+
     first = noise(5, 0, 0, (4, 64))
     assert first.dtype.name == "float32" and first.shape == (4, 64)
     assert (first == noise(5, 0, 0, (4, 64))).all()

@@ -23,6 +23,7 @@ from mingc.kernels.chunk_layout import CHUNK_ALIGNMENT
 _MAX_POOL_ROWS = 1 << 30
 _MIN_CHUNK = 16
 _MIN_TABLE = 4
+_MAX_PROMPTS_ON_CPU = 2  # attention computes every pair of a row and a prompt
 _MAX_PROMPTS = 16  # of a chunk; with more, prompts would be shorter than the chunk alignment
 
 
@@ -219,10 +220,8 @@ def _page_table_dim(options: StageOptions) -> Dim:
 
 
 def _num_prompts(options: StageOptions) -> int:
-    """The most prompts in a chunk; always one in float32, whose results are compared with recorded ones."""
-    if not options.static_buckets or options.dtype == torch.float32:
-        return 1
-    return min(_MAX_PROMPTS, options.max_batch)
+    """The most prompts in a chunk. A server on a CPU does not share chunks; verification there compares two."""
+    return min(_MAX_PROMPTS if options.static_buckets else _MAX_PROMPTS_ON_CPU, options.max_batch)
 
 
 class _Examples:

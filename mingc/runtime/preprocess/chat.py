@@ -16,7 +16,7 @@ from mingc.errors import RequestError
 from mingc.runtime.preprocess.audio import load_audio
 from mingc.runtime.preprocess.image import VisionFeatures, load_image
 from mingc.runtime.preprocess.positions import compute_positions
-from mingc.runtime.preprocess.prompt import Features, MediaFeatures, MediaKind, PromptWriter
+from mingc.runtime.preprocess.prompt import Features, MediaFeatures, MediaKind, PreparedPrompt, PromptWriter
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.preprocess.video import load_video
 from mingc.runtime.prompt import AUDIO, VISION, WORD, ThinkerPrompt
@@ -71,7 +71,7 @@ class ChatProcessor:
         *,
         video: VideoParams | None = None,
         thinking: bool = False,
-    ) -> tuple[ThinkerPrompt, MediaFeatures]:
+    ) -> PreparedPrompt:
         """Decode the media of `messages` and build the prompt, as `build` does.
 
         Raises: RequestError naming the message or its part.
@@ -90,10 +90,8 @@ class ChatProcessor:
         ]
         return self.build(decoded, thinking=thinking)
 
-    def build(
-        self, messages: Sequence[Message[MediaEntry]], *, thinking: bool = False
-    ) -> tuple[ThinkerPrompt, MediaFeatures]:
-        """The prompt of decoded messages without media embeddings, and the encoder inputs for these embeddings.
+    def build(self, messages: Sequence[Message[MediaEntry]], *, thinking: bool = False) -> PreparedPrompt:
+        """The prompt of decoded messages.
 
         System messages at any place are joined by newlines.
 
@@ -147,7 +145,7 @@ class ChatProcessor:
         if num_characters > self._max_characters:
             raise _too_long(f"far too many tokens in {num_characters} characters", self._max_tokens)
 
-    def _finish(self, writer: PromptWriter, merge_size: int) -> tuple[ThinkerPrompt, MediaFeatures]:
+    def _finish(self, writer: PromptWriter, merge_size: int) -> PreparedPrompt:
         num_tokens = len(writer.ids)
         if num_tokens >= self._max_tokens:
             raise _too_long(f"{num_tokens} tokens", self._max_tokens)
@@ -169,7 +167,7 @@ class ChatProcessor:
         media = MediaFeatures(
             spans=tuple(writer.spans), vision=tuple(writer.vision), audio=tuple(writer.audio)
         )
-        return prompt, media
+        return PreparedPrompt(tokens=prompt, media=media)
 
 
 def _too_long(found: str, max_tokens: int) -> RequestError:

@@ -8,7 +8,7 @@ text first (spec: thinker.md §6.1).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.runtime.preprocess.audio import AudioFeatures
@@ -16,6 +16,7 @@ from mingc.runtime.preprocess.image import Grid, VisionFeatures
 from mingc.runtime.preprocess.positions import VisionSpan
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.preprocess.video import VideoFeatures
+from mingc.runtime.prompt import ThinkerPrompt
 
 MediaKind = Literal["image", "audio", "video"]
 Features = VisionFeatures | AudioFeatures | VideoFeatures
@@ -40,6 +41,13 @@ class MediaFeatures:
     spans: tuple[MediaSpan, ...]
     vision: tuple[VisionFeatures, ...]
     audio: tuple[AudioFeatures, ...]
+
+
+class PreparedPrompt(NamedTuple):
+    """A conversation ready for the engines: the prompt without media embeddings, and the encoders' inputs for them."""
+
+    tokens: ThinkerPrompt
+    media: MediaFeatures
 
 
 class PromptWriter:

@@ -46,7 +46,7 @@ from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
 from mingc.runtime.thinker.ranks.rank_group import STEP_TIMEOUT_S, RankGroup
 from mingc.runtime.thinker.scheduler import ThinkerScheduler
 from mingc.runtime.thinker.startup import create_worker
-from mingc.runtime.thinker.worker import ThinkerWorker
+from mingc.runtime.thinker.worker import DEFAULT_STEPS, StepOptions, ThinkerWorker
 
 log = logging.getLogger("mingc.startup")
 
@@ -85,6 +85,8 @@ class EngineOptions:
         check_hashes: read every file of the artifact once and compare its hash before anything is loaded.
         served_model_name: what clients call the model; None is the name that it was exported with.
         parse_special_tokens: recognise special tokens in the text of requests; otherwise they are plain text.
+        steps: which steps the thinker's workers run.
+        talker_depth: most patches in flight; None: 2 on a GPU, 1 on a CPU.
     """
 
     tp: int | None = None
@@ -101,6 +103,8 @@ class EngineOptions:
     check_hashes: bool = False
     served_model_name: str | None = None
     parse_special_tokens: bool = False
+    steps: StepOptions = DEFAULT_STEPS
+    talker_depth: int | None = None
 
     def __post_init__(self) -> None:
         problems = [
@@ -238,7 +242,7 @@ def _load_chat(
         return load_stage(artifact, decoder, devices[0])
 
     def start(stage: LoadedStage) -> ThinkerWorker:
-        return create_worker(stage, manifest, num_pages=num_pages, device=devices[0])
+        return create_worker(stage, manifest, num_pages=num_pages, device=devices[0], options=options.steps)
 
     runner: RankGroup | ThinkerWorker = (
         RankGroup(
@@ -249,6 +253,7 @@ def _load_chat(
             num_pages=num_pages,
             on_failure=on_failure,
             step_timeout_s=options.step_timeout_s,
+            options=options.steps,
         )
         if len(devices) > 1
         else start(load())
@@ -309,7 +314,15 @@ def _load_speech(
     with clock.phase("load the speech engines and their weights"):
         stages = [load_stage(artifact, name, device) for name in names]
     with clock.phase("prepare patches and prompts (CUDA: capture)"):
-        worker = TalkerWorker(*stages, parameters=talker, flow=flow, vae=vae, num_slots=slots, device=device)
+        worker = TalkerWorker(
+            *stages,
+            parameters=talker,
+            flow=flow,
+            vae=vae,
+            num_slots=slots,
+            device=device,
+            depth=options.talker_depth,
+        )
     planner = SpeechPlanner(
         SpeechPromptBuilder(
             _tokenizer(artifact, path.speech_llm), parse_special_tokens=options.parse_special_tokens

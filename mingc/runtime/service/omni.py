@@ -20,12 +20,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
-from mingc.runtime.noise import random_seed
+from mingc.runtime.noise import NoiseSource, PhiloxNoise, random_seed
 from mingc.runtime.preprocess.chat import ChatProcessor
-from mingc.runtime.preprocess.prompt import MediaFeatures
+from mingc.runtime.preprocess.prompt import MediaFeatures, PreparedPrompt
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.prompt import AUDIO, VISION, ThinkerPrompt
-from mingc.runtime.request import ChatRequest, Event, ServiceInfo, ServiceLoad, SpeechParams, SpeechRequest
+from mingc.runtime.request import (
+    ChatRequest,
+    Event,
+    SamplingParams,
+    ServiceInfo,
+    ServiceLoad,
+    SpeechParams,
+    SpeechRequest,
+)
 from mingc.runtime.request_stream import EventQueue, FailedItem, RequestStream
 from mingc.runtime.service.encoders import AudioEncoder, VisionEncoder
 from mingc.runtime.service.output_processor import (
@@ -129,33 +137,56 @@ class OmniService:
             waiting["talker"] = self._speech.loop.scheduler.num_waiting
         return ServiceLoad(kv_pages_used=used, kv_pages_total=total, num_waiting=waiting)
 
-    async def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
+    def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
         """Events of one answer. See `Service`."""
+        return self.answer(lambda: self.prepare(request), request.sampling, request.speech)
+
+    def prepare(self, request: ChatRequest) -> PreparedPrompt:
+        """Decode the media of a request and build its prompt, the input of `answer`. Blocks; runs no engine."""
+        return self._chat_pipeline().processor.prepare(
+            request.messages, video=request.video, thinking=request.thinking
+        )
+
+    async def answer(
+        self,
+        prepare: Callable[[], PreparedPrompt],
+        sampling: SamplingParams,
+        speech_params: SpeechParams | None = None,
+        *,
+        noise: NoiseSource | None = None,
+        records_logits: bool = False,
+    ) -> AsyncIterator[Event]:
+        """Events of the answer to the prompt that `prepare` returns; it is called in the preprocessing threads.
+
+        Args:
+            noise: of the speech; None: of its seed.
+            records_logits: whether text deltas carry logits.
+        """
         timings = Timings()
-        pipeline = self._chat
-        if pipeline is None:
-            raise RequestError("this model has no thinker: it cannot answer chat", param="messages")
-        speech = self._speech_pipeline() if request.speech is not None else None
-        sampling_seed = request.sampling.seed if request.sampling.seed is not None else random_seed()
+        pipeline = self._chat_pipeline()
+        speech = self._speech_pipeline() if speech_params is not None else None
+        sampling_seed = sampling.seed if sampling.seed is not None else random_seed()
         with self._begin(is_chat=True) as stream:
             speech_stream: SpeechStream | None = None
             job: int | None = None
             try:
-                if speech is not None and request.speech is not None:
-                    seed = request.speech.seed if request.speech.seed is not None else request.sampling.seed
-                    speech_stream = self._open_speech_stream(speech, request.speech, stream, seed)
-                prompt = await self._offload(lambda: self._prepare(pipeline, request, timings))
+                if speech is not None and speech_params is not None:
+                    seed = speech_params.seed if speech_params.seed is not None else sampling.seed
+                    speech_stream = self._open_speech_stream(speech, speech_params, stream, seed, noise)
+                prompt = await self._offload(lambda: _encode(pipeline, prepare(), timings))
                 run = ChatOutputProcessor(
                     pipeline.tokenizer.detokenizer(),
-                    request.sampling,
+                    sampling,
                     prompt_tokens=len(prompt.input_ids),
                     speech_stream=speech_stream,
-                    is_reproducible=speech_stream is not None and seed is not None,
+                    is_reproducible=speech_stream is not None and (seed is not None or noise is not None),
                     max_segment_length=0 if speech is None else speech.max_segment_length,
                     sample_rate=self._info.sample_rate,
                     timings=timings,
                 )
-                job = pipeline.loop.submit(prompt, request.sampling, sampling_seed, stream.put)
+                job = pipeline.loop.submit(
+                    prompt, sampling, sampling_seed, stream.put, records_logits=records_logits
+                )
                 while not run.is_done:
                     for event in run.accept(await stream.get(run.wait_s)):
                         yield event
@@ -168,12 +199,16 @@ class OmniService:
                 if speech_stream is not None:
                     speech_stream.close()
 
-    async def speech(self, request: SpeechRequest) -> AsyncIterator[Event]:
-        """Events of the speech of one text. See `Service`."""
+    async def speech(
+        self, request: SpeechRequest, *, noise: NoiseSource | None = None
+    ) -> AsyncIterator[Event]:
+        """Events of the speech of one text. See `Service`. `noise`: None for that of its seed."""
         timings = Timings()
         speech = self._speech_pipeline()
         with self._begin(is_chat=False) as stream:
-            speech_stream = self._open_speech_stream(speech, request.speech, stream, request.speech.seed)
+            speech_stream = self._open_speech_stream(
+                speech, request.speech, stream, request.speech.seed, noise
+            )
             try:
                 # One task per request, so early requests speak before later ones are parsed.
                 await self._offload(
@@ -237,13 +272,23 @@ class OmniService:
             self._ranks.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
+    def _chat_pipeline(self) -> ChatPipeline:
+        if self._chat is None:
+            raise RequestError("this model has no thinker: it cannot answer chat", param="messages")
+        return self._chat
+
     def _speech_pipeline(self) -> SpeechPipeline:
         if self._speech is None:
             raise RequestError("this model has no talker: it cannot speak", param="modalities")
         return self._speech
 
     def _open_speech_stream(
-        self, pipeline: SpeechPipeline, params: SpeechParams, stream: RequestStream, seed: int | None
+        self,
+        pipeline: SpeechPipeline,
+        params: SpeechParams,
+        stream: RequestStream,
+        seed: int | None,
+        noise: NoiseSource | None,
     ) -> SpeechStream:
         pipeline.planner.check(params)
         return SpeechStream(
@@ -251,7 +296,7 @@ class OmniService:
             pipeline.loop,
             params,
             stream,
-            seed=random_seed() if seed is None else seed,
+            noise=noise or PhiloxNoise(random_seed() if seed is None else seed),
             max_pending_patches=self._max_pending_patches,
         )
 
@@ -277,17 +322,16 @@ class OmniService:
         """Run `work` in the preprocessing threads."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _prepare(self, pipeline: ChatPipeline, request: ChatRequest, timings: Timings) -> ThinkerPrompt:
-        """Decode media, build the prompt, run the encoders."""
-        prompt, media = pipeline.processor.prepare(
-            request.messages, video=request.video, thinking=request.thinking
-        )
-        # A prompt that is too long fails here, before the encoders run.
-        pipeline.loop.scheduler.max_new_tokens(prompt.num_tokens, 1)
-        timings.mark("prepared")
-        embeds = _encode_media(pipeline, prompt.embed_kind, media)
-        timings.mark("encoded")
-        return replace(prompt, media_embeds=embeds)
+
+def _encode(pipeline: ChatPipeline, prepared: PreparedPrompt, timings: Timings) -> ThinkerPrompt:
+    """The prompt with the embeddings of its media."""
+    prompt = prepared.tokens
+    # A prompt that is too long fails here, before the encoders run.
+    pipeline.loop.scheduler.max_new_tokens(prompt.num_tokens, 1)
+    timings.mark("prepared")
+    embeds = _encode_media(pipeline, prompt.embed_kind, prepared.media)
+    timings.mark("encoded")
+    return replace(prompt, media_embeds=embeds)
 
 
 def _encode_media(

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 
 from mingc.errors import WorkerError
+from mingc.runtime.noise import NoiseSource
 from mingc.runtime.preprocess.tokenizer import Detokenizer
 from mingc.runtime.request import (
     AudioDelta,
@@ -61,13 +62,13 @@ class SpeechStream:
         params: SpeechParams,
         stream: RequestStream,
         *,
-        seed: int,
+        noise: NoiseSource,
         max_pending_patches: int,
     ) -> None:
         self._planner = planner
         self._loop = loop
         self._params = params
-        self._seed = seed
+        self._noise = noise
         self._request_stream = stream
         self._limit = max_pending_patches
         self._num_segments = 0
@@ -86,7 +87,7 @@ class SpeechStream:
     def enqueue(self, texts: Iterable[str]) -> None:
         """Queue normalised pieces of text behind the segments already queued."""
         for text in texts:
-            segment = self._planner.segment(text, self._num_segments, self._params, self._seed)
+            segment = self._planner.segment(text, self._num_segments, self._params, self._noise)
             self._num_segments += 1
             self.prompt_tokens += len(segment.input_ids)
             self._loop.add(self._stream, segment)
@@ -99,7 +100,7 @@ class SpeechStream:
         self._num_ended += item.is_segment_end
         if self._request_stream.num_pending_patches == self._limit - 1:
             self._loop.wake()
-        return AudioDelta(samples=item.samples)
+        return AudioDelta(samples=item.samples, latents=item.latents, stop_probability=item.stop_probability)
 
     def close(self) -> None:
         self._loop.cancel(self._stream)
@@ -179,7 +180,9 @@ class ChatOutputProcessor:
             text += rest + ("" if is_stopped else self._stops.flush())
         if self._speech_stream is not None:
             self._enqueue_speech(self._segmenter.push(self._thoughts.push(text)))
-        events: list[Event] = [TextDelta(text=text)] if text or item.token is not None else []
+        events: list[Event] = []
+        if text or item.token is not None:
+            events.append(TextDelta(text=text, token=item.token, logits=item.logits))
         if item.finish is not None or is_stopped:
             self._finish = "stop" if is_stopped else item.finish
             self._enqueue_speech([*self._segmenter.push(self._thoughts.flush()), *self._segmenter.flush()])

@@ -143,7 +143,13 @@ class TalkerLoop(EngineThread):
                 self._fail(stream, WorkerError("the model's samples are not finite", where="audio_vae"))
                 continue
             self._streams[stream].emit(
-                PatchItem(samples=patch.samples, is_segment_end=patch.is_last, is_capped=patch.is_capped)
+                PatchItem(
+                    samples=patch.samples,
+                    is_segment_end=patch.is_last,
+                    is_capped=patch.is_capped,
+                    latents=patch.latents,
+                    stop_probability=patch.stop_probability,
+                )
             )
             if patch.is_last:
                 self._end_segment(stream)

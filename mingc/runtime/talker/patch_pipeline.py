@@ -43,7 +43,9 @@ class PatchModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LaunchedPatch:
-    """Results of one patch being copied to the host: samples (B, n) and stop probabilities (B,), both float32."""
+    """Results of one patch being copied to the host, float32: samples (B, n), stop probabilities (B,), latents
+    (B, P, C).
+    """
 
     host_copy: AsyncHostCopy
 
@@ -52,10 +54,10 @@ class LaunchedPatch:
         """Whether `wait` would not block."""
         return self.host_copy.is_ready
 
-    def wait(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Samples and stop probabilities; blocks until they are on the host."""
-        samples, stop = self.host_copy.wait()
-        return samples.numpy(), stop.numpy()
+    def wait(self) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+        """Samples, stop probabilities and latents; blocks until they are on the host."""
+        samples, stop, latents = self.host_copy.wait()
+        return samples.numpy(), stop.numpy(), latents.float().numpy()
 
 
 class PatchPipeline:
@@ -99,7 +101,9 @@ class PatchPipeline:
         sampled = self._model.sample(inputs)
         samples = _decode(self._model, sampled["latents"], inputs)
         self._model.advance(sampled, inputs)
-        return LaunchedPatch(host_copy=AsyncHostCopy(samples, sampled["stop_probability"]))
+        return LaunchedPatch(
+            host_copy=AsyncHostCopy(samples, sampled["stop_probability"], sampled["latents"])
+        )
 
 
 class _Decoder:
@@ -128,7 +132,7 @@ class _WholePatch:
                 samples = _decode(model, sampled["latents"], inputs)
             model.advance(sampled, inputs)
             main.wait_stream(decoder.stream)
-            return samples, sampled["stop_probability"]
+            return samples, sampled["stop_probability"], sampled["latents"]
 
         self._graph, self._outputs = decoder.main_pool.capture(run, name)
 
@@ -184,7 +188,7 @@ class _SplitPatch:
             decoder.has_taken.record(decoder.stream)
             self._decode.replay()
             decoder.has_ended.record(decoder.stream)
-            return AsyncHostCopy(self._samples, self._taken[1])
+            return AsyncHostCopy(self._samples, self._taken[1], self._taken[0])
 
 
 def _decode(model: PatchModel, latents: Tensor, inputs: Values) -> Tensor:

@@ -18,6 +18,7 @@ from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.manifest import VoiceRecord
 from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
 from mingc.errors import ArtifactError, RequestError
+from mingc.runtime.noise import NoiseSource
 from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder, caption_instruction
 from mingc.runtime.request import SpeechParams
 from mingc.runtime.talker.worker import SpeechSegment
@@ -80,7 +81,7 @@ class SpeechPlanner:
         self._voice(speech.voice)
         caption_instruction(speech.instructions or "")
 
-    def segment(self, text: str, index: int, speech: SpeechParams, seed: int) -> SpeechSegment:
+    def segment(self, text: str, index: int, speech: SpeechParams, noise: NoiseSource) -> SpeechSegment:
         """The segment that speaks one normalized piece of text in the requested voice and style.
 
         Raises: RequestError when the prompt leaves no room for speech.
@@ -102,7 +103,7 @@ class SpeechPlanner:
             embeds=embeds,
             num_prefix=prompt.prefix_length,
             history=self._history(voice),
-            seed=seed,
+            noise=noise,
             index=index,
             max_patches=self._max_patches(text, len(prompt.token_ids), speech.max_steps),
             guidance=_given(speech.guidance, self._flow.guidance),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
 from mingc.runtime.engines.stage_loader import LoadedStage
-from mingc.runtime.noise import diffusion_noise, start_noise
+from mingc.runtime.noise import NoiseSource
 from mingc.runtime.talker.engines import TalkerEngines
 from mingc.runtime.talker.launch_timing import PatchLatencyModel
 from mingc.runtime.talker.patch_pipeline import LaunchedPatch
@@ -38,7 +38,8 @@ class SpeechSegment:
         embeds: (E, D) float32, the replacements.
         num_prefix: length of the prompt prefix that all segments of this voice share.
         history: (H, latent) float32, latents before the first patch, newest last.
-        seed, index: key of the noise; `index` counts the segments of a request.
+        noise: noise of the request.
+        index: counts the segments of the request.
         max_patches: cap on the number of patches.
     """
 
@@ -47,7 +48,7 @@ class SpeechSegment:
     embeds: NDArray[np.float32]
     num_prefix: int
     history: NDArray[np.float32]
-    seed: int
+    noise: NoiseSource
     index: int
     max_patches: int
     guidance: float
@@ -64,12 +65,16 @@ class Patch:
         is_last: whether the segment ends with this patch.
         is_capped: whether it ends because of its cap and not by the stop rule.
         is_finite: whether no sample is NaN or infinite.
+        latents: (p, latent) float32 that the samples were decoded from.
+        stop_probability: what the stop rule compares with its threshold.
     """
 
     samples: NDArray[np.float32]
     is_last: bool
     is_capped: bool
     is_finite: bool
+    latents: NDArray[np.float32]
+    stop_probability: float
 
 
 @dataclass(slots=True, eq=False)
@@ -174,10 +179,10 @@ class TalkerWorker:
     def collect(self) -> dict[int, Patch]:
         """Wait for the oldest patch in flight. Returns it by slot, without segments that were removed or have ended."""
         launched = self._launched.popleft()
-        samples, stop = launched.patch.wait()
+        samples, stop, latents = launched.patch.wait()
         self._latency_model.observe(launched.size, launched.at, time.perf_counter())
         return {
-            slot: self._end_patch(running, samples[row], float(stop[row]))
+            slot: self._end_patch(running, samples[row], float(stop[row]), latents[row])
             for row, (slot, running) in enumerate(launched.rows)
             if self._running.get(slot) is running and not running.is_last
         }
@@ -228,14 +233,20 @@ class TalkerWorker:
                 counts["lengths"][row] = running.num_tokens
             for name, values in numbers.items():
                 values[row] = getattr(segment, name)
-            noise[row] = start_noise(segment.seed, segment.index, patch, patch_shape)
+            noise[row] = segment.noise.start(segment.index, patch, patch_shape)
             if segment.temperature > 0.0:
                 shape = (self.flow.num_steps, *patch_shape)
-                step_noise[row] = diffusion_noise(segment.seed, segment.index, patch, shape)
+                step_noise[row] = segment.noise.diffusion(segment.index, patch, shape)
         inputs = {**counts, **numbers, "noise": noise, "step_noise": step_noise}
         return {name: torch.from_numpy(values) for name, values in inputs.items()}
 
-    def _end_patch(self, running: _Running, samples: NDArray[np.float32], stop_probability: float) -> Patch:
+    def _end_patch(
+        self,
+        running: _Running,
+        samples: NDArray[np.float32],
+        stop_probability: float,
+        latents: NDArray[np.float32],
+    ) -> Patch:
         """Apply stop rule and cap (spec: talker.md §5), and cut out the samples that are final."""
         step = running.collected
         has_stopped = (
@@ -254,6 +265,8 @@ class TalkerWorker:
             is_last=running.is_last,
             is_capped=is_capped,
             is_finite=bool(np.isfinite(final).all()),
+            latents=latents.copy(),
+            stop_probability=stop_probability,
         )
 
     def _write_prefix(self, slot: int, segment: SpeechSegment) -> None:

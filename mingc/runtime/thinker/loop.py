@@ -61,9 +61,9 @@ class StepRunner(Protocol):
 
     def decode(self, step: DecodeStep) -> Tensor: ...
 
-    def launch_decode(self, step: DecodeStep) -> LaunchedTokens: ...
+    def launch_decode(self, step: DecodeStep, *, with_logits: bool = False) -> LaunchedTokens: ...
 
-    def launch_prefill(self, step: PrefillStep) -> LaunchedTokens: ...
+    def launch_prefill(self, step: PrefillStep, *, with_logits: bool = False) -> LaunchedTokens: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +72,7 @@ class _Running:
     max_tokens: int
     row: SamplerRow
     emit: Callable[[Item], None]
+    records_logits: bool
     answer: list[int] = field(default_factory=list)
     pending: int = 0  # tokens of the answer launched on the device and not yet known to the host
 
@@ -130,9 +131,17 @@ class ThinkerLoop(EngineThread):
         self._next_chunk_at = 0.0  # earliest start of the next chunk (`time.perf_counter`)
 
     def submit(
-        self, prompt: ThinkerPrompt, sampling: SamplingParams, seed: int, emit: Callable[[Item], None]
+        self,
+        prompt: ThinkerPrompt,
+        sampling: SamplingParams,
+        seed: int,
+        emit: Callable[[Item], None],
+        *,
+        records_logits: bool = False,
     ) -> int:
         """Queue a request; `emit` is called on the thinker's thread. Returns its id for `cancel`.
+
+        With `records_logits` every token comes with the logits that it was sampled from.
 
         Raises: RequestError when the prompt exceeds the context, CapacityError when the queue is full,
             WorkerError when the loop has failed or is stopping.
@@ -149,7 +158,7 @@ class ThinkerLoop(EngineThread):
             self._check_healthy()
             request = next(self._ids)
             self.scheduler.add(request, prompt_tokens=count, max_tokens=max_tokens)
-            self._requests[request] = _Running(prompt, max_tokens, row, emit)
+            self._requests[request] = _Running(prompt, max_tokens, row, emit, records_logits)
             self._notify()
         return request
 
@@ -227,7 +236,8 @@ class ThinkerLoop(EngineThread):
         )
         try:
             if is_sampled:
-                self._add_launched(ended, self._runner.launch_prefill(step), 0)
+                launched = self._runner.launch_prefill(step, with_logits=self._records_logits(ended))
+                self._add_launched(ended, launched, 0)
                 return None
             logits = self._runner.prefill(step)
             return logits[torch.from_numpy(rows).to(logits.device)] if ended else None
@@ -265,9 +275,9 @@ class ThinkerLoop(EngineThread):
         launchable = [request for request in requests if self._requests[request].is_launchable]
         try:
             if launchable:
-                self._add_launched(
-                    launchable, self._runner.launch_decode(self._decode_step(launchable)), len(launchable)
-                )
+                step = self._decode_step(launchable)
+                launched = self._runner.launch_decode(step, with_logits=self._records_logits(launchable))
+                self._add_launched(launchable, launched, len(launchable))
             for _ in range(num_uncollected):
                 self._collect()
         except Exception as error:
@@ -287,17 +297,21 @@ class ThinkerLoop(EngineThread):
     def _collect(self) -> None:
         """Wait for the tokens of the oldest call and emit them, except to requests that were removed or have ended."""
         launched = self._launched[0]
-        tokens = launched.tokens.wait()
+        tokens, logits = launched.tokens.wait(), launched.tokens.logits()
         self._launched.popleft()
         start, self._last_end = max(launched.at, self._last_end), time.perf_counter()
         ms = 1e3 * (self._last_end - start)
         self.scheduler.prefill_policy.observe(
             ms, prefill_ms=launched.prefill_ms, num_decoding=launched.num_decoding
         )
-        for (request, running), token in zip(launched.rows, tokens, strict=True):
+        for row, ((request, running), token) in enumerate(zip(launched.rows, tokens, strict=True)):
             if self._requests.get(request) is running:
                 running.pending -= 1
-                self._append_token(request, None if token == NOT_FINITE else token)
+                recorded = logits[row] if logits is not None and running.records_logits else None
+                self._append_token(request, None if token == NOT_FINITE else token, recorded)
+
+    def _records_logits(self, requests: Sequence[int]) -> bool:
+        return any(self._requests[request].records_logits for request in requests)
 
     def _decode_step(self, requests: Sequence[int]) -> DecodeStep:
         running = [self._requests[request] for request in requests]
@@ -320,23 +334,26 @@ class ThinkerLoop(EngineThread):
 
     def _sample(self, requests: Sequence[int], logits: Tensor) -> None:
         ids = sample(logits, [self._requests[request].row for request in requests])
-        for request, token in zip(requests, ids, strict=True):
-            self._append_token(request, token)
+        for row, (request, token) in enumerate(zip(requests, ids, strict=True)):
+            recorded = None
+            if self._requests[request].records_logits:
+                recorded = logits[row].float().cpu().numpy().copy()  # valid until the next step only
+            self._append_token(request, token, recorded)
 
-    def _append_token(self, request: int, token: int | None) -> None:
+    def _append_token(self, request: int, token: int | None, logits: NDArray[np.float32] | None) -> None:
         """Append a token to the answer and emit it; None when its logits are not finite."""
         running = self._requests[request]
         if token is None:
             self._fail(request, WorkerError("the model's logits are not finite", where="thinker"))
             return
         if token in self._stop_ids and not running.row.params.ignore_eos:
-            running.emit(TokenItem(token=None, finish="stop"))
+            running.emit(TokenItem(token=None, finish="stop", logits=logits))
             self._remove(request)
             return
         running.answer.append(token)
         running.row.advance(token)
         finish: FinishReason | None = "length" if len(running.answer) == running.max_tokens else None
-        running.emit(TokenItem(token=token, finish=finish))
+        running.emit(TokenItem(token=token, finish=finish, logits=logits))
         if finish is not None:
             self._remove(request)
 

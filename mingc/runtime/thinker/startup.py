@@ -13,15 +13,20 @@ from mingc.artifacts.parameters import ThinkerParameters
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
-from mingc.runtime.thinker.worker import ThinkerWorker
+from mingc.runtime.thinker.worker import DEFAULT_STEPS, StepOptions, ThinkerWorker
 
 
 def create_worker(
-    stage: LoadedStage, manifest: Manifest, *, num_pages: int, device: torch.device
+    stage: LoadedStage,
+    manifest: Manifest,
+    *,
+    num_pages: int,
+    device: torch.device,
+    options: StepOptions = DEFAULT_STEPS,
 ) -> ThinkerWorker:
     """Create the worker of this rank. A collective."""
     parameters = manifest.parameters_of(stage.name, ThinkerParameters)
-    worker = ThinkerWorker(stage, parameters, num_pages=num_pages, device=device)
+    worker = ThinkerWorker(stage, parameters, num_pages=num_pages, device=device, options=options)
     if device.type == "cuda":
         worker.latency_model = measure_step_latencies(worker)
     return worker

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mingc.artifacts.parameters import ThinkerParameters
@@ -27,6 +28,29 @@ from mingc.runtime.thinker.layers import ThinkerLayers, split_chunk
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.scheduler import ChunkShape
 from mingc.runtime.thinker.step import DecodeStep, Ints, PrefillStep, padded, padded_sampling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOptions:
+    """Which steps a worker runs, where it has a choice; the same on all ranks. None: chosen by device and artifact.
+
+    Attributes:
+        is_static: run steps over static tensors, captured on CUDA, and sample on the device. Page tables then always
+            have their largest size. None: on CUDA.
+        two_batch_overlap: allow steps of two longest chunks of one prompt, where the all-reduce of one chunk overlaps
+            with the layers of the other. None: on CUDA with several ranks, if the context holds two such chunks.
+        max_chunk: use no longer chunks than this many rows.
+        max_prompts: most prompts in a chunk, at most what the engines take. None: that many on CUDA, one on a CPU,
+            where alignment padding costs more than a second call.
+    """
+
+    is_static: bool | None = None
+    two_batch_overlap: bool | None = None
+    max_chunk: int | None = None
+    max_prompts: int | None = None
+
+
+DEFAULT_STEPS = StepOptions()
 
 
 class GraphKey(NamedTuple):
@@ -51,12 +75,16 @@ class LaunchedTokens:
     """Sampled tokens (B,) int64 being copied to the host; `NOT_FINITE` for a row whose logits are not finite."""
 
     host_copy: AsyncHostCopy
+    has_logits: bool = False
 
     def wait(self) -> list[int]:
         """The tokens; blocks until the device has sampled them."""
-        (ids,) = self.host_copy.wait()
-        tokens: list[int] = ids.tolist()
+        tokens: list[int] = self.host_copy.wait()[0].tolist()
         return tokens
+
+    def logits(self) -> NDArray[np.float32] | None:
+        """Logits (B, V) that the tokens were sampled from, if they were asked for; blocks as `wait`."""
+        return self.host_copy.wait()[1].float().numpy() if self.has_logits else None
 
 
 class ThinkerWorker:
@@ -67,10 +95,6 @@ class ThinkerWorker:
     Args:
         stage: the graphs that `ThinkerLayers` runs.
         num_pages: KV pages to allocate, page 0 included.
-        is_static: run steps over static tensors, captured on CUDA, and sample on the device. Page tables then always
-            have their largest size. None: on CUDA.
-        two_batch_overlap: allow steps of two longest chunks of one prompt, where the all-reduce of one chunk overlaps
-            with the layers of the other. None: on CUDA with several ranks, if the context holds two such chunks.
 
     Attributes:
         batches, chunks: sizes that steps are padded to.
@@ -89,11 +113,10 @@ class ThinkerWorker:
         *,
         num_pages: int,
         device: torch.device,
-        is_static: bool | None = None,
-        two_batch_overlap: bool | None = None,
+        options: StepOptions = DEFAULT_STEPS,
     ) -> None:
         self.device = device
-        self.samples_on_device = device.type == "cuda" if is_static is None else is_static
+        self.samples_on_device = device.type == "cuda" if options.is_static is None else options.is_static
         self.page_size = parameters.page_size
         self.vocab_size = parameters.vocab_size
         self.num_pages = num_pages
@@ -101,14 +124,21 @@ class ThinkerWorker:
         self.routes: list[tuple[Tensor, Tensor]] = []
         self._prefill, self._decode = stage["prefill_attention"], stage["decode_attention"]
         self.batches, self.chunks = self._decode.spec.dim("B").buckets, self._prefill.spec.dim("T").buckets
+        if options.max_chunk is not None:
+            self.chunks = tuple(size for size in self.chunks if size <= options.max_chunk) or (
+                min(self.chunks),
+            )
         self.max_batch, self.max_chunk = max(self.batches), max(self.chunks)
+        two_batch_overlap = options.two_batch_overlap
         if two_batch_overlap is None:
             context = self.page_size * max(self._prefill.spec.dim("P").buckets)
             two_batch_overlap = device.type == "cuda" and num_ranks() > 1 and 2 * self.max_chunk <= context
         tables = next(each for each in self._prefill.spec.inputs if each.name == "page_table")
+        self._table_rows = int(tables.shape[0])
+        max_prompts = options.max_prompts or (self._table_rows if self.samples_on_device else 1)
         self.chunk = ChunkShape(
             max_rows=self.max_chunk,
-            max_prompts=int(tables.shape[0]),
+            max_prompts=min(self._table_rows, max_prompts),
             alignment=parameters.chunk_alignment,
             shared_rows=parameters.shared_rows,
             two_batch_rows=2 * self.max_chunk if two_batch_overlap else 0,
@@ -137,7 +167,7 @@ class ThinkerWorker:
             self._last = torch.zeros(slots, dtype=torch.int64, device=device)
             self._seen = torch.zeros(slots, self.vocab_size, dtype=torch.bool, device=device)
             self._yes = torch.ones((), dtype=torch.bool, device=device)
-            self._chunk_logits = torch.zeros(self.chunk.max_prompts, self.vocab_size, device=device)
+            self._chunk_logits = torch.zeros(self._table_rows, self.vocab_size, device=device)
         self.latency_model: StepLatencyModel | None = None
         self._graphs: dict[GraphKey, GraphRunner] = {}
         if self.samples_on_device:
@@ -203,7 +233,7 @@ class ThinkerWorker:
             scattered[..., rows] = values
             return torch.from_numpy(scattered)
 
-        max_prompts = self.chunk.max_prompts
+        num_prompts = self._table_rows
         return {
             "input_ids": scatter(step.input_ids),
             "embed_kind": scatter(step.embed_kind),
@@ -212,11 +242,11 @@ class ThinkerWorker:
             "index": scatter(step.starts[prompts] + index, -1),
             "row_slots": scatter(step.slots[prompts]),
             "page_table": self._page_table(
-                self._prefill, step.pages, int((step.starts + step.counts).max()), max_prompts
+                self._prefill, step.pages, int((step.starts + step.counts).max()), num_prompts
             ),
-            "last": padded(offsets + step.counts - 1, max_prompts),
-            "starts": padded(step.starts, max_prompts),
-            "slots": padded(step.slots, max_prompts),
+            "last": padded(offsets + step.counts - 1, num_prompts),
+            "starts": padded(step.starts, num_prompts),
+            "slots": padded(step.slots, num_prompts),
         }
 
     @torch.inference_mode()
@@ -229,14 +259,14 @@ class ThinkerWorker:
         return logits
 
     @torch.inference_mode()
-    def launch_decode(self, step: DecodeStep) -> LaunchedTokens:
+    def launch_decode(self, step: DecodeStep, *, with_logits: bool = False) -> LaunchedTokens:
         """Run one token of each request and sample the next ones. Does not wait for the device."""
         assert self.samples_on_device and step.sampling is not None, "the step has sampling parameters"
-        _, tokens = self._decode_step(step, is_random=needs_sampling(step.sampling))
-        return LaunchedTokens(host_copy=AsyncHostCopy(tokens[: len(step.input_ids)]))
+        logits, tokens = self._decode_step(step, is_random=needs_sampling(step.sampling))
+        return _copy_to_host(tokens, logits, len(step.input_ids), with_logits=with_logits)
 
     @torch.inference_mode()
-    def launch_prefill(self, step: PrefillStep) -> LaunchedTokens:
+    def launch_prefill(self, step: PrefillStep, *, with_logits: bool = False) -> LaunchedTokens:
         """Run the last layer groups of a chunk and sample the first tokens (k,) of answers.
 
         Does not wait for the device.
@@ -245,15 +275,15 @@ class ThinkerWorker:
             "the step has sampling parameters"
         )
         self.prefill(step)
-        size = self.chunk.max_prompts
+        size = self._table_rows
         inputs = {
             "ended": padded(step.ended, size),
             "slots": padded(step.slots[step.ended], size),
             "sampling": padded_sampling(step.sampling, size),
         }
         key = GraphKey("first_tokens", size, is_random=needs_sampling(step.sampling))
-        (tokens,) = self._run(key, inputs)
-        return LaunchedTokens(host_copy=AsyncHostCopy(tokens[: len(step.ended)]))
+        logits, tokens = self._run(key, inputs)
+        return _copy_to_host(tokens, logits, len(step.ended), with_logits=with_logits)
 
     def _decode_step(self, step: DecodeStep, *, is_random: bool) -> tuple[Tensor, ...]:
         size = self._decode.bucket("B", len(step.input_ids))
@@ -330,7 +360,7 @@ class ThinkerWorker:
 
     def _sample_first_tokens(self, inputs: Mapping[str, Tensor], *, is_random: bool) -> tuple[Tensor, ...]:
         logits = self._chunk_logits.index_select(0, inputs["ended"])
-        return (self._sample(logits, inputs, is_random=is_random),)
+        return logits, self._sample(logits, inputs, is_random=is_random)
 
     def _run_decode(self, inputs: Mapping[str, Tensor], *, is_random: bool) -> tuple[Tensor, ...]:
         ids = inputs["input_ids"]
@@ -363,14 +393,14 @@ class ThinkerWorker:
     def _capture_all(self) -> None:
         """Capture every size, the largest first, so that the others fit into the memory that its graph has taken."""
         pool = GraphPool(self.device) if self.device.type == "cuda" else None
-        max_prompts = self.chunk.max_prompts
-        prompts = (torch.int64, (max_prompts,))
+        num_prompts = self._table_rows
+        prompts = (torch.int64, (num_prompts,))
         for size in sorted({*self.chunks, self.chunk.two_batch_rows} - {0}, reverse=True):
             rows = (torch.int64, (size,))
             shapes: Shapes = {
                 **dict.fromkeys(("input_ids", "embed_kind", "segment", "index", "row_slots"), rows),
                 "positions": (torch.int64, (3, size)),
-                "page_table": (torch.int32, (max_prompts, max(self._prefill.spec.dim("P").buckets))),
+                "page_table": (torch.int32, (num_prompts, max(self._prefill.spec.dim("P").buckets))),
                 **dict.fromkeys(("last", "starts", "slots"), prompts),
             }
             if size == self.chunk.two_batch_rows:
@@ -394,9 +424,9 @@ class ThinkerWorker:
             for is_random in (True, False):
                 key = GraphKey("decode", size, is_random=is_random)
                 self._capture(key, shapes, pool, f"a decode step of batch {size}")
-        shapes = {"ended": prompts, "slots": prompts, "sampling": (torch.float32, (max_prompts, NUM_COLUMNS))}
+        shapes = {"ended": prompts, "slots": prompts, "sampling": (torch.float32, (num_prompts, NUM_COLUMNS))}
         for is_random in (True, False):
-            key = GraphKey("first_tokens", max_prompts, is_random=is_random)
+            key = GraphKey("first_tokens", num_prompts, is_random=is_random)
             self._capture(key, shapes, pool, "sampling of first tokens")
 
     def _capture(self, key: GraphKey, shapes: Shapes, pool: GraphPool | None, name: str) -> None:
@@ -412,3 +442,9 @@ class ThinkerWorker:
         count = min(pages.shape[1], table.shape[1])
         table[: len(pages), :count] = pages[:, :count]
         return torch.from_numpy(table)
+
+
+def _copy_to_host(tokens: Tensor, logits: Tensor, count: int, *, with_logits: bool) -> LaunchedTokens:
+    """The first `count` tokens, with their logits if asked for."""
+    values = (tokens[:count], logits[:count]) if with_logits else (tokens[:count],)
+    return LaunchedTokens(host_copy=AsyncHostCopy(*values), has_logits=with_logits)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
 from mingc.dsp.fbank import kaldi_fbank
+from mingc.runtime.noise import PhiloxNoise
 from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
 from mingc.runtime.request import SpeechParams
 from mingc.runtime.talker.planner import SpeechPlanner, VoicePack
@@ -310,7 +311,7 @@ def _replay_history(case: str, engines: Engines, log: ComparisonLog) -> None:
     planner = SpeechPlanner(
         SpeechPromptBuilder(tokenizer), {"golden": voice}, parameters=parameters, flow=flow, vae=vae
     )
-    segment = planner.segment("x", 0, SpeechParams(voice="golden"), 0)
+    segment = planner.segment("x", 0, SpeechParams(voice="golden"), PhiloxNoise(0))
     log.tensor(f"{case}.first_history", segment.history[None], tolerance=0.0)
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,7 +33,7 @@ from mingc.runtime.thinker.ranks.step_codec import broadcast_step
 from mingc.runtime.thinker.ranks.watchdog import StepWatchdog
 from mingc.runtime.thinker.scheduler import ChunkShape
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
-from mingc.runtime.thinker.worker import LaunchedTokens, ThinkerWorker
+from mingc.runtime.thinker.worker import DEFAULT_STEPS, LaunchedTokens, StepOptions, ThinkerWorker
 
 STEP_TIMEOUT_S = 60.0
 _RENDEZVOUS_TIMEOUT_S = 60.0
@@ -59,6 +60,7 @@ class RankGroup:
         start: creates this process's worker from it, after the process group is initialized.
         on_failure: called once, from any thread, when a rank process has ended unexpectedly, or a step fails or hangs.
         step_timeout_s: seconds after which a step that has not ended counts as hanging.
+        options: those that `start` creates the worker with.
 
     On CUDA a failure also ends this process (`hard_exit`): a kernel that waits for a dead rank cannot be cancelled.
     """
@@ -73,6 +75,7 @@ class RankGroup:
         num_pages: int,
         on_failure: Callable[[RankError], None],
         step_timeout_s: float = STEP_TIMEOUT_S,
+        options: StepOptions = DEFAULT_STEPS,
     ) -> None:
         self._on_failure = on_failure
         self._children: list[subprocess.Popen[bytes]] = []
@@ -99,6 +102,7 @@ class RankGroup:
                         timeout_s=timeout_s,
                         step_socket=0,  # set by `_spawn`
                         parent_pipe=self._pipe_read,
+                        options=options,
                     )
                 )
             stage = load()
@@ -153,13 +157,13 @@ class RankGroup:
         """As `ThinkerWorker.decode`. Raises: WorkerError when a rank has failed."""
         return self._run(step, self._worker.decode)
 
-    def launch_decode(self, step: DecodeStep) -> LaunchedTokens:
+    def launch_decode(self, step: DecodeStep, *, with_logits: bool = False) -> LaunchedTokens:
         """As `ThinkerWorker.launch_decode`. Raises: WorkerError when a rank has failed."""
-        return self._run(step, self._worker.launch_decode)
+        return self._run(step, partial(self._worker.launch_decode, with_logits=with_logits))
 
-    def launch_prefill(self, step: PrefillStep) -> LaunchedTokens:
+    def launch_prefill(self, step: PrefillStep, *, with_logits: bool = False) -> LaunchedTokens:
         """As `ThinkerWorker.launch_prefill`. Raises: WorkerError when a rank has failed."""
-        return self._run(step, self._worker.launch_prefill)
+        return self._run(step, partial(self._worker.launch_prefill, with_logits=with_logits))
 
     def close(self) -> None:
         """End the rank processes by closing their sockets; kill those that are left after a timeout."""

@@ -24,6 +24,7 @@ from mingc.runtime.engines.stage_loader import load_stage
 from mingc.runtime.thinker.ranks.step_codec import receive_step
 from mingc.runtime.thinker.startup import create_worker
 from mingc.runtime.thinker.step import PrefillStep
+from mingc.runtime.thinker.worker import DEFAULT_STEPS, StepOptions
 
 LOADED, READY = b"L", b"R"
 
@@ -49,6 +50,7 @@ class WorkerConfig:
     timeout_s: float
     step_socket: int
     parent_pipe: int
+    options: StepOptions = DEFAULT_STEPS
 
 
 def main() -> None:
@@ -75,7 +77,9 @@ def main() -> None:
             device=config.device,
             timeout_s=config.timeout_s,
         )
-        worker = create_worker(stage, manifest, num_pages=config.num_pages, device=device)
+        worker = create_worker(
+            stage, manifest, num_pages=config.num_pages, device=device, options=config.options
+        )
         sock.sendall(READY)
         while (step := receive_step(sock)) is not None:
             if isinstance(step, PrefillStep):

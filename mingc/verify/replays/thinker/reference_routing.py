@@ -18,7 +18,7 @@ from mingc.artifacts.parameters import ThinkerParameters
 from mingc.numerics.tolerances import GRAPH_TOLERANCES
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.thinker.step import DecodeStep
-from mingc.runtime.thinker.worker import ThinkerWorker
+from mingc.runtime.thinker.worker import StepOptions, ThinkerWorker
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.engines import to_numpy
 from mingc.verify.replays.thinker.batches import Request
@@ -101,7 +101,7 @@ class ReferenceRoutedThinker:
             parameters,
             num_pages=num_pages + 1,
             device=device,
-            is_static=False,
+            options=StepOptions(is_static=False),
         )
 
     def check(self, case: str, prompts: Sequence[Prompt], log: ComparisonLog) -> RoutingResult:
