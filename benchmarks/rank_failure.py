@@ -37,7 +37,7 @@ _WARM_LINES = 5  # of a stream, after which it counts as running
 _LEAST_TOKENS = 100  # of an answer: shorter ones may end before all of them run
 _MOST_CLIENTS = 128  # that a server lets wait at once
 _FREED_MIB = 64  # a GPU that holds no more than this beyond what it held before is free
-_OPTIONS = ("--port", "0", "--json", "--no-check-hashes")
+_OPTIONS = ("--port", "0", "--drain-seconds", "0", "--json", "--no-check-hashes")
 _RANK = "mingc.runtime.thinker.ranks.rank_process"
 
 

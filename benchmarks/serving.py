@@ -41,7 +41,17 @@ def server(
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
     }
-    words = ["serve", str(artifact.resolve()), "--port", "0", "--json", "--no-check-hashes", *options]
+    words = [
+        "serve",
+        str(artifact.resolve()),
+        "--port",
+        "0",
+        "--drain-seconds",
+        "0",
+        "--json",
+        "--no-check-hashes",
+        *options,
+    ]
     started = time.perf_counter()
     with log.open("wb") as errors:
         child = subprocess.Popen(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import io
 import json
-import logging
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -87,7 +86,21 @@ _HTTP_OPTIONS = (
     "allow_media_hosts",
     "media_root",
     "max_concurrent_requests",
+    "max_connections",
+    "max_body_bytes",
+    "max_total_body_bytes",
+    "max_media_bytes",
+    "max_speech_characters",
+    "header_timeout_s",
+    "body_timeout_s",
+    "body_idle_timeout_s",
+    "write_timeout_s",
+    "media_timeout_s",
+    "drain_s",
     "shutdown_timeout_s",
+    "api_key_file",
+    "has_open_metrics",
+    "cors_origins",
 )
 _SETTINGS = {"show_default": True, "max_content_width": 100, "help_option_names": ["-h", "--help"]}
 
@@ -205,6 +218,53 @@ def _export(recipe: ExportRecipe) -> ExportReport:
 @click.option(
     "--max-concurrent-requests", type=int, default=256, help="Requests inside the server before a 503."
 )
+@click.option(
+    "--max-connections",
+    type=int,
+    default=None,
+    show_default="by `ulimit -n`, at most 4096",
+    help="Open connections; a further one takes the place of the longest idle one.",
+)
+@click.option("--max-body-bytes", type=int, default=128 << 20, help="Largest request body.")
+@click.option(
+    "--max-total-body-bytes",
+    type=int,
+    default=512 << 20,
+    help="Bodies and media of all requests together before a 503.",
+)
+@click.option(
+    "--max-media-bytes", type=int, default=96 << 20, help="Decoded media files of one request together."
+)
+@click.option(
+    "--max-speech-characters", type=int, default=32_768, help="Longest `input` of a speech request."
+)
+@click.option(
+    "--header-timeout",
+    "header_timeout_s",
+    type=float,
+    default=10.0,
+    help="Seconds for the headers of a request.",
+)
+@click.option(
+    "--body-timeout", "body_timeout_s", type=float, default=60.0, help="Seconds for the body of a request."
+)
+@click.option(
+    "--body-idle-timeout",
+    "body_idle_timeout_s",
+    type=float,
+    default=15.0,
+    help="Seconds between two parts of a body.",
+)
+@click.option(
+    "--write-timeout",
+    "write_timeout_s",
+    type=float,
+    default=60.0,
+    help="Seconds for which a client may read nothing of its response.",
+)
+@click.option(
+    "--media-timeout", "media_timeout_s", type=float, default=30.0, help="Seconds to fetch one media URL."
+)
 @click.option("--max-queue", type=int, default=128, help="Chats that may wait for the thinker before a 503.")
 @click.option(
     "--max-total-tokens",
@@ -231,14 +291,54 @@ def _export(recipe: ExportRecipe) -> ExportReport:
     help="Seconds that a thinker step may take before its ranks count as lost.",
 )
 @click.option(
+    "--drain-seconds",
+    "drain_s",
+    type=float,
+    default=2.0,
+    help="Seconds that the port stays open after SIGTERM, while /ready answers 503; 0: none.",
+)
+@click.option(
     "--shutdown-timeout",
     "shutdown_timeout_s",
     type=float,
     default=5.0,
-    help="Seconds that running requests may continue after the first signal or a lost rank.",
+    help="Seconds that running requests may continue once the port is closed, or after a lost rank.",
 )
 @click.option(
-    "--served-model-name", default=None, show_default="the artifact's", help="Name of the model for clients."
+    "--api-key-file",
+    type=_PATH,
+    default=None,
+    show_default="none",
+    help="File of accepted API keys, one a line, reread when it changes; MINGC_API_KEYS holds more, with commas.",
+)
+@click.option(
+    "--open-metrics/--no-open-metrics",
+    "has_open_metrics",
+    default=False,
+    help="Answer /metrics without an API key.",
+)
+@click.option(
+    "--cors-origin",
+    "cors_origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Let pages of this origin call the server; may be given several times; `*`: all.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    help="Least severe lines that are logged; access lines are info, those of probes debug.",
+)
+@click.option(
+    "--log-format", type=click.Choice(["text", "json"]), default="text", help="Format of log lines on stderr."
+)
+@click.option(
+    "--served-model-name",
+    "served_model_names",
+    multiple=True,
+    show_default="the artifact's",
+    help="Name of the model for clients; may be given several times, the first stands in responses.",
 )
 @click.option(
     "--parse-special-tokens",
@@ -250,12 +350,13 @@ def _export(recipe: ExportRecipe) -> ExportReport:
     "--check-hashes/--no-check-hashes", default=True, help="Compare the hash of every file before loading."
 )
 @_common
-def serve_command(as_json: bool, artifact: Path, **options: Any) -> int:
+def serve_command(as_json: bool, artifact: Path, log_level: Any, log_format: Any, **options: Any) -> int:
     """Serve ARTIFACT over an OpenAI-compatible HTTP interface.
 
-    Prints its address on stdout when it is ready. After SIGTERM or Ctrl-C running requests may continue for
-    --shutdown-timeout seconds and are then cut off; a second signal stops at once. When a rank of the thinker
-    dies or hangs, running chats get an error, and the server exits with code 4.
+    Prints its address on stdout when it is ready. After SIGTERM requests are served for --drain-seconds, then, and at
+    once after Ctrl-C, the port is closed, and running requests may continue for --shutdown-timeout seconds; a second
+    signal stops at once. When a rank of the thinker dies or hangs, running chats get an error, and the server exits
+    with code 4.
     """
     from mingc.runtime.http.options import ServeOptions
 
@@ -265,15 +366,20 @@ def serve_command(as_json: bool, artifact: Path, **options: Any) -> int:
     clock = StartupClock()
     with clock.phase("import"):
         from mingc.console.report import show
+        from mingc.runtime.http.api_keys import ApiKeys
+        from mingc.runtime.http.connections import connection_limit
+        from mingc.runtime.http.logs import configure_logging
         from mingc.runtime.http.server import bind_socket, create_app, serve
         from mingc.runtime.service.builder import EngineOptions, open_service
 
     engines = EngineOptions(
         max_waiting=options.pop("max_queue"), num_torch_threads=options.pop("threads"), **options
     )
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
+    configure_logging(log_level, log_format)
     for resolved in (http, engines):
         show(resolved, as_json=False, stream=sys.stderr)
+    keys = ApiKeys(http.api_key_file)
+    connection_limit(http.max_connections)  # fails before anything slow
     listener = bind_socket(http.host, http.port)
     service = open_service(artifact, engines, clock)
     # What start-up made lives as long as the process: a full collection would walk through it for a tenth of a
@@ -286,7 +392,7 @@ def serve_command(as_json: bool, artifact: Path, **options: Any) -> int:
         print(json.dumps(document) if as_json else url, flush=True)
 
     try:
-        ended_in_order = serve(create_app(service, http), listener, announce=announce)
+        ended_in_order = serve(create_app(service, http, keys), listener, announce=announce)
     finally:
         gc.unfreeze()  # engines remove their unpacked files when they are collected
     return 0 if ended_in_order else EXIT_INTERRUPTED

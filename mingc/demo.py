@@ -224,7 +224,7 @@ def _end(child: subprocess.Popen[bytes], parent_pipe: IO[bytes]) -> None:
 @contextmanager
 def _server(artifact: Path, log: Path) -> Iterator[str]:
     """Serve on a free port; yields the address. SIGTERM ends the server, which must exit with 0."""
-    words = ("serve", str(artifact), "--host", "127.0.0.1", "--port", "0")
+    words = ("serve", str(artifact), "--host", "127.0.0.1", "--port", "0", "--drain-seconds", "0")
     with log.open("wb") as errors, _child(*words, errors=errors) as (child, stdout):
         yield _address(stdout, log)
         child.send_signal(signal.SIGTERM)

@@ -90,7 +90,9 @@ def _row(command: click.Command, option: click.Option) -> str:
         default = "none"
     if option.multiple:
         given = option.default if isinstance(option.default, tuple) else ()
-        default = ", ".join(given) or "none"
+        default = ", ".join(given) or (
+            option.show_default if isinstance(option.show_default, str) else "none"
+        )
     return f"| {_cell(spelled)} | {_cell(default)} | {_cell(option.help or '')} |"
 
 

@@ -176,7 +176,7 @@ Event = TextDelta | AudioDelta | TextDone | Done
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceInfo:
-    """Name, abilities and limits of the served artifact."""
+    """Name, abilities and limits of the served artifact. Clients may also call it by one of the `aliases`."""
 
     model: str
     sample_rate: int
@@ -192,6 +192,12 @@ class ServiceInfo:
     all_reduce: str | None = (
         None  # all-reduce algorithm of the thinker's ranks, and the reason; None for one rank
     )
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model; the first stands in responses."""
+        return (self.model, *self.aliases)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,9 +22,12 @@ OPTIONS = {
     "--model-name --output --prefill-chunk-size --quantize --stages --synthetic --target --tp CHECKPOINT",
     "probe": "--baseline --batch --cache --compare --context --debug --engine --jobs --json --repetitions "
     "--synthetic --tolerance ARTIFACT",
-    "serve": "--allow-media-host --check-hashes --debug --host --json --max-concurrent-requests "
-    "--max-queue --max-speech-seqs --max-total-tokens --media-root --parse-special-tokens --port --served-model-name "
-    "--shutdown-timeout --step-timeout --threads --tp ARTIFACT",
+    "serve": "--allow-media-host --api-key-file --body-idle-timeout --body-timeout --check-hashes --cors-origin "
+    "--debug --drain-seconds --header-timeout --host --json --log-format --log-level --max-body-bytes "
+    "--max-concurrent-requests --max-connections --max-media-bytes --max-queue --max-speech-characters "
+    "--max-speech-seqs --max-total-body-bytes --max-total-tokens --media-root --media-timeout --open-metrics "
+    "--parse-special-tokens --port --served-model-name --shutdown-timeout --step-timeout --threads --tp "
+    "--write-timeout ARTIFACT",
     "verify": "--against --debug --json --no-replay --reference ARTIFACT",
 }
 
@@ -114,6 +117,9 @@ def test_help_needs_no_torch(tmp_path: Path) -> None:
         (["probe", "x", "--tolerance", "nan"], "--tolerance nan"),
         (["probe", "x", "--baseline", "nowhere.json"], "nowhere.json"),
         (["serve", "x", "--shutdown-timeout", "nan"], "--shutdown-timeout is nan"),
+        (["serve", "x", "--max-total-body-bytes", "1000"], "--max-total-body-bytes 1000 is below"),
+        (["serve", "x", "--cors-origin", "example.org"], "--cors-origin 'example.org' is not"),
+        (["serve", "x", "--api-key-file", "nowhere.txt", "--port", "0"], "no API keys in nowhere.txt"),
         (["serve", "x", "--max-speech-seqs", "0"], "--max-speech-seqs is 0"),
         (["serve", "x", "--media-root", ""], "'--media-root': the path is empty"),
         (["export", "", "--output", "y"], "'CHECKPOINT': the path is empty"),

@@ -37,7 +37,7 @@ class Slow:
 
 slow = Slow()
 signals.SIGNAL_DEBOUNCE_S = float(sys.argv[2])
-app = create_app(FakeService(), ServeOptions(port=0, shutdown_timeout_s=float(sys.argv[1])))
+app = create_app(FakeService(), ServeOptions(port=0, drain_s=0, shutdown_timeout_s=float(sys.argv[1])))
 ended_in_order = serve(app, announce=lambda url: print(url, flush=True))
 print("in order" if ended_in_order else "cut short", flush=True)
 """

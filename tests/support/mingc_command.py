@@ -58,7 +58,18 @@ class Server:
 def serving(artifact: Path, *options: object) -> Iterator[Server]:
     """`mingc serve` on a port of the system's choice; ended by SIGTERM when the block is left."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "mingc", "serve", str(artifact), "--port", "0", *map(str, options)],
+        [
+            sys.executable,
+            "-m",
+            "mingc",
+            "serve",
+            str(artifact),
+            "--port",
+            "0",
+            "--drain-seconds",
+            "0",
+            *map(str, options),
+        ],
         cwd=REPOSITORY,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -41,20 +41,25 @@ from mingc.runtime.service.startup import StartupClock
 
 def test_clients_see_the_artifacts_name_or_the_one_asked_for(manifest: Manifest) -> None:
     assert _info(manifest, EngineOptions(), None, None).model == manifest.model
-    renamed = EngineOptions(served_model_name="house/voice-1")
-    assert _info(manifest, renamed, None, None).model == "house/voice-1"
+    renamed = _info(manifest, EngineOptions(served_model_names=("house/voice-1",)), None, None)
+    assert (renamed.model, renamed.names) == ("house/voice-1", ("house/voice-1",))
+
+
+def test_several_names_are_kept_and_the_first_stands_in_responses(manifest: Manifest) -> None:
+    info = _info(manifest, EngineOptions(served_model_names=("one", "two", "one", "three")), None, None)
+    assert (info.model, info.names) == ("one", ("one", "two", "three"))
 
 
 @pytest.mark.parametrize("name", ["", "  "])
 def test_an_empty_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="--served-model-name is empty"):
-        EngineOptions(served_model_name=name)
+        EngineOptions(served_model_names=(name,))
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"served_model_name": "house\nvoice"}, r"--served-model-name 'house\\nvoice' holds"),
+        ({"served_model_names": ("house\nvoice",)}, r"--served-model-name 'house\\nvoice' holds"),
         ({"max_total_tokens": 10**30}, "--max-total-tokens is 10+, which is above 1099511627776"),
         ({"num_torch_threads": 10**11}, "--threads is 10+, which is above 1024"),
         ({"step_timeout_s": 1e300}, r"--step-timeout is 1e\+300, which is above 1000000000"),

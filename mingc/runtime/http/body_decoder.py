@@ -39,7 +39,7 @@ class BodyDecoder(Generic[_Body]):
         self._type = type_
         self._decoder = msgspec.json.Decoder(type_)
 
-    def decode(self, raw: bytes) -> _Body:
+    def decode(self, raw: bytes | bytearray) -> _Body:
         """The body as a struct.
 
         Raises:
@@ -148,7 +148,7 @@ def _refuse_constant(name: str) -> NoReturn:
     raise _ConstantError(f"{name} is not a JSON number")
 
 
-def _parse_untyped(raw: bytes) -> object:
+def _parse_untyped(raw: bytes | bytearray) -> object:
     """The JSON value by Python's own parser, whose errors name line and column. Raises: RequestError."""
     try:
         return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
@@ -191,7 +191,7 @@ def _check_text(value: str, keys: _Keys) -> None:
         ) from error
 
 
-def _validation_error(reason: str, raw: bytes, type_: type) -> RequestError:
+def _validation_error(reason: str, raw: bytes | bytearray, type_: type) -> RequestError:
     """OpenAI's error for a body that is JSON but does not fit the struct; `reason` is msgspec's message."""
     before, found, path = reason.rpartition(" - at `$")
     if found and _PATH.fullmatch(path):  # a key in the message may contain the separator
@@ -327,7 +327,7 @@ def _names(struct: inspect.StructType) -> Iterator[str]:
         yield struct.tag_field
 
 
-def _value_at(raw: bytes, keys: _Keys) -> object:
+def _value_at(raw: bytes | bytearray, keys: _Keys) -> object:
     """The value at `keys`; only containers on the way are decoded, so a large body costs little."""
     try:
         data = raw

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import platform
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mingc import __version__
 from mingc.runtime.request import AudioDelta, Event, ServiceLoad, TextDelta, Usage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_DURATION_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_BETWEEN_TOKENS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _LATENCY_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-_CLIENT_GONE = "499"  # no status was sent, because the client had left
+CLIENT_GONE = "499"  # no status was sent, because the client had left
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,11 +88,45 @@ class Metrics:
             "Seconds from the end of the request body to the first audio of a chat or speech request.",
         )
 
+        self._between_tokens = self._latency(
+            "mingc_inter_token_latency_seconds",
+            "Seconds between two texts of a chat request, as they leave the model.",
+            _BETWEEN_TOKENS_S,
+        )
+        self.request_duration = Histogram(
+            "mingc_request_duration_seconds",
+            "Seconds from the request headers to the end of the response of a chat or speech request.",
+            ("route",),
+            buckets=_DURATION_S,
+            registry=self._registry,
+        )
+        self.connections = Gauge("mingc_num_connections", "Open connections.", registry=self._registry)
+        self.connections_closed = self._counter(
+            "mingc_connections_closed",
+            "Connections that the server closed early: header_timeout, write_timeout (the client does not read), "
+            "evicted (the longest waiting one, for a new one), refused (--max-connections), no_descriptor.",
+            "reason",
+        )
+        self.body_bytes = Gauge(
+            "mingc_body_bytes",
+            "Bytes of bodies and media that requests hold, without the first 64 KiB of each "
+            "(--max-total-body-bytes).",
+            registry=self._registry,
+        )
+        build = Gauge(
+            "mingc_build_info",
+            "1; the labels are the versions of mingc and Python.",
+            ("version", "python"),
+            registry=self._registry,
+        )
+        build.labels(__version__, platform.python_version()).set(1)
+        ProcessCollector(registry=self._registry)
+
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self._registry)
 
-    def _latency(self, name: str, text: str) -> Histogram:
-        return Histogram(name, text, buckets=_LATENCY_S, registry=self._registry)
+    def _latency(self, name: str, text: str, buckets: Sequence[float] = _LATENCY_S) -> Histogram:
+        return Histogram(name, text, buckets=buckets, registry=self._registry)
 
     def render(self, load: ServiceLoad) -> bytes:
         """All metrics in Prometheus' text format, with the load of this moment."""
@@ -93,17 +139,17 @@ class Metrics:
         """Name, type, labels and help text of every metric, in the order of `/metrics`."""
         infos = []
         for collector in self._registry._collector_to_names:
-            assert isinstance(collector, Counter | Gauge | Histogram)
-            (family,) = collector.describe()
-            suffix = "_total" if family.type == "counter" else ""
-            infos.append(
-                MetricInfo(
-                    name=family.name + suffix,
-                    type=family.type,
-                    labels=tuple(collector._labelnames),
-                    help=family.documentation,
+            labels: Sequence[str] = getattr(collector, "_labelnames", ())  # the process collector has none
+            for family in collector.collect():
+                suffix = "_total" if family.type == "counter" else ""
+                infos.append(
+                    MetricInfo(
+                        name=family.name + suffix,
+                        type=family.type,
+                        labels=tuple(labels),
+                        help=family.documentation,
+                    )
                 )
-            )
         return infos
 
     def count(self, route: str, status: str) -> None:
@@ -115,7 +161,7 @@ class Metrics:
         self._audio_seconds.inc(usage.audio_seconds)
 
     def latency_timer(self) -> LatencyTimer:
-        return LatencyTimer(self._time_to_first_token, self._time_to_first_audio)
+        return LatencyTimer(self._time_to_first_token, self._time_to_first_audio, self._between_tokens)
 
 
 def describe_metrics() -> list[MetricInfo]:
@@ -124,16 +170,23 @@ def describe_metrics() -> list[MetricInfo]:
 
 
 class LatencyTimer:
-    """Times the first text and the first audio of one request, from the creation of the timer."""
+    """Times the first text, the first audio and the gaps between texts of one request, from its own creation."""
 
-    def __init__(self, first_token: Histogram, first_audio: Histogram) -> None:
+    def __init__(self, first_token: Histogram, first_audio: Histogram, between_tokens: Histogram) -> None:
         self._start = time.monotonic()
         self._waiting: dict[type, Histogram] = {TextDelta: first_token, AudioDelta: first_audio}
+        self._between_tokens = between_tokens
+        self._last_token: float | None = None
 
     def see(self, event: Event) -> None:
+        now = time.monotonic()
         histogram = self._waiting.pop(type(event), None)
         if histogram is not None:
-            histogram.observe(time.monotonic() - self._start)
+            histogram.observe(now - self._start)
+        if isinstance(event, TextDelta):
+            if self._last_token is not None:
+                self._between_tokens.observe(now - self._last_token)
+            self._last_token = now
 
 
 class RequestCounter:
@@ -147,7 +200,7 @@ class RequestCounter:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = _CLIENT_GONE
+        status = CLIENT_GONE
 
         async def watch(message: Message) -> None:
             nonlocal status

@@ -86,7 +86,7 @@ class ParsedSpeech:
     delivery: Delivery = "whole"
 
 
-def parse_chat(raw: bytes, info: ServiceInfo, options: ServeOptions) -> ParsedChat:
+def parse_chat(raw: bytes | bytearray, info: ServiceInfo, options: ServeOptions) -> ParsedChat:
     """Decode and check the body of a chat request.
 
     Raises:
@@ -120,7 +120,7 @@ def parse_chat(raw: bytes, info: ServiceInfo, options: ServeOptions) -> ParsedCh
     return parsed
 
 
-def parse_speech(raw: bytes, info: ServiceInfo, options: ServeOptions) -> ParsedSpeech:
+def parse_speech(raw: bytes | bytearray, info: ServiceInfo, options: ServeOptions) -> ParsedSpeech:
     """Decode and check the body of a speech request.
 
     Raises:
@@ -161,7 +161,7 @@ def unknown_model(name: str, info: ServiceInfo) -> RequestError:
 
 def _check_model(model: str | None, info: ServiceInfo) -> None:
     """A request without a model means the served one."""
-    if model is not None and model != info.model:
+    if model is not None and model not in info.names:
         raise unknown_model(model, info)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Raw, Struct, field
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
@@ -18,7 +18,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1000  # the most text that is held back and searched at each token
 MIN_PENALTY = 0.01  # logits are divided by it
 
-_ABSENT = Raw()
+_ABSENT: Raw = field(default_factory=Raw)  # no default: Raw has none in a JSON schema
 
 # Integers are declared with a float beside them: JSON has one kind of number, so 4.0 counts as 4. Floats take integers.
 Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | Annotated[float, Meta(ge=1, le=MAX_TOKENS)]

@@ -57,20 +57,30 @@ def _error(message: str, error_type: str, param: str | None, code: str | None) -
 
 
 def models_list(info: ServiceInfo, created: int) -> Json:
-    return {"object": "list", "data": [model_object(info, created)]}
+    return {"object": "list", "data": [model_object(info, created, name) for name in info.names]}
 
 
-def model_object(info: ServiceInfo, created: int) -> Json:
-    inputs = {"text": True, "image": info.has_image, "audio": info.has_audio_input, "video": info.has_video}
-    outputs = {"text": info.has_text, "audio": info.has_speech}
+def model_object(info: ServiceInfo, created: int, name: str) -> Json:
+    """The served model under one of its names."""
     return {
-        "id": info.model,
+        "id": name,
         "object": "model",
         "created": created,
         "owned_by": "mingc",
+        **modalities(info),
+        "sample_rate": info.sample_rate,
+    }
+
+
+def modalities(info: ServiceInfo) -> Json:
+    """What the artifact can do: kinds of input and output, and the routes that run it."""
+    inputs = {"text": True, "image": info.has_image, "audio": info.has_audio_input, "video": info.has_video}
+    outputs = {"text": info.has_text, "audio": info.has_speech}
+    routes = {"/v1/chat/completions": info.has_text, "/v1/audio/speech": info.has_speech}
+    return {
         "input_modalities": [name for name, able in inputs.items() if able],
         "output_modalities": [name for name, able in outputs.items() if able],
-        "sample_rate": info.sample_rate,
+        "routes": [name for name, able in routes.items() if able],
     }
 
 

@@ -9,14 +9,17 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from mingc.errors import CapacityError, MingcError, RequestError, WorkerError
 from mingc.runtime.http.audio_format import AudioSpec
+from mingc.runtime.http.body_budget import BodyBudget, Charge
 from mingc.runtime.http.body_decoder import shorten
 from mingc.runtime.http.media import MediaLoader
 from mingc.runtime.http.metrics import LatencyTimer, Metrics, route_of
@@ -31,21 +34,53 @@ from mingc.runtime.http.streaming import (
     write_speech_events,
     write_speech_stream,
 )
-from mingc.runtime.request import ChatRequest, Done, Event, Service, SpeechRequest
+from mingc.runtime.request import (
+    ChatRequest,
+    Done,
+    Event,
+    MediaPart,
+    Service,
+    ServiceInfo,
+    SpeechRequest,
+    TextPart,
+)
 
 log = logging.getLogger("mingc.http")
+
+_PARSED_INLINE = 64 * 1024  # bytes that are parsed faster than they are handed to a thread
+Body = bytes | bytearray
+Parsed = TypeVar("Parsed")
 
 
 @dataclass(kw_only=True, slots=True)
 class ServerState:
-    """State shared by the routes of one app. `is_stopping` is set when shutdown begins."""
+    """State shared by the routes of one app.
+
+    `is_draining` is set by SIGTERM: requests are served, but `/ready` answers 503. `is_stopping` is set when shutdown
+    begins.
+    """
 
     service: Service
     options: ServeOptions
     media: MediaLoader
     metrics: Metrics
     num_running: int = field(default=0, init=False)
+    is_draining: bool = field(default=False, init=False)
     is_stopping: bool = field(default=False, init=False)
+    bodies: BodyBudget = field(init=False)
+    # One thread: large bodies are decoded while holding Python's lock, which the event loop gets after each.
+    _parser: ThreadPoolExecutor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bodies = BodyBudget(self.options.max_total_body_bytes, self.metrics)
+        self._parser = ThreadPoolExecutor(1, thread_name_prefix="mingc-parse")
+
+    async def parse(self, parse: Callable[[Body, ServiceInfo, ServeOptions], Parsed], raw: Body) -> Parsed:
+        """Parse a body: a large one outside of the event loop."""
+        info, options = self.service.info, self.options
+        if len(raw) <= _PARSED_INLINE:
+            return parse(raw, info, options)
+        return await asyncio.get_running_loop().run_in_executor(self._parser, parse, raw, info, options)
 
     @contextmanager
     def admit(self) -> Iterator[None]:
@@ -69,7 +104,19 @@ class ServerState:
             self.metrics.requests_running.dec()
 
 
-Handler = Callable[[ServerState, bytes, ResponseWriter], Awaitable[None]]
+Handler = Callable[[ServerState, "RequestBody", ResponseWriter], Awaitable[None]]
+
+
+@dataclass(kw_only=True, slots=True)
+class RequestBody:
+    """The body of a request and its charge. `take` drops the body, so that it is freed once it is parsed."""
+
+    charge: Charge
+    raw: Body = b""
+
+    def take(self) -> Body:
+        raw, self.raw = self.raw, b""
+        return raw
 
 
 class GenerationRoute:
@@ -81,17 +128,20 @@ class GenerationRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self._state
-        with ExitStack() as place:
+        if scope.get("state", {}).get("is_probe"):
+            raise CapacityError("All connections are in use; try again later.", code="too_many_connections")
+        with ExitStack() as place, state.metrics.request_duration.labels(route_of(scope)).time():
             place.enter_context(state.admit())
+            body = RequestBody(charge=place.enter_context(state.bodies.charge()))
             try:
-                raw = await read_body(Request(scope, receive), state.options)
+                body.raw = await read_body(Request(scope, receive), state.options, state.bodies, body.charge)
             except ClientDisconnect:
                 state.metrics.requests_cancelled.labels(route_of(scope)).inc()
                 return
             response = ResponseWriter(send, before_end=place.close)
             try:
                 if not await run_while_connected(
-                    self._run(raw, response, route_of(scope)), receive, response
+                    self._run(body, response, route_of(scope)), receive, response
                 ):
                     state.metrics.requests_cancelled.labels(route_of(scope)).inc()
             except asyncio.CancelledError:
@@ -99,9 +149,9 @@ class GenerationRoute:
                     raise
                 log.warning("%s: aborted by shutdown", route_of(scope))
 
-    async def _run(self, raw: bytes, response: ResponseWriter, route: str) -> None:
+    async def _run(self, body: RequestBody, response: ResponseWriter, route: str) -> None:
         try:
-            await self._handler(self._state, raw, response)
+            await self._handler(self._state, body, response)
         except Exception as error:
             # A bug is logged and answered here: raised to the server, it would close the connection after the
             # response, and with it the client's next request.
@@ -124,11 +174,12 @@ def public_error(error: Exception) -> MingcError:
     return WorkerError("Internal server error; see the server log.", code="internal_error")
 
 
-async def read_body(request: Request, options: ServeOptions) -> bytes:
-    """The whole body of a JSON request.
+async def read_body(request: Request, options: ServeOptions, budget: BodyBudget, charge: Charge) -> bytearray:
+    """The whole body of a JSON request, charged as it arrives.
 
     Raises:
         RequestError: for a wrong content type (415), a body too large (413) or too slow (408).
+        CapacityError: if the bodies of all requests together would be too large.
         ClientDisconnect: if the client left before the end.
     """
     media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
@@ -138,26 +189,35 @@ async def read_body(request: Request, options: ServeOptions) -> bytes:
             status=415,
             code="unsupported_media_type",
         )
-    too_large = RequestError(
-        f"The request body is larger than {options.max_body_bytes} bytes.", status=413, code="body_too_large"
-    )
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > options.max_body_bytes:
-        raise too_large
+    if declared.isdecimal():
+        _check_size(int(declared), options)
+        budget.check(int(declared))
     body = bytearray()
+    chunks = aiter(request.stream())
     try:
-        async with asyncio.timeout(options.body_timeout_s):
-            async for chunk in request.stream():
+        async with asyncio.timeout(options.body_timeout_s) as whole, asyncio.timeout(None) as idle:
+            while True:
+                idle.reschedule(asyncio.get_running_loop().time() + options.body_idle_timeout_s)
+                chunk = await anext(chunks, None)
+                if chunk is None:
+                    return body
+                _check_size(len(body) + len(chunk), options)
+                charge.set(len(body) + len(chunk))
                 body += chunk
-                if len(body) > options.max_body_bytes:
-                    raise too_large
     except TimeoutError as error:
+        late = f"The request body did not arrive within {options.body_timeout_s:g} s."
+        stalled = f"Nothing of the request body arrived for {options.body_idle_timeout_s:g} s."
+        raise RequestError(late if whole.expired() else stalled, status=408, code="body_timeout") from error
+
+
+def _check_size(num_bytes: int, options: ServeOptions) -> None:
+    if num_bytes > options.max_body_bytes:
         raise RequestError(
-            f"The request body did not arrive within {options.body_timeout_s:g} s.",
-            status=408,
-            code="body_timeout",
-        ) from error
-    return bytes(body)
+            f"The request body is larger than {options.max_body_bytes} bytes.",
+            status=413,
+            code="body_too_large",
+        )
 
 
 async def run_while_connected(
@@ -207,14 +267,21 @@ async def measured(
             await close()
 
 
-async def handle_chat(state: ServerState, raw: bytes, response: ResponseWriter) -> None:
+def _size(part: TextPart | MediaPart) -> int:
+    return len(part.text if isinstance(part, TextPart) else part.data)
+
+
+async def handle_chat(state: ServerState, body: RequestBody, response: ResponseWriter) -> None:
     """`POST /v1/chat/completions`."""
     latency_timer = state.metrics.latency_timer()
     info = state.service.info
-    parsed = parse_chat(raw, info, state.options)
+    parsed = await state.parse(parse_chat, body.take())
+    messages = await state.media.load(parsed.messages)
+    parsed = replace(parsed, messages=())  # its base64 is decoded
+    body.charge.set(sum(_size(part) for message in messages for part in message.parts))
     request = ChatRequest(
         request_id=f"chatcmpl-{uuid.uuid4().hex[:24]}",
-        messages=await state.media.load(parsed.messages),
+        messages=messages,
         sampling=parsed.sampling,
         speech=parsed.speech,
         video=parsed.video,
@@ -231,11 +298,12 @@ async def handle_chat(state: ServerState, raw: bytes, response: ResponseWriter) 
         await write(events, builder, audio, response)
 
 
-async def handle_speech(state: ServerState, raw: bytes, response: ResponseWriter) -> None:
+async def handle_speech(state: ServerState, body: RequestBody, response: ResponseWriter) -> None:
     """`POST /v1/audio/speech`."""
     latency_timer = state.metrics.latency_timer()
     info = state.service.info
-    parsed = parse_speech(raw, info, state.options)
+    parsed = await state.parse(parse_speech, body.take())
+    body.charge.set(0)
     request = SpeechRequest(
         request_id=f"speech-{uuid.uuid4().hex[:24]}", text=parsed.text, speech=parsed.speech
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import logging
 import math
 import signal
@@ -18,6 +19,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -25,8 +27,12 @@ from starlette.routing import Route
 from mingc.console import signals
 from mingc.errors import ConfigError, MingcError, RequestError, ServeError
 from mingc.runtime.http import response_schemas
+from mingc.runtime.http.api_keys import VARIABLE, ApiKeyCheck, ApiKeys
+from mingc.runtime.http.connections import Acceptor, ConnectionTable, HttpConnection, connection_limit
+from mingc.runtime.http.logs import REQUEST_ID, RequestContext
 from mingc.runtime.http.media import MediaLoader
 from mingc.runtime.http.metrics import CONTENT_TYPE, Metrics, RequestCounter
+from mingc.runtime.http.openapi import openapi_document
 from mingc.runtime.http.options import ServeOptions
 from mingc.runtime.http.parsing import unknown_model
 from mingc.runtime.http.routes import GenerationRoute, ServerState, handle_chat, handle_speech, public_error
@@ -39,9 +45,19 @@ _CLOSE_MARGIN_S = 2.0  # added to the shutdown timeout: to send last events and 
 _SWITCH_S = 0.001
 
 
-def create_app(service: Service, options: ServeOptions) -> Starlette:
-    """The ASGI app over a running service; `serve` runs it."""
+_PROBE_PATHS = frozenset({"/health", "/ready"})
+
+
+def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = None) -> Starlette:
+    """The ASGI app over a running service; `serve` runs it. `keys`: None reads those that the options name."""
     state = ServerState(service=service, options=options, media=MediaLoader(options), metrics=Metrics())
+    keys = keys or ApiKeys(options.api_key_file)
+    if not keys.is_required and not _is_loopback(options.host):
+        log.warning(
+            "anybody who reaches %s can use this server: set %s or pass --api-key-file",
+            options.host,
+            VARIABLE,
+        )
     created = int(time.time())
 
     async def models(request: Request) -> Response:
@@ -49,31 +65,45 @@ def create_app(service: Service, options: ServeOptions) -> Starlette:
 
     async def model(request: Request) -> Response:
         name = str(request.path_params["model"])
-        if name != service.info.model:
+        if name not in service.info.names:
             raise unknown_model(name, service.info)
-        return _json(response_schemas.model_object(service.info, created))
+        return _json(response_schemas.model_object(service.info, created, name))
 
     async def voices(request: Request) -> Response:
         return _json(response_schemas.voices_list(service.info))
 
+    def status() -> str:
+        if state.is_stopping:
+            return "stopping"
+        if not service.is_ready:
+            return "not_ready"
+        return "draining" if state.is_draining else "ready"
+
     async def health(request: Request) -> Response:
-        status = "stopping" if state.is_stopping else "ready" if service.is_ready else "not_ready"
         body: response_schemas.Json = {
-            "status": status,
+            "status": status(),
             "model": service.info.model,
             "num_requests_running": state.num_running,
+            **response_schemas.modalities(service.info),
         }
         for name in ("max_model_len", "max_total_tokens", "all_reduce"):
             if (value := getattr(service.info, name)) is not None:
                 body[name] = value
-        return _json(body, 200 if status == "ready" else 503)
+        return _json(body, 200 if status() in ("ready", "draining") else 503)
+
+    async def ready(request: Request) -> Response:
+        return _json({"status": status()}, 200 if status() == "ready" else 503)
 
     async def metrics(request: Request) -> Response:
         return Response(state.metrics.render(service.load), media_type=CONTENT_TYPE)
 
+    async def openapi(request: Request) -> Response:
+        return Response(await asyncio.to_thread(openapi_document), media_type="application/json")
+
     def answer_error(request: Request, error: Exception) -> Response:
         return _error_response(request, error, options)
 
+    open_paths = _PROBE_PATHS | ({"/metrics"} if options.has_open_metrics else set())
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", GenerationRoute(state, handle_chat), methods=["POST"]),
@@ -82,14 +112,42 @@ def create_app(service: Service, options: ServeOptions) -> Starlette:
             Route("/v1/models/{model:path}", model),
             Route("/v1/audio/voices", voices),
             Route("/health", health),
+            Route("/ready", ready),
             Route("/metrics", metrics),
+            Route("/openapi.json", openapi),
         ],
-        middleware=[Middleware(RequestCounter, metrics=state.metrics)],
+        middleware=[
+            Middleware(RequestContext),
+            Middleware(RequestCounter, metrics=state.metrics),
+            *_cors(options),
+            Middleware(ApiKeyCheck, keys=keys, open_paths=open_paths, answer=answer_error),
+        ],
         exception_handlers={MingcError: answer_error, HTTPException: answer_error, Exception: answer_error},
     )
     app.router.redirect_slashes = False
     app.state.server = state
     return app
+
+
+def _cors(options: ServeOptions) -> list[Middleware]:
+    if not options.cors_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=options.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    ]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _json(body: response_schemas.Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -110,6 +168,7 @@ def _error_response(request: Request, error: Exception, options: ServeOptions) -
         headers["Retry-After"] = str(options.retry_after_s)
     elif status >= 500:
         log.error("%s %s: %s", request.method, request.url.path, known)
+    headers["x-request-id"] = REQUEST_ID.get()  # an unforeseen error is answered outside of RequestContext
     return _json({**response_schemas.error_body(known)}, status, headers)
 
 
@@ -181,16 +240,17 @@ async def serve_async(
 ) -> bool:
     """Listen and serve inside a running event loop, until a signal or `stop`.
 
-    The first signal closes the port and closes the service with the shutdown timeout of the options; streams that are
-    aborted get an error event. A second signal stops at once, unless it follows so soon that it counts as the first. A
-    failure that the service reports (`on_failure`) ends the server like a first signal. In any case
-    `service.close` is called last, with a timeout of 0.
+    After a first SIGTERM `/ready` answers 503, and requests are served for the drain time of the options, so that
+    proxies can send theirs elsewhere. Then, and at once after SIGINT, the port is closed, and the service with the
+    shutdown timeout of the options; streams that are aborted get an error event. A second signal stops at once, unless
+    it follows so soon that it counts as the first. A failure that the service reports (`on_failure`) ends the server
+    like a first SIGINT. In any case `service.close` is called last, with a timeout of 0.
 
     Args:
         app: from `create_app`.
         listener: from `bind_socket`; None binds the host and port of the options. Closed at the end.
         announce: called with the base URL once connections are accepted; the default prints it to stderr.
-        stop: setting it acts like a first signal.
+        stop: setting it acts like a first SIGINT.
 
     Returns:
         True after an orderly shutdown, False after a second signal.
@@ -203,7 +263,7 @@ async def serve_async(
     failures: list[ServeError] = []
     try:
         with contextlib.closing(listener or bind_socket(state.options.host, state.options.port)) as bound:
-            server = _Server(app, bound, announce)
+            server = _Server(app, bound, announce, connection_limit(state.options.max_connections))
             serving = asyncio.create_task(server.serve(sockets=[bound]))
             state.service.on_failure(_failure_callback(server, failures))
             try:
@@ -257,24 +317,33 @@ def _stop_signals(server: _Server, serving: asyncio.Task[None]) -> Iterator[None
         return
 
     loop = asyncio.get_running_loop()
+    state = server.state
+    draining: asyncio.TimerHandle | None = None
     before = {number: signal.getsignal(number) for number in signals.SIGNALS}
     first: float | None = None
 
-    def stop() -> None:
-        nonlocal first
+    def stop(number: signal.Signals) -> None:
+        nonlocal first, draining
         if first is not None and loop.time() - first < signals.SIGNAL_DEBOUNCE_S:
             return
         first = loop.time()
-        if server.should_exit:
+        if server.should_exit or draining is not None:
             server.force_exit = True
             serving.cancel()
+        elif number == signal.SIGTERM and state.options.drain_s > 0:
+            state.is_draining = True
+            log.info("draining: requests are served for %g s, then the port is closed", state.options.drain_s)
+            draining = loop.call_later(state.options.drain_s, server.exit)
+            return
         server.should_exit = True
 
     for number in signals.SIGNALS:
-        loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(number, stop, number)
     try:
         yield
     finally:
+        if draining is not None:
+            draining.cancel()
         for number, handler in before.items():
             loop.remove_signal_handler(number)
             signal.signal(number, handler)
@@ -297,23 +366,28 @@ def _stop_event(server: _Server, stop: asyncio.Event | None) -> Iterator[None]:
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn without its own signal handling, closing the service as soon as shutdown begins."""
+    """Uvicorn with `connections` below it and without its own signal handling; closes the service on shutdown."""
 
-    def __init__(self, app: Starlette, listener: socket.socket, announce: Callable[[str], None]) -> None:
-        self._state: ServerState = app.state.server
+    def __init__(
+        self, app: Starlette, listener: socket.socket, announce: Callable[[str], None], max_connections: int
+    ) -> None:
+        self.state: ServerState = app.state.server
         self._listener = listener
         self._announce = announce
+        self._table = ConnectionTable(
+            options=self.state.options, metrics=self.state.metrics, limit=max_connections
+        )
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",
+                http=HttpConnection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                timeout_graceful_shutdown=math.ceil(self._state.options.shutdown_timeout_s + _CLOSE_MARGIN_S),
+                timeout_graceful_shutdown=math.ceil(self.state.options.shutdown_timeout_s + _CLOSE_MARGIN_S),
             )
         )
 
@@ -322,6 +396,10 @@ class _Server(uvicorn.Server):
         # uvicorn's version raises the signal again at the end, which would kill the process before workers are joined
         yield
 
+    def exit(self) -> None:
+        """Begin the shutdown."""
+        self.should_exit = True
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         host, port = self._listener.getsockname()[:2]
         try:
@@ -329,12 +407,24 @@ class _Server(uvicorn.Server):
             self._listener.listen(self.config.backlog)
         except OSError as error:
             raise _cannot_listen(host, port, error) from error
-        await super().startup(sockets)
+        acceptor = Acceptor(self._listener, self._table, self._connection)
+        self.servers = [acceptor]  # type: ignore[list-item]  # stands in for asyncio's server
+        acceptor.start()
+        self.started = True
         self._announce(base_url(self._listener))
 
+    def _connection(self, is_probe: bool) -> HttpConnection:
+        return HttpConnection(
+            self._table, self.config, self.server_state, self.lifespan.state, is_probe=is_probe
+        )
+
+    async def on_tick(self, counter: int) -> bool:
+        self._table.close_late()
+        return await super().on_tick(counter)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._state.is_stopping = True
-        closing = asyncio.create_task(_close(self._state.service, self._state.options.shutdown_timeout_s))
+        self.state.is_stopping = True
+        closing = asyncio.create_task(_close(self.state.service, self.state.options.shutdown_timeout_s))
         try:
             await super().shutdown(sockets)
             await closing

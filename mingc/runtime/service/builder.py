@@ -83,7 +83,7 @@ class EngineOptions:
         step_timeout_s: how long the thinker's ranks may take for a step before they are taken for hanging, which
             ends the service.
         check_hashes: read every file of the artifact once and compare its hash before anything is loaded.
-        served_model_name: what clients call the model; None is the name that it was exported with.
+        served_model_names: what clients call the model, the first in responses; none: what it was exported with.
         parse_special_tokens: recognise special tokens in the text of requests; otherwise they are plain text.
         steps: which steps the thinker's workers run.
         talker_depth: most patches in flight; None: 2 on a GPU, 1 on a CPU.
@@ -101,7 +101,7 @@ class EngineOptions:
     num_torch_threads: int | None = None
     step_timeout_s: float = STEP_TIMEOUT_S
     check_hashes: bool = False
-    served_model_name: str | None = None
+    served_model_names: tuple[str, ...] = ()
     parse_special_tokens: bool = False
     steps: StepOptions = DEFAULT_STEPS
     talker_depth: int | None = None
@@ -120,10 +120,11 @@ class EngineOptions:
         for name, most in _MOST.items():
             if (value := getattr(self, name)) is not None and math.inf > value > most:
                 problems.append(f"{_OPTIONS[name]} is {value}, which is above {most}")
-        if self.served_model_name is not None and not self.served_model_name.strip():
-            problems.append("--served-model-name is empty")
-        elif self.served_model_name is not None and not self.served_model_name.isprintable():
-            problems.append(f"--served-model-name {self.served_model_name!r} holds what cannot be printed")
+        for name in self.served_model_names:
+            if not name.strip():
+                problems.append("--served-model-name is empty")
+            elif not name.isprintable():
+                problems.append(f"--served-model-name {name!r} holds what cannot be printed")
         if problems:
             raise ConfigError(
                 "; ".join(problems), where="options of the engines", fix="see `mingc serve --help`"
@@ -236,8 +237,6 @@ def _load_chat(
     context = _largest(manifest, decoder, "P") * thinker.page_size
     num_pages = 1 + -(-_kv_tokens(artifact, decoder, options, devices, context) // thinker.page_size)
 
-    log.info("KV pages for %d tokens, a request may have %d", (num_pages - 1) * thinker.page_size, context)
-
     def load() -> LoadedStage:
         return load_stage(artifact, decoder, devices[0])
 
@@ -277,6 +276,16 @@ def _load_chat(
         max_context=min(context, thinker.max_positions),
         max_waiting=options.max_waiting,
     )
+    log.info(
+        "KV pages for %d tokens, a request may have %d", scheduler.pool.max_tokens, scheduler.max_context
+    )
+    if scheduler.max_context < min(context, thinker.max_positions):
+        log.warning(
+            "--max-total-tokens %d limits a request to %d tokens; the artifact allows %d",
+            options.max_total_tokens or 0,
+            scheduler.max_context,
+            min(context, thinker.max_positions),
+        )
     parts = ChatPipeline(
         processor=ChatProcessor(
             tokenizer,
@@ -353,7 +362,8 @@ def _info(
         sample_rate = manifest.parameters_of(path.vocoder, VaeParameters).sample_rate
         default_voice = manifest.parameters_of(path.speech_llm, TalkerParameters).default_voice
     return ServiceInfo(
-        model=options.served_model_name or manifest.model,
+        model=(*options.served_model_names, manifest.model)[0],
+        aliases=tuple(dict.fromkeys(options.served_model_names))[1:],
         sample_rate=sample_rate,
         voices=tuple(voice.name for voice in manifest.voices) if path is not None else (),
         default_voice=default_voice,

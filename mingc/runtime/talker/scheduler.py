@@ -52,7 +52,9 @@ class TalkerScheduler:
         """Open a stream. Raises CapacityError when too many are open."""
         if len(self._segments) >= self._max_streams:
             raise CapacityError(
-                f"{len(self._segments)} requests are speaking or waiting to speak", fix="try again later"
+                f"{len(self._segments)} requests are speaking or waiting to speak",
+                fix="try again later",
+                code="queue_full",
             )
         self._segments[stream] = deque()
 

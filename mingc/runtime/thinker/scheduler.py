@@ -166,6 +166,7 @@ class ThinkerScheduler:
             raise CapacityError(
                 f"the queue is full: {len(self._waiting)} requests are waiting",
                 fix="try again later",
+                code="queue_full",
             )
         self._waiting[request] = _Sequence(prompt_tokens, max_tokens)
 

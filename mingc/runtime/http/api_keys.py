@@ -1,0 +1,133 @@
+"""API keys: from a file that is reread when it changes, and from the environment; compared in constant time."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mingc.errors import ConfigError, RequestError
+
+log = logging.getLogger("mingc.http")
+
+VARIABLE = "MINGC_API_KEYS"
+_CHECK_S = 1.0  # at most so often the file is looked at
+
+
+class ApiKeys:
+    """The accepted keys. Only their hashes are kept."""
+
+    def __init__(self, file: Path | None, environment: Mapping[str, str] | None = None) -> None:
+        """
+        Args:
+            file: one key a line; empty lines and lines that begin with `#` are skipped.
+            environment: where MINGC_API_KEYS may hold keys, separated by commas; None: this process's.
+
+        Raises:
+            ConfigError: if the file cannot be read or holds no key.
+        """
+        self._file = file
+        value = (os.environ if environment is None else environment).get(VARIABLE, "")
+        self._fixed = _digests(value.split(","))
+        self._checked_at = time.monotonic()
+        self._version: tuple[int, int, int] | None = None
+        self._from_file: tuple[bytes, ...] = ()
+        if file is not None:
+            try:
+                self._read(file)
+            except (OSError, ValueError) as error:
+                raise ConfigError(
+                    f"no API keys in {file}: {getattr(error, 'strerror', None) or error}",
+                    where="--api-key-file",
+                    fix="write one key a line into a file that this user may read",
+                ) from error
+
+    @property
+    def is_required(self) -> bool:
+        """Whether requests need a key."""
+        return self._file is not None or bool(self._fixed)
+
+    def accepts(self, key: str) -> bool:
+        """Whether `key` is one of the keys. Takes as long for a wrong key as for a right one."""
+        self._reread()
+        (given,) = _digests([key]) or (b"",)
+        matches = [hmac.compare_digest(given, known) for known in (*self._fixed, *self._from_file)]
+        return any(matches)
+
+    def _reread(self) -> None:
+        now = time.monotonic()
+        if self._file is None or now - self._checked_at < _CHECK_S:
+            return
+        self._checked_at = now
+        try:
+            if self._read(self._file):
+                log.info("read %d API keys from %s", len(self._from_file), self._file)
+        except (OSError, ValueError) as error:
+            log.warning("the API keys in %s are not usable, earlier ones stay: %s", self._file, error)
+
+    def _read(self, file: Path) -> bool:
+        """Read the file unless it is what it was. Raises: OSError, ValueError."""
+        status = file.stat()
+        version = (status.st_mtime_ns, status.st_size, status.st_ino)
+        if version == self._version:
+            return False
+        lines = file.read_text(encoding="utf-8").splitlines()
+        keys = _digests(line for line in lines if not line.startswith("#"))
+        if not keys:
+            raise ValueError("the file holds no key")
+        self._from_file, self._version = keys, version
+        return True
+
+
+def _digests(keys: Iterable[str]) -> tuple[bytes, ...]:
+    return tuple(hashlib.sha256(key.strip().encode()).digest() for key in keys if key.strip())
+
+
+class ApiKeyCheck:
+    """ASGI middleware that refuses requests without a valid key, before their body is read."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        open_paths: frozenset[str],
+        answer: Callable[[Request, Exception], Response],
+    ) -> None:
+        """`open_paths` need no key; `answer` makes the response of an error."""
+        self._app = app
+        self._keys = keys
+        self._open_paths = open_paths
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._keys.is_required and scope["path"] not in self._open_paths:
+            try:
+                self._check(Headers(scope=scope).get("authorization", ""))
+            except RequestError as error:
+                await self._answer(Request(scope), error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, header: str) -> None:
+        scheme, _, key = header.partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise _Unauthorized("You did not provide an API key: send 'Authorization: Bearer KEY'.")
+        if not self._keys.accepts(key):
+            raise _Unauthorized("Incorrect API key provided.")
+
+
+class _Unauthorized(RequestError):
+    """401, in OpenAI's form."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status=401, code="invalid_api_key")
+        self.headers = {"WWW-Authenticate": "Bearer"}

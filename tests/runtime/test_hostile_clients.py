@@ -1,0 +1,282 @@
+"""Clients that trickle, stall, flood or speak no HTTP: the server stays reachable and frees what they held."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from fake_service import FakeService
+from server_thread import run_server
+
+from mingc.errors import CapacityError, ConfigError
+from mingc.runtime.http.body_budget import FREE_BYTES, BodyBudget
+from mingc.runtime.http.connections import PROBE_CONNECTIONS, connection_limit
+from mingc.runtime.http.metrics import Metrics
+from mingc.runtime.http.options import ServeOptions
+
+CHAT = "/v1/chat/completions"
+HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+# A server with few descriptors; its log is limited as that of `mingc serve`.
+CHILD = """
+import json, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+from fake_service import FakeService
+from mingc.runtime.http.logs import configure_logging
+from mingc.runtime.http.options import ServeOptions
+from mingc.runtime.http.server import create_app, serve
+configure_logging("info", "text")
+serve(create_app(FakeService(), ServeOptions(port=0, drain_s=0)), announce=lambda url: print(url, flush=True))
+"""
+
+
+@contextlib.contextmanager
+def server(**options: Any) -> Iterator[tuple[str, FakeService]]:
+    services: list[FakeService] = []
+
+    def make() -> FakeService:
+        services.append(FakeService())
+        return services[0]
+
+    with run_server(make, ServeOptions(port=0, shutdown_timeout_s=0.2, **options)) as url:
+        yield url, services[0]
+
+
+def connect(url: str) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Everything until the server closes the connection."""
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := connection.recv(1 << 16):
+            data += piece
+    return data
+
+
+def status_and_error(answer: bytes) -> tuple[int, dict[str, Any]]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+def eventually(claim: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not claim():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def metric(url: str, line: str) -> float:
+    text = httpx.get(f"{url}/metrics", trust_env=False).text
+    return next((float(row.split()[-1]) for row in text.splitlines() if row.startswith(line + " ")), 0.0)
+
+
+@pytest.fixture
+def few_descriptors(tmp_path: Path) -> Iterator[tuple[str, Path, psutil.Process]]:
+    """A server process that may have 256 descriptors: its URL and its log."""
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join(map(str, (root / "tests" / "support", root)))
+    log = tmp_path / "log"
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", CHILD],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip(), log, psutil.Process(process.pid)
+        process.terminate()
+        assert process.wait(timeout=30) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def test_more_trickling_connections_than_descriptors(
+    few_descriptors: tuple[str, Path, psutil.Process],
+) -> None:
+    """Probes and chats are answered, the log stays small, and all descriptors come back."""
+    url, log, process = few_descriptors
+    with httpx.Client(base_url=url, timeout=20, trust_env=False) as client:
+        assert client.get("/health").status_code == 200
+        before = process.num_fds()
+        with contextlib.ExitStack() as stack:
+            connections = [stack.enter_context(connect(url)) for _ in range(400)]
+            for _ in range(3):
+                for connection in connections:
+                    with contextlib.suppress(OSError):  # closed by the server
+                        connection.send(b"G")
+                assert httpx.get(f"{url}/health", timeout=20, trust_env=False).status_code == 200
+                body = {"messages": [{"role": "user", "content": "hi"}]}
+                assert httpx.post(f"{url}{CHAT}", json=body, timeout=20, trust_env=False).status_code == 200
+            assert metric(url, 'mingc_connections_closed_total{reason="evicted"}') > 100
+        eventually(lambda: process.num_fds() <= before)
+    assert log.stat().st_size < 100_000
+
+
+def test_request_headers_have_a_time_limit() -> None:
+    with server(header_timeout_s=0.3) as (url, _), connect(url) as trickling, connect(url) as silent:
+        trickling.sendall(b"GET /health HTTP/1.1\r\nhost:")
+        status, error = status_and_error(read_all(trickling))
+        assert (status, error["code"]) == (408, "header_timeout")
+        assert read_all(silent) == b""
+        assert metric(url, 'mingc_connections_closed_total{reason="header_timeout"}') == 2
+        assert metric(url, "mingc_num_connections") == 1
+
+
+def test_a_kept_connection_has_the_same_limit_for_its_next_request() -> None:
+    with server(header_timeout_s=0.3) as (url, _), connect(url) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\nGET /he")
+        answers = read_all(connection)
+        assert answers.startswith(b"HTTP/1.1 200 ")
+        assert b"HTTP/1.1 408 " in answers
+
+
+def test_a_running_request_is_not_a_late_one() -> None:
+    with server(header_timeout_s=0.3) as (url, _):
+        body = {"messages": [{"role": "user", "content": "endless"}], "stream": True}
+        with httpx.stream("POST", f"{url}{CHAT}", json=body, timeout=30, trust_env=False) as response:
+            lines = response.iter_lines()
+            first = time.monotonic()
+            while time.monotonic() - first < 1:
+                assert next(lines) is not None
+
+
+def test_a_body_that_stalls_is_ended_before_its_whole_time() -> None:
+    with server(body_idle_timeout_s=0.3, body_timeout_s=600) as (url, _), connect(url) as connection:
+        connection.sendall(f"{HEAD}content-length: 100\r\n\r\n{{".encode())
+        head, _, _ = connection.recv(1 << 16).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ")
+        eventually(lambda: metric(url, "mingc_num_requests_running") == 0)
+
+
+def test_a_client_that_does_not_read_is_cut_off() -> None:
+    with server(write_timeout_s=0.5) as (url, service):
+        host, port = url.removeprefix("http://").split(":")
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((host, int(port)))
+            body = {"modalities": ["text", "audio"], "stream": True}
+            payload = json.dumps({**body, "messages": [{"role": "user", "content": "endless"}]}).encode()
+            connection.sendall(f"{HEAD}content-length: {len(payload)}\r\n\r\n".encode() + payload)
+            eventually(lambda: len(service.running) == 1)
+            eventually(lambda: not service.running)
+            assert metric(url, 'mingc_connections_closed_total{reason="write_timeout"}') == 1
+        assert list(service.ends.values()) == ["cancelled"]
+
+
+def test_a_full_server_evicts_idle_connections_before_it_refuses() -> None:
+    with server(max_connections=4) as (url, service), contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(connect(url)) for _ in range(4)]
+        assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
+        assert read_all(idle[0]) == b""
+        payload = json.dumps({"messages": [{"role": "user", "content": "endless"}], "stream": True}).encode()
+        busy = [stack.enter_context(connect(url)) for _ in range(4)]
+        for connection in busy:
+            connection.sendall(f"{HEAD}content-length: {len(payload)}\r\n\r\n".encode() + payload)
+        eventually(lambda: len(service.running) == 4)
+        # All connections run requests: probes are answered, further chats are not.
+        assert httpx.get(f"{url}/health", trust_env=False).json()["num_requests_running"] == 4
+        refused = httpx.post(f"{url}{CHAT}", json={}, trust_env=False)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_connections")
+        assert refused.headers["retry-after"] == "1"
+        waiting = [stack.enter_context(connect(url)) for _ in range(PROBE_CONNECTIONS + 4)]
+        assert httpx.get(f"{url}/ready", trust_env=False).status_code == 200
+        assert len(service.running) == 4
+        del waiting
+
+
+def test_the_connection_limit_leaves_room_for_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft = 1024
+    monkeypatch.setattr("resource.getrlimit", lambda _: (soft, soft))
+    assert 512 < connection_limit(None) < 1024 - PROBE_CONNECTIONS - 64
+    assert connection_limit(100) == 100
+    with pytest.raises(ConfigError, match="1024 file descriptors leave room for") as caught:
+        connection_limit(1000)
+    assert caught.value.where == "--max-connections"
+    soft = 64
+    with pytest.raises(ConfigError, match="64 file descriptors leave room for 0 connections"):
+        connection_limit(None)
+
+
+def test_bodies_share_one_budget() -> None:
+    budget = BodyBudget(1000, Metrics())
+    with budget.charge() as first, budget.charge() as second:
+        first.set(FREE_BYTES + 600)
+        second.set(FREE_BYTES)  # small bodies are never refused
+        with pytest.raises(CapacityError) as caught:
+            second.set(FREE_BYTES + 401)
+        assert caught.value.code == "body_budget_exhausted"
+        second.set(FREE_BYTES + 400)
+        first.set(0)
+        second.set(FREE_BYTES + 1000)
+    with budget.charge() as third:
+        third.set(FREE_BYTES + 1000)
+
+
+def test_half_sent_bodies_fill_the_budget_and_give_it_back() -> None:
+    size = 1_000_000
+    with (
+        server(max_body_bytes=size, max_total_body_bytes=2 * size) as (url, _),
+        contextlib.ExitStack() as stack,
+    ):
+        for _ in range(2):
+            connection = stack.enter_context(connect(url))
+            connection.sendall(f"{HEAD}content-length: {size}\r\n\r\n".encode() + b" " * (size - 1))
+        eventually(lambda: metric(url, "mingc_body_bytes") > 2 * (size - FREE_BYTES) - 10)
+        large = httpx.post(f"{url}{CHAT}", content=b" " * size, trust_env=False)
+        assert (large.status_code, large.json()["error"]["code"]) == (503, "body_budget_exhausted")
+        assert large.headers["retry-after"] == "1"
+        small = {"messages": [{"role": "user", "content": "hi"}]}
+        assert httpx.post(f"{url}{CHAT}", json=small, trust_env=False).status_code == 200
+        stack.close()
+        eventually(lambda: metric(url, "mingc_body_bytes") == 0)
+
+
+def test_media_of_a_running_request_are_charged() -> None:
+    data = "QUJD" * 100_000
+    message = {"role": "user", "content": "endless"}
+    with server() as (url, service):
+        body = {"messages": [message], "images": [f"data:image/png;base64,{data}"], "stream": True}
+        with httpx.stream("POST", f"{url}{CHAT}", json=body, timeout=30, trust_env=False) as response:
+            lines = response.iter_lines()
+            next(lines)
+            assert metric(url, "mingc_body_bytes") == 300_000 + len("endless") - FREE_BYTES
+        eventually(lambda: not service.running)
+        eventually(lambda: metric(url, "mingc_body_bytes") == 0)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"hello\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nhost: a\r\nbad header\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: x\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: gzip\r\n\r\n", 501),
+        (b"GET / HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 100_000, 431),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
+    ],
+)
+def test_what_is_no_http_gets_a_json_error(data: bytes, expected: int) -> None:
+    with server() as (url, _), connect(url) as connection:
+        connection.sendall(data)
+        status, error = status_and_error(read_all(connection))
+        assert (status, error["code"]) == (expected, "invalid_http")
+        assert metric(url, f'mingc_http_requests_total{{route="unmatched",status="{expected}"}}') == 1
