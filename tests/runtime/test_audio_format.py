@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import io
 import wave
 
@@ -9,9 +11,19 @@ import av
 import numpy as np
 import pytest
 import soundfile
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mingc.runtime.http.audio_format import AudioFormat, AudioSpec, encode, open_stream, to_pcm16, wav_header
+from mingc.runtime.http.audio_format import (
+    AudioFormat,
+    AudioSpec,
+    Base64Stream,
+    encode,
+    open_stream,
+    to_pcm16,
+    wav_header,
+)
 
 RATE = 44100
 FORMATS: tuple[AudioFormat, ...] = ("wav", "pcm16", "flac")
@@ -45,10 +57,31 @@ def test_whole_and_streamed_files_have_the_same_samples(audio_format: AudioForma
     np.testing.assert_array_equal(read(encode(pieces, spec(audio_format)), audio_format), expected)
 
 
-@pytest.mark.parametrize("audio_format", FORMATS)
+@pytest.mark.parametrize("audio_format", ["wav", "pcm16"])
 def test_every_patch_gives_bytes_at_once(audio_format: AudioFormat) -> None:
     encoder = open_stream(spec(audio_format))
     assert all(encoder.add(piece) for piece in chunks(14112, 14112, 14112))
+
+
+def test_a_streamed_flac_has_its_length_and_checksum() -> None:
+    """libsndfile cannot read a FLAC of unknown length to its end, so it is sent when it is complete."""
+    pieces = chunks(14112, 14112, 5, 9000)
+    encoder = open_stream(spec("flac"))
+    assert [encoder.add(piece) for piece in pieces] == [b""] * 4
+    data = encoder.finish()
+    samples, rate = soundfile.read(io.BytesIO(data), dtype="int16")
+    assert rate == RATE
+    np.testing.assert_array_equal(samples, to_pcm16(np.concatenate(pieces)))
+    assert data[26:42] == hashlib.md5(samples.astype("<i2").tobytes()).digest()  # RFC 9639 §8.2
+
+
+@given(st.lists(st.binary(max_size=20), max_size=12))
+def test_base64_in_pieces_joins_to_base64_of_the_whole(pieces: list[bytes]) -> None:
+    encoder = Base64Stream()
+    parts = [*[encoder.add(piece) for piece in pieces], encoder.finish()]
+    assert "".join(parts) == base64.b64encode(b"".join(pieces)).decode()
+    assert b"".join(base64.b64decode(part, validate=True) for part in parts) == b"".join(pieces)
+    assert not any("=" in part for part in parts[:-1])
 
 
 @pytest.mark.parametrize("audio_format", ["wav", "flac"])

@@ -27,6 +27,11 @@ def test_streamed_audio_in_other_formats(base_url: str, audio_format: str) -> No
     checks.check_streamed_text_and_audio(base_url, audio_format)
 
 
+@pytest.mark.parametrize("audio_format", ["wav", "pcm16", "flac"])
+def test_the_stream_helper_joins_a_whole_clip(base_url: str, audio_format: str) -> None:
+    checks.check_joined_stream(base_url, audio_format)
+
+
 def test_speech_to_a_file(base_url: str, tmp_path: Path) -> None:
     checks.check_speech_file(base_url, tmp_path)
 

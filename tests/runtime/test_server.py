@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import itertools
 import json
 import re
 import socket
@@ -175,15 +176,19 @@ def test_streamed_audio_has_one_chunk_a_patch(client: Client) -> None:
     chunks = events(client.chat(stream=True, **SPOKEN))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
     audio = [delta["audio"] for delta in deltas if "audio" in delta]
-    data = [base64.b64decode(part["data"]) for part in audio]
-    assert [len(piece) for piece in data] == [
-        44 + 2 * PATCH_SAMPLES,
-        *[2 * PATCH_SAMPLES] * (NUM_PATCHES - 1),
-        0,
+    *parts, end = audio
+    assert [len(part["data"]) % 4 for part in parts] == [0] * len(parts)
+    sizes = [len(base64.b64decode(part["data"])) for part in parts]
+    assert [size % 3 for size in sizes[:-1]] == [0] * (len(sizes) - 1)
+    sent = [44 + 2 * PATCH_SAMPLES * count for count in range(1, NUM_PATCHES + 1)]
+    delays = [whole - arrived for whole, arrived in zip(sent, itertools.accumulate(sizes), strict=False)]
+    assert all(0 <= delay <= 2 for delay in delays), "a patch is sent at once"
+    assert len(check_wav(base64.b64decode("".join(part["data"] for part in parts)))) == sent[-1] // 2 - 22
+    assert end.keys() == {"expires_at", "transcript"} and end["transcript"] == "You said: Hello there"
+    assert [part.get("id") for part in parts] == [
+        "audio-" + chunks[0]["id"].removeprefix("chatcmpl-"),
+        *[None] * (len(parts) - 1),
     ]
-    assert len(check_wav(b"".join(data))) == NUM_PATCHES * PATCH_SAMPLES
-    assert audio[-1]["transcript"] == "You said: Hello there"
-    assert {part["id"] for part in audio} == {"audio-" + chunks[0]["id"].removeprefix("chatcmpl-")}
 
 
 def test_whole_audio(client: Client) -> None:
@@ -229,11 +234,12 @@ def test_speech(client: Client, audio_format: str, kind: str) -> None:
     assert pieces[-1]["usage"]["output_tokens"] == NUM_PATCHES
     assert {piece["type"] for piece in pieces[:-1]} == {"speech.audio.delta"}
     assert b"".join(base64.b64decode(piece["audio"]) for piece in pieces[:-1]) == streamed.content
+    assert base64.b64decode("".join(piece["audio"] for piece in pieces[:-1])) == streamed.content
     if audio_format == "wav":
         assert (
             len(check_wav(whole.content)) == len(check_wav(streamed.content)) == NUM_PATCHES * PATCH_SAMPLES
         )
-    if audio_format == "pcm":
+    else:
         assert whole.content == streamed.content
 
 

@@ -10,7 +10,6 @@ import io
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 import pytest
 import soundfile
@@ -160,17 +159,35 @@ def check_streamed_text_and_audio(base_url: str, audio_format: str = "wav") -> N
         chunk.choices[0].delta.model_dump() for chunk in chunks
     ]  # older clients return `audio` as a plain dict
     audio = [delta["audio"] for delta in deltas if delta.get("audio")]
-    assert len({part["id"] for part in audio}) == 1
+    assert audio[0]["id"] and not any(part.get("id") for part in audio[1:])
     assert audio[-1]["transcript"] == content
     assert all(part["data"] for part in audio[:-1])
-    data = b"".join(base64.b64decode(part["data"]) for part in audio)
-    if audio_format == "wav":
-        check_wav(data)
-    elif audio_format == "pcm16":
-        assert len(data) > 0 and len(data) % 2 == 0
-    else:
-        rate, samples = decode(data)
-        assert rate == SAMPLE_RATE and samples > 0
+    check_clip(b"".join(base64.b64decode(part.get("data") or "") for part in audio), audio_format)
+
+
+def check_joined_stream(base_url: str, audio_format: str) -> None:
+    """`chat.completions.stream` joins the fields of all deltas: the whole answer, as without streaming."""
+    arguments: dict[str, Any] = {
+        "model": model_name(base_url),
+        "messages": user(text("Answer aloud.")),
+        "modalities": ["text", "audio"],
+        "audio": {"voice": default_voice(base_url), "format": audio_format},
+        "max_tokens": 12,
+        "seed": 3,
+    }
+    with client(base_url) as openai:
+        whole = openai.chat.completions.create(**arguments).choices[0].message
+        with openai.chat.completions.stream(**arguments) as stream:
+            joined = stream.get_final_completion().choices[0].message
+    assert whole.audio is not None and joined.audio is not None
+    assert joined.content == whole.content == joined.audio.transcript
+    assert joined.audio.id.count("audio-") == 1
+    assert joined.audio.expires_at == pytest.approx(whole.audio.expires_at, abs=600)
+    data = base64.b64decode(joined.audio.data, validate=True)
+    expected = base64.b64decode(whole.audio.data)
+    samples = check_clip(data, audio_format)
+    assert samples.tolist() == check_clip(expected, audio_format).tolist()
+    assert data == expected or audio_format == "wav", "the header of a streamed WAV has no length"
 
 
 def check_speech_file(base_url: str, folder: Path) -> None:
@@ -226,11 +243,15 @@ def check_wav(data: bytes) -> NDArray[np.int16]:
     return samples
 
 
-def decode(data: bytes) -> tuple[int, int]:
-    """(rate, samples) as ffmpeg decodes them: it reads files whose length is not in the header."""
-    with av.open(io.BytesIO(data), "r") as container:
-        frames = list(container.decode(audio=0))
-    return frames[0].sample_rate, sum(frame.samples for frame in frames)
+def check_clip(data: bytes, audio_format: str) -> NDArray[np.int16]:
+    """The samples of a whole clip; soundfile reads every format."""
+    if audio_format != "pcm16":
+        return check_wav(data)
+    samples, _ = soundfile.read(
+        io.BytesIO(data), dtype="int16", samplerate=SAMPLE_RATE, channels=1, format="RAW", subtype="PCM_16"
+    )
+    assert len(data) == 2 * len(samples) > 0
+    return np.asarray(samples, np.int16)
 
 
 OF_ANY_SERVER = (

@@ -6,6 +6,7 @@ one with an unknown length; libsndfile encodes FLAC.
 
 from __future__ import annotations
 
+import base64
 import io
 import struct
 from collections.abc import Sequence
@@ -63,17 +64,13 @@ def flac_header(sample_rate: int) -> bytes:
 
 def encode(chunks: Sequence[NDArray[np.float32]], spec: AudioSpec) -> bytes:
     """Encode a clip from chunks of (n_i,) float32 mono samples, with its length in the header."""
-    pcm = to_pcm16(np.concatenate(chunks)) if chunks else np.zeros(0, dtype="<i2")
-    if spec.format == "pcm16":
-        return pcm.tobytes()
-    if spec.format == "wav":
-        return wav_header(spec.sample_rate, len(pcm)) + pcm.tobytes()
-    if not len(pcm):
-        return flac_header(spec.sample_rate)
-    with io.BytesIO() as file:
-        with _open_flac(file, spec.sample_rate) as flac:
-            flac.write(pcm)
-        return file.getvalue()
+    if spec.format != "flac":
+        pcm = b"".join(to_pcm16(chunk).tobytes() for chunk in chunks)
+        return pcm if spec.format == "pcm16" else wav_header(spec.sample_rate, len(pcm) // 2) + pcm
+    stream = _FlacStream(spec.sample_rate)
+    for chunk in chunks:
+        stream.add(chunk)
+    return stream.finish()
 
 
 class StreamEncoder(Protocol):
@@ -110,61 +107,48 @@ class _PcmStream:
 
 
 class _FlacStream:
-    """FLAC encoded by libsndfile into an append-only sink.
+    """FLAC, encoded as samples arrive and returned at the end.
 
-    STREAMINFO keeps "unknown" as length and checksum: libsndfile fills them in when it closes the file, but those
-    bytes have been sent by then. Decoders accept that (RFC 9639 §8.2), but cannot seek or show the clip's length.
+    STREAMINFO, the first block of a file, holds the number of samples. It may be "unknown" (RFC 9639 §8.2), but
+    libsndfile cannot read such a file to its end.
     """
 
     def __init__(self, sample_rate: int) -> None:
         self._if_empty = flac_header(sample_rate)
-        self._sink = _AppendOnly()
-        self._flac = _open_flac(self._sink, sample_rate)
+        self._file = io.BytesIO()
+        self._flac = _open_flac(self._file, sample_rate)
 
     def add(self, samples: NDArray[np.float32]) -> bytes:
         self._flac.write(to_pcm16(samples))
-        return self._sink.take()
+        return b""
 
     def finish(self) -> bytes:
         self._flac.close()
-        rest = self._sink.take()
-        return rest if self._sink.tell() else self._if_empty
+        return self._file.getvalue() or self._if_empty
 
 
-class _AppendOnly(io.RawIOBase):
-    """An in-memory file that is read as it grows; writes before its end are dropped."""
+class Base64Stream:
+    """Base64 of data that arrives in pieces. The pieces returned, joined, are the base64 of the whole data.
+
+    Only the last one may be padded, so each but the last stands for a multiple of three bytes.
+    """
 
     def __init__(self) -> None:
-        self._pending = bytearray()
-        self._position = 0
-        self._end = 0
+        self._rest = b""
 
-    def write(self, data: object) -> int:
-        chunk = bytes(memoryview(data))  # type: ignore[arg-type]  # libsndfile passes a cffi buffer
-        if self._position == self._end:
-            self._pending += chunk
-            self._end += len(chunk)
-        self._position += len(chunk)
-        return len(chunk)
+    def add(self, data: bytes) -> str:
+        """Base64 of what is complete; up to two bytes wait for the next call."""
+        data = self._rest + data
+        end = len(data) - len(data) % 3
+        self._rest = data[end:]
+        return base64.b64encode(data[:end]).decode()
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._end}[whence]
-        self._position = start + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def read(self, size: int = -1) -> bytes:
-        return b""
-
-    def take(self) -> bytes:
-        ready = bytes(self._pending)
-        self._pending.clear()
-        return ready
+    def finish(self) -> str:
+        """The remaining bytes."""
+        return base64.b64encode(self._rest).decode()
 
 
-def _open_flac(file: io.BytesIO | _AppendOnly, sample_rate: int) -> soundfile.SoundFile:
+def _open_flac(file: io.BytesIO, sample_rate: int) -> soundfile.SoundFile:
     # not needed for WAV, and not installed on some GPU hosts
     import soundfile
 

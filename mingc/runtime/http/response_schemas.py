@@ -137,12 +137,14 @@ class ChatResponseBuilder:
     def text_chunk(self, text: str) -> Json:
         return self._chunk({"content": text})
 
-    def audio_chunk(self, data: bytes) -> Json:
-        return self._chunk({"audio": {"id": self._audio_id(), "data": base64.b64encode(data).decode()}})
+    def audio_chunk(self, data: str, *, is_first: bool) -> Json:
+        """Base64 of a part of the clip. Clients join the fields of all chunks, so the id is in the first one only."""
+        return self._chunk({"audio": {"id": self._audio_id(), "data": data} if is_first else {"data": data}})
 
-    def audio_end_chunk(self, transcript: str) -> Json:
-        """End of the audio: no data, the complete transcript, as OpenAI sends it."""
-        return self._chunk({"audio": self._audio(data="", transcript=transcript)})
+    def audio_end_chunk(self, transcript: str, *, is_first: bool) -> Json:
+        """End of the audio: no data, the complete transcript. `is_first`: the clip is empty."""
+        fields: Json = {"expires_at": _expires_at(), "transcript": transcript}
+        return self._chunk({"audio": {"id": self._audio_id(), "data": "", **fields} if is_first else fields})
 
     def finish_chunk(self, done: Done) -> Json:
         return {**self._chunk({}, done.finish_reason), "timings_ms": done.timings_ms}
@@ -159,15 +161,19 @@ class ChatResponseBuilder:
         return {"id": self.request_id, "object": name, "created": self.created, "model": self.model}
 
     def _audio(self, *, data: str, transcript: str) -> Json:
-        expires_at = int(time.time()) + _AUDIO_KEPT_S
-        return {"id": self._audio_id(), "data": data, "expires_at": expires_at, "transcript": transcript}
+        return {"id": self._audio_id(), "data": data, "expires_at": _expires_at(), "transcript": transcript}
 
     def _audio_id(self) -> str:
         return "audio-" + self.request_id.removeprefix("chatcmpl-")
 
 
-def speech_delta(data: bytes) -> Json:
-    return {"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()}
+def _expires_at() -> int:
+    return int(time.time()) + _AUDIO_KEPT_S
+
+
+def speech_delta(data: str) -> Json:
+    """`data`: base64 of a part of the clip."""
+    return {"type": "speech.audio.delta", "audio": data}
 
 
 def speech_done(usage: Usage) -> Json:

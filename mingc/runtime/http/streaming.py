@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from starlette.types import Send
 
 from mingc.errors import WorkerError
-from mingc.runtime.http.audio_format import AudioSpec, encode, open_stream
+from mingc.runtime.http.audio_format import AudioSpec, Base64Stream, encode, open_stream
 from mingc.runtime.http.response_schemas import (
     SSE_DONE,
     ChatResponseBuilder,
@@ -25,6 +25,7 @@ from mingc.runtime.http.response_schemas import (
 from mingc.runtime.request import AudioDelta, Done, Event, TextDelta
 
 _SSE = "text/event-stream; charset=utf-8"
+_PART_BYTES = 1 << 16  # of a clip in one event, where all of it is ready at once
 Samples = list[NDArray[np.float32]]
 
 
@@ -92,10 +93,11 @@ async def write_chat_stream(
 ) -> None:
     """Write chunks: the role, one text delta per token, one audio delta per patch, the finish reason, `[DONE]`.
 
-    All audio payloads, decoded and joined, form one file.
+    The payloads of all audio deltas, joined before or after decoding, form one file.
     """
     response.content_type = _SSE
-    encoder = None if audio is None else open_stream(audio)
+    encoder = None if audio is None else _ClipEncoder(audio)
+    is_first = True
     transcript: list[str] = []
     async for event in events:
         if not response.is_started:
@@ -104,13 +106,15 @@ async def write_chat_stream(
             transcript.append(event.text)
             await response.write(sse(builder.text_chunk(event.text)))
         elif isinstance(event, AudioDelta) and encoder is not None:
-            if data := encoder.add(event.samples):
-                await response.write(sse(builder.audio_chunk(data)))
+            if data := encoder.add(event):
+                await response.write(sse(builder.audio_chunk(data, is_first=is_first)))
+                is_first = False
         elif isinstance(event, Done):
             if encoder is not None:
-                if data := encoder.finish():
-                    await response.write(sse(builder.audio_chunk(data)))
-                await response.write(sse(builder.audio_end_chunk("".join(transcript))))
+                for data in await encoder.finish():
+                    await response.write(sse(builder.audio_chunk(data, is_first=is_first)))
+                    is_first = False
+                await response.write(sse(builder.audio_end_chunk("".join(transcript), is_first=is_first)))
             await response.write(sse(builder.finish_chunk(event)))
             if builder.include_usage:
                 await response.write(sse(builder.usage_chunk(event.usage)))
@@ -129,11 +133,18 @@ async def write_speech(events: AsyncIterator[Event], audio: AudioSpec, response:
 async def write_speech_stream(
     events: AsyncIterator[Event], audio: AudioSpec, response: ResponseWriter
 ) -> None:
-    """Write an audio file in chunks, with an unknown length in the header."""
-    async for data in _audio_chunks(events, audio):
-        if isinstance(data, bytes):
-            await response.write(data)
-    await response.end()
+    """Write an audio file in chunks; a WAV has an unknown length in its header."""
+    encoder = open_stream(audio)
+    async for event in events:
+        if isinstance(event, AudioDelta):
+            if data := encoder.add(event.samples):
+                await response.write(data)
+        elif isinstance(event, Done):
+            if data := await asyncio.to_thread(encoder.finish):
+                await response.write(data)
+            await response.end()
+            return
+    raise _unfinished()
 
 
 async def write_speech_events(
@@ -141,24 +152,36 @@ async def write_speech_events(
 ) -> None:
     """Write `speech.audio.delta` events, then `speech.audio.done` with the usage."""
     response.content_type = _SSE
-    async for data in _audio_chunks(events, audio):
-        await response.write(sse(speech_delta(data) if isinstance(data, bytes) else speech_done(data.usage)))
-    await response.end()
-
-
-async def _audio_chunks(events: AsyncIterator[Event], audio: AudioSpec) -> AsyncIterator[bytes | Done]:
-    """Encoded chunks, none of them empty, then the final event."""
-    encoder = open_stream(audio)
+    encoder = _ClipEncoder(audio)
     async for event in events:
         if isinstance(event, AudioDelta):
-            if data := encoder.add(event.samples):
-                yield data
+            if data := encoder.add(event):
+                await response.write(sse(speech_delta(data)))
         elif isinstance(event, Done):
-            if data := encoder.finish():
-                yield data
-            yield event
+            for data in await encoder.finish():
+                await response.write(sse(speech_delta(data)))
+            await response.write(sse(speech_done(event.usage)))
+            await response.end()
             return
     raise _unfinished()
+
+
+class _ClipEncoder:
+    """Base64 of a clip in parts that are valid alone and joined."""
+
+    def __init__(self, audio: AudioSpec) -> None:
+        self._encoder = open_stream(audio)
+        self._base64 = Base64Stream()
+
+    def add(self, event: AudioDelta) -> str:
+        """What is ready to be sent, or "": FLAC is complete only at the end."""
+        return self._base64.add(self._encoder.add(event.samples))
+
+    async def finish(self) -> list[str]:
+        """The rest in parts of at most `_PART_BYTES`, none of them empty."""
+        data = await asyncio.to_thread(self._encoder.finish)
+        parts = [self._base64.add(data[i : i + _PART_BYTES]) for i in range(0, len(data), _PART_BYTES)]
+        return [part for part in (*parts, self._base64.finish()) if part]
 
 
 async def _collect(events: AsyncIterator[Event]) -> tuple[str, Samples, Done]:
