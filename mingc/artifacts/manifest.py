@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,9 +17,10 @@ from mingc.artifacts.stage_graph import StageGraph
 from mingc.artifacts.target import KernelConfig
 from mingc.errors import ArtifactError, ManifestError
 
-SCHEMA = 5
+SCHEMA = 6
 FILE_NAME = "manifest.json"
 _DTYPES = ("float32", "bfloat16")
+_HASH_KEY = "sha256"  # of the document without this key
 _FIX = "copy the artifact again, or export again"
 
 _Parameters = TypeVar("_Parameters")
@@ -210,7 +212,10 @@ class Manifest:
     files: dict[str, FileRecord]
 
     def to_json(self) -> str:
-        return json.dumps(encode(self), ensure_ascii=False, indent=1, sort_keys=True) + "\n"
+        """The content of manifest.json, with the hash that `read_manifest` checks."""
+        document = encode(self)
+        document[_HASH_KEY] = content_hash(document)
+        return json.dumps(document, ensure_ascii=False, indent=1, sort_keys=True) + "\n"
 
     def named_files(self) -> Iterator[str]:
         """Every file that a record names."""
@@ -246,8 +251,17 @@ class Manifest:
         return next((voice for voice in self.voices if voice.name == name), None)
 
 
+def content_hash(document: Mapping[str, Any]) -> str:
+    """sha256 of a manifest document without its own hash; whitespace and the order of keys do not matter."""
+    content = {key: value for key, value in document.items() if key != _HASH_KEY}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode("ascii")).hexdigest()
+
+
 def read_manifest(artifact: Path) -> Manifest:
-    """The manifest of the artifact folder. Raises ManifestError; nothing else of the artifact is looked at."""
+    """The manifest of the artifact folder. Raises ManifestError; nothing else of the artifact is looked at.
+
+    What cannot be read is reported by place; the hash then finds every other change.
+    """
     path = artifact / FILE_NAME
     try:
         document: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -269,7 +283,7 @@ def read_manifest(artifact: Path) -> Manifest:
             fix="export again with this mingc, or install the mingc that wrote the artifact",
         )
     try:
-        manifest = decode(Manifest, document)
+        manifest = decode(Manifest, {key: value for key, value in document.items() if key != _HASH_KEY})
         problems = [*_graph_problems(manifest), *_record_problems(manifest)]
         for name, kind in BUILT_IN.items():
             if name in manifest.parameters:
@@ -290,6 +304,12 @@ def read_manifest(artifact: Path) -> Manifest:
             f"{FILE_NAME} names files that are not the artifact's: {problem}",
             where=str(path),
             fix=_FIX,
+        )
+    if document.get(_HASH_KEY) != content_hash(document):
+        raise ManifestError(
+            f"{FILE_NAME} is not as exported: its content does not have the sha256 that it records",
+            where=str(path),
+            fix="copy the artifact again; to change a value, export again",
         )
     return manifest
 

@@ -7,10 +7,10 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from golden_checks import check_goldens
+from manifest_edit import edit_manifest, read_document
 from mingc_command import CHECKPOINT, DATA, mingc
 from safetensors.torch import load_file, save_file
 
@@ -107,24 +107,26 @@ def _change_one_byte(root: Path) -> str:
 
 
 def _other_torch(root: Path) -> str:
-    _edit(root, lambda manifest: manifest["fingerprint"].update(torch="2.10.0", capability="AVX9"))
+    edit_manifest(root, lambda manifest: manifest["fingerprint"].update(torch="2.10.0", capability="AVX9"))
     return "2.10.0"
 
 
+def _other_guidance(root: Path) -> str:
+    document = read_document(root)
+    document["parameters"]["cfm"]["guidance"] = 1.0
+    (root / "manifest.json").write_text(json.dumps(document), encoding="utf-8")
+    return "manifest.json is not as exported"
+
+
 def _other_schema(root: Path) -> str:
-    _edit(root, lambda manifest: manifest.update(schema=99))
+    edit_manifest(root, lambda manifest: manifest.update(schema=99))
     return "schema 99"
 
 
-def _edit(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    path = root / "manifest.json"
-    manifest = json.loads(path.read_text(encoding="utf-8"))
-    change(manifest)
-    path.write_text(json.dumps(manifest), encoding="utf-8")
-
-
 @pytest.mark.parametrize(
-    "damage", [_change_one_byte, _other_torch, _other_schema], ids=lambda value: value.__name__
+    "damage",
+    [_change_one_byte, _other_torch, _other_guidance, _other_schema],
+    ids=lambda value: value.__name__,
 )
 @pytest.mark.parametrize("command", ["serve", "verify"])
 def test_a_bad_artifact_is_refused(

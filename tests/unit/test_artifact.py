@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from manifest_edit import edit_manifest
 
 import mingc
 from mingc.artifacts import artifact as artifact_module
@@ -399,8 +400,7 @@ def test_a_voice_that_cannot_be_read_is_named(artifact_path: Path) -> None:
 
 def test_a_folder_in_the_file_table_is_refused(artifact_path: Path) -> None:
     size = (artifact_path / "engines").stat().st_size
-    document = json.loads((artifact_path / "manifest.json").read_text(encoding="utf-8"))
-    document["files"]["engines"] = {"size_bytes": size, "sha256": "0" * 64}
-    (artifact_path / "manifest.json").write_text(json.dumps(document), encoding="utf-8")
+    record = {"size_bytes": size, "sha256": "0" * 64}
+    edit_manifest(artifact_path, lambda document: document["files"].update(engines=record))
     with pytest.raises(IntegrityError, match="engines: is not a file"):
         open_artifact(artifact_path)

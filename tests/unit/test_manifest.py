@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from manifest_edit import edit_manifest, read_document
 
 from mingc.artifacts.manifest import FILE_NAME, SCHEMA, Manifest, read_manifest
 from mingc.errors import ManifestError
 
 
 def change(artifact: Path, **changes: Any) -> None:
-    path = artifact / FILE_NAME
-    document = {**json.loads(path.read_text(encoding="utf-8")), **changes}
-    path.write_text(json.dumps(document), encoding="utf-8")
+    edit_manifest(artifact, lambda document: document.update(changes))
 
 
 def test_a_manifest_reads_back_as_it_was_written(artifact_path: Path, manifest: Manifest) -> None:
@@ -64,6 +65,74 @@ def test_another_schema_is_refused_with_both_numbers(artifact_path: Path) -> Non
         assert (
             caught.value.fix == "export again with this mingc, or install the mingc that wrote the artifact"
         )
+
+
+def _leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Paths of all numbers, strings and nulls, and of empty lists and objects."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if not value or not items:
+        yield path
+    for key, item in items:
+        yield from _leaves(item, (*path, key))
+
+
+def _changed(value: Any) -> Any:
+    """Another value of the same kind that a reader would accept in its place."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    return {None: "x", "": "x"}.get(value, f"{value}x") if not isinstance(value, dict | list) else [value]
+
+
+def test_every_edited_value_is_refused(artifact_path: Path) -> None:
+    whole = read_document(artifact_path)
+    paths = [path for path in _leaves(whole) if path not in (("schema",), ("sha256",))]
+    assert ("parameters", "audio_encoder", "hop_samples") in paths and len(paths) > 50
+    accepted = []
+    for path in paths:
+        document = copy.deepcopy(whole)
+        place = document
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = _changed(place[path[-1]])
+        (artifact_path / FILE_NAME).write_text(json.dumps(document), encoding="utf-8")
+        try:
+            read_manifest(artifact_path)
+        except ManifestError:
+            continue
+        accepted.append(path)
+    assert accepted == []
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda document: document["parameters"]["audio_encoder"].update(hop_samples=161),
+        lambda document: document["notes"].clear(),
+        lambda document: document.pop("sha256"),
+        lambda document: document.update(sha256="0" * 64),
+        lambda document: document.update(sha256=None),
+    ],
+)
+def test_an_edited_manifest_says_what_to_do(
+    artifact_path: Path, edit: Callable[[dict[str, Any]], object]
+) -> None:
+    document = read_document(artifact_path)
+    edit(document)
+    (artifact_path / FILE_NAME).write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(ManifestError, match=r"manifest\.json is not as exported") as caught:
+        read_manifest(artifact_path)
+    assert caught.value.where == str(artifact_path / FILE_NAME)
+    assert caught.value.fix == "copy the artifact again; to change a value, export again"
+
+
+def test_the_layout_of_a_manifest_does_not_matter(artifact_path: Path) -> None:
+    document = read_document(artifact_path)
+    expected = read_manifest(artifact_path)
+    turned = dict(reversed(document.items()))
+    (artifact_path / FILE_NAME).write_text(json.dumps(turned, indent=3), encoding="utf-8")
+    assert read_manifest(artifact_path) == expected
 
 
 def test_a_stage_outside_the_graph_is_refused(artifact_path: Path) -> None:
@@ -126,7 +195,7 @@ def test_records_name_files_of_the_table_only(
         read_manifest(artifact_path)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"schema": 5, "parameters": ' + '{"a":' * 100_000])
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"schema": 6, "parameters": ' + '{"a":' * 100_000])
 def test_a_manifest_that_is_nested_too_deeply_is_refused(artifact_path: Path, text: str) -> None:
     (artifact_path / FILE_NAME).write_text(text, encoding="utf-8")
     with pytest.raises(ManifestError, match="nested too deeply"):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from manifest_edit import edit_manifest
 from preprocess_data import thinker_parameters, vision_parameters
 
 from mingc.artifacts.codec import encode
-from mingc.artifacts.manifest import FILE_NAME, read_manifest
+from mingc.artifacts.manifest import read_manifest
 from mingc.artifacts.parameters import (
     AudioParameters,
     CfmParameters,
@@ -75,13 +75,13 @@ VAE = VaeParameters(
 
 
 def write_parameters(root: Path, stage: str, parameters: object, **changed: object) -> None:
-    path = root / FILE_NAME
-    document = json.loads(path.read_text(encoding="utf-8"))
-    if stage not in document["stages"]:
-        document["stages"][stage] = document["stages"]["audio_encoder"]
-        document["graph"]["nodes"].append({"name": stage, "policy": "once"})
-    document["parameters"][stage] = {**encode(parameters), **changed}
-    path.write_text(json.dumps(document), encoding="utf-8")
+    def write(document: dict[str, Any]) -> None:
+        if stage not in document["stages"]:
+            document["stages"][stage] = document["stages"]["audio_encoder"]
+            document["graph"]["nodes"].append({"name": stage, "policy": "once"})
+        document["parameters"][stage] = {**encode(parameters), **changed}
+
+    edit_manifest(root, write)
 
 
 @pytest.mark.parametrize(

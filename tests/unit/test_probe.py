@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from manifest_edit import edit_manifest
 from safetensors.torch import save_file
 
 from mingc.artifacts.manifest import EngineCost
@@ -136,13 +137,15 @@ def probed(artifact_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An artifact of one engine at N 1, 2 and 8, on whatever machine; timing it would fail the test."""
     monkeypatch.setattr("mingc.probe.prober.check_fingerprint", lambda recorded, here: None)
     monkeypatch.setattr("mingc.probe.prober._Run", lambda *given: pytest.fail("an engine was timed"))
-    manifest = json.loads((artifact_path / "manifest.json").read_text(encoding="utf-8"))
-    graph = manifest["stages"]["audio_encoder"]["graphs"]["encode"]
-    graph["spec"]["dims"][1]["buckets"] = [16]
-    whole = manifest["stages"]["audio_encoder"]["graphs"]
-    whole["other"] = {**graph, "spec": {**graph["spec"], "name": "other"}, "golden": graph["golden"]}
-    whole["other"]["engines"] = [{**graph["engines"][0], "dims": {"N": 4, "T4": 16}}]
-    (artifact_path / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+
+    def add_graph(manifest: dict[str, Any]) -> None:
+        whole = manifest["stages"]["audio_encoder"]["graphs"]
+        graph = whole["encode"]
+        graph["spec"]["dims"][1]["buckets"] = [16]
+        whole["other"] = {**graph, "spec": {**graph["spec"], "name": "other"}, "golden": graph["golden"]}
+        whole["other"]["engines"] = [{**graph["engines"][0], "dims": {"N": 4, "T4": 16}}]
+
+    edit_manifest(artifact_path, add_graph)
     return artifact_path
 
 
