@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,13 +55,36 @@ def test_weights_match_the_checkpoint(checkpoint: Checkpoint, config: CfmConfig)
         assert {source.name for source in sources} == set(STAGE.build(config, Shard()).state_dict())
 
 
-@pytest.mark.parametrize("num_steps", [1, 5, 6, 7, 8, 10, 12, 16])
-def test_time_grid_runs_from_noise_to_data(num_steps: int) -> None:
-    times = flow_times(num_steps)
-    assert times.shape == (num_steps + 1,)
-    assert times[0] == 0
-    assert abs(times[-1] - 1) < 1e-6
-    assert (times.diff() > 0).all()
+# In 32nds, before the sway (talker.md §6, step 2); every other number of steps is uniform.
+PRUNED_GRIDS = {
+    5: "0 2 4 8 16 32",
+    6: "0 2 4 6 8 16 32",
+    7: "0 2 4 6 8 16 24 32",
+    10: "0 2 4 6 8 12 16 20 24 28 32",
+    12: "0 2 4 6 8 10 12 14 16 20 24 28 32",
+    16: "0 1 2 3 4 5 6 7 8 10 12 14 16 20 24 28 32",
+}
+
+
+def expected_times(num_steps: int) -> list[float]:
+    """t = 1 - cos(πu/2) (talker.md §6, step 3)."""
+    uniform = [step / num_steps for step in range(num_steps + 1)]
+    pruned = [int(place) / 32 for place in PRUNED_GRIDS.get(num_steps, "").split()]
+    return [1 - math.cos(math.pi * place / 2) for place in pruned or uniform]
+
+
+@pytest.mark.parametrize("num_steps", range(1, 34))
+def test_time_grids_and_step_sizes_are_those_of_the_specification(config: CfmConfig, num_steps: int) -> None:
+    expected = torch.tensor(expected_times(num_steps), dtype=torch.float64)
+    torch.testing.assert_close(flow_times(num_steps).double(), expected, rtol=0, atol=2e-7)
+    sources = {each.name: each for each in STAGE.weights(replace(config, num_steps=num_steps), Shard())}
+    sizes = sources["step_sizes"].compute()
+    torch.testing.assert_close(sizes.double(), expected.diff(), rtol=0, atol=4e-7)
+    # Step k starts at t[k]: a sine of 1000·t at frequency 1 needs the right time.
+    identity = torch.eye(256)
+    embedded = sources["time_embeddings"].compute(identity, torch.zeros(256), identity, torch.zeros(256))
+    sinusoid = torch.sin(1000 * expected[:-1])
+    torch.testing.assert_close(embedded[:, 0].double(), sinusoid * torch.sigmoid(sinusoid), rtol=0, atol=5e-4)
 
 
 def test_time_grid_and_embeddings_match(module: Cfm, golden: dict[str, Tensor]) -> None:

@@ -18,6 +18,7 @@ from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks.eager_reference import float32_inputs
 from mingc.export.compile.capture import check_example
 from mingc.export.layers.decoder import PAGE_SIZE, Attention, Decoder
+from mingc.export.layers.decoder_weights import decoder_weights
 from mingc.export.layers.moe import MoeFeedForward
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.thinker import STAGE, ThinkerConfig
@@ -118,6 +119,21 @@ def test_rotary_tables(module: Decoder, golden: dict[str, Tensor]) -> None:
     cos, sin = mrope_cos_sin(torch.arange(4).expand(3, -1), module.embed.inv_freq, module.embed.position_rows)
     torch.testing.assert_close(cos.repeat(1, 2), golden["text.rope_cos"], rtol=0, atol=1e-6)
     torch.testing.assert_close(sin.repeat(1, 2), golden["text.rope_sin"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rotary_dim", "rows"),
+    [(64, [1, 2] * 12 + [0] * 8), (48, [1, 2] * 12), (32, [1, 2] * 8), (66, [1, 2] * 12 + [0] * 9)],
+)
+def test_the_highest_24_frequencies_are_spatial(
+    checkpoint: Checkpoint, rotary_dim: int, rows: list[int]
+) -> None:
+    """Rows of time, height and width are 0, 1, 2 (thinker.md §3, the table by f); 64 is the released width."""
+    decoder = replace(STAGE.config(checkpoint).decoder, rotary_dim=rotary_dim, head_dim=128)
+    sources = {each.name: each for each in decoder_weights(decoder, Shard(), is_tied=False)}
+    assert sources["embed.position_rows"].compute().tolist() == rows
+    frequencies = [2.4e6 ** (-2 * f / rotary_dim) for f in range(rotary_dim // 2)]
+    assert sources["embed.inv_freq"].compute().tolist() == pytest.approx(frequencies, rel=1e-6)
 
 
 @pytest.mark.parametrize(("chunk", "padding"), [(1 << 20, 5), (17, 0), (16, 3), (2, 0)])

@@ -1,21 +1,68 @@
-"""Voices of a checkpoint whose wave or speaker network cannot be used."""
+"""Registration of voices: the recorded ones, and those whose wave or speaker network cannot be used."""
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
+from safetensors.numpy import load_file
 
 from mingc.errors import CheckpointError
-from mingc.export.assets.voices import SPEAKER_NETWORK, VoiceMaker, VoiceSource
+from mingc.export.assets.voices import SPEAKER_NETWORK, VoiceMaker, VoiceSource, find, posterior_noise
 from mingc.export.checkpoint import open_checkpoint
 from mingc.export.stages import discover
+from mingc.numerics.relative_error import relative_error
 
-_TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
+_DATA = Path(__file__).parents[1] / "data"
+_TINY = _DATA / "tiny-ming"
 _RATE = 44_100
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, np.ndarray]:
+    return load_file(_DATA / "talker.safetensors")
+
+
+def test_voices_of_the_checkpoint_are_the_recorded_ones(
+    golden: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    """From the wave file: resampling, silence on the left, latents, patch embeddings, speaker (talker.md §4.1-4.3)."""
+    checkpoint = open_checkpoint(_TINY)
+    configs = {name: stage.config(checkpoint) for name, stage in discover().items()}
+    (tmp_path / "voices").mkdir()
+
+    def recorded_noise(name: str, shape: tuple[int, int]) -> np.ndarray:
+        noise = golden[f"voice.{name}.vae_noise"][0].T  # recorded channel-first
+        assert noise.shape == shape
+        return np.ascontiguousarray(noise)
+
+    maker = VoiceMaker(checkpoint, configs, sampler="cfm", vocoder="audio_vae", noise=recorded_noise)
+    sources = find(checkpoint, [])
+    assert [(each.name, each.transcript) for each in sources] == [
+        ("DB30", "感谢你的认可。"),
+        ("lingguang", "诶，你今天有空吗？"),
+    ]
+    for source in sources:
+        record = maker.register(source, tmp_path)
+        made, prefix = load_file(tmp_path / record.file), f"voice.{source.name}."
+        assert relative_error(made["latents"], golden[prefix + "prompt_wav_lat"]) < 1e-5
+        assert relative_error(made["embeds"], golden[prefix + "prompt_wav_emb"][0]) < 1e-5
+        assert relative_error(made["speaker"], golden[prefix + "spk_emb"][0]) < 1e-5
+        assert record.num_patches == len(golden[prefix + "prompt_wav_emb"][0])
+
+
+def test_the_noise_of_a_voice_is_seeded_by_its_whole_name() -> None:
+    names = ("DB30", "DB31", "lingguang", "")
+    noises = [posterior_noise(name, (4, 64)) for name in names]
+    assert len({noise.tobytes() for noise in noises}) == len(names)
+    for name, noise in zip(names, noises, strict=True):
+        seed = np.frombuffer(hashlib.sha256(name.encode()).digest(), "<u8")[0]
+        generator = np.random.Generator(np.random.Philox(key=np.array([seed, 0])))
+        assert np.array_equal(noise, generator.standard_normal((4, 64), dtype=np.float32))
 
 
 def _register(root: Path, wave: np.ndarray[tuple[int], np.dtype[np.float32]]) -> None:

@@ -22,3 +22,11 @@ def test_bfloat16_statistics_are_float32() -> None:
 
 def test_zeros_stay_zero() -> None:
     assert torch.equal(rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-6), torch.zeros(2, 8))
+
+
+def test_bfloat16_is_rounded_before_the_weight_is_applied() -> None:
+    """The reference casts the normalized value to bfloat16, then multiplies (spec: thinker.md §2)."""
+    x = torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16)
+    weight = torch.full((2,), 149 / 128, dtype=torch.bfloat16)
+    # 1/√2.5 = 0.632456 becomes 162/256. Times 149/128 that is 188.58/256: 189/256. Rounded once, it would be 188/256.
+    assert rms_norm(x, weight, 0.0).tolist() == [[189 / 256, 189 / 128]]

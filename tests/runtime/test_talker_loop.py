@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
 import torch
 from collector import Collector
-from fake_talker import PATCH_SAMPLES, TALKER, make_talker_loop, make_talker_worker
+from fake_talker import PATCH_SAMPLES, SLOT_TOKENS, TALKER, make_talker_loop, make_talker_worker
 from fake_talker import make_segment as segment
 
 from mingc.runtime.talker.engines import LaunchedPatch
 from mingc.runtime.talker.loop import TalkerLoop
-from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
+from mingc.runtime.talker.worker import Patch, SpeechSegment, TalkerWorker
 
 
 def run_alone(one: SpeechSegment, *, slot: int = 1, worker: TalkerWorker | None = None) -> np.ndarray:
@@ -103,6 +103,37 @@ def test_a_cap_marks_its_patch_as_last() -> None:
     assert (first.is_last, second.is_last, second.is_capped) == (False, True, True)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("tokens", [SLOT_TOKENS - 1, SLOT_TOKENS - 6])
+def test_a_segment_may_fill_its_slot_to_the_last_row(depth: int, tokens: int) -> None:
+    """The patch at the cap needs no row of its own: its embedding is never fed back."""
+    worker = make_talker_worker(depth=depth)
+    worker.add(2, segment(tokens=tokens, patches=SLOT_TOKENS - tokens))
+    patches: list[Patch] = []
+    while not patches or not patches[-1].is_last:
+        while worker.num_in_flight < depth and worker.is_launchable(2):
+            worker.launch([2])
+        patches += worker.collect().values()
+    assert len(patches) == SLOT_TOKENS - tokens and patches[-1].is_capped
+    assert not worker.num_in_flight and not worker.is_launchable(2)
+
+
+@pytest.mark.parametrize("patches", [1, 2, 3])
+def test_no_step_of_the_speech_llm_follows_the_last_patch(
+    patches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = make_talker_worker()
+    launch, steps = worker._engines.launch, []
+
+    def record(size: int, inputs: Mapping[str, torch.Tensor]) -> LaunchedPatch:
+        steps.append((int(inputs["step_slots"][0]), int(inputs["lengths"][0])))
+        return launch(size, inputs)
+
+    monkeypatch.setattr(worker._engines, "launch", record)
+    run_alone(segment(tokens=21, patches=patches), slot=3, worker=worker)
+    assert steps == [*((3, 21 + index) for index in range(patches - 1)), (0, 0)]
+
+
 def test_noise_depends_on_seed_segment_and_patch() -> None:
     assert np.array_equal(run_alone(segment(seed=1)), run_alone(segment(seed=1)))
     for other in (segment(seed=2), segment(seed=1, index=1), segment(seed=1, temperature=1.0)):
@@ -129,6 +160,27 @@ def test_streams_speak_their_segments_in_order(started: Callable[[TalkerLoop], T
     for collector, pieces in zip(collectors, streams, strict=True):
         for wave, piece in zip(collector.segments(3), pieces, strict=True):
             np.testing.assert_allclose(wave, run_alone(piece), rtol=0, atol=1e-6)
+
+
+def test_segments_of_one_request_are_never_spoken_at_once(
+    started: Callable[[TalkerLoop], TalkerLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With free slots for all of them; further segments arrive while the first is spoken."""
+    worker = make_talker_worker(slots=6)
+    launch, seen = worker.launch, []
+
+    def record(slots: Sequence[int]) -> None:
+        seen.append([worker._running[slot].segment.index for slot in slots])
+        launch(slots)
+
+    monkeypatch.setattr(worker, "launch", record)
+    loop = started(make_talker_loop(worker))
+    collector = speak(loop, segment(index=0, patches=20))
+    for index in (1, 2, 3):
+        collector.wait(lambda items, wanted=index: len(items) >= wanted, "patches")
+        loop.add(collector.stream, segment(index=index, patches=4))  # type: ignore[attr-defined]
+    collector.segments(4)
+    assert seen == [[0]] * 20 + [[1]] * 4 + [[2]] * 4 + [[3]] * 4
 
 
 @pytest.mark.parametrize("stop_probability", [0.0, 0.9])

@@ -7,6 +7,7 @@ import io
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from preprocess_data import CHECKPOINT, config, document, noise_image, png, tensors, vision_parameters
 from safetensors import safe_open
@@ -158,6 +159,20 @@ def test_a_grid_of_the_table_size_is_not_interpolated() -> None:
     row, column = arrays.coordinates[..., 0], arrays.coordinates[..., 1]
     np.testing.assert_array_equal(arrays.position_index[..., 0], row * 12 + column)
     np.testing.assert_array_equal(arrays.position_weight, np.broadcast_to([1, 0, 0, 0], (36, 4, 4)))
+
+
+@pytest.mark.parametrize(("height", "width"), [(30, 14), (12, 26), (2, 24), (48, 48)])
+def test_positions_of_large_images_reach_the_last_line_of_the_table(height: int, width: int) -> None:
+    """Bilinear between aligned corners (vision.md §4), as torch interpolates, up to the last two lines of the table."""
+    table = np.random.default_rng(0).normal(size=(12, 12, 5)).astype(np.float32)
+    arrays = build_grid_arrays([(1, height, width)], merge_size=2, position_grid_size=12)
+    flat = table.reshape(-1, 5)
+    embedded = (flat[arrays.position_index] * arrays.position_weight[..., None]).sum(axis=-2)
+    row, column = arrays.coordinates[..., 0], arrays.coordinates[..., 1]
+    expected = torch.nn.functional.interpolate(
+        torch.from_numpy(table).permute(2, 0, 1)[None], (height, width), mode="bilinear", align_corners=True
+    )[0].permute(1, 2, 0)
+    np.testing.assert_allclose(embedded, expected.numpy()[row, column], atol=1e-5)
 
 
 def test_padding_patches_attend_to_their_own_token() -> None:

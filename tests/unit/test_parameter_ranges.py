@@ -21,7 +21,6 @@ from mingc.artifacts.parameters import (
     VisionParameters,
 )
 from mingc.errors import ArtifactError, ManifestError
-from mingc.runtime.talker.planner import SpeechPlanner
 
 
 @dataclass(frozen=True)
@@ -166,21 +165,3 @@ def test_constants_that_no_checkpoint_carries_are_those_of_the_specification() -
         (TalkerParameters, "cap_seconds_per_character"): 0.363625,
         (TalkerParameters, "cap_min_seconds"): 2.0,
     }
-
-
-@pytest.mark.parametrize(
-    ("characters", "prompt_tokens", "requested", "patches"),
-    [
-        (1, 100, None, 7),  # 2 s are 6.25 patches of 0.32 s
-        (100, 100, None, 114),  # 36.4 s
-        (100, 100, 5, 5),
-        (100, 2000, None, 48),  # what is left of the slot
-        (10_000, 100, None, 1000),
-    ],
-)
-def test_a_segment_has_as_many_patches_as_its_smallest_cap(
-    characters: int, prompt_tokens: int, requested: int | None, patches: int
-) -> None:
-    builder: Any = None
-    planner = SpeechPlanner(builder, {}, parameters=TALKER, flow=FLOW, vae=VAE)
-    assert planner._max_patches("x" * characters, prompt_tokens, requested) == patches

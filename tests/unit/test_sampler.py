@@ -131,5 +131,37 @@ def test_noise_is_counted(kind: str) -> None:
         assert not (first == other).any()
 
 
-def test_random_seeds_differ() -> None:
-    assert random_seed() != random_seed()
+SEEDS = (0, 7, 2**31, 2**32 - 1, 2**32, 2**32 + 7, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1)
+
+
+def philox(seed: int, stream: int, counter: list[int]) -> np.random.Generator:
+    """numpy's generator at one place of one stream: 64-bit words, the seed first."""
+    key, place = np.array([seed, stream], np.uint64), np.array(counter, np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=place))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_all_64_bits_of_a_seed_count(seed: int) -> None:
+    assert uniform(seed, 3) == philox(seed, 1, [3, 0, 0, 0]).random()
+    noise = PhiloxNoise(seed)
+    for kind, drawn in enumerate((noise.start(4, 5, (4, 64)), noise.diffusion(4, 5, (4, 64)))):
+        expected = philox(seed, 2, [0, 5, kind, 4]).standard_normal((4, 64), dtype=np.float32)
+        assert np.array_equal(drawn, expected)
+    for bit in range(64):
+        other = seed ^ (1 << bit)
+        assert uniform(other, 3) != uniform(seed, 3)
+        assert not np.isin(PhiloxNoise(other).start(4, 5, (8,)), noise.start(4, 5, (8,))).any()
+
+
+@pytest.mark.parametrize("place", [(0, 0, 0), (3, 1, 2), (2**63, 40, 999)])
+def test_start_and_step_noise_share_no_number(place: tuple[int, int, int]) -> None:
+    seed, segment, patch = place
+    steps = PhiloxNoise(seed).diffusion(segment, patch, (10, 4, 64))
+    assert len(np.unique(steps)) == steps.size
+    assert not np.isin(PhiloxNoise(seed).start(segment, patch, (4, 64)), steps).any()
+
+
+def test_random_seeds_have_63_bits() -> None:
+    seeds = [random_seed() for _ in range(200)]
+    assert len(set(seeds)) == 200
+    assert 2**62 < max(seeds) < 2**63

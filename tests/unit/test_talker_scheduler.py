@@ -34,6 +34,21 @@ def test_segments_of_a_stream_are_spoken_in_order_one_at_a_time() -> None:
     scheduler.check()
 
 
+def test_a_segment_that_arrives_while_another_is_spoken_waits_for_its_end() -> None:
+    scheduler = make_talker(slots=3)
+    scheduler.open(1)
+    scheduler.add(1, 10)
+    assert len(scheduler.admit()) == 1
+    for segment in (11, 12):
+        scheduler.add(1, segment)
+        assert scheduler.admit() == [] and scheduler.num_running == 1 and scheduler.num_waiting == 0
+    for segment in (11, 12):
+        scheduler.end_segment(1)
+        assert [(stream, each) for stream, each, _ in scheduler.admit()] == [(1, segment)]
+    scheduler.end_segment(1)
+    assert scheduler.num_running == 0 and scheduler.slots.num_free == 3
+
+
 def test_a_long_stream_lets_others_in_between_its_segments() -> None:
     scheduler = make_talker(slots=1)
     for stream in (1, 2):

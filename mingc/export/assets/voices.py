@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,16 +89,30 @@ def copy_speaker_network(checkpoint: Checkpoint, folder: Path) -> str | None:
     return SPEAKER_NETWORK
 
 
+def posterior_noise(name: str, shape: tuple[int, int]) -> NDArray[np.float32]:
+    """Standard normal noise of the latents of the voice called `name`."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+    return np.random.Generator(np.random.Philox(key=seed)).standard_normal(shape, dtype=np.float32)
+
+
 class VoiceMaker:
     """Turns prompt waves into voice packs with the eager float32 modules of the sampler and the vocoder.
 
     The module of stage `sampler` has the methods `aggregate` and `speaker`, that of stage `vocoder` has `encode`.
+    `noise` maps a voice's name and a shape (latents, channels) to the noise of its posterior.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, configs: Mapping[str, Any], *, sampler: str, vocoder: str
+        self,
+        checkpoint: Checkpoint,
+        configs: Mapping[str, Any],
+        *,
+        sampler: str,
+        vocoder: str,
+        noise: Callable[[str, tuple[int, int]], NDArray[np.float32]] = posterior_noise,
     ) -> None:
         self._checkpoint = checkpoint
+        self._noise = noise
         cfm, vae = find_stage(sampler), find_stage(vocoder)
         self._cfm: Any = float32_module(cfm, configs[sampler], checkpoint)
         self._vae: Any = float32_module(vae, configs[vocoder], checkpoint)
@@ -127,11 +141,7 @@ class VoiceMaker:
         patch_samples = self._cfm_parameters.latents_per_patch * latent_samples
         padded = np.concatenate([np.zeros(-len(wave) % patch_samples, np.float32), wave])
         frames = torch.from_numpy(padded).view(-1, latent_samples)
-        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-        dim = self._vae_parameters.latent_dim
-        noise = np.random.Generator(np.random.Philox(key=seed)).standard_normal(
-            (len(frames), dim), dtype=np.float32
-        )
+        noise = self._noise(name, (len(frames), self._vae_parameters.latent_dim))
         num_frames = torch.tensor([len(frames) * self._vae_parameters.frames_per_latent])
         with torch.no_grad():
             latents: torch.Tensor = self._vae.encode(frames, num_frames, torch.from_numpy(noise))[0]
