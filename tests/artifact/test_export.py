@@ -12,6 +12,7 @@ import pytest
 from golden_checks import check_goldens
 from manifest_edit import edit_manifest, read_document
 from mingc_command import CHECKPOINT, DATA, mingc
+from parameter_table import tiny_parameters
 from safetensors.torch import load_file, save_file
 
 STAGES = {"vision_encoder", "audio_encoder", "thinker", "talker", "cfm", "audio_vae"}
@@ -20,6 +21,7 @@ STAGES = {"vision_encoder", "audio_encoder", "thinker", "talker", "cfm", "audio_
 def test_the_artifact_holds_every_stage_with_its_goldens(artifact: Path) -> None:
     manifest = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))
     assert set(manifest["stages"]) == STAGES
+    assert manifest["parameters"] == tiny_parameters()
     graphs = [graph for stage in manifest["stages"].values() for graph in stage["graphs"].values()]
     assert all((artifact / graph["golden"]).is_file() for graph in graphs)
     assert all(graph["parity"]["compiled"] < 1e-4 for graph in graphs)
