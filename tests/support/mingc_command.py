@@ -17,7 +17,10 @@ DATA = REPOSITORY / "tests" / "data"
 CHECKPOINT = DATA / "tiny-ming"
 # Engines of the same graphs are compiled once a machine; a clean clone starts with an empty folder.
 CACHE = Path(os.environ.get("MINGC_TEST_CACHE", REPOSITORY / "build" / "engines"))
+EAGER = REPOSITORY / "tests" / "support" / "eager"
 _END_S = 30
+# A child process knows the backend `eager` of the tests.
+_ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(EAGER)))}
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ def mingc(*words: object) -> Finished:
         capture_output=True,
         text=True,
         timeout=1500,
+        env=_ENVIRONMENT,
     )
     return Finished(done.returncode, done.stdout, done.stderr)
 
@@ -75,6 +79,7 @@ def serving(artifact: Path, *options: object) -> Iterator[Server]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        env=_ENVIRONMENT,
     )
     assert process.stdout is not None
     try:

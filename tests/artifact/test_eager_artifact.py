@@ -1,0 +1,50 @@
+"""The artifact without compiled engines computes what the reference does: other tests rely on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from eager_engine import EagerEngine
+from golden_checks import check_goldens_in_process
+
+from mingc.artifacts.artifact import open_artifact
+from mingc.runtime.service.builder import open_service
+from mingc.verify.verification import verify
+
+
+def test_no_engine_is_compiled(eager_artifact: Path) -> None:
+    stages = open_artifact(eager_artifact).manifest.stages.values()
+    engines = [each for stage in stages for graph in stage.graphs.values() for each in graph.engines]
+    assert engines and {each.backend for each in engines} == {"eager"}
+
+
+def test_every_golden_is_met(eager_artifact: Path) -> None:
+    check_goldens_in_process(eager_artifact)
+
+
+def test_state_that_is_not_updated_is_found_out(
+    eager_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above sees that engines write into the state that they are given."""
+    run = EagerEngine.run
+
+    def run_on_copies(engine: EagerEngine, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return run(engine, [tensor.clone() for tensor in tensors])
+
+    monkeypatch.setattr(EagerEngine, "run", run_on_copies)
+    outcomes = {each.name: each.outcome for each in verify(eager_artifact).comparisons}
+    states = {name for name in outcomes if "state_after." in name}
+    assert states == {name for name, outcome in outcomes.items() if outcome == "FAIL"} != set()
+
+
+def test_it_opens_as_a_service(eager_artifact: Path) -> None:
+    service = open_service(eager_artifact)
+    try:
+        info = service.info
+        assert info.has_speech and info.has_image and info.has_audio_input
+    finally:
+        asyncio.run(service.close(shutdown_timeout_s=1.0))

@@ -1,0 +1,56 @@
+"""Artifacts of the tiny checkpoint that nothing is compiled for: exported in seconds, run operation by operation."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from mingc_command import CACHE, CHECKPOINT, EAGER, REPOSITORY, mingc
+
+# What serves or checks an artifact does not decide what is in it.
+_LATER = ("runtime", "verify", "probe", "console", "cli.py")
+
+
+def export_eager(*options: object) -> Path:
+    """The artifact of `mingc export --backend eager OPTIONS`; kept in the cache of the tests, so do not write into it.
+
+    Kept under the hash of everything that decides its content. The first process to ask exports it, others wait.
+    """
+    CACHE.mkdir(parents=True, exist_ok=True)
+    artifact = CACHE / f"eager-{_key(options)}"
+    with artifact.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not artifact.exists():
+            with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+                words = ("--backend", "eager", "--output", Path(folder) / "tiny", "--jobs", 2, *options)
+                done = mingc("export", CHECKPOINT, *words)
+                assert done.code == 0, done.stderr
+                os.replace(Path(folder) / "tiny", artifact)
+    return artifact
+
+
+def copy_of(artifact: Path, folder: Path) -> Path:
+    """A copy of `artifact` in `folder`, to be written into."""
+    return Path(shutil.copytree(artifact, folder / "artifact"))
+
+
+def _key(options: tuple[object, ...]) -> str:
+    package = REPOSITORY / "mingc"
+    sources = [
+        path
+        for path in package.rglob("*")
+        if path.relative_to(package).parts[0] not in _LATER and path.suffix
+    ]
+    digest = hashlib.sha256(
+        f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {options}".encode()
+    )
+    for path in sorted((*sources, *EAGER.rglob("*"), *CHECKPOINT.rglob("*"))):
+        if path.is_file() and path.suffix != ".pyc":
+            digest.update(f"\0{path.relative_to(REPOSITORY)}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:32]
