@@ -12,7 +12,7 @@ import click
 import pytest
 
 import mingc
-from mingc.cli import commands
+from mingc.cli import commands, main
 
 OPTIONS = {
     "bundle inspect": "--debug --json ARTIFACT",
@@ -133,12 +133,22 @@ def test_help_needs_no_torch(tmp_path: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_asking_wrongly_exits_with_2(words: list[str], says: str) -> None:
-    result = run(*words)
-    assert result.returncode == 2, result.stderr
-    assert result.stdout == ""
-    assert says in result.stderr
-    assert "fix:" in result.stderr
+def test_asking_wrongly_exits_with_2(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In this process: a new one would import torch for each of them."""
+    with pytest.raises(SystemExit) as exited:
+        main(words)
+    stdout, stderr = capsys.readouterr()
+    assert exited.value.code == 2, stderr
+    assert stdout == ""
+    assert says in stderr
+    assert "fix:" in stderr
+    assert "Traceback" not in stderr
+
+
+def test_a_process_that_is_asked_wrongly_exits_with_2() -> None:
+    result = run("nosuch")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "No such command" in result.stderr and "fix:" in result.stderr
     assert "Traceback" not in result.stderr
 
 
