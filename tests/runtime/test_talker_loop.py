@@ -12,6 +12,8 @@ import torch
 from collector import Collector
 from fake_talker import PATCH_SAMPLES, SLOT_TOKENS, TALKER, make_talker_loop, make_talker_worker
 from fake_talker import make_segment as segment
+from hand_run import run_step, run_until_idle
+from held_resources import talker_resources
 
 from mingc.runtime.talker.engines import LaunchedPatch
 from mingc.runtime.talker.loop import TalkerLoop
@@ -312,3 +314,114 @@ def test_one_very_slow_patch_does_not_delay_later_launches(
     collector = speak(started(make_talker_loop(worker)), segment(patches=5))
     np.testing.assert_allclose(collector.segments()[0], run_alone(segment(patches=5)), rtol=0, atol=1e-6)
     assert worker._latency_model.remaining_s([(1, now)], now) < 60.0  # and it is soon forgotten
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_cancelling_with_patches_in_flight_frees_everything_and_reaches_no_other_stream(depth: int) -> None:
+    worker = make_talker_worker(slots=1, depth=depth)
+    loop = make_talker_loop(worker)
+    before = talker_resources(loop)
+    cancelled = speak(loop, segment(patches=40), segment(index=1, patches=40))
+    for _ in range(4):
+        run_step(loop)
+    assert worker.num_in_flight == depth - 1 and cancelled.items
+    items = list(cancelled.items)
+    loop.cancel(cancelled.stream)  # type: ignore[attr-defined]
+    following = speak(loop, segment(seed=2, patches=3))
+    run_until_idle(loop)
+    assert cancelled.items == items, "a cancelled stream received a patch"
+    assert np.array_equal(following.segments()[0], run_alone(segment(seed=2, patches=3)))
+    loop.cancel(following.stream)  # type: ignore[attr-defined]
+    run_until_idle(loop)
+    assert talker_resources(loop) == before
+
+
+def test_cancelling_a_waiting_stream_frees_everything_at_once() -> None:
+    loop = make_talker_loop(make_talker_worker(slots=1))
+    before = talker_resources(loop)
+    speaking, waiting = (
+        speak(loop, segment(patches=40)),
+        speak(loop, segment(seed=2), segment(seed=2, index=1)),
+    )
+    run_step(loop)
+    for stream in (waiting, speaking):
+        loop.cancel(stream.stream)  # type: ignore[attr-defined]
+    assert not run_step(loop)
+    assert talker_resources(loop) == before and not waiting.items
+
+
+def test_a_stream_that_fails_or_ends_frees_everything() -> None:
+    loop = make_talker_loop(make_talker_worker(slots=2, nan_guidance=9.0))
+    before = talker_resources(loop)
+    sick, good = speak(loop, segment(guidance=9.0), segment(index=1)), speak(loop, segment(seed=2))
+    run_until_idle(loop)
+    assert "not finite" in sick.error().message and len(good.segments()) == 1
+    loop.cancel(good.stream)  # type: ignore[attr-defined]
+    run_until_idle(loop)
+    assert talker_resources(loop) == before
+
+
+def test_every_pause_of_a_slow_client_counts_anew() -> None:
+    clock = Clock()
+    loop = make_talker_loop(slow_client_timeout_s=60.0, clock=clock)
+    before = talker_resources(loop)
+    unread = [0]  # patches that the client may still leave unread
+    client = speak(loop, segment(patches=40), is_behind=lambda: unread[0] == 0)
+
+    def pause(seconds: float) -> None:
+        unread[0] = 0
+        for clock.now in np.linspace(clock.now, clock.now + seconds, 4):
+            run_step(loop)
+
+    for _ in range(3):  # three pauses of 50 s, each with a patch read between them
+        pause(50.0)
+        count = len(client.items)
+        unread[0] = 1
+        run_step(loop)
+        assert len(client.items) == count + 1, "the talker does not resume"
+    pause(60.0)
+    assert len(client.items) == 3
+    pause(0.1)
+    assert client.error().status == 408
+    assert talker_resources(loop) == before
+
+
+def test_a_pause_at_second_zero_is_one_like_others() -> None:
+    clock = Clock()
+    loop = make_talker_loop(slow_client_timeout_s=60.0, clock=clock)
+    client = speak(loop, segment(), is_behind=lambda: True)
+    for clock.now in (0.0, 59.0, 61.0):
+        run_step(loop)
+    assert client.error().status == 408
+
+
+def test_a_patch_in_flight_of_an_ended_segment_is_discarded() -> None:
+    worker = make_talker_worker(stop_probability=0.9, depth=2)
+    worker.add(1, segment(patches=40))
+    worker.launch([1])
+    is_last = []
+    while not any(is_last):
+        worker.launch([1])
+        is_last.append(worker.collect()[1].is_last)
+    assert not worker.is_launchable(1) and worker.num_in_flight == 1
+    assert worker.collect() == {}
+
+
+def test_a_failure_of_the_device_hurts_only_segments_with_a_patch_in_flight() -> None:
+    worker = make_talker_worker(depth=2)
+    for slot in (1, 2):
+        worker.add(slot, segment(seed=slot))
+    worker.launch([1, 2])
+    worker.remove(1)
+    worker.add(1, segment(seed=3))  # nothing of it is in flight
+    assert worker.drop() == {2}
+    assert worker.num_in_flight == 0

@@ -3,6 +3,9 @@ slot, own noise), so mixing segments up changes results."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from fake_engines import CPU, HIDDEN, make_graph
@@ -227,7 +230,11 @@ def make_talker_worker(
 
 
 def make_talker_loop(
-    worker: TalkerWorker | None = None, *, max_streams: int = 64, slow_client_timeout_s: float = 60.0
+    worker: TalkerWorker | None = None,
+    *,
+    max_streams: int = 64,
+    slow_client_timeout_s: float = 60.0,
+    clock: Callable[[], float] = time.monotonic,
 ) -> TalkerLoop:
     worker = worker or make_talker_worker()
     scheduler = TalkerScheduler(
@@ -236,7 +243,7 @@ def make_talker_loop(
         max_prefills_per_patch=4,
         max_streams=max_streams,
     )
-    return TalkerLoop(worker, scheduler, slow_client_timeout_s=slow_client_timeout_s)
+    return TalkerLoop(worker, scheduler, slow_client_timeout_s=slow_client_timeout_s, clock=clock)
 
 
 def make_segment(

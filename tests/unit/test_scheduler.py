@@ -240,6 +240,63 @@ def test_admission_waits_for_pages_of_the_whole_answer_in_order() -> None:
     assert scheduler.num_running == 2 or scheduler.num_running == 3
 
 
+def test_a_request_that_waits_for_pages_is_not_starved_by_small_ones() -> None:
+    scheduler = make_thinker(num_pages=5, max_context=16)  # 4 pages of 4 tokens
+    scheduler.add(0, prompt_tokens=4, max_tokens=4)
+    scheduler.plan()
+    scheduler.add(1, prompt_tokens=12, max_tokens=4)  # needs all pages
+    for small in range(2, 8):
+        scheduler.add(small, prompt_tokens=2, max_tokens=2)
+        scheduler.plan()
+        assert [scheduler.pool.num_free, scheduler.num_running] == [2, 1], (
+            f"{small} overtook the large request"
+        )
+    scheduler.remove(0)
+    scheduler.plan()
+    assert scheduler.num_running == 1 and len(scheduler.pool.pages(1)) == 4
+    scheduler.remove(1)
+    scheduler.plan()
+    assert [len(scheduler.pool.pages(small)) for small in range(2, 8)] == [1, 1, 1, 1, 0, 0]
+
+
+def test_a_long_prompt_gets_every_second_chunk_however_many_short_ones_arrive() -> None:
+    scheduler = make_thinker(num_pages=99, chunk=8, max_running=99, max_waiting=99)
+    scheduler.add(0, prompt_tokens=40, max_tokens=1)  # five chunks
+    order = []
+    for short in range(1, 20):
+        scheduler.add(short, prompt_tokens=4, max_tokens=1)
+        plan = scheduler.plan()
+        order.append(only(plan.prefill).request)
+        scheduler.commit(plan)
+    assert order[:9] == [0, 1, 0, 2, 0, 3, 0, 4, 0]
+    assert order[9:] == list(range(5, 15)), "then the short ones in order of arrival"
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 24), st.integers(1, 24), st.integers(1, 6)), min_size=1, max_size=20)
+)
+def test_requests_are_admitted_in_order_of_arrival(requests: list[tuple[int, int, int]]) -> None:
+    """Of requests (prompt tokens, answer tokens, steps that it runs) one arrives at each step."""
+    scheduler = make_thinker(num_pages=14, max_running=3, max_context=52, max_waiting=99)
+    admitted: list[int] = []
+    end: dict[int, int] = {}
+    step = 0
+    while len(admitted) < len(requests):
+        if step < len(requests):
+            prompt, answer, _ = requests[step]
+            scheduler.add(step, prompt_tokens=prompt, max_tokens=answer)
+        for request in [request for request, last in end.items() if last == step]:
+            scheduler.remove(request)
+        scheduler.plan()
+        arrived = range(min(step + 1, len(requests)))
+        new = [each for each in arrived if each not in admitted and scheduler.pool.pages(each)]
+        admitted += new
+        end.update({each: step + requests[each][2] for each in new})
+        step += 1
+        assert step < 200, "a request is never admitted"
+    assert admitted == list(range(len(requests)))
+
+
 def test_a_full_queue_refuses() -> None:
     scheduler = make_thinker(max_waiting=1, max_running=1)
     scheduler.add(1, prompt_tokens=4, max_tokens=4)

@@ -36,16 +36,23 @@ class TalkerLoop(EngineThread):
     """Runs the speech of all requests.
 
     Args:
-        slow_client_timeout_s: a request fails if its client leaves patches unread for longer.
+        slow_client_timeout_s: a request fails if it is paused for its client for longer; every pause counts anew.
+        clock: seconds, for this timeout.
     """
 
     def __init__(
-        self, worker: TalkerWorker, scheduler: TalkerScheduler, *, slow_client_timeout_s: float = 60.0
+        self,
+        worker: TalkerWorker,
+        scheduler: TalkerScheduler,
+        *,
+        slow_client_timeout_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__("talker")
         self._worker = worker
         self.scheduler = scheduler
         self._slow_client_timeout_s = slow_client_timeout_s
+        self._clock = clock
         self._streams: dict[int, _Stream] = {}
         self._ids = itertools.count(1)
         self._launch_timing = LaunchTimingPolicy()
@@ -165,7 +172,7 @@ class TalkerLoop(EngineThread):
 
     def _find_behind(self) -> set[int]:
         """Streams that are paused for a slow client. Fails those that exceed the timeout."""
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             running = self.scheduler.batch()
         behind = set()
@@ -175,7 +182,8 @@ class TalkerLoop(EngineThread):
                 stream.behind_since = None
                 continue
             behind.add(name)
-            stream.behind_since = stream.behind_since or now
+            if stream.behind_since is None:
+                stream.behind_since = now
             if now - stream.behind_since > self._slow_client_timeout_s:
                 self._fail(
                     name, RequestError("the speech is not being read", status=408, code="client_too_slow")
