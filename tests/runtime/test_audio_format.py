@@ -102,6 +102,37 @@ def test_a_streamed_wav_is_read_by_soundfile_and_by_the_standard_library() -> No
         assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (RATE, 1, 2)
 
 
+@pytest.mark.parametrize("rate", [16000, 44100])
+@pytest.mark.parametrize("lengths", [(), (1,), (14112, 100)])
+def test_a_wav_file_has_the_bytes_that_the_standard_library_writes(
+    rate: int, lengths: tuple[int, ...]
+) -> None:
+    pieces = chunks(*lengths)
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(1)
+        writer.setsampwidth(2)
+        writer.setframerate(rate)
+        writer.writeframes(b"".join(to_pcm16(piece).tobytes() for piece in pieces))
+    assert encode(pieces, spec("wav", rate)) == file.getvalue()
+    # A stream differs in its two lengths only, which are the largest number.
+    encoder = open_stream(spec("wav", rate))
+    streamed = b"".join([*[encoder.add(piece) for piece in pieces], encoder.finish()])
+    whole, unknown = file.getvalue(), b"\xff" * 4
+    assert streamed == whole[:4] + unknown + whole[8:40] + unknown + whole[44:]
+
+
+@pytest.mark.parametrize("length", [1, 4095, 4096, 4097, 9000])
+def test_the_last_samples_of_a_flac_stream_come_with_its_end(length: int) -> None:
+    """libsndfile encodes blocks of 4,096 samples and keeps the rest until the file is closed."""
+    (piece,) = chunks(length)
+    encoder = open_stream(spec("flac"))
+    data = encoder.add(piece)
+    rest = encoder.finish()
+    assert rest, "the last block"
+    np.testing.assert_array_equal(read(data + rest, "flac"), to_pcm16(piece))
+
+
 def test_no_samples_give_a_valid_file() -> None:
     assert encode([], spec("pcm16")) == b""
     assert soundfile.info(io.BytesIO(encode([], spec("wav")))).frames == 0

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from collector import Collector
 from fake_thinker import PAGE, make_thinker_loop, make_thinker_stage, make_thinker_worker
 from fake_thinker import make_prompt as prompt
+from hand_run import run_step, run_until_idle
+from held_resources import thinker_resources
 
 from mingc.errors import CapacityError, RequestError, ServeError
+from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.prompt import ThinkerPrompt
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.request_stream import FailedItem, TokenItem
@@ -364,3 +369,140 @@ def test_waiting_prompts_share_a_chunk_and_one_may_be_cancelled_in_it(
     shared = [step for step in steps if len(step.counts) == 3]
     assert shared and shared[0].first_group == 0 and shared[-1].end_group == 5, "no chunk was shared"
     assert answers[0].tokens() and not answers[2].items
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+@pytest.mark.parametrize("max_prompts", [1, 4])
+@pytest.mark.parametrize("is_static", [False, True], ids=["host samples", "device samples"])
+def test_cancelling_with_a_step_in_flight_frees_everything_and_reaches_no_other_request(
+    is_static: bool, max_prompts: int, num_steps: int
+) -> None:
+    options = {"is_static": is_static, "max_prompts": max_prompts, "max_running": 1, "num_pages": 25}
+    expected = answer_alone(PROMPTS[2], **options)
+    loop = make_thinker_loop(**options)
+    before = thinker_resources(loop)
+    cancelled = ask(loop, PROMPTS[0], max_tokens=80)
+    for _ in range(num_steps):
+        run_step(loop)
+    assert len(loop._launched) == int(is_static)
+    items = list(cancelled.items)
+    loop.cancel(cancelled.job)  # type: ignore[attr-defined]
+    following = ask(loop, PROMPTS[2])  # takes the slot and the pages of the cancelled one
+    run_until_idle(loop)
+    assert cancelled.items == items, "a cancelled request received a token"
+    assert following.tokens() == expected
+    assert thinker_resources(loop) == before
+
+
+@pytest.mark.parametrize("is_static", [False, True], ids=["host samples", "device samples"])
+def test_a_chunk_whose_request_is_cancelled_between_its_layer_groups_is_left(is_static: bool) -> None:
+    stage = make_thinker_stage(num_layers=5)
+    expected = [answer_alone(each, stage, is_static=is_static, max_tokens=20) for each in PROMPTS[:3]]
+    loop = make_thinker_loop(stage, is_static=is_static, prefill_policy=slow_chunks())
+    before = thinker_resources(loop)
+    running = ask(loop, PROMPTS[0], max_tokens=20)
+    for _ in range(3):
+        run_step(loop)
+    cancelled = ask(loop, PROMPTS[1], max_tokens=20)
+    for _ in range(2):
+        run_step(loop)
+    assert loop.scheduler._current is not None, "a chunk is under way"
+    loop.cancel(cancelled.job)  # type: ignore[attr-defined]
+    following = ask(loop, PROMPTS[2], max_tokens=20)
+    run_until_idle(loop)
+    assert not cancelled.items
+    assert [running.tokens(), following.tokens()] == [expected[0], expected[2]]
+    assert thinker_resources(loop) == before
+
+
+@pytest.mark.parametrize("is_static", [False, True], ids=["host samples", "device samples"])
+def test_requests_that_end_in_any_way_free_everything(is_static: bool) -> None:
+    stop = answer_alone(PROMPTS[0], is_static=is_static)[2]
+    stage = make_thinker_stage(fail_on=FAILING_ID, nan_on=NAN_ID)
+    loop = make_thinker_loop(stage, is_static=is_static, stop_ids=[stop], max_running=3)
+    before = thinker_resources(loop)
+    requests = [*PROMPTS, prompt([1, FAILING_ID]), prompt([1, NAN_ID]), prompt([7] * 9)]
+    asked = [ask(loop, each, max_tokens=30) for each in requests]
+    loop.cancel(asked[-1].job)  # type: ignore[attr-defined]
+    run_until_idle(loop)
+    finishes = [item.finish for each in asked for item in each.items if isinstance(item, TokenItem)]
+    assert finishes.count("stop") >= 1 and finishes.count("length") >= 1
+    assert [len(each.items) for each in asked[-3:-1]] == [1, 1], "one error each"
+    assert thinker_resources(loop) == before
+
+
+def answer_alone(request: ThinkerPrompt, stage: LoadedStage | None = None, **options: Any) -> list[int]:
+    """Tokens of a request that has the loop to itself."""
+    max_tokens = options.pop("max_tokens", 9)
+    loop = make_thinker_loop(stage, **options)
+    answer = ask(loop, request, max_tokens=max_tokens)
+    run_until_idle(loop)
+    return answer.tokens()
+
+
+@pytest.mark.parametrize("is_static", [False, True], ids=["host samples", "device samples"])
+@pytest.mark.parametrize("rope_delta", [-3, 0, 4])
+def test_an_answer_goes_on_as_if_its_tokens_were_part_of_the_prompt(is_static: bool, rope_delta: int) -> None:
+    """Generated token n, counted from the start of the prompt, has position n + rope_delta (spec: thinker.md §4)."""
+    asked = prompt([3, 1, 4, 1, 5, 9], rope_delta=rope_delta)
+    answer = answer_alone(asked, is_static=is_static)
+    for count in range(1, len(answer)):
+        positions = np.arange(6, 6 + count) + rope_delta
+        continued = ThinkerPrompt(
+            input_ids=np.append(asked.input_ids, answer[:count]),
+            positions=np.append(asked.positions, np.tile(positions, (3, 1)), axis=1),
+            rope_delta=rope_delta,
+            embed_kind=np.zeros(6 + count, np.int64),
+        )
+        assert answer_alone(continued, is_static=is_static, max_tokens=1) == [answer[count]]
+
+
+@pytest.mark.parametrize("is_static", [False, True], ids=["host samples", "device samples"])
+@pytest.mark.parametrize(("chunk", "max_prompts"), [(32, 4), (8, 1)])
+def test_the_engines_get_every_token_as_its_prompt_says_and_zeros_between_prompts(
+    is_static: bool, chunk: int, max_prompts: int
+) -> None:
+    stage = make_thinker_stage(max_prompts=max_prompts)
+    rows = record_embedded_rows(stage)
+    loop = make_thinker_loop(stage, chunk=chunk, max_prompts=max_prompts, is_static=is_static)
+    requests = [
+        prompt([3, 1, 4], media=[1]),
+        prompt([2, 7, 1, 8, 2], media=[1, 2]),
+        prompt([9] * 21, media=[4]),
+    ]
+    rows.clear()  # of warm-up calls
+    for each in requests:
+        ask(loop, each, max_tokens=1)
+    run_until_idle(loop)
+    expected = [
+        (int(token), kind, tuple(positions), embeds)
+        for each in requests
+        for token, kind, positions, embeds in zip(
+            each.input_ids, each.embed_kind, each.positions.T.tolist(), media_rows(each), strict=True
+        )
+    ]
+    found = [row for row in rows if row != (0, 0, (0, 0, 0), None)]
+    assert sorted(found, key=repr) == sorted(expected, key=repr)
+    assert len(rows) > len(found), "there was padding, and it was zero"
+
+
+def media_rows(request: ThinkerPrompt) -> list[tuple[float, ...] | None]:
+    """The media embedding of each token; None for words."""
+    embeds = iter([] if request.media_embeds is None else request.media_embeds.tolist())
+    return [tuple(next(embeds)) if kind else None for kind in request.embed_kind]
+
+
+def record_embedded_rows(stage: LoadedStage) -> list[tuple[object, ...]]:
+    """Rows that the embedding engine gets: id, kind, positions, and its media embedding if it reads that."""
+    rows: list[tuple[object, ...]] = []
+    engine = stage["embed"]._engines[None]
+    run = engine.run
+
+    def record(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        ids, embeds, kinds, positions = (tensor.tolist() for tensor in tensors)
+        for token, media, kind, *place in zip(ids, embeds, kinds, *positions, strict=True):
+            rows.append((token, kind, tuple(place), tuple(media) if kind else None))
+        return run(tensors)
+
+    engine.run = record  # type: ignore[method-assign]
+    return rows

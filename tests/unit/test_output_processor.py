@@ -1,13 +1,20 @@
-"""Text of a chat answer that is sent to speech."""
+"""Events of a chat answer: its text compared with the tokenizer's own decoding, stop strings, usage, spoken text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import cast
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from preprocess_data import tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
+
+from mingc.errors import WorkerError
 from mingc.runtime.preprocess.tokenizer import Detokenizer
-from mingc.runtime.request import SamplingParams, TextDelta
-from mingc.runtime.request_stream import TokenItem
+from mingc.runtime.request import Done, Event, FinishReason, SamplingParams, TextDelta, TextDone
+from mingc.runtime.request_stream import FailedItem, TokenItem
 from mingc.runtime.service.output_processor import ChatOutputProcessor, SpeechStream, Timings
 
 
@@ -28,6 +35,8 @@ class FakeSpeechStream:
     """A speech stream that records the texts it is given."""
 
     is_finished = False
+    num_patches = 0
+    num_samples = 0
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -55,3 +64,171 @@ def test_thoughts_are_in_the_text_but_not_in_the_speech() -> None:
         events += run.accept(TokenItem(token=index, finish=finish))
     assert "".join(event.text for event in events if isinstance(event, TextDelta)) == "".join(words)
     assert "".join(speech_stream.texts).strip(" .") == "Good morning"
+
+
+def answer(
+    ids: Sequence[int],
+    *,
+    finish: FinishReason = "length",
+    stop: Sequence[str] = (),
+    has_stop_token: bool = False,
+    speech: FakeSpeechStream | None = None,
+) -> tuple[str, Done, list[Event]]:
+    """The text, the last event and all events of an answer of these tokens; some more tokens arrive after a stop."""
+    run = ChatOutputProcessor(
+        tokenizer().detokenizer(),
+        SamplingParams(stop=tuple(stop)),
+        prompt_tokens=5,
+        speech_stream=cast(SpeechStream, speech) if speech else None,
+        is_reproducible=True,
+        max_segment_length=50,
+        sample_rate=44100,
+        timings=Timings(),
+    )
+    is_last = [False] * len(ids)
+    if ids and not has_stop_token:
+        is_last[-1] = True
+    items = [
+        TokenItem(token=token, finish=finish if last else None)
+        for token, last in zip(ids, is_last, strict=True)
+    ]
+    if has_stop_token:
+        items.append(TokenItem(token=None, finish="stop"))
+    events: list[Event] = []
+    for item in items:
+        events += run.accept(item)
+    if speech is not None:
+        assert not run.is_done, "the speech has not ended"
+        speech.is_finished = True
+        events += run.accept(None)
+    assert run.is_done and isinstance(events[-1], Done)
+    assert sum(isinstance(event, TextDone) for event in events) == 1
+    return "".join(event.text for event in events if isinstance(event, TextDelta)), events[-1], events
+
+
+def encode(text: str) -> list[int]:
+    return tokenizer().encode(text)
+
+
+def test_text_held_back_for_a_stop_string_is_shown_at_the_end() -> None:
+    for has_stop_token in (False, True):
+        text, done, _ = answer(
+            encode("Wait: EN"), stop=["END", "N!"], finish="stop", has_stop_token=has_stop_token
+        )
+        assert (text, done.finish_reason) == ("Wait: EN", "stop")
+
+
+def test_text_held_back_for_a_stop_string_is_spoken_at_the_end() -> None:
+    speech = FakeSpeechStream()
+    assert answer(encode("We walk to the END"), stop=["END OF"], speech=speech)[0] == "We walk to the END"
+    assert "".join(speech.texts).split() == ["We", "walk", "to", "the", "END"]
+
+
+def test_nothing_from_the_stop_string_on_is_shown_spoken_or_counted() -> None:
+    ids = encode("One two. STOP three four.")
+    speech = FakeSpeechStream()
+    text, done, events = answer(ids, stop=["STOP"], finish="length", speech=speech)
+    assert (text, done.finish_reason) == ("One two. ", "stop")
+    used = next(count for count in range(len(ids)) if "STOP" in tokenizer().decode(ids[:count]))
+    assert used < len(ids), "tokens arrive after it"
+    assert done.usage.completion_tokens == used
+    assert "".join(speech.texts).strip(" .").split() == ["One", "two"]
+    assert [event.finish_reason for event in events if isinstance(event, TextDone)] == ["stop"]
+
+
+def test_a_stop_string_completed_by_the_last_token_ends_the_answer_as_a_stop() -> None:
+    text, done, _ = answer(encode("One END"), stop=["END"], finish="length")
+    assert (text, done.finish_reason) == ("One ", "stop")
+
+
+def test_a_stop_token_is_not_counted_and_every_other_token_is() -> None:
+    ids = encode("Hello, how are you today?")
+    for finish, has_stop_token in (("length", False), ("stop", True)):
+        text, done, events = answer(ids, finish=finish, has_stop_token=has_stop_token)  # type: ignore[arg-type]
+        assert (text, done.finish_reason) == ("Hello, how are you today?", finish)
+        assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (5, len(ids))
+        assert sum(isinstance(event, TextDelta) for event in events) == len(ids), "one delta per token"
+
+
+def test_an_answer_of_a_stop_token_alone_is_empty() -> None:
+    text, done, events = answer([], has_stop_token=True)
+    assert (text, done.finish_reason, done.usage.completion_tokens) == ("", "stop", 0)
+    assert [type(event) for event in events] == [TextDone, Done]
+
+
+@pytest.mark.parametrize("has_stop_token", [False, True])
+@pytest.mark.parametrize("text", ["好", "ok 😀", "né", "世界"])
+def test_an_answer_cut_inside_a_character_ends_as_python_decodes_it(text: str, has_stop_token: bool) -> None:
+    ids = encode(text)[:-1]
+    raw = token_bytes(ids)
+    assert raw.decode(errors="ignore") != raw.decode(errors="replace"), "a character is cut"
+    for stop in ((), ("END",)):
+        shown, done, _ = answer(ids, stop=stop, has_stop_token=has_stop_token)
+        assert shown == raw.decode(errors="replace")
+        assert done.usage.completion_tokens == len(ids)
+
+
+def token_bytes(ids: Iterable[int]) -> bytes:
+    """Bytes of byte-level tokens, by GPT-2's table: printable bytes stand for themselves, the others follow U+00FF."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    assert sorted(table) == sorted(ByteLevel.alphabet())
+    tokens = [tokenizer()._tokenizer.id_to_token(each) for each in ids]
+    return bytes(table[character] for token in tokens for character in token)
+
+
+BYTE_TOKENS = [
+    token
+    for token in range(tokenizer().vocab_size)
+    if set(tokenizer()._tokenizer.id_to_token(token) or "<>") <= set(ByteLevel.alphabet())
+    and token not in tokenizer()._tokenizer.get_added_tokens_decoder()
+]
+ANSWERS = st.lists(st.sampled_from(BYTE_TOKENS), min_size=1, max_size=40) | st.text(
+    min_size=1, max_size=30
+).map(encode)
+
+
+@settings(deadline=None, max_examples=40)
+@given(ANSWERS, st.booleans())
+def test_streamed_text_is_what_python_decodes_from_the_bytes(ids: list[int], has_stop_token: bool) -> None:
+    text, done, _ = answer(ids, has_stop_token=has_stop_token)
+    assert text == token_bytes(ids).decode(errors="replace")
+    assert done.usage.completion_tokens == len(ids)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    ANSWERS,
+    st.lists(st.sampled_from(["e", " t", "a ", "he", "你好", "好吗"]), min_size=1, max_size=2),
+    st.booleans(),
+)
+def test_a_stopped_answer_is_the_decoded_text_up_to_its_stop_string(
+    ids: list[int], stops: list[str], has_stop_token: bool
+) -> None:
+    """OpenAI: "The returned text will not contain the stop sequence"."""
+    whole = token_bytes(ids).decode(errors="replace")
+    text, done, _ = answer(ids, stop=stops, has_stop_token=has_stop_token)
+    if any(stop in whole for stop in stops):
+        assert done.finish_reason == "stop" and not any(stop in text for stop in stops)
+        assert any(whole.startswith(text + stop) for stop in stops)
+        used = ids[: done.usage.completion_tokens]
+        assert any(stop in token_bytes(used).decode(errors="replace") for stop in stops)
+        assert not any(stop in token_bytes(used[:-1]).decode(errors="ignore") for stop in stops)
+    else:
+        assert (text, done.finish_reason) == (whole, "stop" if has_stop_token else "length")
+
+
+def test_the_error_of_a_failed_request_is_raised() -> None:
+    run = ChatOutputProcessor(
+        tokenizer().detokenizer(),
+        SamplingParams(),
+        prompt_tokens=1,
+        speech_stream=None,
+        is_reproducible=True,
+        max_segment_length=50,
+        sample_rate=44100,
+        timings=Timings(),
+    )
+    with pytest.raises(WorkerError, match="rank 1"):
+        run.accept(FailedItem(error=WorkerError("rank 1 ended")))

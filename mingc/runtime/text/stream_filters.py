@@ -8,7 +8,11 @@ _BEGIN, _END = "<think>", "</think>"
 
 
 class StopStrings:
-    """Stop-string filter of one streamed answer; holds back text that may be the start of a stop string."""
+    """Stop-string filter of one streamed answer; holds back text that may be the start of a stop string.
+
+    The answer ends at the stop string that is complete first, the longest one if several are. How the text is split
+    into deltas does not matter.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
@@ -17,9 +21,10 @@ class StopStrings:
     def push(self, text: str) -> tuple[str, bool]:
         """(text to emit, whether a stop string was found). Do not push after a stop string was found."""
         self._held += text
-        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        found = [(start + len(stop), start) for stop in self._stops if (start := self._held.find(stop)) >= 0]
         if found:
-            shown, self._held = self._held[: min(found)], ""
+            _, start = min(found)
+            shown, self._held = self._held[:start], ""
             return shown, True
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         end = len(self._held) - keep

@@ -1,0 +1,184 @@
+"""Responses written from events: every sample and every character reaches the client, in every format and delivery."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import soundfile
+from numpy.typing import NDArray
+from starlette.types import Message
+
+from mingc.errors import WorkerError
+from mingc.runtime.http.audio_format import AudioFormat, AudioSpec
+from mingc.runtime.http.response_schemas import ChatResponseBuilder
+from mingc.runtime.http.streaming import (
+    ResponseWriter,
+    write_chat,
+    write_chat_stream,
+    write_speech,
+    write_speech_events,
+    write_speech_stream,
+)
+from mingc.runtime.request import AudioDelta, Done, Event, TextDelta, TextDone, Usage
+
+RATE = 24000
+LENGTHS = (5000, 4000, 3001)  # neither a patch nor the whole is a multiple of FLAC's block of 4,096
+TEXT = ["Good", "", " morn", "ing 你"]
+DONE = Done(finish_reason="length", usage=Usage(prompt_tokens=3, completion_tokens=4, audio_patches=3))
+BUILDER = ChatResponseBuilder(request_id="chatcmpl-1", model="m", include_usage=True)
+
+
+def patches() -> list[NDArray[np.float32]]:
+    generator = np.random.default_rng(1)
+    return [generator.uniform(-0.9, 0.9, length).astype(np.float32) for length in LENGTHS]
+
+
+async def events(*, is_complete: bool = True) -> AsyncIterator[Event]:
+    """Text and patches in turn; then the end."""
+    for text in TEXT[:2]:
+        yield TextDelta(text=text)
+    for text, samples in zip([*TEXT[2:], None], patches(), strict=True):
+        yield AudioDelta(samples=samples)
+        if text is not None:
+            yield TextDelta(text=text)
+    yield TextDone(finish_reason="length")
+    if is_complete:
+        yield DONE
+
+
+class Client:
+    """Receives an ASGI response."""
+
+    def __init__(self) -> None:
+        self.headers: dict[bytes, bytes] = {}
+        self.chunks: list[bytes] = []
+        self.is_ended = False
+        self.freed_before: int | None = None  # chunks that had arrived when the place was given back
+
+    async def receive(self, message: Message) -> None:
+        assert not self.is_ended, "something follows the end"
+        if message["type"] == "http.response.start":
+            self.headers = dict(message["headers"])
+        else:
+            self.chunks.append(message["body"])
+            self.is_ended = not message["more_body"]
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.chunks)
+
+    @property
+    def objects(self) -> list[dict[str, Any]]:
+        """The JSON of every server-sent event."""
+        assert self.headers[b"content-type"].startswith(b"text/event-stream")
+        lines = self.body.decode().removesuffix("data: [DONE]\n\n").split("\n\n")[:-1]
+        return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def respond(write: Callable[[ResponseWriter], Coroutine[Any, Any, None]], content_type: str = "") -> Client:
+    client = Client()
+
+    def free() -> None:
+        client.freed_before = len(client.chunks)
+
+    response = ResponseWriter(client.receive, before_end=free)
+    response.content_type = content_type or response.content_type
+    asyncio.run(write(response))
+    assert client.is_ended
+    assert client.freed_before == len(client.chunks) - 1, "the place is free before the last bytes arrive"
+    return client
+
+
+def decode(data: bytes, audio: AudioSpec) -> NDArray[np.float64]:
+    if audio.format == "pcm16":
+        return np.frombuffer(data, "<i2") / 32768
+    with av.open(io.BytesIO(data), "r") as container:  # libsndfile cannot read FLAC of unknown length
+        frames = list(container.decode(audio=0))
+    assert {frame.sample_rate for frame in frames} == {RATE}
+    samples = np.concatenate([frame.to_ndarray().reshape(-1) for frame in frames])
+    return samples.astype(np.int16) / 32768
+
+
+@pytest.fixture(params=["wav", "flac", "pcm16"])
+def audio(request: pytest.FixtureRequest) -> AudioSpec:
+    audio_format: AudioFormat = request.param
+    return AudioSpec(format=audio_format, sample_rate=RATE)
+
+
+def assert_complete(data: bytes, audio: AudioSpec) -> None:
+    np.testing.assert_allclose(decode(data, audio), np.concatenate(patches()), rtol=0, atol=6e-5)
+
+
+def test_a_streamed_chat_has_all_its_text_audio_and_usage(audio: AudioSpec) -> None:
+    client = respond(lambda response: write_chat_stream(events(), BUILDER, audio, response))
+    assert client.body.endswith(b"data: [DONE]\n\n")
+    *chunks, finish, usage = client.objects
+    assert (finish["choices"][0]["finish_reason"], finish["choices"][0]["delta"]) == ("length", {})
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 4
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0]["role"] == "assistant"
+    assert [delta["content"] for delta in deltas[1:] if "content" in delta] == TEXT
+    clips = [delta["audio"] for delta in deltas if "audio" in delta]
+    assert_complete(b"".join(base64.b64decode(clip["data"]) for clip in clips), audio)
+    assert all(clip["data"] for clip in clips[:-1]) and clips[-1]["transcript"] == "".join(TEXT)
+
+
+def test_a_whole_chat_has_all_its_text_audio_and_usage(audio: AudioSpec) -> None:
+    client = respond(lambda response: write_chat(events(), BUILDER, audio, response))
+    assert client.headers[b"content-length"] == str(len(client.body)).encode()
+    message = json.loads(client.body)["choices"][0]["message"]
+    assert message["content"] == message["audio"]["transcript"] == "".join(TEXT)
+    assert_complete(base64.b64decode(message["audio"]["data"]), audio)
+
+
+def test_streamed_speech_has_all_samples(audio: AudioSpec) -> None:
+    client = respond(
+        lambda response: write_speech_stream(events(), audio, response), content_type=audio.content_type
+    )
+    assert client.headers[b"content-type"] == audio.content_type.encode()
+    assert len(client.chunks) >= len(LENGTHS) + 1
+    assert_complete(client.body, audio)
+
+
+def test_whole_speech_has_all_samples_and_its_length(audio: AudioSpec) -> None:
+    client = respond(lambda response: write_speech(events(), audio, response))
+    assert client.headers[b"content-length"] == str(len(client.body)).encode()
+    assert_complete(client.body, audio)
+    if audio.format != "pcm16":
+        assert soundfile.info(io.BytesIO(client.body)).frames == sum(LENGTHS)
+
+
+def test_speech_events_have_all_samples_and_the_usage(audio: AudioSpec) -> None:
+    client = respond(lambda response: write_speech_events(events(), audio, response))
+    *deltas, done = client.objects
+    assert done["type"] == "speech.audio.done" and done["usage"]["output_tokens"] == 3
+    assert {delta["type"] for delta in deltas} == {"speech.audio.delta"}
+    assert_complete(b"".join(base64.b64decode(delta["audio"]) for delta in deltas), audio)
+
+
+WRITERS: dict[str, Callable[[ResponseWriter, AudioSpec], Coroutine[Any, Any, None]]] = {
+    "chat": lambda response, audio: write_chat(events(is_complete=False), BUILDER, audio, response),
+    "chat stream": lambda response, audio: write_chat_stream(
+        events(is_complete=False), BUILDER, audio, response
+    ),
+    "speech": lambda response, audio: write_speech(events(is_complete=False), audio, response),
+    "speech stream": lambda response, audio: write_speech_stream(events(is_complete=False), audio, response),
+    "speech events": lambda response, audio: write_speech_events(events(is_complete=False), audio, response),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_events_that_break_off_are_an_error_and_no_complete_response(writer: str) -> None:
+    client = Client()
+    response = ResponseWriter(client.receive, before_end=lambda: None)
+    with pytest.raises(WorkerError, match="before its answer was complete"):
+        asyncio.run(WRITERS[writer](response, AudioSpec(format="wav", sample_rate=RATE)))
+    assert not client.is_ended
