@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import re
 import threading
@@ -12,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_omni import chat, collect, make_service, run, speech_request
+from fake_omni import chat, collect, make_service, run, slow_down, speech_request
 from fake_talker import PATCH_SAMPLES, SAMPLE_RATE
 from fake_thinker import PAGE
+from held_resources import loop_resources, service_resources, wait_until_equal, wait_until_free
 
 from mingc.errors import CapacityError, RequestError, WorkerError
+from mingc.runtime import engine_thread
 from mingc.runtime.http.metrics import Metrics
 from mingc.runtime.request import (
     AudioDelta,
@@ -144,37 +147,99 @@ def test_without_a_seed_two_requests_differ() -> None:
     assert not np.allclose(audio_of(first), audio_of(second))
 
 
-@pytest.mark.parametrize("speech", [None, SpeechParams(seed=1)])
-def test_a_closed_iterator_frees_everything(speech: SpeechParams | None) -> None:
+LONG = {
+    "chat": chat("Hello", max_tokens=200),
+    "spoken chat": chat("Hello", SpeechParams(seed=1), max_tokens=200),
+    "speech": speech_request("This is one of many sentences. " * 20),
+}
+MANY_STEPS = 60  # steps in which a request must be gone; those above take hundreds
+
+
+async def until_event(events: AsyncIterator[Event], kind: type[Event]) -> None:
+    async for event in events:
+        if isinstance(event, kind):
+            return
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_closed_iterator_frees_everything(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     service = make_service()
+    steps = slow_down(service, monkeypatch)
 
     async def leave() -> None:
-        events = service.chat(chat("Hello", speech, max_tokens=200))
-        async for event in events:
-            if isinstance(event, TextDelta if speech is None else AudioDelta):
-                break
+        before = service_resources(service, asyncio.get_running_loop())
+        events = start(service, LONG[name])
+        await until_event(events, TextDelta if name == "chat" else AudioDelta)
+        held = service_resources(service, asyncio.get_running_loop())
+        assert held["requests"] == 1 and held != before
+        num_steps = len(steps)
         await events.aclose()  # type: ignore[attr-defined]
-        assert done_of(await collect(service.chat(chat("Hello", max_tokens=3)))).finish_reason == "length"
-        assert not service._running
+        await wait_until_free(service, before)
+        assert len(steps) < num_steps + MANY_STEPS, "the engines went on with an abandoned request"
 
     run(service, leave())
 
 
-def test_a_cancelled_task_frees_everything() -> None:
-    service = make_service()
+def test_a_cancelled_task_frees_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = make_service(slots=2, max_running=3)
+    slow_down(service, monkeypatch)
 
     async def cancel() -> None:
-        tasks = [asyncio.create_task(collect(start(service, request))) for request in REQUESTS]
-        await asyncio.sleep(0.05)
+        before = service_resources(service, asyncio.get_running_loop())
+        requests = [*REQUESTS, *LONG.values()]
+        tasks = [asyncio.create_task(collect(start(service, request))) for request in requests]
+        while len(service._running) < len(tasks) or not service._loops[0].scheduler.num_waiting:
+            await asyncio.sleep(0.001)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert not service._running
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in results)
+        await wait_until_free(service, before)
 
     run(service, cancel())
 
 
-def test_a_slow_reader_gets_all_its_audio() -> None:
+@pytest.mark.parametrize(
+    "request_", [*REQUESTS, chat("x " * 400), speech_request("***"), chat("Hello", SpeechParams(voice="no"))]
+)
+def test_a_request_that_ends_by_itself_frees_everything(request_: ChatRequest | SpeechRequest) -> None:
+    service = make_service()
+
+    async def whole() -> None:
+        before = service_resources(service, asyncio.get_running_loop())
+        with contextlib.suppress(RequestError):
+            await collect(start(service, request_))
+        await wait_until_free(service, before)
+
+    run(service, whole())
+
+
+def test_a_stop_string_stops_the_thinker_while_the_answer_is_spoken(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = make_service()
+    whole = text_of(run(service, collect(service.chat(chat("Hello", max_tokens=40)))))
+    service = make_service()
+    assert service._chat is not None
+    loop, cancelled = service._chat.loop, []
+    cancel = loop.cancel
+
+    def note(job: int) -> None:
+        cancelled.append(job)
+        cancel(job)
+
+    monkeypatch.setattr(loop, "cancel", note)
+
+    async def speak() -> None:
+        request = chat("Hello", SpeechParams(seed=1), max_tokens=200, stop=(whole[20:25],))
+        async for event in service.chat(request):
+            if isinstance(event, Done):
+                assert cancelled == [1], "the thinker computes tokens that nobody gets"
+
+    run(service, speak())
+
+
+def test_a_slow_reader_gets_all_its_audio(monkeypatch: pytest.MonkeyPatch) -> None:
+    # An idle talker looks only when it is woken: reading must do that.
+    monkeypatch.setattr(engine_thread, "_IDLE_WAIT_S", 3600.0)
     expected_service = make_service()
     request = speech_request("Good morning, how are you today my friend?", seed=1)
     expected = run(expected_service, collect(expected_service.speech(request)))
@@ -187,7 +252,8 @@ def test_a_slow_reader_gets_all_its_audio() -> None:
             await asyncio.sleep(0.01)
         return events
 
-    assert np.array_equal(audio_of(run(service, slowly())), audio_of(expected))
+    got = run(service, asyncio.wait_for(slowly(), 20))
+    assert np.array_equal(audio_of(got), audio_of(expected))
 
 
 @pytest.mark.parametrize(
@@ -332,4 +398,7 @@ def test_a_service_may_be_used_from_a_second_event_loop() -> None:
     async def first() -> list[Event]:
         return await collect(service.chat(chat("Hello", seed=1)))
 
-    assert text_of(asyncio.run(first())) == text_of(run(service, first()))
+    before = loop_resources(service)
+    events = asyncio.run(first())
+    wait_until_equal(before, lambda: loop_resources(service))
+    assert text_of(events) == text_of(run(service, first()))

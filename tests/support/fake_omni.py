@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from fake_engines import HIDDEN
 from fake_talker import (
     FLOW,
@@ -20,6 +22,7 @@ from fake_talker import (
     make_talker_worker,
 )
 from fake_thinker import make_thinker_loop, thinker_parameters
+from held_resources import loop_resources, wait_until_equal
 
 from mingc.runtime.preprocess.chat import ChatProcessor
 from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
@@ -36,6 +39,8 @@ from mingc.runtime.request import (
 )
 from mingc.runtime.service.omni import ChatPipeline, OmniService, SpeechPipeline
 from mingc.runtime.talker.planner import SpeechPlanner, VoicePack
+
+_STEP_S = 0.03
 
 TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
 
@@ -119,7 +124,9 @@ async def collect(events: AsyncIterator[Event]) -> list[Event]:
 
 
 def run(service: OmniService, work: Coroutine[Any, Any, Any]) -> Any:
-    """Run `work`, close the service, check that no request holds resources."""
+    """Run `work` on an idle service, close it, check that no request holds resources."""
+
+    before = loop_resources(service)
 
     async def whole() -> Any:
         try:
@@ -130,5 +137,26 @@ def run(service: OmniService, work: Coroutine[Any, Any, Any]) -> Any:
     result = asyncio.run(whole())
     for loop in service._loops:
         loop.scheduler.check()
-        assert loop.scheduler.num_running == loop.scheduler.num_waiting == 0
+    wait_until_equal(before, lambda: loop_resources(service))
     return result
+
+
+def slow_down(service: OmniService, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Make every decode step and every patch take a while. Returns the list that each of them is added to."""
+    steps: list[str] = []
+
+    def slow(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_slowly(*arguments: Any) -> Any:
+            steps.append(name)
+            time.sleep(_STEP_S)
+            return run(*arguments)
+
+        return run_slowly
+
+    if service._chat is not None:
+        runner = service._chat.loop._runner
+        monkeypatch.setattr(runner, "decode", slow("token", runner.decode))
+    if service._speech is not None:
+        engines = service._speech.loop._worker._engines
+        monkeypatch.setattr(engines, "launch", slow("patch", engines.launch))
+    return steps

@@ -15,6 +15,7 @@ from mingc.runtime.thinker.loop import ThinkerLoop
 Counts = dict[str, int]
 
 _WAIT_S = 20.0
+_POOLS = ("mingc-preprocess", "asyncio_")  # of a fixed size; their threads start with their first work
 
 
 def thinker_resources(loop: ThinkerLoop) -> Counts:
@@ -46,38 +47,39 @@ def talker_resources(loop: TalkerLoop) -> Counts:
     }
 
 
-def service_resources(service: OmniService) -> Counts:
-    """Those of its loops; running requests, asyncio tasks and threads of the process."""
+def loop_resources(service: OmniService) -> Counts:
+    """Those of the service's loops."""
     counts: Counts = {}
     for loop in service._loops:
         counts |= thinker_resources(loop) if isinstance(loop, ThinkerLoop) else talker_resources(loop)
+    return counts
+
+
+def service_resources(service: OmniService, event_loop: asyncio.AbstractEventLoop) -> Counts:
+    """Those of the service's loops, its requests, and tasks and threads of the process."""
     return {
-        **counts,
+        **loop_resources(service),
         "requests": len(service._running),
         "chats of the service": len(service._running_chats),
-        "threads": threading.active_count(),
+        "tasks": len(asyncio.all_tasks(event_loop)),
+        "threads": sum(not thread.name.startswith(_POOLS) for thread in threading.enumerate()),
     }
 
 
 async def wait_until_free(service: OmniService, before: Counts) -> None:
-    """Wait until `service` holds no more than `before`, and this event loop runs only the calling task."""
-    end = time.monotonic() + _WAIT_S
-    while (held := _differences(before, service_resources(service))) and time.monotonic() < end:
+    """Wait until `service` and the running event loop hold no more than `before`."""
+    event_loop, end = asyncio.get_running_loop(), time.monotonic() + _WAIT_S
+    while (held := _differences(before, service_resources(service, event_loop))) and time.monotonic() < end:
         await asyncio.sleep(0.002)
-    assert not held, f"still held: {held}"
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    while tasks and time.monotonic() < end:
-        await asyncio.sleep(0.002)
-        tasks = {task for task in tasks if not task.done()}
-    assert not tasks, f"still running: {tasks}"
+    assert not held, f"still held (before, now): {held}"
 
 
 def wait_until_equal(before: Counts, count: Callable[[], Counts]) -> None:
-    """The same for a test without an event loop."""
+    """Wait until `count` returns `before`, in a thread without an event loop."""
     end = time.monotonic() + _WAIT_S
     while (held := _differences(before, count())) and time.monotonic() < end:
         time.sleep(0.002)
-    assert not held, f"still held: {held}"
+    assert not held, f"still held (before, now): {held}"
 
 
 def _differences(before: Counts, now: Counts) -> dict[str, tuple[int, int]]:

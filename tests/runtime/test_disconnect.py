@@ -1,0 +1,59 @@
+"""Clients that leave a real server over a service with fake engines: their requests end and free everything."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import httpx
+import pytest
+from fake_omni import make_service, slow_down
+from held_resources import service_resources, wait_until_equal
+from server_thread import run_server
+
+from mingc.runtime.service.omni import OmniService
+
+_WAIT_S = 20.0
+MANY_STEPS = 60  # steps in which an abandoned request must be gone; those below take hundreds
+
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 200}
+SPOKEN = {**CHAT, "modalities": ["text", "audio"], "audio": {"voice": "amy", "format": "wav"}}
+SPEECH = {"input": "This is one of many sentences. " * 20}
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", CHAT),
+    "streamed chat": ("/v1/chat/completions", {**CHAT, "stream": True}),
+    "spoken chat": ("/v1/chat/completions", SPOKEN),
+    "streamed spoken chat": ("/v1/chat/completions", {**SPOKEN, "stream": True}),
+    "speech": ("/v1/audio/speech", SPEECH),
+    "streamed speech": ("/v1/audio/speech", {**SPEECH, "stream": True}),
+    "events of speech": ("/v1/audio/speech", {**SPEECH, "stream_format": "sse"}),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_client_that_leaves_frees_everything(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[OmniService, asyncio.AbstractEventLoop]] = []
+    path, body = REQUESTS[name]
+
+    def make() -> OmniService:
+        made.append((make_service(), asyncio.get_running_loop()))
+        return made[0][0]
+
+    with run_server(make) as url:
+        service, event_loop = made[0]
+        steps = slow_down(service, monkeypatch)
+        httpx.get(f"{url}/health", trust_env=False)
+        before = service_resources(service, event_loop)
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=_WAIT_S) as connection:
+            payload = json.dumps(body).encode()
+            head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+            connection.sendall(f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload)
+            wait_until_equal({"requests": 1}, lambda: {"requests": len(service._running)})
+            wait_until_equal({"runs": 1}, lambda: {"runs": int(len(steps) > 2)})
+        num_steps = len(steps)
+        wait_until_equal(before, lambda: service_resources(service, event_loop))
+        assert len(steps) < num_steps + MANY_STEPS, "the engines went on with an abandoned request"
+        assert "mingc_num_requests_running 0.0" in httpx.get(f"{url}/metrics", trust_env=False).text
