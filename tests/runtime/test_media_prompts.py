@@ -1,0 +1,122 @@
+"""Prompts with media, as the service gives them to the thinker: each media token has its own input's embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from fake_engines import HIDDEN
+from fake_omni import collect, make_service, run
+from fake_thinker import thinker_parameters
+from preprocess_data import audio_parameters, noise_image, png, tokenizer, vision_parameters, wav
+
+from mingc.runtime.preprocess.audio import AudioFeatures, load_audio
+from mingc.runtime.preprocess.chat import ChatProcessor
+from mingc.runtime.preprocess.image import VisionFeatures, load_image
+from mingc.runtime.prompt import ThinkerPrompt
+from mingc.runtime.request import ChatRequest, Done, MediaPart, Message, SamplingParams, TextPart
+from mingc.runtime.service.encoders import AudioEncoder, VisionEncoder
+
+VISION, AUDIO = (
+    1,
+    2,
+)  # values of embed_kind: the router gates of image and audio tokens (spec: thinker.md §2.3)
+
+
+class FakeVisionEncoder:
+    """Embeddings of a picture: its number of pixels, then the index of the token."""
+
+    def encode(self, features: Sequence[VisionFeatures]) -> torch.Tensor:
+        merged = vision_parameters().merge_size ** 2
+        return torch.cat([rows(len(each.pixels), len(each.pixels) // merged) for each in features])
+
+
+class FakeAudioEncoder:
+    """Embeddings of a clip: minus its number of frames, then the index of the token."""
+
+    def encode(self, features: Sequence[AudioFeatures]) -> list[torch.Tensor]:
+        return [rows(-len(each.mel), each.num_tokens) for each in features]
+
+
+def rows(value: float, count: int) -> torch.Tensor:
+    return torch.tensor([[value, index] + [0.0] * (HIDDEN - 2) for index in range(count)])
+
+
+def image(height: int, width: int) -> MediaPart:
+    return MediaPart(kind="image", data=png(noise_image(height, width)), where="image")
+
+
+def clip(seconds: float) -> MediaPart:
+    samples = np.sin(np.arange(int(16000 * seconds), dtype=np.float32) / 20)
+    return MediaPart(kind="audio", data=wav(samples, 16000), where="clip")
+
+
+A, B, X, Y = image(64, 64), image(64, 96), clip(0.3), clip(0.5)
+CASES: dict[str, list[MediaPart]] = {
+    "image": [A],
+    "audio": [X],
+    "image, audio": [A, X],
+    "audio, image": [X, A],
+    "two of each, mixed": [X, A, Y, B],
+    "two of each, in turn": [B, A, Y, X],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_media_token_has_the_embedding_and_the_gate_of_its_own_input(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = CASES[case]
+    service = make_service()
+    assert service._chat is not None
+    thinker = thinker_parameters(tokenizer().token_id)
+    service._chat = replace(
+        service._chat,
+        processor=ChatProcessor(tokenizer(), thinker, vision=vision_parameters(), audio=audio_parameters()),
+        vision=cast(VisionEncoder, FakeVisionEncoder()),
+        audio=cast(AudioEncoder, FakeAudioEncoder()),
+    )
+    prompts: list[ThinkerPrompt] = []
+    submit = service._chat.loop.submit
+
+    def note(prompt: ThinkerPrompt, *others: Any) -> int:
+        prompts.append(prompt)
+        return submit(prompt, *others)
+
+    monkeypatch.setattr(service._chat.loop, "submit", note)
+    request = ChatRequest(
+        request_id="r",
+        messages=(Message(role="user", parts=(*parts, TextPart(text="What is this?"))),),
+        sampling=SamplingParams(max_tokens=3),
+    )
+    assert isinstance(run(service, collect(service.chat(request)))[-1], Done)
+
+    (prompt,) = prompts
+    assert prompt.media_embeds is not None
+    given = iter(prompt.media_embeds.tolist())
+    embeds = [next(given) if kind else None for kind in prompt.embed_kind]
+    assert next(given, None) is None, "an embedding that no token takes"
+    is_image = prompt.input_ids == thinker.image_patch_token
+    is_audio = prompt.input_ids == thinker.audio_patch_token
+    assert prompt.embed_kind.tolist() == np.select([is_image, is_audio], [VISION, AUDIO], 0).tolist()
+    # Runs of media tokens, one per input, in the order of the message.
+    found = [[] for _ in parts]
+    index = -1
+    for at, embedding in enumerate(embeds):
+        if embedding is not None:
+            index += embeds[at - 1] is None
+            found[index].append(embedding)
+    for part, mine in zip(parts, found, strict=True):
+        assert mine == expected_embeddings(part)
+
+
+def expected_embeddings(part: MediaPart) -> list[list[float]]:
+    """What the fake encoders return for this input alone."""
+    if part.kind == "image":
+        features = load_image(part.data, vision_parameters(), part.where)
+        return FakeVisionEncoder().encode([features]).tolist()
+    return FakeAudioEncoder().encode([load_audio(part.data, audio_parameters(), part.where)])[0].tolist()
