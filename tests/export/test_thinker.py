@@ -145,6 +145,22 @@ def test_chunks_and_padding_change_nothing(
     close(logits, golden["text.logits"][:, -1] if case == "text" else golden[f"{case}.logits_last"])
 
 
+def test_padding_of_chunks_that_computes_nan_reaches_no_request(
+    session: Session, golden: dict[str, Tensor]
+) -> None:
+    """Padding rows write to page 0, which every request reads, masked, behind its own pages."""
+    for case in ("text", "mixed"):
+        prompt = golden_prompt(golden, case)
+        logits = session.prefill(prompt, chunk=17, padding=11, padding_kind=1)
+        close(logits, golden["text.logits"][:, -1] if case == "text" else golden[f"{case}.logits_last"])
+        assert all(pages.isfinite().all() for pages in session.state.values())
+    prompts = ragged_prompts(golden)
+    steps = [torch.cat([session.prefill(each, chunk=32, padding=3, padding_kind=1) for each in prompts])]
+    for _ in range(golden["batch_left.greedy_ids"].shape[1] - 1):
+        steps.append(session.decode(prompts, steps[-1].argmax(-1).tolist(), padding=2))
+    assert torch.equal(torch.stack(steps, dim=1).argmax(-1), golden["batch_left.greedy_ids"])
+
+
 @pytest.mark.parametrize("together", [2, 3])
 def test_chunks_in_one_call_are_bitwise_equal(
     together: int, session: Session, golden: dict[str, Tensor]

@@ -7,6 +7,7 @@ import torch
 from all_reduce_group import run_ranks
 from all_reduce_rank import rank_input
 
+from mingc.runtime.distributed import process_group
 from mingc.runtime.distributed.algorithms import split_into_lanes
 from mingc.runtime.distributed.all_reduce import (
     Algorithms,
@@ -103,7 +104,7 @@ def test_one_rank_leaves_the_tensor_unchanged() -> None:
     assert torch.equal(x, torch.ones(2, 8)) and all_reduce.plan.backend == "none"
 
 
-def test_two_processes_get_the_same_sums() -> None:
+def test_two_processes_get_the_same_sums_columns_and_values_of_rank_0() -> None:
     rows, width = [1, 7, 64], 32
     results = run_ranks(2, "cpu", dtype="float32", width=width, tokens=[1, 8], rows=rows, repeated=[])
     for result in results:
@@ -112,6 +113,15 @@ def test_two_processes_get_the_same_sums() -> None:
         for count, total in zip(rows, result["sums"], strict=True):
             expected = rank_input(0, count, width) + rank_input(1, count, width)
             assert torch.equal(torch.tensor(total), expected)
+        own, other = (rank_input(rank, rows[0], width) for rank in range(2))
+        assert torch.equal(torch.tensor(result["gathered"]), torch.cat([own, other], dim=1))
+        assert torch.equal(torch.tensor(result["broadcast"]), own)
+
+
+def test_one_rank_needs_no_group_to_gather_and_broadcast() -> None:
+    x = torch.ones(2, 3)
+    process_group.broadcast_from_rank0_(x)
+    assert process_group.all_gather_last(x) is x and process_group.num_ranks() == 1
 
 
 @pytest.mark.gpu

@@ -1,7 +1,8 @@
 """One rank, in a process of its own, that all-reduces tensors: `python all_reduce_rank.py JOB`.
 
 JOB is JSON: rank, world_size, port, device, dtype, width, tokens, rows, repeated. Prints JSON: `plan`; `sums`, one per
-count of `rows`, from eager calls; `replayed`, the same from a CUDA graph; `wrong`, the number of wrong values for each
+count of `rows`, from eager calls; `replayed`, the same from a CUDA graph; `gathered` and `broadcast`, from
+`rank_input` of the first count; `wrong`, the number of wrong values for each
 count of `repeated` and each algorithm over symmetric memory, where a graph is replayed back to back on changing data.
 """
 
@@ -102,6 +103,10 @@ def main() -> None:
                 graph.replay()
                 assert torch.equal(static, total), "the replay differs from the eager call"
             replayed.append(static.float().cpu().tolist())
+    own = rank_input(job["rank"], job["rows"][0], width).to(device, dtype)
+    gathered = process_group.all_gather_last(own).float().cpu().tolist()
+    process_group.broadcast_from_rank0_(own)
+    others = {"gathered": gathered, "broadcast": own.float().cpu().tolist()}
     wrong = []
     for rows in job["repeated"]:
         num_bytes = rows * width * dtype.itemsize
@@ -110,7 +115,8 @@ def main() -> None:
             algorithms += [TwoShotAllReduce(device, dtype, num_bytes, lanes) for lanes in (1, 4)]
         wrong += [wrong_values(algorithm, device, dtype, rows, width) for algorithm in algorithms]
     assert "torch._dynamo" not in sys.modules and "torch._inductor" not in sys.modules
-    print(json.dumps({"plan": asdict(all_reduce.plan), "sums": sums, "replayed": replayed, "wrong": wrong}))
+    result = {"plan": asdict(all_reduce.plan), "sums": sums, "replayed": replayed, "wrong": wrong}
+    print(json.dumps({**result, **others}))
     process_group.shutdown()
 
 

@@ -130,14 +130,25 @@ class Session:
         self._free: list[int] = order.tolist()
 
     def prefill(
-        self, prompt: Prompt, *, chunk: int, padding: int = 0, room: int = 32, together: int = 1
+        self,
+        prompt: Prompt,
+        *,
+        chunk: int,
+        padding: int = 0,
+        padding_kind: int = 0,
+        room: int = 32,
+        together: int = 1,
     ) -> Tensor:
-        """Prefill `prompt`, `together` chunks per call, each with `padding` rows; returns the last logits (1, V)."""
+        """Prefill `prompt`, `together` chunks per call, each with `padding` rows; returns the last logits (1, V).
+
+        Padding rows are word 0, or with another `padding_kind` NaN.
+        """
         total = len(prompt.input_ids)
         pages = [self._free.pop() for _ in range(-(-(total + room) // PAGE_SIZE))]
         prompt.pages = torch.tensor(pages, dtype=torch.int32)
         chunks = [
-            _chunk(prompt, start, min(start + chunk, total), padding) for start in range(0, total, chunk)
+            _chunk(prompt, start, min(start + chunk, total), padding, padding_kind)
+            for start in range(0, total, chunk)
         ]
         for first in range(0, len(chunks), together):
             logits, *routing = self._layers.prefill(*chunks[first : first + together])
@@ -179,7 +190,7 @@ class Session:
         return joined.argmax(-1).tolist(), joined
 
 
-def _chunk(prompt: Prompt, start: int, end: int, padding: int) -> dict[str, Tensor]:
+def _chunk(prompt: Prompt, start: int, end: int, padding: int, padding_kind: int) -> dict[str, Tensor]:
     """Engine inputs of tokens `start` to `end`, followed by `padding` rows."""
     index = torch.arange(start, end)
 
@@ -188,8 +199,8 @@ def _chunk(prompt: Prompt, start: int, end: int, padding: int) -> dict[str, Tens
 
     return {
         "input_ids": pad(prompt.input_ids[index]),
-        "embeds": torch.nn.functional.pad(prompt.embeds[index], (0, 0, 0, padding)),
-        "embed_kind": pad(prompt.embed_kind[index]),
+        "embeds": torch.nn.functional.pad(prompt.embeds[index], (0, 0, 0, padding), value=torch.nan),
+        "embed_kind": torch.nn.functional.pad(prompt.embed_kind[index], (0, padding), value=padding_kind),
         "positions": pad(prompt.positions[:, index]),
         "page_table": prompt.pages[None, : -(-end // PAGE_SIZE)],
         "segment": torch.zeros(end - start + padding, dtype=torch.int64),

@@ -1,0 +1,187 @@
+"""A thinker of two ranks, simulated in one process: partial sums, shares of the logits, rank 0's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from collector import Collector
+from fake_thinker import VOCAB, make_prompt, make_thinker_loop, make_thinker_stage, make_thinker_worker
+from hand_run import run_until_idle
+from torch import Tensor
+
+from mingc.runtime.engines.stage_loader import LoadedStage
+from mingc.runtime.request import SamplingParams
+from mingc.runtime.thinker import layers, worker
+from mingc.runtime.thinker.loop import ThinkerLoop
+from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy, StepLatencyModel
+from mingc.runtime.thinker.step import DecodeStep, PrefillStep
+from mingc.runtime.thinker.worker import ThinkerWorker
+
+PROMPTS = [
+    make_prompt(list(range(40, 140)), media=[10, 11, 70], rope_delta=-3),  # a pair of chunks, then others
+    make_prompt([3, 1, 4, 1, 5]),
+    make_prompt([9] * 64),
+]
+# One layer group per step beside decoding requests.
+SLOW_CHUNKS = ChunkedPrefillPolicy(
+    num_layer_groups=3, latency_model=StepLatencyModel(chunks=((64, 400.0),), decodes=((8, 1.0),))
+)
+
+
+class TwoRanks:
+    """Rank 0 of two. Every half-layer returns a half of its sum, the head a half of the logits.
+
+    `all_reduce_` adds the other rank's equal half. `num_sums` counts partial sums, `num_all_reduces` those summed.
+    """
+
+    def __init__(self, stage: LoadedStage, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stage = stage
+        self.num_sums = self.num_all_reduces = 0
+        self._logits: list[Tensor] = []
+        for name in ("prefill_attention", "decode_attention", "dense"):
+            self._wrap(name, self._half_of_the_sum)
+        self._wrap("head", self._half_of_the_logits)
+        reducer = SimpleNamespace(all_reduce_=self.all_reduce_)
+        monkeypatch.setattr(worker, "create_all_reduce", lambda *_args, **_options: reducer)
+
+    def all_reduce_(self, x: Tensor) -> None:
+        assert x.is_contiguous()
+        self.num_all_reduces += 1
+        x.mul_(2)
+
+    def gather(self, share: Tensor) -> Tensor:
+        """Both halves, and columns beyond the vocabulary, as a sharded head has them."""
+        logits = self._logits.pop()
+        assert torch.equal(share, logits[:, : VOCAB // 2])
+        return torch.cat([logits, torch.full((len(logits), 4), 1e9)], dim=1)
+
+    def _half_of_the_sum(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        residual, partial = outputs
+        self.num_sums += 1
+        return [residual, partial / 2]
+
+    def _half_of_the_logits(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        self._logits.append(outputs[0])
+        return [outputs[0][:, : VOCAB // 2]]
+
+    def _wrap(self, name: str, share: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
+        engine = self.stage.graphs[name]._engines[None]
+        run = engine.run
+        engine.run = lambda tensors: share(run(tensors))  # type: ignore[method-assign]
+
+
+class LateCommStream:
+    """A communication stream that works when it is waited for, and never if it is not."""
+
+    num_started = 0
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def start(self, run: Callable[[], None]) -> Callable[[], None]:
+        LateCommStream.num_started += 1
+        pending = [run]
+
+        def wait() -> None:
+            if pending:
+                pending.pop()()
+
+        return wait
+
+
+def make_stage() -> LoadedStage:
+    return make_thinker_stage(num_layers=3, max_prompts=2)
+
+
+def ask_all(loop: ThinkerLoop) -> list[list[int]]:
+    answers = [Collector() for _ in PROMPTS]
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        loop.submit(prompt, SamplingParams(max_tokens=6), 5, answer.put)
+    run_until_idle(loop)
+    return [answer.tokens() for answer in answers]
+
+
+def worker_of(loop: ThinkerLoop) -> ThinkerWorker:
+    assert isinstance(loop._runner, ThinkerWorker)
+    return loop._runner
+
+
+@pytest.mark.parametrize("two_batch_overlap", [False, True])
+@pytest.mark.parametrize("is_static", [False, True], ids=["host samples", "device samples"])
+def test_two_ranks_answer_as_one(
+    is_static: bool, two_batch_overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = ask_all(make_thinker_loop(make_stage(), is_static=is_static))
+    ranks = TwoRanks(make_stage(), monkeypatch)
+    monkeypatch.setattr(layers, "CommStream", LateCommStream)
+    monkeypatch.setattr(LateCommStream, "num_started", 0)
+    loop = make_thinker_loop(
+        ranks.stage, is_static=is_static, two_batch_overlap=two_batch_overlap, prefill_policy=SLOW_CHUNKS
+    )
+    monkeypatch.setattr(worker_of(loop)._layers, "_gather", ranks.gather)
+    assert ask_all(loop) == expected
+    assert ranks.num_all_reduces == ranks.num_sums, "one all-reduce after every half-layer of every chunk"
+    assert LateCommStream.num_started == (2 * 6 if two_batch_overlap else 0), "two chunks, six half-layers"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_every_rank_goes_on_with_the_tokens_of_rank_0(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks round differently, so each may sample another token: all must use those of rank 0."""
+    of_rank_0 = [[417], [33, 34]]
+    shared: list[list[int]] = []
+
+    def broadcast_(x: Tensor) -> None:
+        tokens = of_rank_0[len(shared)]
+        shared.append(x.tolist())
+        x[: len(tokens)] = torch.tensor(tokens)
+
+    monkeypatch.setattr(worker, "broadcast_from_rank0_", broadcast_)
+    stage = make_stage()
+    rank = make_thinker_worker(stage, is_static=True)
+    embedded = record_ids(stage)
+    sampling = np.array([[temperature, 0, 1, 0, 1, 0.5]])
+    prefill = PrefillStep(
+        input_ids=np.array([5, 6, 7]),
+        positions=np.zeros((3, 3), np.int64),
+        embed_kind=np.zeros(3, np.int64),
+        embeds=None,
+        counts=np.array([3]),
+        starts=np.zeros(1, np.int64),
+        pages=np.array([[1]]),
+        slots=np.array([2]),
+        ended=np.array([0]),
+        sampling=sampling,
+    )
+    assert rank.launch_prefill(prefill).wait() == [417]
+    decode = DecodeStep(
+        input_ids=np.array([-1, 8]),
+        positions=np.array([3, 3]),
+        lengths=np.array([4, 4]),
+        pages=np.array([[1], [2]]),
+        slots=np.array([2, 3]),
+        sampling=np.repeat(sampling, 2, axis=0),
+    )
+    assert rank.launch_decode(decode).wait() == [33, 34]
+    assert embedded[-1][:2] == [417, 8], "-1 is the token that rank 0 sampled for the slot"
+    assert rank._last[[2, 3]].tolist() == [33, 34]
+    assert len(shared) == 2 and shared[0][0] != 417, "this rank sampled something else"
+
+
+def record_ids(stage: LoadedStage) -> list[list[int]]:
+    """The ids of each call of the embedding engine."""
+    calls: list[list[int]] = []
+    engine = stage.graphs["embed"]._engines[None]
+    run = engine.run
+
+    def record(tensors: Sequence[Tensor]) -> list[Tensor]:
+        calls.append(tensors[0].tolist())
+        return run(tensors)
+
+    engine.run = record  # type: ignore[method-assign]
+    return calls
