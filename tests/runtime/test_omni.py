@@ -232,7 +232,7 @@ def test_a_stop_string_stops_the_thinker_while_the_answer_is_spoken(monkeypatch:
         request = chat("Hello", SpeechParams(seed=1), max_tokens=200, stop=(whole[20:25],))
         async for event in service.chat(request):
             if isinstance(event, Done):
-                assert cancelled == [1], "the thinker computes tokens that nobody gets"
+                assert cancelled == [1], "the thinker goes on with tokens that are discarded"
 
     run(service, speak())
 
