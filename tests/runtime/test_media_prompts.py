@@ -83,9 +83,9 @@ def test_every_media_token_has_the_embedding_and_the_gate_of_its_own_input(
     prompts: list[ThinkerPrompt] = []
     submit = service._chat.loop.submit
 
-    def note(prompt: ThinkerPrompt, *others: Any) -> int:
+    def note(prompt: ThinkerPrompt, *arguments: Any, **options: Any) -> int:
         prompts.append(prompt)
-        return submit(prompt, *others)
+        return submit(prompt, *arguments, **options)
 
     monkeypatch.setattr(service._chat.loop, "submit", note)
     request = ChatRequest(
