@@ -44,7 +44,6 @@ def test_a_client_that_leaves_frees_everything(name: str, monkeypatch: pytest.Mo
     with run_server(make) as url:
         service, event_loop = made[0]
         steps = slow_down(service, monkeypatch)
-        httpx.get(f"{url}/health", trust_env=False)
         before = service_resources(service, event_loop)
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=_WAIT_S) as connection:
