@@ -1,11 +1,14 @@
 #!/usr/bin/env python
-"""Write docs/cli.md from the command line's options and docs/metrics.md from the server's metrics registry.
+"""Write docs/cli.md from the command line's options, docs/metrics.md from the server's metrics registry, and the table
+of kill rates in docs/testing.md from the stored result.
 
-`pages` returns both texts; a test compares them with the committed files. Needs the serve extra.
+`pages` returns all texts; a test compares them with the committed files. Needs the serve extra.
 """
 
 from __future__ import annotations
 
+import json
+import tomllib
 from pathlib import Path
 
 import click
@@ -27,7 +30,11 @@ _EXIT_CODES = """\
 
 def pages() -> dict[Path, str]:
     """Path and text of every generated page."""
-    return {ROOT / "docs" / "cli.md": cli_page(), ROOT / "docs" / "metrics.md": metrics_page()}
+    return {
+        ROOT / "docs" / "cli.md": cli_page(),
+        ROOT / "docs" / "metrics.md": metrics_page(),
+        ROOT / "docs" / "testing.md": testing_page(),
+    }
 
 
 def cli_page() -> str:
@@ -119,6 +126,52 @@ def metrics_page() -> str:
         labels = ", ".join(f"`{label}`" for label in metric.labels) or "–"
         lines.append(f"| `{metric.name}` | {metric.type} | {labels} | {metric.help} |")
     return "\n".join(lines) + "\n"
+
+
+def testing_page() -> str:
+    """docs/testing.md with its table of kill rates."""
+    text = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+    start, end = text.index("<!-- kill rates"), text.index("<!-- /kill rates -->")
+    head = text[start : text.index("\n", start) + 1]
+    return text[:start] + head + "\n".join([*_kill_rates(), text[end:]])
+
+
+def _kill_rates() -> list[str]:
+    path = ROOT / "benchmarks" / "results" / "mutation.json"
+    if not path.exists():
+        return []
+    result = json.loads(path.read_text(encoding="utf-8"))
+    figures = result["figures"]
+    lines = [
+        "",
+        "| area | mutants | killed | by timeout | survived | kill rate | seconds |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for each in figures:
+        rate = f"{100 * each['kill_rate']:.0f} %"
+        lines.append(
+            f"| {each['title']} | {each['killed'] + len(each['survived'])} | {each['killed']} "
+            f"| {len(each['killed_by_timeout'])} | {len(each['survived'])} | {rate} | {each['seconds']:.0f} |"
+        )
+    killed = sum(each["killed"] for each in figures)
+    survived = [name for each in figures for name in each["survived"]]
+    total = killed + len(survived)
+    timeouts = sum(len(each["killed_by_timeout"]) for each in figures)
+    seconds = sum(each["seconds"] for each in figures)
+    lines += [
+        f"| **all** | {total} | {killed} | {timeouts} | {len(survived)} | {100 * killed / total:.1f} % "
+        f"| {seconds:.0f} |",
+        "",
+        f"`benchmarks/results/mutation.json`, {result['hardware']['cores']} cores; each area's commit is in the file.",
+    ]
+    if survived:
+        lines += ["", "Survived: " + ", ".join(f"`{name}`" for name in survived) + "."]
+    lines += ["", "Equivalent to the right code, so not run:", ""]
+    for path in sorted((ROOT / "tests" / "mutants").glob("*.toml")):
+        for mutant in tomllib.loads(path.read_text(encoding="utf-8")).get("mutant", ()):
+            if "equivalent" in mutant:
+                lines.append(f"- `{mutant['id']}` (`{mutant['file']}`): {mutant['equivalent']}")
+    return [*lines, ""]
 
 
 if __name__ == "__main__":
