@@ -193,14 +193,16 @@ class Runner:
         self._root = root
         self._folder = folder
         self._timeout_s = timeout_s
+        self._original = folder / "original"  # stays as it is while the checkout may change
         self._copies = [folder / f"copy{index}" for index in range(num_copies)]
 
     def prepare(self) -> None:
-        """Copy the checkout once. The other copies follow `test_baseline`, with its compiled bytecode."""
+        """Copy the checkout once. Other copies than the first follow in `spread`."""
         for name in _checkout_files(self._root):
-            target = self._copies[0] / name
+            target = self._original / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(self._root / name, target)
+        shutil.copytree(self._original, self._copies[0])
 
     def test_baseline(self, tests: Sequence[str]) -> tuple[bool, Path, float]:
         """Run `tests` on the unchanged code: whether they pass, the log, seconds."""
@@ -209,7 +211,7 @@ class Runner:
         return code == 0, child.log, time.monotonic() - child.started
 
     def spread(self) -> None:
-        """Make the other copies equal to the first one."""
+        """Make the other copies equal to the first one, with the bytecode that its tests have left."""
         for copy in self._copies[1:]:
             if copy.exists():
                 shutil.rmtree(copy)
@@ -226,7 +228,7 @@ class Runner:
                 copy = free.pop()
                 path = copy / mutant.file
                 # A time of its own: bytecode compiled from the original must not be taken for it.
-                path.write_text(mutant.apply(self._root), encoding="utf-8")
+                path.write_text(mutant.apply(self._original), encoding="utf-8")
                 os.utime(path, (1, 1))
                 child = self._start(copy, tests, mutant.id, self._timeout_s, writes_bytecode=False)
                 running[child.pid] = child, copy, mutant
@@ -234,7 +236,7 @@ class Runner:
                 return
             for child, code in self._wait([child for child, _, _ in running.values()]):
                 _, copy, mutant = running.pop(child.pid)
-                shutil.copy2(self._root / mutant.file, copy / mutant.file)
+                shutil.copy2(self._original / mutant.file, copy / mutant.file)
                 free.append(copy)
                 outcome: Outcome = "timeout" if code is None else "survived" if code == 0 else "killed"
                 if code == 5:
