@@ -440,14 +440,17 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         mutants = read_mutants(root)
         selected = select(mutants, given, root)
-        for _, chosen in selected:
-            for mutant in chosen:
-                mutant.apply(root)
-                if given.list:
+        misfits = _misfits(root, selected)
+        for problem in misfits.values():
+            print(f"error: {problem}", file=sys.stderr)
+        if given.list:
+            for _, chosen in selected:
+                for mutant in chosen:
                     note = f" (equivalent: {mutant.equivalent})" if mutant.equivalent else ""
                     print(f"{mutant.area}: {mutant.id}: {mutant.file}: {mutant.seen}{note}")
-        if given.list:
-            return 0
+            return 1 if misfits else 0
+        if given.json and misfits:
+            return 1
         if given.json and _git(root, "status", "--porcelain", "mingc", "tests").strip():
             raise MutantError("--json names a commit: commit mingc/ and tests/ first")
         for name in mutants.preload:
@@ -457,7 +460,8 @@ def main(words: Sequence[str] | None = None) -> int:
             runner = Runner(root, Path(folder), num_copies=given.jobs, timeout_s=given.timeout)
             runner.prepare()
             for area, chosen in selected:
-                reports.append(run_area(runner, area, chosen, show_logs=given.show_logs))
+                fitting = [mutant for mutant in chosen if mutant.id not in misfits]
+                reports.append(run_area(runner, area, fitting, show_logs=given.show_logs))
                 if given.json:
                     store(given.json, reports, root)
     except MutantError as error:
@@ -466,7 +470,21 @@ def main(words: Sequence[str] | None = None) -> int:
     killed = sum(len(each.ids("killed")) + len(each.ids("timeout")) for each in reports)
     survived = sum(len(each.ids("survived")) for each in reports)
     print(f"killed {killed} of {killed + survived} ({100 * killed / max(1, killed + survived):.1f} %)")
+    if misfits:
+        return 1
     return 3 if survived else 0
+
+
+def _misfits(root: Path, selected: Sequence[tuple[Area, Sequence[Mutant]]]) -> dict[str, MutantError]:
+    """The mutants that do not fit the code, by id."""
+    found = {}
+    for _, chosen in selected:
+        for mutant in chosen:
+            try:
+                mutant.apply(root)
+            except MutantError as error:
+                found[mutant.id] = error
+    return found
 
 
 if __name__ == "__main__":
