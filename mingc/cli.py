@@ -210,7 +210,7 @@ def _export(recipe: ExportRecipe) -> ExportReport:
     "allow_media_hosts",
     multiple=True,
     metavar="HOST[:PORT]",
-    help="Fetch http(s) media from this host; may be given several times.",
+    help="Fetch http(s) media from this host; may be given several times. `*`: from every public address.",
 )
 @click.option(
     "--media-root", type=_PATH, default=None, show_default="none", help="Read local media under this folder."

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
+import logging
 import os
+import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mingc.errors import ConfigError, RequestError
-from mingc.runtime.http.media import MediaLoader
+from mingc.runtime.http.media import MediaLoader, is_public
 from mingc.runtime.http.messages import MediaKind, MediaSource
 from mingc.runtime.http.options import ServeOptions
 from mingc.runtime.request import MediaPart, Message, TextPart
@@ -42,12 +47,22 @@ def refused(source: str, options: ServeOptions | None = None, **how: object) -> 
 
 
 class Site(BaseHTTPRequestHandler):
-    """`/ok`, redirects, and faulty pages."""
+    """`/ok`, redirects, and faulty pages. Records the requests that arrive."""
 
     def do_GET(self) -> None:
-        path = self.path
+        self.server.seen.append((self.path, dict(self.headers)))  # type: ignore[attr-defined]
+        path = self.path.partition("?")[0]
         if path == "/ok":
             self._answer(200, b"picture")
+        elif path.startswith("/hops/"):
+            left = int(path.removeprefix("/hops/"))
+            location = f"/hops/{left - 1}" if left > 1 else "/ok?signature=SECRET"
+            self._answer(302, b"", ("Location", location), ("Set-Cookie", "visited=yes; Path=/"))
+        elif path == "/to-password":
+            address = f"http://user:SECRET@127.0.0.1:{self.server.server_port}/ok"  # type: ignore[attr-defined]
+            self._answer(302, b"", ("Location", address))
+        elif path == "/to-metadata":
+            self._answer(302, b"", ("Location", "http://169.254.169.254/latest/meta-data"))
         elif path == "/hop":
             self._answer(302, b"", ("Location", "/ok"))
         elif path == "/away":
@@ -81,18 +96,84 @@ class Site(BaseHTTPRequestHandler):
         pass
 
 
+class SiteServer(ThreadingHTTPServer):
+    """`seen`: path and headers of each request."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Site)
+        self.seen: list[tuple[str, dict[str, str]]] = []
+        self.release = threading.Event()
+
+    @property
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.seen]
+
+
 @pytest.fixture
-def site() -> Iterator[str]:
-    """`127.0.0.1:port` of a small HTTP server."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Site)
-    server.release = threading.Event()  # type: ignore[attr-defined]
+def server() -> Iterator[SiteServer]:
+    server = SiteServer()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
-    yield f"127.0.0.1:{server.server_port}"
-    server.release.set()  # type: ignore[attr-defined]
+    yield server
+    server.release.set()
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+@pytest.fixture
+def site(server: SiteServer) -> str:
+    """`127.0.0.1:port` of a small HTTP server."""
+    return f"127.0.0.1:{server.server_port}"
+
+
+class Network:
+    """Names and connections of this process: nothing leaves the machine, and what would have is recorded.
+
+    `names`: addresses of a host name, one list for each time that it is asked for; the last one repeats. `routes`:
+    public addresses that lead to a port of this machine. `connects`: (address, port) of every attempt.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[str, list[list[str]]] = {}
+        self.routes: dict[str, int] = {}
+        self.connects: list[tuple[str, int]] = []
+
+    def getaddrinfo(self, host: Any, port: Any, *args: Any, **how: Any) -> list[Any]:
+        name = host.decode() if isinstance(host, bytes) else str(host)
+        if name not in self.names:
+            how["flags"] = socket.AI_NUMERICHOST  # an address, in any of its forms; a name is an error
+            return REAL_GETADDRINFO(host, port, *args[:3], **how)
+        answers = self.names[name]
+        addresses = answers.pop(0) if len(answers) > 1 else answers[0]
+        return [
+            entry for each in addresses for entry in REAL_GETADDRINFO(each, port, type=socket.SOCK_STREAM)
+        ]
+
+    async def sock_connect(self, loop: Any, sock: socket.socket, address: Any) -> None:
+        host, port = address[:2]
+        self.connects.append((host, port))
+        if host in self.routes:
+            address = ("127.0.0.1", self.routes[host])
+        elif host != "127.0.0.1":
+            raise OSError(errno.ENETUNREACH, "this test has no network")
+        await REAL_CONNECT(loop, sock, address)
+
+
+REAL_GETADDRINFO = socket.getaddrinfo
+REAL_CONNECT = asyncio.selector_events.BaseSelectorEventLoop.sock_connect
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> Network:
+    network = Network()
+    monkeypatch.setattr(socket, "getaddrinfo", network.getaddrinfo)
+    monkeypatch.setattr(
+        asyncio.selector_events.BaseSelectorEventLoop,
+        "sock_connect",
+        lambda loop, sock, address: network.sock_connect(loop, sock, address),
+    )
+    return network
 
 
 def test_data_urls_and_base64() -> None:
@@ -212,6 +293,194 @@ def test_no_host_is_allowed_by_default() -> None:
     assert "--allow-media-host example.com" in error.message
 
 
+def test_a_url_with_a_password_is_not_fetched(network: Network, server: SiteServer, site: str) -> None:
+    options = ServeOptions(allow_media_hosts=(site,))
+    error = refused(f"http://user:SECRET@{site}/ok", options)
+    assert (error.code, network.connects, server.seen) == ("invalid_value", [], [])
+    assert "SECRET" not in error.message
+    error = refused(f"http://{site}/to-password", options)
+    assert (error.code, server.paths) == ("invalid_value", ["/to-password"])
+    assert len(network.connects) == 1
+    assert "SECRET" not in error.message
+
+
+def test_another_port_of_an_allowed_host_is_not_connected_to(
+    network: Network, server: SiteServer, site: str
+) -> None:
+    for allowed in ("127.0.0.1", "127.0.0.1:1", "*"):
+        error = refused(f"http://{site}/ok", ServeOptions(allow_media_hosts=(allowed,)))
+        assert (error.code, network.connects, server.seen) == ("media_host_not_allowed", [], [])
+
+
+def test_proxies_and_passwords_of_the_environment_are_not_used(
+    network: Network, server: SiteServer, site: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    netrc = tmp_path / ".netrc"
+    netrc.write_text("machine 127.0.0.1 login user password SECRET\ndefault login user password SECRET\n")
+    netrc.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(netrc))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://203.0.113.9:3128")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    assert read(f"http://{site}/hops/1", ServeOptions(allow_media_hosts=(site,))) == b"picture"
+    assert set(network.connects) == {("127.0.0.1", server.server_port)}
+    headers = {name.lower() for _, headers in server.seen for name in headers}
+    assert not headers & {"authorization", "proxy-authorization", "cookie"}
+
+
+def test_three_redirects_are_followed_and_no_fourth(server: SiteServer, site: str) -> None:
+    options = ServeOptions(allow_media_hosts=(site,))
+    assert read(f"http://{site}/hops/3", options) == b"picture"
+    assert len(server.seen) == 4
+    server.seen.clear()
+    assert refused(f"http://{site}/hops/4", options).code == "media_fetch_failed"
+    assert server.paths == ["/hops/4", "/hops/3", "/hops/2", "/hops/1"]
+
+
+def test_no_compressed_body_is_asked_for(server: SiteServer, site: str) -> None:
+    read(f"http://{site}/hops/1", ServeOptions(allow_media_hosts=(site,)))
+    for _, headers in server.seen:
+        assert {name.lower(): value for name, value in headers.items()}["accept-encoding"] == "identity"
+
+
+def test_urls_are_not_logged(
+    server: SiteServer, site: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("httpx", "httpcore"):
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
+    caplog.set_level(logging.DEBUG)
+    read(f"http://{site}/hops/1?signature=SECRET", ServeOptions(allow_media_hosts=(site,)))
+    assert server.paths == ["/hops/1?signature=SECRET", "/ok?signature=SECRET"]
+    assert "SECRET" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://{site}/missing/a.png?signature=SECRET", "/missing/a.png"),
+        ("http://{site}/zip?signature=SECRET#SECRET", "/zip"),
+        ("http://user:SECRET@{site}/a.png", "/a.png"),
+        ("ftp://user:SECRET@{site}/a.png?SECRET", "/a.png"),
+        ("http://user:SECRET@other.example/a.png?SECRET", "other.example"),
+        ("http://other.example/a.png?x=SECRET", "other.example"),
+    ],
+)
+def test_error_messages_hold_no_signature_or_password(site: str, url: str, shown: str) -> None:
+    error = refused(url.format(site=site), ServeOptions(allow_media_hosts=(site,)))
+    assert shown in error.message
+    assert "SECRET" not in str(error)
+
+
+PUBLIC = "93.184.216.34"
+NOT_PUBLIC = [
+    "127.0.0.1",
+    "127.8.8.8",
+    "0.0.0.0",
+    "10.1.2.3",
+    "172.16.0.1",
+    "192.168.1.1",
+    "169.254.169.254",
+    "100.64.0.1",
+    "100.100.100.200",
+    "192.0.0.192",
+    "168.63.129.16",
+    "198.18.0.1",
+    "224.0.0.1",
+    "255.255.255.255",
+    "::1",
+    "::",
+    "fe80::1",
+    "fc00::1",
+    "fd00:ec2::254",
+    "ff02::1",
+    "::ffff:127.0.0.1",
+    "::ffff:169.254.169.254",
+    "64:ff9b::7f00:1",
+    "64:ff9b::a9fe:a9fe",
+    "2002:7f00:1::",
+    "2001:0:7f00:1::",
+]
+
+
+def test_any_public_host_can_be_allowed(network: Network, server: SiteServer) -> None:
+    network.names["cdn.example"] = [[PUBLIC]]
+    network.routes[PUBLIC] = server.server_port
+    assert read("http://cdn.example/ok", ServeOptions(allow_media_hosts=("*",))) == b"picture"
+    assert network.connects == [(PUBLIC, 80)]
+    ((_, headers),) = server.seen
+    assert {name.lower(): value for name, value in headers.items()}["host"] == "cdn.example"
+    assert is_public("2606:2800:220:1:248:1893:25c8:1946")
+
+
+@pytest.mark.parametrize("address", NOT_PUBLIC)
+def test_no_other_address_is_connected_to(network: Network, address: str) -> None:
+    options = ServeOptions(allow_media_hosts=("*",))
+    network.names["inside.example"] = [[address]]
+    network.names["mixed.example"] = [[PUBLIC, address]]
+    literal = f"[{address}]" if ":" in address else address
+    for host in ("inside.example", "mixed.example", literal, f"{PUBLIC}:8080"):
+        error = refused(f"http://{host}/ok", options)
+        assert error.code == "media_host_not_allowed"
+    assert network.connects == []
+
+
+@pytest.mark.parametrize("host", ["2130706433", "0x7f000001", "127.1", "0177.0.0.1", "%31%32%37.0.0.1"])
+def test_other_spellings_of_an_address_are_not_connected_to(network: Network, host: str) -> None:
+    error = refused(f"http://{host}/ok", ServeOptions(allow_media_hosts=("*",)))
+    assert error.code in ("media_host_not_allowed", "media_fetch_failed")
+    assert network.connects == []
+
+
+def test_a_public_host_cannot_redirect_inside(network: Network, server: SiteServer) -> None:
+    network.names["cdn.example"] = [[PUBLIC]]
+    network.routes[PUBLIC] = server.server_port
+    error = refused("http://cdn.example/to-metadata", ServeOptions(allow_media_hosts=("*",)))
+    assert error.code == "media_host_not_allowed"
+    assert network.connects == [(PUBLIC, 80)]
+
+
+def test_a_name_that_changes_its_address_is_connected_to_at_the_checked_one(
+    network: Network, server: SiteServer
+) -> None:
+    network.names["rebinding.example"] = [[PUBLIC], ["127.0.0.1"]]
+    network.routes[PUBLIC] = server.server_port
+    assert read("http://rebinding.example/ok", ServeOptions(allow_media_hosts=("*",))) == b"picture"
+    assert network.connects == [(PUBLIC, 80)]
+    network.names["rebinding.example"] = [[PUBLIC], ["127.0.0.1"]]
+    error = refused("http://rebinding.example/hops/1", ServeOptions(allow_media_hosts=("*",)))
+    assert error.code == "media_host_not_allowed"
+    assert set(network.connects) == {(PUBLIC, 80)}
+
+
+def test_the_next_address_of_a_host_is_tried(network: Network, server: SiteServer) -> None:
+    network.names["cdn.example"] = [["93.184.216.33", PUBLIC]]
+    network.routes[PUBLIC] = server.server_port
+    assert read("http://cdn.example/ok", ServeOptions(allow_media_hosts=("cdn.example",))) == b"picture"
+    assert network.connects == [("93.184.216.33", 80), (PUBLIC, 80)]
+
+
+def test_a_certificate_is_checked_against_the_name(
+    network: Network, server: SiteServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = []
+
+    def wrap_bio(context: ssl.SSLContext, *args: Any, server_hostname: str | bytes = "", **how: Any) -> Any:
+        name = server_hostname.decode() if isinstance(server_hostname, bytes) else server_hostname
+        names.append((name, context.check_hostname, context.verify_mode))
+        return real(context, *args, server_hostname=server_hostname, **how)
+
+    real = ssl.SSLContext.wrap_bio
+    monkeypatch.setattr(ssl.SSLContext, "wrap_bio", wrap_bio)
+    network.names["cdn.example"] = [[PUBLIC]]
+    network.routes[PUBLIC] = server.server_port  # speaks no TLS
+    error = refused("https://cdn.example/ok", ServeOptions(allow_media_hosts=("*",)))
+    assert error.code == "media_fetch_failed"
+    assert names == [("cdn.example", True, ssl.CERT_REQUIRED)]
+    assert network.connects == [(PUBLIC, 443)]
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A media root with a file, and a secret file outside it."""
@@ -237,6 +506,37 @@ def test_files_under_the_root(root: Path) -> None:
     assert read("good", options) == b"deep"
 
 
+@pytest.mark.parametrize("data", [b"\x89PNG data", b"\xff\xd8\xff\xe0 JPEG", b"x" * 5000])
+def test_base64_needs_no_scheme(root: Path, data: bytes) -> None:
+    """Raw base64 in `images`, `audios`, `videos` and URL fields, as the README says."""
+    encoded = base64.b64encode(data).decode()
+    wrapped = "\n".join(encoded[start : start + 76] for start in range(0, len(encoded), 76))
+    for options in (ServeOptions(), ServeOptions(media_root=root)):
+        assert read(encoded, options) == data
+        assert read(wrapped, options) == data
+
+
+def test_a_file_over_the_limit_is_refused(root: Path) -> None:
+    options = ServeOptions(media_root=root, max_media_bytes=5)
+    assert refused("a b.png", options).code == "media_too_large"
+    assert read("good", options) == b"deep"
+
+
+def test_a_file_under_the_root_is_preferred_to_base64_of_its_name(root: Path) -> None:
+    (root / "good1234").write_bytes(b"file")
+    assert read("good1234", ServeOptions(media_root=root)) == b"file"
+    assert read("good1235", ServeOptions(media_root=root)) == base64.b64decode("good1235")
+
+
+def test_no_path_outside_the_root_is_looked_up(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path may read as base64: it is then decoded, whether or not such a file exists."""
+    looked_up: list[str] = []
+    real = os.lstat
+    monkeypatch.setattr(os, "lstat", lambda path, **how: (looked_up.append(str(path)), real(path, **how))[1])
+    assert read("/etc/hostname123", ServeOptions(media_root=root)) == base64.b64decode("/etc/hostname123")
+    assert not [path for path in looked_up if path.startswith("/etc")]
+
+
 @pytest.mark.parametrize(
     ("source", "code"),
     [
@@ -252,7 +552,7 @@ def test_files_under_the_root(root: Path) -> None:
         ("sub", "media_not_found"),
         ("pipe", "media_not_found"),
         ("a\x00b", "media_not_found"),
-        ("x" * 5000, "media_not_found"),
+        ("x." * 1000, "media_not_found"),
         ("empty", "empty_media"),
     ],
 )
@@ -268,7 +568,9 @@ def test_no_path_is_allowed_by_default(root: Path) -> None:
     assert "--media-root" in error.message
 
 
-@pytest.mark.parametrize("host", ["http://example.com", "a/b", "*", "", "example.com:", "a:99999", "a:b"])
+@pytest.mark.parametrize(
+    "host", ["http://example.com", "a/b", "*:80", "*.a", "", "example.com:", "a:99999", "a:b"]
+)
 def test_invalid_host_entries(host: str) -> None:
     with pytest.raises(ConfigError, match="--allow-media-host"):
         ServeOptions(allow_media_hosts=(host,))

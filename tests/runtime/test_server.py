@@ -361,6 +361,7 @@ def test_limits(small: Client) -> None:
     )
     assert "image of 7 bytes" in small.chat(images=["a.png"]).json()["choices"][0]["message"]["content"]
     assert error_of(small.chat(images=["../a"]), 400)["code"] == "local_media_not_allowed"
+    assert "image of 3 bytes" in small.chat(images=["YWJj"]).json()["choices"][0]["message"]["content"]
 
 
 def test_a_body_that_does_not_arrive(small: Client) -> None:

@@ -8,11 +8,17 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import logging
 import os
 import re
+import socket
+import ssl
 import stat
 import string
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import unquote, urlsplit
@@ -22,13 +28,20 @@ import httpx
 from mingc.errors import RequestError
 from mingc.runtime.http.body_decoder import shorten
 from mingc.runtime.http.messages import MediaSource
-from mingc.runtime.http.options import ServeOptions
+from mingc.runtime.http.options import ANY_PUBLIC_HOST, ServeOptions
 from mingc.runtime.request import MediaPart, Message, TextPart
 
 MAX_REDIRECTS = 3
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*):")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _READ_BYTES = 1 << 20
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
+_MAX_PATH = 4096  # bytes; PATH_MAX of Linux
+_MAX_ADDRESSES = 4  # of one host that are tried
+# Networks that `is_global` takes for public, in some version of Python: metadata of Oracle's and Azure's clouds, and
+# IPv6 addresses that stand for an IPv4 one.
+_NOT_PUBLIC_V4 = (IPv4Network("192.0.0.0/24"), IPv4Network("168.63.129.16/32"))
+_NOT_PUBLIC_V6 = (IPv6Network("64:ff9b::/96"), IPv6Network("2002::/16"), IPv6Network("2001::/32"))
 
 
 class MediaLoader:
@@ -37,8 +50,13 @@ class MediaLoader:
     def __init__(self, options: ServeOptions) -> None:
         self._max_bytes = options.max_media_bytes
         self._timeout_s = options.media_timeout_s
-        self._hosts = frozenset(_host_and_port(entry) for entry in options.allow_media_hosts)
+        self._allows_public = ANY_PUBLIC_HOST in options.allow_media_hosts
+        named = (entry for entry in options.allow_media_hosts if entry != ANY_PUBLIC_HOST)
+        self._hosts = frozenset(_host_and_port(entry) for entry in named)
         self._root = None if options.media_root is None else options.media_root.resolve()
+        # They log whole URLs at INFO and DEBUG; those of media often carry a signature that grants access.
+        for name in ("httpx", "httpcore"):
+            logging.getLogger(name).setLevel(logging.WARNING)
 
     async def load(self, messages: Sequence[Message[MediaSource]]) -> tuple[Message[MediaPart], ...]:
         """Replace the sources in `messages` by their bytes, one after the other.
@@ -69,13 +87,27 @@ class MediaLoader:
             data = self._decode_base64(media.source, media, max_bytes)
         elif name in _DEFAULT_PORTS:
             data = await self._fetch(media, max_bytes)
+        elif name == "" and self._is_bare_base64(media.source):
+            data = self._decode_base64(media.source, media, max_bytes)
         elif name in ("", "file"):
             data = await asyncio.to_thread(self._read_file, media, max_bytes)
         else:
-            _refuse(media, f"{shorten(media.source)} is not a data:, http: or https: URL", "invalid_value")
+            _refuse(media, f"{_shown(media.source)} is not a data:, http: or https: URL", "invalid_value")
         if not data:
             _refuse(media, f"The {media.kind} holds no bytes", "empty_media")
         return data
+
+    def _is_bare_base64(self, source: str) -> bool:
+        """Whether a source without a scheme is base64; a path wins if its name exists under the media root."""
+        if len(source) > _MAX_PATH:
+            return True
+        if not _BASE64.fullmatch(source) or len("".join(source.split())) % 4:
+            return False
+        if self._root is None:
+            return True
+        # compared by name only: nothing outside the root is looked up
+        path = Path(os.path.normpath(self._root / source))
+        return not (path.is_relative_to(self._root) and os.path.lexists(path))
 
     def _decode_data_url(self, media: MediaSource, max_bytes: int) -> bytes:
         header, comma, payload = media.source.partition(",")
@@ -109,36 +141,69 @@ class MediaLoader:
                 return await self._follow(media, max_bytes)
         except TimeoutError as error:
             _refuse(
-                media, f"{shorten(media.source)} took over {self._timeout_s:g} s", "media_fetch_failed", error
+                media, f"{_shown(media.source)} took over {self._timeout_s:g} s", "media_fetch_failed", error
             )
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, OSError) as error:
             why = str(error) or type(error).__name__
-            _refuse(media, f"{shorten(media.source)} cannot be fetched: {why}", "media_fetch_failed", error)
+            _refuse(media, f"{_shown(media.source)} cannot be fetched: {why}", "media_fetch_failed", error)
 
     async def _follow(self, media: MediaSource, max_bytes: int) -> bytes:
         url = httpx.URL(media.source)
-        self._check_host(url, media)
         # trust_env off: no proxy, and no password of this host's .netrc is sent to a host that a client chose
-        async with httpx.AsyncClient(trust_env=False, timeout=self._timeout_s) as client:
+        async with httpx.AsyncClient(trust_env=False, verify=_tls_context()) as client:
             for _ in range(MAX_REDIRECTS + 1):
-                # identity: a compressed body could expand to many times the counted bytes
-                async with client.stream("GET", url, headers={"accept-encoding": "identity"}) as response:
+                is_named = self._check_host(url, media)
+                addresses = await _resolve(url)
+                if not is_named:
+                    _check_public(addresses, url, media)
+                client.cookies.clear()  # they would be kept by address, for other hosts there
+                async with self._get(client, url, addresses[:_MAX_ADDRESSES]) as response:
                     location = response.headers.get("location")
                     if response.is_redirect and location:
                         url = url.join(location)
-                        self._check_host(url, media)
                         continue
                     if response.status_code != 200:
-                        why = f"{shorten(media.source)} answered with status {response.status_code}"
+                        why = f"{_shown(media.source)} answered with status {response.status_code}"
                         _refuse(media, why, "media_fetch_failed")
                     if response.headers.get("content-encoding", "identity") != "identity":
-                        _refuse(
-                            media, f"{shorten(media.source)} sends a compressed body", "media_fetch_failed"
-                        )
+                        why = f"{_shown(media.source)} sends a compressed body"
+                        _refuse(media, why, "media_fetch_failed")
                     return await self._read_response(response, media, max_bytes)
-        _refuse(
-            media, f"{shorten(media.source)} redirects more than {MAX_REDIRECTS} times", "media_fetch_failed"
-        )
+        why = f"{_shown(media.source)} redirects more than {MAX_REDIRECTS} times"
+        _refuse(media, why, "media_fetch_failed")
+
+    @asynccontextmanager
+    async def _get(
+        self, client: httpx.AsyncClient, url: httpx.URL, addresses: Sequence[str]
+    ) -> AsyncIterator[httpx.Response]:
+        """The answer to `GET url` from the first of `addresses` that accepts a connection.
+
+        The connection goes to the address itself, so a name that resolves to another one a moment later changes
+        nothing; the certificate is checked against the name.
+        """
+        for index, address in enumerate(addresses):
+            request = client.build_request(
+                "GET",
+                url.copy_with(host=address),
+                headers={
+                    "host": url.netloc.decode("ascii"),
+                    # a compressed body could expand to many times the counted bytes
+                    "accept-encoding": "identity",
+                },
+                timeout=httpx.Timeout(self._timeout_s, connect=self._timeout_s / len(addresses)),
+                extensions={"sni_hostname": url.raw_host.decode("ascii")},
+            )
+            try:
+                response = await client.send(request, stream=True)
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                if index + 1 == len(addresses):
+                    raise
+                continue
+            try:
+                yield response
+            finally:
+                await response.aclose()
+            return
 
     async def _read_response(self, response: httpx.Response, media: MediaSource, max_bytes: int) -> bytes:
         declared = response.headers.get("content-length", "")
@@ -151,14 +216,19 @@ class MediaLoader:
                 self._too_large(media)
         return bytes(data)
 
-    def _check_host(self, url: httpx.URL, media: MediaSource) -> None:
-        """Refuse a host that is not allowed. The URL is httpx's, which also connects, so both see the same host."""
+    def _check_host(self, url: httpx.URL, media: MediaSource) -> bool:
+        """Refuse a host that is not allowed; True if it is allowed by name, False if as any public host.
+
+        The URL is httpx's, which also connects, so both see the same host.
+        """
         if url.scheme not in _DEFAULT_PORTS or url.userinfo:
-            _refuse(media, f"{shorten(str(url))} is not a plain http: or https: URL", "invalid_value")
+            _refuse(media, f"{_shown(str(url))} is not a plain http: or https: URL", "invalid_value")
         host = url.raw_host.decode("ascii").lower()
         default_port = _DEFAULT_PORTS[url.scheme]
         port = url.port or default_port
-        if (host, port) not in self._hosts and not (port == default_port and (host, None) in self._hosts):
+        if (host, port) in self._hosts or (port == default_port and (host, None) in self._hosts):
+            return True
+        if not (self._allows_public and host and port == default_port):
             shown = url.netloc.decode("ascii")
             _refuse(
                 media,
@@ -166,12 +236,11 @@ class MediaLoader:
                 f"--allow-media-host {shorten(shown).strip(chr(34))}",
                 "media_host_not_allowed",
             )
+        return False
 
     def _read_file(self, media: MediaSource, max_bytes: int) -> bytes:
         if self._root is None:
-            why = (
-                "Local paths are not allowed: send a data: URL, or have the server started with --media-root"
-            )
+            why = "Local paths are not allowed: send base64, or have the server started with --media-root"
             _refuse(media, f"{shorten(media.source)} is a path. {why}", "local_media_not_allowed")
         text = media.source
         if text[:5].lower() == "file:":
@@ -217,6 +286,49 @@ def _host_and_port(entry: str) -> tuple[str, int | None]:
     """`[::1]:80` → ("::1", 80); `example.com` → ("example.com", None). The entry was checked by ServeOptions."""
     parts = urlsplit(f"//{entry}")
     return (parts.hostname or "").lower(), parts.port
+
+
+@cache
+def _tls_context() -> ssl.SSLContext:
+    return httpx.create_ssl_context(trust_env=False)  # reads all root certificates: 50 ms
+
+
+async def _resolve(url: httpx.URL) -> list[str]:
+    """Addresses of the URL's host in the order to try them. Raises: OSError when it has none."""
+    found = await asyncio.get_running_loop().getaddrinfo(
+        url.raw_host.decode("ascii"), url.port or _DEFAULT_PORTS[url.scheme], type=socket.SOCK_STREAM
+    )
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def _check_public(addresses: Sequence[str], url: httpx.URL, media: MediaSource) -> None:
+    """Refuse a host with an address that is not public."""
+    for address in addresses:
+        if not is_public(address):
+            shown = shorten(url.netloc.decode("ascii"))
+            _refuse(
+                media,
+                f"Media may not be fetched from {shown}: its address is not public. Send a data: URL",
+                "media_host_not_allowed",
+            )
+
+
+def is_public(text: str) -> bool:
+    """Whether an address belongs to the public internet: not private, loopback, link-local, metadata or embedded."""
+    address: IPv4Address | IPv6Address = ip_address(text)
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    refused = _NOT_PUBLIC_V4 if isinstance(address, IPv4Address) else _NOT_PUBLIC_V6
+    return address.is_global and not address.is_multicast and not any(address in each for each in refused)
+
+
+def _shown(source: str) -> str:
+    """A source for an error message: a URL without its user, query and fragment, which may hold secrets."""
+    head, separator, rest = source.partition("://")
+    if separator:
+        authority = re.split(r"[/?#\\]", rest, maxsplit=1)[0]
+        rest = authority.rpartition("@")[2] + re.split(r"[?#]", rest[len(authority) :], maxsplit=1)[0]
+    return shorten(head + separator + rest)
 
 
 def _refuse(media: MediaSource, message: str, code: str, cause: Exception | None = None) -> NoReturn:

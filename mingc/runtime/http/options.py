@@ -14,6 +14,7 @@ from mingc.errors import ConfigError
 
 MIB = 1024 * 1024
 _ORIGIN = re.compile(r"https?://[^/\s]+")
+ANY_PUBLIC_HOST = "*"  # entry of `allow_media_hosts`
 # Command-line names of the options that have one.
 _OPTIONS = {
     "max_connections": "--max-connections",
@@ -40,7 +41,8 @@ class ServeOptions:
         host: address or host name to listen on.
         port: TCP port; 0 lets the system choose one.
         allow_media_hosts: `host` or `host:port` entries that media may be fetched from. An entry without a port
-            allows the default port of the scheme only. Empty: http(s) URLs are refused.
+            allows the default port of the scheme only. `*` allows every host whose addresses are all public, at the
+            default ports. Empty: http(s) URLs are refused.
         media_root: folder under which local paths may be read. None: local paths are refused.
         max_connections: open connections; None derives it from the limit on file descriptors.
         max_body_bytes: largest request body.
@@ -91,8 +93,8 @@ class ServeOptions:
         if not 0 <= self.port <= 65535:
             problems.append(f"--port {self.port} is not between 0 and 65535")
         for host in self.allow_media_hosts:
-            if not _is_host_entry(host):
-                problems.append(f"--allow-media-host {host!r} is not `host` or `host:port`")
+            if host != ANY_PUBLIC_HOST and not _is_host_entry(host):
+                problems.append(f"--allow-media-host {host!r} is not `host`, `host:port` or `*`")
         if self.media_root is not None and not self.media_root.is_dir():
             problems.append(f"--media-root {str(self.media_root)!r} is not a folder")
         for name in ("max_body_bytes", "max_total_body_bytes", "max_media_bytes", "max_concurrent_requests",
