@@ -107,6 +107,7 @@ class ServeError(MingcError):
 
     status = 500
     error_type = "server_error"
+    default_code: str | None = None
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class ServeError(MingcError):
         if status is not None:
             self.status = status
         self.param = param
-        self.code = code
+        self.code = code or self.default_code
 
 
 class RequestError(ServeError):
@@ -130,6 +131,7 @@ class RequestError(ServeError):
 
     status = 400
     error_type = "invalid_request_error"
+    default_code = "invalid_value"
 
 
 class CapacityError(ServeError):

@@ -59,7 +59,10 @@ MIN_TEMPERATURE = 1e-6
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """Sampling of text tokens and the end of an answer. Temperature 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are
-    off. With `ignore_eos` a stop token does not end the answer.
+    off.
+
+    An answer ends at the model's own stop tokens, unless `ignore_eos`, and at `stop_token_ids`. None of them is
+    sampled, and no stop string ends the answer, before it has `min_tokens` tokens.
     """
 
     max_tokens: int = 2048
@@ -69,6 +72,8 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
     ignore_eos: bool = False
     seed: int | None = None
 

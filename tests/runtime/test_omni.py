@@ -290,10 +290,10 @@ def test_a_prompt_longer_than_the_context_has_its_error_code() -> None:
 
 def test_unsupported_modalities_are_refused() -> None:
     service = make_service(has_talker=False)
-    with pytest.raises(RequestError, match="no talker"):
+    with pytest.raises(RequestError, match="without its talker"):
         run(service, collect(service.chat(chat("Hello", SpeechParams()))))
     service = make_service(has_thinker=False)
-    with pytest.raises(RequestError, match="no thinker"):
+    with pytest.raises(RequestError, match="without its thinker"):
         run(service, collect(service.chat(chat("Hello"))))
 
 

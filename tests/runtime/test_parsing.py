@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any, get_args, get_type_hints
 
@@ -24,6 +25,7 @@ from mingc.runtime.http.messages import MediaSource
 from mingc.runtime.http.options import ServeOptions
 from mingc.runtime.http.parsing import ParsedChat, ParsedSpeech, parse_chat, parse_speech
 from mingc.runtime.http.request_schemas import AssistantMessage, ChatBody, SpeechBody
+from mingc.runtime.http.response_schemas import error_body
 from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams, TextPart, VideoParams
 
 OPTIONS = ServeOptions()
@@ -82,6 +84,24 @@ def test_neutral_values_of_unsupported_fields_pass() -> None:
         assert not chat(stream=True, stream_options=options).include_usage
 
 
+def test_fields_of_vllm_are_served_or_request_nothing() -> None:
+    call = chat(stop_token_ids=[5, 7.0], min_tokens=3, max_tokens=4)
+    assert call.sampling == SamplingParams(max_tokens=4, stop_token_ids=(5, 7), min_tokens=3)
+    assert chat(
+        n=1, best_of=1, use_beam_search=False, length_penalty=1.0, skip_special_tokens=True,
+        spaces_between_special_tokens=True, include_stop_str_in_output=False, prompt_logprobs=None, echo=False,
+        add_generation_prompt=True, continue_final_message=False, add_special_tokens=False, priority=0,
+        min_tokens=0, stop_token_ids=[], chat_template_kwargs={},
+    ) == chat()  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
+@pytest.mark.parametrize("is_on", [True, False])
+def test_templates_kwargs_switch_thinking(name: str, is_on: bool) -> None:
+    assert chat(chat_template_kwargs={name: is_on}).thinking == is_on
+    assert chat(chat_template_kwargs={name: is_on}, thinking=is_on).thinking == is_on
+
+
 def test_messages_keep_their_roles_in_order() -> None:
     """A developer's message counts as the system's, as with OpenAI."""
     roles = ("system", "developer", "user", "assistant", "user")
@@ -129,6 +149,7 @@ def test_speech_of_a_chat() -> None:
     call = chat(**spoken(voice="Lina", format="pcm16", guidance=1.5), seed=3)
     assert call.speech == SpeechParams(voice="Lina", guidance=1.5, seed=3)
     assert call.audio_format == "pcm16"
+    assert chat(**spoken(speed=1.0, sample_rate=44100, voice="Lina")).speech == SpeechParams(voice="Lina")
     assert chat(**spoken(voice={"id": "Lina"}, seed=4), seed=3).speech == SpeechParams(voice="Lina", seed=4)
     plain = chat(modalities=["audio", "text"])
     assert (plain.speech, plain.audio_format) == (SpeechParams(voice="DB30"), "wav")
@@ -282,7 +303,27 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     (spoken(voice="absent"), "audio.voice", "DB30, Lina"),
     (spoken(voice=["DB30"]), "audio.voice", "a string"),
     (spoken(format="mp3"), "audio.format", "'flac', 'pcm16', 'wav'"),
-    (spoken(speed=2), "audio.speed", "Unknown"),
+    (spoken(speed=2), "audio.speed", "natural speed"),
+    (spoken(speed=True), "audio.speed", "natural speed"),
+    (spoken(sample_rate=16000), "audio.sample_rate", "44100"),
+    ({"min_tokens": -1}, "min_tokens", "between 0"),
+    ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "more than 'max_tokens' (5)"),
+    ({"min_tokens": 2049}, "min_tokens", "more than 'max_tokens' (2048)"),
+    ({"stop_token_ids": 5}, "stop_token_ids", "an array"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "between 0"),
+    ({"stop_token_ids": [1, "a"]}, "stop_token_ids[1]", "an integer"),
+    ({"stop_token_ids": [1.5]}, "stop_token_ids[0]", "an integer"),
+    ({"stop_token_ids": [1] * 17}, "stop_token_ids", "at most 16"),
+    ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking", "a boolean"),
+    ({"chat_template_kwargs": {"tone": "kind"}}, "chat_template_kwargs.tone", "Unknown"),
+    ({"chat_template_kwargs": {"thinking": True}, "thinking": False}, "chat_template_kwargs.thinking", "contradict"),
+    ({"skip_special_tokens": False}, "skip_special_tokens", "no text"),
+    ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "ends before"),
+    ({"guided_json": {"type": "object"}}, "guided_json", "not constrained"),
+    ({"echo": True}, "echo", "repeat"),
+    ({"best_of": 2}, "best_of", "one choice"),
+    ({"top_logprobs": 3}, "top_logprobs", "log probabilities"),
+    ({"chat_template": "{{ x }}"}, "chat_template", "the artifact's own"),
     ({"n": 2}, "n", "one choice"),
     ({"n": True}, "n", "one choice"),
     ({"tools": [{"type": "function"}]}, "tools", "tool calls"),
@@ -333,14 +374,62 @@ def test_wrong_speech_bodies(body: dict[str, Any], param: str, words: str) -> No
     assert words in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("send", "bodies"), [(chat, CHAT_ERRORS), (speech, SPEECH_ERRORS)], ids=["chat", "speech"]
+)
+def test_every_error_has_the_form_of_openai(
+    send: Callable[..., object], bodies: list[tuple[dict[str, Any], str, str]]
+) -> None:
+    for body, param, _ in bodies:
+        with pytest.raises(RequestError) as caught:
+            send(**body)
+        (error,) = error_body(caught.value).values()
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert error["message"] and error["message"].isprintable()
+        assert (error["type"], error["param"]) == ("invalid_request_error", param)
+        assert re.fullmatch("[a-z_]+", error["code"] or "")
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"model": "gpt-4o"}, {"messages": [{"role": "user", "content": [IMAGE, CLIP]}]}, {"typo": 1}]
+)
+def test_an_artifact_without_a_thinker_says_so_on_every_chat(body: dict[str, Any]) -> None:
+    with pytest.raises(
+        RequestError, match=r"without its thinker: it cannot chat\. It serves /v1/audio/speech"
+    ) as e:
+        chat(SPEECH_ONLY, **body)
+    assert (e.value.param, e.value.code) == ("model", "unsupported_model")
+
+
+@pytest.mark.parametrize("body", [{}, {"model": "gpt-4o"}, {"voice": "absent"}, {"input": None}, {"typo": 1}])
+def test_an_artifact_without_a_talker_says_so_on_every_speech(body: dict[str, Any]) -> None:
+    with pytest.raises(
+        RequestError, match=r"without its talker: it cannot speak\. It serves /v1/chat/comp"
+    ) as e:
+        speech(TEXT_ONLY, **body)
+    assert (e.value.param, e.value.code) == ("model", "unsupported_model")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (spoken(format="wav"), "modalities"),
+        (spoken(voice="absent"), "modalities"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"modalities": ["image", "audio"]}, "modalities"),
+        ({"audio": {"voice": "DB30"}}, "audio"),
+    ],
+)
+def test_an_artifact_without_a_talker_says_so_on_every_spoken_chat(body: dict[str, Any], param: str) -> None:
+    """No error suggests to request audio, which the next one would refuse."""
+    with pytest.raises(RequestError, match="without its talker: it cannot speak") as caught:
+        chat(TEXT_ONLY, **body)
+    assert (caught.value.param, caught.value.code) == (param, "unsupported_modality")
+
+
 def test_unsupported_modalities_are_refused() -> None:
-    with pytest.raises(RequestError, match="speaks, but does not chat"):
-        chat(SPEECH_ONLY)
-    with pytest.raises(RequestError, match="has no talker") as caught:
-        chat(TEXT_ONLY, **spoken(format="wav"))
-    assert (caught.value.param, caught.value.code) == ("modalities", "unsupported_modality")
-    with pytest.raises(RequestError, match="has no talker"):
-        speech(TEXT_ONLY)
+    with pytest.raises(RequestError, match=r"use \['text'\]\.$"):
+        chat(TEXT_ONLY, modalities=["text", "image"])
     for part, kind in ((IMAGE, "image"), (CLIP, "audio")):
         with pytest.raises(RequestError, match=f"takes no {kind} input"):
             chat(TEXT_ONLY, messages=[{"role": "user", "content": [part]}])

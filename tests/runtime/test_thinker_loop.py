@@ -32,9 +32,9 @@ from mingc.runtime.thinker.worker import LaunchedTokens, ThinkerWorker
 FAILING_ID, NAN_ID = 501, 502
 
 
-def ask(loop: ThinkerLoop, request: ThinkerPrompt, *, seed: int = 5, **params: float) -> Collector:
+def ask(loop: ThinkerLoop, request: ThinkerPrompt, *, seed: int = 5, **params: Any) -> Collector:
     collector = Collector()
-    sampling = SamplingParams(**{"max_tokens": 9, **params})  # type: ignore[arg-type]
+    sampling = SamplingParams(**{"max_tokens": 9, **params})
     collector.job = loop.submit(request, sampling, seed, collector.put)  # type: ignore[attr-defined]
     return collector
 
@@ -107,6 +107,52 @@ def test_a_first_token_may_end_an_answer(
     collector = ask(loop, PROMPTS[0])
     assert collector.tokens() == [] and collector.items == [TokenItem(token=None, finish="stop")]
     assert len(ask(loop, PROMPTS[1], max_tokens=1).tokens()) == 1
+
+
+def test_stop_tokens_of_a_request_end_its_answer_alone(
+    started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop
+) -> None:
+    free = ask(started(make_loop()), PROMPTS[0], max_tokens=20).tokens()
+    loop = started(make_loop(stop_ids=[free[9]]))
+    ending = ask(loop, PROMPTS[0], max_tokens=20, stop_token_ids=(free[4], 0))
+    other = ask(loop, PROMPTS[0], max_tokens=20)
+    without_eos = ask(loop, PROMPTS[0], max_tokens=20, stop_token_ids=(free[4],), ignore_eos=True)
+    first = free.index(free[4])
+    assert ending.tokens() == without_eos.tokens() == free[:first]
+    assert ending.items[-1] == TokenItem(token=None, finish="stop")
+    assert other.tokens() == free[: free.index(free[9])]
+
+
+def test_no_stop_token_is_chosen_before_min_tokens(
+    started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop
+) -> None:
+    """As in vLLM: until then the model's and the request's stop tokens have no probability."""
+    free = ask(started(make_loop()), PROMPTS[0], max_tokens=20).tokens()
+    stop = free[2]
+    loop = started(make_loop(stop_ids=[stop]))
+    assert ask(loop, PROMPTS[0], max_tokens=20, min_tokens=2).tokens() == free[:2]
+    for temperature in (0.0, 0.8):
+        held = ask(loop, PROMPTS[0], max_tokens=20, min_tokens=12, temperature=temperature)
+        beside = ask(loop, PROMPTS[0], max_tokens=20)
+        assert len(held.tokens()) >= 12 and stop not in held.tokens()
+        assert beside.tokens() == free[: free.index(stop)]
+    own = ask(loop, PROMPTS[0], max_tokens=20, min_tokens=12, stop_token_ids=(free[0],))
+    assert len(own.tokens()) >= 12 and not {stop, free[0]} & {*own.tokens()}
+    ignoring = ask(loop, PROMPTS[0], max_tokens=20, min_tokens=12, ignore_eos=True)
+    assert ignoring.tokens() == free, "not a stop token, so not banned"
+
+
+@pytest.mark.parametrize(
+    ("ids", "param", "words"),
+    [
+        ((5, 576), "stop_token_ids[1]", "token 576 is not one of the model's 576"),
+        (tuple(range(21)), "stop_token_ids", "21 tokens"),
+    ],
+)
+def test_stop_tokens_that_cannot_be_served_are_refused(ids: tuple[int, ...], param: str, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as caught:
+        ask(make_thinker_loop(stop_ids=[3]), PROMPTS[0], stop_token_ids=ids)
+    assert (caught.value.param, caught.value.code) == (param, "invalid_value")
 
 
 def test_the_next_step_is_launched_before_first_tokens_are_collected(

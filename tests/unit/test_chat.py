@@ -339,7 +339,7 @@ def test_invalid_conversations_are_refused(
     with pytest.raises(RequestError, match=words) as caught:
         processor().prepare(messages)
     assert caught.value.param == caught.value.where == param
-    assert caught.value.fix
+    assert caught.value.fix and caught.value.code
 
 
 @pytest.mark.parametrize("kind", ["image", "audio", "video"])
@@ -347,5 +347,5 @@ def test_media_without_an_encoder_are_refused(kind: str) -> None:
     chat = ChatProcessor(tokenizer(), thinker_parameters(), vision=None, audio=None)
     with pytest.raises(RequestError, match=f"without an encoder for {kind}") as caught:
         chat.prepare([user(image_part("m", kind))])
-    assert caught.value.param == "m"
+    assert (caught.value.param, caught.value.code) == ("m", "unsupported_modality")
     assert chat.prepare([user("Hello")])[0].num_tokens > 10

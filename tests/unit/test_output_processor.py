@@ -232,3 +232,35 @@ def test_the_error_of_a_failed_request_is_raised() -> None:
     )
     with pytest.raises(WorkerError, match="rank 1"):
         run.accept(FailedItem(error=WorkerError("rank 1 ended")))
+
+
+def answer_of_words(words: Sequence[str], sampling: SamplingParams) -> tuple[str, bool]:
+    """The text of an answer of these tokens, and whether a stop string ended it."""
+    run = ChatOutputProcessor(
+        cast(Detokenizer, Words(words)),
+        sampling,
+        prompt_tokens=1,
+        speech_stream=None,
+        is_reproducible=False,
+        max_segment_length=0,
+        sample_rate=44100,
+        timings=Timings(),
+    )
+    events = []
+    for index in range(len(words)):
+        if run.is_text_done:
+            break
+        finish = "length" if index == len(words) - 1 else None
+        events += run.accept(TokenItem(token=index, finish=finish))
+    ends = [event.finish_reason for event in events if isinstance(event, TextDone)]
+    return "".join(event.text for event in events if isinstance(event, TextDelta)), ends == ["stop"]
+
+
+def test_stop_strings_are_not_searched_in_the_first_min_tokens() -> None:
+    """As in vLLM."""
+    words = ["a", " stop", " b", " st", "op", " c", " stop", " d"]
+    assert answer_of_words(words, SamplingParams(stop=(" stop",))) == ("a", True)
+    assert answer_of_words(words, SamplingParams(stop=(" stop",), min_tokens=1)) == ("a", True)
+    assert answer_of_words(words, SamplingParams(stop=(" stop",), min_tokens=2)) == ("a stop b", True)
+    assert answer_of_words(words, SamplingParams(stop=(" stop",), min_tokens=5)) == ("a stop b stop c", True)
+    assert answer_of_words(words, SamplingParams(stop=(" stop",), min_tokens=8)) == ("".join(words), False)

@@ -55,6 +55,32 @@ _CHAT_REFUSED: dict[str, tuple[str, tuple[object, ...]]] = {
     "image_generation": ("images are not generated", ()),
     "stage_sampling": ("stages have no sampling of their own", ({},)),
     "stage_params": ("stages have no parameters of their own", ({},)),
+    "best_of": ("one choice is generated per request", (1,)),
+    "use_beam_search": ("there is no beam search", (False,)),
+    "length_penalty": ("there is no beam search", (1,)),
+    "skip_special_tokens": ("special tokens of an answer have no text", (True,)),
+    "spaces_between_special_tokens": ("special tokens of an answer have no text", (False, True)),
+    "include_stop_str_in_output": ("an answer ends before its stop string", (False,)),
+    "prompt_logprobs": ("log probabilities are not returned", (0,)),
+    "allowed_token_ids": ("logits are not biased", ()),
+    "bad_words": ("logits are not biased", ([],)),
+    "logits_processors": ("logits are not biased", ([],)),
+    "truncate_prompt_tokens": ("a prompt that is too long is refused, not cut", ()),
+    "echo": ("an answer does not repeat the prompt", (False,)),
+    "add_generation_prompt": ("every prompt ends with the assistant's turn", (True,)),
+    "continue_final_message": ("every prompt ends with the assistant's turn", (False,)),
+    "add_special_tokens": ("the chat template alone writes special tokens", (False,)),
+    "chat_template": ("the artifact's own template is used", ()),
+    "documents": ("put the text into a message", ([],)),
+    "mm_processor_kwargs": ("use 'video_fps' and its neighbours", ({},)),
+    "structured_outputs": ("the text is not constrained", ({},)),
+    "guided_json": ("the text is not constrained", ()),
+    "guided_regex": ("the text is not constrained", ()),
+    "guided_choice": ("the text is not constrained", ()),
+    "guided_grammar": ("the text is not constrained", ()),
+    "return_token_ids": ("token ids are not returned", (False,)),
+    "return_tokens_as_token_ids": ("token ids are not returned", (False,)),
+    "priority": ("requests are served in their order", (0,)),
 }
 _SPEECH_REFUSED = (
     "task_type", "language", "ref_audio", "ref_text", "x_vector_only_mode", "speaker_embedding",
@@ -92,14 +118,14 @@ def parse_chat(raw: bytes | bytearray, info: ServiceInfo, options: ServeOptions)
     Raises:
         RequestError: with `param` naming the first field that is wrong.
     """
-    body = _CHAT_DECODER.decode(raw)
-    _check_model(body.model, info)
     if not info.has_text:
         raise RequestError(
-            f"Model '{info.model}' has no thinker: it speaks, but does not chat. Use /v1/audio/speech.",
+            f"Model '{info.model}' was exported without its thinker: it cannot chat. It serves /v1/audio/speech.",
             param="model",
             code="unsupported_model",
         )
+    body = _CHAT_DECODER.decode(raw)
+    _check_model(body.model, info)
     messages = parse_messages(body, info)
     audio_format, speech = _audio(body, info, options)
     sampling = _sampling(body)
@@ -111,7 +137,7 @@ def parse_chat(raw: bytes | bytearray, info: ServiceInfo, options: ServeOptions)
         speech=speech,
         audio_format=audio_format,
         video=_video(body),
-        thinking=body.thinking or False,
+        thinking=_thinking(body),
         stream=body.stream or False,
         include_usage=_include_usage(body),
     )
@@ -126,10 +152,10 @@ def parse_speech(raw: bytes | bytearray, info: ServiceInfo, options: ServeOption
     Raises:
         RequestError: with `param` naming the first field that is wrong.
     """
+    if not info.has_speech:
+        raise _no_speech(info, "model", "unsupported_model")
     body = _SPEECH_DECODER.decode(raw)
     _check_model(body.model, info)
-    if not info.has_speech:
-        raise _no_speech(info, "model")
     if body.input is None:
         raise missing("input")
     if len(body.input) > options.max_speech_characters:
@@ -138,8 +164,6 @@ def parse_speech(raw: bytes | bytearray, info: ServiceInfo, options: ServeOption
         raise RequestError(
             "'input' is empty: there is nothing to speak.", param="input", code="invalid_value"
         )
-    _refuse(body, "speed", "speech is generated at its natural speed", unless=(1,))
-    _refuse(body, "sample_rate", f"audio is generated at {info.sample_rate} Hz", unless=(info.sample_rate,))
     for name in _SPEECH_REFUSED:
         _refuse(body, name, "the talker has no such input")
     return ParsedSpeech(
@@ -165,15 +189,18 @@ def _check_model(model: str | None, info: ServiceInfo) -> None:
         raise unknown_model(model, info)
 
 
-def _no_speech(info: ServiceInfo, param: str) -> RequestError:
+def _no_speech(info: ServiceInfo, param: str, code: str = "unsupported_modality") -> RequestError:
     return RequestError(
-        f"Model '{info.model}' has no talker: it cannot generate audio.",
+        f"Model '{info.model}' was exported without its talker: it cannot speak. It serves /v1/chat/completions "
+        'with "modalities": ["text"].',
         param=param,
-        code="unsupported_modality",
+        code=code,
     )
 
 
-def _refuse(body: ChatBody | SpeechBody, name: str, why: str, *, unless: Sequence[object] = ()) -> None:
+def _refuse(
+    body: ChatBody | SpeechFields, name: str, why: str, *, unless: Sequence[object] = (), prefix: str = ""
+) -> None:
     """Refuse a known but unsupported field, except with a value that requests nothing."""
     raw: msgspec.Raw = getattr(body, name)
     if not raw:
@@ -182,7 +209,9 @@ def _refuse(body: ChatBody | SpeechBody, name: str, why: str, *, unless: Sequenc
     # `1 == True` in Python, not in JSON
     neutral = any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in unless)
     if value is not None and not neutral:
-        raise RequestError(f"'{name}' is not supported: {why}.", param=name, code="unsupported_parameter")
+        raise RequestError(
+            f"'{prefix}{name}' is not supported: {why}.", param=prefix + name, code="unsupported_parameter"
+        )
 
 
 def _audio(
@@ -191,16 +220,18 @@ def _audio(
     """Audio format and speech parameters from `modalities` and `audio`; None when no audio is requested."""
     if body.modalities == []:
         raise RequestError(
-            "'modalities' is empty, but an answer has at least text: send ['text'] or ['text', 'audio'].",
+            "'modalities' is empty, but an answer has at least text: send ['text'].",
             param="modalities",
             code="invalid_value",
         )
     modalities = body.modalities or ["text"]
+    if not info.has_speech and ("audio" in modalities or body.audio is not None):
+        raise _no_speech(info, "modalities" if "audio" in modalities else "audio")
+    able = "['text'] or ['text', 'audio']" if info.has_speech else "['text']"
     for index, modality in enumerate(modalities):
         if modality not in ("text", "audio"):
             raise RequestError(
-                f"This artifact cannot answer with the modality {shorten(modality)}: use ['text'] or "
-                "['text', 'audio'].",
+                f"This artifact cannot answer with the modality {shorten(modality)}: use {able}.",
                 param=f"modalities[{index}]",
                 code="unsupported_modality",
             )
@@ -219,8 +250,6 @@ def _audio(
                 code="invalid_value",
             )
         return "wav", None
-    if not info.has_speech:
-        raise _no_speech(info, "modalities")
     if audio is None:
         return "wav", SpeechParams(voice=info.default_voice)
     return audio.format or "wav", _speech_params(audio, info, options, "audio.")
@@ -230,6 +259,10 @@ def _speech_params(
     fields: SpeechFields, info: ServiceInfo, options: ServeOptions, prefix: str
 ) -> SpeechParams:
     """Speech parameters; `prefix` is the path of `fields` in error messages."""
+    natural = "speech is generated at its natural speed: use 'instructions'"
+    _refuse(fields, "speed", natural, unless=(1,), prefix=prefix)
+    rate = f"audio is generated at {info.sample_rate} Hz"
+    _refuse(fields, "sample_rate", rate, unless=(info.sample_rate,), prefix=prefix)
     instructions = fields.instructions
     if instructions is not None and len(instructions) > options.max_instructions_characters:
         raise too_long(f"{prefix}instructions", options.max_instructions_characters)
@@ -284,14 +317,27 @@ def _sampling(body: ChatBody) -> SamplingParams:
     def number(value: float | None, fallback: float) -> float:
         return fallback if value is None else value
 
+    max_tokens = _alias(body, "max_tokens", "max_completion_tokens", "") or default.max_tokens
+    min_tokens = _integer(body.min_tokens, "min_tokens") or default.min_tokens
+    if min_tokens > max_tokens:
+        raise RequestError(
+            f"'min_tokens' is {min_tokens}, more than 'max_tokens' ({max_tokens}).",
+            param="min_tokens",
+            code="invalid_value",
+        )
+    stop_token_ids = [
+        _integer(token, f"stop_token_ids[{i}]") for i, token in enumerate(body.stop_token_ids or ())
+    ]
     return SamplingParams(
-        max_tokens=_alias(body, "max_tokens", "max_completion_tokens", "") or default.max_tokens,
+        max_tokens=max_tokens,
         temperature=number(body.temperature, default.temperature),
         top_p=number(body.top_p, default.top_p),
         top_k=max(_integer(body.top_k, "top_k") or default.top_k, 0),
         min_p=number(body.min_p, default.min_p),
         repetition_penalty=number(body.repetition_penalty, default.repetition_penalty),
         stop=_stop(body.stop),
+        stop_token_ids=tuple(token for token in stop_token_ids if token is not None),
+        min_tokens=min_tokens,
         ignore_eos=body.ignore_eos or False,
         seed=_seed(body.seed, "seed"),
     )
@@ -316,6 +362,24 @@ def _stop(value: str | list[str] | None) -> tuple[str, ...]:
         why = "'stop' holds an empty string, which would stop at once."
         raise RequestError(why, param="stop", code="invalid_value")
     return stop
+
+
+def _thinking(body: ChatBody) -> bool:
+    """`thinking`, or what `chat_template_kwargs` says; several may be given when they agree."""
+    switches = body.chat_template_kwargs
+    given = {"thinking": body.thinking}
+    if switches is not None:
+        given["chat_template_kwargs.enable_thinking"] = switches.enable_thinking
+        given["chat_template_kwargs.thinking"] = switches.thinking
+    stated = [(name, value) for name, value in given.items() if value is not None]
+    for name, value in stated[1:]:
+        if value != stated[0][1]:
+            raise RequestError(
+                f"'{stated[0][0]}' and '{name}' contradict each other; they mean the same, send one.",
+                param=name,
+                code="invalid_value",
+            )
+    return bool(stated and stated[0][1])
 
 
 def _include_usage(body: ChatBody) -> bool:

@@ -15,6 +15,8 @@ MAX_PARTS = 1024
 MAX_TOKENS = 1 << 24  # a sanity bound; the service checks the context length
 MAX_PIXELS = 1 << 30
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKENS = 16
+MAX_TOKEN_ID = 1 << 24
 MAX_STOP_CHARACTERS = 1000  # the most text that is held back and searched at each token
 MIN_PENALTY = 0.01  # logits are divided by it
 
@@ -24,6 +26,8 @@ _ABSENT: Raw = field(default_factory=Raw)  # no default: Raw has none in a JSON 
 Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | Annotated[float, Meta(ge=1, le=MAX_TOKENS)]
 TopK = Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | Annotated[float, Meta(ge=-1, le=MAX_TOKENS)]
 Pixels = Annotated[int, Meta(ge=1, le=MAX_PIXELS)] | Annotated[float, Meta(ge=1, le=MAX_PIXELS)]
+MinCount = Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | Annotated[float, Meta(ge=0, le=MAX_TOKENS)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)] | Annotated[float, Meta(ge=0, le=MAX_TOKEN_ID)]
 StopString = Annotated[str, Meta(max_length=MAX_STOP_CHARACTERS)]
 MediaList = Annotated[list[str], Meta(max_length=MAX_PARTS)]
 _FORMAT_HINT = Meta(description="mp3, opus and aac are not encoded; wav is the default.")
@@ -119,6 +123,9 @@ class SpeechFields(Struct, kw_only=True, forbid_unknown_fields=True):
     guidance: Annotated[float, Meta(ge=0.0, le=20.0)] | None = None
     sigma: Annotated[float, Meta(ge=0.0, le=10.0)] | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    # fields of other APIs, refused unless their value requests nothing (`parsing`)
+    speed: Raw = _ABSENT
+    sample_rate: Raw = _ABSENT
 
 
 class ChatAudio(SpeechFields, kw_only=True):
@@ -128,6 +135,13 @@ class ChatAudio(SpeechFields, kw_only=True):
 class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: Raw = _ABSENT
+
+
+class TemplateSwitches(Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's way to reach `thinking`, under both names that chat templates use."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
 
 
 class ChatBody(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -143,6 +157,7 @@ class ChatBody(Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     thinking: bool | None = None
+    chat_template_kwargs: TemplateSwitches | None = None
     # sampling
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
@@ -152,6 +167,8 @@ class ChatBody(Struct, kw_only=True, forbid_unknown_fields=True):
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     repetition_penalty: Annotated[float, Meta(ge=MIN_PENALTY, le=10.0)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] | None = None
+    min_tokens: MinCount | None = None
     ignore_eos: bool | None = None
     seed: int | float | None = None
     # video sampling
@@ -181,6 +198,32 @@ class ChatBody(Struct, kw_only=True, forbid_unknown_fields=True):
     image_generation: Raw = _ABSENT
     stage_sampling: Raw = _ABSENT
     stage_params: Raw = _ABSENT
+    best_of: Raw = _ABSENT
+    use_beam_search: Raw = _ABSENT
+    length_penalty: Raw = _ABSENT
+    skip_special_tokens: Raw = _ABSENT
+    spaces_between_special_tokens: Raw = _ABSENT
+    include_stop_str_in_output: Raw = _ABSENT
+    prompt_logprobs: Raw = _ABSENT
+    allowed_token_ids: Raw = _ABSENT
+    bad_words: Raw = _ABSENT
+    logits_processors: Raw = _ABSENT
+    truncate_prompt_tokens: Raw = _ABSENT
+    echo: Raw = _ABSENT
+    add_generation_prompt: Raw = _ABSENT
+    continue_final_message: Raw = _ABSENT
+    add_special_tokens: Raw = _ABSENT
+    chat_template: Raw = _ABSENT
+    documents: Raw = _ABSENT
+    mm_processor_kwargs: Raw = _ABSENT
+    structured_outputs: Raw = _ABSENT
+    guided_json: Raw = _ABSENT
+    guided_regex: Raw = _ABSENT
+    guided_choice: Raw = _ABSENT
+    guided_grammar: Raw = _ABSENT
+    return_token_ids: Raw = _ABSENT
+    return_tokens_as_token_ids: Raw = _ABSENT
+    priority: Raw = _ABSENT
     # ignored
     user: Raw = _ABSENT
     metadata: Raw = _ABSENT
@@ -202,8 +245,6 @@ class SpeechBody(SpeechFields, kw_only=True):
     stream: bool | None = None
     stream_format: Literal["audio", "sse"] | None = None
     # fields of other APIs, refused unless their value requests nothing (`parsing`)
-    speed: Raw = _ABSENT
-    sample_rate: Raw = _ABSENT
     task_type: Raw = _ABSENT
     language: Raw = _ABSENT
     ref_audio: Raw = _ABSENT

@@ -187,6 +187,7 @@ def _require_encoder(parameters: _Parameters | None, part: MediaPart) -> _Parame
             where=part.where,
             fix=f"leave the {part.kind} out, or serve an artifact that has the encoder",
             param=part.where,
+            code="unsupported_modality",
         )
     return parameters
 

@@ -274,12 +274,16 @@ class OmniService:
 
     def _chat_pipeline(self) -> ChatPipeline:
         if self._chat is None:
-            raise RequestError("this model has no thinker: it cannot answer chat", param="messages")
+            raise RequestError(
+                "this model was exported without its thinker: it cannot chat", code="unsupported_model"
+            )
         return self._chat
 
     def _speech_pipeline(self) -> SpeechPipeline:
         if self._speech is None:
-            raise RequestError("this model has no talker: it cannot speak", param="modalities")
+            raise RequestError(
+                "this model was exported without its talker: it cannot speak", code="unsupported_model"
+            )
         return self._speech
 
     def _open_speech_stream(

@@ -127,6 +127,7 @@ class ChatOutputProcessor:
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = StopStrings(sampling.stop)
+        self._min_tokens = sampling.min_tokens
         self._prompt_tokens = prompt_tokens
         self._completion_tokens = 0
         self._speech_stream = speech_stream
@@ -174,9 +175,9 @@ class ChatOutputProcessor:
         if item.token is not None:
             self._completion_tokens += 1
             self._timings.mark("first_token")
-            text, is_stopped = self._stops.push(self._detokenizer.push(item.token))
+            text, is_stopped = self._find_stop(self._detokenizer.push(item.token))
         if item.finish is not None and not is_stopped:
-            rest, is_stopped = self._stops.push(self._detokenizer.flush())
+            rest, is_stopped = self._find_stop(self._detokenizer.flush())
             text += rest + ("" if is_stopped else self._stops.flush())
         if self._speech_stream is not None:
             self._enqueue_speech(self._segmenter.push(self._thoughts.push(text)))
@@ -189,6 +190,10 @@ class ChatOutputProcessor:
             self._timings.mark("text_done")
             events.append(TextDone(finish_reason=self._finish or "stop"))
         return events
+
+    def _find_stop(self, text: str) -> tuple[str, bool]:
+        """See `StopStrings.push`. Text of the first `min_tokens` tokens is not searched."""
+        return (text, False) if self._completion_tokens <= self._min_tokens else self._stops.push(text)
 
     def _enqueue_speech(self, segments: Iterable[LiveSegment]) -> None:
         if self._speech_stream is not None:

@@ -5,6 +5,8 @@ The rules, their order and the one uniform number per token are those of `mingc.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -13,11 +15,15 @@ from torch import Tensor
 from mingc.runtime.request import SamplingParams
 
 NOT_FINITE = -1  # instead of a token id, for a row whose logits are not finite
-NUM_COLUMNS = 6
+MAX_BANNED = 20  # tokens of one row that must not be sampled
+_NUM_RULES = 6
+NUM_COLUMNS = _NUM_RULES + MAX_BANNED
 
 
-def sampling_columns(params: SamplingParams, point: float) -> tuple[float, ...]:
-    """One row of `sampling`: temperature, top_k, top_p, min_p, repetition penalty, uniform number."""
+def sampling_columns(params: SamplingParams, point: float, banned: Sequence[int] = ()) -> tuple[float, ...]:
+    """One row of `sampling`: temperature, top_k, top_p, min_p, repetition penalty, uniform number; then one more than
+    each banned token, padded with 0. All are exact in float32.
+    """
     return (
         params.temperature if params.draws else 0.0,
         float(params.top_k),
@@ -25,13 +31,16 @@ def sampling_columns(params: SamplingParams, point: float) -> tuple[float, ...]:
         params.min_p,
         params.repetition_penalty,
         point,
+        *(float(token + 1) for token in banned),
+        *(0.0,) * (MAX_BANNED - len(banned)),
     )
 
 
 def needs_sampling(sampling: NDArray[np.float64]) -> bool:
     """Whether any row of `sampling` (n, NUM_COLUMNS) needs more than greedy sampling."""
-    temperature, top_k, *_, penalty, _ = sampling.T
-    return bool((((temperature > 0.0) & (top_k != 1.0)) | (penalty != 1.0)).any())
+    temperature, top_k, _, _, penalty, _, *banned = sampling.T
+    is_random = (temperature > 0.0) & (top_k != 1.0)
+    return bool((is_random | (penalty != 1.0)).any() or np.any(banned))
 
 
 def sample_greedy(logits: Tensor) -> Tensor:
@@ -50,9 +59,15 @@ def sample_tokens(logits: Tensor, sampling: Tensor, seen: Tensor) -> Tensor:
 
     Returns: (B,) int64; `NOT_FINITE` for a row with NaN or inf.
     """
-    temperature, top_k, top_p, min_p, penalty, point = sampling.unsqueeze(-1).unbind(1)
+    rules, banned = sampling[:, :_NUM_RULES], sampling[:, _NUM_RULES:]
+    temperature, top_k, top_p, min_p, penalty, point = rules.unsqueeze(-1).unbind(1)
     penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
     logits = torch.where(seen & (penalty != 1.0), penalized, logits)
+    # Added up, as padding stands for token 0, which may be banned as well.
+    num_bans = torch.zeros_like(logits).scatter_add(
+        1, (banned.long() - 1).clamp_min(0), (banned > 0).to(logits)
+    )
+    logits = logits.masked_fill(num_bans > 0, float("-inf"))
     greedy = sample_greedy(logits)
     values, ids = logits.sort(dim=-1, descending=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)

@@ -23,13 +23,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mingc.errors import ServeError, WorkerError
+from mingc.errors import RequestError, ServeError, WorkerError
 from mingc.runtime.engine_thread import EngineThread
 from mingc.runtime.kv_cache import SlotPool
 from mingc.runtime.prompt import ThinkerPrompt
 from mingc.runtime.request import FinishReason, SamplingParams
 from mingc.runtime.request_stream import FailedItem, Item, TokenItem
-from mingc.runtime.thinker.device_sampler import NOT_FINITE, sampling_columns
+from mingc.runtime.thinker.device_sampler import MAX_BANNED, NOT_FINITE, sampling_columns
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.sampler import SamplerRow, sample, uniform
 from mingc.runtime.thinker.scheduler import PrefillChunk, PromptSlice, ThinkerScheduler
@@ -108,7 +108,7 @@ class ThinkerLoop(EngineThread):
     """Runs all requests of one thinker.
 
     Args:
-        stop_ids: tokens that end an answer and are not part of it.
+        stop_ids: tokens that end an answer and are not part of it, besides those of its request.
     """
 
     def __init__(
@@ -148,12 +148,12 @@ class ThinkerLoop(EngineThread):
         """
         count = len(prompt.input_ids)
         max_tokens = self.scheduler.max_new_tokens(count, sampling.max_tokens)
+        stop_ids = self._stop_ids_of(sampling)
         if self._runner.samples_on_device:
-            row = SamplerRow(sampling, seed)  # the device tracks the seen tokens
+            row = SamplerRow(sampling, seed, stop_ids=stop_ids)  # the device tracks the seen tokens
         else:
-            row = SamplerRow.begin(
-                sampling, seed, prompt.input_ids.tolist(), self._vocab_size, self._runner.device
-            )
+            ids, device = prompt.input_ids.tolist(), self._runner.device
+            row = SamplerRow.begin(sampling, seed, ids, self._vocab_size, device, stop_ids)
         with self._lock:
             self._check_healthy()
             request = next(self._ids)
@@ -161,6 +161,26 @@ class ThinkerLoop(EngineThread):
             self._requests[request] = _Running(prompt, max_tokens, row, emit, records_logits)
             self._notify()
         return request
+
+    def _stop_ids_of(self, sampling: SamplingParams) -> tuple[int, ...]:
+        """Tokens that end an answer. Raises: RequestError for ids that the model lacks, or too many."""
+        for index, token in enumerate(sampling.stop_token_ids):
+            if not 0 <= token < self._vocab_size:
+                raise RequestError(
+                    f"token {token} is not one of the model's {self._vocab_size}",
+                    fix="leave it out",
+                    param=f"stop_token_ids[{index}]",
+                    code="invalid_value",
+                )
+        ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._stop_ids)}
+        if len(ids) > MAX_BANNED:
+            raise RequestError(
+                f"{len(ids)} tokens would end the answer, the model's own included; the limit is {MAX_BANNED}",
+                fix="send fewer",
+                param="stop_token_ids",
+                code="invalid_value",
+            )
+        return tuple(sorted(ids))
 
     def cancel(self, request: int) -> None:
         """Remove a request before the next step; does nothing if it has ended."""
@@ -346,7 +366,7 @@ class ThinkerLoop(EngineThread):
         if token is None:
             self._fail(request, WorkerError("the model's logits are not finite", where="thinker"))
             return
-        if token in self._stop_ids and not running.row.params.ignore_eos:
+        if token in running.row.stop_ids:
             running.emit(TokenItem(token=None, finish="stop", logits=logits))
             self._remove(request)
             return
@@ -389,7 +409,11 @@ def _sampling(running: Sequence[_Running]) -> NDArray[np.float64]:
     """Sampling parameters (n, NUM_COLUMNS) of each request's next token."""
     return np.array(
         [
-            sampling_columns(each.row.params, uniform(each.row.seed, each.row.step + each.pending))
+            sampling_columns(
+                each.row.params,
+                uniform(each.row.seed, each.row.step + each.pending),
+                each.row.banned(each.pending),
+            )
             for each in running
         ]
     )

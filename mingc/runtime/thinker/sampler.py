@@ -26,12 +26,14 @@ class SamplerRow:
     Attributes:
         step: index of the next token, 0 for the first one of the answer.
         seen: (V,) bool on the logits' device, tokens of prompt and answer; None without a repetition penalty.
+        stop_ids: tokens that end the answer.
     """
 
     params: SamplingParams
     seed: int
     step: int = 0
     seen: Tensor | None = None
+    stop_ids: tuple[int, ...] = ()
 
     @classmethod
     def begin(
@@ -41,13 +43,18 @@ class SamplerRow:
         prompt_ids: Sequence[int],
         vocab_size: int,
         device: torch.device,
+        stop_ids: tuple[int, ...] = (),
     ) -> SamplerRow:
-        row = cls(params, seed)
+        row = cls(params, seed, stop_ids=stop_ids)
         if params.repetition_penalty != 1.0:
             row.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             ids = torch.tensor(prompt_ids, dtype=torch.int64, device=device)
             row.seen[ids[(ids >= 0) & (ids < vocab_size)]] = True
         return row
+
+    def banned(self, num_pending: int = 0) -> tuple[int, ...]:
+        """Tokens that must not be sampled next, or after `num_pending` further tokens."""
+        return self.stop_ids if self.step + num_pending < self.params.min_tokens else ()
 
     def advance(self, token: int) -> None:
         """Record the sampled token."""
@@ -65,14 +72,14 @@ def uniform(seed: int, step: int) -> float:
 def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[int | None]:
     """Sample the next token of each row; None for a row whose logits are not finite.
 
-    Rules in order: repetition penalty, temperature, top_k, top_p, min_p (spec: thinker.md §7).
+    Rules in order: repetition penalty, min_tokens, temperature, top_k, top_p, min_p (spec: thinker.md §7).
 
     Args:
         logits: (B, V) float32 with B ≥ len(rows); further rows are padding.
     """
     logits = logits[: len(rows)]
-    if any(row.seen is not None for row in rows):
-        logits = torch.stack([_penalize(logits[i], row) for i, row in enumerate(rows)])
+    if any(row.seen is not None or row.banned() for row in rows):
+        logits = torch.stack([_ban(_penalize(logits[i], row), row.banned()) for i, row in enumerate(rows)])
     highest, greedy = logits.max(dim=-1)  # a NaN anywhere in a row becomes its maximum
     is_finite = torch.isfinite(highest).tolist()
     ids: list[int | None] = [
@@ -91,6 +98,13 @@ def _penalize(logits: Tensor, row: SamplerRow) -> Tensor:
     penalty = row.params.repetition_penalty
     penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
     return torch.where(row.seen, penalized, logits)
+
+
+def _ban(logits: Tensor, banned: Sequence[int]) -> Tensor:
+    """Logits (V,) in which `banned` tokens have no probability."""
+    if not banned:
+        return logits
+    return logits.index_fill(0, torch.tensor(banned, device=logits.device), -torch.inf)
 
 
 def _sample_row(logits: Tensor, params: SamplingParams, point: float) -> int:
