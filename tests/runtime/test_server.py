@@ -387,7 +387,7 @@ def test_requests_beyond_the_limit_are_refused(small: Client) -> None:
 
 def test_unsupported_modality_of_this_artifact() -> None:
     for client in start(info=TEXT_ONLY):
-        assert error_of(client.chat(**SPOKEN), 400)["code"] == "unsupported_model"
+        assert error_of(client.chat(**SPOKEN), 400)["code"] == "unsupported_modality"
         assert error_of(client.speak(), 400)["code"] == "unsupported_model"
         assert error_of(client.chat(images=[image_data_url()]), 400)["param"] == "images[0]"
         assert client.chat().status_code == 200
