@@ -206,7 +206,7 @@ class Runner:
 
     def test_baseline(self, tests: Sequence[str]) -> tuple[bool, Path, float]:
         """Run `tests` on the unchanged code: whether they pass, the log, seconds."""
-        child = self._start(self._copies[0], tests, "baseline", _BASELINE_TIMEOUT_S, writes_bytecode=True)
+        child = self._start(self._copies[0], [tests], "baseline", _BASELINE_TIMEOUT_S, writes_bytecode=True)
         code = self._wait([child])[0][1]
         return code == 0, child.log, time.monotonic() - child.started
 
@@ -230,7 +230,9 @@ class Runner:
                 # A time of its own: bytecode compiled from the original must not be taken for it.
                 path.write_text(mutant.apply(self._original), encoding="utf-8")
                 os.utime(path, (1, 1))
-                child = self._start(copy, tests, mutant.id, self._timeout_s, writes_bytecode=False)
+                child = self._start(
+                    copy, _own_tests_first(mutant, tests), mutant.id, self._timeout_s, writes_bytecode=False
+                )
                 running[child.pid] = child, copy, mutant
             if not running:
                 return
@@ -244,7 +246,13 @@ class Runner:
                 yield mutant, outcome, time.monotonic() - child.started
 
     def _start(
-        self, copy: Path, tests: Sequence[str], name: str, timeout_s: float, *, writes_bytecode: bool
+        self,
+        copy: Path,
+        parts: Sequence[Sequence[str]],
+        name: str,
+        timeout_s: float,
+        *,
+        writes_bytecode: bool,
     ) -> _Child:
         log = self._folder / f"{name}.log"
         sys.stdout.flush()
@@ -254,7 +262,7 @@ class Runner:
             code = 1
             try:
                 os.setsid()
-                code = _run_pytest(copy, tests, log, writes_bytecode=writes_bytecode)
+                code = _run_pytest(copy, parts, log, writes_bytecode=writes_bytecode)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -285,8 +293,11 @@ class Runner:
             time.sleep(_POLL_S)
 
 
-def _run_pytest(copy: Path, tests: Sequence[str], log: Path, *, writes_bytecode: bool) -> int:
-    """Run tests of the checkout `copy` in this forked child. Returns pytest's exit code."""
+def _run_pytest(copy: Path, parts: Sequence[Sequence[str]], log: Path, *, writes_bytecode: bool) -> int:
+    """Run tests of the checkout `copy` in this forked child, part after part until one fails.
+
+    Returns pytest's exit code.
+    """
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(output, stream)
@@ -303,9 +314,20 @@ def _run_pytest(copy: Path, tests: Sequence[str], log: Path, *, writes_bytecode:
     import pytest
 
     try:
-        return int(pytest.main([*_PYTEST_WORDS, "--basetemp", f"{temporary}/tmp", *tests]))
+        for number, part in enumerate(each for each in parts if each):
+            code = int(pytest.main([*_PYTEST_WORDS, "--basetemp", f"{temporary}/{number}", *part]))
+            if code:
+                return code
+        return 0
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _own_tests_first(mutant: Mutant, tests: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The files of `tests` that are named after the mutant's module, and the others: most mutants end in the first."""
+    stem = Path(mutant.file).stem
+    own = [test for test in tests if Path(test.partition("::")[0]).stem.endswith(f"_{stem}")]
+    return own, [test for test in tests if test not in own]
 
 
 def _checkout_files(root: Path) -> list[str]:
