@@ -98,12 +98,16 @@ class Mutant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Area:
-    """Mutants of one part of the code, and the tests that ought to notice them."""
+    """Mutants of one part of the code, and the tests that ought to notice them.
+
+    `keywords` selects among these tests, as pytest's `-k` does.
+    """
 
     name: str
     title: str
     tests: tuple[str, ...]
     mutants: tuple[Mutant, ...]
+    keywords: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +126,8 @@ def read_mutants(root: Path = ROOT) -> Mutants:
     for name, given in table["area"].items():
         entries = tomllib.loads((folder / f"{name}.toml").read_text(encoding="utf-8"))["mutant"]
         mutants = tuple(_read_mutant(name, entry) for entry in entries)
-        areas.append(Area(name=name, title=given["title"], tests=tuple(given["tests"]), mutants=mutants))
+        tests, keywords = tuple(given["tests"]), given.get("keywords", "")
+        areas.append(Area(name=name, title=given["title"], tests=tests, mutants=mutants, keywords=keywords))
     unlisted = {path.stem for path in folder.glob("*.toml")} - {"areas", *table["area"]}
     if unlisted:
         raise MutantError(f"tests/mutants/areas.toml: no area {', '.join(sorted(unlisted))}")
@@ -193,6 +198,7 @@ class Runner:
         self._root = root
         self._folder = folder
         self._timeout_s = timeout_s
+        self.keywords = ""  # of the area that is run
         self._original = folder / "original"  # stays as it is while the checkout may change
         self._copies = [folder / f"copy{index}" for index in range(num_copies)]
 
@@ -262,7 +268,7 @@ class Runner:
             code = 1
             try:
                 os.setsid()
-                code = _run_pytest(copy, parts, log, writes_bytecode=writes_bytecode)
+                code = _run_pytest(copy, parts, self.keywords, log, writes_bytecode=writes_bytecode)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -293,7 +299,9 @@ class Runner:
             time.sleep(_POLL_S)
 
 
-def _run_pytest(copy: Path, parts: Sequence[Sequence[str]], log: Path, *, writes_bytecode: bool) -> int:
+def _run_pytest(
+    copy: Path, parts: Sequence[Sequence[str]], keywords: str, log: Path, *, writes_bytecode: bool
+) -> int:
     """Run tests of the checkout `copy` in this forked child, part after part until one fails.
 
     Returns pytest's exit code.
@@ -315,7 +323,9 @@ def _run_pytest(copy: Path, parts: Sequence[Sequence[str]], log: Path, *, writes
 
     try:
         for number, part in enumerate(each for each in parts if each):
-            code = int(pytest.main([*_PYTEST_WORDS, "--basetemp", f"{temporary}/{number}", *part]))
+            code = int(
+                pytest.main([*_PYTEST_WORDS, "-k", keywords, "--basetemp", f"{temporary}/{number}", *part])
+            )
             if code:
                 return code
         return 0
@@ -378,6 +388,7 @@ def select(mutants: Mutants, given: argparse.Namespace, root: Path) -> list[tupl
 def run_area(runner: Runner, area: Area, chosen: Sequence[Mutant], *, show_logs: bool) -> _Report:
     """Baseline, then the mutants of one area. Raises: MutantError when the tests fail on the unchanged code."""
     report = _Report(area)
+    runner.keywords = area.keywords
     started = time.monotonic()
     real = [mutant for mutant in chosen if mutant.equivalent is None]
     tests = dict.fromkeys(each for mutant in real for each in (mutant.tests or area.tests))
