@@ -144,28 +144,31 @@ def _kill_rates() -> list[str]:
     figures = result["figures"]
     lines = [
         "",
-        "| area | mutants | killed | by timeout | survived | kill rate | seconds |",
+        "| area | mutants | killed | by timeout | survived | not run | kill rate |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
-    for each in figures:
-        rate = f"{100 * each['kill_rate']:.0f} %"
-        lines.append(
-            f"| {each['title']} | {each['killed'] + len(each['survived'])} | {each['killed']} "
-            f"| {len(each['killed_by_timeout'])} | {len(each['survived'])} | {rate} | {each['seconds']:.0f} |"
-        )
-    killed = sum(each["killed"] for each in figures)
-    survived = [name for each in figures for name in each["survived"]]
-    total = killed + len(survived)
-    timeouts = sum(len(each["killed_by_timeout"]) for each in figures)
-    seconds = sum(each["seconds"] for each in figures)
+    total = {
+        "title": "**all**",
+        "mutants": sum(each["mutants"] for each in figures),
+        "killed": sum(each["killed"] for each in figures),
+        **{
+            name: [each for figure in figures for each in figure[name]]
+            for name in ("killed_by_timeout", "survived", "not_run")
+        },
+    }
+    for each in (*figures, total):
+        run = each["killed"] + len(each["survived"])
+        rate = f"{100 * each['killed'] / run:.0f} %" if run else "–"
+        counts = (len(each[name]) for name in ("killed_by_timeout", "survived", "not_run"))
+        cells = (each["title"], each["mutants"], each["killed"], *counts, rate)
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     lines += [
-        f"| **all** | {total} | {killed} | {timeouts} | {len(survived)} | {100 * killed / total:.1f} % "
-        f"| {seconds:.0f} |",
         "",
-        f"`benchmarks/results/mutation.json`, {result['hardware']['cores']} cores; each area's commit is in the file.",
+        f"`benchmarks/results/mutation.json`, {result['hardware']['cores']} cores; it has the commit of each outcome.",
     ]
-    if survived:
-        lines += ["", "Survived: " + ", ".join(f"`{name}`" for name in survived) + "."]
+    for name, title in (("survived", "Survived"), ("not_run", "Not run since they were added or changed")):
+        if total[name]:
+            lines += ["", f"{title}: " + ", ".join(f"`{each}`" for each in total[name]) + "."]
     lines += ["", "Equivalent to the right code, so not run:", ""]
     for path in sorted((ROOT / "tests" / "mutants").glob("*.toml")):
         for mutant in tomllib.loads(path.read_text(encoding="utf-8")).get("mutant", ()):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import fcntl
 import importlib
 import json
 import os
@@ -149,31 +150,11 @@ class _Report:
     """Results of one area."""
 
     area: Area
-    baseline_s: float = 0.0
     seconds: float = 0.0
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def ids(self, outcome: Outcome) -> list[str]:
         return [mutant.id for mutant in self.area.mutants if self.outcomes.get(mutant.id) == outcome]
-
-    def figure(self, commit: str) -> dict[str, Any]:
-        """Entry of the result document."""
-        counts = {name: len(self.ids(name)) for name in ("killed", "timeout", "survived", "equivalent")}
-        killed = counts["killed"] + counts["timeout"]
-        return {
-            "name": "mutants",
-            "area": self.area.name,
-            "title": self.area.title,
-            "commit": commit,
-            "mutants": len(self.outcomes),
-            "killed": killed,
-            "killed_by_timeout": self.ids("timeout"),
-            "survived": self.ids("survived"),
-            "equivalent": self.ids("equivalent"),
-            "kill_rate": round(killed / max(1, killed + counts["survived"]), 4),
-            "baseline_s": round(self.baseline_s, 1),
-            "seconds": round(self.seconds, 1),
-        }
 
 
 @dataclass(slots=True)
@@ -210,11 +191,11 @@ class Runner:
             shutil.copy2(self._root / name, target)
         shutil.copytree(self._original, self._copies[0])
 
-    def test_baseline(self, tests: Sequence[str]) -> tuple[bool, Path, float]:
-        """Run `tests` on the unchanged code: whether they pass, the log, seconds."""
+    def test_baseline(self, tests: Sequence[str]) -> tuple[bool, Path]:
+        """Run `tests` on the unchanged code: whether they pass, and the log."""
         child = self._start(self._copies[0], [tests], "baseline", _BASELINE_TIMEOUT_S, writes_bytecode=True)
         code = self._wait([child])[0][1]
-        return code == 0, child.log, time.monotonic() - child.started
+        return code == 0, child.log
 
     def spread(self) -> None:
         """Make the other copies equal to the first one, with the bytecode that its tests have left."""
@@ -385,7 +366,9 @@ def select(mutants: Mutants, given: argparse.Namespace, root: Path) -> list[tupl
     return selected
 
 
-def run_area(runner: Runner, area: Area, chosen: Sequence[Mutant], *, show_logs: bool) -> _Report:
+def run_area(
+    runner: Runner, area: Area, chosen: Sequence[Mutant], stored: ResultFile | None, *, show_logs: bool
+) -> _Report:
     """Baseline, then the mutants of one area. Raises: MutantError when the tests fail on the unchanged code."""
     report = _Report(area)
     runner.keywords = area.keywords
@@ -393,7 +376,7 @@ def run_area(runner: Runner, area: Area, chosen: Sequence[Mutant], *, show_logs:
     real = [mutant for mutant in chosen if mutant.equivalent is None]
     tests = dict.fromkeys(each for mutant in real for each in (mutant.tests or area.tests))
     if tests:
-        passed, log, report.baseline_s = runner.test_baseline(list(tests))
+        passed, log = runner.test_baseline(list(tests))
         if not passed:
             tail = "".join(log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)[-40:])
             raise MutantError(f"{area.name}: the tests fail without any mutant:\n{tail}")
@@ -401,6 +384,8 @@ def run_area(runner: Runner, area: Area, chosen: Sequence[Mutant], *, show_logs:
     report.outcomes.update({mutant.id: "equivalent" for mutant in chosen if mutant.equivalent is not None})
     for mutant, outcome, seconds in runner.run((mutant, mutant.tests or area.tests) for mutant in real):
         report.outcomes[mutant.id] = outcome
+        if stored is not None:
+            stored.add(mutant, outcome, seconds)
         print(f"{outcome:9} {seconds:6.1f} s  {area.name}: {mutant.id}", flush=True)
         if outcome == "survived":
             print(f"          {mutant.file}: {mutant.seen}", flush=True)
@@ -410,37 +395,89 @@ def run_area(runner: Runner, area: Area, chosen: Sequence[Mutant], *, show_logs:
                 flush=True,
             )
     report.seconds = time.monotonic() - started
-    figure = report.figure("")
+    killed, survived = len(report.ids("killed")) + len(report.ids("timeout")), len(report.ids("survived"))
     print(
-        f"{area.name}: {figure['killed']} of {figure['killed'] + len(figure['survived'])} killed "
-        f"({100 * figure['kill_rate']:.0f} %), {len(figure['killed_by_timeout'])} by timeout, "
-        f"{len(figure['equivalent'])} equivalent, {report.seconds:.0f} s",
+        f"{area.name}: {killed} of {killed + survived} killed ({100 * killed / max(1, killed + survived):.0f} %), "
+        f"{len(report.ids('timeout'))} by timeout, {len(report.ids('equivalent'))} equivalent, {report.seconds:.0f} s",
         flush=True,
     )
     return report
 
 
-def store(path: Path, reports: Sequence[_Report], root: Path) -> None:
-    """Write the result document; areas that were not run keep their figures."""
-    commit = _git(root, "rev-parse", "HEAD").strip()
-    figures = {}
-    if path.exists():
-        figures = {each["area"]: each for each in json.loads(path.read_text(encoding="utf-8"))["figures"]}
-    figures |= {report.area.name: report.figure(commit) for report in reports}
-    order = [area.name for area in read_mutants(root).areas]
-    import torch
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Outcome of one mutant: at which commit, and the seconds that it took."""
 
-    document = {
-        "schema": 1,
-        "benchmark": "mutation",
-        "commit": commit,
-        "command": f"scripts/mutate --json benchmarks/results/{path.name}",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "hardware": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "figures": [figures[name] for name in order if name in figures],
-    }
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    outcome: Outcome
+    commit: str
+    seconds: float
+
+
+class ResultFile:
+    """The stored outcome of every mutant that was run; several processes may add to it.
+
+    Equivalent mutants are not run. Mutants that have left the list are dropped.
+    """
+
+    def __init__(self, path: Path, root: Path) -> None:
+        self._path = path
+        self._root = root
+        self._commit = _git(root, "rev-parse", "HEAD").strip()
+        self._areas = read_mutants(root).areas
+
+    def read(self) -> dict[str, Result]:
+        """All results by id."""
+        if not self._path.exists():
+            return {}
+        document = json.loads(self._path.read_text(encoding="utf-8"))
+        return {
+            name: Result(*values)
+            for figure in document["figures"]
+            for name, values in figure["results"].items()
+        }
+
+    def add(self, mutant: Mutant, outcome: Outcome, seconds: float) -> None:
+        """Store one result."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            results = self.read() | {mutant.id: Result(outcome, self._commit, round(seconds, 1))}
+            self._path.write_text(json.dumps(self._document(results), indent=1) + "\n", encoding="utf-8")
+        self._path.with_suffix(".lock").unlink(missing_ok=True)
+
+    def _document(self, results: dict[str, Result]) -> dict[str, Any]:
+        import torch
+
+        return {
+            "schema": 1,
+            "benchmark": "mutation",
+            "commit": self._commit,
+            "command": f"scripts/mutate --json benchmarks/results/{self._path.name}",
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "hardware": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "figures": [self._figure(area, results) for area in self._areas],
+        }
+
+    def _figure(self, area: Area, results: dict[str, Result]) -> dict[str, Any]:
+        real = [mutant.id for mutant in area.mutants if mutant.equivalent is None]
+        known = {name: results[name] for name in real if name in results}
+
+        def named(outcome: Outcome) -> list[str]:
+            return [name for name, each in known.items() if each.outcome == outcome]
+
+        return {
+            "name": "mutants",
+            "area": area.name,
+            "title": area.title,
+            "mutants": len(real),
+            "killed": len(named("killed")) + len(named("timeout")),
+            "killed_by_timeout": named("timeout"),
+            "survived": named("survived"),
+            "not_run": [name for name in real if name not in known],
+            "equivalent": [mutant.id for mutant in area.mutants if mutant.equivalent is not None],
+            "results": {name: [each.outcome, each.commit, each.seconds] for name, each in known.items()},
+        }
 
 
 def _parse(words: Sequence[str] | None) -> argparse.Namespace:
@@ -453,14 +490,17 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="list the mutants and run nothing")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at once (default 2)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds per mutant (default 120)")
-    parser.add_argument("--json", type=Path, help="store the results of the areas that were run in this file")
+    parser.add_argument("--json", type=Path, help="add the outcomes to this file, after each mutant")
+    parser.add_argument(
+        "--open", action="store_true", help="with --json: only mutants that it has not as killed"
+    )
     parser.add_argument(
         "--show-logs", action="store_true", help="print what pytest printed for killed mutants"
     )
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout (default: this one)")
     given = parser.parse_args(words)
-    if given.json and (given.id or given.changed_since):
-        parser.error("--json stores whole areas: leave --id and --changed-since out")
+    if given.open and not given.json:
+        parser.error("--open needs --json")
     if given.jobs < 1 or given.timeout <= 0:
         parser.error("--jobs and --timeout are above 0")
     return given
@@ -472,7 +512,17 @@ def main(words: Sequence[str] | None = None) -> int:
     root = given.root.resolve()
     try:
         mutants = read_mutants(root)
+        stored = ResultFile(given.json, root) if given.json else None
         selected = select(mutants, given, root)
+        if given.open and stored is not None:
+            known = stored.read()
+            selected = [
+                (
+                    area,
+                    [each for each in chosen if each.id not in known or known[each.id].outcome == "survived"],
+                )
+                for area, chosen in selected
+            ]
         misfits = _misfits(root, selected)
         for problem in misfits.values():
             print(f"error: {problem}", file=sys.stderr)
@@ -482,8 +532,6 @@ def main(words: Sequence[str] | None = None) -> int:
                     note = f" (equivalent: {mutant.equivalent})" if mutant.equivalent else ""
                     print(f"{mutant.area}: {mutant.id}: {mutant.file}: {mutant.seen}{note}")
             return 1 if misfits else 0
-        if given.json and misfits:
-            return 1
         if given.json and _git(root, "status", "--porcelain", "mingc", "tests").strip():
             raise MutantError("--json names a commit: commit mingc/ and tests/ first")
         for name in mutants.preload:
@@ -494,9 +542,7 @@ def main(words: Sequence[str] | None = None) -> int:
             runner.prepare()
             for area, chosen in selected:
                 fitting = [mutant for mutant in chosen if mutant.id not in misfits]
-                reports.append(run_area(runner, area, fitting, show_logs=given.show_logs))
-                if given.json:
-                    store(given.json, reports, root)
+                reports.append(run_area(runner, area, fitting, stored, show_logs=given.show_logs))
     except MutantError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
