@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 
 import httpx
 import pytest
 from fake_service import FakeService
+from server_process import child
 from server_thread import run_server
 
 from mingc.errors import ConfigError
@@ -23,24 +19,6 @@ from mingc.runtime.http.options import ServeOptions
 from mingc.runtime.http.server import base_url, bind_socket, create_app, serve
 
 CHAT = "/v1/chat/completions"
-CHILD = """
-import os, sys
-from mingc.console import signals
-from fake_service import FakeService
-from mingc.runtime.http.options import ServeOptions
-from mingc.runtime.http.server import create_app, serve
-
-class Slow:
-    def __del__(self):
-        os.write(1, b"ending\\n")
-        os.read(0, 1)
-
-slow = Slow()
-signals.SIGNAL_DEBOUNCE_S = float(sys.argv[2])
-app = create_app(FakeService(), ServeOptions(port=0, drain_s=0, shutdown_timeout_s=float(sys.argv[1])))
-ended_in_order = serve(app, announce=lambda url: print(url, flush=True))
-print("in order" if ended_in_order else "cut short", flush=True)
-"""
 
 
 def body(text: str, *, stream: bool = True) -> dict[str, object]:
@@ -53,35 +31,6 @@ def eventually(claim: Callable[[], bool]) -> None:
     while not claim():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-@contextmanager
-def child(
-    shutdown_timeout_s: float, one_request_s: float = 600.0
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server in its own process, and its URL; signals within `one_request_s` count as one."""
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join(
-        [str(Path(__file__).parents[1] / "support"), str(root), os.environ.get("PYTHONPATH", "")]
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", CHILD, str(shutdown_timeout_s), str(one_request_s)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    try:
-        assert process.stdout is not None
-        url = process.stdout.readline().strip()
-        if not url:
-            pytest.fail(f"the server did not start: {process.communicate()[1]}")
-        yield process, url
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -21,6 +21,7 @@ from mingc.errors import CapacityError, MingcError, RequestError, WorkerError
 from mingc.runtime.http.audio_format import AudioSpec
 from mingc.runtime.http.body_budget import BodyBudget, Charge
 from mingc.runtime.http.body_decoder import shorten
+from mingc.runtime.http.logs import REQUEST_ID
 from mingc.runtime.http.media import MediaLoader
 from mingc.runtime.http.metrics import LatencyTimer, Metrics, route_of
 from mingc.runtime.http.options import ServeOptions
@@ -130,7 +131,8 @@ class GenerationRoute:
         state = self._state
         if scope.get("state", {}).get("is_probe"):
             raise CapacityError("All connections are in use; try again later.", code="too_many_connections")
-        with ExitStack() as place, state.metrics.request_duration.labels(route_of(scope)).time():
+        with ExitStack() as place:
+            place.enter_context(state.metrics.request_duration.labels(route_of(scope)).time())
             place.enter_context(state.admit())
             body = RequestBody(charge=place.enter_context(state.bodies.charge()))
             try:
@@ -171,7 +173,9 @@ def public_error(error: Exception) -> MingcError:
     """The error as a client may see it: our own unchanged, any other without its details."""
     if isinstance(error, MingcError):
         return error
-    return WorkerError("Internal server error; see the server log.", code="internal_error")
+    return WorkerError(
+        f"Internal server error; the server log has it as request {REQUEST_ID.get()}.", code="internal_error"
+    )
 
 
 async def read_body(request: Request, options: ServeOptions, budget: BodyBudget, charge: Charge) -> bytearray:
