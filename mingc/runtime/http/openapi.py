@@ -145,8 +145,8 @@ def openapi_document() -> bytes:
 
 
 def _paths() -> Json:
-    chat = {**_json(ChatCompletion), "text/event-stream": _TEXT}
-    speech = {name: _TEXT for name in ("audio/wav", "audio/pcm", "audio/flac", "text/event-stream")}
+    chat = {**_json(ChatCompletion), "text/event-stream": {}}
+    speech: Json = {name: {} for name in ("audio/wav", "audio/pcm", "audio/flac", "text/event-stream")}
     model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     return {
         "/v1/chat/completions": {"post": _generation("Answer a conversation.", ChatBody, chat)},

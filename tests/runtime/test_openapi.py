@@ -1,0 +1,83 @@
+"""`/openapi.json` describes what is served: real responses fit it, and requests made from it get no 5xx."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import msgspec
+import pytest
+from fake_service import SPEECH_ONLY, FakeService
+from openapi_fuzz import fuzz
+from server_thread import run_server
+
+from mingc.runtime.http import openapi
+from mingc.runtime.http.openapi import openapi_document
+from mingc.runtime.http.options import ServeOptions
+from mingc.runtime.http.request_schemas import ChatBody, SpeechBody
+from mingc.runtime.http.server import create_app
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with run_server(FakeService) as url:
+        yield url
+
+
+def test_every_route_is_in_the_document() -> None:
+    document = msgspec.json.decode(openapi_document())
+    app = create_app(FakeService(), ServeOptions())
+    assert document["openapi"].startswith("3.1.")
+    served = {
+        (route.path.replace(":path", ""), method.lower())  # type: ignore[attr-defined]
+        for route in app.routes
+        for method in route.methods  # type: ignore[attr-defined]
+        if method != "HEAD"
+    }
+    assert served == {(path, method) for path, item in document["paths"].items() for method in item}
+
+
+def test_every_field_is_in_the_document() -> None:
+    schemas = msgspec.json.decode(openapi_document())["components"]["schemas"]
+    for body in (ChatBody, SpeechBody):
+        schema = schemas[body.__name__]
+        assert set(schema["properties"]) == set(body.__struct_fields__)
+        assert schema["additionalProperties"] is False
+    assert schemas["ChatBody"]["properties"]["temperature"]["anyOf"][0] == {
+        "type": "number", "minimum": 0.0, "maximum": 2.0,
+    }  # fmt: skip
+
+
+def test_responses_are_those_of_the_document(url: str) -> None:
+    with httpx.Client(base_url=url, timeout=30, trust_env=False) as http:
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        spoken = {**body, "modalities": ["text", "audio"]}
+        for response, type_ in (
+            (http.post(CHAT, json=body), openapi.ChatCompletion),
+            (http.post(CHAT, json=spoken), openapi.ChatCompletion),
+            (http.post(CHAT, json={}), openapi.ErrorResponse),
+            (http.get("/v1/models"), openapi.ModelList),
+            (http.get("/v1/models/ming-omni"), openapi.ModelObject),
+            (http.get("/v1/models/other"), openapi.ErrorResponse),
+            (http.get("/v1/audio/voices"), openapi.VoiceList),
+            (http.get("/health"), openapi.HealthResponse),
+            (http.get("/ready"), openapi.ReadyResponse),
+        ):
+            assert msgspec.json.decode(response.content, type=type_)
+        assert http.get("/openapi.json").content == openapi_document()
+
+
+def test_a_voice_list_without_a_default_fits() -> None:
+    with run_server(lambda: FakeService(SPEECH_ONLY)) as url:
+        assert msgspec.json.decode(
+            httpx.get(f"{url}/v1/audio/voices", trust_env=False).content, type=openapi.VoiceList
+        )
+
+
+def test_generated_requests_get_no_server_error(url: str) -> None:
+    """A bounded run; `python benchmarks/openapi_fuzz.py` sends 10,000 requests."""
+    report = fuzz(url, num_requests=1, seconds=60, round_size=8)  # one turn
+    assert not report.faults, report.faults[0]
+    assert report.requests >= 20 and len(report.statuses) == 8  # `/openapi.json` itself is skipped
