@@ -45,7 +45,7 @@ AUDIO = AudioParameters(
 )
 
 
-def make_vision(calls: list[int]) -> VisionEncoder:
+def make_vision(calls: list[int], places: list[Tensor]) -> VisionEncoder:
     """Fake embeddings: the sum of the token's pixels, and the sum over the keys of its first patch."""
 
     def encode(
@@ -53,6 +53,7 @@ def make_vision(calls: list[int]) -> VisionEncoder:
     ) -> tuple[Tensor, ...]:
         calls.append(len(pixels))
         assert (segment[..., 1] > segment[..., 0]).all(), "an empty softmax"
+        places.append(coordinates)
         flat = pixels.reshape(-1, PIXELS)
         seen = torch.stack([flat[start:end].sum() for start, end in segment[:, 0].tolist()])
         return (torch.stack([pixels.sum((1, 2)), seen], dim=1),)
@@ -82,18 +83,21 @@ def picture(frames: int, height: int, width: int) -> VisionFeatures:
 
 def test_frames_share_calls_and_attend_only_to_themselves() -> None:
     calls: list[int] = []
+    places: list[Tensor] = []
     pictures = [picture(1, 2, 4), picture(3, 2, 6), picture(1, 4, 4)]  # 2, 3 × 3, 4 tokens
-    embeddings = make_vision(calls).encode(pictures).numpy()
+    embeddings = make_vision(calls, places).encode(pictures).numpy()
     assert calls == [8, 8], "2+3+3 and 3+4 tokens, padded to buckets"
     frames = [frame for each in pictures for frame in np.split(each.pixels, each.grid[0])]
     own = np.concatenate([frame.reshape(-1, 4 * PIXELS).sum(1) for frame in frames])
     seen = np.concatenate([np.full(len(frame) // 4, frame.sum()) for frame in frames])
     np.testing.assert_allclose(embeddings, np.stack([own, seen], axis=1), atol=1e-5)
+    sizes = [(places[0][first:end] + 1).amax((0, 1)).tolist() for first, end in ((0, 2), (2, 5), (5, 8))]
+    assert sizes == [[2, 4], [2, 6], [2, 6]], "rows and columns of the first frames"
 
 
 def test_a_frame_beyond_the_largest_bucket_is_a_request_error() -> None:
     with pytest.raises(RequestError, match="largest M bucket"):
-        make_vision([]).encode([picture(1, 6, 6)])
+        make_vision([], []).encode([picture(1, 6, 6)])
 
 
 def test_clips_are_padded_and_embeddings_trimmed_to_their_length() -> None:

@@ -14,12 +14,15 @@ from fake_omni import collect, make_service, run
 from fake_thinker import thinker_parameters
 from preprocess_data import audio_parameters, noise_image, png, tokenizer, vision_parameters, wav
 
+from mingc.artifacts.parameters import ThinkerParameters
+from mingc.errors import RequestError
 from mingc.runtime.preprocess.audio import AudioFeatures, load_audio
 from mingc.runtime.preprocess.chat import ChatProcessor
 from mingc.runtime.preprocess.image import VisionFeatures, load_image
 from mingc.runtime.prompt import ThinkerPrompt
 from mingc.runtime.request import ChatRequest, Done, MediaPart, Message, SamplingParams, TextPart
 from mingc.runtime.service.encoders import AudioEncoder, VisionEncoder
+from mingc.runtime.service.omni import OmniService
 
 VISION, AUDIO = (
     1,
@@ -66,11 +69,7 @@ CASES: dict[str, list[MediaPart]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_media_token_has_the_embedding_and_the_gate_of_its_own_input(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts = CASES[case]
+def make_media_service() -> tuple[OmniService, ThinkerParameters]:
     service = make_service()
     assert service._chat is not None
     thinker = thinker_parameters(tokenizer().token_id)
@@ -80,7 +79,36 @@ def test_every_media_token_has_the_embedding_and_the_gate_of_its_own_input(
         vision=cast(VisionEncoder, FakeVisionEncoder()),
         audio=cast(AudioEncoder, FakeAudioEncoder()),
     )
+    return service, thinker
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_the_encoders_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service, _ = make_media_service()
+    calls: list[object] = []
+    for encoder in (FakeVisionEncoder, FakeAudioEncoder):
+        monkeypatch.setattr(encoder, "encode", lambda _, features: calls.append(features))
+    request = ChatRequest(
+        request_id="r",
+        messages=(Message(role="user", parts=(A, X, TextPart(text="word " * 240))),),
+        sampling=SamplingParams(max_tokens=3),
+    )
+    # The context of the service is shorter than that of the processor, which refuses nothing here.
+    monkeypatch.setattr(service._loops[0].scheduler, "max_context", 200)
+    with pytest.raises(RequestError) as error:
+        run(service, collect(service.chat(request)))
+    assert error.value.code == "context_length_exceeded" and not calls
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_media_token_has_the_embedding_and_the_gate_of_its_own_input(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = CASES[case]
+    service, thinker = make_media_service()
     prompts: list[ThinkerPrompt] = []
+    assert service._chat is not None
     submit = service._chat.loop.submit
 
     def note(prompt: ThinkerPrompt, *arguments: Any, **options: Any) -> int:

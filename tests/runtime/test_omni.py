@@ -9,7 +9,8 @@ import re
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from mingc.runtime.request import (
     TextDone,
 )
 from mingc.runtime.service.omni import OmniService
+from mingc.runtime.thinker.ranks.rank_group import RankGroup
 
 
 def text_of(events: list[Event]) -> str:
@@ -402,3 +404,51 @@ def test_a_service_may_be_used_from_a_second_event_loop() -> None:
     events = asyncio.run(first())
     wait_until_equal(before, lambda: loop_resources(service))
     assert text_of(events) == text_of(run(service, first()))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_seed_gives_the_same_answer_again(seed: int) -> None:
+    request = chat("Hello", seed=seed, temperature=1.0, max_tokens=20)
+
+    async def twice(service: OmniService) -> list[str]:
+        return [text_of(await collect(service.chat(request))) for _ in range(2)]
+
+    service = make_service()
+    first, second = run(service, twice(service))
+    assert first == second
+
+
+def test_seed_0_speaks_the_same_again() -> None:
+    async def twice(service: OmniService) -> list[np.ndarray]:
+        return [audio_of(await collect(service.speech(speech_request("Hi.", seed=0)))) for _ in range(2)]
+
+    service = make_service()
+    first, second = run(service, twice(service))
+    assert np.array_equal(first, second)
+
+
+def test_a_service_is_ready_while_all_its_ranks_are() -> None:
+    service = make_service()
+    ranks = SimpleNamespace(is_alive=True, close=lambda: None)
+    service._ranks = cast(RankGroup, ranks)
+    assert service.is_ready
+    ranks.is_alive = False
+    assert not service.is_ready
+
+    async def nothing() -> None:
+        pass
+
+    run(service, nothing())
+
+
+def test_a_failure_is_reported_whether_it_comes_before_or_after_the_registration() -> None:
+    for is_early in (True, False):
+        service, reports = make_service(), []
+        if is_early:
+            service.fail(WorkerError("rank 1 ended"))
+        service.on_failure(reports.append)
+        if not is_early:
+            assert not reports
+            service.fail(WorkerError("rank 1 ended"))
+        assert [error.message for error in reports] == ["rank 1 ended"]
+        asyncio.run(service.close(shutdown_timeout_s=0))

@@ -6,9 +6,10 @@ import asyncio
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
-from mingc.runtime.request_stream import EventQueue, RequestStream, TokenItem
+from mingc.runtime.request_stream import EventQueue, PatchItem, RequestStream, TokenItem
 
 
 def token(number: int) -> TokenItem:
@@ -75,3 +76,41 @@ def test_a_closed_event_loop_closes_its_streams() -> None:
         stream.put(token(1))
         stream.put(token(2))
     assert not event_queue._items
+
+
+def test_a_closed_stream_drops_what_it_holds_and_what_is_under_way() -> None:
+    async def main() -> None:
+        stream = RequestStream(EventQueue(asyncio.get_running_loop()))
+        stream.put(token(1))
+        await asyncio.sleep(0)
+        stream.put(token(2))  # not handed over yet
+        stream.close()
+        stream.put(token(3))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not stream._items
+        assert await stream.get(0.01) is None
+
+    asyncio.run(main())
+
+
+def test_patches_count_from_put_to_get() -> None:
+    async def main() -> None:
+        stream = RequestStream(EventQueue(asyncio.get_running_loop()))
+        patch = PatchItem(
+            samples=np.zeros(4, np.float32),
+            latents=np.zeros((1, 2), np.float32),
+            stop_probability=0.1,
+            is_segment_end=False,
+            is_capped=False,
+        )
+        counts = []
+        for item in (patch, token(1), patch):
+            stream.put(item)
+            counts.append(stream.num_pending_patches)
+        for _ in range(3):
+            await stream.get(1.0)
+            counts.append(stream.num_pending_patches)
+        assert counts == [1, 1, 2, 1, 1, 0]
+
+    asyncio.run(main())

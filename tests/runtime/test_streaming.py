@@ -100,7 +100,7 @@ def respond(write: Callable[[ResponseWriter], Coroutine[Any, Any, None]], conten
 def decode(data: bytes, audio: AudioSpec) -> NDArray[np.float64]:
     if audio.format == "pcm16":
         return np.frombuffer(data, "<i2") / 32768
-    with av.open(io.BytesIO(data), "r") as container:  # libsndfile cannot read FLAC of unknown length
+    with av.open(io.BytesIO(data), "r") as container:
         frames = list(container.decode(audio=0))
     assert {frame.sample_rate for frame in frames} == {RATE}
     samples = np.concatenate([frame.to_ndarray().reshape(-1) for frame in frames])
@@ -127,8 +127,9 @@ def test_a_streamed_chat_has_all_its_text_audio_and_usage(audio: AudioSpec) -> N
     assert deltas[0]["role"] == "assistant"
     assert [delta["content"] for delta in deltas[1:] if "content" in delta] == TEXT
     clips = [delta["audio"] for delta in deltas if "audio" in delta]
-    assert_complete(b"".join(base64.b64decode(clip["data"]) for clip in clips), audio)
     assert all(clip["data"] for clip in clips[:-1]) and clips[-1]["transcript"] == "".join(TEXT)
+    assert_complete(b"".join(base64.b64decode(clip["data"]) for clip in clips[:-1]), audio)
+    assert_complete(base64.b64decode("".join(clip["data"] for clip in clips[:-1])), audio)
 
 
 def test_a_whole_chat_has_all_its_text_audio_and_usage(audio: AudioSpec) -> None:
@@ -144,7 +145,8 @@ def test_streamed_speech_has_all_samples(audio: AudioSpec) -> None:
         lambda response: write_speech_stream(events(), audio, response), content_type=audio.content_type
     )
     assert client.headers[b"content-type"] == audio.content_type.encode()
-    assert len(client.chunks) >= len(LENGTHS) + 1
+    if audio.format != "flac":  # which is complete only at the end
+        assert len(client.chunks) == len(LENGTHS) + 1, "every patch is sent at once, then the end"
     assert_complete(client.body, audio)
 
 
@@ -162,6 +164,7 @@ def test_speech_events_have_all_samples_and_the_usage(audio: AudioSpec) -> None:
     assert done["type"] == "speech.audio.done" and done["usage"]["output_tokens"] == 3
     assert {delta["type"] for delta in deltas} == {"speech.audio.delta"}
     assert_complete(b"".join(base64.b64decode(delta["audio"]) for delta in deltas), audio)
+    assert_complete(base64.b64decode("".join(delta["audio"] for delta in deltas)), audio)
 
 
 WRITERS: dict[str, Callable[[ResponseWriter, AudioSpec], Coroutine[Any, Any, None]]] = {

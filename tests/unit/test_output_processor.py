@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,10 +16,31 @@ from preprocess_data import tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from mingc.errors import WorkerError
+from mingc.runtime.noise import NoiseSource, PhiloxNoise
 from mingc.runtime.preprocess.tokenizer import Detokenizer
-from mingc.runtime.request import Done, Event, FinishReason, SamplingParams, TextDelta, TextDone
-from mingc.runtime.request_stream import FailedItem, TokenItem
-from mingc.runtime.service.output_processor import ChatOutputProcessor, SpeechStream, Timings
+from mingc.runtime.request import (
+    AudioDelta,
+    Done,
+    Event,
+    FinishReason,
+    SamplingParams,
+    SpeechParams,
+    TextDelta,
+    TextDone,
+    Usage,
+)
+from mingc.runtime.request_stream import EventQueue, FailedItem, Item, PatchItem, RequestStream, TokenItem
+from mingc.runtime.service import output_processor
+from mingc.runtime.service.output_processor import (
+    ChatOutputProcessor,
+    SpeechOutputProcessor,
+    SpeechStream,
+    Timings,
+)
+from mingc.runtime.talker.loop import TalkerLoop
+from mingc.runtime.talker.planner import SpeechPlanner
+from mingc.runtime.text.live import LiveSegmenter
+from mingc.runtime.text.segment import iter_speech_segments
 
 
 class Words:
@@ -264,3 +289,178 @@ def test_stop_strings_are_not_searched_in_the_first_min_tokens() -> None:
     assert answer_of_words(words, SamplingParams(stop=(" stop",), min_tokens=2)) == ("a stop b", True)
     assert answer_of_words(words, SamplingParams(stop=(" stop",), min_tokens=5)) == ("a stop b stop c", True)
     assert answer_of_words(words, SamplingParams(stop=(" stop",), min_tokens=8)) == ("".join(words), False)
+
+
+def test_numbers_behind_a_cut_are_read_in_the_language_of_the_whole_text() -> None:
+    text = (
+        "今天天气很好我们一起去公园散步看到很多漂亮的花和树还有小鸟在唱歌大家都很高兴然后"
+        "我们坐下来休息，about 25 cats and 17 dogs came home."
+    )
+    speech = FakeSpeechStream()
+    answer(encode(text), speech=speech)
+    assert len(speech.texts) == 3, "the first clause is too long for one segment"
+    assert "".join(speech.texts) == "".join(iter_speech_segments(text, 50))
+    assert "twenty-five cats" in speech.texts[2]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def slow_answer(
+    monkeypatch: pytest.MonkeyPatch, *, is_reproducible: bool, with_speech: bool = True
+) -> tuple[list[str], float | None]:
+    """What is spoken half a second after the first clause, and how long the processor waits for further items."""
+    clock, words = Clock(), ["Well, ", "my dear old friend, ", "it is"]
+    monkeypatch.setattr(output_processor, "LiveSegmenter", partial(LiveSegmenter, clock))
+    speech = FakeSpeechStream()
+    run = ChatOutputProcessor(
+        cast(Detokenizer, Words(words)),
+        SamplingParams(),
+        prompt_tokens=1,
+        speech_stream=cast(SpeechStream, speech) if with_speech else None,
+        is_reproducible=is_reproducible,
+        max_segment_length=50,
+        sample_rate=44100,
+        timings=Timings(),
+    )
+    for token in range(len(words)):
+        run.accept(TokenItem(token=token, finish=None))
+    assert not speech.texts
+    clock.now = 0.5
+    run.accept(None)
+    wait_s = run.wait_s
+    run.accept(TokenItem(token=0, finish="stop"))
+    assert run.wait_s is None, "nothing is to be cut any more"
+    return speech.texts, wait_s
+
+
+def test_the_first_clause_is_spoken_after_a_short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, wait_s = slow_answer(monkeypatch, is_reproducible=False)
+    assert texts[0] == "Well, my dear old friend,"
+    assert wait_s is not None and 0.0 < wait_s <= 0.1
+
+
+def test_seeded_speech_does_not_depend_on_the_speed_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, wait_s = slow_answer(monkeypatch, is_reproducible=True)
+    assert "".join(texts).startswith("Well, my dear old friend, it is") and wait_s is None
+
+
+def test_an_answer_without_speech_waits_for_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert slow_answer(monkeypatch, is_reproducible=False, with_speech=False) == ([], None)
+
+
+class FakeTalker:
+    """A talker loop that records what a speech stream asks of it."""
+
+    def __init__(self) -> None:
+        self.is_behind: Callable[[], bool] = lambda: False
+        self.num_wakes = 0
+        self.cancelled: list[int] = []
+        self.added: list[tuple[int, SimpleNamespace]] = []
+
+    def open(self, emit: Callable[[Item], None], is_behind: Callable[[], bool]) -> int:
+        self.emit, self.is_behind = emit, is_behind
+        return 7
+
+    def add(self, stream: int, segment: SimpleNamespace) -> None:
+        self.added.append((stream, segment))
+
+    def wake(self) -> None:
+        self.num_wakes += 1
+
+    def cancel(self, stream: int) -> None:
+        self.cancelled.append(stream)
+
+
+class FakePlanner:
+    """Segments of three prompt tokens."""
+
+    def segment(self, text: str, index: int, params: SpeechParams, noise: NoiseSource) -> SimpleNamespace:
+        return SimpleNamespace(text=text, index=index, noise=noise, input_ids=[1, 2, 3])
+
+
+def speech_stream(
+    texts: Sequence[str], *, max_pending_patches: int = 3
+) -> tuple[SpeechStream, RequestStream, FakeTalker]:
+    """A speech stream with these segments. Items that its talker emits are in the request's stream at once."""
+    event_queue = SimpleNamespace(put=lambda stream, item: stream.accept(item))
+    items = RequestStream(cast(EventQueue, event_queue))
+    talker = FakeTalker()
+    stream = SpeechStream(
+        cast(SpeechPlanner, FakePlanner()),
+        cast(TalkerLoop, talker),
+        SpeechParams(),
+        items,
+        noise=PhiloxNoise(4),
+        max_pending_patches=max_pending_patches,
+    )
+    stream.enqueue(texts)
+    return stream, items, talker
+
+
+def patch(*, is_segment_end: bool = False, is_capped: bool = False) -> PatchItem:
+    return PatchItem(
+        samples=np.zeros(10, np.float32),
+        latents=np.zeros((1, 2), np.float32),
+        stop_probability=0.1,
+        is_segment_end=is_segment_end,
+        is_capped=is_capped,
+    )
+
+
+def test_speech_pauses_at_the_limit_of_unread_patches_and_resumes_when_one_is_read() -> None:
+    stream, items, talker = speech_stream(["One."], max_pending_patches=3)
+    are_behind = []
+    for _ in range(3):
+        talker.emit(patch())
+        are_behind.append(talker.is_behind())
+    assert are_behind == [False, False, True]
+
+    async def read() -> None:
+        for num_wakes in (1, 1, 1):  # woken once, by the read that makes room
+            item = await items.get(1.0)
+            assert isinstance(item, PatchItem)
+            stream.consumed(item)
+            assert talker.num_wakes == num_wakes and not talker.is_behind()
+
+    asyncio.run(read())
+    assert (stream.num_patches, stream.num_samples) == (3, 30)
+
+
+def test_a_closed_speech_stream_is_cancelled_in_the_talker() -> None:
+    stream, _, talker = speech_stream(["One.", "Two."])
+    assert [(name, segment.text, segment.index) for name, segment in talker.added] == [
+        (7, "One.", 0),
+        (7, "Two.", 1),
+    ]
+    assert {segment.noise for _, segment in talker.added} == {PhiloxNoise(4)}
+    assert stream.prompt_tokens == 6
+    stream.close()
+    assert talker.cancelled == [7]
+
+
+@pytest.mark.parametrize(
+    ("capped", "reason"), [((), "stop"), ((0,), "length"), ((1,), "length"), ((0, 1), "length")]
+)
+def test_speech_that_was_cut_anywhere_says_so(capped: Sequence[int], reason: str) -> None:
+    stream, _, _ = speech_stream(["One.", "Two."])
+    run = SpeechOutputProcessor(stream, sample_rate=5, timings=Timings())
+    events: list[Event] = []
+    for segment in range(2):
+        assert not run.is_done
+        events += run.accept(patch())
+        events += run.accept(patch(is_segment_end=True, is_capped=segment in capped))
+    assert run.is_done and [type(event) for event in events] == [AudioDelta] * 4 + [Done]
+    assert isinstance(events[-1], Done) and events[-1].finish_reason == reason
+    assert events[-1].usage == Usage(prompt_tokens=6, completion_tokens=0, audio_patches=4, audio_seconds=8.0)
+
+
+def test_a_token_in_a_speech_request_is_an_error() -> None:
+    stream, _, _ = speech_stream(["One."])
+    run = SpeechOutputProcessor(stream, sample_rate=5, timings=Timings())
+    with pytest.raises(WorkerError, match="TokenItem"):
+        run.accept(TokenItem(token=1, finish=None))

@@ -9,6 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from preprocess_data import CHECKPOINT, config, document, talker_tokenizer, tokenizer
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Metaspace
+from tokenizers.processors import TemplateProcessing
 
 from mingc.errors import IntegrityError
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
@@ -101,6 +105,24 @@ def test_truncation_and_padding_of_a_file_are_disabled(tmp_path: Path) -> None:
     file.write_text(json.dumps(data), encoding="utf-8")
     text = "Hello, how are you today?"
     assert TextTokenizer.from_file(file).encode(text) == CASES[text]["ids"]
+
+
+def word_tokenizer() -> Tokenizer:
+    """A tokenizer of whole words that marks spaces, drops the first one, and adds a begin token when asked to."""
+    words = Tokenizer(WordLevel({"[BEGIN]": 0, "▁one": 1, "▁two": 2, "▁three": 3}, unk_token="[BEGIN]"))
+    words.pre_tokenizer, words.decoder = Metaspace(), decoders.Metaspace()
+    words.post_processor = TemplateProcessing(single="[BEGIN] $0", special_tokens=[("[BEGIN]", 0)])
+    return words
+
+
+def test_spaces_between_words_are_kept_where_decoding_drops_the_first() -> None:
+    detokenizer = TextTokenizer(word_tokenizer()).detokenizer()
+    assert [detokenizer.push(token) for token in (1, 2, 3)] == ["one", " two", " three"]
+
+
+def test_no_special_token_is_added_to_a_text() -> None:
+    assert word_tokenizer().encode("one two").ids == [0, 1, 2]
+    assert TextTokenizer(word_tokenizer()).encode("one two") == [1, 2]
 
 
 def test_invalid_files_and_unknown_tokens_are_named(tmp_path: Path) -> None:
