@@ -16,6 +16,7 @@ from torch import Tensor
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.thinker import layers, worker
+from mingc.runtime.thinker.device_sampler import sampling_columns
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy, StepLatencyModel
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
@@ -147,7 +148,7 @@ def test_every_rank_goes_on_with_the_tokens_of_rank_0(
     stage = make_stage()
     rank = make_thinker_worker(stage, is_static=True)
     embedded = record_ids(stage)
-    sampling = np.array([[temperature, 0, 1, 0, 1, 0.5]])
+    sampling = np.array([sampling_columns(SamplingParams(temperature=temperature), 0.5)])
     prefill = PrefillStep(
         input_ids=np.array([5, 6, 7]),
         positions=np.zeros((3, 3), np.int64),
