@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from all_reduce_group import run_ranks
 from all_reduce_rank import rank_input
 
+from mingc.errors import WorkerError
 from mingc.runtime.distributed import process_group
 from mingc.runtime.distributed.algorithms import split_into_lanes
 from mingc.runtime.distributed.all_reduce import (
+    AlgorithmName,
     Algorithms,
     AllReduce,
     AllReduceTiming,
+    _is_candidate,
     create_all_reduce,
     select_algorithms,
 )
@@ -84,6 +89,38 @@ def test_a_message_is_dispatched_by_its_size_and_dtype() -> None:
     assert one_shot.sizes == [64] and two_shot.sizes == [96] and collective.sizes == [160, 64]
 
 
+@pytest.mark.parametrize(
+    ("num_bytes", "expected"),
+    [
+        (2**13, ["collective", "one-shot"]),
+        (2**17, ["collective", "one-shot", "two-shot"]),
+        (2**22, ["collective", "one-shot", "two-shot"]),
+        (2**22 + 16, ["collective", "two-shot"]),
+        (2**30, ["collective", "two-shot"]),
+    ],
+)
+def test_only_small_messages_get_buffers_of_the_one_shot_kernel(num_bytes: int, expected: list[str]) -> None:
+    names: tuple[AlgorithmName, ...] = ("collective", "one-shot", "two-shot")
+    assert [name for name in names if _is_candidate(name, num_bytes)] == expected
+
+
+@pytest.mark.timeout(60)
+def test_a_group_that_does_not_come_together_says_so_and_leaves_multicast_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "2")  # what a user sets is kept
+    store = process_group.host_store(timeout_s=5)
+    with pytest.raises(WorkerError, match="rank 0 of 2 cannot join the group") as error:
+        process_group.init(rank=0, world_size=2, port=store.port, timeout_s=0.5)
+    assert error.value.where == f"port {store.port}"
+    assert os.environ["NCCL_NVLS_ENABLE"] == "2"
+    assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+    assert process_group.num_ranks() == 1
+
+
 @pytest.mark.parametrize("numel", [8, 64, 65 * 8, 1000 * 8, 4096 * 8 + 8])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4])
 def test_lanes_cover_a_message_once_and_are_aligned(numel: int, count: int) -> None:
@@ -116,6 +153,7 @@ def test_two_processes_get_the_same_sums_columns_and_values_of_rank_0() -> None:
         own, other = (rank_input(rank, rows[0], width) for rank in range(2))
         assert torch.equal(torch.tensor(result["gathered"]), torch.cat([own, other], dim=1))
         assert torch.equal(torch.tensor(result["broadcast"]), own)
+        assert result["agree"] == [False, True]
 
 
 def test_one_rank_needs_no_group_to_gather_and_broadcast() -> None:

@@ -71,6 +71,26 @@ def test_steps_are_received_unchanged() -> None:
         assert receive_step(theirs) is None
 
 
+def test_embeddings_that_are_a_view_are_sent() -> None:
+    ours, theirs = socket.socketpair()
+    embeds = torch.randn(4, 6)[:, ::2]
+    step = PrefillStep(
+        input_ids=np.arange(4),
+        positions=np.zeros((3, 4), np.int64),
+        embed_kind=np.ones(4, np.int64),
+        embeds=embeds,
+        counts=np.array([4]),
+        starts=np.array([0]),
+        pages=np.array([[1]]),
+        slots=np.array([0]),
+    )
+    with ours, theirs:
+        broadcast_step([ours], step, timeout_s=60)
+        received = receive_step(theirs)
+    assert isinstance(received, PrefillStep) and received.embeds is not None
+    assert torch.equal(received.embeds, embeds)
+
+
 def make_decode_step() -> DecodeStep:
     return DecodeStep(
         input_ids=np.array([3]), positions=np.array([8]), lengths=np.array([9]), pages=np.array([[1]])

@@ -552,3 +552,18 @@ def record_embedded_rows(stage: LoadedStage) -> list[tuple[object, ...]]:
 
     engine.run = record  # type: ignore[method-assign]
     return rows
+
+
+@pytest.mark.parametrize("is_static", [False, True], ids=["host samples", "device samples"])
+def test_a_failed_chunk_fails_every_prompt_in_it_and_no_other(is_static: bool) -> None:
+    stage = make_thinker_stage(fail_on=FAILING_ID, max_prompts=4)
+    loop = make_thinker_loop(stage, is_static=is_static)
+    before = thinker_resources(loop)
+    running = ask(loop, PROMPTS[0], max_tokens=12)
+    run_step(loop)
+    sharing = [ask(loop, each) for each in (prompt([4, 5]), prompt([1, FAILING_ID]), prompt([7]))]
+    run_until_idle(loop)
+    for each in sharing:
+        assert [type(item) for item in each.items] == [FailedItem]
+    assert running.tokens() == answer_alone(PROMPTS[0], is_static=is_static, max_tokens=12)
+    assert thinker_resources(loop) == before

@@ -2,8 +2,9 @@
 
 JOB is JSON: rank, world_size, port, device, dtype, width, tokens, rows, repeated. Prints JSON: `plan`; `sums`, one per
 count of `rows`, from eager calls; `replayed`, the same from a CUDA graph; `gathered` and `broadcast`, from
-`rank_input` of the first count; `wrong`, the number of wrong values for each
-count of `repeated` and each algorithm over symmetric memory, where a graph is replayed back to back on changing data.
+`rank_input` of the first count; `agree`, whether all ranks have a flag that only rank 0 has, and one that all have;
+`wrong`, the number of wrong values for each count of `repeated` and each algorithm over symmetric memory, where a graph
+is replayed back to back on changing data.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from mingc.runtime.distributed.algorithms import (
     OneShotAllReduce,
     TwoShotAllReduce,
 )
+from mingc.runtime.distributed.all_reduce import _is_true_on_all_ranks as is_true_on_all_ranks
 from mingc.runtime.distributed.all_reduce import create_all_reduce, is_correct
 
 REPEATS = 100
@@ -106,7 +108,11 @@ def main() -> None:
     own = rank_input(job["rank"], job["rows"][0], width).to(device, dtype)
     gathered = process_group.all_gather_last(own).float().cpu().tolist()
     process_group.broadcast_from_rank0_(own)
-    others = {"gathered": gathered, "broadcast": own.float().cpu().tolist()}
+    others = {
+        "gathered": gathered,
+        "broadcast": own.float().cpu().tolist(),
+        "agree": [is_true_on_all_ranks(flag, device) for flag in (job["rank"] == 0, True)],
+    }
     wrong = []
     for rows in job["repeated"]:
         num_bytes = rows * width * dtype.itemsize

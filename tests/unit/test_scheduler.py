@@ -323,6 +323,15 @@ def test_prompt_longer_than_the_context_is_the_clients_fault() -> None:
     assert error.value.code == "context_length_exceeded"
 
 
+def test_a_request_has_no_more_tokens_than_all_pages_hold() -> None:
+    scheduler = make_thinker(num_pages=5, max_context=64)  # 4 pages of 4 tokens
+    assert scheduler.max_new_tokens(10, 100) == 6
+    with pytest.raises(RequestError, match="the context holds 16 with the answer"):
+        scheduler.max_new_tokens(16, 1)
+    scheduler.add(1, prompt_tokens=10, max_tokens=6)
+    assert not scheduler.plan().is_empty, "it would wait for ever"
+
+
 def test_removal_frees_pages_at_once_in_every_state() -> None:
     scheduler = make_thinker(max_running=2)
     for request in (1, 2, 3):
