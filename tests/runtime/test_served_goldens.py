@@ -1,13 +1,12 @@
-"""Recorded prompts and speech through the loops of a server, alone and together: what the official modules computed.
+"""Recorded prompts through the thinker loop of a server, alone and together: what the official modules computed.
 
-The engines are those of `eager_artifact`; noise and embeddings are recorded, everything between them is the server's.
+The engines are those of `eager_artifact`; embeddings are recorded, everything between them is the server's.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +14,19 @@ import numpy as np
 import pytest
 import torch
 from collector import Collector
-from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from mingc.artifacts.artifact import open_artifact
-from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
-from mingc.runtime.engines.stage_loader import load_stage
 from mingc.runtime.prompt import AUDIO, VISION, ThinkerPrompt
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.request_stream import TokenItem
 from mingc.runtime.service.builder import EngineOptions, open_service
 from mingc.runtime.service.omni import OmniService
-from mingc.runtime.talker.worker import Patch, SpeechSegment, TalkerWorker
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.worker import StepOptions
 
 DATA = Path(__file__).parents[1] / "data"
 THINKER = load_file(DATA / "thinker.safetensors")
-TALKER = load_file(DATA / "talker.safetensors")
 CASES = ("text", "image", "audio", "mixed", "video")
-LOOPS = ("plain", "sde", "clone")
-CPU = torch.device("cpu")
-Floats = NDArray[np.float32]
 
 
 def thinker_prompt(case: str) -> ThinkerPrompt:
@@ -125,107 +115,3 @@ def penalized_greedy(case: str, penalty: float) -> list[int]:
             break
         seen.add(tokens[-1])
     return tokens
-
-
-@dataclass(frozen=True)
-class RecordedNoise:
-    """The noise of a recorded loop, as of its segment 0."""
-
-    case: str
-
-    def start(self, segment: int, patch: int, shape: tuple[int, ...]) -> Floats:
-        assert segment == 0
-        noise: Floats = TALKER[f"{self.case}.y0"][patch, 0]
-        assert noise.shape == shape
-        return noise
-
-    def diffusion(self, segment: int, patch: int, shape: tuple[int, ...]) -> Floats:
-        assert segment == 0
-        noise: Floats = TALKER[f"{self.case}.sde_rnd"][patch, :, 0]
-        assert noise.shape == shape
-        return noise
-
-
-def recorded_segment(name: str) -> SpeechSegment:
-    """The recorded prompt embeddings and arguments of a loop; a part of the prompt is a prefix."""
-    case = f"loop.{name}"
-    embeds = TALKER[f"{case}.inputs_embeds"][0]
-    guidance, sigma, temperature = map(float, TALKER[f"{case}.sde_args"])
-    return SpeechSegment(
-        input_ids=np.zeros(len(embeds), np.int64),
-        embed_rows=np.arange(len(embeds)),
-        embeds=embeds,
-        num_prefix=40,
-        history=TALKER[f"{case}.first_history"][0],
-        noise=RecordedNoise(case),
-        index=0,
-        max_patches=len(TALKER[f"{case}.y0"]),
-        guidance=guidance,
-        sigma=sigma,
-        temperature=temperature,
-    )
-
-
-@pytest.fixture(scope="module", params=[1, 2], ids=["one patch in flight", "two"])
-def worker(eager_artifact: Path, request: pytest.FixtureRequest) -> TalkerWorker:
-    artifact = open_artifact(eager_artifact)
-    stages = [load_stage(artifact, name, CPU) for name in ("talker", "cfm", "audio_vae")]
-    return TalkerWorker(
-        *stages,
-        parameters=artifact.manifest.parameters_of("talker", TalkerParameters),
-        flow=artifact.manifest.parameters_of("cfm", CfmParameters),
-        vae=artifact.manifest.parameters_of("audio_vae", VaeParameters),
-        num_slots=5,
-        device=CPU,
-        depth=request.param,
-    )
-
-
-def speak(worker: TalkerWorker, segments: dict[int, SpeechSegment]) -> dict[int, list[Patch]]:
-    """All patches of each slot's segment. They start one patch after the other."""
-    waiting = list(segments.items())
-    patches: dict[int, list[Patch]] = {slot: [] for slot in segments}
-    running: list[int] = []
-    while waiting or running or worker.num_in_flight:
-        if waiting:
-            slot, segment = waiting.pop(0)
-            worker.add(slot, segment)
-            running.append(slot)
-        ready = [slot for slot in running if worker.is_launchable(slot)]
-        if ready:
-            worker.launch(ready)
-        if worker.num_in_flight == worker.depth or not ready:
-            for slot, patch in worker.collect().items():
-                patches[slot].append(patch)
-                if patch.is_last:
-                    running.remove(slot)
-                    worker.remove(slot)
-    return patches
-
-
-def check_speech(name: str, patches: list[Patch], worker: TalkerWorker) -> None:
-    case = f"loop.{name}"
-    ended = TALKER[f"{case}.ended"]
-    count = int(ended.argmax()) + 1 if ended.any() else len(ended)
-    assert [patch.is_last for patch in patches] == [False] * (count - 1) + [True], name
-    assert patches[-1].is_capped is not bool(ended.any())
-    latents = np.stack([patch.latents for patch in patches])
-    np.testing.assert_allclose(latents, TALKER[f"{case}.gen_lat"][:count, 0], atol=2e-4, err_msg=name)
-    stop = [patch.stop_probability for patch in patches]
-    np.testing.assert_allclose(stop, TALKER[f"{case}.stop_prob"][:count, 1], atol=1e-4, err_msg=name)
-    assert sum(len(patch.samples) for patch in patches) == count * worker.samples_per_patch
-
-
-def test_recorded_loops_are_spoken_as_recorded(worker: TalkerWorker) -> None:
-    """Each alone and then all at once with a further copy of one, in slots that have been used."""
-    alone = {name: speak(worker, {1: recorded_segment(name)})[1] for name in LOOPS}
-    for name, patches in alone.items():
-        check_speech(name, patches, worker)
-    slots = dict(zip((3, 1, 4, 2), (*LOOPS, "plain"), strict=True))
-    together = speak(worker, {slot: recorded_segment(name) for slot, name in slots.items()})
-    for slot, name in slots.items():
-        check_speech(name, together[slot], worker)
-        whole, again = (
-            np.concatenate([each.samples for each in run]) for run in (alone[name], together[slot])
-        )
-        np.testing.assert_allclose(again, whole, atol=1e-4, err_msg=name)
