@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 from mingc.artifacts.codec import decode, encode
 from mingc.artifacts.parameter_ranges import range_problems
 from mingc.artifacts.parameters import BUILT_IN
+from mingc.artifacts.signature_problems import signature_problems
 from mingc.artifacts.spec import GraphSpec
 from mingc.artifacts.stage_graph import StageGraph
 from mingc.artifacts.target import KernelConfig
@@ -285,10 +286,19 @@ def read_manifest(artifact: Path) -> Manifest:
     try:
         manifest = decode(Manifest, {key: value for key, value in document.items() if key != _HASH_KEY})
         problems = [*_graph_problems(manifest), *_record_problems(manifest)]
+        built_in = {}
         for name, kind in BUILT_IN.items():
             if name in manifest.parameters:
                 where = f"$.parameters.{name}"
-                problems += range_problems(decode(kind, manifest.parameters[name], where), where)
+                read = decode(kind, manifest.parameters[name], where)
+                built_in[name] = encode(read)
+                problems += range_problems(read, where)
+        if not problems:
+            signatures = {
+                stage: {graph: each.spec for graph, each in record.graphs.items()}
+                for stage, record in manifest.stages.items()
+            }
+            problems += signature_problems(built_in, signatures, manifest.fingerprint.world_size)
     except ManifestError as error:
         raise ManifestError(error.message, where=f"{path}: {error.where}", fix=_FIX) from error
     if problems:

@@ -59,7 +59,7 @@ AUDIO = AudioParameters(
     fft_size=400,
     hop_samples=160,
     max_frames=3000,
-    frames_per_token=8,
+    frames_per_token=4,
     hidden_size=64,
 )
 VAE = VaeParameters(

@@ -38,7 +38,7 @@ from mingc.runtime.service.encoders import AudioEncoder, VisionEncoder
 from mingc.runtime.service.omni import ChatPipeline, OmniService, SpeechPipeline
 from mingc.runtime.service.startup import StartupClock
 from mingc.runtime.talker.loop import TalkerLoop
-from mingc.runtime.talker.planner import SpeechPlanner, load_voice
+from mingc.runtime.talker.planner import SpeechPlanner, VoicePack, load_voice
 from mingc.runtime.talker.scheduler import TalkerScheduler
 from mingc.runtime.talker.worker import TalkerWorker
 from mingc.runtime.thinker.loop import StepRunner, ThinkerLoop
@@ -317,6 +317,8 @@ def _load_speech(
     flow = manifest.parameters_of(path.sampler, CfmParameters)
     vae = manifest.parameters_of(path.vocoder, VaeParameters)
     voices = {record.name: load_voice(artifact, record) for record in manifest.voices}
+    for voice in voices.values():
+        _check_voice(voice, talker, flow)
     names = (path.speech_llm, path.sampler, path.vocoder)
     largest = min(_largest(manifest, name, "B") for name in names)
     slots = 1 + min(options.max_speech_seqs or largest, largest)
@@ -350,6 +352,23 @@ def _load_speech(
     return SpeechPipeline(
         planner=planner, loop=TalkerLoop(worker, scheduler), max_segment_length=talker.max_segment_length
     )
+
+
+def _check_voice(voice: VoicePack, talker: TalkerParameters, flow: CfmParameters) -> None:
+    """Raises: ArtifactError when the tensors of `voice` do not fit the engines."""
+    patches = len(voice.embeds)
+    found = (voice.latents.shape, voice.embeds.shape, voice.speaker.shape)
+    expected = (
+        (patches * flow.latents_per_patch, flow.latent_dim),
+        (patches, talker.hidden_size),
+        (talker.hidden_size,),
+    )
+    if found != expected:
+        raise ArtifactError(
+            f"voice {voice.name} has tensors of shape {found}; this model's have {expected}",
+            where="voices",
+            fix="export again from the checkpoint of this model",
+        )
 
 
 def _info(

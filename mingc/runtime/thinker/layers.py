@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mingc.artifacts.spec import join_path
+from mingc.errors import ArtifactError
 from mingc.runtime.distributed.comm_stream import CommStream
 from mingc.runtime.distributed.process_group import all_gather_last
 from mingc.runtime.engines.base import Graph
@@ -178,7 +179,14 @@ def _layers(stage: LoadedStage, state: Mapping[str, Tensor], kind: str) -> list[
         pages = {each.name: state[join_path(instance, each.name)] for each in attention.spec.state}
         halves.append((attention, pages))
         layer = instance.removesuffix(".attention")
-        halves.append((feed_forwards[f"{layer}.feed_forward"], {}))
+        feed_forward = feed_forwards.get(f"{layer}.feed_forward")
+        if feed_forward is None:
+            raise ArtifactError(
+                f"layer {layer} has attention but no feed-forward: neither graph dense nor {kind}_experts has it",
+                where=f"manifest.json, stage {stage.name}",
+                fix="copy the artifact again, or export again",
+            )
+        halves.append((feed_forward, {}))
     return halves
 
 

@@ -1,0 +1,163 @@
+"""Audio comparison: audible faults are found, and rounding error is not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+from mingc.dsp.resample import resample
+from mingc.verify.audio_comparison import LIMITS, compare_audio
+
+Wave = NDArray[np.float32]
+
+HZ = 44100
+PATCH = 14112  # samples of a patch of the released model
+DATA = Path(__file__).parents[1] / "data"
+
+
+def _speech() -> Wave:
+    """Syllables of another pitch and loudness every 0.16 s, with harmonics and some noise."""
+    generator = np.random.default_rng(7)
+    parts = []
+    for _ in range(14):
+        time = np.arange(PATCH // 2) / HZ
+        pitch, loudness = generator.uniform(110, 300), generator.uniform(0.05, 0.5)
+        tone = sum(np.sin(2 * math.pi * pitch * k * time) / k for k in range(1, 20))
+        parts.append(loudness * np.hanning(len(time)) * tone / 3)
+    wave = np.concatenate(parts)
+    return (wave + 0.003 * generator.standard_normal(len(wave))).astype(np.float32)
+
+
+def _recorded() -> Wave:
+    """What the reference's decoder made of random latents."""
+    return np.asarray(load_file(DATA / "vae.safetensors")["dec.sliding.wav"][0, 0], np.float32)
+
+
+WAVES = {"speech": _speech(), "decoder": _recorded()}
+
+
+def off(found: Wave, recorded: Wave, *, hz: int = HZ) -> set[str]:
+    differences = compare_audio(found, recorded, found_hz=hz, recorded_hz=HZ)
+    assert [each.figure for each in differences] == [*LIMITS]
+    return {each.figure for each in differences if each.is_off}
+
+
+def half_speed(wave: Wave) -> Wave:
+    return resample(wave, HZ // 2, HZ)
+
+
+def other_rate_resampled(wave: Wave) -> Wave:
+    return resample(wave, 48000, HZ)
+
+
+def silence(wave: Wave) -> Wave:
+    return np.zeros_like(wave)
+
+
+def louder(wave: Wave) -> Wave:
+    return 1.05 * wave
+
+
+def clipped(wave: Wave) -> Wave:
+    limit = 0.7 * np.abs(wave).max()
+    return np.clip(wave, -limit, limit)
+
+
+def shuffled(wave: Wave) -> Wave:
+    patches = [wave[first : first + PATCH] for first in range(0, len(wave), PATCH)]
+    return np.concatenate(patches[1::-1] + patches[2:])
+
+
+def late(wave: Wave) -> Wave:
+    return np.concatenate([np.zeros(441, np.float32), wave[:-441]])
+
+
+def low_passed(wave: Wave) -> Wave:
+    spectrum = np.fft.rfft(wave)
+    spectrum[np.fft.rfftfreq(len(wave), 1 / HZ) > 4000] = 0
+    return np.fft.irfft(spectrum, len(wave)).astype(np.float32)
+
+
+def cut(wave: Wave) -> Wave:
+    return wave[:-1]
+
+
+def last_patch_lost(wave: Wave) -> Wave:
+    return np.concatenate([wave[:-PATCH], np.zeros(PATCH, np.float32)])
+
+
+def not_a_number(wave: Wave) -> Wave:
+    return np.concatenate([wave[:-1], np.float32([np.nan])])
+
+
+FAULTS: dict[Callable[[Wave], Wave], set[str]] = {
+    half_speed: {"duration", "spectral centroid", "mel distance"},
+    other_rate_resampled: {"duration", "spectral centroid", "mel distance"},
+    silence: {"RMS", "peak", "spectral centroid", "mel distance"},
+    louder: {"RMS", "peak"},
+    clipped: {"peak"},
+    shuffled: {"mel distance"},
+    late: {"mel distance"},
+    low_passed: {"spectral centroid", "mel distance"},
+    cut: {"duration"},
+    last_patch_lost: {"RMS", "mel distance"},
+    not_a_number: {"RMS", "peak", "spectral centroid", "mel distance"},
+}
+
+
+@pytest.mark.parametrize("name", WAVES)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_an_audible_fault_is_found_by_its_figures(fault: Callable[[Wave], Wave], name: str) -> None:
+    assert off(fault(WAVES[name]), WAVES[name]) >= FAULTS[fault]
+
+
+@pytest.mark.parametrize("name", WAVES)
+def test_the_same_samples_at_another_rate_are_found(name: str) -> None:
+    found = off(WAVES[name], WAVES[name], hz=48000)
+    assert found >= {"sample rate", "duration", "spectral centroid", "mel distance"}
+
+
+@pytest.mark.parametrize("name", WAVES)
+def test_a_resampled_wave_differs_in_its_rate(name: str) -> None:
+    assert "sample rate" in off(resample(WAVES[name], HZ, 48000), WAVES[name], hz=48000)
+
+
+@pytest.mark.parametrize("name", WAVES)
+@pytest.mark.parametrize(
+    "relative", [0.0, 1e-6, 1e-4, 2e-3]
+)  # of the largest sample; 16-bit PCM rounds by 1.5e-5, bfloat16 by 2e-3
+def test_rounding_error_passes(name: str, relative: float) -> None:
+    wave = WAVES[name]
+    noise = np.random.default_rng(1).uniform(-1, 1, len(wave)) * relative * np.abs(wave).max()
+    assert off((wave + noise).astype(np.float32), wave) == set()
+
+
+def test_a_figure_names_both_values_and_the_limit() -> None:
+    wave = WAVES["speech"]
+    (rms,) = (
+        each for each in compare_audio(2 * wave, wave, found_hz=HZ, recorded_hz=HZ) if each.figure == "RMS"
+    )
+    assert rms.found == pytest.approx(2 * rms.recorded)
+    assert rms.difference == pytest.approx(1.0)
+    assert rms.describe().startswith("RMS ") and "allowed 0.02" in rms.describe()
+
+
+@pytest.mark.parametrize("length", [0, 1, 5000])
+def test_silence_equals_silence_and_nothing_else(length: int) -> None:
+    nothing = np.zeros(length, np.float32)
+    assert off(nothing, nothing) == set()
+    assert off(np.ones(5000, np.float32), nothing) >= {"RMS", "peak"}
+
+
+def test_wider_limits_may_be_given() -> None:
+    wave = WAVES["speech"]
+    differences = compare_audio(
+        1.05 * wave, wave, found_hz=HZ, recorded_hz=HZ, limits={**LIMITS, "RMS": 0.1, "peak": 0.1}
+    )
+    assert not any(each.is_off for each in differences)
