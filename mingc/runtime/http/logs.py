@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import sys
+import textwrap
 import time
 import uuid
 from contextvars import ContextVar
@@ -16,6 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mingc.runtime.http.metrics import CLIENT_GONE, route_of
+from mingc.runtime.http.printable import printable
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -26,7 +28,6 @@ REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 access_log = logging.getLogger("mingc.access")
 
 _VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _PROBES = ("/health", "/ready", "/metrics")
 _BURST = 20  # equal lines within one window
 _WINDOW_S = 10.0
@@ -53,9 +54,10 @@ class TextFormatter(logging.Formatter):
         request_id = REQUEST_ID.get()
         head = f"{self.formatTime(record)} {record.levelname} {record.name}"
         text = f"{head}{f' [{request_id}]' if request_id else ''} {_message(record)}"
-        return (
-            text if record.exc_info is None else f"{text}\n{_escape(self.formatException(record.exc_info))}"
-        )
+        if record.exc_info is None:
+            return text
+        # Indented: the text of an exception may look like a line of its own.
+        return f"{text}\n{textwrap.indent(printable(self.formatException(record.exc_info)), '  ')}"
 
 
 class JsonFormatter(logging.Formatter):
@@ -79,12 +81,8 @@ class JsonFormatter(logging.Formatter):
 
 def _message(record: logging.LogRecord) -> str:
     """The message on one line: a client's text can neither begin a line nor send terminal commands."""
-    text = _escape(record.getMessage()).replace("\n", "\\n")
+    text = printable(record.getMessage()).replace("\n", "\\n")
     return text if len(text) <= _LINE_CHARACTERS else text[: _LINE_CHARACTERS - 1] + "…"
-
-
-def _escape(text: str) -> str:
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 @dataclass(slots=True)

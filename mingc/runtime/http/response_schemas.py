@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from mingc.errors import MingcError, RequestError, ServeError
+from mingc.runtime.http.printable import printable
 from mingc.runtime.request import Done, FinishReason, ServiceInfo, Usage
 
 Json = dict[str, object]
@@ -53,7 +54,8 @@ def error_body(error: BaseException) -> dict[str, ErrorBody]:
 
 
 def _error(message: str, error_type: str, param: str | None, code: str | None) -> dict[str, ErrorBody]:
-    return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
+    shown = param if param is None else printable(param)
+    return {"error": {"message": printable(message), "type": error_type, "param": shown, "code": code}}
 
 
 def models_list(info: ServiceInfo, created: int) -> Json:
