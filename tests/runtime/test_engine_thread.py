@@ -86,6 +86,36 @@ def test_what_arrives_during_the_wait_ends_it(how: str, jobs: Jobs) -> None:
     assert jobs.done.wait(_WAIT_S), f"`{how}` did not wake the thread"
 
 
+def test_a_thread_whose_step_raises_fails_its_requests_and_refuses_others(jobs: Jobs) -> None:
+    def crash() -> None:
+        raise ZeroDivisionError("a bug")
+
+    jobs.arrive = crash
+    jobs.start()
+    assert jobs.done.wait(_WAIT_S), "requests hang"
+    assert jobs.failures[0].message == "the jobs failed: a bug"
+    assert not jobs.is_healthy
+    with pytest.raises(ServeError, match="a bug"):
+        jobs._check_healthy()
+
+
+def test_the_first_failure_counts_and_a_stopped_thread_fails_its_requests(jobs: Jobs) -> None:
+    jobs.fail(ServeError("first"))
+    jobs.fail(ServeError("second"))
+    jobs.start()
+    assert jobs.done.wait(_WAIT_S)
+    jobs.stop()
+    assert {error.message for error in jobs.failures} == {"first"} and not jobs._thread.is_alive()
+
+
+def test_a_stopped_thread_says_so(jobs: Jobs) -> None:
+    jobs.start()
+    jobs.stop()
+    assert [error.message for error in jobs.failures] == ["the jobs was stopped"]
+    with pytest.raises(ServeError, match="the jobs is stopping"):
+        jobs._check_healthy()
+
+
 def test_a_chat_that_arrives_before_the_wait_is_answered_at_once(
     started: Callable[..., EngineThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,7 +32,17 @@ from mingc.runtime.request import AudioDelta, Done, Event, TextDelta, TextDone, 
 RATE = 24000
 LENGTHS = (5000, 4000, 3001)  # neither a patch nor the whole is a multiple of FLAC's block of 4,096
 TEXT = ["Good", "", " morn", "ing 你"]
-DONE = Done(finish_reason="length", usage=Usage(prompt_tokens=3, completion_tokens=4, audio_patches=3))
+DONE = Done(
+    finish_reason="length",
+    usage=Usage(prompt_tokens=7, completion_tokens=4, audio_patches=3, audio_seconds=0.5),
+)
+USAGE = {
+    "prompt_tokens": 7,
+    "completion_tokens": 4,
+    "total_tokens": 11,
+    "audio_patches": 3,
+    "audio_seconds": 0.5,
+}
 BUILDER = ChatResponseBuilder(request_id="chatcmpl-1", model="m", include_usage=True)
 
 
@@ -122,7 +132,8 @@ def test_a_streamed_chat_has_all_its_text_audio_and_usage(audio: AudioSpec) -> N
     assert client.body.endswith(b"data: [DONE]\n\n")
     *chunks, finish, usage = client.objects
     assert (finish["choices"][0]["finish_reason"], finish["choices"][0]["delta"]) == ("length", {})
-    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 4
+    assert usage["choices"] == [] and usage["usage"] == USAGE
+    assert len({chunk["id"] for chunk in client.objects}) == 1
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas[0]["role"] == "assistant"
     assert [delta["content"] for delta in deltas[1:] if "content" in delta] == TEXT
@@ -135,6 +146,7 @@ def test_a_streamed_chat_has_all_its_text_audio_and_usage(audio: AudioSpec) -> N
 def test_a_whole_chat_has_all_its_text_audio_and_usage(audio: AudioSpec) -> None:
     client = respond(lambda response: write_chat(events(), BUILDER, audio, response))
     assert client.headers[b"content-length"] == str(len(client.body)).encode()
+    assert json.loads(client.body)["usage"] == USAGE
     message = json.loads(client.body)["choices"][0]["message"]
     assert message["content"] == message["audio"]["transcript"] == "".join(TEXT)
     assert_complete(base64.b64decode(message["audio"]["data"]), audio)
@@ -161,7 +173,8 @@ def test_whole_speech_has_all_samples_and_its_length(audio: AudioSpec) -> None:
 def test_speech_events_have_all_samples_and_the_usage(audio: AudioSpec) -> None:
     client = respond(lambda response: write_speech_events(events(), audio, response))
     *deltas, done = client.objects
-    assert done["type"] == "speech.audio.done" and done["usage"]["output_tokens"] == 3
+    tokens = {"input_tokens": 7, "output_tokens": 3, "total_tokens": 10}
+    assert done == {"type": "speech.audio.done", "usage": {**tokens, "audio_seconds": 0.5}}
     assert {delta["type"] for delta in deltas} == {"speech.audio.delta"}
     assert_complete(b"".join(base64.b64decode(delta["audio"]) for delta in deltas), audio)
     assert_complete(base64.b64decode("".join(delta["audio"] for delta in deltas)), audio)
