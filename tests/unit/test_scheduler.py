@@ -304,7 +304,7 @@ def test_a_full_queue_refuses() -> None:
     scheduler.add(2, prompt_tokens=4, max_tokens=4)
     with pytest.raises(CapacityError) as error:
         scheduler.add(3, prompt_tokens=4, max_tokens=4)
-    assert error.value.status == 503
+    assert (error.value.status, error.value.code) == (503, "queue_full")
 
 
 def test_without_a_queue_a_request_that_has_room_is_taken() -> None:

@@ -77,8 +77,9 @@ def test_admissions_at_one_boundary_are_limited() -> None:
 def test_too_many_streams_are_refused() -> None:
     scheduler = make_talker(max_streams=1)
     scheduler.open(1)
-    with pytest.raises(CapacityError):
+    with pytest.raises(CapacityError) as error:
         scheduler.open(2)
+    assert error.value.code == "queue_full"
     scheduler.remove(1)
     scheduler.open(2)
 
