@@ -28,6 +28,22 @@ AREAS = MUTATE.read_mutants().areas
 
 
 @pytest.mark.parametrize("area", AREAS, ids=lambda area: area.name)
+def test_every_mutant_fits_the_code(area) -> None:  # type: ignore[no-untyped-def]
+    """The text that a mutant replaces occurs as stated, and the result is Python, so nothing in the list rots."""
+    problems = []
+    for mutant in area.mutants:
+        try:
+            text = mutant.apply(ROOT)
+            if mutant.file.endswith(".py"):
+                compile(text, mutant.file, "exec", dont_inherit=True)
+        except (MUTATE.MutantError, SyntaxError) as error:
+            problems.append(f"{mutant.id}: {error}")
+        if not mutant.seen.strip() or (mutant.equivalent is not None and len(mutant.equivalent) < 20):
+            problems.append(f"{mutant.id}: says neither what a user would see nor why it is equivalent")
+    assert not problems
+
+
+@pytest.mark.parametrize("area", AREAS, ids=lambda area: area.name)
 def test_the_tests_of_an_area_exist(area) -> None:  # type: ignore[no-untyped-def]
     for tests in (area.tests, *(mutant.tests for mutant in area.mutants)):
         assert not [name for name in tests if not (ROOT / name.partition("::")[0]).exists()]

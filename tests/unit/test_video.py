@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from fractions import Fraction
+from typing import Any
 
 import av
 import cv2
@@ -242,6 +243,21 @@ def test_a_truncated_video_is_sampled_among_its_decodable_frames() -> None:
     data = encode(frames, 2)
     video = load_video(data[: len(data) * 2 // 3], vision_parameters(), VideoParams(min_pixels=4096), WHERE)
     assert 0 < video.vision.grid[0] < 6
+
+
+def test_packets_without_a_picture_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damaged packets and hidden frames: sampled as if the video had only the frames that can be decoded."""
+    data = encode(flat_frames(12), 2)
+    expected = load_video(data, vision_parameters(), VideoParams(), WHERE)
+    probe = video_module._probe
+
+    def probe_more(av: Any, data: bytes, where: str) -> Any:
+        return dataclasses.replace(probe(av, data, where), num_frames=15)
+
+    monkeypatch.setattr(video_module, "_probe", probe_more)
+    video = load_video(data, vision_parameters(), VideoParams(), WHERE)
+    assert video.timestamps == expected.timestamps
+    assert np.array_equal(video.vision.pixels, expected.vision.pixels)
 
 
 @pytest.mark.parametrize("data", [b"", b"no video", encode(flat_frames(4), 2)[:200]])
