@@ -78,7 +78,7 @@ def make_vision(calls: list[int], places: list[Tensor]) -> VisionEncoder:
 def picture(frames: int, height: int, width: int) -> VisionFeatures:
     count = frames * height * width
     pixels = np.random.default_rng(count).standard_normal((count, PIXELS)).astype(np.float32)
-    return VisionFeatures(pixels=pixels, grid=(frames, height, width))
+    return VisionFeatures(patches=pixels, grid=(frames, height, width))
 
 
 def test_frames_share_calls_and_attend_only_to_themselves() -> None:

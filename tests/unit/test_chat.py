@@ -24,9 +24,10 @@ from mingc.errors import RequestError
 from mingc.runtime.preprocess.audio import load_audio
 from mingc.runtime.preprocess.chat import ChatProcessor, MediaEntry
 from mingc.runtime.preprocess.image import load_image
+from mingc.runtime.preprocess.limits import MediaLimits
 from mingc.runtime.preprocess.prompt import Features, MediaFeatures
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
-from mingc.runtime.preprocess.video import frames_to_video
+from mingc.runtime.preprocess.video import DecodedFrames, sample_video
 from mingc.runtime.prompt import AUDIO, VISION, WORD, ThinkerPrompt
 from mingc.runtime.request import MediaPart, Message, Role, TextPart, VideoParams
 
@@ -54,7 +55,10 @@ def recorded_video(options: dict[str, Any]) -> Features:
     recorded = tensors("preprocess")
     frames = [recorded[name] for name in sorted(recorded) if name.startswith("video.raw_frame")]
     params = VideoParams(**{key: options[key] for key in ("min_pixels", "total_pixels")})
-    return frames_to_video(frames, vision_parameters(), params, "video")
+    source = DecodedFrames(pictures=frames, fps=2.0)
+    video = sample_video(source, vision_parameters(), params, "video", MediaLimits())
+    assert video is not None
+    return video
 
 
 def recorded_messages(case: str) -> list[Message[MediaEntry]]:

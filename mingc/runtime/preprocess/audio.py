@@ -18,11 +18,17 @@ from mingc.artifacts.parameters import AudioParameters
 from mingc.dsp.log_mel import log_mel, min_samples
 from mingc.dsp.resample import resample
 from mingc.errors import RequestError
+from mingc.runtime.preprocess.containers import open_container
+from mingc.runtime.preprocess.limits import MediaLimits, undecodable
 
-_BLOCK_SAMPLES = 1 << 16
+_BLOCK_SAMPLES = 1 << 18  # of all channels together
+_MAX_CHANNELS = 64
+_MAX_PACKET_SAMPLES = 1 << 21  # of one packet, beyond the longest frame of any format
+# Blocks, the joined clip, its magnitude, the padded copy and the resampled clip.
+_SAMPLE_COST = 20
 _SLACK_SECONDS = 0.1  # decoded beyond the limit; the exact limit is checked after resampling, in whole frames
 _MAX_RATE_HZ = 384_000  # the highest rate that recording hardware has; bounds the memory of a decoded clip
-
+_NO_PICTURES = 1 << 20  # pixels of a frame that probing may decode, in a video of which the sound is wanted
 _MAX_PEAK = 1e6  # far beyond any recording; larger samples would overflow the spectrum
 
 
@@ -55,6 +61,23 @@ def _check_rate(rate: int, where: str) -> None:
         )
 
 
+def _check_channels(channels: int, where: str) -> None:
+    if not 0 < channels <= _MAX_CHANNELS:
+        raise RequestError(
+            f"the audio has {channels} channels",
+            where=where,
+            fix=f"send at most {_MAX_CHANNELS} channels; the first is used",
+            param=where,
+        )
+
+
+def _check_length(count: int, rate: int, where: str, max_seconds: float, limits: MediaLimits) -> None:
+    """Refuse a clip of which `count` samples are decoded and more may follow; its header is not asked."""
+    if count > (max_seconds + _SLACK_SECONDS) * rate:
+        raise _too_long(where, max_seconds)
+    limits.check_bytes(_SAMPLE_COST * count, where, f"a clip of {count} samples at {rate} Hz")
+
+
 def _too_long(where: str, max_seconds: float) -> RequestError:
     return RequestError(
         f"the audio is longer than {max_seconds:g} seconds",
@@ -64,7 +87,7 @@ def _too_long(where: str, max_seconds: float) -> RequestError:
     )
 
 
-def _decode_soundfile(data: bytes, where: str, max_seconds: float) -> Wave | None:
+def _decode_soundfile(data: bytes, where: str, max_seconds: float, limits: MediaLimits) -> Wave | None:
     """The first channel, or None for a format unknown to libsndfile (or without libsndfile)."""
     try:
         soundfile: Any = importlib.import_module("soundfile")
@@ -76,18 +99,19 @@ def _decode_soundfile(data: bytes, where: str, max_seconds: float) -> Wave | Non
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             rate = int(file.samplerate)
             _check_rate(rate, where)
+            _check_channels(file.channels, where)
             # Blocks: the declared length may be wrong, and only the first channel stays in memory.
-            while len(block := file.read(_BLOCK_SAMPLES, dtype="float32", always_2d=True)):
+            size = _BLOCK_SAMPLES // file.channels
+            while len(block := file.read(size, dtype="float32", always_2d=True)):
                 blocks.append(np.ascontiguousarray(block[:, 0]))
                 count += len(block)
-                if count > (max_seconds + _SLACK_SECONDS) * rate:
-                    raise _too_long(where, max_seconds)
+                _check_length(count, rate, where, max_seconds, limits)
     except (soundfile.LibsndfileError, RuntimeError):
         return None
     return Wave(samples=np.concatenate(blocks) if blocks else np.empty(0, np.float32), sample_rate=rate)
 
 
-def _decode_av(data: bytes, where: str, max_seconds: float) -> Wave | None:
+def _decode_av(data: bytes, where: str, max_seconds: float, limits: MediaLimits) -> Wave | None:
     """The first channel of the first audio track, or None without such a track (or without PyAV)."""
     try:
         av: Any = importlib.import_module("av")
@@ -96,36 +120,40 @@ def _decode_av(data: bytes, where: str, max_seconds: float) -> Wave | None:
     blocks: list[NDArray[np.float32]] = []
     count = 0
     try:
-        with av.open(io.BytesIO(data)) as container:
+        with open_container(av, data, max_pixels=_NO_PICTURES) as container:
             context = container.streams.audio[0].codec_context if container.streams.audio else None
             if context is None:  # no sound, or a codec that this build of FFmpeg lacks
                 return None
             rate = int(context.sample_rate)
             _check_rate(rate, where)
+            _check_channels(context.channels, where)
+            context.options = {"max_samples": str(_MAX_PACKET_SAMPLES // context.channels)}
             resampler = av.AudioResampler(format="fltp")
             for frame in container.decode(audio=0):
                 for part in resampler.resample(frame):
                     blocks.append(part.to_ndarray()[0].astype(np.float32, copy=False))
                     count += len(blocks[-1])
-                if count > (max_seconds + _SLACK_SECONDS) * rate:
-                    raise _too_long(where, max_seconds)
+                _check_length(count, rate, where, max_seconds, limits)
+    except MemoryError:
+        raise
     except (av.FFmpegError, ValueError, IndexError):
         return None
     return Wave(samples=np.concatenate(blocks) if blocks else np.empty(0, np.float32), sample_rate=rate)
 
 
-def decode_audio(data: bytes, where: str, *, max_seconds: float) -> Wave:
+def decode_audio(data: bytes, where: str, *, max_seconds: float, limits: MediaLimits | None = None) -> Wave:
     """Decode the first channel of an encoded clip; other channels are dropped, not mixed.
 
-    Raises: RequestError when the bytes cannot be decoded or contain clearly more than `max_seconds`.
+    Raises: RequestError when the bytes cannot be decoded or contain clearly more than `max_seconds`, or more than
+        `limits` allow.
     """
-    wave = _decode_soundfile(data, where, max_seconds) or _decode_av(data, where, max_seconds)
+    limits = limits or MediaLimits()
+    wave = _decode_soundfile(data, where, max_seconds, limits) or _decode_av(data, where, max_seconds, limits)
     if wave is None:
-        raise RequestError(
+        raise undecodable(
             f"{len(data)} bytes cannot be decoded as audio",
-            where=where,
-            fix="send a complete WAV, FLAC, MP3 or Ogg file",
-            param=where,
+            where,
+            "send a complete WAV, FLAC, MP3 or Ogg file",
         )
     return wave
 
@@ -164,7 +192,13 @@ def wave_features(wave: Wave, parameters: AudioParameters, where: str) -> AudioF
     return AudioFeatures(mel=mel, num_tokens=-(-len(mel) // parameters.frames_per_token))
 
 
-def load_audio(data: bytes, parameters: AudioParameters, where: str) -> AudioFeatures:
-    """Encoded audio → features. `where` names the clip in errors."""
+def load_audio(
+    data: bytes, parameters: AudioParameters, where: str, limits: MediaLimits | None = None
+) -> AudioFeatures:
+    """Encoded audio → features. `where` names the clip in errors.
+
+    Raises: RequestError when the bytes hold no sound that the encoder takes, or it would exceed `limits`.
+    """
     max_seconds = parameters.max_frames * parameters.hop_samples / parameters.sample_rate
-    return wave_features(decode_audio(data, where, max_seconds=max_seconds), parameters, where)
+    wave = decode_audio(data, where, max_seconds=max_seconds, limits=limits)
+    return wave_features(wave, parameters, where)

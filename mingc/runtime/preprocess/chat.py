@@ -5,7 +5,7 @@ The format follows the reference's processor, not the tokenizer's jinja template
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,12 +13,11 @@ import numpy as np
 
 from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, VisionParameters
 from mingc.errors import RequestError
-from mingc.runtime.preprocess.audio import load_audio
-from mingc.runtime.preprocess.image import VisionFeatures, load_image
+from mingc.runtime.preprocess.limits import DEFAULT_MEDIA_BYTES, MediaLimits
+from mingc.runtime.preprocess.media_task import MediaTask, num_bytes, run_task
 from mingc.runtime.preprocess.positions import compute_positions
 from mingc.runtime.preprocess.prompt import Features, MediaFeatures, MediaKind, PreparedPrompt, PromptWriter
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
-from mingc.runtime.preprocess.video import load_video
 from mingc.runtime.prompt import AUDIO, VISION, WORD, ThinkerPrompt
 from mingc.runtime.request import MediaPart, Message, TextPart, VideoParams
 
@@ -42,6 +41,8 @@ class ChatProcessor:
     `max_tokens` bounds a prompt with its answer; None: the number of positions of the model.
     `parse_special_tokens` recognises special tokens in the text of messages, which lets their author write roles and
     turns; otherwise they are plain text. Media stand where their parts stand in either case.
+    `decode` decodes one medium: in this process, or in a pool of decoder processes. `max_media_bytes` bounds the memory
+    of the media of one prompt, with the one in work.
     """
 
     def __init__(
@@ -53,8 +54,12 @@ class ChatProcessor:
         audio: AudioParameters | None,
         max_tokens: int | None = None,
         parse_special_tokens: bool = False,
+        decode: Callable[[MediaTask, bytes], Features] = run_task,
+        max_media_bytes: int = DEFAULT_MEDIA_BYTES,
     ) -> None:
         self._tokenizer = tokenizer
+        self._decode = decode
+        self._max_media_bytes = max_media_bytes
         self._parse_special_tokens = parse_special_tokens
         self._role_start, self._role_end, self._turn_end = map(
             tokenizer.token_id, ("<role>", "</role>", "<|role_end|>")
@@ -78,16 +83,7 @@ class ChatProcessor:
         """
         check_messages(messages)
         self._check_length(messages)
-        decoded = [
-            Message(
-                role=message.role,
-                parts=tuple(
-                    part if isinstance(part, TextPart) else self._load(part, video or VideoParams())
-                    for part in message.parts
-                ),
-            )
-            for message in messages
-        ]
+        decoded = list(self._load(messages, video or VideoParams()))
         return self.build(decoded, thinking=thinking)
 
     def build(self, messages: Sequence[Message[MediaEntry]], *, thinking: bool = False) -> PreparedPrompt:
@@ -124,20 +120,30 @@ class ChatProcessor:
         writer.text(role)
         writer.token(self._role_end)
 
-    def _load(self, part: MediaPart, video: VideoParams) -> MediaEntry:
-        item: Features
-        match part.kind:
-            case "image":
-                vision = _require_encoder(self._vision, part)
-                item = load_image(part.data, vision, part.where)
-                _check_frame(item, vision, part)
-            case "video":
-                vision = _require_encoder(self._vision, part)
-                item = load_video(part.data, vision, video, part.where)
-                _check_frame(item.vision, vision, part)
-            case "audio":
-                item = load_audio(part.data, _require_encoder(self._audio, part), part.where)
-        return MediaEntry(kind=part.kind, items=(item,))
+    def _load(
+        self, messages: Sequence[Message[MediaPart]], video: VideoParams
+    ) -> Iterator[Message[MediaEntry]]:
+        """Decode the media one after the other; together they share the memory that one request may take."""
+        left = self._max_media_bytes
+        for message in messages:
+            parts: list[TextPart | MediaEntry] = []
+            for part in message.parts:
+                if isinstance(part, TextPart):
+                    parts.append(part)
+                    continue
+                is_audio = part.kind == "audio"
+                task = MediaTask(
+                    kind=part.kind,
+                    where=part.where,
+                    vision=None if is_audio else _require_encoder(self._vision, part),
+                    audio=_require_encoder(self._audio, part) if is_audio else None,
+                    video=video,
+                    limits=MediaLimits(max_bytes=left, max_tokens=self._max_tokens),
+                )
+                item = self._decode(task, part.data)
+                left -= num_bytes(item)
+                parts.append(MediaEntry(kind=part.kind, items=(item,)))
+            yield Message(role=message.role, parts=tuple(parts))
 
     def _check_length(self, messages: Sequence[Message[MediaPart]]) -> None:
         """Refuse texts that cannot fit before tokenizing: 100 MB take minutes and gigabytes of memory."""
@@ -190,18 +196,6 @@ def _require_encoder(parameters: _Parameters | None, part: MediaPart) -> _Parame
             code="unsupported_modality",
         )
     return parameters
-
-
-def _check_frame(features: VisionFeatures, vision: VisionParameters, part: MediaPart) -> None:
-    """Refuse frames larger than the largest engine: a frame is encoded in one call, a video in several."""
-    num_patches = features.grid[1] * features.grid[2]
-    if num_patches > vision.max_patches:
-        raise RequestError(
-            f"one {part.kind} frame has {num_patches} patches after resizing; the limit is {vision.max_patches}",
-            where=part.where,
-            fix=f"send at most {vision.max_patches * vision.patch_size**2} pixels",
-            param=part.where,
-        )
 
 
 def _write_content(writer: PromptWriter, message: Message[MediaEntry]) -> None:

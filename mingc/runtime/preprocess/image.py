@@ -1,27 +1,48 @@
 """Encoded images → patch rows of the vision encoder (spec: vision.md §1).
 
 Decoding, the two resize rules of the reference, normalisation and patch order. `vision_grid` builds the position
-inputs.
+inputs. The memory of an image is planned from its header before a pixel is decoded.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import ExifTags, Image
 
 from mingc.artifacts.parameters import VisionParameters
 from mingc.errors import RequestError
+from mingc.runtime.preprocess.limits import MediaLimits, undecodable
 
 MAX_ASPECT_RATIO = 200
 # Formats with library decoders only: EPS and PDF would start an interpreter on untrusted bytes.
 _FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
 _MAX_DECODED_PIXELS = 1 << 26  # 8192 × 8192, four times the maximum of the encoder
+
+# Bytes a pixel takes while a file is decoded and converted to RGB, measured; other formats take `_PLAIN_COST`.
+_DECODING_COST = {"WEBP": 20, "AVIF": 13, "TIFF": 9}
+_PLAIN_COST, _CONVERTED_COST, _PROGRESSIVE_COST = (
+    5,
+    9,
+    8,
+)  # RGB; other modes; coefficients of a progressive JPEG
+# How a picture is turned upright, by the orientation of its EXIF data.
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_TURNED = (5, 6, 7, 8)  # orientations that exchange width and height
 
 Grid = tuple[int, int, int]  # temporal patches, rows and columns of patches
 
@@ -30,15 +51,36 @@ Grid = tuple[int, int, int]  # temporal patches, rows and columns of patches
 class VisionFeatures:
     """Input of the vision encoder for one image or video.
 
-    `pixels`: (t·h·w, C·temporal·p·p) float32, normalised; the patches of one merged token are contiguous.
+    `patches` (t·h·w, C·time·p·p); the patches of one merged token are contiguous. Without `levels` they are float32,
+    normalised. With `levels` (C, 256) float32 they are colour levels, uint8, which it normalises; an image is then held
+    once for `repeats` frames.
     """
 
-    pixels: NDArray[np.float32]
+    patches: NDArray[np.float32] | NDArray[np.uint8]
     grid: Grid
+    levels: NDArray[np.float32] | None = None
+    repeats: int = 1
 
     def num_tokens(self, merge_size: int) -> int:
         """Number of embeddings that the encoder returns."""
         return math.prod(self.grid) // merge_size**2
+
+    @property
+    def pixels(self) -> NDArray[np.float32]:
+        """All rows, normalised: (t·h·w, C·temporal·p·p) float32."""
+        return self.rows(0, len(self.patches))
+
+    def rows(self, start: int, stop: int) -> NDArray[np.float32]:
+        """Rows [start, stop) of `pixels`."""
+        part = self.patches[start:stop]
+        if self.levels is None:
+            return part.astype(np.float32, copy=False)
+        channels = len(self.levels)
+        rows = part.reshape(len(part), channels, 1, -1)
+        pixels = np.empty((len(part), channels, self.repeats, rows.shape[-1]), dtype=np.float32)
+        for channel in range(channels):
+            pixels[:, channel] = self.levels[channel].take(rows[:, channel])
+        return pixels.reshape(len(part), -1)
 
 
 def load_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
@@ -94,31 +136,92 @@ def _formats() -> list[str]:
     return [name for name in _FORMATS if name in Image.OPEN]
 
 
+def open_image(data: bytes, where: str) -> Image.Image:
+    """Read the header of an image. Raises: RequestError for an unknown format, damaged bytes, or too many pixels."""
+    try:
+        with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
+            image = Image.open(io.BytesIO(data), formats=_formats())
+    except MemoryError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise _too_many_pixels(str(error), where) from error
+    except Exception as error:  # Pillow's parsers raise many types on damaged bytes
+        raise _not_an_image(data, where, error) from error
+    if image.width * image.height > _MAX_DECODED_PIXELS:
+        raise _too_many_pixels(f"{image.width}×{image.height} pixels", where)
+    return image
+
+
+def _too_many_pixels(found: str, where: str) -> RequestError:
+    return RequestError(
+        f"the image is too large to decode: {found}",
+        where=where,
+        fix=f"send at most {_MAX_DECODED_PIXELS} pixels",
+        status=413,
+        param=where,
+        code="media_too_large",
+    )
+
+
+def _not_an_image(data: bytes, where: str, error: Exception) -> RequestError:
+    return undecodable(
+        f"{len(data)} bytes cannot be decoded as an image ({type(error).__name__})",
+        where,
+        f"send a complete file of 8 or 16 bits a colour in one of the formats {', '.join(_formats())}",
+    )
+
+
+def _cost_per_pixel(image: Image.Image) -> int:
+    """Bytes that a pixel takes while the file is decoded and converted to RGB."""
+    plain = _PLAIN_COST if image.mode == "RGB" else _CONVERTED_COST
+    progressive = _PROGRESSIVE_COST if image.info.get("progressive") else 0
+    return max(plain, _DECODING_COST.get(image.format or "", 0)) + progressive
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF orientation; 1, upright, when there is none or it cannot be read."""
+    try:
+        found = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except MemoryError:
+        raise
+    except Exception:  # the picture may be sound although its EXIF data are damaged
+        return 1
+    return found if found in _UPRIGHT else 1
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """The decoded picture as RGB: 16-bit grey by its upper byte, transparency dropped as the reference does."""
+    image.load()
+    if image.mode == "RGB":
+        return image
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ValueError("pixels of 32 bits have no known range")
+    image.info.pop("transparency", None)  # Pillow warns about it, and the colours are the same without it
+    return image.convert("RGB")
+
+
 def decode_image(data: bytes, where: str) -> NDArray[np.uint8]:
-    """Decode an image, or the first frame of an animation, to (H, W, 3) uint8 RGB.
+    """Decode an image, or the first frame of an animation, to (H, W, 3) uint8 RGB, upright.
 
     Raises: RequestError for an unknown format, damaged bytes, or too many pixels.
     """
+    with open_image(data, where) as image:
+        return np.asarray(_upright(_decode(image, data, where), _orientation(image)))
+
+
+def _decode(image: Image.Image, data: bytes, where: str) -> Image.Image:
     try:
-        with Image.open(io.BytesIO(data), formats=_formats()) as image:
-            width, height = image.size
-            if width * height > _MAX_DECODED_PIXELS:
-                raise Image.DecompressionBombError(f"{width}×{height} pixels")
-            return np.asarray(image.convert("RGB"))
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise RequestError(
-            f"the image is too large to decode: {error}",
-            where=where,
-            fix=f"send at most {_MAX_DECODED_PIXELS} pixels",
-            param=where,
-        ) from error
+        return _to_rgb(image)
+    except MemoryError:
+        raise
     except Exception as error:  # Pillow's decoders raise many types on damaged bytes
-        raise RequestError(
-            f"{len(data)} bytes cannot be decoded as an image ({type(error).__name__})",
-            where=where,
-            fix=f"send a complete file in one of the formats {', '.join(_formats())}",
-            param=where,
-        ) from error
+        raise _not_an_image(data, where, error) from error
+
+
+def _upright(image: Image.Image, orientation: int) -> Image.Image:
+    return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
 
 
 def _resize(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
@@ -135,22 +238,30 @@ def resize_loaded(
     Raises: RequestError for an extreme aspect ratio, or when `max_pixels` leaves the short side without a pixel.
     """
     height, width = image.shape[:2]
+    return _resize(image, *loaded_size(height, width, parameters, where, max_pixels=max_pixels))
+
+
+def loaded_size(
+    height: int, width: int, parameters: VisionParameters, where: str, *, max_pixels: int | None = None
+) -> tuple[int, int]:
+    """(height, width) after the first resize. Raises: RequestError, as `resize_loaded` does."""
     check_aspect(height, width, where)
+    limit = parameters.load_max_pixels if max_pixels is None else max_pixels
     new_height, new_width = load_size(
         height,
         width,
         factor=parameters.load_factor,
         min_pixels=parameters.load_min_pixels,
-        max_pixels=parameters.load_max_pixels if max_pixels is None else max_pixels,
+        max_pixels=limit,
     )
     if not new_height or not new_width:
         raise RequestError(
-            f"an image of {width}×{height} does not fit {max_pixels} pixels",
+            f"an image of {width}×{height} does not fit {limit} pixels",
             where=where,
             fix="raise max_pixels or crop the image to a smaller aspect ratio",
             param=where,
         )
-    return _resize(image, new_height, new_width)
+    return new_height, new_width
 
 
 def resize_for_encoder(
@@ -158,15 +269,40 @@ def resize_for_encoder(
 ) -> NDArray[np.uint8]:
     """Second resize of (H, W, 3) uint8: sides become multiples of the side of a merged token."""
     height, width = image.shape[:2]
+    return _resize(image, *_encoder_size(height, width, parameters, where))
+
+
+def _encoder_size(height: int, width: int, parameters: VisionParameters, where: str) -> tuple[int, int]:
     check_aspect(height, width, where)
-    new_height, new_width = encoder_size(
+    return encoder_size(
         height,
         width,
         factor=parameters.patch_size * parameters.merge_size,
         min_pixels=parameters.min_pixels,
         max_pixels=parameters.max_pixels,
     )
-    return _resize(image, new_height, new_width)
+
+
+def check_grid(
+    height: int,
+    width: int,
+    num_frames: int,
+    parameters: VisionParameters,
+    limits: MediaLimits,
+    where: str,
+    kind: str,
+) -> None:
+    """Refuse frames of (height, width) that are larger than the largest engine, or too many for the context."""
+    num_patches = (height // parameters.patch_size) * (width // parameters.patch_size)
+    if num_patches > parameters.max_patches:
+        raise RequestError(
+            f"one {kind} frame has {num_patches} patches after resizing; the limit is {parameters.max_patches}",
+            where=where,
+            fix=f"send at most {parameters.max_patches * parameters.patch_size**2} pixels",
+            param=where,
+        )
+    temporal = -(-num_frames // parameters.temporal_patch_size)
+    limits.check_tokens(temporal * num_patches // parameters.merge_size**2, where, kind)
 
 
 @lru_cache(maxsize=4)
@@ -176,31 +312,78 @@ def _normalisation_table(mean: tuple[float, ...], std: tuple[float, ...]) -> NDA
     return (scaled - np.asarray(mean, np.float32)[:, None]) / np.asarray(std, np.float32)[:, None]
 
 
-def patchify(frames: NDArray[np.uint8], parameters: VisionParameters) -> VisionFeatures:
-    """Frames (T, H, W, C) uint8 → patches. T is 1 (an image, repeated in time) or a multiple of the temporal patch.
+class PatchWriter:
+    """Patches of frames that arrive one at a time, so that no other frame is held.
 
-    Row order: (t, block row, block column, row in block, column in block). Value order: (C, time, y, x).
+    Row order: (t, block row, block column, row in block, column in block). Value order: (C, time, y, x). One frame is
+    an image, which is repeated in time; otherwise the number of frames is a multiple of the temporal patch.
     """
-    patch, merge, temporal = parameters.patch_size, parameters.merge_size, parameters.temporal_patch_size
-    num_frames, height, width, channels = frames.shape
-    is_image = num_frames == 1
-    grid = (1 if is_image else num_frames // temporal, height // patch, width // patch)
-    blocks = (grid[1] // merge, merge, patch, grid[2] // merge, merge, patch)
-    table = _normalisation_table(parameters.image_mean, parameters.image_std)
-    pixels = np.empty(
-        (grid[0], blocks[0], blocks[3], merge, merge, channels, temporal, patch, patch), dtype=np.float32
-    )
-    for channel in range(channels):
-        plane = table[channel].take(frames[..., channel])
-        if is_image:
-            plane = np.broadcast_to(plane, (temporal, height, width))
-        pixels[:, :, :, :, :, channel] = plane.reshape(grid[0], temporal, *blocks).transpose(
-            0, 2, 5, 3, 6, 1, 4, 7
+
+    def __init__(self, num_frames: int, height: int, width: int, parameters: VisionParameters) -> None:
+        patch, merge = parameters.patch_size, parameters.merge_size
+        self._repeats = parameters.temporal_patch_size if num_frames == 1 else 1
+        self._temporal = parameters.temporal_patch_size // self._repeats
+        self._levels = _normalisation_table(parameters.image_mean, parameters.image_std)
+        self._blocks = (height // patch // merge, merge, patch, width // patch // merge, merge, patch)
+        self._grid = (num_frames // self._temporal, height // patch, width // patch)
+        shape = (
+            self._grid[0],
+            self._blocks[0],
+            self._blocks[3],
+            merge,
+            merge,
+            3,
+            self._temporal,
+            patch,
+            patch,
         )
-    return VisionFeatures(pixels=pixels.reshape(math.prod(grid), -1), grid=grid)
+        self._patches = np.empty(shape, dtype=np.uint8)
+
+    def put(self, index: int, frame: NDArray[np.uint8]) -> None:
+        """Write frame `index`, (H, W, 3) uint8."""
+        blocks = frame.reshape(*self._blocks, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+        self._patches[index // self._temporal, ..., index % self._temporal, :, :] = blocks
+
+    def features(self) -> VisionFeatures:
+        rows = self._patches.reshape(math.prod(self._grid), -1)
+        return VisionFeatures(patches=rows, grid=self._grid, levels=self._levels, repeats=self._repeats)
 
 
-def load_image(data: bytes, parameters: VisionParameters, where: str) -> VisionFeatures:
-    """Encoded image → patches, with both resizes. `where` names the image in errors."""
-    image = resize_loaded(decode_image(data, where), parameters, where)
-    return patchify(resize_for_encoder(image, parameters, where)[None], parameters)
+def patchify(frames: NDArray[np.uint8], parameters: VisionParameters) -> VisionFeatures:
+    """Frames (T, H, W, 3) uint8 → patches. T is 1 (an image) or a multiple of the temporal patch."""
+    writer = PatchWriter(len(frames), frames.shape[1], frames.shape[2], parameters)
+    for index, frame in enumerate(frames):
+        writer.put(index, frame)
+    return writer.features()
+
+
+def load_image(
+    data: bytes, parameters: VisionParameters, where: str, limits: MediaLimits | None = None
+) -> VisionFeatures:
+    """Encoded image → patches, with both resizes. `where` names the image in errors.
+
+    Raises: RequestError when the bytes hold no image, or its memory would exceed `limits`; the latter before it is
+        decoded.
+    """
+    limits = limits or MediaLimits()
+    with open_image(data, where) as image:
+        orientation = _orientation(image)
+        height, width = (image.width, image.height) if orientation in _TURNED else (image.height, image.width)
+        size = loaded_size(height, width, parameters, where)
+        final = _encoder_size(*size, parameters, where)
+        check_grid(*final, 1, parameters, limits, where, "image")
+        # Pillow keeps four bytes a pixel, resizes one axis after the other, and numpy copies the result
+        resized = 4 * max(size[0] * image.width, size[1] * image.width, size[0] * size[1]) + 7 * math.prod(
+            size
+        )
+        limits.check_bytes(
+            _cost_per_pixel(image) * image.width * image.height + resized + 6 * math.prod(final),
+            where,
+            f"an image of {image.width}×{image.height} pixels ({image.format}, {image.mode})",
+        )
+        decoded = _decode(image, data, where)
+        target = size if orientation in _TURNED else (size[1], size[0])
+        if decoded.size != target:
+            decoded = decoded.resize(target, Image.Resampling.BICUBIC)
+    loaded = np.asarray(_upright(decoded, orientation))
+    return patchify(resize_for_encoder(loaded, parameters, where)[None], parameters)

@@ -1,29 +1,42 @@
-"""Encoded videos, or lists of frames, → patch rows and timestamps (spec: vision.md §2).
+"""Encoded videos → patch rows and timestamps (spec: vision.md §2).
 
 PyAV decodes and OpenCV resizes; both are imported at the first video. PyAV also converts colours; every later step
-follows the reference.
+follows the reference. The memory of a video is planned from its headers before a frame is decoded, and frames are
+decoded, resized and written one at a time.
 """
 
 from __future__ import annotations
 
 import importlib
-import io
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mingc.artifacts.parameters import VisionParameters
 from mingc.errors import ConfigError, RequestError
-from mingc.runtime.preprocess.image import VisionFeatures, check_aspect, load_size, patchify
+from mingc.runtime.preprocess.containers import open_container
+from mingc.runtime.preprocess.image import (
+    PatchWriter,
+    VisionFeatures,
+    check_aspect,
+    check_grid,
+    load_size,
+)
+from mingc.runtime.preprocess.limits import MediaLimits, too_large, undecodable
 from mingc.runtime.request import VideoParams
 
 _BUDGET_SLACK = 1.05  # the largest frame is at least this many times the smallest
-_FRAME_LIST_FPS = 2.0  # assumed for a list of frames, which has no clock
 _MAX_SOURCE_FRAMES = 1 << 18  # 2.4 hours at 30 a second
 _MAX_FRAME_PIXELS = 1 << 26
+_MIN_HELD_FRAMES = 4  # a decoder holds this many: the one in work, references, the one handed out
+_USUAL_HELD_FRAMES = 18  # with as many references as a format allows; more threads hold one each
+_MAX_THREADS = 8
+_FALLBACK_BITS = 24  # a pixel of a format that the header does not tell: 10 bits, 4:2:0
+_SIDE_BYTES = 0.5  # a decoder's motion vectors, per pixel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,20 +47,57 @@ class VideoFeatures:
     timestamps: tuple[float, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Source:
-    """Length and rate of a video, read before frames are sampled."""
+class FrameSource(Protocol):
+    """A video before sampling: its length and rate, and its frames, upright (H, W, 3) uint8."""
 
-    num_frames: int
+    @property
+    def num_frames(self) -> int: ...
+
+    @property
+    def fps(self) -> float: ...
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(height, width) of a frame by the header, before it is turned upright."""
+        ...
+
+    def plan(self, num_bytes: int, limits: MediaLimits, where: str) -> None:
+        """Prepare decoding beside a result of `num_bytes`. Raises: RequestError when both do not fit `limits`."""
+        ...
+
+    def frames(self, wanted: Sequence[int]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+        """(index, frame) of the wanted indices in order; ends early when the video has fewer frames."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodedFrames:
+    """Frames that are decoded already, all of one size."""
+
+    pictures: Sequence[NDArray[np.uint8]]
     fps: float
+
+    @property
+    def num_frames(self) -> int:
+        return len(self.pictures)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        height, width = self.pictures[0].shape[:2]
+        return height, width
+
+    def plan(self, num_bytes: int, limits: MediaLimits, where: str) -> None:
+        limits.check_bytes(num_bytes, where, "the video")
+
+    def frames(self, wanted: Sequence[int]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+        return ((index, self.pictures[index]) for index in wanted)
 
 
 def _undecodable(where: str, what: str) -> RequestError:
-    return RequestError(
+    return undecodable(
         f"the video cannot be decoded: {what}",
-        where=where,
-        fix="send a complete video file with a video track, such as MP4 (H.264) or WebM (VP9)",
-        param=where,
+        where,
+        "send a complete video file with a video track, such as MP4 (H.264) or WebM (VP9)",
     )
 
 
@@ -134,104 +184,149 @@ def frame_size(
     return new_height, new_width
 
 
-def _assemble(
-    frames: list[NDArray[np.uint8]], times: list[float], parameters: VisionParameters
-) -> VideoFeatures:
-    """Convert resized frames to patches; repeat the last frame and its time to fill the last temporal patch."""
-    temporal = parameters.temporal_patch_size
-    missing = -len(frames) % temporal
-    frames = frames + frames[-1:] * missing
-    times = times + times[-1:] * missing
-    vision = patchify(np.stack(frames), parameters)
-    means = np.asarray(times, dtype=np.float64).reshape(-1, temporal).mean(axis=1)
-    return VideoFeatures(vision=vision, timestamps=tuple(means.tolist()))
-
-
-def frames_to_video(
-    frames: Sequence[NDArray[np.uint8]], parameters: VisionParameters, params: VideoParams, where: str
-) -> VideoFeatures:
-    """Convert (H, W, 3) uint8 frames to a video at 2 frames per second. All frames are used.
-
-    Frames are first stretched to the most frequent frame size.
-    """
-    if not frames:
-        raise RequestError("the video has no frames", where=where, fix="send at least one frame", param=where)
-    shapes = [(frame.shape[0], frame.shape[1]) for frame in frames]
-    height, width = max(shapes, key=shapes.count)
-    size = frame_size(height, width, len(frames), parameters, params, where)
-    common = [resize_frame(frame, height, width) for frame in frames]
-    times = [index / _FRAME_LIST_FPS for index in range(len(frames))]
-    return _assemble([resize_frame(frame, *size) for frame in common], times, parameters)
-
-
-def _probe(av: Any, data: bytes, where: str) -> _Source:
-    """Count the frames and read their rate from the packets, without decoding."""
-    with av.open(io.BytesIO(data)) as container:
-        if not container.streams.video:
-            raise _undecodable(where, "it has no video track")
-        stream = container.streams.video[0]
-        if stream.codec_context is None:
-            raise _undecodable(where, "its codec is unknown")
-        if stream.codec_context.width * stream.codec_context.height > _MAX_FRAME_PIXELS:
-            raise _undecodable(where, f"frames have more than {_MAX_FRAME_PIXELS} pixels")
-        count = 0
-        for packet in container.demux(stream):
-            count += packet.size > 0
-            if count > _MAX_SOURCE_FRAMES:
-                raise _undecodable(where, f"it has more than {_MAX_SOURCE_FRAMES} frames")
-        rate = float(stream.average_rate or stream.guessed_rate or 0)
-    if count == 0 or rate <= 0:
-        raise _undecodable(where, "it has no frames or no frame rate")
-    return _Source(num_frames=count, fps=rate)
-
-
-def _decoded(av: Any, data: bytes, wanted: Sequence[int]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """Yield (index, upright frame) for the wanted indices in order; stop early when the video has fewer frames."""
-    last = wanted[-1]
-    chosen = frozenset(wanted)
-    with av.open(io.BytesIO(data)) as container:
-        stream = container.streams.video[0]
-        stream.thread_type = "AUTO"
-        for index, frame in enumerate(container.decode(stream)):
-            if index in chosen:
-                if frame.width * frame.height > _MAX_FRAME_PIXELS:  # the header may give a smaller size
-                    raise ValueError(f"a frame of {frame.width}×{frame.height}")
-                upright = np.rot90(frame.to_ndarray(format="rgb24"), k=round(frame.rotation / 90))
-                yield index, np.ascontiguousarray(upright)
-            if index >= last:
-                return
-
-
-def _load(
-    av: Any, data: bytes, source: _Source, parameters: VisionParameters, params: VideoParams, where: str
+def sample_video(
+    source: FrameSource, parameters: VisionParameters, params: VideoParams, where: str, limits: MediaLimits
 ) -> VideoFeatures | None:
-    """Sample the video as if it had `source.num_frames` frames; None when decoding yields fewer."""
+    """Sample, resize and patch the frames of `source`; None when it has fewer than `num_frames`.
+
+    The last frame and its time are repeated to fill the last temporal patch.
+    Raises: RequestError when the frames, the tokens or the memory exceed the artifact's limits or `limits`.
+    """
     indices, times = sample_frames(
         source.num_frames,
         source.fps,
         fps=parameters.video_fps if params.fps is None else params.fps,
         max_frames=parameters.video_max_frames if params.max_frames is None else params.max_frames,
     )
-    size: tuple[int, int] | None = None
-    frames: dict[int, NDArray[np.uint8]] = {}
-    for index, frame in _decoded(av, data, indices):
-        if size is None:
-            size = frame_size(frame.shape[0], frame.shape[1], len(indices), parameters, params, where)
-        frames[index] = resize_frame(frame, *size)
-    if indices[-1] not in frames:
+    missing = -len(indices) % parameters.temporal_patch_size
+    indices, times = indices + indices[-1:] * missing, times + times[-1:] * missing
+    planned = _plan(source, source.size, len(indices), missing, parameters, params, limits, where)
+    places: dict[int, list[int]] = {}
+    for place, index in enumerate(indices):
+        places.setdefault(index, []).append(place)
+    writer: PatchWriter | None = None
+    last = -1
+    for index, frame in source.frames(list(places)):
+        if writer is None:
+            found = frame.shape[0], frame.shape[1]
+            if found != source.size:  # a turned video, or a header that gives another size
+                planned = _plan(source, found, len(indices), missing, parameters, params, limits, where)
+            writer = PatchWriter(len(indices), *planned, parameters)
+        resized = resize_frame(frame, *planned)
+        for place in places[index]:
+            writer.put(place, resized)
+        last = index
+    if writer is None or last != indices[-1]:
         return None
-    return _assemble([frames[index] for index in indices], times, parameters)
+    means = np.asarray(times, dtype=np.float64).reshape(-1, parameters.temporal_patch_size).mean(axis=1)
+    return VideoFeatures(vision=writer.features(), timestamps=tuple(means.tolist()))
 
 
-def _count_decodable(av: Any, data: bytes) -> int:
-    with av.open(io.BytesIO(data)) as container:
-        return sum(1 for _ in container.decode(container.streams.video[0]))
+def _plan(
+    source: FrameSource,
+    size: tuple[int, int],
+    num_frames: int,
+    missing: int,
+    parameters: VisionParameters,
+    params: VideoParams,
+    limits: MediaLimits,
+    where: str,
+) -> tuple[int, int]:
+    """(height, width) of the resized frames. Raises: RequestError when they would exceed a limit."""
+    height, width = frame_size(*size, num_frames - missing, parameters, params, where)
+    check_grid(height, width, num_frames, parameters, limits, where, "video")
+    # all frames as bytes, one of them resized before it is written
+    source.plan(3 * height * width * (num_frames + 2), limits, where)
+    return height, width
 
 
-def load_video(data: bytes, parameters: VisionParameters, params: VideoParams, where: str) -> VideoFeatures:
+class _EncodedVideo:
+    """An encoded file as a `FrameSource`. Its header is read on construction, nothing is decoded before `frames`."""
+
+    def __init__(self, av: Any, data: bytes, where: str, limits: MediaLimits) -> None:
+        self._av = av
+        self._data = data
+        self._max_pixels = min(_MAX_FRAME_PIXELS, limits.max_bytes // (3 + _MIN_HELD_FRAMES))
+        self._num_threads = 1
+        with self._open() as container:
+            if not container.streams.video:
+                raise _undecodable(where, "it has no video track")
+            stream = container.streams.video[0]
+            context = stream.codec_context
+            if context is None:
+                raise _undecodable(where, "its codec is unknown")
+            width, height = context.width, context.height
+            if width * height > self._max_pixels:
+                raise too_large(
+                    f"the video's frames have {width}×{height} pixels; {self._max_pixels} can be decoded",
+                    where,
+                )
+            if width <= 0 or height <= 0:
+                raise _undecodable(where, "it has no frame size")
+            bits = _FALLBACK_BITS if context.format is None else context.format.padded_bits_per_pixel
+            self._frame_bytes = int(width * height * (bits / 8 + _SIDE_BYTES))
+            count = 0
+            for packet in container.demux(stream):
+                count += packet.size > 0
+                if count > _MAX_SOURCE_FRAMES:
+                    raise too_large(f"the video has more than {_MAX_SOURCE_FRAMES} frames", where)
+            self.fps = float(stream.average_rate or stream.guessed_rate or 0)
+        if count == 0 or self.fps <= 0:
+            raise _undecodable(where, "it has no frames or no frame rate")
+        self.num_frames = count
+        self.size = (height, width)
+
+    def plan(self, num_bytes: int, limits: MediaLimits, where: str) -> None:
+        height, width = self.size
+        # as RGB, and once more when it is turned
+        others = num_bytes + 6 * height * width
+        limits.check_bytes(
+            others + _MIN_HELD_FRAMES * self._frame_bytes, where, f"a video of {width}×{height} pixels"
+        )
+        held = (limits.max_bytes - others) // self._frame_bytes
+        self._num_threads = max(1, min(_MAX_THREADS, os.cpu_count() or 1, held - _USUAL_HELD_FRAMES))
+
+    def frames(self, wanted: Sequence[int]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+        last = wanted[-1]
+        chosen = frozenset(wanted)
+        with self._open() as container:
+            stream = container.streams.video[0]
+            stream.thread_type = "AUTO" if self._num_threads > 1 else "SLICE"
+            stream.codec_context.thread_count = self._num_threads
+            # checked for every frame: a later one may be larger than the header says
+            stream.codec_context.options = {"max_pixels": str(self._max_pixels)}
+            for index, frame in enumerate(container.decode(stream)):
+                if index in chosen:
+                    if frame.width * frame.height > self._max_pixels:
+                        raise ValueError(f"a frame of {frame.width}×{frame.height}")
+                    upright = np.rot90(frame.to_ndarray(format="rgb24"), k=round(frame.rotation / 90))
+                    yield index, np.ascontiguousarray(upright)
+                if index >= last:
+                    return
+
+    def count_decodable(self) -> None:
+        """Set the number of frames to that of the pictures that decoding yields."""
+        with self._open() as container:
+            stream = container.streams.video[0]
+            stream.codec_context.options = {"max_pixels": str(self._max_pixels)}
+            stream.codec_context.thread_count = self._num_threads
+            self.num_frames = sum(1 for _ in container.decode(stream))
+
+    def _open(self) -> Any:
+        return open_container(self._av, self._data, max_pixels=self._max_pixels)
+
+
+def load_video(
+    data: bytes,
+    parameters: VisionParameters,
+    params: VideoParams,
+    where: str,
+    limits: MediaLimits | None = None,
+) -> VideoFeatures:
     """Encoded video → patches and timestamps. `where` names the video in errors.
 
-    Raises: RequestError when the bytes hold no decodable video, ConfigError without PyAV or OpenCV.
+    Raises: RequestError when the bytes hold no decodable video or it would exceed `limits`, the latter before a frame
+        is decoded; ConfigError without PyAV or OpenCV.
     """
     if (params.fps is not None and params.fps <= 0) or (
         params.max_frames is not None and params.max_frames < 1
@@ -239,15 +334,17 @@ def load_video(data: bytes, parameters: VisionParameters, params: VideoParams, w
         raise RequestError("fps and max_frames of a video must be positive", where=where, param=where)
     av = _import_av()
     _import_cv2()
+    limits = limits or MediaLimits()
     try:
-        source = _probe(av, data, where)
-        video = _load(av, data, source, parameters, params, where)
+        source = _EncodedVideo(av, data, where, limits)
+        video = sample_video(source, parameters, params, where, limits)
         if video is None:
             # Damaged packets and hidden frames give no picture: sample again among the decodable frames.
-            count = _count_decodable(av, data)
-            if count:
-                source = _Source(num_frames=count, fps=source.fps)
-                video = _load(av, data, source, parameters, params, where)
+            source.count_decodable()
+            if source.num_frames:
+                video = sample_video(source, parameters, params, where, limits)
+    except MemoryError:
+        raise
     except (av.FFmpegError, ValueError, IndexError) as error:
         raise _undecodable(where, f"{len(data)} bytes ({type(error).__name__})") from error
     if video is None:

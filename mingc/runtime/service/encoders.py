@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,7 +24,15 @@ from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.image import Grid, VisionFeatures
 from mingc.runtime.preprocess.vision_grid import build_grid_arrays, group_pixels, pad_grid_arrays, pad_tokens
 
-_Frame = tuple[NDArray[np.float32], Grid]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Frame:
+    """Rows [start, stop) of `feature`: one temporal patch, and its grid."""
+
+    feature: VisionFeatures
+    start: int
+    stop: int
+    grid: Grid
 
 
 class VisionEncoder:
@@ -54,7 +63,7 @@ class VisionEncoder:
         group: list[_Frame] = []
         held = 0
         for frame in frames:
-            count = len(frame[0]) // self._parameters.merge_size**2
+            count = (frame.stop - frame.start) // self._parameters.merge_size**2
             if group and held + count > limit:
                 yield group
                 group, held = [], 0
@@ -65,11 +74,13 @@ class VisionEncoder:
 
     def _run(self, frames: Sequence[_Frame]) -> Tensor:
         merge = self._parameters.merge_size
-        pixels = group_pixels(np.concatenate([pixels for pixels, _ in frames]), merge)
+        # normalised here, a call at a time: as float32 a long video would take four times its memory
+        rows = np.concatenate([frame.feature.rows(frame.start, frame.stop) for frame in frames])
+        pixels = group_pixels(rows, merge)
         count = len(pixels)
         width = _bucket(self._graph, "M", count)
         grids = build_grid_arrays(
-            [grid for _, grid in frames],
+            [frame.grid for frame in frames],
             merge_size=merge,
             position_grid_size=self._parameters.position_grid_size,
         )
@@ -135,5 +146,6 @@ def _bucket(graph: Graph, dim: str, size: int) -> int:
 def _frames(feature: VisionFeatures) -> Iterator[_Frame]:
     """Split a feature into its temporal patches, each with its own grid."""
     frames, height, width = feature.grid
-    for pixels in np.split(feature.pixels, frames):
-        yield pixels, (1, height, width)
+    for index in range(frames):
+        start = index * height * width
+        yield _Frame(feature=feature, start=start, stop=start + height * width, grid=(1, height, width))

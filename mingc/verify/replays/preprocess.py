@@ -22,14 +22,22 @@ from mingc.runtime.preprocess.image import (
     resize_for_encoder,
     resize_loaded,
 )
+from mingc.runtime.preprocess.limits import MediaLimits
 from mingc.runtime.preprocess.prompt import Features
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
-from mingc.runtime.preprocess.video import VideoFeatures, frame_size, frames_to_video, resize_frame
+from mingc.runtime.preprocess.video import (
+    DecodedFrames,
+    VideoFeatures,
+    frame_size,
+    resize_frame,
+    sample_video,
+)
 from mingc.runtime.request import Message, Role, TextPart, VideoParams
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.engines import Engines
 
 PIXEL_TOLERANCE = 1e-5
+RECORDED_FPS = 2.0  # of a list of frames, by the reference; all of them are sampled
 
 Image = NDArray[np.uint8]
 _Recorded = TypeVar("_Recorded")
@@ -124,7 +132,9 @@ def _replay_video(
         return None
     options = document.get("options", {})
     params = VideoParams(min_pixels=options.get("min_pixels"), total_pixels=options.get("total_pixels"))
-    video = frames_to_video(frames, vision, params, "video")
+    source = DecodedFrames(pictures=frames, fps=RECORDED_FPS)
+    video = sample_video(source, vision, params, "video", MediaLimits())
+    assert video is not None, "all frames are there"
     height, width = frames[0].shape[:2]
     size = frame_size(height, width, len(frames), vision, params, "video")
     resized = [resize_frame(frame, *size) for frame in frames]
@@ -243,4 +253,4 @@ def _next(recorded: Iterator[_Recorded]) -> _Recorded:
 
 def _image(grid: list[int]) -> VisionFeatures:
     shape: Grid = (grid[0], grid[1], grid[2])
-    return VisionFeatures(pixels=np.zeros((grid[0] * grid[1] * grid[2], 1), np.float32), grid=shape)
+    return VisionFeatures(patches=np.zeros((grid[0] * grid[1] * grid[2], 1), np.float32), grid=shape)

@@ -30,7 +30,7 @@ def replay(engines: Engines, log: ComparisonLog) -> None:
         start = 0
         for grid in grids:
             end = start + math.prod(grid)
-            features.append(VisionFeatures(pixels=pixels[start:end], grid=(grid[0], grid[1], grid[2])))
+            features.append(VisionFeatures(patches=pixels[start:end], grid=(grid[0], grid[1], grid[2])))
             start = end
         with log.case(f"{case}.embeds"):
             log.tensor(f"{case}.embeds", to_numpy(encoder.encode(features)))

@@ -1,0 +1,29 @@
+"""Opening encoded videos and sounds with PyAV, limited to what a file from a stranger may do.
+
+FFmpeg's other demuxers read further files (concat), open sockets (SDP, RTSP) or decode pictures of any size while they
+probe.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+_FORMATS = (
+    "mov,mp4,matroska,webm,avi,asf,flv,gif,mpegts,mpeg,ogg,nut,"
+    "aac,ac3,aiff,amr,ape,au,caf,eac3,flac,mp3,tta,w64,wav,wv"
+)
+_MAX_STREAMS = "32"
+
+
+def open_container(av: Any, data: bytes, *, max_pixels: int) -> Any:
+    """A container whose probing decodes no frame above `max_pixels`. Raises: av.FFmpegError, ValueError."""
+    return av.open(
+        io.BytesIO(data),
+        options={
+            "format_whitelist": _FORMATS,
+            "protocol_whitelist": "",
+            "max_streams": _MAX_STREAMS,
+            "max_pixels": str(max_pixels),
+        },
+    )

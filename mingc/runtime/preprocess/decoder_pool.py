@@ -1,0 +1,181 @@
+"""The server's side of decoder processes: one for each thread that decodes at the moment, started when needed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+
+from mingc.artifacts.codec import encode
+from mingc.errors import CapacityError, ConfigError, RequestError, WorkerError
+from mingc.runtime.preprocess.decoder_process import (
+    DecoderConfig,
+    receive,
+    receive_bytes,
+    send,
+    task_head,
+    unpack,
+)
+from mingc.runtime.preprocess.limits import DEFAULT_MEDIA_BYTES, too_large, undecodable
+from mingc.runtime.preprocess.media_task import DecodedMedia, MediaTask
+
+DEFAULT_TIMEOUT_S = 60.0
+_EXIT_S = 5.0
+# One arena and no growing threshold: what a task frees goes back to the system at once.
+_ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20), "OPENBLAS_NUM_THREADS": "1"}
+
+
+class DecoderPool:
+    """Decodes media in processes of their own. May be used from several threads.
+
+    A process takes at most `max_bytes` (and a fixed margin) and `timeout_s` for one medium.
+    """
+
+    def __init__(self, *, max_bytes: int = DEFAULT_MEDIA_BYTES, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._idle: list[_Decoder] = []
+        self._all: set[_Decoder] = set()
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def run(self, task: MediaTask, data: bytes) -> DecodedMedia:
+        """As `run_task`, in another process.
+
+        Raises: RequestError also when the decoder crashes or takes too long, CapacityError after `close`.
+        """
+        decoder = self._take()
+        try:
+            features, is_reusable = decoder.run(task, data)
+        except (OSError, EOFError) as error:
+            self._drop(decoder, has_failed=True)
+            raise self._explain(decoder.exit_code, task) from error
+        except BaseException:
+            self._drop(decoder)
+            raise
+        with self._lock:
+            is_kept = is_reusable and not self._is_closed
+            if is_kept:
+                self._idle.append(decoder)
+        if not is_kept:
+            self._drop(decoder)
+        if isinstance(features, Exception):
+            raise features
+        return features
+
+    def close(self) -> None:
+        """End all processes; tasks that run fail."""
+        with self._lock:
+            self._is_closed = True
+            decoders, idle = list(self._all), list(self._idle)
+        for decoder in decoders:
+            decoder.kill()
+        for decoder in idle:
+            self._drop(decoder)
+
+    @property
+    def pids(self) -> list[int]:
+        """Processes that run."""
+        with self._lock:
+            return [decoder.pid for decoder in self._all]
+
+    def _take(self) -> _Decoder:
+        with self._lock:
+            if self._is_closed:
+                raise CapacityError("the server is stopping", code="stopping")
+            while self._idle:
+                decoder = self._idle.pop()
+                if decoder.is_alive:
+                    return decoder
+                decoder.end(has_failed=True)
+                self._all.discard(decoder)
+            decoder = _Decoder(self._max_bytes, self._timeout_s)
+            self._all.add(decoder)
+            return decoder
+
+    def _drop(self, decoder: _Decoder, *, has_failed: bool = False) -> None:
+        decoder.end(has_failed=has_failed)
+        with self._lock:
+            self._all.discard(decoder)
+            if decoder in self._idle:
+                self._idle.remove(decoder)
+
+    def _explain(self, code: int | None, task: MediaTask) -> Exception:
+        if self._is_closed:
+            return CapacityError("the server is stopping", code="stopping")
+        if code == -signal.SIGALRM:
+            return too_large(f"decoding the {task.kind} took more than {self._timeout_s:g} s", task.where)
+        if code is not None and code < 0:
+            return undecodable(
+                f"the {task.kind} ended its decoder by signal {-code}", task.where, "send another file"
+            )
+        return WorkerError(f"a media decoder exited with code {code}", where=task.where)
+
+
+class _Decoder:
+    """One decoder process."""
+
+    def __init__(self, max_bytes: int, timeout_s: float) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            config = DecoderConfig(socket=theirs.fileno(), max_bytes=max_bytes, timeout_s=timeout_s)
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "mingc.runtime.preprocess.decoder_process",
+                    json.dumps(encode(config)),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # decoders write about every damaged byte
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, **_ENVIRONMENT},
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.returncode
+
+    def run(self, task: MediaTask, data: bytes) -> tuple[DecodedMedia | Exception, bool]:
+        """(features or error, whether the process may be used again). Raises: OSError or EOFError when it ended."""
+        send(self._socket, task_head(task, len(data)), data)
+        head = receive(self._socket)
+        is_reusable = not head["retire"]
+        if "error" in head:
+            kind: Any = ConfigError if head["is_config"] else RequestError
+            message = head["error"].pop("message")
+            return kind(message, **head["error"]), is_reusable
+        arrays = []
+        for dtype, shape in head["arrays"]:
+            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            arrays.append(np.frombuffer(receive_bytes(self._socket, size), dtype).reshape(shape))
+        return unpack(head, arrays), is_reusable
+
+    def kill(self) -> None:
+        """End the process. The thread that waits for its reply gets an EOFError."""
+        self._process.kill()
+        self._process.wait()
+
+    def end(self, *, has_failed: bool) -> None:
+        """End the process and close its socket. After a failure it is ending itself, and its exit code tells why."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_EXIT_S if has_failed else 0)
+        self.kill()
+        self._socket.close()

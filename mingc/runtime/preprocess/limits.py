@@ -1,0 +1,57 @@
+"""What one medium may cost: bytes of host memory while it is decoded, tokens of the context.
+
+Both are computed from headers before anything is decoded, so a small file cannot claim memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mingc.errors import RequestError
+
+MIB = 1 << 20
+DEFAULT_MEDIA_BYTES = 384 * MIB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaLimits:
+    """`max_bytes`: of host memory for decoding and for the result. `max_tokens`: of the prompt; None: no limit."""
+
+    max_bytes: int = DEFAULT_MEDIA_BYTES
+    max_tokens: int | None = None
+
+    def check_bytes(self, num_bytes: int, where: str, what: str) -> None:
+        """Raises: RequestError when `what` would take more than is left."""
+        if num_bytes > self.max_bytes:
+            raise too_large(
+                f"{what} takes {-(-num_bytes // MIB)} MiB of memory; {self.max_bytes // MIB} MiB are left for it",
+                where,
+            )
+
+    def check_tokens(self, num_tokens: int, where: str, kind: str) -> None:
+        """Raises: RequestError when the tokens of one medium alone leave no room in the context."""
+        if self.max_tokens is not None and num_tokens >= self.max_tokens:
+            raise RequestError(
+                f"the {kind} has {num_tokens} tokens, the context holds {self.max_tokens} with the answer",
+                where=where,
+                fix="send a smaller or shorter one",
+                param=where,
+                code="context_length_exceeded",
+            )
+
+
+def too_large(what: str, where: str) -> RequestError:
+    """A medium whose memory would exceed the limit."""
+    return RequestError(
+        what,
+        where=where,
+        fix="send a smaller or shorter one, or have the server started with a larger --max-media-memory",
+        status=413,
+        param=where,
+        code="media_too_large",
+    )
+
+
+def undecodable(what: str, where: str, fix: str) -> RequestError:
+    """Bytes that are no image, sound or video."""
+    return RequestError(what, where=where, fix=fix, param=where, code="undecodable_media")

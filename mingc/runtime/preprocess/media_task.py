@@ -1,0 +1,54 @@
+"""Decoding of one medium, with everything it depends on: the work that a decoder process does for the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mingc.artifacts.parameters import AudioParameters, VisionParameters
+from mingc.runtime.preprocess.audio import AudioFeatures, load_audio
+from mingc.runtime.preprocess.image import VisionFeatures, load_image
+from mingc.runtime.preprocess.limits import MediaLimits, too_large
+from mingc.runtime.preprocess.video import VideoFeatures, load_video
+from mingc.runtime.request import VideoParams
+
+DecodedMedia = VisionFeatures | VideoFeatures | AudioFeatures
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaTask:
+    """What to decode to. `where` names the medium in errors; `vision` or `audio` are set as `kind` needs."""
+
+    kind: Literal["image", "audio", "video"]
+    where: str
+    vision: VisionParameters | None = None
+    audio: AudioParameters | None = None
+    video: VideoParams = field(default_factory=VideoParams)
+    limits: MediaLimits = field(default_factory=MediaLimits)
+
+
+def run_task(task: MediaTask, data: bytes) -> DecodedMedia:
+    """Features of the encoded medium `data`.
+
+    Raises: RequestError when it cannot be decoded or exceeds a limit, ConfigError when a library is missing.
+    """
+    try:
+        if task.kind == "audio":
+            assert task.audio is not None
+            return load_audio(data, task.audio, task.where, task.limits)
+        assert task.vision is not None
+        if task.kind == "video":
+            return load_video(data, task.vision, task.video, task.where, task.limits)
+        return load_image(data, task.vision, task.where, task.limits)
+    except MemoryError as error:
+        raise too_large(
+            f"decoding the {task.kind} takes more memory than its header says", task.where
+        ) from error
+
+
+def num_bytes(features: DecodedMedia) -> int:
+    """Host memory of the features."""
+    if isinstance(features, AudioFeatures):
+        return features.mel.nbytes
+    vision = features.vision if isinstance(features, VideoFeatures) else features
+    return vision.patches.nbytes
