@@ -236,6 +236,19 @@ def _export(recipe: ExportRecipe) -> ExportReport:
     "--max-media-bytes", type=int, default=96 << 20, help="Decoded media files of one request together."
 )
 @click.option(
+    "--max-media-memory",
+    type=int,
+    default=384 << 20,
+    help="Bytes of memory that decoding the media of one request may take.",
+)
+@click.option(
+    "--media-decode-timeout",
+    "media_decode_timeout_s",
+    type=float,
+    default=60.0,
+    help="Seconds for decoding one image, clip or video.",
+)
+@click.option(
     "--max-speech-characters", type=int, default=32_768, help="Longest `input` of a speech request."
 )
 @click.option(

@@ -22,12 +22,12 @@ OPTIONS = {
     "--model-name --output --prefill-chunk-size --quantize --stages --synthetic --target --tp CHECKPOINT",
     "probe": "--baseline --batch --cache --compare --context --debug --engine --jobs --json --repetitions "
     "--synthetic --tolerance ARTIFACT",
-    "serve": "--allow-media-host --api-key-file --body-idle-timeout --body-timeout --check-hashes --cors-origin "
-    "--debug --drain-seconds --header-timeout --host --json --log-format --log-level --max-body-bytes "
-    "--max-concurrent-requests --max-connections --max-media-bytes --max-queue --max-speech-characters "
-    "--max-speech-seqs --max-total-body-bytes --max-total-tokens --media-root --media-timeout --open-metrics "
-    "--parse-special-tokens --port --served-model-name --shutdown-timeout --step-timeout --threads --tp "
-    "--write-timeout ARTIFACT",
+    "serve": "--allow-media-host --api-key-file --body-idle-timeout --body-timeout --check-hashes "
+    "--cors-origin --debug --drain-seconds --header-timeout --host --json --log-format --log-level "
+    "--max-body-bytes --max-concurrent-requests --max-connections --max-media-bytes --max-media-memory "
+    "--max-queue --max-speech-characters --max-speech-seqs --max-total-body-bytes --max-total-tokens "
+    "--media-decode-timeout --media-root --media-timeout --open-metrics --parse-special-tokens --port "
+    "--served-model-name --shutdown-timeout --step-timeout --threads --tp --write-timeout ARTIFACT",
     "verify": "--against --debug --json --no-replay --reference ARTIFACT",
 }
 

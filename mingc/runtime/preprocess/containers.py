@@ -16,6 +16,11 @@ _FORMATS = (
 _MAX_STREAMS = "32"
 
 
+def pixel_limit(max_pixels: int) -> dict[str, str]:
+    """The option by which FFmpeg refuses larger frames; with room, since it compares the padded size of a buffer."""
+    return {"max_pixels": str(max_pixels + max_pixels // 8 + (1 << 14))}
+
+
 def open_container(av: Any, data: bytes, *, max_pixels: int) -> Any:
     """A container whose probing decodes no frame above `max_pixels`. Raises: av.FFmpegError, ValueError."""
     return av.open(
@@ -24,6 +29,6 @@ def open_container(av: Any, data: bytes, *, max_pixels: int) -> Any:
             "format_whitelist": _FORMATS,
             "protocol_whitelist": "",
             "max_streams": _MAX_STREAMS,
-            "max_pixels": str(max_pixels),
+            **pixel_limit(max_pixels),
         },
     )

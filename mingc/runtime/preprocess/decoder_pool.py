@@ -47,6 +47,12 @@ class DecoderPool:
         self._is_closed = False
         self._lock = threading.Lock()
 
+    def start(self) -> None:
+        """Start one process, so that the first medium does not wait for it."""
+        decoder = self._take()
+        with self._lock:
+            self._idle.append(decoder)
+
     def run(self, task: MediaTask, data: bytes) -> DecodedMedia:
         """As `run_task`, in another process.
 
@@ -174,7 +180,7 @@ class _Decoder:
         self._process.wait()
 
     def end(self, *, has_failed: bool) -> None:
-        """End the process and close its socket. After a failure it is ending itself, and its exit code tells why."""
+        """End the process and close its socket. After a failure it ends itself; its exit code is the reason."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_S if has_failed else 0)
         self.kill()

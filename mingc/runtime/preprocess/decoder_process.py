@@ -30,7 +30,6 @@ from mingc.runtime.preprocess.limits import MIB
 from mingc.runtime.preprocess.media_task import DecodedMedia, MediaTask, run_task
 from mingc.runtime.preprocess.video import VideoFeatures
 
-_LIBRARIES = ("av", "cv2", "soundfile")
 _MARGIN_BYTES = 64 * MIB  # of the libraries' tables and threads, beyond what is planned for a medium
 _RETIRE_BYTES = 64 * MIB  # kept after a task, this much makes the server start a fresh process
 
@@ -45,7 +44,7 @@ class DecoderConfig:
 
 
 def send(sock: socket.socket, head: Any, *buffers: Any) -> None:
-    """Send a JSON head and buffers; the head tells the sizes."""
+    """Send a JSON head and buffers; sizes are in the head."""
     text = json.dumps(head).encode()
     sock.sendall(len(text).to_bytes(8, "little") + text)
     for buffer in buffers:
@@ -121,9 +120,13 @@ def main() -> None:
     # A terminal sends these to the whole process group; the server decides when its decoders end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    for name in _LIBRARIES:  # loaded before memory is limited; a missing one is reported when it is needed
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+    # Loaded before memory is limited; a missing one is reported when it is needed.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("av")
+    with contextlib.suppress(ImportError):
+        importlib.import_module("cv2")
+    with contextlib.suppress(ImportError):
+        importlib.import_module("soundfile")
     Image.init()
     start = _data_bytes()
     limit = start + config.max_bytes + _MARGIN_BYTES

@@ -7,6 +7,7 @@ inputs. The memory of an image is planned from its header before a pixel is deco
 from __future__ import annotations
 
 import io
+import logging
 import math
 import warnings
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from mingc.artifacts.parameters import VisionParameters
 from mingc.errors import RequestError
 from mingc.runtime.preprocess.limits import MediaLimits, undecodable
 
+log = logging.getLogger("mingc.preprocess")
 MAX_ASPECT_RATIO = 200
 # Formats with library decoders only: EPS and PDF would start an interpreter on untrusted bytes.
 _FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
@@ -178,13 +180,23 @@ def _cost_per_pixel(image: Image.Image) -> int:
     return max(plain, _DECODING_COST.get(image.format or "", 0)) + progressive
 
 
+def _peak_bytes(image: Image.Image, target: tuple[int, int]) -> int:
+    """Memory of decoding and resizing to `target` (width, height); Pillow keeps four bytes of a pixel, numpy three."""
+    num_pixels, resized = image.width * image.height, math.prod(target)
+    decoding = _cost_per_pixel(image) * num_pixels
+    # the picture and its converted copy, the picture after one axis, and after both
+    resizing = (4 if image.mode == "RGB" else 8) * num_pixels + 4 * target[0] * image.height + 4 * resized
+    return max(decoding, resizing)
+
+
 def _orientation(image: Image.Image) -> int:
     """EXIF orientation; 1, upright, when there is none or it cannot be read."""
     try:
         found = image.getexif().get(ExifTags.Base.Orientation, 1)
     except MemoryError:
         raise
-    except Exception:  # the picture may be sound although its EXIF data are damaged
+    except Exception as error:  # the picture may be sound although its EXIF data are damaged
+        log.debug("EXIF data cannot be read: %s", type(error).__name__)
         return 1
     return found if found in _UPRIGHT else 1
 
@@ -372,17 +384,13 @@ def load_image(
         size = loaded_size(height, width, parameters, where)
         final = _encoder_size(*size, parameters, where)
         check_grid(*final, 1, parameters, limits, where, "image")
-        # Pillow keeps four bytes a pixel, resizes one axis after the other, and numpy copies the result
-        resized = 4 * max(size[0] * image.width, size[1] * image.width, size[0] * size[1]) + 7 * math.prod(
-            size
-        )
+        target = size if orientation in _TURNED else (size[1], size[0])
         limits.check_bytes(
-            _cost_per_pixel(image) * image.width * image.height + resized + 6 * math.prod(final),
+            max(_peak_bytes(image, target), 12 * math.prod(size) + 3 * math.prod(final)),
             where,
             f"an image of {image.width}×{image.height} pixels ({image.format}, {image.mode})",
         )
         decoded = _decode(image, data, where)
-        target = size if orientation in _TURNED else (size[1], size[0])
         if decoded.size != target:
             decoded = decoded.resize(target, Image.Resampling.BICUBIC)
     loaded = np.asarray(_upright(decoded, orientation))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mingc.artifacts.parameters import VisionParameters
 from mingc.errors import ConfigError, RequestError
-from mingc.runtime.preprocess.containers import open_container
+from mingc.runtime.preprocess.containers import open_container, pixel_limit
 from mingc.runtime.preprocess.image import (
     PatchWriter,
     VisionFeatures,
@@ -35,7 +35,7 @@ _MAX_FRAME_PIXELS = 1 << 26
 _MIN_HELD_FRAMES = 4  # a decoder holds this many: the one in work, references, the one handed out
 _USUAL_HELD_FRAMES = 18  # with as many references as a format allows; more threads hold one each
 _MAX_THREADS = 8
-_FALLBACK_BITS = 24  # a pixel of a format that the header does not tell: 10 bits, 4:2:0
+_FALLBACK_BITS = 24  # of a pixel whose format is not in the header: 10 bits, 4:2:0
 _SIDE_BYTES = 0.5  # a decoder's motion vectors, per pixel
 
 
@@ -294,11 +294,9 @@ class _EncodedVideo:
             stream.thread_type = "AUTO" if self._num_threads > 1 else "SLICE"
             stream.codec_context.thread_count = self._num_threads
             # checked for every frame: a later one may be larger than the header says
-            stream.codec_context.options = {"max_pixels": str(self._max_pixels)}
+            stream.codec_context.options = pixel_limit(self._max_pixels)
             for index, frame in enumerate(container.decode(stream)):
                 if index in chosen:
-                    if frame.width * frame.height > self._max_pixels:
-                        raise ValueError(f"a frame of {frame.width}×{frame.height}")
                     upright = np.rot90(frame.to_ndarray(format="rgb24"), k=round(frame.rotation / 90))
                     yield index, np.ascontiguousarray(upright)
                 if index >= last:
@@ -308,7 +306,7 @@ class _EncodedVideo:
         """Set the number of frames to that of the pictures that decoding yields."""
         with self._open() as container:
             stream = container.streams.video[0]
-            stream.codec_context.options = {"max_pixels": str(self._max_pixels)}
+            stream.codec_context.options = pixel_limit(self._max_pixels)
             stream.codec_context.thread_count = self._num_threads
             self.num_frames = sum(1 for _ in container.decode(stream))
 

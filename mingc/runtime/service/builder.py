@@ -31,6 +31,8 @@ from mingc.host import current_host, gpu_target
 from mingc.runtime.engines.stage_loader import LoadedStage, load_stage, weight_bytes
 from mingc.runtime.kv_cache import PagePool, SlotPool
 from mingc.runtime.preprocess.chat import ChatProcessor
+from mingc.runtime.preprocess.decoder_pool import DEFAULT_TIMEOUT_S, DecoderPool
+from mingc.runtime.preprocess.limits import DEFAULT_MEDIA_BYTES
 from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.request import ServiceInfo
@@ -60,6 +62,8 @@ _OPTIONS = {
     "max_speech_seqs": "--max-speech-seqs",
     "num_torch_threads": "--threads",
     "step_timeout_s": "--step-timeout",
+    "max_media_memory": "--max-media-memory",
+    "media_decode_timeout_s": "--media-decode-timeout",
 }
 # More than any machine has; beyond it torch's and the clock's numbers end.
 _MOST = {"max_total_tokens": 1 << 40, "num_torch_threads": 1024, "step_timeout_s": 10**9}
@@ -84,6 +88,9 @@ class EngineOptions:
             ends the service.
         check_hashes: read every file of the artifact once and compare its hash before anything is loaded.
         served_model_names: what clients call the model, the first in responses; none: what it was exported with.
+        max_media_memory: bytes of host memory that decoding the media of one request may take. Each of the
+            `num_preprocess_threads` has a decoder process, so all together take that many times it.
+        media_decode_timeout_s: time for decoding one medium.
         parse_special_tokens: recognise special tokens in the text of requests; otherwise they are plain text.
         steps: which steps the thinker's workers run.
         talker_depth: most patches in flight; None: 2 on a GPU, 1 on a CPU.
@@ -103,6 +110,8 @@ class EngineOptions:
     check_hashes: bool = False
     served_model_names: tuple[str, ...] = ()
     parse_special_tokens: bool = False
+    max_media_memory: int = DEFAULT_MEDIA_BYTES
+    media_decode_timeout_s: float = DEFAULT_TIMEOUT_S
     steps: StepOptions = DEFAULT_STEPS
     talker_depth: int | None = None
 
@@ -115,8 +124,9 @@ class EngineOptions:
             and not isinstance(value, bool)
             and value < least
         ]
-        if not 0 < self.step_timeout_s < math.inf:
-            problems.append(f"--step-timeout is {self.step_timeout_s}, not a finite number above 0")
+        for name in ("step_timeout_s", "media_decode_timeout_s"):
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                problems.append(f"{_OPTIONS[name]} is {value}, not a finite number above 0")
         for name, most in _MOST.items():
             if (value := getattr(self, name)) is not None and math.inf > value > most:
                 problems.append(f"{_OPTIONS[name]} is {value}, which is above {most}")
@@ -286,6 +296,9 @@ def _load_chat(
             scheduler.max_context,
             min(context, thinker.max_positions),
         )
+    decoders = DecoderPool(max_bytes=options.max_media_memory, timeout_s=options.media_decode_timeout_s)
+    if vision is not None or audio is not None:
+        decoders.start()
     parts = ChatPipeline(
         processor=ChatProcessor(
             tokenizer,
@@ -294,10 +307,13 @@ def _load_chat(
             audio=audio_parameters,
             max_tokens=scheduler.max_context,
             parse_special_tokens=options.parse_special_tokens,
+            decode=decoders.run,
+            max_media_bytes=options.max_media_memory,
         ),
         tokenizer=tokenizer,
         vision=vision,
         audio=audio,
+        decoders=decoders,
         loop=ThinkerLoop(runner, scheduler, stop_ids=thinker.stop_token_ids, vocab_size=thinker.vocab_size),
     )
     return runner, parts

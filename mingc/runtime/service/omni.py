@@ -22,6 +22,7 @@ from torch import Tensor
 from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
 from mingc.runtime.noise import NoiseSource, PhiloxNoise, random_seed
 from mingc.runtime.preprocess.chat import ChatProcessor
+from mingc.runtime.preprocess.decoder_pool import DecoderPool
 from mingc.runtime.preprocess.prompt import MediaFeatures, PreparedPrompt
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.prompt import AUDIO, VISION, ThinkerPrompt
@@ -62,6 +63,7 @@ class ChatPipeline:
     vision: VisionEncoder | None
     audio: AudioEncoder | None
     loop: ThinkerLoop
+    decoders: DecoderPool | None = None  # closed with the service
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -270,6 +272,8 @@ class OmniService:
             loop.stop(_JOIN_S if loop.is_healthy else _FAILED_JOIN_S)
         if self._ranks is not None:
             self._ranks.close()
+        if self._chat is not None and self._chat.decoders is not None:
+            self._chat.decoders.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _chat_pipeline(self) -> ChatPipeline:

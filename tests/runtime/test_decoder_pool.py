@@ -1,0 +1,180 @@
+"""Decoder processes: the features of the same code in this process, and limits that hold whatever a file does."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hostile_media import edit_bomb, index_bomb, small_video
+from preprocess_data import audio_parameters, noise_image, png, vision_parameters, wav
+
+from mingc.errors import CapacityError, RequestError, WorkerError
+from mingc.runtime.preprocess.audio import AudioFeatures
+from mingc.runtime.preprocess.decoder_pool import DecoderPool
+from mingc.runtime.preprocess.limits import MIB, MediaLimits
+from mingc.runtime.preprocess.media_task import MediaTask, run_task
+from mingc.runtime.preprocess.video import VideoFeatures
+from mingc.runtime.request import VideoParams
+
+WHERE = "messages[0].content[1]"
+IMAGE = MediaTask(kind="image", where=WHERE, vision=vision_parameters())
+VIDEO = MediaTask(
+    kind="video", where=WHERE, vision=vision_parameters(), video=VideoParams(min_pixels=4096, fps=1.5)
+)
+AUDIO = MediaTask(kind="audio", where=WHERE, audio=audio_parameters())
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[DecoderPool]:
+    pool = DecoderPool(timeout_s=20)
+    yield pool
+    pids = pool.pids
+    pool.close()
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def peak_bytes(pid: int) -> int:
+    """Peak resident memory of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+@pytest.mark.parametrize(
+    ("task", "data"),
+    [
+        (IMAGE, png(noise_image(70, 90))),
+        (VIDEO, small_video()),
+        (AUDIO, wav(np.sin(np.arange(8000) / 9).astype(np.float32), 16000)),
+    ],
+    ids=["image", "video", "audio"],
+)
+def test_features_equal_those_of_this_process(pool: DecoderPool, task: MediaTask, data: bytes) -> None:
+    expected, found = run_task(task, data), pool.run(task, data)
+    if isinstance(expected, AudioFeatures):
+        assert isinstance(found, AudioFeatures)
+        assert found.num_tokens == expected.num_tokens
+        np.testing.assert_allclose(found.mel, expected.mel, rtol=0, atol=1e-6)
+        return
+    if isinstance(expected, VideoFeatures):
+        assert isinstance(found, VideoFeatures)
+        assert found.timestamps == expected.timestamps
+        expected, found = expected.vision, found.vision
+    assert not isinstance(found, VideoFeatures | AudioFeatures)
+    assert found.grid == expected.grid
+    np.testing.assert_array_equal(found.pixels, expected.pixels)
+
+
+def test_a_process_is_used_again(pool: DecoderPool) -> None:
+    pool.run(IMAGE, png(noise_image(64, 64)))
+    before = pool.pids
+    pool.run(IMAGE, png(noise_image(64, 96)))
+    assert pool.pids == before
+
+
+@pytest.mark.parametrize("task", [IMAGE, VIDEO, AUDIO], ids=["image", "video", "audio"])
+def test_errors_arrive_whole(pool: DecoderPool, task: MediaTask) -> None:
+    errors: list[Any] = []
+    for run in (run_task, pool.run):
+        with pytest.raises(RequestError) as caught:
+            run(task, b"nothing")
+        errors.append(caught.value)
+    shown = [(str(e), e.status, e.param, e.code) for e in errors]
+    assert shown[0] == shown[1]
+    assert shown[0][1:] == (400, WHERE, "undecodable_media")
+
+
+def test_a_file_that_claims_memory_in_its_index_is_refused(pool: DecoderPool) -> None:
+    """A 3 kB MP4 with an index of 60 million frames, which FFmpeg expands when it opens the file: 4 GB before."""
+    data = index_bomb(60_000_000)
+    assert len(data) < 5000
+    (pid,) = pool.pids
+    with pytest.raises(RequestError) as caught:
+        pool.run(VIDEO, data)
+    assert caught.value.code in ("media_too_large", "undecodable_media")  # as FFmpeg words it
+    if pool.pids == [pid]:  # else it was retired
+        assert peak_bytes(pid) < 600 * MIB
+    pool.run(IMAGE, png(noise_image(64, 64)))
+
+
+def test_a_file_that_takes_too_long_ends_its_process_only() -> None:
+    pool = DecoderPool(timeout_s=0.5)
+    try:
+        with pytest.raises(RequestError, match=r"took more than 0\.5 s") as caught:
+            pool.run(VIDEO, edit_bomb(2000, edits=60_000))
+        assert caught.value.code == "media_too_large"
+        assert pool.pids == []
+    finally:
+        pool.close()
+
+
+def test_a_crash_is_an_error_of_the_request() -> None:
+    pool = DecoderPool()
+    try:
+        pool.start()
+        (pid,) = pool.pids
+        os.kill(pid, signal.SIGSTOP)
+        crash = threading.Timer(0.2, lambda: (os.kill(pid, signal.SIGSEGV), os.kill(pid, signal.SIGCONT)))
+        crash.start()
+        with pytest.raises(RequestError, match="by signal 11") as caught:
+            pool.run(IMAGE, png(noise_image(64, 64)))
+        crash.join()
+        assert (caught.value.code, caught.value.param) == ("undecodable_media", WHERE)
+        pool.run(IMAGE, png(noise_image(64, 64)))
+    finally:
+        pool.close()
+
+
+def test_a_process_that_died_while_idle_is_replaced() -> None:
+    pool = DecoderPool()
+    try:
+        pool.start()
+        (pid,) = pool.pids
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        pool.run(IMAGE, png(noise_image(64, 64)))
+        assert pid not in pool.pids
+    finally:
+        pool.close()
+
+
+def test_closing_ends_a_running_task_and_refuses_others() -> None:
+    pool = DecoderPool(timeout_s=20)
+    pool.start()
+    (pid,) = pool.pids
+    os.kill(pid, signal.SIGSTOP)
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            pool.run(IMAGE, png(noise_image(64, 64)))
+        except (CapacityError, WorkerError) as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while True:  # until the thread has taken the process
+        with pool._lock:
+            if not pool._idle:
+                break
+    pool.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert [type(each) for each in failures] == [CapacityError]
+    assert pool.pids == []
+    assert not Path(f"/proc/{pid}").exists()
+    with pytest.raises(CapacityError):
+        pool.run(IMAGE, b"")
+
+
+def test_a_smaller_limit_of_a_task_holds(pool: DecoderPool) -> None:
+    task = dataclasses.replace(IMAGE, limits=MediaLimits(max_bytes=MIB))
+    with pytest.raises(RequestError, match="MiB of memory") as caught:
+        pool.run(task, png(noise_image(1000, 1000)))
+    assert caught.value.status == 413
