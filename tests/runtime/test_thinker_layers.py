@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from collector import Collector
-from fake_thinker import VOCAB, make_prompt, make_thinker_loop, make_thinker_stage, make_thinker_worker
+from fake_engines import HIDDEN, make_graph
+from fake_thinker import PAGE, VOCAB, make_prompt, make_thinker_loop, make_thinker_stage, make_thinker_worker
 from hand_run import run_until_idle
 from torch import Tensor
 
+from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.thinker import layers, worker
@@ -188,3 +191,97 @@ def record_ids(stage: LoadedStage) -> list[list[int]]:
 
     engine.run = record  # type: ignore[method-assign]
     return calls
+
+
+def test_every_layer_runs_once_in_every_division_into_groups() -> None:
+    """20 layers do not divide by the 16 groups of a chunk; two overlapped chunks run all layers at once."""
+    prompt = make_prompt(list(range(100, 164)))
+    answers = []
+    for two_batch_overlap in (False, True):
+        stage = make_thinker_stage(num_layers=20)
+        num_calls = count_calls(stage, "prefill_attention")
+        loop = make_thinker_loop(stage, two_batch_overlap=two_batch_overlap)
+        answer = Collector()
+        loop.submit(prompt, SamplingParams(max_tokens=4), 5, answer.put)
+        run_until_idle(loop)
+        answers.append(answer.tokens())
+        assert num_calls == [2 * 20], "two chunks"
+    assert answers[0] == answers[1]
+    assert worker_of(loop).num_layer_groups == 16
+
+
+def count_calls(stage: LoadedStage, graph: str) -> list[int]:
+    """The number of calls of a graph's engine, kept up to date."""
+    count = [0]
+    engine = stage.graphs[graph]._engines[None]
+    run = engine.run
+
+    def counted(tensors: Sequence[Tensor]) -> list[Tensor]:
+        count[0] += 1
+        return run(tensors)
+
+    engine.run = counted  # type: ignore[method-assign]
+    return count
+
+
+def test_every_layer_has_pages_of_its_own() -> None:
+    rank = make_thinker_worker(make_thinker_stage(num_layers=3), num_pages=9)
+    rank.prefill(prefill_step([5, 6, 7], page=4))
+    for layer in range(3):
+        rows = rank.state[f"layers.{layer}.attention.k_pages"][:, 0, 0].view(-1, PAGE)
+        assert rows[4].tolist() == [5, 6, 7, 0], f"layer {layer}"
+
+
+def prefill_step(ids: Sequence[int], *, page: int) -> PrefillStep:
+    """The whole prompt of a request with one page."""
+    return PrefillStep(
+        input_ids=np.array(ids),
+        positions=np.zeros((3, len(ids)), np.int64),
+        embed_kind=np.zeros(len(ids), np.int64),
+        embeds=None,
+        counts=np.array([len(ids)]),
+        starts=np.zeros(1, np.int64),
+        pages=np.array([[page]]),
+        slots=np.zeros(1, np.int64),
+    )
+
+
+def test_experts_of_chunks_and_of_decode_steps_have_engines_of_their_own() -> None:
+    """Layer 0 is dense, layers 1 and 2 have experts, whose routes are those of the last chunk only."""
+    stage = make_thinker_stage(num_layers=3)
+    calls: list[str] = []
+
+    def experts(name: str, *, has_routes: bool) -> Graph:
+        def run(residual: Tensor, delta: Tensor) -> tuple[Tensor, ...]:
+            calls.append(name)
+            routes = (torch.full((len(residual), 2), len(calls)), torch.ones(len(residual), 2))
+            return (residual + delta, torch.zeros_like(residual), *(routes if has_routes else ()))
+
+        return make_graph(
+            name,
+            run,
+            inputs={key: ("float32", ("N", HIDDEN)) for key in ("residual", "delta")},
+            outputs=("residual", "partial", *(("expert_ids", "expert_weights") if has_routes else ())),
+            state={},
+            dims={"N": (1, 2, 4, 8, 16, 32)},
+            layer_instances=("layers.1.feed_forward", "layers.2.feed_forward"),
+        )
+
+    dense = stage.graphs["dense"]
+    graphs = {
+        **stage.graphs,
+        "dense": Graph(replace(dense.spec, layer_instances=("layers.0.feed_forward",)), dense._engines),
+        "prefill_experts": experts("prefill", has_routes=True),
+        "decode_experts": experts("decode", has_routes=False),
+    }
+    rank = make_thinker_worker(LoadedStage("thinker", graphs))
+    for num_tokens in (3, 10):
+        rank.prefill(prefill_step(range(1, num_tokens + 1), page=1))
+    assert calls == ["prefill"] * 4
+    assert [(ids.shape, int(ids[0, 0])) for ids, _ in rank.routes] == [((16, 2), 3), ((16, 2), 4)]
+    rank.decode(
+        DecodeStep(
+            input_ids=np.array([8]), positions=np.array([3]), lengths=np.array([4]), pages=np.array([[1]])
+        )
+    )
+    assert calls[4:] == ["decode"] * 2

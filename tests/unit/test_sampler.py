@@ -111,6 +111,16 @@ def test_steps_of_one_seed_differ_and_repeat() -> None:
     assert all(0.0 <= number < 1.0 for number in numbers)
 
 
+def test_every_token_of_an_answer_has_a_number_of_its_own() -> None:
+    mine, answer = row(seed=3, vocab=512, temperature=1.0), []
+    for step in range(20):
+        (token,) = sample(torch.zeros(1, 512), [mine])
+        assert token == int(512 * uniform(3, step)), "the uniform number selects among equal tokens"
+        mine.advance(token)
+        answer.append(token)
+    assert len(set(answer)) > 15
+
+
 def test_the_largest_seeds_differ() -> None:
     seeds = (-1, -2, -3, 2**63, 2**63 + 1)
     assert len({uniform(seed, 0) for seed in seeds}) == len(seeds)
