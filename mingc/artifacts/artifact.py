@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import secrets
+import shlex
 import shutil
 import stat
 from collections.abc import Iterator
@@ -37,13 +38,17 @@ class Artifact:
 def open_artifact(root: Path) -> Artifact:
     """Read the manifest and check that every file is there with its recorded size.
 
-    Raises: ManifestError, IntegrityError listing every file that differs.
+    Raises: ManifestError, IntegrityError listing every file that differs, ArtifactError when this user may not read
+        the files.
     """
     artifact = Artifact(root, read_manifest(root))
-    problems = []
+    problems, unreadable = [], []
     for name, record in artifact.manifest.files.items():
         try:
             found = (root / name).stat()
+        except PermissionError:
+            unreadable.append(name)
+            continue
         except OSError:
             problems.append(f"{name}: file is missing")
             continue
@@ -53,6 +58,15 @@ def open_artifact(root: Path) -> Artifact:
         size = found.st_size
         if size != record.size_bytes:
             problems.append(f"{name}: {size} bytes, {record.size_bytes} recorded")
+        elif not os.access(root / name, os.R_OK, effective_ids=True):
+            unreadable.append(name)
+    if unreadable:
+        more = f" and {len(unreadable) - 1} more" if unreadable[1:] else ""
+        raise ArtifactError(
+            f"this user may not read {unreadable[0]}{more}",
+            where=str(root),
+            fix=f"run chmod -R a+rX {shlex.quote(str(root))} as the owner, or serve as the owner",
+        )
     _raise_integrity(root, problems)
     return artifact
 
@@ -116,14 +130,24 @@ def new_artifact(root: Path, *, replace_existing: bool) -> Iterator[Path]:
         try:
             yield work
             _put_in_place(work, root, replace_existing=replace_existing)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        except Exception as error:
+            reason = _write_failure(error)
+            if reason is None:
                 raise
             raise ArtifactError(
-                f"the artifact cannot be written: {error.strerror}",
+                f"the artifact cannot be written: {reason}",
                 where=str(root),
-                fix="free some space there, or pass another --output",
+                fix="free some space there and in the folder of temporary files, or pass another --output",
             ) from error
+
+
+def _write_failure(error: Exception) -> str | None:
+    """Why files cannot be written; None for another error. Libraries wrap a full disk in errors of their own."""
+    if isinstance(error, OSError):
+        is_write = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+        return error.strerror if is_write else None
+    full = os.strerror(errno.ENOSPC)
+    return full if full in str(error) else None
 
 
 def _check_replaceable(root: Path, *, replace_existing: bool) -> None:
@@ -175,10 +199,15 @@ def _put_in_place(work: Path, root: Path, *, replace_existing: bool) -> None:
 
 
 def write_manifest(work: Path, manifest: Manifest) -> Manifest:
-    """Hash every file under `work` into the manifest's file table and write the manifest last."""
+    """Hash every file under `work` into the manifest's file table and write the manifest last.
+
+    Files get the permissions of `work`, which follow the umask: some libraries write files that only their owner reads.
+    """
+    mode = work.stat().st_mode & 0o666
     files = {}
     for path in sorted(work.rglob("*")):
         if path.is_file():
+            path.chmod(mode)
             files[path.relative_to(work).as_posix()] = FileRecord(
                 size_bytes=path.stat().st_size, sha256=hash_file(path)
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -271,6 +272,12 @@ def read_manifest(artifact: Path) -> Manifest:
             f"{artifact} holds no {FILE_NAME}",
             where=str(artifact),
             fix="pass a folder that mingc export wrote",
+        ) from None
+    except PermissionError:
+        raise ManifestError(
+            f"this user may not read {FILE_NAME}",
+            where=str(path),
+            fix=f"run chmod -R a+rX {shlex.quote(str(artifact))} as the owner, or run as the owner",
         ) from None
     except (OSError, ValueError) as error:
         raise ManifestError(f"{FILE_NAME} is not readable: {error}", where=str(path), fix=_FIX) from error

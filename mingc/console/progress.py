@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 
 class Progress(Protocol):
-    """Callback after each step: steps done, total steps, name of the step, and its seconds."""
+    """Callback before and after each step: steps done, total steps, name of the step, and its seconds.
 
-    def __call__(self, done: int, total: int, step: str, seconds: float, /) -> None: ...
+    Seconds are None for a step that begins. Several may run at the same time.
+    """
+
+    def __call__(self, done: int, total: int, step: str, seconds: float | None, /) -> None: ...
 
 
 def step_logger(title: str) -> Callable[[str], None]:
@@ -37,18 +40,32 @@ def progress(title: str) -> Iterator[Progress]:
     columns = (TextColumn(title), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), last)
     with RichProgress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(title, total=None, step="starting")
+        running: list[str] = []
 
-        def draw(done: int, total: int, step: str, seconds: float, /) -> None:
-            bar.update(task, completed=done, total=total, step=f"{step} {seconds:.1f} s")
+        def draw(done: int, total: int, step: str, seconds: float | None, /) -> None:
+            if seconds is None:
+                running.append(step)
+            elif step in running:
+                running.remove(step)
+            bar.update(task, completed=done, total=total, step=_shown(running))
 
         yield draw
 
 
+def _shown(running: Sequence[str]) -> str:
+    """The step that runs longest, and how many others run beside it."""
+    if not running:
+        return ""
+    return running[0] if len(running) == 1 else f"{running[0]} and {len(running) - 1} more"
+
+
 class _Lines:
-    """Progress as one line per step."""
+    """Progress as one line per step that ended."""
 
     def __init__(self, title: str) -> None:
         self._title = title
 
-    def __call__(self, done: int, total: int, step: str, seconds: float, /) -> None:
+    def __call__(self, done: int, total: int, step: str, seconds: float | None, /) -> None:
+        if seconds is None:
+            return
         print(f"{self._title}: {done}/{total} {step} {seconds:.1f} s", file=sys.stderr, flush=True)

@@ -29,7 +29,7 @@ from mingc.export.assets import tokenizers, voices
 from mingc.export.autotune.tuning import autotune, problems_to_tune
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks.coverage import check_coverage
-from mingc.export.checks.preflight import check_host
+from mingc.export.checks.preflight import check_host, check_space
 from mingc.export.compile.build import GraphResult, Replay, engine_sizes, first_shard, stage_options
 from mingc.export.compile.schedule import Schedule
 from mingc.export.process_pool import peak_rss_bytes
@@ -43,11 +43,11 @@ from mingc.host import current_host
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One finished step of an export, for progress lines."""
+    """A step of an export that begins (`seconds` is None) or ends, for progress lines."""
 
     name: str  # kernel_configs (timed), weights, engine (compiled), check (of a graph), voice, manifest
     subject: str
-    seconds: float
+    seconds: float | None
     done: int
     total: int
 
@@ -81,7 +81,7 @@ class ExportReport:
 
 
 def export_artifact(recipe: ExportRecipe, replay: Replay, progress: Callable[[Step], None]) -> ExportReport:
-    """Build the artifact of `recipe`. `replay` runs what was built; `progress` is called after every step.
+    """Build the artifact of `recipe`. `replay` runs what was built; `progress` is called before and after every step.
 
     Raises: ConfigError, CheckpointError, ExportError. On any of them `recipe.output` is untouched.
     """
@@ -94,6 +94,7 @@ def export_artifact(recipe: ExportRecipe, replay: Replay, progress: Callable[[St
     notes = [*checkpoint.notes, *check_coverage(checkpoint, stages, configs)]
     with new_artifact(recipe.output, replace_existing=recipe.force) as folder:
         run = _Run(recipe, checkpoint, stages, graph, configs, folder, replay, progress)
+        check_space(recipe, checkpoint, stages, configs, run.num_engines)
         parameters: dict[str, dict[str, Any]] = {
             stage.name: _parameters(stage, configs[stage.name], run.options) for stage in stages
         }
@@ -127,6 +128,7 @@ def export_artifact(recipe: ExportRecipe, replay: Replay, progress: Callable[[St
             notes=tuple(notes),
             files={},
         )
+        run.step("manifest", recipe.output.name)
         manifest = write_manifest(folder, manifest)
         run.step("manifest", recipe.output.name, 0.0)
     return _report(recipe, manifest, results, weights, run.peak_rss_bytes, started)
@@ -185,6 +187,7 @@ class _Run:
         self._files = {
             stage.name: weights_files(stage, recipe, self.repeated[stage.name]) for stage in stages
         }
+        self.num_engines = sum(len(sizes) for graphs in self._sizes.values() for sizes in graphs.values())
         builds = sum(len(sizes) + 1 for graphs in self._sizes.values() for sizes in graphs.values())
         shards = sum(map(len, self._files.values()))
         self._voices = voices.find(checkpoint, self.notes) if self.has_voices else ()
@@ -195,8 +198,9 @@ class _Run:
         }
         self._total = shards + builds + len(self._voices) + len(self._to_tune) + 1
 
-    def step(self, name: str, subject: str, seconds: float) -> None:
-        self._done += 1
+    def step(self, name: str, subject: str, seconds: float | None = None) -> None:
+        """Report that a step begins, or that it ended after `seconds`."""
+        self._done += seconds is not None
         self._progress(Step(name=name, subject=subject, seconds=seconds, done=self._done, total=self._total))
 
     def write_weights(self) -> dict[str, tuple[str, ...]]:
@@ -206,6 +210,7 @@ class _Run:
         """
         (self._folder / "weights").mkdir()
         for first, *_ in self._files.values():
+            self.step("weights", first.name)
             written = write_file(first, self._recipe, self._checkpoint, self._folder)
             self.step("weights", first.name, written.seconds)
         return {stage: tuple(file.path for file in files) for stage, files in self._files.items()}
@@ -215,6 +220,7 @@ class _Run:
         timed = {}
         for stage, (dims, problems) in self._to_tune.items():
             started = time.perf_counter()
+            self.step("kernel_configs", stage)
             timed[stage] = autotune(dims, problems, jobs=self._recipe.jobs, cache=self._recipe.cache)
             self.step("kernel_configs", stage, time.perf_counter() - started)
         return timed
@@ -253,6 +259,7 @@ class _Run:
         records = []
         for voice in self._voices:
             started = time.perf_counter()
+            self.step("voice", voice.name)
             records.append(maker.register(voice, self._folder))
             self.step("voice", voice.name, time.perf_counter() - started)
         return tuple(records)

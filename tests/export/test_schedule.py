@@ -94,7 +94,8 @@ class _Export:
         sample_sizes: Sequence[dict[str, int] | None] = (None,),
         synthetic: bool = False,
     ) -> None:
-        self.steps: list[tuple[str, str]] = []
+        self.begun: list[tuple[str, str]] = []
+        self.steps: list[tuple[str, str]] = []  # that ended
         recipe = ExportRecipe(
             checkpoint=_TINY,
             output=folder / "out",
@@ -122,10 +123,13 @@ class _Export:
             replay,
             sizes,
             files,
-            lambda kind, name, _: self.steps.append((kind, name)),
+            self._record,
             {},
             {"cfm.sample": 1},
         )
+
+    def _record(self, kind: str, name: str, seconds: float | None) -> None:
+        (self.begun if seconds is None else self.steps).append((kind, name))
 
 
 class _BrokenPool(ThreadPoolExecutor):
@@ -166,6 +170,8 @@ def test_engines_compile_during_writes_and_checks_wait_for_all_files_of_their_st
     export = _Export(tmp_path, monkeypatch, _Disk(wait_for_engines), jobs=2)
     monkeypatch.setattr(schedule, "build_engine", compile_)
     export.schedule.run()
+    assert sorted(export.begun) == sorted(export.steps), "each step is reported when it begins, too"
+    assert export.begun[:2] == [("weights", "thinker.rank1"), ("engine", "cfm.sample")]
     assert export.steps[:3] == [
         ("engine", "cfm.sample"),
         ("check", "cfm.sample"),  # one rank: its file exists
@@ -248,7 +254,7 @@ def test_a_file_that_fails_ends_the_export_with_its_error(
 
 
 def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str | None) -> list[pipeline.Step]:
-    """Steps of building four stages with one job and instant compiles; the check of `bad` fails."""
+    """Steps that end while four stages are built with one job and instant compiles; the check of `bad` fails."""
     steps: list[pipeline.Step] = []
 
     def check(task: GraphTask, engines: tuple[EngineRecord, ...], given: object) -> GraphResult:
@@ -269,7 +275,7 @@ def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str | None) -> li
         run.build_graphs({})
     except CompileError:
         assert bad is not None
-    return steps
+    return [step for step in steps if step.seconds is not None]
 
 
 def test_every_engine_is_reported_when_compiled_and_checked_before_the_next(

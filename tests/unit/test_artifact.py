@@ -5,9 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +29,7 @@ from mingc.artifacts.artifact import (
     write_manifest,
 )
 from mingc.artifacts.inspection import summarize
-from mingc.artifacts.manifest import FileRecord, Manifest, StageRecord, TunedKernel
+from mingc.artifacts.manifest import FILE_NAME, FileRecord, Manifest, StageRecord, TunedKernel
 from mingc.artifacts.stage_graph import CLIENT, Edge, StageGraph, StageNode
 from mingc.artifacts.target import KernelConfig
 from mingc.console.report import show
@@ -264,6 +268,52 @@ def test_missing_and_truncated_files_are_all_named_at_once(artifact_path: Path) 
     assert "weights/audio.bin: 5 bytes, 850 recorded" in caught.value.message
 
 
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_all_files_have_the_permissions_that_the_umask_leaves(
+    tmp_path: Path, manifest: Manifest, mask: int
+) -> None:
+    """safetensors writes files that only their owner may read."""
+    before = os.umask(mask)
+    try:
+        with new_artifact(tmp_path / "out", replace_existing=False) as work:
+            (work / "engines").mkdir()
+            for name in ("engines/encode.pt2", "weights.safetensors"):
+                (work / name).write_bytes(b"x")
+                (work / name).chmod(0o600)
+            write_manifest(work, manifest)
+    finally:
+        os.umask(before)
+    found = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert found == {0o666 & ~mask}
+
+
+@contextmanager
+def as_other_user() -> Iterator[None]:
+    """Not as root, who may read everything."""
+    user = os.geteuid()
+    os.seteuid(user or 65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@pytest.mark.parametrize("name", ["engines/encode.pt2", FILE_NAME])
+def test_files_that_a_user_may_not_read_are_reported_as_such(artifact_path: Path, name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "tiny"
+        shutil.copytree(artifact_path, root)
+        for path in (Path(folder), root, *root.rglob("*")):
+            path.chmod(0o755)
+        (root / name).chmod(0)
+        with (
+            as_other_user(),
+            pytest.raises(ArtifactError, match=f"this user may not read {name}\n") as caught,
+        ):
+            open_artifact(root)
+        assert f"chmod -R a+rX {root} as the owner" in (caught.value.fix or "")
+
+
 @pytest.mark.parametrize("name", ["engines/encode.pt2", "weights/audio.bin"])
 def test_bytes_appended_to_a_file_are_found_without_hashing(artifact_path: Path, name: str) -> None:
     with (artifact_path / name).open("ab") as stream:
@@ -389,6 +439,20 @@ def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
     ):
         (work / "part").write_text("some")
         raise OSError(errno.ENOSPC, "No space left on device")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_in_the_words_of_a_library_is_reported_as_such(tmp_path: Path) -> None:
+    """torch and safetensors raise errors of their own."""
+    words = "Error while serializing: I/O error: No space left on device (os error 28)"
+    with (
+        pytest.raises(
+            ArtifactError, match="the artifact cannot be written: No space left on device"
+        ) as caught,
+        new_artifact(tmp_path / "out", replace_existing=False),
+    ):
+        raise RuntimeError(words)
+    assert "free some space" in (caught.value.fix or "")
     assert not list(tmp_path.iterdir())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,9 @@ from mingc.console.progress import progress, step_logger
 
 def test_without_a_terminal_each_step_is_a_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     with progress("export") as report:
+        report(0, 2, "engine cfm.sample", None)
         report(1, 2, "engine cfm.sample", 35.25)
+        report(1, 2, "manifest", None)
         report(2, 2, "manifest", 0.0)
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -28,9 +31,26 @@ def test_on_a_terminal_progress_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     with progress("export") as report:
-        report(1, 2, "engine cfm.sample", 35.25)
-    assert "engine cfm.sample" in terminal.getvalue()
-    assert "1/2" in terminal.getvalue()
+        report(0, 3, "engine cfm.sample", None)
+        report(0, 3, "engine cfm.speaker", None)
+        report(1, 3, "engine cfm.sample", 35.25)
+    assert "1/3" in terminal.getvalue()
+
+
+def test_the_bar_names_the_steps_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+
+    def update(bar: object, task: object, *, completed: int, total: int, step: str) -> None:
+        shown.append(step)
+
+    monkeypatch.setattr(
+        sys, "stderr", SimpleNamespace(isatty=lambda: True, write=lambda _: 0, flush=lambda: None)
+    )
+    monkeypatch.setattr("rich.progress.Progress.update", update)
+    with progress("export") as report:
+        for step, seconds in (("a", None), ("b", None), ("c", None), ("a", 1.0), ("c", 1.0), ("b", 1.0)):
+            report(0, 3, step, seconds)
+    assert shown == ["a", "a and 1 more", "a and 2 more", "b and 1 more", "b", ""]
 
 
 def test_logged_steps_are_lines_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,23 @@
-"""Preflight check: requirements of an export on this host, checked before reading a checkpoint."""
+"""Preflight checks: requirements of an export on this host, checked before the work that would fail without them."""
 
 from __future__ import annotations
 
+import math
+import shutil
 import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from mingc.errors import ConfigError
+from mingc.export.checkpoint import Checkpoint
 from mingc.export.recipe import ExportRecipe
+from mingc.export.stage import Shard, Stage
+
+_DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0}
+_QUANTIZED_BYTES = {"fp8": 1.0, "int4": 0.5}
+_ENGINE_BYTES = 1 << 20  # of a compiled engine; those of the tiny checkpoint take 3 MiB and more
 
 
 def check_host(recipe: ExportRecipe) -> None:
@@ -32,3 +42,42 @@ def check_host(recipe: ExportRecipe) -> None:
                 where="--cache",
                 fix="pass another folder, or omit --cache",
             ) from error
+
+
+def check_space(
+    recipe: ExportRecipe,
+    checkpoint: Checkpoint,
+    stages: Sequence[Stage],
+    configs: Mapping[str, Any],
+    num_engines: int,
+) -> None:
+    """Compare the free space at the output with a lower bound of the artifact's size.
+
+    Raises: ConfigError when the artifact cannot fit.
+    """
+    needed = num_engines * _ENGINE_BYTES
+    if not recipe.synthetic:  # random weights are those of a few layers
+        needed += sum(_weight_bytes(recipe, checkpoint, stage, configs[stage.name]) for stage in stages)
+    folder = recipe.output.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ConfigError(
+            f"the artifact needs at least {_size(needed)}, {folder} has {_size(free)} free",
+            where="--output",
+            fix="free some space there, pass a folder on another disk, or store weights in fewer bits (--quantize)",
+        )
+
+
+def _weight_bytes(recipe: ExportRecipe, checkpoint: Checkpoint, stage: Stage, config: Any) -> int:
+    """Bytes of the weights of `stage`, as if all of them were quantized where some are."""
+    quantization = recipe.quantization(stage.name)
+    size = _DTYPE_BYTES[recipe.dtype] if quantization is None else _QUANTIZED_BYTES[quantization]
+    used = {(source.part, name) for source in stage.weights(config, Shard()) for name in source.tensors}
+    count = sum(math.prod(getattr(checkpoint, part).tensors[name].shape) for part, name in used)
+    return int(count * size)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

@@ -109,6 +109,11 @@ def engine_sizes(spec: GraphSpec, options: StageOptions) -> list[dict[str, int] 
 
 
 @gives_memory_back()
+def engine_label(graph: str, static_shapes: dict[str, int] | None) -> str:
+    """Name of an engine of the graph `STAGE.GRAPH`, and of its file without a suffix."""
+    return graph + "".join(f"-{name}{size}" for name, size in (static_shapes or {}).items())
+
+
 def build_engine(task: GraphTask, static_shapes: dict[str, int] | None) -> BuiltEngine:
     """Trace and compile `task.graph` for the sizes `static_shapes`.
 
@@ -199,9 +204,8 @@ def _compile(
     static_shapes: dict[str, int] | None,
     options: StageOptions,
 ) -> EngineRecord:
-    label = "".join(f"-{name}{size}" for name, size in (static_shapes or {}).items())
     backend = find_backend(task.recipe.backend_of(task.stage))
-    file = f"engines/{task.name}{label}{backend.suffix}"
+    file = f"engines/{engine_label(task.name, static_shapes)}{backend.suffix}"
     program = capture(
         plan, module, stage=task.stage, static_shapes=static_shapes, device=torch.device(options.device)
     )

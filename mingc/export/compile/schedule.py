@@ -19,6 +19,7 @@ from mingc.export.compile.build import (
     Replay,
     build_engine,
     check_graph,
+    engine_label,
     measure_quantization_error,
 )
 from mingc.export.process_pool import result_of, submit, worker_pool
@@ -48,7 +49,7 @@ class Schedule:
         replay: Replay,
         sizes: Sizes,
         files: Mapping[str, tuple[WeightsFile, ...]],
-        step: Callable[[str, str, float], None],
+        step: Callable[[str, str, float | None], None],
         kernel_configs: Mapping[str, tuple[TunedKernel, ...]],
         compile_costs: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
@@ -108,6 +109,7 @@ class Schedule:
         if self._to_write and not self._is_writing:
             self._is_writing = True
             file = self._to_write[0]
+            self._step("weights", file.name, None)
             written = submit(pool, file.name, write_in_worker, file, self._recipe, self._folder)
             self._running[written] = self._take_file
         elif compare is not None:
@@ -117,10 +119,12 @@ class Schedule:
             self._running[compared] = partial(self._take_quantization_error, compare)
         elif check is not None:
             self._to_check.remove(check)
+            self._step("check", check[0].name, None)
             checked = submit(pool, check[0].name, check_graph, *check, self._replay)
             self._running[checked] = partial(self._take_check, check[0], time.perf_counter())
         elif self._to_compile:
             task, static_shapes = self._to_compile.popleft()
+            self._step("engine", engine_label(task.name, static_shapes), None)
             built = submit(pool, task.name, build_engine, task, static_shapes)
             self._running[built] = partial(self._take_engine, task)
         else:
