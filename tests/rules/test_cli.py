@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -30,6 +32,16 @@ OPTIONS = {
     "--served-model-name --shutdown-timeout --step-timeout --threads --tp --write-timeout ARTIFACT",
     "verify": "--against --debug --json --no-replay --reference ARTIFACT",
 }
+
+
+@pytest.fixture(autouse=True)
+def logging_of_other_tests() -> Iterator[None]:
+    """A command in this process sends logs to the stderr of its test, which is closed after it."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

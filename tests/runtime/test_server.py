@@ -269,7 +269,7 @@ BAD_REQUESTS: dict[str, tuple[Post, int, str | None]] = {
     "unknown field": (lambda c: c.chat(temprature=1), 400, "temprature"),
     "a key that is half a character": (
         lambda c: c.http.post(CHAT, content=b'{"messages": [{"role": "user", "content": "x"}], "a\\ud800": 1}',
-                              headers=JSON_TYPE), 400, "a\ud800"),
+                              headers=JSON_TYPE), 400, "a\\ud800"),
     "empty audio": (lambda c: c.chat(audios=["data:audio/wav;base64,"]), 400, "audios[0]"),
     "bad base64": (lambda c: c.chat(images=["data:image/png;base64,@@@@"]), 400, "images[0]"),
     "forbidden host": (lambda c: c.chat(images=["http://127.0.0.1:1/a.png"]), 400, "images[0]"),

@@ -175,3 +175,11 @@ def test_the_console_lists_only_comparisons_that_did_not_pass() -> None:
         },
         {"name": "file: a.out", "outcome": "FAIL", "error": "2.5e-01", "tolerance": "1e-04", "note": ""},
     ]
+
+
+@pytest.mark.parametrize(("holds", "outcome"), [(True, "pass"), (False, "FAIL")])
+def test_a_rule_that_does_not_hold_fails(holds: bool, outcome: str) -> None:
+    log = make_log()
+    log.rule("a.out", holds, "the sum is 1")
+    assert (last(log).outcome, last(log).note) == (outcome, "the sum is 1")
+    assert log.summary().failed == (not holds)

@@ -89,3 +89,13 @@ def test_too_few_numbers_are_not_fitted() -> None:
 
 def test_a_scale_of_nan_is_off() -> None:
     assert Scale(factor=float("nan"), allowed=0.1).is_off
+
+
+@pytest.mark.parametrize("factor", [-1.0, 0.0])
+def test_outputs_of_the_right_size_in_another_direction_are_off(factor: float) -> None:
+    """Their lengths are equal: what counts is the length along the reference."""
+    reference = np.tile([1.0, 2.0], 50)
+    across = np.tile([-2.0, 1.0], 50)
+    scale = fit_scale(factor * reference + (1 - abs(factor)) * across, reference)
+    assert scale is not None
+    assert scale.factor == pytest.approx(factor)

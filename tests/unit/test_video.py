@@ -245,12 +245,13 @@ def test_packets_without_a_picture_do_not_count(monkeypatch: pytest.MonkeyPatch)
     """Damaged packets and hidden frames: sampled as if the video had only the frames that can be decoded."""
     data = encode(flat_frames(12), 2)
     expected = load_video(data, vision_parameters(), VideoParams(), WHERE)
-    probe = video_module._probe
 
-    def probe_more(av: Any, data: bytes, where: str) -> Any:
-        return dataclasses.replace(probe(av, data, where), num_frames=15)
+    class WithMorePackets(video_module._EncodedVideo):
+        def __init__(self, *words: Any) -> None:
+            super().__init__(*words)
+            self.num_frames += 3
 
-    monkeypatch.setattr(video_module, "_probe", probe_more)
+    monkeypatch.setattr(video_module, "_EncodedVideo", WithMorePackets)
     video = load_video(data, vision_parameters(), VideoParams(), WHERE)
     assert video.timestamps == expected.timestamps
     assert np.array_equal(video.vision.pixels, expected.vision.pixels)
