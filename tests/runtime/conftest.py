@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import pytest
+from held_resources import check_all_is_free
 
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.thinker.loop import ThinkerLoop
@@ -15,7 +16,7 @@ Loop = TypeVar("Loop", ThinkerLoop, TalkerLoop)
 
 @pytest.fixture
 def started() -> Iterator[Callable[[Loop], Loop]]:
-    """Starts loops and stops them after the test."""
+    """Starts loops and stops them after the test, when no request may hold anything."""
     loops: list[ThinkerLoop | TalkerLoop] = []
 
     def start(loop: Loop) -> Loop:
@@ -26,4 +27,6 @@ def started() -> Iterator[Callable[[Loop], Loop]]:
     yield start
     for loop in loops:
         loop.stop()
+        assert not loop._thread.is_alive()
         loop.scheduler.check()
+        check_all_is_free(loop)

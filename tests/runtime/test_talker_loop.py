@@ -13,7 +13,7 @@ from collector import Collector
 from fake_talker import PATCH_SAMPLES, SLOT_TOKENS, TALKER, make_talker_loop, make_talker_worker
 from fake_talker import make_segment as segment
 from hand_run import run_step, run_until_idle
-from held_resources import talker_resources
+from held_resources import talker_resources, wait_until_equal
 
 from mingc.runtime.talker.engines import LaunchedPatch
 from mingc.runtime.talker.loop import TalkerLoop
@@ -230,11 +230,14 @@ def test_a_failed_launch_fails_requests_in_flight_and_no_others(
 
 def test_cancelled_speech_frees_its_slot(started: Callable[[TalkerLoop], TalkerLoop]) -> None:
     loop = started(make_talker_loop(make_talker_worker(slots=1)))
+    before = talker_resources(loop)
     first = speak(loop, segment(patches=40), segment(index=1, patches=40))
     first.wait(lambda items: len(items) > 1, "patches")
     second = speak(loop, segment(seed=2, patches=2))
     loop.cancel(first.stream)  # type: ignore[attr-defined]
     assert len(second.segments()[0]) == 2 * PATCH_SAMPLES
+    loop.cancel(second.stream)  # type: ignore[attr-defined]
+    wait_until_equal(before, lambda: talker_resources(loop))
 
 
 def test_a_slow_reader_is_paused_and_others_go_on(started: Callable[[TalkerLoop], TalkerLoop]) -> None:

@@ -47,6 +47,19 @@ def talker_resources(loop: TalkerLoop) -> Counts:
     }
 
 
+def check_all_is_free(loop: ThinkerLoop | TalkerLoop) -> None:
+    """Assert that every page and slot of a loop is free and that it knows no request."""
+    if isinstance(loop, ThinkerLoop):
+        pool, slots = loop.scheduler.pool, loop._slots
+        assert (pool.num_free, slots.num_free) == (pool.num_pages - 1, slots.num_slots - 1)
+        assert not loop._requests and loop.scheduler._current is None
+    else:
+        slots = loop.scheduler.slots
+        assert slots.num_free == slots.num_slots - 1
+        assert not loop._streams and not loop.scheduler._segments and not loop._worker._running
+    assert loop.scheduler.num_running == loop.scheduler.num_waiting == 0
+
+
 def loop_resources(service: OmniService) -> Counts:
     """Those of the service's loops."""
     counts: Counts = {}

@@ -337,8 +337,12 @@ def test_removal_frees_pages_at_once_in_every_state() -> None:
     for request in (1, 2, 3):
         scheduler.add(request, prompt_tokens=8, max_tokens=4)
     scheduler.commit(scheduler.plan())  # 1 decodes, 2 prefills, 3 waits
+    held = []
     for request in (1, 2, 3, 3):
         scheduler.remove(request)
+        held.append(scheduler.pool.num_pages - 1 - scheduler.pool.num_free)
+    assert held == [3, 0, 0, 0], "three pages each; 3 waited for its own"
+    assert scheduler.num_running == scheduler.num_waiting == 0
     scheduler.check()
     assert scheduler.plan().is_empty
 
