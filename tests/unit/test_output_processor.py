@@ -281,6 +281,12 @@ def answer_of_words(words: Sequence[str], sampling: SamplingParams) -> tuple[str
     return "".join(event.text for event in events if isinstance(event, TextDelta)), ends == ["stop"]
 
 
+def test_text_of_the_stopping_token_is_shown_up_to_the_stop_string() -> None:
+    words = ["One", " two ST", "OP three", " four"]
+    assert answer_of_words(words, SamplingParams(stop=("STOP",))) == ("One two ", True)
+    assert answer_of_words(["One STOP two STOP three"], SamplingParams(stop=("STOP",))) == ("One ", True)
+
+
 def test_stop_strings_are_not_searched_in_the_first_min_tokens() -> None:
     """As in vLLM."""
     words = ["a", " stop", " b", " st", "op", " c", " stop", " d"]
