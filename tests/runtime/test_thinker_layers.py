@@ -26,11 +26,9 @@ from mingc.runtime.thinker.step import DecodeStep, PrefillStep
 from mingc.runtime.thinker.worker import ThinkerWorker
 
 PROMPTS = [
-    make_prompt(
-        list(range(40, 140)), media=[10, 11, 70], rope_delta=-3
-    ),  # two overlapped chunks, then others
+    make_prompt(list(range(40, 104)), media=[10, 11, 60], rope_delta=-3),  # two overlapped chunks
     make_prompt([3, 1, 4, 1, 5]),
-    make_prompt([9] * 64),
+    make_prompt([9] * 100),
 ]
 # One layer group per step beside decoding requests.
 SLOW_CHUNKS = ChunkedPrefillPolicy(
