@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from collector import Collector
-from fake_talker import PATCH_SAMPLES, SLOT_TOKENS, TALKER, make_talker_loop, make_talker_worker
+from fake_talker import PATCH_SAMPLES, SLOT_TOKENS, TAIL, TALKER, make_talker_loop, make_talker_worker
 from fake_talker import make_segment as segment
 from hand_run import run_step, run_until_idle
 from held_resources import talker_resources, wait_until_equal
 
+from mingc.runtime.talker import worker as worker_module
 from mingc.runtime.talker.engines import LaunchedPatch
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.worker import Patch, SpeechSegment, TalkerWorker
@@ -56,6 +57,23 @@ def test_a_prefix_of_a_voice_is_reused_without_a_trace() -> None:
     assert np.array_equal(run_alone(segment(seed=1, prefix=0), slot=2, worker=worker), first)
     run_alone(segment(seed=1, tokens=30), worker=worker)
     assert len(worker._prefixes) == 2
+
+
+def test_only_the_prefixes_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "_MAX_PREFIXES", 2)
+    worker = make_talker_worker()
+    read, computed = worker._engines.read_rows, []
+
+    def record(slot: int, count: int) -> torch.Tensor:
+        computed.append(tokens)
+        return read(slot, count)
+
+    monkeypatch.setattr(worker._engines, "read_rows", record)
+    expected = {tokens: run_alone(segment(tokens=tokens)) for tokens in (21, 22, 23)}
+    for tokens in (21, 22, 21, 23, 21, 22, 23):
+        assert np.array_equal(run_alone(segment(tokens=tokens), worker=worker), expected[tokens])
+        assert len(worker._prefixes) <= 2
+    assert computed == [21, 22, 23, 22, 23]
 
 
 def test_segments_are_added_and_removed_without_changing_others() -> None:
@@ -267,6 +285,32 @@ def test_samples_that_are_not_finite_fail_their_request_only(
     good, sick = speak(loop, segment(patches=9)), speak(loop, segment(seed=2, guidance=9.0))
     assert "not finite" in sick.error().message
     np.testing.assert_allclose(good.segments()[0], run_alone(segment(patches=9)), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("place", [TAIL, PATCH_SAMPLES - 1, PATCH_SAMPLES + TAIL - 1])
+def test_one_sample_that_is_not_finite_is_enough(
+    value: float, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the borders of what the first patch of a segment, which is its last one here, hands out."""
+    worker = make_talker_worker()
+    launch = worker._engines.launch
+
+    class Sick:
+        def __init__(self, patch: LaunchedPatch) -> None:
+            self._patch = patch
+
+        def wait(self) -> tuple[np.ndarray, ...]:
+            samples, *others = self._patch.wait()
+            samples = samples.copy()
+            samples[0, place] = value
+            return (samples, *others)
+
+    monkeypatch.setattr(worker._engines, "launch", lambda size, inputs: Sick(launch(size, inputs)))
+    worker.add(1, segment(patches=1))
+    worker.launch([1])
+    (patch,) = worker.collect().values()
+    assert not patch.is_finite
 
 
 def test_a_segment_that_arrives_during_a_patch_starts_with_the_next_one(

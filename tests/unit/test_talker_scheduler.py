@@ -64,6 +64,20 @@ def test_a_long_stream_lets_others_in_between_its_segments() -> None:
     assert spoken == [10, 20, 11]
 
 
+@pytest.mark.parametrize(("max_batch", "slots", "running"), [(2, 5, 2), (5, 2, 2), (3, 3, 3)])
+def test_no_more_run_than_engines_and_slots_take(max_batch: int, slots: int, running: int) -> None:
+    scheduler = TalkerScheduler(
+        SlotPool(slots + 1), max_batch=max_batch, max_prefills_per_patch=8, max_streams=8
+    )
+    for stream in range(6):
+        scheduler.open(stream)
+        scheduler.add(stream, stream)
+    assert len(scheduler.admit()) == running == scheduler.num_running
+    assert not scheduler.has_room and scheduler.num_waiting == 6 - running
+    scheduler.end_segment(0)
+    assert [stream for stream, _, _ in scheduler.admit()] == [running]
+
+
 def test_admissions_at_one_boundary_are_limited() -> None:
     scheduler = make_talker(slots=3, max_prefills_per_patch=2)
     for stream in (1, 2, 3):
