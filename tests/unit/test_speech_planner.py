@@ -1,15 +1,16 @@
-"""Speech planner: caps of a segment, exactly at their borders."""
+"""Speech planner: caps of a segment, exactly at their borders; the history before its first patch."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_talker import FLOW, TALKER, VAE
 
 from mingc.errors import RequestError
-from mingc.runtime.talker.planner import SpeechPlanner
+from mingc.runtime.talker.planner import SpeechPlanner, VoicePack
 
 # As released (talker.md §0, §5): a patch is 4 latents of 3528 samples at 44,100 Hz, 0.32 s.
 RELEASED = replace(
@@ -68,3 +69,15 @@ def test_speech_that_fills_its_last_patch_gets_no_further_one(characters: int, p
 def test_a_prompt_that_fills_its_slot_is_refused(prompt_tokens: int) -> None:
     with pytest.raises(RequestError, match=f"has {prompt_tokens} tokens, a slot holds 2048"):
         planner()._max_patches("x", prompt_tokens, None)
+
+
+@pytest.mark.parametrize("length", [0, 2, 5, 6, 7, 40])
+def test_the_history_ends_with_the_recording(length: int) -> None:
+    """talker.md §5: the last latents, right-aligned; silence before a recording that is shorter than the history."""
+    latents = np.arange(1, length * 4 + 1, dtype=np.float32).reshape(length, 4)
+    voice = VoicePack(
+        name="one", transcript="", latents=latents, embeds=np.zeros((0, 8)), speaker=np.zeros(8, np.float32)
+    )
+    whole = np.concatenate([np.zeros((6, 4), np.float32), latents])
+    assert np.array_equal(planner()._history(voice), whole[-6:])
+    assert not planner()._history(None).any()
