@@ -61,7 +61,7 @@ def test_the_noise_of_a_voice_is_seeded_by_its_whole_name() -> None:
     assert len({noise.tobytes() for noise in noises}) == len(names)
     for name, noise in zip(names, noises, strict=True):
         seed = np.frombuffer(hashlib.sha256(name.encode()).digest(), "<u8")[0]
-        generator = np.random.Generator(np.random.Philox(key=np.array([seed, 0])))
+        generator = np.random.Generator(np.random.Philox(key=np.array([seed, 0], np.uint64)))
         assert np.array_equal(noise, generator.standard_normal((4, 64), dtype=np.float32))
 
 
