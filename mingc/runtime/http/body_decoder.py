@@ -18,8 +18,16 @@ import msgspec
 from msgspec import inspect
 
 from mingc.errors import RequestError
+from mingc.runtime.http.long_strings import (
+    LONG_BYTES,
+    LongString,
+    TooManyStringsError,
+    count_bytes,
+    cut_long_strings,
+)
 
 MAX_COMMAS = 1 << 18
+MAX_DECODED_BYTES = 8 << 20  # of a body without its media
 
 _Body = TypeVar("_Body")
 _Keys = list[str | int]
@@ -35,8 +43,17 @@ _MAX_SHOWN_BYTES = 4000  # larger values are not decoded for an error
 class BodyDecoder(Generic[_Body]):
     """Decodes request bodies of one struct type. May be used from several threads."""
 
-    def __init__(self, type_: type[_Body]) -> None:
+    def __init__(
+        self,
+        type_: type[_Body],
+        *,
+        text_fields: frozenset[str] = frozenset(),
+        media_fields: frozenset[str] = frozenset(),
+    ) -> None:
+        """Names of fields that may be longer than 64 KiB: texts, and media, which stay undecoded (`LongString`)."""
         self._type = type_
+        self._text_fields = text_fields
+        self._media_fields = media_fields
         self._decoder = msgspec.json.Decoder(type_)
 
     def decode(self, raw: bytes | bytearray) -> _Body:
@@ -46,14 +63,24 @@ class BodyDecoder(Generic[_Body]):
             RequestError: for anything RFC 8259 does not allow, NaN and Infinity included; for a field that is
                 unknown, missing, of the wrong type or out of range; for more values than any request needs.
         """
-        # Decoding blocks every stream: without this limit 100 MB of small values take seconds and gigabytes.
-        # 100 MB of base64, which has no commas, take 0.1 s.
-        if (num_commas := raw.count(b",")) > MAX_COMMAS:
-            raise RequestError(
-                f"The request body holds {num_commas} commas; the limit is {MAX_COMMAS}.",
-                status=413,
-                code="body_too_complex",
-            )
+        # Decoding blocks every stream: without these limits 100 MB of small values take seconds and gigabytes.
+        if (num_commas := count_bytes(raw, b",")) > MAX_COMMAS:
+            raise _too_complex(f"holds {num_commas} commas; the limit is {MAX_COMMAS}")
+        strings: dict[str, LongString] = {}
+        if len(raw) > LONG_BYTES:
+            try:
+                raw, strings = cut_long_strings(raw, 4 * MAX_COMMAS)
+            except TooManyStringsError as error:
+                raise _too_complex(f"holds more than {4 * MAX_COMMAS} strings") from error
+        if len(raw) > MAX_DECODED_BYTES:
+            raise _too_complex(f"holds {len(raw)} bytes without its media; the limit is {MAX_DECODED_BYTES}")
+        body = self._decode(raw)
+        if strings:
+            left = MAX_DECODED_BYTES - len(raw)
+            _Restorer(strings, self._text_fields, self._media_fields, left).restore(body, [])
+        return body
+
+    def _decode(self, raw: bytes | bytearray) -> _Body:
         try:
             return self._decoder.decode(raw)
         except msgspec.ValidationError as error:
@@ -66,6 +93,60 @@ class BodyDecoder(Generic[_Body]):
             except RecursionError:
                 raise _malformed("it is nested too deeply") from error
             raise _malformed(str(error)) from error
+
+
+class _Restorer:
+    """Puts long strings back into a decoded body: those of media fields as they are, texts decoded."""
+
+    def __init__(
+        self,
+        strings: dict[str, LongString],
+        text_fields: frozenset[str],
+        media_fields: frozenset[str],
+        max_bytes: int,
+    ) -> None:
+        self._strings = strings
+        self._text_fields = text_fields
+        self._media_fields = media_fields
+        self._bytes_left = max_bytes
+
+    def restore(self, value: object, keys: _Keys) -> None:
+        """Replace the placeholders in a struct or list. Raises: RequestError for texts that are too long."""
+        if isinstance(value, msgspec.Struct):
+            for name in value.__struct_fields__:
+                child = getattr(value, name)
+                if (restored := self._restored(child, [*keys, name])) is not child:
+                    setattr(value, name, restored)
+        elif isinstance(value, list):
+            for index, child in enumerate(value):
+                value[index] = self._restored(child, [*keys, index])
+
+    def _restored(self, value: object, keys: _Keys) -> object:
+        if not isinstance(value, str):
+            self.restore(value, keys)
+            return value
+        if (found := self._strings.get(value)) is None:
+            return value
+        field = next(key for key in reversed(keys) if isinstance(key, str))
+        if field in self._media_fields:
+            return found
+        self._bytes_left -= len(found.data)
+        param = join_path(keys)
+        if field not in self._text_fields:
+            raise too_long(param, LONG_BYTES)
+        if self._bytes_left < 0:
+            raise RequestError(
+                f"'{param}' is too long; the texts of a request may have {MAX_DECODED_BYTES} bytes.",
+                status=413,
+                param=param,
+                code="string_too_long",
+            )
+        quoted = b'"' + bytes(found.data) + b'"'
+        try:
+            return msgspec.json.decode(quoted, type=str)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            _refuse_surrogates(_parse_untyped(quoted), keys)
+            raise _malformed(f"{param}: {error}") from error
 
 
 def decode_small(raw: msgspec.Raw, max_bytes: int = 100) -> object:
@@ -115,6 +196,10 @@ def too_long(param: str, limit: int) -> RequestError:
     return RequestError(
         f"'{param}' is too long; the limit is {limit} characters.", param=param, code="string_too_long"
     )
+
+
+def _too_complex(why: str) -> RequestError:
+    return RequestError(f"The request body {why}.", status=413, code="body_too_complex")
 
 
 def _malformed(why: str) -> RequestError:

@@ -6,7 +6,6 @@ Media are not decoded here. Limits: total bytes per request, time per URL, numbe
 from __future__ import annotations
 
 import asyncio
-import base64
 import binascii
 import logging
 import os
@@ -14,7 +13,6 @@ import re
 import socket
 import ssl
 import stat
-import string
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
@@ -27,6 +25,7 @@ import httpx
 
 from mingc.errors import RequestError
 from mingc.runtime.http.body_decoder import shorten
+from mingc.runtime.http.long_strings import LongString, decode_base64
 from mingc.runtime.http.messages import MediaSource
 from mingc.runtime.http.options import ANY_PUBLIC_HOST, ServeOptions
 from mingc.runtime.request import MediaPart, Message, TextPart
@@ -82,13 +81,15 @@ class MediaLoader:
         scheme = _SCHEME.match(media.source[:64])
         name = scheme.group(1).lower() if scheme else ""
         if name == "data":
-            data = self._decode_data_url(media, max_bytes)
+            data = await self._decode_data_url(media, max_bytes)
         elif media.is_base64:
-            data = self._decode_base64(media.source, media, max_bytes)
+            data = await self._decode_base64(media.source, 0, media, max_bytes)
+        elif name and isinstance(media.source, LongString):
+            _refuse(media, f"{_shown(media.source)} is too long for a URL", "invalid_value")
         elif name in _DEFAULT_PORTS:
             data = await self._fetch(media, max_bytes)
         elif name == "" and self._is_bare_base64(media.source):
-            data = self._decode_base64(media.source, media, max_bytes)
+            data = await self._decode_base64(media.source, 0, media, max_bytes)
         elif name in ("", "file"):
             data = await asyncio.to_thread(self._read_file, media, max_bytes)
         else:
@@ -99,7 +100,7 @@ class MediaLoader:
 
     def _is_bare_base64(self, source: str) -> bool:
         """Whether a source without a scheme is base64; a path wins if its name exists under the media root."""
-        if len(source) > _MAX_PATH:
+        if len(source) > _MAX_PATH or isinstance(source, LongString):
             return True
         if not _BASE64.fullmatch(source) or len("".join(source.split())) % 4:
             return False
@@ -109,8 +110,8 @@ class MediaLoader:
         path = Path(os.path.normpath(self._root / source))
         return not (path.is_relative_to(self._root) and os.path.lexists(path))
 
-    def _decode_data_url(self, media: MediaSource, max_bytes: int) -> bytes:
-        header, comma, payload = media.source.partition(",")
+    async def _decode_data_url(self, media: MediaSource, max_bytes: int) -> bytes:
+        header, comma, _ = media.source.partition(",")
         if not comma or not header.lower().endswith(";base64"):
             _refuse(media, "A data URL must read 'data:<type>;base64,<data>'", "invalid_data_url")
         mime = header[len("data:") :].split(";")[0].strip().lower()
@@ -119,16 +120,21 @@ class MediaLoader:
         fitting = {media.kind, "application", ""} | ({"video"} if media.kind == "audio" else set())
         if main_type not in fitting:
             _refuse(media, f"A data URL of type {shorten(mime)} is no {media.kind}", "invalid_data_url")
-        return self._decode_base64(payload, media, max_bytes)
+        start = len(header) + 1
+        if isinstance(media.source, LongString):  # its header may have escaped slashes
+            start = bytes(media.source.data[:1024]).index(b",") + 1
+        return await self._decode_base64(media.source, start, media, max_bytes)
 
-    def _decode_base64(self, text: str, media: MediaSource, max_bytes: int) -> bytes:
-        if len(text) * 3 // 4 > max_bytes + 3:
+    async def _decode_base64(self, source: str, start: int, media: MediaSource, max_bytes: int) -> bytes:
+        """The bytes of base64 in `source` from `start` on."""
+        size = len(source.data if isinstance(source, LongString) else source) - start
+        if size * 3 // 4 > max_bytes + 3:
             self._too_large(media)
         try:
-            encoded = text.encode("ascii")
-            if len(text) % 4 or "\n" in text or " " in text:  # the command `base64` breaks lines
-                encoded = encoded.translate(None, string.whitespace.encode())
-            data = base64.b64decode(encoded, validate=True)
+            if isinstance(source, LongString):
+                data = await asyncio.to_thread(decode_base64, source.data[start:], is_escaped=True)
+            else:
+                data = decode_base64(memoryview(source.encode("ascii")[start:]), is_escaped=False)
         except (binascii.Error, UnicodeEncodeError) as error:
             _refuse(media, f"The {media.kind} is not valid base64: {error}", "invalid_base64", error)
         if len(data) > max_bytes:

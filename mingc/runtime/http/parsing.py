@@ -30,8 +30,12 @@ from mingc.runtime.request import Message, SamplingParams, ServiceInfo, SpeechPa
 
 Delivery = Literal["whole", "audio", "sse"]
 
-_CHAT_DECODER = BodyDecoder(ChatBody)
-_SPEECH_DECODER = BodyDecoder(SpeechBody)
+_CHAT_DECODER = BodyDecoder(
+    ChatBody,
+    text_fields=frozenset({"content", "text", "transcript"}),
+    media_fields=frozenset({"url", "data", "images", "audios", "videos"}),
+)
+_SPEECH_DECODER = BodyDecoder(SpeechBody, text_fields=frozenset({"input"}))
 
 # Fields that other APIs define: (why they are refused, values that request nothing).
 _CHAT_REFUSED: dict[str, tuple[str, tuple[object, ...]]] = {

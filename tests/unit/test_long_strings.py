@@ -1,0 +1,148 @@
+"""Long strings of a body: what is cut out and put back is what the standard library's JSON parser finds."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import random
+import tracemalloc
+from typing import Any
+
+import pytest
+from fake_service import INFO
+
+from mingc.errors import RequestError
+from mingc.runtime.http import long_strings
+from mingc.runtime.http.body_decoder import MAX_DECODED_BYTES
+from mingc.runtime.http.long_strings import (
+    LONG_BYTES,
+    TooManyStringsError,
+    count_bytes,
+    cut_long_strings,
+    decode_base64,
+)
+from mingc.runtime.http.media import MediaLoader
+from mingc.runtime.http.options import ServeOptions
+from mingc.runtime.http.parsing import parse_chat, parse_speech
+from mingc.runtime.request import MediaPart
+
+
+@pytest.fixture(params=[7, 64, 1 << 20])
+def small_steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps so small that strings, escapes and base64 groups are split everywhere."""
+    monkeypatch.setattr(long_strings, "_SLICE", request.param)
+    monkeypatch.setattr(long_strings, "LONG_BYTES", 20)
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_cut_strings_put_back_are_the_body() -> None:
+    rng = random.Random(3)
+    alphabet = ['"', "\\", "/", "a", "B", "é", "中", "😀", "\n", "\u0000", " ", ",", "{", "]"]
+    for ensure_ascii in (True, False):
+        for _ in range(60):
+            texts = ["".join(rng.choices(alphabet, k=rng.randrange(60))) for _ in range(6)]
+            value = {texts[0]: texts[1:4], "n": [1, {"x": texts[4]}], "last": texts[5]}
+            raw = json.dumps(value, ensure_ascii=ensure_ascii).encode()
+            short, found = cut_long_strings(raw, 1000)
+            for name, each in found.items():
+                assert len(each.data) >= 20
+                short = short.replace(name.encode(), bytes(each.data))
+            assert short == raw
+            left = json.loads(cut_long_strings(raw, 1000)[0])
+            assert all(len(text) < 400 for text in left["n"][1].values())
+            assert count_bytes(raw, b",") == raw.count(b",")
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_what_is_no_json_stays_as_it_is() -> None:
+    for raw in (b'{"a": "' + b"x" * 100, b'"' + b"\\" * 101, b'"' + b"\\" * 100, b"", b"[" * 100):
+        assert cut_long_strings(raw, 1000) == (raw, {})
+    with pytest.raises(TooManyStringsError):
+        cut_long_strings(b'""' * 1001, 1000)
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_base64_is_decoded_as_by_the_standard_library() -> None:
+    rng = random.Random(4)
+    for size in (0, 1, 2, 3, 50, 51, 52, 1000):
+        data = rng.randbytes(size)
+        encoded = base64.b64encode(data).decode()
+        broken = "\r\n".join(encoded[start : start + 9] for start in range(0, len(encoded), 9))
+        for text in (encoded, broken):
+            escaped = json.dumps(text)[1:-1].replace("/", "\\/").encode()
+            assert decode_base64(memoryview(escaped), is_escaped=True) == data
+            assert decode_base64(memoryview(text.encode()), is_escaped=False) == data
+    for bad in (b"QUJ", b"QQ==QUJD", b"QUJD@@@@", b"QUI=" * 30, b"QUJD\\u0041", b"QUJD\\", "QUJDé".encode()):
+        with pytest.raises(binascii.Error):
+            decode_base64(memoryview(bad), is_escaped=True)
+    with pytest.raises(binascii.Error):
+        decode_base64(memoryview(b"QUJD\\nQUJD"), is_escaped=False)
+
+
+def chat(content: Any, **fields: Any) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": content}], **fields}).encode()
+
+
+async def load(raw: bytes) -> list[bytes]:
+    messages = await MediaLoader(ServeOptions()).load(parse_chat(raw, INFO, ServeOptions()).messages)
+    return [part.data for message in messages for part in message.parts if isinstance(part, MediaPart)]
+
+
+@pytest.mark.parametrize("escape", [str, lambda text: text.replace("/", "\\/")])
+def test_long_media_of_every_field_are_read(escape: Any) -> None:
+    import asyncio
+
+    data = random.Random(5).randbytes(100_000)
+    encoded = base64.b64encode(data).decode()
+    parts = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}},
+        {"type": "input_audio", "input_audio": {"data": encoded}},
+        {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{encoded}"}},
+    ]
+    raw = escape(chat(parts, images=[encoded], audios=[encoded]).decode()).encode()
+    assert asyncio.run(load(raw)) == [data] * 5
+
+
+def test_long_texts_are_decoded_up_to_a_limit() -> None:
+    text = "Grüße 😀\n" * 20_000
+    (message,) = parse_chat(chat([{"type": "text", "text": text}]), INFO, ServeOptions()).messages
+    assert message.text == text
+    with pytest.raises(RequestError) as caught:
+        parse_chat(chat("x" * (MAX_DECODED_BYTES + 1)), INFO, ServeOptions())
+    assert (caught.value.status, caught.value.param, caught.value.code) == (
+        413, "messages[0].content", "string_too_long",
+    )  # fmt: skip
+    for body in (b'{"input": "' + b"x" * (MAX_DECODED_BYTES + 1), b" " * (MAX_DECODED_BYTES + 1)):
+        with pytest.raises(RequestError) as caught:
+            parse_speech(body, INFO, ServeOptions())
+        assert (caught.value.status, caught.value.code) == (413, "body_too_complex")
+
+
+def test_a_long_string_in_any_other_place_is_an_error_that_shows_its_beginning() -> None:
+    long = "surprise" * LONG_BYTES
+    for fields, param in (
+        ({"stop": [long]}, "stop[0]"),
+        ({"model": long}, "model"),
+        ({"seed": long}, "seed"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            parse_chat(chat("hi", **fields), INFO, ServeOptions())
+        assert caught.value.param == param
+        assert len(caught.value.message) < 300
+    with pytest.raises(RequestError, match="surprise"):
+        parse_chat(chat("hi", seed=long), INFO, ServeOptions())
+
+
+def test_a_large_body_takes_no_more_memory_than_its_media() -> None:
+    """With one character beyond the BMP a `str` of the body would take four bytes for each of its bytes."""
+    raw = json.dumps({"messages": [{"role": "user", "content": "x" * 20_000_000 + "😀"}]}, ensure_ascii=False)
+    body = raw.encode()
+    del raw
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError):
+            parse_chat(body, INFO, ServeOptions())
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    finally:
+        tracemalloc.stop()
