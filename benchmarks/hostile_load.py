@@ -37,7 +37,7 @@ NUM_STREAMS = 4
 _TOKEN_S = 0.02
 _PHASES = ("trickle", "stall", "half", "texts")
 _CHILD = f"""
-import asyncio, dataclasses, sys
+import asyncio, dataclasses, random, sys
 from fake_service import FakeService
 from mingc.runtime.request import TextDelta, TextPart
 from mingc.runtime.http.options import ServeOptions
@@ -62,6 +62,7 @@ class Paced(FakeService):
             return
         self.running.add(name)
         try:
+            await self._sleep(0.5 * random.random())
             while True:
                 yield TextDelta(text=" more" if text == "paced" else "x" * 32768)
                 await self._sleep({_TOKEN_S} if text == "paced" else 0.5)

@@ -249,6 +249,38 @@ def test_half_sent_bodies_fill_the_budget_and_give_it_back() -> None:
         eventually(lambda: metric(url, "mingc_body_bytes") == 0)
 
 
+def test_bodies_that_arrive_together_are_refused_at_once_or_served() -> None:
+    """Two bodies fit: they are not refused half-way because of a third that has begun as well."""
+    size = 1_000_000
+    with (
+        server(max_body_bytes=size, max_total_body_bytes=2 * size) as (url, _),
+        contextlib.ExitStack() as stack,
+    ):
+        connections = [stack.enter_context(connect(url)) for _ in range(3)]
+        for number, connection in enumerate(connections):
+            connection.sendall(f"{HEAD}content-length: {size}\r\n\r\n".encode() + b" " * 100_000)
+            if number < 2:
+                charged = (number + 1) * (size - FREE_BYTES)
+                eventually(lambda charged=charged: metric(url, "mingc_body_bytes") == charged)  # type: ignore[misc]
+        assert connections[2].recv(1 << 16).startswith(b"HTTP/1.1 503 ")
+        for connection in connections[:2]:
+            connection.sendall(b" " * (size - 100_000))
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_refused_body_is_not_read() -> None:
+    with server() as (url, _), connect(url) as connection:
+        connection.sendall(
+            HEAD.replace("json", "xml").encode() + b"content-length: 100000000\r\n\r\n" + b"x" * 65536
+        )
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 415 ")
+        sent = 0
+        with contextlib.suppress(OSError):  # the server closes the connection
+            while sent < 100_000_000:
+                sent += connection.send(b"x" * (1 << 20))
+        assert sent < 50_000_000  # what the kernel buffers
+
+
 def test_media_of_a_running_request_are_charged() -> None:
     data = "QUJD" * 100_000
     message = {"role": "user", "content": "endless"}

@@ -40,6 +40,9 @@ _ACCEPTS = 16  # connections accepted before other work of the event loop
 # Read from one connection before others are served; with asyncio's 256 KiB 64 uploads delay a probe for a second.
 _READ_BYTES = 16 * 1024
 _ACCEPT_PAUSE_S = 0.1
+# Rest of a refused body that is read and dropped, so that the connection can be used again; more than sockets buffer.
+_DISCARDED_BYTES = 16 << 20
+_LINGER_S = 1.0  # a connection closed with unread data loses what the client has not read yet
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -159,7 +162,14 @@ class HttpConnection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._table.set_waiting(self)
+        if self.conn.their_state is h11.SEND_BODY and self._declared_bytes() > _DISCARDED_BYTES:
+            # Refused before its body was read: time to read the answer, none to send the rest.
+            self.flow.pause_reading()
+            self.loop.call_later(_LINGER_S, self.transport.close)
         self._after_events()  # a pipelined request may have begun
+
+    def _declared_bytes(self) -> int:
+        return next((int(value) for name, value in self.headers if name == b"content-length"), 0)
 
     def _after_events(self) -> None:
         if self.cycle is None or self.cycle.response_complete:

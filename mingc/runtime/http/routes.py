@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from mingc.errors import CapacityError, MingcError, RequestError, WorkerError
 from mingc.runtime.http.audio_format import AudioSpec
-from mingc.runtime.http.body_budget import BodyBudget, Charge
+from mingc.runtime.http.body_budget import FREE_BYTES, BodyBudget, Charge
 from mingc.runtime.http.body_decoder import shorten
 from mingc.runtime.http.logs import REQUEST_ID
 from mingc.runtime.http.media import MediaLoader
@@ -179,7 +179,7 @@ def public_error(error: Exception) -> MingcError:
 
 
 async def read_body(request: Request, options: ServeOptions, budget: BodyBudget, charge: Charge) -> bytearray:
-    """The whole body of a JSON request, charged as it arrives.
+    """The whole body of a JSON request, charged once its first 64 KiB have arrived.
 
     Raises:
         RequestError: for a wrong content type (415), a body too large (413) or too slow (408).
@@ -193,10 +193,10 @@ async def read_body(request: Request, options: ServeOptions, budget: BodyBudget,
             status=415,
             code="unsupported_media_type",
         )
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal():
-        _check_size(int(declared), options)
-        budget.check(int(declared))
+    header = request.headers.get("content-length", "")
+    declared = int(header) if header.isdecimal() else 0
+    _check_size(declared, options)
+    budget.check(declared)
     body = bytearray()
     chunks = aiter(request.stream())
     try:
@@ -206,8 +206,10 @@ async def read_body(request: Request, options: ServeOptions, budget: BodyBudget,
                 chunk = await anext(chunks, None)
                 if chunk is None:
                     return body
-                _check_size(len(body) + len(chunk), options)
-                charge.set(len(body) + len(chunk))
+                size = len(body) + len(chunk)
+                _check_size(size, options)
+                if size > FREE_BYTES:  # whole: bodies that grow together would all be refused half-way
+                    charge.set(max(size, declared))
                 body += chunk
     except TimeoutError as error:
         late = f"The request body did not arrive within {options.body_timeout_s:g} s."
