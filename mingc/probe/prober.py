@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from mingc.artifacts.artifact import Artifact, check_fingerprint, open_artifact
-from mingc.artifacts.manifest import EngineRecord
+from mingc.artifacts.manifest import EngineCost, EngineRecord
 from mingc.artifacts.spec import GraphSpec
 from mingc.dtypes import torch_dtype
 from mingc.errors import ConfigError
@@ -26,8 +26,9 @@ from mingc.probe.report import (
     EngineFigures,
     Latency,
     PatchEmbed,
+    PeakRates,
     ProbeReport,
-    RooflineBound,
+    above_the_roof,
     roofline_bound,
     title,
 )
@@ -47,7 +48,8 @@ _NOTES = {
 }
 
 
-_Row = tuple[EngineFigures, RooflineBound | None]
+# Figures of an engine; its cost with the bytes of its inputs and outputs, if the export counted it.
+_Row = tuple[EngineFigures, tuple[EngineCost, int] | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +161,11 @@ def probe(
         ]
         patch_embed = run.patch_embed() if options.compare == "patch-embed" else ()
     figures = [each for each, _ in rows]
-    roofline_bounds = [bound for _, bound in rows if bound is not None]
+    # Measured again at the end: other work may have slowed the machine down at the start.
+    peak_rates = run.peak_rates.faster(run.measure_peak_rates())
+    roofline_bounds = [roofline_bound(each, *cost, peak_rates) for each, cost in rows if cost is not None]
+    if (above := above_the_roof(roofline_bounds)) is not None:
+        run.notes.append(above)
     uncounted = sorted({kernel for bound in roofline_bounds for kernel in bound.uncounted})
     if uncounted:
         run.notes.append(f"some roofline bounds are too low: no cost is counted for {', '.join(uncounted)}")
@@ -172,7 +178,7 @@ def probe(
         model=artifact.manifest.model,
         dtype=fingerprint.dtype,
         torch=torch.__version__,
-        peak_rates=run.peak_rates,
+        peak_rates=peak_rates,
         engines=tuple(figures),
         roofline_bounds=tuple(roofline_bounds),
         tolerance=options.tolerance if baseline is not None else None,
@@ -244,7 +250,10 @@ class _Run:
         if self._device.type == "cuda":
             self.notes.append(gpu_target(self._device).describe())
         self._stopwatch = Stopwatch(self._device)
-        self.peak_rates = self._stopwatch.peak_rates(torch_dtype(fingerprint.dtype))
+        self.peak_rates = self.measure_peak_rates()
+
+    def measure_peak_rates(self) -> PeakRates:
+        return self._stopwatch.peak_rates(torch_dtype(self._artifact.manifest.fingerprint.dtype))
 
     def stage(self, name: str, targets: list[_Target]) -> Iterator[_Row]:
         """Load a stage and time its `targets`."""
@@ -284,9 +293,7 @@ class _Run:
             latency=latency,
         )
         cost = next((each for each in target.engine.cost if each.dims == target.sizes), None)
-        return figures, None if cost is None else roofline_bound(
-            figures, cost, case.io_bytes(), self.peak_rates
-        )
+        return figures, None if cost is None else (cost, case.io_bytes())
 
     def _latency(
         self, run: Callable[[], tuple[torch.Tensor, ...]], name: str, pool: GraphPool | None

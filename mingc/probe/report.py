@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from mingc.artifacts.manifest import EngineCost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeakRates:
-    """Measured peak rates of a machine on large random tensors: copy (bytes read and written) and matmul.
+    """Measured peak rates of a machine on large random tensors: copy (bytes read and written), read and matmul.
 
-    `cache_bytes` is the size of the last-level cache; None if unknown.
+    `cache_bytes` is the size of the last-level cache; None if unknown. `read_tb_s` is 0 in reports of earlier versions.
     """
 
     device: str
@@ -20,6 +20,21 @@ class PeakRates:
     matmul_tflop_s: float
     matmul_dtype: str
     cache_bytes: int | None = None
+    read_tb_s: float = 0.0
+
+    @property
+    def memory_tb_s(self) -> float:
+        """The faster of copying and reading: engines read most of their bytes, and writes slow a memory down."""
+        return max(self.copy_tb_s, self.read_tb_s)
+
+    def faster(self, other: PeakRates) -> PeakRates:
+        """The higher rates of two measurements of the same machine."""
+        return replace(
+            self,
+            copy_tb_s=max(self.copy_tb_s, other.copy_tb_s),
+            read_tb_s=max(self.read_tb_s, other.read_tb_s),
+            matmul_tflop_s=max(self.matmul_tflop_s, other.matmul_tflop_s),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +100,7 @@ class RooflineBound:
         engine: the `EngineFigures.title`.
         weight_bytes: every weight once, plus re-reads of what exceeds the cache.
         io_bytes: inputs and outputs.
-        memory_bound_ms, compute_bound_ms: time for all bytes at the copy rate, for all FLOPs at the matmul rate.
+        memory_bound_ms, compute_bound_ms: time for all bytes at the memory rate, for all FLOPs at the matmul rate.
         roofline: larger of the two bounds as a fraction of the measured median.
         uncounted: kernels that the cost model does not count; with any, the bounds are too low.
     """
@@ -172,7 +187,7 @@ def roofline_bound(
     weight_bytes = cost.weight_bytes
     if peak_rates.cache_bytes is not None and weight_bytes > peak_rates.cache_bytes:
         weight_bytes += int(cost.reuse_bytes * (1 - peak_rates.cache_bytes / weight_bytes))
-    bytes_ms = (weight_bytes + state_bytes + io_bytes) / peak_rates.copy_tb_s / 1e9
+    bytes_ms = (weight_bytes + state_bytes + io_bytes) / peak_rates.memory_tb_s / 1e9
     flops_ms = flops / peak_rates.matmul_tflop_s / 1e9
     return RooflineBound(
         engine=figures.title,
@@ -184,4 +199,17 @@ def roofline_bound(
         compute_bound_ms=flops_ms,
         roofline=max(bytes_ms, flops_ms) / figures.latency.median_ms,
         uncounted=cost.uncounted,
+    )
+
+
+def above_the_roof(bounds: Sequence[RooflineBound]) -> str | None:
+    """A note on engines that were faster than their bound allows; None if there is none."""
+    above = [bound for bound in bounds if bound.roofline > 1.0]
+    if not above:
+        return None
+    highest = max(above, key=lambda bound: bound.roofline)
+    return (
+        f"{len(above)} engine(s) were faster than memory and matmul rates allow, {highest.engine} by "
+        f"{100 * (highest.roofline - 1):.0f} %: their weights stayed in the processor's caches, or other work slowed "
+        "the machine down while the rates were measured"
     )

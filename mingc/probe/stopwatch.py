@@ -59,18 +59,23 @@ class Stopwatch:
         return statistics.median(samples)
 
     def peak_rates(self, dtype: torch.dtype) -> PeakRates:
-        """Measure copy and matmul rates; takes a fraction of a second."""
+        """Measure rates of copying, reading and matmul, the fastest of several calls; takes a fraction of a second.
+
+        A median would not be a peak: other processes and clocks slow some calls down, also those of an engine later.
+        """
         is_cuda = self._flush is not None
-        side, words, count = (8192, 2**29, 10) if is_cuda else (1024, 2**26, 3)
+        side, words, count = (8192, 2**29, 10) if is_cuda else (1024, 2**26, 5)
         source = torch.randn(words, device=self._device)
         target = torch.empty_like(source)
-        copy_ms = statistics.median(self.samples_ms(lambda: target.copy_(source), count))
+        copy_ms = min(self.samples_ms(lambda: target.copy_(source), count))
+        read_ms = min(self.samples_ms(source.sum, count))
         a, b = (torch.randn(side, side, device=self._device).to(dtype) for _ in range(2))
-        matmul_ms = statistics.median(self.samples_ms(lambda: torch.mm(a, b), count))
+        matmul_ms = min(self.samples_ms(lambda: torch.mm(a, b), count))
         name = torch.cuda.get_device_name(self._device) if is_cuda else processor_name()
         return PeakRates(
             device=name,
             copy_tb_s=round(2 * source.nbytes / copy_ms / 1e9, 4),
+            read_tb_s=round(source.nbytes / read_ms / 1e9, 4),
             matmul_tflop_s=round(2 * side**3 / matmul_ms / 1e9, 3),
             matmul_dtype=str(dtype).removeprefix("torch."),
             cache_bytes=self._flush.numel() // _FLUSH_CACHES if self._flush is not None else None,

@@ -22,7 +22,7 @@ from mingc.probe.baseline import check_common, compare, differences, read_baseli
 from mingc.probe.inputs import ProbeCase, room
 from mingc.probe.patch_embed import compare_patch_embed
 from mingc.probe.prober import ProbeOptions, probe
-from mingc.probe.report import EngineFigures, Latency, PeakRates, ProbeReport, roofline_bound
+from mingc.probe.report import EngineFigures, Latency, PeakRates, ProbeReport, above_the_roof, roofline_bound
 from mingc.probe.stopwatch import Stopwatch, percentile, processor_name
 
 PEAK_RATES = PeakRates(device="cpu", copy_tb_s=2.0, matmul_tflop_s=100.0, matmul_dtype="float32")
@@ -236,6 +236,33 @@ def test_reused_weights_count_again_beyond_the_cache_size() -> None:
 
     assert read(None) == 100 and read(100) == 100
     assert read(25) == 100 + 900 * 3 // 4
+
+
+def test_peak_rates_are_of_the_fastest_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A median of calls beside other work made engines faster than their bound."""
+    samples = iter([[10.0, 2.0, 30.0], [9.0, 8.0, 0.5], [7.0, 100.0, 4.0]])
+    monkeypatch.setattr(Stopwatch, "samples_ms", lambda *_: next(samples))
+    rates = Stopwatch(torch.device("cpu")).peak_rates(torch.float32)
+    num_bytes = 4 * 2**26
+    assert rates.copy_tb_s == pytest.approx(2 * num_bytes / 2.0 / 1e9, abs=1e-3)
+    assert rates.read_tb_s == rates.memory_tb_s == pytest.approx(num_bytes / 0.5 / 1e9, abs=1e-3)
+    assert rates.matmul_tflop_s == pytest.approx(2 * 1024**3 / 4.0 / 1e9, abs=1e-3)
+    slower = replace(rates, copy_tb_s=9.0, read_tb_s=0.1, matmul_tflop_s=0.2)
+    assert rates.faster(slower) == replace(rates, copy_tb_s=9.0)
+
+
+def test_the_memory_bound_takes_the_faster_of_copying_and_reading() -> None:
+    cost = EngineCost(dims={}, flops=0, weight_bytes=6_000_000_000, state_bytes=0)
+    for read, expected in ((0.0, 3.0), (1.0, 3.0), (3.0, 2.0)):
+        rates = replace(PEAK_RATES, read_tb_s=read)
+        assert roofline_bound(figures(4.0), cost, 0, rates).memory_bound_ms == pytest.approx(expected)
+
+
+def test_an_engine_above_its_roof_is_noted() -> None:
+    cost = EngineCost(dims={}, flops=0, weight_bytes=6_000_000_000, state_bytes=0)
+    below, above = (roofline_bound(figures(each), cost, 0, PEAK_RATES) for each in (4.0, 2.8))
+    assert above_the_roof([below]) is None
+    assert "1 engine(s) were faster" in (note := above_the_roof([below, above]) or "") and " by 7 %" in note
 
 
 def test_only_a_slowdown_beyond_the_tolerance_is_a_regression() -> None:
