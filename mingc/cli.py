@@ -184,6 +184,7 @@ def _export(recipe: ExportRecipe) -> ExportReport:
     from mingc.console.report import show
     from mingc.export.pipeline import export_artifact
     from mingc.verify.engine_replay import replay
+    from mingc.verify.served.record import record_goldens
 
     show(recipe, as_json=False, stream=sys.stderr)
     with progress("export") as report_step:
@@ -191,6 +192,7 @@ def _export(recipe: ExportRecipe) -> ExportReport:
             recipe,
             replay,
             lambda step: report_step(step.done, step.total, f"{step.name} {step.subject}", step.seconds),
+            record_goldens,
         )
 
 

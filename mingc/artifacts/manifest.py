@@ -212,6 +212,7 @@ class Manifest:
     voices: tuple[VoiceRecord, ...]
     notes: tuple[str, ...]  # fix-ups and omissions of the export, one line each
     files: dict[str, FileRecord]
+    served_goldens: str | None = None  # whole requests and their answers; None: no prompt can be built
 
     def to_json(self) -> str:
         """The content of manifest.json, with the hash that `read_manifest` checks."""
@@ -228,8 +229,9 @@ class Manifest:
                 yield from (engine.file for engine in graph.engines)
         yield from self.tokenizers.values()
         yield from (voice.file for voice in self.voices)
-        if self.speaker_network is not None:
-            yield self.speaker_network
+        for optional in (self.speaker_network, self.served_goldens):
+            if optional is not None:
+                yield optional
 
     def find_parameters(self, stage: str, kind: type[_Parameters]) -> _Parameters | None:
         """The parameters of `stage` as the dataclass `kind`, None when the artifact has none of it.

@@ -6,9 +6,11 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
+
+from torch import nn
 
 import mingc
 from mingc.artifacts.artifact import new_artifact, write_manifest
@@ -29,16 +31,27 @@ from mingc.export.assets import tokenizers, voices
 from mingc.export.autotune.tuning import autotune, problems_to_tune
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks.coverage import check_coverage
+from mingc.export.checks.eager_model import EagerModel
 from mingc.export.checks.preflight import check_host, check_space
-from mingc.export.compile.build import GraphResult, Replay, engine_sizes, first_shard, stage_options
+from mingc.export.compile.build import (
+    GraphResult,
+    Replay,
+    engine_sizes,
+    first_shard,
+    stage_options,
+    stored_modules,
+)
 from mingc.export.compile.schedule import Schedule
 from mingc.export.process_pool import peak_rss_bytes
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stage import Stage, StageOptions
 from mingc.export.stages import build_graph, discover, find
 from mingc.export.weights.files import weights_files, write_file
+from mingc.export.weights.loading import float32_module
 from mingc.export.weights.source import open_source
 from mingc.host import current_host
+
+_KEPT_BYTES = 8 << 30  # of weights, up to which the eager model keeps its float32 modules in memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +93,22 @@ class ExportReport:
     notes: tuple[str, ...]
 
 
-def export_artifact(recipe: ExportRecipe, replay: Replay, progress: Callable[[Step], None]) -> ExportReport:
-    """Build the artifact of `recipe`. `replay` runs what was built; `progress` is called before and after every step.
+Record = Callable[[Path, Manifest, EagerModel], str]
+"""Writes served goldens into the folder of an artifact, answered by the eager model; returns their path in it."""
+
+
+def export_artifact(
+    recipe: ExportRecipe,
+    replay: Replay,
+    progress: Callable[[Step], None],
+    record: Record | None = None,
+) -> ExportReport:
+    """Build the artifact of `recipe`.
+
+    Args:
+        replay: runs engines that were built.
+        progress: called before and after every step.
+        record: records goldens of whole requests; None: the artifact has none.
 
     Raises: ConfigError, CheckpointError, ExportError. On any of them `recipe.output` is untouched.
     """
@@ -128,6 +155,7 @@ def export_artifact(recipe: ExportRecipe, replay: Replay, progress: Callable[[St
             notes=tuple(notes),
             files={},
         )
+        manifest = run.record_goldens(manifest, record)
         run.step("manifest", recipe.output.name)
         manifest = write_manifest(folder, manifest)
         run.step("manifest", recipe.output.name, 0.0)
@@ -196,7 +224,7 @@ class _Run:
             for stage in stages
             if (found := problems_to_tune(recipe, stage, configs[stage.name], plans[stage.name])) is not None
         }
-        self._total = shards + builds + len(self._voices) + len(self._to_tune) + 1
+        self._total = shards + builds + len(self._voices) + len(self._to_tune) + 2
 
     def step(self, name: str, subject: str, seconds: float | None = None) -> None:
         """Report that a step begins, or that it ended after `seconds`."""
@@ -247,6 +275,54 @@ class _Run:
         schedule.run()
         self.peak_rss_bytes = max(schedule.peak_rss_bytes, peak_rss_bytes())
         return schedule.results, schedule.quantization_error
+
+    def record_goldens(self, manifest: Manifest, record: Record | None) -> Manifest:
+        """Record whole requests, answered by the eager model; `manifest` with their file, or with a note."""
+        started = time.perf_counter()
+        self.step("served goldens", self._recipe.output.name)
+        problem = self._no_goldens(manifest)
+        if record is None or problem is not None:
+            note = f"no served goldens: {problem or 'not asked for'}"
+            manifest = replace(manifest, notes=(*manifest.notes, note))
+        else:
+            sizes = [path.stat().st_size for path in (self._folder / "weights").iterdir()]
+            model = EagerModel(
+                manifest.graph,
+                self._configs,
+                self._float32_modules,
+                keeps_modules=sum(sizes) <= _KEPT_BYTES,
+            )
+            manifest = replace(manifest, served_goldens=record(self._folder, manifest, model))
+        self.step("served goldens", self._recipe.output.name, time.perf_counter() - started)
+        return manifest
+
+    def _no_goldens(self, manifest: Manifest) -> str | None:
+        """Why no served goldens are recorded; None if they are."""
+        if self._recipe.synthetic:
+            return "the weights are random"
+        decoder, path = manifest.graph.text_decoder(), manifest.graph.speech_path()
+        if decoder not in manifest.tokenizers and (
+            path is None or path.speech_llm not in manifest.tokenizers
+        ):
+            return "the artifact has no tokenizer of a stage that answers"
+        foreign = [
+            name for name in self._configs if find(name).__class__.__module__.partition(".")[0] != "mingc"
+        ]
+        return f"the eager model cannot run {', '.join(foreign)}" if foreign else None
+
+    def _float32_modules(self, stage_name: str, submodule: str) -> Sequence[nn.Module]:
+        """The module of a stage, or its ranks' modules over the stored weights where these are quantized."""
+        stage, config = find(stage_name), self._configs[stage_name]
+        if self._recipe.quantization(stage_name) is None:
+            return [float32_module(stage, config, self._checkpoint, submodule=submodule)]
+        return stored_modules(
+            self._recipe,
+            stage,
+            config,
+            self._folder,
+            [file.path for file in self._files[stage_name]],
+            submodule,
+        )
 
     def write_voices(self) -> tuple[VoiceRecord, ...]:
         """The voices of the checkpoint, registered once so that serving needs neither encoder nor speaker network."""

@@ -32,7 +32,7 @@ class MediaPart:
     where: str
 
 
-_Media = TypeVar("_Media")
+_Media = TypeVar("_Media", covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -75,6 +75,7 @@ def verify(
 
         check_fingerprint(artifact.manifest.fingerprint, current_host(artifact.manifest.fingerprint.device))
         results += _self_check(artifact, progress)
+        results += _replay_served(artifact, progress)
         if reference is not None:
             results += _replay_reference(artifact, reference, progress)
     comparisons = tuple(each for _, group, _ in results for each in group)
@@ -124,6 +125,16 @@ def _self_check(artifact: Artifact, progress: Callable[[str], None]) -> list[_Re
             log = replay(artifact, record, graph, name=f"{stage}.{name}", tolerance=tolerance)
             results.append((log.summary("self-check"), log.comparisons, []))
     return results
+
+
+def _replay_served(artifact: Artifact, progress: Callable[[str], None]) -> list[_Result]:
+    """Replay the recorded requests through services that run the artifact in different ways."""
+    from mingc.verify.served.verification import replay_served
+
+    if artifact.manifest.served_goldens is None:
+        return []
+    logs = replay_served(artifact, progress, tolerances=REFERENCE_TOLERANCES)
+    return [(log.summary("requests through the service"), log.comparisons, []) for log in logs]
 
 
 def _replay_reference(artifact: Artifact, folder: Path, progress: Callable[[str], None]) -> list[_Result]:

@@ -165,13 +165,20 @@ def measure_quantization_error(
         return float32_module(stage, config, checkpoint, submodule=submodule)
 
     def stored(submodule: str) -> list[nn.Module]:
-        quantization = recipe.quantization(stage_name)
-        return [
-            in_float32(load_module(stage, config, shard, folder / file, quantization, submodule=submodule))
-            for shard, file in zip(_shards(weights), weights, strict=True)
-        ]
+        return stored_modules(recipe, stage, config, folder, weights, submodule)
 
     return stage.quantization_error(config, exact, stored)
+
+
+def stored_modules(
+    recipe: ExportRecipe, stage: Stage, config: Any, folder: Path, weights: Sequence[str], submodule: str
+) -> list[nn.Module]:
+    """The module of every rank, or its part `submodule`, computing in float32 over its weights file in `folder`."""
+    quantization = recipe.quantization(stage.name)
+    return [
+        in_float32(load_module(stage, config, shard, folder / file, quantization, submodule=submodule))
+        for shard, file in zip(_shards(weights), weights, strict=True)
+    ]
 
 
 def _load(task: GraphTask, stage: Stage, config: Any, shard: Shard, plan: GraphDef) -> nn.Module:

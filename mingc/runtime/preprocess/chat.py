@@ -72,12 +72,12 @@ class ChatProcessor:
 
     def prepare(
         self,
-        messages: Sequence[Message[MediaPart]],
+        messages: Sequence[Message[MediaPart | MediaEntry]],
         *,
         video: VideoParams | None = None,
         thinking: bool = False,
     ) -> PreparedPrompt:
-        """Decode the media of `messages` and build the prompt, as `build` does.
+        """Decode the media of `messages` that are not decoded yet and build the prompt, as `build` does.
 
         Raises: RequestError naming the message or its part.
         """
@@ -121,14 +121,14 @@ class ChatProcessor:
         writer.token(self._role_end)
 
     def _load(
-        self, messages: Sequence[Message[MediaPart]], video: VideoParams
+        self, messages: Sequence[Message[MediaPart | MediaEntry]], video: VideoParams
     ) -> Iterator[Message[MediaEntry]]:
         """Decode the media one after the other; together they share the memory that one request may take."""
         left = self._max_media_bytes
         for message in messages:
             parts: list[TextPart | MediaEntry] = []
             for part in message.parts:
-                if isinstance(part, TextPart):
+                if not isinstance(part, MediaPart):
                     parts.append(part)
                     continue
                 is_audio = part.kind == "audio"
@@ -145,7 +145,7 @@ class ChatProcessor:
                 parts.append(MediaEntry(kind=part.kind, items=(item,)))
             yield Message(role=message.role, parts=tuple(parts))
 
-    def _check_length(self, messages: Sequence[Message[MediaPart]]) -> None:
+    def _check_length(self, messages: Sequence[Message[object]]) -> None:
         """Refuse texts that cannot fit before tokenizing: 100 MB take minutes and gigabytes of memory."""
         num_characters = sum(len(message.text) for message in messages)
         if num_characters > self._max_characters:
@@ -213,7 +213,7 @@ def _write_content(writer: PromptWriter, message: Message[MediaEntry]) -> None:
             writer.media(item)
 
 
-def check_messages(messages: Sequence[Message[MediaPart]]) -> None:
+def check_messages(messages: Sequence[Message[object]]) -> None:
     """Refuse conversations that the chat format cannot express. Raises: RequestError for the first such message."""
 
     def refuse(what: str, where: str, fix: str) -> RequestError:

@@ -30,17 +30,14 @@ from mingc.errors import ArtifactError, ConfigError, ServeError
 from mingc.host import current_host, gpu_target
 from mingc.runtime.engines.stage_loader import LoadedStage, load_stage, weight_bytes
 from mingc.runtime.kv_cache import PagePool, SlotPool
-from mingc.runtime.preprocess.chat import ChatProcessor
 from mingc.runtime.preprocess.decoder_pool import DEFAULT_TIMEOUT_S, DecoderPool
 from mingc.runtime.preprocess.limits import DEFAULT_MEDIA_BYTES
-from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
-from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.request import ServiceInfo
 from mingc.runtime.service.encoders import AudioEncoder, VisionEncoder
 from mingc.runtime.service.omni import ChatPipeline, OmniService, SpeechPipeline
+from mingc.runtime.service.preprocessing import create_chat_processor, create_speech_planner, load_tokenizer
 from mingc.runtime.service.startup import StartupClock
 from mingc.runtime.talker.loop import TalkerLoop
-from mingc.runtime.talker.planner import SpeechPlanner, VoicePack, load_voice
 from mingc.runtime.talker.scheduler import TalkerScheduler
 from mingc.runtime.talker.worker import TalkerWorker
 from mingc.runtime.thinker.loop import StepRunner, ThinkerLoop
@@ -235,15 +232,15 @@ def _load_chat(
         _vision_encoder(manifest.graph, decoder),
         _audio_encoder(manifest.graph, decoder),
     )
-    vision, vision_parameters = None, None
+    vision: VisionEncoder | None = None
     if vision_stage is not None:
         vision_parameters = manifest.parameters_of(vision_stage, VisionParameters)
         vision = VisionEncoder(load_stage(artifact, vision_stage, devices[0]), vision_parameters, devices[0])
-    audio, audio_parameters = None, None
+    audio: AudioEncoder | None = None
     if audio_stage is not None:
         audio_parameters = manifest.parameters_of(audio_stage, AudioParameters)
         audio = AudioEncoder(load_stage(artifact, audio_stage, devices[0]), audio_parameters, devices[0])
-    tokenizer = _tokenizer(artifact, decoder)
+    tokenizer = load_tokenizer(artifact, decoder)
     context = _largest(manifest, decoder, "P") * thinker.page_size
     num_pages = 1 + -(-_kv_tokens(artifact, decoder, options, devices, context) // thinker.page_size)
 
@@ -300,11 +297,10 @@ def _load_chat(
     if vision is not None or audio is not None:
         decoders.start()
     parts = ChatPipeline(
-        processor=ChatProcessor(
+        processor=create_chat_processor(
+            artifact,
+            decoder,
             tokenizer,
-            thinker,
-            vision=vision_parameters,
-            audio=audio_parameters,
             max_tokens=scheduler.max_context,
             parse_special_tokens=options.parse_special_tokens,
             decode=decoders.run,
@@ -332,9 +328,6 @@ def _load_speech(
     talker = manifest.parameters_of(path.speech_llm, TalkerParameters)
     flow = manifest.parameters_of(path.sampler, CfmParameters)
     vae = manifest.parameters_of(path.vocoder, VaeParameters)
-    voices = {record.name: load_voice(artifact, record) for record in manifest.voices}
-    for voice in voices.values():
-        _check_voice(voice, talker, flow)
     names = (path.speech_llm, path.sampler, path.vocoder)
     largest = min(_largest(manifest, name, "B") for name in names)
     slots = 1 + min(options.max_speech_seqs or largest, largest)
@@ -350,15 +343,7 @@ def _load_speech(
             device=device,
             depth=options.talker_depth,
         )
-    planner = SpeechPlanner(
-        SpeechPromptBuilder(
-            _tokenizer(artifact, path.speech_llm), parse_special_tokens=options.parse_special_tokens
-        ),
-        voices,
-        parameters=talker,
-        flow=flow,
-        vae=vae,
-    )
+    planner = create_speech_planner(artifact, path, parse_special_tokens=options.parse_special_tokens)
     scheduler = TalkerScheduler(
         SlotPool(slots),
         max_batch=worker.max_batch,
@@ -368,23 +353,6 @@ def _load_speech(
     return SpeechPipeline(
         planner=planner, loop=TalkerLoop(worker, scheduler), max_segment_length=talker.max_segment_length
     )
-
-
-def _check_voice(voice: VoicePack, talker: TalkerParameters, flow: CfmParameters) -> None:
-    """Raises: ArtifactError when the tensors of `voice` do not fit the engines."""
-    patches = len(voice.embeds)
-    found = (voice.latents.shape, voice.embeds.shape, voice.speaker.shape)
-    expected = (
-        (patches * flow.latents_per_patch, flow.latent_dim),
-        (patches, talker.hidden_size),
-        (talker.hidden_size,),
-    )
-    if found != expected:
-        raise ArtifactError(
-            f"voice {voice.name} has tensors of shape {found}; this model's have {expected}",
-            where="voices",
-            fix="export again from the checkpoint of this model",
-        )
 
 
 def _info(
@@ -493,14 +461,3 @@ def _devices(kind: str, world_size: int) -> list[torch.device]:
             fix="make more GPUs visible, or export with a smaller --tp",
         )
     return [torch.device("cuda", index) for index in range(world_size)]
-
-
-def _tokenizer(artifact: Artifact, stage: str) -> TextTokenizer:
-    file = artifact.manifest.tokenizers.get(stage)
-    if file is None:
-        raise ArtifactError(
-            f"the artifact has no tokenizer of the {stage}",
-            where="manifest.json",
-            fix="export again from a checkpoint with tokenizers; mingc probe needs none",
-        )
-    return TextTokenizer.from_file(artifact.path(file))

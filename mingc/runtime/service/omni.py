@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
 from mingc.runtime.noise import NoiseSource, PhiloxNoise, random_seed
-from mingc.runtime.preprocess.chat import ChatProcessor
+from mingc.runtime.preprocess.chat import ChatProcessor, MediaEntry
 from mingc.runtime.preprocess.decoder_pool import DecoderPool
 from mingc.runtime.preprocess.prompt import MediaFeatures, PreparedPrompt
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
@@ -29,11 +29,14 @@ from mingc.runtime.prompt import AUDIO, VISION, ThinkerPrompt
 from mingc.runtime.request import (
     ChatRequest,
     Event,
+    MediaPart,
+    Message,
     SamplingParams,
     ServiceInfo,
     ServiceLoad,
     SpeechParams,
     SpeechRequest,
+    VideoParams,
 )
 from mingc.runtime.request_stream import EventQueue, FailedItem, RequestStream
 from mingc.runtime.service.encoders import AudioEncoder, VisionEncoder
@@ -141,13 +144,21 @@ class OmniService:
 
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
         """Events of one answer. See `Service`."""
-        return self.answer(lambda: self.prepare(request), request.sampling, request.speech)
-
-    def prepare(self, request: ChatRequest) -> PreparedPrompt:
-        """Decode the media of a request and build its prompt, the input of `answer`. Blocks; runs no engine."""
-        return self._chat_pipeline().processor.prepare(
-            request.messages, video=request.video, thinking=request.thinking
+        return self.answer(
+            lambda: self.prepare(request.messages, video=request.video, thinking=request.thinking),
+            request.sampling,
+            request.speech,
         )
+
+    def prepare(
+        self,
+        messages: Sequence[Message[MediaPart | MediaEntry]],
+        *,
+        video: VideoParams | None = None,
+        thinking: bool = False,
+    ) -> PreparedPrompt:
+        """Decode media and build the prompt of a conversation, the input of `answer`. Blocks; runs no engine."""
+        return self._chat_pipeline().processor.prepare(messages, video=video, thinking=thinking)
 
     async def answer(
         self,

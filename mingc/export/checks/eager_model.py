@@ -1,0 +1,203 @@
+"""The whole model in eager float32, one request at a time: the reference of served goldens.
+
+Independent of everything that serves: no KV cache, pages, slots, chunks, batches or streaming. Every token and every
+patch recomputes its whole sequence, and a waveform is decoded at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from mingc.artifacts.stage_graph import SpeechPath, StageGraph
+from mingc.export.checks.eager_decoder import PromptStream, logits_of
+from mingc.export.layers.decoder import Decoder, DecoderConfig
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+Modules = Callable[[str, str], Sequence[nn.Module]]
+"""(stage, path in its module) → the float32 module there, one per rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """A prompt and its answer so far: as `EagerModel.answer`, with positions for the answer."""
+
+    input_ids: Tensor
+    positions: Tensor
+    embed_kind: Tensor
+    embeds: Tensor
+
+
+class EagerModel:
+    """Runs the stages of one export.
+
+    Args:
+        configs: of the stages, by name.
+        keeps_modules: keep modules in memory between calls; otherwise each layer is loaded for every token.
+    """
+
+    def __init__(
+        self, graph: StageGraph, configs: Mapping[str, Any], modules: Modules, *, keeps_modules: bool
+    ) -> None:
+        self._configs = configs
+        self._modules = modules
+        self._kept: dict[tuple[str, str], Sequence[nn.Module]] | None = {} if keeps_modules else None
+        self.decoder = graph.text_decoder()
+        self.speech: SpeechPath | None = graph.speech_path()
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a token takes no more than a pass over modules in memory."""
+        return self._kept is not None
+
+    def encode(self, stage: str, inputs: Sequence[NDArray[np.generic]]) -> Floats:
+        """Output (…, D) of an encoder's graph `encode` for one image frame or clip. `inputs`: those of the graph."""
+        with torch.no_grad():
+            (embeds,) = self._one(stage).encode(*map(torch.from_numpy, inputs))
+        return _numpy(embeds)
+
+    def answer(
+        self,
+        prompts: Sequence[tuple[Ints, Ints, Ints, Floats]],
+        *,
+        rope_deltas: Sequence[int],
+        max_tokens: int,
+        stop_ids: Sequence[int],
+    ) -> list[tuple[Ints, Floats]]:
+        """Greedy answers: of each prompt the tokens (n,) and their logits (n, V); a stop token is the last one.
+
+        Args:
+            prompts: input_ids (T,), positions (3, T), embed_kind (T,) and embeds (T, D), read where the kind is not 0.
+            rope_deltas: generated token number n, counted from the start of the prompt, has position n + delta.
+        """
+        words = [_Words(*map(torch.from_numpy, each)) for each in prompts]
+        made: list[list[Tensor]] = [[] for _ in prompts]
+        ended: set[int] = set()
+        for _ in range(max_tokens):
+            left = [index for index in range(len(words)) if index not in ended]
+            for index, logits in zip(left, self._last_logits([words[each] for each in left]), strict=True):
+                made[index].append(logits)
+                token = int(logits.argmax())
+                if token in stop_ids:
+                    ended.add(index)
+                else:
+                    words[index] = _extended(words[index], token, rope_deltas[index])
+        arrays = [_numpy(torch.stack(each)) for each in made]
+        return [(each.argmax(axis=1).astype(np.int64), each) for each in arrays]
+
+    def _last_logits(self, prompts: Sequence[_Words]) -> list[Tensor]:
+        """Logits (V,) of the last token of each prompt. A layer is loaded once for all of them."""
+        assert self.decoder is not None, "the export has a text decoder"
+        if not prompts:
+            return []
+        config: DecoderConfig = self._configs[self.decoder].decoder
+        with torch.no_grad():
+            embed = self._ranks(self.decoder, "embed")[0]
+            streams = [
+                PromptStream.embed(embed, each.input_ids, each.embeds, each.embed_kind, each.positions)
+                for each in prompts
+            ]
+            for layer in range(config.num_layers):
+                for half in ("attention", "feed_forward"):
+                    ranks = self._ranks(self.decoder, f"layers.{layer}.{half}")
+                    for stream in streams:
+                        stream.add(ranks)
+            head = self._ranks(self.decoder, "head")
+            return [logits_of(head, each.residual[-1:], config.vocab_size)[0] for each in streams]
+
+    def speak(
+        self,
+        *,
+        input_ids: Ints,
+        embed_rows: Ints,
+        embeds: Floats,
+        history: Floats,
+        noise: Floats,
+        step_noise: Floats,
+        settings: tuple[float, float, float],
+        is_last: Callable[[int, float], bool],
+    ) -> tuple[Floats, Floats, Floats]:
+        """Speech of one segment: latents (n, P, C), stop probabilities (n,) and samples (m,).
+
+        Args:
+            input_ids: (T,), of which rows `embed_rows` (E,) take `embeds` (E, D) in place of words.
+            history: (H, C) latents before the first patch.
+            noise: (N, P, C) start noise of patches; at most N are made.
+            step_noise: (N, steps, P, C).
+            settings: guidance, sigma, temperature.
+            is_last: whether the segment ends with this patch, from its index and stop probability.
+        """
+        assert self.speech is not None, "the export has a speech path"
+        sampler, vocoder = self._one(self.speech.sampler), self._one(self.speech.vocoder)
+        arguments = [torch.tensor([value], dtype=torch.float32) for value in settings]
+        past, following = torch.from_numpy(history)[None], torch.zeros(0, embeds.shape[1])
+        latents, stops = [], []
+        with torch.no_grad():
+            for patch in range(len(noise)):
+                hidden = self._hidden(input_ids, embed_rows, embeds, following)
+                drawn = [torch.from_numpy(each[patch])[None] for each in (noise, step_noise)]
+                found, embed, _, stop = sampler.sample(hidden, past, *drawn, *arguments)
+                latents.append(found[0])
+                stops.append(float(stop))
+                past = torch.cat((past, found), dim=1)[:, found.shape[1] :]
+                following = torch.cat((following, embed))
+                if is_last(patch, stops[-1]):
+                    break
+            (samples,) = vocoder.decode(torch.cat(latents)[None])
+        return _numpy(torch.stack(latents)), np.array(stops, np.float32), _numpy(samples).reshape(-1)
+
+    def _hidden(self, input_ids: Ints, embed_rows: Ints, embeds: Floats, following: Tensor) -> Tensor:
+        """Hidden state (1, D) of the last token of a prompt and the patches (n, D) after it."""
+        assert self.speech is not None, "the export has a speech path"
+        llm, config = self._one(self.speech.speech_llm), self._configs[self.speech.speech_llm]
+        count = len(input_ids) + len(following)
+        words = torch.cat((torch.from_numpy(input_ids), torch.zeros(len(following), dtype=torch.int64)))
+        given, is_given = torch.zeros(count, embeds.shape[1]), torch.zeros(count, dtype=torch.bool)
+        rows = torch.from_numpy(embed_rows)
+        given[rows], is_given[rows] = torch.from_numpy(embeds), True
+        given[len(input_ids) :], is_given[len(input_ids) :] = following, True
+        shape = (2, config.slot_tokens, config.llm.num_kv_heads, config.llm.head_dim)
+        slots = [torch.zeros(shape) for _ in range(2 * config.llm.num_layers)]
+        one, none, last = torch.tensor([1]), torch.tensor([0]), torch.tensor([count - 1])
+        hidden: Tensor = llm.prefill(words, given, is_given, one, none, last, *slots)[0]
+        return hidden
+
+    def _one(self, stage: str) -> Any:
+        """The whole module of a stage that is not sharded."""
+        return self._ranks(stage, "")[0]
+
+    def _ranks(self, stage: str, path: str) -> Sequence[nn.Module]:
+        if self._kept is None:
+            return self._modules(stage, path)
+        if (stage, path) not in self._kept:
+            self._kept[stage, path] = self._modules(stage, path)
+        return self._kept[stage, path]
+
+
+def is_built_in(module: nn.Module) -> bool:
+    """Whether `module` is a decoder that `EagerModel` can run."""
+    return isinstance(module, Decoder)
+
+
+def _extended(words: _Words, token: int, rope_delta: int) -> _Words:
+    """The prompt with one more word."""
+    position = len(words.input_ids) + rope_delta
+    return _Words(
+        torch.cat((words.input_ids, torch.tensor([token]))),
+        torch.cat((words.positions, torch.full((3, 1), position)), dim=1),
+        torch.cat((words.embed_kind, torch.zeros(1, dtype=torch.int64))),
+        torch.cat((words.embeds, torch.zeros(1, words.embeds.shape[1]))),
+    )
+
+
+def _numpy(value: Tensor) -> Floats:
+    array: Floats = value.detach().float().numpy()
+    return array

@@ -1,0 +1,114 @@
+"""Served goldens on disk: one safetensors file, whose metadata hold the requests.
+
+Tensors of case N, by name: `N.input_ids` (T,), `N.positions` (3, T), `N.embed_kind` (T,), `N.vision.I` and `N.audio.I`
+(features), `N.tokens` (n,) without a stop token, `N.logits` (n, V'), `N.columns` (V',): the ids of these logits. Of
+speech, over all segments: `N.patches` (segments,), `N.noise` (n, P, C), `N.step_noise` (n, steps, P, C), `N.latents`
+(n, P, C), `N.stop` (n,), `N.samples` (m,). `N.media.I`: encoded bytes of message media, or the features of a video.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from mingc.artifacts.codec import decode, encode
+from mingc.errors import ArtifactError
+
+Array = NDArray[np.generic]
+
+_DOCUMENT = "cases"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedPart:
+    """A text, or media: the name of its tensor. `grid` and `timestamps` belong to a video."""
+
+    kind: Literal["text", "image", "audio", "video"]
+    text: str = ""
+    tensor: str = ""
+    grid: tuple[int, ...] = ()
+    timestamps: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedMessage:
+    role: Literal["system", "user", "assistant"]
+    parts: tuple[RecordedPart, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedSpeech:
+    """Parameters of speech; None selects the artifact's default."""
+
+    voice: str | None = None
+    instructions: str | None = None
+    max_steps: int | None = None
+    guidance: float | None = None
+    sigma: float | None = None
+    temperature: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedCase:
+    """One request: a chat (`messages`), with speech or without, or a text to speak."""
+
+    name: str
+    messages: tuple[RecordedMessage, ...] = ()
+    max_tokens: int = 0
+    rope_delta: int = 0
+    finish: Literal["stop", "length"] = "length"
+    text: str = ""
+    speech: RecordedSpeech | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedDocument:
+    cases: tuple[ServedCase, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ServedGoldens:
+    """The requests, and their tensors by name."""
+
+    cases: tuple[ServedCase, ...]
+    tensors: Mapping[str, Array]
+
+    def has(self, case: ServedCase, name: str) -> bool:
+        return f"{case.name}.{name}" in self.tensors
+
+    def get(self, case: ServedCase, name: str) -> Array:
+        """A tensor of a case. Raises: ArtifactError when the file lacks it."""
+        try:
+            return self.tensors[f"{case.name}.{name}"]
+        except KeyError:
+            raise ArtifactError(
+                f"tensor {case.name}.{name} is missing", where="served goldens", fix="export again"
+            ) from None
+
+
+def write_goldens(path: Path, goldens: ServedGoldens) -> None:
+    document = json.dumps(encode(ServedDocument(cases=goldens.cases)), ensure_ascii=False, sort_keys=True)
+    tensors = {name: np.ascontiguousarray(value) for name, value in goldens.tensors.items()}
+    save_file(tensors, path, metadata={_DOCUMENT: document})
+
+
+def read_goldens(path: Path) -> ServedGoldens:
+    """Raises: ArtifactError when the file is damaged or of another form."""
+    try:
+        with safe_open(path, framework="np") as file:
+            document = json.loads((file.metadata() or {}).get(_DOCUMENT, ""))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        cases = decode(ServedDocument, document).cases
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise ArtifactError(
+            f"the served goldens cannot be read: {error}", where=str(path), fix="export again"
+        ) from error
+    return ServedGoldens(cases=cases, tensors=tensors)

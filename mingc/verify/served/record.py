@@ -1,0 +1,258 @@
+"""Records served goldens: the requests, prepared as a server prepares them, and what the eager model answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mingc.artifacts.artifact import Artifact
+from mingc.artifacts.manifest import Manifest
+from mingc.artifacts.parameters import (
+    AudioParameters,
+    CfmParameters,
+    TalkerParameters,
+    ThinkerParameters,
+    VisionParameters,
+)
+from mingc.artifacts.stage_graph import SpeechPath
+from mingc.runtime.noise import PhiloxNoise
+from mingc.runtime.preprocess.prompt import PreparedPrompt
+from mingc.runtime.preprocess.tokenizer import TextTokenizer
+from mingc.runtime.preprocess.vision_grid import build_grid_arrays, group_pixels
+from mingc.runtime.prompt import AUDIO, VISION
+from mingc.runtime.service.preprocessing import create_chat_processor, create_speech_planner, load_tokenizer
+from mingc.runtime.talker.planner import SpeechPlanner
+from mingc.runtime.talker.worker import SpeechSegment
+from mingc.runtime.text.live import LiveSegmenter
+from mingc.runtime.text.segment import iter_speech_segments, speech_segments
+from mingc.runtime.text.stream_filters import ThoughtFilter
+from mingc.verify.served.cases import ServedCase, ServedGoldens, write_goldens
+from mingc.verify.served.conversion import decoded_messages, speech_params
+from mingc.verify.served.requests import Media, chat_cases, speech_cases
+
+Array = NDArray[np.generic]
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+FILE = "goldens/served.safetensors"
+_TOKENS = 6  # of an answer
+_TOKENS_OF_LARGE = 2  # of a model whose layers are loaded anew for every token
+_MAX_COLUMNS = 1024  # logits recorded for a token
+_SEED = 20
+
+
+class ReferenceModel(Protocol):
+    """What computes the answers; see `mingc.export.checks.eager_model.EagerModel`."""
+
+    @property
+    def is_small(self) -> bool: ...
+
+    def encode(self, stage: str, inputs: Sequence[Array]) -> Floats: ...
+
+    def answer(
+        self,
+        prompts: Sequence[tuple[Ints, Ints, Ints, Floats]],
+        *,
+        rope_deltas: Sequence[int],
+        max_tokens: int,
+        stop_ids: Sequence[int],
+    ) -> list[tuple[Ints, Floats]]: ...
+
+    def speak(
+        self,
+        *,
+        input_ids: Ints,
+        embed_rows: Ints,
+        embeds: Floats,
+        history: Floats,
+        noise: Floats,
+        step_noise: Floats,
+        settings: tuple[float, float, float],
+        is_last: Callable[[int, float], bool],
+    ) -> tuple[Floats, Floats, Floats]: ...
+
+
+def record_goldens(folder: Path, manifest: Manifest, model: ReferenceModel) -> str:
+    """Write the served goldens of the artifact being built in `folder`. Returns the file's path in it."""
+    recorder = _Recorder(Artifact(folder, manifest), model)
+    recorder.record()
+    write_goldens(folder / FILE, ServedGoldens(cases=tuple(recorder.cases), tensors=recorder.media.tensors))
+    return FILE
+
+
+class _Recorder:
+    def __init__(self, artifact: Artifact, model: ReferenceModel) -> None:
+        self._artifact = artifact
+        self._manifest = artifact.manifest
+        self._model = model
+        self.media = Media()
+        self.cases: list[ServedCase] = []
+
+    def record(self) -> None:
+        graph, tokenizers = self._manifest.graph, self._manifest.tokenizers
+        decoder, path = graph.text_decoder(), graph.speech_path()
+        planner: SpeechPlanner | None = None
+        if path is not None and path.speech_llm in tokenizers:
+            planner = create_speech_planner(self._artifact, path)
+            talker = self._manifest.parameters_of(path.speech_llm, TalkerParameters)
+            names = [voice.name for voice in self._manifest.voices]
+            for case in speech_cases(names, min_stop_step=talker.min_stop_step):
+                self.cases.append(case)
+                pieces = iter_speech_segments(case.text, talker.max_segment_length)
+                self._record_speech(case, planner, path, pieces)
+        if decoder is not None and decoder in tokenizers:
+            self._record_chats(decoder, planner, path)
+
+    def _record_chats(self, decoder: str, planner: SpeechPlanner | None, path: SpeechPath | None) -> None:
+        graph = self._manifest.graph
+        thinker = self._manifest.parameters_of(decoder, ThinkerParameters)
+        vision = graph.producer(decoder, "image") or graph.producer(decoder, "video")
+        cases = chat_cases(
+            self.media,
+            max_tokens=_TOKENS if self._model.is_small else _TOKENS_OF_LARGE,
+            vision=None if vision is None else self._manifest.parameters_of(vision, VisionParameters),
+            has_audio=graph.producer(decoder, "audio") is not None,
+            has_speech=planner is not None,
+        )
+        tokenizer = load_tokenizer(self._artifact, decoder)
+        processor = create_chat_processor(self._artifact, decoder, tokenizer)
+        prepared = [processor.prepare(decoded_messages(case, self.media.tensors)) for case in cases]
+        answers = self._model.answer(
+            [self._prompt(decoder, thinker.hidden_size, each) for each in prepared],
+            rope_deltas=[each.tokens.rope_delta for each in prepared],
+            max_tokens=cases[0].max_tokens,
+            stop_ids=thinker.stop_token_ids,
+        )
+        columns = np.linspace(0, thinker.vocab_size - 1, min(thinker.vocab_size, _MAX_COLUMNS)).astype(
+            np.int64
+        )
+        for case, prompt, (tokens, logits) in zip(cases, prepared, answers, strict=True):
+            is_stopped = int(tokens[-1]) in thinker.stop_token_ids
+            self.cases.append(
+                replace(case, rope_delta=prompt.tokens.rope_delta, finish="stop" if is_stopped else "length")
+            )
+            tokens = tokens[: len(tokens) - is_stopped]
+            put = self._putter(case)
+            put("input_ids", prompt.tokens.input_ids)
+            put("positions", prompt.tokens.positions)
+            put("embed_kind", prompt.tokens.embed_kind)
+            for index, image in enumerate(prompt.media.vision):
+                put(f"vision.{index}", image.pixels)
+            for index, clip in enumerate(prompt.media.audio):
+                put(f"audio.{index}", clip.mel)
+            put("tokens", tokens)
+            put("logits", logits[:, columns])
+            put("columns", columns)
+            if planner is not None and path is not None and case.speech is not None:
+                talker = self._manifest.parameters_of(path.speech_llm, TalkerParameters)
+                pieces = _spoken(tokenizer, tokens, talker.max_segment_length)
+                self._record_speech(case, planner, path, pieces)
+
+    def _prompt(
+        self, decoder: str, hidden_size: int, prepared: PreparedPrompt
+    ) -> tuple[Ints, Ints, Ints, Floats]:
+        """The eager model's inputs of a prompt, with the embeddings of its media, one frame or clip a call."""
+        graph, prompt = self._manifest.graph, prepared.tokens
+        embeds = np.zeros((prompt.num_tokens, hidden_size), np.float32)
+        vision_stage = graph.producer(decoder, "image") or graph.producer(decoder, "video")
+        found: list[Floats] = []
+        for feature in prepared.media.vision:
+            assert vision_stage is not None, "the processor refuses media without an encoder"
+            vision = self._manifest.parameters_of(vision_stage, VisionParameters)
+            frames, height, width = feature.grid
+            for pixels in np.split(feature.pixels, frames):
+                arrays = build_grid_arrays(
+                    [(1, height, width)],
+                    merge_size=vision.merge_size,
+                    position_grid_size=vision.position_grid_size,
+                )
+                inputs = (
+                    group_pixels(pixels, vision.merge_size),
+                    arrays.position_index,
+                    arrays.position_weight,
+                    arrays.coordinates,
+                    np.ascontiguousarray(arrays.segment),
+                )
+                found.append(self._model.encode(vision_stage, inputs))
+        if found:
+            embeds[prompt.embed_kind == VISION] = np.concatenate(found)
+        audio_stage = graph.producer(decoder, "audio")
+        spoken: list[Floats] = []
+        for clip in prepared.media.audio:
+            assert audio_stage is not None, "the processor refuses media without an encoder"
+            audio = self._manifest.parameters_of(audio_stage, AudioParameters)
+            mel = np.zeros((clip.num_tokens * audio.frames_per_token, audio.num_mels), np.float32)
+            mel[: len(clip.mel)] = clip.mel
+            grouped = mel.reshape(1, clip.num_tokens, audio.frames_per_token, audio.num_mels)
+            made = self._model.encode(audio_stage, (grouped, np.array([len(clip.mel)], np.int64)))
+            spoken.append(made.reshape(-1, hidden_size)[: clip.num_tokens])
+        if spoken:
+            embeds[prompt.embed_kind == AUDIO] = np.concatenate(spoken)
+        return prompt.input_ids, prompt.positions, prompt.embed_kind, embeds
+
+    def _record_speech(
+        self, case: ServedCase, planner: SpeechPlanner, path: SpeechPath, pieces: Iterable[str]
+    ) -> None:
+        talker = self._manifest.parameters_of(path.speech_llm, TalkerParameters)
+        flow = self._manifest.parameters_of(path.sampler, CfmParameters)
+        generator = np.random.default_rng(_SEED + len(self.cases))
+        made: dict[str, list[Array]] = {
+            name: [] for name in ("noise", "step_noise", "latents", "stop", "samples")
+        }
+        counts = []
+        assert case.speech is not None, "the case speaks"
+        for index, text in enumerate(pieces):
+            segment = planner.segment(text, index, speech_params(case.speech), PhiloxNoise(0))
+            shape = (segment.max_patches, flow.latents_per_patch, flow.latent_dim)
+            noise = generator.standard_normal(shape, np.float32)
+            step_noise = generator.standard_normal((shape[0], flow.num_steps, *shape[1:]), np.float32)
+            latents, stop, samples = self._speak(segment, noise, step_noise, talker)
+            counts.append(len(latents))
+            values = (noise[: len(latents)], step_noise[: len(latents)], latents, stop, samples)
+            for name, value in zip(made, values, strict=True):
+                made[name].append(value)
+        put = self._putter(case)
+        put("patches", np.array(counts, np.int64))
+        if counts:
+            for name, parts in made.items():
+                put(name, np.concatenate(parts))
+
+    def _speak(
+        self, segment: SpeechSegment, noise: Floats, step_noise: Floats, talker: TalkerParameters
+    ) -> tuple[Floats, Floats, Floats]:
+        return self._model.speak(
+            input_ids=segment.input_ids,
+            embed_rows=segment.embed_rows,
+            embeds=segment.embeds,
+            history=segment.history,
+            noise=noise,
+            step_noise=step_noise,
+            settings=(segment.guidance, segment.sigma, segment.temperature),
+            is_last=lambda patch, stop: patch > talker.min_stop_step and stop > talker.stop_threshold,
+        )
+
+    def _putter(self, case: ServedCase) -> Callable[[str, Array], None]:
+        def put(name: str, value: Array) -> None:
+            self.media.tensors[f"{case.name}.{name}"] = value
+
+        return put
+
+
+def _spoken(tokenizer: TextTokenizer, tokens: Ints, max_length: int) -> list[str]:
+    """The pieces of an answer that are spoken one by one, when no clock cuts the first one."""
+    detokenizer, thoughts, segmenter = (
+        tokenizer.detokenizer(),
+        ThoughtFilter(),
+        LiveSegmenter(first_wait_ms=math.inf),
+    )
+    cut = []
+    for token in tokens.tolist():
+        cut += segmenter.push(thoughts.push(detokenizer.push(token)))
+    cut += [*segmenter.push(thoughts.push(detokenizer.flush()) + thoughts.flush()), *segmenter.flush()]
+    return [piece for each in cut for piece in speech_segments(each.text, max_length, state=each.state)]

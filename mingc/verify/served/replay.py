@@ -1,0 +1,310 @@
+"""Replays served goldens through a running service: the objects that a client's requests pass."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mingc.errors import MingcError
+from mingc.runtime.noise import PhiloxNoise
+from mingc.runtime.preprocess.prompt import PreparedPrompt
+from mingc.runtime.request import (
+    AudioDelta,
+    Done,
+    Event,
+    SamplingParams,
+    SpeechParams,
+    SpeechRequest,
+    TextDelta,
+)
+from mingc.runtime.service.omni import OmniService
+from mingc.verify.comparison_log import ComparisonLog
+from mingc.verify.served.cases import ServedCase, ServedGoldens
+from mingc.verify.served.conversion import decoded_messages, speech_params
+
+Floats = NDArray[np.float32]
+
+FEATURE_TOLERANCE = 1e-5
+_JOIN_AFTER = 2  # events of the requests before, when a group of the mixed batch joins
+_GROUP = 4  # requests that join together
+_LIMIT_S = 300.0  # of one request
+# In low precision rounding routes tokens to other experts, and then the answer is another one. Shares of the recorded
+# tokens and patches that must be found within the tolerance, before the first difference of a request.
+MIN_SHARE_LOW_PRECISION = 0.5
+
+
+@dataclass(slots=True)
+class RecordedNoise:
+    """Noise of all patches of a request in order, as recorded.
+
+    Args:
+        patches: number of patches of each segment.
+        start_noise: (n, P, C).
+        step_noise: (n, steps, P, C).
+    """
+
+    patches: Sequence[int]
+    start_noise: Floats
+    step_noise: Floats
+
+    def start(self, segment: int, patch: int, shape: tuple[int, ...]) -> Floats:
+        return self._at(self.start_noise, segment, patch, shape)
+
+    def diffusion(self, segment: int, patch: int, shape: tuple[int, ...]) -> Floats:
+        return self._at(self.step_noise, segment, patch, shape)
+
+    def _at(self, noise: Floats, segment: int, patch: int, shape: tuple[int, ...]) -> Floats:
+        """Zeros after the last recorded patch, where a surplus patch is computed and discarded."""
+        if segment >= len(self.patches) or patch >= self.patches[segment]:
+            return np.zeros(shape, np.float32)
+        found: Floats = noise[sum(self.patches[:segment]) + patch]
+        return found
+
+
+@dataclass(slots=True)
+class Served:
+    """What a client received for one case."""
+
+    tokens: list[int] = field(default_factory=list)
+    logits: list[Floats] = field(default_factory=list)
+    latents: list[Floats] = field(default_factory=list)
+    stop: list[float] = field(default_factory=list)
+    samples: list[Floats] = field(default_factory=list)
+    done: Done | None = None
+    error: MingcError | None = None
+    num_events: int = 0
+
+    def accept(self, event: Event) -> None:
+        self.num_events += 1
+        match event:
+            case TextDelta():
+                if event.token is not None:
+                    self.tokens.append(event.token)
+                if event.logits is not None:
+                    self.logits.append(event.logits)
+            case AudioDelta():
+                self.latents.append(event.latents)
+                self.stop.append(event.stop_probability)
+                self.samples.append(event.samples)
+            case Done():
+                self.done = event
+
+
+class ServedReplay:
+    """All cases of an artifact on one service, alone and together.
+
+    Args:
+        log: its references are the tensors of `goldens`.
+    """
+
+    def __init__(self, service: OmniService, goldens: ServedGoldens, log: ComparisonLog) -> None:
+        self._service = service
+        self._goldens = goldens
+        self._log = log
+        self._text, self._speech = _Share(), _Share()
+
+    async def run(self) -> None:
+        """Replay each case alone, then all of them together, with requests that join and one that leaves."""
+        for case in self._goldens.cases:
+            if case.messages:
+                self._check_prompt(case)
+        kept = self._service.load
+        for case in self._goldens.cases:
+            self._compare(case, await self._serve(case, Served()), "alone")
+        await self._check_freed(kept.kv_pages_used, "alone")
+        mixed = await self._serve_mixed()
+        for case, served in zip(self._goldens.cases, mixed, strict=True):
+            self._compare(case, served, "in a mixed batch")
+        await self._check_freed(kept.kv_pages_used, "in a mixed batch")
+        for name, share in (("tokens", self._text), ("patches", self._speech)):
+            if share.total:
+                self._log.share(
+                    f"{name} before the first difference of each request",
+                    same=share.near,
+                    total=share.total,
+                    minimum=MIN_SHARE_LOW_PRECISION,
+                    note="after it, rounding has routed a token to other experts, or another word is spoken",
+                )
+
+    def _check_prompt(self, case: ServedCase) -> None:
+        """The prompt that the service prepares equals the recorded one."""
+        with self._log.case(f"{case.name}.prompt"):
+            prepared = self._prepare(case)
+            self._log.ids(f"{case.name}.input_ids", prepared.tokens.input_ids)
+            self._log.ids(f"{case.name}.positions", prepared.tokens.positions)
+            self._log.ids(f"{case.name}.embed_kind", prepared.tokens.embed_kind)
+            self._log.ids(
+                f"{case.name}.rope_delta", prepared.tokens.rope_delta, reference=np.array(case.rope_delta)
+            )
+            for index, image in enumerate(prepared.media.vision):
+                self._log.tensor(f"{case.name}.vision.{index}", image.pixels, tolerance=FEATURE_TOLERANCE)
+            for index, clip in enumerate(prepared.media.audio):
+                self._log.tensor(f"{case.name}.audio.{index}", clip.mel, tolerance=FEATURE_TOLERANCE)
+
+    async def _serve_mixed(self) -> list[Served]:
+        """All cases, a group at a time joining those that run, beside a request that leaves early."""
+        cases, served = self._goldens.cases, [Served() for _ in self._goldens.cases]
+        tasks = []
+        leaving = asyncio.create_task(self._leave(cases[-1]))
+        for start in range(0, len(cases), _GROUP):
+            group = range(start, min(start + _GROUP, len(cases)))
+            tasks += [asyncio.create_task(self._serve(cases[index], served[index])) for index in group]
+            while not any(served[index].num_events >= _JOIN_AFTER or served[index].done for index in group):
+                if all(task.done() for task in tasks):
+                    break
+                await asyncio.sleep(0.001)
+        await asyncio.gather(*tasks)
+        await leaving
+        return served
+
+    async def _leave(self, case: ServedCase) -> None:
+        """Ask for a case and leave after its first event."""
+        events = self._events(case)
+        try:
+            async for _ in events:
+                break
+        except MingcError:
+            pass  # the same request fails beside it, and is reported
+        finally:
+            await events.aclose()  # type: ignore[attr-defined]
+
+    async def _serve(self, case: ServedCase, served: Served) -> Served:
+        try:
+            async with asyncio.timeout(_LIMIT_S):
+                async for event in self._events(case):
+                    served.accept(event)
+        except MingcError as error:
+            served.error = error
+        return served
+
+    def _events(self, case: ServedCase) -> AsyncIterator[Event]:
+        speech = None if case.speech is None else speech_params(case.speech)
+        noise = None
+        if case.speech is not None and self._goldens.has(case, "noise"):
+            patches = self._goldens.get(case, "patches").tolist()
+            noise = RecordedNoise(
+                patches,
+                self._goldens.get(case, "noise").astype(np.float32),
+                self._goldens.get(case, "step_noise").astype(np.float32),
+            )
+        if not case.messages:
+            request = SpeechRequest(
+                request_id=f"served-{case.name}", text=case.text, speech=speech or SpeechParams()
+            )
+            return self._service.speech(request, noise=noise)
+        return self._service.answer(
+            lambda: self._prepare(case),
+            SamplingParams(max_tokens=case.max_tokens),
+            speech,
+            noise=noise or PhiloxNoise(0),
+            records_logits=True,
+        )
+
+    def _prepare(self, case: ServedCase) -> PreparedPrompt:
+        return self._service.prepare(decoded_messages(case, self._goldens.tensors))
+
+    def _compare(self, case: ServedCase, served: Served, how: str) -> None:
+        with self._log.case(f"{case.name} ({how})"):
+            if served.error is not None:
+                raise served.error
+            if case.messages:
+                self._compare_text(case, served, how)
+            if case.speech is not None:
+                self._compare_speech(case, served, how)
+
+    def _compare_text(self, case: ServedCase, served: Served, how: str) -> None:
+        log, name = self._log, case.name
+        tokens, columns = self._goldens.get(case, "tokens"), self._goldens.get(case, "columns")
+        recorded = self._goldens.get(case, "logits")
+        given = np.array(served.tokens, np.int64)
+        logits = np.stack(served.logits)[:, columns]
+        log.rule(
+            f"{name}.usage",
+            served.done is not None
+            and served.done.usage.completion_tokens == len(given)
+            and served.done.usage.prompt_tokens == len(self._goldens.get(case, "input_ids")),
+            f"{how}: the usage counts the prompt's and the answer's tokens",
+        )
+        if log.is_exact:
+            log.ids(f"{name}.tokens", given, how=how)
+            log.tensor(f"{name}.logits", logits, reference=recorded[: len(tokens)], how=how)
+            finish = served.done.finish_reason if served.done is not None else "none"
+            log.rule(f"{name}.finish", finish == case.finish, f"{how}: the answer ends by {case.finish}")
+            return
+        same = _common_length(given, tokens)
+        count = min(same + 1, len(logits), len(recorded))  # the first other token has the same past
+        self._text.add(log.is_near(logits[:count], recorded[:count]), len(recorded))
+
+    def _compare_speech(self, case: ServedCase, served: Served, how: str) -> None:
+        log, name = self._log, case.name
+        if case.messages and not log.is_exact:
+            tokens = self._goldens.get(case, "tokens")
+            if served.tokens != tokens.tolist():
+                return  # other words are spoken
+        count = int(self._goldens.get(case, "patches").sum())
+        usage = None if served.done is None else served.done.usage
+        if count == 0:
+            log.rule(f"{name}.patches", not served.latents, f"{how}: nothing is spoken")
+            return
+        if log.is_exact:
+            log.rule(
+                f"{name}.patches",
+                usage is not None and usage.audio_patches == len(served.latents) == count,
+                f"{how}: {count} patches, {len(served.latents)} made; the usage counts them",
+            )
+        if not served.latents:
+            log.rule(f"{name}.speech", False, f"{how}: no patch was made")
+            return
+        values = {
+            "latents": np.stack(served.latents),
+            "stop": np.array(served.stop, np.float32),
+            "samples": np.concatenate(served.samples),
+        }
+        if log.is_exact:
+            for key, value in values.items():
+                log.tensor(f"{name}.{key}", value, how=how)
+            return
+        recorded = self._goldens.get(case, "latents")
+        length = min(len(recorded), len(values["latents"]))
+        near = log.is_near(
+            values["latents"][:length].reshape(length, -1), recorded[:length].reshape(length, -1)
+        )
+        self._speech.add(near, len(recorded))
+
+    async def _check_freed(self, pages: int, how: str) -> None:
+        """No page is held and nothing waits once every request has ended; cancelled ones end with the next step."""
+        for _ in range(200):
+            load = self._service.load
+            if load.kv_pages_used == pages and not any(load.num_waiting.values()):
+                break
+            await asyncio.sleep(0.01)
+        load = self._service.load
+        self._log.rule(
+            f"pages held ({how})",
+            load.kv_pages_used == pages and not any(load.num_waiting.values()),
+            f"{load.kv_pages_used - pages} KV pages more than before, waiting: {dict(load.num_waiting)}",
+        )
+
+
+@dataclass(slots=True)
+class _Share:
+    """Counts of recorded steps in low precision, and of those found within the tolerance."""
+
+    near: int = 0
+    total: int = 0
+
+    def add(self, is_near: NDArray[np.bool_], total: int) -> None:
+        first = int(np.argmin(is_near)) if not is_near.all() else len(is_near)
+        self.near += first
+        self.total += total
+
+
+def _common_length(one: NDArray[np.int64], other: NDArray[np.generic]) -> int:
+    """Number of equal values at the start of both."""
+    count = min(len(one), len(other))
+    is_other = one[:count] != other[:count]
+    return int(np.argmax(is_other)) if is_other.any() else count
