@@ -28,6 +28,8 @@ from mingc.errors import ConfigError, MingcError, unexpected
 if TYPE_CHECKING:
     from mingc.export.pipeline import ExportReport
     from mingc.export.recipe import ExportRecipe
+    from mingc.runtime.service.omni import OmniService
+    from mingc.runtime.service.startup import StartupClock
 
 EXIT_FOUND_PROBLEMS = 3
 EXIT_INTERRUPTED = 130
@@ -218,6 +220,12 @@ def _export(recipe: ExportRecipe) -> ExportReport:
     "--media-root", type=_PATH, default=None, show_default="none", help="Read local media under this folder."
 )
 @click.option(
+    "--self-check",
+    "is_self_checked",
+    is_flag=True,
+    help="Replay the recorded requests before the port opens.",
+)
+@click.option(
     "--max-concurrent-requests", type=int, default=256, help="Requests inside the server before a 503."
 )
 @click.option(
@@ -365,13 +373,15 @@ def _export(recipe: ExportRecipe) -> ExportReport:
     "--check-hashes/--no-check-hashes", default=True, help="Compare the hash of every file before loading."
 )
 @_common
-def serve_command(as_json: bool, artifact: Path, log_level: Any, log_format: Any, **options: Any) -> int:
+def serve_command(
+    as_json: bool, artifact: Path, log_level: Any, log_format: Any, is_self_checked: bool, **options: Any
+) -> int:
     """Serve ARTIFACT over an OpenAI-compatible HTTP interface.
 
     Prints its address on stdout when it is ready. After SIGTERM requests are served for --drain-seconds, then, and at
     once after Ctrl-C, the port is closed, and running requests may continue for --shutdown-timeout seconds; a second
     signal stops at once. When a rank of the thinker dies or hangs, running chats get an error, and the server exits
-    with code 4.
+    with code 4. With --self-check it exits with 3 when an answer differs from the recorded one.
     """
     from mingc.runtime.http.options import ServeOptions
 
@@ -397,6 +407,8 @@ def serve_command(as_json: bool, artifact: Path, log_level: Any, log_format: Any
     connection_limit(http.max_connections)  # fails before anything slow
     listener = bind_socket(http.host, http.port)
     service = open_service(artifact, engines, clock)
+    if is_self_checked and not _is_as_recorded(service, artifact, clock):
+        return EXIT_FOUND_PROBLEMS
     # What start-up made lives as long as the process: a full collection would walk through it for a tenth of a
     # second, while every stream waits.
     gc.collect()
@@ -411,6 +423,17 @@ def serve_command(as_json: bool, artifact: Path, log_level: Any, log_format: Any
     finally:
         gc.unfreeze()  # engines remove their unpacked files when they are collected
     return 0 if ended_in_order else EXIT_INTERRUPTED
+
+
+def _is_as_recorded(service: OmniService, artifact: Path, clock: StartupClock) -> bool:
+    """Replay the recorded requests on `service`, which is closed when an answer differs."""
+    from mingc.console.report import show
+    from mingc.verify.served.verification import check_service
+
+    with clock.phase("replay the recorded requests"):
+        report = check_service(service, artifact)
+    show(report, as_json=False, stream=sys.stderr)
+    return report.passed
 
 
 @commands.command("verify")

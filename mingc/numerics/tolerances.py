@@ -9,3 +9,8 @@ GRAPH_TOLERANCES: Final = {"float32": 1e-4, "bfloat16": 3e-2}
 
 Chains of graphs accumulate error; `mingc.verify` has a wider bound for comparing whole models with recorded values.
 """
+
+REFERENCE_TOLERANCES: Final = {"float32": 1e-4, "bfloat16": 1e-1}
+"""By compute dtype: error of chains of graphs, such as whole models, against recorded float32 values, relative to the
+largest magnitude of the reference.
+"""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mingc.artifacts.artifact import Artifact, check_fingerprint, check_hashes, open_artifact
 from mingc.errors import ConfigError
-from mingc.numerics.tolerances import GRAPH_TOLERANCES
+from mingc.numerics.tolerances import GRAPH_TOLERANCES, REFERENCE_TOLERANCES
 from mingc.verify.comparison import Comparison, FileSummary
 
 if TYPE_CHECKING:
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from mingc.verify.comparison_log import ComparisonLog
     from mingc.verify.engines import Engines
 
-# Relative to the largest magnitude of a reference: for chains of graphs, such as whole models, compared with recorded
-# float32 values. A single graph has the tighter bound of `GRAPH_TOLERANCES`.
-REFERENCE_TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-1}
 _Result = tuple[FileSummary, list[Comparison], list[str]]
 # Golden tensors, and the JSON document that belongs to them.
 _GOLDEN_FILES = {
@@ -133,7 +130,7 @@ def _replay_served(artifact: Artifact, progress: Callable[[str], None]) -> list[
 
     if artifact.manifest.served_goldens is None:
         return []
-    logs = replay_served(artifact, progress, tolerances=REFERENCE_TOLERANCES)
+    logs = replay_served(artifact, progress)
     return [(log.summary("requests through the service"), log.comparisons, []) for log in logs]
 
 

@@ -29,7 +29,7 @@ OPTIONS = {
     "--max-body-bytes --max-concurrent-requests --max-connections --max-media-bytes --max-media-memory "
     "--max-queue --max-speech-characters --max-speech-seqs --max-total-body-bytes --max-total-tokens "
     "--media-decode-timeout --media-root --media-timeout --open-metrics --parse-special-tokens --port "
-    "--served-model-name --shutdown-timeout --step-timeout --threads --tp --write-timeout ARTIFACT",
+    "--self-check --served-model-name --shutdown-timeout --step-timeout --threads --tp --write-timeout ARTIFACT",
     "verify": "--against --debug --json --no-replay --reference ARTIFACT",
 }
 

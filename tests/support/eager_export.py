@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from mingc_command import CACHE, CHECKPOINT, EAGER, REPOSITORY, mingc
 
-# What serves or checks an artifact does not decide what is in it; prompts of its served goldens come from `runtime`, and
-# must not change with a bug planted there.
+# What serves or checks an artifact does not decide what is in it. The prompts of its served goldens come from `runtime`
+# but must not change with a bug planted there.
 _LATER = ("runtime", "verify", "probe", "console", "cli.py")
 _RECORDING = "verify/served"
 

@@ -9,6 +9,7 @@ from mingc_command import DATA, mingc
 from mingc.verify.verification import verify
 
 _TENSORS = ("thinker", "talker", "vae", "vision", "audio", "preprocess")
+_SERVED = ("served as usual", "served with pairs of small chunks")
 _VALUES = ("greedy_ids", "moe_topk_ids", "position", "loop.clone", "stream_sliding", "end_to_end")
 
 
@@ -18,17 +19,25 @@ def check_goldens(artifact: Path) -> None:
     assert done.code == 0, done.stdout[-3000:] + done.stderr
     result = done.document
     assert result["passed"] and result["failed"] == 0
-    _check_kinds({row["file"] for row in result["files"]}, [row["name"] for row in result["comparisons"]])
+    _check_kinds(
+        {row["file"]: row["checked"] for row in result["files"]},
+        [row["name"] for row in result["comparisons"]],
+    )
 
 
 def check_goldens_in_process(artifact: Path) -> None:
     """The same without a process of its own."""
     report = verify(artifact, reference=DATA)
     assert report.passed, [each for each in report.comparisons if each.outcome == "FAIL"]
-    _check_kinds({row.file for row in report.files}, [row.name for row in report.comparisons])
+    _check_kinds({row.file: row.checked for row in report.files}, [row.name for row in report.comparisons])
+    served = [row for row in report.files if row.file in _SERVED]
+    assert max(row.worst_error for row in served) < 2e-5
 
 
-def _check_kinds(files: set[str], names: list[str]) -> None:
-    assert {f"{name}.safetensors" for name in _TENSORS} <= files
+def _check_kinds(files: dict[str, int], names: list[str]) -> None:
+    """`files`: comparisons by file."""
+    assert {f"{name}.safetensors" for name in _TENSORS} <= set(files)
+    for served in _SERVED:
+        assert files[served] > 150, "every recorded request is served"
     for part in _VALUES:
         assert any(part in name for name in names), part

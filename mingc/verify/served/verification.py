@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
-from mingc.artifacts.artifact import Artifact
+from mingc.artifacts.artifact import Artifact, open_artifact
 from mingc.artifacts.manifest import Manifest
+from mingc.errors import ConfigError
+from mingc.numerics.tolerances import REFERENCE_TOLERANCES
 from mingc.runtime.service.builder import EngineOptions, open_service
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.thinker.worker import StepOptions
+from mingc.verify.comparison import Comparison
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.served.cases import ServedGoldens, read_goldens
 from mingc.verify.served.replay import ServedReplay
@@ -34,16 +39,14 @@ def served_options(device: str, world_size: int) -> dict[str, EngineOptions]:
     }
 
 
-def replay_served(
-    artifact: Artifact, progress: Callable[[str], None], *, tolerances: Mapping[str, float]
-) -> list[ComparisonLog]:
-    """Replay all recorded requests in every way. `tolerances`: by dtype, see `ComparisonLog`."""
+def replay_served(artifact: Artifact, progress: Callable[[str], None]) -> list[ComparisonLog]:
+    """Replay all recorded requests in every way."""
     goldens = _read(artifact)
     fingerprint = artifact.manifest.fingerprint
     logs = []
     for name, options in served_options(fingerprint.device, fingerprint.world_size).items():
         progress(name)
-        log = _log(name, artifact.manifest, goldens, tolerances)
+        log = _log(name, artifact.manifest, goldens)
         logs.append(log)
         with log.case("service"):
             service = open_service(artifact.root, options)
@@ -51,14 +54,49 @@ def replay_served(
     return logs
 
 
-async def check_service(
-    service: OmniService, artifact: Artifact, *, tolerances: Mapping[str, float]
-) -> ComparisonLog:
-    """Replay all recorded requests on a running service, on its event loop."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceReport:
+    """Result of the recorded requests on a running service. `comparisons`: those that failed."""
+
+    passed: bool
+    checked: int
+    failed: int
+    worst_error: float
+    comparisons: tuple[Comparison, ...]
+
+
+def check_service(service: OmniService, root: Path) -> ServiceReport:
+    """Replay all recorded requests on a running service that nobody else uses; close it when an answer differs.
+
+    Raises: ConfigError when the artifact has none.
+    """
+    artifact = open_artifact(root)
+    if artifact.manifest.served_goldens is None:
+        raise ConfigError(
+            "the artifact holds no recorded requests",
+            where="--self-check",
+            fix="leave --self-check out, or export again from a checkpoint with tokenizers",
+        )
     goldens = _read(artifact)
-    log = _log("self-check", artifact.manifest, goldens, tolerances)
-    await ServedReplay(service, goldens, log).run()
-    return log
+    log = _log("self-check", artifact.manifest, goldens)
+
+    async def run() -> None:
+        try:
+            with log.case("service"):
+                await ServedReplay(service, goldens, log).run()
+        finally:
+            if log.summary().failed:
+                await service.close(shutdown_timeout_s=0.0)
+
+    asyncio.run(run())
+    summary = log.summary()
+    return ServiceReport(
+        passed=not summary.failed,
+        checked=summary.checked,
+        failed=summary.failed,
+        worst_error=summary.worst_error,
+        comparisons=tuple(each for each in log.comparisons if each.outcome == "FAIL"),
+    )
 
 
 async def _replay_and_close(service: OmniService, goldens: ServedGoldens, log: ComparisonLog) -> None:
@@ -73,8 +111,8 @@ def _read(artifact: Artifact) -> ServedGoldens:
     return ServedGoldens(cases=(), tensors={}) if file is None else read_goldens(artifact.path(file))
 
 
-def _log(
-    name: str, manifest: Manifest, goldens: ServedGoldens, tolerances: Mapping[str, float]
-) -> ComparisonLog:
+def _log(name: str, manifest: Manifest, goldens: ServedGoldens) -> ComparisonLog:
     dtype = manifest.fingerprint.dtype
-    return ComparisonLog(name, goldens.tensors, tolerance=tolerances[dtype], is_exact=dtype == "float32")
+    return ComparisonLog(
+        name, goldens.tensors, tolerance=REFERENCE_TOLERANCES[dtype], is_exact=dtype == "float32"
+    )
