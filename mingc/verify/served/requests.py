@@ -102,7 +102,7 @@ def chat_cases(
             cases.append(case(order, _says("user", *given, "What belongs together?")))
     if has_speech:
         spoken = RecordedSpeech(max_steps=2)
-        cases.append(case("spoken chat", _says("user", "Tell me a story."), speech=spoken))
+        cases.append(case("spoken chat", _says("user", "Describe a story."), speech=spoken))
     return cases
 
 

@@ -66,7 +66,7 @@ class ServiceReport:
 
 
 def check_service(service: OmniService, root: Path) -> ServiceReport:
-    """Replay all recorded requests on a running service that nobody else uses; close it when an answer differs.
+    """Replay all recorded requests on a running service without other requests; close it when an answer differs.
 
     Raises: ConfigError when the artifact has none.
     """
