@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -13,6 +14,9 @@ from fake_omni import make_service, slow_down
 from held_resources import service_resources, wait_until_equal
 from server_thread import run_server
 
+from mingc.runtime.http.metrics import Metrics
+from mingc.runtime.http.routes import measured
+from mingc.runtime.request import Event, TextDelta
 from mingc.runtime.service.omni import OmniService
 
 _WAIT_S = 20.0
@@ -56,3 +60,31 @@ def test_a_client_that_leaves_frees_everything(name: str, monkeypatch: pytest.Mo
         wait_until_equal(before, lambda: service_resources(service, event_loop))
         assert len(steps) < num_steps + MANY_STEPS, "the engines went on with an abandoned request"
         assert "mingc_num_requests_running 0.0" in httpx.get(f"{url}/metrics", trust_env=False).text
+
+
+def test_a_response_that_breaks_off_closes_the_iterator_of_the_service() -> None:
+    """Without that a request whose client left between two events would run until garbage is collected."""
+
+    class Events:
+        is_closed = False
+
+        def __aiter__(self) -> AsyncIterator[Event]:
+            return self
+
+        async def __anext__(self) -> Event:
+            return TextDelta(text="more")
+
+        async def aclose(self) -> None:
+            self.is_closed = True
+
+    async def leave(endless: Events) -> None:
+        metrics = Metrics()
+        async with measured(endless, metrics.latency_timer(), metrics) as events:
+            assert await anext(events) == TextDelta(text="more")
+            assert not endless.is_closed
+            raise ConnectionResetError
+
+    endless = Events()
+    with pytest.raises(ConnectionResetError):
+        asyncio.run(leave(endless))
+    assert endless.is_closed
