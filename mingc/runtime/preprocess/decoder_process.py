@@ -128,6 +128,7 @@ def main() -> None:
     with contextlib.suppress(ImportError):
         importlib.import_module("soundfile")
     Image.init()
+    np.ones((256, 256), np.float32) @ np.ones((256, 256), np.float32)  # OpenBLAS takes its buffer of 32 MiB
     start = _data_bytes()
     limit = start + config.max_bytes + _MARGIN_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
