@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import soundfile
 from hostile_media import encode_video, small_video
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 from preprocess_data import (
     audio_parameters,
     noise_image,
@@ -25,7 +25,6 @@ from preprocess_data import (
 )
 
 from mingc.errors import RequestError
-from mingc.runtime.preprocess import image as image_module
 from mingc.runtime.preprocess import video as video_module
 from mingc.runtime.preprocess.audio import decode_audio, load_audio
 from mingc.runtime.preprocess.chat import ChatProcessor
@@ -54,7 +53,7 @@ def no_frames(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("decoded before its memory was planned")
 
     monkeypatch.setattr(video_module._EncodedVideo, "frames", fail)
-    monkeypatch.setattr(Image.Image, "load", fail)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", fail)
 
 
 @pytest.mark.usefixtures("no_frames")
@@ -146,7 +145,7 @@ def test_a_video_cannot_name_other_files_or_addresses(
 def test_a_large_picture_is_refused_by_its_header(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.BytesIO()
     Image.new("RGBA", (7000, 7000)).save(file, "PNG", compress_level=1)
-    monkeypatch.setattr(image_module, "_decode", lambda *args: pytest.fail("decoded"))
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: pytest.fail("decoded"))
     error = refused("media_too_large", 413, load_image, file.getvalue(), LARGE, WHERE)
     assert "7000×7000 pixels (PNG, RGBA)" in error.message
 

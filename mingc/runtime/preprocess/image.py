@@ -44,7 +44,6 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_TURNED = (5, 6, 7, 8)  # orientations that exchange width and height
 
 Grid = tuple[int, int, int]  # temporal patches, rows and columns of patches
 
@@ -220,7 +219,8 @@ def decode_image(data: bytes, where: str) -> NDArray[np.uint8]:
     Raises: RequestError for an unknown format, damaged bytes, or too many pixels.
     """
     with open_image(data, where) as image:
-        return np.asarray(_upright(_decode(image, data, where), _orientation(image)))
+        decoded = _decode(image, data, where)
+        return np.asarray(_upright(decoded, _orientation(image)))
 
 
 def _decode(image: Image.Image, data: bytes, where: str) -> Image.Image:
@@ -379,18 +379,19 @@ def load_image(
     """
     limits = limits or MediaLimits()
     with open_image(data, where) as image:
-        orientation = _orientation(image)
-        height, width = (image.width, image.height) if orientation in _TURNED else (image.height, image.width)
-        size = loaded_size(height, width, parameters, where)
+        # Turning a picture exchanges the sides of both sizes and changes nothing else, so its EXIF data, which Pillow
+        # may decode the picture for, are not needed yet.
+        size = loaded_size(image.height, image.width, parameters, where)
         final = _encoder_size(*size, parameters, where)
         check_grid(*final, 1, parameters, limits, where, "image")
-        target = size if orientation in _TURNED else (size[1], size[0])
+        target = size[1], size[0]
         limits.check_bytes(
             max(_peak_bytes(image, target), 12 * math.prod(size) + 3 * math.prod(final)),
             where,
             f"an image of {image.width}×{image.height} pixels ({image.format}, {image.mode})",
         )
         decoded = _decode(image, data, where)
+        orientation = _orientation(image)
         if decoded.size != target:
             decoded = decoded.resize(target, Image.Resampling.BICUBIC)
     loaded = np.asarray(_upright(decoded, orientation))
