@@ -147,6 +147,20 @@ def test_full_size_grid_reproduces_the_table(module: VisionEncoder, config: Visi
     torch.testing.assert_close(positions, module.position_table[rows])
 
 
+def test_what_the_module_keeps_in_float32_is_stored_so(config: VisionConfig) -> None:
+    """At any dtype of the export: tables that bfloat16 would round again."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            state = STAGE.build(config, Shard()).state_dict()
+    finally:
+        torch.set_default_dtype(default)
+    kept = {name for name, value in state.items() if value.dtype == torch.float32}
+    stored = {source.name for source in STAGE.weights(config, Shard()) if source.dtype == torch.float32}
+    assert kept == stored and "position_table" in kept
+
+
 def test_images_of_a_batch_are_independent(
     module: VisionEncoder, config: VisionConfig, golden: dict[str, Tensor]
 ) -> None:

@@ -30,3 +30,9 @@ def test_bfloat16_is_rounded_before_the_weight_is_applied() -> None:
     weight = torch.full((2,), 149 / 128, dtype=torch.bfloat16)
     # 1/√2.5 = 0.632456 becomes 162/256. Times 149/128 that is 188.58/256: 189/256. Rounded once, it would be 188/256.
     assert rms_norm(x, weight, 0.0).tolist() == [[189 / 256, 189 / 128]]
+
+
+def test_bfloat16_values_are_rounded_once_before_the_weight() -> None:
+    x = torch.randn(64, 48, generator=torch.Generator().manual_seed(3)).bfloat16()
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    assert torch.equal(rms_norm(x, torch.ones(48, dtype=torch.bfloat16), 1e-6), exact.bfloat16())
