@@ -25,6 +25,7 @@ from preprocess_data import (
 )
 
 from mingc.errors import RequestError
+from mingc.runtime.preprocess import audio as audio_module
 from mingc.runtime.preprocess import video as video_module
 from mingc.runtime.preprocess.audio import decode_audio, load_audio
 from mingc.runtime.preprocess.chat import ChatProcessor
@@ -307,3 +308,14 @@ def test_sounds_of_many_channels_are_refused() -> None:
         decode_audio(data, WHERE, max_seconds=2)
     assert caught.value.param == WHERE
     assert len(decode_audio(wav(np.zeros((2000, 64)), 16000), WHERE, max_seconds=2).samples) == 2000
+
+
+@pytest.mark.parametrize("channels", [1, 2, 9, 63])
+def test_sounds_of_many_channels_decode_with_pyav(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged WAV goes from libsndfile to PyAV, which crashed on more than eight channels."""
+    monkeypatch.setattr(audio_module, "_decode_soundfile", lambda *args: None)
+    samples = np.zeros((2000, channels), np.float32)
+    samples[:, 0] = np.sin(np.arange(2000) / 9)
+    wave = decode_audio(wav(samples, 16000), WHERE, max_seconds=2)
+    assert wave.sample_rate == 16000
+    np.testing.assert_array_equal(wave.samples, samples[:, 0])

@@ -127,11 +127,12 @@ def _decode_av(data: bytes, where: str, max_seconds: float, limits: MediaLimits)
             rate = int(context.sample_rate)
             _check_rate(rate, where)
             _check_channels(context.channels, where)
-            context.options = {"max_samples": str(_MAX_PACKET_SAMPLES // context.channels)}
-            resampler = av.AudioResampler(format="fltp")
+            context.options = {"max_samples": str(_MAX_PACKET_SAMPLES // min(context.channels, 8))}
+            # interleaved: reading the planes of a frame of more than eight channels crashes PyAV
+            resampler = av.AudioResampler(format="flt")
             for frame in container.decode(audio=0):
                 for part in resampler.resample(frame):
-                    blocks.append(part.to_ndarray()[0].astype(np.float32, copy=False))
+                    blocks.append(np.ascontiguousarray(part.to_ndarray()[0, :: context.channels]))
                     count += len(blocks[-1])
                 _check_length(count, rate, where, max_seconds, limits)
     except MemoryError:
