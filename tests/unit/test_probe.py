@@ -142,6 +142,7 @@ def probed(artifact_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         whole = manifest["stages"]["audio_encoder"]["graphs"]
         graph = whole["encode"]
         graph["spec"]["dims"][1]["buckets"] = [16]
+        manifest["parameters"]["audio_encoder"]["max_frames"] = 64  # what the bucket holds
         whole["other"] = {**graph, "spec": {**graph["spec"], "name": "other"}, "golden": graph["golden"]}
         whole["other"]["engines"] = [{**graph["engines"][0], "dims": {"N": 4, "T4": 16}}]
 

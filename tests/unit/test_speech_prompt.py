@@ -137,3 +137,11 @@ def test_invalid_json_is_refused() -> None:
         caption_instruction('{"情感": ', where="instructions")
     assert caught.value.param == "instructions"
     assert caught.value.fix
+
+
+def test_half_of_a_surrogate_pair_in_a_caption_is_refused() -> None:
+    """The tokenizer would raise TypeError, which a client sees as a bug of the server."""
+    with pytest.raises(RequestError, match="half of a surrogate pair") as caught:
+        caption_instruction('{"情感": "\\ud800"}', where="instructions")
+    assert (caught.value.param, caught.value.code) == ("instructions", "invalid_value")
+    assert caption_instruction('{"情感": "\\ud83d\\ude00"}') is not None

@@ -144,7 +144,7 @@ def caption_instruction(instructions: str, where: str = "instructions") -> str |
     Plain text becomes the style of a caption. A JSON object gives fields of a caption or, with `audio_sequence`, a
     complete caption. Unknown names are dropped.
 
-    Raises: RequestError for text that starts like a JSON object but is not one.
+    Raises: RequestError for text that starts like a JSON object but is not one, or whose strings are not text.
     """
     style = instructions.strip()
     if not style:
@@ -165,4 +165,14 @@ def caption_instruction(instructions: str, where: str = "instructions") -> str |
         caption = {"audio_sequence": [_known_fields(item) for item in items]}
     else:
         caption = {"audio_sequence": [dict(_caption({_STYLE_KEY: style}))]}
-    return json.dumps(caption, ensure_ascii=False)
+    text = json.dumps(caption, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            "a string of the instructions holds half of a surrogate pair, which is not text",
+            where=where,
+            fix="escape both halves of the character, or send it as it is",
+            param=where,
+        ) from error
+    return text
