@@ -80,6 +80,7 @@ def serving(log: Path, root: Path) -> Iterator[tuple[tuple[str, int], psutil.Pro
     with log.open("wb") as errors:
         child = subprocess.Popen(
             [sys.executable, "-c", _CHILD],
+            cwd=root,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
