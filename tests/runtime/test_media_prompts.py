@@ -75,7 +75,9 @@ def make_media_service() -> tuple[OmniService, ThinkerParameters]:
     thinker = thinker_parameters(tokenizer().token_id)
     service._chat = replace(
         service._chat,
-        processor=ChatProcessor(tokenizer(), thinker, vision=vision_parameters(), audio=audio_parameters()),
+        processor=ChatProcessor(
+            tokenizer(), thinker, vision=vision_parameters(), audio=audio_parameters(), max_tokens=4096
+        ),
         vision=cast(VisionEncoder, FakeVisionEncoder()),
         audio=cast(AudioEncoder, FakeAudioEncoder()),
     )
