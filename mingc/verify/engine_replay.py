@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from mingc.artifacts.spec import GraphSpec, join_path
+from mingc.errors import ArtifactError
 from mingc.gather_shards import gather_shards
 from mingc.runtime.engines.backends import load_engine
+from mingc.runtime.engines.stage_loader import opened_weights
 
 
 def replay(
@@ -46,12 +47,19 @@ def _run(
     place: torch.device,
 ) -> list[dict[str, torch.Tensor]]:
     loaded = load_engine(backend, engine, place)
-    with safe_open(weights, framework="pt") as file:
+    with opened_weights(weights) as file:
+        stored = {*file.keys()}
 
         def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
-            return {
-                name: file.get_tensor(join_path(spec.layer_instances[0], name)).to(place) for name in names
-            }
+            paths = {name: join_path(spec.layer_instances[0], name) for name in names}
+            absent = sorted({*paths.values()} - stored)
+            if absent:
+                raise ArtifactError(
+                    f"engine needs weights that the artifact has not: {', '.join(absent[:5])}",
+                    where=f"{engine.name}, {weights.name}",
+                    fix="copy the artifact again, or export again",
+                )
+            return {name: file.get_tensor(path).to(place) for name, path in paths.items()}
 
         loaded.bind(read(loaded.constants()))
         given = read(spec.weights)

@@ -7,6 +7,8 @@ from safetensors.torch import load_file
 
 from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.manifest import EngineRecord, GraphRecord, StageRecord
+from mingc.dtypes import torch_dtype
+from mingc.errors import ArtifactError
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.engine_replay import replay as replay_engine
 from mingc.verify.engines import to_numpy
@@ -25,8 +27,9 @@ def replay(
         if kind in ("in", "state"):
             given[tensor] = value
             log.input(key)
-    engine = _engine(graph, given)
     with log.case("replay"):
+        _check_recorded(graph, given, name)
+        engine = _engine(graph, given)
         (made,) = replay_engine(
             artifact.path(engine.file),
             engine.backend,
@@ -41,7 +44,22 @@ def replay(
                 log.tensor(key, to_numpy(made[tensor]))
             elif kind == "state_after":
                 log.tensor(key, to_numpy(made[f"state.{tensor}"]))
+        if not log.comparisons:
+            raise ArtifactError(f"{graph.golden} records no output", where=name, fix="export again")
     return log
+
+
+def _check_recorded(graph: GraphRecord, given: dict[str, torch.Tensor], name: str) -> None:
+    """Raises: ArtifactError when the recorded inputs and state are not those of the graph's signature."""
+    for spec in (*graph.spec.inputs, *graph.spec.state):
+        recorded = given.get(spec.name)
+        if recorded is None or recorded.dtype != torch_dtype(spec.dtype):
+            found = "nothing" if recorded is None else str(recorded.dtype).removeprefix("torch.")
+            raise ArtifactError(
+                f"{graph.golden} records {found} as {spec.name}, the signature says {spec.dtype}",
+                where=name,
+                fix="copy the artifact again, or export again",
+            )
 
 
 def _engine(graph: GraphRecord, given: dict[str, torch.Tensor]) -> EngineRecord:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mingc.artifacts.artifact import Artifact, check_fingerprint, check_hashes, open_artifact
+from mingc.artifacts.manifest import GraphRecord
 from mingc.errors import ConfigError
 from mingc.numerics.tolerances import GRAPH_TOLERANCES, REFERENCE_TOLERANCES
 from mingc.verify.comparison import Comparison, FileSummary
@@ -109,16 +110,20 @@ def _check_reference(folder: Path, *, replay: bool) -> None:
         )
 
 
+def engine_tolerance(graph: GraphRecord, dtype: str) -> float:
+    """The relative error that a replay of the golden of `graph` may have."""
+    return max(GRAPH_TOLERANCES[dtype], 2 * graph.parity.compiled)
+
+
 def _self_check(artifact: Artifact, progress: Callable[[str], None]) -> list[_Result]:
     """Replay the golden that the export stored for every graph."""
     from mingc.verify.self_check import replay
 
-    minimum = GRAPH_TOLERANCES[artifact.manifest.fingerprint.dtype]
     results: list[_Result] = []
     for stage, record in artifact.manifest.stages.items():
         for name, graph in record.graphs.items():
             progress(f"{stage}.{name}")
-            tolerance = max(minimum, 2 * graph.parity.compiled)
+            tolerance = engine_tolerance(graph, artifact.manifest.fingerprint.dtype)
             log = replay(artifact, record, graph, name=f"{stage}.{name}", tolerance=tolerance)
             results.append((log.summary("self-check"), log.comparisons, []))
     return results
