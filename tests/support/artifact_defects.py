@@ -614,7 +614,7 @@ def defect_table() -> str:
         "load": "when opened",
         "engine golden": "`verify`: engine goldens",
         "serve": "`serve`: before the port opens",
-        "no": "with `--reference` at most",
+        "no": "only by recorded requests or `--reference`",
     }
     rows = [f"| {each.what} | {label[each.caught]} |" for each in DEFECTS.values()]
     return "\n".join(["| defect | refused |", "|---|---|", *rows])
