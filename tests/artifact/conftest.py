@@ -1,4 +1,7 @@
-"""Artifacts of the tiny checkpoint, exported once per test run with `mingc export`."""
+"""Artifacts of the tiny checkpoint, exported once per test run with `mingc export`.
+
+Two are compiled, as what users get: `artifact` and the thinker of `two_rank_artifact`. The others are `eager`.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from eager_export import export_eager
 from mingc_command import CACHE, CHECKPOINT, Server, mingc, serving
 
 _WIDE_THINKER = (
     *("--stages", "thinker", "--batch-sizes", "1,8,32"),
     *("--max-model-len", 256, "--prefill-chunk-size", 64),
 )
+_OTHER_STAGES = "vision_encoder,audio_encoder,talker,cfm,audio_vae"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The first test of this folder that a worker runs may have to wait for an export."""
-    for item in items:
-        if Path(item.fspath).parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.timeout(1800))
-
-
-def _export_once(
-    factory: pytest.TempPathFactory, name: str, *options: object, checkpoint: Path = CHECKPOINT
-) -> Path:
+def _export_once(factory: pytest.TempPathFactory, name: str, *options: object) -> Path:
     """The artifact `name` of this run: the first of pytest's workers to ask exports it, the others wait for it."""
     shared = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -37,7 +33,7 @@ def _export_once(
         report = folder / "report.json"
         if not report.exists():
             words = ("--output", folder / "tiny", "--jobs", 2, "--cache", CACHE, "--json", *options)
-            done = mingc("export", checkpoint, *words)
+            done = mingc("export", CHECKPOINT, *words)
             assert done.code == 0, done.stderr
             report.write_text(done.stdout, encoding="utf-8")
     return folder / "tiny"
@@ -51,14 +47,16 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def two_rank_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with the thinker sharded over two ranks."""
-    return _export_once(tmp_path_factory, "two-ranks", "--tp", 2)
+    """The same with the thinker sharded over two ranks; the other stages, the same for any number, are `eager`."""
+    return _export_once(
+        tmp_path_factory, "two-ranks", "--tp", 2, "--backend", "aoti", "--backend", f"eager:{_OTHER_STAGES}"
+    )
 
 
 @pytest.fixture(scope="session")
-def wide_thinker_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The thinker alone, for batches of up to 32."""
-    return _export_once(tmp_path_factory, "wide-thinker", *_WIDE_THINKER)
+def wide_thinker_artifact() -> Path:
+    """The thinker alone, for batches of up to 32, nothing compiled."""
+    return export_eager(*_WIDE_THINKER)
 
 
 @pytest.fixture(scope="session")
@@ -67,9 +65,7 @@ def synthetic_thinker_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path
     configs = tmp_path_factory.mktemp("configs")
     for name in ("config.json", "preprocessor_config.json"):
         shutil.copy(CHECKPOINT / name, configs)
-    return _export_once(
-        tmp_path_factory, "synthetic-thinker", *_WIDE_THINKER, "--synthetic", checkpoint=configs
-    )
+    return export_eager(*_WIDE_THINKER, "--synthetic", checkpoint=configs)
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from eager_export import copy_of
 from golden_checks import check_goldens
 from manifest_edit import edit_manifest, read_document
-from mingc_command import CHECKPOINT, DATA, mingc
+from mingc_command import CHECKPOINT, DATA, mingc, mingc_here
 from parameter_table import tiny_parameters
 from safetensors.torch import load_file, save_file
 
@@ -36,11 +37,11 @@ def test_every_golden_is_met(artifact: Path) -> None:
     check_goldens(artifact)
 
 
-def test_goldens_of_another_model_are_found_out(artifact: Path, tmp_path: Path) -> None:
+def test_goldens_of_another_model_are_found_out(eager_artifact: Path, tmp_path: Path) -> None:
     tensors = load_file(DATA / "vision.safetensors")
     tensors["one.embeds"] = tensors["one.embeds"].roll(1, -1)
     save_file(tensors, tmp_path / "vision.safetensors")
-    done = mingc("verify", artifact, "--reference", tmp_path, "--json")
+    done = mingc_here("verify", eager_artifact, "--reference", tmp_path, "--json")
     assert done.code == 3
     assert any(
         "one.embeds" in row["name"] and row["outcome"] != "pass" for row in done.document["comparisons"]
@@ -87,7 +88,7 @@ def test_a_bad_checkpoint_is_refused_with_everything_that_is_wrong(
     root = tmp_path / "checkpoint"
     shutil.copytree(CHECKPOINT, root)
     damage(root)
-    done = mingc("export", root, "--output", tmp_path / "out")
+    done = mingc_here("export", root, "--output", tmp_path / "out")
     assert done.code == 1
     assert all(word in done.stderr for word in words), done.stderr
     assert "Traceback" not in done.stderr
@@ -95,7 +96,7 @@ def test_a_bad_checkpoint_is_refused_with_everything_that_is_wrong(
 
 
 def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
-    done = mingc("export", tmp_path / "nowhere", "--output", tmp_path / "out", "--json")
+    done = mingc_here("export", tmp_path / "nowhere", "--output", tmp_path / "out", "--json")
     assert done.code == 1
     assert "nowhere" in done.document["error"]["message"]
 
@@ -132,34 +133,31 @@ def _other_schema(root: Path) -> str:
 )
 @pytest.mark.parametrize("command", ["serve", "verify"])
 def test_a_bad_artifact_is_refused(
-    artifact: Path, tmp_path: Path, damage: Callable[[Path], str], command: str
+    eager_artifact: Path, tmp_path: Path, damage: Callable[[Path], str], command: str
 ) -> None:
-    root = tmp_path / "artifact"
-    shutil.copytree(artifact, root)
+    root = copy_of(eager_artifact, tmp_path)
     word = damage(root)
-    options = ["--port", 0] if command == "serve" else []
-    done = mingc(command, root, *options)
+    done = mingc("serve", root, "--port", 0) if command == "serve" else mingc_here("verify", root)
     assert done.code in (1, 3)
     assert word in done.stderr + done.stdout
     assert "Traceback" not in done.stderr
 
 
-def test_all_differences_of_a_fingerprint_are_reported_together(artifact: Path, tmp_path: Path) -> None:
-    root = tmp_path / "artifact"
-    shutil.copytree(artifact, root)
+def test_all_differences_of_a_fingerprint_are_reported_together(eager_artifact: Path, tmp_path: Path) -> None:
+    root = copy_of(eager_artifact, tmp_path)
     _other_torch(root)
-    done = mingc("serve", root, "--port", 0)
+    done = mingc_here("verify", root)
     assert "2.10.0" in done.stderr and "AVX9" in done.stderr
 
 
-def test_a_port_in_use_is_reported_before_anything_is_loaded(artifact: Path) -> None:
+def test_a_port_in_use_is_reported_before_anything_is_loaded(eager_artifact: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        done = mingc("serve", artifact, "--port", taken.getsockname()[1])
+        done = mingc("serve", eager_artifact, "--port", taken.getsockname()[1])
     assert done.code == 2
     assert "in use" in done.stderr and "--port" in done.stderr
 
 
-def test_an_artifact_is_not_overwritten_unasked(artifact: Path) -> None:
-    done = mingc("export", CHECKPOINT, "--output", artifact)
+def test_an_artifact_is_not_overwritten_unasked(eager_artifact: Path, tmp_path: Path) -> None:
+    done = mingc_here("export", CHECKPOINT, "--output", copy_of(eager_artifact, tmp_path))
     assert done.code == 2
     assert "--force" in done.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from mingc_command import CACHE
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -228,12 +229,13 @@ def test_longest_clip_uses_every_stored_position(config: AudioConfig) -> None:
     assert_close(embeddings[0], exact(module, clip), 1e-5)
 
 
+@pytest.mark.timeout(600)  # compiles
 def test_compiled_engine_matches_golden_at_every_size(
     module: AudioEncoder, config: AudioConfig, golden: dict[str, Tensor], long_mel: Tensor, tmp_path: Path
 ) -> None:
     (plan,) = STAGE.graphs(config, Shard(), StageOptions())
     program = capture(plan, module, stage=STAGE.name, static_shapes=None, device=CPU)
-    compile_graph(program, tmp_path / "encode.pt2", device="cpu", cache=None, where=STAGE.name)
+    compile_graph(program, tmp_path / "encode.pt2", device="cpu", cache=CACHE, where=STAGE.name)
     engine = load(tmp_path / "encode.pt2", CPU)
     engine.bind(module.state_dict())
     one, two = golden["single.audio_feats"][0], golden["second_alone.audio_feats"][0]

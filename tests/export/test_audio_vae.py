@@ -339,6 +339,7 @@ def test_bfloat16_stays_close(checkpoint: Checkpoint, tmp_path: Path) -> None:
     check_bfloat16(STAGE, checkpoint, tmp_path, similarity=0.99)
 
 
+@pytest.mark.timeout(600)  # compiles
 def test_compiled_graphs(tmp_path: Path) -> None:
     config = other_config(3, 2, 10, (7, None))
     module = random_module(config)

@@ -246,6 +246,7 @@ def test_bfloat16_stays_close(checkpoint: Checkpoint, tmp_path: Path) -> None:
     check_bfloat16(STAGE, checkpoint, tmp_path, similarity=0.99)
 
 
+@pytest.mark.timeout(600)  # compiles
 def test_compiled_graphs(config: CfmConfig, tmp_path: Path) -> None:
     """Two sampler steps suffice: ten steps repeat the same operations."""
     short = replace(other_config(config), num_steps=2)

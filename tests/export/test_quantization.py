@@ -88,6 +88,7 @@ def test_only_weight_matrices_of_layers_are_quantized(checkpoint: Checkpoint, tm
         assert (scale.dtype, scale.shape) == (torch.float32, tensors[name].shape[:1])
 
 
+@pytest.mark.timeout(600)  # compiles
 def test_a_compiled_graph_runs_with_quantized_weights(checkpoint: Checkpoint, tmp_path: Path) -> None:
     stage = find("talker")
     config = stage.config(checkpoint)

@@ -184,6 +184,7 @@ def test_bfloat16_stays_close(checkpoint: Checkpoint, tmp_path: Path) -> None:
     check_bfloat16(STAGE, checkpoint, tmp_path, similarity=0.99)
 
 
+@pytest.mark.timeout(600)  # compiles
 def test_compiled_graphs(module: Talker, config: TalkerConfig, tmp_path: Path) -> None:
     prefill_plan, step_plan = STAGE.graphs(config, Shard(), StageOptions())
     check_compiled(module, prefill_plan, [{"T": 1}, {"T": 33, "S": 2}, {"T": 256}], tmp_path, TOLERANCE)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mingc_command import CACHE
 from safetensors.torch import load_file, save_file
 from thinker_session import Session, compiled_stage, golden_prompt
 from torch import Tensor
@@ -29,6 +30,7 @@ from mingc.runtime.engines.stage_loader import LoadedStage
 DATA = Path(__file__).parents[1] / "data"
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5
+pytestmark = pytest.mark.timeout(600)  # compiles
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def files(
         found[name] = folder / f"{name}.pt2"
         part = module.get_submodule(plan.spec.layer_instances[0])
         program = capture(plan, part, stage="thinker", static_shapes=None, device=CPU)
-        compile_graph(program, found[name], device="cpu", cache=None, where=name)
+        compile_graph(program, found[name], device="cpu", cache=CACHE, where=name)
     return found
 
 

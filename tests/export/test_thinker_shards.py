@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mingc_command import CACHE
 from thinker_session import compiled_stage, eager_stage
 from torch import Tensor, nn
 
@@ -222,6 +223,7 @@ def test_ranks_have_one_layout(config: ThinkerConfig) -> None:
     assert all(layout == layouts[0] for layout in layouts)
 
 
+@pytest.mark.timeout(600)  # compiles
 def test_compiled_ranks(checkpoint: Checkpoint, config: ThinkerConfig, tmp_path: Path) -> None:
     """One engine per graph serves both ranks, each with its own weights."""
     small = replace(config, decoder=replace(config.decoder, num_layers=3))
@@ -239,7 +241,7 @@ def test_compiled_ranks(checkpoint: Checkpoint, config: ThinkerConfig, tmp_path:
     for plan in plans:
         part = modules[0].get_submodule(plan.spec.layer_instances[0])
         program = capture(plan, part, stage="thinker", static_shapes=None, device=CPU)
-        compile_graph(program, files[plan.spec.name], device="cpu", cache=None, where=plan.spec.name)
+        compile_graph(program, files[plan.spec.name], device="cpu", cache=CACHE, where=plan.spec.name)
     stages = [
         compiled_stage(
             [plan.spec for plan in plans], {name: load(path, CPU) for name, path in files.items()}, module

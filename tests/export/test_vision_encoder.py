@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from mingc_command import CACHE
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -241,12 +242,13 @@ def test_other_geometries_trace_with_any_number_of_tokens(which: int, config: Vi
         assert_close(traced, eager, 1e-5)
 
 
+@pytest.mark.timeout(600)  # compiles
 def test_compiled_engine_matches_golden_at_every_size(
     module: VisionEncoder, config: VisionConfig, golden: dict[str, Tensor], tmp_path: Path
 ) -> None:
     (plan,) = STAGE.graphs(config, Shard(), StageOptions())
     program = capture(plan, module, stage=STAGE.name, static_shapes=None, device=CPU)
-    compile_graph(program, tmp_path / "encode.pt2", device="cpu", cache=None, where=STAGE.name)
+    compile_graph(program, tmp_path / "encode.pt2", device="cpu", cache=CACHE, where=STAGE.name)
     engine = load(tmp_path / "encode.pt2", CPU)
     engine.bind(module.state_dict())
     for case in CASES:

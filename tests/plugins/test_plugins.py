@@ -24,6 +24,7 @@ from mingc.runtime.engines.stage_loader import load_stage
 
 TOY = Path(__file__).parent / "toy"
 THINKER = ("--max-model-len", 256, "--prefill-chunk-size", 64)
+pytestmark = pytest.mark.timeout(300)  # exports
 
 
 def mingc(*words: object) -> Any:
@@ -33,7 +34,7 @@ def mingc(*words: object) -> Any:
         [sys.executable, "-m", "mingc", *map(str, words), "--json"],
         capture_output=True,
         text=True,
-        timeout=1500,
+        timeout=600,
         env=environment,
     )
     assert done.returncode == 0, done.stderr
@@ -223,7 +224,6 @@ def test_parameters_that_are_not_json_are_refused_before_anything_is_compiled(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.timeout(1800)
 def test_an_encoder_from_outside_takes_the_place_of_the_built_in_one(
     tmp_path: Path, toy_installed: None
 ) -> None:

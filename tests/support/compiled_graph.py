@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from mingc_command import CACHE
 from torch import nn
 from torch.nn import functional as F
 
@@ -26,7 +27,7 @@ def check_compiled(
     """Compare outputs and state of one engine with dynamic dims with those of `module` at all `sizes`."""
     program = capture(plan, module, stage="test", static_shapes=None, device=CPU)
     path = folder / f"{plan.spec.name}.pt2"
-    compile_graph(program, path, device="cpu", cache=None, where=plan.spec.name)
+    compile_graph(program, path, device="cpu", cache=CACHE, where=plan.spec.name)
     engine = load(path, CPU)
     engine.bind(module.state_dict())
     for size in sizes:

@@ -18,19 +18,19 @@ _LATER = ("runtime", "verify", "probe", "console", "cli.py")
 _RECORDING = "verify/served"
 
 
-def export_eager(*options: object) -> Path:
+def export_eager(*options: object, checkpoint: Path = CHECKPOINT) -> Path:
     """The artifact of `mingc export --backend eager OPTIONS`; kept in the cache of the tests, so do not write into it.
 
     Kept under the hash of everything that decides its content. The first process to ask exports it, others wait.
     """
     CACHE.mkdir(parents=True, exist_ok=True)
-    artifact = CACHE / f"eager-{_key(options)}"
+    artifact = CACHE / f"eager-{_key(options, checkpoint)}"
     with artifact.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not artifact.exists():
             with tempfile.TemporaryDirectory(dir=CACHE) as folder:
                 words = ("--backend", "eager", "--output", Path(folder) / "tiny", "--jobs", 2, *options)
-                done = mingc("export", CHECKPOINT, *words)
+                done = mingc("export", checkpoint, *words)
                 assert done.code == 0, done.stderr
                 os.replace(Path(folder) / "tiny", artifact)
     return artifact
@@ -41,7 +41,7 @@ def copy_of(artifact: Path, folder: Path) -> Path:
     return Path(shutil.copytree(artifact, folder / "artifact"))
 
 
-def _key(options: tuple[object, ...]) -> str:
+def _key(options: tuple[object, ...], checkpoint: Path) -> str:
     package = REPOSITORY / "mingc"
     sources = [
         path
@@ -55,8 +55,9 @@ def _key(options: tuple[object, ...]) -> str:
     digest = hashlib.sha256(
         f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {options}".encode()
     )
-    for path in sorted((*sources, *EAGER.rglob("*"), *CHECKPOINT.rglob("*"))):
-        if path.is_file() and path.suffix != ".pyc":
-            digest.update(f"\0{path.relative_to(REPOSITORY)}\0".encode())
-            digest.update(path.read_bytes())
+    for root, files in ((package, sources), (EAGER, EAGER.rglob("*")), (checkpoint, checkpoint.rglob("*"))):
+        for path in sorted(files):
+            if path.is_file() and path.suffix != ".pyc":
+                digest.update(f"\0{path.relative_to(root)}\0".encode())
+                digest.update(path.read_bytes())
     return digest.hexdigest()[:32]

@@ -1,16 +1,20 @@
-"""Runs `mingc` commands and servers in child processes."""
+"""Runs `mingc` commands, and servers in child processes."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from mingc.cli import main
 
 REPOSITORY = Path(__file__).parents[2]
 DATA = REPOSITORY / "tests" / "data"
@@ -18,7 +22,7 @@ CHECKPOINT = DATA / "tiny-ming"
 # Engines of the same graphs are compiled once a machine; a clean clone starts with an empty folder.
 CACHE = Path(os.environ.get("MINGC_TEST_CACHE", REPOSITORY / "build" / "engines"))
 EAGER = REPOSITORY / "tests" / "support" / "eager"
-_END_S = 30
+_LIMIT_S, _START_S, _END_S = 900, 120, 30  # a command: an export that compiles takes minutes
 # A child process knows the backend `eager` of the tests.
 _ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(EAGER)))}
 
@@ -44,10 +48,22 @@ def mingc(*words: object) -> Finished:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=1500,
+        timeout=_LIMIT_S,
         env=_ENVIRONMENT,
     )
     return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def mingc_here(*words: object) -> Finished:
+    """The same in this process, without importing torch once more. Not for `serve`, which sets up logging anew."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with redirect_stdout(stdout), redirect_stderr(stderr):
+        try:
+            main([*map(str, words)])
+        except SystemExit as exited:
+            code = exited.code
+    assert isinstance(code, int)
+    return Finished(code, stdout.getvalue(), stderr.getvalue())
 
 
 @dataclass(frozen=True)
@@ -83,7 +99,8 @@ def serving(artifact: Path, *options: object) -> Iterator[Server]:
     )
     assert process.stdout is not None
     try:
-        url = process.stdout.readline().strip()
+        readable, _, _ = select.select([process.stdout], [], [], _START_S)
+        url = process.stdout.readline().strip() if readable else f"nothing for {_START_S} s"
         assert url.startswith("http://127.0.0.1:"), f"the server said {url!r} and ended with {process.poll()}"
         yield Server(process, url)
     finally:

@@ -14,7 +14,7 @@ import pytest
 import mingc
 from mingc import demo
 
-_END_S = 60
+_END_S = 30
 # A command in the middle of its work, which cleans up when it is signalled.
 _COMMAND = """
 import sys, time
@@ -48,7 +48,8 @@ from clients import Clients
 def process(url, indexes):
     return [os.getpid()]
 
-print(Clients(1).load(process, "", 1)[0], flush=True)
+clients = Clients(1)  # without a name they would end at once
+print(clients.load(process, "", 1)[0], flush=True)
 time.sleep(600)
 """
 
@@ -62,10 +63,12 @@ def test_a_command_ends_with_a_parent_that_was_killed(tmp_path: Path) -> None:
         text=True,
     ) as parent:
         assert parent.stdout is not None
-        number, word = parent.stdout.readline().split()
-        assert word == "begun" and (tmp_path / "begun").exists()
-        command = os.pidfd_open(int(number))
-        parent.kill()
+        try:
+            number, word = parent.stdout.readline().split()
+            assert word == "begun" and (tmp_path / "begun").exists()
+            command = os.pidfd_open(int(number))
+        finally:
+            parent.kill()
     try:
         assert _ends(command), "the command outlives its parent"
     finally:
@@ -83,8 +86,10 @@ def test_clients_end_with_a_measurement_that_was_killed() -> None:
         text=True,
     ) as parent:
         assert parent.stdout is not None
-        client = os.pidfd_open(int(parent.stdout.readline()))
-        parent.kill()
+        try:
+            client = os.pidfd_open(int(parent.stdout.readline()))
+        finally:
+            parent.kill()
     try:
         assert _ends(client), "the client outlives its measurement"
     finally:
