@@ -51,6 +51,8 @@ from mingc.host import Host
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.noise import PhiloxNoise
+from mingc.runtime.preprocess.decoder_pool import DecoderPool
+from mingc.runtime.preprocess.media_task import DecodedMedia, MediaTask, run_task
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.request import (
     AudioDelta,
@@ -65,7 +67,7 @@ from mingc.runtime.request import (
     TextPart,
 )
 from mingc.runtime.request_stream import EventQueue, PatchItem, RequestStream
-from mingc.runtime.service import builder
+from mingc.runtime.service import builder, preprocessing
 from mingc.runtime.service.builder import EngineOptions, open_service
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.thinker.worker import StepOptions
@@ -227,6 +229,16 @@ def load_stage(artifact: Artifact, name: str, device: torch.device) -> LoadedSta
     return LoadedStage(name, graphs)
 
 
+class InProcess(DecoderPool):
+    """Decodes in this process: faster, and processes are tested elsewhere."""
+
+    def start(self) -> None:
+        """Nothing to start."""
+
+    def run(self, task: MediaTask, data: bytes) -> DecodedMedia:
+        return run_task(task, data)
+
+
 @dataclass
 class Built:
     """A service and what the builder asked for outside it."""
@@ -235,6 +247,7 @@ class Built:
     rank_timeout_s: list[float] = field(default_factory=list)
     threads: list[int] = field(default_factory=list)
     hashed: list[Path] = field(default_factory=list)
+    decoding: list[tuple[int, float]] = field(default_factory=list)
 
 
 @contextmanager
@@ -255,10 +268,18 @@ def build(
             builder, "current_host", lambda device: Host(torch="2.13.0", device="cpu", capability="AVX2")
         )
         patch.setattr(builder, "load_stage", load_stage)
-        patch.setattr(builder, "load_voice", lambda artifact, record: voice(record.name, ord(record.name[0])))
+        patch.setattr(
+            preprocessing, "load_voice", lambda artifact, record: voice(record.name, ord(record.name[0]))
+        )
         patch.setattr(builder, "check_hashes", lambda artifact: found.hashed.append(artifact.root))
         patch.setattr(torch, "set_num_threads", found.threads.append)
         patch.setattr(TextTokenizer, "from_file", tokenizer_of)
+
+        def make_pool(*, max_bytes: int, timeout_s: float) -> DecoderPool:
+            found.decoding.append((max_bytes, timeout_s))
+            return InProcess(max_bytes=max_bytes, timeout_s=timeout_s)
+
+        patch.setattr(builder, "DecoderPool", make_pool)
         patch.setattr(builder, "RankGroup", type("Ranks", (), {"__new__": rank_group}))
 
         def open_it() -> Built:
@@ -469,6 +490,7 @@ def describe(
             "hashes": len(built.hashed),
             "threads": built.threads,
             "step timeout": built.rank_timeout_s,
+            "decoders": built.decoding,
         }
         if built.service is not None:
             seen["info"] = built.service.info
@@ -595,6 +617,8 @@ OPTIONS: dict[str, Change] = {
     "num_torch_threads": Change(3, ("threads",)),
     "step_timeout_s": Change(7.0, ()),  # of ranks: a test of its own below
     "check_hashes": Change(True, ("hashes",)),
+    "max_media_memory": Change(1 << 30, ("decoders",)),
+    "media_decode_timeout_s": Change(3.0, ("decoders",)),
     "served_model_names": Change(("other",), ("info",)),
     "steps": Change(StepOptions(max_prompts=2), ("chunk",)),
     "talker_depth": Change(2, ("patches in flight",)),
