@@ -21,7 +21,7 @@ from mingc.artifacts.target import lookup
 from mingc.errors import ArtifactError, ConfigError, IncompatibleError, IntegrityError, ServeError
 from mingc.host import Host
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
-from mingc.runtime.service import builder
+from mingc.runtime.service import builder, preprocessing
 from mingc.runtime.service.builder import (
     EngineOptions,
     _audio_encoder,
@@ -243,8 +243,12 @@ def test_speech_takes_the_largest_batch_of_its_three_stages_and_its_own_tokenize
     monkeypatch.setattr(builder, "load_stage", lambda artifact, name, device: name)
     monkeypatch.setattr(builder, "TalkerWorker", make_worker)
     monkeypatch.setattr(TextTokenizer, "from_file", read.append)
-    for name in ("SpeechPromptBuilder", "SpeechPlanner", "TalkerLoop"):
-        monkeypatch.setattr(builder, name, lambda *_, **__: None)
+    for module, name in (
+        (preprocessing, "SpeechPromptBuilder"),
+        (preprocessing, "SpeechPlanner"),
+        (builder, "TalkerLoop"),
+    ):
+        monkeypatch.setattr(module, name, lambda *_, **__: None)
     artifact = Artifact(root=Path("root"), manifest=chosen)
     for requested in (None, 3, 100):
         _load_speech(artifact, EngineOptions(max_speech_seqs=requested), CPU, StartupClock())

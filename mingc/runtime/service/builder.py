@@ -177,6 +177,7 @@ def open_service(
             service.fail(error)
 
     runner: StepRunner | None = None
+    chat: ChatPipeline | None = None
     try:
         with clock.phase("load the chat engines"):
             runner, chat = _load_chat(artifact, options, devices, on_failure)
@@ -190,6 +191,8 @@ def open_service(
     except BaseException:
         if isinstance(runner, RankGroup):
             runner.close()
+        if chat is not None and chat.decoders is not None:
+            chat.decoders.close()
         raise
     ranks = runner if isinstance(runner, RankGroup) else None
     service = OmniService(
@@ -294,8 +297,6 @@ def _load_chat(
             min(context, thinker.max_positions),
         )
     decoders = DecoderPool(max_bytes=options.max_media_memory, timeout_s=options.media_decode_timeout_s)
-    if vision is not None or audio is not None:
-        decoders.start()
     parts = ChatPipeline(
         processor=create_chat_processor(
             artifact,
@@ -312,6 +313,8 @@ def _load_chat(
         decoders=decoders,
         loop=ThinkerLoop(runner, scheduler, stop_ids=thinker.stop_token_ids, vocab_size=thinker.vocab_size),
     )
+    if vision is not None or audio is not None:
+        decoders.start()  # last: its processes would outlive a failure above
     return runner, parts
 
 
