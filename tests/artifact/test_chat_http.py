@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mingc_command import REPOSITORY
+from mingc_command import ENVIRONMENT, REPOSITORY
 
 TOKENS = 12
 
@@ -20,6 +20,7 @@ def figures(wide_thinker_artifact: Path) -> list[dict[str, str]]:
     done = subprocess.run(
         [sys.executable, "benchmarks/chat_http.py", *map(str, words)],
         cwd=REPOSITORY,
+        env=ENVIRONMENT,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

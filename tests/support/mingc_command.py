@@ -24,7 +24,7 @@ CACHE = Path(os.environ.get("MINGC_TEST_CACHE", REPOSITORY / "build" / "engines"
 EAGER = REPOSITORY / "tests" / "support" / "eager"
 _LIMIT_S, _START_S, _END_S = 900, 120, 30  # a command: an export that compiles takes minutes
 # A child process knows the backend `eager` of the tests.
-_ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(EAGER)))}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(EAGER)))}
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def mingc(*words: object) -> Finished:
         capture_output=True,
         text=True,
         timeout=_LIMIT_S,
-        env=_ENVIRONMENT,
+        env=ENVIRONMENT,
     )
     return Finished(done.returncode, done.stdout, done.stderr)
 
@@ -95,7 +95,7 @@ def serving(artifact: Path, *options: object) -> Iterator[Server]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env=_ENVIRONMENT,
+        env=ENVIRONMENT,
     )
     assert process.stdout is not None
     try:

@@ -123,6 +123,8 @@ class Session:
         self._layers = ThinkerLayers(
             stage, self.state, vocab_size=vocab_size, all_reduce_=alone, gather=alone
         )
+        inputs = stage.graphs["prefill_attention"].spec.inputs
+        (self._num_prompts,) = (each.shape[0] for each in inputs if each.name == "page_table")
         self.routing: list[
             tuple[Tensor, Tensor]
         ] = []  # expert ids and weights of each layer in the last chunk
@@ -147,7 +149,7 @@ class Session:
         pages = [self._free.pop() for _ in range(-(-(total + room) // PAGE_SIZE))]
         prompt.pages = torch.tensor(pages, dtype=torch.int32)
         chunks = [
-            _chunk(prompt, start, min(start + chunk, total), padding, padding_kind)
+            _chunk(prompt, start, min(start + chunk, total), padding, padding_kind, self._num_prompts)
             for start in range(0, total, chunk)
         ]
         for first in range(0, len(chunks), together):
@@ -190,8 +192,10 @@ class Session:
         return joined.argmax(-1).tolist(), joined
 
 
-def _chunk(prompt: Prompt, start: int, end: int, padding: int, padding_kind: int) -> dict[str, Tensor]:
-    """Engine inputs of tokens `start` to `end`, followed by `padding` rows."""
+def _chunk(
+    prompt: Prompt, start: int, end: int, padding: int, padding_kind: int, num_prompts: int
+) -> dict[str, Tensor]:
+    """Engine inputs of tokens `start` to `end`, followed by `padding` rows; a compiled engine reads `num_prompts`."""
     index = torch.arange(start, end)
 
     def pad(values: Tensor) -> Tensor:
@@ -202,7 +206,9 @@ def _chunk(prompt: Prompt, start: int, end: int, padding: int, padding_kind: int
         "embeds": torch.nn.functional.pad(prompt.embeds[index], (0, 0, 0, padding), value=torch.nan),
         "embed_kind": torch.nn.functional.pad(prompt.embed_kind[index], (0, padding), value=padding_kind),
         "positions": pad(prompt.positions[:, index]),
-        "page_table": prompt.pages[None, : -(-end // PAGE_SIZE)],
+        "page_table": torch.nn.functional.pad(
+            prompt.pages[None, : -(-end // PAGE_SIZE)], (0, 0, 0, num_prompts - 1)
+        ),
         "segment": torch.zeros(end - start + padding, dtype=torch.int64),
         "index": torch.nn.functional.pad(index, (0, padding), value=-1),
         "last": torch.tensor([end - start - 1]),
