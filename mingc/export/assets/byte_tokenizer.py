@@ -1,4 +1,4 @@
-"""Byte tokenizer for random weights: one token per byte, and a distinct text for every further id."""
+"""Byte tokenizer for random weights: tokens of bytes and of the chat template, a distinct text for every further id."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mingc.errors import ConfigError
 
+_TEMPLATE_TOKENS = ("<role>", "</role>", "<|role_end|>")  # written by id: no text of a client becomes one
+
 
 def byte_tokenizer(vocab_size: int) -> str:
-    """The tokenizer.json. A text of n bytes has n tokens; an id beyond the bytes decodes to ` id`.
+    """The tokenizer.json. A text of n bytes has n tokens; an id beyond bytes and template decodes to ` id`.
 
-    Raises: ConfigError when the bytes do not fit into the vocabulary.
+    Raises: ConfigError when these do not fit into the vocabulary.
     """
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *_TEMPLATE_TOKENS]
     if vocab_size < len(alphabet):
         raise ConfigError(
-            f"{vocab_size} ids are too few for the {len(alphabet)} bytes of a synthetic tokenizer",
+            f"{vocab_size} ids are too few for the {len(alphabet)} tokens of a synthetic tokenizer",
             where="vocab_size",
             fix="put a tokenizer.json beside the configs",
         )
