@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mingc.artifacts.stage_graph import SpeechPath, StageGraph
 from mingc.export.checks.eager_decoder import PromptStream, logits_of
-from mingc.export.layers.decoder import Decoder, DecoderConfig
+from mingc.export.layers.decoder import DecoderConfig
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -180,11 +180,6 @@ class EagerModel:
         if (stage, path) not in self._kept:
             self._kept[stage, path] = self._modules(stage, path)
         return self._kept[stage, path]
-
-
-def is_built_in(module: nn.Module) -> bool:
-    """Whether `module` is a decoder that `EagerModel` can run."""
-    return isinstance(module, Decoder)
 
 
 def _extended(words: _Words, token: int, rope_delta: int) -> _Words:
