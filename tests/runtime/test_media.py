@@ -79,6 +79,18 @@ class Site(BaseHTTPRequestHandler):
             self.send_response(200)
             self.end_headers()
             self.wfile.write(b"x" * 5000)
+        elif path == "/declared":
+            self.send_response(200)
+            self.send_header("Content-Length", "5000")
+            self.end_headers()
+            self.server.release.wait(30)  # type: ignore[attr-defined]
+        elif path == "/drip":
+            self.send_response(200)
+            self.end_headers()
+            for _ in range(40):
+                self.wfile.write(b"x")
+                if self.server.release.wait(0.05):  # type: ignore[attr-defined]
+                    break
         elif path == "/slow":
             self.server.release.wait(30)  # type: ignore[attr-defined]
             self._answer(200, b"late")
@@ -228,6 +240,25 @@ def test_the_budget_is_shared_by_all_parts() -> None:
     )
 
 
+@pytest.mark.parametrize("prefix", ["", "data:image/png;base64,"])
+def test_base64_may_fill_the_budget_and_no_more(prefix: str) -> None:
+    """Base64 counts in threes: the exact size is known after decoding only."""
+    options = ServeOptions(max_media_bytes=99)
+    for size in (97, 98, 99):
+        assert read(prefix + base64.b64encode(b"x" * size).decode(), options) == b"x" * size
+    for size in (100, 101, 102, 103, 1000):
+        assert refused(prefix + base64.b64encode(b"x" * size).decode(), options).code == "media_too_large"
+
+
+def test_an_international_host_is_allowed_by_its_encoded_name(network: Network, server: SiteServer) -> None:
+    """RFC 3490: bücher.example is xn--bcher-kva.example; names do not depend on upper case."""
+    network.names["xn--bcher-kva.example"] = [["127.0.0.1"]]
+    for entry in ("xn--bcher-kva.example", "XN--BCHER-KVA.example"):
+        options = ServeOptions(allow_media_hosts=(f"{entry}:{server.server_port}",))
+        for host in ("bücher.example", "BÜCHER.example", "xn--bcher-kva.example", "Xn--bcher-kva.Example"):
+            assert read(f"http://{host}:{server.server_port}/ok", options) == b"picture"
+
+
 def test_an_allowed_host_is_fetched_and_redirects_are_followed(site: str) -> None:
     options = ServeOptions(allow_media_hosts=(site,))
     assert read(f"http://{site}/ok", options) == b"picture"
@@ -260,6 +291,18 @@ def test_a_body_over_the_limit_is_dropped(site: str, path: str) -> None:
 def test_a_host_that_does_not_answer_in_time(site: str) -> None:
     options = ServeOptions(allow_media_hosts=(site,), media_timeout_s=0.3)
     assert refused(f"http://{site}/slow", options).code == "media_fetch_failed"
+
+
+def test_a_body_that_is_declared_too_large_is_not_waited_for(site: str) -> None:
+    options = ServeOptions(allow_media_hosts=(site,), max_media_bytes=1000, media_timeout_s=2.0)
+    assert refused(f"http://{site}/declared", options).code == "media_too_large"
+
+
+def test_a_host_that_sends_now_and_then_gets_no_more_time(site: str) -> None:
+    """Each byte comes in time; the whole body does not."""
+    options = ServeOptions(allow_media_hosts=(site,), media_timeout_s=0.5)
+    error = refused(f"http://{site}/drip", options)
+    assert (error.code, "took over 0.5 s" in error.message) == ("media_fetch_failed", True)
 
 
 def test_an_unreachable_host() -> None:
@@ -560,6 +603,22 @@ def test_paths_that_are_refused(root: Path, source: str, code: str) -> None:
     error = refused(source, ServeOptions(media_root=root))
     assert error.code == code
     assert str(root) not in error.message
+
+
+def test_a_folder_whose_name_begins_like_the_root_is_outside(root: Path) -> None:
+    private = root.with_name("media-private")
+    private.mkdir()
+    (private / "a.png").write_bytes(b"private")
+    for source in ("../media-private/a.png", str(private / "a.png"), (private / "a.png").as_uri()):
+        assert refused(source, ServeOptions(media_root=root)).code == "local_media_not_allowed"
+
+
+def test_a_file_url_of_another_host_is_not_this_host_s_file(root: Path) -> None:
+    local = (root / "a b.png").as_uri()
+    options = ServeOptions(media_root=root)
+    assert read(local.replace("file://", "file://localhost"), options) == b"inside"
+    error = refused(local.replace("file://", "file://elsewhere.example"), options)
+    assert (error.code, "names another host" in error.message) == ("local_media_not_allowed", True)
 
 
 def test_no_path_is_allowed_by_default(root: Path) -> None:

@@ -123,6 +123,15 @@ def test_clips_longer_than_the_position_table_are_refused(encode: object) -> Non
         load_audio(wav(clip(1.01), 16000), parameters, WHERE)
 
 
+@pytest.mark.parametrize("encode", [lambda wave: wav(wave, 16000), lambda wave: aac(wave[None], 16000)])
+def test_decoding_ends_at_the_limit_and_not_with_the_clip(encode: object) -> None:
+    """A small file may hold hours: neither decoder keeps them until the length is checked."""
+    assert decode_audio(encode(clip(1.0)), WHERE, max_seconds=1.1).sample_rate == 16000
+    with pytest.raises(RequestError, match=r"longer than 1\.1 seconds") as caught:
+        decode_audio(encode(clip(1.5)), WHERE, max_seconds=1.1)
+    assert caught.value.param == WHERE
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30])
 def test_samples_that_are_not_finite_or_too_large_are_refused(value: float) -> None:
     broken = clip(0.1)

@@ -14,14 +14,17 @@ from safetensors import safe_open
 
 from mingc.errors import RequestError
 from mingc.runtime.preprocess.image import (
+    check_grid,
     decode_image,
     encoder_size,
     load_image,
     load_size,
+    open_image,
     patchify,
     resize_for_encoder,
     resize_loaded,
 )
+from mingc.runtime.preprocess.limits import MediaLimits
 from mingc.runtime.preprocess.vision_grid import build_grid_arrays, group_pixels, pad_grid_arrays, pad_tokens
 
 # The limit of this image was not recorded; any value from 5586 to 6758 gives its size.
@@ -102,6 +105,23 @@ def test_undecodable_bytes_are_a_request_error(data: bytes) -> None:
     assert caught.value.param == "messages[0].content[1]"
     assert caught.value.status == 400
     assert caught.value.fix
+
+
+@pytest.mark.parametrize("format", ["PCX", "SGI", "TGA", "EPS", "PDF", "DDS", "XBM", "ICNS"])
+def test_formats_that_no_client_needs_reach_no_parser(format: str) -> None:
+    file = io.BytesIO()
+    Image.new("1" if format == "XBM" else "RGB", (64, 64)).save(file, format)
+    with pytest.raises(RequestError, match="cannot be decoded as an image"):
+        open_image(file.getvalue(), "image")
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 8])
+def test_the_largest_engine_limits_one_frame_and_not_the_video(num_frames: int) -> None:
+    parameters = dataclasses.replace(vision_parameters(), max_patches=64)
+    side = 8 * parameters.patch_size
+    check_grid(side, side, num_frames, parameters, MediaLimits(), "clip", "video")
+    with pytest.raises(RequestError, match="one video frame has 80 patches after resizing; the limit is 64"):
+        check_grid(side + side // 4, side, num_frames, parameters, MediaLimits(), "clip", "video")
 
 
 @pytest.mark.parametrize("size", [(8200, 8200), (20000, 20000)])
