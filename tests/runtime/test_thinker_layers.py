@@ -132,6 +132,24 @@ def test_two_ranks_answer_as_one(
     assert LateCommStream.num_started == (2 * 6 if two_batch_overlap else 0), "two chunks, six half-layers"
 
 
+@pytest.mark.parametrize(("num_rows", "last"), [(64, 63), (64, 40), (80, 79), (80, 70)])
+def test_the_last_part_of_a_split_chunk_gives_the_logits_of_its_own_row(num_rows: int, last: int) -> None:
+    rows = torch.arange(num_rows)
+    names = ("input_ids", "embeds", "embed_kind", "segment", "index", "row_slots")
+    parts = layers.split_chunk(
+        {
+            **dict.fromkeys(names, rows),
+            "positions": rows.expand(3, -1),
+            "page_table": torch.zeros(1, 16),
+            "last": torch.tensor([last]),
+        },
+        32,
+    )
+    assert torch.equal(torch.cat([part["input_ids"] for part in parts]), rows)
+    assert torch.equal(torch.cat([part["positions"] for part in parts], dim=1), rows.expand(3, -1))
+    assert parts[-1]["input_ids"][parts[-1]["last"]].tolist() == [last]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_every_rank_goes_on_with_the_tokens_of_rank_0(
     temperature: float, monkeypatch: pytest.MonkeyPatch

@@ -88,6 +88,19 @@ def test_a_batch_gives_what_each_gets_alone(
     assert [len(tokens) for tokens in alone] == [5, 7, 9, 11, 13]
 
 
+@pytest.mark.parametrize("chunk", [8, 32])
+def test_a_repetition_penalty_counts_every_chunk_of_a_prompt(
+    chunk: int, started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop
+) -> None:
+    """A penalty so high that no token of the prompt or the answer can be chosen again."""
+    ids = [*range(7, 207)]
+    loop = started(make_loop(chunk=chunk))
+    free = ask(loop, prompt(ids), max_tokens=30).tokens()
+    answer = ask(loop, prompt(ids), max_tokens=30, repetition_penalty=1e6).tokens()
+    assert {*free} & {*ids}
+    assert not {*answer} & {*ids} and len({*answer}) == 30
+
+
 def test_a_stop_token_ends_and_is_not_shown(
     started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop
 ) -> None:
