@@ -402,6 +402,14 @@ def within(names: set[str], package: str) -> set[str]:
     return {name for name in names if name == package or name.startswith(package + ".")}
 
 
+def test_schedulers_load_without_torch() -> None:
+    """They are plain Python over page and slot numbers (docs/architecture.md)."""
+    schedulers = ("thinker.scheduler", "thinker.prefill_policy", "talker.scheduler", "kv_cache")
+    loaded = modules_after("import " + ", ".join(f"mingc.runtime.{name}" for name in schedulers))
+    for package in ("torch", "numpy"):
+        assert not within(loaded, package)
+
+
 def test_the_command_line_and_the_artifacts_load_without_torch() -> None:
     loaded = modules_after(
         "import mingc, mingc.cli, mingc.console.report, mingc.errors, mingc.doctor, mingc.demo\n"

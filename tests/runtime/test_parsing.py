@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -166,6 +167,48 @@ def test_speech_request() -> None:
     assert speech(stream_format="audio", stream=True).delivery == "audio"
     assert speech(stream=True).delivery == "audio"
     assert speech(sample_rate=44100, instructions="  ").speech.instructions is None
+
+
+def test_numbers_of_speech_keep_their_names() -> None:
+    given = {"guidance": 1.5, "sigma": 0.4, "temperature": 0.7}
+    assert speech(**given).speech == SpeechParams(voice="DB30", **given)
+    assert chat(**spoken(**given), temperature=0.2).speech == SpeechParams(voice="DB30", **given)
+
+
+@pytest.mark.parametrize("seed", [-(1 << 63), -1, 0, 1 << 32, (1 << 63) - 1, (1 << 64) - 1])
+def test_seeds_of_64_bits_are_accepted_and_differ(seed: int) -> None:
+    for parsed in (chat(seed=seed).sampling.seed, speech(seed=seed).speech.seed):
+        assert parsed is not None and (parsed - seed) % (1 << 64) == 0 and 0 <= parsed < 1 << 64
+
+
+@pytest.mark.parametrize("seed", [-(1 << 63) - 1, 1 << 64])
+def test_longer_seeds_are_refused(seed: int) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(seed=seed)
+    assert caught.value.param == "seed"
+
+
+def test_the_longest_allowed_speech_is_accepted() -> None:
+    options = ServeOptions(max_speech_characters=20, max_instructions_characters=10)
+    for text, instructions in (("x" * 20, "y" * 10), ("字" * 20, None)):
+        parsed = parse_speech(encode({"input": text, "instructions": instructions}), INFO, options)
+        assert (parsed.text, parsed.speech.instructions) == (text, instructions)
+    for field, value in (("input", "x" * 21), ("instructions", "y" * 11)):
+        with pytest.raises(RequestError) as caught:
+            parse_speech(encode({"input": "x", field: value}), INFO, options)
+        assert caught.value.param == field
+
+
+@pytest.mark.parametrize("lacking", ["image", "audio", "video"])
+def test_media_that_the_model_cannot_take_are_refused_by_kind(lacking: str) -> None:
+    flag = {"image": "has_image", "audio": "has_audio_input", "video": "has_video"}
+    info = replace(INFO, **{flag[lacking]: False})
+    for kind in flag:
+        if kind != lacking:
+            chat(info, **{f"{kind}s": ["a"]})
+    with pytest.raises(RequestError) as caught:
+        chat(info, **{f"{lacking}s": ["a"]})
+    assert (caught.value.param, caught.value.code) == (f"{lacking}s[0]", "unsupported_modality")
 
 
 def test_every_field_of_the_openai_client_is_known() -> None:

@@ -243,12 +243,16 @@ def test_a_compiler_is_fit_when_it_links_the_standard_library_dynamically(
 
 
 def test_handlers_of_the_caller_are_back_after_a_command(calls: list[dict[str, Any]]) -> None:
-    before = [signal.getsignal(number) for number in SIGNALS]
-    with clean_shutdown():
-        assert all(signal.getsignal(number) != each for number, each in zip(SIGNALS, before, strict=True))
-    assert [signal.getsignal(number) for number in SIGNALS] == before
-    assert run("verify", "x") == 0
-    assert [signal.getsignal(number) for number in SIGNALS] == before
+    own = [signal.signal(number, signal.default_int_handler) for number in SIGNALS]
+    try:
+        with clean_shutdown():
+            assert all(signal.getsignal(number) != signal.default_int_handler for number in SIGNALS)
+        assert all(signal.getsignal(number) == signal.default_int_handler for number in SIGNALS)
+        assert run("verify", "x") == 0
+        assert all(signal.getsignal(number) == signal.default_int_handler for number in SIGNALS)
+    finally:
+        for number, handler in zip(SIGNALS, own, strict=True):
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", SIGNALS)

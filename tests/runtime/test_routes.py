@@ -1,0 +1,298 @@
+"""The routes that run the model, called as ASGI apps without a server: places, bodies, disconnects, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from fake_service import FakeService
+
+from mingc.errors import CapacityError, MingcError, RequestError
+from mingc.runtime.http.media import MediaLoader
+from mingc.runtime.http.metrics import Metrics
+from mingc.runtime.http.options import ServeOptions
+from mingc.runtime.http.routes import (
+    GenerationRoute,
+    Handler,
+    RequestBody,
+    ServerState,
+    handle_chat,
+    handle_speech,
+)
+from mingc.runtime.http.server import create_app
+from mingc.runtime.http.streaming import ResponseWriter
+
+CHAT = "/v1/chat/completions"
+_END_S = 20.0
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+
+
+ROUTES = create_app(FakeService(), ServeOptions())  # the names of the routes in metrics
+
+
+def make_state(**options: Any) -> ServerState:
+    given = ServeOptions(**options)
+    return ServerState(service=FakeService(), options=given, media=MediaLoader(given), metrics=Metrics())
+
+
+@dataclass
+class Client:
+    """One request. `chunks` are the body; afterwards the client waits for `leaves`, or for ever.
+
+    `pause_s`: time before each chunk. `sent`: messages of the server.
+    """
+
+    chunks: Sequence[bytes] = (b"{}",)
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    pause_s: float = 0.0
+    stalls: bool = False
+    leaves: asyncio.Event = field(default_factory=asyncio.Event)
+    leaves_at_end: bool = False
+    num_reads: int = 0
+    sent: list[Message] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._messages = self._read()
+
+    async def _read(self) -> AsyncIterator[Message]:
+        for index, chunk in enumerate(self.chunks):
+            await asyncio.sleep(self.pause_s)
+            is_last = index + 1 == len(self.chunks) and not self.stalls
+            yield {"type": "http.request", "body": chunk, "more_body": not is_last}
+        await self.leaves.wait()
+        yield {"type": "http.disconnect"}
+
+    async def receive(self) -> Message:
+        self.num_reads += 1
+        return await anext(self._messages)
+
+    async def send(self, message: Message) -> None:
+        self.sent.append(message)
+        if self.leaves_at_end and message.get("more_body") is False:
+            self.leaves.set()
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(each.get("body", b"") for each in self.sent)
+
+    def header(self, name: bytes) -> bytes:
+        return dict(self.sent[0]["headers"])[name]
+
+
+def scope_of(path: str = CHAT, headers: Sequence[tuple[bytes, bytes]] = ()) -> dict[str, Any]:
+    return {"type": "http", "method": "POST", "path": path, "headers": [*headers], "app": ROUTES}
+
+
+def call(
+    state: ServerState, client: Client, handler: Handler = handle_chat, path: str = CHAT
+) -> MingcError | None:
+    """Run one request to its end; the error that the server would answer with, if any."""
+    scope = scope_of(path, client.headers)
+
+    async def run() -> None:
+        async with asyncio.timeout(_END_S):
+            await GenerationRoute(state, handler)(scope, client.receive, client.send)
+
+    try:
+        asyncio.run(run())
+    except MingcError as error:
+        return error
+    finally:
+        assert state.num_running == 0, "the place is free again"
+    return None
+
+
+def refused(state: ServerState, client: Client) -> MingcError:
+    error = call(state, client)
+    assert error is not None
+    assert isinstance(state.service, FakeService) and not state.service.chats
+    return error
+
+
+def num_cancelled(state: ServerState) -> float:
+    samples = [each for metric in state.metrics._registry.collect() for each in metric.samples]
+    return sum(each.value for each in samples if each.name == "mingc_requests_cancelled_total")
+
+
+def chat(text: str = "hello", **fields: Any) -> Client:
+    document = {"messages": [{"role": "user", "content": text}], **fields}
+    return Client(chunks=[json.dumps(document).encode()])
+
+
+def test_places_are_taken_up_to_the_limit_and_free_after_every_end() -> None:
+    state = make_state(max_concurrent_requests=2)
+    taken: list[int] = []
+
+    async def handler(state: ServerState, body: RequestBody, response: ResponseWriter) -> None:
+        taken.append(state.num_running)
+        if len(taken) == 1:
+            other = Client()
+            with pytest.raises(CapacityError) as caught, state.admit():
+                await GenerationRoute(state, handler)(scope_of(), other.receive, other.send)
+            assert (caught.value.code, other.num_reads) == ("overloaded", 0)
+        raise ValueError("a bug")
+
+    for _ in range(3):
+        assert call(state, Client(), handler) is not None
+    assert taken == [1, 1, 1]
+
+
+def test_a_stopping_server_takes_no_request() -> None:
+    """One on a connection that was open before."""
+    state = make_state()
+    state.is_stopping = True
+    client = chat()
+    error = refused(state, client)
+    assert isinstance(error, CapacityError) and error.code == "stopping" and client.num_reads == 0
+
+
+@pytest.mark.parametrize(
+    ("flag", "status", "ready", "health"),
+    [
+        (None, "ready", 200, 200),
+        ("is_draining", "draining", 503, 200),
+        ("is_stopping", "stopping", 503, 503),
+    ],
+)
+def test_probes_see_that_a_server_is_about_to_end(
+    flag: str | None, status: str, ready: int, health: int
+) -> None:
+    app = create_app(FakeService(), ServeOptions())
+    if flag is not None:
+        setattr(app.state.server, flag, True)
+    for path, code in (("/ready", ready), ("/health", health)):
+        sent: list[Message] = []
+
+        async def send(message: Message, sent: list[Message] = sent) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b""}
+        asyncio.run(app(scope, Client().receive, send))
+        body = b"".join(each.get("body", b"") for each in sent)
+        assert (sent[0]["status"], json.loads(body)["status"]) == (code, status), path
+
+
+def test_a_disconnect_cancels_the_request_before_the_route_ends() -> None:
+    state = make_state()
+    ends: list[str] = []
+    client = Client()
+
+    async def handler(state: ServerState, body: RequestBody, response: ResponseWriter) -> None:
+        client.leaves.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ends.append("cancelled")
+
+    assert call(state, client, handler) is None
+    assert (ends, num_cancelled(state)) == (["cancelled"], 1)
+
+
+def test_the_service_has_ended_a_cancelled_chat_before_the_route_ends() -> None:
+    state = make_state()
+    assert isinstance(state.service, FakeService)
+    client = chat("endless", stream=True)
+    sent = client.send
+
+    async def send(message: Message) -> None:
+        await sent(message)
+        client.leaves.set()
+
+    client.send = send  # type: ignore[method-assign]
+    assert call(state, client) is None
+    assert [*state.service.ends.values()] == ["cancelled"] and num_cancelled(state) == 1
+
+
+def test_a_response_that_has_ended_is_not_cancelled_by_the_disconnect_behind_it() -> None:
+    """Servers report a disconnect at the end of every response."""
+    state = make_state()
+    ends: list[str] = []
+
+    async def handler(state: ServerState, body: RequestBody, response: ResponseWriter) -> None:
+        await response.send_whole(b"{}")
+        for _ in range(10):
+            await asyncio.sleep(0)
+        ends.append("done")
+
+    assert call(state, Client(leaves_at_end=True), handler) is None
+    assert (ends, num_cancelled(state)) == (["done"], 0)
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_a_body_over_the_limit_is_refused_without_the_rest(is_declared: bool) -> None:
+    headers = ((b"content-length", b"6000"),) if is_declared else ()
+    client = Client(chunks=[b" " * 600] * 10, headers=headers)
+    error = refused(make_state(max_body_bytes=1000), client)
+    assert isinstance(error, RequestError) and (error.status, error.code) == (413, "body_too_large")
+    assert client.num_reads == (0 if is_declared else 2)
+    assert call(make_state(max_body_bytes=6000), Client(chunks=client.chunks, headers=headers)) is not None
+
+
+def test_a_body_that_arrives_bit_by_bit_has_a_time_limit_as_a_whole() -> None:
+    state = make_state(body_timeout_s=0.3, body_idle_timeout_s=10.0)
+    client = Client(chunks=[b" "] * 60, pause_s=0.05)
+    error = refused(state, client)
+    assert isinstance(error, RequestError) and (error.status, error.code) == (408, "body_timeout")
+    assert "did not arrive within 0.3 s" in error.message
+
+
+def test_a_body_that_stops_arriving_is_not_waited_for() -> None:
+    state = make_state(body_timeout_s=5.0, body_idle_timeout_s=0.2)
+    error = refused(state, Client(chunks=[b"{"], stalls=True))
+    assert isinstance(error, RequestError) and (error.status, error.code) == (408, "body_timeout")
+    assert "Nothing of the request body arrived for 0.2 s" in error.message
+
+
+@pytest.mark.parametrize("kind", [b"multipart/form-data; boundary=x", b"text/plain", b"application/xml"])
+def test_bodies_of_other_types_are_refused(kind: bytes) -> None:
+    client = Client(headers=((b"content-type", kind),))
+    error = refused(make_state(), client)
+    assert isinstance(error, RequestError) and (error.status, client.num_reads) == (415, 0)
+
+
+def test_large_bodies_count_towards_the_budget_of_all_requests() -> None:
+    """Neither two at once, nor one that grows without a length."""
+    state = make_state(max_body_bytes=300_000, max_total_body_bytes=400_000)
+    with state.bodies.charge() as held:
+        held.set(250_000)
+        error = refused(state, Client(chunks=[b" " * 100_000] * 3))
+        assert isinstance(error, CapacityError) and error.code == "body_budget_exhausted"
+    assert isinstance(call(state, Client(chunks=[b" " * 100_000] * 3)), RequestError), "not JSON"
+
+
+def test_a_bug_is_answered_without_its_details() -> None:
+    async def handler(state: ServerState, body: RequestBody, response: ResponseWriter) -> None:
+        raise ValueError("secret")
+
+    error = call(make_state(), Client(), handler)
+    assert error is not None and "secret" not in str(error) and "Internal server error" in error.message
+
+
+def test_an_event_stream_that_fails_ends_with_the_error() -> None:
+    client = chat("fail midway", stream=True)
+    assert call(make_state(), client) is None
+    assert b'"error"' in client.body and client.sent[-1]["more_body"] is False
+
+
+def test_fields_of_a_chat_reach_the_service() -> None:
+    state = make_state()
+    assert isinstance(state.service, FakeService)
+    assert call(state, chat(video_fps=1.5, video_max_frames=7, thinking=True)) is None
+    assert call(state, chat()) is None
+    first, second = state.service.chats
+    assert (first.video.fps, first.video.max_frames, first.thinking) == (1.5, 7, True)
+    assert first.video != second.video and not second.thinking
+
+
+@pytest.mark.parametrize(
+    ("format", "kind"), [("wav", b"audio/wav"), ("flac", b"audio/flac"), ("pcm", b"audio/pcm")]
+)
+def test_speech_is_sent_as_audio(format: str, kind: bytes) -> None:
+    client = Client(chunks=[json.dumps({"input": "hello", "response_format": format}).encode()])
+    assert call(make_state(), client, handle_speech, "/v1/audio/speech") is None
+    assert client.header(b"content-type").startswith(kind)
