@@ -22,10 +22,10 @@ from mingc.export.layers.decoder import Decoder
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.thinker import STAGE, ThinkerConfig
 from mingc.export.weights.loading import load_module, write_weights
+from mingc.runtime.prompt import ThinkerPrompt
 from mingc.verify.comparison import Comparison
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.engines import Engines
-from mingc.verify.replays.thinker.prompts import Prompt
 from mingc.verify.replays.thinker.reference_routing import ReferenceRoutedThinker, RoutingResult
 from mingc.verify.replays.thinker.replay import replay
 
@@ -93,12 +93,12 @@ def run_case(
         device=torch.device("cpu"),
     )
     given = golden_prompt(golden, case)
-    prompt = Prompt(
+    prompt = ThinkerPrompt(
         input_ids=given.input_ids.numpy(),
         positions=given.positions.numpy(),
         rope_delta=given.delta,
         embed_kind=given.embed_kind.numpy(),
-        embeds=given.embeds.bfloat16() if given.embed_kind.any() else None,
+        media_embeds=given.embeds[given.embed_kind != 0].bfloat16() if given.embed_kind.any() else None,
     )
     with torch.inference_mode():
         return CaseRun(log, thinker.check(case, [prompt], log))

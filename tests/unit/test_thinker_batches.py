@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from mingc.runtime.prompt import ThinkerPrompt
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.replays.thinker.batches import (
     BatchRun,
@@ -14,16 +15,15 @@ from mingc.verify.replays.thinker.batches import (
     plan_requests,
     step_sizes,
 )
-from mingc.verify.replays.thinker.prompts import Prompt
+from mingc.verify.replays.thinker.runner import Request
 
 
-def prompt(length: int) -> Prompt:
-    return Prompt(
+def prompt(length: int) -> ThinkerPrompt:
+    return ThinkerPrompt(
         input_ids=np.arange(length),
         positions=np.tile(np.arange(length), (3, 1)),
         rope_delta=0,
         embed_kind=np.zeros(length, np.int64),
-        embeds=None,
     )
 
 
@@ -44,12 +44,14 @@ def test_every_batch_size_runs_full_and_with_padding(batches: tuple[int, ...], s
 
 def test_requests_differ_and_have_tokens_for_all_their_steps() -> None:
     sizes = step_sizes((1, 2, 4))
-    requests = plan_requests([prompt(20), prompt(12)], sizes)  # the second is too short
-    assert [len(each.tokens) for each in requests] == [8, 8, 4, 2]
-    beginnings = {tuple(each.beginning.input_ids) for each in requests}
-    assert len(beginnings) == 4 and len({len(each) for each in beginnings}) > 1
+    plan = plan_requests([prompt(20), prompt(12)], sizes)  # the second is too short
+    assert [len(batch) for batch in plan] == sizes
+    requests = [each for batch in plan for each in batch]
+    beginnings = {tuple(each.prompt.input_ids) for each in requests}
+    assert len(beginnings) == sum(sizes) and len({len(each) for each in beginnings}) > 1
     for each in requests:
-        assert each.beginning.positions.shape == (3, len(each.beginning.input_ids))
+        assert len(each.tokens) == 2
+        assert each.prompt.positions.shape == (3, each.prompt.num_tokens)
     assert not plan_requests([prompt(12)], sizes)
 
 
@@ -58,8 +60,8 @@ def batch(rows: int, *, off: int = 0) -> BatchRun:
     single = np.random.default_rng(0).normal(size=(2, rows, 50)).astype(np.float32)
     together = single.copy()
     together[:, :off] = np.roll(single, 1, axis=-1)[:, :off]
-    places = np.arange(rows)
-    return BatchRun(rows=places, done=places * 0, together=together, single=single)
+    requests = [Request(prompt=prompt(4), tokens=np.array([row, 0])) for row in range(rows)]
+    return BatchRun(requests=requests, together=together, single=single)
 
 
 @pytest.mark.parametrize(
@@ -81,14 +83,14 @@ def test_a_wrong_row_must_be_explained_by_rounding(
     log = make_log()
     asked = []
 
-    def explain(row: int, done: int, logits: NDArray[np.float32]) -> bool:
-        asked.append((row, done, logits.shape))
+    def explain(request: Request, logits: NDArray[np.float32]) -> bool:
+        asked.append((int(request.tokens[0]), logits.shape))
         return is_reachable
 
     check_batches([batch(10, off=off)], explain, log, num_ranks=num_ranks)
     assert outcomes(log) == expected
     is_asked = expected[1] == "pass"
-    assert asked == [(row, 0, (2, 50)) for row in range(off if is_asked else 0)]
+    assert asked == [(row, (2, 50)) for row in range(off if is_asked else 0)]
 
 
 def test_in_float32_rounding_explains_nothing() -> None:
@@ -115,10 +117,10 @@ def test_a_rank_group_may_differ_from_sequential_ranks_by_summation_order(
     alone = [run.together[:, place] for place in range(10)]
     asked = []
 
-    def explain(row: int, done: int, logits: NDArray[np.float32]) -> bool:
-        asked.append((row, done))
+    def explain(request: Request, logits: NDArray[np.float32]) -> bool:
+        asked.append(int(request.tokens[0]))
         return is_reachable
 
     check_alone([run], alone, explain, log, num_ranks=num_ranks)
     assert outcomes(log) == expected
-    assert asked == [(row, 0) for row in range(off if len(expected) == 2 else 0)]
+    assert asked == list(range(off if len(expected) == 2 else 0))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,53 +12,28 @@ from mingc.artifacts.parameters import ThinkerParameters
 from mingc.dtypes import torch_dtype
 from mingc.runtime.preprocess.image import Grid
 from mingc.runtime.preprocess.positions import VisionSpan, compute_positions
-from mingc.runtime.prompt import AUDIO, VISION, WORD
-from mingc.runtime.thinker.step import PrefillStep
+from mingc.runtime.prompt import AUDIO, VISION, WORD, ThinkerPrompt
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.engines import Engines
 
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Prompt:
-    """A recorded prompt: `input_ids` (T,), `positions` (3, T), `embed_kind` (T,), `embeds` (T, D) or None."""
-
-    input_ids: Ints
-    positions: Ints
-    rope_delta: int
-    embed_kind: Ints
-    embeds: torch.Tensor | None
-
-    def beginning(self, count: int) -> Prompt:
-        """The first `count` tokens."""
-        return replace(
-            self,
-            input_ids=self.input_ids[:count],
-            positions=self.positions[:, :count],
-            embed_kind=self.embed_kind[:count],
-            embeds=None if self.embeds is None else self.embeds[:count],
-        )
-
-    def chunks(self, size: int, pages: Ints) -> Iterator[PrefillStep]:
-        """Prefill steps of at most `size` tokens over `pages`, in order."""
-        for start in range(0, len(self.input_ids), size):
-            part = slice(start, min(start + size, len(self.input_ids)))
-            yield PrefillStep(
-                input_ids=self.input_ids[part],
-                positions=self.positions[:, part],
-                embed_kind=self.embed_kind[part],
-                embeds=None if self.embeds is None else self.embeds[part],
-                counts=np.array([part.stop - start]),
-                starts=np.array([start]),
-                pages=pages[None],
-                slots=np.zeros(1, np.int64),
-            )
+def beginning(prompt: ThinkerPrompt, count: int) -> ThinkerPrompt:
+    """The first `count` tokens of a prompt."""
+    embeds, num_media = prompt.media_embeds, int((prompt.media_rows < count).sum())
+    return replace(
+        prompt,
+        input_ids=prompt.input_ids[:count],
+        positions=prompt.positions[:, :count],
+        embed_kind=prompt.embed_kind[:count],
+        media_embeds=None if embeds is None else embeds[:num_media],
+    )
 
 
 def read_prompts(
     case: str, engines: Engines, log: ComparisonLog, parameters: ThinkerParameters
-) -> list[Prompt]:
+) -> list[ThinkerPrompt]:
     """The rows of a case without padding; compares the positions and masks that the case records."""
     ids = log.input(f"{case}.input_ids").astype(np.int64)
     mask_name = f"{case}.attention_mask"
@@ -78,23 +52,30 @@ def read_prompts(
     log.ids(f"{case}.rope_deltas", [delta])
     log.ids(f"{case}.image_mask", (kinds == VISION)[None])
     log.ids(f"{case}.audio_mask", (kinds == AUDIO)[None])
-    return [Prompt(input_ids=tokens, positions=positions, rope_delta=delta, embed_kind=kinds, embeds=embeds)]
+    return [
+        ThinkerPrompt(
+            input_ids=tokens,
+            positions=positions,
+            rope_delta=delta,
+            embed_kind=kinds,
+            media_embeds=embeds,
+        )
+    ]
 
 
-def _text_prompt(tokens: Ints) -> Prompt:
-    return Prompt(
+def _text_prompt(tokens: Ints) -> ThinkerPrompt:
+    return ThinkerPrompt(
         input_ids=tokens,
         positions=np.tile(np.arange(len(tokens)), (3, 1)),
         rope_delta=0,
         embed_kind=np.full(len(tokens), WORD),
-        embeds=None,
     )
 
 
 def _media(
     case: str, tokens: Ints, engines: Engines, log: ComparisonLog, parameters: ThinkerParameters
 ) -> tuple[Ints, torch.Tensor | None]:
-    """The kind of each row (T,), and embeddings (T, D) for rows that are not tokens."""
+    """The kind of each row (T,), and embeddings (M, D) of the rows that are not tokens."""
     kinds = np.full(len(tokens), WORD)
     rows = np.zeros((len(tokens), parameters.hidden_size), np.float32)
     for name, token in (("image", parameters.image_patch_token), ("video", parameters.frame_patch_token)):
@@ -110,7 +91,7 @@ def _media(
     if not kinds.any():
         return kinds, None
     spec = next(each for each in engines.stage("thinker")["embed"].spec.inputs if each.name == "embeds")
-    return kinds, torch.from_numpy(rows).to(engines.device, torch_dtype(spec.dtype))
+    return kinds, torch.from_numpy(rows[kinds != WORD]).to(engines.device, torch_dtype(spec.dtype))
 
 
 def _spans(case: str, tokens: Ints, log: ComparisonLog, parameters: ThinkerParameters) -> list[VisionSpan]:

@@ -2,11 +2,13 @@
 
 A free-running low-precision thinker routes some rows to other experts than float32; values computed from these rows
 cannot be compared. Here such rows resume from the reference, so that every layer of every token and the logits can be.
+Steps are repeated with perturbed inputs, and prompts are run as decode steps, which no loop does: they are built here
+and run by a server's worker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,14 +19,14 @@ from mingc.artifacts.manifest import QuantizationError
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.numerics.tolerances import GRAPH_TOLERANCES
 from mingc.runtime.engines.stage_loader import LoadedStage
-from mingc.runtime.thinker.step import DecodeStep
+from mingc.runtime.prompt import ThinkerPrompt
+from mingc.runtime.thinker.step import DecodeStep, PrefillStep, chunk_embeds
 from mingc.runtime.thinker.worker import StepOptions, ThinkerWorker
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.engines import to_numpy
-from mingc.verify.replays.thinker.batches import Request
 from mingc.verify.replays.thinker.layer_quantization import check_layer_quantization
-from mingc.verify.replays.thinker.prompts import Prompt
 from mingc.verify.replays.thinker.routing_observer import RoutingObserver, observe_stage
+from mingc.verify.replays.thinker.runner import Request
 from mingc.verify.scale import worst_scale
 
 Floats = NDArray[np.float32]
@@ -104,7 +106,7 @@ class ReferenceRoutedThinker:
             options=StepOptions(is_static=False),
         )
 
-    def check(self, case: str, prompts: Sequence[Prompt], log: ComparisonLog) -> RoutingResult:
+    def check(self, case: str, prompts: Sequence[ThinkerPrompt], log: ComparisonLog) -> RoutingResult:
         """Compare reference-routed runs of a case with its references; without recorded layers only count ties."""
         recorded = log.references.get(f"{case}.layer_out")
         if recorded is None or len(prompts) > 1:
@@ -141,7 +143,7 @@ class ReferenceRoutedThinker:
             found.append("the continuation reaches a tie between experts")
         return RoutingResult(waiver=", ".join(found), free_running=free_running)
 
-    def _find_ties(self, prompts: Sequence[Prompt]) -> str:
+    def _find_ties(self, prompts: Sequence[ThinkerPrompt]) -> str:
         """Waiver of prompts without recorded layers; empty when rounding can reroute no row."""
         num_ties = 0
         for prompt in prompts:
@@ -154,18 +156,14 @@ class ReferenceRoutedThinker:
     def run_alone(self, request: Request) -> Floats:
         """Free-running logits (n, V) of each of a request's tokens."""
         self._observer.begin("off")
-        self._prefill(request.beginning, self._worker.max_chunk)
+        self._prefill(request.prompt, self._worker.max_chunk)
         return np.stack([self._decode_token(request, place) for place in range(len(request.tokens))])
 
-    def can_reach(
-        self, request: Request, done: int, logits: Floats, is_near: Callable[[Floats, Floats], bool]
-    ) -> bool:
-        """Whether rounding explains the `logits` (steps, V) of the tokens of `request` from token `done` on."""
+    def can_reach(self, request: Request, logits: Floats, is_near: Callable[[Floats, Floats], bool]) -> bool:
+        """Whether rounding explains the `logits` (steps, V) of the tokens of `request`."""
         self._observer.begin("off")
-        self._prefill(request.beginning, self._worker.max_chunk)
-        for place in range(done):
-            self._decode_token(request, place)
-        for place, wanted in enumerate(logits, start=done):
+        self._prefill(request.prompt, self._worker.max_chunk)
+        for place, wanted in enumerate(logits):
             self._observer.begin("off")
             is_reached = is_near(self._decode_token(request, place), wanted)
             self._observer.begin("perturb")
@@ -178,16 +176,31 @@ class ReferenceRoutedThinker:
         return True
 
     def _decode_token(self, request: Request, place: int) -> Floats:
-        position = len(request.beginning.input_ids) + place
+        position = request.prompt.num_tokens + place
         return self._decode(int(request.tokens[place]), position, position + 1)
 
-    def _prefill(self, prompt: Prompt, size: int) -> list[Floats]:
+    def _prefill(self, prompt: ThinkerPrompt, size: int) -> list[Floats]:
         """Logits (V,) of the last token of every chunk of at most `size` tokens."""
         logits = []
-        for step in prompt.chunks(size, self._pages):
+        for step in self._chunks(prompt, size):
             self._observer.next(int(step.starts[0]), len(step.input_ids))
             logits.append(to_numpy(self._worker.prefill(step))[0].astype(np.float32))
         return logits
+
+    def _chunks(self, prompt: ThinkerPrompt, size: int) -> Iterator[PrefillStep]:
+        """Prefill steps of at most `size` tokens, in order."""
+        for start in range(0, prompt.num_tokens, size):
+            part = slice(start, min(start + size, prompt.num_tokens))
+            yield PrefillStep(
+                input_ids=prompt.input_ids[part],
+                positions=prompt.positions[:, part],
+                embed_kind=prompt.embed_kind[part],
+                embeds=chunk_embeds([(prompt, part)]),
+                counts=np.array([part.stop - start]),
+                starts=np.array([start]),
+                pages=self._pages[None],
+                slots=np.zeros(1, np.int64),
+            )
 
     def _decode(self, token: int, position: int, length: int) -> Floats:
         """Logits (V,) of `token`, the last of `length` tokens."""
@@ -201,7 +214,7 @@ class ReferenceRoutedThinker:
         logits: Floats = to_numpy(self._worker.decode(step))[0].astype(np.float32)
         return logits
 
-    def _decode_prompt(self, prompt: Prompt) -> list[Floats]:
+    def _decode_prompt(self, prompt: ThinkerPrompt) -> list[Floats]:
         """Logits (V,) of every prompt token, each run as a decode step."""
         return [
             self._decode(int(token), int(prompt.positions[0, index]), index + 1)
@@ -209,7 +222,7 @@ class ReferenceRoutedThinker:
         ]
 
     def _compare_runs(
-        self, case: str, prompt: Prompt, reference: _Reference, log: ComparisonLog
+        self, case: str, prompt: ThinkerPrompt, reference: _Reference, log: ComparisonLog
     ) -> tuple[int, Floats]:
         """Compare all kinds of reference-routed runs; returns the largest number of rerouted rows, and the
         last logits (V,).
@@ -223,7 +236,7 @@ class ReferenceRoutedThinker:
             self._observer.begin("follow_reference", reference.layers)
             logits = self._prefill(prompt, size)
             num_rerouted = max(num_rerouted, self._compare(case, reference, logits, how, log))
-        if prompt.embeds is None:
+        if prompt.media_embeds is None:
             self._observer.begin("follow_reference", reference.layers)
             logits = self._decode_prompt(prompt)
             num_rerouted = max(num_rerouted, self._compare(case, reference, logits, ", by decode steps", log))
@@ -264,7 +277,7 @@ class ReferenceRoutedThinker:
             log.tensor(f"{case}.logits", np.stack(logits), reference=reference.every, how=how)
         return num_rerouted
 
-    def _compare_greedy(self, case: str, prompt: Prompt, logits: Floats, log: ComparisonLog) -> int:
+    def _compare_greedy(self, case: str, prompt: ThinkerPrompt, logits: Floats, log: ComparisonLog) -> int:
         """Decode the recorded continuation of a prompt up to the first tie; returns the number of ties."""
         if f"{case}.greedy_ids" not in log:
             return 0

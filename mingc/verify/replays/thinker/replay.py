@@ -1,6 +1,6 @@
 """thinker.safetensors: positions, prefill, KV pages, expert routing and greedy continuations of recorded prompts.
 
-Prompts run through the worker and rank group of a server, with KV pages in reverse order.
+Prompts run through the thinker loop, worker and rank group of a server, with KV pages in reverse order.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mingc.artifacts.parameters import ThinkerParameters
+from mingc.runtime.prompt import ThinkerPrompt
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.engines import Engines
 from mingc.verify.replays.thinker.batches import (
     BatchRun,
     ExplainedByRounding,
-    Request,
     check_alone,
     check_batches,
     plan_requests,
     run_batches,
     step_sizes,
 )
-from mingc.verify.replays.thinker.prompts import Prompt, read_prompts
+from mingc.verify.replays.thinker.prompts import read_prompts
 from mingc.verify.replays.thinker.reference_routing import UNEVEN_CHUNK, ReferenceRoutedThinker, RoutingResult
-from mingc.verify.replays.thinker.runner import ThinkerRunner
+from mingc.verify.replays.thinker.runner import Request, ThinkerRunner
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -38,14 +38,15 @@ _STEPS = "decode steps of several requests"
 def replay(engines: Engines, log: ComparisonLog) -> None:
     """Replay every case alone, in chunks and as a batch; in low precision also with reference routing."""
     parameters = engines.parameters_of("thinker", ThinkerParameters)
-    prompts: dict[str, list[Prompt]] = {}
+    prompts: dict[str, list[ThinkerPrompt]] = {}
     for case in log.cases("input_ids"):
         with log.case(case):
             prompts[case] = read_prompts(case, engines, log, parameters)
     if not prompts:
         return
     sizes = step_sizes(engines.stage("thinker")["decode_attention"].spec.dim("B").buckets)
-    requests = plan_requests([prompt for rows in prompts.values() for prompt in rows], sizes)
+    plan = plan_requests([prompt for rows in prompts.values() for prompt in rows], sizes)
+    requests = [request for batch in plan for request in batch]
     if sizes and not requests:
         log.skip(_STEPS, "no recorded text prompt is long enough")
     routed: dict[str, RoutingResult] = {}
@@ -56,13 +57,13 @@ def replay(engines: Engines, log: ComparisonLog) -> None:
         routed, alone = _replay_with_reference_routing(
             _routed_thinker(engines, parameters, log), prompts, requests, log
         )
-    widest = max(len(requests), *(len(rows) for rows in prompts.values()), 1)
+    widest = max(*(len(batch) for batch in plan), *(len(rows) for rows in prompts.values()), 1)
     run = ThinkerRunner(engines, parameters, rows=widest, longest=_longest(log))
     batches: list[BatchRun] = []
     try:
-        # First, on empty pages: a step that fails to write its row must not find it there.
+        # First, on empty pages: a batch that fails to write its rows must not find them there.
         with log.case(_STEPS):
-            batches = run_batches(run, requests, sizes)
+            batches = run_batches(run, plan)
         for case, rows in prompts.items():
             with log.case(case):
                 if len(rows) == 1:
@@ -73,13 +74,13 @@ def replay(engines: Engines, log: ComparisonLog) -> None:
     with log.case(_STEPS):
         explain: ExplainedByRounding | None = None
         if not is_exact:
-            explain = _rounding_explanation(engines, parameters, requests, log)
+            explain = _rounding_explanation(engines, parameters, log)
             check_alone(batches, alone, explain, log, num_ranks=run.num_ranks)
         check_batches(batches, explain, log, num_ranks=run.num_ranks)
 
 
 def _rounding_explanation(
-    engines: Engines, parameters: ThinkerParameters, requests: Sequence[Request], log: ComparisonLog
+    engines: Engines, parameters: ThinkerParameters, log: ComparisonLog
 ) -> ExplainedByRounding:
     """A function that tests whether rounding explains a batch's logits. Call it after the rank group has closed."""
     thinker = functools.cache(lambda: _routed_thinker(engines, parameters, log))
@@ -87,7 +88,7 @@ def _rounding_explanation(
     def is_near(value: Floats, reference: Floats) -> bool:
         return bool(log.is_near(value, reference))
 
-    return lambda row, done, logits: thinker().can_reach(requests[row], done, logits, is_near)
+    return lambda request, logits: thinker().can_reach(request, logits, is_near)
 
 
 def _routed_thinker(
@@ -107,7 +108,7 @@ def _routed_thinker(
 
 def _replay_with_reference_routing(
     thinker: ReferenceRoutedThinker,
-    prompts: Mapping[str, Sequence[Prompt]],
+    prompts: Mapping[str, Sequence[ThinkerPrompt]],
     requests: Sequence[Request],
     log: ComparisonLog,
 ) -> tuple[dict[str, RoutingResult], list[Floats]]:
@@ -127,11 +128,11 @@ def _longest(log: ComparisonLog) -> int:
 
 
 def _replay_prompt(
-    case: str, prompt: Prompt, run: ThinkerRunner, log: ComparisonLog, routed: RoutingResult | None
+    case: str, prompt: ThinkerPrompt, run: ThinkerRunner, log: ComparisonLog, routed: RoutingResult | None
 ) -> None:
-    num_tokens = len(prompt.input_ids)
+    num_tokens = prompt.num_tokens
     waiver = routed.waiver if routed is not None else ""
-    whole = run.prefill(prompt, 0, run.max_chunk)
+    whole = run.prefill(prompt, run.max_chunk)
     log.tensor(f"{case}.logits_last", whole[-1][None], waiver=waiver)
     # With more than two ranks an all-reduce may sum in another order.
     free_running = routed.free_running if routed is not None and run.num_ranks <= 2 else {}
@@ -150,19 +151,19 @@ def _replay_prompt(
         cached = run.cached(state, num_tokens)
         # This process is rank 0, which holds the first of the sharded heads.
         log.tensor(name, cached, reference=log.references[name][0, : len(cached)])
-    uneven = run.prefill(prompt, 0, UNEVEN_CHUNK)[-1][None]
+    uneven = run.prefill(prompt, UNEVEN_CHUNK)[-1][None]
     log.tensor(f"{case}.logits_last", uneven, how="in uneven chunks", waiver=waiver)
     if UNEVEN_CHUNK in free_running:
         how = "in uneven chunks, sequential ranks"
         log.tensor(f"{case}.logits_last", uneven[0], reference=free_running[UNEVEN_CHUNK], how=how)
     if f"{case}.logits" in log:
-        single = np.stack(run.prefill(prompt, 0, 1))[None]
+        single = np.stack(run.prefill(prompt, 1))[None]
         log.tensor(f"{case}.logits", single, how="token by token", waiver=waiver)
 
 
 def _replay_greedy(
     case: str,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[ThinkerPrompt],
     run: ThinkerRunner,
     log: ComparisonLog,
     routed: RoutingResult | None,

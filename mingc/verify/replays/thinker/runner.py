@@ -1,28 +1,52 @@
-"""Runs recorded prompts through a server's worker and rank group, with KV pages in reverse order."""
+"""Runs recorded prompts through a server's thinker loop, with KV pages in reverse order.
+
+Scheduling, chunks, page tables, positions and sampling are those of `ThinkerLoop`. `StepRecorder` stands between the
+loop and the worker or rank group: it keeps the logits of every step, and can force the next token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import queue
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from mingc.artifacts.parameters import ThinkerParameters
+from mingc.errors import WorkerError
 from mingc.runtime.engines.stage_loader import LoadedStage
+from mingc.runtime.kv_cache import PagePool
+from mingc.runtime.prompt import ThinkerPrompt
+from mingc.runtime.request import SamplingParams
+from mingc.runtime.request_stream import FailedItem, Item, TokenItem
+from mingc.runtime.thinker.loop import StepRunner, ThinkerLoop
+from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
+from mingc.runtime.thinker.scheduler import ThinkerPlan, ThinkerScheduler
 from mingc.runtime.thinker.startup import create_worker
-from mingc.runtime.thinker.step import DecodeStep
-from mingc.runtime.thinker.worker import ThinkerWorker
+from mingc.runtime.thinker.step import DecodeStep, PrefillStep
+from mingc.runtime.thinker.worker import LaunchedTokens, ThinkerWorker
 from mingc.verify.engines import Engines, to_numpy
-from mingc.verify.replays.thinker.prompts import Prompt
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
+_LIMIT_S = 600.0  # for the next token of any request; a step of the released dims takes milliseconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Request:
+    """A prompt, and its next tokens (n,): the answer is forced to begin with them."""
+
+    prompt: ThinkerPrompt
+    tokens: Ints
+
 
 class ThinkerRunner:
-    """The workers of all ranks, and the KV pages of the prompts.
+    """The workers of all ranks; each call runs its prompts in a thinker loop of its own.
 
     Args:
         rows: most prompts that run together.
@@ -31,8 +55,7 @@ class ThinkerRunner:
 
     def __init__(self, engines: Engines, parameters: ThinkerParameters, *, rows: int, longest: int) -> None:
         self._parameters = parameters
-        self._pages_each = -(-longest // parameters.page_size)
-        num_pages = 1 + rows * self._pages_each
+        self._num_pages = num_pages = 1 + rows * -(-longest // parameters.page_size)
 
         def start(stage: LoadedStage) -> ThinkerWorker:
             self._worker = create_worker(
@@ -53,53 +76,40 @@ class ThinkerRunner:
             )
         else:
             start(engines.stage("thinker"))
-        self._runner: ThinkerWorker | RankGroup = self._group or self._worker
+        self._recorder = StepRecorder(self._group or self._worker)
         self.max_chunk = self._worker.max_chunk
 
     def close(self) -> None:
         if self._group is not None:
             self._group.close()
 
-    def pages(self, row: int) -> Ints:
-        """The pages of a prompt, last page first, so that memory order differs from token order."""
-        first = 1 + row * self._pages_each
-        return np.arange(first, first + self._pages_each)[::-1].copy()
-
-    def prefill(self, prompt: Prompt, row: int, chunk: int) -> list[Floats]:
+    def prefill(self, prompt: ThinkerPrompt, chunk: int) -> list[Floats]:
         """Logits (V,) of the last token of every chunk of at most `chunk` tokens."""
-        return [
-            to_numpy(self._runner.prefill(step))[0].astype(np.float32)
-            for step in prompt.chunks(chunk, self.pages(row))
-        ]
+        self._run([prompt], max_tokens=1, chunk=chunk)
+        return [logits[0] for logits in self._recorder.prefills]
 
-    def decode(self, rows: Ints, input_ids: Ints, positions: Ints, lengths: Ints) -> Floats:
-        """Logits (n, V) of one token of each prompt in `rows` (n,); `lengths` include the token."""
-        step = DecodeStep(
-            input_ids=input_ids,
-            positions=positions,
-            lengths=lengths,
-            pages=np.stack([self.pages(int(row)) for row in rows]),
-        )
-        return to_numpy(self._runner.decode(step))[: len(rows)].astype(np.float32)
-
-    def greedy(self, prompts: Sequence[Prompt], steps: int) -> tuple[Ints, Floats]:
+    def greedy(self, prompts: Sequence[ThinkerPrompt], steps: int) -> tuple[Ints, Floats]:
         """Greedy continuation of all prompts together: ids (B, steps) and logits (B, steps, V)."""
-        logits = [
-            np.stack([self.prefill(prompt, row, self.max_chunk)[-1] for row, prompt in enumerate(prompts)])
-        ]
-        ids = [logits[0].argmax(axis=1)]
-        lengths = np.array([len(prompt.input_ids) for prompt in prompts])
-        deltas = np.array([prompt.rope_delta for prompt in prompts])
-        for _ in range(steps - 1):
-            logits.append(self.decode(np.arange(len(prompts)), ids[-1], lengths + deltas, lengths + 1))
-            ids.append(logits[-1].argmax(axis=1))
-            lengths = lengths + 1
-        return np.stack(ids, axis=1), np.stack(logits, axis=1)
+        answers = self._run(prompts, max_tokens=steps, chunk=self.max_chunk)
+        ids = np.array([[item.token for item in answer] for answer in answers], np.int64)
+        logits = np.stack([np.stack([_logits(item) for item in answer]) for answer in answers])
+        return ids, logits
+
+    def force(self, requests: Sequence[Request]) -> Floats:
+        """Logits (n, B, V) after each of the requests' tokens (n,), all requests in one decode batch."""
+        (steps,) = {len(request.tokens) for request in requests}
+        prompts = [request.prompt for request in requests]
+        tokens = [request.tokens for request in requests]
+        self._run(prompts, max_tokens=steps + 1, chunk=self.max_chunk, forced=tokens)
+        decodes = self._recorder.decodes
+        assert [len(rows) for rows, _ in decodes] == [len(requests)] * steps, "one batch a step"
+        return np.stack([logits[np.argsort(rows)] for rows, logits in decodes])
 
     def cached(self, name: str, num_tokens: int) -> NDArray[np.generic]:
-        """KV state `name` (heads, num_tokens, head_dim) of the first prompt, in token order."""
+        """KV state `name` (heads, num_tokens, head_dim) of the last prompt, in token order."""
         size = self._parameters.page_size
-        rows = (self.pages(0)[:, None] * size + np.arange(size)).reshape(-1)[:num_tokens]
+        pages = self._recorder.pages
+        rows = (pages[:, None] * size + np.arange(size)).reshape(-1)[:num_tokens]
         cached: NDArray[np.generic] = to_numpy(self._worker.state[name])[rows].swapaxes(0, 1)
         return cached
 
@@ -110,3 +120,152 @@ class ThinkerRunner:
             return None
         ids, weights = (torch.stack([each[index][:num_tokens] for each in routes]) for index in (0, 1))
         return to_numpy(ids).astype(np.int64), to_numpy(weights).astype(np.float32)
+
+    def _run(
+        self,
+        prompts: Sequence[ThinkerPrompt],
+        *,
+        max_tokens: int,
+        chunk: int,
+        forced: Sequence[Ints] | None = None,
+    ) -> list[list[TokenItem]]:
+        """Run the prompts in a new loop over the same workers. Returns the tokens of each."""
+        pool = PagePool(self._num_pages, self._parameters.page_size)
+        _reverse(pool)
+        scheduler = _TogetherScheduler(
+            pool,
+            max_running=len(prompts),
+            chunk=replace(
+                self._worker.chunk,
+                max_rows=chunk,
+                max_prompts=self._worker.chunk.max_prompts if chunk == self.max_chunk else 1,
+                two_batch_rows=0,
+            ),
+            prefill_policy=ChunkedPrefillPolicy(num_layer_groups=self._recorder.num_layer_groups),
+            max_context=pool.max_tokens,
+            max_waiting=len(prompts),
+        )
+        loop = ThinkerLoop(self._recorder, scheduler, stop_ids=(), vocab_size=self._parameters.vocab_size)
+        items: queue.Queue[tuple[int, Item]] = queue.Queue()
+        sampling = SamplingParams(max_tokens=max_tokens)
+        # In reverse order, so that the row of a batch differs from the request's number.
+        ids = {
+            row: loop.submit(
+                prompts[row], sampling, 0, partial(_emit, items, row), records_logits=forced is None
+            )
+            for row in reversed(range(len(prompts)))
+        }
+        self._recorder.begin(lambda page: _owner(pool, ids, page), prompts, forced)
+        loop.start()
+        try:
+            return _collect(items, len(prompts))
+        finally:
+            loop.stop(_LIMIT_S)
+
+
+class StepRecorder:
+    """The step runner of a thinker loop whose host samples: passes steps to `runner` and keeps their logits.
+
+    Attributes:
+        prefills: logits (s, V) after each chunk.
+        decodes: prompt numbers (n,) and logits (n, V) of each decode step.
+        pages: KV pages of the last chunk's first prompt, in token order.
+    """
+
+    samples_on_device = False
+
+    def __init__(self, runner: StepRunner) -> None:
+        self._runner = runner
+        self.device = runner.device
+        self.num_layer_groups = runner.num_layer_groups
+        self.latency_model = None
+        self.begin(lambda page: 0, (), None)
+
+    def begin(
+        self, find_row: Callable[[int], int], prompts: Sequence[ThinkerPrompt], forced: Sequence[Ints] | None
+    ) -> None:
+        """Forget the steps so far. `find_row` maps the first page of a prompt to its number."""
+        self._find_row, self._prompts, self._forced = find_row, prompts, forced
+        self.prefills: list[Floats] = []
+        self.decodes: list[tuple[Ints, Floats]] = []
+        self.pages: Ints = np.zeros(0, np.int64)
+
+    def prefill(self, step: PrefillStep) -> torch.Tensor:
+        logits = self._runner.prefill(step)
+        if len(logits):
+            self.prefills.append(to_numpy(logits).astype(np.float32))
+            self.pages = step.pages[0].copy()
+        return self._force(logits, self._rows(step.pages), step.starts + step.counts)
+
+    def decode(self, step: DecodeStep) -> torch.Tensor:
+        logits, rows = self._runner.decode(step)[: len(step.input_ids)], self._rows(step.pages)
+        self.decodes.append((rows, to_numpy(logits).astype(np.float32)))
+        return self._force(logits, rows, step.lengths)
+
+    def launch_decode(self, step: DecodeStep, *, with_logits: bool = False) -> LaunchedTokens:
+        raise AssertionError("the host samples")
+
+    def launch_prefill(self, step: PrefillStep, *, with_logits: bool = False) -> LaunchedTokens:
+        raise AssertionError("the host samples")
+
+    def _rows(self, pages: Ints) -> Ints:
+        return np.array([self._find_row(int(page)) for page in pages[:, 0]], np.int64)
+
+    def _force(self, logits: torch.Tensor, rows: Ints, lengths: Ints) -> torch.Tensor:
+        """`logits` (n, V), or others whose largest value is at the forced token of each row."""
+        if self._forced is None or not len(logits):
+            return logits
+        forced = torch.zeros_like(logits)
+        for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            index = int(length) - self._prompts[row].num_tokens
+            if 0 <= index < len(self._forced[row]):
+                forced[place, int(self._forced[row][index])] = 1.0
+        return forced
+
+
+class _TogetherScheduler(ThinkerScheduler):
+    """Decodes when no prompt is left to prefill, so that the batch is as large as the number of prompts."""
+
+    def plan(self) -> ThinkerPlan:
+        plan = super().plan()
+        return plan if plan.prefill is None else replace(plan, decode=())
+
+
+def _reverse(pool: PagePool) -> None:
+    """Let a new pool allocate its last page first, so that memory order differs from token order."""
+    owners = range(pool.num_free)
+    for owner in owners:
+        pool.extend(owner, 1)
+    for owner in owners:
+        pool.free(owner)
+
+
+def _owner(pool: PagePool, ids: dict[int, int], page: int) -> int:
+    """The number of the prompt whose first page is `page`."""
+    return next(row for row, request in ids.items() if page in pool.pages(request)[:1])
+
+
+def _emit(items: queue.Queue[tuple[int, Item]], row: int, item: Item) -> None:
+    items.put((row, item))
+
+
+def _collect(items: queue.Queue[tuple[int, Item]], num_requests: int) -> list[list[TokenItem]]:
+    """The tokens of every request. Raises: the error of a request that failed, or WorkerError after `_LIMIT_S`."""
+    answers: list[list[TokenItem]] = [[] for _ in range(num_requests)]
+    num_running = num_requests
+    while num_running:
+        try:
+            row, item = items.get(timeout=_LIMIT_S)
+        except queue.Empty:
+            raise WorkerError(f"the thinker made no token for {_LIMIT_S:.0f} s", where="thinker") from None
+        if isinstance(item, FailedItem):
+            raise item.error
+        assert isinstance(item, TokenItem), "the thinker emits tokens"
+        answers[row].append(item)
+        num_running -= item.finish is not None
+    return answers
+
+
+def _logits(item: TokenItem) -> Floats:
+    assert item.logits is not None, "the request records logits"
+    return item.logits
