@@ -39,6 +39,7 @@ class TalkerEngines:
     Args:
         talker, cfm, audio_vae: stages with the graphs `prefill`/`step`, `sample`, `stream`.
         num_slots: slots to allocate, including slot 0 (padding).
+        is_captured: None: on CUDA.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class TalkerEngines:
         flow: CfmParameters,
         num_slots: int,
         device: torch.device,
+        is_captured: bool | None = None,
     ) -> None:
         self.device = device
         self._prefill, self._step = talker["prefill"], talker["step"]
@@ -68,7 +70,7 @@ class TalkerEngines:
         largest = next((size for size in sizes if size >= num_slots - 1), sizes[-1])
         self.batch_sizes = [size for size in sizes if size <= largest]
         self.chunk_sizes = sorted(self._prefill.spec.dim("T").buckets)
-        self._is_cuda = device.type == "cuda"
+        self._is_captured = device.type == "cuda" if is_captured is None else is_captured
         self._busy: set[torch.cuda.Stream] = set()
         self._patches = PatchPipeline(
             self,
@@ -76,8 +78,9 @@ class TalkerEngines:
             num_steps=flow.num_steps,
             patch=(flow.latents_per_patch, flow.latent_dim),
             device=device,
+            is_captured=self._is_captured,
         )
-        self._lanes = [self._make_lane(device) for _ in range(_NUM_LANES if self._is_cuda else 1)]
+        self._lanes = [self._make_lane(device) for _ in range(_NUM_LANES if self._is_captured else 1)]
 
     def launch(self, size: int, inputs: Mapping[str, Tensor]) -> LaunchedPatch:
         """Launch one patch of `size` rows, after all prompts launched so far. See `PatchPipeline.launch`."""
@@ -104,7 +107,7 @@ class TalkerEngines:
 
     def _make_lane(self, device: torch.device) -> _Lane:
         # Graphs that run concurrently must not share memory for intermediates, so each lane has a pool.
-        pool = GraphPool(device) if self._is_cuda else None
+        pool = GraphPool(device) if self._is_captured else None
         prompts = {
             size: GraphRunner(
                 self._prompt_shapes(size),
@@ -115,7 +118,7 @@ class TalkerEngines:
             )
             for size in reversed(self.chunk_sizes)
         }
-        stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(device) if self._is_captured else None  # type: ignore[no-untyped-call]
         return _Lane(stream=stream, prompts=prompts)
 
     @contextmanager

@@ -67,6 +67,7 @@ class PatchPipeline:
         sizes: batch sizes.
         num_steps: steps of the sampler.
         patch: shape (P, C) of a patch's latents.
+        is_captured: None: on CUDA.
     """
 
     def __init__(
@@ -77,10 +78,12 @@ class PatchPipeline:
         num_steps: int,
         patch: tuple[int, int],
         device: torch.device,
+        is_captured: bool | None = None,
     ) -> None:
         self._model = model
+        self._device = device
         self._sizes: dict[int, _SplitPatch | _WholePatch] = {}
-        if device.type != "cuda":
+        if not (device.type == "cuda" if is_captured is None else is_captured):
             return
         decoder = _Decoder(device)
         # The largest first, so that the others fit into the memory it has taken.
@@ -98,6 +101,7 @@ class PatchPipeline:
         """
         if self._sizes:
             return LaunchedPatch(host_copy=self._sizes[size].launch(inputs))
+        inputs = {name: value.to(self._device) for name, value in inputs.items()}
         sampled = self._model.sample(inputs)
         samples = _decode(self._model, sampled["latents"], inputs)
         self._model.advance(sampled, inputs)

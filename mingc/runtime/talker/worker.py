@@ -105,6 +105,7 @@ class TalkerWorker:
         talker, cfm, audio_vae: stages with the graphs `prefill`/`step`, `sample`, `stream`.
         num_slots: slots to allocate, including slot 0 (padding).
         depth: most patches in flight; None: 2 on a GPU, 1 on the CPU.
+        is_captured: run prompts and patches as captured CUDA graphs; None: on CUDA.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class TalkerWorker:
         num_slots: int,
         device: torch.device,
         depth: int | None = None,
+        is_captured: bool | None = None,
     ) -> None:
         self.parameters = parameters
         self.flow = flow
@@ -136,6 +138,7 @@ class TalkerWorker:
                 flow=flow,
                 num_slots=num_slots,
                 device=device,
+                is_captured=is_captured,
             )
         self.max_batch = self._engines.batch_sizes[-1]
         self._running: dict[int, _Running] = {}

@@ -15,10 +15,10 @@ from mingc.artifacts.parameters import VaeParameters
 from mingc.runtime.text.silence import FRAME_S, LOUD_MEAN, TAIL_S, SilenceHolder
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.engines import Engines, pad_rows, to_numpy
+from mingc.verify.replays.speech_runner import STAGES, SpeechRunner
 
 _NO_WINDOW = "recorded with the sliding window turned off, contrary to the checkpoint's config"
 _HOLDER_BUG = "the reference loses or repeats silence here; the corrected rule is checked instead"
-_SLOT = 1
 
 Floats = NDArray[np.float32]
 
@@ -51,32 +51,6 @@ def _samples_encoded(engines: Engines) -> int:
 def _frames_per_latent(engines: Engines) -> int:
     parameters = engines.parameters_of("audio_vae", VaeParameters)
     return parameters.frames_per_latent
-
-
-def stream_wave(engines: Engines, latents: Floats) -> Floats:
-    """Decode latents (T, 64) one patch at a time with carried state; returns the wave (n,)."""
-    parameters = engines.parameters_of("audio_vae", VaeParameters)
-    stage = engines.stateful_stage("audio_vae")
-    graph = stage["stream"]
-    state = stage.allocate_state({"S": 2}, engines.device)
-    patch = latents_per_patch(engines)
-    rows = engines.padded_size(graph, "B", 1)
-    pieces = []
-    for index in range(len(latents) // patch):
-        slots, indices = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
-        slots[0], indices[0] = _SLOT, index
-        part = latents[None, index * patch : (index + 1) * patch]
-        outputs = graph.run(
-            latents=engines.put(pad_rows(part, rows), graph, "latents"),
-            slots=engines.put(slots, graph, "slots"),
-            patch_index=engines.put(indices, graph, "patch_index"),
-            **state,
-        )
-        start = max(0, parameters.tail_samples - index * patch * parameters.samples_per_latent)
-        is_last = (index + 1) * patch == len(latents)
-        end = patch * parameters.samples_per_latent + (parameters.tail_samples if is_last else 0)
-        pieces.append(to_numpy(outputs["samples"])[0, start:end])
-    return np.concatenate(pieces).astype(np.float32)
 
 
 def latents_per_patch(engines: Engines) -> int:
@@ -113,7 +87,11 @@ def _replay_decode(engines: Engines, log: ComparisonLog) -> None:
     if len(latents) % latents_per_patch(engines):
         log.skip("dec.stream", f"{len(latents)} latents are not a whole number of patches")
         return
-    streamed = stream_wave(engines, latents)
+    if not engines.has(*STAGES):
+        log.skip("dec.stream", f"speech needs the stages {', '.join(STAGES)}")
+        return
+    # As the talker streams the patches of a segment.
+    streamed = SpeechRunner(engines).decode(latents.reshape(-1, latents_per_patch(engines), latents.shape[1]))
     log.tensor("dec.sliding.wav", streamed[None, None], how="streamed in patches")
     if offline is not None:
         log.tensor("dec.stream = dec.offline", streamed[None, None], reference=offline)

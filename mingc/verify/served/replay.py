@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +23,7 @@ from mingc.runtime.request import (
 )
 from mingc.runtime.service.omni import OmniService
 from mingc.verify.comparison_log import ComparisonLog
+from mingc.verify.recorded_noise import RecordedNoise
 from mingc.verify.served.cases import ServedCase, ServedGoldens
 from mingc.verify.served.conversion import decoded_messages, speech_params
 
@@ -35,34 +36,6 @@ _LIMIT_S = 300.0  # of one request
 # In low precision rounding routes tokens to other experts, and then the answer is another one. Shares of the recorded
 # tokens and patches that must be found within the tolerance, before the first difference of a request.
 MIN_SHARE_LOW_PRECISION = 0.5
-
-
-@dataclass(slots=True)
-class RecordedNoise:
-    """Noise of all patches of a request in order, as recorded.
-
-    Args:
-        patches: number of patches of each segment.
-        start_noise: (n, P, C).
-        step_noise: (n, steps, P, C).
-    """
-
-    patches: Sequence[int]
-    start_noise: Floats
-    step_noise: Floats
-
-    def start(self, segment: int, patch: int, shape: tuple[int, ...]) -> Floats:
-        return self._at(self.start_noise, segment, patch, shape)
-
-    def diffusion(self, segment: int, patch: int, shape: tuple[int, ...]) -> Floats:
-        return self._at(self.step_noise, segment, patch, shape)
-
-    def _at(self, noise: Floats, segment: int, patch: int, shape: tuple[int, ...]) -> Floats:
-        """Zeros after the last recorded patch, where a surplus patch is computed and discarded."""
-        if segment >= len(self.patches) or patch >= self.patches[segment]:
-            return np.zeros(shape, np.float32)
-        found: Floats = noise[sum(self.patches[:segment]) + patch]
-        return found
 
 
 @dataclass(slots=True)
