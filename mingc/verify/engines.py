@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -17,17 +15,6 @@ from mingc.runtime.engines.stage_loader import LoadedStage, load_stage
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
 
 _Parameters = TypeVar("_Parameters")
-
-
-@dataclass(frozen=True)
-class StatefulStage(LoadedStage):
-    """A stage that keeps the state it allocated, so that a replay can read it after a run."""
-
-    state: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def allocate_state(self, dims: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:
-        self.state.update(LoadedStage.allocate_state(self, dims, device))
-        return self.state
 
 
 class Engines:
@@ -68,11 +55,6 @@ class Engines:
     def rank_stage(self, name: str, rank: int) -> LoadedStage:
         """The shard of `rank` of a stage, loaded on that rank's device."""
         return load_stage(self.artifact, name, self.rank_devices()[rank], rank=rank)
-
-    def stateful_stage(self, name: str) -> StatefulStage:
-        """The same engines with separate state."""
-        stage = self.stage(name)
-        return StatefulStage(name, stage.graphs, stage.weights)
 
     def tokenizer(self, name: str) -> TextTokenizer | None:
         """The tokenizer of `thinker` or `talker`; None when the artifact has none."""

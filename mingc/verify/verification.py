@@ -31,7 +31,7 @@ _GOLDEN_FILES = {
     "audio.safetensors": None,
     "thinker.safetensors": "thinker.json",
     "talker.safetensors": "talker.json",
-    "vae.safetensors": "vae.json",
+    "vae.safetensors": None,
     "text.json": "text.json",
 }
 
@@ -155,7 +155,7 @@ def _replay_reference(artifact: Artifact, folder: Path, progress: Callable[[str]
         "audio.safetensors": (("audio_encoder",), lambda a, b: audio.replay(engines, a)),
         "thinker.safetensors": (("thinker",), lambda a, b: thinker.replay(engines, a)),
         "talker.safetensors": (("talker", "cfm"), lambda a, b: talker.replay(engines, a, b)),
-        "vae.safetensors": (("audio_vae",), lambda a, b: vae.replay(engines, a, b)),
+        "vae.safetensors": (("audio_vae",), lambda a, b: vae.replay(engines, a)),
         "text.json": ((), lambda a, b: text.replay(a, b)),
     }
     results = []

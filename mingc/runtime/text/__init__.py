@@ -1,1 +1,1 @@
-"""Text of spoken answers: normalisation, segmentation, stream filters, silence between chunks."""
+"""Text of spoken answers: normalisation, segmentation, stream filters."""

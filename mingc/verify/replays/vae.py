@@ -1,24 +1,20 @@
-"""vae.safetensors and vae.json: offline and streamed decoding, encoding, and the silence holder.
+"""vae.safetensors: offline and streamed decoding, and encoding.
 
 The references contain two variants of the network, with and without its sliding window; the config asks for the window.
+Those of the reference's silence holder (`sil.*`) are left out: a server sends every sample.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mingc.artifacts.parameters import VaeParameters
-from mingc.runtime.text.silence import FRAME_S, LOUD_MEAN, TAIL_S, SilenceHolder
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.engines import Engines, pad_rows, to_numpy
 from mingc.verify.replays.speech_runner import STAGES, SpeechRunner
 
 _NO_WINDOW = "recorded with the sliding window turned off, contrary to the checkpoint's config"
-_HOLDER_BUG = "the reference loses or repeats silence here; the corrected rule is checked instead"
 
 Floats = NDArray[np.float32]
 
@@ -59,16 +55,13 @@ def latents_per_patch(engines: Engines) -> int:
     return int(spec.shape[1])
 
 
-def replay(engines: Engines, log: ComparisonLog, chunks: Mapping[str, Any]) -> None:
-    """Replay decoding, encoding and silence; `chunks` is vae.json, the latents and samples of each chunk."""
+def replay(engines: Engines, log: ComparisonLog) -> None:
+    """Replay decoding and encoding."""
     with log.case("dec.*"):
         _replay_decode(engines, log)
     for case in log.cases("noise"):
         with log.case(case):
             _replay_encode(case, engines, log)
-    for case in log.cases("in"):
-        with log.case(case):
-            _replay_holder(case, log, chunks)
 
 
 def _replay_decode(engines: Engines, log: ComparisonLog) -> None:
@@ -145,37 +138,3 @@ def _replay_encode(case: str, engines: Engines, log: ComparisonLog) -> None:
         log.tensor(f"{case}.params", made["mean"][None], reference=mean, how="mean")
     if f"{case}.frame_num" in log:
         log.ids(f"{case}.frame_num", [-(-num_frames(engines, wave) // _frames_per_latent(engines))])
-
-
-def follows_silence_rule(wave: Floats, kept: Floats, rate: int) -> bool:
-    """Whether `kept` (m,) is the beginning of `wave` (n,), and every frame of the dropped tail is silent."""
-    if kept.size > wave.size or not np.array_equal(kept, wave[: kept.size]):
-        return False
-    dropped, frame = wave[kept.size :], int(rate * FRAME_S)
-    frames = np.split(np.abs(dropped), range(frame, dropped.size, frame))
-    return all(each.mean() <= LOUD_MEAN for each in frames if each.size)
-
-
-def _replay_holder(case: str, log: ComparisonLog, chunks: Mapping[str, Any]) -> None:
-    """Silence holder: identical to the reference where the reference is right; the corrected rule everywhere."""
-    if case not in chunks:
-        log.skip(case, "its chunk sizes are not recorded")
-        return
-    wave = log.input(f"{case}.in")[0].astype(np.float32)
-    rate, sizes = int(chunks[case]["sample_rate"]), [int(each["chunk"]) for each in chunks[case]["chunks"]]
-    holder = SilenceHolder(rate)
-    parts = np.split(wave, np.cumsum(sizes)[:-1])
-    outputs = [holder.push(part, index + 1 == len(parts)) for index, part in enumerate(parts)]
-    log.rule(
-        f"{case} rule",
-        follows_silence_rule(wave, np.concatenate(outputs), rate),
-        f"samples leave in order, none lost or repeated; only silence behind the last {TAIL_S} s is dropped",
-    )
-    names = [f"{case}.out{index}" for index in range(len(outputs))]
-    recorded = np.concatenate([log.references[name][0] for name in names])
-    is_right = recorded.size <= wave.size and np.array_equal(recorded, wave[: recorded.size])
-    for name, output in zip(names, outputs, strict=True):
-        if is_right or np.array_equal(output, log.references[name][0]):
-            log.ids(name, output[None], how="samples")
-        else:
-            log.expect_difference(name, output[None], _HOLDER_BUG)
