@@ -372,11 +372,24 @@ def _export(recipe: ExportRecipe) -> ExportReport:
 @click.option(
     "--check-hashes/--no-check-hashes", default=True, help="Compare the hash of every file before loading."
 )
+@click.option(
+    "--require-signature",
+    "public_key",
+    metavar="PUBKEY",
+    show_default="none",
+    help="Serve only a bundle signed with this key: a file, or the line that minisign prints.",
+)
 @_common
 def serve_command(
-    as_json: bool, artifact: Path, log_level: Any, log_format: Any, is_self_checked: bool, **options: Any
+    as_json: bool,
+    artifact: Path,
+    log_level: Any,
+    log_format: Any,
+    is_self_checked: bool,
+    public_key: str | None,
+    **options: Any,
 ) -> int:
-    """Serve ARTIFACT over an OpenAI-compatible HTTP interface.
+    """Serve ARTIFACT, a folder or a packed bundle, over an OpenAI-compatible HTTP interface.
 
     Prints its address on stdout when it is ready. After SIGTERM requests are served for --drain-seconds, then, and at
     once after Ctrl-C, the port is closed, and running requests may continue for --shutdown-timeout seconds; a second
@@ -403,6 +416,8 @@ def serve_command(
     configure_logging(log_level, log_format)
     for resolved in (http, engines):
         show(resolved, as_json=False, stream=sys.stderr)
+    if public_key is not None:
+        _require_signature(artifact, public_key, is_hashed=engines.check_hashes)
     keys = ApiKeys(http.api_key_file)
     connection_limit(http.max_connections)  # fails before anything slow
     listener = bind_socket(http.host, http.port)
@@ -423,6 +438,18 @@ def serve_command(
     finally:
         gc.unfreeze()  # engines remove their unpacked files when they are collected
     return 0 if ended_in_order else EXIT_INTERRUPTED
+
+
+def _require_signature(artifact: Path, public_key: str, *, is_hashed: bool) -> None:
+    from mingc.bundles.signatures import require_signature
+
+    if not is_hashed:
+        raise ConfigError(
+            "a signature says nothing of files whose hashes are not compared",
+            where="--require-signature",
+            fix="leave --no-check-hashes out",
+        )
+    step_logger("serve")(f"signature: {require_signature(artifact, public_key)}")
 
 
 def _is_as_recorded(service: OmniService, artifact: Path, clock: StartupClock) -> bool:
@@ -563,7 +590,7 @@ def probe_command(
 
 @commands.group("bundle")
 def bundle_commands() -> None:
-    """Look at artifacts."""
+    """Look at artifacts; pack them into one file, sign, verify and unpack it."""
 
 
 @bundle_commands.command("inspect")
@@ -576,6 +603,97 @@ def inspect_command(as_json: bool, artifact: Path) -> int:
     from mingc.console.report import show
 
     show(summarize(open_artifact(artifact)), as_json=as_json)
+    return 0
+
+
+@bundle_commands.command("pack")
+@click.argument("artifact", type=_PATH)
+@click.argument("output", type=_PATH)
+@click.option("--force", is_flag=True, help="Replace a bundle that is already there.")
+@_common
+def pack_command(as_json: bool, artifact: Path, output: Path, force: bool) -> int:
+    """Write the folder ARTIFACT to the one file OUTPUT.
+
+    Files lie in it as they are, at multiples of 4,096 bytes: `mingc serve OUTPUT` maps weights where they lie. An
+    interrupted pack continues when the same command runs again.
+    """
+    from mingc.bundles.packing import pack
+    from mingc.console.report import show
+
+    show(pack(artifact, output, {}, replace_existing=force, log=step_logger("pack")), as_json=as_json)
+    return 0
+
+
+@bundle_commands.command("unpack")
+@click.argument("bundle", type=_PATH)
+@click.argument("output", type=_PATH)
+@click.option("--force", is_flag=True, help="Replace an artifact that is already there.")
+@click.option(
+    "--share/--no-share",
+    "is_shared",
+    default=True,
+    help="Link files from 1 MiB on to .mingc-files beside OUTPUT, so that bundles have equal weights once.",
+)
+@_common
+def unpack_command(as_json: bool, bundle: Path, output: Path, force: bool, is_shared: bool) -> int:
+    """Write the files of the packed BUNDLE to the folder OUTPUT, comparing every hash.
+
+    The folder appears when it is complete. An interrupted unpack continues when the same command runs again.
+    """
+    from mingc.bundles.unpacking import unpack
+    from mingc.console.report import show
+
+    report = unpack(bundle, output, replace_existing=force, is_shared=is_shared, log=step_logger("unpack"))
+    show(report, as_json=as_json)
+    return 0
+
+
+@bundle_commands.command("keygen")
+@click.argument("key", type=_PATH)
+@_common
+def keygen_command(as_json: bool, key: Path) -> int:
+    """Write a new pair of keys for signatures: the secret file KEY, without a password, and beside it KEY.pub.
+
+    Keys of `minisign -G` may be used as well.
+    """
+    from mingc.bundles.signatures import generate_keys
+    from mingc.console.report import show
+
+    show(generate_keys(key), as_json=as_json)
+    return 0
+
+
+@bundle_commands.command("sign")
+@click.argument("bundle", type=_PATH)
+@click.option(
+    "--secret-key",
+    type=_PATH,
+    required=True,
+    help="Secret key in minisign's format; MINGC_SIGN_PASSWORD has its password, if it has one.",
+)
+@click.option(
+    "--comment", show_default="model and version", help="Line that the signature covers, such as a version."
+)
+@_common
+def sign_command(as_json: bool, bundle: Path, secret_key: Path, comment: str | None) -> int:
+    """Sign BUNDLE, packed or unpacked: Ed25519 in minisign's format over bundle.json, which has all hashes."""
+    from mingc.bundles.signatures import sign_bundle
+    from mingc.console.report import show
+
+    show(sign_bundle(bundle, secret_key, comment), as_json=as_json)
+    return 0
+
+
+@bundle_commands.command("verify-signature")
+@click.argument("bundle", type=_PATH)
+@click.option("--public-key", required=True, help="Public key: a file, or the line that minisign prints.")
+@_common
+def verify_signature_command(as_json: bool, bundle: Path, public_key: str) -> int:
+    """Check the signature of BUNDLE, packed or unpacked, and the hash of every file. Needs no torch."""
+    from mingc.bundles.signatures import verify_signature
+    from mingc.console.report import show
+
+    show(verify_signature(bundle, public_key), as_json=as_json)
     return 0
 
 

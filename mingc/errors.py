@@ -10,6 +10,7 @@ MingcError                 exit code 1
 ├── ArtifactError          an artifact on disk
 │   ├── ManifestError      the manifest cannot be read
 │   ├── IntegrityError     a file is missing or changed
+│   ├── SignatureError     a signature is missing, or not made over these files by this key
 │   └── IncompatibleError  the artifact was built for something else
 └── ServeError             a running server; each has an HTTP status
     ├── RequestError       a fault of the client (400 by default)
@@ -96,6 +97,10 @@ class ManifestError(ArtifactError):
 
 class IntegrityError(ArtifactError):
     """A file of the artifact is missing or does not have the recorded size or hash."""
+
+
+class SignatureError(ArtifactError):
+    """A signature is missing, cannot be read, or was not made over this content by the given key."""
 
 
 class IncompatibleError(ArtifactError):

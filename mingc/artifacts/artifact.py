@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
 import secrets
@@ -11,37 +10,67 @@ import shlex
 import shutil
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mingc.artifacts.manifest import FILE_NAME, FileRecord, Fingerprint, Manifest, read_manifest
+from mingc.artifacts.file_cache import file_copy
+from mingc.artifacts.file_region import FileRegion
+from mingc.artifacts.manifest import (
+    FILE_NAME,
+    FileRecord,
+    Fingerprint,
+    Manifest,
+    parse_manifest,
+    read_manifest,
+)
+from mingc.artifacts.packed_file import PackedFile, open_packed
 from mingc.artifacts.work_folder import work_folder
 from mingc.errors import ArtifactError, ConfigError, IncompatibleError, IntegrityError
 from mingc.host import Host
 
-_CHUNK_BYTES = 4 << 20
 _CPU_CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")  # in torch's spelling, weakest first
 
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """An opened artifact: its folder and its manifest."""
+    """An opened artifact: its manifest, and its folder or the packed bundle that holds it.
+
+    `root` is the folder or the bundle's file.
+    """
 
     root: Path
     manifest: Manifest
+    packed: PackedFile | None = None
+
+    def region(self, relative: str) -> FileRegion:
+        """Where the file `relative` lies, for what can read it there."""
+        if self.packed is not None:
+            return self.packed.region(relative)
+        path = self.root / relative
+        return FileRegion(path, relative, 0, path.stat().st_size, is_whole=True)
 
     def path(self, relative: str) -> Path:
-        return self.root / relative
+        """The file `relative` as a file of its own: of a packed bundle, a copy in the user's cache.
+
+        Raises: IntegrityError, ArtifactError when it has to be copied and cannot be.
+        """
+        if self.packed is None:
+            return self.root / relative
+        return file_copy(self.packed.region(relative), self.manifest.files[relative].sha256)
 
 
 def open_artifact(root: Path) -> Artifact:
-    """Read the manifest and check that every file is there with its recorded size.
+    """Read the manifest of a folder or packed bundle; check that every file is there with its recorded size.
 
     Raises: ManifestError, IntegrityError listing every file that differs, ArtifactError when this user may not read
         the files.
     """
-    artifact = Artifact(root, read_manifest(root))
+    artifact = open_unchecked(root)
+    if artifact.packed is not None:
+        _raise_integrity(root, _packed_problems(artifact.packed, artifact.manifest))
+        return artifact
     problems, unreadable = [], []
     for name, record in artifact.manifest.files.items():
         try:
@@ -71,13 +100,40 @@ def open_artifact(root: Path) -> Artifact:
     return artifact
 
 
+def open_unchecked(root: Path) -> Artifact:
+    """Read the manifest only. Raises: ManifestError, and IntegrityError for a damaged bundle."""
+    if not root.is_file():
+        return Artifact(root, read_manifest(root))
+    packed = open_packed(root)
+    manifest = packed.region(FILE_NAME)
+    return Artifact(root, parse_manifest(manifest.read(), str(manifest)), packed)
+
+
+def _packed_problems(packed: PackedFile, manifest: Manifest) -> list[str]:
+    """Where the tables of the manifest and of the bundle differ."""
+    problems = []
+    for name, record in manifest.files.items():
+        found = packed.bundle.files.get(name)
+        if found is None:
+            problems.append(f"{name}: file is missing")
+        elif (found.size_bytes, found.sha256) != (record.size_bytes, record.sha256):
+            problems.append(f"{name}: the bundle has another file than the manifest records")
+    return problems
+
+
 def check_hashes(artifact: Artifact) -> None:
-    """Read every file of the artifact and compare its sha256. Raises IntegrityError listing all that differ."""
-    problems = [
-        f"{name}: sha256 differs from the manifest"
-        for name, record in artifact.manifest.files.items()
-        if hash_file(artifact.root / name) != record.sha256
-    ]
+    """Read every file of the artifact and compare its sha256. Raises IntegrityError listing all that differ.
+
+    Files are read by several threads: one alone computes sha256 more slowly than a disk reads.
+    """
+    files = artifact.manifest.files
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        hashes = pool.map(lambda name: artifact.region(name).sha256(), files)
+        problems = [
+            f"{name}: sha256 differs from the manifest"
+            for (name, record), found in zip(files.items(), hashes, strict=True)
+            if found != record.sha256
+        ]
     _raise_integrity(artifact.root, problems)
 
 
@@ -117,7 +173,7 @@ def new_artifact(root: Path, *, replace_existing: bool) -> Iterator[Path]:
     Raises: ConfigError when `root` exists and is not an artifact that may be replaced. If one appears while the
     block runs, the finished folder is kept beside `root`, under the name given in the error.
     """
-    _check_replaceable(root, replace_existing=replace_existing)
+    check_replaceable(root, replace_existing=replace_existing)
     with ExitStack() as stack:
         try:
             work = stack.enter_context(work_folder(root.parent, f".{root.name}."))
@@ -129,9 +185,9 @@ def new_artifact(root: Path, *, replace_existing: bool) -> Iterator[Path]:
             ) from error
         try:
             yield work
-            _put_in_place(work, root, replace_existing=replace_existing)
+            put_in_place(work, root, replace_existing=replace_existing)
         except Exception as error:
-            reason = _write_failure(error)
+            reason = write_failure(error)
             if reason is None:
                 raise
             raise ArtifactError(
@@ -141,7 +197,7 @@ def new_artifact(root: Path, *, replace_existing: bool) -> Iterator[Path]:
             ) from error
 
 
-def _write_failure(error: Exception) -> str | None:
+def write_failure(error: Exception) -> str | None:
     """Why files cannot be written; None for another error. Libraries wrap a full disk in errors of their own."""
     if isinstance(error, OSError):
         is_write = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -150,7 +206,7 @@ def _write_failure(error: Exception) -> str | None:
     return full if full in str(error) else None
 
 
-def _check_replaceable(root: Path, *, replace_existing: bool) -> None:
+def check_replaceable(root: Path, *, replace_existing: bool) -> None:
     """Raises: ConfigError unless nothing is at `root`, or an artifact or an empty folder that may be replaced."""
     if not os.path.lexists(root):
         return
@@ -171,10 +227,10 @@ def _check_replaceable(root: Path, *, replace_existing: bool) -> None:
     raise ConfigError(problem, where="--output", fix=fix)
 
 
-def _put_in_place(work: Path, root: Path, *, replace_existing: bool) -> None:
+def put_in_place(work: Path, root: Path, *, replace_existing: bool) -> None:
     """Rename `work` to `root`; remove the replaced artifact and those that builds killed at this point left."""
     try:
-        _check_replaceable(root, replace_existing=replace_existing)
+        check_replaceable(root, replace_existing=replace_existing)
     except ConfigError as error:
         kept = root.with_name(f"{root.name}.{secrets.token_hex(4)}")
         work.rename(kept)
@@ -221,11 +277,7 @@ def write_manifest(work: Path, manifest: Manifest) -> Manifest:
 
 def hash_file(path: Path) -> str:
     """sha256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+    return FileRegion(path, path.name, 0, path.stat().st_size).sha256()
 
 
 def _raise_integrity(root: Path, problems: list[str]) -> None:

@@ -268,7 +268,7 @@ def read_manifest(artifact: Path) -> Manifest:
     """
     path = artifact / FILE_NAME
     try:
-        document: Any = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise ManifestError(
             f"{artifact} holds no {FILE_NAME}",
@@ -281,15 +281,24 @@ def read_manifest(artifact: Path) -> Manifest:
             where=str(path),
             fix=f"run chmod -R a+rX {shlex.quote(str(artifact))} as the owner, or run as the owner",
         ) from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise ManifestError(f"{FILE_NAME} is not readable: {error}", where=str(path), fix=_FIX) from error
+    return parse_manifest(content, str(path))
+
+
+def parse_manifest(content: bytes, path: str) -> Manifest:
+    """The manifest with this content; `path` names it in errors. Raises ManifestError."""
+    try:
+        document: Any = json.loads(content.decode("utf-8"))
+    except ValueError as error:
+        raise ManifestError(f"{FILE_NAME} is not readable: {error}", where=path, fix=_FIX) from error
     except RecursionError:
-        raise ManifestError(f"{FILE_NAME} is nested too deeply", where=str(path), fix=_FIX) from None
+        raise ManifestError(f"{FILE_NAME} is nested too deeply", where=path, fix=_FIX) from None
     schema = document.get("schema") if isinstance(document, Mapping) else None
     if schema != SCHEMA:
         raise ManifestError(
             f"manifest schema {repr(schema)[:40]}, this mingc reads schema {SCHEMA}",
-            where=str(path),
+            where=path,
             fix="export again with this mingc, or install the mingc that wrote the artifact",
         )
     try:
@@ -311,9 +320,9 @@ def read_manifest(artifact: Path) -> Manifest:
     except ManifestError as error:
         raise ManifestError(error.message, where=f"{path}: {error.where}", fix=_FIX) from error
     if problems:
-        raise ManifestError("\n".join(problems), where=str(path), fix=_FIX)
+        raise ManifestError("\n".join(problems), where=path, fix=_FIX)
     # A file outside the artifact, or without a recorded hash, was not written by the export.
-    outside = [name for name in manifest.files if not _is_inside(name)]
+    outside = [name for name in manifest.files if not is_inside(name)]
     unlisted = sorted({*manifest.named_files()} - {*manifest.files})
     if outside or unlisted:
         problem = (
@@ -321,13 +330,13 @@ def read_manifest(artifact: Path) -> Manifest:
         )
         raise ManifestError(
             f"{FILE_NAME} names files that are not the artifact's: {problem}",
-            where=str(path),
+            where=path,
             fix=_FIX,
         )
     if document.get(_HASH_KEY) != content_hash(document):
         raise ManifestError(
             f"{FILE_NAME} is not as exported: its content does not have the sha256 that it records",
-            where=str(path),
+            where=path,
             fix="copy the artifact again; to change a value, export again",
         )
     return manifest
@@ -385,7 +394,8 @@ def _record_problems(manifest: Manifest) -> Iterator[str]:
                     yield f"{where} has an engine without a size of {', '.join(sorted(bucketed - {*engine.dims}))}"
 
 
-def _is_inside(name: str) -> bool:
+def is_inside(name: str) -> bool:
+    """Whether `name` is a relative path, with `/`, that stays inside its folder."""
     path = PurePosixPath(name)
     is_plain = name.isprintable() and "\\" not in name  # no NUL, no half of a surrogate pair
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and is_plain

@@ -45,7 +45,7 @@ def compare_patch_embed(
     manifest = artifact.manifest
     vision = manifest.parameters_of("vision_encoder", VisionParameters)
     device = torch.device(manifest.fingerprint.device)
-    with opened_weights(artifact.path(manifest.stages["vision_encoder"].weights[0])) as file:
+    with opened_weights(artifact.region(manifest.stages["vision_encoder"].weights[0])) as file:
         weight, bias = (file.get_tensor(f"patch_embed.{name}").to(device) for name in ("weight", "bias"))
     block = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     kernel = weight.view(-1, *block)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from mingc.artifacts.file_region import FileRegion
 from mingc.artifacts.spec import GraphSpec, join_path
 from mingc.errors import ArtifactError
 from mingc.gather_shards import gather_shards
@@ -18,7 +19,7 @@ def replay(
     engine: Path,
     backend: str,
     spec: GraphSpec,
-    weights: Sequence[Path],
+    weights: Sequence[Path | FileRegion],
     calls: Sequence[Mapping[str, torch.Tensor]],
     device: str,
 ) -> list[dict[str, torch.Tensor]]:
@@ -42,7 +43,7 @@ def _run(
     engine: Path,
     backend: str,
     spec: GraphSpec,
-    weights: Path,
+    weights: Path | FileRegion,
     calls: Sequence[Mapping[str, torch.Tensor]],
     place: torch.device,
 ) -> list[dict[str, torch.Tensor]]:

@@ -34,7 +34,7 @@ def replay(
             artifact.path(engine.file),
             engine.backend,
             graph.spec,
-            [artifact.path(weights) for weights in stage.weights],
+            [artifact.region(weights) for weights in stage.weights],
             [given],
             artifact.manifest.fingerprint.device,
         )

@@ -18,6 +18,11 @@ from mingc.cli import commands, main
 
 OPTIONS = {
     "bundle inspect": "--debug --json ARTIFACT",
+    "bundle keygen": "--debug --json KEY",
+    "bundle pack": "--debug --force --json ARTIFACT OUTPUT",
+    "bundle sign": "--comment --debug --json --secret-key BUNDLE",
+    "bundle unpack": "--debug --force --json --share BUNDLE OUTPUT",
+    "bundle verify-signature": "--debug --json --public-key BUNDLE",
     "demo": "--checkpoint --debug --force --json --output",
     "doctor": "--debug --json --strict",
     "export": "--autotune --backend --batch-sizes --cache --debug --dtype --force --jobs --json --max-model-len "
@@ -29,7 +34,8 @@ OPTIONS = {
     "--max-body-bytes --max-concurrent-requests --max-connections --max-media-bytes --max-media-memory "
     "--max-queue --max-speech-characters --max-speech-seqs --max-total-body-bytes --max-total-tokens "
     "--media-decode-timeout --media-root --media-timeout --open-metrics --parse-special-tokens --port "
-    "--self-check --served-model-name --shutdown-timeout --step-timeout --threads --tp --write-timeout ARTIFACT",
+    "--require-signature --self-check --served-model-name --shutdown-timeout --step-timeout --threads --tp "
+    "--write-timeout ARTIFACT",
     "verify": "--against --debug --json --no-replay --reference ARTIFACT",
 }
 

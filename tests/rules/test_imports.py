@@ -137,6 +137,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.host",
         "mingc.runtime.engines",
     ),
+    "mingc.bundles": ("mingc", "mingc.artifacts", "mingc.errors"),
     "mingc.demo": ("mingc", "mingc.artifacts", "mingc.errors"),
     "mingc.doctor": ("mingc.artifacts.target", "mingc.errors", "mingc.host"),
 }

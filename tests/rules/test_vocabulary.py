@@ -45,7 +45,7 @@ NAMES = frozenset(_NAMES.split())
 # Words that are in no identifier, neither as `was_told` nor as `HeardAudio`.
 PARTS = frozenset(
     (*("told", "tells", "teller", "heard", "hears", "crowd", "crowds", "nobody", "whoever", "roundings"),
-     *("excuse", "excuses", "ledger", "lifeline", "tether", "tethered", "mailbox", "bundle", "bundles"))
+     *("excuse", "excuses", "ledger", "lifeline", "tether", "tethered", "mailbox"))
 )  # fmt: skip
 OLD_KERNEL = re.compile(r"mingc_\w+_early")
 # Python 3.12 and later split f-strings.
@@ -73,14 +73,11 @@ PROSE = {
         "last resort": r"\blast resort\b",
         "mailbox": r"\bmailbox(es)?\b",
         "ledger, excuse": r"\b(ledgers?|excuses?|excused)\b",
-        "bundle": r"\bbundles?\b(?! inspect)",
         "old options": r"--(max-in-flight|kv-tokens|context-tokens|slots|prefill-tokens|grace)\b|--(no-)?tune\b",
     }.items()
 }
-# Text that may use a word: `bundle` names a command; `--against` lives on as a hidden alias of verify.
+# Text that may use a word: `--against` lives on as a hidden alias of verify.
 ALLOWED = {
-    "bundle": ("cli.py", "test_cli.py", "test_plugins.py", "glossary.md", "cli.md"),
-    "bundle_commands": ("cli.py",),
     "context_tokens": ("prober.py", "report.py", "test_probe.py"),  # tokens that a request holds
     "whoever, nobody": ("speech_clients.py",),  # a sentence that is spoken
     "hear, heard": ("mixed_requests.py", "openai_checks.py"),  # a question of a client

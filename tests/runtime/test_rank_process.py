@@ -97,8 +97,13 @@ def test_a_rank_runs_the_steps_of_rank_0_until_its_socket_closes(monkeypatch: py
         calls.append("watch")
 
     graph = SimpleNamespace(text_decoder=lambda: "decoder")
-    monkeypatch.setattr(rank_process, "read_manifest", lambda root: SimpleNamespace(graph=graph))
-    monkeypatch.setattr(rank_process, "Artifact", lambda root, manifest: root)
+    opened: list[Path] = []
+
+    def open_unchecked(root: Path) -> SimpleNamespace:
+        opened.append(root)
+        return SimpleNamespace(manifest=SimpleNamespace(graph=graph))
+
+    monkeypatch.setattr(rank_process, "open_unchecked", open_unchecked)
     monkeypatch.setattr(rank_process, "load_stage", load)
     monkeypatch.setattr(rank_process, "create_worker", create_worker)
     monkeypatch.setattr(rank_process, "watch_pipe", watch)
@@ -137,6 +142,7 @@ def test_a_rank_runs_the_steps_of_rank_0_until_its_socket_closes(monkeypatch: py
         thread.join(_WAIT_S)
         os.close(read)
         os.close(write)
+    assert opened == [Path("artifact")]
     assert calls[3:] == [*(name for _, name in STEPS), "close", "leave"]
     assert joined == {
         "rank": 2,

@@ -20,6 +20,7 @@ from manifest_edit import edit_manifest
 
 import mingc
 from mingc.artifacts import artifact as artifact_module
+from mingc.artifacts import file_region
 from mingc.artifacts.artifact import (
     Artifact,
     check_fingerprint,
@@ -324,7 +325,7 @@ def test_bytes_appended_to_a_file_are_found_without_hashing(artifact_path: Path,
 
 def test_a_hash_covers_a_file_to_its_end(artifact_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files larger than what is read at once."""
-    monkeypatch.setattr(artifact_module, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(file_region, "CHUNK_BYTES", 64)
     path = artifact_path / "weights/audio.bin"
     artifact = open_artifact(artifact_path)
     check_hashes(artifact)

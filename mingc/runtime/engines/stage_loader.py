@@ -12,12 +12,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mingc.artifacts.artifact import Artifact
+from mingc.artifacts.file_region import FileRegion
 from mingc.artifacts.manifest import EngineRecord, GraphRecord, StageRecord
 from mingc.artifacts.spec import GraphSpec, TensorSpec, join_path
 from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError, ConfigError, IntegrityError
 from mingc.runtime.engines.backends import load_engine
 from mingc.runtime.engines.base import Engine, Graph
+from mingc.runtime.engines.packed_weights import PackedWeights
 
 _STATE_DIMS = {"KV": "rows of KV", "S": "slots"}
 
@@ -162,8 +164,8 @@ def weight_bytes(artifact: Artifact, name: str) -> int:
     """Bytes of memory that the weights of stage `name` take on the rank with the most of them."""
     record = artifact.manifest.stages[name]
     totals = []
-    for path in map(artifact.path, record.weights):
-        with opened_weights(path) as file:
+    for region in map(artifact.region, record.weights):
+        with opened_weights(region) as file:
             # Tensors are mapped here, not read.
             sizes: dict[str, int] = {key: file.get_tensor(key).nbytes for key in file.keys()}  # noqa: SIM118 - not a dict
         copies = sum(sum(_within(sizes, source).values()) for source in record.repeated.values())
@@ -179,9 +181,9 @@ def _read_weights(
     Instances `left_out` are not read. One that repeats another gets memory of its own: an engine is then as slow over
     random weights, which caches could otherwise hold, as over others.
     """
-    path = artifact.path(record.weights[rank if record.is_sharded else 0])
+    region = artifact.region(record.weights[rank if record.is_sharded else 0])
     starts = tuple(join_path(instance, "") for instance in left_out)
-    with opened_weights(path) as file:
+    with opened_weights(region) as file:
         names = [name for name in file.keys() if not name.startswith(starts)]  # noqa: SIM118 - not a dict
         weights = {name: file.get_tensor(name).to(device) for name in names}
     for instance, source in record.repeated.items():
@@ -192,14 +194,17 @@ def _read_weights(
 
 
 @contextmanager
-def opened_weights(path: Path) -> Iterator[Any]:  # safetensors has no types
+def opened_weights(source: Path | FileRegion) -> Iterator[Any]:  # safetensors has no types
     """An open weights file of an artifact. Raises: IntegrityError when its header is damaged."""
     try:
-        with safe_open(path, framework="pt") as file:
-            yield file
+        if isinstance(source, FileRegion) and not source.is_whole:
+            yield PackedWeights(source)
+        else:
+            with safe_open(source.path if isinstance(source, FileRegion) else source, framework="pt") as file:
+                yield file
     except SafetensorError as error:
         raise IntegrityError(
             f"the weights cannot be read: {error}",
-            where=str(path),
+            where=str(source),
             fix="copy the artifact again, or export again",
         ) from error

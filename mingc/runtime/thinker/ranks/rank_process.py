@@ -15,9 +15,8 @@ from pathlib import Path
 
 import torch
 
-from mingc.artifacts.artifact import Artifact
+from mingc.artifacts.artifact import open_unchecked
 from mingc.artifacts.codec import decode
-from mingc.artifacts.manifest import read_manifest
 from mingc.parent_watchdog import watch_pipe
 from mingc.runtime.distributed import process_group
 from mingc.runtime.engines.stage_loader import load_stage
@@ -65,10 +64,11 @@ def main() -> None:
         torch.cuda.set_device(device)
     with socket.socket(fileno=config.step_socket) as sock:
         root = Path(config.artifact)
-        manifest = read_manifest(root)
+        artifact = open_unchecked(root)  # the server checked it
+        manifest = artifact.manifest
         decoder = manifest.graph.text_decoder()
         assert decoder is not None, "the server found the decoder"
-        stage = load_stage(Artifact(root, manifest), decoder, device, rank=config.rank)
+        stage = load_stage(artifact, decoder, device, rank=config.rank)
         sock.sendall(LOADED)
         process_group.init(
             rank=config.rank,

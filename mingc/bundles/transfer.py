@@ -1,0 +1,100 @@
+"""What pack and unpack share: exclusive use of a path under construction, threads, and seconds."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from mingc.artifacts.artifact import write_failure
+from mingc.errors import ArtifactError, ConfigError
+
+THREADS = max(2, min(8, os.cpu_count() or 1))
+
+_Item = TypeVar("_Item")
+Stop = Callable[[], None]  # raises StoppedError when the work is to end; called for every chunk
+
+
+def boot_id() -> str:
+    """Names this run of the machine. What an earlier run left may not have reached the disk, so it is not resumed."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+@contextmanager
+def locked(descriptor: int, what: Path) -> Iterator[None]:
+    """Hold the kernel's lock of an open file or folder. Raises: ConfigError when another process has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"another process is writing {what}",
+            where=str(what),
+            fix="wait for its end, or pass another path",
+        ) from None
+    except OSError:
+        pass  # a file system without locks: two writers at once are the user's to avoid
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class StoppedError(Exception):
+    """Another thread failed, or the command was interrupted."""
+
+
+def run_all(items: Sequence[_Item], work: Callable[[_Item, Stop], None]) -> None:
+    """`work` on every item, by threads, in order. The first failure, or a signal, stops the others and is raised."""
+    stopped = threading.Event()
+
+    def stop() -> None:
+        if stopped.is_set():
+            raise StoppedError
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        futures = [pool.submit(work, item, stop) for item in items]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+            failures = [future.exception() for future in futures if future.done() and not future.cancelled()]
+            for failure in failures:
+                if failure is not None and not isinstance(failure, StoppedError):
+                    raise failure
+        finally:
+            stopped.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def check_free(folder: Path, needed: int) -> None:
+    """Raises: ArtifactError when `folder` has less than `needed` bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ArtifactError(
+            f"{needed / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free",
+            where=str(folder),
+            fix="free some space there, or pass a path on another disk",
+        )
+
+
+@contextmanager
+def writing(what: Path) -> Iterator[None]:
+    """Reports a full or read-only disk as ArtifactError."""
+    try:
+        yield
+    except OSError as error:
+        reason = write_failure(error) or (error.strerror if isinstance(error, PermissionError) else None)
+        if reason is None:
+            raise
+        raise ArtifactError(
+            f"{what.name} cannot be written: {reason}",
+            where=str(what.parent),
+            fix="free some space there, or pass another path; then run the command again, it continues",
+        ) from error

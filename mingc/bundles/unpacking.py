@@ -1,0 +1,265 @@
+"""`mingc bundle unpack`: the folder of a packed bundle, hashed on the way, resumable inside a file.
+
+Large files are linked to a store beside the folder, named by their sha256, so that bundles with the same weights have
+them on disk once.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mingc.artifacts.artifact import check_replaceable, put_in_place
+from mingc.artifacts.bundle_manifest import BUNDLE_FILE, SIGNATURE_FILE, BundleFile
+from mingc.artifacts.file_region import CHUNK_BYTES, FileRegion
+from mingc.artifacts.packed_file import PackedFile, open_packed
+from mingc.bundles.transfer import Stop, boot_id, check_free, locked, run_all, writing
+from mingc.errors import ConfigError, IntegrityError
+
+STORE = ".mingc-files"
+WORK_SUFFIX = ".unpack"
+_STATE = ".unpack-state"
+_HALF = ".half"
+SHARED_FROM_BYTES = 1 << 20  # smaller files are not worth a link
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnpackReport:
+    """`resumed_bytes` were there from an interrupted run, `shared_bytes` from another bundle."""
+
+    folder: Path
+    files: int
+    size_bytes: int
+    resumed_bytes: int
+    shared_bytes: int
+    seconds: float
+    gigabytes_per_second: float
+    notes: tuple[str, ...]
+
+
+def unpack(
+    path: Path,
+    folder: Path,
+    *,
+    replace_existing: bool = False,
+    is_shared: bool = True,
+    log: Callable[[str], None] = lambda step: None,
+) -> UnpackReport:
+    """Write the files of the packed bundle at `path` to the new folder `folder`, which appears when it is complete.
+
+    After an interruption the same command continues, inside a file too: what is there is hashed, the rest is copied.
+
+    Raises: ConfigError, IntegrityError naming a file whose content is not as packed, ArtifactError for no space.
+    """
+    started = time.perf_counter()
+    if path.is_dir():
+        raise ConfigError(
+            f"{path} is a folder", where=str(path), fix="pass a file that mingc bundle pack wrote"
+        )
+    packed = open_packed(path)
+    check_replaceable(folder, replace_existing=replace_existing)
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _work_folder(folder, packed) as work, _store(folder.parent, is_shared=is_shared) as store:
+            run = _Unpack(packed, work, store, log)
+            present = sum(each.stat().st_size for each in work.rglob("*") if each.is_file())
+            total = sum(each.size_bytes for each in packed.files.values())
+            stored = sum(
+                record.size_bytes for record in packed.bundle.files.values() if store and store.has(record)
+            )
+            check_free(folder.parent, max(0, total - present - stored))
+            run_all(sorted(packed.files, key=lambda name: -packed.files[name].size_bytes), run.file)
+            _write(work / BUNDLE_FILE, packed.bundle_bytes)
+            if packed.signature is not None:
+                _write(work / SIGNATURE_FILE, packed.signature)
+            (work / _STATE).unlink()
+            put_in_place(work, folder, replace_existing=replace_existing)
+    seconds = time.perf_counter() - started
+    return UnpackReport(
+        folder=folder,
+        files=len(packed.files) + 1 + (packed.signature is not None),
+        size_bytes=total,
+        resumed_bytes=run.resumed,
+        shared_bytes=run.shared,
+        seconds=seconds,
+        gigabytes_per_second=total / 1e9 / seconds,
+        notes=() if store is None or store.problem is None else (store.problem,),
+    )
+
+
+class FileStore:
+    """Files by sha256, to which unpacked folders hold hard links. `problem` says why nothing can be linked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.problem: str | None = None
+
+    def path(self, record: BundleFile) -> Path:
+        return self.folder / record.sha256
+
+    def has(self, record: BundleFile) -> bool:
+        try:
+            return self.path(record).stat().st_size == record.size_bytes
+        except OSError:
+            return False
+
+    def link(self, source: Path, target: Path) -> bool:
+        """Whether `target` is now a link to `source`."""
+        try:
+            os.link(source, target)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EMLINK, errno.EXDEV, errno.EOPNOTSUPP, errno.EACCES):
+                raise
+            self.problem = f"files are not shared: {error.strerror}"
+            return False
+        return True
+
+
+class _Unpack:
+    """One run."""
+
+    def __init__(
+        self, packed: PackedFile, work: Path, store: FileStore | None, log: Callable[[str], None]
+    ) -> None:
+        self._packed = packed
+        self._work = work
+        self._store = store
+        self._log = log
+        self._mutex = threading.Lock()
+        self.resumed = 0
+        self.shared = 0
+
+    def file(self, name: str, stop: Stop) -> None:
+        """Write one file, or find it."""
+        target, region, record = self._work / name, self._packed.files[name], self._packed.bundle.files[name]
+        if target.exists():  # renamed after its hash was compared
+            self._count(resumed=record.size_bytes)
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        store = self._store if record.size_bytes >= SHARED_FROM_BYTES else None
+        if store is not None and store.has(record) and self._take(store, record, target, stop):
+            return
+        half = target.with_name(target.name + _HALF)
+        found, kept = _complete(region, half, stop)
+        if found != record.sha256 and kept:
+            half.unlink()  # what was there was not the beginning of this file
+            found, kept = _complete(region, half, stop)
+        if found != record.sha256:
+            half.unlink()
+            raise IntegrityError(
+                f"{name}: sha256 differs from {BUNDLE_FILE}",
+                where=str(self._packed.path),
+                fix="copy the bundle again, or pack again",
+            )
+        self._count(resumed=kept)
+        if store is not None:
+            half.chmod(half.stat().st_mode & 0o555)  # a write to one folder would change the other
+        half.replace(target)
+        if store is not None and store.problem is None:
+            store.link(target, store.path(record))
+        self._log(name)
+
+    def _take(self, store: FileStore, record: BundleFile, target: Path, stop: Stop) -> bool:
+        """Link a stored file whose hash still holds; one that was changed is removed from the store."""
+        stored = store.path(record)
+        digest = hashlib.sha256()
+        for chunk in FileRegion(stored, stored.name, 0, record.size_bytes).chunks():
+            stop()
+            digest.update(chunk)
+        if digest.hexdigest() != record.sha256:
+            stored.unlink()
+            return False
+        if not store.link(stored, target):
+            return False
+        self._count(shared=record.size_bytes)
+        return True
+
+    def _count(self, *, resumed: int = 0, shared: int = 0) -> None:
+        with self._mutex:
+            self.resumed += resumed
+            self.shared += shared
+
+
+def _complete(region: FileRegion, half: Path, stop: Stop) -> tuple[str, int]:
+    """Copy what `half` lacks of `region`. Returns the sha256 of the whole and the bytes that were there."""
+    digest = hashlib.sha256()
+    with half.open("a+b", buffering=0) as stream:
+        stream.seek(0)
+        kept = 0
+        while kept < region.size_bytes and (chunk := stream.read(min(CHUNK_BYTES, region.size_bytes - kept))):
+            stop()
+            digest.update(chunk)
+            kept += len(chunk)
+        stream.truncate(kept)
+        for chunk in region.chunks(kept):
+            stop()
+            digest.update(chunk)
+            view = memoryview(chunk)
+            while view:
+                view = view[stream.write(view) or 0 :]
+        os.fsync(stream.fileno())
+    return digest.hexdigest(), kept
+
+
+@contextmanager
+def _work_folder(folder: Path, packed: PackedFile) -> Iterator[Path]:
+    """The locked folder under construction; kept when the block fails, to be continued with the same bundle."""
+    work = folder.with_name(f".{folder.name}{WORK_SUFFIX}")
+    work.mkdir(exist_ok=True)
+    descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    with locked(descriptor, folder):
+        if not work.exists() or not os.path.samestat(os.fstat(descriptor), work.stat()):
+            raise ConfigError(f"another process just wrote {folder}", where=str(folder), fix="run again")
+        state = json.dumps({"boot": boot_id(), "bundle": hashlib.sha256(packed.bundle_bytes).hexdigest()})
+        try:
+            is_same = (work / _STATE).read_text() == state
+        except OSError:
+            is_same = False
+        if not is_same:
+            for each in work.iterdir():
+                shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
+            (work / _STATE).write_text(state)
+        yield work
+
+
+@contextmanager
+def _store(parent: Path, *, is_shared: bool) -> Iterator[FileStore | None]:
+    """The store of `parent`, which `prune` leaves alone meanwhile."""
+    if not is_shared:
+        yield None
+        return
+    folder = parent / STORE
+    folder.mkdir(exist_ok=True)
+    with store_lock(folder, exclusive=False):
+        yield FileStore(folder)
+
+
+@contextmanager
+def store_lock(folder: Path, *, exclusive: bool) -> Iterator[None]:
+    """Hold the lock of a store: shared by those that add links, exclusive for the one that removes files."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
