@@ -19,7 +19,6 @@ import pytest
 from manifest_edit import edit_manifest
 
 import mingc
-from mingc.artifacts import artifact as artifact_module
 from mingc.artifacts import file_region
 from mingc.artifacts.artifact import (
     Artifact,

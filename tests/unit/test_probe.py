@@ -417,7 +417,7 @@ def test_the_patch_embedding_leaves_out_sizes_that_take_too_long(
             fingerprint=SimpleNamespace(device="cpu"),
             stages={"vision_encoder": SimpleNamespace(weights=["weights.safetensors"])},
         ),
-        path=lambda name: tmp_path / name,
+        region=lambda name: tmp_path / name,
     )
     notes: list[str] = []
     steps: list[str] = []
