@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
@@ -14,9 +15,9 @@ from fake_service import FakeService
 from server_process import child
 from server_thread import run_server
 
-from mingc.errors import ConfigError
+from mingc.errors import ConfigError, RankError
 from mingc.runtime.http.options import ServeOptions
-from mingc.runtime.http.server import base_url, bind_socket, create_app, serve
+from mingc.runtime.http.server import base_url, bind_socket, create_app, serve, serve_async
 
 CHAT = "/v1/chat/completions"
 
@@ -115,6 +116,25 @@ def test_a_signal_during_interpreter_shutdown_keeps_the_exit_code() -> None:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=30)
         assert process.returncode == 0
+
+
+def test_a_failure_of_the_service_ends_the_server_with_it() -> None:
+    """As when a rank of the thinker is lost: the process must not stay up and answer 503 for ever."""
+    failure = RankError("rank 1 ended")
+
+    async def main() -> None:
+        service, stop = FakeService(), asyncio.Event()
+        app = create_app(service, ServeOptions(port=0, shutdown_timeout_s=0.2))
+
+        def announce(url: str) -> None:
+            service.report_failure(failure)
+            asyncio.get_running_loop().call_later(10.0, stop.set)  # a server that goes on ends in order
+
+        await serve_async(app, announce=announce, stop=stop)
+
+    with pytest.raises(RankError) as caught:
+        asyncio.run(main())
+    assert caught.value is failure
 
 
 def test_a_second_signal_stops_at_once() -> None:
