@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -110,6 +111,20 @@ def test_the_stop_head_is_ignored_before_the_minimum_step_and_its_patch_is_kept(
         (patch,) = worker.collect().values()
         flags.append((patch.is_last, patch.is_capped))
     assert flags == [(False, False)] * (TALKER.min_stop_step + 1) + [(True, False)]
+
+
+@pytest.mark.parametrize(
+    ("threshold", "is_capped"), [(0.3, False), (0.59, False), (0.61, True), (0.95, True)]
+)
+def test_the_threshold_of_the_artifact_decides_where_speech_stops(threshold: float, is_capped: bool) -> None:
+    worker = make_talker_worker(stop_probability=0.6)
+    worker.parameters = replace(worker.parameters, stop_threshold=threshold)
+    worker.add(1, segment(patches=9))
+    patches = []
+    while worker.is_launchable(1):
+        worker.launch([1])
+        patches += worker.collect().values()
+    assert (patches[-1].is_capped, len(patches)) == (is_capped, 9 if is_capped else TALKER.min_stop_step + 2)
 
 
 def test_a_cap_marks_its_patch_as_last() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -213,6 +214,20 @@ def test_long_texts_without_marks_are_not_cut_beside_numbers(clock: Clock) -> No
     segments = [each for character in text for each in segmenter.push(character)] + segmenter.flush()
     assert len(segments) > 2 and any("1234567元" in each.text for each in segments)
     assert all(count_units(each.text) <= 40 for each in segments)
+
+
+@pytest.mark.parametrize("num_before", [36, 37, 38, 39])
+@pytest.mark.parametrize("number", ["12 kilograms", "1200", "3 千克"])
+def test_a_limit_beside_a_number_cuts_before_its_context(num_before: int, number: str, clock: Clock) -> None:
+    """The limit of 40 words falls on the number or just behind it, and there is no mark."""
+    text = " ".join([*["word"] * num_before, number, *["more"] * 30])
+    segmenter = LiveSegmenter(clock)
+    segments = [each.text for character in text for each in segmenter.push(character)]
+    segments += [each.text for each in segmenter.flush()]
+    assert len(segments) > 1 and "".join(segments) == text
+    for before, after in itertools.pairwise(segments):
+        assert not re.search(r"\d", before[-8:] + after[:8]), (before, after)
+        assert count_units(before) <= 40
 
 
 def test_a_decimal_point_at_the_end_waits(clock: Clock) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mingc.runtime.text.segment import (
+    FragmentState,
     cut_by_length,
     iter_elements,
     iter_fragments,
@@ -128,3 +129,13 @@ def test_a_very_long_text_without_breaks_is_normalised_in_pieces(text: str) -> N
 def test_long_fragments_without_marks_are_cut_at_spaces() -> None:
     pieces = speech_segments("1 " * 1_000)
     assert " ".join(pieces) == " ".join(["one"] * 1_000)
+
+
+def test_a_fragment_continues_in_chinese_and_the_next_one_does_not() -> None:
+    """A cut inside a Chinese fragment keeps its language; sentences behind that fragment have their own."""
+    text = " 12! We count 15 apples in the big box today."
+    state = FragmentState(num_elements=30, has_chinese=True, has_spoken=True)
+    first, *later = speech_segments(text, state=state)
+    assert "十二" in first
+    assert later and "fifteen" in " ".join(later) and "十五" not in " ".join(later)
+    assert "twelve" in speech_segments(text)[0]
