@@ -709,6 +709,19 @@ def test_another_option_gives_another_service(
     check_change(change, describe(manifest(), EngineOptions(**{name: change.value}), monkeypatch), usual)
 
 
+def test_options_hold_what_they_ask_for(usual: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exactly: pages for all tokens besides page 0; and never more than the engines take."""
+    asked = EngineOptions(max_total_tokens=400, max_running=100, max_speech_seqs=100)
+    seen = describe(manifest(), asked, monkeypatch, with_media=False)
+    assert seen["pages"] == (101, PAGE)
+    for name in ("running", "slots", "segments that join at once"):
+        assert seen[name] == usual[name], name
+    info: Any = seen["info"]
+    assert info.max_total_tokens == 400
+    few = describe(manifest(), EngineOptions(max_running=1, max_speech_seqs=1), monkeypatch, with_media=False)
+    assert (few["running"], few["slots"]) == (1, 2)
+
+
 @pytest.mark.parametrize("key", BUCKETS, ids=".".join)
 def test_other_buckets_give_another_service(
     key: tuple[str, str, str], usual: dict[str, object], monkeypatch: pytest.MonkeyPatch

@@ -15,8 +15,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from manifest_edit import edit_manifest
+from safetensors.numpy import save_file
 
 import mingc
 from mingc.artifacts import file_region
@@ -340,6 +342,14 @@ def test_engines_run_on_no_other_patch_release_of_torch(manifest: Manifest, here
         check_fingerprint(manifest.fingerprint, Host(torch=here, device="cpu", capability="AVX2"))
 
 
+@pytest.mark.parametrize(("built_for", "here"), [("cuda", "cpu"), ("cpu", "cuda")])
+def test_engines_run_on_no_other_device(manifest: Manifest, built_for: str, here: str) -> None:
+    """Not even where the capability has the same name."""
+    recorded = replace(manifest.fingerprint, device=built_for)
+    with pytest.raises(IncompatibleError, match=f"device: built for {built_for}, here {here}"):
+        check_fingerprint(recorded, Host(torch="2.13.0", device=here, capability="AVX2"))
+
+
 def test_all_differences_of_a_machine_come_in_one_error(manifest: Manifest) -> None:
     check_fingerprint(manifest.fingerprint, Host(torch="2.13.0", device="cpu", capability="AVX2"))
     with pytest.raises(IncompatibleError) as caught:
@@ -460,6 +470,24 @@ def test_a_voice_that_cannot_be_read_is_named(artifact_path: Path) -> None:
     artifact = open_artifact(artifact_path)
     with pytest.raises(ArtifactError, match="voice DB30 cannot be read"):
         load_voice(artifact, artifact.manifest.voices[0])
+
+
+@pytest.mark.parametrize("num_patches", [4, 5, 6])
+def test_a_voice_has_as_many_patches_as_recorded(artifact_path: Path, num_patches: int) -> None:
+    """The manifest says 5: a file of another export has another prompt than its transcript."""
+    artifact = open_artifact(artifact_path)
+    (record,) = artifact.manifest.voices
+    tensors = {
+        "latents": np.zeros((1, 4 * num_patches, 64), np.float32),
+        "embeds": np.zeros((num_patches, 8), np.float32),
+        "speaker": np.zeros(8, np.float32),
+    }
+    save_file(tensors, artifact_path / record.file)
+    if num_patches == record.num_patches:
+        assert load_voice(artifact, record).embeds.shape == (5, 8)
+    else:
+        with pytest.raises(ArtifactError, match=f"voice DB30 has {num_patches} patches, 5 recorded"):
+            load_voice(artifact, record)
 
 
 def test_a_folder_in_the_file_table_is_refused(artifact_path: Path) -> None:

@@ -18,7 +18,7 @@ from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParam
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.artifacts.stage_graph import CLIENT, Edge, Policy, StageGraph, StageNode
 from mingc.artifacts.target import lookup
-from mingc.errors import ArtifactError, ConfigError, IncompatibleError, IntegrityError, ServeError
+from mingc.errors import ArtifactError, ConfigError, IncompatibleError, IntegrityError, RankError, ServeError
 from mingc.host import Host
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.service import builder, preprocessing
@@ -68,6 +68,25 @@ def test_an_empty_name_is_refused(name: str) -> None:
 def test_what_no_machine_has_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         EngineOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("max_total_tokens", "--max-total-tokens"),
+        ("max_speech_seqs", "--max-speech-seqs"),
+        ("num_torch_threads", "--threads"),
+        ("max_running", "max_running"),
+        ("max_streams", "max_streams"),
+        ("tp", "--tp"),
+    ],
+)
+def test_options_that_leave_nothing_to_run_are_refused(name: str, option: str) -> None:
+    for value in (0, -1):
+        with pytest.raises(ConfigError, match=f"{option} is {value}, which is below 1"):
+            EngineOptions(**{name: value})
+    assert getattr(EngineOptions(**{name: 1}), name) == 1
+    assert EngineOptions(max_waiting=0).max_waiting == 0
 
 
 def test_beside_a_gpu_the_host_works_in_one_thread_unless_asked_otherwise() -> None:
@@ -293,6 +312,75 @@ def test_an_artifact_is_checked_before_anything_is_loaded(
     monkeypatch.setattr(builder, "current_host", lambda device: replace(here, torch="2.12.0"))
     with pytest.raises(IncompatibleError, match=r"torch: built with 2\.13\.0, here 2\.12\.0"):
         open_service(artifact_path, EngineOptions())
+
+
+@pytest.fixture
+def two_ranks(artifact_path: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An artifact of two ranks that fits this machine; nothing of it is loaded."""
+    (artifact_path / FILE_NAME).unlink()  # not a file of its own table
+    write_manifest(artifact_path, replace(manifest, fingerprint=replace(manifest.fingerprint, world_size=2)))
+    here = Host(torch="2.13.0", device="cpu", capability="AVX2")
+    monkeypatch.setattr(builder, "current_host", lambda device: here)
+    monkeypatch.setattr(builder, "_load_chat", lambda *_: (None, None))
+    monkeypatch.setattr(builder, "_load_speech", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(builder, "OmniService", lambda info, **parts: SimpleNamespace(**parts))
+    return artifact_path
+
+
+@pytest.mark.parametrize("tp", [1, 3, 4])
+def test_an_artifact_runs_on_the_ranks_that_it_was_exported_for(two_ranks: Path, tp: int) -> None:
+    with pytest.raises(ConfigError, match=f"the artifact is for 2 rank\\(s\\), {tp} asked") as caught:
+        open_service(two_ranks, EngineOptions(tp=tp))
+    assert caught.value.where == "--tp" and f"--tp {tp}" in (caught.value.fix or "")
+    for same in (None, 2):
+        open_service(two_ranks, EngineOptions(tp=same))
+
+
+class Ranks:
+    """In place of a group of rank processes."""
+
+    def __init__(self) -> None:
+        self.num_closed = 0
+        self.all_reduce_plan = SimpleNamespace(reason="")
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+def test_ranks_end_when_a_later_part_cannot_be_loaded(
+    two_ranks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks()
+    monkeypatch.setattr(builder, "RankGroup", Ranks)
+    monkeypatch.setattr(builder, "_load_chat", lambda *_: (ranks, None))
+
+    def fail_to_load(*_: object) -> None:
+        raise ArtifactError("no memory")
+
+    monkeypatch.setattr(builder, "_load_speech", fail_to_load)
+    with pytest.raises(ArtifactError, match="no memory"):
+        open_service(two_ranks)
+    assert ranks.num_closed == 1
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_rank_that_is_lost_fails_the_service_whenever_it_happens(
+    two_ranks: Path, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost, failures, reports = RankError("rank 1 ended"), [], []
+
+    def load_chat(artifact: object, options: object, devices: object, on_failure: Any) -> tuple[None, None]:
+        reports.append(on_failure)
+        if when == "before":
+            on_failure(lost)
+        return None, None
+
+    monkeypatch.setattr(builder, "_load_chat", load_chat)
+    monkeypatch.setattr(builder, "OmniService", lambda info, **_: SimpleNamespace(fail=failures.append))
+    open_service(two_ranks)
+    if when == "after":
+        reports[0](lost)
+    assert failures == [lost]
 
 
 def test_each_rank_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

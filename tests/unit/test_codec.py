@@ -88,6 +88,8 @@ def test_every_value_survives_the_round_trip(
         ("shape", "T", "expected a list", "$.shape"),
         ("shape", ["T", 1.5], "expected int", "$.shape[1]"),
         ("pair", [1], "expected 2 items, found 1", "$.pair"),
+        ("pair", [1, "y", "z"], "expected 2 items, found 3", "$.pair"),
+        ("inner", {"size": 1, "share": float("nan")}, "expected a finite number", "$.inner.share"),
         ("inner", {"size": True}, "expected int, found True", "$.inner.size"),
         ("inner", {}, "key 'size' is missing", "$.inner"),
         ("inner", {"sise": 1}, "did you mean size?", "$.inner"),

@@ -205,6 +205,29 @@ def test_a_manifest_that_is_nested_too_deeply_is_refused(artifact_path: Path, te
 _GRAPH = ("stages", "audio_encoder", "graphs", "encode")
 
 
+@pytest.fixture
+def sharded(artifact_path: Path) -> Path:
+    """As exported for two ranks: one weights file for each."""
+
+    def shard(document: dict[str, Any]) -> None:
+        document["fingerprint"]["world_size"] = 2
+        document["stages"]["audio_encoder"] |= {"is_sharded": True, "weights": ["weights/audio.bin"] * 2}
+
+    edit_manifest(artifact_path, shard)
+    return artifact_path
+
+
+@pytest.mark.parametrize("num_files", [0, 1, 2, 3])
+def test_a_sharded_stage_has_one_weights_file_a_rank(sharded: Path, num_files: int) -> None:
+    weights = ["weights/audio.bin"] * num_files
+    edit_manifest(sharded, lambda document: document["stages"]["audio_encoder"].update(weights=weights))
+    if num_files == 2:
+        assert read_manifest(sharded).fingerprint.world_size == 2
+    else:
+        with pytest.raises(ManifestError, match=f"has {num_files} weights files, expected 2"):
+            read_manifest(sharded)
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
@@ -228,6 +251,13 @@ _GRAPH = ("stages", "audio_encoder", "graphs", "encode")
         ((*_GRAPH, "engines", 0, "dims"), {"T4": 1}, "encode has an engine without a size of N"),
         ((*_GRAPH, "spec", "dims"), [], "graph audio_encoder.encode has no dim N, T4"),
         ((*_GRAPH, "parity", "compiled"), 10**400, "expected a finite number"),
+        ((*_GRAPH, "parity", "compiled"), float("nan"), "expected a finite number, found nan"),
+        ((*_GRAPH, "parity", "eager"), float("-inf"), "expected a finite number, found -inf"),
+        (
+            ("stages", "audio_encoder", "weights"),
+            ["weights/audio.bin"] * 2,
+            "has 2 weights files, expected 1",
+        ),
     ],
 )
 def test_a_wrong_record_is_refused_with_file_and_fix(

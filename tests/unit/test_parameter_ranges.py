@@ -130,6 +130,25 @@ def test_parameters_that_cannot_be_are_refused(
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["stop_token_ids", "image_patch_token", "audio_end_token"])
+def test_a_token_is_below_the_size_of_the_vocabulary(name: str, artifact_path: Path) -> None:
+    for token, fits in ((THINKER.vocab_size - 1, True), (THINKER.vocab_size, False)):
+        value = [token] if name == "stop_token_ids" else token
+        write_parameters(artifact_path, "thinker", THINKER, **{name: value})
+        if fits:
+            read_manifest(artifact_path)
+        else:
+            with pytest.raises(ManifestError, match=f"{name} is {token}, beyond a vocabulary of {token}"):
+                read_manifest(artifact_path)
+
+
+@pytest.mark.parametrize("values", [[0.5, 0.5], [0.5, 0.5, 0.5, 0.5]])
+def test_a_mean_has_one_value_a_channel(values: list[float], artifact_path: Path) -> None:
+    write_parameters(artifact_path, "vision_encoder", VISION, image_mean=values)
+    with pytest.raises(ManifestError, match=f"expected 3 items, found {len(values)}"):
+        read_manifest(artifact_path)
+
+
 def test_all_parameters_that_cannot_be_are_reported_together(artifact_path: Path) -> None:
     write_parameters(artifact_path, "talker", TALKER, hidden_size=0, vocab_size=-1)
     with pytest.raises(ManifestError, match=r"hidden_size is 0(?s:.*)vocab_size is -1"):

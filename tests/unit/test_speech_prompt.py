@@ -68,6 +68,21 @@ def test_the_prefix_depends_on_the_voice_alone() -> None:
     assert text.endswith("<|vision_end|>\n")
 
 
+def test_a_text_is_music_only_with_all_five_marks() -> None:
+    """talker.md §4: a text that mentions a mark or four is read aloud, so it has the header of a text."""
+    builder = SpeechPromptBuilder(talker_tokenizer())
+    marks = ["Genre: a. ", "Mood: b. ", "Instrument: c. ", "Theme: d. ", "Duration: 1s"]
+
+    def has_header(text: str) -> bool:
+        decoded = talker_tokenizer().decode(builder.build(text).token_ids.tolist(), skip_special_tokens=False)
+        return " Text input:\n" in decoded
+
+    assert not has_header("".join(marks))
+    for left_out in range(len(marks)):
+        assert has_header("".join(mark for index, mark in enumerate(marks) if index != left_out))
+        assert has_header(marks[left_out])
+
+
 def test_a_recording_and_its_transcript_are_used_only_together() -> None:
     builder = SpeechPromptBuilder(talker_tokenizer())
     plain = builder.build("Hello").token_ids.tolist()
