@@ -610,17 +610,52 @@ def inspect_command(as_json: bool, artifact: Path) -> int:
 @click.argument("artifact", type=_PATH)
 @click.argument("output", type=_PATH)
 @click.option("--force", is_flag=True, help="Replace a bundle that is already there.")
+@click.option(
+    "--with-wheels",
+    "wheels",
+    type=_PATH,
+    show_default="none",
+    help="Add the wheels in this folder, for machines and images without a network.",
+)
+@click.option(
+    "--model-licence", type=_PATH, show_default="none", help="Add this file as the licence of the weights."
+)
+@click.option(
+    "--oci",
+    type=_PATH,
+    show_default="none",
+    help="Also write the bundle to this new folder as an OCI image layout, one uncompressed layer a file.",
+)
 @_common
-def pack_command(as_json: bool, artifact: Path, output: Path, force: bool) -> int:
+def pack_command(
+    as_json: bool,
+    artifact: Path,
+    output: Path,
+    force: bool,
+    wheels: Path | None,
+    model_licence: Path | None,
+    oci: Path | None,
+) -> int:
     """Write the folder ARTIFACT to the one file OUTPUT.
 
-    Files lie in it as they are, at multiples of 4,096 bytes: `mingc serve OUTPUT` maps weights where they lie. An
-    interrupted pack continues when the same command runs again.
+    Files lie in it as they are, at multiples of 4,096 bytes: `mingc serve OUTPUT` maps weights where they lie. Added
+    below bundle/: a start script, a systemd unit, a Containerfile, licences and an SBOM. An interrupted pack continues
+    when the same command runs again.
     """
+    from mingc.artifacts.artifact import open_unchecked
+    from mingc.bundles.deployment import deployment_files
+    from mingc.bundles.oci import check_new, write_oci
     from mingc.bundles.packing import pack
     from mingc.console.report import show
 
-    show(pack(artifact, output, {}, replace_existing=force, log=step_logger("pack")), as_json=as_json)
+    log = step_logger("pack")
+    if oci is not None:
+        check_new(oci)
+    extras = deployment_files(open_unchecked(artifact).manifest, wheels, model_licence)
+    report = pack(artifact, output, extras, replace_existing=force, log=log)
+    if oci is not None:
+        show(write_oci(output, oci, log=log), as_json=False, stream=sys.stderr)
+    show(report, as_json=as_json)
     return 0
 
 
@@ -694,6 +729,39 @@ def verify_signature_command(as_json: bool, bundle: Path, public_key: str) -> in
     from mingc.console.report import show
 
     show(verify_signature(bundle, public_key), as_json=as_json)
+    return 0
+
+
+@bundle_commands.command("diff")
+@click.argument("first", type=_PATH)
+@click.argument("second", type=_PATH)
+@_common
+def diff_command(as_json: bool, first: Path, second: Path) -> int:
+    """Show what differs between two artifacts or bundles: settings, files, bytes that an upgrade has to transfer.
+
+    Exits with 3 when something differs. Reads manifests only.
+    """
+    from mingc.bundles.comparison import diff
+    from mingc.console.report import show
+
+    report = diff(first, second)
+    show(report, as_json=as_json)
+    return 0 if report.is_same else EXIT_FOUND_PROBLEMS
+
+
+@bundle_commands.command("prune")
+@click.argument("folder", type=_PATH)
+@click.option("--dry-run", "is_dry", is_flag=True, help="Show what would be removed.")
+@click.option(
+    "--cache", "has_cache", is_flag=True, help="Also remove the copies that servers of packed bundles made."
+)
+@_common
+def prune_command(as_json: bool, folder: Path, is_dry: bool, has_cache: bool) -> int:
+    """Remove what no bundle in FOLDER uses: stored files, and what interrupted packs and unpacks left."""
+    from mingc.bundles.pruning import prune
+    from mingc.console.report import show
+
+    show(prune(folder, is_dry=is_dry, has_cache=has_cache), as_json=as_json)
     return 0
 
 

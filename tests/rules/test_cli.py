@@ -17,9 +17,11 @@ import mingc
 from mingc.cli import commands, main
 
 OPTIONS = {
+    "bundle diff": "--debug --json FIRST SECOND",
     "bundle inspect": "--debug --json ARTIFACT",
     "bundle keygen": "--debug --json KEY",
-    "bundle pack": "--debug --force --json ARTIFACT OUTPUT",
+    "bundle pack": "--debug --force --json --model-licence --oci --with-wheels ARTIFACT OUTPUT",
+    "bundle prune": "--cache --debug --dry-run --json FOLDER",
     "bundle sign": "--comment --debug --json --secret-key BUNDLE",
     "bundle unpack": "--debug --force --json --share BUNDLE OUTPUT",
     "bundle verify-signature": "--debug --json --public-key BUNDLE",

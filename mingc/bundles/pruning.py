@@ -1,0 +1,86 @@
+"""`mingc bundle prune`: remove what interrupted commands and replaced bundles left in a folder of bundles."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from mingc.artifacts.file_cache import cache_folder
+from mingc.bundles.unpacking import STORE, store_lock
+from mingc.errors import ConfigError
+
+_LEFT = re.compile(r"\..+\.(unpack|partial|partial\.journal)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PruneReport:
+    """What was removed, or would be with `is_dry`."""
+
+    folder: Path
+    is_dry: bool
+    removed_bytes: int
+    removed: tuple[str, ...]
+
+
+def prune(folder: Path, *, is_dry: bool = False, has_cache: bool = False) -> PruneReport:
+    """Remove what no bundle in `folder` uses: stored files without a link, packs and unpacks that no process continues.
+
+    With `has_cache` also the user's copies of files of packed bundles, which a server makes again when it starts.
+
+    Raises: ConfigError when `folder` is not a folder.
+    """
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} is not a folder", where="FOLDER", fix="pass the folder that holds bundles"
+        )
+    removed: list[str] = []
+    freed = 0
+    for path in sorted(folder.iterdir()):
+        if _LEFT.fullmatch(path.name) and not path.is_symlink() and not _is_locked(path):
+            freed += _size(path)
+            removed.append(path.name)
+            if not is_dry:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    store = folder / STORE
+    if store.is_dir():
+        with store_lock(store, exclusive=True):
+            for path in sorted(store.iterdir()):
+                if path.stat().st_nlink == 1:
+                    freed += path.stat().st_size
+                    removed.append(f"{STORE}/{path.name}")
+                    if not is_dry:
+                        path.unlink()
+    copies = cache_folder() / "files"
+    if has_cache and copies.is_dir():
+        for path in sorted(copies.iterdir()):
+            freed += path.stat().st_size
+            removed.append(str(path))
+            if not is_dry:
+                path.unlink()
+    return PruneReport(folder=folder, is_dry=is_dry, removed_bytes=freed, removed=tuple(removed))
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process writes it; a journal is of the partial file beside it."""
+    owner = path.with_name(path.name.removesuffix(".journal"))
+    try:
+        descriptor = os.open(owner, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _size(path: Path) -> int:
+    """Bytes that only `path` holds: a linked file stays in the store."""
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    return sum(each.stat().st_size for each in files if each.stat().st_nlink == 1)
