@@ -110,6 +110,7 @@ def test_a_step_is_encoded_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -
         broadcast_step([ours for ours, _ in pairs], make_decode_step(), timeout_s=60)
         assert len(encoded) == 1
         for _, theirs in pairs:
+            theirs.settimeout(10)
             assert theirs.recv(1 << 20) == encoded[0]
     finally:
         for pair in pairs:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,12 +11,29 @@ from hypothesis import strategies as st
 from mingc.errors import CapacityError, RequestError
 from mingc.runtime.kv_cache import PagePool
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy, StepLatencyModel
-from mingc.runtime.thinker.scheduler import ChunkShape, PrefillChunk, PromptSlice, ThinkerScheduler
+from mingc.runtime.thinker.scheduler import (
+    ChunkShape,
+    PrefillChunk,
+    PromptSlice,
+    ThinkerPlan,
+    ThinkerScheduler,
+)
 
 # One of three layer groups per step beside decoding requests.
 SLOW_CHUNKS = ChunkedPrefillPolicy(
     num_layer_groups=3, latency_model=StepLatencyModel(chunks=((9, 90.0),), decodes=((4, 1.0),))
 )
+
+
+def prefills(scheduler: ThinkerScheduler) -> Iterator[tuple[ThinkerPlan, PrefillChunk]]:
+    """Steps that prefill, each committed when the next one is asked for; there is an end to them."""
+    for _ in range(1000):
+        plan = scheduler.plan()
+        if plan.prefill is None:
+            return
+        yield plan, plan.prefill
+        scheduler.commit(plan)
+    raise AssertionError("prompts are prefilled for ever")
 
 
 def make_thinker(
@@ -96,13 +115,12 @@ def test_a_chunk_is_split_into_layer_groups_only_beside_decoding_requests() -> N
     scheduler.add(1, prompt_tokens=300, max_tokens=8)
     scheduler.add(2, prompt_tokens=100, max_tokens=8)
     seen = []
-    while (plan := scheduler.plan()).prefill is not None:
-        chunk, part = plan.prefill, only(plan.prefill)
+    for plan, chunk in prefills(scheduler):
+        part = only(chunk)
         seen.append((part.request, part.start, part.count, chunk.first_group, chunk.end_group, plan.decode))
         assert chunk.num_rows == part.count and chunk.is_whole == (chunk.end_group == 4)
         assert part.is_end == (part.start + part.count in (300, 100))
         assert chunk.ended == ((part,) if chunk.is_whole and part.is_end else ())
-        scheduler.commit(plan)
     assert seen == [
         (1, 0, 128, 0, 4, ()),
         (2, 0, 100, 0, 4, ()),
@@ -151,9 +169,8 @@ def test_a_short_prompt_overtakes_a_long_one_and_both_end() -> None:
     scheduler.add(1, prompt_tokens=32, max_tokens=1)
     scheduler.add(2, prompt_tokens=4, max_tokens=1)
     order = []
-    while (plan := scheduler.plan()).prefill is not None:
-        order.append(only(plan.prefill).request)
-        scheduler.commit(plan)
+    for _plan, chunk in prefills(scheduler):
+        order.append(only(chunk).request)
     assert order[:3] == [1, 2, 1]
     assert order.count(1) == 8
 
@@ -186,9 +203,8 @@ def test_a_chunk_of_one_long_prompt_has_no_room() -> None:
     scheduler.add(1, prompt_tokens=30, max_tokens=1)
     scheduler.add(2, prompt_tokens=2, max_tokens=1)
     parts = []
-    while (plan := scheduler.plan()).prefill is not None:
-        parts.append([(each.request, each.count) for each in plan.prefill.prompts])
-        scheduler.commit(plan)
+    for _plan, chunk in prefills(scheduler):
+        parts.append([(each.request, each.count) for each in chunk.prompts])
     assert parts == [[(1, 16)], [(2, 2), (1, 14)]]
 
 
@@ -217,7 +233,9 @@ def test_a_started_shared_chunk_continues_without_a_removed_request() -> None:
     plan = scheduler.plan()
     assert plan.prefill is not None and plan.prefill.num_rows == 11, "the rows of both are still there"
     assert (only(plan.prefill).request, plan.prefill.first_group) == (3, 2)
-    while not plan.prefill.is_whole:
+    for _ in range(4):
+        if plan.prefill.is_whole:
+            break
         scheduler.commit(plan)
         plan = scheduler.plan()
         assert plan.prefill is not None
