@@ -115,7 +115,7 @@ def test_a_backend_says_why_it_cannot_build(toy_installed: None, tmp_path: Path)
         "aoti",
         "toy_program",
     ]
-    with pytest.raises(ConfigError, match=r"--backend none: not one of aoti, eager, toy_program"):
+    with pytest.raises(ConfigError, match=r"--backend none: not one of aoti, eager, onnx, toy_program"):
         ExportRecipe(checkpoint=CHECKPOINT, output=tmp_path, backend=("none",))
 
 

@@ -11,24 +11,30 @@ from torch import nn
 from torch.nn import functional as F
 
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.compile.backends.aoti import compile_graph
+from mingc.export.compile.backend import Backend
+from mingc.export.compile.backends.aoti import BACKEND as AOTI
 from mingc.export.compile.capture import capture, check_example
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions
 from mingc.export.weights.loading import float32_module, load_module, write_weights
 from mingc.numerics.relative_error import relative_error
-from mingc.runtime.engines.backends.aoti import load
+from mingc.runtime.engines.backends import load_engine
 
 CPU = torch.device("cpu")
 
 
 def check_compiled(
-    module: nn.Module, plan: GraphDef, sizes: Sequence[Mapping[str, int]], folder: Path, tolerance: float
+    module: nn.Module,
+    plan: GraphDef,
+    sizes: Sequence[Mapping[str, int]],
+    folder: Path,
+    tolerance: float,
+    backend: Backend = AOTI,
 ) -> None:
     """Compare outputs and state of one engine with dynamic dims with those of `module` at all `sizes`."""
     program = capture(plan, module, stage="test", static_shapes=None, device=CPU)
-    path = folder / f"{plan.spec.name}.pt2"
-    compile_graph(program, path, device="cpu", cache=CACHE, where=plan.spec.name)
-    engine = load(path, CPU)
+    path = folder / f"{plan.spec.name}{backend.suffix}"
+    backend.compile(program, path, device="cpu", cache=CACHE, where=plan.spec.name)
+    engine = load_engine(backend.name, path, CPU)
     engine.bind(module.state_dict())
     for size in sizes:
         full = {**plan.check_dims, **size}
@@ -39,7 +45,7 @@ def check_compiled(
         compiled = {name: example[name].clone() for name in names}
         with torch.no_grad():
             expected = getattr(module, plan.method)(*eager.values())
-        got = engine.run(list(compiled.values()))
+        got = engine.run([*compiled.values(), *(module.state_dict()[name] for name in plan.spec.weights)])
         for spec, value, reference in zip(plan.spec.outputs, got, expected, strict=True):
             shape = tuple(axis if isinstance(axis, int) else full[axis] for axis in spec.shape)
             assert tuple(value.shape) == shape, f"{spec.name} at {size}"

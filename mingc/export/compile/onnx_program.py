@@ -1,0 +1,248 @@
+"""A captured graph as an ONNX model: state as inputs and outputs, weights as inputs.
+
+`torch.onnx` drops what a graph writes into its inputs, so the graph is made functional first and returns the new state
+behind its outputs. Weights are inputs as well: ONNX Runtime (1.32) copies every initializer that does not come from a
+file of its own layout, also one that is given to it in memory, and folds and packs others; of an input it reads the
+caller's memory. A model is therefore of no particular weights, rank or layer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.export.graph_signature import InputKind, OutputKind, OutputSpec
+from torch.utils import _pytree as pytree
+
+from mingc.errors import CompileError
+
+OPSET = 23
+"""The first with the operator Attention, which scaled dot-product attention becomes."""
+
+METADATA_KEY = "mingc"
+"""Key of the model's metadata with what the loader needs: how many inputs are weights, and the place of each state."""
+
+_PREFIX = "model."  # the traced wrapper holds the stage's module under this name
+_WRITES = ("ScatterND", "ScatterElements")  # they keep every row of their first input that they do not write
+# Experts of a mixture are gathered for every token, which AOTInductor fuses with the GEMM that reads them. ONNX Runtime
+# writes them to memory first.
+_MAX_GATHERED_BYTES = 4 << 30
+
+
+def to_onnx(program: torch.export.ExportedProgram, where: str) -> Any:
+    """The `onnx.ModelProto` of `program`.
+
+    Inputs are those of the program, in its order, then its weights under their names; outputs are its outputs, then
+    the state that it writes. The metadata under `METADATA_KEY` is a JSON object: `weights`, the number of weights;
+    `outputs`, that of outputs before the state; `state`, for each written tensor the index of its input and whether the
+    output may be the same memory.
+
+    Raises: CompileError when the graph has an operator that ONNX lacks, or gathers more than ONNX Runtime can hold.
+    """
+    _refuse_large_gathers(program, where)
+    written, functional = _functional(program)
+    with _quiet():
+        try:
+            made = torch.onnx.export(
+                functional,
+                dynamo=True,
+                opset_version=OPSET,
+                optimize=False,
+                verbose=False,
+                custom_translation_table=_TRANSLATIONS,
+            )
+        except Exception as error:  # torch.onnx raises many kinds; all mean that there is no such model
+            raise CompileError(
+                f"torch.onnx cannot translate the graph: {_reason(error)}",
+                where=where,
+                fix="compile this stage with another backend: --backend aoti:STAGE",
+            ) from error
+        assert made is not None, "no file name was given"
+        return _finish(made.model, written)
+
+
+def _functional(program: torch.export.ExportedProgram) -> tuple[list[int], torch.export.ExportedProgram]:
+    """Indices of the inputs that `program` writes, and a program that returns their new values behind its outputs."""
+    functional = program.run_decompositions({})
+    signature = functional.graph_signature
+    inputs = [each.arg.name for each in signature.input_specs if each.kind is InputKind.USER_INPUT]
+    specs, (output,) = signature.output_specs, functional.graph.find_nodes(op="output")
+    values = list(output.args[0])
+    state = [index for index, each in enumerate(specs) if each.kind is OutputKind.USER_INPUT_MUTATION]
+    results = [index for index, each in enumerate(specs) if each.kind is OutputKind.USER_OUTPUT]
+    written = [inputs.index(str(specs[index].target)) for index in state]
+    order = [*results, *state]
+    output.args = (tuple(values[index] for index in order),)
+    specs[:] = [OutputSpec(OutputKind.USER_OUTPUT, specs[index].arg, None) for index in order]
+    call = functional.module_call_graph[0].signature
+    assert call is not None, "the root of an exported program has a signature"
+    call.out_spec = pytree.tree_structure(tuple(range(len(order))))
+    functional.graph_module.recompile()
+    return written, functional
+
+
+def _operators() -> Any:  # its types know no symbolic values
+    from onnxscript import opset23
+
+    return opset23
+
+
+def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    """`aten.linear` as Gemm, which reads the weight as it is stored; MatMul would need a transposed copy of it."""
+    op = _operators()
+    operands = (x, weight) if bias is None else (x, weight, bias)
+    if len(x.shape) == 2:
+        return op.Gemm(*operands, transB=1)
+    width, columns = weight.shape
+    rows = op.Reshape(x, op.Constant(value_ints=[-1, int(columns)]))
+    out = op.Gemm(rows, *operands[1:], transB=1)
+    leading = op.Shape(x, start=0, end=len(x.shape) - 1)
+    return op.Reshape(out, op.Concat(leading, op.Constant(value_ints=[int(width)]), axis=0))
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """`aten.scaled_dot_product_attention` as Attention, whose mask must have a row for each query."""
+    op = _operators()
+    if mask is not None and mask.shape[-2] == 1 and query.shape[-2] != 1:
+        one = op.Constant(value_ints=[1])
+        rows = op.Shape(query, start=len(query.shape) - 2, end=len(query.shape) - 1)
+        mask = op.Expand(mask, op.Concat(*([one] * (len(mask.shape) - 2)), rows, one, axis=0))
+    attributes = {} if scale is None else {"scale": scale}
+    attended, *_ = op.Attention(query, key, value, mask, is_causal=int(is_causal), **attributes)
+    return attended
+
+
+def _remainder(x: Any, divisor: Any) -> Any:
+    """`aten.remainder`, which has the sign of the divisor, by a number that may be a size."""
+    from onnxscript import ir
+
+    op = _operators()
+    if isinstance(divisor, (int, float)):
+        divisor = op.CastLike(op.Constant(value_float=float(divisor)), x)
+    else:
+        divisor = op.CastLike(divisor, x)
+    if x.dtype in (ir.DataType.INT64, ir.DataType.INT32):
+        return op.Mod(x, divisor)
+    return op.Sub(x, op.Mul(op.Floor(op.Div(x, divisor)), divisor))
+
+
+_TRANSLATIONS: dict[Any, Any] = {
+    torch.ops.aten.linear.default: _linear,
+    torch.ops.aten.scaled_dot_product_attention.default: _attention,
+    torch.ops.aten.remainder.Scalar: _remainder,
+}
+
+
+def _finish(model: Any, written: Sequence[int]) -> Any:
+    """The proto of `model`, simplified, with metadata. `written` are the indices of state inputs."""
+    from onnxscript import optimizer
+    from onnxscript.ir import serde
+
+    graph = model.graph
+    weights = {name: value for name, value in graph.initializers.items() if name.startswith(_PREFIX)}
+    for name, value in weights.items():
+        del graph.initializers[name]
+        value.const_value = None
+        graph.inputs.append(value)
+    # After that, so that no weight is folded into the model.
+    optimizer.optimize(model, num_iterations=2)
+    for value in weights.values():
+        if not value.uses():
+            graph.inputs.remove(value)
+    weights = {name: value for name, value in weights.items() if value.uses()}
+    outputs = len(graph.outputs) - len(written)
+    document = {
+        "weights": len(weights),
+        "outputs": outputs,
+        "state": [
+            [index, _may_share(graph.inputs[index], graph.outputs[outputs + place])]
+            for place, index in enumerate(written)
+        ],
+    }
+    # Stack traces, which name files of this checkout.
+    for node in graph.all_nodes():
+        node.metadata_props.clear()
+        node.doc_string = None
+    for value in (*graph.inputs, *graph.outputs, *graph.initializers.values()):
+        value.metadata_props.clear()
+    model.metadata_props.clear()
+    model.metadata_props[METADATA_KEY] = json.dumps(document, sort_keys=True)
+    return serde.serialize_model(model)
+
+
+def _may_share(before: Any, after: Any) -> bool:
+    """Whether state `before` and its new value `after` may be the same memory.
+
+    They may when one node writes rows of it and nothing else reads its old values, which could run after that node.
+    """
+    readers = [node for node, _ in before.uses() if node.op_type != "Shape"]
+    if len(readers) != 1 or before.is_graph_output():
+        return False
+    (node,) = readers
+    return (
+        node.op_type in _WRITES
+        and node.inputs[0] is before
+        and all(each is not before for each in node.inputs[1:])
+        and node.outputs[0] is after
+    )
+
+
+def _refuse_large_gathers(program: torch.export.ExportedProgram, where: str) -> None:
+    for node in program.graph.nodes:
+        if node.op != "call_function" or node.target is not torch.ops.aten.index.Tensor:
+            continue
+        value, source = node.meta["val"], node.args[0]
+        if source.op != "placeholder" or value.dim() < source.meta["val"].dim():
+            continue
+        sizes = [_largest(size) for size in value.shape]
+        size = torch.Size(sizes).numel() * value.element_size()
+        if size > _MAX_GATHERED_BYTES:
+            raise CompileError(
+                f"the graph gathers {size >> 30} GiB of weights, {sizes} {value.dtype}, at its largest sizes; ONNX "
+                f"Runtime would write them to memory in every call (limit {_MAX_GATHERED_BYTES >> 30} GiB)",
+                where=where,
+                fix="compile this stage with AOTInductor, which reads them in place: --backend aoti:STAGE, or export "
+                "with a smaller --prefill-chunk-size",
+            )
+
+
+def _largest(size: int | torch.SymInt) -> int:
+    """The upper bound of a size."""
+    if isinstance(size, int):
+        return size
+    node = size.node
+    return int(node.shape_env.bound_sympy(node.expr).upper)
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost message of an error of torch.onnx, whose own text is a page of advice."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}".strip()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch.onnx warns of every domain that it could register operators of and that is not installed."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)

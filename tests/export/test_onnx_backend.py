@@ -1,0 +1,251 @@
+"""ONNX engines compared with eager modules: state, weights, other dims; what is refused, and what a process loads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from compiled_graph import CPU, check_compiled
+from mingc_command import REPOSITORY
+from torch import Tensor, nn
+
+from mingc.errors import ArtifactError, CompileError, ConfigError
+from mingc.export.checkpoint import Checkpoint
+from mingc.export.compile.backends import onnx as onnx_backend
+from mingc.export.compile.backends.onnx import BACKEND
+from mingc.export.compile.capture import share_weights
+from mingc.export.recipe import ExportRecipe
+from mingc.export.stage import Shard, StageOptions
+from mingc.export.stages import find
+from mingc.export.weights.loading import float32_module
+from mingc.runtime.engines.backends.onnx import load
+
+TOLERANCE = 1e-5
+# Of each kind one: state in slots, pages and rings, experts, attention with masks, a solver, an inverse FFT.
+GRAPHS = {
+    "thinker.prefill_attention": ({"T": 64}, {}),
+    "thinker.decode_experts": ({}, {}),
+    "talker.step": ({"B": 1}, {"B": 2}),
+    "vision_encoder.encode": ({}, {}),
+    "audio_vae.stream": ({}, {}),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_graph_agrees_with_its_module(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    stage_name, _, graph = name.partition(".")
+    stage = find(stage_name)
+    config = stage.config(checkpoint)
+    (plan,) = [each for each in stage.graphs(config, Shard(), StageOptions()) if each.spec.name == graph]
+    module = float32_module(stage, config, checkpoint, submodule=plan.spec.layer_instances[0])
+    shared = share_weights(plan, module)
+    sizes = [*({**shared.check_dims, **each} for each in GRAPHS[name]), shared.trace_dims]
+    check_compiled(module, shared, sizes, tmp_path, TOLERANCE, BACKEND)
+    (file,) = tmp_path.iterdir()
+    model = onnx.load(file)
+    floats = [each for each in model.graph.initializer if each.data_type == onnx.TensorProto.FLOAT]
+    assert sum(len(each.raw_data) for each in floats) < 1024, "no weight is in the model"
+
+
+class Sliding(nn.Module):
+    """A window of the newest rows, in front of a matrix; the old window is read after the new one exists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(3, 5)
+
+    def forward(self, x: Tensor, window: Tensor, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """x: (T, 3); window: (4, 3); rows: (9, 3), of which `places` (T,) are written."""
+        before = window.clone()
+        window.copy_(torch.cat((window, x))[-4:])
+        rows.index_put_((places,), x * 2)
+        return self.model(window[None])[0] + before.sum(), rows.sum(0)
+
+
+@pytest.fixture(scope="module")
+def sliding(tmp_path_factory: pytest.TempPathFactory) -> tuple[Sliding, Path]:
+    torch.manual_seed(2)
+    module, path = Sliding(), tmp_path_factory.mktemp("sliding") / "sliding.onnx"
+    compile_program(module, sliding_arguments(3), ({0: "T"}, {}, {}, {0: "T"}), path)
+    return module, path
+
+
+def sliding_arguments(count: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(4)
+    x, window, rows = (torch.randn(size, 3, generator=generator) for size in (count, 4, 9))
+    return x, window, rows, torch.randperm(9, generator=generator)[:count]
+
+
+def compile_program(
+    module: nn.Module, arguments: tuple[Tensor, ...], dims: tuple[Mapping[int, str], ...], path: Path
+) -> None:
+    named = {name: torch.export.Dim(name, min=1, max=1 << 16) for each in dims for name in each.values()}
+    shapes = tuple({axis: named[name] for axis, name in each.items()} for each in dims)
+    with torch.no_grad():
+        program = torch.export.export(module, arguments, dynamic_shapes=shapes, strict=False)
+    BACKEND.compile(program, path, device="cpu", cache=None, where="test.graph")
+
+
+def test_state_is_written_in_place_and_old_values_stay_readable(sliding: tuple[Sliding, Path]) -> None:
+    module, path = sliding
+    engine = load(path, CPU)
+    engine.bind(module.model.state_dict())
+    for count in (3, 1, 6):
+        mine, theirs = sliding_arguments(count), sliding_arguments(count)
+        addresses = [each.data_ptr() for each in mine]
+        with torch.no_grad():
+            expected = module(*theirs)
+        for value, reference in zip((*engine.run(mine), *mine), (*expected, *theirs), strict=True):
+            torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-5)
+        assert [each.data_ptr() for each in mine] == addresses
+    document = json.loads(onnx.load(path).metadata_props[0].value)
+    assert document["state"] == [[1, False], [2, True]], "only rows that are scattered may share memory"
+
+
+def test_state_that_is_not_contiguous_is_written_as_well(sliding: tuple[Sliding, Path]) -> None:
+    module, path = sliding
+    engine = load(path, CPU)
+    engine.bind(module.model.state_dict())
+    x, window, rows, places = sliding_arguments(2)
+    strided = torch.zeros(3, 9).t().copy_(rows)
+    engine.run([x, window.clone(), strided, places])
+    with torch.no_grad():
+        module(x, window, rows, places)
+    torch.testing.assert_close(strided, rows)
+
+
+def test_an_engine_runs_with_the_weights_that_it_is_bound_to(sliding: tuple[Sliding, Path]) -> None:
+    _, path = sliding
+    engine = load(path, CPU)
+    assert {*engine.constants()} == {"weight", "bias"}
+    weight, bias = torch.zeros(5, 3), torch.arange(5.0)
+    engine.bind({"weight": weight, "bias": bias})
+    x, window, rows, places = sliding_arguments(2)
+    before = window.sum()
+    torch.testing.assert_close(engine.run([x, window, rows, places])[0], bias.expand(4, 5) + before)
+    bias += 1  # the engine reads the tensor itself
+    before = window.sum()
+    torch.testing.assert_close(engine.run([x, window, rows, places])[0], bias.expand(4, 5) + before)
+
+
+def test_a_process_with_onnx_engines_loads_no_compiler(sliding: tuple[Sliding, Path]) -> None:
+    code = (
+        "import json, sys, pathlib, torch\n"
+        "from mingc.runtime.engines.backends import load_engine\n"
+        "before = {*sys.modules}\n"
+        f"engine = load_engine('onnx', pathlib.Path({str(sliding[1])!r}), torch.device('cpu'))\n"
+        "engine.bind({'weight': torch.zeros(5, 3), 'bias': torch.zeros(5)})\n"
+        "engine.run([torch.ones(2, 3), torch.ones(4, 3), torch.ones(9, 3), torch.arange(2)])\n"
+        "print(json.dumps(sorted({*sys.modules} - before)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=REPOSITORY
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = {name.split(".")[0] for name in json.loads(done.stdout)}
+    assert "onnxruntime" in loaded and not loaded & {"onnx", "onnxscript", "onnx_ir"}
+    assert not {"torch._dynamo", "torch._inductor", "torch.onnx"} & {*json.loads(done.stdout)}
+
+
+class Transform(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.eigvals(x).abs()
+
+
+class GatherWeight(nn.Module):
+    """Gathers a matrix of 128 KiB for each of up to 65,536 rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.zeros(4, 128, 256))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.experts[ids].sum(-1)
+
+
+def test_an_operator_that_onnx_lacks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        CompileError, match=r"torch\.onnx cannot translate the graph(.|\n)*linalg_eig"
+    ) as refused:
+        compile_program(Transform(), (torch.randn(3, 3),), ({},), tmp_path / "x.onnx")
+    assert refused.value.where == "test.graph" and "--backend aoti:STAGE" in (refused.value.fix or "")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_graph_that_gathers_too_many_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match=r"gathers 8 GiB of weights, \[65536, 128, 256\] torch.float32"):
+        compile_program(GatherWeight(), (torch.tensor([1, 2, 1]),), ({0: "T"},), tmp_path / "x.onnx")
+
+
+def damaged(path: Path, folder: Path, change: Any) -> Path:
+    model = onnx.load(path)
+    change(model)
+    onnx.save(model, folder / "damaged.onnx")
+    return folder / "damaged.onnx"
+
+
+def test_a_model_of_an_unknown_opset_is_refused(sliding: tuple[Sliding, Path], tmp_path: Path) -> None:
+    def newer(model: Any) -> None:
+        (own,) = [each for each in model.opset_import if each.domain == ""]
+        own.version = 999
+
+    with pytest.raises(
+        ArtifactError, match=r"ONNX Runtime [\d.]+ refuses the engine(.|\n)*[Oo]pset 999"
+    ) as refused:
+        load(damaged(sliding[1], tmp_path, newer), CPU)
+    assert "pip install --upgrade 'mingc[onnx]'" in (refused.value.fix or "")
+
+
+def test_a_model_of_other_programs_is_refused(sliding: tuple[Sliding, Path], tmp_path: Path) -> None:
+    foreign = damaged(sliding[1], tmp_path, lambda model: model.ClearField("metadata_props"))
+    with pytest.raises(ArtifactError, match="an ONNX model that mingc did not export"):
+        load(foreign, CPU)
+    foreign.write_bytes(foreign.read_bytes()[:200])
+    with pytest.raises(ArtifactError, match="refuses the engine"):
+        load(foreign, CPU)
+
+
+def test_a_missing_package_is_named_with_its_installation(
+    sliding: tuple[Sliding, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(ArtifactError, match="needs ONNX Runtime") as refused:
+        load(sliding[1], CPU)
+    assert refused.value.fix == "pip install 'mingc[onnx]'"
+    monkeypatch.setattr(onnx_backend, "_PACKAGES", ("onnx", "no_such_package"))
+    with pytest.raises(
+        ConfigError, match=r"needs no_such_package, not installed: pip install 'mingc\[onnx\]'"
+    ):
+        ExportRecipe(checkpoint=tmp_path, output=tmp_path, backend=("onnx:cfm",))
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "reason"),
+    [("cuda", "float32", "not run on cuda"), ("cpu", "bfloat16", "lack bfloat16")],
+)
+def test_what_was_not_run_is_refused(target: str, dtype: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"--backend onnx: .*{reason}"):
+        ExportRecipe(checkpoint=tmp_path, output=tmp_path, target=target, dtype=dtype, backend=("onnx",))
+
+
+def test_other_dims(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    stage: Any = find("cfm")
+    config = stage.config(checkpoint)
+    aggregator = replace(config.aggregator, num_tokens=1 + 5, hidden_size=24, num_heads=3, out_size=20)
+    config = replace(config, latents_per_patch=5, llm_hidden_size=20, aggregator=aggregator)
+    module = stage.build(config, Shard())
+    torch.manual_seed(6)
+    for each in (*module.parameters(), *module.buffers()):
+        nn.init.normal_(each, std=0.2)
+    (plan,) = [
+        each for each in stage.graphs(config, Shard(), StageOptions()) if each.spec.name == "aggregate"
+    ]
+    check_compiled(module, plan, [{"N": 1}, {"N": 8}], tmp_path, TOLERANCE, BACKEND)
