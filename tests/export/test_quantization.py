@@ -20,7 +20,7 @@ from mingc.export.recipe import ExportRecipe
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSource
 from mingc.export.stages import find
 from mingc.export.weights.loading import float32_module, load_module, write_weights
-from mingc.export.weights.quantization import prepare, stored_names, stored_tensors
+from mingc.export.weights.quantization import in_float32, prepare, stored_names, stored_tensors
 from mingc.kernels.quantized import dequantize, quantize_int4
 from mingc.numerics.relative_error import relative_error
 
@@ -116,6 +116,18 @@ def test_int4_quantizes_experts_to_int4_and_the_rest_to_fp8() -> None:
     )
     assert stored_tensors(linear, value[0], "int4", torch.bfloat16)["dense"].dtype == torch.float8_e4m3fn
     assert stored_names(experts_source(), None) == ("experts.down",)
+
+
+def test_a_float32_module_keeps_its_stored_weights_and_their_scales() -> None:
+    """FP8 values without their scale are other weights: they are dequantized where they are used."""
+    module = nn.Module()
+    stored, plain = torch.randn(4, 8).to(torch.float8_e4m3fn), torch.randn(3).bfloat16()
+    module.register_parameter("weight", nn.Parameter(stored, requires_grad=False))
+    module.register_parameter("weight_scale", nn.Parameter(torch.rand(4), requires_grad=False))
+    module.register_parameter("bias", nn.Parameter(plain, requires_grad=False))
+    in_float32(module)
+    assert (module.weight.dtype, module.weight_scale.dtype) == (torch.float8_e4m3fn, torch.float32)
+    assert torch.equal(module.bias, plain.float()) and module.bias.dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
