@@ -135,9 +135,10 @@ def commands() -> None:
     "--cache",
     type=_PATH,
     default=None,
-    show_default="no cache",
-    help="Folder that keeps compiled engines for later exports.",
+    show_default="$XDG_CACHE_HOME/mingc/engines",
+    help="Folder that keeps compiled engines for later exports, by what decides their code.",
 )
+@click.option("--no-cache", is_flag=True, help="Compile every engine anew and keep none.")
 @click.option(
     "--max-model-len", type=int, default=MAX_MODEL_LEN, help="Longest request, prompt and answer, in tokens."
 )
@@ -173,12 +174,21 @@ def commands() -> None:
 )
 @click.option("--model-name", default=MODEL_NAME, help="Name of the model that a server announces.")
 @_common
-def export_command(as_json: bool, tp: int, **options: Any) -> int:
-    """Compile CHECKPOINT, a folder in the released layout, into an artifact."""
+def export_command(as_json: bool, tp: int, cache: Path | None, no_cache: bool, **options: Any) -> int:
+    """Compile CHECKPOINT, a folder in the released layout, into an artifact.
+
+    An export that was interrupted compiles only what is not in the cache when the same command runs again.
+    """
+    from mingc.artifacts.file_cache import cache_folder
     from mingc.console.report import show
     from mingc.export.recipe import ExportRecipe
 
-    show(_export(ExportRecipe(world_size=tp, **options)), as_json=as_json)
+    if no_cache and cache is not None:
+        raise ConfigError(
+            "--cache and --no-cache contradict each other", where="mingc export", fix="pass one of them"
+        )
+    kept = None if no_cache else cache or cache_folder() / "engines"
+    show(_export(ExportRecipe(world_size=tp, cache=kept, **options)), as_json=as_json)
     return 0
 
 
@@ -196,6 +206,25 @@ def _export(recipe: ExportRecipe) -> ExportReport:
             lambda step: report_step(step.done, step.total, f"{step.name} {step.subject}", step.seconds),
             record_goldens,
         )
+
+
+@commands.command("synth")
+@click.argument("output", type=_PATH)
+@click.option(
+    "--config",
+    default="tiny",
+    help="`released` or `tiny`, both in a checkout only, or a folder of configs in the released layout.",
+)
+@click.option("--layers", type=int, default=None, show_default="the config's", help="Layers of the thinker.")
+@click.option("--seed", type=int, default=0, help="Equal seeds give equal files.")
+@_common
+def synth_command(as_json: bool, output: Path, config: str, layers: int | None, seed: int) -> int:
+    """Write a random checkpoint in the released layout to the folder OUTPUT, to try an export of any size."""
+    from mingc.console.report import show
+    from mingc.export.checkpoint_writer import synthesize
+
+    show(synthesize(config, output, layers=layers, seed=seed, log=step_logger("synth")), as_json=as_json)
+    return 0
 
 
 @commands.command("serve")
@@ -766,14 +795,19 @@ def prune_command(as_json: bool, folder: Path, is_dry: bool, has_cache: bool) ->
 
 
 @commands.command("doctor")
-@click.option("--strict", is_flag=True, help="Exit with 3 when export or serve would not work.")
+@click.argument("artifacts", type=_PATH, nargs=-1)
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Exit with 3 when export or serve, or a stage of ARTIFACTS, would not work.",
+)
 @_common
-def doctor_command(as_json: bool, strict: bool) -> int:
-    """Report what works on this machine."""
+def doctor_command(as_json: bool, artifacts: tuple[Path, ...], strict: bool) -> int:
+    """Report what works on this machine, and for each of ARTIFACTS whether each of its stages does."""
     from mingc.console.report import show
     from mingc.doctor import examine
 
-    result = examine()
+    result = examine(artifacts)
     show(result, as_json=as_json)
     return EXIT_FOUND_PROBLEMS if strict and not result.is_clean else 0
 

@@ -1,4 +1,4 @@
-"""Checks of this machine: interpreter, torch, compiler, devices, packages. Changes nothing."""
+"""Checks of this machine (interpreter, torch, compiler, devices, packages, disks) and of artifacts on it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mingc.host import gpu
+from mingc.artifacts.artifact import check_fingerprint, open_artifact
+from mingc.artifacts.file_cache import cache_folder
+from mingc.errors import IncompatibleError
+from mingc.host import current_host, gpu
 
 State = Literal["ok", "missing", "problem"]
 
@@ -46,21 +50,37 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Whether one stage of an artifact would be served here."""
+
+    artifact: Path
+    stage: str
+    target: str
+    works: bool
+    problem: str = ""
+    fix: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorReport:
     """All checks of a machine. `can_export` and `can_serve`: all checks that these commands require on a CPU pass."""
 
     can_export: bool
     can_serve: bool
     checks: tuple[Check, ...]
+    verdicts: tuple[Verdict, ...] = ()
 
     @property
     def is_clean(self) -> bool:
-        """Whether export and serve both work with default options."""
-        return self.can_export and self.can_serve
+        """Whether export and serve both work with default options, and every stage that was asked about."""
+        return self.can_export and self.can_serve and all(each.works for each in self.verdicts)
 
 
-def examine() -> DoctorReport:
-    """Run all checks. Imports torch, and compiles a small C++ file when a compiler is found."""
+def examine(artifacts: Sequence[Path] = ()) -> DoctorReport:
+    """Run all checks. Imports torch, and compiles a small C++ file when a compiler is found.
+
+    Raises: ArtifactError when one of `artifacts`, folders or packed bundles, cannot be read.
+    """
     checks = [_python(), *(_package(name, name, "everything", None) for name in _REQUIRED)]
     torch_ok = checks[1].state == "ok"
     if torch_ok:
@@ -69,6 +89,12 @@ def examine() -> DoctorReport:
         checks.extend(_devices())
     checks.append(_compiler())
     checks.append(_memory())
+    checks.append(
+        _space("temporary files", Path(tempfile.gettempdir()), "TMPDIR", "serve: engines are unpacked")
+    )
+    checks.append(
+        _space("user cache", cache_folder(), "XDG_CACHE_HOME", "export: engine cache; packed bundles")
+    )
     checks.extend(_package(module, dist, use, extra) for module, dist, use, extra in _OPTIONAL)
     bad = {check.name for check in checks if check.state != "ok"}
     base_ok = not bad & {"python", "torch version", "engine loader", *_REQUIRED}
@@ -76,7 +102,66 @@ def examine() -> DoctorReport:
         can_export=base_ok and not bad & {"C++ compiler", "onnxruntime"},
         can_serve=base_ok and not bad & {dist for _, dist, _, extra in _OPTIONAL if extra == "serve"},
         checks=tuple(checks),
+        verdicts=tuple(each for path in artifacts for each in _verdicts(path, bad)) if torch_ok else (),
     )
+
+
+def _verdicts(path: Path, bad: set[str]) -> list[Verdict]:
+    """One for each stage of the artifact at `path`, given the names of checks that are not ok."""
+    artifact = open_artifact(path)
+    fingerprint = artifact.manifest.fingerprint
+    here = current_host(fingerprint.device)
+    problems: list[tuple[str, str | None]] = []
+    try:
+        check_fingerprint(fingerprint, here)
+    except IncompatibleError as error:
+        problems.append((" ".join(error.message.split()), error.fix))
+    packages = sorted(bad & {dist for _, dist, _, extra in _OPTIONAL if extra == "serve"})
+    if packages:
+        problems.append((f"not installed: {', '.join(packages)}", "pip install 'mingc[serve]'"))
+    if "engine loader" in bad:
+        problems.append(("this torch cannot load AOTInductor packages", "pip install 'torch>=2.11,<2.14'"))
+    gpus = _gpu_bytes() if fingerprint.device == "cuda" and here.device == "cuda" else []
+    if gpus and len(gpus) < fingerprint.world_size:
+        problems.append(
+            (
+                f"the artifact is for {fingerprint.world_size} GPUs, {len(gpus)} are visible",
+                f"make more GPUs visible, or export again with --tp {len(gpus)}",
+            )
+        )
+    limit = min(gpus) if gpus else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    verdicts = []
+    needed = 0  # stages share the first device
+    for node in artifact.manifest.graph.nodes:
+        record = artifact.manifest.stages[node.name]
+        needed += max((artifact.manifest.files[file].size_bytes for file in record.weights), default=0)
+        own = list(problems)
+        if needed > limit:
+            own.append(
+                (
+                    f"its weights and those of the stages before take {needed / 1e9:.1f} GB, "
+                    f"{'a GPU' if gpus else 'this machine'} has {limit / 1e9:.1f} GB",
+                    "export again with --quantize fp8 or a larger --tp, or use a machine with more memory",
+                )
+            )
+        verdicts.append(
+            Verdict(
+                artifact=path,
+                stage=node.name,
+                target=f"{fingerprint.device} {fingerprint.capability}, {fingerprint.world_size} rank(s)",
+                works=not own,
+                problem="; ".join(problem for problem, _ in own),
+                fix="; ".join(dict.fromkeys(fix for _, fix in own if fix)) or None,
+            )
+        )
+    return verdicts
+
+
+def _gpu_bytes() -> list[int]:
+    """Memory of every visible GPU."""
+    import torch
+
+    return [gpu(index).memory_bytes for index in range(torch.cuda.device_count())]
 
 
 def _python() -> Check:
@@ -160,6 +245,16 @@ def _devices() -> list[Check]:
             if one != other and not torch.cuda.can_device_access_peer(one, other)
         ]
         checks.append(peer_check(closed))
+        has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+        checks.append(
+            Check(
+                name="NCCL",
+                state="ok" if has_nccl else "missing",
+                detail="in this torch" if has_nccl else "not in this torch",
+                needed_for="serve --tp 2 and more",
+                fix=None if has_nccl else "install a CUDA build of torch",
+            )
+        )
     return checks
 
 
@@ -197,6 +292,26 @@ def _compiler() -> Check:
             fix="set CXX=/usr/bin/g++ CC=/usr/bin/gcc and unset CUDAHOSTCXX",
         )
     return Check(name="C++ compiler", state="ok", detail=name, needed_for="export")
+
+
+def _space(name: str, folder: Path, variable: str, needed_for: str) -> Check:
+    """Whether the nearest folder of `folder` that exists can be written and has a GiB free."""
+    there = folder
+    while not there.exists():
+        there = there.parent
+    fix = f"free some space there, or set {variable} to another folder"
+    if not os.access(there, os.W_OK):
+        detail = f"{folder} cannot be written"
+        return Check(name=name, state="problem", detail=detail, needed_for=needed_for, fix=fix)
+    free = shutil.disk_usage(there).free
+    state: State = "ok" if free >= 1 << 30 else "problem"
+    return Check(
+        name=name,
+        state=state,
+        detail=f"{folder}: {free / 2**30:.1f} GiB free",
+        needed_for=needed_for,
+        fix=None if state == "ok" else fix,
+    )
 
 
 def _memory() -> Check:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
+
+_FIRST_ESTIMATE = 3  # steps done; before, the time left is a guess
 
 
 class Progress(Protocol):
@@ -37,17 +40,25 @@ def progress(title: str) -> Iterator[Progress]:
     from rich.progress import Progress as RichProgress
 
     last = TextColumn("{task.fields[step]}")
-    columns = (TextColumn(title), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), last)
+    columns = (
+        TextColumn(title),
+        BarColumn(30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+        last,
+    )
     with RichProgress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(title, total=None, step="starting")
+        task = bar.add_task(title, total=None, step="starting", left="")
         running: list[str] = []
+        clock = _Clock()
 
         def draw(done: int, total: int, step: str, seconds: float | None, /) -> None:
             if seconds is None:
                 running.append(step)
             elif step in running:
                 running.remove(step)
-            bar.update(task, completed=done, total=total, step=_shown(running))
+            bar.update(task, completed=done, total=total, step=_shown(running), left=clock.left(done, total))
 
         yield draw
 
@@ -64,8 +75,28 @@ class _Lines:
 
     def __init__(self, title: str) -> None:
         self._title = title
+        self._clock = _Clock()
 
     def __call__(self, done: int, total: int, step: str, seconds: float | None, /) -> None:
         if seconds is None:
             return
-        print(f"{self._title}: {done}/{total} {step} {seconds:.1f} s", file=sys.stderr, flush=True)
+        left = self._clock.left(done, total)
+        print(
+            f"{self._title}: {done}/{total} {step} {seconds:.1f} s{left and ', ' + left}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+class _Clock:
+    """Time left, if the steps to come take as long as those done: a rough figure, shown from a minute on."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+
+    def left(self, done: int, total: int) -> str:
+        """`about 4 min left`, or nothing while too little is done or left."""
+        if not _FIRST_ESTIMATE <= done < total:
+            return ""
+        minutes = (time.monotonic() - self._started) / done * (total - done) / 60
+        return f"about {minutes:.0f} min left" if minutes >= 1 else ""

@@ -26,9 +26,9 @@ OPTIONS = {
     "bundle unpack": "--debug --force --json --share BUNDLE OUTPUT",
     "bundle verify-signature": "--debug --json --public-key BUNDLE",
     "demo": "--checkpoint --debug --force --json --output",
-    "doctor": "--debug --json --strict",
+    "doctor": "--debug --json --strict ARTIFACTS",
     "export": "--autotune --backend --batch-sizes --cache --debug --dtype --force --jobs --json --max-model-len "
-    "--model-name --output --prefill-chunk-size --quantize --stages --synthetic --target --tp CHECKPOINT",
+    "--model-name --no-cache --output --prefill-chunk-size --quantize --stages --synthetic --target --tp CHECKPOINT",
     "probe": "--baseline --batch --cache --compare --context --debug --engine --jobs --json --repetitions "
     "--synthetic --tolerance ARTIFACT",
     "serve": "--allow-media-host --api-key-file --body-idle-timeout --body-timeout --check-hashes "
@@ -38,6 +38,7 @@ OPTIONS = {
     "--media-decode-timeout --media-root --media-timeout --open-metrics --parse-special-tokens --port "
     "--require-signature --self-check --served-model-name --shutdown-timeout --step-timeout --threads --tp "
     "--write-timeout ARTIFACT",
+    "synth": "--config --debug --json --layers --seed OUTPUT",
     "verify": "--against --debug --json --no-replay --reference ARTIFACT",
 }
 
@@ -142,6 +143,10 @@ def test_help_needs_no_torch(tmp_path: Path) -> None:
         (["serve", "x", "--api-key-file", "nowhere.txt", "--port", "0"], "no API keys in nowhere.txt"),
         (["serve", "x", "--max-speech-seqs", "0"], "--max-speech-seqs is 0"),
         (["serve", "x", "--media-root", ""], "'--media-root': the path is empty"),
+        (["export", "x", "--output", "y", "--no-cache", "--cache", "z"], "--cache and --no-cache contradict"),
+        (["synth", "x", "--config", "nowhere"], "nowhere holds no config.json"),
+        (["synth", ".", "--config", "tiny"], ". exists"),
+        (["synth", "x", "--layers", "0"], "--layers 0: must be at least 1"),
         (["export", "", "--output", "y"], "'CHECKPOINT': the path is empty"),
         (["serve", "x", "--host", "a" * 300, "--port", "0"], "not a host name"),
         (["demo", "--output", "/dev/null"], "cannot create the folder /dev/null"),
@@ -221,7 +226,7 @@ def test_doctor_reports_the_documented_fields() -> None:
     result = run("doctor", "--json")
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
-    assert set(document) == {"can_export", "can_serve", "checks"}
+    assert set(document) == {"can_export", "can_serve", "checks", "verdicts"}
     assert set(document["checks"][0]) == {"name", "state", "detail", "needed_for", "fix"}
     assert {check["name"] for check in document["checks"]} >= {
         "python",

@@ -139,7 +139,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "mingc.bundles": ("mingc", "mingc.artifacts", "mingc.errors"),
     "mingc.demo": ("mingc", "mingc.artifacts", "mingc.errors"),
-    "mingc.doctor": ("mingc.artifacts.target", "mingc.errors", "mingc.host"),
+    "mingc.doctor": ("mingc.artifacts", "mingc.artifacts.target", "mingc.errors", "mingc.host"),
 }
 # Only the command line knows export, runtime, verify and probe together.
 UNRESTRICTED = ("mingc", "mingc.__main__", "mingc.cli")

@@ -23,6 +23,8 @@ CHECKPOINT = DATA / "tiny-ming"
 CACHE = Path(os.environ.get("MINGC_TEST_CACHE", REPOSITORY / "build" / "engines"))
 EAGER = REPOSITORY / "tests" / "support" / "eager"
 _LIMIT_S, _START_S, _END_S = 900, 120, 30  # a command: an export that compiles takes minutes
+# What commands keep for the user: engines by default, copies of files of packed bundles.
+os.environ["XDG_CACHE_HOME"] = str(CACHE / "user")
 # A child process knows the backend `eager` of the tests.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(EAGER)))}
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import importlib.util
 import re
 import tomllib
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch  # noqa: F401 - loaded before its dependencies are hidden
+from manifest_edit import edit_manifest
 
 from mingc import doctor
 from mingc.doctor import Check, DoctorReport, examine, peer_check
+from mingc.host import Host
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -29,11 +34,11 @@ def good_machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> DoctorReport:
+def without(monkeypatch: pytest.MonkeyPatch, *modules: str, artifacts: Sequence[Path] = ()) -> DoctorReport:
     """The report of a machine that lacks `modules`."""
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in modules else real(name))
-    return examine()
+    return examine(artifacts)
 
 
 def test_a_good_machine_can_export_and_serve(good_machine: pytest.MonkeyPatch) -> None:
@@ -90,3 +95,53 @@ def test_devices_without_peer_access_use_nccl() -> None:
     assert "one-shot" in peer_check([]).detail
     closed = peer_check(["0-1", "1-0"]).detail
     assert "one-shot" not in closed and "0-1, 1-0" in closed
+
+
+def test_every_stage_of_an_artifact_gets_a_verdict(
+    artifact_path: Path, good_machine: pytest.MonkeyPatch
+) -> None:
+    """The hand-made artifact is for torch 2.13.0 and AVX2; each thing that is wrong has its own fix."""
+    here = Host(torch="2.13.0", device="cpu", capability="AVX512")
+    good_machine.setattr(doctor, "current_host", lambda device: here)
+    (verdict,) = examine([artifact_path]).verdicts
+    assert (verdict.stage, verdict.works, verdict.fix) == ("audio_encoder", True, None)
+    assert verdict.target == "cpu AVX2, 1 rank(s)"
+    good_machine.setattr(doctor, "current_host", lambda device: replace(here, torch="2.12.1"))
+    report = examine([artifact_path])
+    (verdict,) = report.verdicts
+    assert not verdict.works and "torch: built with 2.13.0, here 2.12.1" in verdict.problem
+    assert "torch==2.13.0" in str(verdict.fix) and not report.is_clean
+    good_machine.setattr(doctor, "current_host", lambda device: here)
+    (verdict,) = without(good_machine, "uvicorn", artifacts=[artifact_path]).verdicts
+    assert not verdict.works and verdict.problem == "not installed: uvicorn"
+    assert verdict.fix == "pip install 'mingc[serve]'"
+
+
+@pytest.mark.parametrize("count, fix", [(1, "--tp 1"), (4, None)])
+def test_a_verdict_counts_gpus_and_their_memory(
+    count: int, fix: str | None, artifact_path: Path, good_machine: pytest.MonkeyPatch
+) -> None:
+    """GPUs are described by hand: this is about the comparison, not about the devices."""
+
+    def change(document: dict[str, Any]) -> None:
+        document["fingerprint"] |= {"device": "cuda", "capability": "9.0", "world_size": 2}
+
+    edit_manifest(artifact_path, change)
+    good_machine.setattr(
+        doctor, "current_host", lambda device: Host(torch="2.13.0", device="cuda", capability="9.0")
+    )
+    good_machine.setattr(doctor, "_gpu_bytes", lambda: [80 << 30] * count)
+    (verdict,) = examine([artifact_path]).verdicts
+    assert verdict.works is (fix is None) and (fix is None or fix in str(verdict.fix))
+    good_machine.setattr(doctor, "_gpu_bytes", lambda: [100] * 4)
+    (verdict,) = examine([artifact_path]).verdicts
+    assert "a GPU has 0.0 GB" in verdict.problem and "--quantize fp8" in str(verdict.fix)
+
+
+def test_a_folder_that_cannot_be_written_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert doctor._space("x", tmp_path / "a" / "b", "TMPDIR", "serve").state == "ok"
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    check = doctor._space("x", tmp_path, "TMPDIR", "serve")
+    assert check.state == "problem" and "TMPDIR" in str(check.fix)

@@ -40,7 +40,7 @@ def test_on_a_terminal_progress_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_bar_names_the_steps_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
 
-    def update(bar: object, task: object, *, completed: int, total: int, step: str) -> None:
+    def update(bar: object, task: object, *, completed: int, total: int, step: str, left: str) -> None:
         shown.append(step)
 
     monkeypatch.setattr(
@@ -58,3 +58,22 @@ def test_logged_steps_are_lines_on_stderr(capsys: pytest.CaptureFixture[str]) ->
     log("engine cfm.sample")
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "probe: engine cfm.sample\n")
+
+
+def test_the_time_left_is_that_of_the_steps_so_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("mingc.console.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
+    with progress("export") as report:
+        for done in (1, 2, 3, 9, 10):
+            now[0] = 100.0 + 60.0 * done
+            report(done, 10, "x", 60.0)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "export: 1/10 x 60.0 s",
+        "export: 2/10 x 60.0 s",
+        "export: 3/10 x 60.0 s, about 7 min left",
+        "export: 9/10 x 60.0 s, about 1 min left",
+        "export: 10/10 x 60.0 s",
+    ]

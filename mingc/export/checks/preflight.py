@@ -40,7 +40,7 @@ def check_host(recipe: ExportRecipe) -> None:
             raise ConfigError(
                 f"{recipe.cache} is not a writable folder: {error.strerror}",
                 where="--cache",
-                fix="pass another folder, or omit --cache",
+                fix="pass another folder with --cache, or pass --no-cache",
             ) from error
 
 

@@ -26,13 +26,15 @@ class SyntheticPart(Part):
     """A checkpoint part whose tensors are sampled on `device` when read; values differ between kinds of devices."""
 
     device: str = "cpu"
+    seed: int = 0
 
     def read(self, name: str) -> torch.Tensor:
         """A random bfloat16 tensor of the declared shape: scaled by its fan-in, or near 1 for weights of norms."""
         entry = self.tensors.get(name)
         if entry is None:
             raise CheckpointError(f"tensor {name} is missing", where=f"synthetic {self.name}")
-        seed = int.from_bytes(hashlib.sha256(f"{self.name}:{name}".encode()).digest()[:7], "little")
+        key = f"{self.name}:{name}" if self.seed == 0 else f"{self.seed}:{self.name}:{name}"
+        seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little")
         generator = torch.Generator(self.device).manual_seed(seed)
         value = torch.randn(entry.shape, generator=generator, device=self.device)
         if name.startswith("stop_head."):
@@ -67,8 +69,10 @@ def _declare_tensors(plain: Checkpoint) -> Checkpoint:
     return replace(plain, talker=replace(talker, tensors=tensors))
 
 
-def open_synthetic(configs: Path, device: str = "cpu") -> Checkpoint:
+def open_synthetic(configs: Path, device: str = "cpu", *, seed: int = 0) -> Checkpoint:
     """A checkpoint over the config files in `configs` (the released layout without weights), sampled on `device`.
+
+    Another `seed` gives other weights.
 
     Raises: CheckpointError when a config is missing or lacks a key.
     """
@@ -91,7 +95,9 @@ def open_synthetic(configs: Path, device: str = "cpu") -> Checkpoint:
     def part(given: Part | None) -> SyntheticPart | None:
         if given is None:
             return None
-        return SyntheticPart(given.name, given.root, given.config, tensors[given.name], device=device)
+        return SyntheticPart(
+            given.name, given.root, given.config, tensors[given.name], device=device, seed=seed
+        )
 
     main = part(plain.main)
     assert main is not None

@@ -1,0 +1,58 @@
+"""`mingc synth`: checkpoints that the exporter opens as it opens the released one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from mingc_command import CHECKPOINT
+from safetensors import safe_open
+
+from mingc.export import checkpoint_writer
+from mingc.export.checkpoint import open_checkpoint
+from mingc.export.checkpoint_writer import synthesize
+from mingc.export.stage import Shard
+from mingc.export.stages import discover
+from mingc.export.weights.loading import check_weights
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_a_synthetic_checkpoint_holds_what_every_stage_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_writer, "_SHARD_BYTES", 1 << 20)
+    report = synthesize("tiny", tmp_path / "made", layers=3, seed=7)
+    made = open_checkpoint(tmp_path / "made")
+    for stage in discover().values():
+        assert check_weights(made, [*stage.weights(stage.config(made), Shard())]) == []
+    layers = {name.split(".")[3] for name in made.main.tensors if name.startswith("model.model.layers.")}
+    assert layers == {"0", "1", "2"}
+    assert report.files > 3 and report.largest_shard_bytes <= (1 << 20) + 100_000
+    assert report.size_bytes == sum(
+        path.stat().st_size for path in (tmp_path / "made").rglob("*.safetensors")
+    )
+    # As the library reads them, in the dtypes of the released checkpoint.
+    for folder, dtype in ((".", torch.bfloat16), ("talker", torch.float32), ("talker/vae", torch.float32)):
+        with safe_open(next((tmp_path / "made" / folder).glob("*.safetensors")), framework="pt") as stream:
+            assert {stream.get_tensor(name).dtype for name in stream.keys()} == {dtype}  # noqa: SIM118
+    index = json.loads((tmp_path / "made/model.safetensors.index.json").read_text())
+    with safe_open(CHECKPOINT / "model-00001-of-00003.safetensors", framework="pt") as stream:
+        ours = {name for name in stream.keys() if "layers.3." not in name and "deepstack" not in name}  # noqa: SIM118
+    assert len(ours & index["weight_map"].keys()) > 0.9 * len(ours)
+
+
+def test_the_seed_decides_the_weights(tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        synthesize("tiny", tmp_path / name, layers=1, seed=seed)
+    assert _hashes(tmp_path / "a") == _hashes(tmp_path / "b") != _hashes(tmp_path / "c")
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c"}
