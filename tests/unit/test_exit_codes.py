@@ -32,20 +32,20 @@ def test_doctor_reports_problems_and_fails_only_when_asked(
     options: list[str], code: int, lacking: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     works = {"can_export": True, "can_serve": True, lacking: False}
-    monkeypatch.setattr(doctor, "examine", lambda: DoctorReport(checks=(), **works))
+    monkeypatch.setattr(doctor, "examine", lambda artifacts: DoctorReport(checks=(), **works))
     assert exit_code("doctor", *options) == code
 
 
 @pytest.mark.parametrize("options", [[], ["--strict"]])
 def test_doctor_of_a_good_machine_succeeds(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     report = DoctorReport(can_export=True, can_serve=True, checks=())
-    monkeypatch.setattr(doctor, "examine", lambda: report)
+    monkeypatch.setattr(doctor, "examine", lambda artifacts: report)
     assert exit_code("doctor", *options) == 0
 
 
 @pytest.fixture
 def _bug(monkeypatch: pytest.MonkeyPatch) -> None:
-    def examine() -> DoctorReport:
+    def examine(artifacts: object) -> DoctorReport:
         raise LookupError("no such wheel")
 
     monkeypatch.setattr(doctor, "examine", examine)
@@ -114,7 +114,7 @@ from mingc import doctor
 from mingc.cli import main
 from mingc.console import signals
 
-def examine():
+def examine(artifacts):
     try:
         print("begun", flush=True)
         time.sleep(600)

@@ -147,7 +147,8 @@ def test_a_result_that_cannot_be_written_is_an_error_naming_stdout(as_json: bool
     words = ["doctor", "--json"] if as_json else ["doctor"]
     code = (
         "from mingc.cli import main; import mingc.doctor\n"
-        "mingc.doctor.examine = lambda: mingc.doctor.DoctorReport(can_export=True, can_serve=True, checks=())\n"
+        "report = mingc.doctor.DoctorReport(can_export=True, can_serve=True, checks=())\n"
+        "mingc.doctor.examine = lambda artifacts: report\n"
         f"main({words})"
     )
     with Path("/dev/full").open("w") as full:
