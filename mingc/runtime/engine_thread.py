@@ -64,6 +64,11 @@ class EngineThread(ABC):
             self._failure = self._failure or error
             self._notify()
 
+    @property
+    @abstractmethod
+    def held(self) -> dict[str, int]:
+        """What requests hold now, by kind: all 0 when there are none."""
+
     @abstractmethod
     def _step(self) -> bool:
         """Run one step. Returns False if there was nothing to do."""

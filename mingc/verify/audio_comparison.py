@@ -38,6 +38,18 @@ LIMITS: Mapping[Figure, float] = MappingProxyType(
 For float32 and bfloat16 waves of equal noise. A wave that was spoken anew, with other noise, needs wider ones.
 """
 
+LOW_PRECISION_LIMITS: Mapping[Figure, float] = MappingProxyType(
+    {
+        "sample rate": 0.0,
+        "duration": 0.0,
+        "RMS": 0.1,
+        "peak": 0.2,
+        "spectral centroid": 0.05,
+        "mel distance": 2.0,
+    }
+)
+"""The same for a wave whose latents are within the tolerance of low precision, a tenth of the largest value."""
+
 _WINDOW_S = 0.025
 _MELS = 40
 _RANGE_DB = 60.0  # below the loudest band of the recording; quieter values count as this quiet

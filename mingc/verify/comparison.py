@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["tensor", "ids", "text", "share", "scale"]
+Kind = Literal["tensor", "ids", "text", "share", "scale", "audio"]
 Outcome = Literal["pass", "FAIL", "expected difference", "not checked"]
 
 
@@ -18,7 +18,7 @@ class Comparison:
         kind: tensors are compared within a tolerance, ids and text must be identical, a share counts identical cases,
             a scale is the least-squares factor between all values and their references.
         error: worst relative error, max |a - b| / max |b|; for a share the fraction that differs, for a scale its
-            distance from 1.
+            distance from 1, for audio the difference of the figure.
         identical: set for ids and text.
         tolerance: the largest error that passes.
         note: the waiver of an expected difference, or the reason why nothing was checked.

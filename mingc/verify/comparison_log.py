@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mingc.errors import ConfigError, MingcError
 from mingc.numerics.relative_error import relative_error
+from mingc.verify.audio_comparison import AudioDifference
 from mingc.verify.comparison import Comparison, FileSummary, Kind, Outcome
 from mingc.verify.scale import Scale, fit_scale
 
@@ -174,6 +175,21 @@ class ComparisonLog:
         self._compared.add(name)
         self._add(name, "", "text", "pass" if holds else "FAIL", identical=holds, note=what)
 
+    def audio(self, name: str, differences: Sequence[AudioDifference], *, how: str = "") -> None:
+        """Record every figure of a wave that was compared with a recorded one."""
+        for each in differences:
+            outcome: Outcome = "FAIL" if each.is_off else "pass"
+            note = each.describe() if each.is_off else ""
+            self._add(
+                f"{name} {each.figure}",
+                how,
+                "audio",
+                outcome,
+                error=each.difference,
+                tolerance=each.limit,
+                note=note,
+            )
+
     def skip(self, name: str, why: str) -> None:
         """Record that `name` was not checked."""
         self._add(name, "", "text", "not checked", note=why)
@@ -193,7 +209,11 @@ class ComparisonLog:
     def summary(self, note: str = "") -> FileSummary:
         """Counts of this file for the report."""
         checked = [each for each in self.comparisons if each.outcome != "not checked"]
-        bounded = [each.error for each in checked if each.error is not None and each.tolerance is not None]
+        bounded = [
+            each.error
+            for each in checked
+            if each.error is not None and each.tolerance is not None and each.kind != "audio"
+        ]
         return FileSummary(
             file=self.file,
             checked=len(checked),

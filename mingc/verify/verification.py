@@ -135,8 +135,11 @@ def _replay_served(artifact: Artifact, progress: Callable[[str], None]) -> list[
 
     if artifact.manifest.served_goldens is None:
         return []
-    logs = replay_served(artifact, progress)
-    return [(log.summary("requests through the service"), log.comparisons, []) for log in logs]
+    parameters, *logs = replay_served(artifact, progress)
+    return [
+        (parameters.summary("those of the recorded requests"), parameters.comparisons, []),
+        *((log.summary("requests through the service"), log.comparisons, []) for log in logs),
+    ]
 
 
 def _replay_reference(artifact: Artifact, folder: Path, progress: Callable[[str], None]) -> list[_Result]:

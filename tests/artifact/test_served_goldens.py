@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -16,7 +17,7 @@ from safetensors.numpy import load_file
 from mingc.artifacts.artifact import open_artifact
 from mingc.artifacts.parameters import TalkerParameters
 from mingc.errors import ConfigError
-from mingc.verify.served.cases import ServedGoldens, read_goldens, write_goldens
+from mingc.verify.served.cases import read_goldens, write_goldens
 from mingc.verify.served.verification import check_service
 
 _KINDS = ("text", "long text", "second turn", "image", "two images", "video", "audio", "image, audio")
@@ -58,7 +59,7 @@ def test_a_server_checks_itself_before_its_port_opens(eager_artifact: Path, tmp_
     goldens = read_goldens(path)
     tensors = dict(goldens.tensors)
     tensors["video.logits"] = np.roll(tensors["video.logits"], 1, axis=1)
-    write_goldens(path, ServedGoldens(cases=goldens.cases, tensors=tensors))
+    write_goldens(path, replace(goldens, tensors=tensors))
     record = {"size_bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
     edit_manifest(
         artifact.root, lambda document: document["files"].update({"goldens/served.safetensors": record})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,18 +14,39 @@ from mingc.errors import IntegrityError, MingcError
 from mingc.host import current_host
 from mingc.runtime.service.builder import open_service
 from mingc.verify import self_check
+from mingc.verify.comparison_log import ComparisonLog
+from mingc.verify.served.cases import read_goldens
+from mingc.verify.served.replay import ServedReplay
+from mingc.verify.served.verification import compare_parameters, served_options
 from mingc.verify.verification import engine_tolerance
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "verification.md"
 
 
-def refused_by_serve(root: Path) -> bool:
+def refused_by_requests(artifact: Artifact, names: tuple[str, ...]) -> Caught | None:
+    """As `mingc verify`, for some of the recorded requests: whether no service opens, or an answer differs."""
+    assert artifact.manifest.served_goldens is not None
+    goldens = read_goldens(artifact.path(artifact.manifest.served_goldens))
+    chosen = replace(goldens, cases=tuple(case for case in goldens.cases if case.name in names))
+    assert len(chosen.cases) == len(names)
+    log = ComparisonLog("served", goldens.tensors, tolerance=1e-4, is_exact=True)
     try:
-        service = open_service(root)
+        service = open_service(artifact.root, served_options("cpu", 1)["served as usual"])
     except MingcError:
-        return True
-    asyncio.run(service.close(shutdown_timeout_s=1.0))
-    return False
+        return "serve"
+
+    async def run() -> None:
+        try:
+            if names:
+                await ServedReplay(service, chosen, log).run()
+        finally:
+            await service.close(shutdown_timeout_s=0.0)
+
+    asyncio.run(run())
+    if log.summary().failed:
+        return "requests"
+    compare_parameters(artifact.manifest, goldens, log)
+    return "parameters" if log.summary().failed else None
 
 
 def refused_by_engine_goldens(artifact: Artifact, stages: tuple[str, ...]) -> bool:
@@ -46,7 +68,7 @@ def refused_by_engine_goldens(artifact: Artifact, stages: tuple[str, ...]) -> bo
 
 
 def first_check_that_refuses(root: Path, defect: Defect) -> Caught:
-    """`verify` opens the artifact and replays its goldens; `serve` opens it and builds a service."""
+    """`verify` opens the artifact, replays the goldens of its engines, builds services and sends them requests."""
     try:
         artifact = open_artifact(root)
         recorded = artifact.manifest.fingerprint
@@ -57,7 +79,7 @@ def first_check_that_refuses(root: Path, defect: Defect) -> Caught:
         return "load"
     if refused_by_engine_goldens(artifact, defect.stages):
         return "engine golden"
-    return "serve" if refused_by_serve(root) else "no"
+    return refused_by_requests(artifact, defect.requests) or "no"
 
 
 @pytest.mark.parametrize("name", DEFECTS)
@@ -70,11 +92,13 @@ def test_a_defect_is_refused_by_the_check_that_the_documentation_names(
 
 
 def test_a_copy_without_a_defect_is_refused_by_no_check(eager_artifact: Path, tmp_path: Path) -> None:
-    none = Defect("nothing", lambda root: None, "no", ("cfm", "talker", "audio_vae", "thinker"))
+    requests = tuple({name for each in DEFECTS.values() for name in each.requests})
+    none = Defect("nothing", lambda root: None, "no", ("cfm", "talker", "audio_vae", "thinker"), requests)
     root = plant_defect(none, eager_artifact, tmp_path)
     assert first_check_that_refuses(root, none) == "no"
 
 
 def test_the_documentation_has_the_table_of_defects() -> None:
-    assert len(DEFECTS) >= 40
+    assert len(DEFECTS) >= 78
+    assert all(each.caught != "no" for each in DEFECTS.values()), "name those that only a reference can show"
     assert defect_table() in DOCUMENT.read_text(encoding="utf-8")

@@ -34,6 +34,10 @@ class Jobs(EngineThread):
         self.done = threading.Event()
         self.failures: list[ServeError] = []
 
+    @property
+    def held(self) -> dict[str, int]:
+        return {"jobs": self.num_jobs}
+
     def _step(self) -> bool:
         if self.num_jobs:
             self.num_jobs -= 1

@@ -24,7 +24,7 @@ from mingc.artifacts.manifest import FILE_NAME, content_hash
 
 Document = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
-Caught = Literal["load", "engine golden", "serve", "no"]
+Caught = Literal["load", "engine golden", "serve", "requests", "parameters", "no"]
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,16 @@ class Defect:
         what: what is wrong, for people.
         plant: writes it into a copy of the artifact, which `plant_defect` then seals.
         caught: the first check that refuses the artifact: every command that opens it, the goldens of engines, building
-            a service, or none (only recorded requests or `--reference` can).
+            a service, recorded requests, comparing the parameters with the recorded ones, or none.
         stages: whose engine goldens are to be replayed.
+        requests: names of the recorded requests that show it.
     """
 
     what: str
     plant: Callable[[Path], None]
     caught: Caught
     stages: tuple[str, ...] = ()
+    requests: tuple[str, ...] = ()
 
 
 def plant_defect(defect: Defect, artifact: Path, folder: Path) -> Path:
@@ -407,25 +409,32 @@ DEFECTS: Mapping[str, Defect] = {
     "experts-exchanged-last": Defect(
         "two experts of the last layer exchanged",
         weights("thinker", experts(3, _exchange_two)),
-        "no",
+        "requests",
         THINKER,
+        ("text",),
     ),
     "experts-scaled-last": Defect(
         "last experts of the last layer 5 % too large",
         weights("thinker", experts(3, _louder_last)),
-        "no",
+        "requests",
         THINKER,
+        ("text",),
     ),
     "layers-exchanged": Defect(
         "two layers exchanged in the weights file",
         weights("thinker", exchange("layers.2.", "layers.3.")),
-        "no",
+        "requests",
         THINKER,
+        ("text",),
     ),
     "layers-reversed": Defect(
-        "layers in another order in the manifest", _each_graph("thinker", _reversed_layers), "no", THINKER
+        "layers in another order in the manifest",
+        _each_graph("thinker", _reversed_layers),
+        "requests",
+        THINKER,
+        ("text",),
     ),
-    "layer-left-out": Defect("a layer left out", _without_layer(2), "no", THINKER),
+    "layer-left-out": Defect("a layer left out", _without_layer(2), "requests", THINKER, ("text",)),
     "router-bias": Defect(
         "router bias lost",
         weights("thinker", put("layers.1.feed_forward.router.bias", torch.zeros_like)),
@@ -583,27 +592,80 @@ DEFECTS: Mapping[str, Defect] = {
         TALKER,
     ),
     # What an engine golden does not see.
-    "guidance": Defect("default guidance 2 → 3", parameter("cfm", "guidance", 3.0), "no"),
-    "sigma": Defect("default sigma", parameter("cfm", "sigma", 0.5), "no"),
-    "temperature": Defect("default temperature", parameter("cfm", "temperature", 0.5), "no"),
-    "stop-threshold": Defect("stop threshold", parameter("talker", "stop_threshold", 0.9), "no"),
-    "min-stop-step": Defect("first step that may stop", parameter("talker", "min_stop_step", 2), "no"),
-    "max-steps": Defect("longest segment", parameter("talker", "max_steps", 50), "no"),
-    "segment-length": Defect("longest text of a segment", parameter("talker", "max_segment_length", 5), "no"),
-    "sample-rate": Defect("sample rate of speech", parameter("audio_vae", "sample_rate", 22050), "no"),
-    "input-rate": Defect("sample rate of audio input", parameter("audio_encoder", "sample_rate", 8000), "no"),
-    "stft-hop": Defect("hop of the audio front end", parameter("audio_encoder", "hop_samples", 200), "no"),
-    "max-pixels": Defect("largest image", parameter("vision_encoder", "max_pixels", 65536), "no"),
-    "image-mean": Defect("mean of pixels", parameter("vision_encoder", "image_mean", [0.5, 0.5, 0.5]), "no"),
-    "video-fps": Defect("frames a second of videos", parameter("vision_encoder", "video_fps", 1.0), "no"),
-    "stop-tokens": Defect("tokens that end an answer", parameter("thinker", "stop_token_ids", [7]), "no"),
-    "patch-token": Defect("placeholder of images", parameter("thinker", "image_patch_token", 7), "no"),
-    "system-text": Defect("system text", parameter("thinker", "default_system_text", "You sing."), "no"),
-    "voices-exchanged": Defect("files of two voices exchanged", edit(_exchange_voices), "no"),
+    "guidance": Defect(
+        "default guidance 2 → 3", parameter("cfm", "guidance", 3.0), "requests", requests=("speech",)
+    ),
+    "sigma": Defect(
+        "default sigma", parameter("cfm", "sigma", 0.5), "requests", requests=("speech in segments",)
+    ),
+    "temperature": Defect(
+        "default temperature", parameter("cfm", "temperature", 0.5), "requests", requests=("speech",)
+    ),
+    "stop-threshold": Defect("stop threshold", parameter("talker", "stop_threshold", 0.9), "parameters"),
+    "min-stop-step": Defect(
+        "first step that may stop",
+        parameter("talker", "min_stop_step", 2),
+        "requests",
+        requests=("speech until it stops",),
+    ),
+    "max-steps": Defect("longest segment", parameter("talker", "max_steps", 50), "parameters"),
+    "segment-length": Defect(
+        "longest text of a segment",
+        parameter("talker", "max_segment_length", 5),
+        "requests",
+        requests=("speech with settings",),
+    ),
+    "sample-rate": Defect(
+        "sample rate of speech",
+        parameter("audio_vae", "sample_rate", 22050),
+        "requests",
+        requests=("speech",),
+    ),
+    "input-rate": Defect(
+        "sample rate of audio input",
+        parameter("audio_encoder", "sample_rate", 8000),
+        "requests",
+        requests=("audio",),
+    ),
+    "stft-hop": Defect(
+        "hop of the audio front end",
+        parameter("audio_encoder", "hop_samples", 200),
+        "requests",
+        requests=("audio",),
+    ),
+    "max-pixels": Defect("largest image", parameter("vision_encoder", "max_pixels", 65536), "parameters"),
+    "image-mean": Defect(
+        "mean of pixels",
+        parameter("vision_encoder", "image_mean", [0.5, 0.5, 0.5]),
+        "requests",
+        requests=("image",),
+    ),
+    "video-fps": Defect(
+        "frames a second of videos", parameter("vision_encoder", "video_fps", 1.0), "parameters"
+    ),
+    "stop-tokens": Defect(
+        "tokens that end an answer",
+        parameter("thinker", "stop_token_ids", [7]),
+        "requests",
+        requests=("spoken chat",),
+    ),
+    "patch-token": Defect(
+        "placeholder of images", parameter("thinker", "image_patch_token", 7), "requests", requests=("image",)
+    ),
+    "system-text": Defect(
+        "system text",
+        parameter("thinker", "default_system_text", "You sing."),
+        "requests",
+        requests=("text",),
+    ),
+    "voices-exchanged": Defect(
+        "files of two voices exchanged", edit(_exchange_voices), "requests", requests=("speech",)
+    ),
     "voice-scaled": Defect(
         "latents of a voice 5 % too large",
         _voice(lambda tensors: tensors.update(latents=1.05 * tensors["latents"])),
-        "no",
+        "requests",
+        requests=("speech",),
     ),
 }
 
@@ -614,7 +676,9 @@ def defect_table() -> str:
         "load": "when opened",
         "engine golden": "`verify`: engine goldens",
         "serve": "`serve`: before the port opens",
-        "no": "only by recorded requests or `--reference`",
+        "requests": "`verify`: recorded requests",
+        "parameters": "`verify`: recorded parameters",
+        "no": "only by `--reference`",
     }
     rows = [f"| {each.what} | {label[each.caught]} |" for each in DEFECTS.values()]
     return "\n".join(["| defect | refused |", "|---|---|", *rows])

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from mingc.dsp.resample import resample
 from mingc.verify.audio_comparison import LIMITS, compare_audio
+from mingc.verify.comparison_log import ComparisonLog
 
 Wave = NDArray[np.float32]
 
@@ -161,3 +162,28 @@ def test_wider_limits_may_be_given() -> None:
         1.05 * wave, wave, found_hz=HZ, recorded_hz=HZ, limits={**LIMITS, "RMS": 0.1, "peak": 0.1}
     )
     assert not any(each.is_off for each in differences)
+
+
+@pytest.mark.parametrize(
+    ("fault", "figures"),
+    [
+        (lambda wave: wave, set()),
+        (louder, {"RMS", "peak"}),
+        (cut, {"duration"}),
+        (low_passed, {"spectral centroid", "mel distance"}),
+    ],
+    ids=["none", "gain", "length", "filter"],
+)
+@pytest.mark.parametrize("hz", [HZ, 48000])
+def test_every_figure_is_a_row_of_the_report(
+    fault: Callable[[Wave], Wave], figures: set[str], hz: int
+) -> None:
+    log = ComparisonLog("served", {}, tolerance=0.1, is_exact=False)
+    wave = WAVES["speech"]
+    log.audio("speech", compare_audio(fault(wave), wave, found_hz=hz, recorded_hz=HZ), how="alone")
+    assert [each.name for each in log.comparisons] == [f"served: speech {name} (alone)" for name in LIMITS]
+    failed = {each.name[15:-8] for each in log.comparisons if each.outcome == "FAIL"}
+    assert failed >= figures | ({"sample rate", "duration"} if hz != HZ else set())
+    assert failed == figures or hz != HZ
+    assert all(each.note and each.kind == "audio" for each in log.comparisons if each.outcome == "FAIL")
+    assert log.summary().worst_error == 0.0, "decibels are no relative error"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -141,6 +141,14 @@ class OmniService:
         if self._speech is not None:
             waiting["talker"] = self._speech.loop.scheduler.num_waiting
         return ServiceLoad(kv_pages_used=used, kv_pages_total=total, num_waiting=waiting)
+
+    @property
+    def held(self) -> Mapping[str, int]:
+        """What requests hold now, by kind: all 0 when none runs. For checks; read as `load`."""
+        held = {"requests": len(self._running)}
+        for loop in self._loops:
+            held.update(loop.held)
+        return held
 
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
         """Events of one answer. See `Service`."""

@@ -58,6 +58,17 @@ class TalkerLoop(EngineThread):
         self._launch_timing = LaunchTimingPolicy()
         self._was_held = False  # whether the next launch was held back until its lead
 
+    @property
+    def held(self) -> dict[str, int]:
+        """What streams hold: slots, segments, and the work in flight."""
+        slots = self.scheduler.slots
+        return {
+            "talker slots": slots.num_slots - 1 - slots.num_free,
+            "speech streams": len(self._streams),
+            "speech segments": self._worker.num_segments,
+            "patches in flight": self._worker.num_in_flight,
+        }
+
     def open(self, emit: Callable[[Item], None], is_behind: Callable[[], bool]) -> int:
         """Open a stream. Returns its id. Both functions are called on the talker's thread.
 

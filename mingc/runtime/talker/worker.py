@@ -151,6 +151,11 @@ class TalkerWorker:
         """Patches launched and not yet collected."""
         return len(self._launched)
 
+    @property
+    def num_segments(self) -> int:
+        """Segments that occupy a slot."""
+        return len(self._running)
+
     @torch.inference_mode()
     def add(self, slot: int, segment: SpeechSegment) -> None:
         """Start `segment` in `slot` by prefilling its prompt; the slot's previous contents are overwritten.

@@ -130,6 +130,17 @@ class ThinkerLoop(EngineThread):
         self._pending_prefill_ms, self._pending_prefill_at = 0.0, 0.0
         self._next_chunk_at = 0.0  # earliest start of the next chunk (`time.perf_counter`)
 
+    @property
+    def held(self) -> dict[str, int]:
+        """What requests hold: KV pages, slots, and the work in flight."""
+        pool, slots = self.scheduler.pool, self._slots
+        return {
+            "KV pages": pool.num_pages - 1 - pool.num_free,
+            "thinker slots": slots.num_slots - 1 - slots.num_free,
+            "chats": len(self._requests),
+            "thinker steps in flight": len(self._launched),
+        }
+
     def submit(
         self,
         prompt: ThinkerPrompt,

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mingc.artifacts.parameters import VaeParameters
+from mingc.verify.audio_comparison import compare_audio
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.engines import Engines, pad_rows, to_numpy
 from mingc.verify.replays.speech_runner import STAGES, SpeechRunner
@@ -86,6 +87,11 @@ def _replay_decode(engines: Engines, log: ComparisonLog) -> None:
     # As the talker streams the patches of a segment.
     streamed = SpeechRunner(engines).decode(latents.reshape(-1, latents_per_patch(engines), latents.shape[1]))
     log.tensor("dec.sliding.wav", streamed[None, None], how="streamed in patches")
+    if "dec.sliding.wav" in log and log.is_exact:
+        hz = engines.parameters_of("audio_vae", VaeParameters).sample_rate  # the file records none
+        recorded = log.references["dec.sliding.wav"].astype(np.float32).ravel()
+        differences = compare_audio(streamed, recorded, found_hz=hz, recorded_hz=hz)
+        log.audio("dec.sliding.wav", differences, how="streamed in patches")
     if offline is not None:
         log.tensor("dec.stream = dec.offline", streamed[None, None], reference=offline)
     streams = {name.split(".")[1] for name in log.references if name.startswith("dec.stream")}

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from mingc.artifacts.codec import decode, encode
-from mingc.errors import ArtifactError
+from mingc.errors import ArtifactError, ManifestError
 
 Array = NDArray[np.generic]
 
@@ -71,15 +71,26 @@ class ServedCase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedDocument:
+    """What the metadata hold.
+
+    Attributes:
+        sample_rate: of the recorded samples in Hz; 0 without speech.
+        parameters: of every stage, as the manifest had them when the answers were recorded.
+    """
+
     cases: tuple[ServedCase, ...]
+    sample_rate: int
+    parameters: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ServedGoldens:
-    """The requests, and their tensors by name."""
+    """The requests, their tensors by name, and what `ServedDocument` says of them."""
 
     cases: tuple[ServedCase, ...]
     tensors: Mapping[str, Array]
+    sample_rate: int
+    parameters: Mapping[str, Any]
 
     def has(self, case: ServedCase, name: str) -> bool:
         return f"{case.name}.{name}" in self.tensors
@@ -95,7 +106,10 @@ class ServedGoldens:
 
 
 def write_goldens(path: Path, goldens: ServedGoldens) -> None:
-    document = json.dumps(encode(ServedDocument(cases=goldens.cases)), ensure_ascii=False, sort_keys=True)
+    content = ServedDocument(
+        cases=goldens.cases, sample_rate=goldens.sample_rate, parameters=goldens.parameters
+    )
+    document = json.dumps(encode(content), ensure_ascii=False, sort_keys=True)
     tensors = {name: np.ascontiguousarray(value) for name, value in goldens.tensors.items()}
     save_file(tensors, path, metadata={_DOCUMENT: document})
 
@@ -106,9 +120,14 @@ def read_goldens(path: Path) -> ServedGoldens:
         with safe_open(path, framework="np") as file:
             document = json.loads((file.metadata() or {}).get(_DOCUMENT, ""))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        cases = decode(ServedDocument, document).cases
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        content = decode(ServedDocument, document)
+    except (OSError, ValueError, TypeError, SafetensorError, ManifestError) as error:
         raise ArtifactError(
             f"the served goldens cannot be read: {error}", where=str(path), fix="export again"
         ) from error
-    return ServedGoldens(cases=cases, tensors=tensors)
+    return ServedGoldens(
+        cases=content.cases,
+        tensors=tensors,
+        sample_rate=content.sample_rate,
+        parameters=content.parameters,
+    )

@@ -18,6 +18,7 @@ from mingc.artifacts.parameters import (
     CfmParameters,
     TalkerParameters,
     ThinkerParameters,
+    VaeParameters,
     VisionParameters,
 )
 from mingc.artifacts.stage_graph import SpeechPath
@@ -82,7 +83,14 @@ def record_goldens(folder: Path, manifest: Manifest, model: ReferenceModel) -> s
     """Write the served goldens of the artifact being built in `folder`. Returns the file's path in it."""
     recorder = _Recorder(Artifact(folder, manifest), model)
     recorder.record()
-    write_goldens(folder / FILE, ServedGoldens(cases=tuple(recorder.cases), tensors=recorder.media.tensors))
+    path = manifest.graph.speech_path()
+    goldens = ServedGoldens(
+        cases=tuple(recorder.cases),
+        tensors=recorder.media.tensors,
+        sample_rate=0 if path is None else manifest.parameters_of(path.vocoder, VaeParameters).sample_rate,
+        parameters=manifest.parameters,
+    )
+    write_goldens(folder / FILE, goldens)
     return FILE
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +23,7 @@ from mingc.runtime.request import (
     TextDelta,
 )
 from mingc.runtime.service.omni import OmniService
+from mingc.verify.audio_comparison import LIMITS, LOW_PRECISION_LIMITS, Figure, compare_audio
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.recorded_noise import RecordedNoise
 from mingc.verify.served.cases import ServedCase, ServedGoldens
@@ -33,6 +35,10 @@ FEATURE_TOLERANCE = 1e-5
 _JOIN_AFTER = 2  # events of the requests before, when a group of the mixed batch joins
 _GROUP = 4  # requests that join together
 _LIMIT_S = 300.0  # of one request
+# Requests that leave early would go on for much longer than `_FREED_S`: to the end of the context, and many segments.
+_ENDLESS_TOKENS = 1 << 20
+_ENDLESS_SENTENCES = 100
+_FREED_S = 5.0  # the step that a cancelled request has begun ends much earlier, also on a busy machine
 # In low precision rounding routes tokens to other experts, and then the answer is another one. Shares of the recorded
 # tokens and patches that must be found within the tolerance, before the first difference of a request.
 MIN_SHARE_LOW_PRECISION = 0.5
@@ -85,14 +91,15 @@ class ServedReplay:
         for case in self._goldens.cases:
             if case.messages:
                 self._check_prompt(case)
-        kept = self._service.load
+        before = self._held()
         for case in self._goldens.cases:
             self._compare(case, await self._serve(case, Served()), "alone")
-        await self._check_freed(kept.kv_pages_used, "alone")
+        await self._check_freed(before, "all requests, alone")
         mixed = await self._serve_mixed()
         for case, served in zip(self._goldens.cases, mixed, strict=True):
             self._compare(case, served, "in a mixed batch")
-        await self._check_freed(kept.kv_pages_used, "in a mixed batch")
+        await self._check_freed(before, "all requests, in a mixed batch")
+        await self._check_leaving(before)
         for name, share in (("tokens", self._text), ("patches", self._speech)):
             if share.total:
                 self._log.share(
@@ -136,14 +143,24 @@ class ServedReplay:
 
     async def _leave(self, case: ServedCase) -> None:
         """Ask for a case and leave after its first event."""
-        events = self._events(case)
-        try:
-            async for _ in events:
-                break
-        except MingcError:
-            pass  # the same request fails beside it, and is reported
-        finally:
-            await events.aclose()  # type: ignore[attr-defined]
+        with contextlib.suppress(MingcError):  # the same request fails beside it, and is reported
+            await _first_event(self._events(case))
+
+    async def _check_leaving(self, before: Mapping[str, int]) -> None:
+        """A chat and a speech that would go on for long end when their client leaves, with all that they hold."""
+        with self._log.case("requests that leave"):
+            chat = next((case for case in self._goldens.cases if case.messages and case.speech is None), None)
+            if chat is not None:
+                endless = SamplingParams(max_tokens=_ENDLESS_TOKENS, ignore_eos=True)
+                await _first_event(self._service.answer(lambda: self._prepare(chat), endless))
+                await self._check_freed(before, "a chat that leaves")
+            speech = next((case for case in self._goldens.cases if not case.messages), None)
+            if speech is not None:
+                request = SpeechRequest(
+                    request_id="served-leaving", text=_ENDLESS_SENTENCES * speech.text, speech=SpeechParams()
+                )
+                await _first_event(self._service.speech(request, noise=PhiloxNoise(0)))
+                await self._check_freed(before, "a speech that leaves")
 
     async def _serve(self, case: ServedCase, served: Served) -> Served:
         try:
@@ -240,6 +257,7 @@ class ServedReplay:
         if log.is_exact:
             for key, value in values.items():
                 log.tensor(f"{name}.{key}", value, how=how)
+            self._compare_audio(case, values["samples"], LIMITS, how)
             return
         recorded = self._goldens.get(case, "latents")
         length = min(len(recorded), len(values["latents"]))
@@ -247,20 +265,48 @@ class ServedReplay:
             values["latents"][:length].reshape(length, -1), recorded[:length].reshape(length, -1)
         )
         self._speech.add(near, len(recorded))
+        if length == len(recorded) == len(values["latents"]) and near.all():
+            self._compare_audio(case, values["samples"], LOW_PRECISION_LIMITS, how)
 
-    async def _check_freed(self, pages: int, how: str) -> None:
-        """No page is held and nothing waits once every request has ended; cancelled ones end with the next step."""
-        for _ in range(200):
-            load = self._service.load
-            if load.kv_pages_used == pages and not any(load.num_waiting.values()):
-                break
-            await asyncio.sleep(0.01)
-        load = self._service.load
-        self._log.rule(
-            f"pages held ({how})",
-            load.kv_pages_used == pages and not any(load.num_waiting.values()),
-            f"{load.kv_pages_used - pages} KV pages more than before, waiting: {dict(load.num_waiting)}",
+    def _compare_audio(
+        self, case: ServedCase, samples: Floats, limits: Mapping[Figure, float], how: str
+    ) -> None:
+        """Rate, length, loudness and timbre of all samples of a request."""
+        differences = compare_audio(
+            samples,
+            self._goldens.get(case, "samples").astype(np.float32),
+            found_hz=self._service.info.sample_rate,
+            recorded_hz=self._goldens.sample_rate,
+            limits=limits,
         )
+        self._log.audio(f"{case.name}.speech", differences, how=how)
+
+    def _held(self) -> dict[str, int]:
+        """What requests hold now, by kind; the tasks of the event loop as well."""
+        return {**self._service.held, "tasks": len(asyncio.all_tasks())}
+
+    async def _check_freed(self, before: Mapping[str, int], how: str) -> None:
+        """Nothing more is held than `before` once requests have ended; cancelled ones end with the next step."""
+        end = asyncio.get_running_loop().time() + _FREED_S
+        while (more := _more_than(before, self._held())) and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(0.005)
+        note = ", ".join(f"{count} {name}" for name, count in more.items()) or "nothing more than before"
+        self._log.rule(f"held after {how}", not more, note)
+
+
+async def _first_event(events: AsyncIterator[Event]) -> None:
+    """Wait for the first event and leave. Raises: TimeoutError when there is none."""
+    try:
+        async with asyncio.timeout(_LIMIT_S):
+            async for _ in events:
+                break
+    finally:
+        await events.aclose()  # type: ignore[attr-defined]
+
+
+def _more_than(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    """What is held now beyond the counts `before`."""
+    return {name: now[name] - before[name] for name in before if now[name] > before[name]}
 
 
 @dataclass(slots=True)

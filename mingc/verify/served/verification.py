@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mingc.artifacts.artifact import Artifact, open_artifact
@@ -45,10 +45,12 @@ def served_options(device: str, world_size: int) -> dict[str, EngineOptions]:
 
 
 def replay_served(artifact: Artifact, progress: Callable[[str], None]) -> list[ComparisonLog]:
-    """Replay all recorded requests in every way."""
+    """Compare the parameters with the recorded ones, and replay all recorded requests in every way."""
     goldens = _read(artifact)
     fingerprint = artifact.manifest.fingerprint
-    logs = []
+    parameters = _log("parameters", artifact.manifest, replace(goldens, tensors={}))
+    compare_parameters(artifact.manifest, goldens, parameters)
+    logs = [parameters]
     for name, options in served_options(fingerprint.device, fingerprint.world_size).items():
         progress(name)
         log = _log(name, artifact.manifest, goldens)
@@ -84,6 +86,7 @@ def check_service(service: OmniService, root: Path) -> ServiceReport:
         )
     goldens = _read(artifact)
     log = _log("self-check", artifact.manifest, goldens)
+    compare_parameters(artifact.manifest, goldens, log)
 
     async def run() -> None:
         try:
@@ -104,6 +107,19 @@ def check_service(service: OmniService, root: Path) -> ServiceReport:
     )
 
 
+def compare_parameters(manifest: Manifest, goldens: ServedGoldens, log: ComparisonLog) -> None:
+    """Compare the parameters of every stage with those that the answers were recorded with, one by one.
+
+    Some of them no recorded request depends on: a limit that none reaches, the fallback of a field that all set.
+    """
+    for stage in sorted({*manifest.parameters} | {*goldens.parameters}):
+        given, recorded = manifest.parameters.get(stage, {}), goldens.parameters.get(stage, {})
+        for name in sorted({*given} | {*recorded}):
+            is_same = name in given and name in recorded and given[name] == recorded[name]
+            what = f"{given.get(name)!r}, recorded with {recorded.get(name)!r}"
+            log.rule(f"{stage}.{name}", is_same, what[:200])
+
+
 async def _replay_and_close(service: OmniService, goldens: ServedGoldens, log: ComparisonLog) -> None:
     try:
         await ServedReplay(service, goldens, log).run()
@@ -113,7 +129,9 @@ async def _replay_and_close(service: OmniService, goldens: ServedGoldens, log: C
 
 def _read(artifact: Artifact) -> ServedGoldens:
     file = artifact.manifest.served_goldens
-    return ServedGoldens(cases=(), tensors={}) if file is None else read_goldens(artifact.path(file))
+    if file is None:
+        return ServedGoldens(cases=(), tensors={}, sample_rate=0, parameters=artifact.manifest.parameters)
+    return read_goldens(artifact.path(file))
 
 
 def _log(name: str, manifest: Manifest, goldens: ServedGoldens) -> ComparisonLog:

@@ -1,0 +1,216 @@
+"""Plausible bugs of the serving code, to plant in a running service, and the row of `verify` that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from mingc.runtime.service import omni
+from mingc.runtime.talker.engines import TalkerEngines
+from mingc.runtime.talker.loop import TalkerLoop
+from mingc.runtime.talker.planner import SpeechPlanner
+from mingc.runtime.talker.worker import TalkerWorker
+from mingc.runtime.thinker.loop import ThinkerLoop
+
+
+@dataclass(frozen=True)
+class ServedBug:
+    """One bug.
+
+    Attributes:
+        what: what is wrong, for people.
+        owner, name: the function that is wrong: a class or module, and its attribute.
+        make: the wrong function from the right one.
+        cases: the recorded requests that show it.
+        row: the first row of `verify` that fails.
+    """
+
+    what: str
+    owner: Any
+    name: str
+    make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    cases: tuple[str, ...]
+    row: str
+
+
+def _hidden_kept(_: Callable[..., Any]) -> Callable[..., Any]:
+    def advance(self: Any, sampled: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+        self._step.run(
+            embeds=sampled["next_embeds"],
+            slots=inputs["step_slots"],
+            lengths=inputs["lengths"],
+            **self._talker_state,
+        )
+
+    return advance
+
+
+def _history_kept(right: Callable[..., Any]) -> Callable[..., Any]:
+    def sample(self: Any, inputs: Mapping[str, Any]) -> Any:
+        before = self._history.clone()
+        sampled = right(self, inputs)
+        self._history.copy_(before)
+        return sampled
+
+    return sample
+
+
+def _without_embeds(right: Callable[..., Any]) -> Callable[..., Any]:
+    def run_prompt(self: Any, slot: int, segment: Any, start: int, end: int) -> None:
+        none = replace(segment, embed_rows=segment.embed_rows[:0], embeds=segment.embeds[:0])
+        right(self, slot, none, start, end)
+
+    return run_prompt
+
+
+def _guidance_as(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def make(right: Callable[..., Any]) -> Callable[..., Any]:
+        def inputs(self: Any, *words: Any) -> Any:
+            made = right(self, *words)
+            return {**made, name: made["guidance"]}
+
+        return inputs
+
+    return make
+
+
+def _without_instructions(right: Callable[..., Any]) -> Callable[..., Any]:
+    def segment(self: Any, text: str, index: int, speech: Any, noise: Any) -> Any:
+        return right(self, text, index, replace(speech, instructions=None), noise)
+
+    return segment
+
+
+def _without_delta(right: Callable[..., Any]) -> Callable[..., Any]:
+    def decode_step(self: Any, requests: Any) -> Any:
+        step = right(self, requests)
+        return replace(step, positions=step.lengths - 1)
+
+    return decode_step
+
+
+def _image_gate(right: Callable[..., Any]) -> Callable[..., Any]:
+    def prefill_step(self: Any, slices: Any) -> Any:
+        step = right(self, slices)
+        return replace(step, embed_kind=np.minimum(step.embed_kind, 1))
+
+    return prefill_step
+
+
+def _without_audio(right: Callable[..., Any]) -> Callable[..., Any]:
+    def encode_media(pipeline: Any, embed_kind: Any, media: Any) -> Any:
+        embeds = right(pipeline, embed_kind, media)
+        if media.vision and media.audio:
+            with torch.inference_mode():
+                embeds[torch.from_numpy(embed_kind[embed_kind > 0] == 2)] = 0
+        return embeds
+
+    return encode_media
+
+
+def _not_cancelled(_: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, request: None
+
+
+_SETTINGS = ("speech with settings",)
+
+BUGS: Mapping[str, ServedBug] = {
+    "hidden-state": ServedBug(
+        "the hidden state of the speech LLM is never updated",
+        TalkerEngines,
+        "advance",
+        _hidden_kept,
+        ("speech",),
+        "speech.latents (alone)",
+    ),
+    "history": ServedBug(
+        "the history window of the sampler never moves",
+        TalkerEngines,
+        "sample",
+        _history_kept,
+        ("speech",),
+        "speech.latents (alone)",
+    ),
+    "voice": ServedBug(
+        "the embeddings of the voice are not used",
+        TalkerWorker,
+        "_run_prompt",
+        _without_embeds,
+        ("speech",),
+        "speech.latents (alone)",
+    ),
+    "sigma": ServedBug(
+        "sigma is replaced by guidance",
+        TalkerWorker,
+        "_inputs",
+        _guidance_as("sigma"),
+        _SETTINGS,
+        "speech with settings.latents (alone)",
+    ),
+    "temperature": ServedBug(
+        "temperature is replaced by guidance",
+        TalkerWorker,
+        "_inputs",
+        _guidance_as("temperature"),
+        _SETTINGS,
+        "speech with settings.latents (alone)",
+    ),
+    "instructions": ServedBug(
+        "instructions are dropped",
+        SpeechPlanner,
+        "segment",
+        _without_instructions,
+        _SETTINGS,
+        "speech with settings.latents (alone)",
+    ),
+    "rope-delta": ServedBug(
+        "decode positions lack the prompt's rope_delta",
+        ThinkerLoop,
+        "_decode_step",
+        _without_delta,
+        ("image",),
+        "image.tokens (alone)",
+    ),
+    "gate": ServedBug(
+        "audio tokens go through the image gate",
+        ThinkerLoop,
+        "_prefill_step",
+        _image_gate,
+        ("audio",),
+        "audio.tokens (alone)",
+    ),
+    "mixed-prompt": ServedBug(
+        "the audio of a prompt with an image is lost",
+        omni,
+        "_encode_media",
+        _without_audio,
+        ("image, audio",),
+        "image, audio.tokens (alone)",
+    ),
+    "chat-disconnect": ServedBug(
+        "a client that leaves does not cancel its chat",
+        ThinkerLoop,
+        "cancel",
+        _not_cancelled,
+        ("text",),
+        "held after a chat that leaves",
+    ),
+    "speech-disconnect": ServedBug(
+        "a client that leaves does not cancel its speech",
+        TalkerLoop,
+        "cancel",
+        _not_cancelled,
+        ("speech",),
+        "held after all requests, alone",
+    ),
+}
+
+
+def bug_table() -> str:
+    """The table of docs/verification.md."""
+    rows = [f"| {each.what} | `{each.row}` |" for each in BUGS.values()]
+    return "\n".join(["| bug in the serving code | first row that fails |", "|---|---|", *rows])
