@@ -16,6 +16,13 @@ def token(number: int) -> TokenItem:
     return TokenItem(token=number, finish=None)
 
 
+async def next_of(stream: RequestStream) -> object:
+    """The next item; an error when none comes in time."""
+    item = await stream.get(10.0)
+    assert item is not None, "an item is lost"
+    return item
+
+
 def test_each_stream_receives_its_items_in_order() -> None:
     async def main() -> list[list[int | None]]:
         event_queue = EventQueue(asyncio.get_running_loop())
@@ -30,7 +37,7 @@ def test_each_stream_receives_its_items_in_order() -> None:
             thread.start()
         got: list[list[int | None]] = []
         for stream in streams:
-            items = [await stream.get(10.0) for _ in range(1000)]
+            items = [await next_of(stream) for _ in range(1000)]
             got.append([item.token if isinstance(item, TokenItem) else None for item in items])
         for thread in threads:
             thread.join()
@@ -58,9 +65,9 @@ def test_items_that_arrive_together_wake_the_event_loop_once(monkeypatch: pytest
         streams = [RequestStream(event_queue) for _ in range(16)]
         for number, stream in enumerate(streams):
             stream.put(token(number))
-        first = [await stream.get(10.0) for stream in streams]
+        first = [await next_of(stream) for stream in streams]
         streams[0].put(token(99))
-        return len(wakes), [*first, await streams[0].get(10.0)]
+        return len(wakes), [*first, await next_of(streams[0])]
 
     wakes, items = asyncio.run(main())
     assert wakes == 2
