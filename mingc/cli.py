@@ -830,3 +830,29 @@ def demo_command(as_json: bool, output: Path, checkpoint: Path | None, force: bo
 
     show(run_demo(output, checkpoint=checkpoint, again=force), as_json=as_json)
     return 0
+
+
+@commands.command("plan")
+@click.option("--listeners", type=int, default=0, help="People who listen to generated speech at one moment.")
+@click.option("--chats", type=int, default=0, help="Answers that are written at one moment.")
+@click.option("--gpu", default="h200", help="Kind of GPU; only measured kinds are known.")
+@click.option(
+    "--thinker",
+    default="fp8",
+    metavar="fp8|int4|tp2|tp4",
+    help="How the thinker is exported: quantized on one GPU, or bfloat16 on two or four.",
+)
+@click.option("--prompt-tokens", type=int, default=1024, help="Mean length of a prompt.")
+@click.option("--answer-tokens", type=int, default=300, help="Mean length of an answer.")
+@click.option("--token-rate", type=float, default=20.0, help="Tokens per second that every answer must get.")
+@click.option(
+    "--utilisation", type=float, default=0.7, help="Share of the measured capacity that is planned for."
+)
+@_common
+def plan_command(as_json: bool, **load: Any) -> int:
+    """Compute replicas and GPUs for a load from measured figures, with all assumptions. Needs no GPU."""
+    from mingc.console.report import show
+    from mingc.plan import Load, plan
+
+    show(plan(Load(**load)), as_json=as_json)
+    return 0

@@ -48,6 +48,20 @@ class PhiloxNoise:
         return _normal(self.seed, segment, patch, _DIFFUSION, shape)
 
 
+@dataclass(frozen=True, slots=True)
+class ShiftedNoise:
+    """The noise of the segments from `first_segment` on, for a part of a request that is spoken on its own."""
+
+    noise: NoiseSource
+    first_segment: int
+
+    def start(self, segment: int, patch: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        return self.noise.start(self.first_segment + segment, patch, shape)
+
+    def diffusion(self, segment: int, patch: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        return self.noise.diffusion(self.first_segment + segment, patch, shape)
+
+
 def _normal(seed: int, segment: int, patch: int, kind: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
     # Philox increments the lowest counter word with each draw.
     bits = np.random.Philox(key=philox_key(seed, _STREAM), counter=[0, patch, kind, segment])

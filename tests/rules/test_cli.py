@@ -29,6 +29,8 @@ OPTIONS = {
     "doctor": "--debug --json --strict ARTIFACTS",
     "export": "--autotune --backend --batch-sizes --cache --debug --dtype --force --jobs --json --max-model-len "
     "--model-name --no-cache --output --prefill-chunk-size --quantize --stages --synthetic --target --tp CHECKPOINT",
+    "plan": "--answer-tokens --chats --debug --gpu --json --listeners --prompt-tokens --thinker --token-rate "
+    "--utilisation",
     "probe": "--baseline --batch --cache --compare --context --debug --engine --jobs --json --repetitions "
     "--synthetic --tolerance ARTIFACT",
     "serve": "--allow-media-host --api-key-file --body-idle-timeout --body-timeout --check-hashes "

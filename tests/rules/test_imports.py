@@ -139,6 +139,16 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "mingc.bundles": ("mingc", "mingc.artifacts", "mingc.errors"),
     "mingc.demo": ("mingc", "mingc.artifacts", "mingc.errors"),
+    "mingc.plan": ("mingc.errors",),
+    "mingc.deploy": (
+        "mingc.artifacts",
+        "mingc.errors",
+        "mingc.runtime",
+        "mingc.runtime.http",
+        "mingc.runtime.preprocess",
+        "mingc.runtime.service",
+        "mingc.runtime.text",
+    ),
     "mingc.doctor": ("mingc.artifacts", "mingc.artifacts.target", "mingc.errors", "mingc.host"),
 }
 # Only the command line knows export, runtime, verify and probe together.

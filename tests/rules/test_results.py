@@ -16,7 +16,7 @@ DOCUMENTS = [
     *sorted((ROOT / "benchmarks").glob("*.md")),
 ]
 # A whole file name; one that begins with an ellipsis continues the name before it.
-NAMES = re.compile(r"(?<![\w…-])(?:[a-z][\w-]*-h200[\w-]*|mutation|bundle-cpu)\.json")
+NAMES = re.compile(r"(?<![\w…-])(?:[a-z][\w-]*-(?:h200|cpu)[\w-]*|mutation|bundle-cpu)\.json")
 COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
 
@@ -30,7 +30,9 @@ def test_a_result_records_its_provenance(path: Path) -> None:
     assert result["schema"] == 1
     assert result["benchmark"] and result["date"] and result["figures"]
     assert result["versions"]["torch"]
-    if path.stem not in ("mutation", "bundle-cpu"):  # on a CPU
+    if "-cpu-" in path.stem:
+        assert result["hardware"]["cpu"] and result["hardware"]["cores"] >= 1
+    elif path.stem not in ("mutation", "bundle-cpu"):  # on a CPU
         assert result["hardware"]["gpu"] and result["hardware"]["count"] >= 1
         assert result["versions"]["cuda"]
     assert COMMIT.fullmatch(result["commit"] or ""), "no commit"

@@ -14,7 +14,7 @@ from mingc_command import CACHE, CHECKPOINT, EAGER, REPOSITORY, mingc
 
 # What serves or checks an artifact does not decide what is in it. The prompts of its served goldens come from `runtime`
 # but must not change with a bug planted there.
-_LATER = ("runtime", "verify", "probe", "bundles", "console", "cli.py", "doctor.py")
+_LATER = ("runtime", "verify", "probe", "bundles", "console", "deploy", "cli.py", "doctor.py", "plan.py")
 _RECORDING = "verify/served"
 
 

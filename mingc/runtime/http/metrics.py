@@ -39,6 +39,16 @@ class MetricInfo:
     help: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricSample:
+    """One time series at this moment. `is_counter`: it only grows; buckets, sums and counts of histograms do, too."""
+
+    name: str
+    labels: tuple[tuple[str, str], ...]
+    value: float
+    is_counter: bool
+
+
 class Metrics:
     """Metrics of one server. Call it from the event loop only."""
 
@@ -130,10 +140,27 @@ class Metrics:
 
     def render(self, load: ServiceLoad) -> bytes:
         """All metrics in Prometheus' text format, with the load of this moment."""
+        self._set_load(load)
+        return generate_latest(self._registry)
+
+    def samples(self, load: ServiceLoad) -> list[MetricSample]:
+        """All time series, for another exporter, with the load of this moment."""
+        self._set_load(load)
+        return [
+            MetricSample(
+                name=sample.name,
+                labels=tuple(sample.labels.items()),
+                value=sample.value,
+                is_counter=family.type in ("counter", "histogram"),
+            )
+            for family in self._registry.collect()
+            for sample in family.samples
+        ]
+
+    def _set_load(self, load: ServiceLoad) -> None:
         self._kv_cache_usage.set(load.kv_pages_used / max(1, load.kv_pages_total))
         for engine, count in load.num_waiting.items():
             self._requests_waiting.labels(engine).set(count)
-        return generate_latest(self._registry)
 
     def describe(self) -> list[MetricInfo]:
         """Name, type, labels and help text of every metric, in the order of `/metrics`."""

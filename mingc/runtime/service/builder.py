@@ -91,6 +91,7 @@ class EngineOptions:
         parse_special_tokens: recognise special tokens in the text of requests; otherwise they are plain text.
         steps: which steps the thinker's workers run.
         talker_depth: most patches in flight; None: 2 on a GPU, 1 on a CPU.
+        loads_speech: whether the speech stages of the artifact are loaded; otherwise speech is refused.
     """
 
     tp: int | None = None
@@ -111,6 +112,7 @@ class EngineOptions:
     media_decode_timeout_s: float = DEFAULT_TIMEOUT_S
     steps: StepOptions = DEFAULT_STEPS
     talker_depth: int | None = None
+    loads_speech: bool = True
 
     def __post_init__(self) -> None:
         problems = [
@@ -181,7 +183,7 @@ def open_service(
     try:
         with clock.phase("load the chat engines"):
             runner, chat = _load_chat(artifact, options, devices, on_failure)
-        speech = _load_speech(artifact, options, devices[0], clock)
+        speech = _load_speech(artifact, options, devices[0], clock) if options.loads_speech else None
         if chat is None and speech is None:
             raise ArtifactError(
                 f"nothing to serve: {', '.join(manifest.stages)} produce neither text nor speech",
@@ -362,7 +364,7 @@ def _info(
     manifest: Manifest, options: EngineOptions, ranks: RankGroup | None, chat: ChatPipeline | None
 ) -> ServiceInfo:
     graph = manifest.graph
-    decoder, path = graph.text_decoder(), graph.speech_path()
+    decoder, path = graph.text_decoder(), graph.speech_path() if options.loads_speech else None
     sample_rate, default_voice = 0, None
     if path is not None:
         sample_rate = manifest.parameters_of(path.vocoder, VaeParameters).sample_rate

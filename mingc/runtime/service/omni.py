@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -129,6 +129,11 @@ class OmniService:
         return not self._is_closing and has_all_ranks and all(loop.is_healthy for loop in self._loops)
 
     @property
+    def max_segment_length(self) -> int:
+        """Longest piece of text that is spoken as one segment. Raises: RequestError without speech stages."""
+        return self._speech_pipeline().max_segment_length
+
+    @property
     def load(self) -> ServiceLoad:
         """See `Service`. Reads lengths without the locks of the engine threads, which is atomic in CPython."""
         waiting: dict[str, int] = {}
@@ -220,23 +225,22 @@ class OmniService:
                 if speech_stream is not None:
                     speech_stream.close()
 
-    async def speech(
-        self, request: SpeechRequest, *, noise: NoiseSource | None = None
-    ) -> AsyncIterator[Event]:
+    def speech(self, request: SpeechRequest, *, noise: NoiseSource | None = None) -> AsyncGenerator[Event]:
         """Events of the speech of one text. See `Service`. `noise`: None for that of its seed."""
+        pieces = iter_speech_segments(request.text, self._speech_pipeline().max_segment_length)
+        return self.speak(pieces, request.speech, noise)
+
+    async def speak(
+        self, pieces: Iterable[str], params: SpeechParams, noise: NoiseSource | None = None
+    ) -> AsyncGenerator[Event]:
+        """Events of the speech of normalised pieces of text, one segment each; `pieces` is read in another thread."""
         timings = Timings()
         speech = self._speech_pipeline()
         with self._begin(is_chat=False) as stream:
-            speech_stream = self._open_speech_stream(
-                speech, request.speech, stream, request.speech.seed, noise
-            )
+            speech_stream = self._open_speech_stream(speech, params, stream, params.seed, noise)
             try:
                 # One task per request, so early requests speak before later ones are parsed.
-                await self._offload(
-                    lambda: speech_stream.enqueue(
-                        iter_speech_segments(request.text, speech.max_segment_length)
-                    )
-                )
+                await self._offload(lambda: speech_stream.enqueue(pieces))
                 if speech_stream.is_finished:
                     raise RequestError("the text has nothing to speak", param="input")
                 timings.mark("prepared")

@@ -1,0 +1,85 @@
+"""Result files of measurements on a CPU, with their provenance; torch is asked for its version only."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_PACKAGES = ("torch", "ray", "starlette", "uvicorn", "numpy")
+
+
+def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the arguments of a script that has `--json`. With it, the checkout must be a commit without changes."""
+    given = parser.parse_args()
+    if given.json is not None:
+        if not _COMMIT.fullmatch(_commit()):
+            parser.error("--json needs a git checkout, whose commit the result records")
+        if _git("status", "--porcelain", "--untracked-files=no"):
+            parser.error("--json needs a checkout without changes, as the result records its commit")
+    return given
+
+
+def write(path: Path, benchmark: str, figures: list[dict[str, Any]], **more: Any) -> None:
+    """Write a result document: provenance, this machine, versions, figures."""
+    import mingc
+
+    document = {
+        "schema": 1,
+        "benchmark": benchmark,
+        "commit": _commit(),
+        # Paths outside the repository are reduced to their last name: where this machine keeps files is irrelevant.
+        "command": shlex.join(
+            ["python", f"benchmarks/{Path(sys.argv[0]).name}"]
+            + [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+        ),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "hardware": {"cpu": _cpu(), "cores": os.cpu_count(), "shared": True},
+        "versions": {
+            "python": platform.python_version(),
+            "mingc": mingc.__version__,
+            **{name: found for name in _PACKAGES if (found := _version(name)) is not None},
+        },
+        "figures": figures,
+        **more,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _commit() -> str:
+    return _git("rev-parse", "--verify", "--quiet", "HEAD")
+
+
+def _git(*words: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=20, check=False
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip()
+
+
+def _cpu() -> str:
+    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+             if line.startswith("model name")]  # fmt: skip
+    return names[0] if names else platform.machine()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

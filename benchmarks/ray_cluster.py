@@ -1,0 +1,91 @@
+"""A Ray instance on this machine with Serve, for tests and measurements: loopback only, no dashboard, no statistics."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[1]
+_START_LIMIT_S = "300"
+# Ray and its workers read these when they start. A busy machine with two cores needs generous limits.
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # a token would be written into the home folder
+    "RAY_raylet_start_wait_time_s": _START_LIMIT_S,
+    "RAY_gcs_server_request_timeout_seconds": _START_LIMIT_S,
+    "RAY_worker_register_timeout_seconds": _START_LIMIT_S,
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": _START_LIMIT_S,
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "mingc.deploy.proxy:middlewares",
+    "PYTHONPATH": os.pathsep.join(
+        str(_ROOT / each) for each in (".", "tests/support", "tests/support/eager")
+    ),
+}
+_OBJECT_STORE_BYTES = 100 << 20  # Ray's least is 75 MB
+
+
+@contextmanager
+def ray_cluster(*paths: Path, num_cpus: int = 16) -> Iterator[str]:
+    """Starts Ray and Serve, yields the base URL of Serve's proxy, and stops both.
+
+    Args:
+        paths: folders that workers import from, besides those of PYTHONPATH.
+        num_cpus: what Ray schedules, which need not be there.
+    """
+    folders = [*map(str, (_ROOT, _ROOT / "benchmarks", *paths)), os.environ.get("PYTHONPATH", "")]
+    environment = {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    import ray
+    from ray import serve
+
+    try:
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            num_gpus=0,
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            configure_logging=False,
+            _node_ip_address="127.0.0.1",
+        )
+        port = _free_port()
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": "127.0.0.1", "port": port},
+            logging_config={"enable_access_log": False, "log_level": "WARNING"},
+        )
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def connected(running: str) -> Iterator[str]:
+    """Connects this process to a Ray instance that runs (`address url`) and yields the URL of Serve's proxy."""
+    import ray
+
+    address, url = running.split()
+    ray.init(address=address, log_to_driver=False, configure_logging=False)
+    try:
+        yield url
+    finally:
+        ray.shutdown()
+
+
+def _free_port() -> int:
+    """A port that is free now; Serve takes no 0."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

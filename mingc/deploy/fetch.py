@@ -1,0 +1,43 @@
+"""Fetching an artifact once per node: replicas of one node wait for the first one that runs the command."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+from mingc.errors import ArtifactError
+
+
+def fetched_artifact(artifact: str, command: str | None, cache: Path | None) -> Path:
+    """Folder of `artifact` on this node, fetched by `command` unless it is in `cache` already.
+
+    Raises: ArtifactError when the command fails.
+    """
+    if command is None or cache is None:
+        return Path(artifact)
+    cache.mkdir(parents=True, exist_ok=True)
+    home = cache / hashlib.sha256(f"{command}\0{artifact}".encode()).hexdigest()[:16]
+    with home.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not home.exists():
+            partial = home.with_suffix(".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            words = command.replace("{artifact}", shlex.quote(artifact))
+            words = words.replace("{folder}", shlex.quote(str(partial)))
+            done = subprocess.run(
+                words, shell=True, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+            )
+            if done.returncode != 0:
+                raise ArtifactError(
+                    f"fetching {artifact} failed with exit code {done.returncode}: {done.stderr.strip()[-500:]}",
+                    where=words,
+                    fix="run the command by hand on this node",
+                )
+            os.replace(partial, home)
+    return home

@@ -1,0 +1,90 @@
+"""Middleware of Serve's HTTP proxies: a request whose replica is lost ends with an error that clients can read.
+
+Set `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=mingc.deploy.proxy:middlewares` where Ray is started. Without it the
+proxy closes the connection of a stream, and answers other requests in plain text.
+"""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mingc.errors import CapacityError, WorkerError
+from mingc.runtime.http.response_schemas import encode_json, error_body, sse
+
+_LOST = "The replica that served this request was lost."
+_BUSY = "All replicas are busy; try again later."
+_PLAIN_STATUSES = (503,)  # that the proxy itself answers in plain text
+
+
+def middlewares() -> list[Middleware]:
+    """What Serve's proxies call at their start."""
+    return [Middleware(LostReplica)]
+
+
+class LostReplica:
+    """ASGI middleware: completes event streams that break off, and answers in JSON where the proxy would not."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        response = _Response(send)
+        try:
+            await self._app(scope, receive, response.send)
+        finally:
+            await response.complete()
+
+
+class _Response:
+    """Messages of one response, forwarded as they come; remembers how far it is."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._is_started = False
+        self._is_ended = False
+        self._is_sse = False
+        self._is_replaced = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = Headers(scope=message)
+            media_type = headers.get("content-type", "")
+            if message["status"] in _PLAIN_STATUSES and media_type.startswith("text/plain"):
+                self._is_replaced = True
+                await self._send_error(
+                    CapacityError(_BUSY, code="overloaded"), retry_after=headers.get("retry-after")
+                )
+                return
+            self._is_started = True
+            self._is_sse = media_type.startswith("text/event-stream")
+        if self._is_replaced:
+            return
+        if message["type"] == "http.response.body":
+            self._is_ended = not message.get("more_body", False)
+        await self._send(message)
+
+    async def complete(self) -> None:
+        """Called when nothing follows."""
+        if self._is_ended:
+            return
+        if not self._is_started:
+            await self._send_error(WorkerError(_LOST, status=503, code="replica_lost"))
+        elif self._is_sse:
+            event = sse({**error_body(WorkerError(_LOST, status=503, code="replica_lost"))})
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
+
+    async def _send_error(self, error: CapacityError | WorkerError, retry_after: str | None = None) -> None:
+        self._is_started = self._is_ended = True
+        body = encode_json({**error_body(error)})
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"retry-after", (retry_after or "1").encode()),
+        ]
+        await self._send({"type": "http.response.start", "status": 503, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})

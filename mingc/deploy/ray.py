@@ -1,0 +1,109 @@
+"""A Ray Serve application over an artifact: `serve run mingc.deploy.ray:app artifact=PATH`.
+
+Each replica is an actor that serves the artifact with the HTTP app of `mingc serve`. Serve's proxies hold the
+connections of clients and choose a replica for each request.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+try:
+    from ray import serve
+    from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+    from ray.serve.deployment import Application, Deployment
+except ImportError as missing:
+    from mingc.errors import ConfigError
+
+    raise ConfigError(
+        "Ray Serve is not installed", where="mingc.deploy.ray", fix="pip install 'mingc[ray]'"
+    ) from missing
+
+from mingc.artifacts.artifact import open_artifact
+from mingc.artifacts.manifest import FILE_NAME
+from mingc.deploy.options import DeployOptions, parse_arguments
+from mingc.deploy.replica import ModelReplica, SpeechReplica
+
+# Variables of this process that replicas on any node need as well.
+_AFFINITY_ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
+_PASSED_ON = ("MINGC_API_KEYS",)
+
+
+def app(arguments: Mapping[str, Any]) -> Application:
+    """The application for `arguments`, the fields of `DeployOptions`, `ServeOptions` and `EngineOptions`.
+
+    Raises: ConfigError, and ArtifactError when an artifact that should be there cannot be read.
+    """
+    return build_application(parse_arguments(arguments))
+
+
+def build_application(options: DeployOptions, ingress: type[ModelReplica] = ModelReplica) -> Application:
+    """The application for `options`. `ingress`: class of the replicas that answer HTTP requests."""
+    gpus = _num_gpus(options.artifact, options, options.num_gpus, tp=options.tp)
+    model = _deployment(serve.ingress()(ingress)).options(
+        name="mingc",
+        **_common(options, gpus, options.min_replicas, options.max_replicas),
+        **_affinity(options),
+    )
+    if options.speech_artifact is None:
+        return model.bind(options)
+    gpus = _num_gpus(options.speech_artifact, options, options.speech_num_gpus, tp=1)
+    speech = _deployment(SpeechReplica).options(
+        name="mingc-speech",
+        **_common(options, gpus, options.speech_min_replicas, options.speech_max_replicas),
+    )
+    return model.bind(options, speech.bind(options))
+
+
+def _deployment(replica: type) -> Deployment:
+    return cast(Deployment, serve.deployment(replica))
+
+
+def _common(options: DeployOptions, num_gpus: float, least: int, most: int) -> dict[str, Any]:
+    replicas: dict[str, Any] = {"num_replicas": least}
+    if least < most:
+        scaling = AutoscalingConfig(
+            min_replicas=least,
+            max_replicas=most,
+            initial_replicas=least,
+            target_ongoing_requests=options.target_ongoing_requests,
+            upscale_delay_s=options.upscale_delay_s,
+            downscale_delay_s=options.downscale_delay_s,
+        )
+        replicas = {"autoscaling_config": scaling}
+    environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    return {
+        **replicas,
+        "max_ongoing_requests": options.max_ongoing_requests,
+        "max_queued_requests": options.max_queued_requests,
+        "graceful_shutdown_timeout_s": options.graceful_shutdown_timeout_s,
+        "health_check_period_s": options.health_check_period_s,
+        "health_check_timeout_s": options.health_check_timeout_s,
+        "max_surge_percent": options.max_surge_percent,
+        # An actor lives on one node, and so do its ranks, which are its child processes.
+        "ray_actor_options": {
+            "num_cpus": options.num_cpus,
+            "num_gpus": num_gpus,
+            "runtime_env": {"env_vars": environment},
+        },
+    }
+
+
+def _affinity(options: DeployOptions) -> dict[str, Any]:
+    if not options.affinity:
+        return {}
+    return {"request_router_config": RequestRouterConfig(request_router_class=_AFFINITY_ROUTER)}  # type: ignore[arg-type]
+
+
+def _num_gpus(artifact: str, options: DeployOptions, given: float | None, *, tp: int | None) -> float:
+    """GPUs of a replica: given, or by the manifest, or one per rank when the artifact is not here yet."""
+    if given is not None:
+        return given
+    root = Path(artifact)
+    if options.fetch is not None or not (root / FILE_NAME).exists():
+        return float(tp or 1)
+    recorded = open_artifact(root).manifest.fingerprint
+    return float(recorded.world_size) if recorded.device == "cuda" else 0.0

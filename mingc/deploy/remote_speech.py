@@ -1,0 +1,257 @@
+"""Speech from another deployment: a service over a text-only one whose segments are spoken elsewhere.
+
+Segments of a request do not depend on each other, and their noise depends on the request's seed and their index only.
+So each can be spoken by any replica, and the samples equal those of an artifact that does both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from mingc.errors import ServeError
+from mingc.runtime.noise import random_seed
+from mingc.runtime.preprocess.speech_prompt import caption_instruction
+from mingc.runtime.request import (
+    AudioDelta,
+    ChatRequest,
+    Done,
+    Event,
+    Service,
+    ServiceInfo,
+    ServiceLoad,
+    SpeechParams,
+    SpeechRequest,
+    TextDelta,
+    TextDone,
+)
+from mingc.runtime.text.live import LiveSegment, LiveSegmenter
+from mingc.runtime.text.segment import speech_segments
+from mingc.runtime.text.stream_filters import ThoughtFilter
+
+_TICK_S = 0.05  # interval at which the wait for the first speech segment is checked
+_AHEAD = 2  # segments of one request in generation at a time: the one that is sent, and the next
+_PENDING_EVENTS = 128  # events of a request, or of a segment, that wait before nothing more is read
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SegmentCall:
+    """One normalised piece of text to speak, as segment `index` of a request."""
+
+    text: str
+    index: int
+    params: SpeechParams
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeechInfo:
+    """What a speech deployment can do. `max_segment_length`: longest piece of text that is spoken at once, in units."""
+
+    service: ServiceInfo
+    max_segment_length: int
+
+
+class RemoteSpeechService:
+    """`Service` over a service without speech and a deployment that has it.
+
+    Args:
+        speak: events of one segment on any speech replica.
+        speech: events of a whole speech request on any speech replica.
+    """
+
+    def __init__(
+        self,
+        text: Service,
+        info: SpeechInfo,
+        *,
+        speak: Callable[[SegmentCall], AsyncGenerator[Event]],
+        speech: Callable[[SpeechRequest], AsyncGenerator[Event]],
+    ) -> None:
+        self._text = text
+        self._speak = speak
+        self._speech = speech
+        self._max_segment_length = info.max_segment_length
+        self._info = replace(
+            text.info,
+            sample_rate=info.service.sample_rate,
+            voices=info.service.voices,
+            default_voice=info.service.default_voice,
+            has_speech=True,
+        )
+
+    @property
+    def info(self) -> ServiceInfo:
+        return self._info
+
+    @property
+    def is_ready(self) -> bool:
+        return self._text.is_ready
+
+    @property
+    def load(self) -> ServiceLoad:
+        return self._text.load
+
+    def on_failure(self, report: Callable[[ServeError], None]) -> None:
+        """See `Service`."""
+        self._text.on_failure(report)
+
+    async def close(self, *, shutdown_timeout_s: float) -> None:
+        """See `Service`. Speech replicas are closed by their own deployment."""
+        await self._text.close(shutdown_timeout_s=shutdown_timeout_s)
+
+    def speech(self, request: SpeechRequest) -> AsyncIterator[Event]:
+        """Events of the speech of one text. See `Service`."""
+        return self._speech(request)
+
+    def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
+        """Events of one answer; its speech comes from the other deployment. See `Service`."""
+        events = self._text.chat(replace(request, speech=None))
+        if request.speech is None:
+            return events
+        return self._spoken_chat(events, request.speech, request.sampling.seed)
+
+    async def _spoken_chat(
+        self, text: AsyncIterator[Event], params: SpeechParams, text_seed: int | None
+    ) -> AsyncGenerator[Event]:
+        caption_instruction(params.instructions or "")  # raises before any text is sent
+        seed = params.seed if params.seed is not None else text_seed
+        # Where the first segment ends depends on the time that its text takes, unless the answer has a seed.
+        segmenter = LiveSegmenter() if seed is None else LiveSegmenter(first_wait_ms=math.inf)
+        segments = _Segments(self._speak, params, random_seed() if seed is None else seed)
+        thoughts = ThoughtFilter()
+        merged: asyncio.Queue[_Item] = asyncio.Queue(_PENDING_EVENTS)
+        end: Done | None = None
+
+        def enqueue(found: Iterable[LiveSegment]) -> None:
+            for segment in found:
+                for piece in speech_segments(segment.text, self._max_segment_length, state=segment.state):
+                    segments.add(piece)
+
+        async def read_text() -> AsyncGenerator[Event]:
+            nonlocal end
+            async with aclosing(text):  # type: ignore[type-var]  # services' iterators are generators
+                async for event in text:
+                    if isinstance(event, TextDelta):
+                        enqueue(segmenter.push(thoughts.push(event.text)))
+                    elif isinstance(event, TextDone):
+                        enqueue([*segmenter.push(thoughts.flush()), *segmenter.flush()])
+                        segments.end()
+                    if isinstance(event, Done):
+                        end = event
+                    else:
+                        yield event
+
+        async def tick() -> None:
+            while not segments.is_ended:
+                await asyncio.sleep(_TICK_S)
+                enqueue(segmenter.tick())
+
+        tasks = [
+            asyncio.create_task(_pump(read_text(), merged)),
+            asyncio.create_task(_pump(segments.events(), merged)),
+        ]
+        if seed is None:
+            tasks.append(asyncio.create_task(tick()))
+        try:
+            for _ in range(2):
+                async for event in _items(merged):
+                    yield event
+        finally:
+            await _cancel(tasks)
+        assert end is not None, "a service ends with Done"
+        usage = replace(
+            end.usage,
+            audio_patches=segments.num_patches,
+            audio_seconds=segments.num_samples / self._info.sample_rate,
+        )
+        yield replace(end, usage=usage)
+
+
+class _End:
+    """Last item of a queue."""
+
+
+_Item = Event | Exception | _End
+
+
+class _Segments:
+    """Segments of one request in order; at most `_AHEAD` of them are generated at a time."""
+
+    def __init__(
+        self, speak: Callable[[SegmentCall], AsyncGenerator[Event]], params: SpeechParams, seed: int
+    ) -> None:
+        self._speak = speak
+        self._params = params
+        self._seed = seed
+        self._waiting: asyncio.Queue[SegmentCall | _End] = asyncio.Queue()
+        self._num_added = 0
+        self.is_ended = False
+        self.num_patches = 0
+        self.num_samples = 0
+
+    def add(self, text: str) -> None:
+        """Append a normalised piece of text."""
+        call = SegmentCall(text=text, index=self._num_added, params=self._params, seed=self._seed)
+        self._num_added += 1
+        self._waiting.put_nowait(call)
+
+    def end(self) -> None:
+        """No segment follows."""
+        self.is_ended = True
+        self._waiting.put_nowait(_End())
+
+    async def events(self) -> AsyncGenerator[AudioDelta]:
+        """Patches of all segments, in order. Closing it cancels the calls that run."""
+        started: asyncio.Queue[asyncio.Queue[_Item] | _End] = asyncio.Queue()
+        places = asyncio.Semaphore(_AHEAD)
+        tasks: list[asyncio.Task[None]] = []
+
+        async def start() -> None:
+            while not isinstance(call := await self._waiting.get(), _End):
+                await places.acquire()
+                queue: asyncio.Queue[_Item] = asyncio.Queue(_PENDING_EVENTS)
+                tasks.append(asyncio.create_task(_pump(self._speak(call), queue)))
+                started.put_nowait(queue)
+            started.put_nowait(_End())
+
+        tasks.append(asyncio.create_task(start()))
+        try:
+            while not isinstance(queue := await started.get(), _End):
+                async for event in _items(queue):
+                    if isinstance(event, AudioDelta):
+                        self.num_patches += 1
+                        self.num_samples += len(event.samples)
+                        yield event
+                places.release()
+        finally:
+            await _cancel(tasks)
+
+
+async def _pump(events: AsyncGenerator[Event], queue: asyncio.Queue[_Item]) -> None:
+    """Put all events into `queue`, then the error that ended them, or `_End`."""
+    last: _Item = _End()
+    try:
+        async with aclosing(events):
+            async for event in events:
+                await queue.put(event)
+    except Exception as error:
+        last = error
+    await queue.put(last)
+
+
+async def _items(queue: asyncio.Queue[_Item]) -> AsyncGenerator[Event]:
+    """Events of `queue` until its `_End`. Raises: the error in it."""
+    while not isinstance(item := await queue.get(), _End):
+        if isinstance(item, Exception):
+            raise item
+        yield item
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,213 @@
+"""A replica on Ray Serve: the running model of one artifact and the HTTP app over it, in an actor of its own.
+
+Serve calls the constructor, `__serve_build_asgi_app__`, `check_health` and `__del__`; all run on the replica's event
+loop for user code. Imported on replicas only, as it loads torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import sys
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ray.exceptions import RayActorError, RayTaskError
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mingc.deploy.fetch import fetched_artifact
+from mingc.deploy.options import DeployOptions
+from mingc.deploy.ray_metrics import RayMetrics
+from mingc.deploy.remote_speech import RemoteSpeechService, SegmentCall, SpeechInfo
+from mingc.errors import MingcError, ServeError, WorkerError
+from mingc.runtime.http.server import create_app
+from mingc.runtime.noise import PhiloxNoise, ShiftedNoise
+from mingc.runtime.request import Event, Service, SpeechRequest
+from mingc.runtime.service.builder import open_service
+from mingc.runtime.service.omni import OmniService
+
+log = logging.getLogger("mingc.deploy")
+
+# As `mingc serve` does: with Python's default of 5 ms engine threads wait for a thread that prepares a long text.
+_SWITCH_S = 0.001
+_METRICS_PERIOD_S = 5.0
+
+
+class UnhealthyReplicaError(Exception):
+    """A health check that failed; Serve replaces the replica."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaState:
+    """What a replica holds: its process, its load and its free resources; for tests and measurements."""
+
+    pid: int
+    model: str
+    is_ready: bool
+    kv_pages_used: int
+    num_waiting: dict[str, int]
+    num_running: int
+
+
+def open_model(artifact: str, options: DeployOptions, *, loads_speech: bool) -> OmniService:
+    """Open the artifact on this node; it is fetched first if the options say how."""
+    root = fetched_artifact(artifact, options.fetch, options.cache)
+    sys.setswitchinterval(_SWITCH_S)
+    service = open_service(root, replace(options.engines, loads_speech=loads_speech))
+    gc.collect()
+    gc.freeze()  # a full collection would walk through what start-up made, while every stream waits
+    return service
+
+
+class Replica:
+    """Base of both deployments: opens a service, checks its health, closes it."""
+
+    async def __init__(self, options: DeployOptions) -> None:  # type: ignore[misc]  # Serve awaits it
+        self.options = options
+        self._failure: ServeError | None = None
+        self.service = await self.open_service()
+        self.service.on_failure(self._fail)
+
+    async def open_service(self) -> Service:
+        """The service of this replica."""
+        raise NotImplementedError
+
+    def _fail(self, error: ServeError) -> None:
+        self._failure = error
+
+    async def check_health(self) -> None:
+        """Called by Serve. Raises: UnhealthyReplicaError when a rank died or hangs, or an engine thread ended."""
+        if self._failure is not None:
+            raise UnhealthyReplicaError(str(self._failure))
+        if not self.service.is_ready:
+            raise UnhealthyReplicaError("an engine thread or a rank of this replica has ended")
+
+    async def __del__(self) -> None:
+        """Called by Serve when no request runs any more, or the shutdown timeout has passed."""
+        service = getattr(self, "service", None)  # none when the constructor failed
+        if service is not None:
+            await service.close(shutdown_timeout_s=0.0)
+
+
+class ModelReplica(Replica):
+    """Ingress deployment: the HTTP interface of `mingc serve`, over the artifact and optionally remote speech."""
+
+    async def __init__(self, options: DeployOptions, speech: Any = None) -> None:  # type: ignore[misc]
+        """`speech`: handle of the deployment that generates speech; None when this replica does."""
+        self._speech = speech
+        await Replica.__init__(self, options)
+        self._app = create_app(self.service, options.http)
+        self._metrics = RayMetrics(self._app.state.server.metrics, lambda: self.service.load)
+        self._publishing = asyncio.create_task(self._metrics.publish(_METRICS_PERIOD_S))
+
+    async def open_service(self) -> Service:
+        has_own_speech = self.options.speech and self._speech is None
+        service = open_model(self.options.artifact, self.options, loads_speech=has_own_speech)
+        if self._speech is None:
+            return service
+        info: SpeechInfo = await self._speech.info.remote()
+        handle = self._speech.options(stream=True)
+        return RemoteSpeechService(
+            service,
+            info,
+            speak=lambda call: _remote_events(handle.speak, call),
+            speech=lambda request: _remote_events(handle.speech, request),
+        )
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return BehindProxy(self._app)
+
+    async def state(self) -> ReplicaState:
+        """The state of this replica."""
+        load = self.service.load
+        return ReplicaState(
+            pid=os.getpid(),
+            model=self.service.info.model,
+            is_ready=self.service.is_ready,
+            kv_pages_used=load.kv_pages_used,
+            num_waiting=dict(load.num_waiting),
+            num_running=self._app.state.server.num_running,
+        )
+
+    async def __del__(self) -> None:
+        if (publishing := getattr(self, "_publishing", None)) is not None:
+            publishing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await publishing
+        await Replica.__del__(self)
+
+
+class SpeechReplica(Replica):
+    """Deployment behind text replicas: generates speech segments."""
+
+    async def open_service(self) -> OmniService:
+        artifact = self.options.speech_artifact
+        assert artifact is not None, "the application has a speech deployment"
+        return open_model(artifact, self.options, loads_speech=True)
+
+    async def info(self) -> SpeechInfo:
+        """What the speech artifact can do."""
+        assert isinstance(self.service, OmniService)
+        return SpeechInfo(service=self.service.info, max_segment_length=self.service.max_segment_length)
+
+    async def speak(self, call: SegmentCall) -> AsyncGenerator[Event]:
+        """Events of the speech of one segment of a request."""
+        assert isinstance(self.service, OmniService)
+        noise = ShiftedNoise(PhiloxNoise(call.seed), call.index)
+        async with contextlib.aclosing(self.service.speak([call.text], call.params, noise)) as events:
+            async for event in events:
+                yield event
+
+    async def speech(self, request: SpeechRequest) -> AsyncGenerator[Event]:
+        """Events of a whole speech request."""
+        assert isinstance(self.service, OmniService)
+        async with contextlib.aclosing(self.service.speech(request)) as events:
+            async for event in events:
+                yield event
+
+
+async def _remote_events(method: Any, argument: object) -> AsyncGenerator[Event]:
+    """Events of a call of the speech deployment; closing the iterator cancels it there.
+
+    Raises: the error that the replica raised, WorkerError when it ended.
+    """
+    response = method.remote(argument)
+    try:
+        async for event in response:
+            yield event
+    except RayTaskError as error:
+        if isinstance(error.cause, MingcError):
+            raise error.cause from error
+        raise
+    except RayActorError as error:
+        raise WorkerError("the speech replica of this request ended", where="speech deployment") from error
+    finally:
+        response.cancel()
+
+
+class BehindProxy:
+    """ASGI middleware between Serve's proxy and the app.
+
+    Leaves the header `x-request-id` of responses to the proxy, which adds it itself: it passes the id on in the
+    request, so logs and error messages of the replica have the id that clients see. Removes the route prefix of the
+    application from paths.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def without_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                del MutableHeaders(scope=message)["x-request-id"]
+            await send(message)
+
+        if scope["type"] == "http" and (prefix := scope.get("root_path", "")):
+            path = scope["path"].removeprefix(prefix) or "/"
+            scope = {**scope, "path": path, "root_path": ""}
+        await self._app(scope, receive, without_id)

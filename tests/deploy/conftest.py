@@ -1,0 +1,16 @@
+"""One Ray instance for the tests that need one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from mingc_command import EAGER
+from ray_cluster import ray_cluster
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[str]:
+    """URL of the proxy of a Ray instance with Serve."""
+    with ray_cluster(EAGER.parent, EAGER) as url:
+        yield url

@@ -1,0 +1,86 @@
+"""The middleware of Serve's proxies: every way in which a response can break off."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from mingc.deploy.proxy import LostReplica
+
+SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
+
+
+def start(status: int, headers: list[tuple[bytes, bytes]]) -> Message:
+    return {"type": "http.response.start", "status": status, "headers": headers}
+
+
+def body(data: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+def respond(*messages: Message, fails: bool = False) -> list[Message]:
+    """What a client gets when the proxy sends `messages`, and then ends or raises."""
+    sent: list[Message] = []
+
+    async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
+        for message in messages:
+            await send(message)
+        if fails:
+            raise ConnectionError
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        await LostReplica(proxy)({"type": "http"}, receive, send)
+
+    if fails:
+        with pytest.raises(ConnectionError):
+            asyncio.run(run())
+    else:
+        asyncio.run(run())
+    return sent
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_event_stream_that_breaks_off_ends_with_an_error_event(fails: bool) -> None:
+    sent = respond(start(200, SSE), body(b"data: 1\n\n", more=True), fails=fails)
+    assert sent[:2] == [start(200, SSE), body(b"data: 1\n\n", more=True)]
+    (last,) = sent[2:]
+    assert not last["more_body"]
+    assert json.loads(last["body"].removeprefix(b"data: "))["error"]["code"] == "replica_lost"
+
+
+def test_a_stream_that_is_complete_is_left_alone() -> None:
+    messages = [start(200, SSE), body(b"data: [DONE]\n\n", more=True), body(b"", more=False)]
+    assert respond(*messages) == messages
+
+
+def test_raw_audio_that_breaks_off_stays_broken() -> None:
+    messages = [start(200, [(b"content-type", b"audio/wav")]), body(b"RIFF", more=True)]
+    assert respond(*messages) == messages
+
+
+def test_a_request_without_an_answer_gets_one() -> None:
+    head, error = respond()
+    assert (head["status"], dict(head["headers"])[b"retry-after"]) == (503, b"1")
+    assert json.loads(error["body"])["error"]["code"] == "replica_lost"
+    assert dict(head["headers"])[b"content-length"] == str(len(error["body"])).encode()
+
+
+def test_a_proxy_that_is_full_answers_in_json() -> None:
+    plain = [(b"content-type", b"text/plain"), (b"retry-after", b"7"), (b"content-length", b"3")]
+    head, error = respond(start(503, plain), body(b"no!", more=False))
+    assert (head["status"], dict(head["headers"])[b"retry-after"]) == (503, b"7")
+    assert json.loads(error["body"])["error"]["code"] == "overloaded"
+
+
+def test_a_503_of_a_replica_is_left_alone() -> None:
+    messages = [start(503, [(b"content-type", b"application/json")]), body(b"{}", more=False)]
+    assert respond(*messages) == messages

@@ -1,0 +1,252 @@
+"""The Serve application on a Ray instance: HTTP contract, equal answers, lost replicas, updates, disconnects."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+import ray_front
+from mingc_command import REPOSITORY
+from mixed_requests import MIXED, send, send_together
+from ray import serve
+
+from mingc.deploy.options import parse_arguments
+from mingc.deploy.ray import build_application
+from mingc.deploy.replica import ReplicaState
+
+_WAIT_S = 90.0
+_CONTRACT = ("test_server.py", "test_openai_client.py", "test_openapi.py")
+_ENDLESS = {
+    "messages": [{"role": "user", "content": "Count."}],
+    "max_tokens": 3000,
+    "stream": True,
+    "temperature": 1.0,
+    "ignore_eos": True,
+}
+CHAT = "/v1/chat/completions"
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + _WAIT_S
+    while not condition():
+        assert time.monotonic() < end, f"not within {_WAIT_S:g} s: {what}"
+        time.sleep(0.1)
+
+
+class Application:
+    """The deployed model at a route prefix of its own."""
+
+    def __init__(self, proxy: str) -> None:
+        self.url = f"{proxy}/tiny"
+        self._handle: Any = None
+
+    def deploy(self, artifact: Path, **arguments: Any) -> None:
+        defaults = {"artifact": str(artifact), "num_cpus": 0.1, "health_check_period_s": 0.5}
+        options = parse_arguments({**defaults, **arguments})
+        self._handle = serve.run(build_application(options), name="tiny", route_prefix="/tiny")
+
+    def states(self, count: int) -> dict[int, ReplicaState]:
+        """States of `count` replicas by process; the handle asks one at a time, as it chooses."""
+        found: dict[int, ReplicaState] = {}
+
+        def ask() -> bool:
+            try:
+                state = self._handle.state.remote().result(timeout_s=_WAIT_S)
+            except Exception as error:  # a replica that is being replaced
+                print(error)
+                return False
+            found[state.pid] = state
+            return len([pid for pid in found if psutil.pid_exists(pid)]) >= count
+
+        wait_for(ask, f"{count} replicas")
+        return {pid: state for pid, state in found.items() if psutil.pid_exists(pid)}
+
+    def stream(self, seed: int = 0) -> Stream:
+        return Stream(f"{self.url}{CHAT}", {**_ENDLESS, "seed": seed})
+
+
+class Stream:
+    """A long streamed chat, read in a thread."""
+
+    def __init__(self, url: str, body: dict[str, Any]) -> None:
+        self.is_running = threading.Event()
+        self.lines: list[str] = []
+        self._leave = threading.Event()
+        self._thread = threading.Thread(target=self._read, args=(url, body))
+        self._thread.start()
+
+    def _read(self, url: str, body: dict[str, Any]) -> None:
+        with (
+            httpx.Client(timeout=_WAIT_S, trust_env=False) as http,
+            http.stream("POST", url, json=body) as response,
+        ):
+            for line in response.iter_lines():
+                if line:
+                    self.lines.append(line)
+                if len(self.lines) > 3:
+                    self.is_running.set()
+                if self._leave.is_set():
+                    return
+
+    def leave(self) -> None:
+        self._leave.set()
+        self.join()
+
+    def join(self) -> None:
+        self._thread.join(_WAIT_S)
+        assert not self._thread.is_alive()
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error event that ended it."""
+        error: dict[str, Any] = json.loads(self.lines[-1].removeprefix("data: "))["error"]
+        return error
+
+
+@pytest.fixture(scope="module")
+def application(proxy: str) -> Iterator[Application]:
+    yield Application(proxy)
+    serve.delete("tiny")
+
+
+def test_the_http_contract_holds_unchanged(proxy: str) -> None:
+    """The tests of the HTTP layer, in a process whose servers are the Serve application."""
+    import ray
+
+    files = [f"tests/runtime/{name}" for name in _CONTRACT]
+    path = os.pathsep.join(str(REPOSITORY / each) for each in (".", "tests/support", "benchmarks"))
+    address = ray.get_runtime_context().gcs_address
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "ray_front", "-p", "no:cacheprovider", "-n", "0", *files],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": path, ray_front.RUNNING: f"{address} {proxy}"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) >= 50, done.stdout[-500:]
+    serve.delete("fake")
+
+
+def test_two_replicas_answer_as_one_model(application: Application, eager_artifact: Path) -> None:
+    application.deploy(eager_artifact, min_replicas=2, max_replicas=2)
+    assert len(application.states(2)) == 2
+    alone = [send(application.url, request) for request in MIXED]
+    for expected, got in zip([*alone, *alone], send_together(application.url, (*MIXED, *MIXED)), strict=True):
+        assert got.text == expected.text and got.patches == expected.patches
+        np.testing.assert_allclose(got.samples, expected.samples, atol=2e-4)
+
+
+def test_the_id_of_a_request_is_the_proxys(application: Application) -> None:
+    given = httpx.get(f"{application.url}/health", headers={"x-request-id": "abc"}, trust_env=False)
+    assert given.headers.get_list("x-request-id") == ["abc"]
+    made = httpx.post(f"{application.url}{CHAT}", json={}, trust_env=False)
+    assert len(made.headers.get_list("x-request-id")) == 1 and made.json()["error"]["param"] == "messages"
+
+
+def test_a_client_that_leaves_frees_its_pages(application: Application) -> None:
+    streams = [application.stream(seed) for seed in range(4)]
+    for stream in streams:
+        assert stream.is_running.wait(_WAIT_S)
+    assert sum(state.kv_pages_used for state in application.states(2).values()) > 0
+    for stream in streams:
+        stream.leave()
+
+    def is_free() -> bool:
+        states = application.states(2).values()
+        return all(state.kv_pages_used == 0 and state.num_running == 0 for state in states)
+
+    wait_for(is_free, "free pages")
+
+
+def test_a_killed_replica_fails_its_requests_only(application: Application) -> None:
+    before = application.states(2)
+    victim = next(iter(before))
+    children = psutil.Process(victim).children(recursive=True)
+    streams = [application.stream(seed) for seed in range(6)]
+    for stream in streams:
+        assert stream.is_running.wait(_WAIT_S)
+    os.kill(victim, signal.SIGKILL)
+    wait_for(lambda: any("error" in stream.lines[-1] for stream in streams), "an error event")
+    time.sleep(0.5)  # others would fail by now
+    failed = [stream for stream in streams if '"error"' in stream.lines[-1]]
+    assert {stream.error["code"] for stream in failed} == {"replica_lost"}
+    others = [stream for stream in streams if stream not in failed]
+    assert failed and others, "each replica had some of six streams"
+    for stream in others:
+        stream.leave()
+    after = application.states(2)
+    assert victim not in after and len(after) == 2
+    _gone, alive = psutil.wait_procs(children, timeout=20)
+    assert alive == []
+    assert httpx.post(f"{application.url}{CHAT}", json={**_ENDLESS, "stream": False, "max_tokens": 3},
+                      timeout=_WAIT_S, trust_env=False).status_code == 200  # fmt: skip
+
+
+def test_an_update_under_load_fails_no_request(application: Application, eager_artifact: Path) -> None:
+    stop = threading.Event()
+
+    def ask(_: int) -> set[tuple[int, str]]:
+        seen = set()
+        with httpx.Client(timeout=_WAIT_S, trust_env=False) as http:
+            while not stop.is_set():
+                body = {**_ENDLESS, "stream": False, "max_tokens": 4}
+                answer = http.post(f"{application.url}{CHAT}", json=body)
+                seen.add((answer.status_code, answer.json().get("model", "")))
+        return seen
+
+    with ThreadPoolExecutor(3) as pool:
+        clients = pool.map(ask, range(3))
+        try:
+            arguments = {"min_replicas": 2, "max_replicas": 2, "served_model_names": "renamed"}
+            application.deploy(eager_artifact, **arguments)
+            wait_for(lambda: {s.model for s in application.states(2).values()} == {"renamed"}, "new replicas")
+        finally:
+            stop.set()
+        seen = set().union(*clients)
+    assert {status for status, _ in seen} == {200}
+    assert {model for _, model in seen} == {"ming-omni", "renamed"}
+
+
+def test_remote_speech_is_that_of_one_replica(application: Application, eager_artifact: Path) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "Say it."}],
+        "max_tokens": 24,
+        "seed": 5,
+        "modalities": ["text", "audio"],
+        "audio": {"voice": "DB30", "format": "pcm16", "max_steps": 3},
+    }
+
+    def answers() -> tuple[str, bytes, dict[str, Any], bytes]:
+        chat = httpx.post(f"{application.url}{CHAT}", json=body, timeout=_WAIT_S, trust_env=False).json()
+        message = chat["choices"][0]["message"]
+        clip = {"input": "Good morning. 你好。", "seed": 3, "max_steps": 3, "response_format": "pcm16"}
+        speech = httpx.post(f"{application.url}/v1/audio/speech", json=clip, timeout=_WAIT_S, trust_env=False)
+        return message["content"], base64.b64decode(message["audio"]["data"]), chat["usage"], speech.content
+
+    joint = answers()
+    application.deploy(eager_artifact, speech_artifact=str(eager_artifact))
+    apart = answers()
+    assert (apart[0], apart[2]) == (joint[0], joint[2])
+    for got, expected in ((apart[1], joint[1]), (apart[3], joint[3])):
+        np.testing.assert_allclose(np.frombuffer(got, "<i2"), np.frombuffer(expected, "<i2"), atol=8)
+    refused = {**body, "audio": {"voice": "unknown"}}
+    answer = httpx.post(f"{application.url}{CHAT}", json=refused, timeout=_WAIT_S, trust_env=False)
+    assert answer.json()["error"]["param"] == "audio.voice"

@@ -1,0 +1,164 @@
+"""Text and speech in two services: the events equal those of one service that does both."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from held_resources import service_resources, wait_until_free
+
+from mingc.deploy.remote_speech import RemoteSpeechService, SegmentCall, SpeechInfo
+from mingc.errors import RequestError, WorkerError
+from mingc.runtime.noise import PhiloxNoise, ShiftedNoise
+from mingc.runtime.request import (
+    AudioDelta,
+    ChatRequest,
+    Done,
+    Event,
+    Message,
+    SamplingParams,
+    SpeechParams,
+    SpeechRequest,
+    TextDelta,
+    TextPart,
+)
+from mingc.runtime.service.builder import EngineOptions, open_service
+from mingc.runtime.service.omni import OmniService
+
+CHAT = ChatRequest(
+    request_id="chat",
+    messages=(Message(role="user", parts=(TextPart(text="Say it."),)),),
+    sampling=SamplingParams(max_tokens=110, seed=4, temperature=1.0, ignore_eos=True),
+    speech=SpeechParams(voice="DB30", max_steps=2),
+)
+
+
+@dataclass
+class Services:
+    joint: OmniService
+    text: OmniService
+    calls: list[SegmentCall]
+    num_open: int = 0
+    fails_at: int | None = None
+
+    def remote(self) -> RemoteSpeechService:
+        info = SpeechInfo(service=self.joint.info, max_segment_length=self.joint.max_segment_length)
+        return RemoteSpeechService(self.text, info, speak=self.speak, speech=self.joint.speech)
+
+    async def speak(self, call: SegmentCall) -> AsyncGenerator[Event]:
+        self.calls.append(call)
+        if call.index == self.fails_at:
+            raise WorkerError("the speech replica of this request ended")
+        self.num_open += 1
+        try:
+            noise = ShiftedNoise(PhiloxNoise(call.seed), call.index)
+            async with aclosing(self.joint.speak([call.text], call.params, noise)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self.num_open -= 1
+
+
+@pytest.fixture(scope="module")
+def opened(eager_artifact: Path) -> Iterator[tuple[OmniService, OmniService]]:
+    joint = open_service(eager_artifact)
+    text = open_service(eager_artifact, EngineOptions(loads_speech=False))
+    yield joint, text
+    for service in (joint, text):
+        asyncio.run(service.close(shutdown_timeout_s=1.0))
+
+
+@pytest.fixture
+def services(opened: tuple[OmniService, OmniService]) -> Services:
+    return Services(*opened, calls=[])
+
+
+async def collect(events: AsyncGenerator[Event]) -> list[Event]:
+    return [event async for event in events]
+
+
+def parts(events: list[Event]) -> tuple[str, list[AudioDelta], Done]:
+    text = "".join(event.text for event in events if isinstance(event, TextDelta))
+    end = events[-1]
+    assert isinstance(end, Done)
+    return text, [event for event in events if isinstance(event, AudioDelta)], end
+
+
+def test_a_spoken_chat_equals_that_of_one_service(services: Services) -> None:
+    async def run() -> tuple[list[Event], list[Event]]:
+        return await collect(services.joint.chat(CHAT)), await collect(services.remote().chat(CHAT))
+
+    joint, apart = map(parts, asyncio.run(run()))
+    assert apart[0] == joint[0]
+    assert len(services.calls) > 1, "the answer has several segments"
+    assert [call.index for call in services.calls] == list(range(len(services.calls)))
+    assert len(apart[1]) == len(joint[1])
+    for got, expected in zip(apart[1], joint[1], strict=True):
+        np.testing.assert_allclose(got.samples, expected.samples, atol=2e-4)
+    assert (apart[2].finish_reason, apart[2].usage) == (joint[2].finish_reason, joint[2].usage)
+
+
+def test_the_text_service_has_no_speech_of_its_own(services: Services) -> None:
+    assert not services.text.info.has_speech and services.text.info.voices == ()
+    info = services.remote().info
+    assert (info.has_speech, info.voices, info.sample_rate) == (True, services.joint.info.voices, 44100)
+    with pytest.raises(RequestError, match="without its talker"):
+        asyncio.run(
+            collect(services.text.speech(SpeechRequest(request_id="1", text="a", speech=SpeechParams())))
+        )
+
+
+def test_at_most_two_segments_are_generated_at_a_time(services: Services) -> None:
+    most = 0
+
+    async def run() -> None:
+        nonlocal most
+        async for _ in services.remote().chat(CHAT):
+            most = max(most, services.num_open)
+
+    asyncio.run(run())
+    assert most == 2
+
+
+@pytest.mark.parametrize("after", [TextDelta, AudioDelta])
+def test_closing_the_answer_frees_both_services(services: Services, after: type) -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        before = [service_resources(service, loop) for service in (services.joint, services.text)]
+        events = services.remote().chat(CHAT)
+        async for event in events:
+            if isinstance(event, after):
+                break
+        await events.aclose()  # type: ignore[attr-defined]  # a generator
+        assert services.num_open == 0
+        for service, held in zip((services.joint, services.text), before, strict=True):
+            await wait_until_free(service, held)
+
+    asyncio.run(run())
+
+
+def test_a_lost_speech_replica_fails_the_answer(services: Services) -> None:
+    services.fails_at = 1
+
+    async def run() -> None:
+        with pytest.raises(WorkerError, match="the speech replica"):
+            await collect(services.remote().chat(CHAT))
+
+    asyncio.run(run())
+
+
+def test_instructions_are_checked_before_any_text(services: Services) -> None:
+    assert CHAT.speech is not None
+    wrong = replace(CHAT, speech=replace(CHAT.speech, instructions='{"half'))
+
+    async def first(service: OmniService | RemoteSpeechService) -> Event:
+        return await anext(service.chat(wrong))  # type: ignore[arg-type]
+
+    for service in (services.joint, services.remote()):
+        with pytest.raises(RequestError):
+            asyncio.run(first(service))
