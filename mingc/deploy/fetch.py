@@ -14,7 +14,7 @@ from mingc.errors import ArtifactError
 
 
 def fetched_artifact(artifact: str, command: str | None, cache: Path | None) -> Path:
-    """Folder of `artifact` on this node, fetched by `command` unless it is in `cache` already.
+    """Folder, or packed bundle, of `artifact` on this node, fetched by `command` unless it is in `cache` already.
 
     Raises: ArtifactError when the command fails.
     """
@@ -26,18 +26,19 @@ def fetched_artifact(artifact: str, command: str | None, cache: Path | None) -> 
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not home.exists():
             partial = home.with_suffix(".partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
+            if partial.is_dir():
+                shutil.rmtree(partial)
+            partial.unlink(missing_ok=True)
             words = command.replace("{artifact}", shlex.quote(artifact))
-            words = words.replace("{folder}", shlex.quote(str(partial)))
+            words = words.replace("{output}", shlex.quote(str(partial)))
             done = subprocess.run(
                 words, shell=True, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
             )
-            if done.returncode != 0:
+            if done.returncode != 0 or not partial.exists():
                 raise ArtifactError(
                     f"fetching {artifact} failed with exit code {done.returncode}: {done.stderr.strip()[-500:]}",
                     where=words,
-                    fix="run the command by hand on this node",
+                    fix="run the command by hand on this node; it must write {output}",
                 )
             os.replace(partial, home)
     return home

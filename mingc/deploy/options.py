@@ -41,9 +41,9 @@ class DeployOptions:
     """How an artifact is deployed on Ray Serve, validated on construction.
 
     Attributes:
-        artifact: folder of the artifact on every node; with `fetch`, what that command fetches.
-        fetch: command that writes the artifact into a folder, with `{artifact}` and `{folder}` in it; run once per
-            node by a shell. None: nothing is fetched.
+        artifact: folder or packed bundle on every node; with `fetch`, what that command fetches.
+        fetch: command that writes the folder or packed bundle `{output}` from `{artifact}`, the two texts that are
+            replaced in it; run once per node by a shell. None: nothing is fetched.
         cache: folder on every node that keeps what was fetched.
         tp: ranks of the thinker; None takes the artifact's, and 1 if it is not there yet.
         speech: whether replicas load the speech stages of the artifact.
@@ -98,7 +98,7 @@ class DeployOptions:
             problems.append("artifact is empty")
         if self.fetch is not None:
             problems += [
-                f"fetch has no {name}" for name in ("{artifact}", "{folder}") if name not in self.fetch
+                f"fetch has no {name}" for name in ("{artifact}", "{output}") if name not in self.fetch
             ]
             if self.cache is None:
                 problems.append("fetch needs cache, a folder on every node")

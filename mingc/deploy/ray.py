@@ -103,7 +103,7 @@ def _num_gpus(artifact: str, options: DeployOptions, given: float | None, *, tp:
     if given is not None:
         return given
     root = Path(artifact)
-    if options.fetch is not None or not (root / FILE_NAME).exists():
+    if options.fetch is not None or not (root.is_file() or (root / FILE_NAME).exists()):
         return float(tp or 1)
     recorded = open_artifact(root).manifest.fingerprint
     return float(recorded.world_size) if recorded.device == "cuda" else 0.0

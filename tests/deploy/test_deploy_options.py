@@ -48,7 +48,7 @@ def test_strings_and_typed_values_mean_the_same() -> None:
         ({"target_ongoing_requests": "nan"}, "target_ongoing_requests is nan"),
         ({"num_gpus": "-1"}, "num_gpus is -1"),
         ({"max_ongoing_requests": "300"}, "max_ongoing_requests 300 is above max_concurrent_requests 256"),
-        ({"fetch": "cp {artifact} /x"}, "fetch has no {folder}; fetch needs cache"),
+        ({"fetch": "cp {artifact} /x"}, "fetch has no {output}; fetch needs cache"),
         ({"speech": "no", "speech_artifact": "/s"}, "speech is off, but speech_artifact is given"),
         ({"step_timeout_s": "0"}, "--step-timeout is 0"),
         ({"max_body_bytes": "0"}, "--max-body-bytes is 0"),
@@ -111,7 +111,7 @@ def test_an_artifact_is_fetched_once(tmp_path: Path) -> None:
     source, cache, log = tmp_path / "it's", tmp_path / "cache", tmp_path / "log"
     source.mkdir()
     (source / "file").write_text("content")
-    command = f"echo x >> {log} && cp -r {{artifact}}/. {{folder}}"
+    command = f"echo x >> {log} && cp -r {{artifact}} {{output}}"
     first = fetched_artifact(str(source), command, cache)
     assert (first / "file").read_text() == "content"
     shutil.rmtree(source)
@@ -121,7 +121,18 @@ def test_an_artifact_is_fetched_once(tmp_path: Path) -> None:
 
 
 def test_a_fetch_that_fails_leaves_nothing_that_counts_as_fetched(tmp_path: Path) -> None:
-    command = "touch {folder}/half; echo no such bucket: {artifact} >&2; exit 3"
+    command = "mkdir -p {output}; touch {output}/half; echo no such bucket: {artifact} >&2; exit 3"
     for _ in range(2):
         with pytest.raises(ArtifactError, match=r"exit code 3: no such bucket: s3://a"):
             fetched_artifact("s3://a", command, tmp_path)
+
+
+def test_a_command_that_writes_nothing_has_failed(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="exit code 0"):
+        fetched_artifact("a", "true {artifact} {output}", tmp_path)
+
+
+def test_a_packed_bundle_may_be_fetched(tmp_path: Path) -> None:
+    (tmp_path / "a.mingc").write_text("packed")
+    fetched = fetched_artifact(str(tmp_path / "a.mingc"), "cp {artifact} {output}", tmp_path / "cache")
+    assert fetched.read_text() == "packed"
