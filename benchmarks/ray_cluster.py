@@ -13,6 +13,7 @@ _START_LIMIT_S = "300"
 # Ray and its workers read these when they start. A busy machine with two cores needs generous limits.
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's own ports are those of 127.0.0.1, on Linux as well
     "RAY_AUTH_MODE": "disabled",  # a token would be written into the home folder
     "RAY_raylet_start_wait_time_s": _START_LIMIT_S,
     "RAY_gcs_server_request_timeout_seconds": _START_LIMIT_S,
@@ -25,6 +26,11 @@ _ENVIRONMENT = {
     ),
 }
 _OBJECT_STORE_BYTES = 100 << 20  # Ray's least is 75 MB
+
+
+def prepare_environment() -> None:
+    """Set the variables that Ray reads when it is imported."""
+    os.environ.update(_ENVIRONMENT)
 
 
 @contextmanager

@@ -61,7 +61,7 @@ _MIXED: tuple[tuple[str, dict[str, Any]], ...] = (
     (CHAT, {"messages": [{"role": "user", "content": "Say it."}], "max_tokens": 12, "stream": True, "seed": 5,
             "modalities": ["text", "audio"], "audio": {"voice": "DB30", "format": "pcm16", "max_steps": 3}}),
     (SPEECH, {"input": "The first voice.", "voice": "DB30", "seed": 1, "max_steps": 4,
-              "response_format": "pcm16", "stream_format": "sse"}),
+              "response_format": "pcm", "stream_format": "sse"}),
 )  # fmt: skip
 
 

@@ -38,13 +38,13 @@ _POLICIES = ("two choices", "random")
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class MeasuredSteps:
     """Seconds of one step by its number of requests."""
 
     seconds: tuple[float, ...]  # index n: n requests
 
     @staticmethod
-    def read(path: Path) -> StepTimes:
+    def read(path: Path) -> MeasuredSteps:
         """From the figures `patch_step_ms` of a result file, linear between the measured batches."""
         rows = json.loads(path.read_text(encoding="utf-8"))["figures"]
         measured = {
@@ -61,7 +61,7 @@ class StepTimes:
             below = max(each for each in batches if each <= count)
             share = 0.0 if above == below else (count - below) / (above - below)
             seconds.append(measured[below] + share * (measured[above] - measured[below]))
-        return StepTimes(tuple(seconds))
+        return MeasuredSteps(tuple(seconds))
 
     @property
     def capacity(self) -> float:
@@ -94,7 +94,7 @@ class Simulation:
 
     def __init__(
         self,
-        times: StepTimes,
+        times: MeasuredSteps,
         num_replicas: int,
         policy: str,
         seed: int,
@@ -175,7 +175,14 @@ def quantile(ordered: list[float], share: float) -> float:
 
 
 def simulate_load(
-    times: StepTimes, num_replicas: int, load: float, policy: str, *, patches: int, seconds: float, seed: int
+    times: MeasuredSteps,
+    num_replicas: int,
+    load: float,
+    policy: str,
+    *,
+    patches: int,
+    seconds: float,
+    seed: int,
 ) -> dict[str, Any]:
     """Requests at `load` times the capacity; the first fifth of the run is left out."""
     rate = load * num_replicas * times.capacity / patches
@@ -205,7 +212,7 @@ def simulate_load(
     }
 
 
-def simulate_clients(times: StepTimes, clients: int, patches: int, seconds: float) -> float:
+def simulate_clients(times: MeasuredSteps, clients: int, patches: int, seconds: float) -> float:
     """Seconds of sound per second of one replica whose `clients` send the next request when one ends."""
     simulation = Simulation(times, 1, "random", 0, on_end=lambda now: simulation.arrive(now, patches))
     for _ in range(clients):
@@ -214,7 +221,7 @@ def simulate_clients(times: StepTimes, clients: int, patches: int, seconds: floa
     return simulation.num_patches * PATCH_S / seconds
 
 
-def validate(times: StepTimes, measured: Path) -> list[dict[str, Any]]:
+def validate(times: MeasuredSteps, measured: Path) -> list[dict[str, Any]]:
     """One replica simulated as `speech_http.py` measured it: rates of both, and their quotient."""
     figures = []
     for row in json.loads(measured.read_text(encoding="utf-8"))["figures"]:
@@ -249,7 +256,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="result file to write")
     given = cpu_result.parse_args(parser)
-    times = StepTimes.read(given.steps)
+    times = MeasuredSteps.read(given.steps)
     figures = validate(times, RESULTS / SERVED)
     for count in map(int, given.replicas.split(",")):
         for load in map(float, given.loads.split(",")):

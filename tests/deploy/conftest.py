@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 from mingc_command import EAGER
-from ray_cluster import ray_cluster
+from ray_cluster import prepare_environment, ray_cluster
+
+prepare_environment()  # before a test file imports Ray
 
 
 @pytest.fixture(scope="module")

@@ -237,10 +237,12 @@ def test_remote_speech_is_that_of_one_replica(application: Application, eager_ar
     def answers() -> tuple[str, bytes, dict[str, Any], bytes]:
         chat = httpx.post(f"{application.url}{CHAT}", json=body, timeout=_WAIT_S, trust_env=False).json()
         message = chat["choices"][0]["message"]
-        clip = {"input": "Good morning. 你好。", "seed": 3, "max_steps": 3, "response_format": "pcm16"}
+        clip = {"input": "Good morning. 你好。", "seed": 3, "max_steps": 3, "response_format": "pcm"}
         speech = httpx.post(f"{application.url}/v1/audio/speech", json=clip, timeout=_WAIT_S, trust_env=False)
+        assert speech.status_code == 200 and len(speech.content) > 10_000
         return message["content"], base64.b64decode(message["audio"]["data"]), chat["usage"], speech.content
 
+    application.deploy(eager_artifact)
     joint = answers()
     application.deploy(eager_artifact, speech_artifact=str(eager_artifact))
     apart = answers()
