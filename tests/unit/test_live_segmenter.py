@@ -309,3 +309,32 @@ def test_no_text_is_lost_or_repeated_at_any_split(clock: Clock) -> None:
 def test_bounds_must_be_in_order(clock: Clock) -> None:
     with pytest.raises(ValueError, match="got 4, 50, 40"):
         Segmenter(clock, min_units=50)
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        "https://example.com/some.page",
+        "www.example.co.uk",
+        "http://docs.example.org/guide/index.html",
+        "https://example.com/find?q=a.b&r=next",
+        "someone@mail.example.com",
+    ],
+)
+@pytest.mark.parametrize(
+    "end", [". The rest of the text goes on behind it, as one would expect.", "。然后继续说下去。"]
+)
+def test_a_link_that_arrives_letter_by_letter_is_not_cut(link: str, end: str, clock: Clock) -> None:
+    text = f"Please read the whole description of it under {link}{end}"
+    segmenter = LiveSegmenter(clock)
+    segments = [each for letter in text for each in segmenter.push(letter)] + segmenter.flush()
+    assert "".join(each.text for each in segments) == text
+    assert any(link in each.text for each in segments), [each.text for each in segments]
+    spoken = [piece for each in segments for piece in speech_segments(each.text, state=each.state)]
+    assert words(spoken) == words(speech_segments(text))
+
+
+def test_a_sentence_ends_behind_a_link_once_more_text_arrives(clock: Clock) -> None:
+    segmenter = Segmenter(clock)
+    assert segmenter.push("Please read the whole description of it under https://example.com.") == []
+    assert segmenter.push(" ") == ["Please read the whole description of it under https://example.com."]

@@ -32,6 +32,9 @@ _MARKS = re.compile(rf"[^\w\s{_WIDE}]*")
 _INITIALS = re.compile(r"\w\.\w.\Z")
 _TITLE = re.compile(r"[A-Z][a-z]\.\Z")
 _DIGIT = re.compile(r"\d")
+# A link or address up to a mark, and the characters that go on with it.
+_LINK = re.compile(rf"(?:[a-zA-Z]+://|(?<!\w)www(?!\w)|\w@)[^\s{_WIDE}]*\Z")
+_IN_LINK = re.compile(r"[a-zA-Z0-9/=&_%#-]")
 # Markup that is removed up to its counterpart, and words that change how later numbers are read.
 _LONG_CONTEXT = re.compile(r"[$`\[]|版本|SN|sn|序列")
 _NUMBER_CONTEXT = 8  # characters between a number and a cut without a mark, so that it keeps its unit
@@ -180,6 +183,9 @@ class LiveSegmenter:
 
     def _ends_sentence(self, match: re.Match[str]) -> bool:
         text, end = self._buffer, match.end()
+        if match[0].isascii() and _LINK.search(text, 0, match.start()):
+            # The next characters may belong to the link: they decide.
+            return end < len(text) and not _IN_LINK.match(text, end)
         if not match[0].startswith("."):
             return True
         if _is_abbreviation(text, match.start() + 1):
