@@ -191,7 +191,7 @@ def test_a_port_in_use_is_reported_before_the_artifact_is_opened(
 
 
 def test_a_lost_rank_exits_with_4(monkeypatch: pytest.MonkeyPatch) -> None:
-    def examine() -> None:
+    def examine(artifacts: object) -> None:
         raise RankError("rank 1 ended")
 
     monkeypatch.setattr(doctor, "examine", examine)
@@ -204,7 +204,7 @@ def test_a_lost_rank_exits_with_4(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_fault_of_the_environment_is_not_reported_as_a_bug(
     number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def examine() -> None:
+    def examine(artifacts: object) -> None:
         raise OSError(number, os.strerror(number), "/some/folder")
 
     monkeypatch.setattr(doctor, "examine", examine)
