@@ -180,9 +180,10 @@ def test_a_killed_replica_fails_its_requests_only(application: Application) -> N
     before = application.states(2)
     victim = next(iter(before))
     children = psutil.Process(victim).children(recursive=True)
-    streams = [application.stream(seed) for seed in range(6)]
-    for stream in streams:
-        assert stream.is_running.wait(_WAIT_S)
+    streams = []
+    for seed in range(6):  # one after the other: the router sees how many each replica has
+        streams.append(application.stream(seed))
+        assert streams[-1].is_running.wait(_WAIT_S)
     os.kill(victim, signal.SIGKILL)
     wait_for(lambda: any("error" in stream.lines[-1] for stream in streams), "an error event")
     time.sleep(0.5)  # others would fail by now
