@@ -207,6 +207,8 @@ def _partial(output: Path, key: str) -> Iterator[tuple[int, _Journal]]:
     with locked(descriptor, output):
         if not path.exists() or not os.path.samestat(os.fstat(descriptor), path.stat()):
             raise ConfigError(f"another process just wrote {output}", where=str(output), fix="run again")
+        if not os.fstat(descriptor).st_size:  # new: a journal that is there is of a file that is gone
+            journal_path(output).unlink(missing_ok=True)
         journal = _Journal(journal_path(output), key)
         try:
             if not journal.is_resumed:

@@ -325,6 +325,24 @@ def test_pack_does_not_continue_another_artifact(artifact_path: Path, tmp_path: 
     check_hashes(open_artifact(output))
 
 
+def test_a_journal_without_its_file_is_not_trusted(
+    artifact_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a kill between the rename of the bundle and the removal of its journal leaves it."""
+    output = tmp_path / "tiny.mingc"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", lambda path, missing_ok=False: _interrupt(path))
+        pack(artifact_path, output, EXTRAS)
+    assert output.exists() and packing.journal_path(output).exists()
+    assert pack(artifact_path, output, EXTRAS, replace_existing=True).resumed_bytes == 0
+    check_hashes(open_artifact(output))
+
+
+def _interrupt(path: Path) -> None:
+    if path.name.endswith(".journal") and path.exists():
+        raise KeyboardInterrupt
+
+
 def test_pack_refuses_a_changed_file_and_what_it_may_not_replace(artifact_path: Path, tmp_path: Path) -> None:
     output = tmp_path / "tiny.mingc"
     output.write_text("something else")
