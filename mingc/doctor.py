@@ -25,6 +25,8 @@ State = Literal["ok", "missing", "problem"]
 
 _OPTIONAL = (  # import name, distribution, what it is needed for, extra
     ("onnxruntime", "onnxruntime", "export: voices", "export"),
+    ("onnx", "onnx", "export --backend onnx", "onnx"),
+    ("onnxscript", "onnxscript", "export --backend onnx", "onnx"),
     ("starlette", "starlette", "serve", "serve"),
     ("uvicorn", "uvicorn", "serve", "serve"),
     ("httpx", "httpx", "serve: media from URLs; demo", "serve"),

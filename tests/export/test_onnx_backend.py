@@ -14,7 +14,7 @@ import onnx
 import pytest
 import torch
 from compiled_graph import CPU, check_compiled
-from mingc_command import REPOSITORY
+from mingc_command import CHECKPOINT, REPOSITORY, mingc
 from torch import Tensor, nn
 
 from mingc.errors import ArtifactError, CompileError, ConfigError
@@ -249,3 +249,23 @@ def test_other_dims(checkpoint: Checkpoint, tmp_path: Path) -> None:
         each for each in stage.graphs(config, Shard(), StageOptions()) if each.spec.name == "aggregate"
     ]
     check_compiled(module, plan, [{"N": 1}, {"N": 8}], tmp_path, TOLERANCE, BACKEND)
+
+
+def test_an_artifact_mixes_backends(tmp_path: Path) -> None:
+    words = (
+        "--backend",
+        "eager",
+        "--backend",
+        "onnx:audio_encoder",
+        "--stages",
+        "audio_encoder,vision_encoder",
+    )
+    done = mingc("export", CHECKPOINT, *words, "--output", tmp_path / "mixed", "--jobs", 1)
+    assert done.code == 0, done.stderr
+    stages = mingc("bundle", "inspect", tmp_path / "mixed", "--json").document["stages"]
+    assert {each["stage"]: each["backends"] for each in stages} == {
+        "audio_encoder": ["onnx"],
+        "vision_encoder": ["eager"],
+    }
+    report = mingc("verify", tmp_path / "mixed", "--json")
+    assert report.code == 0 and report.document["passed"], report.stderr

@@ -1,0 +1,146 @@
+"""Compare engines of several artifacts of one checkpoint, made by different backends, on a CPU.
+
+    python benchmarks/backends.py AOTI_ARTIFACT ONNX_ARTIFACT --json benchmarks/results/backends-cpu.json
+
+Every graph that all artifacts hold is loaded and run on the inputs of its golden. The artifacts take turns, so that a
+change of the machine's load reaches all of them. Of each graph and backend: bytes of the engine, seconds of compilation
+and error at export (both from the manifest), milliseconds to load the engine, and of a run. Times on a shared machine
+are for comparison with each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import ROOT, write
+from safetensors.torch import load_file
+
+import mingc
+from mingc.artifacts.artifact import Artifact, open_artifact
+from mingc.artifacts.manifest import EngineRecord, GraphRecord
+from mingc.runtime.engines.backends import load_engine
+from mingc.runtime.engines.base import Engine
+from mingc.runtime.engines.stage_loader import _within, opened_weights
+
+CPU = torch.device("cpu")
+
+
+class Candidate:
+    """One engine of one artifact with bound weights, and the time it took to load."""
+
+    def __init__(self, artifact: Artifact, stage: str, record: GraphRecord) -> None:
+        self.artifact, self.stage, self.record = artifact, stage, record
+        self.engine_record: EngineRecord = record.engines[0]
+        with opened_weights(artifact.region(artifact.manifest.stages[stage].weights[0])) as file:
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        self._weights = _within(weights, record.spec.layer_instances[0])
+        self.load_ms: list[float] = []
+        self.run_ms: list[float] = []
+        self._engine: Engine | None = None
+
+    def load(self) -> None:
+        started = time.perf_counter()
+        path = self.artifact.path(self.engine_record.file)
+        self._engine = load_engine(self.engine_record.backend, path, CPU)
+        self._engine.bind(self._weights)
+        self.load_ms.append(1e3 * (time.perf_counter() - started))
+
+    def run(self, golden: dict[str, torch.Tensor]) -> None:
+        spec = self.record.spec
+        tensors = [golden[f"in.{each.name}"] for each in spec.inputs]
+        tensors += [golden[f"state.{each.name}"].clone() for each in spec.state]
+        tensors += [self._weights[name] for name in spec.weights]
+        assert self._engine is not None, "load it first"
+        started = time.perf_counter()
+        with torch.no_grad():
+            self._engine.run(tensors)
+        self.run_ms.append(1e3 * (time.perf_counter() - started))
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "backend": self.engine_record.backend,
+            "engine_bytes": self.artifact.manifest.files[self.engine_record.file].size_bytes,
+            "compile_seconds": self.engine_record.compile_seconds,
+            "error": self.record.parity.compiled,
+            "load_ms": round(statistics.median(self.load_ms), 2),
+            "run_ms": {
+                "median": round(statistics.median(self.run_ms), 4),
+                "min": round(min(self.run_ms), 4),
+                "n": len(self.run_ms),
+            },
+        }
+
+
+def compare(artifacts: list[Artifact], loads: int, runs: int) -> list[dict[str, Any]]:
+    """Figures of every graph that all artifacts hold."""
+    first, *others = artifacts
+    rows = []
+    for stage, record in first.manifest.stages.items():
+        for graph, spec in record.graphs.items():
+            if not all(
+                stage in each.manifest.stages and graph in each.manifest.stages[stage].graphs
+                for each in others
+            ):
+                continue
+            each_record = [each.manifest.stages[stage].graphs[graph] for each in artifacts]
+            candidates = [
+                Candidate(artifact, stage, of) for artifact, of in zip(artifacts, each_record, strict=True)
+            ]
+            golden = load_file(first.path(spec.golden))
+            for step, count in (("load", loads), ("run", runs)):
+                for _ in range(count):
+                    for candidate in candidates:
+                        candidate.load() if step == "load" else candidate.run(golden)
+            rows.append({"graph": f"{stage}.{graph}", "engines": [each.figures() for each in candidates]})
+            print(f"{rows[-1]['graph']}: {rows[-1]['engines']}", file=sys.stderr)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("artifacts", nargs="+", type=Path)
+    parser.add_argument("--loads", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=60)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = compare([open_artifact(path) for path in given.artifacts], given.loads, given.runs)
+    commit = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    document = {
+        "schema": 1,
+        "benchmark": "backends",
+        "commit": commit,
+        "command": shlex.join(["python", "benchmarks/backends.py", *words]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "hardware": {"cpu": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "onnxruntime": importlib.metadata.version("onnxruntime"),
+            "onnxscript": importlib.metadata.version("onnxscript"),
+            "mingc": mingc.__version__,
+        },
+        "figures": rows,
+    }
+    if given.json:
+        write(given.json, document)
+
+
+if __name__ == "__main__":
+    main()
