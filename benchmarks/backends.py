@@ -2,10 +2,10 @@
 
     python benchmarks/backends.py AOTI_ARTIFACT ONNX_ARTIFACT --json benchmarks/results/backends-cpu.json
 
-Every graph that all artifacts hold is loaded and run on the inputs of its golden. The artifacts take turns, so that a
-change of the machine's load reaches all of them. Of each graph and backend: bytes of the engine, seconds of compilation
-and error at export (both from the manifest), milliseconds to load the engine, and of a run. Times on a shared machine
-are for comparison with each other.
+Every graph is loaded and run on the inputs of its golden. Artifacts that hold it take turns, so that a change of the
+machine's load reaches all of them. Of each graph and backend: bytes of the engine, seconds of compilation and error at
+export (both from the manifest), milliseconds to load the engine, and of a run. Times on a shared machine are for
+comparison with each other.
 """
 
 from __future__ import annotations
@@ -83,27 +83,28 @@ class Candidate:
 
 
 def compare(artifacts: list[Artifact], loads: int, runs: int) -> list[dict[str, Any]]:
-    """Figures of every graph that all artifacts hold."""
-    first, *others = artifacts
+    """Figures of every graph, of each artifact that holds it."""
+    names = {
+        (stage, graph): None
+        for artifact in artifacts
+        for stage, record in artifact.manifest.stages.items()
+        for graph in record.graphs
+    }
     rows = []
-    for stage, record in first.manifest.stages.items():
-        for graph, spec in record.graphs.items():
-            if not all(
-                stage in each.manifest.stages and graph in each.manifest.stages[stage].graphs
-                for each in others
-            ):
-                continue
-            each_record = [each.manifest.stages[stage].graphs[graph] for each in artifacts]
-            candidates = [
-                Candidate(artifact, stage, of) for artifact, of in zip(artifacts, each_record, strict=True)
-            ]
-            golden = load_file(first.path(spec.golden))
-            for step, count in (("load", loads), ("run", runs)):
-                for _ in range(count):
-                    for candidate in candidates:
-                        candidate.load() if step == "load" else candidate.run(golden)
-            rows.append({"graph": f"{stage}.{graph}", "engines": [each.figures() for each in candidates]})
-            print(f"{rows[-1]['graph']}: {rows[-1]['engines']}", file=sys.stderr)
+    for stage, graph in names:
+        candidates = [
+            Candidate(artifact, stage, artifact.manifest.stages[stage].graphs[graph])
+            for artifact in artifacts
+            if stage in artifact.manifest.stages
+        ]
+        first = candidates[0]
+        golden = load_file(first.artifact.path(first.record.golden))
+        for step, count in (("load", loads), ("run", runs)):
+            for _ in range(count):
+                for candidate in candidates:
+                    candidate.load() if step == "load" else candidate.run(golden)
+        rows.append({"graph": f"{stage}.{graph}", "engines": [each.figures() for each in candidates]})
+        print(f"{rows[-1]['graph']}: {rows[-1]['engines']}", file=sys.stderr)
     return rows
 
 

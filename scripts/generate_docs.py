@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Write docs/cli.md from the command line's options, docs/metrics.md from the server's metrics registry, and the table
-of kill rates in docs/testing.md from the stored result.
+"""Write docs/cli.md from the command line's options, docs/metrics.md from the server's metrics registry, the table of
+kill rates in docs/testing.md and that of graphs in docs/backends.md from the stored results.
 
 `pages` returns all texts; a test compares them with the committed files. Needs the serve extra.
 """
@@ -34,6 +34,7 @@ def pages() -> dict[Path, str]:
         ROOT / "docs" / "cli.md": cli_page(),
         ROOT / "docs" / "metrics.md": metrics_page(),
         ROOT / "docs" / "testing.md": testing_page(),
+        ROOT / "docs" / "backends.md": backends_page(),
     }
 
 
@@ -126,6 +127,33 @@ def metrics_page() -> str:
         labels = ", ".join(f"`{label}`" for label in metric.labels) or "–"
         lines.append(f"| `{metric.name}` | {metric.type} | {labels} | {metric.help} |")
     return "\n".join(lines) + "\n"
+
+
+def backends_page() -> str:
+    """docs/backends.md with its table of graphs."""
+    text = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
+    start, end = text.index("<!-- backends"), text.index("<!-- /backends -->")
+    head = text[start : text.index("\n", start) + 1]
+    return text[:start] + head + "\n".join([*_backend_rows(), text[end:]])
+
+
+def _backend_rows() -> list[str]:
+    path = ROOT / "benchmarks" / "results" / "backends-cpu.json"
+    result = json.loads(path.read_text(encoding="utf-8"))
+    lines = ["", "| graph | backend | error | KB | load ms | run ms |", "|---|---|--:|--:|--:|--:|"]
+    for row in sorted(result["figures"], key=lambda each: str(each["graph"])):
+        for engine in row["engines"]:
+            cells = (
+                row["graph"],
+                f"`{engine['backend']}`",
+                f"{engine['error']:.1e}",
+                f"{engine['engine_bytes'] / 1000:.0f}",
+                f"{engine['load_ms']:.0f}",
+                f"{engine['run_ms']['median']:.2f}",
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+    versions = ", ".join(f"{name} {value}" for name, value in result["versions"].items() if name != "mingc")
+    return [*lines, "", f"`benchmarks/results/{path.name}`: {versions}.", ""]
 
 
 def testing_page() -> str:
