@@ -15,6 +15,8 @@ import pytest
 import torch
 from compiled_graph import CPU, check_compiled
 from mingc_command import CHECKPOINT, REPOSITORY, mingc
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mingc.errors import ArtifactError, CompileError, ConfigError
@@ -134,6 +136,30 @@ def test_an_engine_runs_with_the_weights_that_it_is_bound_to(sliding: tuple[Slid
     bias += 1  # the engine reads the tensor itself
     before = window.sum()
     torch.testing.assert_close(engine.run([x, window, rows, places])[0], bias.expand(4, 5) + before)
+
+
+def anonymous_kib() -> int:
+    """Memory of this process that no file backs."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    (line,) = [each for each in lines if each.startswith("RssAnon")]
+    return int(line.split()[1])
+
+
+def test_weights_are_in_memory_once(tmp_path: Path) -> None:
+    module = nn.Module()
+    module.model = nn.Linear(4096, 4096)  # 64 MiB
+    module.forward = lambda x: module.model(x)  # type: ignore[method-assign]
+    compile_program(module, (torch.ones(2, 4096),), ({},), tmp_path / "wide.onnx")
+    save_file(module.model.state_dict(), tmp_path / "weights.safetensors")
+    before = anonymous_kib()
+    with safe_open(tmp_path / "weights.safetensors", framework="pt") as file:
+        weights = {name: file.get_tensor(name) for name in ("weight", "bias")}
+    engine = load(tmp_path / "wide.onnx", CPU)
+    engine.bind(weights)
+    (out,) = engine.run([torch.ones(2, 4096)])
+    grown = anonymous_kib() - before
+    torch.testing.assert_close(out, module(torch.ones(2, 4096)), rtol=1e-4, atol=1e-4)
+    assert grown < 24 << 10, f"{grown} KiB beside the mapped file"
 
 
 def test_a_process_with_onnx_engines_loads_no_compiler(sliding: tuple[Sliding, Path]) -> None:
