@@ -21,6 +21,7 @@ from mingc.errors import ArtifactError, ManifestError
 
 SCHEMA = 6
 FILE_NAME = "manifest.json"
+_MAX_SIZE = 1 << 40  # of one dim of a tensor; larger ones overflow where sizes are multiplied
 _DTYPES = ("float32", "bfloat16")
 _HASH_KEY = "sha256"  # of the document without this key
 _FIX = "copy the artifact again, or export again"
@@ -386,6 +387,11 @@ def _record_problems(manifest: Manifest) -> Iterator[str]:
             dims = {dim.name for dim in graph.spec.dims}
             tensors = (*graph.spec.inputs, *graph.spec.outputs, *graph.spec.state)
             used = {size for tensor in tensors for size in tensor.shape if isinstance(size, str)}
+            sizes = [size for tensor in tensors for size in tensor.shape if isinstance(size, int)]
+            sizes += [size for dim in graph.spec.dims for size in (dim.minimum, dim.maximum, *dim.buckets)]
+            absurd = [size for size in sizes if not 0 <= size <= _MAX_SIZE]
+            if absurd:
+                yield f"{where} has the size {absurd[0]}, expected 0 to {_MAX_SIZE}"
             if used - dims:
                 yield f"{where} has no dim {', '.join(sorted(used - dims))}"
             bucketed = {dim.name for dim in graph.spec.dims if dim.buckets}

@@ -454,3 +454,10 @@ def test_an_artifact_without_text_and_speech_is_not_served(
     monkeypatch.setattr(builder, "current_host", lambda device: host)
     with pytest.raises(ArtifactError, match="nothing to serve: audio_encoder produce neither text nor"):
         open_service(artifact_path)
+
+
+def test_a_decoder_without_its_attention_graph_is_refused_by_name() -> None:
+    stage = SimpleNamespace(graphs={})
+    artifact: Any = SimpleNamespace(manifest=SimpleNamespace(stages={"thinker": stage}))
+    with pytest.raises(ArtifactError, match="stage thinker has no graph decode_attention"):
+        builder._kv_tokens(artifact, "thinker", EngineOptions(), [torch.device("cuda")], 4096)

@@ -446,8 +446,12 @@ def _kv_tokens(
         return options.max_total_tokens
     if devices[0].type != "cuda":
         return max(context, _MIN_KV_TOKENS)
-    record = artifact.manifest.stages[decoder]
-    attention = record.graphs["decode_attention"].spec
+    record = artifact.manifest.stages[decoder].graphs.get("decode_attention")
+    if record is None:
+        raise ArtifactError(
+            f"stage {decoder} has no graph decode_attention", where="manifest.json", fix="export again"
+        )
+    attention = record.spec
     row_bytes = len(attention.layer_instances) * sum(
         torch_dtype(tensor.dtype).itemsize * math.prod(size for size in tensor.shape if isinstance(size, int))
         for tensor in attention.state
