@@ -28,6 +28,10 @@ def make_recipe(**options: Any) -> ExportRecipe:
         ({"quantize": ("thinker=fp8", "thinker=int4")}, "names a stage twice"),
         ({"quantize": ("talker=int4",)}, "--quantize talker=int4: not one of fp8"),
         ({"quantize": ("vision_encoder=fp8",)}, "--quantize vision_encoder=fp8: not one of fp8"),
+        ({"world_size": 3}, "--tp 3"),
+        ({"batch_sizes": (4, 1)}, "--batch-sizes 4,1: must be ascending"),
+        ({"batch_sizes": (1, 4, 4)}, "--batch-sizes 1,4,4: must be ascending"),
+        ({"max_model_len": 64, "prefill_chunk_size": 128}, "--max-model-len 64"),
     ],
 )
 def test_a_choice_that_is_ambiguous_or_unknown_is_refused(options: dict[str, Any], says: str) -> None:
@@ -40,6 +44,12 @@ def test_a_backend_for_a_stage_that_is_not_exported_is_refused() -> None:
     recipe.check_stages([find("cfm"), find("talker")])
     with pytest.raises(ConfigError, match="--backend aoti:cfm: is for cfm"):
         recipe.check_stages([find("talker")])
+
+
+def test_a_backend_for_a_stage_overrides_the_one_for_all() -> None:
+    recipe = make_recipe(backend=("eager", "aoti:cfm"))
+    assert [recipe.backend_of(stage) for stage in ("cfm", "talker")] == ["aoti", "eager"]
+    assert make_recipe(backend=("eager:cfm",)).backend_of("cfm") == "eager"
 
 
 @pytest.mark.parametrize(
