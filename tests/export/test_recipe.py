@@ -31,7 +31,10 @@ def make_recipe(**options: Any) -> ExportRecipe:
         ({"world_size": 3}, "--tp 3"),
         ({"batch_sizes": (4, 1)}, "--batch-sizes 4,1: must be ascending"),
         ({"batch_sizes": (1, 4, 4)}, "--batch-sizes 1,4,4: must be ascending"),
-        ({"max_model_len": 64, "prefill_chunk_size": 128}, "--max-model-len 64"),
+        (
+            {"max_model_len": 4096, "prefill_chunk_size": 8192},
+            "--max-model-len 4096: less than one prefill chunk",
+        ),
     ],
 )
 def test_a_choice_that_is_ambiguous_or_unknown_is_refused(options: dict[str, Any], says: str) -> None:
