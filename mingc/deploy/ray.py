@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from mingc.errors import ConfigError
+
 try:
     from ray import serve
     from ray.serve.config import AutoscalingConfig, RequestRouterConfig
     from ray.serve.deployment import Application, Deployment
 except ImportError as missing:
-    from mingc.errors import ConfigError
-
     raise ConfigError(
         "Ray Serve is not installed", where="mingc.deploy.ray", fix="pip install 'mingc[ray]'"
     ) from missing
@@ -26,10 +26,9 @@ from mingc.artifacts.artifact import open_artifact
 from mingc.artifacts.manifest import FILE_NAME
 from mingc.deploy.options import DeployOptions, parse_arguments
 from mingc.deploy.replica import ModelReplica, SpeechReplica
+from mingc.runtime.http.api_keys import VARIABLE
 
-# Variables of this process that replicas on any node need as well.
 _AFFINITY_ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
-_PASSED_ON = ("MINGC_API_KEYS",)
 
 
 def app(arguments: Mapping[str, Any]) -> Application:
@@ -40,8 +39,19 @@ def app(arguments: Mapping[str, Any]) -> Application:
     return build_application(parse_arguments(arguments))
 
 
+def _check_api_keys() -> None:
+    """Refuse keys of the environment: other nodes lack them, and Ray would store and show what it passes on."""
+    if os.environ.get(VARIABLE):
+        raise ConfigError(
+            f"replicas on other nodes do not have the keys of {VARIABLE}",
+            where=VARIABLE,
+            fix="unset it, put the keys into a file on every node and pass api_key_file=PATH",
+        )
+
+
 def build_application(options: DeployOptions, ingress: type[ModelReplica] = ModelReplica) -> Application:
-    """The application for `options`. `ingress`: class of the replicas that answer HTTP requests."""
+    """The application for `options`. `ingress`: class of the replicas that answer HTTP requests. Raises: as `app`."""
+    _check_api_keys()
     gpus = _num_gpus(options.artifact, options, options.num_gpus, tp=options.tp)
     model = _deployment(serve.ingress()(ingress)).options(
         name="mingc",
@@ -74,7 +84,6 @@ def _common(options: DeployOptions, num_gpus: float, least: int, most: int) -> d
             downscale_delay_s=options.downscale_delay_s,
         )
         replicas = {"autoscaling_config": scaling}
-    environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     return {
         **replicas,
         "max_ongoing_requests": options.max_ongoing_requests,
@@ -84,11 +93,7 @@ def _common(options: DeployOptions, num_gpus: float, least: int, most: int) -> d
         "health_check_timeout_s": options.health_check_timeout_s,
         "max_surge_percent": options.max_surge_percent,
         # An actor lives on one node, and so do its ranks, which are its child processes.
-        "ray_actor_options": {
-            "num_cpus": options.num_cpus,
-            "num_gpus": num_gpus,
-            "runtime_env": {"env_vars": environment},
-        },
+        "ray_actor_options": {"num_cpus": options.num_cpus, "num_gpus": num_gpus},
     }
 
 

@@ -136,3 +136,13 @@ def test_a_packed_bundle_may_be_fetched(tmp_path: Path) -> None:
     (tmp_path / "a.mingc").write_text("packed")
     fetched = fetched_artifact(str(tmp_path / "a.mingc"), "cp {artifact} {output}", tmp_path / "cache")
     assert fetched.read_text() == "packed"
+
+
+def test_keys_of_the_environment_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another node would serve without them, and Ray's state would hold them."""
+    monkeypatch.setenv("MINGC_API_KEYS", "secret")
+    with pytest.raises(ConfigError, match="keys of MINGC_API_KEYS") as refused:
+        build_application(DeployOptions(artifact="/a", num_gpus=0.0))
+    assert "secret" not in str(refused.value)
+    monkeypatch.setenv("MINGC_API_KEYS", "")
+    build_application(DeployOptions(artifact="/a", num_gpus=0.0))
