@@ -132,6 +132,8 @@ def _licences() -> dict[str, Path | bytes]:
         found = False
         for file in distribution.files or ():
             _, _, inner = file.as_posix().partition(".dist-info/")
+            if not inner and len(file.parts) == 1:  # beside the metadata of a checkout
+                inner = file.name
             is_licence = file.name.lower().startswith(_LICENCE_NAMES) and file.suffix not in (".py", ".pyc")
             text = Path(str(distribution.locate_file(file)))
             if inner and is_licence and text.is_file():

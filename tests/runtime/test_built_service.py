@@ -420,7 +420,8 @@ def describe_chat(service: OmniService, *, with_media: bool) -> Iterator[tuple[s
 
 def describe_speech(service: OmniService) -> Iterator[tuple[str, object]]:
     speech = service._speech
-    assert speech is not None
+    if speech is None:
+        return
     for name, text, params in (
         ("short", "Hi.", SpeechParams()),
         ("long", "A longer text to speak, and on. " * 3, SpeechParams()),
@@ -623,6 +624,7 @@ OPTIONS: dict[str, Change] = {
     "steps": Change(StepOptions(max_prompts=2), ("chunk",)),
     "talker_depth": Change(2, ("patches in flight",)),
     "parse_special_tokens": Change(True, ("special text prompt",)),
+    "loads_speech": Change(False, ("info",)),
 }
 # Largest buckets of dims, by stage and graph.
 BUCKETS: dict[tuple[str, str, str], Change] = {
