@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from mingc.errors import ServeError
+from mingc.errors import ServeError, WorkerError
 from mingc.runtime.noise import random_seed
 from mingc.runtime.preprocess.speech_prompt import caption_instruction
 from mingc.runtime.request import (
@@ -240,6 +240,13 @@ async def _pump(events: AsyncGenerator[Event], queue: asyncio.Queue[_Item]) -> N
                 await queue.put(event)
     except Exception as error:
         last = error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        # Of a call that was cancelled where it ran. Without an item the reader of the queue would wait for ever.
+        last = WorkerError("a part of this request was cancelled where it ran")
+        last.__cause__ = error
     await queue.put(last)
 
 

@@ -148,6 +148,23 @@ def test_at_most_two_segments_are_generated_at_a_time() -> None:
     assert begun == [0, 1, 2, 3, 4]
 
 
+def test_a_segment_that_is_cancelled_where_it_runs_ends_the_speech() -> None:
+    """Serve reports a call that its replica cancelled as `CancelledError`, though nothing was cancelled here."""
+
+    async def run() -> None:
+        async def speak(call: SegmentCall) -> AsyncGenerator[Event]:
+            yield AudioDelta(samples=np.zeros(1, np.float32))
+            raise asyncio.CancelledError
+
+        segments = _Segments(speak, SpeechParams(), seed=1)
+        segments.add("a")
+        segments.end()
+        with pytest.raises(WorkerError, match="cancelled where it ran"):
+            await asyncio.wait_for(collect(segments.events()), 20)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("after", [TextDelta, AudioDelta])
 def test_closing_the_answer_frees_both_services(services: Services, after: type) -> None:
     async def run() -> None:
