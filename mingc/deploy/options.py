@@ -116,6 +116,10 @@ class DeployOptions:
                      "num_gpus", "speech_num_gpus", "max_surge_percent"):  # fmt: skip
             if (value := getattr(self, name)) is not None and not 0 <= value < math.inf:
                 problems.append(f"{name} is {value}, which is below 0")
+        if self.max_queued_requests < 1 and self.max_queued_requests != -1:
+            problems.append(
+                f"max_queued_requests is {self.max_queued_requests}, which is neither above 0 nor -1 (any number)"
+            )
         if self.max_ongoing_requests > self.http.max_concurrent_requests:
             problems.append(
                 f"max_ongoing_requests {self.max_ongoing_requests} is above max_concurrent_requests "

@@ -47,6 +47,8 @@ def test_strings_and_typed_values_mean_the_same() -> None:
         ({"speech_min_replicas": "0"}, "speech_min_replicas 0"),
         ({"target_ongoing_requests": "nan"}, "target_ongoing_requests is nan"),
         ({"num_gpus": "-1"}, "num_gpus is -1"),
+        ({"max_queued_requests": "0"}, "max_queued_requests is 0"),
+        ({"max_queued_requests": "-2"}, "max_queued_requests is -2"),
         ({"max_ongoing_requests": "300"}, "max_ongoing_requests 300 is above max_concurrent_requests 256"),
         ({"fetch": "cp {artifact} /x"}, "fetch has no {output}; fetch needs cache"),
         ({"speech": "no", "speech_artifact": "/s"}, "speech is off, but speech_artifact is given"),
