@@ -16,7 +16,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,7 +25,7 @@ from mingc.deploy.fetch import fetched_artifact
 from mingc.deploy.options import DeployOptions
 from mingc.deploy.ray_metrics import RayMetrics
 from mingc.deploy.remote_speech import RemoteSpeechService, SegmentCall, SpeechInfo
-from mingc.errors import MingcError, ServeError, WorkerError
+from mingc.errors import CapacityError, MingcError, ServeError, WorkerError
 from mingc.runtime.http.server import create_app
 from mingc.runtime.noise import PhiloxNoise, ShiftedNoise
 from mingc.runtime.request import Event, Service, SpeechRequest
@@ -54,11 +55,14 @@ class ReplicaState:
     num_running: int
 
 
-def open_model(artifact: str, options: DeployOptions, *, loads_speech: bool) -> OmniService:
-    """Open the artifact on this node; it is fetched first if the options say how."""
+def open_model(artifact: str, options: DeployOptions, *, tp: int | None, loads_speech: bool) -> OmniService:
+    """Open the artifact on this node; it is fetched first if the options say how.
+
+    Raises: ConfigError when it was exported for another number of ranks than `tp`.
+    """
     root = fetched_artifact(artifact, options.fetch, options.cache)
     sys.setswitchinterval(_SWITCH_S)
-    service = open_service(root, replace(options.engines, loads_speech=loads_speech))
+    service = open_service(root, replace(options.engines, tp=tp, loads_speech=loads_speech))
     gc.collect()
     gc.freeze()  # a full collection would walk through what start-up made, while every stream waits
     return service
@@ -107,7 +111,8 @@ class ModelReplica(Replica):
 
     async def open_service(self) -> Service:
         has_own_speech = self.options.speech and self._speech is None
-        service = open_model(self.options.artifact, self.options, loads_speech=has_own_speech)
+        options = self.options
+        service = open_model(options.artifact, options, tp=options.tp, loads_speech=has_own_speech)
         if self._speech is None:
             return service
         info: SpeechInfo = await self._speech.info.remote()
@@ -148,7 +153,7 @@ class SpeechReplica(Replica):
     async def open_service(self) -> OmniService:
         artifact = self.options.speech_artifact
         assert artifact is not None, "the application has a speech deployment"
-        return open_model(artifact, self.options, loads_speech=True)
+        return open_model(artifact, self.options, tp=None, loads_speech=True)
 
     async def info(self) -> SpeechInfo:
         """What the speech artifact can do."""
@@ -174,8 +179,9 @@ class SpeechReplica(Replica):
 async def _remote_events(method: Any, argument: object) -> AsyncGenerator[Event]:
     """Events of a call of the speech deployment; closing the iterator cancels it there.
 
-    Raises: the error that the replica raised, WorkerError when it ended.
+    Raises: the error that the replica raised, WorkerError when it ended, CapacityError when too many calls wait.
     """
+    where = "speech deployment"
     response = method.remote(argument)
     try:
         async for event in response:
@@ -185,7 +191,16 @@ async def _remote_events(method: Any, argument: object) -> AsyncGenerator[Event]
             raise error.cause from error
         raise
     except RayActorError as error:
-        raise WorkerError("the speech replica of this request ended", where="speech deployment") from error
+        raise WorkerError("the speech replica of this request ended", where=where) from error
+    except BackPressureError as error:
+        raise CapacityError("all speech replicas are busy", where=where, code="overloaded") from error
+    except DeploymentUnavailableError as error:
+        raise WorkerError("no speech replica can be reached", where=where, status=503) from error
+    except (TaskCancelledError, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # this request is cancelled; otherwise Serve reports that the call was, on its replica
+        raise WorkerError("the speech of this request was cancelled on its replica", where=where) from error
     finally:
         response.cancel()
 
