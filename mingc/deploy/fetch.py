@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -25,14 +27,21 @@ def fetched_artifact(artifact: str, command: str | None, cache: Path | None) -> 
     with home.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not home.exists():
-            partial = home.with_suffix(".partial")
-            if partial.is_dir():
-                shutil.rmtree(partial)
-            partial.unlink(missing_ok=True)
-            words = command.replace("{artifact}", shlex.quote(artifact))
-            words = words.replace("{output}", shlex.quote(str(partial)))
+            for left in cache.glob(f"{home.name}.*.partial"):
+                _remove(left)
+            # A name of its own: the command of a replica that was killed may still run, and write into its output.
+            partial = home.with_suffix(f".{secrets.token_hex(4)}.partial")
+            texts = {"{artifact}": shlex.quote(artifact), "{output}": shlex.quote(str(partial))}
+            # In one pass: a path may contain the other text.
+            words = re.sub(r"\{artifact\}|\{output\}", lambda found: texts[found[0]], command)
             done = subprocess.run(
-                words, shell=True, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+                words,
+                shell=True,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                check=False,
             )
             if done.returncode != 0 or not partial.exists():
                 raise ArtifactError(
@@ -42,3 +51,11 @@ def fetched_artifact(artifact: str, command: str | None, cache: Path | None) -> 
                 )
             os.replace(partial, home)
     return home
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder; what somebody still writes there may stay."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

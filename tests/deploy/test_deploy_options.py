@@ -129,6 +129,28 @@ def test_a_fetch_that_fails_leaves_nothing_that_counts_as_fetched(tmp_path: Path
             fetched_artifact("s3://a", command, tmp_path)
 
 
+def test_a_command_that_still_runs_does_not_write_into_the_next_output(tmp_path: Path) -> None:
+    """That of a replica that was killed, whose lock is gone."""
+    command = "echo {output} >> " + f"{tmp_path}/outputs; touch {{output}}; test {{artifact}} = never"
+    for _ in range(2):
+        with pytest.raises(ArtifactError, match="exit code 1"):
+            fetched_artifact("a", command, tmp_path / "cache")
+    first, second = (tmp_path / "outputs").read_text().split()
+    assert first != second
+    assert not Path(first).exists(), "what is left of the first is removed"
+
+
+def test_a_path_with_the_text_of_the_output_is_quoted_once(tmp_path: Path) -> None:
+    source, cache = tmp_path / "{output}", tmp_path / "a cache"
+    source.write_text("content")
+    assert fetched_artifact(str(source), "cp {artifact} {output}", cache).read_text() == "content"
+
+
+def test_messages_of_a_command_may_be_in_any_encoding(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="exit code 3: \ufffd"):
+        fetched_artifact("a", r"printf '\377' >&2; exit 3 {artifact} {output}", tmp_path)
+
+
 def test_a_command_that_writes_nothing_has_failed(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="exit code 0"):
         fetched_artifact("a", "true {artifact} {output}", tmp_path)
