@@ -45,7 +45,7 @@ class DeployOptions:
         fetch: command that writes the folder or packed bundle `{output}` from `{artifact}`, the two texts that are
             replaced in it; run once per node by a shell. None: nothing is fetched.
         cache: folder on every node that keeps what was fetched.
-        tp: ranks of the thinker; None takes the artifact's, and 1 if it is not there yet.
+        tp: ranks of the thinker; None takes the artifact's. A replica refuses an artifact for another number.
         speech: whether replicas load the speech stages of the artifact.
         speech_artifact: artifact of a second deployment that generates all speech; the first one then loads none.
         min_replicas, max_replicas: bounds of autoscaling; equal ones switch it off.
@@ -55,8 +55,8 @@ class DeployOptions:
         max_queued_requests: requests that wait in one proxy before it answers 503; -1: any number.
         upscale_delay_s: time above the target before replicas are added.
         downscale_delay_s: time below the target before replicas are removed.
-        num_gpus: GPUs of a replica; None: `tp` for a CUDA artifact, 0 for a CPU artifact. A fraction lets replicas
-            of one rank share a GPU.
+        num_gpus: GPUs of a replica; None: the ranks of a CUDA artifact, 0 for a CPU artifact, and `tp` or 1 when the
+            artifact is fetched or not there yet. A fraction lets replicas of one rank share a GPU.
         speech_num_gpus: the same of the second deployment.
         num_cpus: CPUs that Ray reserves for a replica.
         graceful_shutdown_timeout_s: time that running requests of a removed replica may continue.
