@@ -67,7 +67,8 @@ def ray_cluster(*paths: Path, num_cpus: int = 16) -> Iterator[str]:
         )
         yield f"http://127.0.0.1:{port}"
     finally:
-        serve.shutdown()
+        if ray.is_initialized():  # Serve would start another Ray, with a dashboard, to look for itself
+            serve.shutdown()
         ray.shutdown()
         for name, value in before.items():
             if value is None:
