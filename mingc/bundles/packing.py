@@ -20,7 +20,7 @@ from mingc.artifacts.manifest import FILE_NAME
 from mingc.artifacts.packed_file import open_packed
 from mingc.artifacts.zip_layout import Placed, central_directory, local_header, place
 from mingc.bundles.transfer import Stop, boot_id, check_free, locked, run_all, writing
-from mingc.errors import ConfigError, IntegrityError
+from mingc.errors import ArtifactError, ConfigError, IntegrityError
 
 EXTRAS = "bundle/"  # folder of what a bundle adds to the artifact
 
@@ -303,15 +303,28 @@ def kept_end_path(path: Path) -> Path:
 
 
 def restore_end(path: Path) -> None:
-    """Undo a signing that was interrupted."""
+    """Undo a signing that was interrupted. A bundle in order is left as it is: the kept end may be of a former one."""
     kept = kept_end_path(path)
     if not kept.is_file() or not path.is_file():
         return
-    content = kept.read_bytes()
-    start = int.from_bytes(content[:8], "little")
     descriptor = os.open(path, os.O_RDWR)
     with locked(descriptor, path):
+        if not kept.is_file():  # the process that signed has ended in the meantime
+            return
+        if _is_in_order(path):
+            kept.unlink()
+            return
+        content = kept.read_bytes()
+        start = int.from_bytes(content[:8], "little")
         _write_all(descriptor, content[8:], start)
         os.ftruncate(descriptor, start + len(content) - 8)
         os.fsync(descriptor)
         kept.unlink()
+
+
+def _is_in_order(path: Path) -> bool:
+    try:
+        open_packed(path)
+    except ArtifactError:
+        return False
+    return True

@@ -284,6 +284,17 @@ def test_an_interrupted_signing_is_named_and_done_again(
     assert not kept_end_path(bundle).exists()
 
 
+def test_the_end_of_a_former_bundle_is_not_put_into_a_new_one(
+    bundle: Path, keys: tuple[Path, str], artifact_path: Path
+) -> None:
+    """As a kill before the end of signing leaves it, when the bundle is packed again and not signed again."""
+    kept_end_path(bundle).write_bytes((4096).to_bytes(8, "little") + b"end of a former, smaller bundle")
+    pack(artifact_path, bundle, {**EXTRAS, "added": b"1" * 5000}, replace_existing=True)
+    sign_bundle(bundle, keys[0], None)
+    _accepts(bundle, keys[1])
+    assert not kept_end_path(bundle).exists()
+
+
 def test_a_signature_that_is_replaced_by_a_shorter_one_leaves_nothing(bundle: Path) -> None:
     set_signature(bundle, b"long" * 500)
     set_signature(bundle, b"short")
