@@ -101,6 +101,7 @@ def pack(
             )
             _finish(descriptor, placed, bundle, None)
             os.fsync(descriptor)
+            check_replaceable_bundle(output, replace_existing=replace_existing)  # it may be there since
             partial_path(output).replace(output)
     seconds = time.perf_counter() - started
     size = output.stat().st_size
@@ -182,7 +183,10 @@ class _Journal:
         if half:  # a line that was not written to its end
             self._stream.truncate(self._stream.tell() - len(half))
         for line in lines[1:]:
-            record = json.loads(line)
+            try:
+                record = json.loads(line)
+            except ValueError:  # a full disk cut a line off, and another one was added to it
+                continue
             name = record.pop("name")
             self.files[name] = BundleFile(**record)
 
@@ -214,7 +218,8 @@ def _partial(output: Path, key: str) -> Iterator[tuple[int, _Journal]]:
             if not journal.is_resumed:
                 os.ftruncate(descriptor, 0)
             yield descriptor, journal
-            journal_path(output).unlink()
+            # Another pack may have begun since the rename, and removed it.
+            journal_path(output).unlink(missing_ok=True)
         finally:
             journal.close()
 

@@ -336,6 +336,36 @@ def test_pack_does_not_continue_another_artifact(artifact_path: Path, tmp_path: 
     check_hashes(open_artifact(output))
 
 
+def test_pack_does_not_replace_a_bundle_that_appeared_meanwhile(
+    artifact_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "tiny.mingc"
+    pack(artifact_path, tmp_path / "other.mingc", {})
+    finish = packing._finish
+
+    def meanwhile(*words) -> None:  # type: ignore[no-untyped-def]
+        shutil.copyfile(tmp_path / "other.mingc", output)
+        finish(*words)
+
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="exists"):
+        patch.setattr(packing, "_finish", meanwhile)
+        pack(artifact_path, output, EXTRAS)
+    assert output.read_bytes() == (tmp_path / "other.mingc").read_bytes()
+    assert pack(artifact_path, output, EXTRAS, replace_existing=True).resumed_bytes > 0
+
+
+def test_a_line_of_the_journal_that_cannot_be_read_counts_as_not_written(tmp_path: Path) -> None:
+    record = packing.BundleFile(size_bytes=1, sha256="0", crc32=2)
+    journal = packing._Journal(tmp_path / "journal", "key")
+    journal.add("one", record)
+    journal._write('{"name": "two", "size_by{"name": "three"}')
+    journal.add("four", record)
+    journal.close()
+    journal = packing._Journal(tmp_path / "journal", "key")
+    assert journal.is_resumed and {*journal.files} == {"one", "four"}
+    journal.close()
+
+
 def test_a_journal_without_its_file_is_not_trusted(
     artifact_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
