@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from mingc.artifacts.codec import decode, encode
@@ -57,7 +58,13 @@ def parse_bundle_manifest(content: bytes, where: str) -> BundleManifest:
         manifest = decode(BundleManifest, document)
     except ManifestError as error:
         raise ManifestError(error.message, where=f"{where}: {error.where}", fix=_FIX) from error
-    outside = [name for name in manifest.files if not is_inside(name)]
+    # Two names of one path, or a file where another has its folder, could not be unpacked as they are recorded.
+    folders = {parent.as_posix() for name in manifest.files for parent in PurePosixPath(name).parents}
+    outside = [
+        name
+        for name in manifest.files
+        if not is_inside(name) or PurePosixPath(name).as_posix() != name or name in folders
+    ]
     own = {BUNDLE_FILE, SIGNATURE_FILE} & {*manifest.files}
     if outside or own:
         problem = f"{outside[0]!r} is no path inside" if outside else f"{min(own)} cannot list itself"

@@ -127,6 +127,8 @@ def _index(path: Path, descriptor: int) -> tuple[list[Member], list[Placed]]:
     wrong = next((name for name in names if not is_inside(name)), None)
     if wrong is not None or len({*names}) != len(names):
         raise _damaged(path, f"index: {wrong!r} is no path inside" if wrong else "index: a name occurs twice")
+    if sum(each.size_bytes for each in members) > size:
+        raise _damaged(path, "index: the files are larger than the bundle")
     placed = place([(each.name, each.size_bytes) for each in members])
     if index != central_directory(placed, [each.crc32 for each in members]):
         raise _damaged(path, "index or end records: they are not as packed")

@@ -104,6 +104,10 @@ def new_keys(secret: Path, public: Path) -> str:
     check = hashlib.blake2b(_KEY + id_bytes + seed + raw, digest_size=32).digest()
     content = _SECRET.pack(_KEY, b"\0\0", b"B2", bytes(32), 0, 0, id_bytes + seed + raw + check)
     key_id = PublicKey(id_bytes, key.public_key()).key_id
+    if os.path.lexists(public):  # or a secret key without its public one would be left
+        raise ConfigError(
+            f"{public} exists", where=str(secret), fix="pass a path where no key is yet, or move it away"
+        )
     try:
         for path, comment, value, mode in (
             (secret, "minisign encrypted secret key", content, 0o600),

@@ -163,7 +163,11 @@ def _check_signature(path: Path, opened: _Opened, key: minisign.PublicKey) -> st
 def _check_files(path: Path, opened: _Opened) -> None:
     problems = []
     if path.is_dir():
-        found = {each.relative_to(path).as_posix() for each in path.rglob("*") if not each.is_dir()}
+        found = {
+            each.relative_to(path).as_posix()
+            for each in path.rglob("*")
+            if each.is_symlink() or not each.is_dir()
+        }
         extra = sorted(found - {*opened.files, BUNDLE_FILE, SIGNATURE_FILE})
         problems = [f"{name}: is not in {BUNDLE_FILE}" for name in extra]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:

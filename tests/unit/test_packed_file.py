@@ -138,6 +138,20 @@ def test_a_bundle_cut_off_or_extended_is_refused(bundle: Path) -> None:
             open_artifact(bundle)
 
 
+def test_sizes_beyond_64_bits_are_refused(bundle: Path) -> None:
+    """Two sizes near 2^64: no place in a file can be computed for what follows them."""
+    with zipfile.ZipFile(bundle) as file:
+        at = file.start_dir
+    content = bytearray(bundle.read_bytes())
+    for _ in range(2):
+        name_bytes = int.from_bytes(content[at + 28 : at + 30], "little")
+        content[at + 46 + name_bytes + 4 : at + 46 + name_bytes + 12] = b"\xff" * 8
+        at += 46 + name_bytes + 28
+    bundle.write_bytes(content)
+    with pytest.raises(IntegrityError, match="the bundle is damaged: index"):
+        open_packed(bundle)
+
+
 def _rebuilt(bundle: Path, change: Callable[[dict[str, bytes]], None]) -> None:
     """Pack changed files in the right layout with a right bundle.json, and the former signature."""
     packed = open_packed(bundle)
@@ -193,6 +207,11 @@ def test_an_unpacked_bundle_keeps_its_signature(bundle: Path, keys: tuple[Path, 
     with pytest.raises(IntegrityError, match=r"added\.txt: is not in bundle\.json"):
         verify_signature(out, keys[1])
     (out / "added.txt").unlink()
+    (tmp_path / "elsewhere").mkdir()
+    (out / "linked").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(IntegrityError, match=r"linked: is not in bundle\.json"):
+        verify_signature(out, keys[1])
+    (out / "linked").unlink()
     for path in sorted(out.rglob("*")):
         if path.is_file():
             before = path.read_bytes()
@@ -204,6 +223,19 @@ def test_an_unpacked_bundle_keeps_its_signature(bundle: Path, keys: tuple[Path, 
     edit_manifest(out, lambda document: document.update(model="other"))
     with pytest.raises(IntegrityError, match=r"manifest\.json: sha256 differs"):
         require_signature(out, keys[1])
+
+
+def test_new_keys_replace_none_and_leave_no_half_pair(tmp_path: Path) -> None:
+    made = generate_keys(tmp_path / "team.key")
+    assert made.secret_key.stat().st_mode & 0o077 == 0
+    before = made.secret_key.read_bytes()
+    with pytest.raises(ConfigError):
+        generate_keys(tmp_path / "team.key")
+    assert made.secret_key.read_bytes() == before
+    made.secret_key.unlink()
+    with pytest.raises(ConfigError, match="exists"):
+        generate_keys(tmp_path / "team.key")
+    assert not made.secret_key.exists()
 
 
 def test_unsigned_and_wrongly_signed_bundles_are_refused(
@@ -537,6 +569,15 @@ def test_weights_are_read_as_the_library_reads_them(tmp_path: Path) -> None:
             PackedWeights(region)
     with pytest.raises(SafetensorError):
         PackedWeights(FileRegion(shifted, "weights", 4096, len(content) - 1))
+    for header in (
+        b"[]",
+        b'"a"',
+        b"12",
+        b'{"a": {"dtype": "F32", "shape": [Infinity], "data_offsets": [0, 0]}}',
+    ):
+        shifted.write_bytes(len(header).to_bytes(8, "little") + header)
+        with pytest.raises(SafetensorError, match="header is damaged"):
+            PackedWeights(FileRegion(shifted, "weights", 0, 8 + len(header)))
 
 
 def test_a_bundle_of_another_format_is_refused(bundle: Path) -> None:
@@ -544,7 +585,15 @@ def test_a_bundle_of_another_format_is_refused(bundle: Path) -> None:
 
     with pytest.raises(ManifestError, match="bundle format 2, this mingc reads format 1"):
         parse_bundle_manifest(b'{"format": 2}', "x")
-    document = json.loads(open_packed(bundle).bundle_bytes)
-    document["files"]["../outside"] = next(iter(document["files"].values()))
-    with pytest.raises(ManifestError, match="no path inside"):
-        parse_bundle_manifest(json.dumps(document).encode(), "x")
+    for name in (
+        "../outside",
+        "/outside",
+        "./manifest.json",
+        "weights//audio.bin",
+        "weights",
+        "manifest.json/a",
+    ):
+        document = json.loads(open_packed(bundle).bundle_bytes)
+        document["files"][name] = next(iter(document["files"].values()))
+        with pytest.raises(ManifestError, match="no path inside"):
+            parse_bundle_manifest(json.dumps(document).encode(), "x")

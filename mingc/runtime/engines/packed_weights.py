@@ -30,7 +30,7 @@ class PackedWeights:
         self._content = region.mapped() if region.size_bytes else memoryview(b"")
         try:
             self._tensors, self._metadata, self._start = self._read_header()
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise SafetensorError(f"the header is damaged: {error}") from error
 
     def _read_header(self) -> tuple[dict[str, tuple[torch.dtype, list[int], int]], dict[str, str], int]:
