@@ -18,7 +18,7 @@ from typing import Literal
 
 from mingc.artifacts.artifact import check_fingerprint, open_artifact
 from mingc.artifacts.file_cache import cache_folder
-from mingc.errors import IncompatibleError
+from mingc.errors import ConfigError, IncompatibleError
 from mingc.host import current_host, gpu
 
 State = Literal["ok", "missing", "problem"]
@@ -91,12 +91,8 @@ def examine(artifacts: Sequence[Path] = ()) -> DoctorReport:
         checks.extend(_devices())
     checks.append(_compiler())
     checks.append(_memory())
-    checks.append(
-        _space("temporary files", Path(tempfile.gettempdir()), "TMPDIR", "serve: engines are unpacked")
-    )
-    checks.append(
-        _space("user cache", cache_folder(), "XDG_CACHE_HOME", "export: engine cache; packed bundles")
-    )
+    checks.append(_temporary_space())
+    checks.append(_cache_space())
     checks.extend(_package(module, dist, use, extra) for module, dist, use, extra in _OPTIONAL)
     bad = {check.name for check in checks if check.state != "ok"}
     base_ok = not bad & {"python", "torch version", "engine loader", *_REQUIRED}
@@ -274,11 +270,17 @@ def _compiler() -> Check:
     fix = "apt-get install g++, or set CXX to a compiler"
     if name is None:
         return Check(name="C++ compiler", state="missing", detail="", needed_for="export", fix=fix)
-    with tempfile.TemporaryDirectory() as folder:
+    try:
+        scratch = tempfile.TemporaryDirectory()
+    except OSError as error:
+        detail = f"not tried, as no temporary file can be written: {error.strerror}"
+        fix = "set TMPDIR to a folder that can be written and has space"
+        return Check(name="C++ compiler", state="problem", detail=detail, needed_for="export", fix=fix)
+    with scratch as folder:
         source, library = Path(folder, "probe.cpp"), Path(folder, "probe.so")
-        source.write_text("#include <string>\nstd::string hello() { return std::string(99, 'x'); }\n")
         command = [*name.split(), "-std=c++20", "-shared", "-fPIC", str(source), "-o", str(library)]
         try:
+            source.write_text("#include <string>\nstd::string hello() { return std::string(99, 'x'); }\n")
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
         except (OSError, subprocess.SubprocessError) as error:
             words = getattr(error, "stderr", None) or str(error)
@@ -296,10 +298,34 @@ def _compiler() -> Check:
     return Check(name="C++ compiler", state="ok", detail=name, needed_for="export")
 
 
+def _temporary_space() -> Check:
+    name, needed_for = "temporary files", "serve: engines are unpacked"
+    try:
+        folder = Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        return Check(
+            name=name,
+            state="problem",
+            detail="no folder for them can be written",
+            needed_for=needed_for,
+            fix="set TMPDIR to a folder that can be written and has space",
+        )
+    return _space(name, folder, "TMPDIR", needed_for)
+
+
+def _cache_space() -> Check:
+    name, needed_for = "user cache", "export: engine cache; packed bundles"
+    try:
+        folder = cache_folder()
+    except ConfigError as error:
+        return Check(name=name, state="problem", detail=error.message, needed_for=needed_for, fix=error.fix)
+    return _space(name, folder, "XDG_CACHE_HOME", needed_for)
+
+
 def _space(name: str, folder: Path, variable: str, needed_for: str) -> Check:
     """Whether the nearest folder of `folder` that exists can be written and has a GiB free."""
     there = folder
-    while not there.exists():
+    while not os.path.exists(there):  # Path.exists raises where a folder on the way cannot be searched
         there = there.parent
     fix = f"free some space there, or set {variable} to another folder"
     if not os.access(there, os.W_OK):

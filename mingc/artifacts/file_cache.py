@@ -12,13 +12,22 @@ import secrets
 from pathlib import Path, PurePosixPath
 
 from mingc.artifacts.file_region import FileRegion
-from mingc.errors import ArtifactError, IntegrityError
+from mingc.errors import ArtifactError, ConfigError, IntegrityError
 
 
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/mingc`, by default `~/.cache/mingc`."""
+    """`$XDG_CACHE_HOME/mingc`, by default `~/.cache/mingc`. Raises: ConfigError when there is no home folder."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "mingc"
+    if os.path.isabs(base):
+        return Path(base) / "mingc"
+    try:
+        return Path.home() / ".cache" / "mingc"
+    except RuntimeError:  # a user without an entry in the password database, as in some containers
+        raise ConfigError(
+            "this user has no home folder for a cache",
+            where="$XDG_CACHE_HOME",
+            fix="set XDG_CACHE_HOME to a folder that can be written",
+        ) from None
 
 
 def file_copy(region: FileRegion, sha256: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import tomllib
 from collections.abc import Sequence
@@ -146,3 +147,45 @@ def test_a_folder_that_cannot_be_written_is_a_problem(
     monkeypatch.setattr("os.access", lambda path, mode: False)
     check = doctor._space("x", tmp_path, "TMPDIR", "serve")
     assert check.state == "problem" and "TMPDIR" in str(check.fix)
+
+
+def test_a_machine_without_a_home_or_temporary_folder_gets_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a read-only container whose user is a bare number."""
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    def no_folder() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("tempfile.gettempdir", no_folder)
+    monkeypatch.setattr("tempfile.tempdir", "/proc/nowhere")
+    monkeypatch.setenv("CXX", "true")
+    checks = {check.name: check for check in examine().checks}
+    for name, variable in (
+        ("user cache", "XDG_CACHE_HOME"),
+        ("temporary files", "TMPDIR"),
+        ("C++ compiler", "TMPDIR"),
+    ):
+        assert checks[name].state == "problem" and variable in str(checks[name].fix)
+
+
+def test_a_folder_that_cannot_be_searched_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root searches and writes every folder, so the refusal is made here."""
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    real = os.stat
+
+    def stat(path: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(f"{closed}/"):
+            raise PermissionError(13, "Permission denied")
+        return real(path, **options)
+
+    monkeypatch.setattr("os.stat", stat)
+    monkeypatch.setattr("os.access", lambda path, mode: path != closed)
+    check = doctor._space("x", closed / "mingc", "XDG_CACHE_HOME", "export")
+    assert check.state == "problem" and "cannot be written" in check.detail
