@@ -64,6 +64,19 @@ def test_memory_that_ran_out_amid_a_compile_is_known_as_such(
         compile_graph(program, tmp_path / "engine.pt2", device="cuda", cache=None, where="toy")
 
 
+def test_a_missing_compiler_is_reported_by_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key of the cache names the compiler, before anything is compiled."""
+
+    def fail(program: object, **_: object) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fail)
+    monkeypatch.setenv("CXX", str(tmp_path / "nowhere"))
+    program = torch.export.export(Double(), (torch.ones(3),))
+    with pytest.raises(CompileError, match="no compiler"):
+        compile_graph(program, tmp_path / "engine.pt2", device="cpu", cache=tmp_path, where="toy")
+
+
 def test_an_array_is_declared_wherever_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever ids the methods have that write: of two writers with one id the second must get its own declaration."""
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu

@@ -115,9 +115,12 @@ def _key(program: torch.export.ExportedProgram, options: dict[str, Any], device:
     digest = hashlib.sha256()
     # The GPU's row of the table chooses kernels and their configurations.
     capability = repr(gpu_target()) if device == "cuda" else torch.backends.cpu.get_cpu_capability()
-    compiler = subprocess.run(
-        [os.environ.get("CXX", "g++"), "--version"], capture_output=True, text=True
-    ).stdout
+    try:
+        compiler = subprocess.run(
+            [os.environ.get("CXX", "g++"), "--version"], capture_output=True, text=True
+        ).stdout
+    except OSError as error:
+        compiler = str(error)  # none is there: compiling says so
     # Stack traces name files and lines of this checkout: they change without changing the code.
     graph = re.sub(r"#.*", "", str(program))
     for part in (
