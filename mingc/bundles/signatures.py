@@ -16,7 +16,7 @@ from mingc.artifacts.manifest import FILE_NAME
 from mingc.artifacts.packed_file import open_packed
 from mingc.bundles import minisign
 from mingc.bundles.packing import restore_end, set_signature
-from mingc.errors import ConfigError, IntegrityError, SignatureError
+from mingc.errors import ArtifactError, ConfigError, IntegrityError, SignatureError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +133,8 @@ def _open(path: Path) -> _Opened:
         return _Opened(packed.bundle, packed.bundle_bytes, packed.signature, packed.files)
     try:
         content = (path / BUNDLE_FILE).read_bytes()
+    except PermissionError:
+        raise _unreadable(path / BUNDLE_FILE) from None
     except OSError:
         raise SignatureError(
             f"{path} has no {BUNDLE_FILE}: only bundles are signed",
@@ -191,6 +193,17 @@ def _hash(region: FileRegion) -> str | None:
     if region.is_whole and not (region.path.is_file() and region.path.stat().st_size == region.size_bytes):
         return None
     digest = hashlib.sha256()
-    for chunk in region.chunks():
-        digest.update(chunk)
+    try:
+        for chunk in region.chunks():
+            digest.update(chunk)
+    except PermissionError:
+        raise _unreadable(region.path) from None
     return digest.hexdigest()
+
+
+def _unreadable(path: Path) -> ArtifactError:
+    return ArtifactError(
+        "this user may not read the file",
+        where=str(path),
+        fix="run chmod -R a+rX on the bundle's folder as the owner, or run as the owner",
+    )

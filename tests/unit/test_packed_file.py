@@ -238,6 +238,25 @@ def test_new_keys_replace_none_and_leave_no_half_pair(tmp_path: Path) -> None:
     assert not made.secret_key.exists()
 
 
+@pytest.mark.parametrize("name", [BUNDLE_FILE, "manifest.json"])
+def test_a_file_that_this_user_may_not_read_is_named(
+    name: str, bundle: Path, keys: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as a bundle that is not signed. Root reads every file, so the refusal is made here."""
+    sign_bundle(bundle, keys[0], None)
+    unpack(bundle, tmp_path / "out")
+    real = Path.open
+
+    def refused(path: Path, *words: str, **options: str) -> object:
+        if path.name == name:
+            raise PermissionError(13, "Permission denied")
+        return real(path, *words, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(ArtifactError, match="may not read"):
+        require_signature(tmp_path / "out", keys[1])
+
+
 def test_unsigned_and_wrongly_signed_bundles_are_refused(
     bundle: Path, keys: tuple[Path, str], artifact_path: Path, tmp_path: Path
 ) -> None:
