@@ -36,6 +36,7 @@ _OPTIONAL = (  # import name, distribution, what it is needed for, extra
     ("av", "av", "serve: video and compressed audio input", "serve"),
     ("cv2", "opencv-python-headless", "serve: video input", "serve"),
     ("prometheus_client", "prometheus-client", "serve: metrics", "serve"),
+    ("cryptography", "cryptography", "bundle sign, verify-signature; serve --require-signature", "sign"),
 )
 _REQUIRED = ("torch", "numpy", "safetensors", "click", "rich", "tokenizers", "pillow")
 

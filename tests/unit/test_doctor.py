@@ -55,6 +55,7 @@ def test_a_good_machine_can_export_and_serve(good_machine: pytest.MonkeyPatch) -
         ("cv2", True, False),
         ("onnxruntime", False, True),
         ("onnxscript", True, True),
+        ("cryptography", True, True),
         ("safetensors", False, False),
         ("PIL", False, False),
     ],
@@ -87,7 +88,13 @@ def test_every_declared_dependency_is_checked_and_nothing_else() -> None:
     extras = PROJECT["optional-dependencies"]
     declared = {
         re.split(r"[<>=!~; \[]", line)[0]
-        for line in (*PROJECT["dependencies"], *extras["serve"], *extras["export"], *extras["onnx"])
+        for line in (
+            *PROJECT["dependencies"],
+            *extras["serve"],
+            *extras["export"],
+            *extras["onnx"],
+            *extras["sign"],
+        )
     }
     assert {*doctor._REQUIRED, *(name for _, name, _, _ in doctor._OPTIONAL)} == declared
     assert {extra for *_, extra in doctor._OPTIONAL} <= {*extras}
