@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from mingc.artifacts.artifact import write_failure
 from mingc.artifacts.work_folder import work_folder
 from mingc.dtypes import SAFETENSORS_NAMES
 from mingc.errors import CheckpointError, ConfigError
@@ -64,27 +65,37 @@ def synthesize(
         raise ConfigError(f"{output} exists", where="OUTPUT", fix="pass another folder")
     if layers is not None and layers < 1:
         raise ConfigError(f"--layers {layers}: must be at least 1", where="mingc synth", fix="leave it out")
-    with work_folder(output.absolute().parent, f".{output.name}.") as work:
-        shutil.copytree(
-            source,
-            work,
-            dirs_exist_ok=True,
-            ignore=lambda _, names: [name for name in names if name.endswith(_WEIGHTS)],
-        )
-        if layers is not None:
-            _set_layers(work / "config.json", layers)
-        checkpoint = open_synthetic(work, seed=seed)
-        sizes: list[int] = []
-        tensors = 0
-        for part, dtype in (
-            (checkpoint.main, torch.bfloat16),
-            (checkpoint.talker, torch.float32),
-            (checkpoint.vae, torch.float32),
-        ):
-            if part is not None:
-                sizes += _write_part(part, dtype, log)
-                tensors += len(part.tensors)
-        work.rename(output)
+    try:
+        with work_folder(output.absolute().parent, f".{output.name}.") as work:
+            shutil.copytree(
+                source,
+                work,
+                dirs_exist_ok=True,
+                ignore=lambda _, names: [name for name in names if name.endswith(_WEIGHTS)],
+            )
+            if layers is not None:
+                _set_layers(work / "config.json", layers)
+            checkpoint = open_synthetic(work, seed=seed)
+            sizes: list[int] = []
+            tensors = 0
+            for part, dtype in (
+                (checkpoint.main, torch.bfloat16),
+                (checkpoint.talker, torch.float32),
+                (checkpoint.vae, torch.float32),
+            ):
+                if part is not None:
+                    sizes += _write_part(part, dtype, log)
+                    tensors += len(part.tensors)
+            work.rename(output)
+    except OSError as error:
+        reason = write_failure(error)
+        if reason is None:
+            raise
+        raise CheckpointError(
+            f"the checkpoint cannot be written: {reason}",
+            where=str(output),
+            fix="free some space there, pass another path, or fewer --layers",
+        ) from error
     return SynthReport(
         folder=output,
         files=len(sizes),

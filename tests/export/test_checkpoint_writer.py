@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from mingc_command import CHECKPOINT
 from safetensors import safe_open
 
+from mingc.errors import CheckpointError
 from mingc.export import checkpoint_writer
 from mingc.export.checkpoint import open_checkpoint
 from mingc.export.checkpoint_writer import synthesize
@@ -56,3 +59,13 @@ def test_the_seed_decides_the_weights(tmp_path: Path) -> None:
         synthesize("tiny", tmp_path / name, layers=1, seed=seed)
     assert _hashes(tmp_path / "a") == _hashes(tmp_path / "b") != _hashes(tmp_path / "c")
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c"}
+
+
+def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*words: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint_writer, "_write_shard", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        synthesize("tiny", tmp_path / "made")
+    assert not list(tmp_path.iterdir())
