@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from mingc.errors import MingcError
+from mingc.errors import MingcError, WorkerError
 from mingc.runtime.noise import PhiloxNoise
 from mingc.runtime.preprocess.prompt import PreparedPrompt
 from mingc.runtime.request import (
@@ -164,7 +164,7 @@ class ServedReplay:
 
     async def _serve(self, case: ServedCase, served: Served) -> Served:
         try:
-            async with asyncio.timeout(_LIMIT_S):
+            async with _limited():
                 async for event in self._events(case):
                     served.accept(event)
         except MingcError as error:
@@ -211,7 +211,8 @@ class ServedReplay:
         tokens, columns = self._goldens.get(case, "tokens"), self._goldens.get(case, "columns")
         recorded = self._goldens.get(case, "logits")
         given = np.array(served.tokens, np.int64)
-        logits = np.stack(served.logits)[:, columns]
+        # Without a row when the first token ends the answer.
+        logits = np.array([each[columns] for each in served.logits]).reshape(-1, len(columns))
         log.rule(
             f"{name}.usage",
             served.done is not None
@@ -294,10 +295,20 @@ class ServedReplay:
         self._log.rule(f"held after {how}", not more, note)
 
 
-async def _first_event(events: AsyncIterator[Event]) -> None:
-    """Wait for the first event and leave. Raises: TimeoutError when there is none."""
+@contextlib.asynccontextmanager
+async def _limited() -> AsyncIterator[None]:
+    """Bound the time that a request may take. Raises: WorkerError."""
     try:
         async with asyncio.timeout(_LIMIT_S):
+            yield
+    except TimeoutError as error:
+        raise WorkerError(f"the request has not ended after {_LIMIT_S:.0f} s", where="service") from error
+
+
+async def _first_event(events: AsyncIterator[Event]) -> None:
+    """Wait for the first event and leave. Raises: WorkerError when there is none."""
+    try:
+        async with _limited():
             async for _ in events:
                 break
     finally:

@@ -1,0 +1,95 @@
+"""Replay of recorded requests on a service that answers nothing: rows that fail, and no error of the replay itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mingc.errors import WorkerError
+from mingc.runtime.request import Done, Event, Usage
+from mingc.verify.comparison_log import ComparisonLog
+from mingc.verify.served import replay
+from mingc.verify.served.cases import (
+    RecordedMessage,
+    RecordedPart,
+    RecordedSpeech,
+    ServedCase,
+    ServedGoldens,
+)
+from mingc.verify.served.replay import Served, ServedReplay
+
+CHAT = ServedCase(
+    name="chat",
+    messages=(RecordedMessage(role="user", parts=(RecordedPart(kind="text", text="Hi"),)),),
+    max_tokens=2,
+)
+SPEECH = ServedCase(name="speech", text="Hello.", speech=RecordedSpeech())
+
+
+class StuckService:
+    """Every request waits for ever."""
+
+    info = SimpleNamespace(sample_rate=16000)
+
+    def __init__(self) -> None:
+        self.held = {"requests": 0}
+
+    async def answer(self, *arguments: object, **options: object) -> AsyncGenerator[Event]:
+        self.held["requests"] += 1
+        try:
+            await asyncio.Event().wait()
+            yield Done(finish_reason="stop", usage=Usage())
+        finally:
+            self.held["requests"] -= 1
+
+    speech = answer
+
+
+def make_replay(tokens: list[int], *, is_exact: bool = True) -> tuple[ServedReplay, ComparisonLog]:
+    """A replay on a stuck service. Of the chat's recorded answer, every row of logits has 3 columns."""
+    tensors = {
+        "chat.input_ids": np.arange(4),
+        "chat.tokens": np.array(tokens, np.int64),
+        "chat.logits": np.ones((len(tokens) + 1, 3), np.float32),
+        "chat.columns": np.array([0, 2, 4]),
+    }
+    goldens = ServedGoldens(cases=(CHAT, SPEECH), tensors=tensors, sample_rate=16000, parameters={})
+    log = ComparisonLog("served", tensors, tolerance=1e-4, is_exact=is_exact)
+    service: Any = StuckService()
+    return ServedReplay(service, goldens, log), log
+
+
+def test_a_request_that_never_ends_fails_and_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_LIMIT_S", 0.01)
+    run, log = make_replay([7])
+
+    async def serve() -> list[Served]:
+        alone = await run._serve(SPEECH, Served())
+        mixed = await run._serve_mixed()
+        await run._check_leaving({"requests": 0})
+        return [alone, *mixed]
+
+    for served in asyncio.run(serve()):
+        assert isinstance(served.error, WorkerError) and "has not ended" in served.error.message
+    assert [(each.name, each.outcome) for each in log.comparisons] == [
+        ("served: requests that leave", "FAIL")
+    ]
+    assert run._service.held == {"requests": 0}
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize(("tokens", "expected"), [([7, 8], {"tokens", "logits"}), ([], set())])
+def test_an_answer_without_a_token_is_compared(tokens: list[int], expected: set[str], is_exact: bool) -> None:
+    run, log = make_replay(tokens, is_exact=is_exact)
+    done = Done(finish_reason="length", usage=Usage(prompt_tokens=4, completion_tokens=0))
+    run._compare(CHAT, Served(done=done), "alone")
+    failed = {
+        each.name.partition("chat.")[2].split()[0] for each in log.comparisons if each.outcome == "FAIL"
+    }
+    assert failed == (expected if is_exact else set())
+    assert (run._text.near, run._text.total) == ((0, 0) if is_exact else (0, len(tokens) + 1))
