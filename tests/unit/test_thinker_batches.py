@@ -93,6 +93,12 @@ def test_a_wrong_row_must_be_explained_by_rounding(
     assert asked == [(row, (2, 50)) for row in range(off if is_asked else 0)]
 
 
+def test_a_batch_without_a_comparable_row_has_not_passed() -> None:
+    log = make_log()
+    check_batches([batch(2, off=2), batch(18)], lambda request, logits: True, log, num_ranks=1)
+    assert outcomes(log) == ["not checked", "pass", "pass"]
+
+
 def test_in_float32_rounding_explains_nothing() -> None:
     log = make_log()
     check_batches([batch(10, off=1)], None, log, num_ranks=1)

@@ -110,12 +110,11 @@ def check_batches(
                 num_unexplained += not is_explained
                 # With more than two ranks the sequential ranks read other pages: not every row can be explained.
                 is_excluded[place] = is_explained or num_ranks > 2
-        log.tensor(
-            _NAME,
-            batch.together[:, ~is_excluded],
-            reference=batch.single[:, ~is_excluded],
-            how=f"batch of {len(batch.requests)} vs batch 1",
-        )
+        how = f"batch of {len(batch.requests)} vs batch 1"
+        if is_excluded.all():
+            log.skip(f"{_NAME} ({how})", "rounding routed all of its rows to other experts")
+            continue
+        log.tensor(_NAME, batch.together[:, ~is_excluded], reference=batch.single[:, ~is_excluded], how=how)
     if explain is not None and batches:
         log.share(
             f"{_NAME} (batches: rows)",
