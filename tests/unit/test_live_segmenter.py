@@ -8,10 +8,12 @@ import random
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from spoken_numbers import texts
 
+from mingc.runtime.text import live
 from mingc.runtime.text.live import LiveSegment, LiveSegmenter, count_units
 from mingc.runtime.text.segment import speech_segments
 
@@ -338,3 +340,23 @@ def test_a_sentence_ends_behind_a_link_once_more_text_arrives(clock: Clock) -> N
     segmenter = Segmenter(clock)
     assert segmenter.push("Please read the whole description of it under https://example.com.") == []
     assert segmenter.push(" ") == ["Please read the whole description of it under https://example.com."]
+
+
+def test_links_are_searched_once_for_all_marks(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """A long word with many dots must not take cubic time."""
+    searched = 0
+
+    class Counted:
+        def __getattr__(self, name: str) -> Any:
+            def call(text: str, *limits: int) -> Any:
+                nonlocal searched
+                searched += len(text)
+                return getattr(pattern, name)(text, *limits)
+
+            return call
+
+    pattern = live._LINK
+    monkeypatch.setattr(live, "_LINK", Counted())
+    text = "one two three four five six seven " + 200 * "a."
+    assert LiveSegmenter(clock).push(text) == []
+    assert 0 < searched <= 2 * len(text)

@@ -32,8 +32,8 @@ _MARKS = re.compile(rf"[^\w\s{_WIDE}]*")
 _INITIALS = re.compile(r"\w\.\w.\Z")
 _TITLE = re.compile(r"[A-Z][a-z]\.\Z")
 _DIGIT = re.compile(r"\d")
-# A link or address up to a mark, and the characters that go on with it.
-_LINK = re.compile(rf"(?:[a-zA-Z]+://|(?<!\w)www(?!\w)|\w@)[^\s{_WIDE}]*\Z")
+# The beginning of a link or address and the rest of it, and the characters that go on with it behind a mark.
+_LINK = re.compile(rf"(?:(?<![a-zA-Z])[a-zA-Z]+://|(?<!\w)www(?!\w)|\w@)(?P<rest>[^\s{_WIDE}]*)")
 _IN_LINK = re.compile(r"[a-zA-Z0-9/=&_%#-]")
 # Markup that is removed up to its counterpart, and words that change how later numbers are read.
 _LONG_CONTEXT = re.compile(r"[$`\[]|版本|SN|sn|序列")
@@ -145,8 +145,10 @@ class LiveSegmenter:
         return marks.end() if marks else end
 
     def _sentence_ends(self, limit: int) -> Iterator[int]:
+        # Once for all marks: long text without spaces has many.
+        links = [match.span("rest") for match in _LINK.finditer(self._buffer)]
         for match in _SENTENCE_END.finditer(self._buffer, 0, limit):
-            if self._ends_sentence(match) and self._keeps_words(match.start(), match.end()):
+            if self._ends_sentence(match, links) and self._keeps_words(match.start(), match.end()):
                 yield match.end()
 
     def _clause_ends(self, limit: int) -> Iterator[int]:
@@ -181,9 +183,10 @@ class LiveSegmenter:
         """Start of the open fragment at `end`, as far as it is in the buffer."""
         return next((start for start in range(end, 0, -1) if self._states[start].num_elements == 0), 0)
 
-    def _ends_sentence(self, match: re.Match[str]) -> bool:
+    def _ends_sentence(self, match: re.Match[str], links: Iterable[tuple[int, int]]) -> bool:
+        """`links`: start and end of the rest of each link."""
         text, end = self._buffer, match.end()
-        if match[0].isascii() and _LINK.search(text, 0, match.start()):
+        if match[0].isascii() and any(first <= match.start() <= last for first, last in links):
             # The next characters may belong to the link: they decide.
             return end < len(text) and not _IN_LINK.match(text, end)
         if not match[0].startswith("."):
