@@ -86,7 +86,6 @@ _FORMS: Mapping[str, Any] = {
         "eos_token_id?": int,
     },
     "talker.json": {"*": (_SPEECH, {"patches": int})},
-    "vae.json": {"sil.*": {"sample_rate": int, "chunks": [{"chunk": int}]}},
     "text.json": {
         "cases?": [{"text": str, "pipeline": str, "talker_tn": str}],
         "segmentation?": [{"text": str, "max_semantic_length": int, "fragments": _TEXTS}],
