@@ -197,6 +197,24 @@ class GatherWeight(nn.Module):
         return self.experts[ids].sum(-1)
 
 
+class Counter(nn.Module):
+    """Counts its calls in a buffer, which is neither input nor state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return x + self.calls
+
+
+def test_a_graph_that_writes_its_module_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match="the graph writes calls of its module"):
+        compile_program(Counter(), (torch.zeros(3),), ({},), tmp_path / "x.onnx")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_an_operator_that_onnx_lacks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CompileError, match=r"torch\.onnx cannot translate the graph(.|\n)*linalg_eig"

@@ -41,10 +41,11 @@ def to_onnx(program: torch.export.ExportedProgram, where: str) -> Any:
     `outputs`, that of outputs before the state; `state`, for each written tensor the index of its input and whether the
     output may be the same memory.
 
-    Raises: CompileError when the graph has an operator that ONNX lacks, or gathers more than ONNX Runtime can hold.
+    Raises: CompileError when the graph has an operator that ONNX lacks, writes what is no state, or gathers more than
+    ONNX Runtime can hold.
     """
     _refuse_large_gathers(program, where)
-    written, functional = _functional(program)
+    written, functional = _functional(program, where)
     with _quiet():
         try:
             made = torch.onnx.export(
@@ -65,7 +66,9 @@ def to_onnx(program: torch.export.ExportedProgram, where: str) -> Any:
         return _finish(made.model, written)
 
 
-def _functional(program: torch.export.ExportedProgram) -> tuple[list[int], torch.export.ExportedProgram]:
+def _functional(
+    program: torch.export.ExportedProgram, where: str
+) -> tuple[list[int], torch.export.ExportedProgram]:
     """Indices of the inputs that `program` writes, and a program that returns their new values behind its outputs."""
     functional = program.run_decompositions({})
     signature = functional.graph_signature
@@ -74,6 +77,13 @@ def _functional(program: torch.export.ExportedProgram) -> tuple[list[int], torch
     values = list(output.args[0])
     state = [index for index, each in enumerate(specs) if each.kind is OutputKind.USER_INPUT_MUTATION]
     results = [index for index, each in enumerate(specs) if each.kind is OutputKind.USER_OUTPUT]
+    if len(state) + len(results) < len(specs):
+        others = [str(each.target) for index, each in enumerate(specs) if index not in (*state, *results)]
+        raise CompileError(
+            f"the graph writes {', '.join(others)} of its module, which an ONNX model cannot keep",
+            where=where,
+            fix="make it state of the graph, or compile this stage with another backend: --backend aoti:STAGE",
+        )
     written = [inputs.index(str(specs[index].target)) for index in state]
     order = [*results, *state]
     output.args = (tuple(values[index] for index in order),)
