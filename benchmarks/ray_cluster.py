@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,10 +22,9 @@ _ENVIRONMENT = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": _START_LIMIT_S,
     "RAY_prestart_worker_first_driver": "0",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "mingc.deploy.proxy:middlewares",
-    "PYTHONPATH": os.pathsep.join(
-        str(_ROOT / each) for each in (".", "tests/support", "tests/support/eager")
-    ),
 }
+# Workers import the package, the measuring code and the tests' backend from here.
+_FOLDERS = tuple(_ROOT / each for each in (".", "benchmarks", "tests/support", "tests/support/eager"))
 _OBJECT_STORE_BYTES = 100 << 20  # Ray's least is 75 MB
 
 
@@ -41,16 +41,19 @@ def ray_cluster(*paths: Path, num_cpus: int = 16) -> Iterator[str]:
         paths: folders that workers import from, besides those of PYTHONPATH.
         num_cpus: what Ray schedules, which need not be there.
     """
-    folders = [*map(str, (_ROOT, _ROOT / "benchmarks", *paths)), os.environ.get("PYTHONPATH", "")]
+    folders = [*map(str, (*_FOLDERS, *paths)), os.environ.get("PYTHONPATH", "")]
     environment = {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     import ray
     from ray import serve
 
+    # Ray keeps the folders of its sessions. The path is short, as sockets lie in it.
+    session = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
     try:
         ray.init(
             address="local",
+            _temp_dir=session.name,
             num_cpus=num_cpus,
             num_gpus=0,
             include_dashboard=False,
@@ -70,6 +73,7 @@ def ray_cluster(*paths: Path, num_cpus: int = 16) -> Iterator[str]:
         if ray.is_initialized():  # Serve would start another Ray, with a dashboard, to look for itself
             serve.shutdown()
         ray.shutdown()
+        session.cleanup()
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
