@@ -88,6 +88,7 @@ def test_neutral_values_of_unsupported_fields_pass() -> None:
 def test_fields_of_vllm_are_served_or_request_nothing() -> None:
     call = chat(stop_token_ids=[5, 7.0], min_tokens=3, max_tokens=4)
     assert call.sampling == SamplingParams(max_tokens=4, stop_token_ids=(5, 7), min_tokens=3)
+    assert chat(min_tokens=4, max_tokens=4).sampling.min_tokens == 4
     assert chat(
         n=1, best_of=1, use_beam_search=False, length_penalty=1.0, skip_special_tokens=True,
         spaces_between_special_tokens=True, include_stop_str_in_output=False, prompt_logprobs=None, echo=False,

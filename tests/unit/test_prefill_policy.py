@@ -42,6 +42,7 @@ def test_served_steps_get_a_larger_share_than_measured_ones() -> None:
     policy = make_policy()
     policy.observe(8.0, prefill_ms=0.0, num_decoding=13)  # batch 16; a group takes 2.25 ms or 1.25 ms
     assert groups(policy, 256, 1024, 4096) == [5, 2, 1]
+    assert groups(policy, 256, num_decoding=13) == groups(policy, 256)  # the same batch of the engine
     assert groups(policy, 256, num_decoding=1) == groups(UNOBSERVED, 256, num_decoding=1)
     policy.observe(14.0, prefill_ms=0.0, num_decoding=16)  # one delayed step changes little
     assert groups(policy, 1024) == [2]
