@@ -46,7 +46,7 @@ def peak_bytes(pid: int) -> int:
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
-@pytest.mark.parametrize(
+MEDIA = pytest.mark.parametrize(
     ("task", "data"),
     [
         (IMAGE, png(noise_image(70, 90))),
@@ -55,6 +55,9 @@ def peak_bytes(pid: int) -> int:
     ],
     ids=["image", "video", "audio"],
 )
+
+
+@MEDIA
 def test_features_equal_those_of_this_process(pool: DecoderPool, task: MediaTask, data: bytes) -> None:
     expected, found = run_task(task, data), pool.run(task, data)
     if isinstance(expected, AudioFeatures):
@@ -178,3 +181,10 @@ def test_a_smaller_limit_of_a_task_holds(pool: DecoderPool) -> None:
     with pytest.raises(RequestError, match="MiB of memory") as caught:
         pool.run(task, png(noise_image(1000, 1000)))
     assert caught.value.status == 413
+
+
+@MEDIA
+def test_every_kind_obeys_the_memory_of_its_task(task: MediaTask, data: bytes) -> None:
+    with pytest.raises(RequestError) as refused:
+        run_task(dataclasses.replace(task, limits=MediaLimits(max_bytes=1000)), data)
+    assert refused.value.code == "media_too_large"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from mingc.errors import RankError
 from mingc.runtime.thinker.ranks import rank_group
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
+from mingc.runtime.thinker.ranks.watchdog import StepWatchdog
 from mingc.runtime.thinker.step import DecodeStep
 
 _WAIT_S = 60
@@ -111,8 +112,17 @@ def test_collectives_wait_at_least_as_long_as_a_step(
     ranks: Ranks, step_timeout_s: float, collective_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 13)
+    watched: list[float] = []
+
+    class RecordedWatchdog(StepWatchdog):
+        def __init__(self, device: torch.device, timeout_s: float, report: Callable[[str], None]) -> None:
+            watched.append(timeout_s)
+            super().__init__(device, timeout_s, report)
+
+    monkeypatch.setattr(rank_group, "StepWatchdog", RecordedWatchdog)
     group = ranks.start(step_timeout_s=step_timeout_s)
     group.close()
+    assert watched == [step_timeout_s]
     assert ranks.group_options["timeout_s"] == collective_s
     assert (ranks.group_options["rank"], ranks.group_options["world_size"]) == (0, 3)
     assert len(ranks.configs) == 2
