@@ -6,9 +6,11 @@ made anew. Weights are not copied: they are mapped inside the bundle.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from mingc.artifacts.file_region import FileRegion
@@ -44,6 +46,8 @@ def file_copy(region: FileRegion, sha256: str) -> Path:
         digest = hashlib.sha256()
         try:
             with partial.open("xb") as stream:
+                with suppress(OSError):  # a file system without locks
+                    fcntl.flock(stream, fcntl.LOCK_EX)  # `bundle prune --cache` leaves it alone
                 for chunk in region.chunks():
                     digest.update(chunk)
                     stream.write(chunk)

@@ -78,12 +78,13 @@ _LICENCE_NAMES = ("licen", "copying", "notice", "authors")
 
 
 def deployment_files(
-    manifest: Manifest, wheels: Path | None, model_licence: Path | None
+    manifest: Manifest, wheels: Path | None, model_licence: Path | None, *, takes_tensorrt: bool = False
 ) -> dict[str, Path | bytes]:
     """Content by path below `bundle/`.
 
     Args:
         wheels: folder of wheels to add, or None.
+        takes_tensorrt: whether NVIDIA's TensorRT libraries may be among them.
         model_licence: licence of the weights, which no artifact has; None leaves it to the user, and the SBOM says so.
 
     Raises: ConfigError when a given path does not exist or the wheels lack what serving needs.
@@ -98,7 +99,6 @@ def deployment_files(
             base="docker.io/library/python:3.11-slim",
         ).encode(),
     }
-    files |= _licences()
     if model_licence is not None:
         if not model_licence.is_file():
             raise ConfigError(
@@ -106,12 +106,13 @@ def deployment_files(
             )
         files["licences/model.txt"] = model_licence.read_bytes()
     if wheels is not None:
-        files |= _wheels(wheels)
+        files |= _wheels(wheels, takes_tensorrt=takes_tensorrt)
+    files |= _licences()
     files["sbom.cdx.json"] = sbom(manifest, has_model_licence=model_licence is not None)
     return files
 
 
-def _wheels(folder: Path) -> Mapping[str, Path]:
+def _wheels(folder: Path, *, takes_tensorrt: bool) -> Mapping[str, Path]:
     found = sorted(folder.glob("*.whl")) if folder.is_dir() else []
     names = {path.name.split("-")[0].replace("_", "-").lower() for path in found}
     lacking = sorted({"mingc", "torch"} - names)
@@ -120,6 +121,13 @@ def _wheels(folder: Path) -> Mapping[str, Path]:
             f"{folder} has no wheel of {', '.join(lacking)}",
             where="--with-wheels",
             fix=f"pip wheel --wheel-dir {folder} 'CHECKOUT[serve,sign]'",
+        )
+    licensed = sorted(name for name in names if name.startswith("tensorrt"))
+    if licensed and not takes_tensorrt:
+        raise ConfigError(
+            f"{folder} has wheels of {', '.join(licensed)}, which NVIDIA licenses and others may not pass on freely",
+            where="--with-wheels",
+            fix="remove them from the folder, or read their licence and pass --with-tensorrt",
         )
     return {f"wheels/{path.name}": path for path in found}
 

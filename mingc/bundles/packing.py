@@ -19,7 +19,7 @@ from mingc.artifacts.file_region import CHUNK_BYTES
 from mingc.artifacts.manifest import FILE_NAME
 from mingc.artifacts.packed_file import open_packed
 from mingc.artifacts.zip_layout import Placed, central_directory, local_header, place
-from mingc.bundles.transfer import Stop, boot_id, check_free, locked, run_all, writing
+from mingc.bundles.transfer import Stop, boot_id, check_free, locked, open_own, run_all, writing
 from mingc.errors import ArtifactError, ConfigError, IntegrityError
 
 EXTRAS = "bundle/"  # folder of what a bundle adds to the artifact
@@ -172,7 +172,7 @@ class _Journal:
 
     def __init__(self, path: Path, key: str) -> None:
         self.files: dict[str, BundleFile] = {}
-        self._stream = path.open("a+b")
+        self._stream = os.fdopen(open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b")
         self._stream.seek(0)
         *lines, half = self._stream.read().split(b"\n")
         self.is_resumed = lines[:1] == [key.encode()]
@@ -207,7 +207,7 @@ class _Journal:
 def _partial(output: Path, key: str) -> Iterator[tuple[int, _Journal]]:
     """The file under construction, locked, and its journal; both stay when the block fails, to be continued."""
     path = partial_path(output)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
     with locked(descriptor, output):
         if not path.exists() or not os.path.samestat(os.fstat(descriptor), path.stat()):
             raise ConfigError(f"another process just wrote {output}", where=str(output), fix="run again")

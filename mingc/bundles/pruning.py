@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import shutil
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from mingc.bundles.unpacking import STORE, store_lock
 from mingc.errors import ConfigError
 
 _LEFT = re.compile(r"\..+\.(unpack|partial|partial\.journal)")
+_REPLACED = re.compile(r"\.(.+)\.[0-9a-f]{8}\.old")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,39 +31,60 @@ class PruneReport:
 def prune(folder: Path, *, is_dry: bool = False, has_cache: bool = False) -> PruneReport:
     """Remove what no bundle in `folder` uses: stored files without a link, packs and unpacks that no process continues.
 
-    With `has_cache` also the user's copies of files of packed bundles, which a server makes again when it starts.
+    With `has_cache` also the user's copies of files of packed bundles, which a server makes again when it starts; not
+    while one starts. A dry run does not lock the store: it never waits, and beside an unpack it is a guess.
 
-    Raises: ConfigError when `folder` is not a folder.
+    Raises: ConfigError when `folder` is not a folder, or an unpack adds files to its store.
     """
     if not folder.is_dir():
         raise ConfigError(
             f"{folder} is not a folder", where="FOLDER", fix="pass the folder that holds bundles"
         )
+    store = folder / STORE
+    has_store = store.is_dir() and not store.is_symlink()
+    with store_lock(store, exclusive=True) if has_store and not is_dry else nullcontext():
+        removed, freed = _prune(folder, store if has_store else None, is_dry=is_dry)
+    copies = cache_folder() / "files"
+    if has_cache and copies.is_dir():
+        for path in sorted(copies.iterdir()):
+            if _is_locked(path):  # a server copies into it
+                continue
+            with suppress(FileNotFoundError):  # it has got its name meanwhile
+                size = path.stat().st_size
+                if not is_dry:
+                    path.unlink()
+                freed += size
+                removed.append(str(path))
+    return PruneReport(folder=folder, is_dry=is_dry, removed_bytes=freed, removed=tuple(removed))
+
+
+def _prune(folder: Path, store: Path | None, *, is_dry: bool) -> tuple[list[str], int]:
+    """Names that are removed, or would be, and their bytes."""
     removed: list[str] = []
     freed = 0
     for path in sorted(folder.iterdir()):
-        if _LEFT.fullmatch(path.name) and not path.is_symlink() and not _is_locked(path):
+        if _is_left(path) and not path.is_symlink() and not _is_locked(path):
             freed += _size(path)
             removed.append(path.name)
             if not is_dry:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-    store = folder / STORE
-    if store.is_dir():
-        with store_lock(store, exclusive=True):
-            for path in sorted(store.iterdir()):
-                if path.stat().st_nlink == 1:
-                    freed += path.stat().st_size
-                    removed.append(f"{STORE}/{path.name}")
-                    if not is_dry:
-                        path.unlink()
-    copies = cache_folder() / "files"
-    if has_cache and copies.is_dir():
-        for path in sorted(copies.iterdir()):
-            freed += path.stat().st_size
-            removed.append(str(path))
-            if not is_dry:
-                path.unlink()
-    return PruneReport(folder=folder, is_dry=is_dry, removed_bytes=freed, removed=tuple(removed))
+    for path in sorted(store.iterdir()) if store is not None else ():
+        with suppress(FileNotFoundError):  # beside an unpack, in a dry run
+            status = path.stat()
+            if status.st_nlink == 1:
+                freed += status.st_size
+                removed.append(f"{STORE}/{path.name}")
+                if not is_dry:
+                    path.unlink()
+    return removed, freed
+
+
+def _is_left(path: Path) -> bool:
+    """Whether an interrupted command left it; a replaced bundle stays while the one that replaces it is not there."""
+    replaced = _REPLACED.fullmatch(path.name)
+    return _LEFT.fullmatch(path.name) is not None or (
+        replaced is not None and path.with_name(replaced[1]).exists()
+    )
 
 
 def _is_locked(path: Path) -> bool:

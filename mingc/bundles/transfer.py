@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -46,6 +47,27 @@ def locked(descriptor: int, what: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open what an interrupted run may have left at `path`, or make it; a descriptor.
+
+    In a shared folder any user can make such a name. Raises: ConfigError unless it is a file or folder of this user
+    that no other may write to.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR, errno.EISDIR):
+            raise
+        problem = "is a link, or no work of an interrupted run"
+    else:
+        status = os.fstat(descriptor)
+        if status.st_uid == os.geteuid() and not status.st_mode & 0o022:
+            return descriptor
+        os.close(descriptor)
+        problem = "may be the work of another user"
+    raise ConfigError(f"{path} {problem}", where=str(path), fix="remove it, or pass another path")
 
 
 class StoppedError(Exception):

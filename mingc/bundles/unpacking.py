@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from mingc.artifacts.artifact import check_replaceable, put_in_place
 from mingc.artifacts.bundle_manifest import BUNDLE_FILE, SIGNATURE_FILE, BundleFile
 from mingc.artifacts.file_region import CHUNK_BYTES, FileRegion
 from mingc.artifacts.packed_file import PackedFile, open_packed
-from mingc.bundles.transfer import Stop, boot_id, check_free, locked, run_all, writing
+from mingc.bundles.transfer import Stop, boot_id, check_free, locked, open_own, run_all, writing
 from mingc.errors import ConfigError, IntegrityError
 
 STORE = ".mingc-files"
@@ -67,10 +68,11 @@ def unpack(
             f"{path} is a folder", where=str(path), fix="pass a file that mingc bundle pack wrote"
         )
     packed = open_packed(path)
-    check_replaceable(folder, replace_existing=replace_existing)
+    check_replaceable(folder, replace_existing=replace_existing, option="OUTPUT")
+    notes: list[str] = []
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _work_folder(folder, packed) as work, _store(folder.parent, is_shared=is_shared) as store:
+        with _work_folder(folder, packed) as work, _store(folder.parent, notes, is_shared=is_shared) as store:
             run = _Unpack(packed, work, store, log)
             present = sum(each.stat().st_size for each in work.rglob("*") if each.is_file())
             total = sum(each.size_bytes for each in packed.files.values())
@@ -83,7 +85,7 @@ def unpack(
             if packed.signature is not None:
                 _write(work / SIGNATURE_FILE, packed.signature)
             (work / _STATE).unlink()
-            put_in_place(work, folder, replace_existing=replace_existing)
+            put_in_place(work, folder, replace_existing=replace_existing, option="OUTPUT")
     seconds = time.perf_counter() - started
     return UnpackReport(
         folder=folder,
@@ -93,7 +95,7 @@ def unpack(
         shared_bytes=run.shared,
         seconds=seconds,
         gigabytes_per_second=total / 1e9 / seconds,
-        notes=() if store is None or store.problem is None else (store.problem,),
+        notes=(*notes, *(() if store is None or store.problem is None else (store.problem,))),
     )
 
 
@@ -108,10 +110,16 @@ class FileStore:
         return self.folder / record.sha256
 
     def has(self, record: BundleFile) -> bool:
+        """Whether the file is there, and neither a link nor of a user who could change it later."""
         try:
-            return self.path(record).stat().st_size == record.size_bytes
+            found = self.path(record).lstat()
         except OSError:
             return False
+        return (
+            stat.S_ISREG(found.st_mode)
+            and found.st_size == record.size_bytes
+            and found.st_uid in (os.geteuid(), 0)
+        )
 
     def link(self, source: Path, target: Path) -> bool:
         """Whether `target` is now a link to `source`."""
@@ -179,7 +187,7 @@ class _Unpack:
             stop()
             digest.update(chunk)
         if digest.hexdigest() != record.sha256:
-            stored.unlink()
+            stored.unlink(missing_ok=True)
             return False
         if not store.link(stored, target):
             return False
@@ -217,8 +225,9 @@ def _complete(region: FileRegion, half: Path, stop: Stop) -> tuple[str, int]:
 def _work_folder(folder: Path, packed: PackedFile) -> Iterator[Path]:
     """The locked folder under construction; kept when the block fails, to be continued with the same bundle."""
     work = folder.with_name(f".{folder.name}{WORK_SUFFIX}")
-    work.mkdir(exist_ok=True)
-    descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    with suppress(FileExistsError):
+        work.mkdir(mode=0o755)
+    descriptor = open_own(work, os.O_RDONLY | os.O_DIRECTORY)
     with locked(descriptor, folder):
         if not work.exists() or not os.path.samestat(os.fstat(descriptor), work.stat()):
             raise ConfigError(f"another process just wrote {folder}", where=str(folder), fix="run again")
@@ -235,25 +244,43 @@ def _work_folder(folder: Path, packed: PackedFile) -> Iterator[Path]:
 
 
 @contextmanager
-def _store(parent: Path, *, is_shared: bool) -> Iterator[FileStore | None]:
-    """The store of `parent`, which `prune` leaves alone meanwhile."""
+def _store(parent: Path, notes: list[str], *, is_shared: bool) -> Iterator[FileStore | None]:
+    """The store of `parent`, which `prune` leaves alone meanwhile; None and a note where it cannot be trusted."""
     if not is_shared:
         yield None
         return
     folder = parent / STORE
-    folder.mkdir(exist_ok=True)
-    with store_lock(folder, exclusive=False):
-        yield FileStore(folder)
+    if folder.is_symlink():
+        notes.append(f"files are not shared: {folder} is a link")
+        yield None
+        return
+    folder.mkdir(mode=0o755, exist_ok=True)
+    with store_lock(folder, exclusive=False) as descriptor:
+        store: FileStore | None = FileStore(folder)
+        status = os.fstat(descriptor)
+        if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
+            store = None
+            notes.append(f"files are not shared: other users may change {folder}")
+        yield store
 
 
 @contextmanager
-def store_lock(folder: Path, *, exclusive: bool) -> Iterator[None]:
-    """Hold the lock of a store: shared by those that add links, exclusive for the one that removes files."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    with suppress(OSError):  # a file system without locks
-        fcntl.flock(descriptor, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+def store_lock(folder: Path, *, exclusive: bool) -> Iterator[int]:
+    """Hold the lock of a store: shared by those that add links, exclusive for the one that removes files.
+
+    Yields the open folder. Raises: ConfigError when it is to be exclusive and a process holds it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        yield
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
+        except BlockingIOError:
+            raise ConfigError(
+                f"an unpack is adding files to {folder}", where=str(folder), fix="run again when it has ended"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield descriptor
     finally:
         os.close(descriptor)
 
