@@ -11,15 +11,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from mingc.artifacts.artifact import check_fingerprint, open_artifact
+from mingc.artifacts.engine_choice import default_engines
 from mingc.artifacts.file_cache import cache_folder
+from mingc.artifacts.manifest import StageRecord
 from mingc.errors import ConfigError, IncompatibleError
-from mingc.host import current_host, gpu
+from mingc.host import current_host, driver_version, gpu
+from mingc.runtime.engines.backends import ENGINES, unavailable
 
 State = Literal["ok", "missing", "problem"]
 
@@ -27,6 +30,7 @@ _OPTIONAL = (  # import name, distribution, what it is needed for, extra
     ("onnxruntime", "onnxruntime", "export: voices", "export"),
     ("onnx", "onnx", "export --backend onnx", "onnx"),
     ("onnxscript", "onnxscript", "export --backend onnx", "onnx"),
+    ("tensorrt_rtx", "tensorrt-rtx", "export --backend tensorrt, and its engines", "tensorrt"),
     ("starlette", "starlette", "serve", "serve"),
     ("uvicorn", "uvicorn", "serve", "serve"),
     ("httpx", "httpx", "serve: media from URLs; demo", "serve"),
@@ -53,15 +57,43 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TargetVerdict:
+    """Whether artifacts for a target can be exported and served here, with the fix for each no."""
+
+    target: str
+    exports: bool
+    serves: bool
+    problem: str = ""
+    fix: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Whether one stage of an artifact would be served here."""
+    """Whether one stage of an artifact would be served here. `weights_gb` are of the rank with the most of them.
+
+    `backend` names those whose engines are run by default, `others` those that `serve --engines` may ask for instead:
+    with engines of every graph, and loadable here.
+    """
 
     artifact: Path
     stage: str
     target: str
     works: bool
+    backend: str = ""
+    others: tuple[str, ...] = ()
+    weights_gb: float = 0.0
     problem: str = ""
     fix: str | None = None
+
+    def cells(self) -> dict[str, str | bool | None]:
+        """Columns of the console table, which has little space for many."""
+        return {
+            "stage": f"{self.artifact.name} {self.stage}",
+            "target": f"{self.target}, {self.backend}",
+            "works": self.works,
+            "problem": self.problem,
+            "fix": self.fix,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +103,7 @@ class DoctorReport:
     can_export: bool
     can_serve: bool
     checks: tuple[Check, ...]
+    targets: tuple[TargetVerdict, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
 
     @property
@@ -101,8 +134,34 @@ def examine(artifacts: Sequence[Path] = ()) -> DoctorReport:
         can_export=base_ok and not bad & {"C++ compiler", "onnxruntime"},
         can_serve=base_ok and not bad & {dist for _, dist, _, extra in _OPTIONAL if extra == "serve"},
         checks=tuple(checks),
+        targets=_targets(checks),
         verdicts=tuple(each for path in artifacts for each in _verdicts(path, bad)) if torch_ok else (),
     )
+
+
+def _targets(checks: Sequence[Check]) -> tuple[TargetVerdict, ...]:
+    """One for each device with AOTInductor, and one for ONNX Runtime."""
+    base = ["python", *_REQUIRED, "torch version"]
+    serve = [dist for _, dist, _, extra in _OPTIONAL if extra == "serve"]
+    needs = {  # for both, to export, to serve
+        "cpu, aoti": ([*base, "engine loader"], ["C++ compiler", "onnxruntime"], serve),
+        "cpu, onnx": ([*base, "onnxruntime"], ["onnx", "onnxscript"], serve),
+        "cuda, aoti": ([*base, "engine loader", "cuda"], ["C++ compiler", "triton", "onnxruntime"], serve),
+    }
+    bad = {check.name: check for check in checks if check.state != "ok"}
+    verdicts = []
+    for target, (both, export, served) in needs.items():
+        found = [bad[name] for name in dict.fromkeys((*both, *export, *served)) if name in bad]
+        verdicts.append(
+            TargetVerdict(
+                target=target,
+                exports=not {*both, *export} & {*bad},
+                serves=not {*both, *served} & {*bad},
+                problem="; ".join(f"{each.name}: {each.detail or each.state}" for each in found),
+                fix="; ".join(dict.fromkeys(each.fix for each in found if each.fix)) or None,
+            )
+        )
+    return tuple(verdicts)
 
 
 def _verdicts(path: Path, bad: set[str]) -> list[Verdict]:
@@ -110,7 +169,7 @@ def _verdicts(path: Path, bad: set[str]) -> list[Verdict]:
     artifact = open_artifact(path)
     fingerprint = artifact.manifest.fingerprint
     here = current_host(fingerprint.device)
-    problems: list[tuple[str, str | None]] = []
+    problems: list[_Problem] = []
     try:
         check_fingerprint(fingerprint, here)
     except IncompatibleError as error:
@@ -118,8 +177,6 @@ def _verdicts(path: Path, bad: set[str]) -> list[Verdict]:
     packages = sorted(bad & {dist for _, dist, _, extra in _OPTIONAL if extra == "serve"})
     if packages:
         problems.append((f"not installed: {', '.join(packages)}", "pip install 'mingc[serve]'"))
-    if "engine loader" in bad:
-        problems.append(("this torch cannot load AOTInductor packages", "pip install 'torch>=2.11,<2.14'"))
     gpus = _gpu_bytes() if fingerprint.device == "cuda" and here.device == "cuda" else []
     if gpus and len(gpus) < fingerprint.world_size:
         problems.append(
@@ -128,26 +185,38 @@ def _verdicts(path: Path, bad: set[str]) -> list[Verdict]:
                 f"make more GPUs visible, or export again with --tp {len(gpus)}",
             )
         )
-    limit = min(gpus) if gpus else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if gpus and fingerprint.world_size > 1 and "NCCL" in bad:
+        problems.append(("this torch has no NCCL, which several ranks need", "install a CUDA build of torch"))
+    free = _gpu_free_bytes() if gpus else []
     verdicts = []
     needed = 0  # stages share the first device
+    unpacked = 0  # and the folders that their engines are copied to
     for node in artifact.manifest.graph.nodes:
         record = artifact.manifest.stages[node.name]
-        needed += max((artifact.manifest.files[file].size_bytes for file in record.weights), default=0)
-        own = list(problems)
-        if needed > limit:
-            own.append(
-                (
-                    f"its weights and those of the stages before take {needed / 1e9:.1f} GB, "
-                    f"{'a GPU' if gpus else 'this machine'} has {limit / 1e9:.1f} GB",
-                    "export again with --quantize fp8 or a larger --tp, or use a machine with more memory",
-                )
-            )
+        weights = max((artifact.manifest.files[file].size_bytes for file in record.weights), default=0)
+        needed += weights
+        backends, others = _backends(record)
+        engines = {engine.file for graph in record.graphs.values() for engine in default_engines(graph)}
+        unpacked += sum(artifact.manifest.files[file].size_bytes for file in engines)
+        instead = f"; or pass --engines {node.name}={others[0]}" if others else ""
+        own = [
+            *problems,
+            *(
+                (problem, f"{fix}{instead}")
+                for backend in backends
+                for problem, fix in _backend_problems(backend, bad)
+            ),
+            *_memory_problems(needed, gpus[: fingerprint.world_size], free[: fingerprint.world_size]),
+            *_disk_problems(unpacked, is_packed=artifact.packed is not None),
+        ]
         verdicts.append(
             Verdict(
                 artifact=path,
                 stage=node.name,
                 target=f"{fingerprint.device} {fingerprint.capability}, {fingerprint.world_size} rank(s)",
+                backend=", ".join(sorted(backends)),
+                others=others,
+                weights_gb=round(weights / 1e9, 3),
                 works=not own,
                 problem="; ".join(problem for problem, _ in own),
                 fix="; ".join(dict.fromkeys(fix for _, fix in own if fix)) or None,
@@ -156,11 +225,107 @@ def _verdicts(path: Path, bad: set[str]) -> list[Verdict]:
     return verdicts
 
 
+_Problem = tuple[str, str | None]  # what is wrong, and the fix
+
+
+def _backend_problems(backend: str, bad: set[str]) -> list[_Problem]:
+    """What the engines of `backend` lack here."""
+    if backend == "aoti" and "engine loader" in bad:
+        return [("this torch cannot load AOTInductor packages", "pip install 'torch>=2.11,<2.14'")]
+    if backend == "onnx" and "onnxruntime" in bad:
+        return [("not installed: onnxruntime", "pip install 'mingc[onnx]'")]
+    if backend not in ENGINES.names():
+        fix = "install the distribution that provides it, or export again with another --backend"
+        return [(f"no loader for engines of the backend {backend}", fix)]
+    found = unavailable(backend)
+    return [] if found is None else [(f"its engines need backend {backend}: {found[0]}", found[1])]
+
+
+def _memory_problems(needed: int, gpus: Sequence[int], free_of_gpus: Sequence[int]) -> list[_Problem]:
+    """Whether weights of `needed` bytes fit on the smallest of `gpus`, and into what is free; without any, in the host.
+
+    On a CPU weights are mapped, so the page cache makes room for them.
+    """
+    total = min(gpus) if gpus else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = min(free_of_gpus, default=total)
+    if needed <= free:
+        return []
+    what = f"its weights and those of the stages before take {needed / 1e9:.1f} GB"
+    if needed <= total:
+        return [
+            (
+                f"{what}, a GPU has {free / 1e9:.1f} of {total / 1e9:.1f} GB free",
+                "end what else uses the GPU (nvidia-smi lists it)",
+            )
+        ]
+    return [
+        (
+            f"{what}, {'a GPU' if gpus else 'this machine'} has {total / 1e9:.1f} GB",
+            "export again with --quantize fp8 or a larger --tp, or use a machine with more memory",
+        )
+    ]
+
+
+def _disk_problems(unpacked: int, *, is_packed: bool) -> list[_Problem]:
+    """Whether engines of `unpacked` bytes fit into the folder that they are unpacked to and, of a bundle, the cache."""
+    places: dict[str, Callable[[], str | Path]] = {
+        "TMPDIR": tempfile.gettempdir,
+        "XDG_CACHE_HOME": cache_folder,
+    }
+    problems: list[_Problem] = []
+    for variable in ("TMPDIR", "XDG_CACHE_HOME") if is_packed else ("TMPDIR",):
+        try:
+            folder = Path(places[variable]())
+            free = _free_bytes(folder)
+        except (OSError, ConfigError) as error:
+            problem = error.message if isinstance(error, ConfigError) else str(error)
+            problems.append((problem, f"set {variable} to a folder that can be written"))
+            continue
+        if unpacked > free:
+            what = f"its engines and those of the stages before take {unpacked / 1e9:.2f} GB"
+            fix = f"free some space there, or set {variable} to another folder"
+            problems.append((f"{what}, {folder} has {free / 1e9:.2f} GB free", fix))
+    return problems
+
+
+def _free_bytes(folder: Path) -> int:
+    """Free bytes of the disk of `folder`, or of its nearest folder that exists."""
+    return shutil.disk_usage(_nearest(folder)).free
+
+
+def _backends(record: StageRecord) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The backends whose engines are run by default, and others with engines of all graphs that can be loaded here."""
+    graphs = record.graphs.values()
+    runs = tuple(dict.fromkeys(each.backend for graph in graphs for each in default_engines(graph)))
+    whole = dict.fromkeys(backend for graph in graphs for backend in graph.backends)
+    others = tuple(
+        backend
+        for backend in whole
+        if runs != (backend,)
+        and all(backend in graph.backends for graph in graphs)
+        and unavailable(backend) is None
+    )
+    return runs, others
+
+
 def _gpu_bytes() -> list[int]:
     """Memory of every visible GPU."""
     import torch
 
     return [gpu(index).memory_bytes for index in range(torch.cuda.device_count())]
+
+
+def _gpu_free_bytes() -> list[int]:
+    """Memory of every visible GPU that nothing uses."""
+    import torch
+
+    def free(index: int) -> int:
+        try:
+            return torch.cuda.mem_get_info(index)[0]
+        except RuntimeError:  # no memory for a context, or in exclusive use
+            return 0
+
+    return [free(index) for index in range(torch.cuda.device_count())]
 
 
 def _python() -> Check:
@@ -226,10 +391,19 @@ def _devices() -> list[Check]:
             needed_for="export --target cpu",
         )
     ]
+    driver = driver_version()
     if not torch.cuda.is_available():
-        why = "this torch is a CPU build" if torch.version.cuda is None else "no device or no driver"
-        checks.append(Check(name="cuda", state="missing", detail=why, needed_for="export --target cuda"))
+        why, fix = _no_cuda(driver, torch.version.cuda)
+        checks.append(
+            Check(name="cuda", state="missing", detail=why, needed_for="export --target cuda", fix=fix)
+        )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count:
+        release = f"{driver or 'release unknown'}; torch is built for CUDA {torch.version.cuda}"
+        checks.append(
+            Check(name="NVIDIA driver", state="ok", detail=release, needed_for="export --target cuda")
+        )
+        checks.append(_package("triton", "triton", "export --target cuda", None))
     for index in range(count):
         device = gpu(index)
         detail = f"{device.name}, {device.memory_bytes >> 30} GiB; {device.target.describe()}"
@@ -255,6 +429,21 @@ def _devices() -> list[Check]:
             )
         )
     return checks
+
+
+def _no_cuda(driver: str | None, built_for: str | None) -> tuple[str, str]:
+    """Why torch sees no GPU, from the release of the driver and the CUDA release of torch, and the fix."""
+    if built_for is None and driver is None:
+        return "this torch is a CPU build", "install a GPU's driver and a CUDA build of torch"
+    if built_for is None:
+        return f"this torch is a CPU build; driver {driver} is there", "install a CUDA build of torch"
+    if driver is None:
+        fix = "install the NVIDIA driver; in a container, pass the GPUs in (--gpus all)"
+        return f"no NVIDIA driver; torch is built for CUDA {built_for}", fix
+    return (
+        f"driver {driver} shows no device to torch, which is built for CUDA {built_for}",
+        "make a GPU visible (CUDA_VISIBLE_DEVICES, the container's devices), or install a driver for that CUDA release",
+    )
 
 
 def peer_check(closed: list[str]) -> Check:
@@ -325,9 +514,7 @@ def _cache_space() -> Check:
 
 def _space(name: str, folder: Path, variable: str, needed_for: str) -> Check:
     """Whether the nearest folder of `folder` that exists can be written and has a GiB free."""
-    there = folder
-    while not os.path.exists(there):  # Path.exists raises where a folder on the way cannot be searched
-        there = there.parent
+    there = _nearest(folder)
     fix = f"free some space there, or set {variable} to another folder"
     if not os.access(there, os.W_OK):
         detail = f"{folder} cannot be written"
@@ -341,6 +528,13 @@ def _space(name: str, folder: Path, variable: str, needed_for: str) -> Check:
         needed_for=needed_for,
         fix=None if state == "ok" else fix,
     )
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder itself, or the nearest one above that exists."""
+    while not os.path.exists(folder):  # Path.exists raises where a folder on the way cannot be searched
+        folder = folder.parent
+    return folder
 
 
 def _memory() -> Check:

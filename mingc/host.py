@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mingc.artifacts.target import Target, lookup
@@ -76,3 +78,13 @@ def _gpu(index: int) -> Gpu:
         memory_bytes=properties.total_memory,
         cache_bytes=properties.L2_cache_size,
     )
+
+
+def driver_version() -> str | None:
+    """The release of the NVIDIA kernel driver, as `570.86.15`; None without one."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
+    return found[0] if found else None

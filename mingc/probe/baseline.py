@@ -77,6 +77,12 @@ def differences(baseline: ProbeReport, here: ProbeReport) -> tuple[str, ...]:
         "torch": (baseline.torch, here.torch),
         "device": (baseline.peak_rates.device, here.peak_rates.device),
     }
+    if baseline.ready_s is not None and here.ready_s is not None:  # one start: noted, but no regression
+        pairs["seconds of the cold start"] = (str(baseline.ready_s), str(here.ready_s))
+    backends = {each.title: each.backend for each in baseline.engines if each.backend}
+    for each in here.engines:
+        if each.backend and each.title in backends:
+            pairs[f"backend of {each.title}"] = (backends[each.title], each.backend)
     return tuple(
         f"{name} of the baseline: {before}, of this run: {now}"
         for name, (before, now) in pairs.items()

@@ -7,23 +7,27 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from mingc.artifacts.artifact import Artifact, check_fingerprint, open_artifact
-from mingc.artifacts.manifest import EngineCost, EngineRecord
+from mingc.artifacts.codec import encode
+from mingc.artifacts.manifest import EngineCost, EngineRecord, content_hash
 from mingc.artifacts.spec import GraphSpec
 from mingc.dtypes import torch_dtype
 from mingc.errors import ConfigError
 from mingc.host import current_host, gpu_target
 from mingc.probe.baseline import Comparison, check_common, compare, differences
+from mingc.probe.cold_start import ColdStart, measure_cold_start
+from mingc.probe.environment import this_environment
 from mingc.probe.inputs import ProbeCase, page_size, room
 from mingc.probe.patch_embed import check_patch_embed, compare_patch_embed
 from mingc.probe.report import (
     EngineFigures,
+    EnginePair,
     Latency,
     PatchEmbed,
     PeakRates,
@@ -33,9 +37,10 @@ from mingc.probe.report import (
     title,
 )
 from mingc.probe.stopwatch import Stopwatch, percentile
-from mingc.runtime.engines.base import Graph
+from mingc.probe.transfers import measure_transfers
+from mingc.runtime.engines.choice import with_engines
 from mingc.runtime.engines.cuda_graphs import GraphPool
-from mingc.runtime.engines.stage_loader import load_stage
+from mingc.runtime.engines.stage_loader import LoadedStage, load_stage
 
 _BATCH_DIMS = ("B", "N")  # dims that count requests, clips or rows
 _REPETITIONS = 200
@@ -44,7 +49,8 @@ _CPU_MS = 1000.0
 _ENQUEUED = 10
 _NOTES = {
     "cuda": "times are of CUDA graph replays with a cold device cache",
-    "cpu": "times are wall-clock times of back-to-back calls: small engines have their weights in the cache",
+    "cpu": "times are wall-clock times of back-to-back calls: small engines have their weights in the cache, so their "
+    "memory roof is the rate measured for as many bytes",
 }
 
 
@@ -62,7 +68,11 @@ class ProbeOptions:
         context: tokens every request already holds, limited by its slot or pages.
         repetitions: timed calls per engine; None chooses by device.
         tolerance: fraction by which a median may exceed the baseline's.
+        backends: `STAGE=BACKEND` for stages whose engines are not the artifact's default ones.
         compare: `patch-embed` also times the patch embedding in two forms; `engines` must include its stage.
+        beside: another artifact of the same model, whose engines are timed in turns with these.
+        has_cold_start: also start a server of the artifact in a process of its own, before anything else.
+        has_transfers: also measure how fast memory moves on this machine.
     """
 
     engines: tuple[str, ...] | None = None
@@ -71,6 +81,10 @@ class ProbeOptions:
     repetitions: int | None = None
     tolerance: float = 0.1
     compare: str | None = None
+    beside: Path | None = None
+    has_cold_start: bool = True
+    has_transfers: bool = True
+    backends: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         problems = []
@@ -137,30 +151,48 @@ def probe(
     progress: Callable[[str], None] = lambda step: None,
     *,
     baseline: ProbeReport | None = None,
+    command: str = "",
 ) -> ProbeReport:
     """Time the chosen engines of the artifact at `path`; `progress` is called with each step before it starts.
 
+    `command` is noted in the report.
+
     Raises: ManifestError, IntegrityError, IncompatibleError; ConfigError when `options` name a missing engine or batch
-    size, or when `baseline` has none of the chosen engines.
+    size, when `baseline` has none of the chosen engines, or when the artifact beside has none or is for other inputs.
     """
     artifact = open_artifact(path)
     fingerprint = artifact.manifest.fingerprint
     check_fingerprint(fingerprint, current_host(fingerprint.device))
+    sha256 = content_hash(encode(artifact.manifest))
+    artifact = with_engines(artifact, options.backends)
     targets = _choose(artifact, options)
+    other = _open_beside(artifact, options.beside) if options.beside is not None else None
+    other_targets = _common_targets(targets, other, options) if other is not None else {}
     if options.compare == "patch-embed":
         check_patch_embed(artifact)
     if baseline is not None:
         check_common(baseline.engines, [each.title(options.context) for each in targets])
+    # First, as the server needs the memory of the device for itself.
+    start = ColdStart()
+    if options.has_cold_start:
+        start = measure_cold_start(path, progress, options.backends)
+    transfers = measure_transfers(progress) if options.has_transfers else ()
     progress("peak rates")
     run = _Run(artifact, options, progress)
+    beside_rows: list[_Row] = []
     with torch.inference_mode():
-        rows = [
-            row
-            for stage in dict.fromkeys(target.stage for target in targets)
-            for row in run.stage(stage, [each for each in targets if each.stage == stage])
-        ]
+        rows = []
+        for stage in dict.fromkeys(target.stage for target in targets):
+            here = [each for each in targets if each.stage == stage]
+            loaded, loaded_other = run.load(artifact, stage), None
+            for target in here:
+                rows.append(run.time(artifact, target, loaded))
+                there = other_targets.get(target.title(options.context))
+                if there is not None and other is not None:
+                    loaded_other = loaded_other or run.load(other, stage)
+                    beside_rows.append(run.time(other, there, loaded_other))
         patch_embed = run.patch_embed() if options.compare == "patch-embed" else ()
-    figures = [each for each, _ in rows]
+    figures, beside_figures = [each for each, _ in rows], [each for each, _ in beside_rows]
     # Measured again at the end: other work may have slowed the machine down at the start.
     peak_rates = run.peak_rates.faster(run.measure_peak_rates())
     roofline_bounds = [roofline_bound(each, *cost, peak_rates) for each, cost in rows if cost is not None]
@@ -186,11 +218,68 @@ def probe(
         only_here=comparison.only_here,
         only_in_baseline=comparison.only_in_baseline,
         patch_embed=patch_embed,
-        notes=tuple(run.notes),
+        artifact_sha256=sha256,
+        command=command,
+        environment=this_environment(),
+        ready_s=start.phases[-1].until_s if start.phases else None,
+        cold_start=start.phases,
+        first_requests=start.first_requests,
+        transfers=transfers,
+        beside_artifact=str(options.beside) if options.beside is not None else None,
+        beside=pairs(figures, beside_figures),
+        beside_engines=tuple(beside_figures),
+        notes=(*run.notes, *start.notes),
     )
     if baseline is None:
         return report
     return replace(report, notes=(*report.notes, *differences(baseline, report)))
+
+
+def pairs(here: Sequence[EngineFigures], there: Sequence[EngineFigures]) -> tuple[EnginePair, ...]:
+    """Engines that both sides have, by title, in the order of `here`."""
+    others = {each.title: each for each in there}
+    return tuple(
+        EnginePair(
+            engine=each.title,
+            backend=each.backend,
+            median_ms=each.latency.median_ms,
+            other_backend=other.backend,
+            other_median_ms=other.latency.median_ms,
+            ratio=other.latency.median_ms / each.latency.median_ms,
+        )
+        for each in here
+        if (other := others.get(each.title)) is not None
+    )
+
+
+def _open_beside(artifact: Artifact, path: Path) -> Artifact:
+    """The artifact to time beside. Raises: ConfigError when it is for another device, model or dtype."""
+    other = open_artifact(path)
+    recorded, here = other.manifest.fingerprint, artifact.manifest.fingerprint
+    check_fingerprint(recorded, current_host(recorded.device))
+    before = (artifact.manifest.model, here.device, here.dtype, here.world_size)
+    after = (other.manifest.model, recorded.device, recorded.dtype, recorded.world_size)
+    if before != after:
+        names = ("model", "device", "dtype", "ranks")
+        differing = [f"{name} {a} and {b}" for name, a, b in zip(names, before, after, strict=True) if a != b]
+        raise ConfigError(
+            f"the artifacts cannot be compared: {', '.join(differing)}",
+            where="--beside",
+            fix="pass an artifact that differs in its backend only",
+        )
+    return with_engines(other, ())
+
+
+def _common_targets(targets: Sequence[_Target], other: Artifact, options: ProbeOptions) -> dict[str, _Target]:
+    """Targets of `other` by title. Raises: ConfigError when none of `targets` is among them."""
+    found = {each.title(options.context): each for each in _targets(other)}
+    if not {*found} & {each.title(options.context) for each in targets}:
+        raise ConfigError(
+            f"{other.root} has none of the engines to be timed",
+            where="--beside",
+            fix="pass an artifact that was exported with the same batch sizes, or choose other engines with --engine",
+        )
+    return found
 
 
 def _choose(artifact: Artifact, options: ProbeOptions) -> list[_Target]:
@@ -249,47 +338,49 @@ class _Run:
         self.notes = [_NOTES[fingerprint.device]]
         if self._device.type == "cuda":
             self.notes.append(gpu_target(self._device).describe())
+        self._pool: GraphPool | None = None
         self._stopwatch = Stopwatch(self._device)
         self.peak_rates = self.measure_peak_rates()
 
     def measure_peak_rates(self) -> PeakRates:
         return self._stopwatch.peak_rates(torch_dtype(self._artifact.manifest.fingerprint.dtype))
 
-    def stage(self, name: str, targets: list[_Target]) -> Iterator[_Row]:
-        """Load a stage and time its `targets`."""
-        manifest = self._artifact.manifest
+    def load(self, artifact: Artifact, name: str) -> LoadedStage:
+        """The engines of a stage, each with its first instance of weights."""
+        manifest = artifact.manifest
         ranks = manifest.fingerprint.world_size
         if manifest.stages[name].is_sharded and ranks > 1:
-            self.notes.append(f"{name}: rank 0 of {ranks}, without all-reduces")
-        loaded = load_stage(self._artifact, name, self._device, only_first=True)
-        pool = GraphPool(self._device) if self._device.type == "cuda" else None
-        for target in targets:
-            self._progress(title(target.name, target.sizes))
-            yield self._time(target, loaded[target.spec.name], pool)
+            note = f"{name}: rank 0 of {ranks}, without all-reduces"
+            self.notes += [] if note in self.notes else [note]
+        self._pool = GraphPool(self._device) if self._device.type == "cuda" else None
+        return load_stage(artifact, name, self._device, only_first=True)
 
     def patch_embed(self) -> tuple[PatchEmbed, ...]:
         """Both forms of the vision encoder's patch embedding."""
         return compare_patch_embed(self._artifact, self._stopwatch, self._progress, self.notes)
 
-    def _time(self, target: _Target, graph: Graph, pool: GraphPool | None) -> _Row:
+    def time(self, artifact: Artifact, target: _Target, loaded: LoadedStage) -> _Row:
+        """Figures and cost of `target`, an engine of `loaded`."""
+        self._progress(f"{title(target.name, target.sizes)} ({target.engine.backend})")
         case = ProbeCase(
             stage=target.stage,
             spec=target.spec,
             sizes=target.sizes,
             context=target.held(self._options.context),
-            parameters=self._artifact.manifest.parameters.get(target.stage, {}),
+            parameters=artifact.manifest.parameters.get(target.stage, {}),
         )
-        tensors = case.make(self._device)
+        tensors, graph = case.make(self._device), loaded[target.spec.name]
 
         def run() -> tuple[torch.Tensor, ...]:
             return tuple(graph.run(**tensors).values())
 
-        latency = self._latency(run, title(target.name, target.sizes), pool)
+        latency = self._latency(run, title(target.name, target.sizes), self._pool)
         figures = EngineFigures(
             engine=target.name,
             sizes=target.sizes,
             context_tokens=case.context if math.isfinite(target.room) else None,
             layer_instances=len(target.spec.layer_instances),
+            backend=target.engine.backend,
             latency=latency,
         )
         cost = next((each for each in target.engine.cost if each.dims == target.sizes), None)

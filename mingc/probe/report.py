@@ -9,10 +9,20 @@ from mingc.artifacts.manifest import EngineCost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CacheRate:
+    """Rate of reading the same `num_bytes` again and again, from whichever cache holds them."""
+
+    num_bytes: int
+    read_tb_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PeakRates:
     """Measured peak rates of a machine on large random tensors: copy (bytes read and written), read and matmul.
 
     `cache_bytes` is the size of the last-level cache; None if unknown. `read_tb_s` is 0 in reports of earlier versions.
+    `cache_rates` are of small tensors, smallest first: on a CPU, whose engines run with what they read before in the
+    cache; empty on CUDA, where the cache is emptied before each call.
     """
 
     device: str
@@ -21,11 +31,23 @@ class PeakRates:
     matmul_dtype: str
     cache_bytes: int | None = None
     read_tb_s: float = 0.0
+    cache_rates: tuple[CacheRate, ...] = field(default=(), metadata={"shown": False})
 
     @property
     def memory_tb_s(self) -> float:
         """The faster of copying and reading: engines read most of their bytes, and writes slow a memory down."""
         return max(self.copy_tb_s, self.read_tb_s)
+
+    def rate_of(self, num_bytes: int) -> float:
+        """The rate in TB/s that a call which reads `num_bytes` may reach at most.
+
+        That of the largest measured size which is not above it, or of a larger one that was faster still: a rate falls
+        with the size, and those of the smallest sizes have the time of the call in them.
+        """
+        below = [each.num_bytes for each in self.cache_rates if each.num_bytes <= num_bytes]
+        least = max(below, default=0)
+        cached = [each.read_tb_s for each in self.cache_rates if each.num_bytes >= least]
+        return max(self.memory_tb_s, *cached) if cached else self.memory_tb_s
 
     def faster(self, other: PeakRates) -> PeakRates:
         """The higher rates of two measurements of the same machine."""
@@ -34,6 +56,10 @@ class PeakRates:
             copy_tb_s=max(self.copy_tb_s, other.copy_tb_s),
             read_tb_s=max(self.read_tb_s, other.read_tb_s),
             matmul_tflop_s=max(self.matmul_tflop_s, other.matmul_tflop_s),
+            cache_rates=tuple(
+                max(pair, key=lambda each: each.read_tb_s)
+                for pair in zip(self.cache_rates, other.cache_rates, strict=True)
+            ),
         )
 
 
@@ -65,7 +91,8 @@ class EngineFigures:
     """Figures of one engine at one set of sizes.
 
     `context_tokens` are the tokens every request holds before the call; None for engines without state. A step runs
-    the engine `layer_instances` times, once per layer that shares it; the first one is timed.
+    the engine `layer_instances` times, once per layer that shares it; the first one is timed. `backend` is empty in
+    reports of earlier versions.
     """
 
     engine: str
@@ -73,6 +100,7 @@ class EngineFigures:
     context_tokens: int | None
     latency: Latency
     layer_instances: int = 1
+    backend: str = ""
 
     @property
     def title(self) -> str:
@@ -83,6 +111,7 @@ class EngineFigures:
         latency = self.latency
         return {
             "engine": self.title,
+            "backend": self.backend,
             "median_ms": latency.median_ms,
             "p95_ms": latency.p95_ms,
             "p99_ms": latency.p99_ms,
@@ -102,6 +131,8 @@ class RooflineBound:
         io_bytes: inputs and outputs.
         memory_bound_ms, compute_bound_ms: time for all bytes at the memory rate, for all FLOPs at the matmul rate.
         roofline: larger of the two bounds as a fraction of the measured median.
+        memory_roof_tb_s: the memory rate of the bound, see `PeakRates.rate_of`.
+        intensity: FLOPs per byte. achieved_tflop_s, achieved_tb_s: FLOPs and bytes by the measured median.
         uncounted: kernels that the cost model does not count; with any, the bounds are too low.
     """
 
@@ -114,6 +145,10 @@ class RooflineBound:
     compute_bound_ms: float
     roofline: float
     uncounted: tuple[str, ...]
+    memory_roof_tb_s: float = 0.0
+    intensity: float = 0.0
+    achieved_tflop_s: float = 0.0
+    achieved_tb_s: float = 0.0
 
     def cells(self) -> dict[str, str | float]:
         """Columns of the console table."""
@@ -150,10 +185,92 @@ class PatchEmbed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StartPhase:
+    """One phase of a cold start, and the seconds from the start of the process to its end if all were in turn."""
+
+    phase: str
+    seconds: float
+    until_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstRequest:
+    """Milliseconds until the whole answer of the first request of a kind after the start, and of the same again."""
+
+    request: str
+    first_ms: float
+    second_ms: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transfer:
+    """Rate of moving memory. `num_bytes` are what the rate counts in `ms`; without a rate, `not_run` says why."""
+
+    transfer: str
+    num_bytes: int
+    ms: float | None
+    gb_s: float | None
+    not_run: str = ""
+
+    def cells(self) -> dict[str, str | float | None]:
+        """Columns of the console table."""
+        return {
+            "transfer": self.transfer,
+            "mb": self.num_bytes / 1e6 if self.num_bytes else None,
+            "ms": self.ms,
+            "gb_s": self.gb_s,
+            "not_run": self.not_run,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnginePair:
+    """An engine of this artifact and the same one of another artifact, timed in turns; `ratio` is other to this."""
+
+    engine: str
+    backend: str
+    median_ms: float
+    other_backend: str
+    other_median_ms: float
+    ratio: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Environment:
+    """The machine and the versions of a probe; None for what is not there. `measured_at` is in UTC."""
+
+    measured_at: str
+    mingc: str
+    python: str
+    torch: str
+    onnxruntime: str | None
+    cuda: str | None
+    driver: str | None
+    nccl: str | None
+    system: str
+    cpu: str
+    cores: int
+    torch_threads: int
+    memory_gib: float
+    gpus: tuple[str, ...]
+
+    def cells(self) -> dict[str, object]:
+        """What the console shows beside the lines of the report."""
+        return {
+            "cpu": self.cpu,
+            "cores": self.cores,
+            "torch_threads": self.torch_threads,
+            "gpus": self.gpus or None,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeReport:
     """The result of `mingc probe`; a report written with `--json` serves as a baseline.
 
-    `roofline_bounds` lacks engines for which the export counted no cost.
+    `roofline_bounds` lacks engines for which the export counted no cost. `artifact_sha256` is of the manifest's
+    content, which has the hashes of all files. `ready_s` is the sum of the phases of `cold_start`; None if it was not
+    run. `beside` compares with the artifact `beside_artifact`, whose figures are `beside_engines`.
     """
 
     artifact: str
@@ -168,6 +285,16 @@ class ProbeReport:
     only_here: tuple[str, ...]
     only_in_baseline: tuple[str, ...]
     patch_embed: tuple[PatchEmbed, ...] = ()
+    artifact_sha256: str = ""
+    command: str = ""
+    environment: Environment | None = None
+    ready_s: float | None = None
+    cold_start: tuple[StartPhase, ...] = ()
+    first_requests: tuple[FirstRequest, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    beside_artifact: str | None = None
+    beside: tuple[EnginePair, ...] = ()
+    beside_engines: tuple[EngineFigures, ...] = field(default=(), metadata={"shown": False})
     notes: tuple[str, ...] = field(default=())
 
 
@@ -187,8 +314,11 @@ def roofline_bound(
     weight_bytes = cost.weight_bytes
     if peak_rates.cache_bytes is not None and weight_bytes > peak_rates.cache_bytes:
         weight_bytes += int(cost.reuse_bytes * (1 - peak_rates.cache_bytes / weight_bytes))
-    bytes_ms = (weight_bytes + state_bytes + io_bytes) / peak_rates.memory_tb_s / 1e9
+    num_bytes = weight_bytes + state_bytes + io_bytes
+    memory_tb_s = peak_rates.rate_of(num_bytes)
+    bytes_ms = num_bytes / memory_tb_s / 1e9
     flops_ms = flops / peak_rates.matmul_tflop_s / 1e9
+    median_ms = figures.latency.median_ms
     return RooflineBound(
         engine=figures.title,
         flops=flops,
@@ -197,8 +327,12 @@ def roofline_bound(
         io_bytes=io_bytes,
         memory_bound_ms=bytes_ms,
         compute_bound_ms=flops_ms,
-        roofline=max(bytes_ms, flops_ms) / figures.latency.median_ms,
+        roofline=max(bytes_ms, flops_ms) / median_ms,
         uncounted=cost.uncounted,
+        memory_roof_tb_s=memory_tb_s,
+        intensity=flops / num_bytes if num_bytes else 0.0,
+        achieved_tflop_s=flops / median_ms / 1e9,
+        achieved_tb_s=num_bytes / median_ms / 1e9,
     )
 
 
@@ -209,7 +343,7 @@ def above_the_roof(bounds: Sequence[RooflineBound]) -> str | None:
         return None
     highest = max(above, key=lambda bound: bound.roofline)
     return (
-        f"{len(above)} engine(s) were faster than memory and matmul rates allow, {highest.engine} by "
-        f"{100 * (highest.roofline - 1):.0f} %: their weights stayed in the processor's caches, or other work slowed "
-        "the machine down while the rates were measured"
+        f"fault of the roof: {len(above)} engine(s) were faster than the measured rates allow, {highest.engine} by "
+        f"{100 * (highest.roofline - 1):.0f} %: the rates are too low, as other work slowed the machine down while "
+        "they were measured, or the cost counts more than the engine does"
     )

@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 
 from mingc.host import gpu
-from mingc.probe.report import PeakRates
+from mingc.probe.report import CacheRate, PeakRates
 
 _WARM_UPS = 2
+_CACHED_BYTES = tuple(2**power for power in range(16, 28, 2))  # 64 KiB to 64 MiB
+_CACHED_READ_BYTES = (
+    2**27
+)  # read for each size, in as many calls as that takes, so that a fast one is among them
 _FLUSH_CACHES = 16  # the flush takes long enough for the host to enqueue the timed call behind it
 
 
@@ -79,7 +83,19 @@ class Stopwatch:
             matmul_tflop_s=round(2 * side**3 / matmul_ms / 1e9, 3),
             matmul_dtype=str(dtype).removeprefix("torch."),
             cache_bytes=self._flush.numel() // _FLUSH_CACHES if self._flush is not None else None,
+            cache_rates=() if is_cuda else tuple(self._cache_rate(size) for size in _CACHED_BYTES),
         )
+
+    def _cache_rate(self, num_bytes: int) -> CacheRate:
+        """The faster of a sum and a matrix times a vector, which reads its matrix as most engines do."""
+        matrix = torch.randn(num_bytes // 1024, 256)
+        vector, result = torch.randn(256), torch.empty(len(matrix))
+        count = max(5, min(1000, _CACHED_READ_BYTES // num_bytes))
+        fastest_ms = min(
+            *self.samples_ms(matrix.sum, count),
+            *self.samples_ms(lambda: torch.mv(matrix, vector, out=result), count),
+        )
+        return CacheRate(num_bytes=num_bytes, read_tb_s=round(num_bytes / fastest_ms / 1e9, 4))
 
 
 def processor_name() -> str:

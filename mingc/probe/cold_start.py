@@ -1,0 +1,195 @@
+"""Cold start of an artifact: `mingc serve` in a fresh process, its phases as its own clock has them, first requests.
+
+Runs before anything else of a probe: the server takes as much of a GPU as it would alone.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from mingc.errors import ArtifactError, WorkerError
+from mingc.probe.report import FirstRequest, StartPhase
+
+INTERPRETER = "start the interpreter, read options"
+_START_TIMEOUT_S = 1800.0  # the released weights from a cold disk, and their hashes
+_ANSWER_TIMEOUT_S = 120.0
+_STOP_TIMEOUT_S = 30.0
+_TOKENS = 2
+_TEXT = "Hello."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ColdStart:
+    """One start of a server. The phases add up to the time from the creation of the process to the open port.
+
+    `disk_bytes` is what the process read from a disk until then, and not from the page cache; None if unknown. Without
+    phases it was not run; `notes` say why.
+    """
+
+    phases: tuple[StartPhase, ...] = ()
+    first_requests: tuple[FirstRequest, ...] = ()
+    disk_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def measure_cold_start(
+    artifact: Path, progress: Callable[[str], None], engines: Sequence[str] = ()
+) -> ColdStart:
+    """Serve `artifact` on a free local port, send each kind of request twice, and end the server.
+
+    `engines` are those of `mingc serve --engines`.
+    """
+    progress("cold start")
+    started = time.perf_counter()
+    notes: list[str] = []
+    first_requests: list[FirstRequest] = []
+    with _server(artifact, engines) as (child, stdout, log):
+        try:
+            document = _announced(child, stdout, log)
+        except ArtifactError as error:
+            return ColdStart(notes=(f"cold start is not run: mingc serve: {error.message}",))
+        ready_s = time.perf_counter() - started
+        disk_bytes = _disk_bytes(child.pid)
+        progress("first requests")
+        try:
+            first_requests += _first_requests(document["url"])
+        except WorkerError as error:
+            notes.append(error.message)
+    if disk_bytes is not None:
+        notes.append(
+            f"cold start: the server's main process read {disk_bytes / 1e9:.3f} GB from a disk until it was ready; "
+            "reads of other ranks are not counted"
+        )
+    return ColdStart(
+        phases=phases(document["startup_s"], ready_s),
+        first_requests=tuple(first_requests),
+        disk_bytes=disk_bytes,
+        notes=tuple(notes),
+    )
+
+
+def phases(startup_s: Mapping[str, float], ready_s: float) -> tuple[StartPhase, ...]:
+    """The phases of a server's clock, after the time until that clock began: `ready_s` is the sum of all."""
+    before_s = max(0.0, ready_s - sum(startup_s.values()))
+    rows: list[StartPhase] = []
+    for name, seconds in {INTERPRETER: before_s, **startup_s}.items():
+        until_s = (rows[-1].until_s if rows else 0.0) + seconds
+        rows.append(StartPhase(phase=name, seconds=round(seconds, 3), until_s=round(until_s, 3)))
+    return tuple(rows)
+
+
+@contextmanager
+def _server(
+    artifact: Path, engines: Sequence[str]
+) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]]:
+    words = ["serve", str(artifact), "--host", "127.0.0.1", "--port", "0", "--drain-seconds", "0", "--json"]
+    words += ("--engines", ",".join(engines)) if engines else ()
+    # Keys would refuse the first requests, which have none.
+    environment = {name: value for name, value in os.environ.items() if name != "MINGC_API_KEYS"}
+    with tempfile.TemporaryFile() as log:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "mingc.console.child_main", *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=environment,
+        )
+        assert child.stdin is not None and child.stdout is not None
+        try:
+            yield child, child.stdout, log
+        finally:
+            child.terminate()
+            try:
+                child.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+            child.stdin.close()
+            child.stdout.close()
+
+
+def _announced(child: subprocess.Popen[bytes], stdout: IO[bytes], log: IO[bytes]) -> dict[str, Any]:
+    """The line that the server prints when its port is open."""
+    ready, _, _ = select.select([stdout], [], [], _START_TIMEOUT_S)
+    line = stdout.readline() if ready else b""
+    try:
+        document: dict[str, Any] = json.loads(line)
+        if not isinstance(document, dict) or "url" not in document:
+            raise ValueError("no address")
+    except ValueError:
+        if ready:
+            with suppress(subprocess.TimeoutExpired):  # it is ended with its process
+                child.wait(_STOP_TIMEOUT_S)
+        log.seek(0)
+        written = log.read().decode(errors="replace")
+        reasons = re.findall(r"^mingc: error: (.*)$", written, re.MULTILINE)
+        reason = (
+            reasons[0]
+            if reasons
+            else f"no address after {_START_TIMEOUT_S:.0f} s, or exit code {child.poll()}"
+        )
+        raise ArtifactError(reason, where="mingc serve") from None
+    return document
+
+
+def _disk_bytes(pid: int) -> int | None:
+    try:
+        text = Path(f"/proc/{pid}/io").read_text(encoding="ascii")
+    except OSError:
+        return None
+    found = re.search(r"^read_bytes: (\d+)$", text, re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+def _first_requests(url: str) -> Iterator[FirstRequest]:
+    """Each kind of request that the model takes, twice, and the milliseconds until its whole answer."""
+    models = _request(f"{url}/v1/models", None)
+    model = json.loads(models)["data"][0]
+    bodies: dict[str, tuple[str, dict[str, Any]]] = {}
+    if "text" in model["output_modalities"]:
+        words = {"messages": [{"role": "user", "content": _TEXT}], "max_tokens": _TOKENS}
+        bodies[f"chat, {_TOKENS} tokens"] = ("chat/completions", words)
+    if "audio" in model["output_modalities"]:
+        bodies[f"speech, {len(_TEXT)} characters"] = (
+            "audio/speech",
+            {"input": _TEXT, "response_format": "pcm"},
+        )
+    for name, (path, body) in bodies.items():
+        milliseconds = []
+        for _ in range(2):
+            started = time.perf_counter()
+            _request(f"{url}/v1/{path}", {"model": model["id"], **body})
+            milliseconds.append(round(1e3 * (time.perf_counter() - started), 3))
+        yield FirstRequest(request=name, first_ms=milliseconds[0], second_ms=milliseconds[1])
+
+
+def _request(url: str, body: Mapping[str, Any] | None) -> bytes:
+    """The body of the answer. The address is this machine's, so no proxy of the environment is asked."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=_ANSWER_TIMEOUT_S) as response:
+            answer: bytes = response.read()
+    except (OSError, http.client.HTTPException) as error:  # also of a server that ends meanwhile
+        detail = ""
+        if isinstance(error, urllib.error.HTTPError):
+            with suppress(OSError, http.client.HTTPException):
+                detail = error.read(300).decode(errors="replace")
+        raise WorkerError(f"the first request failed: {error} {detail}".strip(), where=url) from error
+    return answer
