@@ -127,6 +127,8 @@ class DeployOptions:
             )
         if self.speech_artifact is not None and not self.speech:
             problems.append("speech is off, but speech_artifact is given")
+        if self.speech_artifact is not None and self.engines.engines:
+            problems.append("engines are of one artifact, but speech_artifact is a second one")
         if problems:
             raise ConfigError("; ".join(problems), where=_WHERE, fix="see docs/deployment.md")
 

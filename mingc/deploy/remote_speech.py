@@ -74,9 +74,13 @@ class RemoteSpeechService:
         self._text = text
         self._speak = speak
         self._speech = speech
+        self.update(info)
+
+    def update(self, info: SpeechInfo) -> None:
+        """Take over what the speech deployment can do now; for requests that begin later."""
         self._max_segment_length = info.max_segment_length
         self._info = replace(
-            text.info,
+            self._text.info,
             sample_rate=info.service.sample_rate,
             voices=info.service.voices,
             default_voice=info.service.default_voice,

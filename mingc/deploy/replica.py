@@ -37,6 +37,7 @@ log = logging.getLogger("mingc.deploy")
 # As `mingc serve` does: with Python's default of 5 ms engine threads wait for a thread that prepares a long text.
 _SWITCH_S = 0.001
 _METRICS_PERIOD_S = 5.0
+_SPEECH_INFO_PERIOD_S = 2.0
 
 
 class UnhealthyReplicaError(Exception):
@@ -107,7 +108,18 @@ class ModelReplica(Replica):
         await Replica.__init__(self, options)
         self._app = create_app(self.service, options.http)
         self._metrics = RayMetrics(self._app.state.server.metrics, lambda: self.service.load)
-        self._publishing = asyncio.create_task(self._metrics.publish(_METRICS_PERIOD_S))
+        self._tasks = [asyncio.create_task(self._metrics.publish(_METRICS_PERIOD_S))]
+        if isinstance(self.service, RemoteSpeechService):
+            self._tasks.append(asyncio.create_task(self._follow_speech(self.service)))
+
+    async def _follow_speech(self, service: RemoteSpeechService) -> None:
+        """Read for ever what the speech deployment can do: an update of it may bring other voices, and come later."""
+        while True:
+            await asyncio.sleep(_SPEECH_INFO_PERIOD_S)
+            try:
+                service.update(await self._speech.info.remote())
+            except Exception as error:  # what was known stays known until a speech replica answers again
+                log.warning("the voices of the speech deployment were not read: %s", error)
 
     async def open_service(self) -> Service:
         has_own_speech = self.options.speech and self._speech is None
@@ -140,10 +152,10 @@ class ModelReplica(Replica):
         )
 
     async def __del__(self) -> None:
-        if (publishing := getattr(self, "_publishing", None)) is not None:
-            publishing.cancel()
+        for task in getattr(self, "_tasks", ()):
+            task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await publishing
+                await task
         await Replica.__del__(self)
 
 
