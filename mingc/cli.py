@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import io
 import json
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,12 +18,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from mingc import __version__
+from mingc.artifacts.target import is_rtx
 from mingc.console.param_types import PathParam, names, numbers
 from mingc.console.progress import progress, step_logger
 from mingc.console.signals import clean_shutdown
-from mingc.defaults import BACKEND, BATCH_SIZES, MAX_MODEL_LEN, MODEL_NAME, PREFILL_CHUNK_SIZE
+from mingc.defaults import (
+    BACKEND,
+    BATCH_SIZES,
+    CACHE_GIGABYTES,
+    MAX_MODEL_LEN,
+    MODEL_NAME,
+    PREFILL_CHUNK_SIZE,
+    RTX_BACKEND,
+)
 from mingc.errors import ConfigError, MingcError, unexpected
 
 if TYPE_CHECKING:
@@ -48,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with clean_shutdown():
-            sys.exit(commands.main(args=words, prog_name="mingc", standalone_mode=False) or 0)
+            sys.exit(commands.main(args=words, prog_name="mingc", standalone_mode=False, obj=words) or 0)
     except (click.Abort, KeyboardInterrupt):
         print("mingc: interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
@@ -117,7 +128,10 @@ def commands() -> None:
 @click.argument("checkpoint", type=_PATH)
 @click.option("--output", type=_PATH, required=True, help="Folder of the artifact to write.")
 @click.option(
-    "--target", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Device the engines are for."
+    "--target",
+    metavar="cpu|cuda|rtx:smNN,…",
+    default="cpu",
+    help="Device the engines are for. RTX cards, such as rtx:sm86,sm89,sm120, need not be in this machine.",
 )
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Weights and arithmetic."
@@ -137,6 +151,13 @@ def commands() -> None:
     default=None,
     show_default="$XDG_CACHE_HOME/mingc/engines",
     help="Folder that keeps compiled engines for later exports, by what decides their code.",
+)
+@click.option(
+    "--cache-limit",
+    "cache_gigabytes",
+    type=float,
+    default=CACHE_GIGABYTES,
+    help="Gigabytes that the cache may hold; above it the least recently used engines are removed.",
 )
 @click.option("--no-cache", is_flag=True, help="Compile every engine anew and keep none.")
 @click.option(
@@ -169,8 +190,15 @@ def commands() -> None:
     "--backend",
     multiple=True,
     default=(BACKEND,),
-    metavar="NAME[:STAGE,…]",
-    help="Compiler of all engines, or of the engines of STAGE; may be given several times.",
+    show_default=f"{BACKEND}; for RTX cards {RTX_BACKEND}",
+    metavar="NAME[+NAME…][:STAGE,…]",
+    help="Compiler of all engines, or of the engines of STAGE; may be given several times. Several names: the engines "
+    "of each, the first of which are run by default. `auto`: time what is installed, and keep the fastest.",
+)
+@click.option(
+    "--keep-all",
+    is_flag=True,
+    help="With `--backend auto`, keep the engines of every backend; the fastest are run by default.",
 )
 @click.option("--model-name", default=MODEL_NAME, help="Name of the model that a server announces.")
 @_common
@@ -188,6 +216,9 @@ def export_command(as_json: bool, tp: int, cache: Path | None, no_cache: bool, *
             "--cache and --no-cache contradict each other", where="mingc export", fix="pass one of them"
         )
     kept = None if no_cache else cache or cache_folder() / "engines"
+    is_default = click.get_current_context().get_parameter_source("backend") is ParameterSource.DEFAULT
+    if is_default and is_rtx(options["target"]):
+        options["backend"] = (RTX_BACKEND,)
     show(_export(ExportRecipe(world_size=tp, cache=kept, **options)), as_json=as_json)
     return 0
 
@@ -195,6 +226,7 @@ def export_command(as_json: bool, tp: int, cache: Path | None, no_cache: bool, *
 def _export(recipe: ExportRecipe) -> ExportReport:
     from mingc.console.report import show
     from mingc.export.pipeline import export_artifact
+    from mingc.probe.engine_trial import time_engines
     from mingc.verify.engine_replay import replay
     from mingc.verify.served.record import record_goldens
 
@@ -205,6 +237,7 @@ def _export(recipe: ExportRecipe) -> ExportReport:
             replay,
             lambda step: report_step(step.done, step.total, f"{step.name} {step.subject}", step.seconds),
             record_goldens,
+            time_engines,
         )
 
 
@@ -408,6 +441,13 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     show_default="none",
     help="Serve only a bundle signed with this key: a file, or the line that minisign prints.",
 )
+@click.option(
+    "--engines",
+    callback=names,
+    metavar="STAGE=BACKEND,…",
+    show_default="the artifact's default ones",
+    help="Run the engines of this backend, where the artifact has several; may name several stages.",
+)
 @_common
 def serve_command(
     as_json: bool,
@@ -425,12 +465,12 @@ def serve_command(
     signal stops at once. When a rank of the thinker dies or hangs, running chats get an error, and the server exits
     with code 4. With --self-check it exits with 3 when an answer differs from the recorded one.
     """
-    from mingc.runtime.http.options import ServeOptions
-
-    http = ServeOptions(**{name: options.pop(name) for name in _HTTP_OPTIONS})
     from mingc.runtime.service.startup import StartupClock
 
     clock = StartupClock()
+    from mingc.runtime.http.options import ServeOptions
+
+    http = ServeOptions(**{name: options.pop(name) for name in _HTTP_OPTIONS})
     with clock.phase("import"):
         from mingc.console.report import show
         from mingc.runtime.http.api_keys import ApiKeys
@@ -440,7 +480,10 @@ def serve_command(
         from mingc.runtime.service.builder import EngineOptions, open_service
 
     engines = EngineOptions(
-        max_waiting=options.pop("max_queue"), num_torch_threads=options.pop("threads"), **options
+        max_waiting=options.pop("max_queue"),
+        num_torch_threads=options.pop("threads"),
+        engines=options.pop("engines") or (),
+        **options,
     )
     configure_logging(log_level, log_format)
     for resolved in (http, engines):
@@ -455,8 +498,9 @@ def serve_command(
         return EXIT_FOUND_PROBLEMS
     # What start-up made lives as long as the process: a full collection would walk through it for a tenth of a
     # second, while every stream waits.
-    gc.collect()
-    gc.freeze()
+    with clock.phase("collect garbage"):
+        gc.collect()
+        gc.freeze()
 
     def announce(url: str) -> None:
         document = {"url": url, "model": service.info.model, "startup_s": clock.seconds}
@@ -505,9 +549,21 @@ def _is_as_recorded(service: OmniService, artifact: Path, clock: StartupClock) -
 @click.option(
     "--no-replay", is_flag=True, help="Check file hashes only, without versions and engines; needs no torch."
 )
+@click.option(
+    "--engines",
+    callback=names,
+    metavar="STAGE=BACKEND,…",
+    show_default="those of every backend",
+    help="Replay the engines of these backends, and the default ones of other stages.",
+)
 @_common
 def verify_command(
-    as_json: bool, artifact: Path, reference: Path | None, against: Path | None, no_replay: bool
+    as_json: bool,
+    artifact: Path,
+    reference: Path | None,
+    against: Path | None,
+    no_replay: bool,
+    engines: tuple[str, ...] | None,
 ) -> int:
     """Check that ARTIFACT is complete and computes correct results on this machine.
 
@@ -520,8 +576,14 @@ def verify_command(
         raise ConfigError(
             "--reference and --against mean the same", where="mingc verify", fix="pass --reference only"
         )
+    if no_replay and engines is not None:
+        raise ConfigError(
+            "--no-replay runs no engine", where="--engines", fix="leave one of the two options out"
+        )
     log = step_logger("verify")
-    result = verify(artifact, reference=reference or against, replay=not no_replay, progress=log)
+    result = verify(
+        artifact, reference=reference or against, replay=not no_replay, engines=engines, progress=log
+    )
     show(result, as_json=as_json)
     log(
         f"{result.checked} comparisons, {result.failed} failed, {result.expected_differences} expected differences"
@@ -545,6 +607,14 @@ def verify_command(
     show_default="all",
     help="Numbers of requests in a call, separated by commas.",
 )
+@click.option(
+    "--engines",
+    "backends",
+    callback=names,
+    metavar="STAGE=BACKEND,…",
+    show_default="the artifact's default ones",
+    help="Time the engines of this backend, where the artifact has several; may name several stages.",
+)
 @click.option("--context", type=int, default=256, help="Tokens in the KV cache of every request.")
 @click.option("--repetitions", type=int, show_default="200, CPU: 3 to 10", help="Timed calls per engine.")
 @click.option("--baseline", type=_PATH, show_default="none", help="Report of --json to compare with.")
@@ -553,6 +623,27 @@ def verify_command(
 )
 @click.option(
     "--compare", type=click.Choice(["patch-embed"]), help="Time the patch embedding as convolution, too."
+)
+@click.option(
+    "--beside",
+    type=_PATH,
+    show_default="none",
+    help="Artifact of the same model with engines of another backend: both are timed in turns.",
+)
+@click.option(
+    "--html", type=_PATH, show_default="none", help="Also write the report as one HTML file with charts."
+)
+@click.option(
+    "--cold-start/--no-cold-start",
+    "has_cold_start",
+    default=True,
+    help="Serve ARTIFACT in a process of its own first, and time each phase until it is ready.",
+)
+@click.option(
+    "--transfers/--no-transfers",
+    "has_transfers",
+    default=True,
+    help="Measure memory rates: of the host, between host and GPU, between GPUs.",
 )
 @click.option(
     "--synthetic",
@@ -579,18 +670,23 @@ def probe_command(
     synthetic: Path | None,
     jobs: int | None,
     cache: Path | None,
+    html: Path | None,
     **options: Any,
 ) -> int:
     """Time every engine of ARTIFACT and compare it with the roofline bounds of this machine.
 
-    Exits with 3 when an engine is slower than in --baseline.
+    Also times a cold start, phase by phase, and how fast memory moves; rows that this machine has no device for are
+    marked as not run. Exits with 3 when an engine is slower than in --baseline.
     """
     from mingc.console.report import show
     from mingc.probe.baseline import read_baseline
+    from mingc.probe.html_report import check_html_path, write_html
     from mingc.probe.prober import ProbeOptions, probe
 
-    asked = ProbeOptions(**options)
+    asked = ProbeOptions(backends=options.pop("backends") or (), **options)
     earlier = read_baseline(baseline) if baseline is not None else None
+    if html is not None:
+        check_html_path(html)
     with ExitStack() as stack:
         if synthetic is not None:
             from mingc.export.probe_recipe import probe_folder, synthetic_recipe
@@ -612,8 +708,12 @@ def probe_command(
                 where="mingc probe",
                 fix="pass --synthetic CONFIG" + (", or name an ARTIFACT" if artifact is None else " as well"),
             )
-        result = probe(artifact, asked, step_logger("probe"), baseline=earlier)
+        words = click.get_current_context().find_root().obj or []
+        command = shlex.join(["mingc", *words])
+        result = probe(artifact, asked, step_logger("probe"), baseline=earlier, command=command)
     show(result, as_json=as_json)
+    if html is not None:
+        write_html(result, html)
     return EXIT_FOUND_PROBLEMS if result.regressions else 0
 
 
@@ -647,6 +747,12 @@ def inspect_command(as_json: bool, artifact: Path) -> int:
     help="Add the wheels in this folder, for machines and images without a network.",
 )
 @click.option(
+    "--with-tensorrt",
+    "takes_tensorrt",
+    is_flag=True,
+    help="Let --with-wheels add NVIDIA's TensorRT libraries, which have NVIDIA's licence.",
+)
+@click.option(
     "--model-licence", type=_PATH, show_default="none", help="Add this file as the licence of the weights."
 )
 @click.option(
@@ -662,6 +768,7 @@ def pack_command(
     output: Path,
     force: bool,
     wheels: Path | None,
+    takes_tensorrt: bool,
     model_licence: Path | None,
     oci: Path | None,
 ) -> int:
@@ -680,7 +787,8 @@ def pack_command(
     log = step_logger("pack")
     if oci is not None:
         check_new(oci)
-    extras = deployment_files(open_unchecked(artifact).manifest, wheels, model_licence)
+    manifest = open_unchecked(artifact).manifest
+    extras = deployment_files(manifest, wheels, model_licence, takes_tensorrt=takes_tensorrt)
     report = pack(artifact, output, extras, replace_existing=force, log=log)
     if oci is not None:
         show(write_oci(output, oci, log=log), as_json=False, stream=sys.stderr)
@@ -716,7 +824,8 @@ def unpack_command(as_json: bool, bundle: Path, output: Path, force: bool, is_sh
 @click.argument("key", type=_PATH)
 @_common
 def keygen_command(as_json: bool, key: Path) -> int:
-    """Write a new pair of keys for signatures: the secret file KEY, without a password, and beside it KEY.pub.
+    """Write a new pair of keys for signatures: the secret file KEY, without a password, and beside it the
+    public key: NAME.pub for NAME.key, else KEY.pub.
 
     Keys of `minisign -G` may be used as well.
     """

@@ -7,3 +7,5 @@ MAX_MODEL_LEN = 4096  # tokens of a prompt and its answer
 PREFILL_CHUNK_SIZE = 256  # tokens
 MODEL_NAME = "ming-omni"
 BACKEND = "aoti"
+CACHE_GIGABYTES = 20.0  # of compiled engines; those of one export take 0.1 to 1
+RTX_BACKEND = "tensorrt"  # the only one that builds for RTX cards that are not in the machine

@@ -26,6 +26,7 @@ from mingc.artifacts.manifest import (
     read_manifest,
 )
 from mingc.artifacts.packed_file import PackedFile, open_packed
+from mingc.artifacts.target import is_rtx
 from mingc.artifacts.work_folder import work_folder
 from mingc.errors import ArtifactError, ConfigError, IncompatibleError, IntegrityError
 from mingc.host import Host
@@ -149,6 +150,13 @@ def check_fingerprint(recorded: Fingerprint, here: Host) -> None:
         differences.append(f"  device: built for {recorded.device}, here {here.device}")
     elif not _runs_on(recorded, here):
         differences.append(f"  capability: built for {recorded.capability}, here {here.capability}")
+    if differences and is_rtx(recorded.target):
+        raise IncompatibleError(
+            "this artifact is for RTX cards:\n" + "\n".join(differences),
+            where="manifest.json, fingerprint",
+            fix=f"run it with torch {recorded.torch} on an NVIDIA RTX card of compute capability "
+            f"{' or '.join(recorded.capability.split(','))}, or export again here with --target {here.device}",
+        )
     if differences:
         raise IncompatibleError(
             "this artifact was built for something else:\n" + "\n".join(differences),
@@ -158,10 +166,10 @@ def check_fingerprint(recorded: Fingerprint, here: Host) -> None:
 
 
 def _runs_on(recorded: Fingerprint, here: Host) -> bool:
-    """CPU engines run on their instruction set and every later one; CUDA engines only on their own capability."""
+    """CPU engines run on their instruction set and every later one; CUDA engines only on those that they name."""
     if recorded.device == "cpu" and {recorded.capability, here.capability} <= set(_CPU_CAPABILITIES):
         return _CPU_CAPABILITIES.index(recorded.capability) <= _CPU_CAPABILITIES.index(here.capability)
-    return recorded.capability == here.capability
+    return here.capability in recorded.capability.split(",")
 
 
 @contextmanager
@@ -188,7 +196,7 @@ def new_artifact(root: Path, *, replace_existing: bool) -> Iterator[Path]:
             put_in_place(work, root, replace_existing=replace_existing)
         except Exception as error:
             reason = write_failure(error)
-            if reason is None:
+            if reason is None or isinstance(error, ConfigError):  # it names another place than `root`
                 raise
             raise ArtifactError(
                 f"the artifact cannot be written: {reason}",
@@ -206,8 +214,11 @@ def write_failure(error: Exception) -> str | None:
     return full if full in str(error) else None
 
 
-def check_replaceable(root: Path, *, replace_existing: bool) -> None:
-    """Raises: ConfigError unless nothing is at `root`, or an artifact or an empty folder that may be replaced."""
+def check_replaceable(root: Path, *, replace_existing: bool, option: str = "--output") -> None:
+    """Raises: ConfigError unless nothing is at `root`, or an artifact or an empty folder that may be replaced.
+
+    `option` is what the user passed `root` as, for errors.
+    """
     if not os.path.lexists(root):
         return
     fix = "pass another folder"
@@ -224,19 +235,19 @@ def check_replaceable(root: Path, *, replace_existing: bool) -> None:
         fix = "pass --force to replace it, or another folder"
     else:
         return
-    raise ConfigError(problem, where="--output", fix=fix)
+    raise ConfigError(problem, where=option, fix=fix)
 
 
-def put_in_place(work: Path, root: Path, *, replace_existing: bool) -> None:
+def put_in_place(work: Path, root: Path, *, replace_existing: bool, option: str = "--output") -> None:
     """Rename `work` to `root`; remove the replaced artifact and those that builds killed at this point left."""
     try:
-        check_replaceable(root, replace_existing=replace_existing)
+        check_replaceable(root, replace_existing=replace_existing, option=option)
     except ConfigError as error:
         kept = root.with_name(f"{root.name}.{secrets.token_hex(4)}")
         work.rename(kept)
         raise ConfigError(
             f"{error.message} (it was not there at the start); the finished artifact is {kept}",
-            where="--output",
+            where=option,
             fix=f"move {kept} to its final place",
         ) from error
     aside = None

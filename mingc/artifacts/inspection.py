@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mingc.artifacts.artifact import Artifact
-from mingc.artifacts.manifest import Fingerprint, StageRecord, TunedKernel
+from mingc.artifacts.engine_choice import default_engines, explain
+from mingc.artifacts.manifest import Fingerprint, GraphRecord, StageRecord, TunedKernel
 from mingc.artifacts.target import KernelConfig
 
 
@@ -42,6 +43,19 @@ class KernelConfigSummary:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BackendSummary:
+    """A graph whose backends were tried at export, or that has engines of several.
+
+    `runs` has the backends of the engines that are run unless `--engines` asks for others, `also` those of the others.
+    """
+
+    graph: str
+    runs: tuple[str, ...]
+    also: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ArtifactSummary:
     """The result of `mingc bundle inspect`."""
 
@@ -56,6 +70,7 @@ class ArtifactSummary:
     stages: tuple[StageSummary, ...]
     edges: tuple[str, ...]
     kernel_configs: tuple[KernelConfigSummary, ...]
+    backends: tuple[BackendSummary, ...] = ()
 
 
 def summarize(artifact: Artifact) -> ArtifactSummary:
@@ -79,7 +94,19 @@ def summarize(artifact: Artifact) -> ArtifactSummary:
             for name, record in sorted(manifest.stages.items())
             for kernel in record.kernel_configs
         ),
+        backends=tuple(
+            _backends(f"{node.name}.{name}", graph)
+            for node in manifest.graph.nodes
+            for name, graph in sorted(manifest.stages[node.name].graphs.items())
+            if graph.trial is not None or len(graph.backends) > 1
+        ),
     )
+
+
+def _backends(name: str, graph: GraphRecord) -> BackendSummary:
+    runs = tuple(dict.fromkeys(engine.backend for engine in default_engines(graph)))
+    also = tuple(backend for backend in graph.backends if backend not in runs)
+    return BackendSummary(graph=name, runs=runs, also=also, reason=explain(graph))
 
 
 def _stage(artifact: Artifact, name: str, record: StageRecord) -> StageSummary:

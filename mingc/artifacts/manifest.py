@@ -19,7 +19,7 @@ from mingc.artifacts.stage_graph import StageGraph
 from mingc.artifacts.target import KernelConfig
 from mingc.errors import ArtifactError, ManifestError
 
-SCHEMA = 6
+SCHEMA = 7
 FILE_NAME = "manifest.json"
 _MAX_SIZE = 1 << 40  # of one dim of a tensor; larger ones overflow where sizes are multiplied
 _DTYPES = ("float32", "bfloat16")
@@ -102,13 +102,62 @@ class EngineRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EngineTiming:
+    """Calls of one backend's engine at sizes `dims`, timed at export in turns with those of other backends.
+
+    `median_us` are microseconds of the median call, `calls` how many there were.
+    """
+
+    backend: str
+    dims: dict[str, int]
+    median_us: float
+    calls: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendRefusal:
+    """A backend that could not build a graph, or whose engines were too far from the reference, and the reason."""
+
+    backend: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendTrial:
+    """What `--backend auto` found about a graph. `device` names the processor or GPU that engines were timed on.
+
+    Without `timings` a single backend was left.
+    """
+
+    device: str
+    timings: tuple[EngineTiming, ...] = ()
+    refused: tuple[BackendRefusal, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GraphRecord:
-    """One graph of a stage: its border, its engines, its golden file and its parity."""
+    """One graph of a stage: its border, its engines, its golden file and its parity.
+
+    Several backends may have engines of the same sizes; the first of them is used unless another backend is asked for,
+    see `mingc.artifacts.engine_choice`. `parity` is that of the engines used by default; `backend_parity` has that of
+    each backend when there are several. `trial` says why the engines were chosen; None: they were asked for.
+    """
 
     spec: GraphSpec
     engines: tuple[EngineRecord, ...]
     golden: str
     parity: Parity
+    backend_parity: dict[str, Parity] = field(default_factory=dict)
+    trial: BackendTrial | None = None
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """The backends of its engines; the first is used for at least one size by default."""
+        return tuple(dict.fromkeys(engine.backend for engine in self.engines))
+
+    def parity_of(self, backend: str) -> Parity:
+        """The parity of the engines of one backend."""
+        return self.backend_parity.get(backend, self.parity)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -300,7 +349,7 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
         raise ManifestError(
             f"manifest schema {repr(schema)[:40]}, this mingc reads schema {SCHEMA}",
             where=path,
-            fix="export again with this mingc, or install the mingc that wrote the artifact",
+            fix=_schema_fix(schema, document),
         )
     try:
         manifest = decode(Manifest, {key: value for key, value in document.items() if key != _HASH_KEY})
@@ -341,6 +390,17 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
             fix="copy the artifact again; to change a value, export again",
         )
     return manifest
+
+
+def _schema_fix(schema: object, document: Any) -> str:
+    """What to do about another schema: an older artifact can be exported again, a newer one needs a newer mingc."""
+    fingerprint = document.get("fingerprint") if isinstance(document, Mapping) else None
+    written = fingerprint.get("mingc") if isinstance(fingerprint, Mapping) else None
+    by = f" {written}" if isinstance(written, str) and written.isprintable() and len(written) < 40 else ""
+    again = "export the checkpoint again with this mingc"
+    if isinstance(schema, int) and schema > SCHEMA:
+        return f"install the mingc{by} that wrote the artifact, or a later one; or {again}"
+    return f"{again}, or install the mingc{by} that wrote the artifact, from before schema {SCHEMA}"
 
 
 def _read_parameters(kind: type[_Parameters], given: Any, where: str) -> _Parameters:
@@ -384,6 +444,12 @@ def _record_problems(manifest: Manifest) -> Iterator[str]:
                 yield f"{where} has no engine"
             if not graph.spec.layer_instances:
                 yield f"{where} has no layer instance"
+            built = [(each.backend, sorted((each.dims or {}).items())) for each in graph.engines]
+            if len(set(map(str, built))) < len(built):
+                yield f"{where} has two engines of one backend for the same sizes"
+            foreign = sorted({*graph.backend_parity} - {*graph.backends})
+            if foreign:
+                yield f"{where} has the parity of {', '.join(foreign)}, but no engine of it"
             dims = {dim.name for dim in graph.spec.dims}
             tensors = (*graph.spec.inputs, *graph.spec.outputs, *graph.spec.state)
             used = {size for tensor in tensors for size in tensor.shape if isinstance(size, str)}

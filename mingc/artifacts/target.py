@@ -18,6 +18,40 @@ KernelFamily = Literal["triton", "clusters"]
 
 GemmShape = tuple[int, int, int]
 
+Capability = tuple[int, int]
+
+RTX_CAPABILITIES: tuple[Capability, ...] = ((7, 5), (8, 0), (8, 6), (8, 9), (12, 0), (12, 1))
+"""Cards that TensorRT for RTX 1.7 builds engines for."""
+
+_RTX = "rtx:"
+
+
+def is_rtx(target: str) -> bool:
+    """Whether a target of an export names RTX cards: `rtx:sm86,sm89`."""
+    return target.startswith(_RTX)
+
+
+def rtx_capabilities(target: str) -> tuple[Capability, ...] | None:
+    """Compute capabilities of the RTX cards that a target of an export names, in its order; None: it names none.
+
+    Raises: ValueError, whose message says which word is wrong.
+    """
+    if not is_rtx(target):
+        return None
+    names = {sm_name(each): each for each in RTX_CAPABILITIES}
+    words = [word.strip() for word in target.removeprefix(_RTX).split(",")]
+    unknown = [word for word in words if word not in names]
+    if unknown:
+        raise ValueError(f"{unknown[0] or 'an empty name'} is not one of {', '.join(names)}")
+    if len({*words}) < len(words):
+        raise ValueError("names a card twice")
+    return tuple(names[word] for word in words)
+
+
+def sm_name(capability: Capability) -> str:
+    """`sm89` of (8, 9)."""
+    return "sm{}{}".format(*capability)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelConfig:

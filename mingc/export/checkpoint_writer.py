@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -61,6 +62,7 @@ def synthesize(
     """
     started = time.perf_counter()
     source = _configs(config)
+    _read_config(source / "config.json")
     if output.exists():
         raise ConfigError(f"{output} exists", where="OUTPUT", fix="pass another folder")
     if layers is not None and layers < 1:
@@ -118,12 +120,22 @@ def _configs(config: str) -> Path:
     return folder
 
 
-def _set_layers(file: Path, layers: int) -> None:
-    document = json.loads(file.read_text(encoding="utf-8"))
+def _read_config(file: Path) -> dict[str, Any]:
+    """Raises: CheckpointError unless it is JSON with an `llm_config`."""
     try:
-        document["llm_config"]["num_hidden_layers"] = layers
-    except (KeyError, TypeError) as error:
-        raise CheckpointError("the config has no llm_config", where=str(file)) from error
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # also bytes that are no UTF-8
+        raise CheckpointError(
+            f"the config is not readable: {error}", where=str(file), fix="copy the config again"
+        ) from error
+    if not isinstance(document, dict) or not isinstance(document.get("llm_config"), dict):
+        raise CheckpointError("the config has no llm_config", where=str(file), fix="copy the config again")
+    return document
+
+
+def _set_layers(file: Path, layers: int) -> None:
+    document = _read_config(file)
+    document["llm_config"]["num_hidden_layers"] = layers
     file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

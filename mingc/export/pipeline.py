@@ -26,6 +26,7 @@ from mingc.artifacts.manifest import (
     VoiceRecord,
 )
 from mingc.artifacts.stage_graph import StageGraph
+from mingc.artifacts.target import rtx_capabilities
 from mingc.errors import CheckpointError, ConfigError, ExportError
 from mingc.export.assets import tokenizers, voices
 from mingc.export.autotune.tuning import autotune, problems_to_tune
@@ -36,6 +37,8 @@ from mingc.export.checks.preflight import check_host, check_space
 from mingc.export.compile.build import (
     GraphResult,
     Replay,
+    Timer,
+    early_refusals,
     engine_sizes,
     first_shard,
     stage_options,
@@ -102,6 +105,7 @@ def export_artifact(
     replay: Replay,
     progress: Callable[[Step], None],
     record: Record | None = None,
+    timer: Timer | None = None,
 ) -> ExportReport:
     """Build the artifact of `recipe`.
 
@@ -109,6 +113,7 @@ def export_artifact(
         replay: runs engines that were built.
         progress: called before and after every step.
         record: records goldens of whole requests; None: the artifact has none.
+        timer: times engines where the recipe asks for `auto` backends.
 
     Raises: ConfigError, CheckpointError, ExportError. On any of them `recipe.output` is untouched.
     """
@@ -120,7 +125,7 @@ def export_artifact(
     configs = {stage.name: stage.config(checkpoint) for stage in stages}
     notes = [*checkpoint.notes, *check_coverage(checkpoint, stages, configs)]
     with new_artifact(recipe.output, replace_existing=recipe.force) as folder:
-        run = _Run(recipe, checkpoint, stages, graph, configs, folder, replay, progress)
+        run = _Run(recipe, checkpoint, stages, graph, configs, folder, replay, progress, timer)
         check_space(recipe, checkpoint, stages, configs, run.num_engines)
         parameters: dict[str, dict[str, Any]] = {
             stage.name: _parameters(stage, configs[stage.name], run.options) for stage in stages
@@ -132,6 +137,12 @@ def export_artifact(
         weights = run.write_weights()
         results, quantization_error = run.build_graphs(kernel_configs)
         notes.extend(run.notes)
+        if rtx_capabilities(recipe.target) is not None:
+            notes.append(
+                f"engines for {recipe.target} were built without such a card: their ONNX models were compared with "
+                "float32 through ONNX Runtime on a CPU, the engines were not run; on an H200 a float32 plan had an "
+                "error of 1.2e-3, above the limit of mingc verify"
+            )
         manifest = Manifest(
             schema=SCHEMA,
             model=recipe.model_name,
@@ -175,8 +186,14 @@ class _Run:
         folder: Path,
         replay: Replay,
         progress: Callable[[Step], None],
+        timer: Timer | None = None,
     ) -> None:
         self._recipe = recipe
+        self._timer = timer
+        if timer is None and any(recipe.is_measured(stage.name) for stage in stages):
+            raise ConfigError(
+                "nothing times engines in this export", where="--backend auto", fix="name a backend"
+            )
         self._checkpoint = checkpoint
         self._stages = stages
         self._configs = configs
@@ -192,6 +209,13 @@ class _Run:
         plans = {
             stage.name: stage.graphs(configs[stage.name], first_shard(stage, recipe), options)
             for stage in stages
+        }
+        self._refused = {
+            graph: reasons
+            for stage in stages
+            for graph, reasons in early_refusals(
+                recipe, stage, configs[stage.name], plans[stage.name]
+            ).items()
         }
         specs = {name: [plan.spec for plan in each] for name, each in plans.items()}
         self._compile_costs = {
@@ -215,8 +239,16 @@ class _Run:
         self._files = {
             stage.name: weights_files(stage, recipe, self.repeated[stage.name]) for stage in stages
         }
-        self.num_engines = sum(len(sizes) for graphs in self._sizes.values() for sizes in graphs.values())
-        builds = sum(len(sizes) + 1 for graphs in self._sizes.values() for sizes in graphs.values())
+        backends = {name: len(recipe.backends_of(name)) for name in specs}
+        self.num_engines = sum(
+            backends[name] * len(sizes) for name, graphs in self._sizes.items() for sizes in graphs.values()
+        )
+        checks = sum(
+            1 + (recipe.is_measured(name) and backends[name] > 1)
+            for name, graphs in specs.items()
+            for _ in graphs
+        )
+        builds = self.num_engines + checks
         shards = sum(map(len, self._files.values()))
         self._voices = voices.find(checkpoint, self.notes) if self.has_voices else ()
         self._to_tune = {
@@ -271,8 +303,11 @@ class _Run:
             self.step,
             kernel_configs,
             self._compile_costs,
+            self._timer,
+            self._refused,
         )
         schedule.run()
+        self.notes += _refusal_notes(schedule.results)
         self.peak_rss_bytes = max(schedule.peak_rss_bytes, peak_rss_bytes())
         return schedule.results, schedule.quantization_error
 
@@ -355,6 +390,18 @@ def _choose(checkpoint: Checkpoint, recipe: ExportRecipe) -> list[Stage]:
     return present
 
 
+def _refusal_notes(results: Sequence[GraphResult]) -> list[str]:
+    """One line per backend that was tried and could not build a graph, or some."""
+    graphs: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        for each in () if result.record.trial is None else result.record.trial.refused:
+            line = each.reason.splitlines()[0]
+            graphs.setdefault((each.backend, line), []).append(f"{result.stage}.{result.record.spec.name}")
+    return [
+        f"{backend} was not used for {', '.join(names)}: {line}" for (backend, line), names in graphs.items()
+    ]
+
+
 def _parameters(stage: Stage, config: Any, options: StageOptions) -> dict[str, Any]:
     """The parameters of `stage` as JSON values. Raises: ExportError when they are not such values."""
     encoded: Any = encode(stage.parameters(config, options))
@@ -394,11 +441,15 @@ def _stage_record(
 
 
 def _fingerprint(recipe: ExportRecipe, checkpoint: Checkpoint) -> Fingerprint:
-    machine = current_host(recipe.target)
+    machine = current_host(recipe.device)
+    cards = rtx_capabilities(recipe.target)
+    if cards is not None:
+        names = ",".join("{}.{}".format(*each) for each in cards)
+        machine = replace(machine, device="cuda", capability=names)
     chosen = {
         name: value
         for name, value in encode(recipe).items()
-        if name not in ("checkpoint", "output", "jobs", "cache", "force")
+        if name not in ("checkpoint", "output", "jobs", "cache", "cache_gigabytes", "force")
     }
     return Fingerprint(
         mingc=mingc.__version__,
@@ -426,7 +477,7 @@ def _report(
         GraphReport(
             stage=result.stage,
             graph=result.record.spec.name,
-            backend=result.record.engines[0].backend,
+            backend=" ".join(result.record.backends),
             engines=len(result.record.engines),
             size_bytes=sum(manifest.files[engine.file].size_bytes for engine in result.record.engines),
             compile_seconds=sum(engine.compile_seconds for engine in result.record.engines),

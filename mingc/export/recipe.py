@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from mingc.artifacts.spec import Quantization
-from mingc.defaults import BACKEND, BATCH_SIZES, MAX_MODEL_LEN, MODEL_NAME, PREFILL_CHUNK_SIZE
+from mingc.artifacts.target import is_rtx, rtx_capabilities
+from mingc.defaults import (
+    BACKEND,
+    BATCH_SIZES,
+    CACHE_GIGABYTES,
+    MAX_MODEL_LEN,
+    MODEL_NAME,
+    PREFILL_CHUNK_SIZE,
+)
 from mingc.errors import ConfigError
 
 if TYPE_CHECKING:
     from mingc.export.stage import Stage
 
 TARGETS = ("cpu", "cuda")
+AUTO = "auto"
+"""In place of a backend's name: every one that can build for the target, of which the fastest is kept."""
 DTYPES = ("float32", "bfloat16")
 # Far above what a device holds: a larger number is a slip, and sizes of tensors would overflow.
 MAX_BATCH_SIZE = 1024
@@ -33,16 +44,20 @@ class ExportRecipe:
     """One export.
 
     Attributes:
+        target: `cpu`, `cuda`, or RTX cards as `rtx:sm86,sm89`.
         checkpoint: folder in the released layout; with `synthetic` only its configs are read.
         stages: None means all that the checkpoint holds.
         cache: None means no compile cache.
+        cache_gigabytes: of 10^9 bytes, above which the least recently used engines are removed.
         batch_sizes: requests in one step, ascending; a step is padded to the next of these. On CUDA each has its own
             engine.
         synthetic: random weights, generated on the target device; no weights are read.
         quantize: storage format of weights: `fp8` for every stage that supports it, `STAGE=fp8` for one,
             `thinker=int4`. Empty: all in `dtype`.
         autotune: on CUDA, time configurations of the expert kernels on this GPU and use the fastest.
-        backend: compilers: `NAME` for every stage, `NAME:STAGE,…` for these.
+        backend: compilers: `NAMES` for every stage, `NAMES:STAGE,…` for these. Names are joined by `+`: the engines of
+            each, the first of which are run by default. `auto`: what is installed is timed, and the fastest is kept.
+        keep_all: with `auto`, keep the engines of every backend.
     """
 
     checkpoint: Path
@@ -53,6 +68,7 @@ class ExportRecipe:
     stages: tuple[str, ...] | None = None
     jobs: int = 1
     cache: Path | None = None
+    cache_gigabytes: float = CACHE_GIGABYTES
     force: bool = False
     max_model_len: int = MAX_MODEL_LEN
     batch_sizes: tuple[int, ...] = BATCH_SIZES
@@ -62,6 +78,12 @@ class ExportRecipe:
     quantize: tuple[str, ...] = ()
     autotune: bool = True
     backend: tuple[str, ...] = (BACKEND,)
+    keep_all: bool = False
+
+    @property
+    def device(self) -> str:
+        """The device of this machine that graphs are traced and checked on."""
+        return "cpu" if is_rtx(self.target) else self.target
 
     def __post_init__(self) -> None:
         problems = [*self._own_problems(), *self._quantize_problems(), *self._backend_problems()]
@@ -70,14 +92,21 @@ class ExportRecipe:
 
     def _own_problems(self) -> list[str]:
         problems = []
-        if self.target not in TARGETS:
-            problems.append(f"--target {self.target}: not one of {', '.join(TARGETS)}")
+        if is_rtx(self.target):
+            try:
+                rtx_capabilities(self.target)
+            except ValueError as error:
+                problems.append(f"--target {self.target}: {error}")
+        elif self.target not in TARGETS:
+            problems.append(f"--target {self.target}: not one of {', '.join(TARGETS)}, rtx:smNN,…")
         if self.dtype not in DTYPES:
             problems.append(f"--dtype {self.dtype}: not one of {', '.join(DTYPES)}")
         if self.world_size not in (1, 2, 4, 8):
             problems.append(f"--tp {self.world_size}: not one of 1, 2, 4, 8")
         if self.jobs < 1:
             problems.append(f"--jobs {self.jobs}: must be at least 1")
+        if not 0 <= self.cache_gigabytes < math.inf:
+            problems.append(f"--cache-limit {self.cache_gigabytes}: must be at least 0 and finite")
         sizes = ",".join(map(str, self.batch_sizes))
         if not sizes or self.batch_sizes[0] < 1 or sorted(set(self.batch_sizes)) != [*self.batch_sizes]:
             problems.append(f"--batch-sizes {sizes}: must be ascending and at least 1")
@@ -122,7 +151,9 @@ class ExportRecipe:
         return problems
 
     def _backend_problems(self) -> list[str]:
-        if self.backend == (BACKEND,):
+        if self.keep_all and not any(AUTO in names for names, _ in map(_parse_backend, self.backend)):
+            return ["--keep-all: is for --backend auto; name several backends as A+B"]
+        if self.backend == (BACKEND,) and not is_rtx(self.target):
             return []
         from mingc.export.compile.backends import BACKENDS, find_backend
 
@@ -134,9 +165,18 @@ class ExportRecipe:
             if colon and not all(map(str.strip, listed.split(","))):
                 problems.append(f"--backend {word}: names no stage after the colon or a comma")
         chosen = [_parse_backend(word) for word in self.backend]
-        for name, _ in chosen:
-            if name not in known:
-                problems.append(f"--backend {name or 'is empty'}: not one of {', '.join(known)}")
+        for word, (words, _) in zip(self.backend, chosen, strict=True):
+            if len(set(words)) < len(words):
+                problems.append(f"--backend {word}: names a backend twice")
+            if AUTO in words and len(words) > 1:
+                problems.append(f"--backend {word}: auto tries every backend, so it stands alone")
+        for name in dict.fromkeys(name for words, _ in chosen for name in words):
+            if name == AUTO:
+                if not self._candidates():
+                    refused = "; ".join(f"{each}: {reason}" for each, reason in self.unsupported().items())
+                    problems.append(f"--backend auto: no backend can be used: {refused}")
+            elif name not in known:
+                problems.append(f"--backend {name or 'is empty'}: not one of {', '.join((AUTO, *known))}")
             elif (reason := find_backend(name).unsupported_reason(self.target, self.dtype)) is not None:
                 problems.append(f"--backend {name}: {reason}")
         stages = [stage for _, each in chosen for stage in each or ("",)]
@@ -189,21 +229,47 @@ class ExportRecipe:
         general = chosen.get("")
         return cast("Quantization | None", chosen.get(stage, general if general in kinds else None))
 
-    def backend_of(self, stage: str) -> str:
-        """The backend that compiles `stage`. `NAME:STAGE` overrides `NAME`."""
-        general, own = BACKEND, None
-        for name, stages in map(_parse_backend, self.backend):
+    def backends_of(self, stage: str) -> tuple[str, ...]:
+        """The backends that compile `stage`, the default one first. `NAMES:STAGE` overrides `NAMES`.
+
+        For `auto` all that can build for the target.
+        """
+        return self._candidates() if self.is_measured(stage) else self._words_of(stage)
+
+    def is_measured(self, stage: str) -> bool:
+        """Whether the backends of `stage` are timed, and one that cannot build a graph gives way to the others."""
+        return AUTO in self._words_of(stage)
+
+    def unsupported(self) -> dict[str, str]:
+        """Why backends cannot build for the target, by name."""
+        return {name: reason for name, reason in self._reasons().items() if reason is not None}
+
+    def _words_of(self, stage: str) -> tuple[str, ...]:
+        general: tuple[str, ...] = (BACKEND,)
+        own: tuple[str, ...] | None = None
+        for words, stages in map(_parse_backend, self.backend):
             if stage in stages:
-                own = name
+                own = words
             elif not stages:
-                general = name
+                general = words
         return own or general
 
+    def _candidates(self) -> tuple[str, ...]:
+        usable = [name for name, reason in self._reasons().items() if reason is None]
+        return tuple(sorted(usable, key=lambda name: (name != BACKEND, name)))
 
-def _parse_backend(word: str) -> tuple[str, tuple[str, ...]]:
-    """`NAME:STAGE,…` → name and stages; no stages: all."""
-    name, _, stages = word.partition(":")
-    return name.strip(), tuple(filter(None, map(str.strip, stages.split(","))))
+    def _reasons(self) -> dict[str, str | None]:
+        from mingc.export.compile.backends import BACKENDS, find_backend
+
+        return {
+            name: find_backend(name).unsupported_reason(self.target, self.dtype) for name in BACKENDS.names()
+        }
+
+
+def _parse_backend(word: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """`NAME+NAME…:STAGE,…` → names and stages; no stages: all."""
+    words, _, stages = word.partition(":")
+    return tuple(map(str.strip, words.split("+"))), tuple(filter(None, map(str.strip, stages.split(","))))
 
 
 def _stages() -> dict[str, Stage]:

@@ -5,12 +5,13 @@ The module imports no torch, and `verify` without replay needs none; replays imp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mingc.artifacts.artifact import Artifact, check_fingerprint, check_hashes, open_artifact
+from mingc.artifacts.engine_choice import backend_views, parse_choice
 from mingc.artifacts.manifest import GraphRecord
 from mingc.errors import ConfigError
 from mingc.numerics.tolerances import GRAPH_TOLERANCES, REFERENCE_TOLERANCES
@@ -56,13 +57,20 @@ def verify(
     *,
     reference: Path | None = None,
     replay: bool = True,
+    engines: Sequence[str] | None = None,
     progress: Callable[[str], None] = lambda step: None,
 ) -> VerifyReport:
     """Check the artifact at `path`; `progress` is called with the name of each step before it starts.
 
-    Raises: ManifestError, IntegrityError, IncompatibleError, or ConfigError when `reference` holds no golden file.
+    Args:
+        engines: `STAGE=BACKEND` words: these engines alone are replayed, and the default ones of other stages. None:
+            the engines of every backend, and whole requests with the default ones.
+
+    Raises: ManifestError, IntegrityError, IncompatibleError, ArtifactError when a backend is not installed, or
+        ConfigError when `reference` holds no golden file or `engines` are not in the artifact.
     """
     artifact = open_artifact(path)
+    parse_choice(engines or ())
     if reference is not None:
         _check_reference(reference, replay=replay)
     progress("hashes")
@@ -70,12 +78,16 @@ def verify(
     results: list[_Result] = []
     if replay:
         from mingc.host import current_host
+        from mingc.runtime.engines.choice import check_available, with_engines
 
         check_fingerprint(artifact.manifest.fingerprint, current_host(artifact.manifest.fingerprint.device))
-        results += _self_check(artifact, progress)
-        results += _replay_served(artifact, progress)
+        chosen = with_engines(artifact, engines or ())
+        if engines is None:
+            check_available(artifact.manifest, artifact.manifest, str(path))
+        results += _self_check(artifact if engines is None else chosen, progress)
+        results += _replay_served(chosen, tuple(engines or ()), progress)
         if reference is not None:
-            results += _replay_reference(artifact, reference, progress)
+            results += _replay_reference(chosen, reference, progress)
     comparisons = tuple(each for _, group, _ in results for each in group)
     failed = sum(each.outcome == "FAIL" for each in comparisons)
     return VerifyReport(
@@ -116,26 +128,30 @@ def engine_tolerance(graph: GraphRecord, dtype: str) -> float:
 
 
 def _self_check(artifact: Artifact, progress: Callable[[str], None]) -> list[_Result]:
-    """Replay the golden that the export stored for every graph."""
+    """Replay the golden that the export stored for every graph, with the engines of each backend."""
     from mingc.verify.self_check import replay
 
     results: list[_Result] = []
     for stage, record in artifact.manifest.stages.items():
         for name, graph in record.graphs.items():
-            progress(f"{stage}.{name}")
-            tolerance = engine_tolerance(graph, artifact.manifest.fingerprint.dtype)
-            log = replay(artifact, record, graph, name=f"{stage}.{name}", tolerance=tolerance)
-            results.append((log.summary("self-check"), log.comparisons, []))
+            for index, view in enumerate(backend_views(graph)):
+                title = f"{stage}.{name}" + (f" ({view.backends[0]})" if index else "")
+                progress(title)
+                tolerance = engine_tolerance(view, artifact.manifest.fingerprint.dtype)
+                log = replay(artifact, record, view, name=title, tolerance=tolerance)
+                results.append((log.summary("self-check"), log.comparisons, []))
     return results
 
 
-def _replay_served(artifact: Artifact, progress: Callable[[str], None]) -> list[_Result]:
+def _replay_served(
+    artifact: Artifact, engines: tuple[str, ...], progress: Callable[[str], None]
+) -> list[_Result]:
     """Replay the recorded requests through services that run the artifact in different ways."""
     from mingc.verify.served.verification import replay_served
 
     if artifact.manifest.served_goldens is None:
         return []
-    parameters, *logs = replay_served(artifact, progress)
+    parameters, *logs = replay_served(artifact, progress, engines)
     return [
         (parameters.summary("those of the recorded requests"), parameters.comparisons, []),
         *((log.summary("requests through the service"), log.comparisons, []) for log in logs),

@@ -22,6 +22,7 @@ from mingc.errors import CompileError, ManifestError
 from mingc.export.autotune.moe_benchmark import fits, time_problems
 from mingc.export.autotune.search_space import search_space
 from mingc.export.autotune.selection import Selection, group_by_default
+from mingc.export.compile.engine_cache import writing_cache
 from mingc.export.compile.kernel_sources import kernel_sources
 from mingc.export.process_pool import result_of, worker_pool
 from mingc.export.recipe import ExportRecipe
@@ -235,7 +236,7 @@ def _write_cache(cache: Path | None, problem: MoeProblem, record: TunedKernel) -
     if cache is None:
         return
     path = _cache_file(cache, problem)
-    with work_folder(cache, "autotune-") as folder:
+    with writing_cache(cache), work_folder(cache, "autotune-") as folder:
         part = folder / path.name
         part.write_text(json.dumps(encode(record)), encoding="utf-8")
         os.replace(part, path)

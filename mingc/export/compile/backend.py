@@ -8,9 +8,14 @@ offers such an object as an entry point of the group `mingc.backends`. The runti
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
+
+from mingc.artifacts.target import is_rtx
+from mingc.export.stage import GraphDef
 
 
 class Backend(ABC):
@@ -19,14 +24,36 @@ class Backend(ABC):
     Attributes:
         name: also the name of its file or entry point, and of the loader in the runtime.
         suffix: of engine files, with the dot.
+        takes_kernels: whether it compiles mingc's own GPU kernels; others get graphs of plain torch operators.
     """
 
     name: str
     suffix: str
+    takes_kernels: bool = True
 
     def unsupported_reason(self, target: str, dtype: str) -> str | None:
         """The reason why engines cannot be built for `target` in `dtype`; None when they can."""
+        if is_rtx(target):
+            return f"{self.name} cannot build engines for RTX cards on any machine; use --backend tensorrt"
         return None
+
+    def check_graph(  # noqa: B027 - nothing to refuse unless a backend says so
+        self,
+        plan: GraphDef,
+        module: nn.Module,
+        program: Callable[[], torch.export.ExportedProgram],
+        *,
+        where: str,
+    ) -> None:
+        """Refuse a graph by its sizes, before anything is built; what is found later `compile` refuses.
+
+        Args:
+            module: with shapes and dtypes of the weights, without values.
+            program: traces the graph, which takes seconds; its tensors have no values either.
+            where: the graph, for errors.
+
+        Raises: CompileError.
+        """
 
     @abstractmethod
     def compile(
@@ -45,6 +72,7 @@ class Backend(ABC):
         are bound by the runtime and must not be part of the engine.
 
         Args:
+            device: the target of the export: `cpu`, `cuda`, or RTX cards as `rtx:sm86,sm89`.
             cache: folder where earlier results may be kept; None: no cache.
             where: the graph, for errors.
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,25 +14,37 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from mingc.artifacts.manifest import EngineRecord, GraphRecord, Parity, QuantizationError, TunedKernel
+from mingc.artifacts.manifest import (
+    BackendRefusal,
+    EngineRecord,
+    EngineTiming,
+    GraphRecord,
+    Parity,
+    QuantizationError,
+    TunedKernel,
+)
 from mingc.artifacts.spec import GraphSpec
+from mingc.defaults import BACKEND
 from mingc.dtypes import torch_dtype
-from mingc.errors import ExportError
+from mingc.errors import ArtifactError, CompileError, ExportError, MingcError, ParityError
 from mingc.export.autotune.tuning import tuned_table
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks import experts, routing
 from mingc.export.checks import parity as parity_rule
 from mingc.export.checks.eager_reference import EagerRanks, float32_inputs, pad_like
+from mingc.export.compile.backend import Backend
 from mingc.export.compile.backends import find_backend
 from mingc.export.compile.capture import capture, share_weights
+from mingc.export.compile.engine_cache import trim
 from mingc.export.cost.graph_cost import count_cost
 from mingc.export.process_pool import gives_memory_back, peak_rss_bytes
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions
 from mingc.export.stages import find
-from mingc.export.weights.loading import float32_module, load_module
+from mingc.export.weights.loading import float32_module, load_module, meta_module
 from mingc.export.weights.quantization import in_float32
 from mingc.export.weights.source import open_source
+from mingc.kernels.dispatch import plain_torch
 from mingc.kernels.triton.moe_config import use_tuned_configs
 
 _Tensors = Mapping[str, torch.Tensor]
@@ -53,9 +68,25 @@ class Replay(Protocol):
     ) -> list[dict[str, torch.Tensor]]: ...
 
 
+class Timer(Protocol):
+    """Times engines of several backends in turns; given by the CLI.
+
+    Returns the name of the device, and of each call and engine the seconds of every run.
+    """
+
+    def __call__(
+        self,
+        engines: Sequence[tuple[str, Path]],
+        spec: GraphSpec,
+        weights: Path,
+        calls: Sequence[Mapping[str, torch.Tensor]],
+        device: str,
+    ) -> tuple[str, list[list[list[float]]]]: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphTask:
-    """One graph to build.
+    """One graph to build, or to compile with `backend`.
 
     `folder` is the artifact under construction; `weights` one file per rank, relative to it; `kernel_configs` are the
     timed configurations of the stage's kernels.
@@ -67,6 +98,7 @@ class GraphTask:
     folder: Path
     weights: tuple[str, ...]
     kernel_configs: tuple[TunedKernel, ...] = ()
+    backend: str = BACKEND
 
     @property
     def name(self) -> str:
@@ -84,18 +116,22 @@ class BuiltEngine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphResult:
-    """A built and checked graph and the most memory the process that checked it held."""
+    """A built and checked graph and the most memory the process that checked it held.
+
+    `refused` are backends whose engines are too far from the reference, where others are left.
+    """
 
     stage: str
     record: GraphRecord
     peak_rss_bytes: int
+    refused: tuple[BackendRefusal, ...] = ()
 
 
 def stage_options(recipe: ExportRecipe) -> StageOptions:
     """The recipe as stages see it."""
     return StageOptions(
         dtype=torch_dtype(recipe.dtype),
-        device=recipe.target,
+        device=recipe.device,
         static_buckets=recipe.target == "cuda",
         batch_sizes=recipe.batch_sizes,
         max_model_len=recipe.max_model_len,
@@ -108,12 +144,12 @@ def engine_sizes(spec: GraphSpec, options: StageOptions) -> list[dict[str, int] 
     return [*spec.bucket_sizes()] if options.static_buckets else [None]
 
 
-@gives_memory_back()
 def engine_label(graph: str, static_shapes: dict[str, int] | None) -> str:
     """Name of an engine of the graph `STAGE.GRAPH`, and of its file without a suffix."""
     return graph + "".join(f"-{name}{size}" for name, size in (static_shapes or {}).items())
 
 
+@gives_memory_back()
 def build_engine(task: GraphTask, static_shapes: dict[str, int] | None) -> BuiltEngine:
     """Trace and compile `task.graph` for the sizes `static_shapes`.
 
@@ -136,9 +172,11 @@ def build_engine(task: GraphTask, static_shapes: dict[str, int] | None) -> Built
 
 @gives_memory_back()
 def check_graph(task: GraphTask, engines: tuple[EngineRecord, ...], replay: Replay) -> GraphResult:
-    """Write the golden file of `task.graph`; measure the parity of one of its `engines` and of that for one request.
+    """Write the golden file of `task.graph`; measure the parity of its `engines`, of each backend.
 
-    Raises: ParityError.
+    Of one backend the engine of the golden's sizes is run, and that for one request.
+
+    Raises: ParityError, unless backends are tried and another one is left.
     """
     stage = find(task.stage)
     checkpoint = open_source(task.recipe)
@@ -147,9 +185,141 @@ def check_graph(task: GraphTask, engines: tuple[EngineRecord, ...], replay: Repl
     plan = _find_plan(stage, config, shard, options, task.graph)
     module = _load(task, stage, config, shard, plan).to(options.device)
     plan = share_weights(plan, module)
-    golden, parity = _check(task, plan, stage, config, checkpoint, module, engines, options, replay)
-    record = GraphRecord(spec=plan.spec, engines=engines, golden=golden, parity=parity)
-    return GraphResult(stage=task.stage, record=record, peak_rss_bytes=peak_rss_bytes())
+    golden, parity, refused = f"goldens/{task.name}.safetensors", dict[str, Parity](), list[BackendRefusal]()
+    for backend in dict.fromkeys(each.backend for each in engines):
+        own = tuple(each for each in engines if each.backend == backend)
+        try:
+            recorded, parity[backend] = _check(
+                task, plan, stage, config, checkpoint, module, own, options, _refusing(replay, task.name)
+            )
+        except (ParityError, CompileError, ArtifactError) as error:
+            refused.append(BackendRefusal(backend=backend, reason=error.message))
+            if not task.recipe.is_measured(task.stage) or len(refused) == len(
+                {each.backend for each in engines}
+            ):
+                raise
+            continue
+        if len(parity) == 1:
+            save_file(recorded, task.folder / golden)
+    kept = tuple(each for each in engines if each.backend in parity)
+    record = GraphRecord(
+        spec=plan.spec,
+        engines=kept,
+        golden=golden,
+        parity=parity[kept[0].backend],
+        backend_parity=parity if len(parity) > 1 else {},
+    )
+    return GraphResult(
+        stage=task.stage, record=record, peak_rss_bytes=peak_rss_bytes(), refused=tuple(refused)
+    )
+
+
+def _refusing(replay: Replay, where: str) -> Replay:
+    """`replay` with an error of the export for whatever the library of a backend raises while its engine runs."""
+
+    def run(
+        engine: Path,
+        backend: str,
+        spec: GraphSpec,
+        weights: Sequence[Path],
+        calls: Sequence[Mapping[str, torch.Tensor]],
+        device: str,
+    ) -> list[dict[str, torch.Tensor]]:
+        try:
+            return replay(engine, backend, spec, weights, calls, device)
+        except (MingcError, OSError, torch.OutOfMemoryError, AssertionError):
+            raise
+        except Exception as error:  # libraries have no common base class
+            raise CompileError(
+                f"the engine of {backend} does not run: {type(error).__name__}: {error}",
+                where=where,
+                fix="compile this stage with another backend: --backend NAME:STAGE",
+            ) from error
+
+    return run
+
+
+@gives_memory_back()
+def time_graph(task: GraphTask, record: GraphRecord, timer: Timer) -> tuple[str, tuple[EngineTiming, ...]]:
+    """Time the engines of every backend in turns, at each of their sizes. Nothing else must run meanwhile.
+
+    Returns the name of the device and the timings.
+    """
+    stage = find(task.stage)
+    shard, options = first_shard(stage, task.recipe), stage_options(task.recipe)
+    plan = _find_plan(stage, stage.config(open_source(task.recipe)), shard, options, task.graph)
+    device, timings = "", []
+    for dims in _distinct(engine.dims for engine in record.engines):
+        engines = [each for each in record.engines if each.dims == dims]
+        # Dims without buckets have the sizes at which the golden is taken.
+        sizes = [
+            {**plan.check_dims, **each} for each in (record.spec.bucket_sizes() if dims is None else [dims])
+        ]
+        device, samples = timer(
+            [(each.backend, task.folder / each.file) for each in engines],
+            record.spec,
+            task.folder / task.weights[0],
+            [plan.example(each, torch.Generator().manual_seed(1)) for each in sizes],
+            options.device,
+        )
+        timings += [
+            EngineTiming(
+                backend=engine.backend,
+                dims=size,
+                median_us=round(1e6 * statistics.median(seconds), 1),
+                calls=len(seconds),
+            )
+            for size, of_size in zip(sizes, samples, strict=True)
+            for engine, seconds in zip(engines, of_size, strict=True)
+        ]
+    return device, tuple(timings)
+
+
+def _distinct(items: Iterable[dict[str, int] | None]) -> list[dict[str, int] | None]:
+    found: list[dict[str, int] | None] = []
+    for item in items:
+        if item not in found:
+            found.append(item)
+    return found
+
+
+def early_refusals(
+    recipe: ExportRecipe, stage: Stage, config: Any, plans: Sequence[GraphDef]
+) -> dict[str, dict[str, str]]:
+    """Reasons of backends that cannot build a graph of `stage`, by graph (`STAGE.GRAPH`) and backend. Builds nothing.
+
+    Raises: CompileError when such a backend was asked for by name, or none is left.
+    """
+    refused: dict[str, dict[str, str]] = {}
+    options, shard = stage_options(recipe), first_shard(stage, recipe)
+    whole = functools.cache(
+        lambda: meta_module(
+            stage, config, shard, stage.weights(config, shard), recipe.quantization(stage.name)
+        )
+    )
+    for plan in plans:
+        name = f"{stage.name}.{plan.spec.name}"
+        found = refused.setdefault(name, dict(recipe.unsupported()) if recipe.is_measured(stage.name) else {})
+        backends = recipe.backends_of(stage.name)
+        for backend in map(find_backend, backends):
+            if type(backend).check_graph is Backend.check_graph:
+                continue
+            module = whole().get_submodule(plan.spec.layer_instances[0]).eval().requires_grad_(False)
+
+            def trace(plan: GraphDef = plan, module: nn.Module = module) -> torch.export.ExportedProgram:
+                sizes = engine_sizes(plan.spec, options)[-1]
+                shared = share_weights(plan, module)
+                return capture(
+                    shared, module, stage=stage.name, static_shapes=sizes, device=torch.device("meta")
+                )
+
+            try:
+                backend.check_graph(plan, module, trace, where=name)
+            except CompileError as error:
+                found[backend.name] = error.message
+                if not recipe.is_measured(stage.name) or not {*backends} - {*found}:
+                    raise
+    return refused
 
 
 @gives_memory_back()
@@ -211,18 +381,21 @@ def _compile(
     static_shapes: dict[str, int] | None,
     options: StageOptions,
 ) -> EngineRecord:
-    backend = find_backend(task.recipe.backend_of(task.stage))
-    file = f"engines/{engine_label(task.name, static_shapes)}{backend.suffix}"
-    program = capture(
-        plan, module, stage=task.stage, static_shapes=static_shapes, device=torch.device(options.device)
-    )
+    backend = find_backend(task.backend)
+    file = f"engines/{engine_label(task.name, static_shapes)}{_suffix(task, backend)}"
+    with nullcontext() if backend.takes_kernels else plain_torch():
+        program = capture(
+            plan, module, stage=task.stage, static_shapes=static_shapes, device=torch.device(options.device)
+        )
     seconds = backend.compile(
         program,
         task.folder / file,
-        device=options.device,
+        device=task.recipe.target,
         cache=task.recipe.cache,
         where=task.name,
     )
+    if task.recipe.cache is not None:
+        trim(task.recipe.cache, task.recipe.cache_gigabytes * 1e9)
     return EngineRecord(
         backend=backend.name,
         file=file,
@@ -230,6 +403,13 @@ def _compile(
         compile_seconds=round(seconds, 1),
         cost=count_cost(program, plan.spec, static_shapes),
     )
+
+
+def _suffix(task: GraphTask, backend: Backend) -> str:
+    """Ending of the file of an engine; with the backend's name where another one of the stage has the same ending."""
+    others = [find_backend(name) for name in task.recipe.backends_of(task.stage) if name != backend.name]
+    is_shared = any(each.suffix == backend.suffix for each in others)
+    return f".{backend.name}{backend.suffix}" if is_shared else backend.suffix
 
 
 def _check(
@@ -242,8 +422,8 @@ def _check(
     engines: Sequence[EngineRecord],
     options: StageOptions,
     replay: Replay,
-) -> tuple[str, Parity]:
-    """Write the golden file (float32 reference outputs) and compare compiled graphs with it; the worst parity."""
+) -> tuple[dict[str, torch.Tensor], Parity]:
+    """Tensors of the golden file (float32 reference outputs), and the worst parity of compiled graphs with them."""
     is_sharded, is_float32 = len(task.weights) > 1, options.dtype == torch.float32
     # The engine is compared with its stored weights in float32; the loss of storing them is a separate figure.
     quantization, submodule = task.recipe.quantization(task.stage), plan.spec.layer_instances[0]
@@ -322,8 +502,7 @@ def _check(
 
     engine, sizes = _check_engine(plan, engines)
     parity, tensors, expected = compare(engine, sizes, task.name)
-    golden = f"goldens/{task.name}.safetensors"
-    save_file(_golden_tensors(plan.spec, tensors, expected), task.folder / golden)
+    golden = _golden_tensors(plan.spec, tensors, expected)
     single = _single_engine(engines)
     if single is not None and single is not engine:
         of_one, *_ = compare(single, {**sizes, **(single.dims or {})}, Path(single.file).stem)

@@ -30,7 +30,7 @@ _PREFIX = "model."  # the traced wrapper holds the stage's module under this nam
 _WRITES = ("ScatterND", "ScatterElements")  # they keep every row of their first input that they do not write
 # Experts of a mixture are gathered for every token, which AOTInductor fuses with the GEMM that reads them. ONNX Runtime
 # writes them to memory first.
-_MAX_GATHERED_BYTES = 4 << 30
+MAX_GATHERED_BYTES = 4 << 30
 
 
 def to_onnx(program: torch.export.ExportedProgram, where: str) -> Any:
@@ -44,7 +44,7 @@ def to_onnx(program: torch.export.ExportedProgram, where: str) -> Any:
     Raises: CompileError when the graph has an operator that ONNX lacks, writes what is no state, or gathers more than
     ONNX Runtime can hold.
     """
-    _refuse_large_gathers(program, where)
+    refuse_large_gathers(program, where)
     written, functional = _functional(program, where)
     with _quiet():
         try:
@@ -210,7 +210,8 @@ def _may_share(before: Any, after: Any) -> bool:
     )
 
 
-def _refuse_large_gathers(program: torch.export.ExportedProgram, where: str) -> None:
+def refuse_large_gathers(program: torch.export.ExportedProgram, where: str) -> None:
+    """Raises: CompileError when `program` gathers more than `MAX_GATHERED_BYTES` of weights at its largest sizes."""
     for node in program.graph.nodes:
         if node.op != "call_function" or node.target is not torch.ops.aten.index.Tensor:
             continue
@@ -220,10 +221,10 @@ def _refuse_large_gathers(program: torch.export.ExportedProgram, where: str) -> 
             continue
         sizes = [_largest(size) for size in value.shape]
         size = torch.Size(sizes).numel() * value.element_size()
-        if size > _MAX_GATHERED_BYTES:
+        if size > MAX_GATHERED_BYTES:
             raise CompileError(
                 f"the graph gathers {size >> 30} GiB of weights, {sizes} {value.dtype}, at its largest sizes; ONNX "
-                f"Runtime would write them to memory in every call (limit {_MAX_GATHERED_BYTES >> 30} GiB)",
+                f"Runtime would write them to memory in every call (limit {MAX_GATHERED_BYTES >> 30} GiB)",
                 where=where,
                 fix="compile this stage with AOTInductor, which reads them in place: --backend aoti:STAGE, or export "
                 "with a smaller --prefill-chunk-size",

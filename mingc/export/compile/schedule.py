@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mingc.artifacts.manifest import EngineRecord, QuantizationError, TunedKernel
+from mingc.artifacts.manifest import (
+    BackendRefusal,
+    EngineRecord,
+    EngineTiming,
+    GraphRecord,
+    QuantizationError,
+    TunedKernel,
+)
+from mingc.errors import CompileError
 from mingc.export.compile.build import (
     BuiltEngine,
     GraphResult,
     GraphTask,
     Replay,
+    Timer,
     build_engine,
     check_graph,
     engine_label,
     measure_quantization_error,
+    time_graph,
 )
+from mingc.export.compile.choice import choose_fastest
 from mingc.export.process_pool import result_of, submit, worker_pool
 from mingc.export.recipe import ExportRecipe
 from mingc.export.weights.files import WeightsFile, WrittenFile, write_in_worker
@@ -34,7 +46,8 @@ class Schedule:
 
     Engines need the first rank's weights file of their stage, which is there before. Files of other ranks are written
     meanwhile, one after the other: several at once would hold the weights of several. What reads every rank's file,
-    checks and comparisons, begins when those of its stage are whole.
+    checks and comparisons, begins when those of its stage are whole. Where backends are tried, their engines are timed
+    at the end, one graph at a time, when nothing else runs.
 
     Attributes:
         results: of every graph, once it ran.
@@ -52,7 +65,11 @@ class Schedule:
         step: Callable[[str, str, float | None], None],
         kernel_configs: Mapping[str, tuple[TunedKernel, ...]],
         compile_costs: Mapping[str, int] = MappingProxyType({}),
+        timer: Timer | None = None,
+        refused: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     ) -> None:
+        """`refused`: reasons of backends that cannot build a graph, by graph and backend; they are not tried."""
+        self._timer = timer
         self._recipe, self._folder, self._replay = recipe, folder, replay
         self._sizes, self._step = sizes, step
         self._paths = {stage: tuple(file.path for file in each) for stage, each in files.items()}
@@ -68,19 +85,31 @@ class Schedule:
             for stage, graphs in sizes.items()
             for graph in graphs
         ]
+        self._refused = {
+            task.name: [
+                BackendRefusal(backend=backend, reason=reason)
+                for backend, reason in sorted(refused.get(task.name, {}).items())
+            ]
+            for task in tasks
+        }
         self._to_compile = deque(
-            (task, static_shapes)
+            (replace(task, backend=backend), static_shapes)
             # Longest compiles first, so that no job is left with one at the end.
             for task in sorted(tasks, key=lambda each: -compile_costs.get(each.name, 0))
+            for backend in recipe.backends_of(task.stage)
+            if backend not in refused.get(task.name, {})
             for static_shapes in sizes[task.stage][task.graph]
         )
+        self._left = Counter(task.name for task, _ in self._to_compile)  # engines to build, by graph
         self._to_write = deque(file for each in files.values() for file in each[1:])  # until it is whole
         self._to_check: list[tuple[GraphTask, tuple[EngineRecord, ...]]] = []
+        self._to_time: list[tuple[GraphTask, GraphRecord]] = []
         self._to_compare = [
             stage for stage in sizes if recipe.quantization(stage) is not None and not recipe.synthetic
         ]
         self._is_writing = False
         self._engines: dict[str, list[BuiltEngine]] = {}
+        self._checked: dict[str, GraphResult] = {}
         # What is done with a future's result, in the order in which they were submitted.
         self._running: dict[Future[Any], Callable[[Future[Any]], None]] = {}
         self.results: list[GraphResult] = []
@@ -124,9 +153,17 @@ class Schedule:
             self._running[checked] = partial(self._take_check, check[0], time.perf_counter())
         elif self._to_compile:
             task, static_shapes = self._to_compile.popleft()
-            self._step("engine", engine_label(task.name, static_shapes), None)
+            label = engine_label(task.name, static_shapes)
+            if len(self._recipe.backends_of(task.stage)) > 1:
+                label += f" ({task.backend})"
+            self._step("engine", label, None)
             built = submit(pool, task.name, build_engine, task, static_shapes)
-            self._running[built] = partial(self._take_engine, task)
+            self._running[built] = partial(self._take_engine, task, label)
+        elif self._to_time and not self._running:
+            task, record = self._to_time.pop(0)
+            self._step("time", task.name, None)
+            timed = submit(pool, task.name, time_graph, task, record, self._timer)
+            self._running[timed] = partial(self._take_timings, task, record, time.perf_counter())
         else:
             return False
         return True
@@ -143,21 +180,80 @@ class Schedule:
         self._hold(written.peak_rss_bytes)
         self._step("weights", file.name, written.seconds)
 
-    def _take_engine(self, task: GraphTask, future: Future[BuiltEngine]) -> None:
-        built = result_of(future, task.name)
-        self._hold(built.peak_rss_bytes)
-        self._step("engine", Path(built.record.file).stem, built.record.compile_seconds)
+    def _take_engine(self, task: GraphTask, label: str, future: Future[BuiltEngine]) -> None:
         done = self._engines.setdefault(task.name, [])
-        done.append(built)
-        if len(done) == len(self._sizes[task.stage][task.graph]):
-            self._to_check.append((task, tuple(each.record for each in sorted(done, key=_size_order))))
+        self._left[task.name] -= 1
+        try:
+            built = result_of(future, task.name)
+        except CompileError as error:
+            if not self._recipe.is_measured(task.stage):
+                raise
+            self._refuse(task, error)
+            self._step("engine", label, 0.0)
+        else:
+            self._hold(built.peak_rss_bytes)
+            self._step("engine", label, built.record.compile_seconds)
+            done.append(built)
+        if not self._left[task.name]:
+            order = self._recipe.backends_of(task.stage)
+            refused = {each.backend for each in self._refused[task.name]}
+            records = [each.record for each in done if each.record.backend not in refused]
+            records.sort(key=lambda each: (_size_order(each), order.index(each.backend)))
+            self._to_check.append((task, tuple(records)))
+
+    def _refuse(self, task: GraphTask, error: CompileError) -> None:
+        """Go on without a backend that cannot compile a graph. Raises: CompileError when it was the last one."""
+        reasons = self._refused[task.name]
+        if task.backend not in {each.backend for each in reasons}:
+            reasons.append(BackendRefusal(backend=task.backend, reason=error.message))
+        if not {*self._recipe.backends_of(task.stage)} - {each.backend for each in reasons}:
+            listed = "; ".join(f"{each.backend}: {each.reason}" for each in reasons)
+            raise CompileError(
+                f"no backend takes the graph: {listed}", where=task.name, fix=error.fix
+            ) from error
 
     def _take_check(self, task: GraphTask, started: float, future: Future[GraphResult]) -> None:
         seconds = time.perf_counter() - started
         result = result_of(future, task.name)
         self._hold(result.peak_rss_bytes)
         self._step("check", task.name, seconds)
-        self.results.append(result)
+        if not self._recipe.is_measured(task.stage):
+            self.results.append(result)
+            return
+        self._refused[task.name] += result.refused
+        self._checked[task.name] = result
+        if len(result.record.backends) > 1:
+            self._to_time.append((task, result.record))
+        else:
+            self._choose(task, result.record, "", ())
+
+    def _take_timings(
+        self,
+        task: GraphTask,
+        record: GraphRecord,
+        started: float,
+        future: Future[tuple[str, tuple[EngineTiming, ...]]],
+    ) -> None:
+        device, timings = result_of(future, task.name)
+        self._step("time", task.name, time.perf_counter() - started)
+        self._choose(task, record, device, timings)
+
+    def _choose(
+        self, task: GraphTask, record: GraphRecord, device: str, timings: tuple[EngineTiming, ...]
+    ) -> None:
+        """Keep the engines of a graph that its times speak for, and remove the files of the others."""
+        chosen = choose_fastest(
+            record,
+            timings,
+            device=device,
+            refused=self._refused[task.name],
+            keep_all=self._recipe.keep_all,
+        )
+        kept = {each.file for each in chosen.engines}
+        for built in self._engines[task.name]:
+            if built.record.file not in kept:
+                (self._folder / built.record.file).unlink(missing_ok=True)
+        self.results.append(replace(self._checked[task.name], record=chosen))
 
     def _take_quantization_error(self, stage: str, future: Future[QuantizationError | None]) -> None:
         error = result_of(future, stage)
@@ -168,5 +264,5 @@ class Schedule:
         self.peak_rss_bytes = max(self.peak_rss_bytes, peak_rss_bytes)
 
 
-def _size_order(built: BuiltEngine) -> tuple[int, ...]:
-    return tuple((built.record.dims or {}).values())
+def _size_order(record: EngineRecord) -> tuple[int, ...]:
+    return tuple((record.dims or {}).values())

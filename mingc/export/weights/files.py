@@ -73,7 +73,7 @@ def write_file(file: WeightsFile, recipe: ExportRecipe, checkpoint: Checkpoint, 
         folder / file.path,
         recipe.quantization(file.stage),
         omitted=file.omitted,
-        device=torch.device(recipe.target),
+        device=torch.device(recipe.device),
     )
     return WrittenFile(seconds=time.perf_counter() - started, peak_rss_bytes=peak_rss_bytes())
 

@@ -70,7 +70,7 @@ def write_weights(
     Raises: CheckpointError; ExportError when the names of sources and module differ.
     """
     sources = stage.weights(config, shard)
-    expected = _meta_module(stage, config, shard, sources, quantization).state_dict()
+    expected = meta_module(stage, config, shard, sources, quantization).state_dict()
     names = [name for source in sources for name in stored_names(source, quantization)]
     if set(names) != set(expected):
         raise ExportError(
@@ -116,13 +116,14 @@ def write_weights(
     return offset
 
 
-def _meta_module(
+def meta_module(
     stage: Stage,
     config: object,
     shard: Shard,
     sources: Sequence[WeightSource],
     quantization: Quantization | None,
 ) -> nn.Module:
+    """The module of a shard with the shapes and dtypes of its weights, but no values."""
     with torch.device("meta"):
         module = stage.build(config, shard)
     return prepare(module, sources, quantization)
@@ -148,7 +149,7 @@ def load_module(
 
     With `submodule`, only the submodule at this path.
     """
-    module = _meta_module(stage, config, shard, stage.weights(config, shard), quantization)
+    module = meta_module(stage, config, shard, stage.weights(config, shard), quantization)
     with safe_open(path, framework="pt") as file:
         names = [name for name in file.keys() if _is_within(name, submodule)]  # noqa: SIM118 - not a dict
         return _fill(module, submodule, {name: file.get_tensor(name) for name in names})

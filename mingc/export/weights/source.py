@@ -13,5 +13,5 @@ def open_source(recipe: ExportRecipe) -> Checkpoint:
     Raises: CheckpointError.
     """
     if recipe.synthetic:
-        return open_synthetic(recipe.checkpoint, recipe.target)
+        return open_synthetic(recipe.checkpoint, recipe.device)
     return open_checkpoint(recipe.checkpoint)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -87,9 +87,15 @@ class LoadedStage:
 
 
 def load_stage(
-    artifact: Artifact, name: str, device: torch.device, *, rank: int = 0, only_first: bool = False
+    artifact: Artifact,
+    name: str,
+    device: torch.device,
+    *,
+    rank: int = 0,
+    only_first: bool = False,
+    phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
 ) -> LoadedStage:
-    """Load every engine of stage `name` and bind the weights of `rank`.
+    """Load every engine of stage `name` and bind the weights of `rank`; `phase` times both parts.
 
     With `only_first`, of every graph the weights of its first instance alone: enough to run each engine, and little of
     a decoder's memory. `LoadedStage.layer_instances` is then not to be called.
@@ -107,11 +113,13 @@ def load_stage(
         for instance in graph.spec.layer_instances[1:]
         if only_first
     }
-    weights = _read_weights(artifact, record, device, rank, left_out)
+    with phase("weights to the device (CPU: map)"):
+        weights = _read_weights(artifact, record, device, rank, left_out)
     graphs = {}
     files: dict[str, Engine] = {}
-    for graph_name, graph in record.graphs.items():
-        graphs[graph_name] = _load_graph(artifact, name, graph, weights, device, files, left_out)
+    with phase("load engines"):
+        for graph_name, graph in record.graphs.items():
+            graphs[graph_name] = _load_graph(artifact, name, graph, weights, device, files, left_out)
     return LoadedStage(name, graphs, weights)
 
 

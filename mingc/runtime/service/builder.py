@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from mingc.artifacts.artifact import Artifact, check_fingerprint, check_hashes, open_artifact
+from mingc.artifacts.engine_choice import parse_choice
 from mingc.artifacts.manifest import Manifest
 from mingc.artifacts.parameters import (
     AudioParameters,
@@ -28,6 +29,7 @@ from mingc.artifacts.stage_graph import CLIENT, Policy, StageGraph
 from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError, ConfigError, ServeError
 from mingc.host import current_host, gpu_target
+from mingc.runtime.engines.choice import with_engines
 from mingc.runtime.engines.stage_loader import LoadedStage, load_stage, weight_bytes
 from mingc.runtime.kv_cache import PagePool, SlotPool
 from mingc.runtime.preprocess.decoder_pool import DEFAULT_TIMEOUT_S, DecoderPool
@@ -92,6 +94,7 @@ class EngineOptions:
         steps: which steps the thinker's workers run.
         talker_depth: most patches in flight; None: 2 on a GPU, 1 on a CPU.
         loads_speech: whether the speech stages of the artifact are loaded; otherwise speech is refused.
+        engines: `STAGE=BACKEND` for stages whose engines are not the artifact's default ones.
     """
 
     tp: int | None = None
@@ -113,6 +116,7 @@ class EngineOptions:
     steps: StepOptions = DEFAULT_STEPS
     talker_depth: int | None = None
     loads_speech: bool = True
+    engines: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         problems = [
@@ -129,6 +133,10 @@ class EngineOptions:
         for name, most in _MOST.items():
             if (value := getattr(self, name)) is not None and math.inf > value > most:
                 problems.append(f"{_OPTIONS[name]} is {value}, which is above {most}")
+        try:
+            parse_choice(self.engines)
+        except ConfigError as error:
+            problems.append(error.message)
         for name in self.served_model_names:
             if not name.strip():
                 problems.append("--served-model-name is empty")
@@ -151,10 +159,12 @@ def open_service(
     options, clock = options or EngineOptions(), clock or StartupClock()
     with clock.phase("check the artifact"):
         artifact = open_artifact(root)
-        manifest = artifact.manifest
-        recorded = manifest.fingerprint
+        recorded = artifact.manifest.fingerprint
         check_fingerprint(recorded, current_host(recorded.device))
-        if options.check_hashes:
+        artifact = with_engines(artifact, options.engines, loads=_loaded_stages(artifact.manifest, options))
+        manifest = artifact.manifest
+    if options.check_hashes:
+        with clock.phase("compare hashes"):
             check_hashes(artifact)
     if options.tp not in (None, recorded.world_size):
         raise ConfigError(
@@ -167,6 +177,8 @@ def open_service(
         torch.set_num_threads(threads)
     devices = _devices(recorded.device, recorded.world_size)
     if devices[0].type == "cuda":
+        with clock.phase("start the device"):
+            _start_device(devices[0])
         target = gpu_target(devices[0])
         log.log(logging.INFO if target.is_known else logging.WARNING, "%s", target.describe())
     # The group of ranks exists before the service that it reports to.
@@ -181,9 +193,10 @@ def open_service(
     runner: StepRunner | None = None
     chat: ChatPipeline | None = None
     try:
-        with clock.phase("load the chat engines"):
-            runner, chat = _load_chat(artifact, options, devices, on_failure)
-        speech = _load_speech(artifact, options, devices[0], clock) if options.loads_speech else None
+        with clock.phase("set up chat: tokenizer, scheduler, decoders of media"):
+            runner, chat = _load_chat(artifact, options, devices, on_failure, clock)
+        with clock.phase("set up speech: tokenizer, voices, scheduler"):
+            speech = _load_speech(artifact, options, devices[0], clock) if options.loads_speech else None
         if chat is None and speech is None:
             raise ArtifactError(
                 f"nothing to serve: {', '.join(manifest.stages)} produce neither text nor speech",
@@ -211,6 +224,22 @@ def open_service(
     return service
 
 
+def _start_device(device: torch.device) -> None:
+    """Create the context of a CUDA device, which loading would otherwise."""
+    torch.cuda.synchronize(device)
+
+
+def _loaded_stages(manifest: Manifest, options: EngineOptions) -> list[str]:
+    """The stages that `open_service` loads engines of."""
+    decoder, path = manifest.graph.text_decoder(), manifest.graph.speech_path()
+    names: list[str | None] = []
+    if decoder is not None:
+        names += [decoder, _vision_encoder(manifest.graph, decoder), _audio_encoder(manifest.graph, decoder)]
+    if path is not None and options.loads_speech:
+        names += [path.speech_llm, path.sampler, path.vocoder]
+    return [name for name in names if name is not None]
+
+
 def host_threads(device: str, requested: int | None) -> int | None:
     """Threads for torch's work on the host; None leaves torch's setting alone.
 
@@ -226,6 +255,7 @@ def _load_chat(
     options: EngineOptions,
     devices: list[torch.device],
     on_failure: Callable[[ServeError], None],
+    clock: StartupClock,
 ) -> tuple[StepRunner | None, ChatPipeline | None]:
     manifest = artifact.manifest
     decoder = manifest.graph.text_decoder()
@@ -240,20 +270,25 @@ def _load_chat(
     vision: VisionEncoder | None = None
     if vision_stage is not None:
         vision_parameters = manifest.parameters_of(vision_stage, VisionParameters)
-        vision = VisionEncoder(load_stage(artifact, vision_stage, devices[0]), vision_parameters, devices[0])
+        stage = load_stage(artifact, vision_stage, devices[0], phase=clock.phase)
+        vision = VisionEncoder(stage, vision_parameters, devices[0])
     audio: AudioEncoder | None = None
     if audio_stage is not None:
         audio_parameters = manifest.parameters_of(audio_stage, AudioParameters)
-        audio = AudioEncoder(load_stage(artifact, audio_stage, devices[0]), audio_parameters, devices[0])
+        stage = load_stage(artifact, audio_stage, devices[0], phase=clock.phase)
+        audio = AudioEncoder(stage, audio_parameters, devices[0])
     tokenizer = load_tokenizer(artifact, decoder)
     context = _largest(manifest, decoder, "P") * thinker.page_size
     num_pages = 1 + -(-_kv_tokens(artifact, decoder, options, devices, context) // thinker.page_size)
 
     def load() -> LoadedStage:
-        return load_stage(artifact, decoder, devices[0])
+        return load_stage(artifact, decoder, devices[0], phase=clock.phase)
 
     def start(stage: LoadedStage) -> ThinkerWorker:
-        return create_worker(stage, manifest, num_pages=num_pages, device=devices[0], options=options.steps)
+        with clock.phase("prepare steps (CUDA: capture)"):
+            return create_worker(
+                stage, manifest, num_pages=num_pages, device=devices[0], options=options.steps
+            )
 
     runner: RankGroup | ThinkerWorker = (
         RankGroup(
@@ -265,6 +300,7 @@ def _load_chat(
             on_failure=on_failure,
             step_timeout_s=options.step_timeout_s,
             options=options.steps,
+            engines=options.engines,
         )
         if len(devices) > 1
         else start(load())
@@ -336,8 +372,7 @@ def _load_speech(
     names = (path.speech_llm, path.sampler, path.vocoder)
     largest = min(_largest(manifest, name, "B") for name in names)
     slots = 1 + min(options.max_speech_seqs or largest, largest)
-    with clock.phase("load the speech engines and their weights"):
-        stages = [load_stage(artifact, name, device) for name in names]
+    stages = [load_stage(artifact, name, device, phase=clock.phase) for name in names]
     with clock.phase("prepare patches and prompts (CUDA: capture)"):
         worker = TalkerWorker(
             *stages,

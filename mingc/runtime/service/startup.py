@@ -9,20 +9,41 @@ from contextlib import contextmanager
 
 log = logging.getLogger("mingc.startup")
 
+OTHER = "other"
+
 
 class StartupClock:
-    """Seconds of each phase, logged when it ends. Repeated phases are summed."""
+    """Seconds of each phase since the clock was made, each logged when it ends. Repeated phases are summed.
+
+    A phase inside another one counts for itself alone, so that the phases add up to the whole.
+    """
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self._started = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+        self._inner = [
+            0.0
+        ]  # seconds of the phases inside each open phase; the first entry is the clock's own
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each phase, in the order in which they began; `other` is what no phase covers until now."""
+        passed = time.perf_counter() - self._started
+        return {
+            name: round(value, 3) for name, value in {**self._seconds, OTHER: passed - self._inner[0]}.items()
+        }
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time inside the block to `name`, also when the block fails."""
+        """Add the time inside the block to `name`, also when the block fails. One thread at a time."""
+        self._seconds.setdefault(name, 0.0)
         started = time.perf_counter()
+        self._inner.append(0.0)
         try:
             yield
         finally:
             passed = time.perf_counter() - started
-            self.seconds[name] = round(self.seconds.get(name, 0.0) + passed, 3)
-            log.info("%s: %.2f s", name, passed)
+            own = passed - self._inner.pop()
+            self._inner[-1] += passed
+            self._seconds[name] += own
+            log.info("%s: %.2f s", name, own)

@@ -44,8 +44,13 @@ def served_options(device: str, world_size: int) -> dict[str, EngineOptions]:
     }
 
 
-def replay_served(artifact: Artifact, progress: Callable[[str], None]) -> list[ComparisonLog]:
-    """Compare the parameters with the recorded ones, and replay all recorded requests in every way."""
+def replay_served(
+    artifact: Artifact, progress: Callable[[str], None], engines: tuple[str, ...] = ()
+) -> list[ComparisonLog]:
+    """Compare the parameters with the recorded ones, and replay all recorded requests in every way.
+
+    `engines` are those of `EngineOptions`.
+    """
     goldens = _read(artifact)
     fingerprint = artifact.manifest.fingerprint
     parameters = _log("parameters", artifact.manifest, replace(goldens, tensors={}))
@@ -56,7 +61,7 @@ def replay_served(artifact: Artifact, progress: Callable[[str], None]) -> list[C
         log = _log(name, artifact.manifest, goldens)
         logs.append(log)
         with log.case("service"):
-            service = open_service(artifact.root, options)
+            service = open_service(artifact.root, replace(options, engines=engines))
             asyncio.run(_replay_and_close(service, goldens, log))
     return logs
 

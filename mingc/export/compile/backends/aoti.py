@@ -6,7 +6,6 @@ import hashlib
 import os
 import platform
 import re
-import shutil
 import subprocess
 import time
 import zipfile
@@ -17,9 +16,9 @@ from typing import Any
 
 import torch
 
-from mingc.artifacts.work_folder import work_folder
 from mingc.errors import CompileError
 from mingc.export.compile.backend import Backend
+from mingc.export.compile.engine_cache import keep, take
 from mingc.export.compile.kernel_sources import kernel_sources
 from mingc.host import gpu_target
 from mingc.kernels.triton.moe_config import tuned_configs
@@ -48,8 +47,7 @@ def compile_graph(
     """
     options = {**_OPTIONS, **(_cpu_options() if device == "cpu" else _CUDA_OPTIONS)}
     kept = cache / f"{_key(program, options, device)}.pt2" if cache else None
-    if kept is not None and _is_whole(kept):
-        shutil.copyfile(kept, path)
+    if kept is not None and _is_whole(kept) and take(kept, path):
         return 0.0
     started = time.perf_counter()
     if torch.__version__ < "2.13":
@@ -67,9 +65,7 @@ def compile_graph(
     if device == "cuda":
         _refuse_static_libstdcxx(path, where)
     if kept is not None:
-        # What a killed export left of one goes with the next.
-        with work_folder(kept.parent, "engine-") as folder:
-            os.replace(shutil.copyfile(path, folder / kept.name), kept)
+        keep(path, kept)
     return seconds
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from mingc.export.compile.backend import Backend
+from mingc.export.stage import GraphDef
 
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
@@ -28,6 +31,21 @@ class OnnxBackend(Backend):
         if absent:
             return f"needs {', '.join(absent)}, not installed: pip install 'mingc[onnx]'"
         return None
+
+    def check_graph(
+        self,
+        plan: GraphDef,
+        module: nn.Module,
+        program: Callable[[], torch.export.ExportedProgram],
+        *,
+        where: str,
+    ) -> None:
+        from mingc.export.compile.onnx_program import MAX_GATHERED_BYTES, refuse_large_gathers
+
+        largest = max((each.nbytes for each in (*module.parameters(), *module.buffers())), default=0)
+        # A row takes each part of a weight at most once; most graphs need not be traced to see that theirs fit.
+        if largest * max((dim.maximum for dim in plan.spec.dims), default=1) > MAX_GATHERED_BYTES:
+            refuse_large_gathers(program(), where)
 
     def compile(
         self,

@@ -1,10 +1,12 @@
 """Loaders of compiled engines: one file per backend, or an entry point `mingc.engines` of another distribution.
 
-Each defines `load(path, device)`, which returns an `Engine` without weights; importing this package imports none.
+Each defines `load(path, device)`, which returns an `Engine` without weights; importing this package imports none. A
+module may also define `unavailable() -> tuple[str, str] | None`: why its engines cannot be loaded here, and the fix.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,10 +28,25 @@ def load_engine(backend: str, path: Path, device: torch.device) -> Engine:
     try:
         load = ENGINES.load(backend)
     except KeyError:
-        raise ArtifactError(
-            f"backend {backend} is not one of {', '.join(ENGINES.names())}",
-            where=str(path),
-            fix="install the distribution that provides its loader, or export again with another --backend",
-        ) from None
+        problem, fix = _unknown(backend)
+        raise ArtifactError(problem, where=str(path), fix=fix) from None
     engine: Engine = load(path, device)
     return engine
+
+
+def unavailable(backend: str) -> tuple[str, str] | None:
+    """Why engines of `backend` cannot be loaded here, and the fix; None when nothing is known against it."""
+    try:
+        load = ENGINES.load(backend)
+    except KeyError:
+        return _unknown(backend)
+    check = getattr(sys.modules.get(load.__module__), "unavailable", None)
+    found: tuple[str, str] | None = None if check is None else check()
+    return found
+
+
+def _unknown(backend: str) -> tuple[str, str]:
+    return (
+        f"backend {backend} is not one of {', '.join(ENGINES.names())}",
+        "install the distribution that provides its loader, or export again with another --backend",
+    )

@@ -5,6 +5,7 @@ State is bound as input and output. Weights are inputs as well, bound once: no s
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from mingc.runtime.engines.base import Engine
 
 _PREFIX = "model."  # of the names of weights in the model
 _METADATA_KEY = "mingc"
+_INSTALL = "pip install 'mingc[onnx]'"
 _DTYPES: dict[torch.dtype, Any] = {
     torch.float32: np.float32,
     torch.float16: np.float16,
@@ -104,7 +106,7 @@ def _open_session(path: Path) -> Any:
         raise ArtifactError(
             f"the engine needs ONNX Runtime, which cannot be imported: {error}",
             where=str(path),
-            fix="pip install 'mingc[onnx]'",
+            fix=_INSTALL,
         ) from error
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # errors are raised
@@ -138,6 +140,13 @@ def _layout(session: Any, path: Path) -> _Layout:
             where=str(path),
             fix="copy the artifact again, or export again",
         ) from error
+
+
+def unavailable() -> tuple[str, str] | None:
+    """Why no model can be loaded here, and the fix; ONNX Runtime itself is not imported."""
+    if importlib.util.find_spec("onnxruntime") is None:
+        return "ONNX Runtime is not installed", _INSTALL
+    return None
 
 
 def load(path: Path, device: torch.device) -> Engine:

@@ -19,6 +19,7 @@ from mingc.artifacts.artifact import open_unchecked
 from mingc.artifacts.codec import decode
 from mingc.parent_watchdog import watch_pipe
 from mingc.runtime.distributed import process_group
+from mingc.runtime.engines.choice import with_engines
 from mingc.runtime.engines.stage_loader import load_stage
 from mingc.runtime.thinker.ranks.step_codec import receive_step
 from mingc.runtime.thinker.startup import create_worker
@@ -37,6 +38,7 @@ class WorkerConfig:
         timeout_s: of collectives that the host waits for.
         step_socket: file descriptor; steps come in, `LOADED` and `READY` go out.
         parent_pipe: file descriptor that is closed when the server dies.
+        engines: which engines of the artifact the server runs, as `EngineOptions.engines`.
     """
 
     artifact: str
@@ -50,6 +52,7 @@ class WorkerConfig:
     step_socket: int
     parent_pipe: int
     options: StepOptions = DEFAULT_STEPS
+    engines: tuple[str, ...] = ()
 
 
 def main() -> None:
@@ -68,6 +71,7 @@ def main() -> None:
         manifest = artifact.manifest
         decoder = manifest.graph.text_decoder()
         assert decoder is not None, "the server found the decoder"
+        artifact = with_engines(artifact, config.engines, loads=(decoder,))
         stage = load_stage(artifact, decoder, device, rank=config.rank)
         sock.sendall(LOADED)
         process_group.init(

@@ -1,0 +1,99 @@
+"""Engine files of TensorRT: what must be known before the library reads the plan, then the plan.
+
+A file is the magic, the length of the header (4 bytes, little endian), the header as JSON, the ONNX model or nothing,
+and the serialized plan.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mingc.errors import ArtifactError
+
+SUFFIX = ".trt"
+_MAGIC = b"MINGCTRT"
+_LENGTH = struct.Struct("<I")
+_FIX = "copy the artifact again, or export again"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineHeader:
+    """What an engine was built by and for.
+
+    Attributes:
+        library, version: `tensorrt_rtx` or `tensorrt`, and its version, which alone can load the plan.
+        capabilities: compute capabilities of the GPUs that run it, as `8.9`.
+        inputs, weights: names of the inputs that are given in every call, then of the weights.
+        outputs: names of results, then of new states.
+        state: for each new state the index of the input that it replaces.
+        model_bytes, plan_bytes: sizes of the parts behind the header.
+    """
+
+    library: str
+    version: str
+    capabilities: tuple[str, ...]
+    inputs: tuple[str, ...]
+    weights: tuple[str, ...]
+    outputs: tuple[str, ...]
+    state: tuple[int, ...]
+    model_bytes: int
+    plan_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineFile:
+    """A whole engine file; `model` is the ONNX model that the plan was built from, or empty."""
+
+    header: EngineHeader
+    model: bytes
+    plan: bytes
+
+
+def write_engine(path: Path, engine: EngineFile) -> None:
+    """Write `engine`; equal engines give equal files."""
+    header = json.dumps(asdict(engine.header), sort_keys=True).encode()
+    path.write_bytes(_MAGIC + _LENGTH.pack(len(header)) + header + engine.model + engine.plan)
+
+
+def read_engine(path: Path) -> EngineFile:
+    """The engine file at `path`. Raises: ArtifactError when it is none, or is cut off."""
+    content = path.read_bytes()
+    begin = len(_MAGIC) + _LENGTH.size
+    if len(content) < begin or not content.startswith(_MAGIC):
+        raise ArtifactError("the engine is no TensorRT engine of mingc", where=str(path), fix=_FIX)
+    (length,) = _LENGTH.unpack_from(content, len(_MAGIC))
+    try:
+        header = _header(json.loads(content[begin : begin + length]))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ArtifactError(
+            f"the header of the engine is damaged: {type(error).__name__}: {error}", where=str(path), fix=_FIX
+        ) from error
+    model_end = begin + length + header.model_bytes
+    if len(content) != model_end + header.plan_bytes:
+        raise ArtifactError(
+            f"the engine has {len(content)} bytes, its header states {model_end + header.plan_bytes}",
+            where=str(path),
+            fix=_FIX,
+        )
+    return EngineFile(header=header, model=content[begin + length : model_end], plan=content[model_end:])
+
+
+def _header(document: Any) -> EngineHeader:
+    def words(name: str) -> tuple[str, ...]:
+        return tuple(map(str, document[name]))
+
+    return EngineHeader(
+        library=str(document["library"]),
+        version=str(document["version"]),
+        capabilities=words("capabilities"),
+        inputs=words("inputs"),
+        weights=words("weights"),
+        outputs=words("outputs"),
+        state=tuple(map(int, document["state"])),
+        model_bytes=int(document["model_bytes"]),
+        plan_bytes=int(document["plan_bytes"]),
+    )

@@ -1,0 +1,54 @@
+"""Choice among the engines that several backends built of one graph, by their times on the target device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from mingc.artifacts.manifest import BackendRefusal, BackendTrial, EngineRecord, EngineTiming, GraphRecord
+
+
+def choose_fastest(
+    record: GraphRecord,
+    timings: Sequence[EngineTiming],
+    *,
+    device: str,
+    refused: Sequence[BackendRefusal] = (),
+    keep_all: bool = False,
+) -> GraphRecord:
+    """`record` with the fastest engine of each size, or with all of them, the fastest first; with the trial.
+
+    An engine of one size is as fast as its median there, one of every size as the geometric mean of its medians, in
+    which each size counts the same. Of equally fast ones the first stays.
+    """
+    trial = BackendTrial(device=device, timings=tuple(timings), refused=tuple(refused))
+    sizes: list[dict[str, int] | None] = []
+    for engine in record.engines:
+        if engine.dims not in sizes:
+            sizes.append(engine.dims)
+    ordered: list[list[EngineRecord]] = []
+    for dims in sizes:
+        engines = [each for each in record.engines if each.dims == dims]
+        if timings:
+            engines.sort(key=lambda each: _mean_us(timings, each.backend, dims or {}))
+        ordered.append(engines)
+    fastest = tuple(engines[0] for engines in ordered)
+    kept = tuple(each for engines in ordered for each in engines) if keep_all else fastest
+    chosen = replace(record, engines=kept, trial=trial)
+    parity = {name: each for name, each in record.backend_parity.items() if name in chosen.backends}
+    return replace(
+        chosen,
+        parity=max((record.parity_of(each.backend) for each in fastest), key=lambda each: each.compiled),
+        backend_parity=parity if len(parity) > 1 else {},
+    )
+
+
+def _mean_us(timings: Sequence[EngineTiming], backend: str, dims: Mapping[str, int]) -> float:
+    """Geometric mean of the medians of `backend` at sizes that agree with `dims`."""
+    medians = [
+        each.median_us
+        for each in timings
+        if each.backend == backend and all(each.dims[name] == size for name, size in dims.items())
+    ]
+    return math.exp(sum(map(math.log, medians)) / len(medians))

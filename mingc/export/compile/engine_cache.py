@@ -1,0 +1,75 @@
+"""The engine cache: compiled engines by content key in one folder. Above a limit the least recently used are removed.
+
+An engine is copied out of the cache before it is used, so removing it never breaks an export, also not another one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from mingc.artifacts.artifact import write_failure
+from mingc.artifacts.work_folder import work_folder
+from mingc.errors import ConfigError
+
+# Engines only: timings of kernels are small, and measuring them again takes a GPU minutes.
+_ENGINE = re.compile(r"[0-9a-f]{64}\.\w+")
+
+
+def take(kept: Path, path: Path) -> bool:
+    """Copy the kept engine to `path` and mark it as used; False when another export has removed it meanwhile."""
+    try:
+        with kept.open("rb") as source, path.open("wb") as target:
+            shutil.copyfileobj(source, target)
+    except FileNotFoundError:
+        if kept.exists():
+            raise
+        return False
+    with suppress(OSError):  # a cache that others own, or that is read-only
+        os.utime(kept)
+    return True
+
+
+def keep(path: Path, kept: Path) -> None:
+    """Copy the engine at `path` to its place in the cache. Raises: ConfigError when the cache cannot be written."""
+    # What a killed export left of one goes with the next.
+    with writing_cache(kept.parent), work_folder(kept.parent, "engine-") as folder:
+        os.replace(shutil.copyfile(path, folder / kept.name), kept)
+
+
+def trim(cache: Path, limit_bytes: float) -> None:
+    """Remove engines, the least recently used ones first, until the others fit into `limit_bytes`."""
+    found = []
+    for path in cache.iterdir():
+        if _ENGINE.fullmatch(path.name):
+            with suppress(FileNotFoundError):  # another export removes as well
+                status = path.stat()
+                found.append((status.st_mtime_ns, path.name, status.st_size))
+    total = sum(size for _, _, size in found)
+    for _, name, size in sorted(found):
+        if total <= limit_bytes:
+            break
+        with suppress(OSError):  # one that others own stays
+            (cache / name).unlink(missing_ok=True)
+            total -= size
+
+
+@contextmanager
+def writing_cache(cache: Path) -> Iterator[None]:
+    """Reports a cache whose disk is full or read-only by its own name. Raises: ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        reason = write_failure(error)
+        if reason is None:
+            raise
+        raise ConfigError(
+            f"the engine cache {cache} cannot be written: {reason}",
+            where="--cache",
+            fix="free some space there, pass a smaller --cache-limit, another folder, or --no-cache; then run the "
+            "export again, it takes the engines that are kept",
+        ) from error

@@ -1,0 +1,132 @@
+"""Child process that parses an ONNX model and builds its TensorRT plan.
+
+The builder can crash: that of TensorRT for RTX 1.4 does at an attention whose queries, keys and values are one tensor.
+Here a crash ends this process alone, and the export reports it. Neither torch nor onnx is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mingc.parent_watchdog import watch_pipe
+from mingc.tensorrt_library import import_library, make_logger
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Range:
+    """The smallest, usual and largest shape of an input with dims that vary."""
+
+    name: str
+    shapes: tuple[Shape, Shape, Shape]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildJob:
+    """What is built. `cards` are names as `SM89`; None: the GPU of this machine, empty: those the library chooses."""
+
+    library: str
+    ranges: tuple[Range, ...]
+    cards: tuple[str, ...] | None
+
+    def to_json(self) -> str:
+        """The job as `read_job` reads it."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+def read_job(text: str) -> BuildJob:
+    """The job of `BuildJob.to_json`."""
+    document = json.loads(text)
+    ranges = []
+    for each in document["ranges"]:
+        low, usual, high = (tuple(shape) for shape in each["shapes"])
+        ranges.append(Range(name=each["name"], shapes=(low, usual, high)))
+    cards = document["cards"]
+    return BuildJob(
+        library=document["library"], ranges=tuple(ranges), cards=None if cards is None else tuple(cards)
+    )
+
+
+class RefusedError(Exception):
+    """TensorRT refuses a model; the message says why."""
+
+
+def build_plan(model: bytes, job: BuildJob) -> bytes:
+    """The serialized plan of an ONNX model. Raises: RefusedError."""
+    trt = import_library(job.library)
+    logger, messages = make_logger(trt)
+    builder = trt.Builder(logger)
+    flags = 0
+    typed = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
+    if typed is not None:  # later versions have no other networks
+        flags = 1 << int(typed)
+    network = builder.create_network(flags)
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse(model):
+        reasons = [parser.get_error(index).desc() for index in range(parser.num_errors)]
+        raise RefusedError(f"{trt.__version__} refuses the graph: {_joined(reasons or messages)}")
+    _allow_decomposition(trt, network)
+    config = builder.create_builder_config()
+    config.clear_flag(trt.BuilderFlag.TF32)  # 1.4 seems to ignore it: see docs/backends.md
+    alone = getattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION", None)
+    if alone is not None:  # TensorRT for RTX allows stream capture only of engines that allocate nothing
+        config.set_flag(alone)
+    names = ("CURRENT",) if job.cards is None else job.cards
+    if names and hasattr(config, "num_compute_capabilities"):
+        config.num_compute_capabilities = len(names)
+        for index, name in enumerate(names):
+            config.set_compute_capability(getattr(trt.ComputeCapability, name), index)
+    if job.ranges:
+        profile = builder.create_optimization_profile()
+        for each in job.ranges:
+            profile.set_shape(each.name, *each.shapes)
+        config.add_optimization_profile(profile)
+    plan = builder.build_serialized_network(network, config)
+    if plan is None:
+        raise RefusedError(f"{trt.__version__} cannot build the graph: {_joined(messages)}")
+    return bytes(plan)
+
+
+def _allow_decomposition(trt: Any, network: Any) -> None:
+    """Let TensorRT compute attention by products and a Softmax where it has no kernel.
+
+    It has some for half precision and usual sizes of heads, and refuses any other Attention unless this is allowed.
+    """
+    for index in range(network.num_layers):
+        layer = network.get_layer(index)
+        if layer.type == trt.LayerType.ATTENTION_INPUT:
+            layer.__class__ = trt.IAttentionInputLayer  # the bindings return the base class
+            layer.attention.decomposable = True
+
+
+def _joined(messages: Sequence[str]) -> str:
+    """The messages without the library's source files, each once."""
+    texts = [" ".join(each.split()) for each in messages]
+    texts = [re.sub(r"^(\[?[\w./]+\.(cpp|h)::?\S*\]?:?\s*)+", "", each)[:600] for each in texts]
+    return "; ".join(dict.fromkeys(texts)) or "no reason given"
+
+
+def main() -> int:
+    """Build `plan` in the folder given, of its `model.onnx` and `job.json`; a reason not to goes to `refused`.
+
+    stdin is a pipe that ends with the parent.
+    """
+    watch_pipe(sys.stdin.fileno())
+    folder = Path(sys.argv[1])
+    job = read_job((folder / "job.json").read_text(encoding="utf-8"))
+    try:
+        (folder / "plan").write_bytes(build_plan((folder / "model.onnx").read_bytes(), job))
+    except RefusedError as error:
+        (folder / "refused").write_text(str(error), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

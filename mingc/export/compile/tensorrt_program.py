@@ -1,0 +1,182 @@
+"""A captured graph as a TensorRT plan, through the ONNX model that the ONNX backend makes of it.
+
+Weights are inputs of the plan as they are of the model: one engine serves every rank, the engines of all batch sizes
+share one copy of the weights, and the plan holds none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.export.graph_signature import InputKind
+
+from mingc.artifacts.target import Capability, rtx_capabilities, sm_name
+from mingc.artifacts.tensorrt_engine import EngineFile, EngineHeader, read_engine, write_engine
+from mingc.errors import ArtifactError, CompileError
+from mingc.export.compile.engine_cache import keep, take
+from mingc.export.compile.onnx_program import METADATA_KEY, to_onnx
+from mingc.export.compile.tensorrt_builder import BuildJob, Range
+from mingc.host import gpu
+from mingc.tensorrt_library import RTX, TITLES, import_library
+
+_PREFIX = "model."
+_FIX = "compile this stage with another backend: --backend aoti:STAGE"
+# A plan reserves memory for the largest sizes of its dims; state that grows with a pool has no such size.
+_MAX_STATE_BYTES = 256 << 30
+
+
+def build_engine_file(
+    program: torch.export.ExportedProgram,
+    path: Path,
+    *,
+    target: str,
+    library: str,
+    cache: Path | None,
+    where: str,
+) -> bool:
+    """Write the TensorRT engine of `program`. Returns whether it came from the cache.
+
+    For an RTX target the file also holds the ONNX model, by which a machine without the GPU checks it.
+
+    Raises: CompileError when the graph has no ONNX model, or TensorRT refuses it.
+    """
+    model = to_onnx(program, where)
+    content: bytes = model.SerializeToString(deterministic=True)
+    (entry,) = [each.value for each in model.metadata_props if each.key == METADATA_KEY]
+    layout = json.loads(entry)
+    names = [each.name for each in model.graph.input]
+    count = len(names) - layout["weights"]
+    ranges = _ranges(program, names[:count], where)
+    trt = import_library(library)
+    cards = rtx_capabilities(target)
+    capabilities = cards if cards is not None else (gpu().capability,)
+    key = _key(content, ranges, library, trt.__version__, capabilities, is_current=cards is None)
+    kept = cache / f"{key}{path.suffix}" if cache else None
+    if kept is not None and _is_whole(kept) and take(kept, path):
+        return True
+    names_of_cards = None if cards is None else tuple(sm_name(each).upper() for each in cards)
+    plan = _build(content, BuildJob(library=library, ranges=tuple(ranges), cards=names_of_cards), where)
+    carried = content if cards is not None else b""
+    header = EngineHeader(
+        library=library,
+        version=trt.__version__,
+        capabilities=tuple("{}.{}".format(*each) for each in capabilities),
+        inputs=tuple(names[:count]),
+        weights=tuple(name.removeprefix(_PREFIX) for name in names[count:]),
+        outputs=tuple(each.name for each in model.graph.output),
+        state=tuple(index for index, _ in layout["state"]),
+        model_bytes=len(carried),
+        plan_bytes=len(plan),
+    )
+    write_engine(path, EngineFile(header=header, model=carried, plan=plan))
+    if kept is not None:
+        keep(path, kept)
+    return False
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        read_engine(path)
+    except (OSError, ArtifactError):
+        return False
+    return True
+
+
+def _key(
+    content: bytes,
+    ranges: Sequence[Range],
+    library: str,
+    version: str,
+    capabilities: Sequence[Capability],
+    *,
+    is_current: bool,
+) -> str:
+    """sha256 of all that decides the plan."""
+    digest = hashlib.sha256(content)
+    digest.update(repr((tuple(ranges), library, version, tuple(capabilities), is_current)).encode())
+    return digest.hexdigest()
+
+
+def _ranges(program: torch.export.ExportedProgram, names: Sequence[str], where: str) -> list[Range]:
+    """Of every input with dims that vary, in the order of the program. Raises: CompileError for absurd ones."""
+    given = [
+        each.arg.name for each in program.graph_signature.input_specs if each.kind is InputKind.USER_INPUT
+    ]
+    values = {node.name: node.meta["val"] for node in program.graph.find_nodes(op="placeholder")}
+    found = []
+    for name, argument in zip(names, given, strict=True):
+        value = values[argument]
+        bounds = [_bounds(size) for size in value.shape]
+        if all(low == high for low, high in bounds):
+            continue
+        largest = torch.Size([high for _, high in bounds]).numel() * value.element_size()
+        if largest > _MAX_STATE_BYTES:
+            raise CompileError(
+                f"{name} may have up to {largest >> 30} GiB, and TensorRT plans for the largest sizes (limit "
+                f"{_MAX_STATE_BYTES >> 30} GiB)",
+                where=where,
+                fix=_FIX,
+            )
+        usual = tuple(round((low * high) ** 0.5) for low, high in bounds)
+        found.append(
+            Range(
+                name=name, shapes=(tuple(low for low, _ in bounds), usual, tuple(high for _, high in bounds))
+            )
+        )
+    return found
+
+
+def _bounds(size: int | torch.SymInt) -> tuple[int, int]:
+    if isinstance(size, int):
+        return size, size
+    node = size.node
+    bounds = node.shape_env.bound_sympy(node.expr)
+    return int(bounds.lower), int(bounds.upper)
+
+
+def _build(model: bytes, job: BuildJob, where: str) -> bytes:
+    """The plan of an ONNX model, built by a process of its own. Raises: CompileError."""
+    title = TITLES[job.library]
+    with tempfile.TemporaryDirectory(prefix="mingc-tensorrt-") as name:
+        folder = Path(name)
+        (folder / "model.onnx").write_bytes(model)
+        (folder / "job.json").write_text(job.to_json(), encoding="utf-8")
+        words = [sys.executable, "-X", "faulthandler", "-m", "mingc.export.compile.tensorrt_builder", name]
+        with (folder / "errors").open("wb") as errors:
+            child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=errors, stderr=subprocess.STDOUT)
+            try:
+                child.wait()
+            finally:
+                child.kill()
+                child.wait()
+                assert child.stdin is not None
+                child.stdin.close()
+        refused, plan = folder / "refused", folder / "plan"
+        if refused.exists():
+            raise CompileError(f"{title} {refused.read_text(encoding='utf-8')}", where=where, fix=_FIX)
+        if child.returncode or not plan.exists():
+            log = (folder / "errors").read_text(encoding="utf-8", errors="replace").strip()
+            raise CompileError(
+                f"the process in which {title} built the graph ended with {child.returncode}: {log[-1500:]}",
+                where=where,
+                fix=_FIX,
+            )
+        return plan.read_bytes()
+
+
+def rtx_problem(target: str) -> str | None:
+    """Why the installed TensorRT for RTX cannot build for the cards of `target`; None when it can."""
+    try:
+        cards = rtx_capabilities(target) or ()
+    except ValueError:
+        return None  # the recipe reports it
+    trt = import_library(RTX)
+    absent = [sm_name(each) for each in cards if not hasattr(trt.ComputeCapability, sm_name(each).upper())]
+    return f"{TITLES[RTX]} {trt.__version__} cannot build for {', '.join(absent)}" if absent else None

@@ -1,0 +1,232 @@
+"""TensorRT plans on a CUDA device, over the memory of torch's tensors.
+
+State is an input and an output: the new one is computed beside the old one and copied, so that nothing depends on the
+order in which TensorRT reads and writes. Weights are inputs as well, bound once: all engines of a stage share them.
+
+On a CPU an engine for RTX cards runs the ONNX model that it holds. That is how an export without a GPU checks it; a
+server never asks for it, as the artifact is for CUDA.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mingc.artifacts.tensorrt_engine import EngineFile, EngineHeader, read_engine
+from mingc.errors import ArtifactError, WorkerError
+from mingc.host import gpu
+from mingc.runtime.engines.base import Engine
+from mingc.tensorrt_library import (
+    DISTRIBUTIONS,
+    INSTALL,
+    RTX,
+    TITLES,
+    find_library,
+    import_library,
+    make_logger,
+)
+
+_Shapes = tuple[tuple[int, ...], ...]
+
+
+class _Context:
+    """An execution context for one set of input shapes, with memory of torch's allocator."""
+
+    def __init__(
+        self, trt: Any, engine: Any, names: Sequence[str], shapes: _Shapes, device: torch.device
+    ) -> None:
+        self.context = _create_context(trt, engine)
+        for name, shape in zip(names, shapes, strict=True):
+            if not self.context.set_input_shape(name, shape):
+                raise WorkerError(f"TensorRT refuses the shape {list(shape)} of {name}")
+        # Of the largest sizes: version 1.4 refuses to compute it for those at hand.
+        size = int(engine.device_memory_size_v2)
+        self._memory = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
+        self.context.set_device_memory(self._memory.data_ptr(), size)
+
+
+class TensorRtEngine(Engine):
+    """One serialized plan."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        file = read_engine(path)
+        self._header, self._path, self._device = file.header, path, device
+        self._trt = _import(file.header, path)
+        _check_here(self._trt, file.header, path, device)
+        self._logger, self._messages = make_logger(self._trt)
+        self._runtime = self._trt.Runtime(self._logger)
+        with torch.cuda.device(device):
+            self._engine = self._runtime.deserialize_cuda_engine(file.plan)
+        if self._engine is None:
+            raise ArtifactError(
+                f"{TITLES[file.header.library]} {self._trt.__version__} refuses the engine: "
+                f"{'; '.join(self._messages) or 'no reason given'}",
+                where=str(path),
+                fix="run mingc verify --no-replay; if the files are whole, export again on this machine",
+            )
+        # The builder drops inputs that nothing reads.
+        held = {self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)}
+        self._inputs = [(index, name) for index, name in enumerate(file.header.inputs) if name in held]
+        self._outputs = [
+            (name, _torch_dtype(self._trt, self._engine.get_tensor_dtype(name)))
+            for name in file.header.outputs
+        ]
+        self._kept: dict[str, torch.Tensor] = {}
+        self._contexts: dict[_Shapes, _Context] = {}
+
+    def constants(self) -> Sequence[str]:
+        return list(self._header.weights)
+
+    def bind(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._kept = {f"model.{name}": weights[name].contiguous() for name in self._header.weights}
+        for each in self._contexts.values():
+            self._bind_weights(each.context)
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        given = [tensor.contiguous() for tensor in tensors]
+        shapes = tuple(tuple(given[index].shape) for index, _ in self._inputs)
+        context = self._context(shapes)
+        for index, name in self._inputs:
+            context.set_tensor_address(name, given[index].data_ptr())
+        count = len(self._outputs) - len(self._header.state)
+        values = []
+        for place, (name, dtype) in enumerate(self._outputs):
+            shape = tuple(context.get_tensor_shape(name))
+            state = tensors[self._header.state[place - count]] if place >= count else None
+            value = self._output(shape, dtype, state)
+            context.set_tensor_address(name, value.data_ptr())
+            values.append(value)
+        if not context.execute_async_v3(torch.cuda.current_stream(self._device).cuda_stream):
+            raise WorkerError(
+                f"TensorRT could not run the engine: {'; '.join(self._messages[-3:])}", where=str(self._path)
+            )
+        for index, value in zip(self._header.state, values[count:], strict=True):
+            tensors[index].copy_(value)
+        return values[:count]
+
+    def _output(self, shape: tuple[int, ...], dtype: torch.dtype, state: torch.Tensor | None) -> torch.Tensor:
+        """Memory for an output; for that of a new `state` it is not the memory of the old one."""
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _context(self, shapes: _Shapes) -> Any:
+        found = self._contexts.get(shapes)
+        if found is None:
+            names = [name for _, name in self._inputs]
+            found = self._contexts[shapes] = _Context(self._trt, self._engine, names, shapes, self._device)
+            self._bind_weights(found.context)
+        return found.context
+
+    def _bind_weights(self, context: Any) -> None:
+        for name, weight in self._kept.items():
+            context.set_tensor_address(name, weight.data_ptr())
+
+
+class ModelOfEngine(Engine):
+    """The ONNX model of an engine for RTX cards, run by ONNX Runtime on a CPU."""
+
+    def __init__(self, file: EngineFile, path: Path) -> None:
+        from mingc.runtime.engines.backends.onnx import load as load_model
+
+        if not file.model:
+            raise ArtifactError(
+                f"the engine is for a GPU of compute capability {_listed(file.header)}, not for a CPU",
+                where=str(path),
+                fix="run it on such a GPU, or export again with --target cpu",
+            )
+        with tempfile.NamedTemporaryFile(suffix=".onnx") as copy:
+            copy.write(file.model)
+            copy.flush()
+            self._engine = load_model(Path(copy.name), torch.device("cpu"))
+
+    def constants(self) -> Sequence[str]:
+        return self._engine.constants()
+
+    def bind(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._engine.bind(weights)
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self._engine.run(tensors)
+
+
+def _import(header: EngineHeader, path: Path) -> Any:
+    """Raises: ArtifactError when the library of the engine is not installed."""
+    if header.library not in TITLES:
+        raise ArtifactError(
+            f"the engine was built by {header.library}, which this mingc does not know",
+            where=str(path),
+            fix="copy the artifact again, or export again",
+        )
+    try:
+        return import_library(header.library)
+    except (ImportError, OSError) as error:
+        raise ArtifactError(
+            f"the engine needs {TITLES[header.library]}, which cannot be imported: {error}",
+            where=str(path),
+            fix=INSTALL if header.library == RTX else f"pip install {DISTRIBUTIONS[header.library]}",
+        ) from error
+
+
+def _check_here(trt: Any, header: EngineHeader, path: Path, device: torch.device) -> None:
+    """Raises: ArtifactError when the library has another version, or the GPU another capability."""
+    if trt.__version__ != header.version:
+        raise ArtifactError(
+            f"the engine was built by {TITLES[header.library]} {header.version}, here is {trt.__version__}",
+            where=str(path),
+            fix=f"pip install '{DISTRIBUTIONS[header.library]}=={header.version}', or export again",
+        )
+    here = "{}.{}".format(*gpu(device).capability)
+    if here not in header.capabilities:
+        raise ArtifactError(
+            f"the engine is for a GPU of compute capability {_listed(header)}, here is {here}",
+            where=str(path),
+            fix="run it on such a GPU, or export again for this one",
+        )
+
+
+def _listed(header: EngineHeader) -> str:
+    return " or ".join(header.capabilities)
+
+
+def _create_context(trt: Any, engine: Any) -> Any:
+    """A context that takes its memory from the caller and compiles kernels before its first run has ended."""
+    strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+    if not hasattr(engine, "create_runtime_config") or not hasattr(
+        trt, "DynamicShapesKernelSpecializationStrategy"
+    ):
+        return engine.create_execution_context(strategy)
+    config = engine.create_runtime_config()
+    config.set_execution_context_allocation_strategy(strategy)
+    # Otherwise kernels for the sizes at hand are compiled in the background, while a CUDA graph is captured.
+    config.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
+    return engine.create_execution_context(config)
+
+
+def _torch_dtype(trt: Any, dtype: Any) -> torch.dtype:
+    return {
+        trt.DataType.FLOAT: torch.float32,
+        trt.DataType.HALF: torch.float16,
+        trt.DataType.BF16: torch.bfloat16,
+        trt.DataType.INT64: torch.int64,
+        trt.DataType.INT32: torch.int32,
+        trt.DataType.INT8: torch.int8,
+        trt.DataType.UINT8: torch.uint8,
+        trt.DataType.BOOL: torch.bool,
+    }[dtype]
+
+
+def unavailable() -> tuple[str, str] | None:
+    """Why no engine can be loaded here, and the fix; TensorRT itself is not imported."""
+    if find_library() != RTX:  # no engine of classic TensorRT can be exported
+        return "TensorRT for RTX is not installed", INSTALL
+    return None
+
+
+def load(path: Path, device: torch.device) -> Engine:
+    """The engine at `path`, without weights yet."""
+    if device.type == "cpu":
+        return ModelOfEngine(read_engine(path), path)
+    return TensorRtEngine(path, device)
