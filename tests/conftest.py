@@ -17,10 +17,17 @@ EXPORTED = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Limit the tests of artifacts themselves: their first one waits for an export, which has a limit of its own."""
+    """Limit what differs from the usual: the first test of an artifact waits for its export, GPU kernels are compiled.
+
+    An export has a limit of its own, so only the tests themselves are limited.
+    """
     for item in items:
-        if EXPORTED & {*getattr(item, "fixturenames", ())} and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(120, func_only=True))
+        if item.get_closest_marker("timeout") is not None:
+            continue
+        if EXPORTED & {*getattr(item, "fixturenames", ())}:
+            item.add_marker(pytest.mark.timeout(240, func_only=True))
+        elif item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu"):
+            item.add_marker(pytest.mark.timeout(600))
 
 
 @pytest.fixture(scope="session")

@@ -6,23 +6,35 @@ import json
 from pathlib import Path
 
 import pytest
-from mingc_command import mingc, mingc_here
+import torch
+from mingc_command import ENVIRONMENT, mingc, mingc_here
 
 from mingc.probe import patch_embed
 from mingc.probe.prober import ProbeOptions
 
 CHOSEN = ("--engine", "talker,cfm.sample,thinker.decode_attention", "--batch", "1,8", "--repetitions", 2)
+ALONE = ("--no-cold-start", "--no-transfers")
 
 
 def test_chosen_engines_have_figures_and_bounds_and_a_slowdown_is_found(
     artifact: Path, tmp_path: Path
 ) -> None:
-    done = mingc("probe", artifact, *CHOSEN, "--json")
+    done = mingc("probe", artifact, *CHOSEN, *ALONE, "--json")
     assert done.code == 0, done.stderr
     report = done.document
     assert set(report) == {
         *("artifact", "model", "dtype", "torch", "peak_rates", "tolerance", "engines", "roofline_bounds"),
-        *("regressions", "only_here", "only_in_baseline", "patch_embed", "notes"),
+        *(
+            "regressions",
+            "only_here",
+            "only_in_baseline",
+            "patch_embed",
+            "notes",
+            "artifact_sha256",
+            "command",
+        ),
+        *("environment", "ready_s", "cold_start", "first_requests", "transfers"),
+        *("beside_artifact", "beside", "beside_engines"),
     }
     names = {(row["engine"], row["sizes"].get("B")) for row in report["engines"]}
     assert names == {
@@ -51,7 +63,7 @@ def test_chosen_engines_have_figures_and_bounds_and_a_slowdown_is_found(
     report["engines"] = [row for row in report["engines"] if row["engine"] != "talker.prefill"] + [gone]
     baseline = tmp_path / "baseline.json"
     baseline.write_text(json.dumps(report), encoding="utf-8")
-    again = mingc("probe", artifact, *CHOSEN, "--baseline", baseline, "--json")
+    again = mingc("probe", artifact, *CHOSEN, *ALONE, "--baseline", baseline, "--json")
     assert again.code == 3, again.stderr
     compared = again.document
     assert {row["engine"] for row in compared["regressions"]} == {"cfm.sample B=1", "cfm.sample B=8"}
@@ -72,7 +84,7 @@ def test_the_patch_embedding_equals_a_linear_layer(
     choose = ProbeOptions.choose
     monkeypatch.setattr(ProbeOptions, "choose", lambda *which: which[2]["M"] <= 64 and choose(*which))
     monkeypatch.setattr(patch_embed, "_BUDGET_MS", 0.0)  # each form is timed once
-    words = ("--engine", "vision_encoder", "--repetitions", 1, "--compare", "patch-embed", "--json")
+    words = ("--engine", "vision_encoder", "--repetitions", 1, "--compare", "patch-embed", *ALONE, "--json")
     done = mingc_here("probe", eager_artifact, *words)
     assert done.code == 0, done.stderr
     rows = done.document["patch_embed"]
@@ -84,7 +96,7 @@ def test_every_engine_of_the_thinker_is_timed_with_the_cost_of_its_dims(
     wide_thinker_artifact: Path,
 ) -> None:
     """By hand: hidden size 64, 4 query and 2 KV heads of 128, 16 experts of 32, 4 and a shared one in use, float32."""
-    done = mingc("probe", wide_thinker_artifact, "--engine", "thinker", "--repetitions", 1, "--json")
+    done = mingc("probe", wide_thinker_artifact, "--engine", "thinker", "--repetitions", 1, *ALONE, "--json")
     assert done.code == 0, done.stderr
     report = done.document
     rows = {
@@ -122,3 +134,73 @@ def test_every_engine_of_the_thinker_is_timed_with_the_cost_of_its_dims(
     assert one["weight_bytes"] == 4 * (gate + 16 + 5 * expert + 64)
     assert (many["flops"], many["weight_bytes"]) == (32 * one["flops"], 4 * (gate + 16 + 17 * expert + 64))
     assert bound("prefill_experts", 64)["flops"] == 64 * 2 * (3 * gate + 5 * expert + 4 * 64)
+
+
+def test_a_probe_of_everything_beside_another_artifact(
+    eager_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside itself: each engine has a counterpart. The server of the cold start is the real one."""
+    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
+    monkeypatch.setattr("mingc.probe.transfers.NUM_BYTES", 1 << 22)
+    words = (
+        "--engine",
+        "talker.step,cfm.sample",
+        "--batch",
+        1,
+        "--repetitions",
+        1,
+        "--beside",
+        eager_artifact,
+    )
+    html = tmp_path / "probe.html"
+    done = mingc_here("probe", eager_artifact, *words, "--html", html, "--json")
+    assert done.code == 0, done.stderr
+    report = done.document
+    assert report["command"].startswith(
+        f"mingc probe {eager_artifact} --engine talker.step,cfm.sample --batch 1"
+    )
+    assert report["artifact_sha256"] == json.loads((eager_artifact / "manifest.json").read_text())["sha256"]
+    assert report["environment"]["torch"] == report["torch"] == torch.__version__
+
+    phases = {row["phase"]: row["seconds"] for row in report["cold_start"]}
+    assert [*phases][:4] == [
+        "start the interpreter, read options",
+        "import",
+        "check the artifact",
+        "compare hashes",
+    ]
+    assert [*phases][-2:] == ["collect garbage", "other"] and len(phases) == 12
+    assert "load engines" in phases and "weights to the device (CPU: map)" in phases
+    assert "start the device" not in phases, "a CPU is there already"
+    assert all(seconds >= 0 for seconds in phases.values()) and phases["import"] > 0.1
+    assert (
+        report["ready_s"]
+        == report["cold_start"][-1]["until_s"]
+        == pytest.approx(sum(phases.values()), abs=0.02)
+    )
+    assert {row["request"] for row in report["first_requests"]} == {"chat, 2 tokens", "speech, 6 characters"}
+
+    rates = {row["transfer"]: row for row in report["transfers"]}
+    assert len(rates) == 8 and rates["host memory, read"]["gb_s"] > 0
+    has_gpu = torch.cuda.is_available()
+    assert has_gpu or {row["not_run"] for name, row in rates.items() if "host memory" not in name} == {
+        "no CUDA device"
+    }
+
+    engines = [row["engine"] for row in report["engines"]]
+    assert engines == ["cfm.sample", "talker.step"] or engines == ["talker.step", "cfm.sample"]
+    assert {row["backend"] for row in report["engines"]} == {"eager"}
+    assert [row["engine"] for row in report["beside_engines"]] == engines
+    assert report["beside_artifact"] == str(eager_artifact)
+    for pair, here, there in zip(report["beside"], report["engines"], report["beside_engines"], strict=True):
+        assert pair["engine"].startswith(here["engine"])
+        assert (pair["backend"], pair["other_backend"]) == ("eager", "eager")
+        assert pair["median_ms"] == here["latency"]["median_ms"]
+        assert pair["other_median_ms"] == there["latency"]["median_ms"]
+        assert pair["ratio"] == pytest.approx(pair["other_median_ms"] / pair["median_ms"])
+    for bound in report["roofline_bounds"]:
+        assert 0 < bound["roofline"] <= 1, "no engine is above its roof"
+    shown = html.read_text(encoding="utf-8")
+    medians = [row["latency"]["median_ms"] for row in (*report["engines"], *report["beside_engines"])]
+    assert all(f'data-y="{median!r}"' in shown for median in medians)
+    assert report["artifact_sha256"] in shown and shown.count("<svg") == 1 + 2 + 1

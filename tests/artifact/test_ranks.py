@@ -28,8 +28,8 @@ def test_two_ranks_reproduce_every_golden(two_rank_artifact: Path) -> None:
 
 
 def test_probe_times_the_share_of_one_rank(two_rank_artifact: Path) -> None:
-    words = ("--engine", "thinker.head,thinker.decode_attention", "--batch", 1, "--repetitions", 1, "--json")
-    done = mingc("probe", two_rank_artifact, *words)
+    words = ("--engine", "thinker.head,thinker.decode_attention", "--batch", 1, "--repetitions", 1)
+    done = mingc("probe", two_rank_artifact, *words, "--no-cold-start", "--no-transfers", "--json")
     assert done.code == 0, done.stderr
     assert "thinker: rank 0 of 2, without all-reduces" in done.document["notes"]
     layers = {row["engine"]: row["layer_instances"] for row in done.document["engines"]}

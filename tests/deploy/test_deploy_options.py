@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import re
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mingc_command import REPOSITORY
 
+from mingc.deploy import ray
 from mingc.deploy.fetch import fetched_artifact
 from mingc.deploy.options import DeployOptions, parse_arguments
 from mingc.deploy.ray import build_application
@@ -52,14 +60,107 @@ def test_strings_and_typed_values_mean_the_same() -> None:
         ({"max_ongoing_requests": "300"}, "max_ongoing_requests 300 is above max_concurrent_requests 256"),
         ({"fetch": "cp {artifact} /x"}, "fetch has no {output}; fetch needs cache"),
         ({"speech": "no", "speech_artifact": "/s"}, "speech is off, but speech_artifact is given"),
+        ({"engines": ["cfm=onnx"], "speech_artifact": "/s"}, "engines are of one artifact"),
         ({"step_timeout_s": "0"}, "--step-timeout is 0"),
         ({"max_body_bytes": "0"}, "--max-body-bytes is 0"),
+        ({"artifact": ""}, "artifact is empty"),
+        ({"fetch": "x {output}", "cache": "/c"}, "fetch has no {artifact}"),
+        ({"max_replicas": "0"}, "min_replicas 1 and max_replicas 0"),
+        ({"speech_max_replicas": "0"}, "speech_min_replicas 1 and speech_max_replicas 0"),
+        ({"max_ongoing_requests": "0"}, "max_ongoing_requests is 0"),
+        ({"health_check_period_s": "0"}, "health_check_period_s is 0"),
+        ({"health_check_timeout_s": "inf"}, "health_check_timeout_s is inf"),
+        ({"upscale_delay_s": "-1"}, "upscale_delay_s is -1"),
+        ({"downscale_delay_s": "nan"}, "downscale_delay_s is nan"),
+        ({"graceful_shutdown_timeout_s": "inf"}, "graceful_shutdown_timeout_s is inf"),
+        ({"num_cpus": "-0.5"}, "num_cpus is -0.5"),
+        ({"speech_num_gpus": "-2"}, "speech_num_gpus is -2"),
+        ({"max_surge_percent": "-1"}, "max_surge_percent is -1"),
+        ({"num_cpus": "inf", "tp": "x"}, "tp='x': not of type int"),
+        ({"tp": [2]}, r"tp=\[2\]: not of type int"),
+        ({"affinity": 2}, "affinity=2: not true or false"),
+        ({"speech": "none"}, "speech='none': not true or false"),
+        ({"num_gpus": "half"}, "num_gpus='half': not of type float"),
+        ({"steps": "x"}, "steps is no option"),
+        ({"http": {}}, "http is no option"),
+        ({"engines": {}}, "not a list"),
+        *[
+            ({name: "1"}, f"{name} belongs to Serve's proxy")
+            for name in (
+                "host",
+                "max_connections",
+                "header_timeout_s",
+                "write_timeout_s",
+                "drain_s",
+                "shutdown_timeout_s",
+            )
+        ],
     ],
 )
 def test_wrong_arguments_are_refused(wrong: dict[str, Any], says: str) -> None:
     arguments = {"artifact": "/a", **wrong}
     with pytest.raises(ConfigError, match=says):
-        parse_arguments({name: value for name, value in arguments.items() if name != "artifact" or value})
+        parse_arguments({name: value for name, value in arguments.items() if value is not None})
+
+
+def test_all_problems_are_named_at_once() -> None:
+    with pytest.raises(
+        ConfigError, match=r"tp='x'.*; nothing is no option.*; artifact is missing"
+    ) as refused:
+        parse_arguments({"tp": "x", "nothing": 1})
+    assert refused.value.where == "arguments of mingc.deploy.ray:app"
+    with pytest.raises(ConfigError, match=r"min_replicas 3 .*; num_cpus is -1"):
+        DeployOptions(artifact="/a", min_replicas=3, num_cpus=-1.0)
+
+
+@pytest.mark.parametrize("name", ["tp", "num_gpus", "fetch", "cache", "speech_artifact", "max_total_tokens"])
+def test_none_leaves_an_option_to_its_default(name: str) -> None:
+    assert parse_arguments({"artifact": "/a", name: "none"}) == parse_arguments(
+        {"artifact": "/a", name: None}
+    )
+
+
+def test_words_become_values_of_their_types() -> None:
+    """A path stays a path, a whole number may stand where a fraction is meant, words of truth are those of YAML."""
+    options = parse_arguments(
+        {"artifact": "7", "cache": "/c", "fetch": "x {artifact} {output}", "num_cpus": 2, "upscale_delay_s": "0",
+         "max_queued_requests": "-1", "served_model_names": "one,two", "cors_origins": ("*",)}
+    )  # fmt: skip
+    assert options.cache == Path("/c") and isinstance(options.cache, Path)
+    assert (options.artifact, options.num_cpus, options.upscale_delay_s) == ("7", 2.0, 0.0)
+    assert isinstance(options.num_cpus, float) and options.max_queued_requests == -1
+    assert options.engines.served_model_names == ("one", "two") and options.http.cors_origins == ("*",)
+    for word in ("True", "YES", "on", "1", 1):
+        assert parse_arguments({"artifact": "/a", "affinity": word}).affinity is True
+    for word in ("False", "no", "OFF", "0", 0):
+        assert parse_arguments({"artifact": "/a", "speech": word}).speech is False
+
+
+def test_the_defaults_are_those_of_the_documentation() -> None:
+    page = (REPOSITORY / "docs" / "deployment.md").read_text(encoding="utf-8")
+    table = page.partition("### Arguments")[2].partition("\n\nAPI keys")[0]
+    options = DeployOptions(artifact="/a")
+    documented = set()
+    for names, default in re.findall(r"^\| (`[^|]+) \|([^|]*)\|", table, re.MULTILINE):
+        values = [each.strip() for each in default.split(",")]
+        for index, name in enumerate(re.findall(r"`(\w+)`", names)):
+            documented.add(name)
+            given = getattr(options, name)
+            if given is None or name == "artifact":
+                continue
+            expected = values[min(index, len(values) - 1)]
+            assert str(given).lower().removesuffix(".0") == expected, name
+    fields = {each.name for each in dataclasses.fields(DeployOptions)}
+    assert documented | {"speech_min_replicas", "speech_max_replicas"} == fields - {"http", "engines"}
+
+
+def test_bounds_are_allowed_values() -> None:
+    """Delays of zero, no surge, equal numbers of replicas, as many requests as the HTTP layer takes."""
+    DeployOptions(
+        artifact="/a", upscale_delay_s=0.0, downscale_delay_s=0.0, graceful_shutdown_timeout_s=0.0, num_cpus=0.0,
+        num_gpus=0.0, speech_num_gpus=0.0, max_surge_percent=0, min_replicas=3, max_replicas=3,
+        max_ongoing_requests=256, max_queued_requests=1,
+    )  # fmt: skip
 
 
 def deployments(**arguments: Any) -> dict[str, Any]:
@@ -98,6 +199,83 @@ def test_autoscaling_and_two_deployments() -> None:
     assert found["mingc-speech actor"]["num_gpus"] == 0.25
 
 
+def test_both_deployments_get_every_setting() -> None:
+    found = deployments(
+        min_replicas=2, max_replicas=3, speech_min_replicas=4, speech_max_replicas=6, speech_artifact="/s",
+        target_ongoing_requests=7.0, max_ongoing_requests=9, max_queued_requests=11, upscale_delay_s=13.0,
+        downscale_delay_s=17.0, num_gpus=2.0, speech_num_gpus=0.5, num_cpus=3.0, health_check_period_s=19.0,
+        health_check_timeout_s=23.0, graceful_shutdown_timeout_s=29.0, max_surge_percent=31,
+    )  # fmt: skip
+    for name, least, most, gpus in (("mingc", 2, 3, 2.0), ("mingc-speech", 4, 6, 0.5)):
+        config, scaling = found[name], found[name].autoscaling_config
+        assert (scaling.min_replicas, scaling.initial_replicas, scaling.max_replicas) == (least, least, most)
+        assert (scaling.upscale_delay_s, scaling.downscale_delay_s) == (13.0, 17.0)
+        assert scaling.get_target_ongoing_requests() == 7.0
+        assert (config.max_ongoing_requests, config.max_queued_requests) == (9, 11)
+        assert (config.health_check_period_s, config.health_check_timeout_s) == (19.0, 23.0)
+        assert (config.graceful_shutdown_timeout_s, config.max_surge_percent) == (29.0, 31)
+        actor = found[f"{name} actor"]
+        assert (actor["num_gpus"], actor["num_cpus"]) == (gpus, 3.0)
+    fixed = deployments(min_replicas=2, max_replicas=2, speech_min_replicas=3, speech_max_replicas=3,
+                        speech_artifact="/s")  # fmt: skip
+    assert [(fixed[name].num_replicas, fixed[name].autoscaling_config) for name in ("mingc", "mingc-speech")] == [
+        (2, None), (3, None)]  # fmt: skip
+
+
+def test_affinity_is_asked_for_and_of_the_ingress_only() -> None:
+    def routers(**arguments: Any) -> list[str]:
+        found = deployments(speech_artifact="/s", **arguments)
+        return [
+            str(found[name].request_router_config.request_router_class) for name in ("mingc", "mingc-speech")
+        ]
+
+    assert not any("ConsistentHash" in each for each in routers())
+    assert ["ConsistentHash" in each for each in routers(affinity=True)] == [True, False]
+
+
+def test_replicas_are_bound_to_the_options() -> None:
+    options = DeployOptions(artifact="/a", speech_artifact="/s", max_replicas=4)
+    model = build_application(options)._bound_deployment
+    assert (model.name, model.init_args[0]) == ("mingc", options)
+    (speech,) = model.init_args[1:]
+    assert (speech._bound_deployment.name, speech._bound_deployment.init_args) == ("mingc-speech", (options,))
+    assert build_application(DeployOptions(artifact="/a"))._bound_deployment.init_args == (
+        DeployOptions(artifact="/a"),
+    )
+
+
+def test_an_application_is_made_of_arguments() -> None:
+    application = ray.app({"artifact": "/a", "max_replicas": "3", "num_gpus": "0"})
+    assert application._bound_deployment._deployment_config.autoscaling_config.max_replicas == 3
+
+
+def test_gpus_of_an_artifact_that_is_not_here_yet() -> None:
+    """One per rank: the speech artifact has one rank, whatever the thinker has."""
+    found = deployments(tp=4, speech_artifact="/s")
+    assert (found["mingc actor"]["num_gpus"], found["mingc-speech actor"]["num_gpus"]) == (4.0, 1.0)
+    assert deployments()["mingc actor"]["num_gpus"] == 1.0
+
+
+def test_gpus_of_a_fetched_artifact_are_not_those_of_a_folder_of_that_name(eager_artifact: Path) -> None:
+    fetch = {"fetch": "cp {artifact} {output}", "cache": Path("/c"), "artifact": str(eager_artifact)}
+    assert deployments(**fetch)["mingc actor"]["num_gpus"] == 1.0
+    assert deployments(**fetch, tp=2)["mingc actor"]["num_gpus"] == 2.0
+
+
+@pytest.mark.parametrize("device, ranks, gpus", [("cuda", 4, 4.0), ("cuda", 1, 1.0), ("cpu", 2, 0.0)])
+def test_gpus_are_the_ranks_of_a_cuda_artifact(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, ranks: int, gpus: float
+) -> None:
+    fingerprint = SimpleNamespace(device=device, world_size=ranks)
+    manifest = SimpleNamespace(manifest=SimpleNamespace(fingerprint=fingerprint))
+    monkeypatch.setattr(ray, "open_artifact", lambda root: manifest)
+    packed = tmp_path / "a.mingc"
+    packed.touch()
+    (tmp_path / "manifest.json").touch()
+    for artifact in (packed, tmp_path):
+        assert deployments(artifact=str(artifact))["mingc actor"]["num_gpus"] == gpus
+
+
 def test_gpus_follow_the_manifest(eager_artifact: Path, tmp_path: Path) -> None:
     assert deployments(artifact=str(eager_artifact))["mingc actor"]["num_gpus"] == 0
     assert deployments(artifact=str(eager_artifact), num_gpus=0.5)["mingc actor"]["num_gpus"] == 0.5
@@ -120,6 +298,69 @@ def test_an_artifact_is_fetched_once(tmp_path: Path) -> None:
     assert fetched_artifact(str(source), command, cache) == first
     assert log.read_text() == "x\n"
     assert fetched_artifact("/somewhere", None, None) == Path("/somewhere")
+
+
+def test_another_command_or_artifact_is_fetched_again(tmp_path: Path) -> None:
+    """A node must not go on with what a former command, or the same command for another artifact, has fetched."""
+    cache = tmp_path / "not" / "there" / "yet"
+    content = {}
+    for artifact in ("a", "b"):
+        for word in ("old", "new"):
+            found = fetched_artifact(artifact, f"echo {word} {{artifact}} > {{output}}", cache)
+            content[found] = found.read_text()
+    assert list(content.values()) == ["old a\n", "new a\n", "old b\n", "new b\n"]
+
+
+def test_replicas_that_start_together_fetch_once(tmp_path: Path) -> None:
+    """The others wait until it is complete."""
+    command = f"echo x >> {tmp_path}/log; touch {{output}}; sleep 0.3; echo {{artifact}} > {{output}}"
+    begin = threading.Barrier(4)
+
+    def fetch(_: int) -> str:
+        begin.wait(20)
+        return fetched_artifact("a", command, tmp_path / "cache").read_text()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(fetch, range(4))) == ["a\n"] * 4
+    assert (tmp_path / "log").read_text() == "x\n"
+
+
+def test_what_another_artifact_is_being_fetched_into_stays(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with pytest.raises(ArtifactError):
+        fetched_artifact("a", "mkdir -p {output}/half; false {artifact}", cache)
+    (left,) = cache.glob("*.partial")
+    fetched_artifact("b", "echo {artifact} > {output}", cache)
+    assert left.is_dir()
+    with pytest.raises(ArtifactError):
+        fetched_artifact("a", "mkdir -p {output}/half; false {artifact}", cache)
+    assert not left.exists() and len(list(cache.glob("*.partial"))) == 1, (
+        "a folder of the same fetch is removed"
+    )
+
+
+def test_a_command_gets_no_input_of_the_replica(tmp_path: Path) -> None:
+    """One that asks a question must end, not wait for ever."""
+    read_end, write_end = os.pipe()
+    kept = os.dup(0)
+    try:
+        os.dup2(read_end, 0)
+        fetched = fetched_artifact("a", "timeout 5 cat > {output} && echo {artifact} >> {output}", tmp_path)
+    finally:
+        os.dup2(kept, 0)
+        for each in (read_end, write_end, kept):
+            os.close(each)
+    assert fetched.read_text() == "a\n"
+
+
+def test_the_end_of_a_long_message_is_shown(tmp_path: Path) -> None:
+    command = "head -c 5000 /dev/zero | tr '\\0' x >&2; echo the reason >&2; exit 4 {artifact} {output}"
+    with pytest.raises(
+        ArtifactError, match=r"fetching s3://a failed with exit code 4: x+the reason"
+    ) as failed:
+        fetched_artifact("s3://a", command, tmp_path)
+    assert len(str(failed.value)) < 1000
+    assert failed.value.where is not None and "exit 4 s3://a /" in failed.value.where
 
 
 def test_a_fetch_that_fails_leaves_nothing_that_counts_as_fetched(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -21,6 +22,50 @@ CUSTOM = {"PodMonitor", "RayService"}
 VERSION = "1.30"
 
 
+def _object(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object", "properties": properties, "required": list(required), "additionalProperties": False,
+    }  # fmt: skip
+
+
+# The parts of the operators' schemas that the manifests use, by their documentation: no package has these schemas.
+# Other fields are refused, so one that is misspelt is found. The manifests were validated once against the whole ones:
+# prometheus-operator 0.93.0, and KubeRay's of August 2026.
+_TEXT, _NUMBER = {"type": "string"}, {"type": "integer", "minimum": 0}
+_START = {
+    "type": "object",
+    "additionalProperties": _TEXT,
+}  # a number without quotes is refused by the operator
+_POD = {"type": "object"}  # checked as a Pod
+OPERATORS = {
+    "PodMonitor": _object(
+        ("selector",),
+        selector=_object(("matchLabels",), matchLabels={"type": "object", "additionalProperties": _TEXT}),
+        podMetricsEndpoints={
+            "type": "array",
+            "items": _object(port=_TEXT, path=_TEXT, interval={"type": "string", "pattern": "^[0-9]+(ms|s|m)$"}),
+        },
+    ),
+    "RayService": _object(
+        ("rayClusterConfig",),
+        serveConfigV2=_TEXT,
+        rayClusterConfig=_object(
+            ("headGroupSpec",),
+            rayVersion=_TEXT,
+            headGroupSpec=_object(("template",), rayStartParams=_START, template=_POD),
+            workerGroupSpecs={
+                "type": "array",
+                "items": _object(
+                    ("groupName", "template"), groupName=_TEXT, replicas=_NUMBER, minReplicas=_NUMBER,
+                    maxReplicas=_NUMBER, rayStartParams=_START, template=_POD,
+                ),
+            },
+        ),
+    ),
+}  # fmt: skip
+VERSIONS = {"PodMonitor": "monitoring.coreos.com/v1", "RayService": "ray.io/v1"}
+
+
 def documents(name: str) -> list[Any]:
     return list(yaml.safe_load_all((FOLDER / name).read_text(encoding="utf-8")))
 
@@ -32,6 +77,18 @@ RAY = documents("rayservice.yaml")[0]
 @pytest.mark.parametrize("kind", [kind for kind in PLAIN if kind not in CUSTOM])
 def test_a_manifest_fits_the_schema(kind: str) -> None:
     kubernetes_validate.validate(PLAIN[kind], VERSION, strict=True)
+
+
+@pytest.mark.parametrize("document", [PLAIN["PodMonitor"], RAY], ids=lambda document: str(document["kind"]))
+def test_a_manifest_of_an_operator_fits_its_schema(document: Any) -> None:
+    kind = document["kind"]
+    assert (document.keys(), document["apiVersion"]) == (
+        {"apiVersion", "kind", "metadata", "spec"}, VERSIONS[kind],
+    )  # fmt: skip
+    jsonschema.validate(document["spec"], OPERATORS[kind])
+    for wrong in ({**document["spec"], "specc": 1}, {}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, OPERATORS[kind])
 
 
 def test_the_schema_check_can_fail() -> None:

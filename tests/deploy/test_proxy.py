@@ -8,7 +8,7 @@ import json
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from mingc.deploy.proxy import LostReplica
+from mingc.deploy.proxy import LostReplica, middlewares
 
 SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
@@ -84,3 +84,61 @@ def test_a_proxy_that_is_full_answers_in_json() -> None:
 def test_a_503_of_a_replica_is_left_alone() -> None:
     messages = [start(503, [(b"content-type", b"application/json")]), body(b"{}", more=False)]
     assert respond(*messages) == messages
+
+
+def test_headers_of_an_error_are_those_of_json() -> None:
+    head, error = respond()
+    headers = dict(head["headers"])
+    assert headers[b"content-type"] == b"application/json" and not error["more_body"]
+    assert json.loads(error["body"])["error"]["message"] == "The replica that served this request was lost."
+    plain = [(b"content-type", b"text/plain; charset=utf-8")]
+    head, error = respond(start(503, plain), body(b"no", more=True), body(b"!", more=False))
+    headers = dict(head["headers"])
+    assert (headers[b"content-type"], headers[b"retry-after"]) == (b"application/json", b"1")
+    assert headers[b"content-length"] == str(len(error["body"])).encode()
+    assert "busy" in json.loads(error["body"])["error"]["message"]
+
+
+def test_a_request_whose_replica_fails_before_its_answer_gets_one() -> None:
+    head, error = respond(fails=True)
+    assert head["status"] == 503 and json.loads(error["body"])["error"]["code"] == "replica_lost"
+
+
+@pytest.mark.parametrize("status", [200, 404, 500])
+def test_other_answers_in_plain_text_are_left_alone(status: int) -> None:
+    """Serve's own 404, and whatever an application sends."""
+    messages = [start(status, [(b"content-type", b"text/plain")]), body(b"text", more=False)]
+    assert respond(*messages) == messages
+
+
+def test_a_body_without_more_is_the_last() -> None:
+    messages = [start(200, SSE), {"type": "http.response.body", "body": b"data: [DONE]\n\n"}]
+    assert respond(*messages) == messages
+
+
+def test_a_stream_whose_headers_only_arrived_ends_with_an_error_event() -> None:
+    head, error = respond(start(200, SSE))
+    assert head == start(200, SSE) and error["body"].startswith(b'data: {"error"')
+    assert error["body"].endswith(b"\n\n")
+
+
+@pytest.mark.parametrize("kind", ["websocket", "lifespan"])
+def test_what_is_no_request_passes(kind: str) -> None:
+    seen: list[tuple[Scope, Receive, Send]] = []
+
+    async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append((scope, receive, send))
+
+    async def receive() -> Message:
+        return {}
+
+    async def send(message: Message) -> None:
+        raise AssertionError(message)
+
+    asyncio.run(LostReplica(proxy)({"type": kind}, receive, send))
+    assert seen == [({"type": kind}, receive, send)]
+
+
+def test_serve_is_given_the_middleware() -> None:
+    (middleware,) = middlewares()
+    assert middleware.cls is LostReplica

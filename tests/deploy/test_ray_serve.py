@@ -16,17 +16,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import clock_replica
 import httpx
 import numpy as np
 import psutil
 import pytest
+import ray
 import ray_front
+import yaml
+from changed_artifact import changed_artifact
 from mingc_command import REPOSITORY
 from mixed_requests import MIXED, send, send_together
 from ray import serve
+from ray.serve.schema import ServeDeploySchema
+from ray_cluster import deploy
 
-from mingc.deploy.options import parse_arguments
-from mingc.deploy.ray import build_application
+from mingc.deploy.ray import app
 from mingc.deploy.replica import ReplicaState
 
 _WAIT_S = 90.0
@@ -52,13 +57,13 @@ class Application:
     """The deployed model at a route prefix of its own."""
 
     def __init__(self, proxy: str) -> None:
+        self._proxy = proxy
         self.url = f"{proxy}/tiny"
         self._handle: Any = None
 
     def deploy(self, artifact: Path, **arguments: Any) -> None:
         defaults = {"artifact": str(artifact), "num_cpus": 0.1, "health_check_period_s": 0.5}
-        options = parse_arguments({**defaults, **arguments})
-        self._handle = serve.run(build_application(options), name="tiny", route_prefix="/tiny")
+        self._handle = deploy(app({**defaults, **arguments}), "tiny", self._proxy, "/tiny", _WAIT_S)
 
     def states(self, count: int) -> dict[int, ReplicaState]:
         """States of `count` replicas by process; the handle asks one at a time, as it chooses."""
@@ -126,8 +131,6 @@ def application(proxy: str) -> Iterator[Application]:
 
 def test_the_http_contract_holds_unchanged(proxy: str) -> None:
     """The tests of the HTTP layer, in a process whose servers are the Serve application."""
-    import ray
-
     files = [f"tests/runtime/{name}" for name in _CONTRACT]
     path = os.pathsep.join(str(REPOSITORY / each) for each in (".", "tests/support", "benchmarks"))
     address = ray.get_runtime_context().gcs_address
@@ -201,29 +204,68 @@ def test_a_killed_replica_fails_its_requests_only(application: Application) -> N
                       timeout=_WAIT_S, trust_env=False).status_code == 200  # fmt: skip
 
 
-def test_an_update_under_load_fails_no_request(application: Application, eager_artifact: Path) -> None:
+def test_an_update_to_another_artifact_fails_no_request(
+    application: Application, eager_artifact: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Afterwards all answers are those of the new one, whose name and weights differ."""
+    other = changed_artifact(eager_artifact, tmp_path_factory.mktemp("other") / "artifact", model="other")
     stop = threading.Event()
+    body = {**_ENDLESS, "temperature": 0.0, "stream": False, "max_tokens": 6}
 
-    def ask(_: int) -> set[tuple[int, str]]:
+    def answer(http: httpx.Client) -> tuple[int, str, str]:
+        response = http.post(f"{application.url}{CHAT}", json=body)
+        found = response.json()
+        return response.status_code, found.get("model", ""), str(found.get("choices"))
+
+    def ask(_: int) -> set[tuple[int, str, str]]:
         seen = set()
         with httpx.Client(timeout=_WAIT_S, trust_env=False) as http:
             while not stop.is_set():
-                body = {**_ENDLESS, "stream": False, "max_tokens": 4}
-                answer = http.post(f"{application.url}{CHAT}", json=body)
-                seen.add((answer.status_code, answer.json().get("model", "")))
+                seen.add(answer(http))
         return seen
 
     with ThreadPoolExecutor(3) as pool:
         clients = pool.map(ask, range(3))
         try:
-            arguments = {"min_replicas": 2, "max_replicas": 2, "served_model_names": "renamed"}
-            application.deploy(eager_artifact, **arguments)
-            wait_for(lambda: {s.model for s in application.states(2).values()} == {"renamed"}, "new replicas")
+            application.deploy(other, min_replicas=2, max_replicas=2)
+            wait_for(lambda: {s.model for s in application.states(2).values()} == {"other"}, "new replicas")
         finally:
             stop.set()
         seen = set().union(*clients)
-    assert {status for status, _ in seen} == {200}
-    assert {model for _, model in seen} == {"ming-omni", "renamed"}
+    assert {(status, model) for status, model, _ in seen} == {(200, "ming-omni"), (200, "other")}
+    assert len({text for _, _, text in seen}) == 2, "the weights differ, and nothing else decides an answer"
+    with httpx.Client(timeout=_WAIT_S, trust_env=False) as http:
+        assert {answer(http) for _ in range(4)} == {each for each in seen if each[1] == "other"}
+
+
+def test_requests_of_a_session_go_to_one_replica(proxy: str) -> None:
+    """`/metrics` of each has the time at which it started."""
+    deploy(clock_replica.application(2, affinity=True), "sticky", proxy, "/sticky", _WAIT_S)
+
+    def replica_of(session: str) -> str:
+        text = httpx.get(f"{proxy}/sticky/metrics", headers={"x-session-id": session}, trust_env=False).text
+        return next(line for line in text.splitlines() if line.startswith("process_start_time_seconds"))
+
+    sessions = [{replica_of(f"session {index}") for _ in range(4)} for index in range(8)]
+    serve.delete("sticky")
+    assert [len(replicas) for replicas in sessions] == [1] * 8
+    assert len(set().union(*sessions)) == 2, "sessions are spread"
+
+
+def test_metrics_are_exported_by_ray_with_their_replica(application: Application) -> None:
+    address = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
+    found: list[str] = []
+
+    def is_exported() -> bool:
+        lines = httpx.get(address, trust_env=False).text.splitlines()
+        found[:] = [line for line in lines if line.startswith("ray_mingc_") and 'application="tiny"' in line]
+        return any(f'route="{CHAT}"' in line and 'status="200"' in line for line in found)
+
+    wait_for(is_exported, "requests in the metrics of Ray")
+    assert all('deployment="mingc"' in line and 'replica="' in line for line in found)
+    names = {line.partition("{")[0] for line in found}
+    assert {"ray_mingc_http_requests_total", "ray_mingc_request_duration_seconds_bucket_total",
+            "ray_mingc_kv_cache_usage_ratio"} <= names  # fmt: skip
 
 
 def test_remote_speech_is_that_of_one_replica(application: Application, eager_artifact: Path) -> None:
@@ -253,3 +295,43 @@ def test_remote_speech_is_that_of_one_replica(application: Application, eager_ar
     refused = {**body, "audio": {"voice": "unknown"}}
     answer = httpx.post(f"{application.url}{CHAT}", json=refused, timeout=_WAIT_S, trust_env=False)
     assert answer.json()["error"]["param"] == "audio.voice"
+
+
+def test_a_config_file_that_serve_builds_is_deployed(
+    application: Application, eager_artifact: Path, tmp_path: Path
+) -> None:
+    """The way of `serve build` and of `serve deploy`, whose REST interface calls what is called here."""
+    arguments = {"artifact": str(eager_artifact), "num_cpus": 0.1, "served_model_names": "built"}
+    module = f"from mingc.deploy.ray import app\napplication = app({arguments!r})\n"
+    (tmp_path / "bound_model.py").write_text(module)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    words = ["-m", "ray.serve.scripts", "build", "bound_model:application", "--app-dir", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, *words, "-o", str(tmp_path / "config.yaml")],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=_WAIT_S,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    built = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert built["applications"][0]["import_path"] == "bound_model:application"
+    config = {
+        "applications": [
+            {
+                "name": "tiny",
+                "route_prefix": "/tiny",
+                "import_path": "mingc.deploy.ray:app",
+                "args": arguments,
+                "deployments": built["applications"][0]["deployments"],
+            }
+        ]
+    }
+    serve.context._get_global_client().deploy_apps(ServeDeploySchema.model_validate(config))
+
+    def is_served() -> bool:
+        answer = httpx.get(f"{application.url}/v1/models", timeout=_WAIT_S, trust_env=False)
+        return answer.status_code == 200 and answer.json()["data"][0]["id"] == "built"
+
+    wait_for(is_served, "the application of the file")

@@ -22,7 +22,9 @@ RECIPE = ExportRecipe(checkpoint=Path("checkpoint"), output=Path("out"), backend
 
 
 def make_backend(name: str) -> SimpleNamespace:
-    return SimpleNamespace(name=name, suffix=f".{name}", compile=lambda program, path, **_: 1.25)
+    return SimpleNamespace(
+        name=name, suffix=f".{name}", takes_kernels=True, compile=lambda program, path, **_: 1.25
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,7 +43,14 @@ def test_an_engine_is_compiled_by_the_backend_of_its_stage(
     monkeypatch.setattr(build, "find_backend", make_backend)
     monkeypatch.setattr(build, "capture", lambda *_, **__: None)
     monkeypatch.setattr(build, "count_cost", lambda *_: ())
-    task = GraphTask(recipe=recipe, stage=stage, graph="sample", folder=Path("nowhere"), weights=())
+    task = GraphTask(
+        recipe=recipe,
+        stage=stage,
+        graph="sample",
+        folder=Path("nowhere"),
+        weights=(),
+        backend=recipe.backends_of(stage)[0],
+    )
     plan: Any = SimpleNamespace(spec=None)
     record = build._compile(task, plan, torch.nn.Linear(1, 1), static_shapes, build.stage_options(recipe))
     assert (record.backend, record.file, record.dims) == (backend, file, static_shapes)
@@ -53,7 +62,14 @@ def test_the_fingerprint_of_a_recipe_leaves_out_where_and_how_it_was_built() -> 
     def digest(**changes: Any) -> str:
         return pipeline._fingerprint(replace(RECIPE, **changes), checkpoint).config_sha256
 
-    elsewhere = {"checkpoint": Path("c"), "output": Path("o"), "jobs": 8, "cache": Path("k"), "force": True}
+    elsewhere = {
+        "checkpoint": Path("c"),
+        "output": Path("o"),
+        "jobs": 8,
+        "cache": Path("k"),
+        "cache_gigabytes": 1.0,
+        "force": True,
+    }
     for name, value in elsewhere.items():
         assert digest(**{name: value}) == digest(), name
     contents = {

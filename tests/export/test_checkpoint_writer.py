@@ -69,3 +69,17 @@ def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path: Path, monkeypatch:
     with pytest.raises(CheckpointError, match="No space left"):
         synthesize("tiny", tmp_path / "made")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"[]", b"{}"])
+@pytest.mark.parametrize("layers", [2, None])
+def test_a_config_that_cannot_be_read_is_named_where_the_user_has_it(
+    content: bytes, layers: int | None, tmp_path: Path
+) -> None:
+    """And not in the folder under construction, which is gone by then."""
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/config.json").write_bytes(content)
+    with pytest.raises(CheckpointError) as raised:
+        synthesize(str(tmp_path / "config"), tmp_path / "out", layers=layers)
+    assert ".partial" not in str(raised.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["config"]

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -19,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from mingc.artifacts.spec import Dim, GraphSpec
 from mingc.errors import ArtifactError, CompileError, ConfigError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.compile.backends import onnx as onnx_backend
@@ -227,6 +229,32 @@ def test_an_operator_that_onnx_lacks_is_refused(tmp_path: Path) -> None:
 def test_a_graph_that_gathers_too_many_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CompileError, match=r"gathers 8 GiB of weights, \[65536, 128, 256\] torch.float32"):
         compile_program(GatherWeight(), (torch.tensor([1, 2, 1]),), ({0: "T"},), tmp_path / "x.onnx")
+
+
+def test_large_gathers_are_refused_before_anything_is_built() -> None:
+    """Only a graph whose weights and sizes could be too large is traced, and without values."""
+    traced: list[bool] = []
+
+    def check(rows: int) -> None:
+        with torch.device("meta"):
+            module, ids = GatherWeight(), torch.zeros(3, dtype=torch.int64)
+
+        def trace() -> torch.export.ExportedProgram:
+            traced.append(True)
+            dim = torch.export.Dim("T", min=1, max=rows)
+            return torch.export.export(module, (ids,), dynamic_shapes=({0: dim},), strict=False)
+
+        spec = GraphSpec(name="graph", inputs=(), outputs=(), dims=(Dim(name="T", minimum=1, maximum=rows),))
+        plan: Any = SimpleNamespace(spec=spec)
+        BACKEND.check_graph(plan, module, trace, where="test.graph")
+
+    check(4096)
+    assert not traced
+    check(32768)  # exactly the limit, for rows; the bound is larger
+    assert traced
+    with pytest.raises(CompileError, match="gathers 8 GiB of weights") as refused:
+        check(65536)
+    assert refused.value.where == "test.graph"
 
 
 def damaged(path: Path, folder: Path, change: Any) -> Path:

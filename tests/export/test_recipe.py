@@ -51,8 +51,8 @@ def test_a_backend_for_a_stage_that_is_not_exported_is_refused() -> None:
 
 def test_a_backend_for_a_stage_overrides_the_one_for_all() -> None:
     recipe = make_recipe(backend=("eager", "aoti:cfm"))
-    assert [recipe.backend_of(stage) for stage in ("cfm", "talker")] == ["aoti", "eager"]
-    assert make_recipe(backend=("eager:cfm",)).backend_of("cfm") == "eager"
+    assert [recipe.backends_of(stage) for stage in ("cfm", "talker")] == [("aoti",), ("eager",)]
+    assert make_recipe(backend=("eager:cfm",)).backends_of("cfm") == ("eager",)
 
 
 @pytest.mark.parametrize(
@@ -69,3 +69,91 @@ def test_a_stage_is_quantized_as_asked_if_it_supports_that(
 ) -> None:
     recipe = make_recipe(quantize=quantize)
     assert {stage: recipe.quantization(stage) for stage in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "valid", "wrong"),
+    [
+        ("jobs", 1, 0),
+        ("batch_sizes", (1,), ()),
+        ("batch_sizes", (1, 1024), (1, 1025)),
+        ("batch_sizes", (1, 2), (0, 2)),
+        ("prefill_chunk_size", 16, 15),
+        ("max_model_len", 1 << 20, (1 << 20) + 1),
+        ("model_name", "mine", " "),
+        ("model_name", "模型", "a\tb"),
+        ("target", "cuda", "tpu"),
+        ("dtype", "bfloat16", "float16"),
+        ("world_size", 8, 16),
+        ("stages", ("cfm", "talker"), ("cfm", "cfm")),
+        ("stages", ("cfm",), ()),
+        ("backend", ("aoti",), ()),
+        ("backend", ("aoti", "aoti:cfm,talker"), ("aoti:cfm,",)),
+        ("backend", ("aoti:cfm", "aoti:talker"), ("aoti:cfm", "aoti:cfm")),
+        ("quantize", ("fp8", "thinker=int4"), ("int4",)),
+    ],
+    ids=str,
+)
+def test_limits_of_a_choice(name: str, valid: object, wrong: object) -> None:
+    assert getattr(make_recipe(**{name: valid}), name) == valid
+    with pytest.raises(ConfigError) as caught:
+        make_recipe(**{name: wrong})
+    option = {"world_size": "--tp"}.get(name, f"--{name.replace('_', '-')}")
+    assert caught.value.message.startswith(option) and caught.value.where == "mingc export"
+
+
+@pytest.mark.parametrize(
+    ("stages", "length", "chunk", "says"),
+    [
+        (("thinker",), 128, 128, None),
+        (("thinker",), 127, 16, "must be at least 128"),
+        (("thinker",), 128, 129, "less than one prefill chunk"),
+        (("vision_encoder",), 127, 16, None),  # it has no context
+        (None, 127, 16, "must be at least 128"),
+    ],
+)
+def test_the_context_of_stages_that_have_one_holds_a_chunk(
+    stages: tuple[str, ...] | None, length: int, chunk: int, says: str | None
+) -> None:
+    options: dict[str, Any] = {"stages": stages, "max_model_len": length, "prefill_chunk_size": chunk}
+    if says is None:
+        make_recipe(**options)
+        return
+    with pytest.raises(ConfigError, match=f"--max-model-len {length}: {says}"):
+        make_recipe(**options)
+
+
+def test_all_problems_of_a_recipe_come_in_one_error() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_recipe(jobs=0, world_size=3, quantize=("none",), backend=("none",))
+    assert [line.split()[0] for line in caught.value.message.splitlines()] == [
+        "--tp",
+        "--jobs",
+        "--quantize",
+        "--backend",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "stages", "says"),
+    [
+        ({"world_size": 2}, ("cfm",), "--tp 2: is for thinker"),
+        ({"world_size": 2}, ("cfm", "thinker"), None),
+        ({"max_model_len": 1024}, ("cfm",), "--max-model-len 1024: is for"),
+        ({"prefill_chunk_size": 64}, ("vision_encoder",), "--prefill-chunk-size 64: is for"),
+        ({"quantize": ("fp8",)}, ("vision_encoder",), "--quantize fp8: is for"),
+        ({"quantize": ("fp8",)}, ("cfm",), None),
+        ({"quantize": ("thinker=int4",)}, ("cfm",), "--quantize thinker=int4: is for thinker"),
+        ({"batch_sizes": (1,)}, ("vision_encoder",), None),
+    ],
+    ids=str,
+)
+def test_a_choice_must_concern_a_stage_that_is_built(
+    options: dict[str, Any], stages: tuple[str, ...], says: str | None
+) -> None:
+    recipe, chosen = make_recipe(**options), [find(name) for name in stages]
+    if says is None:
+        recipe.check_stages(chosen)
+        return
+    with pytest.raises(ConfigError, match=says):
+        recipe.check_stages(chosen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from pathlib import Path
 
@@ -53,6 +54,33 @@ def test_voices_of_the_checkpoint_are_the_recorded_ones(
         assert relative_error(made["embeds"], golden[prefix + "prompt_wav_emb"][0]) < 1e-5
         assert relative_error(made["speaker"], golden[prefix + "spk_emb"][0]) < 1e-5
         assert record.num_patches == len(golden[prefix + "prompt_wav_emb"][0])
+
+
+def test_a_wave_is_found_by_its_name_where_the_list_has_a_wrong_path(root: Path) -> None:
+    """As in the released checkpoint, whose list has the paths of another machine; a path that is right stays."""
+    data = root / "talker" / "data"
+    entries = {
+        "right": {"prompt_wav_path": "data/spks/prompt.wav", "prompt_text": "one"},
+        "moved": {"prompt_wav_path": "/elsewhere/prompts/deep.wav", "prompt_text": "two"},
+        "lost": {"prompt_wav_path": "data/spks/nowhere.wav", "prompt_text": "three"},
+    }
+    (data / "voice_name.json").write_text(json.dumps(entries), encoding="utf-8")
+    (data / "spks" / "more").mkdir()
+    shutil.copy(data / "spks" / "prompt.wav", data / "spks" / "more" / "deep.wav")
+    notes: list[str] = []
+    found = {each.name: (each.wav, each.transcript) for each in find(open_checkpoint(root), notes)}
+    assert found == {
+        "right": (data / "spks" / "prompt.wav", "one"),
+        "moved": (data / "spks" / "more" / "deep.wav", "two"),
+    }
+    assert (
+        len(notes) == 2 and "data/spks/more/deep.wav used" in notes[0] and "voice lost left out" in notes[1]
+    )
+    (data / "voice_name.json").write_text('{"a": {"prompt_wav_path": "x"}}', encoding="utf-8")
+    with pytest.raises(CheckpointError, match="the voice list cannot be read"):
+        find(open_checkpoint(root), [])
+    (data / "voice_name.json").unlink()
+    assert find(open_checkpoint(root), notes) == () and "no voices" in notes[-1]
 
 
 def test_the_noise_of_a_voice_is_seeded_by_its_whole_name() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,10 +21,12 @@ from safetensors.torch import load_file, save_file
 
 import mingc
 from mingc.errors import CheckpointError
+from mingc.export.checkpoint import open_checkpoint
 from mingc.export.pipeline import Step, export_artifact
 from mingc.export.process_pool import worker_pool
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stage import Shard
+from mingc.export.stages import discover
 from mingc.export.stages.thinker import STAGE
 from mingc.export.weights.files import weights_files, write_in_worker
 from mingc.export.weights.loading import write_weights
@@ -68,6 +71,31 @@ def test_a_worker_writes_the_same_bytes(tmp_path: Path) -> None:
                     omitted=("head",),
                 )
                 assert (tmp_path / file.path).read_bytes() == expected.read_bytes()
+
+
+# Float weights that no export stores in its compute dtype: what they decide or sum up needs float32.
+FLOAT32 = {
+    "thinker": r"embed\.inv_freq|layers\.\d+\.feed_forward\.router\.bias",
+    "audio_vae": r"decoder\.head\..*|decoder\.blend|(en|de)coder\.(stack|aggregator)\.inv_freq",
+    "cfm": r"(dit|aggregator)\.(cos|sin)|time_embeddings|step_sizes",
+    "talker": r"stack\.inv_freq",
+    "vision_encoder": r"position_table|inverse_frequency",
+    "audio_encoder": r"positions",
+}
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+def test_a_bfloat16_export_keeps_some_weights_in_float32(name: str, tmp_path: Path) -> None:
+    """Inverse Fourier transforms, rotary frequencies, position tables, biases of the router, the solver's grid."""
+    stage, checkpoint = discover()[name], open_checkpoint(_TINY)
+    path = tmp_path / "weights"
+    size = write_weights(checkpoint, stage, stage.config(checkpoint), Shard(), torch.bfloat16, path)
+    tensors = load_file(path)
+    assert size == sum(each.numel() * each.itemsize for each in tensors.values())
+    floats = {key: value.dtype for key, value in tensors.items() if value.is_floating_point()}
+    kept = {key for key, dtype in floats.items() if dtype == torch.float32}
+    assert kept == {key for key in floats if re.fullmatch(FLOAT32[name], key)} != set()
+    assert {*floats.values()} == {torch.float32, torch.bfloat16}
 
 
 def _lose_a_tensor(checkpoint: Path) -> str:

@@ -82,7 +82,7 @@ def test_a_stage_and_a_backend_from_outside_are_verified(filter_artifact: Path) 
 
 
 def test_a_stage_and_a_backend_from_outside_are_probed(filter_artifact: Path) -> None:
-    report = mingc("probe", filter_artifact, "--repetitions", 1)
+    report = mingc("probe", filter_artifact, "--repetitions", 1, "--no-cold-start", "--no-transfers")
     rows = {(row["engine"], row["sizes"]["B"]) for row in report["engines"]}
     assert rows == {("toy_filter.filter", 1), ("toy_filter.filter", 4)}
 
@@ -110,12 +110,14 @@ def test_a_backend_says_why_it_cannot_build(toy_installed: None, tmp_path: Path)
     with pytest.raises(ConfigError, match="--backend toy_program: runs on the CPU only"):
         ExportRecipe(checkpoint=CHECKPOINT, output=tmp_path, target="cuda", backend=("toy_program",))
     mixed = ExportRecipe(checkpoint=CHECKPOINT, output=tmp_path, backend=("aoti", "toy_program:cfm,talker"))
-    assert [mixed.backend_of(name) for name in ("cfm", "thinker", "talker")] == [
-        "toy_program",
-        "aoti",
-        "toy_program",
+    assert [mixed.backends_of(name) for name in ("cfm", "thinker", "talker")] == [
+        ("toy_program",),
+        ("aoti",),
+        ("toy_program",),
     ]
-    with pytest.raises(ConfigError, match=r"--backend none: not one of aoti, eager, onnx, toy_program"):
+    with pytest.raises(
+        ConfigError, match=r"--backend none: not one of auto, aoti, eager, onnx, tensorrt, toy_program"
+    ):
         ExportRecipe(checkpoint=CHECKPOINT, output=tmp_path, backend=("none",))
 
 

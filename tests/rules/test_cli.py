@@ -20,28 +20,72 @@ OPTIONS = {
     "bundle diff": "--debug --json FIRST SECOND",
     "bundle inspect": "--debug --json ARTIFACT",
     "bundle keygen": "--debug --json KEY",
-    "bundle pack": "--debug --force --json --model-licence --oci --with-wheels ARTIFACT OUTPUT",
+    "bundle pack": "--debug --force --json --model-licence --oci --with-tensorrt --with-wheels ARTIFACT OUTPUT",
     "bundle prune": "--cache --debug --dry-run --json FOLDER",
     "bundle sign": "--comment --debug --json --secret-key BUNDLE",
     "bundle unpack": "--debug --force --json --share BUNDLE OUTPUT",
     "bundle verify-signature": "--debug --json --public-key BUNDLE",
     "demo": "--checkpoint --debug --force --json --output",
     "doctor": "--debug --json --strict ARTIFACTS",
-    "export": "--autotune --backend --batch-sizes --cache --debug --dtype --force --jobs --json --max-model-len "
-    "--model-name --no-cache --output --prefill-chunk-size --quantize --stages --synthetic --target --tp CHECKPOINT",
+    "export": "--autotune --backend --batch-sizes --cache --cache-limit --debug --dtype --force --jobs --json "
+    "--keep-all --max-model-len --model-name --no-cache --output --prefill-chunk-size --quantize --stages "
+    "--synthetic --target --tp CHECKPOINT",
     "plan": "--answer-tokens --chats --debug --gpu --json --listeners --prompt-tokens --thinker --token-rate "
     "--utilisation",
-    "probe": "--baseline --batch --cache --compare --context --debug --engine --jobs --json --repetitions "
-    "--synthetic --tolerance ARTIFACT",
+    "probe": "--baseline --batch --beside --cache --cold-start --compare --context --debug --engine --engines --html "
+    "--jobs --json --repetitions --synthetic --tolerance --transfers ARTIFACT",
     "serve": "--allow-media-host --api-key-file --body-idle-timeout --body-timeout --check-hashes "
-    "--cors-origin --debug --drain-seconds --header-timeout --host --json --log-format --log-level "
+    "--cors-origin --debug --drain-seconds --engines --header-timeout --host --json --log-format --log-level "
     "--max-body-bytes --max-concurrent-requests --max-connections --max-media-bytes --max-media-memory "
     "--max-queue --max-speech-characters --max-speech-seqs --max-total-body-bytes --max-total-tokens "
     "--media-decode-timeout --media-root --media-timeout --open-metrics --parse-special-tokens --port "
     "--require-signature --self-check --served-model-name --shutdown-timeout --step-timeout --threads --tp "
     "--write-timeout ARTIFACT",
     "synth": "--config --debug --json --layers --seed OUTPUT",
-    "verify": "--against --debug --json --no-replay --reference ARTIFACT",
+    "verify": "--against --debug --engines --json --no-replay --reference ARTIFACT",
+}
+
+
+# What an option is when it is not given; those that are not named here are off, empty or chosen later.
+DEFAULTS: dict[str, dict[str, object]] = {
+    "demo": {"--output": Path("demo")},
+    "export": {
+        **{
+            "--target": "cpu",
+            "--dtype": "float32",
+            "--tp": 1,
+            "--jobs": 1,
+            "--autotune": True,
+            "--cache-limit": 20.0,
+        },
+        **{"--max-model-len": 4096, "--prefill-chunk-size": 256, "--batch-sizes": "1,2,4,8"},
+        **{"--backend": ("aoti",), "--model-name": "ming-omni"},
+    },
+    "plan": {
+        **{"--listeners": 0, "--chats": 0, "--gpu": "h200", "--thinker": "fp8", "--prompt-tokens": 1024},
+        **{"--answer-tokens": 300, "--token-rate": 20.0, "--utilisation": 0.7},
+    },
+    "probe": {"--context": 256, "--tolerance": 0.1, "--cold-start": True, "--transfers": True},
+    "serve": {
+        **{"--host": "127.0.0.1", "--port": 8000, "--max-concurrent-requests": 256, "--max-queue": 128},
+        **{"--max-body-bytes": 128 << 20, "--max-total-body-bytes": 512 << 20, "--max-media-bytes": 96 << 20},
+        **{"--max-media-memory": 384 << 20, "--media-decode-timeout": 60.0, "--max-speech-characters": 32768},
+        **{
+            "--header-timeout": 10.0,
+            "--body-timeout": 60.0,
+            "--body-idle-timeout": 15.0,
+            "--write-timeout": 60.0,
+        },
+        **{
+            "--media-timeout": 30.0,
+            "--step-timeout": 60.0,
+            "--drain-seconds": 2.0,
+            "--shutdown-timeout": 5.0,
+        },
+        **{"--log-level": "info", "--log-format": "text", "--check-hashes": True},
+    },
+    "synth": {"--config": "tiny", "--seed": 0},
+    "bundle unpack": {"--share": True},
 }
 
 
@@ -85,6 +129,22 @@ def test_every_option_is_pinned() -> None:
         words = [p.opts[0] if isinstance(p, click.Option) else p.human_readable_name for p in command.params]
         seen[name] = " ".join(sorted(words))
     assert seen == OPTIONS
+
+
+def test_every_default_is_pinned() -> None:
+    for name, command in leaves(commands).items():
+        with click.Context(command) as context:
+            given = {
+                option.opts[0]: option.get_default(context)
+                for option in command.params
+                if isinstance(option, click.Option)
+            }
+        chosen = {
+            option: value
+            for option, value in given.items()
+            if isinstance(value, (str, int, float, tuple, Path)) and value is not False and value != ()
+        }
+        assert chosen == DEFAULTS.get(name, {}), name
 
 
 def test_every_option_has_help_and_is_spelled_in_full() -> None:
@@ -228,7 +288,7 @@ def test_doctor_reports_the_documented_fields() -> None:
     result = run("doctor", "--json")
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
-    assert set(document) == {"can_export", "can_serve", "checks", "verdicts"}
+    assert set(document) == {"can_export", "can_serve", "checks", "targets", "verdicts"}
     assert set(document["checks"][0]) == {"name", "state", "detail", "needed_for", "fix"}
     assert {check["name"] for check in document["checks"]} >= {
         "python",

@@ -23,6 +23,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.plugins": ("mingc.errors",),
     "mingc.host": ("mingc.artifacts.target",),
     "mingc.dtypes": ("mingc.artifacts",),
+    "mingc.tensorrt_library": (),
     "mingc.gather_shards": ("mingc.artifacts",),
     "mingc.numerics": (),  # error measure and tolerances that export and verify share
     "mingc.dsp": ("mingc.errors",),
@@ -58,6 +59,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.numerics",
         "mingc.parent_watchdog",
         "mingc.plugins",
+        "mingc.tensorrt_library",
     ),
     # Inside the runtime, from what everything shares up to the HTTP server.
     "mingc.runtime": ("mingc.errors",),
@@ -65,8 +67,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.artifacts",
         "mingc.dtypes",
         "mingc.errors",
+        "mingc.host",
         "mingc.kernels.cuda",
         "mingc.plugins",
+        "mingc.tensorrt_library",
     ),
     "mingc.runtime.distributed": ("mingc.errors", "mingc.host", "mingc.runtime.engines"),
     "mingc.runtime.preprocess": ("mingc.artifacts", "mingc.dsp", "mingc.errors", "mingc.runtime"),
@@ -130,6 +134,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime.thinker.ranks",
     ),
     "mingc.probe": (
+        "mingc",
         "mingc.artifacts",
         "mingc.artifacts.target",
         "mingc.dtypes",
@@ -149,7 +154,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime.service",
         "mingc.runtime.text",
     ),
-    "mingc.doctor": ("mingc.artifacts", "mingc.artifacts.target", "mingc.errors", "mingc.host"),
+    "mingc.doctor": (
+        "mingc.artifacts",
+        "mingc.artifacts.target",
+        "mingc.errors",
+        "mingc.host",
+        "mingc.runtime.engines",  # whether a backend's engines can be loaded
+    ),
 }
 # Only the command line knows export, runtime, verify and probe together.
 UNRESTRICTED = ("mingc", "mingc.__main__", "mingc.cli")
@@ -171,7 +182,7 @@ def package_of(module: str) -> str:
 
 _IMPORTERS = ("import_module", "__import__", "run_module")
 # Files that import what a caller or another distribution names.
-_IMPORT_BY_NAME = ("mingc", "mingc.plugins", "mingc.runtime.preprocess.video")
+_IMPORT_BY_NAME = ("mingc", "mingc.plugins", "mingc.runtime.preprocess.video", "mingc.tensorrt_library")
 
 
 def constant_text(node: ast.expr, constants: dict[str, str]) -> str | None:

@@ -78,7 +78,13 @@ PROSE = {
 }
 # Text that may use a word: `--against` lives on as a hidden alias of verify.
 ALLOWED = {
-    "context_tokens": ("prober.py", "report.py", "test_probe.py"),  # tokens that a request holds
+    "context_tokens": (
+        "prober.py",
+        "report.py",
+        "html_report.py",
+        "test_probe.py",
+        "test_probe_html.py",
+    ),  # tokens that a request holds
     "whoever, nobody": ("speech_clients.py",),  # a sentence that is spoken
     "hear, heard": ("mixed_requests.py", "openai_checks.py"),  # a question of a client
 }

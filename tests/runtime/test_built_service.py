@@ -220,7 +220,7 @@ def manifest() -> Manifest:
     )
 
 
-def load_stage(artifact: Artifact, name: str, device: torch.device) -> LoadedStage:
+def load_stage(artifact: Artifact, name: str, device: torch.device, **_: object) -> LoadedStage:
     """The fake stage with the signatures of the manifest."""
     graphs: dict[str, Graph] = {}
     for key, graph in stages()[name].graphs.items():
@@ -625,6 +625,7 @@ OPTIONS: dict[str, Change] = {
     "talker_depth": Change(2, ("patches in flight",)),
     "parse_special_tokens": Change(True, ("special text prompt",)),
     "loads_speech": Change(False, ("info",)),
+    "engines": Change(("thinker=onnx",), REFUSED),
 }
 # Largest buckets of dims, by stage and graph.
 BUCKETS: dict[tuple[str, str, str], Change] = {

@@ -19,6 +19,7 @@ from mingc.runtime.thinker.ranks import rank_group
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
 from mingc.runtime.thinker.ranks.watchdog import StepWatchdog
 from mingc.runtime.thinker.step import DecodeStep
+from mingc.runtime.thinker.worker import StepOptions
 
 _WAIT_S = 60
 # A rank that reports what rank_process reports (loaded, ready), then reads steps until its socket closes.
@@ -120,7 +121,7 @@ def test_collectives_wait_at_least_as_long_as_a_step(
             super().__init__(device, timeout_s, report)
 
     monkeypatch.setattr(rank_group, "StepWatchdog", RecordedWatchdog)
-    group = ranks.start(step_timeout_s=step_timeout_s)
+    group = ranks.start(step_timeout_s=step_timeout_s, options=StepOptions(max_chunk=48))
     group.close()
     assert watched == [step_timeout_s]
     assert ranks.group_options["timeout_s"] == collective_s
@@ -128,6 +129,7 @@ def test_collectives_wait_at_least_as_long_as_a_step(
     assert len(ranks.configs) == 2
     for rank, config in enumerate(ranks.configs, start=1):
         assert '"num_threads": 4' in config, "a third of the machine"
+        assert '"max_chunk": 48' in config and '"num_pages": 4' in config, "they run the same steps as rank 0"
         assert f'"rank": {rank}, "world_size": 3' in config and f'"timeout_s": {collective_s}' in config
 
 

@@ -21,6 +21,7 @@ from mingc.runtime.thinker.ranks import rank_process
 from mingc.runtime.thinker.ranks.rank_process import LOADED, READY, WorkerConfig
 from mingc.runtime.thinker.ranks.step_codec import Step, broadcast_step
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
+from mingc.runtime.thinker.worker import StepOptions
 
 _WAIT_S = 20.0
 
@@ -75,9 +76,10 @@ def test_a_rank_runs_the_steps_of_rank_0_until_its_socket_closes(monkeypatch: py
         return stage
 
     def create_worker(
-        given: object, manifest: object, *, num_pages: int, device: torch.device, **_: Any
+        given: object, manifest: object, *, num_pages: int, device: torch.device, options: StepOptions
     ) -> Any:
-        assert (given, num_pages) == (stage, 33)
+        assert (given, num_pages, str(device)) == (stage, 33, "cpu")
+        assert options == StepOptions(is_static=True, max_chunk=16), "chunks and sampling are those of rank 0"
         assert calls == ["watch", "load", "join"], "the parent is watched first, the group joined before"
         methods = ("prefill", "launch_prefill", "decode", "launch_decode", "close")
         return SimpleNamespace(**{name: note(name) for name in methods})
@@ -103,7 +105,12 @@ def test_a_rank_runs_the_steps_of_rank_0_until_its_socket_closes(monkeypatch: py
         opened.append(root)
         return SimpleNamespace(manifest=SimpleNamespace(graph=graph))
 
+    def with_engines(artifact: Any, words: tuple[str, ...], *, loads: tuple[str, ...]) -> Any:
+        assert (words, loads) == (("decoder=onnx",), ("decoder",))
+        return artifact
+
     monkeypatch.setattr(rank_process, "open_unchecked", open_unchecked)
+    monkeypatch.setattr(rank_process, "with_engines", with_engines)
     monkeypatch.setattr(rank_process, "load_stage", load)
     monkeypatch.setattr(rank_process, "create_worker", create_worker)
     monkeypatch.setattr(rank_process, "watch_pipe", watch)
@@ -124,6 +131,8 @@ def test_a_rank_runs_the_steps_of_rank_0_until_its_socket_closes(monkeypatch: py
         timeout_s=5.0,
         step_socket=theirs.detach(),
         parent_pipe=read,
+        options=StepOptions(is_static=True, max_chunk=16),
+        engines=("decoder=onnx",),
     )
     monkeypatch.setattr(sys, "argv", ["rank_process", json.dumps(encode(config))])
 

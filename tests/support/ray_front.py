@@ -16,6 +16,7 @@ import pytest
 
 # Tests of what `mingc serve` does below the app, or of the test process itself; Serve's proxy is in the place of it.
 RUNNING = "MINGC_TEST_RAY"  # variable with a Ray instance that runs: its address and the URL of its proxy
+_DEPLOY_LIMIT_S = 120.0
 
 OF_THE_SERVER: dict[str, str] = {}
 
@@ -27,13 +28,12 @@ def _front() -> tuple[str, Any]:
     """URL of the application and its handle, started for the first test."""
     if not _started:
         from fake_replica import fake_application
-        from ray import serve
-        from ray_cluster import connected, ray_cluster
+        from ray_cluster import connected, deploy, ray_cluster
 
         here = Path(__file__).parent
         cluster = connected(os.environ[RUNNING]) if RUNNING in os.environ else ray_cluster(here)
         url = _stack.enter_context(cluster)
-        _started.append((url, serve.run(fake_application(), name="fake", route_prefix="/")))
+        _started.append((url, deploy(fake_application(), "fake", url, "/", _DEPLOY_LIMIT_S)))
     return _started[0]
 
 

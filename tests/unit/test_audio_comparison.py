@@ -129,6 +129,17 @@ def test_a_resampled_wave_differs_in_its_rate(name: str) -> None:
     assert "sample rate" in off(resample(WAVES[name], HZ, 48000), WAVES[name], hz=48000)
 
 
+@pytest.mark.parametrize("hz", [22050, 32000, 48000])
+def test_the_same_sound_at_another_rate_differs_in_its_rate_alone(hz: int) -> None:
+    """A sound written down as a formula, sampled twice: harmonics of 300 Hz up to 2.4 kHz, for a second."""
+
+    def sampled(rate: int) -> Wave:
+        phase = 2 * math.pi * 300 * np.arange(rate) / rate
+        return (0.1 * sum(np.sin(k * phase) for k in range(1, 9))).astype(np.float32)
+
+    assert off(sampled(hz), sampled(HZ), hz=hz) == {"sample rate"}
+
+
 @pytest.mark.parametrize("name", WAVES)
 @pytest.mark.parametrize(
     "relative", [0.0, 1e-6, 1e-4, 2e-3]

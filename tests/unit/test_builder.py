@@ -217,7 +217,13 @@ def test_a_stage_with_another_run_policy_is_refused(manifest: Manifest) -> None:
 
     says = "stage {} has the run policy {}; the service runs it as {}"
     with pytest.raises(ArtifactError, match=says.format("decoder", "loop", "autoregressive")):
-        _load_chat(artifact(with_policy(DECODER, "loop"), edges=(TEXT,)), EngineOptions(), [CPU], fail)
+        _load_chat(
+            artifact(with_policy(DECODER, "loop"), edges=(TEXT,)),
+            EngineOptions(),
+            [CPU],
+            fail,
+            StartupClock(),
+        )
     for port, encoder in (("image", _vision_encoder), ("audio", _audio_encoder)):
         graph = StageGraph(
             nodes=(DECODER, with_policy(EYE, "stream")), edges=(TEXT, Edge("eye", "decoder", port))
@@ -232,7 +238,7 @@ def test_a_stage_with_another_run_policy_is_refused(manifest: Manifest) -> None:
 
 def test_a_service_without_an_end_of_the_graph_loads_nothing(manifest: Manifest) -> None:
     artifact = Artifact(root=Path("nowhere"), manifest=replace(manifest, graph=StageGraph()))
-    assert _load_chat(artifact, EngineOptions(), [CPU], fail) == (None, None)
+    assert _load_chat(artifact, EngineOptions(), [CPU], fail, StartupClock()) == (None, None)
     assert _load_speech(artifact, EngineOptions(), CPU, StartupClock()) is None
 
 
@@ -259,7 +265,7 @@ def test_speech_takes_the_largest_batch_of_its_three_stages_and_its_own_tokenize
         slots.append(num_slots)
         return SimpleNamespace(max_batch=8)
 
-    monkeypatch.setattr(builder, "load_stage", lambda artifact, name, device: name)
+    monkeypatch.setattr(builder, "load_stage", lambda artifact, name, device, **_: name)
     monkeypatch.setattr(builder, "TalkerWorker", make_worker)
     monkeypatch.setattr(TextTokenizer, "from_file", read.append)
     for module, name in (
@@ -369,7 +375,9 @@ def test_a_rank_that_is_lost_fails_the_service_whenever_it_happens(
 ) -> None:
     lost, failures, reports = RankError("rank 1 ended"), [], []
 
-    def load_chat(artifact: object, options: object, devices: object, on_failure: Any) -> tuple[None, None]:
+    def load_chat(
+        artifact: object, options: object, devices: object, on_failure: Any, clock: object
+    ) -> tuple[None, None]:
         reports.append(on_failure)
         if when == "before":
             on_failure(lost)
@@ -415,6 +423,7 @@ def test_the_log_warns_of_an_unknown_gpu(
     replacements: dict[str, Any] = {
         "current_host": lambda device: Host(torch="2.13.0", device="cuda", capability="9.0"),
         "gpu_target": lambda device: lookup((9, 0), name, 132),
+        "_start_device": lambda device: None,
         "_load_chat": lambda *_: (None, None),
         "_load_speech": lambda *_: SimpleNamespace(),
         "OmniService": lambda info, **_: info,

@@ -4,30 +4,41 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.metadata
 import io
 import json
 import os
+import platform
 import shutil
 import subprocess
 import tarfile
+from dataclasses import replace
+from email.message import Message
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from manifest_edit import edit_manifest
+from mingc_command import mingc_here
 
 from mingc.artifacts.artifact import open_artifact
 from mingc.artifacts.file_cache import cache_folder
 from mingc.artifacts.manifest import Manifest
+from mingc.artifacts.packed_file import open_packed
+from mingc.bundles import deployment
 from mingc.bundles.comparison import diff
 from mingc.bundles.deployment import deployment_files
 from mingc.bundles.oci import write_oci
 from mingc.bundles.packing import pack, partial_path
 from mingc.bundles.pruning import prune
-from mingc.bundles.sbom import runtime_distributions
+from mingc.bundles.sbom import _licence, runtime_distributions, sbom
+from mingc.bundles.signatures import generate_keys, sign_bundle, verify_signature
 from mingc.bundles.unpacking import STORE, unpack
-from mingc.errors import ConfigError
+from mingc.errors import ConfigError, IntegrityError
+
+_ARCHITECTURE = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
 
 
 @pytest.fixture
@@ -97,7 +108,10 @@ def test_the_containerfile_needs_no_network(files: dict[str, bytes]) -> None:
     assert "--no-index" in runs and "apt" not in runs and "http" not in runs
 
 
-def test_wheels_are_added_or_missed_by_name(manifest: Manifest, tmp_path: Path) -> None:
+def test_wheels_are_added_or_missed_by_name(
+    manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployment, "_licences", dict)  # reading all takes a second
     for name in ("mingc-0.1.0-py3-none-any.whl", "torch-2.13.0-cp311-cp311-linux_x86_64.whl"):
         with pytest.raises(ConfigError, match="has no wheel of"):
             deployment_files(manifest, tmp_path, None)
@@ -188,6 +202,232 @@ def test_prune_removes_only_what_is_not_used(
     left = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
     assert left == {"t.mingc", "weights", STORE, f"{STORE}/used", live.name}
     assert (copies / "copy").exists()
+    dry = prune(folder, is_dry=True, has_cache=True)
+    assert dry.removed == (live.name, str(copies / "copy")) and dry.removed_bytes == 2
+    assert (copies / "copy").exists() and live.exists()
     assert prune(folder, has_cache=True).removed == (live.name, str(copies / "copy"))
     with pytest.raises(ConfigError):
         prune(folder / "t.mingc")
+
+
+def test_prune_counts_only_bytes_that_become_free(tmp_path: Path) -> None:
+    """A file of an interrupted unpack that is linked to the store stays there until the store is pruned as well."""
+    store, work = tmp_path / STORE, tmp_path / ".out.unpack"
+    store.mkdir()
+    (work / "weights").mkdir(parents=True)
+    (work / "weights/a").write_bytes(b"1234567")
+    (work / "weights/b").write_bytes(b"123")
+    os.link(work / "weights/a", store / "a")
+    (tmp_path / ".x.partial").write_bytes(b"1")
+    (tmp_path / ".x.partial.journal").write_bytes(b"12")
+    (tmp_path / ".link.partial").symlink_to(tmp_path / "out")
+    (tmp_path / "x.partial").write_bytes(b"not hidden")
+    report = prune(tmp_path)
+    assert report.removed == (".out.unpack", ".x.partial", ".x.partial.journal", f"{STORE}/a")
+    assert report.removed_bytes == 3 + 1 + 2 + 7
+    assert {path.name for path in tmp_path.iterdir()} == {STORE, ".link.partial", "x.partial"}
+
+
+def test_a_replaced_bundle_goes_when_the_one_that_replaces_it_is_there(tmp_path: Path) -> None:
+    old = tmp_path / ".ming.0123abcd.old"
+    old.mkdir()
+    (old / "engine").write_bytes(b"123")
+    (tmp_path / ".notes.old").touch()
+    assert prune(tmp_path).removed == ()
+    (tmp_path / "ming").mkdir()
+    report = prune(tmp_path)
+    assert (report.removed, report.removed_bytes) == ((old.name,), 3)
+    assert {path.name for path in tmp_path.iterdir()} == {"ming", ".notes.old"}
+
+
+def test_a_copy_that_a_server_is_writing_stays_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    copies = cache_folder() / "files"
+    copies.mkdir(parents=True)
+    names = ("ab.so", "cd.so.01234567.partial", "ef.so.01234567.partial")
+    for name in names:
+        (copies / name).write_bytes(b"12")
+    (tmp_path / "bundles").mkdir()
+    with (copies / names[1]).open() as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        report = prune(tmp_path / "bundles", has_cache=True)
+    assert report.removed_bytes == 4 and [path.name for path in copies.iterdir()] == [names[1]]
+
+
+def test_the_journal_of_a_living_pack_stays(tmp_path: Path) -> None:
+    partial, journal = tmp_path / ".x.partial", tmp_path / ".x.partial.journal"
+    partial.touch()
+    journal.touch()
+    with partial.open() as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        assert prune(tmp_path).removed == ()
+    assert prune(tmp_path).removed == (partial.name, journal.name)
+
+
+def test_diff_of_settings_alone_is_a_difference(artifact_path: Path, tmp_path: Path) -> None:
+    """Each kind of value by name; files are the same, so an upgrade transfers nothing."""
+    other = tmp_path / "other"
+    shutil.copytree(artifact_path, other)
+
+    def change(document: dict[str, Any]) -> None:
+        document["model"] = "tiny 2"
+        document["fingerprint"]["dtype"] = "bfloat16"
+        document["voices"][0]["name"] = "DB31"
+        document["graph"]["nodes"][0]["policy"] = "autoregressive"
+        document["parameters"]["audio_encoder"]["hop_samples"] = 161
+
+    edit_manifest(other, change)
+    report = diff(artifact_path, other)
+    assert report.settings == (
+        "model: tiny → tiny 2",
+        "fingerprint dtype: float32 → bfloat16",
+        "voices: DB30 → DB31",
+        "stage graph: differs",
+        "parameters of audio_encoder: hop_samples",
+    )
+    assert not report.is_same and report.changes == () and report.transfer_bytes == 0
+    sizes = [record.size_bytes for record in open_artifact(artifact_path).manifest.files.values()]
+    assert (report.same_files, report.same_bytes) == (len(sizes), sum(sizes))
+    done = mingc_here("bundle", "diff", artifact_path, other)
+    assert done.code == 3 and "tiny 2" in done.stdout
+    assert mingc_here("bundle", "diff", artifact_path, artifact_path).code == 0
+
+
+def test_diff_of_files_counts_equal_content_once_and_under_any_name(
+    artifact_path: Path, tmp_path: Path
+) -> None:
+    one, two = tmp_path / "one.mingc", tmp_path / "two.mingc"
+    pack(artifact_path, one, {"a": b"same", "gone": b"123", "moved": b"content"})
+    pack(artifact_path, two, {"a": b"same", "new1": b"12345", "new2": b"12345", "renamed": b"content"})
+    report = diff(one, two)
+    assert [(each.file, each.change, each.bytes_before, each.bytes_after) for each in report.changes] == [
+        ("bundle/gone", "removed", 3, None),
+        ("bundle/moved", "removed", 7, None),
+        ("bundle/new1", "added", None, 5),
+        ("bundle/new2", "added", None, 5),
+        ("bundle/renamed", "added", None, 7),
+    ]
+    assert report.transfer_bytes == 5 and not report.is_same and report.settings == ()
+    unpack(two, tmp_path / "two")
+    assert diff(two, tmp_path / "two").is_same  # a folder has the files that the bundle added
+    assert diff(tmp_path / "two", one).transfer_bytes == 3
+
+
+def test_a_damaged_bundle_is_not_written_as_an_image(artifact_path: Path, tmp_path: Path) -> None:
+    bundle = tmp_path / "t.mingc"
+    pack(artifact_path, bundle, {})
+    region = open_packed(bundle).region("weights/audio.bin")
+    with bundle.open("r+b") as stream:
+        stream.seek(region.offset)
+        stream.write(b"W")
+    with pytest.raises(IntegrityError, match=r"weights/audio\.bin: sha256 differs"):
+        write_oci(bundle, tmp_path / "image")
+    assert [path.name for path in tmp_path.iterdir() if "image" in path.name] == []
+
+
+def test_an_image_of_a_signed_bundle_brings_the_signature(artifact_path: Path, tmp_path: Path) -> None:
+    bundle, folder = tmp_path / "t.mingc", tmp_path / "image"
+    made = generate_keys(tmp_path / "k.key")
+    pack(artifact_path, bundle, {})
+    sign_bundle(bundle, made.secret_key, None)
+    steps: list[str] = []
+    report = write_oci(bundle, folder, log=steps.append)
+    assert steps == [*open_packed(bundle).files, "bundle.json", "bundle.json.minisig"]
+    (described,) = json.loads((folder / "index.json").read_text())["manifests"]
+    assert described["platform"] == {"architecture": _ARCHITECTURE, "os": "linux"}
+    assert described["annotations"] == {"org.opencontainers.image.ref.name": "latest"}
+    document = json.loads((folder / "blobs/sha256" / described["digest"].partition(":")[2]).read_text())
+    assert document["annotations"] == {"org.opencontainers.image.title": "tiny"}
+    assert report.layers == len(steps) == len(document["layers"])
+    assert report.size_bytes == sum(layer["size"] for layer in document["layers"])
+    for layer in document["layers"]:
+        with tarfile.open(folder / "blobs/sha256" / layer["digest"].partition(":")[2], "r:") as tar:
+            (member,) = tar.getmembers()
+            assert member.name.startswith("opt/bundle/") and member.mode == 0o644
+            tar.extractall(tmp_path / "root", filter="data")
+    assert verify_signature(tmp_path / "root/opt/bundle", str(made.public_key)).files == len(steps) - 2
+
+
+def test_files_of_a_deployment_name_the_model_and_the_device(
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployment, "_licences", dict)
+    files = deployment_files(manifest, None, None)
+    assert "licences/model.txt" not in files
+    on_gpu = deployment_files(
+        replace(manifest, fingerprint=replace(manifest.fingerprint, device="cuda")), None, None
+    )
+    assert b"driver's libraries come from the host" in bytes(on_gpu["Containerfile"])  # type: ignore[arg-type]
+    assert b"driver" not in bytes(files["Containerfile"])  # type: ignore[arg-type]
+    assert b"Description=mingc serving tiny\n" in bytes(files["mingc.service"])  # type: ignore[arg-type]
+    assert files == deployment_files(manifest, None, None)
+
+
+def test_wheels_are_recognised_in_every_spelling(
+    manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployment, "_licences", dict)
+    for name in (
+        "Mingc-0.1.0-py3-none-any.whl",
+        "torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl",
+        "typing_extensions-4-py3-none-any.whl",
+        "notes.txt",
+    ):
+        (tmp_path / name).write_bytes(name.encode())
+    files = deployment_files(manifest, tmp_path, None)
+    assert sorted(name for name in files if name.startswith("wheels/")) == [
+        f"wheels/{name}" for name in sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".whl")
+    ]
+    (tmp_path / "torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl").unlink()
+    with pytest.raises(ConfigError, match="has no wheel of torch\n") as raised:
+        deployment_files(manifest, tmp_path, None)
+    assert raised.value.where == "--with-wheels"
+    with pytest.raises(ConfigError, match="has no wheel of mingc, torch\n"):
+        deployment_files(manifest, tmp_path / "nowhere", None)
+
+
+def test_the_sbom_names_the_model_its_hash_and_its_licence(manifest: Manifest) -> None:
+    document = json.loads(sbom(manifest, has_model_licence=True))
+    model = document["metadata"]["component"]
+    assert model["name"] == "tiny" and model["type"] == "machine-learning-model"
+    assert model["hashes"] == [{"alg": "SHA-256", "content": "1" * 64}] and model["version"] == "1" * 16
+    assert model["licenses"] == [{"license": {"name": "see bundle/licences/model.txt"}}]
+    other = json.loads(sbom(manifest, has_model_licence=False))
+    assert other["metadata"]["component"]["licenses"] == [{"license": {"name": "not given when packed"}}]
+    assert other["serialNumber"] != document["serialNumber"]
+    assert sbom(manifest, has_model_licence=True) == sbom(manifest, has_model_licence=True)
+    (dependencies,) = document["dependencies"]
+    assert dependencies["ref"] == model["bom-ref"]
+    assert {*dependencies["dependsOn"]} == {each["bom-ref"] for each in document["components"]}
+    for each in document["components"]:
+        if each["type"] == "library":
+            assert "+" not in each["purl"] and each["version"] == importlib.metadata.version(each["name"])
+            assert each["licenses"], each["name"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "licence"),
+    [
+        ({"License-Expression": "MIT", "License": "other"}, {"expression": "MIT"}),
+        ({"License": "BSD\nmore text"}, {"license": {"name": "BSD"}}),
+        ({"License": "x" * 100}, None),
+        ({"Classifier": "License :: OSI Approved :: ISC License"}, {"license": {"name": "ISC License"}}),
+        ({"Classifier": "Topic :: Audio"}, None),
+    ],
+)
+def test_a_library_states_its_licence_in_one_of_three_places(
+    fields: dict[str, str], licence: dict[str, object] | None
+) -> None:
+    message = Message()
+    for name, value in fields.items():
+        message[name] = value
+    assert _licence(message) == licence
+
+
+def test_what_serving_needs_follows_extras_and_skips_what_is_not_installed() -> None:
+    found = runtime_distributions()
+    assert found[0] == "mingc" and found[1:] == sorted(found[1:])
+    assert {"cryptography", "safetensors", "click", "uvicorn", "h11"} <= {*found}  # h11 by way of uvicorn
+    assert not {"hypothesis", "openai", "ray", "onnx"} & {*found}

@@ -6,31 +6,42 @@ The functions behind the commands are replaced; `tests/artifact` runs the real o
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import select
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 
 import mingc
-from mingc import cli, demo, doctor
+from mingc import cli, demo, doctor, plan
+from mingc.bundles import comparison, pruning, signatures, unpacking
 from mingc.cli import main
 from mingc.console.signals import SIGNALS, clean_shutdown
-from mingc.errors import RankError, WorkerError
+from mingc.errors import ConfigError, IntegrityError, MingcError, RankError, WorkerError
+from mingc.export import checkpoint_writer, pipeline
+from mingc.export.pipeline import Step
 from mingc.export.recipe import ExportRecipe
-from mingc.probe import prober
+from mingc.plan import Load
+from mingc.probe import baseline, engine_trial, prober
 from mingc.runtime.http import logs, server
 from mingc.runtime.service import builder
 from mingc.runtime.service.builder import EngineOptions
-from mingc.verify import verification
+from mingc.verify import engine_replay, verification
+from mingc.verify.served import record
+from mingc.verify.served import verification as served_verification
+from mingc.verify.served.verification import ServiceReport
 from mingc.verify.verification import VerifyReport
 
 
@@ -304,3 +315,435 @@ def test_workers_end_with_the_owner_of_their_pool(tmp_path: Path) -> None:
         if not poll.poll(0):
             signal.pidfd_send_signal(worker, signal.SIGKILL)
         os.close(worker)
+
+
+@pytest.mark.parametrize(
+    ("words", "cache"),
+    [
+        ([], Path("home/mingc/engines")),
+        (["--cache", "kept"], Path("kept")),
+        (["--no-cache"], None),
+    ],
+    ids=["by default", "in a folder", "not at all"],
+)
+def test_export_keeps_engines_where_it_is_asked_to(
+    words: list[str],
+    cache: Path | None,
+    calls: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    assert run("export", "x", "--output", "y", *words) == 0
+    (call,) = calls
+    assert call["recipe"].cache == (tmp_path / cache if cache == Path("home/mingc/engines") else cache)
+
+
+EXPORT_OPTIONS: dict[str, tuple[list[str], object]] = {
+    "checkpoint": ([], Path("x")),
+    "output": ([], Path("y")),
+    "target": (["--target", "cuda"], "cuda"),
+    "dtype": (["--dtype", "bfloat16"], "bfloat16"),
+    "world_size": (["--tp", "4"], 4),
+    "stages": (["--stages", "cfm, talker"], ("cfm", "talker")),
+    "jobs": (["--jobs", "3"], 3),
+    "cache": (["--cache", "z"], Path("z")),
+    "cache_gigabytes": (["--cache-limit", "0.5"], 0.5),
+    "force": (["--force"], True),
+    "max_model_len": (["--max-model-len", "2048"], 2048),
+    "batch_sizes": (["--batch-sizes", "1,3"], (1, 3)),
+    "prefill_chunk_size": (["--prefill-chunk-size", "48"], 48),
+    "model_name": (["--model-name", "mine"], "mine"),
+    "synthetic": (["--synthetic"], True),
+    "quantize": (["--quantize", "cfm=fp8", "--quantize", "thinker=int4"], ("cfm=fp8", "thinker=int4")),
+    "autotune": (["--no-autotune"], False),
+    "backend": (["--backend", "aoti", "--backend", "aoti:cfm"], ("aoti", "aoti:cfm")),
+    "keep_all": (["--backend", "auto", "--keep-all"], True),
+}
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(ExportRecipe)])
+def test_every_option_of_export_reaches_the_recipe(name: str, calls: list[dict[str, Any]]) -> None:
+    """None is ignored, and what is not asked for stays as the documentation says."""
+    words, value = EXPORT_OPTIONS[name]
+    assert run("export", "x", "--output", "y", *words) == 0
+    recipe = calls[-1]["recipe"]
+    assert getattr(recipe, name) == value
+    if words:
+        assert run("export", "x", "--output", "y") == 0
+        usual = calls[-1]["recipe"]
+        assert getattr(usual, name) != value
+        changed = {
+            each.name for each in fields(usual) if getattr(usual, each.name) != getattr(recipe, each.name)
+        }
+        assert changed == {name} | ({"backend"} if name == "keep_all" else set())
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], {"engines": None, "batch_sizes": None, "context": 256, "repetitions": None, "tolerance": 0.1}),
+        (["--engine", "cfm, talker.step"], {"engines": ("cfm", "talker.step")}),
+        (["--batch", "1,8"], {"batch_sizes": (1, 8)}),
+        (["--context", "17"], {"context": 17}),
+        (["--repetitions", "5"], {"repetitions": 5}),
+        (["--tolerance", "0.25"], {"tolerance": 0.25}),
+        (
+            ["--compare", "patch-embed"],
+            {"compare": "patch-embed", "has_cold_start": True, "has_transfers": True},
+        ),
+        (["--beside", "y"], {"beside": Path("y")}),
+        (["--no-cold-start"], {"has_cold_start": False, "has_transfers": True}),
+        (["--no-transfers"], {"has_cold_start": True, "has_transfers": False}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_probe_times_what_it_is_asked_to(
+    words: list[str], expected: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def probe(artifact: Path, options: object, log: object, *, baseline: object, command: str) -> Result:
+        asked.append((artifact, options, baseline))
+        assert command == " ".join(["mingc probe x", *map(shlex.quote, words)])
+        return Result()
+
+    monkeypatch.setattr(prober, "probe", probe)
+    assert run("probe", "x", *words) == 0
+    ((artifact, options, baseline),) = asked
+    assert (artifact, baseline) == (Path("x"), None)
+    assert {name: getattr(options, name) for name in expected} == expected
+
+
+def test_probe_of_random_weights_exports_them_and_keeps_the_folder_that_is_named(
+    calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    probed: list[Path] = []
+
+    def probe(artifact: Path, *_: object, **__: object) -> Result:
+        probed.append(artifact)
+        return Result()
+
+    monkeypatch.setattr(prober, "probe", probe)
+    configs = Path(mingc.__file__).parents[1] / "tests" / "data" / "tiny-ming"
+    words = ["--synthetic", str(configs), "--engine", "cfm", "--jobs", "2", "--cache", "z"]
+    assert run("probe", str(tmp_path / "named"), *words) == 0
+    assert run("probe", *words) == 0
+    named, unnamed = (each["recipe"] for each in calls)
+    assert probed == [named.output, unnamed.output] and named.output == tmp_path / "named"
+    assert not unnamed.output.exists() and unnamed.output != named.output
+    for recipe in (named, unnamed):
+        assert (recipe.checkpoint, recipe.synthetic, recipe.stages) == (configs, True, ("cfm",))
+        assert (recipe.jobs, recipe.cache) == (2, Path("z"))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], {"config": "tiny", "layers": None, "seed": 0}),
+        (["--config", "released"], {"config": "released"}),
+        (["--layers", "3"], {"layers": 3}),
+        (["--seed", "7"], {"seed": 7}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_synth_writes_what_it_is_asked_to(
+    words: list[str], expected: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, object]] = []
+
+    def synthesize(config: str, output: Path, **given: object) -> Result:
+        asked.append({"config": config, "output": output, **given})
+        return Result()
+
+    monkeypatch.setattr(checkpoint_writer, "synthesize", synthesize)
+    assert run("synth", "y", *words) == 0
+    assert {name: asked[0][name] for name in (*expected, "output")} == {**expected, "output": Path("y")}
+
+
+@pytest.mark.parametrize(("passes", "code"), [(True, 0), (False, 3)])
+def test_a_server_that_checks_itself_opens_its_port_only_when_it_passes(
+    passes: bool, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service = SimpleNamespace(info=SimpleNamespace(model="tiny"))
+    checked: list[tuple[object, Path]] = []
+    served: list[object] = []
+
+    listeners: list[socket.socket] = []
+    bind = server.bind_socket
+
+    def bind_socket(host: str, port: int) -> socket.socket:
+        listeners.append(bind(host, port))
+        return listeners[-1]
+
+    def check_service(given: object, artifact: Path) -> ServiceReport:
+        checked.append((given, artifact))
+        return ServiceReport(
+            passed=passes, checked=5, failed=int(not passes), worst_error=0.0, comparisons=()
+        )
+
+    def serve(app: object, listener: socket.socket, *, announce: Callable[[str], None]) -> bool:
+        served.append(app)
+        announce("http://127.0.0.1:1")
+        return True
+
+    monkeypatch.setattr(logs, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(builder, "open_service", lambda *_: service)
+    monkeypatch.setattr(server, "bind_socket", bind_socket)
+    monkeypatch.setattr(served_verification, "check_service", check_service)
+    monkeypatch.setattr(server, "create_app", lambda given, *_: given)
+    monkeypatch.setattr(server, "serve", serve)
+    assert run("serve", "x", "--port", "0", "--self-check") == code
+    listeners[0].close()
+    assert checked == [(service, Path("x"))] and served == [service] * passes
+    out, err = capsys.readouterr()
+    assert "checked" in err and out == ("http://127.0.0.1:1\n" if passes else "")
+    gc.collect()
+    assert gc.get_freeze_count() == 0, "what the service holds can be collected again"
+
+
+@pytest.mark.parametrize(("in_order", "code"), [(True, 0), (False, 130)])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_server_announces_its_address_and_says_how_it_ended(
+    in_order: bool,
+    code: int,
+    as_json: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    service = SimpleNamespace(info=SimpleNamespace(model="tiny"))
+    levels: list[tuple[str, str]] = []
+
+    def serve(app: object, listener: socket.socket, *, announce: Callable[[str], None]) -> bool:
+        host, port = listener.getsockname()
+        listener.close()
+        announce(f"http://{host}:{port}")
+        return in_order
+
+    monkeypatch.setattr(logs, "configure_logging", lambda *given: levels.append(given))
+    monkeypatch.setattr(builder, "open_service", lambda *_: service)
+    monkeypatch.setattr(served_verification, "check_service", lambda *_: pytest.fail("not asked for"))
+    monkeypatch.setattr(server, "create_app", lambda given, http, keys: given)
+    monkeypatch.setattr(server, "serve", serve)
+    words = ["--log-level", "warning", "--log-format", "json", *["--json"] * as_json]
+    assert run("serve", "x", "--port", "0", *words) == code
+    assert levels == [("warning", "json")]
+    out, _ = capsys.readouterr()
+    document = json.loads(out) if as_json else {"url": out.strip(), "model": "tiny", "startup_s": {}}
+    assert document.keys() == {"url", "model", "startup_s"} and document["model"] == "tiny"
+    assert document["url"].startswith("http://127.0.0.1:") and not document["url"].endswith(":0")
+
+
+def test_a_signature_is_asked_for_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[Path, str]] = []
+
+    def require_signature(artifact: Path, key: str) -> str:
+        asked.append((artifact, key))
+        raise IntegrityError("signed with another key")
+
+    monkeypatch.setattr(signatures, "require_signature", require_signature)
+    monkeypatch.setattr(logs, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(builder, "open_service", lambda *_: pytest.fail("loaded before the signature"))
+    assert run("serve", "x", "--port", "0", "--require-signature", "key.pub") == 1
+    assert asked == [(Path("x"), "key.pub")] and "signed with another key" in capsys.readouterr().err
+    assert run("serve", "x", "--port", "0", "--require-signature", "key.pub", "--no-check-hashes") == 2
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "name", "given", "options"),
+    [
+        (["bundle", "unpack", "b", "o"], unpacking, "unpack", ("b", "o"), {"replace_existing": False}),
+        (["bundle", "unpack", "b", "o", "--share"], unpacking, "unpack", ("b", "o"), {"is_shared": True}),
+        (["bundle", "unpack", "b", "o", "--force"], unpacking, "unpack", ("b", "o"), {"replace_existing": True}),
+        (["bundle", "unpack", "b", "o", "--no-share"], unpacking, "unpack", ("b", "o"), {"is_shared": False}),
+        (["bundle", "prune", "f"], pruning, "prune", ("f",), {"is_dry": False, "has_cache": False}),
+        (["bundle", "prune", "f", "--dry-run"], pruning, "prune", ("f",), {"is_dry": True, "has_cache": False}),
+        (["bundle", "prune", "f", "--cache"], pruning, "prune", ("f",), {"is_dry": False, "has_cache": True}),
+        (["bundle", "keygen", "k"], signatures, "generate_keys", ("k",), {}),
+        (["demo"], demo, "run_demo", ("demo",), {"checkpoint": None, "again": False}),
+        (["demo", "--checkpoint", "c", "--output", "o"], demo, "run_demo", ("o",), {"checkpoint": Path("c")}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_a_command_passes_its_words_on(
+    words: list[str],
+    module: Any,
+    name: str,
+    given: tuple[str, ...],
+    options: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[tuple[object, ...], dict[str, object]]] = []
+
+    def replaced(*arguments: object, **keywords: object) -> Result:
+        asked.append((arguments, keywords))
+        return Result()
+
+    monkeypatch.setattr(module, name, replaced)
+    assert run(*words) == 0
+    ((arguments, keywords),) = asked
+    assert arguments == tuple(map(Path, given))
+    assert {key: keywords[key] for key in options} == options
+
+
+@pytest.mark.parametrize(("is_same", "code"), [(True, 0), (False, 3)])
+def test_bundle_diff_exits_with_3_when_something_differs(
+    is_same: bool, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Path, Path]] = []
+
+    @dataclass(frozen=True)
+    class Difference:
+        is_same: bool
+
+    def diff(first: Path, second: Path) -> Difference:
+        asked.append((first, second))
+        return Difference(is_same)
+
+    monkeypatch.setattr(comparison, "diff", diff)
+    assert run("bundle", "diff", "a", "b") == code
+    assert asked == [(Path("a"), Path("b"))]
+
+
+def test_doctor_examines_every_artifact_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def examine(artifacts: object) -> Result:
+        asked.append(artifacts)
+        return Result()
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    assert run("doctor") == run("doctor", "a", "b") == 0
+    assert asked == [(), (Path("a"), Path("b"))]
+
+
+PLAN_OPTIONS = {
+    "--listeners": ("listeners", 5),
+    "--chats": ("chats", 6),
+    "--prompt-tokens": ("prompt_tokens", 7),
+    "--answer-tokens": ("answer_tokens", 8),
+    "--token-rate": ("token_rate", 9.5),
+    "--utilisation": ("utilisation", 0.5),
+    "--thinker": ("thinker", "tp4"),
+}
+
+
+@pytest.mark.parametrize("option", PLAN_OPTIONS)
+def test_plan_counts_what_it_is_asked_to(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[Load] = []
+
+    def planned(load: Load) -> Result:
+        loads.append(load)
+        return Result()
+
+    monkeypatch.setattr(plan, "plan", planned)
+    name, value = PLAN_OPTIONS[option]
+    others = ["--listeners", "1"] if option != "--listeners" else []
+    assert run("plan", option, str(value), *others) == 0
+    assert getattr(loads[0], name) == value != getattr(Load(listeners=1), name)
+
+
+def test_bundles_are_signed_and_their_signatures_checked_with_the_key_that_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def replaced(*arguments: object) -> Result:
+        asked.append(arguments)
+        return Result()
+
+    monkeypatch.setattr(signatures, "sign_bundle", replaced)
+    monkeypatch.setattr(signatures, "verify_signature", replaced)
+    assert run("bundle", "sign", "b", "--secret-key", "k", "--comment", "1.0") == 0
+    assert run("bundle", "sign", "b", "--secret-key", "k") == 0
+    assert run("bundle", "verify-signature", "b", "--public-key", "RWQ") == 0
+    assert asked == [(Path("b"), Path("k"), "1.0"), (Path("b"), Path("k"), None), (Path("b"), "RWQ")]
+
+
+def test_an_export_replays_records_and_reports_its_steps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def export_artifact(
+        recipe: ExportRecipe,
+        replay: object,
+        progress: Callable[[Step], None],
+        record: object,
+        timer: object,
+    ) -> Result:
+        asked.append((recipe.output, replay, record, timer))
+        progress(Step(name="engine", subject="cfm.sample", done=0, total=2, seconds=None))
+        progress(Step(name="engine", subject="cfm.sample", done=1, total=2, seconds=3.25))
+        return Result()
+
+    monkeypatch.setattr(pipeline, "export_artifact", export_artifact)
+    assert run("export", "x", "--output", "y", "--json") == 0
+    assert asked == [(Path("y"), engine_replay.replay, record.record_goldens, engine_trial.time_engines)]
+    out, err = capsys.readouterr()
+    assert "export: 1/2 engine cfm.sample 3.2 s" in err.splitlines() and "0/2" not in err
+    assert "prefill chunk size" in err and json.loads(out) == {"regressions": []}
+
+
+def test_verify_reports_its_steps_and_counts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def verify(path: Path, *, progress: Callable[[str], None], **_: object) -> VerifyReport:
+        progress("hashes")
+        return replace(REPORT, passed=False, checked=9, failed=4, expected_differences=2)
+
+    monkeypatch.setattr(verification, "verify", verify)
+    assert run("verify", "x", "--json") == 3
+    out, err = capsys.readouterr()
+    assert err.splitlines() == ["verify: hashes", "verify: 9 comparisons, 4 failed, 2 expected differences"]
+    assert json.loads(out)["failed"] == 4
+
+
+def test_probe_compares_with_the_baseline_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[object] = []
+
+    def probe(*_: object, baseline: object, command: str) -> Result:
+        given.append(baseline)
+        return Result()
+
+    monkeypatch.setattr(baseline, "read_baseline", lambda path: f"read {path}")
+    monkeypatch.setattr(prober, "probe", probe)
+    assert run("probe", "x", "--baseline", "before.json") == 0
+    assert given == ["read before.json"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (MingcError("m"), 1),
+        (ConfigError("m"), 2),
+        (IntegrityError("m"), 1),
+        (WorkerError("m"), 1),
+        (RankError("m"), 4),
+        (KeyboardInterrupt(), 130),
+        (click.Abort(), 130),
+        (click.UsageError("m"), 2),
+        (RuntimeError("m"), 1),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_every_kind_of_failure_has_its_exit_code(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def examine(artifacts: object) -> None:
+        raise error
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    assert run("doctor") == code
+    out, err = capsys.readouterr()
+    assert out == "" and err.lstrip().startswith("mingc: interrupted" if code == 130 else "mingc: error: ")
+    monkeypatch.setattr(sys, "argv", ["mingc", "doctor", "--json"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == code
+    assert bool(capsys.readouterr().out) is (code != 130), "the error is a JSON object on stdout"

@@ -5,19 +5,21 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import tempfile
 import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch  # noqa: F401 - loaded before its dependencies are hidden
+import torch
 from manifest_edit import edit_manifest
 
-from mingc import doctor
+from mingc import doctor, host
 from mingc.doctor import Check, DoctorReport, examine, peer_check
-from mingc.host import Host
+from mingc.host import Gpu, Host
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -65,7 +67,8 @@ def test_a_missing_package_disables_the_commands_that_need_it(
 ) -> None:
     report = without(good_machine, module)
     assert (report.can_export, report.can_serve) == (can_export, can_serve)
-    (missing,) = (each for each in report.checks if each.state == "missing" and each.name != "cuda")
+    absent = ("cuda", "tensorrt-rtx")  # here as well
+    (missing,) = (each for each in report.checks if each.state == "missing" and each.name not in absent)
     assert missing.fix is not None and missing.fix.startswith("pip install ")
 
 
@@ -93,6 +96,7 @@ def test_every_declared_dependency_is_checked_and_nothing_else() -> None:
             *extras["serve"],
             *extras["export"],
             *extras["onnx"],
+            *extras["tensorrt"],
             *extras["sign"],
         )
     }
@@ -147,6 +151,31 @@ def test_a_verdict_counts_gpus_and_their_memory(
     assert "a GPU has 0.0 GB" in verdict.problem and "--quantize fp8" in str(verdict.fix)
 
 
+def test_stages_of_an_artifact_share_the_memory(
+    artifact_path: Path, good_machine: pytest.MonkeyPatch
+) -> None:
+    """Three stages of equal weights: each that begins beyond the memory does not work, nor do those after it."""
+
+    def change(document: dict[str, Any]) -> None:
+        stages, graph = document["stages"], document["graph"]
+        record, node = stages["audio_encoder"], graph["nodes"][0]
+        for name in ("second", "third"):
+            stages[name] = {**record, "weights": record["weights"]}
+            graph["nodes"].append({**node, "name": name})
+            document["parameters"][name] = document["parameters"]["audio_encoder"]
+
+    here = Host(torch="2.13.0", device="cpu", capability="AVX512")
+    good_machine.setattr(doctor, "current_host", lambda device: here)
+    edit_manifest(artifact_path, change)
+    sizes = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 0}
+    good_machine.setattr("os.sysconf", sizes.__getitem__)
+    one = len((artifact_path / "weights/audio.bin").read_bytes())
+    for memory, fit in ((3 * one, 3), (3 * one - 1, 2), (2 * one - 1, 1), (one - 1, 0)):
+        sizes["SC_PHYS_PAGES"] = memory
+        verdicts = doctor._verdicts(artifact_path, set())
+        assert [each.works for each in verdicts] == [index < fit for index in range(3)]
+
+
 def test_a_folder_that_cannot_be_written_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,3 +225,415 @@ def test_a_folder_that_cannot_be_searched_is_a_problem(
     monkeypatch.setattr("os.access", lambda path, mode: path != closed)
     check = doctor._space("x", closed / "mingc", "XDG_CACHE_HOME", "export")
     assert check.state == "problem" and "cannot be written" in check.detail
+
+
+@pytest.mark.parametrize(("free", "state"), [(1 << 30, "ok"), ((1 << 30) - 1, "problem"), (0, "problem")])
+def test_a_folder_needs_a_gib(free: int, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=9 << 40, used=0, free=free))
+    check = doctor._space("user cache", tmp_path / "not" / "there", "XDG_CACHE_HOME", "export")
+    assert check.state == state and (check.fix is None) == (state == "ok")
+    assert check.detail == f"{tmp_path / 'not' / 'there'}: {free / 2**30:.1f} GiB free"
+
+
+def test_disks_are_those_of_the_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "temporary"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert doctor._temporary_space().detail.startswith(f"{tmp_path}/temporary: ")
+    assert doctor._cache_space().detail.startswith(f"{tmp_path}/cache/mingc: ")
+
+
+def test_memory_is_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 5 << 18}.__getitem__)
+    assert doctor._memory().detail == "5.0 GiB"
+
+
+@pytest.mark.parametrize(
+    ("version", "state"), [((3, 10, 14), "problem"), ((3, 11, 0), "ok"), ((3, 13, 1), "ok")]
+)
+def test_python_must_be_a_supported_release(
+    version: tuple[int, ...], state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.version_info", version)
+    check = doctor._python()
+    assert check.state == state and (check.fix is None) == (state == "ok")
+
+
+@pytest.mark.parametrize("has_loader", [True, False])
+def test_torch_must_load_aotinductor_packages(has_loader: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = SimpleNamespace(AOTIModelPackageLoader=object) if has_loader else SimpleNamespace()
+    monkeypatch.setattr(torch, "_C", SimpleNamespace(_aoti=loader))
+    assert doctor._loader().state == ("ok" if has_loader else "problem")
+
+
+@pytest.mark.parametrize(
+    ("name", "can_export", "can_serve"),
+    [
+        ("_torch_version", False, False),
+        ("_loader", False, False),
+        ("_python", False, False),
+        ("_memory", True, True),
+        ("_temporary_space", True, True),
+        ("_cache_space", True, True),
+    ],
+)
+def test_a_check_that_fails_disables_the_commands_that_rely_on_it(
+    name: str, can_export: bool, can_serve: bool, good_machine: pytest.MonkeyPatch
+) -> None:
+    broken = replace(getattr(doctor, name)(), state="problem")
+    good_machine.setattr(doctor, name, lambda: broken)
+    report = examine()
+    assert (report.can_export, report.can_serve) == (can_export, can_serve)
+    assert broken in report.checks
+
+
+def test_without_torch_nothing_is_asked_of_it(artifact_path: Path, good_machine: pytest.MonkeyPatch) -> None:
+    for name in ("_torch_version", "_loader", "_devices"):
+        good_machine.setattr(doctor, name, lambda: pytest.fail("torch is not there"))
+    report = without(good_machine, "torch", artifacts=[artifact_path])
+    assert not report.can_export and not report.can_serve and report.verdicts == ()
+
+
+class Cuda:
+    """Two GPUs of a hand-made machine; pairs in `closed` have no peer access."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, closed: set[tuple[int, int]]) -> None:
+        gpus = [
+            Gpu(
+                name=f"GPU {index}",
+                capability=(9, 0),
+                num_multiprocessors=132,
+                memory_bytes=(80 + index) << 30,
+                cache_bytes=1,
+            )
+            for index in range(count)
+        ]
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(
+            torch.cuda, "can_device_access_peer", lambda one, other: (one, other) not in closed
+        )
+        monkeypatch.setattr(doctor, "gpu", gpus.__getitem__)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_every_gpu_is_reported_and_links_from_two_on(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    Cuda(monkeypatch, count, {(0, 2)})
+    checks = {check.name: check for check in doctor._devices()}
+    names = [f"cuda:{index}" for index in range(count)] if count else ["cuda"]
+    software = ["NVIDIA driver", "triton"] if count else []
+    assert [*checks] == ["cpu", *software, *names, *(["GPU links", "NCCL"] if count > 1 else [])]
+    assert checks[names[0]].state == ("ok" if count else "missing")
+    for index in range(count):
+        assert checks[f"cuda:{index}"].detail.startswith(f"GPU {index}, {80 + index} GiB; ")
+    if count > 1:
+        assert "0-2" in checks["GPU links"].detail and "2-0" not in checks["GPU links"].detail
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (7 + index, 80 << 30))
+    assert doctor._gpu_free_bytes() == [7 + index for index in range(count)]
+    assert doctor._gpu_bytes() == [(80 + index) << 30 for index in range(count)]
+
+
+@pytest.mark.parametrize("name", ["starlette", "onnx", "cryptography", "onnxruntime"])
+def test_a_missing_package_names_its_extra(name: str, good_machine: pytest.MonkeyPatch) -> None:
+    extras = PROJECT["optional-dependencies"]
+    report = without(good_machine, name)
+    (check,) = (each for each in report.checks if each.name == name)
+    extra = str(check.fix).partition("mingc[")[2].partition("]")[0]
+    assert any(line.startswith(name) for line in extras[extra])
+
+
+def test_the_compiler_is_that_of_cxx_with_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "c++"
+    script.write_text(
+        f'#!/bin/sh\necho "$@" > {tmp_path}/words\necho first >&2\necho last line >&2\nexit 1\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", f"{script} -pipe")
+    check = doctor._compiler()
+    assert (check.state, check.detail) == ("problem", f"{script} -pipe: last line") and check.fix is not None
+    words = (tmp_path / "words").read_text().split()
+    assert words[0] == "-pipe" and {"-shared", "-fPIC", "-std=c++20"} <= {*words}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "world_size", "says"),
+    [
+        ([1 << 40] * 2, 2, ()),
+        ([1 << 40] * 3, 2, ()),
+        ([1 << 40], 2, ("for 2 GPUs, 1 are visible",)),
+        ([1 << 40, 100], 2, ("a GPU has",)),
+        ([1 << 40, 100, 1 << 40], 4, ("for 4 GPUs, 3 are visible", "a GPU has")),
+    ],
+)
+def test_the_smallest_gpu_and_their_number_decide(
+    gpus: list[int],
+    world_size: int,
+    says: tuple[str, ...],
+    artifact_path: Path,
+    good_machine: pytest.MonkeyPatch,
+) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["fingerprint"] |= {"device": "cuda", "capability": "9.0", "world_size": world_size}
+
+    edit_manifest(artifact_path, change)
+    here = Host(torch="2.13.0", device="cuda", capability="9.0")
+    good_machine.setattr(doctor, "current_host", lambda device: here)
+    good_machine.setattr(doctor, "_gpu_bytes", lambda: gpus)
+    (verdict,) = doctor._verdicts(artifact_path, set())
+    assert verdict.works is (not says) and (verdict.fix is None) is (not says)
+    assert all(each in verdict.problem for each in says) and len(verdict.problem.split("; ")) == max(
+        1, len(says)
+    )
+    assert verdict.target == f"cuda 9.0, {world_size} rank(s)"
+    (verdict,) = doctor._verdicts(artifact_path, {"engine loader", "soxr", "onnx", "av"})
+    assert "this torch cannot load AOTInductor packages" in verdict.problem
+    assert "not installed: av, soxr" in verdict.problem, "onnx is not needed to serve"
+
+
+GIB = 1 << 30
+FOUR = [80 * GIB] * 4
+
+
+@pytest.fixture
+def gpu_artifact(artifact_path: Path, good_machine: pytest.MonkeyPatch) -> Path:
+    """The hand-made artifact as one for two GPUs of capability 9.0, on a machine that has them unless a test says."""
+
+    def change(document: dict[str, Any]) -> None:
+        document["fingerprint"] |= {"device": "cuda", "capability": "9.0", "world_size": 2}
+
+    edit_manifest(artifact_path, change)
+    here = Host(torch="2.13.0", device="cuda", capability="9.0")
+    good_machine.setattr(doctor, "current_host", lambda device: here)
+    good_machine.setattr(doctor, "_gpu_bytes", lambda: FOUR)
+    good_machine.setattr(doctor, "_gpu_free_bytes", lambda: FOUR)
+    return artifact_path
+
+
+def use_gpus(
+    monkeypatch: pytest.MonkeyPatch, count: int, links: set[tuple[int, int]], *, nccl: bool = True
+) -> None:
+    """`count` GPUs as torch would show them, with peer access between the pairs `links`."""
+    described = Gpu(
+        name="NVIDIA H200",
+        capability=(9, 0),
+        num_multiprocessors=132,
+        memory_bytes=141 * GIB,
+        cache_bytes=60 << 20,
+    )
+    monkeypatch.setattr(doctor, "gpu", lambda index: described)
+    monkeypatch.setattr(doctor, "driver_version", lambda: "580.65.06")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) in links)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
+    real = importlib.util.find_spec
+    found = importlib.util.find_spec("json")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == "triton" else real(name))
+
+
+def all_links(count: int) -> set[tuple[int, int]]:
+    return {(one, other) for one in range(count) for other in range(count) if one != other}
+
+
+def test_one_gpu_exports_and_serves_for_cuda(good_machine: pytest.MonkeyPatch) -> None:
+    use_gpus(good_machine, 1, set())
+    report = examine()
+    checks = {check.name: check for check in report.checks}
+    assert checks["cuda:0"].detail.startswith("NVIDIA H200, 141 GiB; ") and "cuda" not in checks
+    assert checks["NVIDIA driver"].detail == "580.65.06; torch is built for CUDA 13.0"
+    assert checks["triton"].state == "ok" and not {"NCCL", "GPU links"} & {*checks}
+    assert [(each.target, each.exports, each.serves, each.fix) for each in report.targets] == [
+        ("cpu, aoti", True, True, None),
+        ("cpu, onnx", True, True, None),
+        ("cuda, aoti", True, True, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    "links, nccl, says",
+    [
+        (all_links(4), True, "one-shot"),
+        (all_links(4) - {(2, 3)}, True, "devices 2-3"),
+        (all_links(4), False, "one-shot"),
+    ],
+)
+def test_four_gpus_have_links_and_nccl(
+    links: set[tuple[int, int]], nccl: bool, says: str, good_machine: pytest.MonkeyPatch
+) -> None:
+    use_gpus(good_machine, 4, links, nccl=nccl)
+    checks = {check.name: check for check in examine().checks}
+    assert {f"cuda:{index}" for index in range(4)} <= {*checks} and "cuda:4" not in checks
+    assert says in checks["GPU links"].detail
+    assert checks["NCCL"].state == ("ok" if nccl else "missing")
+    assert nccl or checks["NCCL"].fix == "install a CUDA build of torch"
+
+
+def test_a_cpu_exports_for_a_cpu_alone(good_machine: pytest.MonkeyPatch) -> None:
+    good_machine.setattr(torch.cuda, "is_available", lambda: False)
+    good_machine.setattr(doctor, "driver_version", lambda: None)
+    good_machine.setattr(torch.version, "cuda", None)
+    cpu, onnx, cuda = examine().targets
+    assert (cpu.exports, cpu.serves, onnx.exports, onnx.serves) == (True,) * 4 and not cpu.problem
+    assert (cuda.target, cuda.exports, cuda.serves) == ("cuda, aoti", False, False)
+    assert cuda.problem == "cuda: this torch is a CPU build"
+    assert cuda.fix == "install a GPU's driver and a CUDA build of torch"
+
+
+@pytest.mark.parametrize(
+    "modules, cpu, onnx, fixes",
+    [
+        (("uvicorn",), (True, False), (True, False), ("mingc[serve]",)),
+        (("onnxscript",), (True, True), (False, True), ("mingc[onnx]",)),
+        (("onnxruntime",), (False, True), (False, False), ("mingc[export]",)),
+        (("safetensors", "av"), (False, False), (False, False), ("pip install safetensors", "mingc[serve]")),
+    ],
+)
+def test_missing_extras_fail_the_targets_that_need_them(
+    modules: tuple[str, ...],
+    cpu: tuple[bool, bool],
+    onnx: tuple[bool, bool],
+    fixes: tuple[str, ...],
+    good_machine: pytest.MonkeyPatch,
+) -> None:
+    first, second, _ = without(good_machine, *modules).targets
+    assert (first.exports, first.serves) == cpu and (second.exports, second.serves) == onnx
+    failing = first if not all(cpu) else second
+    assert all(fix in str(failing.fix) for fix in fixes)
+    assert first.problem == "" if all(cpu) else ": missing" in first.problem
+
+
+@pytest.mark.parametrize(
+    "driver, built_for, says, fix",
+    [
+        (None, None, "CPU build", "install a GPU's driver"),
+        ("580.65.06", None, "CPU build; driver 580.65.06 is there", "a CUDA build of torch"),
+        (None, "13.0", "no NVIDIA driver; torch is built for CUDA 13.0", "--gpus all"),
+        ("470.1", "13.0", "driver 470.1 shows no device", "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_the_reason_for_no_gpu_has_its_own_fix(
+    driver: str | None, built_for: str | None, says: str, fix: str
+) -> None:
+    why, how = doctor._no_cuda(driver, built_for)
+    assert says in why and fix in how
+
+
+@pytest.mark.parametrize(
+    "text, release",
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan\nGCC version:  gcc 12.3.0",
+            "570.86.15",
+        ),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build", "580.65.06"),
+        ("", None),
+    ],
+)
+def test_the_driver_names_its_release(
+    text: str, release: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, **_: text if str(path) == "/proc/driver/nvidia/version" else 1 / 0
+    )
+    assert host.driver_version() == release
+
+
+def test_a_machine_without_a_driver_has_no_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(path: Path, **_: object) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    assert host.driver_version() is None
+
+
+def test_memory_in_use_is_not_memory_that_is_missing(
+    gpu_artifact: Path, good_machine: pytest.MonkeyPatch
+) -> None:
+    """Only the GPUs of the artifact's ranks count: the two last ones are full."""
+    (verdict,) = examine([gpu_artifact]).verdicts
+    size = (gpu_artifact / "weights").rglob("*")
+    assert verdict.cells() == {
+        "stage": f"{gpu_artifact.name} audio_encoder",
+        "target": "cuda 9.0, 2 rank(s), aoti",
+        "works": True,
+        "problem": "",
+        "fix": None,
+    }
+    assert verdict.works and verdict.backend == "aoti" and verdict.target == "cuda 9.0, 2 rank(s)"
+    assert verdict.weights_gb == round(max((each.stat().st_size for each in size), default=0) / 1e9, 3)
+    good_machine.setattr(doctor, "_gpu_free_bytes", lambda: [*FOUR[:2], 0, 0])
+    assert examine([gpu_artifact]).verdicts[0].works
+    good_machine.setattr(doctor, "_gpu_free_bytes", lambda: [80 * GIB, 0])
+    (verdict,) = examine([gpu_artifact]).verdicts
+    assert "a GPU has 0.0 of 85.9 GB free" in verdict.problem and "end what else" in str(verdict.fix)
+
+
+def test_several_ranks_need_nccl(gpu_artifact: Path, good_machine: pytest.MonkeyPatch) -> None:
+    use_gpus(good_machine, 4, all_links(4), nccl=False)
+    (verdict,) = examine([gpu_artifact]).verdicts
+    assert (
+        not verdict.works and "no NCCL" in verdict.problem and verdict.fix == "install a CUDA build of torch"
+    )
+
+
+@pytest.mark.parametrize(
+    "backend, missing, says, fix",
+    [
+        ("onnx", (), "", None),
+        ("onnx", ("onnxruntime",), "not installed: onnxruntime", "pip install 'mingc[onnx]'"),
+        ("aoti", ("onnxruntime",), "", None),
+        ("nosuch", (), "no loader for engines of the backend nosuch", "another --backend"),
+    ],
+)
+def test_a_stage_needs_the_loader_of_its_backend(
+    backend: str,
+    missing: tuple[str, ...],
+    says: str,
+    fix: str | None,
+    artifact_path: Path,
+    good_machine: pytest.MonkeyPatch,
+) -> None:
+    def change(document: dict[str, Any]) -> None:
+        for graph in document["stages"]["audio_encoder"]["graphs"].values():
+            for engine in graph["engines"]:
+                engine["backend"] = backend
+
+    edit_manifest(artifact_path, change)
+    here = Host(torch="2.13.0", device="cpu", capability="AVX2")
+    good_machine.setattr(doctor, "current_host", lambda device: here)
+    (verdict,) = without(good_machine, *missing, artifacts=[artifact_path]).verdicts
+    assert (verdict.backend, verdict.works) == (backend, not says)
+    assert verdict.problem == says and (fix is None or fix in str(verdict.fix))
+
+
+def test_engines_need_the_loader_of_torch(artifact_path: Path, good_machine: pytest.MonkeyPatch) -> None:
+    broken = Check(name="engine loader", state="problem", detail="", needed_for="serve")
+    good_machine.setattr(doctor, "_loader", lambda: broken)
+    here = Host(torch="2.13.0", device="cpu", capability="AVX2")
+    good_machine.setattr(doctor, "current_host", lambda device: here)
+    (verdict,) = examine([artifact_path]).verdicts
+    assert verdict.problem == "this torch cannot load AOTInductor packages" and "torch>=2.11" in str(
+        verdict.fix
+    )
+
+
+def test_engines_need_space_where_they_are_unpacked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    free = {tempfile.gettempdir(): 3_000_000_000, str(tmp_path / "cache" / "mingc"): 1_000_000_000}
+    monkeypatch.setattr(doctor, "_free_bytes", lambda folder: free[str(folder)])
+    assert doctor._disk_problems(2_000_000_000, is_packed=False) == []
+    ((problem, fix),) = doctor._disk_problems(2_000_000_000, is_packed=True)
+    assert "take 2.00 GB" in problem and "has 1.00 GB free" in problem and "XDG_CACHE_HOME" in str(fix)
+    ((problem, fix),) = doctor._disk_problems(4_000_000_000, is_packed=False)
+    assert tempfile.gettempdir() in problem and "TMPDIR" in str(fix)
+
+
+def test_free_space_is_of_the_nearest_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[Path] = []
+
+    def usage(folder: Path) -> SimpleNamespace:
+        asked.append(folder)
+        return SimpleNamespace(free=7, total=9, used=2)
+
+    monkeypatch.setattr("shutil.disk_usage", usage)
+    assert doctor._free_bytes(tmp_path / "not" / "there") == 7 and asked == [tmp_path]

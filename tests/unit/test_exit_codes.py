@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -16,7 +17,9 @@ import pytest
 import mingc
 from mingc import doctor
 from mingc.cli import main
-from mingc.doctor import DoctorReport
+from mingc.doctor import DoctorReport, Verdict
+
+_START_S = 30  # without torch, on a busy machine
 
 
 def exit_code(*words: str) -> int:
@@ -34,6 +37,20 @@ def test_doctor_reports_problems_and_fails_only_when_asked(
     works = {"can_export": True, "can_serve": True, lacking: False}
     monkeypatch.setattr(doctor, "examine", lambda artifacts: DoctorReport(checks=(), **works))
     assert exit_code("doctor", *options) == code
+
+
+@pytest.mark.parametrize(("works", "code"), [((True, True), 0), ((False, True), 3), ((True, False), 3)])
+def test_strict_doctor_fails_when_a_stage_of_an_artifact_would_not_work(
+    works: tuple[bool, bool], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts = tuple(
+        Verdict(artifact=Path("x"), stage=stage, target="cpu", works=each)
+        for stage, each in zip(("thinker", "talker"), works, strict=True)
+    )
+    report = DoctorReport(can_export=True, can_serve=True, checks=(), verdicts=verdicts)
+    monkeypatch.setattr(doctor, "examine", lambda artifacts: report)
+    assert exit_code("doctor", "x", "--strict") == code
+    assert exit_code("doctor", "x") == 0
 
 
 @pytest.mark.parametrize("options", [[], ["--strict"]])
@@ -133,15 +150,19 @@ main(["doctor"])
 @contextmanager
 def running(code: str, debounce_s: float) -> Iterator[subprocess.Popen[str]]:
     path = os.pathsep.join([str(Path(mingc.__file__).parents[1]), str(Path(__file__).parents[1] / "support")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    environment.pop("PYTHONUNBUFFERED", None)  # what a script reads from the pipe must be flushed
     with subprocess.Popen(
         [sys.executable, "-c", code, str(debounce_s)],
-        env={**os.environ, "PYTHONPATH": path},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
         try:
-            assert process.stdout is not None and process.stdout.readline()
+            assert process.stdout is not None
+            readable, _, _ = select.select([process.stdout], [], [], _START_S)
+            assert readable and process.stdout.readline(), "nothing comes through the pipe"
             yield process
         finally:
             process.kill()

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 from manifest_edit import edit_manifest, read_document
 
+from mingc.artifacts.codec import encode
 from mingc.artifacts.manifest import FILE_NAME, SCHEMA, Manifest, read_manifest
 from mingc.errors import ManifestError
+
+_OLD = Path(__file__).parent / "manifests"
 
 
 def change(artifact: Path, **changes: Any) -> None:
@@ -56,15 +59,45 @@ def test_a_manifest_that_is_not_ours_is_refused(artifact_path: Path, text: str) 
 
 
 def test_another_schema_is_refused_with_both_numbers(artifact_path: Path) -> None:
-    for other in (SCHEMA - 1, 99):
+    for other, fix in (
+        (
+            SCHEMA - 1,
+            "export the checkpoint again with this mingc, or install the mingc 0.1.0 that wrote the artifact, "
+            f"from before schema {SCHEMA}",
+        ),
+        (
+            99,
+            "install the mingc 0.1.0 that wrote the artifact, or a later one; or export the checkpoint again with "
+            "this mingc",
+        ),
+    ):
         change(artifact_path, schema=other)
         with pytest.raises(
             ManifestError, match=f"manifest schema {other}, this mingc reads schema {SCHEMA}"
         ) as caught:
             read_manifest(artifact_path)
-        assert (
-            caught.value.fix == "export again with this mingc, or install the mingc that wrote the artifact"
-        )
+        assert caught.value.fix == fix
+
+
+def test_every_schema_so_far_is_kept_and_read_or_refused_by_name(tmp_path: Path) -> None:
+    """`manifests/schema-N.json` was written by the code of that schema; keep the last one when the number is raised."""
+    files = {int(path.stem.partition("-")[2]): path for path in _OLD.glob("schema-*.json")}
+    assert [*sorted(files)] == [*range(1, SCHEMA + 1)]
+    for schema, path in files.items():
+        (tmp_path / FILE_NAME).write_bytes(path.read_bytes())
+        if schema == SCHEMA:
+            manifest = read_manifest(tmp_path)
+            assert manifest.model == "tiny" and manifest.voice("DB30") is not None
+            assert encode(manifest) | {"sha256": json.loads(path.read_text())["sha256"]} == json.loads(
+                path.read_text()
+            )
+            continue
+        with pytest.raises(
+            ManifestError, match=f"manifest schema {schema}, this mingc reads schema {SCHEMA}"
+        ) as caught:
+            read_manifest(tmp_path)
+        assert str(caught.value.fix).startswith("export the checkpoint again with this mingc")
+        assert caught.value.where == str(tmp_path / FILE_NAME)
 
 
 def _leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,79 @@ def test_the_command_prints_what_it_assumes() -> None:
     assert done.document["gpus"] == 20
     assert any("70% of the measured" in row["assumption"] for row in done.document["assumptions"])
     assert mingc_here("plan", "--listeners", 5000, "--gpu", "a100").code == 2
+
+
+def test_text_or_speech_alone() -> None:
+    """Half of 710.4 audio seconds per second for 711 listeners: 2.002 replicas."""
+    result = plan(Load(listeners=711, utilisation=0.5))
+    (speech,) = result.deployments
+    assert (speech.deployment, speech.replicas, speech.gpus, result.gpus) == ("speech", 3, 3, 3)
+    assert (speech.load, speech.per_replica, speech.unit) == (711, 710.4, "audio s/s")
+    assert speech.each_gets == "first audio 78 ms (p95)" and speech.source == FIGURES["h200"].speech.file
+    assert result.gpu_hours_per_million_tokens is None and result.gpu == "h200"
+    assert result.gpu_hours_per_1000_audio_hours == pytest.approx(1000 / 355.2, abs=0.005)
+    result = plan(Load(chats=1, thinker="int4"))
+    (text,) = result.deployments
+    assert (text.deployment, text.replicas, text.load, text.unit) == ("text (int4)", 1, 1, "answers")
+    assert result.gpu_hours_per_1000_audio_hours is None and result.gpu_hours_per_million_tokens is not None
+    assert text.source == "thinker-int4-h200-2026-11-21.json"
+
+
+def test_prompts_and_answers_cost_by_their_lengths() -> None:
+    """TP 4: 10.1354 ms a step; a prompt of 4,096 tokens costs 90.96 ms, 32 of them in 100 steps 29.1 ms a step."""
+    (long,) = plan(Load(chats=1, thinker="tp4", prompt_tokens=4096, answer_tokens=100)).deployments
+    assert long.each_gets == f"{1000 / (10.1354 + 32 * 4 * 22.7407 / 100):.0f} tokens/s" == "25 tokens/s"
+    (short,) = plan(Load(chats=1, thinker="tp4", prompt_tokens=1, answer_tokens=100)).deployments
+    assert short.each_gets == f"{1000 / (10.1354 + 32 * 22.7407 / 1024 / 100):.0f} tokens/s" == "99 tokens/s"
+
+
+def test_the_cost_of_tokens_counts_all_gpus_of_a_replica() -> None:
+    result = plan(Load(chats=64, thinker="tp4", utilisation=1.0))
+    token_s = (10.1354 + 32 * 22.7407 / 300) / 1000
+    assert result.gpu_hours_per_million_tokens == pytest.approx(4e6 * token_s / 32 / 3600, rel=0.01)
+
+
+def test_exact_multiples_need_no_replica_more() -> None:
+    assert plan(Load(chats=64, utilisation=1.0)).deployments[0].replicas == 2
+    assert plan(Load(chats=65, utilisation=1.0)).deployments[0].replicas == 3
+    assert plan(Load(listeners=710, utilisation=1.0)).deployments[0].replicas == 1
+
+
+def test_bounds_of_a_load_are_allowed() -> None:
+    assert plan(Load(chats=1, prompt_tokens=1, answer_tokens=1, token_rate=1.0, utilisation=1.0)).gpus == 1
+    for wrong, says in (
+        ({"chats": -1}, "--chats is -1"), ({"chats": 1, "prompt_tokens": 0}, "--prompt-tokens is 0"),
+        ({"chats": 1, "utilisation": 1.01}, "--utilisation is 1.01"), ({"chats": 1, "token_rate": 0.0}, "--token-rate"),
+        ({"chats": 1, "token_rate": float("inf")}, "--token-rate is inf"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=says):
+            Load(**wrong)  # type: ignore[arg-type]
+
+
+def test_what_is_assumed_is_what_was_given() -> None:
+    texts = " ".join(
+        each.assumption
+        for each in plan(Load(chats=1, utilisation=0.25, prompt_tokens=7, answer_tokens=9)).assumptions
+    )
+    for part in (
+        "25% of the measured",
+        "7 prompt and 9 answer tokens",
+        "at most 32 answers",
+        "random weights",
+    ):
+        assert part in texts
+
+
+def test_the_command_passes_every_option_on() -> None:
+    given = {"listeners": 900, "chats": 50, "prompt_tokens": 2048, "answer_tokens": 100, "token_rate": 15.0,
+             "utilisation": 0.6, "gpu": "h200", "thinker": "tp2"}  # fmt: skip
+    words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)]
+    done = mingc_here("plan", *words, "--json")
+    expected = plan(Load(**given))  # type: ignore[arg-type]
+    assert done.document["deployments"] == json.loads(
+        json.dumps([asdict(each) for each in expected.deployments])
+    )
+    assert done.document["gpu_hours_per_million_tokens"] == expected.gpu_hours_per_million_tokens
+    assert [row["assumption"] for row in done.document["assumptions"]] == [
+        each.assumption for each in expected.assumptions
+    ]

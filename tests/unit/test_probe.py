@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +19,20 @@ from mingc.artifacts.manifest import EngineCost
 from mingc.artifacts.spec import Dim, DType, GraphSpec, TensorSpec
 from mingc.console.report import to_json
 from mingc.errors import ArtifactError, ConfigError
+from mingc.probe import prober
 from mingc.probe.baseline import check_common, compare, differences, read_baseline
 from mingc.probe.inputs import ProbeCase, room
 from mingc.probe.patch_embed import compare_patch_embed
-from mingc.probe.prober import ProbeOptions, probe
-from mingc.probe.report import EngineFigures, Latency, PeakRates, ProbeReport, above_the_roof, roofline_bound
+from mingc.probe.prober import ProbeOptions, pairs, probe
+from mingc.probe.report import (
+    CacheRate,
+    EngineFigures,
+    Latency,
+    PeakRates,
+    ProbeReport,
+    above_the_roof,
+    roofline_bound,
+)
 from mingc.probe.stopwatch import Stopwatch, percentile, processor_name
 
 PEAK_RATES = PeakRates(device="cpu", copy_tb_s=2.0, matmul_tflop_s=100.0, matmul_dtype="float32")
@@ -136,7 +146,10 @@ def test_a_missing_engine_is_refused_with_the_names_of_all(
 def probed(artifact_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An artifact of one engine at N 1, 2 and 8, on whatever machine; timing it would fail the test."""
     monkeypatch.setattr("mingc.probe.prober.check_fingerprint", lambda recorded, here: None)
-    monkeypatch.setattr("mingc.probe.prober._Run", lambda *given: pytest.fail("an engine was timed"))
+    for name in ("_Run", "measure_cold_start", "measure_transfers"):
+        monkeypatch.setattr(
+            f"mingc.probe.prober.{name}", lambda *given: pytest.fail("something was measured")
+        )
 
     def add_graph(manifest: dict[str, Any]) -> None:
         whole = manifest["stages"]["audio_encoder"]["graphs"]
@@ -241,15 +254,20 @@ def test_reused_weights_count_again_beyond_the_cache_size() -> None:
 
 def test_peak_rates_are_of_the_fastest_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A median of calls beside other work made engines faster than their bound."""
-    samples = iter([[10.0, 2.0, 30.0], [9.0, 8.0, 0.5], [7.0, 100.0, 4.0]])
+    cached = [[3.0, 2.0], [5.0, 1.0]] * 6  # sum and product with a vector, for each size
+    samples = iter([[10.0, 2.0, 30.0], [9.0, 8.0, 0.5], [7.0, 100.0, 4.0], *cached])
     monkeypatch.setattr(Stopwatch, "samples_ms", lambda *_: next(samples))
     rates = Stopwatch(torch.device("cpu")).peak_rates(torch.float32)
     num_bytes = 4 * 2**26
     assert rates.copy_tb_s == pytest.approx(2 * num_bytes / 2.0 / 1e9, abs=1e-3)
     assert rates.read_tb_s == rates.memory_tb_s == pytest.approx(num_bytes / 0.5 / 1e9, abs=1e-3)
     assert rates.matmul_tflop_s == pytest.approx(2 * 1024**3 / 4.0 / 1e9, abs=1e-3)
+    assert [each.num_bytes for each in rates.cache_rates] == [4**power << 10 for power in range(3, 9)]
+    assert rates.cache_rates[-1].read_tb_s == pytest.approx(2**26 / 1.0 / 1e9, abs=1e-4)
     slower = replace(rates, copy_tb_s=9.0, read_tb_s=0.1, matmul_tflop_s=0.2)
-    assert rates.faster(slower) == replace(rates, copy_tb_s=9.0)
+    slower = replace(slower, cache_rates=tuple(replace(each, read_tb_s=0.05) for each in rates.cache_rates))
+    fast_caches = tuple(replace(each, read_tb_s=max(each.read_tb_s, 0.05)) for each in rates.cache_rates)
+    assert rates.faster(slower) == replace(rates, copy_tb_s=9.0, cache_rates=fast_caches)
 
 
 def test_the_memory_bound_takes_the_faster_of_copying_and_reading() -> None:
@@ -259,11 +277,80 @@ def test_the_memory_bound_takes_the_faster_of_copying_and_reading() -> None:
         assert roofline_bound(figures(4.0), cost, 0, rates).memory_bound_ms == pytest.approx(expected)
 
 
+def test_the_memory_roof_is_of_a_cache_that_holds_the_bytes() -> None:
+    """Memory 2 TB/s; the smallest size has the time of the call in its rate."""
+    sizes = ((64, 3.0), (256, 9.0), (1024, 5.0))
+    caches = tuple(CacheRate(num_bytes=size << 10, read_tb_s=rate) for size, rate in sizes)
+    rates = replace(PEAK_RATES, cache_rates=caches)
+    found = [rates.rate_of(size << 10) for size in (1, 64, 255, 256, 1000, 1024, 9999)]
+    assert found == [9.0, 9.0, 9.0, 9.0, 9.0, 5.0, 5.0]
+    assert PEAK_RATES.rate_of(1) == 2.0 and replace(rates, read_tb_s=7.0).rate_of(1 << 30) == 7.0
+    cost = EngineCost(dims={}, flops=0, weight_bytes=512 << 10, state_bytes=256 << 10)
+    bound = roofline_bound(figures(1.0), cost, 256 << 10, rates)
+    assert bound.memory_roof_tb_s == 5.0
+    assert bound.memory_bound_ms == pytest.approx((1 << 20) / 5e12 * 1e3)
+
+
+def test_the_place_of_an_engine_under_the_roof() -> None:
+    """2 GFLOP and 4 GB in 8 ms."""
+    cost = EngineCost(dims={}, flops=2 * 10**9, weight_bytes=3 * 10**9, state_bytes=5 * 10**8)
+    bound = roofline_bound(figures(8.0), cost, 5 * 10**8, PEAK_RATES)
+    assert bound.intensity == pytest.approx(0.5)
+    assert bound.achieved_tflop_s == pytest.approx(0.25)
+    assert bound.achieved_tb_s == pytest.approx(0.5)
+    assert bound.roofline == pytest.approx(0.25), "as the memory rate is 2 TB/s"
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"model": "other"}, "model tiny and other"),
+        ({"dtype": "bfloat16"}, "dtype float32 and bfloat16"),
+        ({"device": "cuda"}, "device cpu and cuda"),
+        ({"buckets": [3]}, "none of the engines to be timed"),
+    ],
+)
+def test_only_artifacts_that_differ_in_their_engines_are_timed_in_turns(
+    change: dict[str, Any], says: str, probed: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(probed, other)
+
+    def apply(document: dict[str, Any]) -> None:
+        if "model" in change:
+            document["model"] = change["model"]
+        elif "buckets" in change:
+            for graph in document["stages"]["audio_encoder"]["graphs"].values():
+                for dim in graph["spec"]["dims"]:
+                    if dim["name"] == "N":
+                        dim["buckets"] = change["buckets"]
+                for engine in graph["engines"]:
+                    engine["dims"] = {**engine["dims"], "N": 3} if engine["dims"] else None
+        else:
+            document["fingerprint"] |= change
+
+    edit_manifest(other, apply)
+    with pytest.raises(ConfigError, match=says) as caught:
+        probe(probed, ProbeOptions(beside=other))
+    assert caught.value.where == "--beside"
+
+
+def test_engines_of_two_artifacts_are_paired_by_title() -> None:
+    here = [replace(figures(2.0), backend="aoti"), figures(1.0, "talker.step"), figures(1.0, context=3)]
+    there = [figures(9.0, context=4), replace(figures(5.0), backend="onnx")]
+    (pair,) = pairs(here, there)
+    assert (pair.engine, pair.backend, pair.other_backend) == ("cfm.sample B=2", "aoti", "onnx")
+    assert (pair.median_ms, pair.other_median_ms, pair.ratio) == (2.0, 5.0, 2.5)
+
+
 def test_an_engine_above_its_roof_is_noted() -> None:
     cost = EngineCost(dims={}, flops=0, weight_bytes=6_000_000_000, state_bytes=0)
     below, above = (roofline_bound(figures(each), cost, 0, PEAK_RATES) for each in (4.0, 2.8))
     assert above_the_roof([below]) is None
-    assert "1 engine(s) were faster" in (note := above_the_roof([below, above]) or "") and " by 7 %" in note
+    assert (
+        "fault of the roof: 1 engine(s) were faster" in (note := above_the_roof([below, above]) or "")
+        and " by 7 %" in note
+    )
 
 
 def test_only_a_slowdown_beyond_the_tolerance_is_a_regression() -> None:
@@ -334,9 +421,11 @@ def test_changed_conditions_of_the_baseline_are_noted() -> None:
         torch="2.12.0",
         peak_rates=replace(PEAK_RATES, device="Other CPU"),
     )
+    other = replace(other, ready_s=9.5, engines=(replace(figures(1.0), backend="onnx"),))
+    here = replace(here, ready_s=4.5, engines=(replace(figures(1.0), backend="aoti"),))
     progress = differences(other, here)
-    assert len(progress) == 4
-    for word in ("large", "bfloat16", "2.12.0", "Other CPU"):
+    assert len(progress) == 6
+    for word in ("large", "bfloat16", "2.12.0", "Other CPU", "baseline: 9.5, of this run: 4.5", "onnx"):
         assert any(word in note for note in progress)
 
 
@@ -431,3 +520,158 @@ def test_the_patch_embedding_leaves_out_sizes_that_take_too_long(
     for row in rows:
         assert (row.conv3d_ms, row.linear_ms) == (ms_per_patch * row.patches, 0.1)
         assert row.ratio == pytest.approx(10 * ms_per_patch * row.patches), "times that the convolution takes"
+
+
+@pytest.mark.parametrize(("median", "is_slower"), [(1.1, False), (1.1001, True), (0.5, False)])
+def test_a_median_may_exceed_the_baseline_by_the_tolerance(median: float, is_slower: bool) -> None:
+    found = compare(
+        [figures(1.0), figures(9.0, "gone")], [figures(median), figures(9.0, "new")], tolerance=0.1
+    )
+    assert [each.engine for each in found.regressions] == ["cfm.sample B=2"] * is_slower
+    assert found.only_here == ("new B=2",) and found.only_in_baseline == ("gone B=2",)
+    for each in found.regressions:
+        assert (each.baseline_ms, each.median_ms) == (1.0, median)
+        assert each.slower_by == pytest.approx(0.1001)
+
+
+class Scripted:
+    """A stopwatch whose calls give samples 1, 2, … ms; it keeps what it was asked for."""
+
+    def __init__(self, first_ms: float = 1.0) -> None:
+        self.first_ms = first_ms
+        self.asked: list[tuple[int, bool]] = []
+
+    def samples_ms(self, run: Callable[[], object], count: int, *, cold: bool = False) -> list[float]:
+        run()
+        self.asked.append((count, cold))
+        return [self.first_ms + index for index in range(count)][::-1]
+
+    def enqueue_ms(self, run: Callable[[], object], count: int) -> float | None:
+        return 0.25
+
+
+class Pool:
+    """CUDA graphs of functions: replays count, or nothing can be captured."""
+
+    def __init__(self, *, fails: bool) -> None:
+        self.fails = fails
+        self.replays = 0
+
+    def capture(self, run: Callable[[], object], name: str) -> tuple[Any, object]:
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+        def replay() -> None:
+            self.replays += 1
+
+        return SimpleNamespace(replay=replay), None
+
+
+def a_run(device: str, repetitions: int | None, first_ms: float = 1.0) -> tuple[Any, Scripted]:
+    run = object.__new__(prober._Run)
+    stopwatch = Scripted(first_ms)
+    run._options = ProbeOptions(repetitions=repetitions)
+    run._device, run._stopwatch, run.notes = torch.device(device), stopwatch, []
+    return run, stopwatch
+
+
+@pytest.mark.parametrize(
+    ("device", "first_ms", "repetitions"),
+    [
+        ("cpu", 0.01, 10),
+        ("cpu", 100.0, 10),
+        ("cpu", 150.0, 6),
+        ("cpu", 900.0, 3),
+        ("cpu", 5000.0, 3),
+        ("cuda", 1.0, 200),
+    ],
+)
+def test_calls_are_repeated_as_often_as_a_second_allows(
+    device: str, first_ms: float, repetitions: int
+) -> None:
+    run, _ = a_run(device, None, first_ms)
+    assert run._latency(lambda: (), "x", None).repetitions == repetitions
+
+
+def test_a_latency_is_of_the_samples_of_cold_calls() -> None:
+    run, stopwatch = a_run("cpu", 100)
+    latency = run._latency(lambda: (), "x", None)
+    assert (latency.median_ms, latency.p95_ms, latency.p99_ms, latency.min_ms) == (50.5, 95.0, 99.0, 1.0)
+    assert (latency.repetitions, latency.is_captured, latency.enqueue_ms) == (100, False, 0.25)
+    assert (latency.warm_ms, latency.uncaptured_ms) == (None, None) and stopwatch.asked == [(100, True)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_on_a_gpu_a_graph_is_replayed_where_one_can_be_captured(fails: bool) -> None:
+    run, stopwatch = a_run("cuda", 4)
+    pool = Pool(fails=fails)
+    latency = run._latency(lambda: (), "x", pool)
+    assert latency.is_captured is not fails and latency.uncaptured_ms == 5.5
+    assert (latency.median_ms, latency.warm_ms) == (2.5, None if fails else 2.5)
+    assert stopwatch.asked == [(10, True), *[(4, False)] * (not fails), (4, True)]
+    assert pool.replays == (0 if fails else 2)
+    assert (
+        run.notes == ["x runs without a CUDA graph: operation not permitted when stream is capturing"] * fails
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "room_", "context", "held", "says"),
+    [
+        ({"B": 4}, 40, 30, 30, "talker.step B=4 +30"),
+        ({"B": 4}, 40, 39, 39, "talker.step B=4 +39"),
+        ({"B": 4}, 40, 256, 39, "talker.step B=4 +39"),
+        ({"T": 16}, 40, 256, 24, "talker.step T=16 +24"),
+        ({"B": 2}, float("inf"), 256, 256, "talker.step B=2"),
+    ],
+)
+def test_the_context_is_what_fits_beside_the_new_tokens(
+    sizes: dict[str, int], room_: float, context: int, held: int, says: str
+) -> None:
+    engine: Any = None
+    target = prober._Target(stage="talker", spec=STEP, engine=engine, sizes=sizes, room=room_)
+    assert (target.held(context), target.title(context)) == (held, says)
+
+
+def test_a_probe_puts_its_parts_together(probed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures of every chosen engine, bounds where a cost is known, notes on what explains them, the baseline."""
+    slow = replace(PEAK_RATES, copy_tb_s=1.0, matmul_tflop_s=50.0)
+    cost = EngineCost(dims={}, flops=10**9, weight_bytes=0, state_bytes=0, uncounted=("magic",))
+
+    class Run:
+        def __init__(self, artifact: object, options: object, progress: Callable[[str], None]) -> None:
+            self.notes, self.peak_rates = ["how times are taken"], slow
+
+        def measure_peak_rates(self) -> PeakRates:
+            return PEAK_RATES
+
+        def load(self, artifact: object, stage: str) -> object:
+            return stage
+
+        def time(self, artifact: object, target: Any, loaded: object) -> Any:
+            assert loaded == target.stage
+            found = replace(figures(0.001), engine=target.name, sizes=target.sizes)
+            return found, (cost, 0) if target.sizes["N"] == 1 else None
+
+    monkeypatch.setattr(prober, "_Run", Run)
+    steps: list[str] = []
+    alone: dict[str, Any] = {"has_cold_start": False, "has_transfers": False}
+    made = probe(probed, ProbeOptions(engines=("audio_encoder.encode",), **alone), steps.append)
+    assert [each.engine for each in made.engines] == ["audio_encoder.encode"] * 3 and steps == ["peak rates"]
+    assert (made.peak_rates.copy_tb_s, made.peak_rates.matmul_tflop_s) == (2.0, 100.0)
+    (bound,) = made.roofline_bounds
+    assert bound.roofline == pytest.approx(10.0), "1 GFLOP at 100 TFLOP/s takes 0.01 ms"
+    assert made.notes[0] == "how times are taken" and "900 %" in made.notes[1] and "magic" in made.notes[2]
+    assert (made.regressions, made.tolerance) == ((), None)
+    before = replace(
+        made,
+        torch="2.0",
+        engines=tuple(
+            replace(each, latency=replace(each.latency, median_ms=0.0008)) for each in made.engines[:2]
+        ),
+    )
+    options = ProbeOptions(engines=("audio_encoder.encode",), batch_sizes=(1, 8), **alone)
+    again = probe(probed, options, baseline=before)
+    assert len(again.engines) == 2 and len(again.regressions) == 1 and again.tolerance == 0.1
+    assert again.only_in_baseline == () and len(again.only_here) == 1
+    assert again.notes[-1].startswith("torch of the baseline: 2.0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import mingc
+from mingc.console import report
 from mingc.console.report import MAX_COLUMNS, show, show_error
 from mingc.errors import MingcError
 
@@ -200,3 +202,81 @@ def test_an_error_goes_to_stderr_and_with_json_also_to_stdout(capsys: pytest.Cap
     assert captured.err == "mingc: error: wrong\n  where: here\n  fix: mend it\n"
     show_error(error, as_json=True)
     assert json.loads(capsys.readouterr().out) == {"error": error.to_json()}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, ""),
+        (True, "yes"),
+        (False, "no"),
+        (0.0, "0"),
+        (0.00999, "0.00999"),
+        (0.01, "0.01"),
+        (-0.5, "-0.50"),
+        (99999.4, "99999.40"),
+        (100000.0, "1e+05"),
+        (-123456.0, "-1.23e+05"),
+        (7, "7"),
+        ({"B": 2, "T": None}, "B=2, T="),
+        (("a", 1.5), "a, 1.50"),
+        (Path("a/b"), "a/b"),
+    ],
+    ids=repr,
+)
+def test_values_for_people(value: object, text: str) -> None:
+    assert report._text(value) == text
+
+
+def test_nested_results_are_lines_and_mappings_are_tables() -> None:
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Inner:
+        device: str
+        rate_hz: float | None
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Chosen:
+        name: str
+
+        def cells(self) -> dict[str, str]:
+            return {} if self.name == "passed" else {"chosen": self.name}
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Outer:
+        peak: Inner
+        stages: dict[str, Inner]
+        rows: tuple[Chosen, ...]
+        nothing: int | None = None
+
+    result = Outer(
+        peak=Inner(device="cpu", rate_hz=None),
+        stages={"cfm": Inner(device="gpu", rate_hz=1.0)},
+        rows=(Chosen(name="passed"), Chosen(name="failed")),
+    )
+    lines = [line.split() for line in shown(result).splitlines()]
+    assert ["peak", "device", "cpu"] in lines and ["peak", "rate", "hz"] not in [line[:3] for line in lines]
+    assert ["name", "device", "rate", "hz"] in lines and ["cfm", "gpu", "1.00"] in lines
+    assert ["chosen"] in lines and ["failed"] in lines and ["passed"] not in lines
+    assert not any(line[:1] == ["nothing"] for line in lines)
+    assert [row["name"] for row in json.loads(shown(result, as_json=True))["rows"]] == ["passed", "failed"]
+
+
+def test_text_of_other_scripts_stays_readable_in_json() -> None:
+    text = shown(Row(stage="感谢", seconds=0.0, engine_bytes=0), as_json=True)
+    assert "感谢" in text and text.endswith("}\n") and text.count("\n") > 3
+
+
+def test_a_wide_terminal_gets_no_wider_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    for columns in (300, 60):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        terminal = Terminal()
+        rows = tuple(Row(stage="s " * 200, seconds=1.0, engine_bytes=1) for _ in range(2))
+        result = Result(output=Path("x"), total_seconds=0.0, notes=(), rows=rows)
+        show(result, as_json=False, stream=terminal)
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
+        assert min(columns, MAX_COLUMNS) - 3 <= max(map(len, plain.splitlines())) <= min(columns, MAX_COLUMNS)

@@ -1,0 +1,577 @@
+"""Several backends of one graph: which are tried, which are refused, and which engines stay."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mingc.artifacts.manifest import BackendRefusal, EngineRecord, EngineTiming, GraphRecord, Parity
+from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
+from mingc.errors import CaptureError, CompileError, ConfigError, ParityError
+from mingc.export import pipeline
+from mingc.export.compile import backends, build, schedule
+from mingc.export.compile.backend import Backend
+from mingc.export.compile.build import BuiltEngine, GraphResult, GraphTask
+from mingc.export.compile.choice import choose_fastest
+from mingc.export.recipe import ExportRecipe
+from mingc.export.stage import GraphDef
+from mingc.export.weights.files import weights_files
+from mingc.probe import engine_trial
+
+TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
+SPEC = GraphSpec(
+    name="g",
+    inputs=(TensorSpec(name="x", dtype="float32", shape=("B", 4)),),
+    outputs=(TensorSpec(name="y", dtype="float32", shape=("B", 4)),),
+    dims=(Dim(name="B", minimum=1, maximum=8, buckets=(1, 2)),),
+)
+
+
+def engine(backend: str, dims: dict[str, int] | None = None) -> EngineRecord:
+    size = "" if dims is None else "-".join(map(str, dims.values()))
+    return EngineRecord(backend=backend, file=f"engines/{backend}{size}", dims=dims, compile_seconds=1.0)
+
+
+def timing(backend: str, batch: int, us: float) -> EngineTiming:
+    return EngineTiming(backend=backend, dims={"B": batch, "T": 7}, median_us=us, calls=5)
+
+
+def record(*engines: EngineRecord, **parity: float) -> GraphRecord:
+    of_each = {name: Parity(compiled=error, eager=0.0) for name, error in parity.items()}
+    first = of_each.get(engines[0].backend, Parity(compiled=0.0, eager=0.0))
+    return GraphRecord(spec=SPEC, engines=engines, golden="g", parity=first, backend_parity=of_each)
+
+
+def test_the_fastest_over_all_sizes_is_kept_with_its_parity_and_all_times() -> None:
+    both = record(engine("a"), engine("b"), a=1e-6, b=2e-6)
+    # Arithmetic means would say a: 60 against 82; a is 4 times as slow at one size, b 1.6 times at the other.
+    timings = [timing("a", 1, 20), timing("b", 1, 5), timing("a", 2, 100), timing("b", 2, 160)]
+    refused = [BackendRefusal(backend="c", reason="no")]
+    found = choose_fastest(both, timings, device="CPU", refused=refused)
+    assert [each.backend for each in found.engines] == ["b"]
+    assert (found.parity.compiled, found.backend_parity) == (2e-6, {})
+    assert found.trial is not None and found.trial.timings == tuple(timings)
+    assert (found.trial.device, found.trial.refused) == ("CPU", tuple(refused))
+    assert (found.spec, found.golden) == (both.spec, both.golden)
+
+
+def test_of_equally_fast_engines_the_first_stays() -> None:
+    both = record(engine("a"), engine("b"))
+    found = choose_fastest(both, [timing("b", 1, 5), timing("a", 1, 5)], device="CPU")
+    assert [each.backend for each in found.engines] == ["a"]
+
+
+def test_each_size_of_static_engines_is_chosen_by_its_own_times() -> None:
+    one, two = {"B": 1}, {"B": 2}
+    given = record(engine("a", one), engine("b", one), engine("a", two), engine("b", two), a=3e-6, b=1e-6)
+    timings = [timing("a", 1, 9), timing("b", 1, 5), timing("a", 2, 5), timing("b", 2, 500)]
+    found = choose_fastest(given, timings, device="CPU")
+    assert [(each.backend, each.dims) for each in found.engines] == [("b", one), ("a", two)]
+    assert found.parity.compiled == 3e-6, "the worst of those that are run"
+    assert found.backend_parity.keys() == {"a", "b"}
+    kept = choose_fastest(given, timings, device="CPU", keep_all=True)
+    assert [(each.backend, each.dims) for each in kept.engines] == [
+        ("b", one),
+        ("a", one),
+        ("a", two),
+        ("b", two),
+    ]
+
+
+def test_all_are_kept_with_the_fastest_first_when_asked_for() -> None:
+    both = record(engine("a"), engine("b"), a=1e-6, b=2e-6)
+    found = choose_fastest(both, [timing("a", 1, 20), timing("b", 1, 5)], device="CPU", keep_all=True)
+    assert [each.backend for each in found.engines] == ["b", "a"]
+    assert found.parity.compiled == 2e-6, "that of the default engine"
+    assert {name: each.compiled for name, each in found.backend_parity.items()} == {"a": 1e-6, "b": 2e-6}
+
+
+def test_a_graph_of_one_backend_needs_no_times() -> None:
+    found = choose_fastest(record(engine("a")), (), device="")
+    assert [each.backend for each in found.engines] == ["a"]
+    assert found.trial is not None and not found.trial.timings
+
+
+class Fake(Backend):
+    """A backend of a name; `reason` says why it cannot build for the target."""
+
+    suffix = ".bin"
+
+    def __init__(self, name: str, reason: str | None = None, suffix: str = ".bin") -> None:
+        self.name, self.reason, self.suffix = name, reason, suffix
+
+    def unsupported_reason(self, target: str, dtype: str) -> str | None:
+        return self.reason
+
+    def compile(self, program: Any, path: Path, *, device: str, cache: Path | None, where: str) -> float:
+        raise AssertionError("nothing is compiled here")
+
+
+class Picky(Fake):
+    """Refuses every graph that it traces."""
+
+    def check_graph(
+        self, plan: GraphDef, module: nn.Module, program: Callable[[], Any], *, where: str
+    ) -> None:
+        assert all(each.is_meta for each in module.parameters())
+        traced = program()
+        assert all(each.is_meta for each in traced.state_dict.values())
+        raise CompileError("too large", where=where, fix="take another")
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes these backends the only ones."""
+
+    def set_backends(*found: Backend) -> None:
+        by_name = {each.name: each for each in found}
+        point = SimpleNamespace(
+            names=lambda: sorted(by_name), load=by_name.__getitem__, group="mingc.backends"
+        )
+        monkeypatch.setattr(backends, "BACKENDS", point)
+        monkeypatch.setattr(build, "find_backend", backends.find_backend)
+
+    return set_backends
+
+
+def recipe(*words: str, **changes: Any) -> ExportRecipe:
+    return ExportRecipe(checkpoint=TINY, output=Path("out"), backend=words, **changes)
+
+
+def test_a_stage_may_have_several_backends_in_order(install: Callable[..., None]) -> None:
+    install(Fake("aoti"), Fake("b"), Fake("c"))
+    found = recipe("b", "c + aoti:cfm,talker")
+    assert found.backends_of("thinker") == ("b",) and found.backends_of("cfm") == ("c", "aoti")
+    assert not found.is_measured("cfm")
+    assert recipe("b+c").backends_of("cfm") == ("b", "c")
+    assert recipe("aoti:cfm", "b+c").backends_of("cfm") == ("aoti",)
+
+
+def test_auto_tries_what_can_build_for_the_target_the_default_one_first(install: Callable[..., None]) -> None:
+    install(Fake("aoti"), Fake("a"), Fake("rt", "no GPU"))
+    found = recipe("a", "auto:cfm")
+    assert found.backends_of("cfm") == ("aoti", "a") and found.is_measured("cfm")
+    assert found.backends_of("talker") == ("a",) and not found.is_measured("talker")
+    assert found.unsupported() == {"rt": "no GPU"}
+    assert recipe("auto", keep_all=True).is_measured("talker")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("a+a",), "--backend a\\+a: names a backend twice"),
+        (("auto+a",), "auto tries every backend, so it stands alone"),
+        (("a+",), "--backend is empty: not one of auto, a, aoti, rt"),
+        (("a+none:cfm",), "--backend none: not one of auto, a, aoti, rt"),
+        (("a+rt",), "--backend rt: no GPU"),
+        (("auto", "a"), "names a backend for all stages twice"),
+    ],
+)
+def test_words_that_name_no_backends_are_refused(
+    words: tuple[str, ...], says: str, install: Callable[..., None]
+) -> None:
+    install(Fake("aoti"), Fake("a"), Fake("rt", "no GPU"))
+    with pytest.raises(ConfigError, match=says):
+        recipe(*words)
+
+
+def test_auto_needs_a_backend_and_keep_all_needs_auto(install: Callable[..., None]) -> None:
+    install(Fake("aoti", "no compiler"), Fake("rt", "no GPU"))
+    with pytest.raises(ConfigError, match="no backend can be used: aoti: no compiler; rt: no GPU"):
+        recipe("auto")
+    install(Fake("aoti"), Fake("a"))
+    for words in (("a+aoti",), ("aoti",)):
+        with pytest.raises(ConfigError, match="--keep-all: is for --backend auto"):
+            recipe(*words, keep_all=True)
+
+
+def test_engines_of_backends_with_one_suffix_have_files_of_their_own(install: Callable[..., None]) -> None:
+    install(Fake("aoti"), Fake("a"), Fake("c", suffix=".c"))
+    task = GraphTask(
+        recipe=recipe("aoti+a+c"), stage="cfm", graph="g", folder=Path("f"), weights=(), backend="a"
+    )
+    names = [build._suffix(task, backends.find_backend(name)) for name in ("aoti", "a", "c")]
+    assert names == [".aoti.bin", ".a.bin", ".c"]
+
+
+def early(words: Sequence[str]) -> dict[str, dict[str, str]]:
+    from mingc.export.stages import find
+
+    found = recipe(*words)
+    stage: Any = find("cfm")
+    config = stage.config(build.open_source(found))
+    options = build.stage_options(found)
+    plans = [
+        each
+        for each in stage.graphs(config, build.first_shard(stage, found), options)
+        if each.spec.name == "aggregate"
+    ]
+    return build.early_refusals(found, stage, config, plans)
+
+
+def test_a_backend_refuses_a_graph_before_anything_is_built(install: Callable[..., None]) -> None:
+    install(Fake("aoti"), Picky("picky"), Fake("rt", "no GPU"))
+    assert early(["aoti"]) == {"cfm.aggregate": {}}
+    with pytest.raises(CompileError, match="too large") as refused:
+        early(["aoti+picky"])
+    assert (refused.value.where, refused.value.fix) == ("cfm.aggregate", "take another")
+    assert early(["auto"]) == {"cfm.aggregate": {"rt": "no GPU", "picky": "too large"}}
+    install(Picky("aoti"), Picky("picky"))
+    with pytest.raises(CompileError, match="too large"):
+        early(["auto"])
+
+
+@contextmanager
+def threads(jobs: int) -> Any:
+    with ThreadPoolExecutor(jobs) as pool:
+        yield pool
+
+
+class Trial:
+    """An export of one stage with two graphs and backends that compile, check and time as given."""
+
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, found: ExportRecipe, jobs: int = 1
+    ) -> None:
+        self.events: list[tuple[str, ...]] = []
+        self.fails: dict[tuple[str, str], Exception] = {}
+        self.inaccurate: set[str] = set()
+        self.us: Mapping[str, float] = {}
+        self.running = 0
+        self.steps: list[tuple[str, str, float | None]] = []
+        found = replace(found, jobs=jobs, output=folder / "out")
+        files = {"cfm": weights_files(schedule_stage(), found, ())}
+        for name in ("weights", "engines"):
+            (folder / name).mkdir()
+        self.folder = folder
+        for name, stand_in in {
+            "worker_pool": threads,
+            "build_engine": self.build,
+            "check_graph": self.check,
+            "time_graph": self.time,
+        }.items():
+            monkeypatch.setattr(schedule, name, stand_in)
+        self.recipe, self.files = found, files
+
+    def run(
+        self,
+        sizes: Sequence[dict[str, int] | None] = (None,),
+        refused: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> dict[str, GraphRecord]:
+        planned = schedule.Schedule(
+            self.recipe,
+            self.folder,
+            None,  # type: ignore[arg-type]  # no engine is run
+            {"cfm": {"g": list(sizes), "h": list(sizes)}},
+            self.files,
+            lambda *step: self.steps.append(step),
+            {},
+            {},
+            lambda *_: ("CPU", []),
+            refused or {},
+        )
+        planned.run()
+        return {each.record.spec.name: each.record for each in planned.results}
+
+    def build(self, task: GraphTask, dims: dict[str, int] | None) -> BuiltEngine:
+        self.events.append(("build", task.name, task.backend))
+        if (error := self.fails.get((task.name, task.backend))) is not None:
+            raise error
+        size = "" if dims is None else str(dims["B"])
+        made = replace(engine(task.backend, dims), file=f"engines/{task.graph}{size}.{task.backend}")
+        (self.folder / made.file).touch()
+        return BuiltEngine(record=made, peak_rss_bytes=1)
+
+    def check(self, task: GraphTask, engines: tuple[EngineRecord, ...], _: object) -> GraphResult:
+        self.events.append(("check", task.name, *(each.backend for each in engines)))
+        kept = [each for each in engines if each.backend not in self.inaccurate]
+        of_each = {each.backend: Parity(compiled=0.0, eager=0.0) for each in kept}
+        return GraphResult(
+            stage=task.stage,
+            record=GraphRecord(
+                spec=replace(SPEC, name=task.graph),
+                engines=tuple(kept),
+                golden="",
+                parity=Parity(compiled=0.0, eager=0.0),
+                backend_parity=of_each if len(of_each) > 1 else {},
+            ),
+            peak_rss_bytes=1,
+            refused=tuple(
+                BackendRefusal(backend=each.backend, reason="too far")
+                for each in engines
+                if each.backend in self.inaccurate
+            ),
+        )
+
+    def time(self, task: GraphTask, given: GraphRecord, timer: Any) -> tuple[str, tuple[EngineTiming, ...]]:
+        self.events.append(("time", task.name, *given.backends))
+        batches = sorted({each.dims["B"] for each in given.engines if each.dims is not None}) or [1, 2]
+        return "CPU", tuple(timing(name, b, self.us[name]) for name in given.backends for b in batches)
+
+    def left(self) -> set[str]:
+        return {path.name for path in (self.folder / "engines").iterdir()}
+
+
+def schedule_stage() -> Any:
+    from mingc.export.stages import find
+
+    return find("cfm")
+
+
+def test_the_faster_engine_stays_and_the_file_of_the_other_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]
+) -> None:
+    install(Fake("aoti"), Fake("b"))
+    trial = Trial(tmp_path, monkeypatch, recipe("auto"))
+    trial.us = {"aoti": 9.0, "b": 3.0}
+    found = trial.run()
+    assert {name: each.backends for name, each in found.items()} == {"g": ("b",), "h": ("b",)}
+    assert trial.left() == {"g.b", "h.b"}
+    assert [each for each in trial.events if each[0] == "time"] == trial.events[-2:], "after all other work"
+    assert trial.events[0] == ("build", "cfm.g", "aoti"), "aoti is the default of equals"
+    begun = [step[:2] for step in trial.steps if step[2] is None]
+    ended = [step[:2] for step in trial.steps if step[2] is not None]
+    assert begun == ended and ("engine", "cfm.g (b)") in begun and ("time", "cfm.h") in begun
+
+
+def test_one_graph_is_timed_at_a_time_however_many_jobs_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]
+) -> None:
+    install(Fake("aoti"), Fake("b"))
+    trial = Trial(tmp_path, monkeypatch, recipe("auto"), jobs=4)
+    trial.us = {"aoti": 9.0, "b": 3.0}
+    other_began, most = threading.Event(), []
+
+    def time_alone(task: GraphTask, given: GraphRecord, timer: Any) -> tuple[str, tuple[EngineTiming, ...]]:
+        trial.running += 1
+        most.append(trial.running)
+        if trial.running > 1:
+            other_began.set()
+        other_began.wait(0.3)  # time for another one to begin, if it may
+        trial.running -= 1
+        return trial.time(task, given, timer)
+
+    monkeypatch.setattr(schedule, "time_graph", time_alone)
+    trial.run()
+    assert most == [1, 1]
+
+
+def test_all_engines_are_kept_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]
+) -> None:
+    install(Fake("aoti"), Fake("b"))
+    trial = Trial(tmp_path, monkeypatch, recipe("auto", keep_all=True))
+    trial.us = {"aoti": 9.0, "b": 3.0}
+    assert trial.run()["g"].backends == ("b", "aoti")
+    assert trial.left() == {"g.aoti", "g.b", "h.aoti", "h.b"}
+
+
+def test_backends_asked_for_by_name_are_all_kept_in_their_order_and_not_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]
+) -> None:
+    install(Fake("aoti"), Fake("b"))
+    trial = Trial(tmp_path, monkeypatch, recipe("b+aoti"), jobs=2)
+    found = trial.run([{"B": 2}, {"B": 1}])["g"]
+    assert [(each.dims, each.backend) for each in found.engines] == [
+        ({"B": 1}, "b"), ({"B": 1}, "aoti"), ({"B": 2}, "b"), ({"B": 2}, "aoti"),
+    ]  # fmt: skip
+    assert found.trial is None and not [each for each in trial.events if each[0] == "time"]
+
+
+def test_a_backend_that_cannot_compile_gives_way_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]
+) -> None:
+    install(Fake("aoti"), Fake("b"))
+    trial = Trial(tmp_path, monkeypatch, recipe("auto"))
+    trial.us = {"aoti": 9.0, "b": 3.0}
+    trial.fails = {("cfm.g", "b"): CompileError("no such operator", where="cfm.g")}
+    found = trial.run([{"B": 1}, {"B": 2}])
+    assert found["g"].backends == ("aoti",) and found["h"].backends == ("b",)
+    assert found["g"].trial is not None
+    assert found["g"].trial.refused == (BackendRefusal(backend="b", reason="no such operator"),)
+    assert ("time", "cfm.g") not in [each[:2] for each in trial.events]
+    assert found["h"].trial is not None and not found["h"].trial.refused
+    results = [GraphResult(stage="cfm", record=each, peak_rss_bytes=0) for each in found.values()]
+    assert pipeline._refusal_notes(results) == ["b was not used for cfm.g: no such operator"]
+
+
+def test_engines_of_a_backend_that_fails_at_a_later_size_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]
+) -> None:
+    install(Fake("aoti"), Fake("b"))
+    trial = Trial(tmp_path, monkeypatch, recipe("auto"))
+    first = trial.build
+
+    def build_first(task: GraphTask, dims: dict[str, int] | None) -> BuiltEngine:
+        if task.backend == "b" and dims == {"B": 2}:
+            raise CompileError("out of registers", where=task.name)
+        return first(task, dims)
+
+    monkeypatch.setattr(schedule, "build_engine", build_first)
+    found = trial.run([{"B": 1}, {"B": 2}])["g"]
+    assert [(each.backend, each.dims) for each in found.engines] == [("aoti", {"B": 1}), ("aoti", {"B": 2})]
+    assert trial.left() == {"g1.aoti", "g2.aoti", "h1.aoti", "h2.aoti"}
+
+
+def test_the_export_fails_when_no_backend_is_left_or_the_one_asked_for_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]
+) -> None:
+    install(Fake("aoti"), Fake("b"))
+    trial = Trial(tmp_path, monkeypatch, recipe("auto"))
+    trial.fails = {("cfm.g", name): CompileError(f"{name} cannot", where="cfm.g") for name in ("aoti", "b")}
+    with pytest.raises(
+        CompileError, match="no backend takes the graph: aoti: aoti cannot; b: b cannot"
+    ) as failed:
+        trial.run()
+    assert failed.value.where == "cfm.g"
+    trial.recipe = replace(trial.recipe, backend=("aoti+b",))
+    trial.fails.pop(("cfm.g", "aoti"))
+    with pytest.raises(CompileError, match=r"^b cannot"):
+        trial.run()
+    trial.recipe = replace(trial.recipe, backend=("auto",))
+    trial.fails = {("cfm.g", "b"): CaptureError("cannot be traced", where="cfm.g")}
+    with pytest.raises(CaptureError):
+        trial.run()
+
+
+def test_an_inaccurate_backend_is_left_out_before_it_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]
+) -> None:
+    install(Fake("aoti"), Fake("b"), Fake("c"))
+    trial = Trial(tmp_path, monkeypatch, recipe("auto"))
+    trial.us, trial.inaccurate = {"aoti": 9.0, "b": 3.0, "c": 5.0}, {"b"}
+    found = trial.run()["g"]
+    assert found.backends == ("c",) and found.trial is not None
+    assert found.trial.refused == (BackendRefusal(backend="b", reason="too far"),)
+    assert ("time", "cfm.g", "aoti", "c") in trial.events and trial.left() == {"g.c", "h.c"}
+
+
+def test_a_backend_refused_early_is_not_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]
+) -> None:
+    install(Fake("aoti"), Fake("b"))
+    trial = Trial(tmp_path, monkeypatch, recipe("auto"))
+    trial.us = {"aoti": 9.0, "b": 3.0}
+    found = trial.run(refused={"cfm.g": {"b": "too large"}})
+    assert ("build", "cfm.g", "b") not in trial.events and ("build", "cfm.h", "b") in trial.events
+    assert found["g"].trial is not None
+    assert found["g"].trial.refused == (BackendRefusal(backend="b", reason="too large"),)
+
+
+class Engines:
+    """Two fake engines that note the order of their runs; `slow` takes many times as long by the fake clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.runs: list[str] = []
+        self.bound: dict[str, list[str]] = {}
+
+    def load(self, backend: str, path: Path, device: torch.device) -> Any:
+        def run(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            self.runs.append(backend)
+            self.now += {"fast": 0.001, "slow": 0.02}[backend] * len(tensors[0])
+            return [tensors[0]]
+
+        return SimpleNamespace(bind=lambda weights: self.bound.update({backend: sorted(weights)}), run=run)
+
+
+@pytest.fixture
+def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Engines, list[list[list[float]]]]:
+    from safetensors.torch import save_file
+
+    found = Engines()
+    save_file({"w": torch.ones(1), "other.w": torch.ones(1)}, tmp_path / "w")
+    monkeypatch.setattr(engine_trial, "load_engine", found.load)
+    monkeypatch.setattr(engine_trial.time, "perf_counter", lambda: found.now)
+    calls = [{"x": torch.ones(size, 4)} for size in (1, 2)]
+    named = [("slow", Path("a")), ("fast", Path("b"))]
+    device, samples = engine_trial.time_engines(named, SPEC, tmp_path / "w", calls, "cpu")
+    assert device
+    return found, samples
+
+
+def test_engines_run_in_turns_after_a_warm_up(timed: tuple[Engines, list[list[list[float]]]]) -> None:
+    found, samples = timed
+    assert [[len(each) for each in of_size] for of_size in samples] == [[5, 5], [3, 3]]
+    for size, of_size in enumerate(samples, 1):
+        for seconds, once in zip(of_size, (0.02, 0.001), strict=True):
+            assert seconds == pytest.approx([once * size] * len(seconds))
+    assert found.runs[:2] == ["slow", "fast"], "the warm-up, which no sample counts"
+    rounds = [found.runs[start : start + 2] for start in range(2, 12, 2)]
+    assert all(sorted(each) == ["fast", "slow"] for each in rounds)
+    assert {tuple(each) for each in rounds} == {("fast", "slow"), ("slow", "fast")}
+    assert found.bound == {"slow": ["other.w", "w"], "fast": ["other.w", "w"]}
+
+
+def test_check_graph_leaves_out_an_inaccurate_backend_only_where_others_are_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]
+) -> None:
+    install(Fake("aoti"), Fake("b"))
+    for name in ("goldens", "engines"):
+        (tmp_path / name).mkdir()
+
+    def check(*given: Any) -> tuple[dict[str, torch.Tensor], Parity]:
+        ((own,), run) = given[6], given[8]
+        run(tmp_path / own.file, own.backend, SPEC, [], [], "cpu")
+        if own.backend == "b":
+            raise ParityError("b is too far", where="cfm.g")
+        return {"in.x": torch.ones(2)}, Parity(compiled=1e-6, eager=0.0)
+
+    plan = SimpleNamespace(spec=SPEC)
+    stage = SimpleNamespace(name="cfm", config=lambda _: None)
+    for name, value in {
+        "find": lambda _: stage,
+        "open_source": lambda _: None,
+        "first_shard": lambda *_: None,
+        "_find_plan": lambda *_: plan,
+        "_load": lambda *_: nn.Linear(1, 1),
+        "share_weights": lambda given, _: given,
+        "_check": check,
+    }.items():
+        monkeypatch.setattr(build, name, value)
+    runs: list[str] = []
+
+    def replay(path: Path, backend: str, *_: Any) -> list[dict[str, torch.Tensor]]:
+        runs.append(backend)
+        if broken == backend:
+            raise RuntimeError("illegal instruction")
+        return []
+
+    def checked(*words: str, names: Sequence[str] = ("aoti", "b")) -> GraphResult:
+        task = GraphTask(recipe=recipe(*words), stage="cfm", graph="g", folder=tmp_path, weights=())
+        return build.check_graph(task, tuple(engine(name) for name in names), replay)
+
+    broken = ""
+    found = checked("auto")
+    assert found.refused == (BackendRefusal(backend="b", reason="b is too far"),)
+    assert found.record.backends == ("aoti",) and found.record.golden == "goldens/cfm.g.safetensors"
+    assert (tmp_path / found.record.golden).exists() and runs == ["aoti", "b"]
+    with pytest.raises(ParityError, match="b is too far"):
+        checked("aoti+b")
+    with pytest.raises(ParityError, match="b is too far"):
+        checked("auto", names=("b",))
+    broken = "aoti"
+    with pytest.raises(
+        CompileError, match="the engine of aoti does not run: RuntimeError: illegal"
+    ) as failed:
+        checked("aoti", names=("aoti",))
+    assert failed.value.where == "cfm.g"
+
+
+def test_an_export_without_a_timer_refuses_auto(install: Callable[..., None]) -> None:
+    install(Fake("aoti"))
+    stage: Any = SimpleNamespace(name="cfm")
+    graph: Any = SimpleNamespace(speech_path=lambda: None)
+    nothing: Any = None
+    with pytest.raises(ConfigError, match="nothing times engines"):
+        pipeline._Run(recipe("auto"), nothing, [stage], graph, {}, Path(), nothing, lambda _: None)

@@ -1,0 +1,156 @@
+"""A checkpoint on disk: what opening it checks, and what its fingerprint depends on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from mingc.errors import CheckpointError
+from mingc.export.checkpoint import open_checkpoint, open_configs
+
+_TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
+_VAE = Path("talker", "vae")
+_INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(_TINY, tmp_path / "tiny"))
+
+
+def vae_file(root: Path) -> Path:
+    (file,) = (root / _VAE).glob("*.safetensors")
+    return file
+
+
+def test_tensors_are_those_of_the_library(root: Path) -> None:
+    checkpoint = open_checkpoint(root)
+    assert checkpoint.vae is not None and checkpoint.talker is not None and not checkpoint.notes
+    recorded = load_file(vae_file(root))
+    assert checkpoint.vae.tensors.keys() == recorded.keys()
+    for name, value in recorded.items():
+        assert checkpoint.vae.tensors[name].shape == value.shape
+        assert np.array_equal(checkpoint.vae.read(name).to(torch.float32).numpy(), value.astype(np.float32))
+    with pytest.raises(CheckpointError, match="tensor nowhere is missing") as caught:
+        checkpoint.vae.read("nowhere")
+    assert str(root / _VAE) in str(caught.value.where)
+
+
+def truncate(root: Path) -> None:
+    data = vae_file(root).read_bytes()
+    vae_file(root).write_bytes(data[:-1])
+
+
+def append(root: Path) -> None:
+    with vae_file(root).open("ab") as file:
+        file.write(b"x")
+
+
+def cut_header(root: Path) -> None:
+    vae_file(root).write_bytes(vae_file(root).read_bytes()[:100])
+
+
+def empty(root: Path) -> None:
+    vae_file(root).write_bytes(b"")
+
+
+def remove(root: Path) -> None:
+    vae_file(root).unlink()
+
+
+def announce_more(root: Path) -> None:
+    index = json.loads((root / _INDEX).read_text(encoding="utf-8"))
+    index["weight_map"]["more"] = next(iter(index["weight_map"].values()))
+    (root / _INDEX).write_text(json.dumps(index), encoding="utf-8")
+
+
+def spoil_config(root: Path) -> None:
+    (root / "talker" / "config.json").write_text("{", encoding="utf-8")
+
+
+def list_config(root: Path) -> None:
+    (root / "talker" / "config.json").write_text("[]", encoding="utf-8")
+
+
+def lose_config(root: Path) -> None:
+    (root / "config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (truncate, "truncated: "),
+        (append, "truncated: "),
+        (cut_header, "cut off in its header"),
+        (empty, "cut off in its header"),
+        (remove, "file is missing"),
+        (announce_more, "tensor more of the index is not in the file"),
+        (spoil_config, "not readable as JSON"),
+        (list_config, "holds list, expected a JSON object"),
+        (lose_config, "config.json: file is missing"),
+    ],
+)
+def test_a_broken_file_is_found_when_opened(change: Callable[[Path], None], says: str, root: Path) -> None:
+    change(root)
+    with pytest.raises(CheckpointError, match="1 problem") as caught:
+        open_checkpoint(root)
+    assert says in caught.value.message and caught.value.where == str(root)
+
+
+def test_all_broken_files_are_named_at_once(root: Path) -> None:
+    truncate(root)
+    spoil_config(root)
+    with pytest.raises(CheckpointError, match="2 problem") as caught:
+        open_checkpoint(root)
+    assert "vae" in caught.value.message and "talker/config.json" in caught.value.message
+
+
+def test_parts_without_a_folder_are_absent(root: Path) -> None:
+    shutil.rmtree(root / _VAE)
+    checkpoint = open_checkpoint(root)
+    assert checkpoint.talker is not None and checkpoint.vae is None
+    shutil.rmtree(root / "talker")
+    checkpoint = open_checkpoint(root)
+    assert checkpoint.talker is None and any("no speech" in note for note in checkpoint.notes)
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        open_checkpoint(root / "config.json")
+
+
+def test_configs_alone_have_no_tensors(root: Path) -> None:
+    for file in root.rglob("*.safetensors*"):
+        file.unlink()
+    checkpoint = open_configs(root)
+    assert not checkpoint.main.tensors and checkpoint.main.config == open_configs(_TINY).main.config
+    assert checkpoint.main.require("hidden_size", "llm_config") == 64
+    with pytest.raises(CheckpointError, match=r"config key llm_config\.nothing is missing"):
+        checkpoint.main.require("nothing", "llm_config")
+
+
+def test_a_fingerprint_depends_on_configs_names_shapes_and_dtypes(root: Path) -> None:
+    first = open_checkpoint(root).fingerprint()
+    assert open_checkpoint(_TINY).fingerprint() == first, "not on where it lies"
+    tensors = load_file(vae_file(root))
+    name = next(name for name, value in tensors.items() if value.ndim == 2)
+    config = json.loads((root / "talker" / "config.json").read_text(encoding="utf-8"))
+    seen = {first}
+    for changed in (
+        {**{key: value for key, value in tensors.items() if key != name}, f"{name}_": tensors[name]},
+        {**tensors, name: np.ascontiguousarray(tensors[name].T)},
+        {**tensors, name: tensors[name].view(np.int32)},
+    ):
+        save_file(changed, vae_file(root))
+        seen.add(open_checkpoint(root).fingerprint())
+    save_file(tensors, vae_file(root))
+    for part in ("talker", "."):
+        path = root / part / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps({**config, "another": 1}), encoding="utf-8")
+        seen.add(open_checkpoint(root).fingerprint())
+    assert len(seen) == 6

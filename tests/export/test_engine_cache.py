@@ -1,0 +1,124 @@
+"""The engine cache: its limit, what an export does when an engine is removed under it, and a full disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mingc.artifacts.artifact import new_artifact
+from mingc.errors import ConfigError
+from mingc.export.compile import engine_cache
+from mingc.export.compile.backends.aoti import compile_graph
+from mingc.export.compile.engine_cache import keep, take, trim, writing_cache
+from mingc.export.recipe import ExportRecipe
+
+
+def _engine(cache: Path, digit: str, size: int, used: int, suffix: str = "pt2") -> Path:
+    path = cache / f"{digit * 64}.{suffix}"
+    path.write_bytes(b"x" * size)
+    os.utime(path, (used, used))
+    return path
+
+
+def test_engines_not_used_for_longest_go_until_the_others_fit(tmp_path: Path) -> None:
+    one, two, three = (
+        _engine(tmp_path, digit, 100, used) for digit, used in (("1", 30), ("2", 10), ("3", 20))
+    )
+    trim(tmp_path, 300)
+    assert {*tmp_path.iterdir()} == {one, two, three}
+    trim(tmp_path, 299)
+    assert {*tmp_path.iterdir()} == {one, three}
+    trim(tmp_path, 100)
+    assert {*tmp_path.iterdir()} == {one}
+    trim(tmp_path, 0)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_engines_of_every_backend_count_and_nothing_else_is_touched(tmp_path: Path) -> None:
+    kept = [tmp_path / name for name in ("autotune-0.json", "notes.pt2", f"{'a' * 63}.pt2")]
+    for path in kept:
+        path.write_bytes(b"x" * 1000)
+    (tmp_path / "engine-0123abcd.partial").mkdir()
+    old, new = _engine(tmp_path, "a", 60, 1, "plan"), _engine(tmp_path, "b", 60, 2)
+    trim(tmp_path, 100)
+    assert {*tmp_path.iterdir()} == {*kept, tmp_path / "engine-0123abcd.partial", new} and not old.exists()
+
+
+def test_use_counts_and_not_age(tmp_path: Path) -> None:
+    first, second = _engine(tmp_path, "1", 100, 10), _engine(tmp_path, "2", 100, 20)
+    assert take(first, tmp_path / "copy") and (tmp_path / "copy").read_bytes() == b"x" * 100
+    trim(tmp_path, 100)
+    assert first.exists() and not second.exists()
+
+
+def test_an_engine_that_is_removed_meanwhile_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+
+    def compile_and_package(program: object, *, package_path: str, inductor_configs: object) -> None:
+        compiled.append(package_path)
+        with zipfile.ZipFile(package_path, "w") as package:
+            package.writestr("engine.so", b"code")
+
+    class Doubled(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_and_package)
+    program = torch.export.export(Doubled(), (torch.ones(4),))
+    cache, engine = tmp_path / "cache", tmp_path / "engine.pt2"
+
+    def compile_it() -> float:
+        return compile_graph(program, engine, device="cpu", cache=cache, where="test")
+
+    compile_it()
+    assert compile_it() == 0.0 and len(compiled) == 1
+    whole = engine_cache.take
+
+    def removed(kept: Path, path: Path) -> bool:
+        kept.unlink()  # by another export, between the look at it and the copy
+        return whole(kept, path)
+
+    monkeypatch.setattr("mingc.export.compile.backends.aoti.take", removed)
+    compile_it()
+    assert len(compiled) == 2 and engine.exists()
+    with pytest.raises(FileNotFoundError):  # a folder of the artifact that is missing is no missing engine
+        take(_engine(tmp_path, "1", 1, 1), tmp_path / "nowhere" / "engine.pt2")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_full_disk_of_the_cache_is_named_as_the_caches(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as the output's: there may be space enough."""
+
+    def full(source: Path, target: Path) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / "engine").write_bytes(b"x")
+    monkeypatch.setattr(engine_cache.shutil, "copyfile", full)
+    says = f"the engine cache {tmp_path / 'cache'} cannot be written: {os.strerror(number)}"
+    with (
+        pytest.raises(ConfigError, match=says) as raised,
+        new_artifact(tmp_path / "out", replace_existing=False),
+    ):
+        keep(tmp_path / "engine", tmp_path / "cache" / "kept.pt2")
+    assert raised.value.where == "--cache" and "--no-cache" in str(raised.value.fix)
+    assert {path.name for path in tmp_path.iterdir()} == {"engine", "cache"}
+    assert not [*(tmp_path / "cache").iterdir()]
+    with pytest.raises(OSError, match="broken") as other, writing_cache(tmp_path):
+        raise OSError(errno.EIO, "broken")
+    assert not isinstance(other.value, ConfigError)
+
+
+@pytest.mark.parametrize("limit", [-1.0, float("nan"), float("inf")])
+def test_a_limit_that_cannot_be_is_refused(limit: float, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--cache-limit"):
+        ExportRecipe(checkpoint=tmp_path, output=tmp_path / "out", cache_gigabytes=limit)

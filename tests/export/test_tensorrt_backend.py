@@ -1,0 +1,397 @@
+"""TensorRT engines: targets, files, the loader over a stand-in for the library, and real builds for RTX cards.
+
+No GPU is here. Builds need TensorRT for RTX 1.7, which needs none; they are skipped where it is not installed. The
+stand-in runs the ONNX model that is given to it as a plan, at the addresses that the loader sets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from compiled_graph import CPU
+from torch import Tensor, nn
+
+from mingc.artifacts.artifact import check_fingerprint
+from mingc.artifacts.manifest import Fingerprint
+from mingc.artifacts.tensorrt_engine import EngineFile, EngineHeader, read_engine, write_engine
+from mingc.bundles.deployment import _wheels
+from mingc.errors import ArtifactError, CompileError, ConfigError, IncompatibleError
+from mingc.export.checkpoint import Checkpoint
+from mingc.export.compile import tensorrt_program
+from mingc.export.compile.backends import onnx as onnx_backend
+from mingc.export.compile.backends import tensorrt as tensorrt_backend
+from mingc.export.compile.backends.tensorrt import BACKEND
+from mingc.export.compile.capture import capture
+from mingc.export.compile.onnx_program import to_onnx
+from mingc.export.compile.tensorrt_builder import BuildJob, Range, read_job
+from mingc.export.recipe import ExportRecipe
+from mingc.export.stage import Shard, StageOptions
+from mingc.export.stages import find
+from mingc.export.weights.loading import float32_module
+from mingc.host import Host
+from mingc.numerics.relative_error import relative_error
+from mingc.runtime.engines.backends import tensorrt as loader
+
+needs_library = pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt_rtx") is None, reason="TensorRT for RTX is not installed"
+)
+
+
+def recipe(folder: Path, **options: Any) -> ExportRecipe:
+    return ExportRecipe(checkpoint=folder, output=folder, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": "cpu"}, "for NVIDIA's RTX cards; use --target rtx:sm89"),
+        ({"target": "cuda"}, "were slower than those of aoti"),
+        (
+            {"target": "rtx:sm86,sm90"},
+            "--target rtx:sm86,sm90: sm90 is not one of sm75, sm80, .*, sm121",
+        ),
+        ({"target": "rtx:sm86,sm86"}, "names a card twice"),
+        ({"target": "rtx:"}, "an empty name is not one of"),
+        ({"target": "rtx:sm89", "backend": ("aoti",)}, "aoti cannot build engines for RTX cards"),
+        ({"target": "rtx:sm89", "backend": ("onnx",)}, "--backend onnx: .*rtx:sm89"),
+        ({"target": "rtx:sm89", "dtype": "bfloat16"}, "lack bfloat16; use --dtype float32"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_before_anything_is_read(
+    options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tensorrt_backend, "find_library", lambda: "tensorrt_rtx")
+    monkeypatch.setattr("mingc.export.compile.tensorrt_program.rtx_problem", lambda target: None)
+    with pytest.raises(ConfigError, match=message):
+        recipe(tmp_path, **{"backend": ("tensorrt",), **options})
+
+
+def test_a_missing_library_is_named_with_its_installation(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for library in (None, "tensorrt"):  # the classic library builds for no other machine
+        monkeypatch.setattr(tensorrt_backend, "find_library", lambda library=library: library)
+        with pytest.raises(
+            ConfigError, match=r"needs tensorrt-rtx, not installed: pip install 'mingc\[tensorrt\]'"
+        ):
+            recipe(tmp_path, target="rtx:sm89", backend=("tensorrt",))
+
+
+def test_an_artifact_for_rtx_cards_says_where_it_runs() -> None:
+    recorded = Fingerprint(
+        mingc="0", torch="2.13.0", target="rtx:sm86,sm120", device="cuda", capability="8.6,12.0", dtype="float32",
+        world_size=1, config_sha256="", checkpoint_sha256="",
+    )  # fmt: skip
+    check_fingerprint(recorded, Host(torch="2.13.0", device="cuda", capability="12.0"))
+    with pytest.raises(IncompatibleError, match="for RTX cards") as refused:
+        check_fingerprint(recorded, Host(torch="2.13.0", device="cpu", capability="AVX2"))
+    assert "compute capability 8.6 or 12.0" in (refused.value.fix or "")
+    with pytest.raises(IncompatibleError, match=r"capability: built for 8.6,12.0, here 9.0"):
+        check_fingerprint(recorded, Host(torch="2.13.0", device="cuda", capability="9.0"))
+
+
+def test_wheels_of_nvidia_are_bundled_only_when_asked_for(tmp_path: Path) -> None:
+    for name in ("mingc", "torch", "tensorrt_rtx_cu13_libs"):
+        (tmp_path / f"{name}-1-py3-none-any.whl").touch()
+    with pytest.raises(ConfigError, match="tensorrt-rtx-cu13-libs, which NVIDIA licenses"):
+        _wheels(tmp_path, takes_tensorrt=False)
+    assert len(_wheels(tmp_path, takes_tensorrt=True)) == 3
+
+
+class Sliding(nn.Module):
+    """A window of the newest rows, in front of a matrix, and rows of which some are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(3, 5)
+
+    def forward(self, x: Tensor, window: Tensor, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        before = window.clone()
+        window.copy_(torch.cat((window, x))[-4:])
+        rows.index_put_((places,), x * 2)
+        return self.model(window[None])[0] + before.sum(), rows.sum(0)
+
+
+def arguments(count: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(4)
+    x, window, rows = (torch.randn(size, 3, generator=generator) for size in (count, 4, 9))
+    return x, window, rows, torch.randperm(9, generator=generator)[:count]
+
+
+class Session:
+    """A context of the stand-in."""
+
+    def __init__(self, model: bytes) -> None:
+        self._session = onnxruntime.InferenceSession(model)
+        self._addresses: dict[str, int] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.memory = 0
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        self._shapes[name] = shape
+        return True
+
+    def set_device_memory(self, address: int, size: int) -> None:
+        self.memory = size
+
+    def set_tensor_address(self, name: str, address: int) -> None:
+        self._addresses[name] = address
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        rows = self._shapes["x"][0]
+        (made,) = [each for each in self._session.get_outputs() if each.name == name]
+        return tuple(size if isinstance(size, int) else rows for size in made.shape)
+
+    def execute_async_v3(self, stream: int) -> bool:
+        assert self.memory == 640
+        feeds = {}
+        for each in self._session.get_inputs():
+            shape = self._shapes.get(each.name) or tuple(each.shape)
+            feeds[each.name] = self._view(
+                each.name, shape, np.int64 if "int64" in each.type else np.float32
+            ).copy()
+        values = self._session.run(None, feeds)
+        for each, value in zip(self._session.get_outputs(), values, strict=True):
+            self._view(each.name, value.shape, np.float32)[...] = value
+        return True
+
+    def _view(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        memory = (ctypes.c_char * size).from_address(self._addresses[name])
+        return np.frombuffer(memory, dtype=dtype).reshape(shape)
+
+
+class StandIn:
+    """The calls of the library that the loader makes."""
+
+    __version__ = "1.2.3"
+    contexts = 0
+
+    class ILogger:
+        Severity = SimpleNamespace(ERROR=1, INTERNAL_ERROR=0)
+
+    DataType = SimpleNamespace(FLOAT=1, HALF=2, BF16=3, INT64=4, INT32=5, INT8=6, UINT8=7, BOOL=8)
+    ExecutionContextAllocationStrategy = SimpleNamespace(USER_MANAGED=2)
+
+    class Runtime:
+        def __init__(self, logger: Any) -> None:
+            self._logger = logger
+
+        def deserialize_cuda_engine(self, plan: bytes) -> Any:
+            if plan == b"another":
+                self._logger.log(1, "the plan is for another driver")
+                return None
+            graph = onnx.load_from_string(plan).graph
+            names = [each.name for each in (*graph.input, *graph.output)]
+
+            def create_execution_context(strategy: int) -> Session:
+                assert strategy == 2
+                StandIn.contexts += 1
+                return Session(plan)
+
+            return SimpleNamespace(
+                num_io_tensors=len(names),
+                device_memory_size_v2=640,
+                get_tensor_name=names.__getitem__,
+                get_tensor_dtype=lambda name: 1,
+                create_execution_context=create_execution_context,
+            )
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(loader, "import_library", lambda name: StandIn)
+    monkeypatch.setattr(loader, "gpu", lambda device: SimpleNamespace(capability=(8, 9)))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    StandIn.contexts = 0
+    yield
+
+
+@pytest.fixture(scope="module")
+def sliding(tmp_path_factory: pytest.TempPathFactory) -> tuple[Sliding, Path]:
+    torch.manual_seed(2)
+    module = Sliding()
+    rows = torch.export.Dim("T", min=1, max=64)
+    with torch.no_grad():
+        program = torch.export.export(
+            module, arguments(3), dynamic_shapes=({0: rows}, {}, {}, {0: rows}), strict=False
+        )
+    model = to_onnx(program, "test.graph")
+    layout = json.loads(model.metadata_props[0].value)
+    names = [each.name for each in model.graph.input]
+    plan = model.SerializeToString()
+    count = len(names) - layout["weights"]
+    header = EngineHeader(
+        library="tensorrt_rtx",
+        version="1.2.3",
+        capabilities=("8.6", "8.9"),
+        inputs=tuple(names[:count]),
+        weights=tuple(name.removeprefix("model.") for name in names[count:]),
+        outputs=tuple(each.name for each in model.graph.output),
+        state=tuple(index for index, _ in layout["state"]),
+        model_bytes=0,
+        plan_bytes=len(plan),
+    )
+    path = tmp_path_factory.mktemp("sliding") / "sliding.trt"
+    write_engine(path, EngineFile(header=header, model=b"", plan=plan))
+    return module, path
+
+
+def test_an_engine_reads_and_writes_the_tensors_it_is_given(
+    sliding: tuple[Sliding, Path], stand_in: None
+) -> None:
+    module, path = sliding
+    engine = loader.TensorRtEngine(path, CPU)
+    assert sorted(engine.constants()) == ["bias", "weight"]
+    engine.bind(module.model.state_dict())
+    for count in (3, 1, 3):
+        mine, theirs = arguments(count), arguments(count)
+        addresses = [each.data_ptr() for each in mine]
+        with torch.no_grad():
+            expected = module(*theirs)
+        for value, reference in zip((*engine.run(mine), *mine), (*expected, *theirs), strict=True):
+            torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-5)
+        assert [each.data_ptr() for each in mine] == addresses
+    assert StandIn.contexts == 2, "one for each set of shapes"
+    x, window, rows, places = arguments(2)
+    strided = torch.zeros(3, 9).t().copy_(rows)
+    engine.run([x, window, strided, places])
+    assert torch.equal(strided[places], 2 * x)
+    weight = torch.zeros(5, 3)
+    engine.bind({"weight": weight, "bias": torch.arange(5.0)})
+    x, window, rows, places = arguments(3)
+    before = window.sum()
+    torch.testing.assert_close(
+        engine.run([x, window, rows, places])[0], torch.arange(5.0).expand(4, 5) + before
+    )
+
+
+def changed(path: Path, folder: Path, *, plan: bytes | None = None, **fields: Any) -> Path:
+    file = read_engine(path)
+    content = file.plan if plan is None else plan
+    header = dataclasses.replace(file.header, plan_bytes=len(content), **fields)
+    write_engine(folder / "changed.trt", EngineFile(header=header, model=file.model, plan=content))
+    return folder / "changed.trt"
+
+
+def test_an_engine_of_another_version_gpu_or_library_is_refused(
+    sliding: tuple[Sliding, Path], stand_in: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = sliding[1]
+    for fields, message, fix in (
+        ({"version": "9.9"}, "built by TensorRT for RTX 9.9, here is 1.2.3", "pip install 'tensorrt-rtx==9.9'"),
+        ({"capabilities": ("12.0",)}, "for a GPU of compute capability 12.0, here is 8.9", "run it on such a GPU"),
+        ({"library": "other"}, "built by other, which this mingc does not know", "export again"),
+        ({"plan": b"another"}, "refuses the engine: the plan is for another driver", "export again"),
+    ):  # fmt: skip
+        with pytest.raises(ArtifactError, match=message) as refused:
+            loader.TensorRtEngine(changed(path, tmp_path, **fields), CPU)
+        assert fix in (refused.value.fix or "")
+
+    def absent(name: str) -> Any:
+        raise ImportError("no such module")
+
+    monkeypatch.setattr(loader, "import_library", absent)
+    with pytest.raises(ArtifactError, match="needs TensorRT for RTX, which cannot be imported") as refused:
+        loader.TensorRtEngine(path, CPU)
+    assert refused.value.fix == "pip install 'mingc[tensorrt]'"
+    with pytest.raises(ArtifactError, match=r"for a GPU of compute capability 8.6 or 8.9, not for a CPU"):
+        loader.load(path, CPU)
+
+
+def test_a_damaged_file_is_refused(sliding: tuple[Sliding, Path], tmp_path: Path) -> None:
+    content = sliding[1].read_bytes()
+    broken = tmp_path / "broken.trt"
+    for part, message in (
+        (content[:-1], f"has {len(content) - 1} bytes, its header states {len(content)}"),
+        (content[:40], "header of the engine is damaged"),
+        (b"ONNX" + content, "no TensorRT engine of mingc"),
+        (b"", "no TensorRT engine of mingc"),
+    ):
+        broken.write_bytes(part)
+        with pytest.raises(ArtifactError, match=message):
+            read_engine(broken)
+
+
+class Spectrum(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.rfft(x).abs()
+
+
+def build(module: nn.Module, given: tuple[Tensor, ...], path: Path, cache: Path | None) -> float:
+    with torch.no_grad():
+        program = torch.export.export(module, given, strict=False)
+    return BACKEND.compile(program, path, device="rtx:sm89", cache=cache, where="test.graph")
+
+
+@needs_library
+def test_engines_for_rtx_cards_are_built_without_a_gpu(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    stage = find("talker")
+    config = stage.config(checkpoint)
+    plan = next(each for each in stage.graphs(config, Shard(), StageOptions()) if each.spec.name == "step")
+    module = float32_module(stage, config, checkpoint)
+    program = capture(plan, module, stage="talker", static_shapes=None, device=CPU)
+    paths = [tmp_path / f"{index}.trt" for index in range(3)]
+    words: dict[str, Any] = {"device": "rtx:sm86,sm120", "where": "talker.step"}
+    for path, cache in zip(paths, (None, tmp_path, tmp_path), strict=True):
+        seconds = BACKEND.compile(program, path, cache=cache, **words)
+        assert (seconds == 0.0) == (path is paths[2]), "the last one comes from the cache"
+    assert paths[1].read_bytes() == paths[2].read_bytes()
+    header = read_engine(paths[0]).header
+    assert header.capabilities == ("8.6", "12.0") and header.library == "tensorrt_rtx"
+    engine = loader.load(paths[0], CPU)  # its ONNX model
+    engine.bind(module.state_dict())
+    example = plan.example(plan.check_dims, torch.Generator().manual_seed(3))
+    mine, theirs = ({name: each.clone() for name, each in example.items()} for _ in range(2))
+    with torch.no_grad():
+        (expected,) = getattr(module, plan.method)(*theirs.values())
+    (got,) = engine.run(list(mine.values()))
+    assert relative_error(got, expected) < 1e-5
+    assert all(relative_error(mine[each.name], theirs[each.name]) < 1e-5 for each in plan.spec.state)
+
+
+@needs_library
+def test_a_graph_that_tensorrt_refuses_is_an_error_of_the_export(tmp_path: Path) -> None:
+    with pytest.raises(
+        CompileError, match=r"TensorRT for RTX [\d.]+ (refuses|cannot build) the graph"
+    ) as refused:
+        build(Spectrum(), (torch.randn(2, 8),), tmp_path / "x.trt", None)
+    assert refused.value.where == "test.graph" and "--backend aoti:STAGE" in (refused.value.fix or "")
+    assert not [*tmp_path.iterdir()]
+    assert onnx_backend.BACKEND.unsupported_reason("cpu", "float32") is None
+
+
+def test_a_builder_that_crashes_is_an_error_of_the_export(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(
+        "#!/bin/sh\necho 'Fatal Python error: Segmentation fault'\nkill -SEGV $$\n", encoding="ascii"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr("mingc.export.compile.tensorrt_program.sys.executable", str(program))
+    job = BuildJob(library="tensorrt_rtx", ranges=(), cards=("SM89",))
+    with pytest.raises(CompileError, match=r"built the graph ended with -11: Fatal Python error") as refused:
+        tensorrt_program._build(b"", job, "test.graph")
+    assert refused.value.where == "test.graph"
+
+
+def test_a_job_reaches_the_builder_as_it_is() -> None:
+    shapes = ((1, 4), (3, 4), (9, 4))
+    for cards in (None, (), ("SM86", "SM120")):
+        job = BuildJob(library="tensorrt_rtx", ranges=(Range(name="x", shapes=shapes),), cards=cards)
+        assert read_job(job.to_json()) == job

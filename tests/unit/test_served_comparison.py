@@ -1,0 +1,533 @@
+"""What `verify` compares of a served request: every wrong thing fails the row that is named after it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mingc.errors import WorkerError
+from mingc.runtime.request import AudioDelta, Done, Event, TextDelta, TextDone, Usage
+from mingc.verify.comparison_log import ComparisonLog
+from mingc.verify.served import replay, verification
+from mingc.verify.served.cases import (
+    RecordedMessage,
+    RecordedPart,
+    RecordedSpeech,
+    ServedCase,
+    ServedGoldens,
+)
+from mingc.verify.served.replay import MIN_SHARE_LOW_PRECISION, Served, ServedReplay, _common_length, _Share
+from mingc.verify.served.verification import compare_parameters, served_options
+
+HZ, PATCH = 16000, 2000
+HELLO = RecordedMessage(role="user", parts=(RecordedPart(kind="text", text="Hi"),))
+CHAT = ServedCase(name="chat", messages=(HELLO,), max_tokens=3, rope_delta=-2, finish="length")
+SPOKEN = ServedCase(
+    name="spoken", messages=(HELLO,), max_tokens=3, rope_delta=-2, speech=RecordedSpeech(max_steps=2)
+)
+SPEECH = ServedCase(name="speech", text="Hello.", speech=RecordedSpeech(max_steps=2))
+SILENT = ServedCase(name="silent", text="…", speech=RecordedSpeech())
+CASES = (CHAT, SPOKEN, SPEECH, SILENT)
+
+_RANDOM = np.random.default_rng(5)
+LOGITS = _RANDOM.standard_normal((4, 9)).astype(np.float32)
+COLUMNS = np.array([0, 2, 8])
+TOKENS = [7, 8, 5]
+LATENTS = _RANDOM.standard_normal((3, 4, 2)).astype(np.float32)
+STOP = np.array([0.1, 0.2, 0.9], np.float32)
+SAMPLES = (0.1 * np.sin(np.arange(3 * PATCH) / 9)).astype(np.float32)
+
+
+def tensors() -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for name in ("chat", "spoken"):
+        made |= {
+            f"{name}.input_ids": np.arange(4),
+            f"{name}.positions": np.tile(np.arange(4), (3, 1)),
+            f"{name}.embed_kind": np.zeros(4, np.int64),
+            f"{name}.tokens": np.array(TOKENS),
+            f"{name}.logits": LOGITS[:, COLUMNS],
+            f"{name}.columns": COLUMNS,
+        }
+    for name in ("spoken", "speech"):
+        made |= {
+            f"{name}.patches": np.array([2, 1]),
+            f"{name}.latents": LATENTS,
+            f"{name}.stop": STOP,
+            f"{name}.samples": SAMPLES,
+            f"{name}.noise": np.arange(24, dtype=np.float32).reshape(3, 4, 2),
+            f"{name}.step_noise": np.zeros((3, 1, 4, 2), np.float32),
+        }
+    return {**made, "silent.patches": np.array([0])}
+
+
+def goldens(*cases: ServedCase) -> ServedGoldens:
+    return ServedGoldens(cases=cases, tensors=tensors(), sample_rate=HZ, parameters={})
+
+
+def answers(case: ServedCase) -> Served:
+    """What a right service gives for `case`."""
+    served = Served()
+    usage = Usage(
+        prompt_tokens=4 if case.messages else 0,
+        completion_tokens=3 if case.messages else 0,
+        audio_patches=3 if case in (SPOKEN, SPEECH) else 0,
+    )
+    if case.messages:
+        served.tokens, served.logits = list(TOKENS), list(LOGITS[:3])
+    if usage.audio_patches:
+        served.latents, served.stop = list(LATENTS), STOP.tolist()
+        served.samples = np.split(SAMPLES, 3)
+    served.done = Done(finish_reason="length", usage=usage)
+    return served
+
+
+class RightService:
+    """Answers every case as recorded, and keeps what it was asked."""
+
+    info = SimpleNamespace(sample_rate=HZ)
+
+    def __init__(self) -> None:
+        self.held = {"requests": 0, "pages": 0}
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.is_closed = False
+
+    def prepare(self, messages: object) -> Any:
+        tokens = SimpleNamespace(
+            input_ids=np.arange(4),
+            positions=np.tile(np.arange(4), (3, 1)),
+            embed_kind=np.zeros(4, np.int64),
+            rope_delta=-2,
+        )
+        return SimpleNamespace(tokens=tokens, media=SimpleNamespace(vision=(), audio=()))
+
+    async def _events(self, case: ServedCase) -> AsyncGenerator[Event]:
+        self.held["requests"] += 1
+        try:
+            served = answers(case)
+            for token, logits in zip(served.tokens, served.logits, strict=True):
+                await asyncio.sleep(0)
+                yield TextDelta(text="x", token=token, logits=logits)
+            if case.messages:
+                yield TextDone(finish_reason="length")
+            for latents, stop, samples in zip(served.latents, served.stop, served.samples, strict=True):
+                await asyncio.sleep(0)
+                yield AudioDelta(samples=samples, latents=latents, stop_probability=stop)
+            assert served.done is not None
+            yield served.done
+        finally:
+            self.held["requests"] -= 1
+
+    async def answer(
+        self, prepare: Callable[[], Any], sampling: Any, speech: Any = None, **options: Any
+    ) -> Any:
+        prepare()
+        self.asked.append(("answer", {"sampling": sampling, "speech": speech, **options}))
+        async for event in self._events(CHAT if speech is None else SPOKEN):
+            yield event
+
+    async def speech(self, request: Any, **options: Any) -> Any:
+        self.asked.append(("speech", {"request": request, **options}))
+        async for event in self._events(SILENT if request.text == SILENT.text else SPEECH):
+            yield event
+
+    async def close(self, *, shutdown_timeout_s: float) -> None:
+        self.is_closed = True
+
+
+def make(
+    *cases: ServedCase, is_exact: bool = True, tolerance: float = 1e-4
+) -> tuple[ServedReplay, ComparisonLog]:
+    given = goldens(*cases)
+    log = ComparisonLog("served", given.tensors, tolerance=tolerance, is_exact=is_exact)
+    service: Any = RightService()
+    return ServedReplay(service, given, log), log
+
+
+def failed(log: ComparisonLog) -> list[str]:
+    return [each.name.removeprefix("served: ") for each in log.comparisons if each.outcome == "FAIL"]
+
+
+ROWS = {
+    "chat": ["chat.usage", "chat.tokens", "chat.logits", "chat.finish"],
+    "speech": ["speech.patches", "speech.latents", "speech.stop", "speech.samples"],
+}
+FIGURES = 6  # rows of the whole wave
+
+
+def test_a_service_that_answers_as_recorded_passes_every_row() -> None:
+    run, log = make(CHAT, SPOKEN, SPEECH)
+    asyncio.run(run.run())
+    assert failed(log) == []
+    names = [each.name.removeprefix("served: ") for each in log.comparisons]
+    for how in ("alone", "in a mixed batch"):
+        for name in ("chat.tokens", "chat.logits", "spoken.tokens", "speech.latents", "speech.samples"):
+            assert f"{name} ({how})" in names
+        assert (
+            sum(each.endswith(f"({how})") and each.startswith("speech.speech") for each in names) == FIGURES
+        )
+    for name in ("input_ids", "positions", "embed_kind", "rope_delta"):
+        assert f"chat.{name}" in names and f"spoken.{name}" in names
+    for how in (
+        "all requests, alone",
+        "all requests, in a mixed batch",
+        "a chat that leaves",
+        "a speech that leaves",
+    ):
+        assert f"held after {how}" in names
+
+
+def test_requests_are_asked_for_as_they_were_recorded() -> None:
+    run, _ = make(CHAT, SPOKEN, SPEECH)
+    asyncio.run(run.run())
+    service: Any = run._service
+    chat, spoken, speech = service.asked[:3]
+    assert chat[1]["speech"] is None and chat[1]["sampling"].max_tokens == 3 and chat[1]["records_logits"]
+    assert spoken[1]["speech"].max_steps == 2
+    noise = tensors()["spoken.noise"]
+    for asked in (spoken, speech):
+        given = asked[1]["noise"]
+        assert np.array_equal(given.start(0, 1, (4, 2)), noise[1])
+        assert np.array_equal(given.start(1, 0, (4, 2)), noise[2]), "after the patches of the segment before"
+        assert not given.start(1, 1, (4, 2)).any() and not given.diffusion(0, 0, (1, 4, 2)).any()
+    assert speech[1]["request"].text == "Hello." and speech[1]["request"].speech.max_steps == 2
+    leaving = [options for kind, options in service.asked if kind == "answer"][-1]
+    assert leaving["sampling"].ignore_eos and leaving["sampling"].max_tokens > 1 << 16
+    assert [options for kind, options in service.asked if kind == "speech"][-1]["request"].text.count(
+        "Hello."
+    ) > 9
+
+
+def put(name: str, value: object) -> Callable[[Served], None]:
+    return lambda served: setattr(served, name, value)
+
+
+def usage(**counts: int) -> Callable[[Served], None]:
+    def change(served: Served) -> None:
+        assert served.done is not None
+        served.done = replace(served.done, usage=replace(served.done.usage, **counts))
+
+    return change
+
+
+def done(**changes: Any) -> Callable[[Served], None]:
+    def change(served: Served) -> None:
+        assert served.done is not None
+        served.done = replace(served.done, **changes)
+
+    return change
+
+
+def other_column(served: Served) -> None:
+    served.logits = [LOGITS[0], LOGITS[1].copy(), LOGITS[2]]
+    served.logits[1][2] += 0.01
+
+
+def other_latent(served: Served) -> None:
+    served.latents = [LATENTS[0], LATENTS[1] + 0.01, LATENTS[2]]
+
+
+def one_patch_less(served: Served) -> None:
+    served.latents, served.stop, served.samples = served.latents[:2], served.stop[:2], served.samples[:2]
+
+
+CHANGES: dict[str, tuple[ServedCase, Callable[[Served], None], set[str]]] = {
+    "another token": (CHAT, put("tokens", [7, 8, 6]), {"chat.tokens"}),
+    "a token less": (CHAT, put("tokens", [7, 8]), {"chat.tokens", "chat.usage"}),
+    "other logits": (CHAT, other_column, {"chat.logits"}),
+    "logits of another step": (CHAT, put("logits", list(LOGITS[1:])), {"chat.logits"}),
+    "completion tokens": (CHAT, usage(completion_tokens=4), {"chat.usage"}),
+    "prompt tokens": (CHAT, usage(prompt_tokens=3), {"chat.usage"}),
+    "no end": (CHAT, put("done", None), {"chat.usage", "chat.finish"}),
+    "another reason": (CHAT, done(finish_reason="stop"), {"chat.finish"}),
+    "an error": (CHAT, put("error", WorkerError("broken")), {"chat (alone)"}),
+    "latents": (SPEECH, other_latent, {"speech.latents"}),
+    "stop": (SPEECH, put("stop", [0.1, 0.3, 0.9]), {"speech.stop"}),
+    "a sample": (
+        SPEECH,
+        put(
+            "samples", [SAMPLES[:PATCH], SAMPLES[PATCH : 2 * PATCH] * np.float32(1.001), SAMPLES[2 * PATCH :]]
+        ),
+        {"speech.samples"},
+    ),
+    "one patch less": (
+        SPEECH,
+        one_patch_less,
+        {"speech.patches", "speech.latents", "speech.stop", "speech.samples", "speech.speech"},
+    ),
+    "patches of the usage": (SPEECH, usage(audio_patches=2), {"speech.patches"}),
+    "no patch": (SPEECH, put("latents", []), {"speech.patches", "speech.speech"}),
+    "words of a silent text": (SILENT, put("latents", [LATENTS[0]]), {"silent.patches"}),
+    "speech of a chat": (SPOKEN, other_latent, {"spoken.latents"}),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_wrong_fails_its_row_and_no_other(name: str) -> None:
+    case, change, expected = CHANGES[name]
+    run, log = make(*CASES)
+    run._compare(case, answers(case), "alone")
+    assert failed(log) == []
+    served = answers(case)
+    change(served)
+    log.comparisons.clear()
+    run._compare(case, served, "alone")
+    rows = {each if "error" in name else each.split(" ")[0] for each in failed(log)}
+    assert rows == expected
+
+
+@pytest.mark.parametrize("name", ["input_ids", "positions", "embed_kind", "rope_delta"])
+def test_another_prompt_fails(name: str) -> None:
+    run, log = make(CHAT)
+    service: Any = run._service
+    prompt = service.prepare(())
+    setattr(prompt.tokens, name, getattr(prompt.tokens, name) + 1)
+    service.prepare = lambda _: prompt
+    run._check_prompt(CHAT)
+    assert failed(log) == [f"chat.{name}"]
+
+
+def test_features_of_media_are_compared_one_by_one() -> None:
+    run, log = make(CHAT)
+    values = {
+        f"chat.{kind}.{index}": np.full(4, 1.0 + index) for kind in ("vision", "audio") for index in (0, 1)
+    }
+    log.references.update(values)  # type: ignore[attr-defined]
+    service: Any = run._service
+    for spoiled in values:
+        made = {name: value + 3e-5 * (name == spoiled) * value for name, value in values.items()}
+        prompt = RightService().prepare(())
+        prompt.media = SimpleNamespace(
+            vision=[SimpleNamespace(pixels=made[f"chat.vision.{index}"]) for index in (0, 1)],
+            audio=[SimpleNamespace(mel=made[f"chat.audio.{index}"]) for index in (0, 1)],
+        )
+        service.prepare = lambda _, prompt=prompt: prompt
+        log.comparisons.clear()
+        run._check_prompt(CHAT)
+        assert failed(log) == [spoiled], "1e-5 is the documented tolerance"
+
+
+# In low precision: rows before the first difference count.
+
+
+@pytest.mark.parametrize(
+    ("tokens", "near"),
+    [([7, 8, 5], 3), ([7, 8, 4], 3), ([7, 1, 5], 2), ([1, 8, 5], 1), ([7], 2), ([], 1)],
+    ids=str,
+)
+def test_steps_after_the_first_other_token_do_not_count(tokens: list[int], near: int) -> None:
+    """The step that gave the first other token had the same past, so its logits are compared as well."""
+    run, log = make(CHAT, is_exact=False, tolerance=0.1)
+    served = answers(CHAT)
+    served.tokens, served.logits = tokens, list(LOGITS[: max(len(tokens), 2)][:3])
+    served.done = Done(finish_reason="length", usage=Usage(prompt_tokens=4, completion_tokens=len(tokens)))
+    run._compare(CHAT, served, "alone")
+    assert failed(log) == []
+    assert (run._text.near, run._text.total) == (near, 4)
+
+
+def test_a_share_counts_up_to_the_first_difference() -> None:
+    share = _Share()
+    for near, count in (([], 0), ([True] * 3, 3), ([True, False, True, True], 1), ([False, True], 0)):
+        before = share.near
+        share.add(np.array(near, bool), 10)
+        assert share.near - before == count
+    assert share.total == 40
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "count"),
+    [
+        ([], [], 0),
+        ([1, 2], [1, 2], 2),
+        ([1, 2, 3], [1, 2], 2),
+        ([1, 2], [1, 3], 1),
+        ([2, 1], [1, 1], 0),
+        ([1], [], 0),
+    ],
+    ids=str,
+)
+def test_equal_values_at_the_start_are_counted(one: list[int], other: list[int], count: int) -> None:
+    assert _common_length(np.array(one, np.int64), np.array(other, np.int64)) == count
+
+
+@pytest.mark.parametrize(
+    ("change", "near", "rows"),
+    [
+        (lambda served: None, 3, FIGURES),
+        (other_latent, 3, FIGURES),  # within 0.1
+        (lambda served: served.latents.__setitem__(1, LATENTS[1] + 9), 1, 0),
+        (one_patch_less, 2, 0),
+    ],
+)
+def test_in_low_precision_a_wave_is_compared_if_its_patches_are_near(
+    change: Callable[[Served], object], near: int, rows: int
+) -> None:
+    run, log = make(SPEECH, is_exact=False, tolerance=0.1)
+    served = answers(SPEECH)
+    change(served)
+    run._compare(SPEECH, served, "alone")
+    assert (run._speech.near, run._speech.total) == (near, 3)
+    assert len(log.comparisons) == rows and failed(log) == []
+
+
+def test_in_low_precision_a_chat_that_says_other_words_is_not_compared_in_sound() -> None:
+    run, log = make(SPOKEN, is_exact=False, tolerance=0.1)
+    served = answers(SPOKEN)
+    served.tokens = [7, 8, 4]
+    run._compare(SPOKEN, served, "alone")
+    assert (run._text.total, run._speech.total) == (4, 0) and failed(log) == []
+
+
+@pytest.mark.parametrize(("wrong", "passes"), [(0, True), (1, False)])
+def test_half_of_the_recorded_steps_must_be_found_in_low_precision(wrong: int, passes: bool) -> None:
+    """Three of four rows of logits at best; `wrong` answers differ from the first step on."""
+    assert MIN_SHARE_LOW_PRECISION == 0.5
+
+    class Service(RightService):
+        async def _events(self, case: ServedCase) -> AsyncGenerator[Event]:
+            async for event in super()._events(case):
+                if wrong and isinstance(event, TextDelta) and event.logits is not None:
+                    event = replace(event, logits=-event.logits)
+                yield event
+
+    run, log = make(CHAT, is_exact=False, tolerance=0.1)
+    run._service = Service()  # type: ignore[assignment]
+    asyncio.run(run.run())
+    assert failed(log) == ([] if passes else ["tokens before the first difference of each request"])
+
+
+@pytest.mark.parametrize("name", ["requests", "pages"])
+def test_what_stays_held_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_FREED_S", 0.02)
+    run, log = make(CHAT, SPEECH)
+    service: Any = run._service
+    before = run_held(run)
+    service.held[name] += 2
+    asyncio.run(run._check_freed(before, "it"))
+    (row,) = log.comparisons
+    assert (row.outcome, row.note) == ("FAIL", f"2 {name}")
+    service.held[name] -= 3
+    log.comparisons.clear()
+    asyncio.run(run._check_freed(before, "it"))
+    assert failed(log) == [], "less is no leak"
+
+
+def run_held(run: ServedReplay) -> dict[str, int]:
+    async def held() -> dict[str, int]:
+        return run._held()
+
+    return asyncio.run(held())
+
+
+def test_a_task_that_is_left_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_FREED_S", 0.02)
+    run, log = make(CHAT)
+
+    async def leave() -> None:
+        before = run._held()
+        task = asyncio.create_task(asyncio.sleep(60))
+        await run._check_freed(before, "it")
+        task.cancel()
+
+    asyncio.run(leave())
+    assert [(each.outcome, each.note) for each in log.comparisons] == [("FAIL", "1 tasks")]
+
+
+# Parameters, and the ways to run an artifact.
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"a": {"x": 1, "y": [1, 2]}, "b": {"z": 2.0}}, set()),
+        ({"a": {"x": 2, "y": [1, 2]}, "b": {"z": 2.0}}, {"a.x"}),
+        ({"a": {"x": 1, "y": [2, 1]}, "b": {"z": 2.0}}, {"a.y"}),
+        ({"a": {"x": 1}, "b": {"z": 2.0}}, {"a.y"}),
+        ({"a": {"x": 1, "y": [1, 2], "new": None}, "b": {"z": 2.0}}, {"a.new"}),
+        ({"a": {"x": 1, "y": [1, 2]}}, {"b.z"}),
+        ({"a": {"x": 1, "y": [1, 2]}, "b": {"z": 2.0}, "c": {"w": 1}}, {"c.w"}),
+    ],
+    ids=str,
+)
+def test_every_parameter_is_compared_with_the_recorded_one(given: dict[str, Any], expected: set[str]) -> None:
+    recorded = ServedGoldens(
+        cases=(), tensors={}, sample_rate=0, parameters={"a": {"x": 1, "y": [1, 2]}, "b": {"z": 2.0}}
+    )
+    log = ComparisonLog("parameters", {}, tolerance=1e-4, is_exact=True)
+    manifest: Any = SimpleNamespace(parameters=given)
+    compare_parameters(manifest, recorded, log)
+    assert {
+        each.name.removeprefix("parameters: ") for each in log.comparisons if each.outcome == "FAIL"
+    } == expected
+    names = {
+        f"{stage}.{name}" for side in (given, recorded.parameters) for stage in side for name in side[stage]
+    }
+    assert len(log.comparisons) == len(names)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_artifact_is_run_with_each_kind_of_sampling_and_depth(device: str) -> None:
+    first, second = served_options(device, 1).values()
+    assert first.steps.max_prompts is not None and first.steps.max_prompts > 64, (
+        "several prompts share a chunk"
+    )
+    assert first.talker_depth is None and first.steps.is_static is None, "as it is served"
+    assert second.steps.is_static is (device == "cpu") and second.steps.two_batch_overlap is True
+    assert second.talker_depth == {"cpu": 2, "cuda": 1}[device] and second.steps.max_chunk == 16
+    assert [*served_options(device, 2)] == [*served_options(device, 1)][: 1 if device == "cuda" else 2]
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RightService]]:
+    services: list[RightService] = []
+
+    def open_service(root: object, options: object) -> RightService:
+        services.append(RightService())
+        return services[-1]
+
+    monkeypatch.setattr(verification, "open_service", open_service)
+    monkeypatch.setattr(verification, "_read", lambda artifact: goldens(CHAT, SPEECH))
+    monkeypatch.setattr(verification, "open_artifact", lambda root: ARTIFACT)
+    yield services
+
+
+ARTIFACT: Any = SimpleNamespace(
+    root="x",
+    manifest=SimpleNamespace(
+        fingerprint=SimpleNamespace(device="cpu", world_size=1, dtype="float32"),
+        parameters={},
+        served_goldens="goldens/served.safetensors",
+    ),
+)
+
+
+def test_recorded_requests_run_through_a_service_of_each_way_which_is_closed(
+    opened: list[RightService],
+) -> None:
+    steps: list[str] = []
+    logs = verification.replay_served(ARTIFACT, steps.append)
+    assert [log.file for log in logs] == ["parameters", *served_options("cpu", 1)] and steps == [
+        *served_options("cpu", 1)
+    ]
+    assert [each.is_closed for each in opened] == [True, True]
+    assert all(failed(log) == [] for log in logs) and all(len(log.comparisons) > 20 for log in logs[1:])
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_running_service_is_closed_only_when_an_answer_differs(
+    wrong: bool, opened: list[RightService]
+) -> None:
+    service: Any = RightService()
+    if wrong:
+        service.info = SimpleNamespace(sample_rate=HZ // 2)
+    report = verification.check_service(service, ARTIFACT.root)
+    assert (report.passed, service.is_closed) == (not wrong, wrong)
+    assert len(report.comparisons) == report.failed and (report.failed > 0) is wrong
+    assert report.checked > 20
