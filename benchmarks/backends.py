@@ -4,8 +4,10 @@
 
 Every graph is loaded and run on the inputs of its golden. Artifacts that hold it take turns, so that a change of the
 machine's load reaches all of them. Of each graph and backend: bytes of the engine, seconds of compilation and error at
-export (both from the manifest), milliseconds to load the engine, and of a run. Times on a shared machine are for
-comparison with each other.
+export (both from the manifest), milliseconds to load the engine, and of a run, also as a ratio to the first artifact's.
+Then new processes, in turns as well, each load all engines of one artifact and run every graph once: seconds from the
+start of the interpreter until all are loaded, and memory that files back (weights are mapped) or not. Times on a shared
+machine are for comparison with each other.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import json
 import platform
 import shlex
 import statistics
@@ -31,7 +34,7 @@ from mingc.artifacts.artifact import Artifact, open_artifact
 from mingc.artifacts.manifest import EngineRecord, GraphRecord
 from mingc.runtime.engines.backends import load_engine
 from mingc.runtime.engines.base import Engine
-from mingc.runtime.engines.stage_loader import _within, opened_weights
+from mingc.runtime.engines.stage_loader import _within, load_stage, opened_weights
 
 CPU = torch.device("cpu")
 
@@ -103,9 +106,81 @@ def compare(artifacts: list[Artifact], loads: int, runs: int) -> list[dict[str, 
             for _ in range(count):
                 for candidate in candidates:
                     candidate.load() if step == "load" else candidate.run(golden)
-        rows.append({"graph": f"{stage}.{graph}", "engines": [each.figures() for each in candidates]})
+        engines = [each.figures() for each in candidates]
+        for each in engines:
+            each["run_ratio"] = round(each["run_ms"]["median"] / engines[0]["run_ms"]["median"], 3)
+            each["load_ratio"] = round(each["load_ms"] / engines[0]["load_ms"], 3)
+        rows.append({"graph": f"{stage}.{graph}", "engines": engines})
         print(f"{rows[-1]['graph']}: {rows[-1]['engines']}", file=sys.stderr)
     return rows
+
+
+def load_all(artifact: Artifact, started: float) -> dict[str, Any]:
+    """Load every stage and run every graph on its golden; what that took of this process, which began at `started`."""
+    imported = time.time()
+    stages = {name: load_stage(artifact, name, CPU) for name in artifact.manifest.stages}
+    loaded = time.time()
+    memory = memory_kib()
+    for name, record in artifact.manifest.stages.items():
+        for graph_name, graph in record.graphs.items():
+            golden = load_file(artifact.path(graph.golden))
+            inputs = {each.name: golden[f"in.{each.name}"] for each in graph.spec.inputs}
+            state = {each.name: golden[f"state.{each.name}"].clone() for each in graph.spec.state}
+            with torch.no_grad():
+                stages[name][graph_name].run(**inputs, **state)
+    modules = {name.split(".")[0] for name in sys.modules} | {*sys.modules}
+    return {
+        "import_s": imported - started,
+        "load_s": loaded - imported,
+        "anonymous_kib": memory["RssAnon"],
+        "anonymous_after_runs_kib": memory_kib()["RssAnon"],
+        "file_backed_kib": memory["RssFile"],
+        "compilers": sorted(
+            modules & {"torch._dynamo", "torch._inductor", "onnx", "onnxscript", "torch.onnx"}
+        ),
+    }
+
+
+def memory_kib() -> dict[str, int]:
+    """Resident memory of this process by kind."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return {line.partition(":")[0]: int(line.split()[1]) for line in lines if line.startswith("Rss")}
+
+
+def compare_processes(artifacts: list[Artifact], count: int) -> list[dict[str, Any]]:
+    """Medians of `count` processes per artifact, and their ratios to those of the first artifact."""
+    found: list[list[dict[str, Any]]] = [[] for _ in artifacts]
+    for _ in range(count):
+        for artifact, of_artifact in zip(artifacts, found, strict=True):
+            words = [sys.executable, __file__, str(artifact.root), "--process", str(time.time())]
+            done = subprocess.run(words, capture_output=True, text=True, check=True)
+            of_artifact.append(json.loads(done.stdout))
+    rows = []
+    for artifact, of_artifact in zip(artifacts, found, strict=True):
+        figures = {
+            name: round(statistics.median(each[name] for each in of_artifact), 3)
+            for name in of_artifact[0]
+            if name != "compilers"
+        }
+        engines = {each.file for graphs in graphs_of(artifact) for each in graphs.engines}
+        weights = {file for stage in artifact.manifest.stages.values() for file in stage.weights}
+        files = artifact.manifest.files
+        row: dict[str, Any] = {
+            "backends": sorted({each for graph in graphs_of(artifact) for each in graph.backends}),
+            "engine_bytes": sum(files[file].size_bytes for file in engines),
+            "weight_bytes": sum(files[file].size_bytes for file in weights),
+            "compilers": sorted({name for each in of_artifact for name in each["compilers"]}),
+            "processes": count,
+            **figures,
+        }
+        for name in ("load_s", "anonymous_after_runs_kib", "engine_bytes"):
+            row[f"{name}_ratio"] = round(row[name] / (rows[0] if rows else row)[name], 3)
+        rows.append(row)
+    return rows
+
+
+def graphs_of(artifact: Artifact) -> list[GraphRecord]:
+    return [graph for stage in artifact.manifest.stages.values() for graph in stage.graphs.values()]
 
 
 def main() -> None:
@@ -115,10 +190,18 @@ def main() -> None:
     parser.add_argument("artifacts", nargs="+", type=Path)
     parser.add_argument("--loads", type=int, default=5)
     parser.add_argument("--runs", type=int, default=60)
+    parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument("--process", type=float, help=argparse.SUPPRESS)  # when this process was started
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    rows = compare([open_artifact(path) for path in given.artifacts], given.loads, given.runs)
+    artifacts = [open_artifact(path) for path in given.artifacts]
+    if given.process is not None:
+        print(json.dumps(load_all(artifacts[0], given.process)))
+        return
+    rows = compare(artifacts, given.loads, given.runs)
+    processes = compare_processes(artifacts, given.processes)
+    print(f"processes: {processes}", file=sys.stderr)
     commit = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
@@ -138,6 +221,7 @@ def main() -> None:
             "mingc": mingc.__version__,
         },
         "figures": rows,
+        "processes": processes,
     }
     if given.json:
         write(given.json, document)

@@ -1,9 +1,19 @@
-"""Pack, sign, verify, unpack, map and serve a bundle of any size, and kill pack and unpack half-way; on a CPU.
+"""Pack, sign, verify, unpack, map and serve a bundle of any size; kill export, pack and unpack; memory of an export.
 
-    python benchmarks/bundle_trial.py ARTIFACT --gigabytes 20 --kills 10 --json benchmarks/results/bundle-cpu.json
+    python benchmarks/bundle_trial.py ARTIFACT --gigabytes 20 --json benchmarks/results/bundle-cpu.json
+    python benchmarks/bundle_trial.py ARTIFACT --parts kills,export-kills --gigabytes 0.5 --kills 10 --json FILE
+    python benchmarks/bundle_trial.py ARTIFACT --parts export --config released --layers 2 --stages thinker --json FILE
 
 The bundle is ARTIFACT (an artifact that serves on this machine) with weights files of random bytes added, which nothing
 reads but which are hashed and packed like any others. Each figure is one run. Needs twice the size in disk space.
+
+Kills: each time the command is killed (SIGKILL) at a random moment, what it left is looked at, the same command runs to
+its end, and its result is verified. The bytes that both runs wrote, less those of a run in peace, are the work redone.
+An export is killed at successive moments with one engine cache; there the seconds of all runs are compared with those
+of one in peace, which every start of Python and torch counts for as well.
+
+Export: a random checkpoint (`mingc synth`) is exported without the cache; the memory of its process tree is sampled
+(PSS: shared pages count once) and compared with the largest weights file that it wrote.
 """
 
 from __future__ import annotations
@@ -22,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +48,7 @@ _FILE_BYTES = 4 << 30
 _BLOCK_BYTES = 64 << 20
 _READY_S = 900
 Figure = dict[str, Any]
+Note = Callable[[str, float, str], None]
 
 
 def main() -> None:
@@ -46,8 +58,14 @@ def main() -> None:
     parser.add_argument("artifact", type=Path, help="folder of an artifact that serves here")
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the bundle in 10^9 bytes")
     parser.add_argument(
-        "--kills", type=int, default=0, help="random moments at which pack and unpack are killed"
+        "--parts", default="bundle", help="of bundle, kills, export-kills, export; with commas"
     )
+    parser.add_argument(
+        "--kills", type=int, default=10, help="random moments at which export, pack and unpack are killed"
+    )
+    parser.add_argument("--config", default="tiny", help="of the checkpoint to export: see mingc synth")
+    parser.add_argument("--layers", type=int, help="of its thinker; default: the config's")
+    parser.add_argument("--stages", default="audio_encoder", help="stages to export (default: audio_encoder)")
     parser.add_argument("--folder", type=Path, help="where to work; default: a temporary folder")
     parser.add_argument("--json", type=Path, help="write the result here")
     given = parser.parse_args()
@@ -56,8 +74,26 @@ def main() -> None:
     ).stdout.strip()
     if given.json and not commit:
         parser.error("--json needs the measured commit")
+    parts = given.parts.split(",")
+    if unknown := {*parts} - {"bundle", "kills", "export-kills", "export"}:
+        parser.error(f"--parts {','.join(sorted(unknown))}: not one of bundle, kills, export-kills, export")
+    figures: list[Figure] = []
+
+    def note(name: str, value: float, unit: str) -> None:
+        figures.append({"name": name, "value": round(value, 3), "unit": unit})
+        print(f"name={name} value={value:.3f} unit={unit!r}", flush=True)
+
+    note("load_average_at_start", os.getloadavg()[0], "processes that want a core, mean of a minute")
     with tempfile.TemporaryDirectory(dir=given.folder, prefix="bundle-trial-") as folder:
-        figures = trial(given.artifact, Path(folder), int(given.gigabytes * 1e9), given.kills)
+        if "bundle" in parts:
+            measure(given.artifact, Path(folder), int(given.gigabytes * 1e9), note)
+        if "kills" in parts:
+            kill_bundles(given.artifact, Path(folder), int(given.gigabytes * 1e9), given.kills, note)
+        if "export-kills" in parts:
+            kill_export(Path(folder), given.stages, given.kills, note)
+        if "export" in parts:
+            measure_export(Path(folder), given.config, given.layers, given.stages, note)
+    note("load_average_at_end", os.getloadavg()[0], "processes that want a core, mean of a minute")
     if given.json:
         words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
         document = {
@@ -81,13 +117,8 @@ def main() -> None:
         given.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def trial(artifact: Path, folder: Path, size: int, kills: int) -> list[Figure]:
-    """All figures, each printed as soon as it is known."""
-    figures: list[Figure] = []
-
-    def note(name: str, value: float, unit: str) -> None:
-        figures.append({"name": name, "value": round(value, 3), "unit": unit})
-        print(f"name={name} value={value:.3f} unit={unit!r}", flush=True)
+def measure(artifact: Path, folder: Path, size: int, note: Note) -> None:
+    """Rates of every step, each noted as soon as it is known."""
 
     def rate(name: str, seconds: float, count: int) -> None:
         note(f"{name}_seconds", seconds, "s")
@@ -96,23 +127,12 @@ def trial(artifact: Path, folder: Path, size: int, kills: int) -> list[Figure]:
     source, bundle, out = folder / "artifact", folder / "large.mingc", folder / "out"
     total = _enlarge(artifact, source, size)
     note("artifact_bytes", total, "bytes")
-    if kills:
-        resumed, times = _kill(["bundle", "pack", source, bundle], bundle, kills)
-        note("pack_kills", times, "kills")
-        note("pack_resumed_share", resumed, "of the bundle, there already when the last run began")
-        bundle.unlink()
     rate("pack", _timed("bundle", "pack", source, bundle), total)
     shutil.rmtree(source)
     _timed("bundle", "keygen", folder / "k.key")
     rate("sign", _timed("bundle", "sign", bundle, "--secret-key", folder / "k.key"), total)
     check = ["bundle", "verify-signature", bundle, "--public-key", folder / "k.pub"]
     rate("verify_signature", _timed(*check), total)
-    if kills:
-        resumed, times = _kill(["bundle", "unpack", bundle, out], out, kills)
-        note("unpack_kills", times, "kills")
-        note("unpack_resumed_share", resumed, "of the bundle, there already when the last run began")
-        shutil.rmtree(out)
-        _timed("bundle", "prune", folder)
     rate("unpack", _timed("bundle", "unpack", bundle, out), total)
     note(
         "unpack_again_shared", _timed("bundle", "unpack", bundle, folder / "second"), "s, all weights linked"
@@ -123,7 +143,168 @@ def trial(artifact: Path, folder: Path, size: int, kills: int) -> list[Figure]:
     for name, path in (("folder", out), ("bundle", bundle)):
         note(f"serve_{name}_ready", _ready(path), "s, hashes compared")
         note(f"serve_{name}_ready_unchecked", _ready(path, "--no-check-hashes"), "s, --no-check-hashes")
-    return figures
+    for path in (bundle, out, folder / "second", folder / ".mingc-files"):
+        _remove(path)
+
+
+def kill_bundles(artifact: Path, folder: Path, size: int, kills: int, note: Note) -> None:
+    """Kill pack and unpack; whatever they ever leave under the name of the result is verified."""
+    source, bundle, out = folder / "artifact", folder / "killed.mingc", folder / "killed"
+    note("killed_bytes", _enlarge(artifact, source, size), "bytes of the artifact")
+    for name, words, target in (
+        ("pack", ["bundle", "pack", source, bundle], bundle),
+        ("unpack", ["bundle", "unpack", bundle, out], out),
+    ):
+        chosen = random.Random(1)
+        started = time.perf_counter()
+        whole = _finished(words, target)
+        seconds = time.perf_counter() - started
+        redone: list[float] = []
+        complete = 0
+        while len(redone) < kills:
+            _remove(target)
+            _timed("bundle", "prune", folder)  # or an unpack would link what the last one left in the store
+            process = _start(*words)
+            try:
+                process.wait(chosen.uniform(0.1, 0.9) * seconds)
+                written = 0  # it had ended by then
+            except subprocess.TimeoutExpired:
+                written = _written(process.pid)
+                process.kill()
+            process.communicate()
+            if target.exists():
+                _timed("verify", target, "--no-replay")
+                complete += 1
+                seconds *= 0.8  # the first run was slower, with nothing of its input in memory
+                continue
+            written += _finished(words, target)
+            _timed("verify", target, "--no-replay")
+            redone.append(100 * max(0.0, written / whole - 1))
+        note(
+            f"{name}_kills",
+            len(redone),
+            f"runs killed, {complete} more had ended before; none left half a result",
+        )
+        if redone:
+            note(f"{name}_redone_mean", sum(redone) / len(redone), "% of the bytes, written again")
+            note(f"{name}_redone_worst", max(redone), "% of the bytes, written again")
+    for path in (source, bundle, out):
+        _remove(path)
+    _timed("bundle", "prune", folder)
+
+
+def kill_export(folder: Path, stages: str, kills: int, note: Note) -> None:
+    """Kill an export of the tiny checkpoint at successive moments, each going on with the cache of those before."""
+    checkpoint, output = _ROOT / "tests" / "data" / "tiny-ming", folder / "exported"
+
+    def words(cache: str) -> list[Any]:
+        return ["export", checkpoint, "--stages", stages, "--output", output, "--cache", folder / cache]
+
+    whole = _timed(*words("cache-of-one"))
+    expected = _hashes(output)
+    _remove(output)
+    chosen, seconds, times, complete = random.Random(2), 0.0, 0, 0
+    while times < kills or not output.exists():
+        if output.exists():  # it had ended before the kill: begin anew
+            _remove(output)
+            _remove(folder / "cache-of-killed")
+        started = time.perf_counter()
+        process = _start(*words("cache-of-killed"))
+        try:
+            process.wait(chosen.uniform(0.1, 0.9) * whole if times < kills else None)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            times += 1
+        process.communicate()
+        seconds += time.perf_counter() - started
+        if process.returncode > 0:
+            raise SystemExit(f"mingc export ended with {process.returncode}")
+        if output.exists():
+            _timed("verify", output)
+            complete += 1
+    found = _hashes(output)
+    differing = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
+    note(
+        "export_kills",
+        times,
+        f"runs of an export of {stages} killed, {complete} ended; none left half a result",
+    )
+    note(
+        "export_files_differing", len(differing), f"of {len(expected)} from the export in peace: {differing}"
+    )
+    note(
+        "export_redone",
+        100 * (seconds / complete / whole - 1),
+        "% of the seconds of one export in peace, starts included",
+    )
+    left = [path.name for path in folder.iterdir() if path.name.startswith(".exported.")]
+    note("export_folders_left", len(left), "folders of killed runs after the next one")
+    for path in (output, folder / "cache-of-one", folder / "cache-of-killed"):
+        _remove(path)
+
+
+def measure_export(folder: Path, config: str, layers: int | None, stages: str, note: Note) -> None:
+    """Memory and speed of an export of a random checkpoint."""
+    checkpoint, output = folder / "checkpoint", folder / "exported"
+    given = [] if layers is None else ["--layers", layers]
+    seconds = _timed("synth", checkpoint, "--config", config, *given)
+    size = sum(path.stat().st_size for path in checkpoint.rglob("*.safetensors"))
+    note("checkpoint_bytes", size, f"bytes, --config {config} --layers {layers}")
+    note("synth_rate", size / 1e9 / seconds, "GB/s")
+    started = time.perf_counter()
+    process = _start("export", checkpoint, "--stages", stages, "--output", output, "--no-cache")
+    peak = 0
+    while process.poll() is None:
+        peak = max(peak, _tree_bytes(process.pid))
+        time.sleep(0.1)
+    if process.returncode:
+        raise SystemExit(f"mingc export ended with {process.returncode}")
+    seconds = time.perf_counter() - started
+    sizes = [path.stat().st_size for path in (output / "weights").iterdir()]
+    note("export_seconds", seconds, f"s, --stages {stages}, engines compiled anew")
+    note("export_rate", sum(sizes) / 1e9 / seconds, "GB of weights written per second, compiling included")
+    note("export_largest_weights_bytes", max(sizes), "bytes")
+    note("export_peak_bytes", peak, "bytes, PSS of the process tree")
+    note("export_peak_rss_ratio", peak / max(sizes), "peak of the tree / largest weights file")
+    _remove(output)
+    _remove(checkpoint)
+
+
+def _tree_bytes(pid: int) -> int:
+    """PSS of a process and of all its descendants; 0 for those that end meanwhile."""
+    total, waiting = 0, [pid]
+    while waiting:
+        process = waiting.pop()
+        try:
+            lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+            total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+            for task in Path(f"/proc/{process}/task").iterdir():
+                waiting += map(int, (task / "children").read_text().split())
+        except OSError:
+            continue
+    return total
+
+
+def _written(pid: int) -> int:
+    """Bytes that the process has written so far."""
+    fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+    return int(fields["wchar"])
+
+
+def _finished(words: list[Any], target: Path) -> int:
+    """Run to the end; the bytes it wrote."""
+    process = _start(*words)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its counts are there until it is waited for
+    written = _written(process.pid)
+    process.communicate()
+    if process.returncode or not target.exists():
+        raise SystemExit(f"mingc {' '.join(map(str, words))} ended with {process.returncode}")
+    return written
+
+
+def _hashes(artifact: Path) -> dict[str, str]:
+    """sha256 of every file of an artifact but the manifest, which has the seconds of compiling."""
+    return {name: record.sha256 for name, record in open_artifact(artifact).manifest.files.items()}
 
 
 def _enlarge(artifact: Path, target: Path, size: int) -> int:
@@ -168,40 +349,6 @@ def _timed(*words: object) -> float:
     if process.returncode:
         raise SystemExit(f"mingc {' '.join(map(str, words))} ended with {process.returncode}")
     return time.perf_counter() - started
-
-
-def _kill(words: list[Any], target: Path, kills: int) -> tuple[float, int]:
-    """Kill the command `kills` times at random moments, then let it finish; verify whatever it ever leaves.
-
-    Returns the share that the last run did not have to do, and the number of runs that were really killed.
-    """
-    chosen = random.Random(1)
-    whole = _timed(*words)
-    _remove(target)
-    if words[1] == "unpack":
-        _timed("bundle", "prune", target.parent)  # or files would only be linked
-    times = 0
-    for _ in range(kills):
-        process = _start(*words)
-        try:
-            process.wait(chosen.uniform(0.1, 0.9) * whole)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            times += 1
-        process.communicate()
-        if target.exists():
-            _timed("verify", target, "--no-replay")
-            _remove(target)
-    report = subprocess.run(
-        [sys.executable, "-m", "mingc", *map(str, words), "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    document = json.loads(report.stdout)
-    resumed = document["resumed_bytes"] / document["size_bytes"]
-    _timed("verify", target, "--no-replay")
-    return resumed, times
 
 
 def _remove(path: Path) -> None:

@@ -63,7 +63,7 @@ class ClockService:
         """Nothing to close."""
 
 
-def application(num_replicas: int) -> Any:
+def application(num_replicas: int, *, affinity: bool = False) -> Any:
     """The Serve application with clock services."""
     from mingc.deploy.options import DeployOptions
     from mingc.deploy.ray import build_application
@@ -74,8 +74,9 @@ def application(num_replicas: int) -> Any:
             return ClockService()
 
     options = DeployOptions(
-        artifact="none", num_gpus=0, num_cpus=0.1, min_replicas=num_replicas, max_replicas=num_replicas
-    )
+        artifact="none", num_gpus=0, num_cpus=0.1, min_replicas=num_replicas, max_replicas=num_replicas,
+        affinity=affinity,
+    )  # fmt: skip
     return build_application(options, ClockReplica)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _ROOT = Path(__file__).parents[1]
 _START_LIMIT_S = "300"
@@ -33,16 +35,22 @@ def prepare_environment() -> None:
     os.environ.update(_ENVIRONMENT)
 
 
+def python_path(*paths: Path) -> str:
+    """PYTHONPATH of processes that import the package and serve artifacts of tests."""
+    folders = [*map(str, (*_FOLDERS, *paths)), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(filter(None, folders))
+
+
 @contextmanager
-def ray_cluster(*paths: Path, num_cpus: int = 16) -> Iterator[str]:
+def ray_cluster(*paths: Path, num_cpus: int = 16, settings: Mapping[str, str] | None = None) -> Iterator[str]:
     """Starts Ray and Serve, yields the base URL of Serve's proxy, and stops both.
 
     Args:
         paths: folders that workers import from, besides those of PYTHONPATH.
         num_cpus: what Ray schedules, which need not be there.
+        settings: further variables of the environment of proxies and replicas.
     """
-    folders = [*map(str, (*_FOLDERS, *paths)), os.environ.get("PYTHONPATH", "")]
-    environment = {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    environment = {**_ENVIRONMENT, **(settings or {}), "PYTHONPATH": python_path(*paths)}
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     import ray
@@ -79,6 +87,30 @@ def ray_cluster(*paths: Path, num_cpus: int = 16) -> Iterator[str]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def deploy(application: Any, name: str, proxy: str, route_prefix: str, limit_s: float) -> Any:
+    """Deploy an application, or update it, and wait until it runs and `proxy`, a URL, knows it; returns its handle.
+
+    `serve.run` would wait for ever for a replica that cannot start.
+    Raises: RuntimeError with Serve's message when it fails, or does not run within `limit_s` seconds.
+    """
+    import httpx
+    from ray import serve
+    from ray.serve.schema import ApplicationStatus
+
+    target = serve.RunTarget(target=application, name=name, route_prefix=route_prefix)
+    (handle,) = serve.run_many([target], wait_for_applications_running=False)
+    end = time.monotonic() + limit_s
+    while (state := serve.status().applications[name]).status != ApplicationStatus.RUNNING:
+        if state.status == ApplicationStatus.DEPLOY_FAILED or time.monotonic() > end:
+            raise RuntimeError(f"{name} is {state.status} after at most {limit_s:g} s: {state.message}")
+        time.sleep(0.1)
+    while route_prefix not in httpx.get(f"{proxy}/-/routes", trust_env=False).json():
+        if time.monotonic() > end:
+            raise RuntimeError(f"the proxy does not know {route_prefix} after {limit_s:g} s")
+        time.sleep(0.05)
+    return handle
 
 
 @contextmanager

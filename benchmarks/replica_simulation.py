@@ -7,7 +7,8 @@ number of requests and takes the one with fewer; when that one has `max_ongoing_
 This is the policy of Ray Serve's `PowerOfTwoChoicesRequestRouter`; `random` is there for comparison.
 
 Not in it: the network, the proxies, the CPU side of a replica, lost replicas. Before the load is simulated, 1 to 32
-clients of one replica are, and compared with what `speech_http.py` measured.
+clients of one replica are, and compared with what `speech_http.py` measured. Rows `proxies` and `controller` say what
+the load would need of them, by what Ray published and what `ray_serve.py` measured.
 
     python benchmarks/replica_simulation.py --json benchmarks/results/replica-simulation-cpu-….json
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import math
 import random
 import statistics
 from bisect import bisect_left
@@ -30,6 +32,15 @@ import cpu_result
 
 RESULTS = Path(__file__).resolve().parent / "results"
 STEPS, SERVED = "talker-h200-2026-11-22.json", "speech-http-h200-2026-11-21-all.json"
+PROXY = "ray-serve-cpu-2026-11-23.json"
+CHUNK_RATE = 50  # chunks per second of a stream that `ray_serve.py` measures
+MAX_LAG_MS = 50.0  # p99 of the chunk lag up to which a proxy counts as able to carry its streams
+# Requests per second of one proxy, 8 cores, 8 replicas that do nothing: docs.ray.io/en/latest/serve/performance.html
+# gives 3,000 to 4,000.
+PROXY_REQUESTS_PER_S = 3000
+# Autoscaled replicas with one controller, by github.com/ray-project/ray/issues/60680: below 500 nothing is to be done,
+# above 1,000 a change that was proposed there is needed, above 2,000 another architecture.
+CONTROLLER_REPLICAS = ((500, "within"), (1000, "with care"), (2000, "with changes of Ray"))
 PATCH_S = 0.32  # sound in one patch
 MAX_BATCH = 32
 MAX_ONGOING = 64
@@ -241,6 +252,37 @@ def validate(times: MeasuredSteps, measured: Path) -> list[dict[str, Any]]:
     return figures
 
 
+def proxy_chunk_rate(measured: Path) -> tuple[int, float]:
+    """Chunks per second that one proxy carried with a p99 lag of at most `MAX_LAG_MS`, and that lag.
+
+    A lower bound: the largest measured number of streams, on the machine of the result file.
+    """
+    rows = [
+        row
+        for row in json.loads(measured.read_text(encoding="utf-8"))["figures"]
+        if row["name"] == "chunk_lag_ms" and row["front"] == "Ray Serve" and row["p99"] <= MAX_LAG_MS
+    ]
+    if not rows:
+        raise SystemExit(f"{measured.name}: no number of streams has a p99 lag of at most {MAX_LAG_MS:g} ms")
+    best = max(rows, key=lambda row: row["streams"])
+    return best["streams"] * CHUNK_RATE, best["p99"]
+
+
+def needed(
+    times: MeasuredSteps, num_replicas: int, load: float, patches: int, chunk_rate: int
+) -> list[dict[str, Any]]:
+    """Proxies and controller for streamed speech at `load` times the capacity; a patch is a chunk."""
+    chunks = load * num_replicas * times.capacity
+    controller = next((word for most, word in CONTROLLER_REPLICAS if num_replicas < most), "beyond it")
+    row = {"replicas": num_replicas, "load": load}
+    return [
+        {"name": "proxies", **row, "median": math.ceil(chunks / chunk_rate), "chunks_per_s": round(chunks),
+         "for_requests_alone": math.ceil(chunks / patches / PROXY_REQUESTS_PER_S),
+         "requests_per_s": round(chunks / patches, 1), "chunks_per_s_of_one": chunk_rate, "unit": "proxies"},
+        {"name": "controller", **row, "median": num_replicas, "autoscaling": controller, "unit": "replicas"},
+    ]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--replicas", default="10,100,1000", help="numbers of replicas, separated by commas")
@@ -254,12 +296,19 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=Path, default=RESULTS / STEPS, help="result file with the times of steps"
     )
+    parser.add_argument(
+        "--proxy", type=Path, default=RESULTS / PROXY, help="result file of ray_serve.py with the part `lag`"
+    )
     parser.add_argument("--json", type=Path, help="result file to write")
     given = cpu_result.parse_args(parser)
     times = MeasuredSteps.read(given.steps)
     figures = validate(times, RESULTS / SERVED)
+    chunk_rate, _ = proxy_chunk_rate(given.proxy)
     for count in map(int, given.replicas.split(",")):
         for load in map(float, given.loads.split(",")):
+            for row in needed(times, count, load, given.patches, chunk_rate):
+                figures.append(row)
+                print(json.dumps(row), flush=True)
             for policy in _POLICIES:
                 figures.append(
                     simulate_load(
@@ -268,7 +317,14 @@ def main() -> None:
                 )
                 print(json.dumps(figures[-1]), flush=True)
     if given.json is not None:
-        cpu_result.write(given.json, "replica_simulation", figures, steps=given.steps.name, served=SERVED)
+        cpu_result.write(
+            given.json,
+            "replica_simulation",
+            figures,
+            steps=given.steps.name,
+            served=SERVED,
+            proxy=given.proxy.name,
+        )
 
 
 if __name__ == "__main__":

@@ -140,7 +140,11 @@ def backends_page() -> str:
 def _backend_rows() -> list[str]:
     path = ROOT / "benchmarks" / "results" / "backends-cpu.json"
     result = json.loads(path.read_text(encoding="utf-8"))
-    lines = ["", "| graph | backend | error | KB | load ms | run ms |", "|---|---|--:|--:|--:|--:|"]
+    lines = [
+        "",
+        "| graph | backend | error | KB | load ms | run ms | run to the first |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
     for row in sorted(result["figures"], key=lambda each: str(each["graph"])):
         for engine in row["engines"]:
             cells = (
@@ -150,8 +154,30 @@ def _backend_rows() -> list[str]:
                 f"{engine['engine_bytes'] / 1000:.0f}",
                 f"{engine['load_ms']:.0f}",
                 f"{engine['run_ms']['median']:.2f}",
+                f"{engine['run_ratio']:.2f}",
             )
             lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "All engines of an artifact in a new process: bytes of engines and weights; seconds of importing and of",
+        "loading them; memory that no file backs after every graph ran once, and memory that files back; modules of",
+        "compilers.",
+        "",
+        "| backends | engines MB | weights MB | import s | load s | anonymous MiB | file-backed MiB | compilers |",
+        "|---|--:|--:|--:|--:|--:|--:|---|",
+    ]
+    for row in result["processes"]:
+        cells = (
+            " ".join(f"`{each}`" for each in row["backends"]),
+            f"{row['engine_bytes'] / 1e6:.1f}",
+            f"{row['weight_bytes'] / 1e6:.1f}",
+            f"{row['import_s']:.2f}",
+            f"{row['load_s']:.2f}",
+            f"{row['anonymous_after_runs_kib'] / 1024:.0f}",
+            f"{row['file_backed_kib'] / 1024:.0f}",
+            ", ".join(row["compilers"]) or "none",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
     versions = ", ".join(f"{name} {value}" for name, value in result["versions"].items() if name != "mingc")
     return [*lines, "", f"`benchmarks/results/{path.name}`: {versions}.", ""]
 
