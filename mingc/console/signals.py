@@ -5,12 +5,17 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _AGAIN_S = 0.05
@@ -22,22 +27,25 @@ SIGNAL_DEBOUNCE_S = 1.0  # signals within it are one request: `timeout` signals 
 def clean_shutdown() -> Iterator[None]:
     """Inside the block, SIGINT and SIGTERM kill worker processes and raise KeyboardInterrupt. Main thread only.
 
-    During an import they are deferred to its end. Later signals: see `exit_on_later_signal`. A signal that is ignored
-    stays ignored.
+    During an import they are deferred to its end, and raised again where a finalizer swallowed the exception. Later
+    signals: see `exit_on_later_signal`. A signal that is ignored stays ignored.
     """
     before = {number: signal.getsignal(number) for number in SIGNALS}
     is_signalled, first = False, 0.0
     waiting: list[threading.Timer] = []
+
+    def send_again(number: int) -> None:
+        again = threading.Timer(_AGAIN_S, signal.pthread_kill, (threading.get_ident(), number))
+        again.daemon = True
+        again.start()
+        waiting[:] = [*(each for each in waiting if each.is_alive()), again]
 
     def end(number: int, frame: FrameType | None) -> None:
         nonlocal is_signalled, first
         first = first or time.monotonic()
         if _is_importing(frame) and time.monotonic() - first < _LONGEST_IMPORT_S:
             # An exception during an import can be lost, and torch's native code may abort the process.
-            again = threading.Timer(_AGAIN_S, signal.pthread_kill, (threading.get_ident(), number))
-            again.daemon = True
-            again.start()
-            waiting[:] = [*(each for each in waiting if each.is_alive()), again]
+            send_again(number)
             return
         is_signalled = True
         exit_on_later_signal()
@@ -46,11 +54,22 @@ def clean_shutdown() -> Iterator[None]:
             worker.kill()
         raise KeyboardInterrupt
 
+    def take_unraisable(lost: UnraisableHookArgs) -> None:
+        if not issubclass(lost.exc_type, KeyboardInterrupt):
+            hook(lost)
+            return
+        # Finalizers and callbacks of weak references drop what is raised in them: the command would go on to its end.
+        for number in _handled():
+            signal.signal(number, end)
+        send_again(signal.SIGINT)
+
+    hook, sys.unraisablehook = sys.unraisablehook, take_unraisable
     for number in _handled():
         signal.signal(number, end)
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         for each in waiting:
             each.cancel()
         if is_signalled:

@@ -139,7 +139,7 @@ def test_stages_are_named_once_and_at_least_one(tmp_path: Path, stages: tuple[st
         ({"model_name": " "}, "--model-name: is empty"),
         ({"model_name": "\udcff"}, "--model-name '.*udcff': contains unprintable characters"),
         ({"backend": ()}, "--backend: is empty"),
-        ({"backend": ("",)}, "--backend is empty: not one of aoti"),
+        ({"backend": ("",)}, "--backend is empty: not one of auto, aoti"),
         ({"backend": ("aoti:",)}, "--backend aoti:: names no stage"),
         ({"backend": ("aoti:talker,",)}, "--backend aoti:talker,: names no stage"),
     ],

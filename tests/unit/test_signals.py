@@ -95,6 +95,23 @@ try:
 except KeyboardInterrupt:
     sys.exit(130)
 """
+_IN_A_FINALIZER = """
+import signal, sys, time
+from mingc.console.signals import clean_shutdown
+
+class Slow:
+    def __del__(self):
+        print("begun", flush=True)
+        sys.stdin.readline()
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    with clean_shutdown():
+        Slow()
+        time.sleep(600)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
 _IMPORTED = """
 import sys
 print("begun", flush=True)
@@ -180,6 +197,15 @@ def test_an_interrupt_of_code_from_a_string_keeps_its_exit_code(tmp_path: Path) 
     (tmp_path / "job.py").write_text(_FROM_A_STRING, encoding="utf-8")
     with running("job", tmp_path, option="-m") as job:
         job.terminate()
+        assert job.wait(timeout=60) == 130
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_a_finalizer_swallows_still_ends_the_job(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with running(_IN_A_FINALIZER, tmp_path) as job:
+        job.send_signal(number)
         assert job.wait(timeout=60) == 130
 
 
