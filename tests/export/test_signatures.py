@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,16 @@ def test_a_number_that_does_not_fit_the_graphs_is_named(stage: str, name: str, c
         assert not problems, "a smaller limit is allowed"
     else:
         assert any(name in each for each in problems)
+
+
+@pytest.mark.parametrize("name", ["prefill_attention", "decode_attention"])
+def test_a_graph_with_fewer_layers_than_the_model_is_named(name: str) -> None:
+    parameters, graphs = exported(CPU, 1)
+    spec = graphs["thinker"][name]
+    shorter = replace(spec, layer_instances=spec.layer_instances[:-1])
+    changed = {**graphs, "thinker": {**graphs["thinker"], name: shorter}}
+    (problem,) = signature_problems(parameters, changed, 1)
+    assert "num_layers" in problem and f"thinker.{name} runs for {len(spec.layer_instances) - 1}" in problem
 
 
 def test_a_stage_alone_is_not_compared_with_others() -> None:

@@ -143,6 +143,19 @@ def test_a_streamed_chat_has_all_its_text_audio_and_usage(audio: AudioSpec) -> N
     assert_complete(base64.b64decode("".join(clip["data"] for clip in clips[:-1])), audio)
 
 
+def test_the_audio_of_a_streamed_chat_without_speech_has_its_id_once_and_no_data() -> None:
+    async def silent() -> AsyncIterator[Event]:
+        yield TextDelta(text="…")
+        yield TextDone(finish_reason="stop")
+        yield Done(finish_reason="stop", usage=Usage(prompt_tokens=7, completion_tokens=1))
+
+    audio = AudioSpec(format="pcm16", sample_rate=RATE)
+    client = respond(lambda response: write_chat_stream(silent(), BUILDER, audio, response))
+    deltas = [chunk["choices"][0]["delta"] for chunk in client.objects if chunk["choices"]]
+    (clip,) = [delta["audio"] for delta in deltas if "audio" in delta]
+    assert (clip["id"], clip["data"], clip["transcript"]) == ("audio-1", "", "…")
+
+
 def test_a_whole_chat_has_all_its_text_audio_and_usage(audio: AudioSpec) -> None:
     client = respond(lambda response: write_chat(events(), BUILDER, audio, response))
     assert client.headers[b"content-length"] == str(len(client.body)).encode()

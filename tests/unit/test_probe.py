@@ -277,6 +277,22 @@ def test_the_memory_bound_takes_the_faster_of_copying_and_reading() -> None:
         assert roofline_bound(figures(4.0), cost, 0, rates).memory_bound_ms == pytest.approx(expected)
 
 
+def test_of_two_measurements_of_a_machine_each_rate_is_the_higher_one() -> None:
+    def rates(copy: float, read: float, matmul: float, *caches: float) -> PeakRates:
+        return replace(
+            PEAK_RATES,
+            copy_tb_s=copy,
+            read_tb_s=read,
+            matmul_tflop_s=matmul,
+            cache_rates=tuple(
+                CacheRate(num_bytes=size, read_tb_s=rate) for size, rate in enumerate(caches, 1)
+            ),
+        )
+
+    first, second = rates(1.0, 5.0, 3.0, 7.0, 2.0), rates(2.0, 4.0, 6.0, 6.0, 3.0)
+    assert first.faster(second) == second.faster(first) == rates(2.0, 5.0, 6.0, 7.0, 3.0)
+
+
 def test_the_memory_roof_is_of_a_cache_that_holds_the_bytes() -> None:
     """Memory 2 TB/s; the smallest size has the time of the call in its rate."""
     sizes = ((64, 3.0), (256, 9.0), (1024, 5.0))

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +68,13 @@ def test_without_a_terminal_a_result_is_lines_and_a_table_without_colour() -> No
         "numbers are right aligned"
     )
     assert "1e-07" in text
+
+
+def test_a_column_is_shown_when_one_row_has_a_value() -> None:
+    rows = (RESULT.rows[0], replace(RESULT.rows[1], note="slow"))
+    text = shown(replace(RESULT, rows=rows))
+    assert "note" in next(line for line in text.splitlines() if "engine bytes" in line)
+    assert "slow" in next(line for line in text.splitlines() if line.strip().startswith("cfm"))
 
 
 def test_json_is_one_document_with_the_field_names() -> None:
