@@ -215,6 +215,20 @@ def test_the_connection_limit_leaves_room_for_files(monkeypatch: pytest.MonkeyPa
         connection_limit(None)
 
 
+def test_a_refused_body_gives_back_what_it_held_and_no_more() -> None:
+    metrics = Metrics()
+    budget = BodyBudget(1000, metrics)
+    with budget.charge() as other:
+        other.set(FREE_BYTES + 600)
+        for _ in range(3):
+            with pytest.raises(CapacityError), budget.charge() as charge:
+                charge.set(FREE_BYTES + 300)
+                charge.set(FREE_BYTES + 500)
+            assert metrics.body_bytes._value.get() == 600
+        with pytest.raises(CapacityError), budget.charge() as charge:
+            charge.set(FREE_BYTES + 401)
+
+
 def test_bodies_share_one_budget() -> None:
     budget = BodyBudget(1000, Metrics())
     with budget.charge() as first, budget.charge() as second:
