@@ -143,12 +143,14 @@ class Network:
     """Names and connections of this process: nothing leaves the machine, and what would have is recorded.
 
     `names`: addresses of a host name, one list for each time that it is asked for; the last one repeats. `routes`:
-    public addresses that lead to a port of this machine. `connects`: (address, port) of every attempt.
+    public addresses that lead to a port of this machine. `silent`: addresses that drop every packet. `connects`:
+    (address, port) of every attempt.
     """
 
     def __init__(self) -> None:
         self.names: dict[str, list[list[str]]] = {}
         self.routes: dict[str, int] = {}
+        self.silent: set[str] = set()
         self.connects: list[tuple[str, int]] = []
 
     def getaddrinfo(self, host: Any, port: Any, *args: Any, **how: Any) -> list[Any]:
@@ -165,6 +167,8 @@ class Network:
     async def sock_connect(self, loop: Any, sock: socket.socket, address: Any) -> None:
         host, port = address[:2]
         self.connects.append((host, port))
+        if host in self.silent:
+            await asyncio.Event().wait()
         if host in self.routes:
             address = ("127.0.0.1", self.routes[host])
         elif host != "127.0.0.1":
@@ -504,6 +508,14 @@ def test_the_next_address_of_a_host_is_tried(network: Network, server: SiteServe
     assert network.connects == [("93.184.216.33", 80), (PUBLIC, 80)]
 
 
+def test_an_address_that_drops_packets_leaves_time_for_the_next(network: Network, server: SiteServer) -> None:
+    network.names["cdn.example"] = [["93.184.216.33", PUBLIC]]
+    network.silent.add("93.184.216.33")
+    network.routes[PUBLIC] = server.server_port
+    options = ServeOptions(allow_media_hosts=("cdn.example",), media_timeout_s=2.0)
+    assert read("http://cdn.example/ok", options) == b"picture"
+
+
 def test_a_certificate_is_checked_against_the_name(
     network: Network, server: SiteServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -549,7 +561,7 @@ def test_files_under_the_root(root: Path) -> None:
     assert read("good", options) == b"deep"
 
 
-@pytest.mark.parametrize("data", [b"\x89PNG data", b"\xff\xd8\xff\xe0 JPEG", b"x" * 5000])
+@pytest.mark.parametrize("data", [b"\x89PNG data", b"\xff\xd8\xff\xe0 JPEG", b"x" * 90, b"x" * 5000])
 def test_base64_needs_no_scheme(root: Path, data: bytes) -> None:
     """Raw base64 in `images`, `audios`, `videos` and URL fields, as the README says."""
     encoded = base64.b64encode(data).decode()
