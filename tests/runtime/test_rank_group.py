@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
@@ -150,6 +151,18 @@ def test_a_rank_that_dies_fails_the_group_once_and_ends_the_other_ranks(
     assert not steps, "ranks may be at different steps: none is sent any more"
     group.close()
     assert ranks.failures == [failure] and ranks.shutdowns == [False], "no collective is left to wait for"
+
+
+def test_a_rank_that_ends_by_itself_without_an_error_fails_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch, _CHILD + "    sys.exit(0)\n")
+    group = ranks.start()
+    try:
+        group._sockets[0].shutdown(socket.SHUT_WR)  # the child's loop ends as if it were done
+        assert ranks.failed.wait(_WAIT_S)
+        assert [each.message for each in ranks.failures] == ["rank 1 of the thinker exited with code 0"]
+        assert not group.is_alive
+    finally:
+        group.close()
 
 
 def test_a_step_that_fails_ends_the_group(ranks: Ranks, group: RankGroup) -> None:

@@ -80,6 +80,38 @@ def test_a_device_that_is_stuck_behind_a_returned_call_is_a_problem(
     assert watched._find_problem() == expected
 
 
+def test_a_stuck_device_stays_a_problem_while_further_steps_are_launched(
+    clock: Clock, watched: StepWatchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event is replaced once it has passed: one that has not keeps its age."""
+    passed = {"first": False, "second": False}
+    names = iter(passed)
+
+    class Event:
+        def __init__(self) -> None:
+            self.name = next(names)
+
+        def record(self, stream: object) -> None:
+            pass
+
+        def query(self) -> bool:
+            return passed[self.name]
+
+    monkeypatch.setattr(watchdog.torch, "cuda", SimpleNamespace(Event=Event, current_stream=lambda _: None))
+    watched._device = torch.device("cuda")
+    for _ in range(3):
+        with watched.step():
+            pass
+        clock.now += 0.4 * TIMEOUT_S
+    assert watched._find_problem() == "a step of the thinker did not end within 60 s"
+    passed["first"] = True
+    with watched.step():
+        pass
+    assert watched._find_problem() is None
+    clock.now += TIMEOUT_S + 1
+    assert watched._find_problem() is not None
+
+
 def test_a_device_error_is_a_problem(clock: Clock, watched: StepWatchdog) -> None:
     def query() -> bool:
         raise RuntimeError("an illegal memory access was encountered")

@@ -300,6 +300,8 @@ def test_the_memory_of_a_sound_is_bounded() -> None:
         "media_too_large", 413, decode_audio, data, WHERE, max_seconds=30, limits=MediaLimits(max_bytes=MIB)
     )
     assert "MiB of memory" in error.message
+    limits = MediaLimits(max_bytes=MIB)
+    assert refused("media_too_large", 413, load_audio, data, audio_parameters(), WHERE, limits).param == WHERE
 
 
 def test_sounds_of_many_channels_are_refused() -> None:
