@@ -242,3 +242,18 @@ def test_a_self_check_compares_outputs_and_state_of_the_engine(
     log = self_check.replay(artifact, stage, graph, name="encode", tolerance=1e-4)
     assert log.summary().checked == 2
     assert log.summary().failed == int(not passes)
+
+
+def test_a_graph_whose_recorded_file_has_no_output_fails(
+    manifest: Manifest, artifact_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (stage,) = manifest.stages.values()
+    graph = stage.graphs["encode"]
+    recorded = {"in.mel": torch.ones(1, 2, 4, 128), "state.cache": torch.zeros(3, 5)}
+    save_tensors(recorded, artifact_path / graph.golden)
+    made = {"embeddings": torch.ones(1, 2, 64), "state.cache": torch.ones(3, 5)}
+    monkeypatch.setattr(self_check, "replay_engine", lambda *_: [made])
+    artifact = Artifact(root=artifact_path, manifest=manifest)
+    log = self_check.replay(artifact, stage, graph, name="encode", tolerance=1e-4)
+    (row,) = log.comparisons
+    assert (row.outcome, log.summary().failed) == ("FAIL", 1) and "records no output" in row.note
