@@ -359,6 +359,11 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     help="Tokens that the KV pages of all requests hold together.",
 )
 @click.option(
+    "--prefix-cache/--no-prefix-cache",
+    default=True,
+    help="Reuse KV pages of earlier requests for prompts that begin with the same tokens and media.",
+)
+@click.option(
     "--max-speech-seqs",
     type=int,
     default=None,

@@ -5,26 +5,45 @@ Page 0 and slot 0 are never allocated: padding rows of a batch write there.
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 
 class PagePool:
-    """Allocates pages of `page_size` KV rows to requests.
+    """Allocates pages of `page_size` KV rows to requests, and keeps written pages for prompts that begin alike.
+
+    A full page whose rows are written can be published under a key of its content (`mingc.runtime.thinker.page_keys`).
+    A request shares the published pages that its prompt begins with. A published page without an owner counts as
+    free: it keeps its content until a request needs the page, the least recently used one first.
 
     Args:
         num_pages: pages of the state tensors, including page 0.
+
+    Attributes:
+        num_evicted: published pages that were given to other requests.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         assert num_pages > 1 and page_size > 0
         self.page_size = page_size
         self.num_pages = num_pages
+        self.num_evicted = 0
         self._free = list(range(num_pages - 1, 0, -1))  # a stack: the page freed last may still be in a cache
         self._owned: dict[int, list[int]] = {}
+        self._published: dict[bytes, int] = {}
+        self._keys: dict[int, bytes] = {}  # of published pages
+        self._num_owners: dict[int, int] = {}  # of published pages that are owned
+        self._idle: OrderedDict[int, None] = OrderedDict()  # published pages without an owner, oldest first
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Pages without an owner, published ones included."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_published(self) -> int:
+        """Pages that prompts may share, with or without an owner."""
+        return len(self._published)
 
     @property
     def max_tokens(self) -> int:
@@ -35,16 +54,72 @@ class PagePool:
         """Pages needed for `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
+    def has_room(self, num_tokens: int, keys: Sequence[bytes] = ()) -> bool:
+        """Whether `allocate` would succeed now."""
+        shared = self._find(keys)
+        # Shared pages without an owner are free, and would no longer be.
+        num_left = self.num_free - sum(page in self._idle for page in shared)
+        return self.pages_for(num_tokens) - len(shared) <= num_left
+
+    def allocate(self, owner: int, num_tokens: int, keys: Sequence[bytes] = ()) -> int | None:
+        """Allocate pages for `num_tokens` tokens to `owner`, which must have none.
+
+        The first ones are the published pages of the leading `keys`, at most one for each, up to the first key without
+        a page. Returns their number; None, without any change, if too few pages are free.
+        """
+        assert owner not in self._owned, f"request {owner} already has pages"
+        if not self.has_room(num_tokens, keys):
+            return None
+        shared = self._find(keys)
+        for page in shared:
+            self._add_owner(page)
+        self._owned[owner] = list(shared)
+        is_extended = self.extend(owner, num_tokens)
+        assert is_extended, "there was room"
+        return len(shared)
+
     def extend(self, owner: int, num_tokens: int) -> bool:
         """Allocate pages until `owner` holds `num_tokens`. False, without any change, if too few pages are free."""
         pages = self._owned.get(owner, [])
         missing = self.pages_for(num_tokens) - len(pages)
-        if missing > len(self._free):
+        if missing > self.num_free:
             return False
         if missing > 0:
             pages = self._owned.setdefault(owner, pages)
-            pages.extend(self._free.pop() for _ in range(missing))
+            pages.extend(self._take() for _ in range(missing))
         return True
+
+    def share(self, owner: int, keys: Sequence[bytes], first: int) -> int:
+        """Exchange pages of `owner`, from number `first`, for the published pages of `keys[first:]`.
+
+        Ends at the first key without a page. The exchanged pages must not be published; what they hold is lost.
+        Returns how many were exchanged.
+        """
+        pages = self._owned[owner]
+        shared = self._find(keys[first:])
+        for place, page in enumerate(shared, first):
+            assert pages[place] not in self._keys, "the page is shared already"
+            self._free.append(pages[place])
+            self._add_owner(page)
+            pages[place] = page
+        return len(shared)
+
+    def publish(self, owner: int, keys: Sequence[bytes], first: int = 0) -> None:
+        """Let later prompts share pages of `owner`: number `first` and following, with the keys `keys[first:]`.
+
+        All their rows must be written, or be written by steps that run before those of any later request. A key that
+        has a page already keeps it.
+        """
+        for page, key in zip(self.pages(owner)[first:], keys[first:], strict=False):
+            if page not in self._keys and key not in self._published:
+                self._published[key], self._keys[page] = page, key
+                self._num_owners.setdefault(page, 1)
+
+    def unpublish_all(self) -> None:
+        """Let no later prompt share a page that is written now."""
+        self._free.extend(self._idle)
+        for contents in (self._idle, self._published, self._keys):
+            contents.clear()
 
     def pages(self, owner: int) -> Sequence[int]:
         """Pages of `owner` in token order; empty if it has none."""
@@ -52,19 +127,58 @@ class PagePool:
 
     def free(self, owner: int) -> None:
         """Free all pages of `owner`; does nothing if it has none."""
-        self._free.extend(reversed(self._owned.pop(owner, [])))
+        for page in reversed(self._owned.pop(owner, [])):  # of published ones, the last are given away first
+            num_owners = self._num_owners.get(page, 1) - 1
+            if num_owners:
+                self._num_owners[page] = num_owners
+                continue
+            self._num_owners.pop(page, None)
+            if page in self._keys:
+                self._idle[page] = None
+            else:
+                self._free.append(page)
 
     def check_count(self) -> None:
         """Assert that the number of pages adds up. Cheap: does not look at single pages."""
-        num_used = sum(map(len, self._owned.values()))
+        num_shared = sum(self._num_owners.values()) - len(self._num_owners)
+        num_used = sum(map(len, self._owned.values())) - num_shared
         assert self.num_free + num_used == self.num_pages - 1, "KV pages leaked or allocated twice"
 
     def check(self) -> None:
-        """Assert that every page is free or owned, exactly once. For tests: there may be hundreds of thousands."""
-        used = [page for pages in self._owned.values() for page in pages]
-        assert sorted(self._free + used) == list(range(1, self.num_pages)), (
-            "KV pages leaked or allocated twice"
-        )
+        """Assert that every page is free or owned, by several requests only if it may be shared.
+
+        For tests: there may be hundreds of thousands.
+        """
+        owners = Counter(page for pages in self._owned.values() for page in pages)
+        found = sorted([*self._free, *self._idle, *owners])
+        assert found == list(range(1, self.num_pages)), "KV pages leaked or allocated twice"
+        counted = {page: self._num_owners.get(page, 1) for page in owners}
+        assert counted == owners and {*self._num_owners} <= {*owners}, "owners of KV pages miscounted"
+        assert {page: key for key, page in self._published.items()} == self._keys
+        assert {*self._idle} <= {*self._keys} <= {*self._idle, *owners}, "a published page is not there"
+
+    def _find(self, keys: Sequence[bytes]) -> list[int]:
+        """Published pages of the leading keys."""
+        pages: list[int] = []
+        for key in keys:
+            page = self._published.get(key)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def _add_owner(self, page: int) -> None:
+        self._idle.pop(page, None)
+        self._num_owners[page] = self._num_owners.get(page, 0) + 1
+
+    def _take(self) -> int:
+        """A page to write into: one without content, or the published one that was used least recently."""
+        if self._free:
+            return self._free.pop()
+        page, _ = self._idle.popitem(last=False)
+        del self._published[self._keys.pop(page)]
+        self.num_evicted += 1
+        return page
 
 
 class SlotPool:

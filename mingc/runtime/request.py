@@ -130,7 +130,10 @@ class SpeechRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
+    """What a request took. `cached_tokens`: those of `prompt_tokens` that the prefix cache held."""
+
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     completion_tokens: int = 0
     audio_patches: int = 0
     audio_seconds: float = 0.0
@@ -210,12 +213,18 @@ class ServiceLoad:
     """How full a running model is.
 
     `kv_pages_used` and `kv_pages_total` count the thinker's KV pages, 0 without a thinker. `num_waiting`: by engine,
-    chats that wait for the thinker and requests whose next speech segment waits for the talker.
+    chats that wait for the thinker and requests whose next speech segment waits for the talker. Since the start:
+    `prefilled_tokens` of prompts were computed, `reused_tokens` were not, and `evicted_pages` of the prefix cache were
+    given to other requests; `cached_pages` is what it holds now, pages in use included.
     """
 
     kv_pages_used: int = 0
     kv_pages_total: int = 0
     num_waiting: Mapping[str, int] = field(default_factory=dict)
+    prefilled_tokens: int = 0
+    reused_tokens: int = 0
+    cached_pages: int = 0
+    evicted_pages: int = 0
 
 
 class Service(Protocol):

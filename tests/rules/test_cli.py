@@ -39,8 +39,8 @@ OPTIONS = {
     "--max-body-bytes --max-concurrent-requests --max-connections --max-media-bytes --max-media-memory "
     "--max-queue --max-speech-characters --max-speech-seqs --max-total-body-bytes --max-total-tokens "
     "--media-decode-timeout --media-root --media-timeout --open-metrics --parse-special-tokens --port "
-    "--require-signature --self-check --served-model-name --shutdown-timeout --step-timeout --threads --tp "
-    "--write-timeout ARTIFACT",
+    "--prefix-cache --require-signature --self-check --served-model-name --shutdown-timeout --step-timeout "
+    "--threads --tp --write-timeout ARTIFACT",
     "synth": "--config --debug --json --layers --seed OUTPUT",
     "verify": "--against --debug --engines --json --no-replay --reference ARTIFACT",
 }
@@ -82,7 +82,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
             "--drain-seconds": 2.0,
             "--shutdown-timeout": 5.0,
         },
-        **{"--log-level": "info", "--log-format": "text", "--check-hashes": True},
+        **{"--log-level": "info", "--log-format": "text", "--check-hashes": True, "--prefix-cache": True},
     },
     "synth": {"--config": "tiny", "--seed": 0},
     "bundle unpack": {"--share": True},

@@ -416,6 +416,7 @@ def describe_chat(service: OmniService, *, with_media: bool) -> Iterator[tuple[s
         )
 
     yield "answer", outcome(answer)
+    yield "answer again", outcome(answer)
 
 
 def describe_speech(service: OmniService) -> Iterator[tuple[str, object]]:
@@ -624,6 +625,7 @@ OPTIONS: dict[str, Change] = {
     "steps": Change(StepOptions(max_prompts=2), ("chunk",)),
     "talker_depth": Change(2, ("patches in flight",)),
     "parse_special_tokens": Change(True, ("special text prompt",)),
+    "prefix_cache": Change(False, ("answer again",)),
     "loads_speech": Change(False, ("info",)),
     "engines": Change(("thinker=onnx",), REFUSED),
 }

@@ -34,12 +34,13 @@ LENGTHS = (5000, 4000, 3001)  # neither a patch nor the whole is a multiple of F
 TEXT = ["Good", "", " morn", "ing 你"]
 DONE = Done(
     finish_reason="length",
-    usage=Usage(prompt_tokens=7, completion_tokens=4, audio_patches=3, audio_seconds=0.5),
+    usage=Usage(prompt_tokens=7, cached_tokens=5, completion_tokens=4, audio_patches=3, audio_seconds=0.5),
 )
 USAGE = {
     "prompt_tokens": 7,
     "completion_tokens": 4,
     "total_tokens": 11,
+    "prompt_tokens_details": {"cached_tokens": 5},
     "audio_patches": 3,
     "audio_seconds": 0.5,
 }

@@ -206,6 +206,7 @@ def make_thinker_loop(
     prefill_policy: ChunkedPrefillPolicy | None = None,
     max_prompts: int = 1,
     two_batch_overlap: bool = False,
+    prefix_salt: bytes | None = None,
 ) -> ThinkerLoop:
     stage = stage or make_thinker_stage(max_prompts=max_prompts)
     worker = make_thinker_worker(
@@ -222,7 +223,7 @@ def make_thinker_loop(
         max_context=CONTEXT,
         max_waiting=max_waiting,
     )
-    return ThinkerLoop(worker, scheduler, stop_ids=stop_ids, vocab_size=VOCAB)
+    return ThinkerLoop(worker, scheduler, stop_ids=stop_ids, vocab_size=VOCAB, prefix_salt=prefix_salt)
 
 
 def thinker_parameters(token_id: Callable[[str], int]) -> ThinkerParameters:

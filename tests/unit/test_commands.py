@@ -181,6 +181,7 @@ def options_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine
         (["--served-model-name", "a", "--served-model-name", "b"], "served_model_names", ("a", "b")),
         (["--parse-special-tokens"], "parse_special_tokens", True),
         (["--no-check-hashes"], "check_hashes", False),
+        (["--no-prefix-cache"], "prefix_cache", False),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -455,3 +455,145 @@ def test_thinker_random_traffic_never_leaks_or_starves(
     assert expected <= finished
     assert scheduler.num_running == scheduler.num_waiting == 0
     assert scheduler.pool.num_free == scheduler.pool.num_pages - 1
+
+
+TEXTS = ("a" * 40, "aaaaaaaaa" + "b" * 31, "abcdefgh" * 5)
+
+
+def keys_of(text: str) -> list[bytes]:
+    """Keys of the full pages of a text, a letter a token."""
+    return [text[:end].encode() for end in range(4, len(text) + 1, 4)]
+
+
+def test_a_prompt_starts_behind_what_another_one_has_computed() -> None:
+    scheduler = make_thinker(chunk=8)
+    starts = {}
+    for request, text in enumerate(("a" * 12, "a" * 12, "a" * 10 + "bb", "a" * 13)):
+        scheduler.add(request, prompt_tokens=len(text), max_tokens=1, keys=keys_of(text))
+        starts[request] = [
+            (each.start, each.count) for _, chunk in prefills(scheduler) for each in chunk.prompts
+        ]
+        scheduler.remove(request)
+    assert starts == {0: [(0, 8), (8, 4)], 1: [(8, 4)], 2: [(8, 4)], 3: [(12, 1)]}
+    assert (scheduler.num_prefilled, scheduler.num_reused) == (12 + 4 + 4 + 1, 8 + 8 + 12)
+    scheduler.check()
+
+
+def test_pages_are_reused_from_complete_chunks_only() -> None:
+    """Not before the last layer group has run, and nothing of a prompt that was removed before."""
+    scheduler = make_thinker(chunk=8, prefill_policy=SLOW_CHUNKS)
+    scheduler.add(0, prompt_tokens=1, max_tokens=4)
+    scheduler.commit(scheduler.plan())  # decodes: the chunks below are run in parts
+    scheduler.add(1, prompt_tokens=8, max_tokens=1, keys=keys_of("a" * 8))
+    plan = scheduler.plan()
+    assert plan.prefill is not None and not plan.prefill.is_whole
+    scheduler.commit(plan)
+    assert scheduler.pool.num_published == 0
+    scheduler.remove(1)
+    assert scheduler.pool.num_published == 0
+    scheduler.add(2, prompt_tokens=8, max_tokens=1, keys=keys_of("a" * 8))
+    for plan, chunk in prefills(scheduler):
+        assert only(chunk).start == 0
+        assert scheduler.pool.num_published == 0, plan
+    assert scheduler.pool.num_published == 2
+
+
+def test_shared_pages_decide_whether_a_request_is_admitted() -> None:
+    """It waits for pages in use, takes free ones that hold a prefix, and needs none for what it shares."""
+    scheduler = make_thinker(num_pages=6, max_waiting=0)
+    scheduler.add(1, prompt_tokens=8, max_tokens=4, keys=keys_of("a" * 8))
+    for _ in prefills(scheduler):
+        pass
+    with pytest.raises(CapacityError):
+        scheduler.add(2, prompt_tokens=8, max_tokens=1, keys=keys_of("b" * 8))
+    scheduler.add(3, prompt_tokens=8, max_tokens=1, keys=keys_of("a" * 8))
+    scheduler.plan()
+    assert scheduler.pool.num_free == 0, "two pages of its own: the prompt's last one, and the answer's"
+    with pytest.raises(CapacityError):
+        scheduler.add(4, prompt_tokens=8, max_tokens=1, keys=keys_of("a" * 8))
+    scheduler.remove(3)
+    scheduler.remove(1)
+    assert (scheduler.pool.num_free, scheduler.pool.num_published) == (5, 2)
+    scheduler.add(5, prompt_tokens=19, max_tokens=1, keys=keys_of("b" * 19))
+    assert only(scheduler.plan().prefill).start == 0
+    assert scheduler.pool.num_published == 0
+    scheduler.check()
+
+
+def test_what_ran_beside_a_fault_is_not_published_later() -> None:
+    scheduler = make_thinker(chunk=8)
+    scheduler.add(1, prompt_tokens=12, max_tokens=8, keys=keys_of("a" * 12))
+    scheduler.add(2, prompt_tokens=4, max_tokens=8, keys=keys_of("b" * 4))
+    scheduler.commit(scheduler.plan())
+    scheduler.unpublish_all()
+    for _ in prefills(scheduler):
+        pass
+    for request, text in ((1, "a" * 16), (2, "b" * 8)):
+        scheduler.publish(request, keys_of(text))
+    assert scheduler.pool.num_published == 0
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 60), st.integers(0, 2), st.integers(1, 32), st.integers(1, 9), st.booleans()
+        ),
+        min_size=1,
+        max_size=14,
+    ),
+    st.sampled_from([5, 8, 12]),
+    st.integers(1, 3),
+    st.integers(8, 20),
+)
+def test_a_prompt_finds_its_own_tokens_in_the_pages_that_it_shares(
+    requests: list[tuple[int, int, int, int, bool]], chunk: int, max_prompts: int, num_pages: int
+) -> None:
+    """A model of every row of the pool, written by the planned steps; many begin alike, and some leave early."""
+    scheduler = make_thinker(
+        num_pages=num_pages, chunk=chunk, max_waiting=99, max_prompts=max_prompts, max_context=64
+    )
+    rows: dict[int, str] = {}
+    answers: dict[int, str] = {}
+
+    def write(request: int, start: int, text: str) -> None:
+        for place, letter in enumerate(text, start):
+            page = scheduler.pool.pages(request)[place // 4]
+            assert page not in scheduler.pool._keys, "a page that others may read is written"
+            rows[4 * page + place % 4] = letter
+
+    def text_of(request: int) -> str:
+        pages = scheduler.pool.pages(request)
+        return "".join(rows.get(4 * page + place, "?") for page in pages for place in range(4))
+
+    prompts = {}
+    for number, (_, kind, length, answer, _) in enumerate(requests):
+        length = min(length, 4 * (num_pages - 1) - answer)
+        prompts[number] = TEXTS[kind][: max(length, 1)]
+    for step in range(600):
+        for number, (arrival, _, _, answer, _) in enumerate(requests):
+            if arrival == step and len(prompts[number]) + answer <= scheduler.max_context:
+                scheduler.add(
+                    number,
+                    prompt_tokens=len(prompts[number]),
+                    max_tokens=answer,
+                    keys=keys_of(prompts[number]),
+                )
+        plan = scheduler.plan()
+        for part in () if plan.prefill is None else plan.prefill.prompts:
+            write(part.request, part.start, prompts[part.request][part.start : part.start + part.count])
+        for request in plan.decode:
+            write(request, len(prompts[request]) + len(answers[request]) - 1, answers[request][-1])
+        scheduler.commit(plan)
+        ended = () if plan.prefill is None else [each.request for each in plan.prefill.ended]
+        for request in (*ended, *plan.decode):
+            prompt = prompts[request]
+            assert text_of(request).startswith(prompt + answers.get(request, "")), "another prompt's tokens"
+            answers[request] = answers.get(request, "") + "abc"[request % 3]
+            if len(answers[request]) == requests[request][3] or requests[request][4]:
+                scheduler.publish(request, keys_of(prompt + answers[request][:-1]))
+                scheduler.remove(request)
+        scheduler.check()
+        if step > 60 and not scheduler.num_running and not scheduler.num_waiting:
+            return
+    raise AssertionError("requests wait for ever")

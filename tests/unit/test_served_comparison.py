@@ -92,6 +92,7 @@ class RightService:
     """Answers every case as recorded, and keeps what it was asked."""
 
     info = SimpleNamespace(sample_rate=HZ)
+    has_prefix_cache = True
 
     def __init__(self) -> None:
         self.held = {"requests": 0, "pages": 0}
@@ -137,6 +138,9 @@ class RightService:
         async for event in self._events(SILENT if request.text == SILENT.text else SPEECH):
             yield event
 
+    def forget_caches(self) -> None:
+        self.asked.append(("forget_caches", {}))
+
     async def close(self, *, shutdown_timeout_s: float) -> None:
         self.is_closed = True
 
@@ -177,10 +181,28 @@ def test_a_service_that_answers_as_recorded_passes_every_row() -> None:
     for how in (
         "all requests, alone",
         "all requests, in a mixed batch",
+        "chats from the prefix cache",
         "a chat that leaves",
         "a speech that leaves",
     ):
         assert f"held after {how}" in names
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_chats_are_replayed_from_the_prefix_cache_if_there_is_one(has_cache: bool) -> None:
+    """Alone and in the mixed batch they are computed, as the cache is emptied in between."""
+    run, log = make(CHAT, SPOKEN, SPEECH)
+    service: Any = run._service
+    service.has_prefix_cache = has_cache
+    asyncio.run(run.run())
+    kinds = [kind for kind, _ in service.asked]
+    chats, all_cases = ["answer", "answer"], ["answer", "answer", "speech"]
+    assert kinds[:4] == [*all_cases, "forget_caches"]
+    assert sorted(kinds[4:8]) == sorted([*all_cases, "speech"]), "the mixed batch, beside one that leaves"
+    assert kinds[8:] == [*(chats if has_cache else []), "answer", "speech"], "and those that leave at the end"
+    names = {each.name for each in log.comparisons}
+    assert ("served: chat.tokens (from the prefix cache)" in names) == has_cache
+    assert ("served: spoken.latents (from the prefix cache)" in names) == has_cache
 
 
 def test_requests_are_asked_for_as_they_were_recorded() -> None:

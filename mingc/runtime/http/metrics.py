@@ -83,6 +83,25 @@ class Metrics:
             "mingc_stream_errors", "Responses that failed after their first bytes were sent.", "route"
         )
         self._prompt_tokens = self._counter("mingc_prompt_tokens", "Prompt tokens of finished requests.")
+        # Counted by the thinker; read whenever metrics are.
+        self._thinker_counters = {
+            "prefilled_tokens": self._counter(
+                "mingc_prefilled_tokens", "Prompt tokens that the thinker has computed."
+            ),
+            "reused_tokens": self._counter(
+                "mingc_prefix_cache_hit_tokens",
+                "Prompt tokens that were not computed, because the prefix cache held their KV pages.",
+            ),
+            "evicted_pages": self._counter(
+                "mingc_prefix_cache_evicted_pages", "KV pages of the prefix cache given to other requests."
+            ),
+        }
+        self._cached_pages = Gauge(
+            "mingc_prefix_cache_pages",
+            "KV pages that prompts may reuse: of requests that run, and free ones whose content is kept.",
+            registry=self._registry,
+        )
+        self._counted = dict.fromkeys(self._thinker_counters, 0)
         self._generation_tokens = self._counter(
             "mingc_generation_tokens", "Generated text tokens of finished requests."
         )
@@ -161,6 +180,12 @@ class Metrics:
         self._kv_cache_usage.set(load.kv_pages_used / max(1, load.kv_pages_total))
         for engine, count in load.num_waiting.items():
             self._requests_waiting.labels(engine).set(count)
+        for name, counter in self._thinker_counters.items():
+            increase = getattr(load, name) - self._counted[name]
+            if increase > 0:  # a load that is not known has zeros
+                counter.inc(increase)
+                self._counted[name] += increase
+        self._cached_pages.set(load.cached_pages)
 
     def describe(self) -> list[MetricInfo]:
         """Name, type, labels and help text of every metric, in the order of `/metrics`."""

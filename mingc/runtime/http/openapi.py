@@ -93,10 +93,15 @@ class Choice(Struct, forbid_unknown_fields=True):
     finish_reason: Literal["stop", "length"]
 
 
+class PromptTokensDetails(Struct, forbid_unknown_fields=True):
+    cached_tokens: int
+
+
 class ChatUsage(Struct, forbid_unknown_fields=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
     audio_patches: int
     audio_seconds: float
 

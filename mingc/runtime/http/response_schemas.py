@@ -96,6 +96,7 @@ def chat_usage(usage: Usage) -> Json:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "audio_patches": usage.audio_patches,
         "audio_seconds": usage.audio_seconds,
     }

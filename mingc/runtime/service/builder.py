@@ -6,6 +6,7 @@ The stages are found in the stage graph, by walking back from the ports of the c
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import math
 from collections.abc import Callable
@@ -93,6 +94,7 @@ class EngineOptions:
         parse_special_tokens: recognise special tokens in the text of requests; otherwise they are plain text.
         steps: which steps the thinker's workers run.
         talker_depth: most patches in flight; None: 2 on a GPU, 1 on a CPU.
+        prefix_cache: reuse KV pages of earlier requests for prompts that begin with the same tokens and media.
         loads_speech: whether the speech stages of the artifact are loaded; otherwise speech is refused.
         engines: `STAGE=BACKEND` for stages whose engines are not the artifact's default ones.
     """
@@ -115,6 +117,7 @@ class EngineOptions:
     media_decode_timeout_s: float = DEFAULT_TIMEOUT_S
     steps: StepOptions = DEFAULT_STEPS
     talker_depth: int | None = None
+    prefix_cache: bool = True
     loads_speech: bool = True
     engines: tuple[str, ...] = ()
 
@@ -349,7 +352,15 @@ def _load_chat(
         vision=vision,
         audio=audio,
         decoders=decoders,
-        loop=ThinkerLoop(runner, scheduler, stop_ids=thinker.stop_token_ids, vocab_size=thinker.vocab_size),
+        loop=ThinkerLoop(
+            runner,
+            scheduler,
+            stop_ids=thinker.stop_token_ids,
+            vocab_size=thinker.vocab_size,
+            prefix_salt=hashlib.sha256(manifest.to_json().encode()).digest()
+            if options.prefix_cache
+            else None,
+        ),
     )
     if vision is not None or audio is not None:
         decoders.start()  # last: its processes would outlive a failure above

@@ -47,6 +47,11 @@ class VisionEncoder:
         )
         self._lock = threading.Lock()
 
+    @property
+    def merge_size(self) -> int:
+        """Patches along each side of a merged token."""
+        return self._parameters.merge_size
+
     @torch.inference_mode()
     def encode(self, features: Sequence[VisionFeatures]) -> Tensor:
         """Embeddings (M, D) of all features in order, M merged tokens in all.

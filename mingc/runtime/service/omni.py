@@ -40,6 +40,7 @@ from mingc.runtime.request import (
 )
 from mingc.runtime.request_stream import EventQueue, FailedItem, RequestStream
 from mingc.runtime.service.encoders import AudioEncoder, VisionEncoder
+from mingc.runtime.service.media_ids import media_ids
 from mingc.runtime.service.output_processor import (
     ChatOutputProcessor,
     SpeechOutputProcessor,
@@ -138,14 +139,31 @@ class OmniService:
         """See `Service`. Reads lengths without the locks of the engine threads, which is atomic in CPython."""
         waiting: dict[str, int] = {}
         used = total = 0
+        caches: dict[str, int] = {}
         if self._chat is not None:
             scheduler = self._chat.loop.scheduler
             total = scheduler.pool.num_pages - 1
             used = total - scheduler.pool.num_free
             waiting["thinker"] = scheduler.num_waiting
+            caches = {
+                "prefilled_tokens": scheduler.num_prefilled,
+                "reused_tokens": scheduler.num_reused,
+                "cached_pages": scheduler.pool.num_published,
+                "evicted_pages": scheduler.pool.num_evicted,
+            }
         if self._speech is not None:
             waiting["talker"] = self._speech.loop.scheduler.num_waiting
-        return ServiceLoad(kv_pages_used=used, kv_pages_total=total, num_waiting=waiting)
+        return ServiceLoad(kv_pages_used=used, kv_pages_total=total, num_waiting=waiting, **caches)
+
+    @property
+    def has_prefix_cache(self) -> bool:
+        """Whether chats may reuse KV pages of earlier ones."""
+        return self._chat is not None and self._chat.loop.has_prefix_cache
+
+    def forget_caches(self) -> None:
+        """Let no later request reuse what earlier ones have computed. For checks and measurements."""
+        if self._chat is not None:
+            self._chat.loop.forget_prefixes()
 
     @property
     def held(self) -> Mapping[str, int]:
@@ -199,7 +217,7 @@ class OmniService:
                 if speech is not None and speech_params is not None:
                     seed = speech_params.seed if speech_params.seed is not None else sampling.seed
                     speech_stream = self._open_speech_stream(speech, speech_params, stream, seed, noise)
-                prompt = await self._offload(lambda: _encode(pipeline, prepare(), timings))
+                prompt, keys = await self._offload(lambda: _encode(pipeline, prepare(), timings))
                 run = ChatOutputProcessor(
                     pipeline.tokenizer.detokenizer(),
                     sampling,
@@ -211,7 +229,7 @@ class OmniService:
                     timings=timings,
                 )
                 job = pipeline.loop.submit(
-                    prompt, sampling, sampling_seed, stream.put, records_logits=records_logits
+                    prompt, sampling, sampling_seed, stream.put, keys=keys, records_logits=records_logits
                 )
                 while not run.is_done:
                     for event in run.accept(await stream.get(run.wait_s)):
@@ -354,15 +372,21 @@ class OmniService:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
 
-def _encode(pipeline: ChatPipeline, prepared: PreparedPrompt, timings: Timings) -> ThinkerPrompt:
-    """The prompt with the embeddings of its media."""
+def _encode(
+    pipeline: ChatPipeline, prepared: PreparedPrompt, timings: Timings
+) -> tuple[ThinkerPrompt, list[bytes] | None]:
+    """The prompt with the embeddings of its media, and its keys for the prefix cache."""
     prompt = prepared.tokens
     # A prompt that is too long fails here, before the encoders run.
     pipeline.loop.scheduler.max_new_tokens(prompt.num_tokens, 1)
     timings.mark("prepared")
     embeds = _encode_media(pipeline, prompt.embed_kind, prepared.media)
+    if embeds is not None and pipeline.loop.has_prefix_cache:
+        merge_size = 1 if pipeline.vision is None else pipeline.vision.merge_size
+        ids = media_ids(prompt.embed_kind, prepared.media, merge_size=merge_size)
+        prompt = replace(prompt, media_ids=ids)
     timings.mark("encoded")
-    return replace(prompt, media_embeds=embeds)
+    return replace(prompt, media_embeds=embeds), pipeline.loop.page_keys(prompt)
 
 
 def _encode_media(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 from mingc.errors import WorkerError
 from mingc.runtime.noise import NoiseSource
@@ -129,7 +130,7 @@ class ChatOutputProcessor:
         self._stops = StopStrings(sampling.stop)
         self._min_tokens = sampling.min_tokens
         self._prompt_tokens = prompt_tokens
-        self._completion_tokens = 0
+        self._completion_tokens = self._reused_tokens = 0
         self._speech_stream = speech_stream
         self._segmenter = LiveSegmenter(first_wait_ms=math.inf) if is_reproducible else LiveSegmenter()
         self._thoughts = ThoughtFilter()
@@ -171,6 +172,7 @@ class ChatOutputProcessor:
         return events
 
     def _accept_token(self, item: TokenItem) -> list[Event]:
+        self._reused_tokens = item.reused_tokens
         text, is_stopped = "", False
         if item.token is not None:
             self._completion_tokens += 1
@@ -206,8 +208,9 @@ class ChatOutputProcessor:
         self._timings.mark("done")
         return Done(
             finish_reason=self._finish or "stop",
-            usage=_usage(
-                self._speech_stream, self._sample_rate, self._prompt_tokens, self._completion_tokens
+            usage=replace(
+                _usage(self._speech_stream, self._sample_rate, self._prompt_tokens, self._completion_tokens),
+                cached_tokens=self._reused_tokens,
             ),
             timings_ms=self._timings.to_dict(),
         )

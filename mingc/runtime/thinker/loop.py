@@ -30,6 +30,7 @@ from mingc.runtime.prompt import ThinkerPrompt
 from mingc.runtime.request import FinishReason, SamplingParams
 from mingc.runtime.request_stream import FailedItem, Item, TokenItem
 from mingc.runtime.thinker.device_sampler import MAX_BANNED, NOT_FINITE, sampling_columns
+from mingc.runtime.thinker.page_keys import answer_keys, page_keys
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.sampler import SamplerRow, sample, uniform
 from mingc.runtime.thinker.scheduler import PrefillChunk, PromptSlice, ThinkerScheduler
@@ -73,8 +74,11 @@ class _Running:
     row: SamplerRow
     emit: Callable[[Item], None]
     records_logits: bool
+    keys: Sequence[bytes] | None  # of the prompt's full pages; None: takes no part in the prefix cache
     answer: list[int] = field(default_factory=list)
     pending: int = 0  # tokens of the answer launched on the device and not yet known to the host
+    prefilled: int = 0  # prompt tokens in chunks that were started, reused ones included
+    reused: int = 0  # prompt tokens that were not computed, because their pages were there
 
     @property
     def num_tokens(self) -> int:
@@ -109,16 +113,24 @@ class ThinkerLoop(EngineThread):
 
     Args:
         stop_ids: tokens that end an answer and are not part of it, besides those of its request.
+        prefix_salt: of the keys of the prefix cache, different for every model; None: nothing is reused.
     """
 
     def __init__(
-        self, runner: StepRunner, scheduler: ThinkerScheduler, *, stop_ids: Sequence[int], vocab_size: int
+        self,
+        runner: StepRunner,
+        scheduler: ThinkerScheduler,
+        *,
+        stop_ids: Sequence[int],
+        vocab_size: int,
+        prefix_salt: bytes | None = None,
     ) -> None:
         super().__init__("thinker")
         self._runner = runner
         self.scheduler = scheduler
         self._stop_ids = frozenset(stop_ids)
         self._vocab_size = vocab_size
+        self._prefix_salt = prefix_salt
         self._requests: dict[int, _Running] = {}
         self._ids = itertools.count(1)
         self._slots = SlotPool(scheduler.max_running + 1)
@@ -141,6 +153,24 @@ class ThinkerLoop(EngineThread):
             "thinker steps in flight": len(self._launched),
         }
 
+    @property
+    def has_prefix_cache(self) -> bool:
+        return self._prefix_salt is not None
+
+    def page_keys(self, prompt: ThinkerPrompt) -> list[bytes] | None:
+        """Keys of the full pages of `prompt` for `submit`; None without a prefix cache. Any thread may call it.
+
+        Takes milliseconds for a long prompt.
+        """
+        if self._prefix_salt is None:
+            return None
+        return page_keys(prompt, page_size=self.scheduler.pool.page_size, salt=self._prefix_salt)
+
+    def forget_prefixes(self) -> None:
+        """Let no later prompt reuse what is written so far."""
+        with self._lock:
+            self.scheduler.unpublish_all()
+
     def submit(
         self,
         prompt: ThinkerPrompt,
@@ -148,11 +178,13 @@ class ThinkerLoop(EngineThread):
         seed: int,
         emit: Callable[[Item], None],
         *,
+        keys: Sequence[bytes] | None = None,
         records_logits: bool = False,
     ) -> int:
         """Queue a request; `emit` is called on the thinker's thread. Returns its id for `cancel`.
 
-        With `records_logits` every token comes with the logits that it was sampled from.
+        `keys` are the `page_keys` of the prompt; without them it reuses nothing, and nothing of it is reused. With
+        `records_logits` every token comes with the logits that it was sampled from.
 
         Raises: RequestError when the prompt exceeds the context, CapacityError when the queue is full,
             WorkerError when the loop has failed or is stopping.
@@ -168,8 +200,8 @@ class ThinkerLoop(EngineThread):
         with self._lock:
             self._check_healthy()
             request = next(self._ids)
-            self.scheduler.add(request, prompt_tokens=count, max_tokens=max_tokens)
-            self._requests[request] = _Running(prompt, max_tokens, row, emit, records_logits)
+            self.scheduler.add(request, prompt_tokens=count, max_tokens=max_tokens, keys=keys)
+            self._requests[request] = _Running(prompt, max_tokens, row, emit, records_logits, keys)
             self._notify()
         return request
 
@@ -247,7 +279,7 @@ class ThinkerLoop(EngineThread):
         requests = [each.request for each in chunk.prompts]
         if chunk.first_group == 0:
             for prompt in chunk.prompts:
-                if prompt.start == 0:
+                if self._requests[prompt.request].prefilled == 0:
                     self._slots.allocate(prompt.request)
             self._chunk_requests, self._chunk_step = requests, self._prefill_step(chunk.prompts)
         self._pending_prefill_at = (
@@ -282,6 +314,8 @@ class ThinkerLoop(EngineThread):
         ranges = [slice(each.start, each.start + each.count) for each in slices]
         both = list(zip(prompts, ranges, strict=True))
         pages = [self._pages(each.request, each.start + each.count) for each in slices]
+        skipped = [self._begin(each) for each in slices]
+        is_any_skipped = any(map(len, skipped))
         return PrefillStep(
             input_ids=np.concatenate([prompt.input_ids[where] for prompt, where in both]),
             positions=np.concatenate([prompt.positions[:, where] for prompt, where in both], axis=1),
@@ -291,7 +325,17 @@ class ThinkerLoop(EngineThread):
             starts=np.array([each.start for each in slices], np.int64),
             pages=_page_table(pages),
             slots=np.array([self._slots.slot(each.request) for each in slices], np.int64),
+            skipped_ids=np.concatenate(skipped) if is_any_skipped else None,
+            skipped_counts=np.array([len(each) for each in skipped], np.int64) if is_any_skipped else None,
         )
+
+    def _begin(self, prompt: PromptSlice) -> NDArray[np.int64]:
+        """Record that tokens of a prompt are in a chunk. Returns those before them that no chunk had: reused ones."""
+        running = self._requests[prompt.request]
+        skipped = running.prompt.input_ids[running.prefilled : prompt.start]
+        running.prefilled = prompt.start + prompt.count
+        running.reused += len(skipped)
+        return skipped
 
     def _run_decode(self, requests: Sequence[int]) -> None:
         try:
@@ -375,16 +419,17 @@ class ThinkerLoop(EngineThread):
         """Append a token to the answer and emit it; None when its logits are not finite."""
         running = self._requests[request]
         if token is None:
+            self.forget_prefixes()  # what made them so may be in the pages
             self._fail(request, WorkerError("the model's logits are not finite", where="thinker"))
             return
         if token in running.row.stop_ids:
-            running.emit(TokenItem(token=None, finish="stop", logits=logits))
+            running.emit(TokenItem(token=None, finish="stop", logits=logits, reused_tokens=running.reused))
             self._remove(request)
             return
         running.answer.append(token)
         running.row.advance(token)
         finish: FinishReason | None = "length" if len(running.answer) == running.max_tokens else None
-        running.emit(TokenItem(token=token, finish=finish, logits=logits))
+        running.emit(TokenItem(token=token, finish=finish, logits=logits, reused_tokens=running.reused))
         if finish is not None:
             self._remove(request)
 
@@ -393,10 +438,28 @@ class ThinkerLoop(EngineThread):
         return np.array(pool.pages(request)[: pool.pages_for(num_tokens)], dtype=np.int64)
 
     def _remove(self, request: int) -> None:
+        keys = self._written_keys(request)
         with self._lock:
+            self.scheduler.publish(request, keys)
             self.scheduler.remove(request)
             self._slots.free(request)
             self._requests.pop(request, None)
+
+    def _written_keys(self, request: int) -> Sequence[bytes]:
+        """Keys of the full pages of a prompt and its answer; the next turn of a chat begins with them.
+
+        The last token of the answer has been sampled, but no step that computes its row is known to have been run.
+        """
+        running = self._requests.get(request)
+        if self._prefix_salt is None or running is None or running.keys is None or len(running.answer) < 2:
+            return ()
+        return answer_keys(
+            running.prompt,
+            running.answer[:-1],
+            page_size=self.scheduler.pool.page_size,
+            salt=self._prefix_salt,
+            known=running.keys,
+        )
 
     def _fail(self, request: int, error: ServeError) -> None:
         self._requests[request].emit(FailedItem(error=error))
@@ -405,6 +468,7 @@ class ThinkerLoop(EngineThread):
     def _fail_step(self, requests: Sequence[int], error: Exception) -> None:
         """Fail the requests of an engine call that raised; the others go on."""
         log.error("a step of the thinker failed", exc_info=error)
+        self.forget_prefixes()  # pages of earlier chunks, too, as the device reports errors late
         mapped: ServeError = WorkerError(f"the thinker failed: {error}", where="thinker")
         if isinstance(error, ServeError):
             mapped = error

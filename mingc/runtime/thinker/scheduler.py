@@ -7,6 +7,7 @@ for any reason is passed to `remove`, which frees all it holds. Not thread-safe;
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mingc.errors import CapacityError, RequestError
@@ -87,7 +88,8 @@ class ThinkerPlan:
 class _Sequence:
     prompt_tokens: int
     max_tokens: int
-    computed: int = 0  # prompt tokens whose keys and values are in the pool
+    keys: Sequence[bytes] | None = None  # of the prompt's full pages; None: takes no part in the prefix cache
+    computed: int = 0  # prompt tokens whose keys and values are in the pool, reused ones included
 
 
 class ThinkerScheduler:
@@ -100,11 +102,19 @@ class ThinkerScheduler:
     ones, and none starves. Further prompts whose remaining tokens fit share the chunk, oldest first. A chunk is
     completed before the next one starts.
 
+    Requests with keys of their pages take part in the prefix cache: pages of a prompt are published when their chunk is
+    complete, and a prompt skips the tokens whose pages another one has published, when it is admitted and before each
+    chunk. Its last token is always computed, as its logits are needed.
+
     Args:
         max_running: most requests admitted at once; the largest decode batch.
         prefill_policy: chooses how much of a chunk a step runs.
         max_context: most tokens of prompt and answer together.
         max_waiting: most requests in the queue before more are refused.
+
+    Attributes:
+        num_prefilled: prompt tokens computed so far, by all requests.
+        num_reused: prompt tokens that were not computed, because their pages were there.
     """
 
     def __init__(
@@ -124,6 +134,7 @@ class ThinkerScheduler:
         self.prefill_policy = prefill_policy
         self._current: PrefillChunk | None = None  # the last groups run, of a chunk that is not complete
         self._max_waiting = max_waiting
+        self.num_prefilled = self.num_reused = 0
         self._waiting: OrderedDict[int, _Sequence] = OrderedDict()
         self._prefilling: OrderedDict[int, _Sequence] = OrderedDict()
         self._decoding: OrderedDict[int, _Sequence] = OrderedDict()
@@ -157,18 +168,35 @@ class ThinkerScheduler:
             )
         return max(1, min(requested, room))
 
-    def add(self, request: int, *, prompt_tokens: int, max_tokens: int) -> None:
-        """Queue a request. Raises CapacityError when the queue is full."""
+    def add(
+        self, request: int, *, prompt_tokens: int, max_tokens: int, keys: Sequence[bytes] | None = None
+    ) -> None:
+        """Queue a request. `keys`: of the prompt's full pages; None: it takes no part in the prefix cache.
+
+        Raises CapacityError when the queue is full.
+        """
         assert prompt_tokens > 0 and prompt_tokens + max_tokens <= self.max_context
-        if len(self._waiting) >= self._max_waiting and (
-            self._waiting or not self._has_room(prompt_tokens, max_tokens)
-        ):
+        assert len(keys or ()) <= prompt_tokens // self.pool.page_size, "only full pages have keys"
+        sequence = _Sequence(prompt_tokens, max_tokens, keys)
+        if len(self._waiting) >= self._max_waiting and (self._waiting or not self._has_room(sequence)):
             raise CapacityError(
                 f"the queue is full: {len(self._waiting)} requests are waiting",
                 fix="try again later",
                 code="queue_full",
             )
-        self._waiting[request] = _Sequence(prompt_tokens, max_tokens)
+        self._waiting[request] = sequence
+
+    def publish(self, request: int, keys: Sequence[bytes]) -> None:
+        """Let later prompts share the pages of a decoding request: `keys` of all its full pages that are written."""
+        sequence = self._decoding.get(request)
+        if sequence is not None and sequence.keys is not None:
+            self.pool.publish(request, keys)
+
+    def unpublish_all(self) -> None:
+        """Let no later prompt reuse anything that is written so far; what runs is not published later, either."""
+        self.pool.unpublish_all()
+        for sequence in (*self._prefilling.values(), *self._decoding.values()):
+            sequence.keys = None
 
     def remove(self, request: int) -> None:
         """Remove a request in any state and free its pages; does nothing if it is unknown."""
@@ -180,13 +208,16 @@ class ThinkerScheduler:
         self.pool.free(request)
 
     def plan(self) -> ThinkerPlan:
-        """Admit the requests that fit and choose the next step. Until `commit` only admissions change."""
+        """Admit the requests that fit and choose the next step. Until `commit` only admissions and reuse change."""
         while self._waiting and self.num_running < self.max_running:
             request, sequence = next(iter(self._waiting.items()))
-            if not self.pool.extend(request, sequence.prompt_tokens + sequence.max_tokens):
+            num_tokens = sequence.prompt_tokens + sequence.max_tokens
+            num_shared = self.pool.allocate(request, num_tokens, self._reusable(sequence))
+            if num_shared is None:
                 break  # strictly in order: overtaking would starve large requests
             del self._waiting[request]
             self._prefilling[request] = sequence
+            self._skip(sequence, num_shared)
         return ThinkerPlan(prefill=self._next_chunk(), decode=tuple(self._decoding))
 
     def commit(self, plan: ThinkerPlan) -> None:
@@ -200,7 +231,13 @@ class ThinkerScheduler:
         self._current = None
         self._is_turn_of_oldest = not self._is_turn_of_oldest
         for each in left:
-            self._prefilling[each.request].computed += each.count
+            sequence = self._prefilling[each.request]
+            first = sequence.computed // self.pool.page_size
+            sequence.computed += each.count
+            self.num_prefilled += each.count
+            if sequence.keys is not None:
+                written = sequence.keys[: sequence.computed // self.pool.page_size]
+                self.pool.publish(each.request, written, first)
             if each.is_end:
                 self._decoding[each.request] = self._prefilling.pop(each.request)
 
@@ -215,11 +252,25 @@ class ThinkerScheduler:
         self.pool.check()
         self.check_count()
 
-    def _has_room(self, prompt_tokens: int, max_tokens: int) -> bool:
-        return (
-            self.num_running < self.max_running
-            and self.pool.pages_for(prompt_tokens + max_tokens) <= self.pool.num_free
+    def _has_room(self, sequence: _Sequence) -> bool:
+        num_tokens = sequence.prompt_tokens + sequence.max_tokens
+        return self.num_running < self.max_running and self.pool.has_room(
+            num_tokens, self._reusable(sequence)
         )
+
+    def _reusable(self, sequence: _Sequence) -> Sequence[bytes]:
+        """Keys of the pages that a prompt may share: at least its last token is left to compute."""
+        return (sequence.keys or ())[: (sequence.prompt_tokens - 1) // self.pool.page_size]
+
+    def _reuse(self, request: int, sequence: _Sequence) -> None:
+        """Skip the next tokens of a prompt whose pages were published since it was admitted."""
+        first, begun = divmod(sequence.computed, self.pool.page_size)
+        if not begun:
+            self._skip(sequence, self.pool.share(request, self._reusable(sequence), first))
+
+    def _skip(self, sequence: _Sequence, num_pages: int) -> None:
+        sequence.computed += num_pages * self.pool.page_size
+        self.num_reused += num_pages * self.pool.page_size
 
     def _next_chunk(self) -> PrefillChunk | None:
         """Layer groups of the current chunk, or of a new one."""
@@ -229,6 +280,8 @@ class ThinkerScheduler:
             first, prompts, num_rows = self._current.end_group, self._current.prompts, self._current.num_rows
         else:
             first = 0
+            for request, sequence in self._prefilling.items():
+                self._reuse(request, sequence)
             prompts, num_rows = self._start_chunk()
         num_layer_groups = self.prefill_policy.num_layer_groups
         groups = self.prefill_policy.groups_per_step(

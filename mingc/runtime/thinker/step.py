@@ -37,6 +37,9 @@ class PrefillStep:
         first_group: first layer group to run, of `ThinkerWorker.num_layer_groups`. Earlier steps have run the groups
             before it for the same chunk, and no other chunk since. Only group 0 reads `embeds`.
         end_group: end of the range of layer groups; None for all that are left.
+        skipped_ids: (k,) int64, tokens of the prompts between their previous chunk and `starts`, concatenated: their
+            KV pages are reused. None if there are none.
+        skipped_counts: (s,) int64, how many of them each prompt has; None if `skipped_ids` is.
     """
 
     input_ids: Ints
@@ -51,6 +54,8 @@ class PrefillStep:
     sampling: NDArray[np.float64] | None = None
     first_group: int = 0
     end_group: int | None = None
+    skipped_ids: Ints | None = None
+    skipped_counts: Ints | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -190,6 +190,8 @@ class ThinkerWorker:
         They are valid until the next step; before the last layer group they have no rows. A step of
         `ChunkShape.two_batch_rows` tokens runs all layer groups at once, with two-batch overlap.
         """
+        if step.first_group == 0:
+            self._mark_skipped(step)
         offsets = self._offsets(step.counts)
         num_rows = int(offsets[-1] + step.counts[-1])
         if num_rows == self.chunk.two_batch_rows:
@@ -339,6 +341,21 @@ class ThinkerWorker:
         if self.samples_on_device:
             self._chunk_logits.copy_(logits)
         return logits, *routes
+
+    def _mark_skipped(self, step: PrefillStep) -> None:
+        """Mark tokens that no chunk has as seen, for repetition penalties; `_mark_seen` marks the others."""
+        if not self.samples_on_device or step.skipped_ids is None or step.skipped_counts is None:
+            return
+        ends = np.cumsum(step.skipped_counts)
+        for slot, start, count, end in zip(step.slots, step.starts, step.skipped_counts, ends, strict=True):
+            if count:
+                seen = self._seen[slot]
+                if count == start:
+                    seen.zero_()  # of the slot's earlier request
+                ids = torch.from_numpy(step.skipped_ids[end - count : end])
+                if self.device.type == "cuda":
+                    ids = ids.pin_memory()  # so that the copy does not wait for the steps before
+                seen.index_fill_(0, ids.to(self.device, non_blocking=True), True)
 
     def _mark_seen(self, inputs: Mapping[str, Tensor]) -> None:
         """Mark the tokens of a chunk as seen, for repetition penalties; clear the mask of prompts that start here."""

@@ -87,7 +87,10 @@ class ServedReplay:
         self._text, self._speech = _Share(), _Share()
 
     async def run(self) -> None:
-        """Replay each case alone, then all of them together, with requests that join and one that leaves."""
+        """Replay each case alone, then all of them together, with requests that join and one that leaves.
+
+        Neither finds prompts of the other in the prefix cache; chats that do are replayed behind them.
+        """
         for case in self._goldens.cases:
             if case.messages:
                 self._check_prompt(case)
@@ -95,10 +98,16 @@ class ServedReplay:
         for case in self._goldens.cases:
             self._compare(case, await self._serve(case, Served()), "alone")
         await self._check_freed(before, "all requests, alone")
+        self._service.forget_caches()
         mixed = await self._serve_mixed()
         for case, served in zip(self._goldens.cases, mixed, strict=True):
             self._compare(case, served, "in a mixed batch")
         await self._check_freed(before, "all requests, in a mixed batch")
+        if self._service.has_prefix_cache:
+            for case in self._goldens.cases:
+                if case.messages:
+                    self._compare(case, await self._serve(case, Served()), "from the prefix cache")
+            await self._check_freed(before, "chats from the prefix cache")
         await self._check_leaving(before)
         for name, share in (("tokens", self._text), ("patches", self._speech)):
             if share.total:

@@ -27,9 +27,9 @@ def served_options(device: str, world_size: int) -> dict[str, EngineOptions]:
     """Ways to run an artifact, by name.
 
     The first is the way it is served, with several prompts in a chunk. The second is the other one of host and device
-    sampling, of one and two patches in flight, with small chunks in pairs. Several GPUs are run in the first way only:
-    torch's symmetric memory is bound to the first process group of a process, and a second one waits for it for a
-    minute.
+    sampling, of one and two patches in flight, with small chunks in pairs and no prefix cache. Several GPUs
+    are run in the first way only: torch's symmetric memory is bound to the first process group of a process, and a
+    second one waits for it for a minute.
     """
     is_cuda = device == "cuda"
     usual = {"served as usual": EngineOptions(steps=StepOptions(max_prompts=_EVERY_PROMPT))}
@@ -40,6 +40,7 @@ def served_options(device: str, world_size: int) -> dict[str, EngineOptions]:
         "served with pairs of small chunks": EngineOptions(
             steps=StepOptions(is_static=not is_cuda, two_batch_overlap=True, max_chunk=_SMALL_CHUNK),
             talker_depth=1 if is_cuda else 2,
+            prefix_cache=False,
         ),
     }
 

@@ -1,0 +1,55 @@
+"""Identity of media tokens for caches: a hash of the features of a medium, and the place of a token in it.
+
+The placeholders of all images of a prompt have the same token id, so token ids alone do not tell images apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mingc.runtime.preprocess.audio import AudioFeatures
+from mingc.runtime.preprocess.image import VisionFeatures
+from mingc.runtime.preprocess.prompt import MediaFeatures
+from mingc.runtime.prompt import AUDIO, VISION
+
+_DIGEST_BYTES = 32
+
+
+def content_digest(features: VisionFeatures | AudioFeatures) -> bytes:
+    """32 bytes that differ for features from which an encoder computes something else."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    if isinstance(features, AudioFeatures):
+        arrays = (features.mel,)
+        digest.update(f"audio {features.num_tokens}".encode())
+    else:
+        arrays = (features.patches,) if features.levels is None else (features.patches, features.levels)
+        digest.update(f"vision {features.grid} {features.repeats}".encode())
+    for array in arrays:
+        digest.update(f" {array.dtype.str} {array.shape} ".encode())
+        digest.update(np.ascontiguousarray(array))
+    return digest.digest()
+
+
+def media_ids(embed_kind: NDArray[np.int64], media: MediaFeatures, *, merge_size: int) -> NDArray[np.uint8]:
+    """`ThinkerPrompt.media_ids` (M, 40) of a prompt: for each media token the digest of its medium and its place there.
+
+    The tokens of a video's frames count on from frame to frame.
+    """
+    kinds = embed_kind[embed_kind > 0]
+    ids = np.zeros((len(kinds), _DIGEST_BYTES + 8), np.uint8)
+    vision = [_ids(item, item.num_tokens(merge_size)) for item in media.vision]
+    audio = [_ids(item, item.num_tokens) for item in media.audio]
+    for kind, parts in ((VISION, vision), (AUDIO, audio)):
+        if parts:
+            ids[kinds == kind] = np.concatenate(parts)
+    return ids
+
+
+def _ids(features: VisionFeatures | AudioFeatures, num_tokens: int) -> NDArray[np.uint8]:
+    """(num_tokens, 40): the digest, then the number of the token, eight bytes."""
+    digest = np.frombuffer(content_digest(features), np.uint8)
+    places = np.arange(num_tokens, dtype="<i8").view(np.uint8).reshape(num_tokens, 8)
+    return np.concatenate([np.tile(digest, (num_tokens, 1)), places], axis=1)

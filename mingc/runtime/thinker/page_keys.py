@@ -1,0 +1,60 @@
+"""Keys of KV pages for the prefix cache: equal keys mean equal rows. Imports no torch.
+
+The key of a page is a hash of the key of the page before it and of everything else that its rows depend on: token ids,
+rotary positions, which embedding a token takes, and the content behind media tokens, which all have the same id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from mingc.runtime.prompt import WORD, ThinkerPrompt
+
+_DIGEST_BYTES = 32
+
+
+def page_keys(
+    prompt: ThinkerPrompt, *, page_size: int, salt: bytes, known: Sequence[bytes] = ()
+) -> list[bytes]:
+    """Keys of the full pages of `prompt`, which begin with the `known` ones.
+
+    Ends before the first page with a media token whose content is not known (`ThinkerPrompt.media_ids`). `salt` tells
+    models apart.
+    """
+    keys = list(known)
+    num_tokens = prompt.num_tokens
+    rows = prompt.media_rows
+    if prompt.media_ids is None and len(rows):
+        num_tokens = int(rows[0])
+    first_media = np.searchsorted(rows, np.arange(0, num_tokens + 1, page_size))
+    key = keys[-1] if keys else hashlib.blake2b(salt, digest_size=_DIGEST_BYTES).digest()
+    for page in range(len(keys), num_tokens // page_size):
+        inside = slice(page * page_size, (page + 1) * page_size)
+        digest = hashlib.blake2b(key, digest_size=_DIGEST_BYTES)
+        digest.update(prompt.input_ids[inside].tobytes())
+        digest.update(prompt.positions[:, inside].tobytes())
+        digest.update(prompt.embed_kind[inside].tobytes())
+        if prompt.media_ids is not None:
+            digest.update(prompt.media_ids[first_media[page] : first_media[page + 1]].tobytes())
+        key = digest.digest()
+        keys.append(key)
+    return keys
+
+
+def answer_keys(
+    prompt: ThinkerPrompt, answer: Sequence[int], *, page_size: int, salt: bytes, known: Sequence[bytes]
+) -> list[bytes]:
+    """Keys of the full pages of `prompt` and the `answer` behind it; `known` are those of the prompt."""
+    count, num_tokens = len(answer), prompt.num_tokens
+    positions = np.arange(num_tokens, num_tokens + count) + prompt.rope_delta
+    whole = ThinkerPrompt(
+        input_ids=np.concatenate([prompt.input_ids, np.array(answer, np.int64)]),
+        positions=np.concatenate([prompt.positions, np.tile(positions, (3, 1))], axis=1),
+        rope_delta=prompt.rope_delta,
+        embed_kind=np.concatenate([prompt.embed_kind, np.full(count, WORD, np.int64)]),
+        media_ids=prompt.media_ids,
+    )
+    return page_keys(whole, page_size=page_size, salt=salt, known=known)

@@ -1,0 +1,88 @@
+"""Identity of media tokens: a hash of what an encoder computes from, and the place in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mingc.runtime.preprocess.audio import AudioFeatures
+from mingc.runtime.preprocess.image import VisionFeatures
+from mingc.runtime.preprocess.prompt import MediaFeatures
+from mingc.runtime.prompt import AUDIO, VISION, WORD
+from mingc.runtime.service.media_ids import content_digest, media_ids
+
+RANDOM = np.random.default_rng(0)
+IMAGE = VisionFeatures(
+    patches=RANDOM.integers(0, 255, (16, 12), np.uint8),
+    grid=(1, 4, 4),
+    levels=RANDOM.random((3, 256), np.float32),
+    repeats=2,
+)
+CLIP = AudioFeatures(mel=RANDOM.random((9, 8), np.float32), num_tokens=3)
+
+
+def bumped(array: Any) -> Any:
+    copy = array.copy()
+    copy.flat[-1] += 1
+    return copy
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(IMAGE, patches=bumped(IMAGE.patches)),
+        replace(IMAGE, levels=bumped(IMAGE.levels)),
+        replace(IMAGE, levels=None),
+        replace(IMAGE, grid=(1, 2, 8)),
+        replace(IMAGE, repeats=1),
+        replace(IMAGE, patches=IMAGE.patches.reshape(8, 24)),
+        replace(IMAGE, patches=IMAGE.patches.view(np.int8)),
+        CLIP,
+        replace(CLIP, mel=bumped(CLIP.mel)),
+        replace(CLIP, num_tokens=2),
+        replace(CLIP, mel=CLIP.mel.reshape(8, 9)),
+    ],
+    ids=str,
+)
+def test_other_features_have_another_digest(other: VisionFeatures | AudioFeatures) -> None:
+    mine = CLIP if isinstance(other, AudioFeatures) and other is not CLIP else IMAGE
+    assert content_digest(other) != content_digest(mine)
+    assert content_digest(other) == content_digest(replace(other)), "of the content, not of the object"
+
+
+def test_a_view_has_the_digest_of_its_copy() -> None:
+    wide = RANDOM.integers(0, 255, (32, 12), np.uint8)
+    view = wide[::2]
+    assert not view.flags.c_contiguous
+    both = [content_digest(replace(IMAGE, patches=patches)) for patches in (view, view.copy())]
+    assert both[0] == both[1]
+
+
+def test_tokens_are_known_by_their_medium_and_their_place_in_it() -> None:
+    """In the order of the prompt, whatever the order of the kinds; the merged tokens of two images are four each."""
+    other = replace(IMAGE, patches=bumped(IMAGE.patches))
+    kinds = [
+        WORD,
+        AUDIO,
+        AUDIO,
+        AUDIO,
+        WORD,
+        *(4 * [VISION]),
+        WORD,
+        *(4 * [VISION]),
+        *(4 * [VISION]),
+        AUDIO,
+        AUDIO,
+    ]
+    kinds += [AUDIO, WORD]
+    media = MediaFeatures(spans=(), vision=(IMAGE, other, IMAGE), audio=(CLIP, CLIP))
+    ids = media_ids(np.array(kinds), media, merge_size=2)
+    expected = [
+        (content_digest(item), place)
+        for item, count in ((CLIP, 3), (IMAGE, 4), (other, 4), (IMAGE, 4), (CLIP, 3))
+        for place in range(count)
+    ]
+    assert [(row[:32].tobytes(), int.from_bytes(row[32:].tobytes(), "little")) for row in ids] == expected
