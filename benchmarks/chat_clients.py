@@ -25,11 +25,15 @@ class Seen:
     Attributes:
         arrivals: of each token.
         num_tokens: (prompt, answer) as the server counts them; zeros when the client hung up before the end.
+        cached_tokens: those of the prompt that the server did not compute.
+        text: the answer.
     """
 
     sent_at: float
     arrivals: list[float] = field(default_factory=list)
     num_tokens: tuple[int, int] = (0, 0)
+    cached_tokens: int = 0
+    text: str = ""
 
     @property
     def first_ms(self) -> float:
@@ -71,7 +75,9 @@ async def ask(client: httpx.AsyncClient, request: dict[str, Any], until: float |
                 raise SystemExit(f"the stream ended with {event['error']}")
             if usage := event.get("usage"):
                 seen.num_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+                seen.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
             delta = event["choices"][0]["delta"] if event["choices"] else {}
+            seen.text += delta.get("content") or ""
             if "content" in delta and "role" not in delta:
                 seen.arrivals.append(now)
                 if until is not None and now > until:

@@ -244,7 +244,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "server.log"
         try:
-            words = shlex.split(given.serve)
+            words = ["--no-prefix-cache", *shlex.split(given.serve)]  # prompts are sent several times
             with server(given.artifact, Path(scratch) / "caches", log, words) as (url, phases, _):
                 figures = cold_start(url, phases)
                 health = httpx.get(f"{url}/health").json()

@@ -34,7 +34,7 @@ from mingc.runtime.thinker.worker import StepOptions
 PAGE = 16
 ROUNDING = 2e-4
 # Of logits up to about 1; what decode steps of another batch size differ by, too (test_isolation.py).
-TEXT = "Please say in a few words what you can see here, and what you can hear. "
+TEXT = "Please say in a few words what you can see here, and what is said. "
 
 
 def picture(seed: int, width: int = 96, height: int = 64) -> bytes:
@@ -174,7 +174,7 @@ def test_the_next_turn_has_the_same_answer(services: tuple[OmniService, OmniServ
     np.testing.assert_allclose(found.logits, expected.logits, atol=ROUNDING)
 
 
-def test_images_are_told_apart(services: tuple[OmniService, OmniService]) -> None:
+def test_images_share_nothing(services: tuple[OmniService, OmniService]) -> None:
     """Prompts of equal ids; what comes before the image is shared."""
     plain, cached = services
     cached.forget_caches()

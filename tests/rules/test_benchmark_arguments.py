@@ -13,7 +13,7 @@ from speech_http import slot_figures
 
 ROOT = Path(__file__).parents[2]
 CHAT, FAILURE, SPEECH, TILES = "chat_http.py", "rank_failure.py", "speech_http.py", "moe_configs.py"
-THINKER = "thinker.py"
+THINKER, PREFIX = "thinker.py", "prefix_cache.py"
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,10 @@ THINKER = "thinker.py"
         ([CHAT, "--artifact", "x", "--concurrency", "1,0"], "argument --concurrency: 0 is not from 1 to 256"),
         ([CHAT, "--artifact", "x", "--streams", "0"], "argument --streams: 0 is not at least 1"),
         ([CHAT, "--artifact", "x", "--window", "-1"], "argument --window: -1 is not a finite number above 0"),
+        (
+            [PREFIX, "--artifact", "x", "--prompt-tokens", "31"],
+            "argument --prompt-tokens: 31 is not at least 32",
+        ),
         ([TILES, "--tokens", "16,0"], "argument --tokens: 0 is not at least 1"),
         ([TILES, "--ranks", "9"], "argument --ranks: 9 is not from 1 to 8"),
         (

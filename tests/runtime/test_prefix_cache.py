@@ -147,7 +147,7 @@ def test_rope_positions_are_part_of_a_page() -> None:
 
 
 @pytest.mark.parametrize("is_static", [False, True], ids=["host sampling", "device sampling"])
-def test_media_are_told_apart_by_their_content(is_static: bool) -> None:
+def test_media_of_other_content_share_nothing(is_static: bool) -> None:
     """All their tokens have the same id."""
     ids = [*SYSTEM, *(9 * [77]), 30, 31]
     places = range(10, 19)

@@ -1,6 +1,6 @@
 """Identity of media tokens for caches: a hash of the features of a medium, and the place of a token in it.
 
-The placeholders of all images of a prompt have the same token id, so token ids alone do not tell images apart.
+The placeholders of all images of a prompt have the same token id, so token ids alone do not distinguish images.
 """
 
 from __future__ import annotations

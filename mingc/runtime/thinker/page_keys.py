@@ -21,8 +21,8 @@ def page_keys(
 ) -> list[bytes]:
     """Keys of the full pages of `prompt`, which begin with the `known` ones.
 
-    Ends before the first page with a media token whose content is not known (`ThinkerPrompt.media_ids`). `salt` tells
-    models apart.
+    Ends before the first page with a media token whose content is not known (`ThinkerPrompt.media_ids`). `salt`
+    distinguishes models.
     """
     keys = list(known)
     num_tokens = prompt.num_tokens
