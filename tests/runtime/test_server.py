@@ -414,6 +414,32 @@ def test_metrics() -> None:
         assert client.metric('mingc_num_requests_waiting{engine="talker"}') == 0
 
 
+def test_counters_of_the_thinker_follow_its_load() -> None:
+    """A load that is not known has zeros, and what was counted stays counted."""
+    metrics = Metrics()
+
+    def rendered(load: ServiceLoad) -> dict[str, float]:
+        lines = [line.split() for line in metrics.render(load).decode().splitlines() if "#" not in line]
+        return {name: float(value) for name, value in lines if "_prefi" in name and "_created" not in name}
+
+    first = ServiceLoad(prefilled_tokens=40, reused_tokens=24, cached_pages=5, evicted_pages=2)
+    later = replace(first, prefilled_tokens=50, evicted_pages=3, cached_pages=1)
+    expected = {
+        "mingc_prefilled_tokens_total": 40,
+        "mingc_prefix_cache_hit_tokens_total": 24,
+        "mingc_prefix_cache_evicted_pages_total": 2,
+        "mingc_prefix_cache_pages": 5,
+    }
+    assert rendered(first) == rendered(first) == expected
+    assert rendered(ServiceLoad()) == {**expected, "mingc_prefix_cache_pages": 0}
+    assert rendered(later) == {
+        "mingc_prefilled_tokens_total": 50,
+        "mingc_prefix_cache_hit_tokens_total": 24,
+        "mingc_prefix_cache_evicted_pages_total": 3,
+        "mingc_prefix_cache_pages": 1,
+    }
+
+
 @pytest.mark.parametrize(
     ("fails", "sent", "status"),
     [(False, None, "499"), (True, None, "500"), (True, 200, "500"), (False, 200, "200"), (False, 404, "404")],

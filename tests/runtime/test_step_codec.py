@@ -37,9 +37,11 @@ def test_steps_are_received_unchanged() -> None:
             embed_kind=np.zeros(2, np.int64),
             embeds=None,
             counts=np.array([2]),
-            starts=np.array([0]),
+            starts=np.array([3]),
             pages=np.array([[1]]),
             slots=np.array([0]),
+            skipped_ids=np.array([8, 8, 9]),
+            skipped_counts=np.array([3]),
         ),
         DecodeStep(
             input_ids=np.array([3, 4]),

@@ -197,9 +197,9 @@ def test_chats_are_replayed_from_the_prefix_cache_if_there_is_one(has_cache: boo
     asyncio.run(run.run())
     kinds = [kind for kind, _ in service.asked]
     chats, all_cases = ["answer", "answer"], ["answer", "answer", "speech"]
-    assert kinds[:4] == [*all_cases, "forget_caches"]
-    assert sorted(kinds[4:8]) == sorted([*all_cases, "speech"]), "the mixed batch, beside one that leaves"
-    assert kinds[8:] == [*(chats if has_cache else []), "answer", "speech"], "and those that leave at the end"
+    assert kinds[:5] == ["forget_caches", *all_cases, "forget_caches"]
+    assert sorted(kinds[5:9]) == sorted([*all_cases, "speech"]), "the mixed batch, beside one that leaves"
+    assert kinds[9:] == [*(chats if has_cache else []), "answer", "speech"], "and those that leave at the end"
     names = {each.name for each in log.comparisons}
     assert ("served: chat.tokens (from the prefix cache)" in names) == has_cache
     assert ("served: spoken.latents (from the prefix cache)" in names) == has_cache
@@ -209,7 +209,7 @@ def test_requests_are_asked_for_as_they_were_recorded() -> None:
     run, _ = make(CHAT, SPOKEN, SPEECH)
     asyncio.run(run.run())
     service: Any = run._service
-    chat, spoken, speech = service.asked[:3]
+    chat, spoken, speech = service.asked[1:4]
     assert chat[1]["speech"] is None and chat[1]["sampling"].max_tokens == 3 and chat[1]["records_logits"]
     assert spoken[1]["speech"].max_steps == 2
     noise = tensors()["spoken.noise"]

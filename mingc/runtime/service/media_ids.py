@@ -21,6 +21,7 @@ _DIGEST_BYTES = 32
 def content_digest(features: VisionFeatures | AudioFeatures) -> bytes:
     """32 bytes that differ for features from which an encoder computes something else."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    arrays: tuple[NDArray[np.generic], ...]
     if isinstance(features, AudioFeatures):
         arrays = (features.mel,)
         digest.update(f"audio {features.num_tokens}".encode())
@@ -29,7 +30,7 @@ def content_digest(features: VisionFeatures | AudioFeatures) -> bytes:
         digest.update(f"vision {features.grid} {features.repeats}".encode())
     for array in arrays:
         digest.update(f" {array.dtype.str} {array.shape} ".encode())
-        digest.update(np.ascontiguousarray(array))
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.digest()
 
 

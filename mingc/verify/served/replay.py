@@ -89,12 +89,13 @@ class ServedReplay:
     async def run(self) -> None:
         """Replay each case alone, then all of them together, with requests that join and one that leaves.
 
-        Neither finds prompts of the other in the prefix cache; chats that do are replayed behind them.
+        Neither finds prompts of earlier ones in the prefix cache; chats that do are replayed behind them.
         """
         for case in self._goldens.cases:
             if case.messages:
                 self._check_prompt(case)
         before = self._held()
+        self._service.forget_caches()
         for case in self._goldens.cases:
             self._compare(case, await self._serve(case, Served()), "alone")
         await self._check_freed(before, "all requests, alone")
