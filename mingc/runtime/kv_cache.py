@@ -56,6 +56,8 @@ class PagePool:
 
     def has_room(self, num_tokens: int, keys: Sequence[bytes] = ()) -> bool:
         """Whether `allocate` would succeed now."""
+        if self.pages_for(num_tokens) - len(keys) > self.num_free:
+            return False  # however many are shared: a request at the head of the queue asks at every step
         shared = self._find(keys)
         # Shared pages without an owner are free, and would no longer be.
         num_left = self.num_free - sum(page in self._idle for page in shared)

@@ -17,21 +17,21 @@ _DIGEST_BYTES = 32
 
 
 def page_keys(
-    prompt: ThinkerPrompt, *, page_size: int, salt: bytes, known: Sequence[bytes] = ()
+    prompt: ThinkerPrompt, *, page_size: int, salt: bytes, before: Sequence[bytes] = ()
 ) -> list[bytes]:
-    """Keys of the full pages of `prompt`, which begin with the `known` ones.
+    """Keys of the full pages of `prompt`, behind the keys `before` if it is the rest of a longer one.
 
     Ends before the first page with a media token whose content is not known (`ThinkerPrompt.media_ids`). `salt`
     distinguishes models.
     """
-    keys = list(known)
+    keys = list(before)
     num_tokens = prompt.num_tokens
     rows = prompt.media_rows
     if prompt.media_ids is None and len(rows):
         num_tokens = int(rows[0])
     first_media = np.searchsorted(rows, np.arange(0, num_tokens + 1, page_size))
     key = keys[-1] if keys else hashlib.blake2b(salt, digest_size=_DIGEST_BYTES).digest()
-    for page in range(len(keys), num_tokens // page_size):
+    for page in range(num_tokens // page_size):
         inside = slice(page * page_size, (page + 1) * page_size)
         digest = hashlib.blake2b(key, digest_size=_DIGEST_BYTES)
         digest.update(prompt.input_ids[inside].tobytes())
@@ -50,11 +50,13 @@ def answer_keys(
     """Keys of the full pages of `prompt` and the `answer` behind it; `known` are those of the prompt."""
     count, num_tokens = len(answer), prompt.num_tokens
     positions = np.arange(num_tokens, num_tokens + count) + prompt.rope_delta
-    whole = ThinkerPrompt(
-        input_ids=np.concatenate([prompt.input_ids, np.array(answer, np.int64)]),
-        positions=np.concatenate([prompt.positions, np.tile(positions, (3, 1))], axis=1),
+    rest = slice(len(known) * page_size, None)
+    media = slice(int(np.searchsorted(prompt.media_rows, rest.start)), None)
+    tail = ThinkerPrompt(
+        input_ids=np.concatenate([prompt.input_ids[rest], np.array(answer, np.int64)]),
+        positions=np.concatenate([prompt.positions[:, rest], np.tile(positions, (3, 1))], axis=1),
         rope_delta=prompt.rope_delta,
-        embed_kind=np.concatenate([prompt.embed_kind, np.full(count, WORD, np.int64)]),
-        media_ids=prompt.media_ids,
+        embed_kind=np.concatenate([prompt.embed_kind[rest], np.full(count, WORD, np.int64)]),
+        media_ids=None if prompt.media_ids is None else prompt.media_ids[media],
     )
-    return page_keys(whole, page_size=page_size, salt=salt, known=known)
+    return page_keys(tail, page_size=page_size, salt=salt, before=known)
