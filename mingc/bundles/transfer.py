@@ -32,18 +32,21 @@ def boot_id() -> str:
 
 @contextmanager
 def locked(descriptor: int, what: Path) -> Iterator[None]:
-    """Hold the kernel's lock of an open file or folder. Raises: ConfigError when another process has it."""
+    """Hold the kernel's lock of an open file or folder, and close it in the end.
+
+    Raises: ConfigError when another process has the lock.
+    """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(
-            f"another process is writing {what}",
-            where=str(what),
-            fix="wait for its end, or pass another path",
-        ) from None
-    except OSError:
-        pass  # a file system without locks: two writers at once are the user's to avoid
-    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another process is writing {what}",
+                where=str(what),
+                fix="wait for its end, or pass another path",
+            ) from None
+        except OSError:
+            pass  # a file system without locks: two writers at once are the user's to avoid
         yield
     finally:
         os.close(descriptor)

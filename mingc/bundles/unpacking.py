@@ -30,6 +30,7 @@ from mingc.errors import ConfigError, IntegrityError
 STORE = ".mingc-files"
 WORK_SUFFIX = ".unpack"
 _STATE = ".unpack-state"
+_FILES = "files"  # beside the state, so that the state is there until the folder has its name
 _HALF = ".half"
 SHARED_FROM_BYTES = 1 << 20  # smaller files are not worth a link
 
@@ -72,20 +73,15 @@ def unpack(
     notes: list[str] = []
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _work_folder(folder, packed) as work, _store(folder.parent, notes, is_shared=is_shared) as store:
-            run = _Unpack(packed, work, store, log)
-            present = sum(each.stat().st_size for each in work.rglob("*") if each.is_file())
+        with _work_folder(folder, packed) as files, _store(folder.parent, notes, is_shared=is_shared) as store:
+            run = _Unpack(packed, files, store, log)
             total = sum(each.size_bytes for each in packed.files.values())
-            stored = sum(
-                record.size_bytes for record in packed.bundle.files.values() if store and store.has(record)
-            )
-            check_free(folder.parent, max(0, total - present - stored))
+            check_free(folder.parent, _missing_bytes(packed, files, store))
             run_all(sorted(packed.files, key=lambda name: -packed.files[name].size_bytes), run.file)
-            _write(work / BUNDLE_FILE, packed.bundle_bytes)
+            _write(files / BUNDLE_FILE, packed.bundle_bytes)
             if packed.signature is not None:
-                _write(work / SIGNATURE_FILE, packed.signature)
-            (work / _STATE).unlink()
-            put_in_place(work, folder, replace_existing=replace_existing, option="OUTPUT")
+                _write(files / SIGNATURE_FILE, packed.signature)
+            put_in_place(files, folder, replace_existing=replace_existing, option="OUTPUT")
     seconds = time.perf_counter() - started
     return UnpackReport(
         folder=folder,
@@ -139,10 +135,10 @@ class _Unpack:
     """One run."""
 
     def __init__(
-        self, packed: PackedFile, work: Path, store: FileStore | None, log: Callable[[str], None]
+        self, packed: PackedFile, files: Path, store: FileStore | None, log: Callable[[str], None]
     ) -> None:
         self._packed = packed
-        self._work = work
+        self._files = files
         self._store = store
         self._log = log
         self._mutex = threading.Lock()
@@ -151,15 +147,15 @@ class _Unpack:
 
     def file(self, name: str, stop: Stop) -> None:
         """Write one file, or find it."""
-        target, region, record = self._work / name, self._packed.files[name], self._packed.bundle.files[name]
+        target, region, record = self._files / name, self._packed.files[name], self._packed.bundle.files[name]
         if target.exists():  # renamed after its hash was compared
             self._count(resumed=record.size_bytes)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        store = self._store if record.size_bytes >= SHARED_FROM_BYTES else None
+        store = self._store if _is_shareable(record) else None
         if store is not None and store.has(record) and self._take(store, record, target, stop):
             return
-        half = target.with_name(target.name + _HALF)
+        half = _half_path(target)
         found, kept = _complete(region, half, stop)
         if found != record.sha256 and kept:
             half.unlink()  # what was there was not the beginning of this file
@@ -200,6 +196,26 @@ class _Unpack:
             self.shared += shared
 
 
+def _missing_bytes(packed: PackedFile, files: Path, store: FileStore | None) -> int:
+    """Bytes that a run writes: of files that are neither finished nor stored, what their halves lack."""
+    missing = 0
+    for name, region in packed.files.items():
+        record = packed.bundle.files[name]
+        target, is_stored = files / name, store is not None and _is_shareable(record) and store.has(record)
+        if not target.exists() and not is_stored:
+            half = _half_path(target)
+            missing += max(0, region.size_bytes - (half.stat().st_size if half.exists() else 0))
+    return missing
+
+
+def _is_shareable(record: BundleFile) -> bool:
+    return record.size_bytes >= SHARED_FROM_BYTES
+
+
+def _half_path(target: Path) -> Path:
+    return target.with_name(target.name + _HALF)
+
+
 def _complete(region: FileRegion, half: Path, stop: Stop) -> tuple[str, int]:
     """Copy what `half` lacks of `region`. Returns the sha256 of the whole and the bytes that were there."""
     digest = hashlib.sha256()
@@ -223,7 +239,10 @@ def _complete(region: FileRegion, half: Path, stop: Stop) -> tuple[str, int]:
 
 @contextmanager
 def _work_folder(folder: Path, packed: PackedFile) -> Iterator[Path]:
-    """The locked folder under construction; kept when the block fails, to be continued with the same bundle."""
+    """The folder of the files under construction, in a locked one that also has their state.
+
+    Kept when the block fails, to be continued with the same bundle; removed when the files have got their name.
+    """
     work = folder.with_name(f".{folder.name}{WORK_SUFFIX}")
     with suppress(FileExistsError):
         work.mkdir(mode=0o755)
@@ -240,7 +259,13 @@ def _work_folder(folder: Path, packed: PackedFile) -> Iterator[Path]:
             for each in work.iterdir():
                 shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
             (work / _STATE).write_text(state)
-        yield work
+        files = work / _FILES
+        files.mkdir(mode=0o755, exist_ok=True)
+        try:
+            yield files
+        finally:
+            if not files.exists():
+                shutil.rmtree(work)
 
 
 @contextmanager

@@ -8,6 +8,8 @@ import hashlib
 import json
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,12 +93,12 @@ def test_without_sharing_there_is_no_store_and_files_may_be_written(bundle: Path
 
 
 def test_finished_files_are_resumed_and_counted(bundle: Path, tmp_path: Path) -> None:
-    work = tmp_path / ".out.unpack"
-    (work / "weights").mkdir(parents=True)
-    (work / "weights/audio.bin").write_bytes(LARGE)
-    (work / ".unpack-state").write_text(_state(bundle))
-    (work / "goldens").mkdir()
-    (work / "goldens/encode.safetensors.half").write_bytes(LARGE[::-1][:1000])
+    files = tmp_path / ".out.unpack/files"
+    (files / "weights").mkdir(parents=True)
+    (files / "weights/audio.bin").write_bytes(LARGE)
+    (files.parent / ".unpack-state").write_text(_state(bundle))
+    (files / "goldens").mkdir()
+    (files / "goldens/encode.safetensors.half").write_bytes(LARGE[::-1][:1000])
     report = unpack(bundle, tmp_path / "out", is_shared=False)
     assert report.resumed_bytes == len(LARGE) + 1000
     check_hashes(open_artifact(tmp_path / "out"))
@@ -108,12 +110,12 @@ def test_what_another_bundle_or_boot_left_is_removed(
     state: dict[str, str] | None, bundle: Path, tmp_path: Path
 ) -> None:
     """After a power failure the content of a renamed file may not be on the disk."""
-    work = tmp_path / ".out.unpack"
-    (work / "weights").mkdir(parents=True)
-    (work / "weights/audio.bin").write_bytes(b"wrong")
-    (work / "left").write_bytes(b"over")
+    files = tmp_path / ".out.unpack/files"
+    (files / "weights").mkdir(parents=True)
+    (files / "weights/audio.bin").write_bytes(b"wrong")
+    (files / "left").write_bytes(b"over")
     if state is not None:
-        (work / ".unpack-state").write_text(_state(bundle, state))
+        (files.parent / ".unpack-state").write_text(_state(bundle, state))
     assert unpack(bundle, tmp_path / "out").resumed_bytes == 0
     check_hashes(open_artifact(tmp_path / "out"))
     assert not (tmp_path / "out/left").exists()
@@ -140,14 +142,14 @@ def test_work_that_another_user_may_have_made_is_not_continued(
 ) -> None:
     """In a folder like /tmp: files there would be taken for finished ones without reading them again."""
     work = tmp_path / ".out.unpack"
-    (work / "weights").mkdir(parents=True)
-    (work / "weights/audio.bin").write_bytes(b"planted")
+    (work / "files/weights").mkdir(parents=True)
+    (work / "files/weights/audio.bin").write_bytes(b"planted")
     (work / ".unpack-state").write_text(_state(bundle))
     change(work, monkeypatch)
     with pytest.raises(ConfigError, match=r"\.out\.unpack may be the work of another user") as raised:
         unpack(bundle, tmp_path / "out")
     assert raised.value.fix == "remove it, or pass another path"
-    assert not (tmp_path / "out").exists() and (work / "weights/audio.bin").exists()
+    assert not (tmp_path / "out").exists() and (work / "files/weights/audio.bin").exists()
 
 
 def test_a_link_or_a_file_in_place_of_the_work_is_refused(bundle: Path, tmp_path: Path) -> None:
@@ -230,22 +232,92 @@ def test_another_failure_of_a_link_is_not_hidden(
     assert raised.value.where == str(tmp_path) and not (tmp_path / "out").exists()
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of free space that each unpack asks for."""
+    found: list[int] = []
+    monkeypatch.setattr(unpacking, "check_free", lambda folder, needed: found.append(needed))
+    return found
+
+
 def test_space_is_needed_only_for_what_is_neither_there_nor_stored(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bundle: Path, tmp_path: Path, asked: list[int]
 ) -> None:
     total = sum(region.size_bytes for region in open_packed(bundle).files.values())
-    asked: list[int] = []
-    monkeypatch.setattr(unpacking, "check_free", lambda folder, needed: asked.append(needed))
     unpack(bundle, tmp_path / "first")
     unpack(bundle, tmp_path / "second")
     work = tmp_path / ".third.unpack"
-    work.mkdir()
+    (work / "files/bundle").mkdir(parents=True)
     (work / ".unpack-state").write_text(_state(bundle))
-    (work / "bundle").mkdir()
-    (work / "bundle/start.sh").write_bytes(b"run")
+    (work / "files/bundle/start.sh").write_bytes(b"run")
+    (work / "files/weights").mkdir()
+    (work / "files/weights/audio.bin.half").write_bytes(LARGE[:1000])
     unpack(bundle, tmp_path / "third", is_shared=False)
-    state = len(_state(bundle))
-    assert asked == [total - state, total - 2 * len(LARGE) - state, total - 3 - state]
+    assert asked == [total, total - 2 * len(LARGE), total - 3 - 1000]
+
+
+def test_a_stored_file_that_an_interrupted_run_linked_takes_no_space_once(
+    bundle: Path, tmp_path: Path, asked: list[int]
+) -> None:
+    """It was subtracted twice, from the work and from the store, and another file of its size counted for nothing."""
+    total = sum(region.size_bytes for region in open_packed(bundle).files.values())
+    unpack(bundle, tmp_path / "first")
+    for path in (tmp_path / STORE).iterdir():
+        if path.read_bytes() != LARGE:
+            path.unlink()
+    work = tmp_path / ".second.unpack"
+    (work / "files/weights").mkdir(parents=True)
+    (work / ".unpack-state").write_text(_state(bundle))
+    os.link(tmp_path / STORE / hashlib.sha256(LARGE).hexdigest(), work / "files/weights/audio.bin")
+    unpack(bundle, tmp_path / "second")
+    assert asked[1] == total - len(LARGE)
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from mingc.bundles.unpacking import unpack
+
+bundle, folder, moment, when = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+rename = Path.rename
+seen = []
+
+def killed(path, target):
+    seen.append(path)
+    if len(seen) == moment and when == "before":
+        os._exit(9)
+    done = rename(path, target)
+    if len(seen) == moment and when == "after":
+        os._exit(9)
+    return done
+
+Path.rename = killed
+unpack(bundle, folder, replace_existing=True, is_shared=False)
+"""
+
+
+@pytest.mark.parametrize(
+    "moment, when, is_there",
+    [(1, "before", "old"), (1, "after", None), (2, "before", None), (2, "after", "new")],
+)
+def test_an_unpack_killed_between_its_renames_is_continued_without_writing_again(
+    moment: int, when: str, is_there: str | None, bundle: Path, tmp_path: Path
+) -> None:
+    """The old folder is renamed away, then the new one gets its name."""
+    parent = tmp_path / "site"
+    out = parent / "out"
+    unpack(bundle, out, is_shared=False)
+    (out / "old").touch()
+    words = [sys.executable, "-c", KILLED, bundle, out, str(moment), when]
+    assert subprocess.run(words, check=False, timeout=60).returncode == 9
+    found = ("old" if (out / "old").exists() else "new") if out.exists() else None
+    assert found == is_there
+    if found == "new":
+        check_hashes(open_artifact(out))
+    report = unpack(bundle, out, replace_existing=True, is_shared=False)
+    assert report.resumed_bytes == (0 if is_there == "new" else report.size_bytes)
+    check_hashes(open_artifact(out))
+    assert [*parent.iterdir()] == [out] and not (out / "old").exists()
 
 
 def test_space_is_compared_with_what_the_disk_has_free(
@@ -318,7 +390,10 @@ def test_the_lock_of_a_writer_excludes_another_writer(tmp_path: Path) -> None:
             transfer.locked(second, tmp_path),
         ):
             pass
-        os.close(second)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(second)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(first)
     third = os.open(tmp_path / "file", os.O_RDONLY)
     with transfer.locked(third, tmp_path):
         pass
