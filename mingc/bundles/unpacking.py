@@ -73,7 +73,10 @@ def unpack(
     notes: list[str] = []
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _work_folder(folder, packed) as files, _store(folder.parent, notes, is_shared=is_shared) as store:
+        with (
+            _work_folder(folder, packed) as files,
+            _store(folder.parent, notes, is_shared=is_shared) as store,
+        ):
             run = _Unpack(packed, files, store, log)
             total = sum(each.size_bytes for each in packed.files.values())
             check_free(folder.parent, _missing_bytes(packed, files, store))

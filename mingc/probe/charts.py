@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 from xml.etree.ElementTree import Element, SubElement
 
 WIDTH = 980.0
@@ -81,12 +82,18 @@ class _Axis:
 
 
 def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series]) -> Element:
-    """Series over logarithmic axes; x has a tick for each of its values where there is space."""
+    """Series over logarithmic axes; x has a tick for each of its values where there is space.
+
+    Points without a place on a logarithmic axis are left out, and the chart has their number.
+    """
+    series, left_out = _with_places(series)
     points = [point for each in series for point in each.points]
-    sizes = sorted({point.x for point in points})
+    sizes = sorted({point.x for point in points}) or [1.0]
     x = _Axis(sizes[0] / 1.25, sizes[-1] * 1.25, _LEFT, _LEFT + _PLOT_WIDTH, tuple(sizes))
-    y = _value_axis([value for point in points for value in (point.y, point.low, point.high) if value])
+    values = [value for point in points for value in (point.y, point.low, point.high) if _has_place(value)]
+    y = _value_axis(values)
     svg, plot = _frame(title, x, y, x_label, y_label, rows=len(series))
+    _note_left_out(svg, left_out)
     for index, each in enumerate(series):
         _draw_series(svg, plot, index, each, x, y)
     return svg
@@ -95,13 +102,18 @@ def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series])
 def roofline_chart(
     title: str, x_label: str, y_label: str, series: Sequence[Series], roofs: Sequence[Roof]
 ) -> Element:
-    """Points below roofs, over logarithmic axes."""
+    """Points below roofs, over logarithmic axes. What has no place there is left out, and the chart has its number."""
+    series, left_out = _with_places(series)
+    left_out += len(roofs)
+    roofs = [roof for roof in roofs if _has_place(roof.slope) and _has_place(roof.peak)]
+    left_out -= len(roofs)
     points = [point for each in series for point in each.points]
     bends = [roof.peak / roof.slope for roof in roofs]
     low, high = _ends([*(point.x for point in points), *bends])
     x = _Axis(low, high, _LEFT, _LEFT + _PLOT_WIDTH, _ticks(low, high))
     y = _value_axis([*(point.y for point in points), *(roof.peak for roof in roofs)])
     svg, plot = _frame(title, x, y, x_label, y_label, rows=len(series) + len(roofs))
+    _note_left_out(svg, left_out)
     for index, roof in enumerate(roofs):
         start = max(x.low, y.low / roof.slope)  # where it comes into the plot
         bend = max(start, roof.peak / roof.slope)
@@ -175,9 +187,32 @@ def printable(text: str) -> str:
     )
 
 
+def _has_place(value: float | None) -> TypeGuard[float]:
+    """Whether a logarithmic axis has a place for `value`."""
+    return value is not None and math.isfinite(value) and value > 0
+
+
+def _with_places(series: Sequence[Series]) -> tuple[list[Series], int]:
+    """The series with those points alone that logarithmic axes have a place for, and the number of the others."""
+    kept = [
+        replace(each, points=tuple(p for p in each.points if _has_place(p.x) and _has_place(p.y)))
+        for each in series
+    ]
+    return kept, sum(len(each.points) for each in series) - sum(len(each.points) for each in kept)
+
+
+def _note_left_out(svg: Element, count: int) -> None:
+    if count:
+        text = f"not drawn: {count} without a place on a logarithmic axis"
+        _text(svg, _LEFT + 8, _TOP + 16, text, anchor="start", kind="row")
+
+
 def _ends(values: Iterable[float]) -> tuple[float, float]:
-    """The numbers of the form 1, 2 or 5 times a power of ten around `values`, with space on both sides."""
-    found = list(values)
+    """The numbers of the form 1, 2 or 5 times a power of ten around `values`, with space on both sides.
+
+    Around 1 when there are none.
+    """
+    found = list(values) or [1.0]
     low, high = _round(min(found) / 1.15, up=False), _round(max(found) * 1.15, up=True)
     return low, high
 
@@ -260,7 +295,7 @@ def _draw_series(svg: Element, plot: Element, index: int, series: Series, x: _Ax
         line.set("points", " ".join(f"{x.at(each.x):.2f},{y.at(each.y):.2f}" for each in points))
     for each in points:
         at = x.at(each.x)
-        if each.low and each.high:
+        if _has_place(each.low) and _has_place(each.high):
             ends = {"class": "range", "x1": at, "x2": at, "y1": y.at(each.low), "y2": y.at(each.high)}
             _shape(plot, "line", ends, stroke=colour)
         drawn = _shape(

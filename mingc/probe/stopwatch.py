@@ -78,9 +78,9 @@ class Stopwatch:
         name = torch.cuda.get_device_name(self._device) if is_cuda else processor_name()
         return PeakRates(
             device=name,
-            copy_tb_s=round(2 * source.nbytes / copy_ms / 1e9, 4),
-            read_tb_s=round(source.nbytes / read_ms / 1e9, 4),
-            matmul_tflop_s=round(2 * side**3 / matmul_ms / 1e9, 3),
+            copy_tb_s=_four_digits(2 * source.nbytes / copy_ms / 1e9),
+            read_tb_s=_four_digits(source.nbytes / read_ms / 1e9),
+            matmul_tflop_s=_four_digits(2 * side**3 / matmul_ms / 1e9),
             matmul_dtype=str(dtype).removeprefix("torch."),
             cache_bytes=self._flush.numel() // _FLUSH_CACHES if self._flush is not None else None,
             cache_rates=() if is_cuda else tuple(self._cache_rate(size) for size in _CACHED_BYTES),
@@ -95,7 +95,7 @@ class Stopwatch:
             *self.samples_ms(matrix.sum, count),
             *self.samples_ms(lambda: torch.mv(matrix, vector, out=result), count),
         )
-        return CacheRate(num_bytes=num_bytes, read_tb_s=round(num_bytes / fastest_ms / 1e9, 4))
+        return CacheRate(num_bytes=num_bytes, read_tb_s=_four_digits(num_bytes / fastest_ms / 1e9))
 
 
 def processor_name() -> str:
@@ -112,6 +112,11 @@ def percentile(samples: Sequence[float], share: float) -> float:
     """The sample that a fraction `share` of all samples does not exceed."""
     ordered = sorted(samples)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def _four_digits(rate: float) -> float:
+    """A rate to four significant digits, which is above 0 on the slowest machine."""
+    return float(f"{rate:.4g}")
 
 
 def _wall_ms(run: Callable[[], object]) -> float:

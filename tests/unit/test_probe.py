@@ -270,6 +270,17 @@ def test_peak_rates_are_of_the_fastest_calls(monkeypatch: pytest.MonkeyPatch) ->
     assert rates.faster(slower) == replace(rates, copy_tb_s=9.0, cache_rates=fast_caches)
 
 
+def test_rates_of_a_slow_machine_are_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded to a place after the point, a slow rate was 0 and the bounds divided by it; a fast one keeps digits."""
+    monkeypatch.setattr(Stopwatch, "samples_ms", lambda *_: [12_345.678])
+    rates = Stopwatch(torch.device("cpu")).peak_rates(torch.float32)
+    assert rates.matmul_tflop_s == pytest.approx(2 * 1024**3 / 12_345.678 / 1e9, rel=5e-4)
+    assert rates.read_tb_s == pytest.approx(4 * 2**26 / 12_345.678 / 1e9, rel=5e-4)
+    assert rates.cache_rates[0].read_tb_s == pytest.approx(65_536 / 12_345.678 / 1e9, rel=5e-4)
+    cost = EngineCost(dims={}, flops=10**6, weight_bytes=10**6, state_bytes=0)
+    assert roofline_bound(figures(1.0), cost, io_bytes=0, peak_rates=rates).compute_bound_ms > 0
+
+
 def test_the_memory_bound_takes_the_faster_of_copying_and_reading() -> None:
     cost = EngineCost(dims={}, flops=0, weight_bytes=6_000_000_000, state_bytes=0)
     for read, expected in ((0.0, 3.0), (1.0, 3.0), (3.0, 2.0)):

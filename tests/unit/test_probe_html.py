@@ -24,7 +24,7 @@ from mingc.artifacts.manifest import EngineCost
 from mingc.console.report import to_json
 from mingc.errors import ConfigError
 from mingc.probe import html_report
-from mingc.probe.charts import number
+from mingc.probe.charts import Point, Roof, Series, line_chart, number, roofline_chart
 from mingc.probe.html_report import check_html_path, page, write_html
 from mingc.probe.report import (
     CacheRate,
@@ -424,6 +424,60 @@ def test_figures_of_any_size_are_drawn_inside(root: Element) -> None:
         for svg in found.values():
             check_box(svg)
             assert len(of_class(svg, "point")) in (0, len(engines))
+
+
+def points(*values: tuple[float, float]) -> tuple[Point, ...]:
+    return tuple(Point(x=x, y=y, label="") for x, y in values)
+
+
+LOGARITHMIC = {
+    "lines": lambda series: line_chart("t", "x", "y", series),
+    "roofline": lambda series: roofline_chart("t", "x", "y", series, (Roof(name="r", slope=2.0, peak=8.0),)),
+}
+
+
+@pytest.mark.parametrize("chart", LOGARITHMIC)
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_what_has_no_place_on_a_logarithmic_axis_is_left_out_and_counted(chart: str, value: float) -> None:
+    good = points((1.0, 2.0), (4.0, 3.0))
+    mixed = Series(name="a", points=(*good, *points((value, 1.0), (1.0, value), (value, value))))
+    svg = LOGARITHMIC[chart]((mixed, Series(name="b", points=points((2.0, value)))))
+    check_box(svg)
+    drawn = [(figure(each, "data-x"), figure(each, "data-y")) for each in of_class(svg, "point")]
+    assert drawn == [(1.0, 2.0), (4.0, 3.0)]
+    assert [each.text for each in of_class(svg, "row")] == [
+        "not drawn: 4 without a place on a logarithmic axis"
+    ]
+    assert not of_class(LOGARITHMIC[chart]((Series(name="a", points=good),)), "row")
+
+
+@pytest.mark.parametrize("chart", LOGARITHMIC)
+def test_a_chart_of_nothing_that_can_be_drawn_says_so(chart: str) -> None:
+    svg = LOGARITHMIC[chart]((Series(name="a", points=points((0.0, 0.0))), Series(name="b", points=())))
+    check_box(svg)
+    assert not of_class(svg, "point")
+    assert [each.text for each in of_class(svg, "row")] == [
+        "not drawn: 1 without a place on a logarithmic axis"
+    ]
+
+
+def test_a_range_down_to_zero_leaves_its_point() -> None:
+    svg = line_chart(
+        "t", "x", "y", (Series(name="a", points=(Point(x=1.0, y=2.0, label="", low=0.0, high=3.0),)),)
+    )
+    check_box(svg)
+    assert len(of_class(svg, "point")) == 1 and not of_class(svg, "range")
+
+
+@pytest.mark.parametrize("slope, peak", [(0.0, 8.0), (2.0, 0.0), (math.nan, 8.0)])
+def test_a_roof_without_a_rate_is_not_drawn(slope: float, peak: float) -> None:
+    roofs = (Roof(name="none", slope=slope, peak=peak), Roof(name="r", slope=2.0, peak=8.0))
+    svg = roofline_chart("t", "x", "y", (Series(name="a", points=points((1.0, 2.0))),), roofs)
+    check_box(svg)
+    assert [figure(each, "data-slope") for each in of_class(svg, "roof")] == [2.0]
+    assert "not drawn: 1 without a place on a logarithmic axis" in [
+        each.text for each in of_class(svg, "row")
+    ]
 
 
 def test_parts_that_were_not_measured_are_left_out() -> None:
