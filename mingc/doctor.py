@@ -20,9 +20,11 @@ from mingc.artifacts.artifact import check_fingerprint, open_artifact
 from mingc.artifacts.engine_choice import default_engines
 from mingc.artifacts.file_cache import cache_folder
 from mingc.artifacts.manifest import StageRecord
+from mingc.artifacts.target import RTX_CAPABILITIES, Capability
 from mingc.errors import ConfigError, IncompatibleError
 from mingc.host import current_host, driver_version, gpu
 from mingc.runtime.engines.backends import ENGINES, unavailable
+from mingc.tensorrt_library import RTX, find_library
 
 State = Literal["ok", "missing", "problem"]
 
@@ -30,7 +32,7 @@ _OPTIONAL = (  # import name, distribution, what it is needed for, extra
     ("onnxruntime", "onnxruntime", "export: voices", "export"),
     ("onnx", "onnx", "export --backend onnx", "onnx"),
     ("onnxscript", "onnxscript", "export --backend onnx", "onnx"),
-    ("tensorrt_rtx", "tensorrt-rtx", "export --backend tensorrt, and its engines", "tensorrt"),
+    (RTX, "tensorrt-rtx", "export --backend tensorrt, and its engines", "tensorrt"),
     ("starlette", "starlette", "serve", "serve"),
     ("uvicorn", "uvicorn", "serve", "serve"),
     ("httpx", "httpx", "serve: media from URLs; demo", "serve"),
@@ -140,13 +142,18 @@ def examine(artifacts: Sequence[Path] = ()) -> DoctorReport:
 
 
 def _targets(checks: Sequence[Check]) -> tuple[TargetVerdict, ...]:
-    """One for each device with AOTInductor, and one for ONNX Runtime."""
+    """One for each device with AOTInductor, one for ONNX Runtime, one for TensorRT and RTX cards."""
     base = ["python", *_REQUIRED, "torch version"]
     serve = [dist for _, dist, _, extra in _OPTIONAL if extra == "serve"]
     needs = {  # for both, to export, to serve
         "cpu, aoti": ([*base, "engine loader"], ["C++ compiler", "onnxruntime"], serve),
         "cpu, onnx": ([*base, "onnxruntime"], ["onnx", "onnxscript"], serve),
         "cuda, aoti": ([*base, "engine loader", "cuda"], ["C++ compiler", "triton", "onnxruntime"], serve),
+        "rtx, tensorrt": (
+            [*base, "tensorrt-rtx"],
+            ["onnx", "onnxscript", "onnxruntime"],  # no card: plans are built for those that --target names
+            ["cuda", "RTX card", *serve],
+        ),
     }
     bad = {check.name: check for check in checks if check.state != "ok"}
     verdicts = []
@@ -342,7 +349,8 @@ def _python() -> Check:
 
 def _package(module: str, distribution: str, needed_for: str, extra: str | None) -> Check:
     module = {"pillow": "PIL"}.get(module, module)
-    if importlib.util.find_spec(module) is None:
+    is_there = find_library() == RTX if module == RTX else importlib.util.find_spec(module) is not None
+    if not is_there:
         fix = f"pip install 'mingc[{extra}]'" if extra else f"pip install {distribution}"
         return Check(name=distribution, state="missing", detail="", needed_for=needed_for, fix=fix)
     try:
@@ -410,6 +418,8 @@ def _devices() -> list[Check]:
         checks.append(
             Check(name=f"cuda:{index}", state="ok", detail=detail, needed_for="export --target cuda")
         )
+    if count:
+        checks.append(_rtx_card([gpu(index).capability for index in range(count)]))
     if count > 1:
         closed = [
             f"{one}-{other}"
@@ -429,6 +439,21 @@ def _devices() -> list[Check]:
             )
         )
     return checks
+
+
+def _rtx_card(capabilities: Sequence[Capability]) -> Check:
+    """Whether TensorRT for RTX builds engines for one of the visible GPUs, given their capabilities."""
+    names = [".".join(map(str, each)) for each in dict.fromkeys(capabilities)]
+    is_there = bool({*capabilities} & {*RTX_CAPABILITIES})
+    known = ", ".join(".".join(map(str, each)) for each in RTX_CAPABILITIES)
+    return Check(
+        name="RTX card",
+        state="ok" if is_there else "missing",
+        detail=f"compute capability {', '.join(names)}"
+        + ("" if is_there else f"; TensorRT for RTX builds engines for {known}"),
+        needed_for="serve: artifacts of --target rtx:…",
+        fix=None if is_there else "serve such artifacts on a machine with one of these cards",
+    )
 
 
 def _no_cuda(driver: str | None, built_for: str | None) -> tuple[str, str]:

@@ -160,6 +160,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.errors",
         "mingc.host",
         "mingc.runtime.engines",  # whether a backend's engines can be loaded
+        "mingc.tensorrt_library",
     ),
 }
 # Only the command line knows export, runtime, verify and probe together.

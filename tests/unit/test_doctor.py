@@ -321,7 +321,8 @@ def test_every_gpu_is_reported_and_links_from_two_on(count: int, monkeypatch: py
     checks = {check.name: check for check in doctor._devices()}
     names = [f"cuda:{index}" for index in range(count)] if count else ["cuda"]
     software = ["NVIDIA driver", "triton"] if count else []
-    assert [*checks] == ["cpu", *software, *names, *(["GPU links", "NCCL"] if count > 1 else [])]
+    card = ["RTX card"] if count else []
+    assert [*checks] == ["cpu", *software, *names, *card, *(["GPU links", "NCCL"] if count > 1 else [])]
     assert checks[names[0]].state == ("ok" if count else "missing")
     for index in range(count):
         assert checks[f"cuda:{index}"].detail.startswith(f"GPU {index}, {80 + index} GiB; ")
@@ -391,6 +392,7 @@ def test_the_smallest_gpu_and_their_number_decide(
 
 GIB = 1 << 30
 FOUR = [80 * GIB] * 4
+RTX_FIX = "serve such artifacts on a machine with one of these cards"
 
 
 @pytest.fixture
@@ -409,12 +411,17 @@ def gpu_artifact(artifact_path: Path, good_machine: pytest.MonkeyPatch) -> Path:
 
 
 def use_gpus(
-    monkeypatch: pytest.MonkeyPatch, count: int, links: set[tuple[int, int]], *, nccl: bool = True
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    links: set[tuple[int, int]],
+    *,
+    nccl: bool = True,
+    capability: tuple[int, int] = (9, 0),
 ) -> None:
     """`count` GPUs as torch would show them, with peer access between the pairs `links`."""
     described = Gpu(
         name="NVIDIA H200",
-        capability=(9, 0),
+        capability=capability,
         num_multiprocessors=132,
         memory_bytes=141 * GIB,
         cache_bytes=60 << 20,
@@ -446,7 +453,44 @@ def test_one_gpu_exports_and_serves_for_cuda(good_machine: pytest.MonkeyPatch) -
         ("cpu, aoti", True, True, None),
         ("cpu, onnx", True, True, None),
         ("cuda, aoti", True, True, None),
+        ("rtx, tensorrt", False, False, f"pip install 'mingc[tensorrt]'; {RTX_FIX}"),
     ]
+
+
+@pytest.mark.parametrize(
+    "capability, has_library, absent, exports, serves, problem, fix",
+    [
+        ((8, 9), True, (), True, True, "", None),
+        ((12, 0), True, (), True, True, "", None),
+        (None, True, (), True, False, "cuda: ", "install"),
+        ((9, 0), True, (), True, False, "RTX card: compute capability 9.0", RTX_FIX),
+        ((8, 9), False, (), False, False, "tensorrt-rtx: missing", "pip install 'mingc[tensorrt]'"),
+        ((8, 9), True, ("onnxscript",), False, True, "onnxscript: missing", "pip install 'mingc[onnx]'"),
+        ((8, 9), True, ("uvicorn",), True, False, "uvicorn: missing", "pip install 'mingc[serve]'"),
+    ],
+)
+def test_engines_for_rtx_cards_are_built_anywhere_and_served_on_a_card(
+    capability: tuple[int, int] | None,
+    has_library: bool,
+    absent: tuple[str, ...],
+    exports: bool,
+    serves: bool,
+    problem: str,
+    fix: str | None,
+    good_machine: pytest.MonkeyPatch,
+) -> None:
+    use_gpus(good_machine, 1 if capability else 0, set(), capability=capability or (9, 0))
+    if capability is None:
+        good_machine.setattr(doctor, "driver_version", lambda: None)
+    real, found = importlib.util.find_spec, importlib.util.find_spec("json")
+    library = found if has_library else None
+    good_machine.setattr(
+        importlib.util, "find_spec", lambda name: library if name == "tensorrt_rtx_bindings" else real(name)
+    )
+    rtx = without(good_machine, "tensorrt_rtx", "tensorrt", *absent).targets[-1]
+    assert (rtx.target, rtx.exports, rtx.serves) == ("rtx, tensorrt", exports, serves)
+    assert problem in rtx.problem and (rtx.problem == "") is (problem == "")
+    assert rtx.fix is None if fix is None else fix in str(rtx.fix)
 
 
 @pytest.mark.parametrize(
@@ -472,7 +516,7 @@ def test_a_cpu_exports_for_a_cpu_alone(good_machine: pytest.MonkeyPatch) -> None
     good_machine.setattr(torch.cuda, "is_available", lambda: False)
     good_machine.setattr(doctor, "driver_version", lambda: None)
     good_machine.setattr(torch.version, "cuda", None)
-    cpu, onnx, cuda = examine().targets
+    cpu, onnx, cuda, _ = examine().targets
     assert (cpu.exports, cpu.serves, onnx.exports, onnx.serves) == (True,) * 4 and not cpu.problem
     assert (cuda.target, cuda.exports, cuda.serves) == ("cuda, aoti", False, False)
     assert cuda.problem == "cuda: this torch is a CPU build"
@@ -495,7 +539,7 @@ def test_missing_extras_fail_the_targets_that_need_them(
     fixes: tuple[str, ...],
     good_machine: pytest.MonkeyPatch,
 ) -> None:
-    first, second, _ = without(good_machine, *modules).targets
+    first, second, *_ = without(good_machine, *modules).targets
     assert (first.exports, first.serves) == cpu and (second.exports, second.serves) == onnx
     failing = first if not all(cpu) else second
     assert all(fix in str(failing.fix) for fix in fixes)
