@@ -633,7 +633,8 @@ def verify_command(
     "--beside",
     type=_PATH,
     show_default="none",
-    help="Artifact of the same model with engines of another backend: both are timed in turns.",
+    help="Artifact of the same model, also ARTIFACT itself, whose default engines are timed in turns with those of "
+    "ARTIFACT, which --engines chooses.",
 )
 @click.option(
     "--html", type=_PATH, show_default="none", help="Also write the report as one HTML file with charts."

@@ -15,10 +15,11 @@ import torch
 
 from mingc.artifacts.artifact import Artifact, check_fingerprint, open_artifact
 from mingc.artifacts.codec import encode
+from mingc.artifacts.engine_choice import OPTION
 from mingc.artifacts.manifest import EngineCost, EngineRecord, content_hash
 from mingc.artifacts.spec import GraphSpec
 from mingc.dtypes import torch_dtype
-from mingc.errors import ConfigError
+from mingc.errors import ArtifactError, ConfigError
 from mingc.host import current_host, gpu_target
 from mingc.probe.baseline import Comparison, check_common, compare, differences
 from mingc.probe.cold_start import ColdStart, measure_cold_start
@@ -70,7 +71,7 @@ class ProbeOptions:
         tolerance: fraction by which a median may exceed the baseline's.
         backends: `STAGE=BACKEND` for stages whose engines are not the artifact's default ones.
         compare: `patch-embed` also times the patch embedding in two forms; `engines` must include its stage.
-        beside: another artifact of the same model, whose engines are timed in turns with these.
+        beside: another artifact of the same model, whose default engines are timed in turns with these.
         has_cold_start: also start a server of the artifact in a process of its own, before anything else.
         has_transfers: also measure how fast memory moves on this machine.
     """
@@ -201,6 +202,9 @@ def probe(
     uncounted = sorted({kernel for bound in roofline_bounds for kernel in bound.uncounted})
     if uncounted:
         run.notes.append(f"some roofline bounds are too low: no cost is counted for {', '.join(uncounted)}")
+    paired = pairs(figures, beside_figures)
+    if (same := same_backends(paired)) is not None:
+        run.notes.append(same)
     comparison = Comparison()
     if baseline is not None:
         asked = [each for each in baseline.engines if options.choose(each.engine, each.sizes)]
@@ -226,7 +230,7 @@ def probe(
         first_requests=start.first_requests,
         transfers=transfers,
         beside_artifact=str(options.beside) if options.beside is not None else None,
-        beside=pairs(figures, beside_figures),
+        beside=paired,
         beside_engines=tuple(beside_figures),
         notes=(*run.notes, *start.notes),
     )
@@ -252,8 +256,23 @@ def pairs(here: Sequence[EngineFigures], there: Sequence[EngineFigures]) -> tupl
     )
 
 
+def same_backends(pairs: Sequence[EnginePair]) -> str | None:
+    """A note on pairs of one backend, which say nothing of another one; None if there is none."""
+    same = [pair for pair in pairs if pair.backend == pair.other_backend]
+    if not same:
+        return None
+    return (
+        f"--beside: {len(same)} of {len(pairs)} pairs have engines of "
+        f"{' and '.join(dict.fromkeys(pair.backend for pair in same))} on both sides, {same[0].engine} the first; "
+        f"{OPTION} takes those of another backend of ARTIFACT, of the artifact beside the default ones are timed"
+    )
+
+
 def _open_beside(artifact: Artifact, path: Path) -> Artifact:
-    """The artifact to time beside. Raises: ConfigError when it is for another device, model or dtype."""
+    """The artifact to time beside, with its default engines.
+
+    Raises: ConfigError when it is for another device, model or dtype; ArtifactError when its engines cannot be loaded.
+    """
     other = open_artifact(path)
     recorded, here = other.manifest.fingerprint, artifact.manifest.fingerprint
     check_fingerprint(recorded, current_host(recorded.device))
@@ -267,7 +286,13 @@ def _open_beside(artifact: Artifact, path: Path) -> Artifact:
             where="--beside",
             fix="pass an artifact that differs in its backend only",
         )
-    return with_engines(other, ())
+    try:
+        return with_engines(other, ())
+    except ArtifactError as error:
+        fix = error.fix or ""
+        if OPTION in fix:
+            fix += f", which is for the artifact named first: mingc probe {path} {OPTION} … --beside {artifact.root}"
+        raise ArtifactError(error.message, where="--beside", fix=fix) from error
 
 
 def _common_targets(targets: Sequence[_Target], other: Artifact, options: ProbeOptions) -> dict[str, _Target]:

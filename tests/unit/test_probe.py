@@ -34,6 +34,7 @@ from mingc.probe.report import (
     roofline_bound,
 )
 from mingc.probe.stopwatch import Stopwatch, percentile, processor_name
+from mingc.runtime.engines import choice
 
 PEAK_RATES = PeakRates(device="cpu", copy_tb_s=2.0, matmul_tflop_s=100.0, matmul_dtype="float32")
 SLOT_TOKENS, PAGES, PAGE_SIZE = 40, 8, 16
@@ -360,6 +361,93 @@ def test_only_artifacts_that_differ_in_their_engines_are_timed_in_turns(
     with pytest.raises(ConfigError, match=says) as caught:
         probe(probed, ProbeOptions(beside=other))
     assert caught.value.where == "--beside"
+
+
+@pytest.fixture
+def both(probed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """An artifact with engines of aoti and, by another name, of onnx; and one whose default engines are of onnx."""
+
+    def add(document: dict[str, Any]) -> None:
+        for graph in document["stages"]["audio_encoder"]["graphs"].values():
+            graph["engines"] += [{**each, "backend": "onnx"} for each in graph["engines"]]
+
+    def turn(document: dict[str, Any]) -> None:
+        for graph in document["stages"]["audio_encoder"]["graphs"].values():
+            graph["engines"].reverse()
+
+    edit_manifest(probed, add)
+    other = tmp_path / "other"
+    shutil.copytree(probed, other)
+    edit_manifest(other, turn)
+
+    class Run:
+        """Takes 1 ms for an engine of aoti and 3 ms for one of another backend."""
+
+        def __init__(self, artifact: object, options: object, progress: Callable[[str], None]) -> None:
+            self.notes, self.peak_rates = [], PEAK_RATES
+
+        def measure_peak_rates(self) -> PeakRates:
+            return PEAK_RATES
+
+        def load(self, artifact: object, stage: str) -> object:
+            return artifact
+
+        def time(self, artifact: object, target: Any, loaded: object) -> Any:
+            assert loaded is artifact
+            backend = target.engine.backend
+            found = figures(1.0 if backend == "aoti" else 3.0)
+            return replace(found, engine=target.name, sizes=target.sizes, backend=backend), None
+
+    monkeypatch.setattr(prober, "_Run", Run)
+    return probed, other
+
+
+@pytest.mark.parametrize(
+    "is_itself, engines, backend, other_backend, ratio, noted",
+    [
+        (False, (), "aoti", "onnx", 3.0, False),
+        (False, ("audio_encoder=onnx",), "onnx", "onnx", 1.0, True),
+        (True, (), "aoti", "aoti", 1.0, True),
+        (True, ("audio_encoder=onnx",), "onnx", "aoti", 1 / 3, False),
+    ],
+)
+def test_beside_takes_the_default_engines_of_the_other_artifact_and_engines_is_for_the_first(
+    is_itself: bool,
+    engines: tuple[str, ...],
+    backend: str,
+    other_backend: str,
+    ratio: float,
+    noted: bool,
+    both: tuple[Path, Path],
+) -> None:
+    first, other = both
+    options = ProbeOptions(
+        beside=first if is_itself else other, backends=engines, has_cold_start=False, has_transfers=False
+    )
+    made = probe(first, options)
+    assert len(made.beside) == 4 and {each.ratio for each in made.beside} == {ratio}
+    found = {(each.backend, each.other_backend) for each in made.beside}
+    assert found == {(backend, other_backend)}
+    assert [note for note in made.notes if note.startswith("--beside")] == noted * [
+        f"--beside: 4 of 4 pairs have engines of {backend} on both sides, audio_encoder.encode N=1 T4=16 the first; "
+        "--engines takes those of another backend of ARTIFACT, of the artifact beside the default ones are timed"
+    ]
+
+
+def test_default_engines_beside_that_cannot_be_loaded_are_refused(
+    both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = both
+    alone: dict[str, Any] = {"beside": other, "has_cold_start": False, "has_transfers": False}
+    absent = ("is not installed", "pip install it")
+    monkeypatch.setattr(choice, "unavailable", lambda backend: absent if backend == "onnx" else None)
+    with pytest.raises(ArtifactError, match="need backend onnx: is not installed") as caught:
+        probe(first, ProbeOptions(**alone))
+    assert caught.value.where == "--beside"
+    assert caught.value.fix == (
+        "pip install it; or ask for other engines of this artifact: --engines audio_encoder=aoti, "
+        f"which is for the artifact named first: mingc probe {other} --engines … --beside {first}"
+    )
 
 
 def test_engines_of_two_artifacts_are_paired_by_title() -> None:

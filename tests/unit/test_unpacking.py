@@ -273,6 +273,17 @@ def test_a_stored_file_that_an_interrupted_run_linked_takes_no_space_once(
     assert asked[1] == total - len(LARGE)
 
 
+def test_work_that_failed_is_kept_and_continued(bundle: Path, tmp_path: Path) -> None:
+    def fail(step: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        unpack(bundle, tmp_path / "out", is_shared=False, log=fail)
+    assert not (tmp_path / "out").exists()
+    assert unpack(bundle, tmp_path / "out", is_shared=False).resumed_bytes > 0
+    assert not (tmp_path / ".out.unpack").exists()
+
+
 KILLED = """
 import os, sys
 from pathlib import Path
