@@ -2,7 +2,8 @@
 
     python benchmarks/bundle_trial.py ARTIFACT --gigabytes 20 --json benchmarks/results/bundle-cpu.json
     python benchmarks/bundle_trial.py ARTIFACT --parts kills,export-kills --gigabytes 0.5 --kills 10 --json FILE
-    python benchmarks/bundle_trial.py ARTIFACT --parts export --config released --layers 2 --stages thinker --json FILE
+    python benchmarks/bundle_trial.py ARTIFACT --parts export --config released --layers 1 --stages thinker \
+        --dtype bfloat16 --json FILE
 
 The bundle is ARTIFACT (an artifact that serves on this machine) with weights files of random bytes added, which nothing
 reads but which are hashed and packed like any others. Each figure is one run. Needs twice the size in disk space.
@@ -66,6 +67,7 @@ def main() -> None:
     parser.add_argument("--config", default="tiny", help="of the checkpoint to export: see mingc synth")
     parser.add_argument("--layers", type=int, help="of its thinker; default: the config's")
     parser.add_argument("--stages", default="audio_encoder", help="stages to export (default: audio_encoder)")
+    parser.add_argument("--dtype", default="float32", help="of the export whose memory is sampled")
     parser.add_argument("--folder", type=Path, help="where to work; default: a temporary folder")
     parser.add_argument("--json", type=Path, help="write the result here")
     given = parser.parse_args()
@@ -92,7 +94,7 @@ def main() -> None:
         if "export-kills" in parts:
             kill_export(Path(folder), given.stages, given.kills, note)
         if "export" in parts:
-            measure_export(Path(folder), given.config, given.layers, given.stages, note)
+            measure_export(Path(folder), given.config, given.layers, given.stages, given.dtype, note)
     note("load_average_at_end", os.getloadavg()[0], "processes that want a core, mean of a minute")
     if given.json:
         words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
@@ -243,7 +245,9 @@ def kill_export(folder: Path, stages: str, kills: int, note: Note) -> None:
         _remove(path)
 
 
-def measure_export(folder: Path, config: str, layers: int | None, stages: str, note: Note) -> None:
+def measure_export(
+    folder: Path, config: str, layers: int | None, stages: str, dtype: str, note: Note
+) -> None:
     """Memory and speed of an export of a random checkpoint."""
     checkpoint, output = folder / "checkpoint", folder / "exported"
     given = [] if layers is None else ["--layers", layers]
@@ -252,7 +256,8 @@ def measure_export(folder: Path, config: str, layers: int | None, stages: str, n
     note("checkpoint_bytes", size, f"bytes, --config {config} --layers {layers}")
     note("synth_rate", size / 1e9 / seconds, "GB/s")
     started = time.perf_counter()
-    process = _start("export", checkpoint, "--stages", stages, "--output", output, "--no-cache")
+    words = ["--stages", stages, "--dtype", dtype, "--output", output, "--no-cache"]
+    process = _start("export", checkpoint, *words)
     peak = 0
     while process.poll() is None:
         peak = max(peak, _tree_bytes(process.pid))
@@ -261,7 +266,7 @@ def measure_export(folder: Path, config: str, layers: int | None, stages: str, n
         raise SystemExit(f"mingc export ended with {process.returncode}")
     seconds = time.perf_counter() - started
     sizes = [path.stat().st_size for path in (output / "weights").iterdir()]
-    note("export_seconds", seconds, f"s, --stages {stages}, engines compiled anew")
+    note("export_seconds", seconds, f"s, --stages {stages} --dtype {dtype}, engines compiled anew")
     note("export_rate", sum(sizes) / 1e9 / seconds, "GB of weights written per second, compiling included")
     note("export_largest_weights_bytes", max(sizes), "bytes")
     note("export_peak_bytes", peak, "bytes, PSS of the process tree")

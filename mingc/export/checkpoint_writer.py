@@ -17,7 +17,9 @@ from mingc.artifacts.artifact import write_failure
 from mingc.artifacts.work_folder import work_folder
 from mingc.dtypes import SAFETENSORS_NAMES
 from mingc.errors import CheckpointError, ConfigError
+from mingc.export.assets.byte_tokenizer import byte_tokenizer
 from mingc.export.checkpoint import Part
+from mingc.export.stages.thinker import STAGE as THINKER
 from mingc.export.weights.synthetic import open_synthetic
 
 _CHECKOUT = Path(__file__).parents[2]
@@ -27,6 +29,7 @@ BUILT_IN = {
 }
 _SHARD_BYTES = 4 << 30
 _ALIGNMENT = 64
+_TOKENIZER = "tokenizer.json"
 _WEIGHTS = (".safetensors", ".index.json")
 
 
@@ -51,6 +54,8 @@ def synthesize(
     log: Callable[[str], None] = lambda step: None,
 ) -> SynthReport:
     """Write a random checkpoint to the new folder `output`; one tensor is in memory at a time.
+
+    Configs without a thinker's tokenizer, as those of the release, get one of bytes.
 
     Args:
         config: `released`, `tiny` (both in a checkout only), or a folder of configs in the released layout, or its
@@ -78,6 +83,10 @@ def synthesize(
             if layers is not None:
                 _set_layers(work / "config.json", layers)
             checkpoint = open_synthetic(work, seed=seed)
+            if checkpoint.main is not None and not (work / _TOKENIZER).exists():
+                log(f"{_TOKENIZER} of bytes")
+                vocab_size = THINKER.config(checkpoint).decoder.vocab_size
+                (work / _TOKENIZER).write_text(byte_tokenizer(vocab_size), encoding="utf-8")
             sizes: list[int] = []
             tensors = 0
             for part, dtype in (

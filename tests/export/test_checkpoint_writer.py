@@ -6,15 +6,18 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from mingc_command import CHECKPOINT
 from safetensors import safe_open
+from tokenizers import Tokenizer
 
 from mingc.errors import CheckpointError
 from mingc.export import checkpoint_writer
+from mingc.export.assets import tokenizers
 from mingc.export.checkpoint import open_checkpoint
 from mingc.export.checkpoint_writer import synthesize
 from mingc.export.stage import Shard
@@ -52,6 +55,23 @@ def test_a_synthetic_checkpoint_holds_what_every_stage_reads(
     with safe_open(CHECKPOINT / "model-00001-of-00003.safetensors", framework="pt") as stream:
         ours = {name for name in stream.keys() if "layers.3." not in name and "deepstack" not in name}  # noqa: SIM118
     assert len(ours & index["weight_map"].keys()) > 0.9 * len(ours)
+
+
+def test_a_folder_of_configs_without_a_tokenizer_gets_one(tmp_path: Path) -> None:
+    """As benchmarks/released: an export of a synthesized released checkpoint stopped at the missing tokenizer."""
+    configs = shutil.copytree(
+        CHECKPOINT, tmp_path / "configs", ignore=shutil.ignore_patterns("*.safetensors")
+    )
+    (configs / "tokenizer.json").unlink()
+    synthesize(str(configs), tmp_path / "made", layers=1)
+    made = open_checkpoint(tmp_path / "made")
+    thinker = discover()["thinker"]
+    written = tokenizers.copy(made, tmp_path / "out", [thinker], {}, [], is_synthetic=False)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / written["thinker"]))
+    assert tokenizer.get_vocab_size() == 576, "config.json: vocab_size"
+    assert tokenizer.decode(tokenizer.encode("Größe 世界").ids) == "Größe 世界"
+    tiny = synthesize("tiny", tmp_path / "tiny", layers=1).folder
+    assert (tiny / "tokenizer.json").read_bytes() == (CHECKPOINT / "tokenizer.json").read_bytes()
 
 
 def test_the_seed_decides_the_weights(tmp_path: Path) -> None:
