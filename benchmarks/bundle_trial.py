@@ -2,8 +2,7 @@
 
     python benchmarks/bundle_trial.py ARTIFACT --gigabytes 20 --json benchmarks/results/bundle-cpu.json
     python benchmarks/bundle_trial.py ARTIFACT --parts kills,export-kills --gigabytes 0.5 --kills 10 --json FILE
-    python benchmarks/bundle_trial.py ARTIFACT --parts export --config released --layers 1 --stages thinker \
-        --dtype bfloat16 --json FILE
+    python benchmarks/bundle_trial.py ARTIFACT --parts export --config released --layers 1 --stages thinker --json FILE
 
 The bundle is ARTIFACT (an artifact that serves on this machine) with weights files of random bytes added, which nothing
 reads but which are hashed and packed like any others. Each figure is one run. Needs twice the size in disk space.

@@ -321,7 +321,7 @@ def read_manifest(artifact: Path) -> Manifest:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise ManifestError(
-            f"{artifact} holds no {FILE_NAME}",
+            f"{artifact} holds no {FILE_NAME}" if artifact.exists() else f"{artifact} does not exist",
             where=str(artifact),
             fix="pass a folder that mingc export wrote",
         ) from None

@@ -137,7 +137,9 @@ def _open(path: Path) -> _Opened:
         raise _unreadable(path / BUNDLE_FILE) from None
     except OSError:
         raise SignatureError(
-            f"{path} has no {BUNDLE_FILE}: only bundles are signed",
+            f"{path} has no {BUNDLE_FILE}: only bundles are signed"
+            if path.exists()
+            else f"{path} does not exist",
             where=str(path),
             fix="pass a file that mingc bundle pack wrote, or the folder that mingc bundle unpack made of it",
         ) from None

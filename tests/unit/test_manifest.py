@@ -51,6 +51,12 @@ def test_what_holds_no_manifest_is_named(tmp_path: Path, name: str) -> None:
     assert caught.value.fix == "pass a folder that mingc export wrote"
 
 
+def test_a_path_without_anything_is_named_as_such(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError) as caught:
+        read_manifest(tmp_path / "absent.mingc")
+    assert caught.value.message == f"{tmp_path / 'absent.mingc'} does not exist"
+
+
 @pytest.mark.parametrize("text", ["", "{", "\xff", "[1, 2]", "null"])
 def test_a_manifest_that_is_not_ours_is_refused(artifact_path: Path, text: str) -> None:
     (artifact_path / FILE_NAME).write_bytes(text.encode("latin-1"))

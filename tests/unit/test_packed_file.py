@@ -264,6 +264,8 @@ def test_unsigned_and_wrongly_signed_bundles_are_refused(
         require_signature(bundle, keys[1])
     with pytest.raises(SignatureError, match="only bundles are signed"):
         require_signature(artifact_path, keys[1])
+    with pytest.raises(SignatureError, match=r"absent\.mingc does not exist"):
+        require_signature(tmp_path / "absent.mingc", keys[1])
     other = generate_keys(tmp_path / "other.key")
     sign_bundle(bundle, other.secret_key, None)
     with pytest.raises(SignatureError, match=f"signed with the key {other.key_id}"):
