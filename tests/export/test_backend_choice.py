@@ -423,6 +423,22 @@ def test_engines_of_a_backend_that_fails_at_a_later_size_are_left_out(
     assert trial.left() == {"g1.aoti", "g2.aoti", "h1.aoti", "h2.aoti"}
 
 
+def test_a_refused_backend_compiles_no_further_size_of_the_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]
+) -> None:
+    install(Fake("aoti"), Fake("b"))
+    trial = Trial(tmp_path, monkeypatch, recipe("auto"))
+    trial.us = {"aoti": 9.0, "b": 3.0}
+    trial.fails = {("cfm.g", "b"): CompileError("no such operator", where="cfm.g")}
+    found = trial.run([{"B": 1}, {"B": 2}, {"B": 4}])
+    built = [each[1:] for each in trial.events if each[0] == "build"]
+    assert built.count(("cfm.g", "b")) == 1
+    assert built.count(("cfm.g", "aoti")) == built.count(("cfm.h", "b")) == 3, "nothing else is skipped"
+    assert [each.dims for each in found["g"].engines] == [{"B": 1}, {"B": 2}, {"B": 4}]
+    ended = [name for kind, name, seconds in trial.steps if kind == "engine" and seconds is not None]
+    assert len(ended) == 12, "progress reaches its end"
+
+
 def test_the_export_fails_when_no_backend_is_left_or_the_one_asked_for_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]
 ) -> None:

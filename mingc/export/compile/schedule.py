@@ -153,9 +153,7 @@ class Schedule:
             self._running[checked] = partial(self._take_check, check[0], time.perf_counter())
         elif self._to_compile:
             task, static_shapes = self._to_compile.popleft()
-            label = engine_label(task.name, static_shapes)
-            if len(self._recipe.backends_of(task.stage)) > 1:
-                label += f" ({task.backend})"
+            label = self._label(task, static_shapes)
             self._step("engine", label, None)
             built = submit(pool, task.name, build_engine, task, static_shapes)
             self._running[built] = partial(self._take_engine, task, label)
@@ -190,6 +188,7 @@ class Schedule:
                 raise
             self._refuse(task, error)
             self._step("engine", label, 0.0)
+            self._skip_others(task)
         else:
             self._hold(built.peak_rss_bytes)
             self._step("engine", label, built.record.compile_seconds)
@@ -211,6 +210,19 @@ class Schedule:
             raise CompileError(
                 f"no backend takes the graph: {listed}", where=task.name, fix=error.fix
             ) from error
+
+    def _skip_others(self, task: GraphTask) -> None:
+        """Take engines of the same graph and backend, which would be thrown away, off the queue."""
+        skipped = [each for each in self._to_compile if each[0] == task]
+        self._to_compile = deque(each for each in self._to_compile if each[0] != task)
+        self._left[task.name] -= len(skipped)
+        for _, static_shapes in skipped:
+            self._step("engine", self._label(task, static_shapes), 0.0)
+
+    def _label(self, task: GraphTask, static_shapes: dict[str, int] | None) -> str:
+        """Name of an engine in progress lines."""
+        several = len(self._recipe.backends_of(task.stage)) > 1
+        return engine_label(task.name, static_shapes) + (f" ({task.backend})" if several else "")
 
     def _take_check(self, task: GraphTask, started: float, future: Future[GraphResult]) -> None:
         seconds = time.perf_counter() - started
