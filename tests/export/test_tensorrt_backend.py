@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from mingc.artifacts.artifact import check_fingerprint
 from mingc.artifacts.manifest import Fingerprint
+from mingc.artifacts.spec import GraphSpec, TensorSpec
 from mingc.artifacts.tensorrt_engine import EngineFile, EngineHeader, read_engine, write_engine
 from mingc.bundles.deployment import _wheels
 from mingc.errors import ArtifactError, CompileError, ConfigError, IncompatibleError
@@ -77,6 +78,81 @@ def test_what_cannot_be_built_is_refused_before_anything_is_read(
     monkeypatch.setattr("mingc.export.compile.tensorrt_program.rtx_problem", lambda target: None)
     with pytest.raises(ConfigError, match=message):
         recipe(tmp_path, **{"backend": ("tensorrt",), **options})
+
+
+class Spectrum(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.rfft(x).abs()
+
+
+class Foreign(nn.Module):
+    """Calls an operator that no library but the test's own has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.mingc_test.twice(x)
+
+
+class Paged(nn.Module):
+    def forward(self, x: Tensor, pages: Tensor) -> Tensor:
+        return pages[0] + x
+
+
+class Upsampling(nn.Module):
+    def __init__(self, dtype: torch.dtype, *, up: bool = True) -> None:
+        super().__init__()
+        kind = nn.ConvTranspose1d if up else nn.Conv1d
+        self.convolution = kind(4, 4, 3, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.convolution(x)
+
+
+def early(module: nn.Module, inputs: tuple[Tensor, ...], dims: tuple[dict[int, Any], ...]) -> str | None:
+    """Why the backend refuses a graph before anything is built; None: it does not."""
+    names = ("x", "pages")[: len(inputs)]
+    specs = tuple(
+        TensorSpec(name=name, dtype=str(each.dtype)[6:], shape=tuple(each.shape))
+        for name, each in zip(names, inputs, strict=True)
+    )
+    plan: Any = SimpleNamespace(spec=GraphSpec(name="g", inputs=specs, outputs=()))
+    moved = tuple(each.to("meta") for each in inputs)
+
+    def trace() -> torch.export.ExportedProgram:
+        return torch.export.export(module.to("meta"), moved, dynamic_shapes=dims, strict=False)
+
+    try:
+        BACKEND.check_graph(plan, module, trace, where="s.g")
+    except CompileError as error:
+        assert (error.where, error.fix) == (
+            "s.g",
+            "leave the stage out with --stages: no other backend builds for RTX cards",
+        )
+        return error.message
+    return None
+
+
+def test_what_the_traced_graph_shows_is_refused_before_anything_is_built() -> None:
+    library = torch.library.Library("mingc_test", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", torch.empty_like, "Meta")
+    x, rows = torch.zeros(2, 4, 8), torch.export.Dim("rows", min=1, max=1 << 33)
+    assert "no Fourier transform (fft_rfft)" in str(early(Spectrum(), (x,), ({},)))
+    assert "the operator mingc_test::twice has no ONNX translation" in str(early(Foreign(), (x,), ({},)))
+    refused = early(Paged(), (x[0], torch.zeros(3, 4, 8)), ({}, {0: rows}))
+    assert refused == (
+        "pages may have up to 1024 GiB, and TensorRT plans for the largest sizes (limit 256 GiB), so it cannot hold "
+        "pages of a pool"
+    )
+    assert "transposed convolution in bfloat16" in str(
+        early(Upsampling(torch.bfloat16), (x.bfloat16(),), ({},))
+    )
+
+
+def test_what_tensorrt_takes_is_not_refused() -> None:
+    x, rows = torch.zeros(2, 4, 8), torch.export.Dim("rows", min=1, max=1 << 16)
+    assert early(Upsampling(torch.float32), (x,), ({},)) is None
+    assert early(Upsampling(torch.bfloat16, up=False), (x.bfloat16(),), ({},)) is None
+    assert early(Paged(), (x[0, :1], torch.zeros(3, 1, 8)), ({}, {0: rows})) is None
 
 
 def test_a_missing_library_is_named_with_its_installation(
@@ -325,11 +401,6 @@ def test_a_damaged_file_is_refused(sliding: tuple[Sliding, Path], tmp_path: Path
         broken.write_bytes(part)
         with pytest.raises(ArtifactError, match=message):
             read_engine(broken)
-
-
-class Spectrum(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.rfft(x).abs()
 
 
 def build(module: nn.Module, given: tuple[Tensor, ...], path: Path, cache: Path | None) -> float:

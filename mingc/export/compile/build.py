@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -306,12 +306,15 @@ def early_refusals(
                 continue
             module = whole().get_submodule(plan.spec.layer_instances[0]).eval().requires_grad_(False)
 
-            def trace(plan: GraphDef = plan, module: nn.Module = module) -> torch.export.ExportedProgram:
+            def trace(
+                plan: GraphDef = plan, module: nn.Module = module, backend: Backend = backend
+            ) -> torch.export.ExportedProgram:
                 sizes = engine_sizes(plan.spec, options)[-1]
                 shared = share_weights(plan, module)
-                return capture(
-                    shared, module, stage=stage.name, static_shapes=sizes, device=torch.device("meta")
-                )
+                with _kernels_of(backend):
+                    return capture(
+                        shared, module, stage=stage.name, static_shapes=sizes, device=torch.device("meta")
+                    )
 
             try:
                 backend.check_graph(plan, module, trace, where=name)
@@ -383,7 +386,7 @@ def _compile(
 ) -> EngineRecord:
     backend = find_backend(task.backend)
     file = f"engines/{engine_label(task.name, static_shapes)}{_suffix(task, backend)}"
-    with nullcontext() if backend.takes_kernels else plain_torch():
+    with _kernels_of(backend):
         program = capture(
             plan, module, stage=task.stage, static_shapes=static_shapes, device=torch.device(options.device)
         )
@@ -403,6 +406,11 @@ def _compile(
         compile_seconds=round(seconds, 1),
         cost=count_cost(program, plan.spec, static_shapes),
     )
+
+
+def _kernels_of(backend: Backend) -> AbstractContextManager[None]:
+    """In which graphs are traced: those of a backend that does not compile mingc's kernels call none."""
+    return nullcontext() if backend.takes_kernels else plain_torch()
 
 
 def _suffix(task: GraphTask, backend: Backend) -> str:

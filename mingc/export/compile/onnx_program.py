@@ -27,6 +27,7 @@ METADATA_KEY = "mingc"
 """Key of the model's metadata with what the loader needs: how many inputs are weights, and the place of each state."""
 
 _PREFIX = "model."  # the traced wrapper holds the stage's module under this name
+_OWN = ("aten", "prim", "prims")  # namespaces of operators that torch.onnx knows
 _WRITES = ("ScatterND", "ScatterElements")  # they keep every row of their first input that they do not write
 # Experts of a mixture are gathered for every token, which AOTInductor fuses with the GEMM that reads them. ONNX Runtime
 # writes them to memory first.
@@ -154,6 +155,11 @@ _TRANSLATIONS: dict[Any, Any] = {
     torch.ops.aten.scaled_dot_product_attention.default: _attention,
     torch.ops.aten.remainder.Scalar: _remainder,
 }
+
+
+def translates(operator: torch._ops.OpOverload) -> bool:
+    """Whether an operator may have a translation: torch's own ones do, or are refused by name; others need one here."""
+    return operator.namespace in _OWN or operator in _TRANSLATIONS
 
 
 def _finish(model: Any, written: Sequence[int]) -> Any:

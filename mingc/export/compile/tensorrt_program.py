@@ -21,15 +21,59 @@ from mingc.artifacts.target import Capability, rtx_capabilities, sm_name
 from mingc.artifacts.tensorrt_engine import EngineFile, EngineHeader, read_engine, write_engine
 from mingc.errors import ArtifactError, CompileError
 from mingc.export.compile.engine_cache import keep, take
-from mingc.export.compile.onnx_program import METADATA_KEY, to_onnx
+from mingc.export.compile.onnx_program import METADATA_KEY, refuse_large_gathers, to_onnx, translates
 from mingc.export.compile.tensorrt_builder import BuildJob, Range
 from mingc.host import gpu
 from mingc.tensorrt_library import RTX, TITLES, import_library
 
 _PREFIX = "model."
-_FIX = "compile this stage with another backend: --backend aoti:STAGE"
+_FIX = "leave the stage out with --stages: no other backend builds for RTX cards"
 # A plan reserves memory for the largest sizes of its dims; state that grows with a pool has no such size.
 _MAX_STATE_BYTES = 256 << 30
+_FOURIER = ("_fft_", "fft_", "stft", "istft")
+_NARROW = (torch.bfloat16,)  # TensorRT for RTX 1.7 refuses a transposed convolution of these
+
+
+def refuse_graph(program: torch.export.ExportedProgram, names: Sequence[str], where: str) -> None:
+    """Raises: CompileError when the traced graph shows that TensorRT, or ONNX on the way to it, cannot take it.
+
+    `names` are those of the first inputs, for errors; the others are weights.
+    Found so are Fourier transforms, transposed convolutions in bfloat16, operators of other libraries than torch,
+    gathers of large weights, and state that grows with a pool (paged KV). The rest is found by building.
+    """
+    refuse_large_gathers(program, where)
+    inputs = [
+        each.arg.name for each in program.graph_signature.input_specs if each.kind is InputKind.USER_INPUT
+    ]
+    _ranges(program, [*names, *inputs[len(names) :]], where)
+    for node in program.graph.nodes:
+        problem = _node_problem(node)
+        if problem is not None:
+            raise CompileError(problem, where=where, fix=_FIX)
+
+
+def _node_problem(node: torch.fx.Node) -> str | None:
+    """Why TensorRT cannot take the operator of `node`; None when nothing speaks against it."""
+    operator = node.target
+    if node.op != "call_function" or not isinstance(operator, torch._ops.OpOverload):
+        return None
+    space, _, name = operator._schema.name.partition("::")
+    if space == "aten" and name.startswith(_FOURIER):
+        return f"TensorRT has no Fourier transform ({name}); write it as a product with a matrix"
+    if "conv" in name and _is_transposed(node) and node.meta["val"].dtype in _NARROW:
+        return f"TensorRT for RTX has no transposed convolution in {str(node.meta['val'].dtype)[6:]}"
+    if not translates(operator):
+        return f"the operator {space}::{name} has no ONNX translation, through which TensorRT reads a graph"
+    return None
+
+
+def _is_transposed(node: torch.fx.Node) -> bool:
+    operator = node.target
+    assert isinstance(operator, torch._ops.OpOverload)
+    if "transpose" in operator._schema.name:
+        return True
+    names = [each.name for each in operator._schema.arguments]
+    return "transposed" in names and bool(node.args[names.index("transposed")])
 
 
 def build_engine_file(
@@ -120,7 +164,7 @@ def _ranges(program: torch.export.ExportedProgram, names: Sequence[str], where: 
         if largest > _MAX_STATE_BYTES:
             raise CompileError(
                 f"{name} may have up to {largest >> 30} GiB, and TensorRT plans for the largest sizes (limit "
-                f"{_MAX_STATE_BYTES >> 30} GiB)",
+                f"{_MAX_STATE_BYTES >> 30} GiB), so it cannot hold pages of a pool",
                 where=where,
                 fix=_FIX,
             )

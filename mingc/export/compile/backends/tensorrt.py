@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from mingc.artifacts.tensorrt_engine import SUFFIX
 from mingc.export.compile.backend import Backend
+from mingc.export.stage import GraphDef
 from mingc.tensorrt_library import INSTALL, RTX, find_library
 
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -41,6 +44,20 @@ class TensorRtBackend(Backend):
         from mingc.export.compile.tensorrt_program import rtx_problem
 
         return rtx_problem(target)
+
+    def check_graph(
+        self,
+        plan: GraphDef,
+        module: nn.Module,
+        program: Callable[[], torch.export.ExportedProgram],
+        *,
+        where: str,
+    ) -> None:
+        # A build takes from seconds to minutes, and others of the export would come before it: every graph is traced.
+        from mingc.export.compile.tensorrt_program import refuse_graph
+
+        names = [each.name for each in (*plan.spec.inputs, *plan.spec.state)]
+        refuse_graph(program(), names, where)
 
     def compile(
         self,
