@@ -93,6 +93,13 @@ def _common(command: Command) -> Command:
     return as_json(debug(command))
 
 
+_which_target = click.option(
+    "--target",
+    default=None,
+    metavar="cpu|cuda|rtx:smNN",
+    show_default="the GPU's engines where the artifact has some, else the CPU's",
+    help="Use the engines for this target, where the artifact has them for several.",
+)
 _HTTP_OPTIONS = (
     "host",
     "port",
@@ -129,9 +136,13 @@ def commands() -> None:
 @click.option("--output", type=_PATH, required=True, help="Folder of the artifact to write.")
 @click.option(
     "--target",
+    "targets",
     metavar="cpu|cuda|rtx:smNN,…",
-    default="cpu",
-    help="Device the engines are for. RTX cards, such as rtx:sm86,sm89,sm120, need not be in this machine.",
+    multiple=True,
+    default=("cpu",),
+    show_default="cpu",
+    help="Device the engines are for; may be given several times, for engines side by side in one artifact. RTX cards, "
+    "such as rtx:sm86,sm89,sm120, need not be in this machine.",
 )
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Weights and arithmetic."
@@ -202,7 +213,9 @@ def commands() -> None:
 )
 @click.option("--model-name", default=MODEL_NAME, help="Name of the model that a server announces.")
 @_common
-def export_command(as_json: bool, tp: int, cache: Path | None, no_cache: bool, **options: Any) -> int:
+def export_command(
+    as_json: bool, tp: int, cache: Path | None, no_cache: bool, targets: tuple[str, ...], **options: Any
+) -> int:
     """Compile CHECKPOINT, a folder in the released layout, into an artifact.
 
     An export that was interrupted compiles only what is not in the cache when the same command runs again.
@@ -217,9 +230,11 @@ def export_command(as_json: bool, tp: int, cache: Path | None, no_cache: bool, *
         )
     kept = None if no_cache else cache or cache_folder() / "engines"
     is_default = click.get_current_context().get_parameter_source("backend") is ParameterSource.DEFAULT
-    if is_default and is_rtx(options["target"]):
+    if is_default and all(map(is_rtx, targets)):
         options["backend"] = (RTX_BACKEND,)
-    show(_export(ExportRecipe(world_size=tp, cache=kept, **options)), as_json=as_json)
+    target, *others = targets
+    recipe = ExportRecipe(world_size=tp, cache=kept, target=target, other_targets=tuple(others), **options)
+    show(_export(recipe), as_json=as_json)
     return 0
 
 
@@ -453,6 +468,7 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     show_default="the artifact's default ones",
     help="Run the engines of this backend, where the artifact has several; may name several stages.",
 )
+@_which_target
 @_common
 def serve_command(
     as_json: bool,
@@ -499,7 +515,7 @@ def serve_command(
     connection_limit(http.max_connections)  # fails before anything slow
     listener = bind_socket(http.host, http.port)
     service = open_service(artifact, engines, clock)
-    if is_self_checked and not _is_as_recorded(service, artifact, clock):
+    if is_self_checked and not _is_as_recorded(service, artifact, engines.target, clock):
         return EXIT_FOUND_PROBLEMS
     # What start-up made lives as long as the process: a full collection would walk through it for a tenth of a
     # second, while every stream waits.
@@ -530,13 +546,13 @@ def _require_signature(artifact: Path, public_key: str, *, is_hashed: bool) -> N
     step_logger("serve")(f"signature: {require_signature(artifact, public_key)}")
 
 
-def _is_as_recorded(service: OmniService, artifact: Path, clock: StartupClock) -> bool:
+def _is_as_recorded(service: OmniService, artifact: Path, target: str | None, clock: StartupClock) -> bool:
     """Replay the recorded requests on `service`, which is closed when an answer differs."""
     from mingc.console.report import show
     from mingc.verify.served.verification import check_service
 
     with clock.phase("replay the recorded requests"):
-        report = check_service(service, artifact)
+        report = check_service(service, artifact, target)
     show(report, as_json=False, stream=sys.stderr)
     return report.passed
 
@@ -561,6 +577,7 @@ def _is_as_recorded(service: OmniService, artifact: Path, clock: StartupClock) -
     show_default="those of every backend",
     help="Replay the engines of these backends, and the default ones of other stages.",
 )
+@_which_target
 @_common
 def verify_command(
     as_json: bool,
@@ -569,6 +586,7 @@ def verify_command(
     against: Path | None,
     no_replay: bool,
     engines: tuple[str, ...] | None,
+    target: str | None,
 ) -> int:
     """Check that ARTIFACT is complete and computes correct results on this machine.
 
@@ -585,9 +603,18 @@ def verify_command(
         raise ConfigError(
             "--no-replay runs no engine", where="--engines", fix="leave one of the two options out"
         )
+    if no_replay and target is not None:
+        raise ConfigError(
+            "--no-replay runs no engine", where="--target", fix="leave one of the two options out"
+        )
     log = step_logger("verify")
     result = verify(
-        artifact, reference=reference or against, replay=not no_replay, engines=engines, progress=log
+        artifact,
+        reference=reference or against,
+        replay=not no_replay,
+        engines=engines,
+        target=target,
+        progress=log,
     )
     show(result, as_json=as_json)
     log(
@@ -668,6 +695,7 @@ def verify_command(
     show_default="no cache",
     help="With --synthetic: folder that keeps compiled engines for later exports.",
 )
+@_which_target
 @_common
 def probe_command(
     as_json: bool,

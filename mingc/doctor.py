@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mingc.artifacts.artifact import check_fingerprint, open_artifact
+from mingc.artifacts.artifact import open_artifact
 from mingc.artifacts.engine_choice import default_engines
 from mingc.artifacts.file_cache import cache_folder
 from mingc.artifacts.manifest import StageRecord
 from mingc.artifacts.target import RTX_CAPABILITIES, Capability
+from mingc.artifacts.target_choice import explain_targets, with_target
 from mingc.errors import ConfigError, IncompatibleError
 from mingc.host import current_host, driver_version, gpu
 from mingc.runtime.engines.backends import ENGINES, unavailable
@@ -99,6 +100,21 @@ class Verdict:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ArtifactTarget:
+    """Whether the engines of an artifact for one of its targets would be loaded here, and why."""
+
+    artifact: Path
+    target: str
+    needs: str
+    loads: bool
+    reason: str
+
+    def cells(self) -> dict[str, str | bool]:
+        """Columns of the console table."""
+        return {"artifact": f"{self.artifact.name} {self.target}", "loads": self.loads, "reason": self.reason}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorReport:
     """All checks of a machine. `can_export` and `can_serve`: all checks that these commands require on a CPU pass."""
 
@@ -107,6 +123,7 @@ class DoctorReport:
     checks: tuple[Check, ...]
     targets: tuple[TargetVerdict, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
+    artifact_targets: tuple[ArtifactTarget, ...] = ()
 
     @property
     def is_clean(self) -> bool:
@@ -138,6 +155,9 @@ def examine(artifacts: Sequence[Path] = ()) -> DoctorReport:
         checks=tuple(checks),
         targets=_targets(checks),
         verdicts=tuple(each for path in artifacts for each in _verdicts(path, bad)) if torch_ok else (),
+        artifact_targets=tuple(each for path in artifacts for each in _artifact_targets(path))
+        if torch_ok
+        else (),
     )
 
 
@@ -174,13 +194,13 @@ def _targets(checks: Sequence[Check]) -> tuple[TargetVerdict, ...]:
 def _verdicts(path: Path, bad: set[str]) -> list[Verdict]:
     """One for each stage of the artifact at `path`, given the names of checks that are not ok."""
     artifact = open_artifact(path)
-    fingerprint = artifact.manifest.fingerprint
-    here = current_host(fingerprint.device)
     problems: list[_Problem] = []
     try:
-        check_fingerprint(fingerprint, here)
+        artifact = with_target(artifact, current_host)
     except IncompatibleError as error:
         problems.append((" ".join(error.message.split()), error.fix))
+    fingerprint = artifact.manifest.fingerprint
+    here = current_host(fingerprint.device)
     packages = sorted(bad & {dist for _, dist, _, extra in _OPTIONAL if extra == "serve"})
     if packages:
         problems.append((f"not installed: {', '.join(packages)}", "pip install 'mingc[serve]'"))
@@ -230,6 +250,19 @@ def _verdicts(path: Path, bad: set[str]) -> list[Verdict]:
             )
         )
     return verdicts
+
+
+def _artifact_targets(path: Path) -> list[ArtifactTarget]:
+    """One for each target of an artifact with engines for several."""
+    manifest = open_artifact(path).manifest
+    if not manifest.other_targets:
+        return []
+    return [
+        ArtifactTarget(
+            artifact=path, target=each.target, needs=each.needs, loads=each.is_loaded, reason=each.reason
+        )
+        for each in explain_targets(manifest, current_host)
+    ]
 
 
 _Problem = tuple[str, str | None]  # what is wrong, and the fix

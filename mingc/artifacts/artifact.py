@@ -143,13 +143,7 @@ def check_fingerprint(recorded: Fingerprint, here: Host) -> None:
 
     Raises: IncompatibleError with every difference at once.
     """
-    differences = []
-    if recorded.torch != here.torch:
-        differences.append(f"  torch: built with {recorded.torch}, here {here.torch}")
-    if recorded.device != here.device:
-        differences.append(f"  device: built for {recorded.device}, here {here.device}")
-    elif not _runs_on(recorded, here):
-        differences.append(f"  capability: built for {recorded.capability}, here {here.capability}")
+    differences = [f"  {each}" for each in fingerprint_problems(recorded, here)]
     if differences and is_rtx(recorded.target):
         raise IncompatibleError(
             "this artifact is for RTX cards:\n" + "\n".join(differences),
@@ -163,6 +157,18 @@ def check_fingerprint(recorded: Fingerprint, here: Host) -> None:
             where="manifest.json, fingerprint",
             fix=f"pip install 'torch=={recorded.torch}', or export again here with --target {here.device}",
         )
+
+
+def fingerprint_problems(recorded: Fingerprint, here: Host) -> list[str]:
+    """Why engines do not run on the machine `here`, a line each."""
+    differences = []
+    if recorded.torch != here.torch:
+        differences.append(f"torch: built with {recorded.torch}, here {here.torch}")
+    if recorded.device != here.device:
+        differences.append(f"device: built for {recorded.device}, here {here.device}")
+    elif not _runs_on(recorded, here):
+        differences.append(f"capability: built for {recorded.capability}, here {here.capability}")
+    return differences
 
 
 def _runs_on(recorded: Fingerprint, here: Host) -> bool:

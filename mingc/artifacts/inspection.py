@@ -7,8 +7,9 @@ from pathlib import Path
 
 from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.engine_choice import default_engines, explain
-from mingc.artifacts.manifest import Fingerprint, GraphRecord, StageRecord, TunedKernel
+from mingc.artifacts.manifest import Fingerprint, GraphRecord, Manifest, StageRecord, TunedKernel
 from mingc.artifacts.target import KernelConfig
+from mingc.artifacts.target_choice import needed_machine, target_views
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +57,19 @@ class BackendSummary:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TargetSummary:
+    """The engines for one target. A machine loads those that it can run: a GPU's first, then in this order."""
+
+    target: str
+    needs: str
+    backends: tuple[str, ...]
+    engines: int
+    engine_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ArtifactSummary:
-    """The result of `mingc bundle inspect`."""
+    """The result of `mingc bundle inspect`. With several targets `stages` and what follows are of the first."""
 
     path: Path
     model: str
@@ -71,6 +83,7 @@ class ArtifactSummary:
     edges: tuple[str, ...]
     kernel_configs: tuple[KernelConfigSummary, ...]
     backends: tuple[BackendSummary, ...] = ()
+    targets: tuple[TargetSummary, ...] = ()
 
 
 def summarize(artifact: Artifact) -> ArtifactSummary:
@@ -100,6 +113,19 @@ def summarize(artifact: Artifact) -> ArtifactSummary:
             for name, graph in sorted(manifest.stages[node.name].graphs.items())
             if graph.trial is not None or len(graph.backends) > 1
         ),
+        targets=tuple(map(_target, target_views(manifest))) if manifest.other_targets else (),
+    )
+
+
+def _target(view: Manifest) -> TargetSummary:
+    records = [graph for stage in view.stages.values() for graph in stage.graphs.values()]
+    engines = {engine.file: engine.backend for graph in records for engine in graph.engines}
+    return TargetSummary(
+        target=view.fingerprint.target,
+        needs=needed_machine(view.fingerprint),
+        backends=tuple(sorted({*engines.values()})),
+        engines=len(engines),
+        engine_bytes=sum(view.files[file].size_bytes for file in engines),
     )
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
 
@@ -19,7 +19,7 @@ from mingc.artifacts.stage_graph import StageGraph
 from mingc.artifacts.target import KernelConfig
 from mingc.errors import ArtifactError, ManifestError
 
-SCHEMA = 7
+SCHEMA = 8
 FILE_NAME = "manifest.json"
 _MAX_SIZE = 1 << 40  # of one dim of a tensor; larger ones overflow where sizes are multiplied
 _DTYPES = ("float32", "bfloat16")
@@ -229,6 +229,22 @@ class StageRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TargetRecord:
+    """Engines for a target beside the first: what of the manifest differs for it.
+
+    `target`, `device` and `capability` are as in the fingerprint, `stages`, `parameters` and `served_goldens` as in the
+    manifest. Weights files are those of the first target; goldens as well where both have the same sizes.
+    """
+
+    target: str
+    device: str
+    capability: str
+    stages: dict[str, StageRecord]
+    parameters: dict[str, dict[str, Any]]
+    served_goldens: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VoiceRecord:
     """A registered voice. `file` holds `latents` (1, 4N, 64), `embeds` (N, D), `speaker` (D,), all float32."""
 
@@ -248,7 +264,9 @@ class FileRecord:
 class Manifest:
     """The whole manifest.json. Paths are relative to the artifact and use `/`.
 
-    `parameters` maps a stage to its parameters dataclass as JSON, see `parameters_of`.
+    `parameters` maps a stage to its parameters dataclass as JSON, see `parameters_of`. `fingerprint`, `stages`,
+    `parameters` and `served_goldens` are those of the first target; `mingc.artifacts.target_choice` gives the manifest
+    of the target that a machine runs.
     """
 
     schema: int
@@ -263,6 +281,7 @@ class Manifest:
     notes: tuple[str, ...]  # fix-ups and omissions of the export, one line each
     files: dict[str, FileRecord]
     served_goldens: str | None = None  # whole requests and their answers; None: no prompt can be built
+    other_targets: tuple[TargetRecord, ...] = ()
 
     def to_json(self) -> str:
         """The content of manifest.json, with the hash that `read_manifest` checks."""
@@ -272,14 +291,16 @@ class Manifest:
 
     def named_files(self) -> Iterator[str]:
         """Every file that a record names."""
-        for stage in self.stages.values():
-            yield from stage.weights
-            for graph in stage.graphs.values():
-                yield graph.golden
-                yield from (engine.file for engine in graph.engines)
+        for stages in (self.stages, *(each.stages for each in self.other_targets)):
+            for stage in stages.values():
+                yield from stage.weights
+                for graph in stage.graphs.values():
+                    yield graph.golden
+                    yield from (engine.file for engine in graph.engines)
         yield from self.tokenizers.values()
         yield from (voice.file for voice in self.voices)
-        for optional in (self.speaker_network, self.served_goldens):
+        others = (each.served_goldens for each in self.other_targets)
+        for optional in (self.speaker_network, self.served_goldens, *others):
             if optional is not None:
                 yield optional
 
@@ -353,20 +374,29 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
         )
     try:
         manifest = decode(Manifest, {key: value for key, value in document.items() if key != _HASH_KEY})
-        problems = [*_graph_problems(manifest), *_record_problems(manifest)]
-        built_in = {}
-        for name, kind in BUILT_IN.items():
-            if name in manifest.parameters:
-                where = f"$.parameters.{name}"
-                read = decode(kind, manifest.parameters[name], where)
-                built_in[name] = encode(read)
-                problems += range_problems(read, where)
-        if not problems:
-            signatures = {
-                stage: {graph: each.spec for graph, each in record.graphs.items()}
-                for stage, record in manifest.stages.items()
-            }
-            problems += signature_problems(built_in, signatures, manifest.fingerprint.world_size)
+        problems = [*_target_problems(manifest)]
+        for place, stages, parameters in (
+            ("$", manifest.stages, manifest.parameters),
+            *(
+                (f"$.other_targets[{index}]", each.stages, each.parameters)
+                for index, each in enumerate(manifest.other_targets)
+            ),
+        ):
+            view = replace(manifest, stages=stages, parameters=parameters)
+            problems += [*_graph_problems(view), *_record_problems(view)]
+            built_in = {}
+            for name, kind in BUILT_IN.items():
+                if name in parameters:
+                    where = f"{place}.parameters.{name}"
+                    read = decode(kind, parameters[name], where)
+                    built_in[name] = encode(read)
+                    problems += range_problems(read, where)
+            if not problems:
+                signatures = {
+                    stage: {graph: each.spec for graph, each in record.graphs.items()}
+                    for stage, record in stages.items()
+                }
+                problems += signature_problems(built_in, signatures, manifest.fingerprint.world_size)
     except ManifestError as error:
         raise ManifestError(error.message, where=f"{path}: {error.where}", fix=_FIX) from error
     if problems:
@@ -409,6 +439,16 @@ def _read_parameters(kind: type[_Parameters], given: Any, where: str) -> _Parame
     if problems:
         raise ManifestError("\n".join(problems), where=FILE_NAME, fix="export again")
     return read
+
+
+def _target_problems(manifest: Manifest) -> Iterator[str]:
+    names = [manifest.fingerprint.target, *(each.target for each in manifest.other_targets)]
+    for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+        yield f"the target {name} is there twice"
+    for each in manifest.other_targets:
+        for stage in sorted({*each.stages} & {*manifest.stages}):
+            if each.stages[stage].weights != manifest.stages[stage].weights:
+                yield f"stage {stage} has other weights files for {each.target}"
 
 
 def _graph_problems(manifest: Manifest) -> Iterator[str]:

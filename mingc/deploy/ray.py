@@ -24,6 +24,7 @@ except ImportError as missing:
 
 from mingc.artifacts.artifact import open_artifact
 from mingc.artifacts.manifest import FILE_NAME
+from mingc.artifacts.target_choice import target_view
 from mingc.deploy.options import DeployOptions, parse_arguments
 from mingc.deploy.replica import ModelReplica, SpeechReplica
 from mingc.runtime.http.api_keys import VARIABLE
@@ -110,5 +111,5 @@ def _num_gpus(artifact: str, options: DeployOptions, given: float | None, *, tp:
     root = Path(artifact)
     if options.fetch is not None or not (root.is_file() or (root / FILE_NAME).exists()):
         return float(tp or 1)
-    recorded = open_artifact(root).manifest.fingerprint
+    recorded = target_view(open_artifact(root).manifest, options.engines.target).fingerprint
     return float(recorded.world_size) if recorded.device == "cuda" else 0.0

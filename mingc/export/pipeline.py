@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import json
 import time
@@ -22,11 +23,13 @@ from mingc.artifacts.manifest import (
     Manifest,
     QuantizationError,
     StageRecord,
+    TargetRecord,
     TunedKernel,
     VoiceRecord,
 )
 from mingc.artifacts.stage_graph import StageGraph
 from mingc.artifacts.target import rtx_capabilities
+from mingc.artifacts.target_choice import target_views
 from mingc.errors import CheckpointError, ConfigError, ExportError
 from mingc.export.assets import tokenizers, voices
 from mingc.export.autotune.tuning import autotune, problems_to_tune
@@ -52,7 +55,7 @@ from mingc.export.stages import build_graph, discover, find
 from mingc.export.weights.files import weights_files, write_file
 from mingc.export.weights.loading import float32_module
 from mingc.export.weights.source import open_source
-from mingc.host import current_host
+from mingc.host import Host, current_host
 
 _KEPT_BYTES = 8 << 30  # of weights, up to which the eager model keeps its float32 modules in memory
 
@@ -79,6 +82,7 @@ class GraphReport:
     size_bytes: int
     compile_seconds: float
     error: float
+    target: str = ""  # where there are several
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,46 +122,45 @@ def export_artifact(
     Raises: ConfigError, CheckpointError, ExportError. On any of them `recipe.output` is untouched.
     """
     started = time.perf_counter()
-    check_host(recipe)
+    for each in recipe.each_target():
+        check_host(each)
     checkpoint = open_source(recipe)
     stages = _choose(checkpoint, recipe)
     graph = build_graph(stages)
     configs = {stage.name: stage.config(checkpoint) for stage in stages}
     notes = [*checkpoint.notes, *check_coverage(checkpoint, stages, configs)]
     with new_artifact(recipe.output, replace_existing=recipe.force) as folder:
-        run = _Run(recipe, checkpoint, stages, graph, configs, folder, replay, progress, timer)
-        check_space(recipe, checkpoint, stages, configs, run.num_engines)
-        parameters: dict[str, dict[str, Any]] = {
-            stage.name: _parameters(stage, configs[stage.name], run.options) for stage in stages
-        }
+        # All of them before anything is built: what a backend refuses for any target is found first.
+        steps = _Steps(progress)
+        runs = [
+            _Run(
+                each,
+                checkpoint,
+                stages,
+                graph,
+                configs,
+                folder,
+                replay,
+                steps,
+                timer,
+                subfolder=_slug(each.target) if index else "",
+            )
+            for index, each in enumerate(recipe.each_target())
+        ]
+        run = runs[0]
+        check_space(recipe, checkpoint, stages, configs, sum(each.num_engines for each in runs))
+        parameters = run.parameters()
         # Before the hours of compiling, as files may be missing: the released weights have no tokenizer.
         copied = tokenizers.copy(checkpoint, folder, stages, parameters, notes, is_synthetic=recipe.synthetic)
         records = run.write_voices()
-        kernel_configs = run.autotune()
-        weights = run.write_weights()
-        results, quantization_error = run.build_graphs(kernel_configs)
-        notes.extend(run.notes)
-        if rtx_capabilities(recipe.target) is not None:
-            notes.append(
-                f"engines for {recipe.target} were built without such a card: their ONNX models were compared with "
-                "float32 through ONNX Runtime on a CPU, the engines were not run; on an H200 a float32 plan had an "
-                "error of 1.2e-3, above the limit of mingc verify"
-            )
+        built = [run.build()]
+        built += [each.build(built[0].weights, built[0].quantization_error) for each in runs[1:]]
+        notes += [note for each in runs for note in each.notes]
         manifest = Manifest(
             schema=SCHEMA,
             model=recipe.model_name,
-            fingerprint=_fingerprint(recipe, checkpoint),
-            stages={
-                stage.name: _stage_record(
-                    stage,
-                    weights,
-                    results,
-                    quantization_error,
-                    run.repeated[stage.name],
-                    kernel_configs.get(stage.name, ()),
-                )
-                for stage in stages
-            },
+            fingerprint=_fingerprint(recipe, run.target_host(), checkpoint),
+            stages=built[0].stages,
             graph=graph,
             parameters=parameters,
             tokenizers=copied,
@@ -165,16 +168,52 @@ def export_artifact(
             voices=records,
             notes=tuple(notes),
             files={},
+            other_targets=tuple(
+                TargetRecord(
+                    target=each.target,
+                    device=each.target_host().device,
+                    capability=each.target_host().capability,
+                    stages=engines.stages,
+                    parameters=each.parameters(),
+                )
+                for each, engines in zip(runs[1:], built[1:], strict=True)
+            ),
         )
         manifest = run.record_goldens(manifest, record)
         run.step("manifest", recipe.output.name)
         manifest = write_manifest(folder, manifest)
         run.step("manifest", recipe.output.name, 0.0)
-    return _report(recipe, manifest, results, weights, run.peak_rss_bytes, started)
+    peak_rss_bytes = max(each.peak_rss_bytes for each in runs)
+    targets = [(each.target, engines.results) for each, engines in zip(runs, built, strict=True)]
+    return _report(recipe, manifest, targets, built[0].weights, peak_rss_bytes, started)
+
+
+class _Steps:
+    """Counts the steps of an export for its progress lines; `total` grows as runs are planned."""
+
+    def __init__(self, progress: Callable[[Step], None]) -> None:
+        self._progress = progress
+        self._done = 0
+        self.total = 0
+
+    def step(self, name: str, subject: str, seconds: float | None = None) -> None:
+        """Report that a step begins, or that it ended after `seconds`."""
+        self._done += seconds is not None
+        self._progress(Step(name=name, subject=subject, seconds=seconds, done=self._done, total=self.total))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Built:
+    """What was built for one target; `weights` are paths of all ranks' files by stage, relative to the artifact."""
+
+    stages: dict[str, StageRecord]
+    results: list[GraphResult]
+    weights: dict[str, tuple[str, ...]]
+    quantization_error: dict[str, QuantizationError]
 
 
 class _Run:
-    """One export under way."""
+    """An export for one target under way. The first one also writes what all share; its `subfolder` is empty."""
 
     def __init__(
         self,
@@ -185,10 +224,13 @@ class _Run:
         configs: dict[str, Any],
         folder: Path,
         replay: Replay,
-        progress: Callable[[Step], None],
+        steps: _Steps,
         timer: Timer | None = None,
+        *,
+        subfolder: str = "",
     ) -> None:
-        self._recipe = recipe
+        self._recipe, self._subfolder = recipe, subfolder
+        self.target = recipe.target
         self._timer = timer
         if timer is None and any(recipe.is_measured(stage.name) for stage in stages):
             raise ConfigError(
@@ -199,9 +241,8 @@ class _Run:
         self._configs = configs
         self._folder = folder
         self._replay = replay
-        self._progress = progress
-        self._done = 0
-        self._speech = graph.speech_path()
+        self.step = steps.step
+        self._speech = graph.speech_path() if not subfolder else None
         self.has_voices = self._speech is not None
         self.notes: list[str] = []
         self.peak_rss_bytes = 0
@@ -249,19 +290,60 @@ class _Run:
             for _ in graphs
         )
         builds = self.num_engines + checks
-        shards = sum(map(len, self._files.values()))
+        shared = 0 if subfolder else sum(map(len, self._files.values())) + 2
         self._voices = voices.find(checkpoint, self.notes) if self.has_voices else ()
         self._to_tune = {
             stage.name: found
             for stage in stages
             if (found := problems_to_tune(recipe, stage, configs[stage.name], plans[stage.name])) is not None
         }
-        self._total = shards + builds + len(self._voices) + len(self._to_tune) + 2
+        steps.total += shared + builds + len(self._voices) + len(self._to_tune)
 
-    def step(self, name: str, subject: str, seconds: float | None = None) -> None:
-        """Report that a step begins, or that it ended after `seconds`."""
-        self._done += seconds is not None
-        self._progress(Step(name=name, subject=subject, seconds=seconds, done=self._done, total=self._total))
+    def target_host(self) -> Host:
+        """The machine that the engines are for."""
+        machine = current_host(self._recipe.device)
+        cards = rtx_capabilities(self.target)
+        if cards is None:
+            return machine
+        names = ",".join("{}.{}".format(*each) for each in cards)
+        return replace(machine, device="cuda", capability=names)
+
+    def parameters(self) -> dict[str, dict[str, Any]]:
+        """Of every stage, as JSON values."""
+        return {
+            stage.name: _parameters(stage, self._configs[stage.name], self.options) for stage in self._stages
+        }
+
+    def build(
+        self,
+        weights: dict[str, tuple[str, ...]] | None = None,
+        quantization_error: dict[str, QuantizationError] | None = None,
+    ) -> _Built:
+        """Compile and check every engine; `weights` and their error are those that the first run wrote."""
+        kernel_configs = self.autotune()
+        if weights is None:
+            weights = self.write_weights()
+        results, measured = self.build_graphs(kernel_configs)
+        if quantization_error is None:
+            quantization_error = measured
+        if rtx_capabilities(self.target) is not None:
+            self.notes.append(
+                f"engines for {self.target} were built without such a card: their ONNX models were compared with "
+                "float32 through ONNX Runtime on a CPU, the engines were not run; on an H200 a float32 plan had an "
+                "error of 1.2e-3, above the limit of mingc verify"
+            )
+        stages = {
+            stage.name: _stage_record(
+                stage,
+                weights,
+                results,
+                quantization_error,
+                self.repeated[stage.name],
+                kernel_configs.get(stage.name, ()),
+            )
+            for stage in self._stages
+        }
+        return _Built(stages=stages, results=results, weights=weights, quantization_error=quantization_error)
 
     def write_weights(self) -> dict[str, tuple[str, ...]]:
         """The first rank's weights file of each stage, which its engines need; the paths of all ranks' files.
@@ -292,8 +374,8 @@ class _Run:
 
         Returns the graphs, and the quantization error of stages that measure it, by name.
         """
-        (self._folder / "engines").mkdir()
-        (self._folder / "goldens").mkdir()
+        (self._folder / "engines" / self._subfolder).mkdir()
+        (self._folder / "goldens" / self._subfolder).mkdir()
         schedule = Schedule(
             self._recipe,
             self._folder,
@@ -305,11 +387,25 @@ class _Run:
             self._compile_costs,
             self._timer,
             self._refused,
+            self._subfolder,
         )
         schedule.run()
-        self.notes += _refusal_notes(schedule.results)
+        prefix = f"{self.target}: " if self._subfolder else ""
+        self.notes += [f"{prefix}{note}" for note in _refusal_notes(schedule.results)]
         self.peak_rss_bytes = max(schedule.peak_rss_bytes, peak_rss_bytes())
-        return schedule.results, schedule.quantization_error
+        results = [self._with_shared_golden(each) for each in schedule.results]
+        if self._subfolder and not any((self._folder / "goldens" / self._subfolder).iterdir()):
+            (self._folder / "goldens" / self._subfolder).rmdir()
+        return results, schedule.quantization_error
+
+    def _with_shared_golden(self, result: GraphResult) -> GraphResult:
+        """The result with the golden file of the first target in place of an equal one."""
+        own = self._folder / result.record.golden
+        shared = f"goldens/{own.name}"
+        if not self._subfolder or not filecmp.cmp(own, self._folder / shared, shallow=False):
+            return result
+        own.unlink()
+        return replace(result, record=replace(result.record, golden=shared))
 
     def record_goldens(self, manifest: Manifest, record: Record | None) -> Manifest:
         """Record whole requests, answered by the eager model; `manifest` with their file, or with a note."""
@@ -327,7 +423,23 @@ class _Run:
                 self._float32_modules,
                 keeps_modules=sum(sizes) <= _KEPT_BYTES,
             )
-            manifest = replace(manifest, served_goldens=record(self._folder, manifest, model))
+            others = []
+            for each, view in zip(manifest.other_targets, target_views(manifest)[1:], strict=True):
+                served = None  # those of the first target
+                if each.parameters != manifest.parameters:
+                    written = self._folder / record(self._folder, view, model)
+                    own = written.with_name(f"{written.stem}-{_slug(each.target)}{written.suffix}")
+                    served = written.rename(own).relative_to(self._folder).as_posix()
+                others.append(served)
+            first = record(self._folder, manifest, model)
+            manifest = replace(
+                manifest,
+                served_goldens=first,
+                other_targets=tuple(
+                    replace(each, served_goldens=served or first)
+                    for each, served in zip(manifest.other_targets, others, strict=True)
+                ),
+            )
         self.step("served goldens", self._recipe.output.name, time.perf_counter() - started)
         return manifest
 
@@ -374,6 +486,11 @@ class _Run:
             records.append(maker.register(voice, self._folder))
             self.step("voice", voice.name, time.perf_counter() - started)
         return tuple(records)
+
+
+def _slug(target: str) -> str:
+    """A target in names of files: `rtx-sm86-sm89`."""
+    return target.replace(":", "-").replace(",", "-")
 
 
 def _choose(checkpoint: Checkpoint, recipe: ExportRecipe) -> list[Stage]:
@@ -440,12 +557,7 @@ def _stage_record(
     )
 
 
-def _fingerprint(recipe: ExportRecipe, checkpoint: Checkpoint) -> Fingerprint:
-    machine = current_host(recipe.device)
-    cards = rtx_capabilities(recipe.target)
-    if cards is not None:
-        names = ",".join("{}.{}".format(*each) for each in cards)
-        machine = replace(machine, device="cuda", capability=names)
+def _fingerprint(recipe: ExportRecipe, machine: Host, checkpoint: Checkpoint) -> Fingerprint:
     chosen = {
         name: value
         for name, value in encode(recipe).items()
@@ -467,7 +579,7 @@ def _fingerprint(recipe: ExportRecipe, checkpoint: Checkpoint) -> Fingerprint:
 def _report(
     recipe: ExportRecipe,
     manifest: Manifest,
-    results: Sequence[GraphResult],
+    targets: Sequence[tuple[str, Sequence[GraphResult]]],
     weights: dict[str, tuple[str, ...]],
     peak_rss_bytes: int,
     started: float,
@@ -482,7 +594,9 @@ def _report(
             size_bytes=sum(manifest.files[engine.file].size_bytes for engine in result.record.engines),
             compile_seconds=sum(engine.compile_seconds for engine in result.record.engines),
             error=result.record.parity.compiled,
+            target=target if len(targets) > 1 else "",
         )
+        for target, results in targets
         for result in sorted(results, key=lambda each: (order[each.stage], each.record.spec.name))
     ]
     sizes = [manifest.files[file].size_bytes for files in weights.values() for file in files]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -17,6 +17,7 @@ from mingc.defaults import (
     MAX_MODEL_LEN,
     MODEL_NAME,
     PREFILL_CHUNK_SIZE,
+    RTX_BACKEND,
 )
 from mingc.errors import ConfigError
 
@@ -45,6 +46,8 @@ class ExportRecipe:
 
     Attributes:
         target: `cpu`, `cuda`, or RTX cards as `rtx:sm86,sm89`.
+        other_targets: further ones, whose engines lie in the same artifact. `backend` is for those that are no RTX
+            cards, unless all are.
         checkpoint: folder in the released layout; with `synthetic` only its configs are read.
         stages: None means all that the checkpoint holds.
         cache: None means no compile cache.
@@ -63,6 +66,7 @@ class ExportRecipe:
     checkpoint: Path
     output: Path
     target: str = "cpu"
+    other_targets: tuple[str, ...] = ()
     dtype: str = "float32"
     world_size: int = 1
     stages: tuple[str, ...] | None = None
@@ -85,10 +89,38 @@ class ExportRecipe:
         """The device of this machine that graphs are traced and checked on."""
         return "cpu" if is_rtx(self.target) else self.target
 
+    def each_target(self) -> tuple[ExportRecipe, ...]:
+        """A recipe for each target alone, in order. Raises: ConfigError."""
+        targets = (self.target, *self.other_targets)
+        is_mixed = not all(map(is_rtx, targets))
+        return tuple(
+            replace(self, target=target, other_targets=(), backend=(RTX_BACKEND,), keep_all=False)
+            if is_mixed and is_rtx(target) and self.other_targets
+            else replace(self, target=target, other_targets=())
+            for target in targets
+        )
+
     def __post_init__(self) -> None:
-        problems = [*self._own_problems(), *self._quantize_problems(), *self._backend_problems()]
+        if self.other_targets:
+            problems = self._target_problems()
+        else:
+            problems = [*self._own_problems(), *self._quantize_problems(), *self._backend_problems()]
         if problems:
             raise ConfigError("\n".join(problems), where="mingc export", fix="see mingc export --help")
+
+    def _target_problems(self) -> list[str]:
+        """What is wrong with several targets, or with one of them."""
+        targets, problems = (self.target, *self.other_targets), list[str]()
+        try:
+            self.each_target()
+        except ConfigError as error:
+            problems += error.message.splitlines()
+        words = [word for each in targets for word in each.removeprefix("rtx:").split(",")]
+        if len({*words}) < len(words):
+            problems.append(f"--target {' '.join(targets)}: names a device twice")
+        if self.synthetic:
+            problems.append("--synthetic: samples weights on one device; pass one --target")
+        return problems
 
     def _own_problems(self) -> list[str]:
         problems = []

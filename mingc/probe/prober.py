@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch
 
-from mingc.artifacts.artifact import Artifact, check_fingerprint, open_artifact
+from mingc.artifacts.artifact import Artifact, open_artifact
 from mingc.artifacts.codec import encode
 from mingc.artifacts.engine_choice import OPTION
 from mingc.artifacts.manifest import EngineCost, EngineRecord, content_hash
 from mingc.artifacts.spec import GraphSpec
+from mingc.artifacts.target_choice import with_target
 from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError, ConfigError
 from mingc.host import current_host, gpu_target
@@ -74,6 +75,7 @@ class ProbeOptions:
         beside: another artifact of the same model, whose default engines are timed in turns with these.
         has_cold_start: also start a server of the artifact in a process of its own, before anything else.
         has_transfers: also measure how fast memory moves on this machine.
+        target: the target whose engines are timed; None: the one that this machine runs.
     """
 
     engines: tuple[str, ...] | None = None
@@ -86,6 +88,7 @@ class ProbeOptions:
     has_cold_start: bool = True
     has_transfers: bool = True
     backends: tuple[str, ...] = ()
+    target: str | None = None
 
     def __post_init__(self) -> None:
         problems = []
@@ -162,9 +165,9 @@ def probe(
     size, when `baseline` has none of the chosen engines, or when the artifact beside has none or is for other inputs.
     """
     artifact = open_artifact(path)
-    fingerprint = artifact.manifest.fingerprint
-    check_fingerprint(fingerprint, current_host(fingerprint.device))
     sha256 = content_hash(encode(artifact.manifest))
+    artifact = with_target(artifact, current_host, options.target)
+    fingerprint = artifact.manifest.fingerprint
     artifact = with_engines(artifact, options.backends)
     targets = _choose(artifact, options)
     other = _open_beside(artifact, options.beside) if options.beside is not None else None
@@ -176,7 +179,7 @@ def probe(
     # First, as the server needs the memory of the device for itself.
     start = ColdStart()
     if options.has_cold_start:
-        start = measure_cold_start(path, progress, options.backends)
+        start = measure_cold_start(path, progress, options.backends, options.target)
     transfers = measure_transfers(progress) if options.has_transfers else ()
     progress("peak rates")
     run = _Run(artifact, options, progress)
@@ -273,9 +276,8 @@ def _open_beside(artifact: Artifact, path: Path) -> Artifact:
 
     Raises: ConfigError when it is for another device, model or dtype; ArtifactError when its engines cannot be loaded.
     """
-    other = open_artifact(path)
+    other = with_target(open_artifact(path), current_host)
     recorded, here = other.manifest.fingerprint, artifact.manifest.fingerprint
-    check_fingerprint(recorded, current_host(recorded.device))
     before = (artifact.manifest.model, here.device, here.dtype, here.world_size)
     after = (other.manifest.model, recorded.device, recorded.dtype, recorded.world_size)
     if before != after:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mingc.artifacts.artifact import Artifact, check_fingerprint, check_hashes, open_artifact
+from mingc.artifacts.artifact import Artifact, check_hashes, open_artifact
 from mingc.artifacts.engine_choice import backend_views, parse_choice
 from mingc.artifacts.manifest import GraphRecord
+from mingc.artifacts.target_choice import explain_targets, with_target
 from mingc.errors import ConfigError
 from mingc.numerics.tolerances import GRAPH_TOLERANCES, REFERENCE_TOLERANCES
 from mingc.verify.comparison import Comparison, FileSummary
@@ -39,7 +40,10 @@ _GOLDEN_FILES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyReport:
-    """The result of `mingc verify`. `passed` is False when any comparison failed."""
+    """The result of `mingc verify`. `passed` is False when any comparison failed.
+
+    `not_replayed`: targets of the artifact whose engines were not run, with the reason.
+    """
 
     artifact: Path
     passed: bool
@@ -49,6 +53,7 @@ class VerifyReport:
     files_hashed: int
     files: tuple[FileSummary, ...]
     comparisons: tuple[Comparison, ...]
+    not_replayed: tuple[str, ...] = ()
     not_engine_outputs: tuple[str, ...] = field(metadata={"shown": False})
 
 
@@ -58,6 +63,7 @@ def verify(
     reference: Path | None = None,
     replay: bool = True,
     engines: Sequence[str] | None = None,
+    target: str | None = None,
     progress: Callable[[str], None] = lambda step: None,
 ) -> VerifyReport:
     """Check the artifact at `path`; `progress` is called with the name of each step before it starts.
@@ -65,6 +71,7 @@ def verify(
     Args:
         engines: `STAGE=BACKEND` words: these engines alone are replayed, and the default ones of other stages. None:
             the engines of every backend, and whole requests with the default ones.
+        target: the target whose engines are replayed; None: the one that this machine runs.
 
     Raises: ManifestError, IntegrityError, IncompatibleError, ArtifactError when a backend is not installed, or
         ConfigError when `reference` holds no golden file or `engines` are not in the artifact.
@@ -76,11 +83,16 @@ def verify(
     progress("hashes")
     check_hashes(artifact)
     results: list[_Result] = []
+    not_replayed: tuple[str, ...] = ()
     if replay:
         from mingc.host import current_host
         from mingc.runtime.engines.choice import check_available, with_engines
 
-        check_fingerprint(artifact.manifest.fingerprint, current_host(artifact.manifest.fingerprint.device))
+        fits = explain_targets(artifact.manifest, current_host, target)
+        not_replayed = tuple(
+            f"engines for {each.target}: {each.reason}" for each in fits if not each.is_loaded
+        )
+        artifact = with_target(artifact, current_host, target)
         chosen = with_engines(artifact, engines or ())
         if engines is None:
             check_available(artifact.manifest, artifact.manifest, str(path))
@@ -99,6 +111,7 @@ def verify(
         files_hashed=len(artifact.manifest.files),
         files=tuple(summary for summary, _, _ in results),
         comparisons=comparisons,
+        not_replayed=not_replayed,
         not_engine_outputs=tuple(name for _, _, names in results for name in names),
     )
 

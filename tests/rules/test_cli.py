@@ -33,16 +33,16 @@ OPTIONS = {
     "plan": "--answer-tokens --chats --debug --gpu --json --listeners --prompt-tokens --thinker --token-rate "
     "--utilisation",
     "probe": "--baseline --batch --beside --cache --cold-start --compare --context --debug --engine --engines --html "
-    "--jobs --json --repetitions --synthetic --tolerance --transfers ARTIFACT",
+    "--jobs --json --repetitions --synthetic --target --tolerance --transfers ARTIFACT",
     "serve": "--allow-media-host --api-key-file --body-idle-timeout --body-timeout --check-hashes "
     "--cors-origin --debug --drain-seconds --engines --header-timeout --host --json --log-format --log-level "
     "--max-body-bytes --max-concurrent-requests --max-connections --max-media-bytes --max-media-memory "
     "--max-queue --max-speech-characters --max-speech-seqs --max-total-body-bytes --max-total-tokens "
     "--media-decode-timeout --media-root --media-timeout --open-metrics --parse-special-tokens --port "
-    "--prefix-cache --require-signature --self-check --served-model-name --shutdown-timeout --step-timeout "
+    "--prefix-cache --require-signature --self-check --served-model-name --shutdown-timeout --step-timeout --target "
     "--threads --tp --write-timeout ARTIFACT",
     "synth": "--config --debug --json --layers --seed OUTPUT",
-    "verify": "--against --debug --engines --json --no-replay --reference ARTIFACT",
+    "verify": "--against --debug --engines --json --no-replay --reference --target ARTIFACT",
 }
 
 
@@ -51,7 +51,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "demo": {"--output": Path("demo")},
     "export": {
         **{
-            "--target": "cpu",
+            "--target": ("cpu",),
             "--dtype": "float32",
             "--tp": 1,
             "--jobs": 1,
@@ -288,7 +288,7 @@ def test_doctor_reports_the_documented_fields() -> None:
     result = run("doctor", "--json")
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
-    assert set(document) == {"can_export", "can_serve", "checks", "targets", "verdicts"}
+    assert set(document) == {"artifact_targets", "can_export", "can_serve", "checks", "targets", "verdicts"}
     assert set(document["checks"][0]) == {"name", "state", "detail", "needed_for", "fix"}
     assert {check["name"] for check in document["checks"]} >= {
         "python",

@@ -136,7 +136,7 @@ def test_engines_are_chosen_by_stage_graph_and_batch() -> None:
 def test_a_missing_engine_is_refused_with_the_names_of_all(
     artifact_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mingc.probe.prober.check_fingerprint", lambda recorded, here: None)
+    monkeypatch.setattr("mingc.artifacts.target_choice.check_fingerprint", lambda recorded, here: None)
     with pytest.raises(ConfigError) as caught:
         probe(artifact_path, ProbeOptions(engines=("cfm",)))
     assert caught.value.where == "--engine"
@@ -146,7 +146,7 @@ def test_a_missing_engine_is_refused_with_the_names_of_all(
 @pytest.fixture
 def probed(artifact_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An artifact of one engine at N 1, 2 and 8, on whatever machine; timing it would fail the test."""
-    monkeypatch.setattr("mingc.probe.prober.check_fingerprint", lambda recorded, here: None)
+    monkeypatch.setattr("mingc.artifacts.target_choice.check_fingerprint", lambda recorded, here: None)
     for name in ("_Run", "measure_cold_start", "measure_transfers"):
         monkeypatch.setattr(
             f"mingc.probe.prober.{name}", lambda *given: pytest.fail("something was measured")

@@ -89,7 +89,8 @@ class GraphTask:
     """One graph to build, or to compile with `backend`.
 
     `folder` is the artifact under construction; `weights` one file per rank, relative to it; `kernel_configs` are the
-    timed configurations of the stage's kernels.
+    timed configurations of the stage's kernels. `subfolder` is that of `engines` and `goldens` that the files go to;
+    empty: these themselves.
     """
 
     recipe: ExportRecipe
@@ -99,6 +100,11 @@ class GraphTask:
     weights: tuple[str, ...]
     kernel_configs: tuple[TunedKernel, ...] = ()
     backend: str = BACKEND
+    subfolder: str = ""
+
+    def file(self, folder: str, name: str) -> str:
+        """Path of a file of the task in `engines` or `goldens`, relative to the artifact."""
+        return f"{folder}/{self.subfolder}/{name}" if self.subfolder else f"{folder}/{name}"
 
     @property
     def name(self) -> str:
@@ -185,7 +191,11 @@ def check_graph(task: GraphTask, engines: tuple[EngineRecord, ...], replay: Repl
     plan = _find_plan(stage, config, shard, options, task.graph)
     module = _load(task, stage, config, shard, plan).to(options.device)
     plan = share_weights(plan, module)
-    golden, parity, refused = f"goldens/{task.name}.safetensors", dict[str, Parity](), list[BackendRefusal]()
+    golden, parity, refused = (
+        task.file("goldens", f"{task.name}.safetensors"),
+        dict[str, Parity](),
+        list[BackendRefusal](),
+    )
     for backend in dict.fromkeys(each.backend for each in engines):
         own = tuple(each for each in engines if each.backend == backend)
         try:
@@ -385,7 +395,7 @@ def _compile(
     options: StageOptions,
 ) -> EngineRecord:
     backend = find_backend(task.backend)
-    file = f"engines/{engine_label(task.name, static_shapes)}{_suffix(task, backend)}"
+    file = task.file("engines", f"{engine_label(task.name, static_shapes)}{_suffix(task, backend)}")
     with _kernels_of(backend):
         program = capture(
             plan, module, stage=task.stage, static_shapes=static_shapes, device=torch.device(options.device)

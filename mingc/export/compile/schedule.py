@@ -67,8 +67,15 @@ class Schedule:
         compile_costs: Mapping[str, int] = MappingProxyType({}),
         timer: Timer | None = None,
         refused: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+        subfolder: str = "",
     ) -> None:
-        """`refused`: reasons of backends that cannot build a graph, by graph and backend; they are not tried."""
+        """Plan the work.
+
+        Args:
+            refused: reasons of backends that cannot build a graph, by graph and backend; they are not tried.
+            subfolder: of engines and goldens of a target beside the first one, whose weights files are written, and
+                whose quantization error is measured; empty: of the first.
+        """
         self._timer = timer
         self._recipe, self._folder, self._replay = recipe, folder, replay
         self._sizes, self._step = sizes, step
@@ -81,6 +88,7 @@ class Schedule:
                 folder=folder,
                 weights=self._paths[stage],
                 kernel_configs=kernel_configs.get(stage, ()),
+                subfolder=subfolder,
             )
             for stage, graphs in sizes.items()
             for graph in graphs
@@ -101,11 +109,14 @@ class Schedule:
             for static_shapes in sizes[task.stage][task.graph]
         )
         self._left = Counter(task.name for task, _ in self._to_compile)  # engines to build, by graph
-        self._to_write = deque(file for each in files.values() for file in each[1:])  # until it is whole
+        to_write = [] if subfolder else [file for each in files.values() for file in each[1:]]
+        self._to_write = deque(to_write)  # until it is whole
         self._to_check: list[tuple[GraphTask, tuple[EngineRecord, ...]]] = []
         self._to_time: list[tuple[GraphTask, GraphRecord]] = []
         self._to_compare = [
-            stage for stage in sizes if recipe.quantization(stage) is not None and not recipe.synthetic
+            stage
+            for stage in sizes
+            if recipe.quantization(stage) is not None and not recipe.synthetic and not subfolder
         ]
         self._is_writing = False
         self._engines: dict[str, list[BuiltEngine]] = {}

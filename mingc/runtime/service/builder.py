@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from mingc.artifacts.artifact import Artifact, check_fingerprint, check_hashes, open_artifact
+from mingc.artifacts.artifact import Artifact, check_hashes, open_artifact
 from mingc.artifacts.engine_choice import parse_choice
 from mingc.artifacts.manifest import Manifest
 from mingc.artifacts.parameters import (
@@ -27,6 +27,7 @@ from mingc.artifacts.parameters import (
     VisionParameters,
 )
 from mingc.artifacts.stage_graph import CLIENT, Policy, StageGraph
+from mingc.artifacts.target_choice import explain_targets, with_target
 from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError, ConfigError, ServeError
 from mingc.host import current_host, gpu_target
@@ -97,6 +98,7 @@ class EngineOptions:
         prefix_cache: reuse KV pages of earlier requests for prompts that begin with the same tokens and media.
         loads_speech: whether the speech stages of the artifact are loaded; otherwise speech is refused.
         engines: `STAGE=BACKEND` for stages whose engines are not the artifact's default ones.
+        target: the target whose engines are run, where the artifact has them for several; None: what this machine runs.
     """
 
     tp: int | None = None
@@ -120,6 +122,7 @@ class EngineOptions:
     prefix_cache: bool = True
     loads_speech: bool = True
     engines: tuple[str, ...] = ()
+    target: str | None = None
 
     def __post_init__(self) -> None:
         problems = [
@@ -161,9 +164,14 @@ def open_service(
     """
     options, clock = options or EngineOptions(), clock or StartupClock()
     with clock.phase("check the artifact"):
-        artifact = open_artifact(root)
+        whole = open_artifact(root)
+        artifact = with_target(whole, current_host, options.target)
         recorded = artifact.manifest.fingerprint
-        check_fingerprint(recorded, current_host(recorded.device))
+        if whole.manifest.other_targets:
+            for fit in explain_targets(whole.manifest, current_host, options.target):
+                log.info(
+                    "%s engines %s: %s", fit.target, "loaded" if fit.is_loaded else "not loaded", fit.reason
+                )
         artifact = with_engines(artifact, options.engines, loads=_loaded_stages(artifact.manifest, options))
         manifest = artifact.manifest
     if options.check_hashes:
@@ -304,6 +312,7 @@ def _load_chat(
             step_timeout_s=options.step_timeout_s,
             options=options.steps,
             engines=options.engines,
+            target=manifest.fingerprint.target,
         )
         if len(devices) > 1
         else start(load())

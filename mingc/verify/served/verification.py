@@ -9,7 +9,9 @@ from pathlib import Path
 
 from mingc.artifacts.artifact import Artifact, open_artifact
 from mingc.artifacts.manifest import Manifest
+from mingc.artifacts.target_choice import with_target
 from mingc.errors import ConfigError
+from mingc.host import current_host
 from mingc.numerics.tolerances import REFERENCE_TOLERANCES
 from mingc.runtime.service.builder import EngineOptions, open_service
 from mingc.runtime.service.omni import OmniService
@@ -62,7 +64,9 @@ def replay_served(
         log = _log(name, artifact.manifest, goldens)
         logs.append(log)
         with log.case("service"):
-            service = open_service(artifact.root, replace(options, engines=engines))
+            service = open_service(
+                artifact.root, replace(options, engines=engines, target=fingerprint.target)
+            )
             asyncio.run(_replay_and_close(service, goldens, log))
     return logs
 
@@ -78,12 +82,12 @@ class ServiceReport:
     comparisons: tuple[Comparison, ...]
 
 
-def check_service(service: OmniService, root: Path) -> ServiceReport:
+def check_service(service: OmniService, root: Path, target: str | None = None) -> ServiceReport:
     """Replay all recorded requests on a running service without other requests; close it when an answer differs.
 
-    Raises: ConfigError when the artifact has none.
+    `target` is that of the service's options. Raises: ConfigError when the artifact has none.
     """
-    artifact = open_artifact(root)
+    artifact = with_target(open_artifact(root), current_host, target)
     if artifact.manifest.served_goldens is None:
         raise ConfigError(
             "the artifact holds no recorded requests",

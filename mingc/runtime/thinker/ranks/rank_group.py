@@ -62,6 +62,7 @@ class RankGroup:
         step_timeout_s: seconds after which a step that has not ended counts as hanging.
         options: those that `start` creates the worker with.
         engines: the `STAGE=BACKEND` words that `load` follows.
+        target: the target of the artifact that `load` follows.
 
     On CUDA a failure also ends this process (`hard_exit`): a kernel that waits for a dead rank cannot be cancelled.
     """
@@ -78,6 +79,7 @@ class RankGroup:
         step_timeout_s: float = STEP_TIMEOUT_S,
         options: StepOptions = DEFAULT_STEPS,
         engines: tuple[str, ...] = (),
+        target: str | None = None,
     ) -> None:
         self._on_failure = on_failure
         self._children: list[subprocess.Popen[bytes]] = []
@@ -106,6 +108,7 @@ class RankGroup:
                         parent_pipe=self._pipe_read,
                         options=options,
                         engines=engines,
+                        target=target,
                     )
                 )
             stage = load()

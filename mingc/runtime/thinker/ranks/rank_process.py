@@ -10,13 +10,14 @@ import json
 import signal
 import socket
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from mingc.artifacts.artifact import open_unchecked
 from mingc.artifacts.codec import decode
+from mingc.artifacts.target_choice import target_view
 from mingc.parent_watchdog import watch_pipe
 from mingc.runtime.distributed import process_group
 from mingc.runtime.engines.choice import with_engines
@@ -39,6 +40,7 @@ class WorkerConfig:
         step_socket: file descriptor; steps come in, `LOADED` and `READY` go out.
         parent_pipe: file descriptor that is closed when the server dies.
         engines: which engines of the artifact the server runs, as `EngineOptions.engines`.
+        target: those of which target, where the artifact has several.
     """
 
     artifact: str
@@ -53,6 +55,7 @@ class WorkerConfig:
     parent_pipe: int
     options: StepOptions = DEFAULT_STEPS
     engines: tuple[str, ...] = ()
+    target: str | None = None
 
 
 def main() -> None:
@@ -67,7 +70,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     with socket.socket(fileno=config.step_socket) as sock:
         root = Path(config.artifact)
-        artifact = open_unchecked(root)  # the server checked it
+        artifact = open_unchecked(root)  # the server checked it, and that its engines run here
+        artifact = replace(artifact, manifest=target_view(artifact.manifest, config.target))
         manifest = artifact.manifest
         decoder = manifest.graph.text_decoder()
         assert decoder is not None, "the server found the decoder"
