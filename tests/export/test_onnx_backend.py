@@ -25,11 +25,13 @@ from mingc.errors import ArtifactError, CompileError, ConfigError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.compile.backends import onnx as onnx_backend
 from mingc.export.compile.backends.onnx import BACKEND
+from mingc.export.compile.build import early_refusals, first_shard, stage_options
 from mingc.export.compile.capture import share_weights
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages import find
 from mingc.export.weights.loading import float32_module
+from mingc.export.weights.source import open_source
 from mingc.runtime.engines.backends.onnx import load
 
 TOLERANCE = 1e-5
@@ -255,6 +257,27 @@ def test_large_gathers_are_refused_before_anything_is_built() -> None:
     with pytest.raises(CompileError, match="gathers 8 GiB of weights") as refused:
         check(65536)
     assert refused.value.where == "test.graph"
+
+
+def test_the_thinker_of_the_released_dims_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    """Its experts, gathered for a chunk of 256 tokens, take 256 × 8 × 2 × 1024 × 4096 float32 values: 64 GiB."""
+    released = ExportRecipe(
+        checkpoint=REPOSITORY / "benchmarks" / "released",
+        output=tmp_path,
+        synthetic=True,
+        backend=("onnx",),
+        stages=("thinker",),
+    )
+    stage: Any = find("thinker")
+    config = stage.config(open_source(released))
+    plans = {
+        plan.spec.name: plan
+        for plan in stage.graphs(config, first_shard(stage, released), stage_options(released))
+    }
+    with pytest.raises(CompileError, match=r"the graph gathers 64 GiB of weights") as refused:
+        early_refusals(released, stage, config, [plans["prefill_experts"]])
+    assert refused.value.where == "thinker.prefill_experts"
+    assert "AOTInductor, which reads them in place: --backend aoti:STAGE" in (refused.value.fix or "")
 
 
 def damaged(path: Path, folder: Path, change: Any) -> Path:
