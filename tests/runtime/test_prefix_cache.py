@@ -126,12 +126,12 @@ def test_a_prompt_again_computes_its_last_tokens_only(way: dict[str, Any]) -> No
 def test_the_next_turn_of_a_chat_computes_its_new_tokens_only(way: dict[str, Any]) -> None:
     turn = [200, 201, 202]
     with running(is_cached=True, **way) as loop:
-        prompt = text([*SYSTEM, 30, 31, 32])
+        prompt = text([*SYSTEM, 30, 31, 32, 33])
         answer = ask(loop, prompt, max_tokens=10).tokens
         assert len(answer) == 10
-        following = text([*SYSTEM, 30, 31, 32, *answer, *turn])
+        following = text([*SYSTEM, 30, 31, 32, 33, *answer, *turn])
         second = ask(loop, following)
-    written = 13 + 9  # the row of the last token of the answer is not computed
+    written = 14 + 9  # the row of the last token is not computed, although it would fill a page
     assert second.reused == written // PAGE * PAGE
     with running(is_cached=False, **way) as loop:
         assert ask(loop, following) == second
