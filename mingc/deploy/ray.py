@@ -111,5 +111,6 @@ def _num_gpus(artifact: str, options: DeployOptions, given: float | None, *, tp:
     root = Path(artifact)
     if options.fetch is not None or not (root.is_file() or (root / FILE_NAME).exists()):
         return float(tp or 1)
-    recorded = target_view(open_artifact(root).manifest, options.engines.target).fingerprint
+    manifest, target = open_artifact(root).manifest, options.engines.target
+    recorded = (manifest if target is None else target_view(manifest, target)).fingerprint
     return float(recorded.world_size) if recorded.device == "cuda" else 0.0

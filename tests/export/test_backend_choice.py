@@ -590,4 +590,6 @@ def test_an_export_without_a_timer_refuses_auto(install: Callable[..., None]) ->
     graph: Any = SimpleNamespace(speech_path=lambda: None)
     nothing: Any = None
     with pytest.raises(ConfigError, match="nothing times engines"):
-        pipeline._Run(recipe("auto"), nothing, [stage], graph, {}, Path(), nothing, lambda _: None)
+        pipeline._Run(
+            recipe("auto"), nothing, [stage], graph, {}, Path(), nothing, pipeline._Steps(lambda _: None)
+        )

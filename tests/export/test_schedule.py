@@ -269,7 +269,9 @@ def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str | None) -> li
     configs = {stage.name: stage.config(checkpoint) for stage in stages}
     recipe = ExportRecipe(checkpoint=_TINY, output=tmp_path / "out")
     graph = build_graph(stages)
-    run = pipeline._Run(recipe, checkpoint, stages, graph, configs, tmp_path, replay, steps.append)
+    run = pipeline._Run(
+        recipe, checkpoint, stages, graph, configs, tmp_path, replay, pipeline._Steps(steps.append)
+    )
     run.write_weights()
     try:
         run.build_graphs({})

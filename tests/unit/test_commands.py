@@ -344,6 +344,7 @@ EXPORT_OPTIONS: dict[str, tuple[list[str], object]] = {
     "checkpoint": ([], Path("x")),
     "output": ([], Path("y")),
     "target": (["--target", "cuda"], "cuda"),
+    "other_targets": (["--target", "cpu", "--target", "cuda"], ("cuda",)),
     "dtype": (["--dtype", "bfloat16"], "bfloat16"),
     "world_size": (["--tp", "4"], 4),
     "stages": (["--stages", "cfm, talker"], ("cfm", "talker")),
@@ -477,7 +478,7 @@ def test_a_server_that_checks_itself_opens_its_port_only_when_it_passes(
         listeners.append(bind(host, port))
         return listeners[-1]
 
-    def check_service(given: object, artifact: Path) -> ServiceReport:
+    def check_service(given: object, artifact: Path, target: str | None) -> ServiceReport:
         checked.append((given, artifact))
         return ServiceReport(
             passed=passes, checked=5, failed=int(not passes), worst_error=0.0, comparisons=()
