@@ -383,7 +383,13 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     type=int,
     default=None,
     show_default="the talker's largest batch",
-    help="Speech segments generated at the same time.",
+    help="Speech segments generated at the same time; with --speech-lead it may exceed a batch.",
+)
+@click.option(
+    "--speech-lead",
+    type=int,
+    default=3,
+    help="Patches of 0.32 s that streamed speech may be ahead of its playback; 0: as fast as possible.",
 )
 @click.option(
     "--threads", type=int, default=None, show_default="1 on CUDA, else torch's choice", help="CPU threads."

@@ -77,6 +77,10 @@ class EngineThread(ABC):
     def _fail_all(self, error: ServeError) -> None:
         """Fail and remove every request."""
 
+    def _idle_s(self) -> float:
+        """Seconds until there may be work to do without a call of `_notify`. Called under the lock."""
+        return _IDLE_WAIT_S
+
     def _notify(self) -> None:
         """Wake the thread, now or when it is about to wait. Call it under the lock."""
         self._is_woken = True
@@ -94,7 +98,7 @@ class EngineThread(ABC):
         while True:
             with self._lock:
                 if not is_busy and not self._is_woken:
-                    self._wake.wait(_IDLE_WAIT_S)
+                    self._wake.wait(min(_IDLE_WAIT_S, self._idle_s()))
                 self._is_woken = False
                 actions = list(self._inbox)
                 self._inbox.clear()

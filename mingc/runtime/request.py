@@ -109,7 +109,10 @@ class VideoParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatRequest:
-    """A conversation to answer. The answer always has text; it has speech if `speech` is given."""
+    """A conversation to answer. The answer always has text; it has speech if `speech` is given.
+
+    `is_live`: the speech is played while it is made, so it need not be made faster.
+    """
 
     request_id: str
     messages: tuple[Message[MediaPart], ...]
@@ -117,15 +120,17 @@ class ChatRequest:
     speech: SpeechParams | None = None
     video: VideoParams = field(default_factory=VideoParams)
     thinking: bool = False
+    is_live: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeechRequest:
-    """A text to convert to speech."""
+    """A text to convert to speech. `is_live`: see `ChatRequest`."""
 
     request_id: str
     text: str
     speech: SpeechParams
+    is_live: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +177,12 @@ class TextDone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """Last event of a request. `timings_ms`: milliseconds from arrival to named moments (first_token, first_audio)."""
+    """Last event of a request.
+
+    `timings_ms`: milliseconds from arrival to named moments: `preprocessing` (a thread takes the request), `prepared`
+    (media decoded, prompt tokenized), `encoded`, `prefill` (it begins), `first_token`, `first_segment` (handed to the
+    talker), `first_audio`, `text_done`, `done`.
+    """
 
     finish_reason: FinishReason
     usage: Usage
@@ -215,7 +225,8 @@ class ServiceLoad:
     `kv_pages_used` and `kv_pages_total` count the thinker's KV pages, 0 without a thinker. `num_waiting`: by engine,
     chats that wait for the thinker and requests whose next speech segment waits for the talker. Since the start:
     `prefilled_tokens` of prompts were computed, `reused_tokens` were not, and `evicted_pages` of the prefix cache were
-    given to other requests; `cached_pages` is what it holds now, pages in use included.
+    given to other requests; `cached_pages` is what it holds now, pages in use included. `listeners`: live speech that is
+    being made, by state. `num_underruns`: its patches that were ready after their playback time, since the start.
     """
 
     kv_pages_used: int = 0
@@ -225,6 +236,8 @@ class ServiceLoad:
     reused_tokens: int = 0
     cached_pages: int = 0
     evicted_pages: int = 0
+    listeners: Mapping[str, int] = field(default_factory=dict)
+    num_underruns: int = 0
 
 
 class Service(Protocol):

@@ -23,13 +23,15 @@ class TokenItem:
     """One token of an answer; `token` is None when a stop token ended it. `finish` is set on the last item.
 
     `logits`: (V,) float32 that the token was sampled from, if the request records them. `reused_tokens`: tokens of the
-    prompt that were not computed, because the prefix cache held them.
+    prompt that were not computed, because the prefix cache held them. `begun_at`: when the prefill began
+    (`time.perf_counter`).
     """
 
     token: int | None
     finish: FinishReason | None
     logits: NDArray[np.float32] | None = field(default=None, compare=False)
     reused_tokens: int = 0
+    begun_at: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

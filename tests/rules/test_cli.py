@@ -39,8 +39,8 @@ OPTIONS = {
     "--max-body-bytes --max-concurrent-requests --max-connections --max-media-bytes --max-media-memory "
     "--max-queue --max-speech-characters --max-speech-seqs --max-total-body-bytes --max-total-tokens "
     "--media-decode-timeout --media-root --media-timeout --open-metrics --parse-special-tokens --port "
-    "--prefix-cache --require-signature --self-check --served-model-name --shutdown-timeout --step-timeout --target "
-    "--threads --tp --write-timeout ARTIFACT",
+    "--prefix-cache --require-signature --self-check --served-model-name --shutdown-timeout --speech-lead "
+    "--step-timeout --target --threads --tp --write-timeout ARTIFACT",
     "synth": "--config --debug --json --layers --seed OUTPUT",
     "verify": "--against --debug --engines --json --no-replay --reference --target ARTIFACT",
 }
@@ -78,6 +78,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
         },
         **{
             "--media-timeout": 30.0,
+            "--speech-lead": 3,
             "--step-timeout": 60.0,
             "--drain-seconds": 2.0,
             "--shutdown-timeout": 5.0,

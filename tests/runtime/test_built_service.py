@@ -438,6 +438,7 @@ def describe_speech(service: OmniService) -> Iterator[tuple[str, object]]:
 
         yield f"{name} segment", outcome(plan)
     yield "patches in flight", speech.loop._worker.depth
+    yield "patches ahead", speech.loop._pacing._lead
     with speech.loop._lock:
         scheduler = speech.loop.scheduler
         yield "slots", scheduler.slots.num_slots
@@ -612,6 +613,7 @@ OPTIONS: dict[str, Change] = {
     "max_running": Change(3, ("running",)),
     "max_waiting": Change(5, ("waiting",)),
     "max_speech_seqs": Change(3, ("slots", "segments that join at once")),
+    "speech_lead": Change(0, ("patches ahead",)),
     "max_prefills_per_patch": Change(2, ("segments that join at once",)),
     "max_streams": Change(9, ("streams",)),
     "max_pending_patches": Change(4, ("unread patches",)),
@@ -717,7 +719,7 @@ def test_another_option_gives_another_service(
 
 def test_options_hold_what_they_ask_for(usual: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Exactly: pages for all tokens besides page 0; and never more than the engines take."""
-    asked = EngineOptions(max_total_tokens=400, max_running=100, max_speech_seqs=100)
+    asked = EngineOptions(max_total_tokens=400, max_running=100, max_speech_seqs=100, speech_lead=0)
     seen = describe(manifest(), asked, monkeypatch, with_media=False)
     assert seen["pages"] == (101, PAGE)
     for name in ("running", "slots", "segments that join at once"):
@@ -726,6 +728,8 @@ def test_options_hold_what_they_ask_for(usual: dict[str, object], monkeypatch: p
     assert info.max_total_tokens == 400
     few = describe(manifest(), EngineOptions(max_running=1, max_speech_seqs=1), monkeypatch, with_media=False)
     assert (few["running"], few["slots"]) == (1, 2)
+    paced = describe(manifest(), EngineOptions(max_speech_seqs=100), monkeypatch, with_media=False)
+    assert paced["slots"] == 101, "of paced speech more than a batch may be under way"
 
 
 @pytest.mark.parametrize("key", BUCKETS, ids=".".join)

@@ -58,8 +58,48 @@ def test_chat_yields_one_delta_per_token_then_done() -> None:
     assert done.finish_reason == "length"
     assert [type(event) for event in events[-2:]] == [TextDone, Done]
     assert done.usage.prompt_tokens > 10 and done.usage.audio_patches == 0
-    moments = [done.timings_ms[name] for name in ("prepared", "encoded", "first_token", "text_done", "done")]
+    moments = [
+        done.timings_ms[name]
+        for name in ("preprocessing", "prepared", "encoded", "prefill", "first_token", "text_done", "done")
+    ]
     assert moments == sorted(moments)
+
+
+def test_the_stages_of_a_spoken_answer_follow_each_other_and_are_measured() -> None:
+    service = make_service()
+    request = chat("Hello", speech_request("x", seed=1).speech, max_tokens=40)
+    timings = done_of(run(service, collect(service.chat(request)))).timings_ms
+    ordered = [
+        "preprocessing",
+        "prepared",
+        "encoded",
+        "prefill",
+        "first_token",
+        "first_segment",
+        "first_audio",
+    ]
+    assert [timings[name] for name in ordered] == sorted(timings[name] for name in ordered)
+    metrics = Metrics()
+    metrics.observe_stages(timings)
+    metrics.observe_stages({"preprocessing": 1000.0, "prepared": 3000.0})  # a request that had no other stage
+    found = {
+        (sample.labels, sample.name.removeprefix("mingc_stage_seconds_")): sample.value
+        for sample in metrics.samples(service.load)
+        if sample.name in ("mingc_stage_seconds_sum", "mingc_stage_seconds_count")
+    }
+    stages = {dict(labels)["stage"]: value for (labels, kind), value in found.items() if kind == "count"}
+    assert stages == {
+        "preprocess_queue": 2, "preprocess": 2, "encode": 1, "queue": 1, "prefill": 1, "first_segment": 1,
+        "first_patch": 1,
+    }  # fmt: skip
+    total = sum(value for (_, kind), value in found.items() if kind == "sum")
+    assert total == pytest.approx(3.0 + timings["first_audio"] / 1e3), "they add up to the first audio"
+
+
+def test_the_first_patch_of_a_speech_request_is_timed_from_its_segment() -> None:
+    service = make_service()
+    timings = done_of(run(service, collect(service.speech(speech_request("One. Two.", seed=1))))).timings_ms
+    assert 0 < timings["first_segment"] <= timings["first_audio"] <= timings["done"]
 
 
 def test_an_answer_ends_before_its_stop_string() -> None:

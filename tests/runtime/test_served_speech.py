@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from collector import Collector
+from listeners import Clock, Listener, run_to_end
 from numpy.typing import NDArray
 from reference_vae import ReferenceVae
 from safetensors.numpy import load_file
@@ -136,13 +138,20 @@ class Speech:
         voice = "DB30" if name == "clone" else None
         return self.plan(name, SpeechParams(voice=voice), cases or (name,), index)
 
-    def loop(self, *, slots: int = 4, depth: int = 1) -> TalkerLoop:
+    def loop(
+        self,
+        *,
+        slots: int = 4,
+        depth: int = 1,
+        speech_lead: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> TalkerLoop:
         parameters = {"parameters": self.talker, "flow": self.flow, "vae": self.vae}
         worker = TalkerWorker(*self._stages, **parameters, num_slots=slots + 1, device=CPU, depth=depth)
         scheduler = TalkerScheduler(
             SlotPool(slots + 1), max_batch=worker.max_batch, max_prefills_per_patch=2, max_streams=16
         )
-        return TalkerLoop(worker, scheduler)
+        return TalkerLoop(worker, scheduler, speech_lead=speech_lead, clock=clock)
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +215,20 @@ def check(patches: Sequence[PatchItem], case: str, wave: NDArray[np.float64]) ->
     assert relative_error(samples, wave) < TOLERANCE
     # Not only each value: a client must get the loudness of the reference.
     assert np.sqrt(np.mean(samples**2)) == pytest.approx(np.sqrt(np.mean(wave**2)), rel=1e-5)
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_paced_speech_is_the_recorded_speech(
+    speech: Speech, waves: dict[str, NDArray[np.float64]], slots: int
+) -> None:
+    """All recorded loops for listeners at once, each at the time of its playback."""
+    clock = Clock()
+    loop = speech.loop(slots=slots, speech_lead=2, clock=clock)
+    listeners = [Listener(loop, speech.case(case)) for case in CASES]
+    assert run_to_end(loop, clock, listeners) > 0.0
+    for case, listener in zip(CASES, listeners, strict=True):
+        (patches,) = spoken(listener)
+        check(patches, case, waves[case])
 
 
 def test_the_reference_decoder_gives_the_recorded_wave() -> None:

@@ -243,6 +243,24 @@ def test_speech(client: Client, audio_format: str, kind: str) -> None:
         assert whole.content == streamed.content
 
 
+def test_speech_is_live_where_its_sound_leaves_the_server_while_it_is_made(client: Client) -> None:
+    for audio_format, is_playable in (("wav", True), ("pcm", True), ("flac", False)):
+        for given, is_streamed in (
+            ({}, False),
+            ({"stream_format": "audio"}, True),
+            ({"stream_format": "sse"}, True),
+        ):
+            client.speak(response_format=audio_format, **given)
+            assert client.service.speeches[-1].is_live == (is_playable and is_streamed)
+    for audio_format, is_playable in (("wav", True), ("pcm16", True), ("flac", False)):
+        for is_streamed in (False, True):
+            spoken = {**SPOKEN, "audio": {**SPOKEN["audio"], "format": audio_format}}
+            client.chat(**spoken, stream=is_streamed)
+            assert client.service.chats[-1].is_live == (is_playable and is_streamed)
+    client.chat(stream=True)
+    assert not client.service.chats[-1].is_live
+
+
 Post = Callable[[Client], httpx.Response]
 JSON_TYPE = {"content-type": "application/json"}
 BAD_REQUESTS: dict[str, tuple[Post, int, str | None]] = {
@@ -412,6 +430,10 @@ def test_metrics() -> None:
         assert client.metric("mingc_kv_cache_usage_ratio") == 0.25
         assert client.metric('mingc_num_requests_waiting{engine="thinker"}') == 2
         assert client.metric('mingc_num_requests_waiting{engine="talker"}') == 0
+        assert client.metric('mingc_num_listeners{state="starting"}') == 1
+        assert client.metric('mingc_num_listeners{state="playing"}') == 5
+        for _ in range(2):  # of the service, not of each scrape
+            assert client.metric("mingc_speech_underruns_total") == 4
 
 
 def test_counters_of_the_thinker_follow_its_load() -> None:

@@ -63,6 +63,7 @@ def make_service(
     has_talker: bool = True,
     has_thinker: bool = True,
     max_pending: int = 128,
+    speech_lead: int = 0,
 ) -> OmniService:
     tokenizer = TextTokenizer.from_file(TINY / "tokenizer.json")
     parameters = thinker_parameters(tokenizer.token_id)
@@ -97,7 +98,7 @@ def make_service(
         else None,
         speech=SpeechPipeline(
             planner=planner,
-            loop=make_talker_loop(make_talker_worker(slots=slots)),
+            loop=make_talker_loop(make_talker_worker(slots=slots), speech_lead=speech_lead),
             max_segment_length=TALKER.max_segment_length,
         )
         if has_talker

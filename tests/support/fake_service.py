@@ -78,7 +78,13 @@ class FakeService:
 
     @property
     def load(self) -> ServiceLoad:
-        return ServiceLoad(kv_pages_used=3, kv_pages_total=12, num_waiting={"thinker": 2, "talker": 0})
+        return ServiceLoad(
+            kv_pages_used=3,
+            kv_pages_total=12,
+            num_waiting={"thinker": 2, "talker": 0},
+            listeners={"starting": 1, "playing": 5},
+            num_underruns=4,
+        )
 
     def on_failure(self, report: Callable[[ServeError], None]) -> None:
         self.report_failure = report

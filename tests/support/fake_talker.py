@@ -233,6 +233,7 @@ def make_talker_loop(
     worker: TalkerWorker | None = None,
     *,
     max_streams: int = 64,
+    speech_lead: int = 0,
     slow_client_timeout_s: float = 60.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> TalkerLoop:
@@ -243,7 +244,13 @@ def make_talker_loop(
         max_prefills_per_patch=4,
         max_streams=max_streams,
     )
-    return TalkerLoop(worker, scheduler, slow_client_timeout_s=slow_client_timeout_s, clock=clock)
+    return TalkerLoop(
+        worker,
+        scheduler,
+        speech_lead=speech_lead,
+        slow_client_timeout_s=slow_client_timeout_s,
+        clock=clock,
+    )
 
 
 def make_segment(

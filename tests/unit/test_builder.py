@@ -61,6 +61,7 @@ def test_an_empty_name_is_refused(name: str) -> None:
     [
         ({"served_model_names": ("house\nvoice",)}, r"--served-model-name 'house\\nvoice' holds"),
         ({"max_total_tokens": 10**30}, "--max-total-tokens is 10+, which is above 1099511627776"),
+        ({"speech_lead": 10**400}, "--speech-lead is 10+, which is above 1000000"),
         ({"num_torch_threads": 10**11}, "--threads is 10+, which is above 1024"),
         ({"step_timeout_s": 1e300}, r"--step-timeout is 1e\+300, which is above 1000000000"),
     ],
@@ -87,6 +88,9 @@ def test_options_that_leave_nothing_to_run_are_refused(name: str, option: str) -
             EngineOptions(**{name: value})
     assert getattr(EngineOptions(**{name: 1}), name) == 1
     assert EngineOptions(max_waiting=0).max_waiting == 0
+    assert EngineOptions(speech_lead=0).speech_lead == 0
+    with pytest.raises(ConfigError, match="--speech-lead is -1, which is below 0"):
+        EngineOptions(speech_lead=-1)
 
 
 def test_beside_a_gpu_the_host_works_in_one_thread_unless_asked_otherwise() -> None:
@@ -253,6 +257,7 @@ def test_speech_takes_the_largest_batch_of_its_three_stages_and_its_own_tokenize
     manifest: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small, medium, large = (make_stage(("run", {"B": sizes})) for sizes in ((1, 8), (1, 16), (1, 32)))
+    large = make_stage(("run", {"B": (1, 32)}), ("state", {"S": ()}))
     chosen = replace(
         speaking(manifest, speaker=large, sampler=small, vocoder=medium),
         tokenizers={"speaker": "speaker.json", "thinker": "thinker.json"},
@@ -276,9 +281,14 @@ def test_speech_takes_the_largest_batch_of_its_three_stages_and_its_own_tokenize
         monkeypatch.setattr(module, name, lambda *_, **__: None)
     artifact = Artifact(root=Path("root"), manifest=chosen)
     for requested in (None, 3, 100):
-        _load_speech(artifact, EngineOptions(max_speech_seqs=requested), CPU, StartupClock())
+        options = EngineOptions(max_speech_seqs=requested, speech_lead=0)
+        _load_speech(artifact, options, CPU, StartupClock())
     assert slots == [9, 4, 9], "one more than the segments spoken at once: slot 0 pads"
     assert {path.name for path in read} == {"speaker.json"}
+    slots.clear()
+    for requested in (None, 3, 100, 10**6):
+        _load_speech(artifact, EngineOptions(max_speech_seqs=requested), CPU, StartupClock())
+    assert slots == [9, 4, 101, 4096], "paced speech may take more slots than a batch has rows"
 
 
 def test_kv_pages_take_four_fifths_of_the_free_memory(

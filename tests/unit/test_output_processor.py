@@ -367,10 +367,14 @@ class FakeTalker:
         self.num_wakes = 0
         self.cancelled: list[int] = []
         self.added: list[tuple[int, SimpleNamespace]] = []
+        self.playing: list[int] = []
 
-    def open(self, emit: Callable[[Item], None], is_behind: Callable[[], bool]) -> int:
-        self.emit, self.is_behind = emit, is_behind
+    def open(self, emit: Callable[[Item], None], is_behind: Callable[[], bool], *, is_live: bool) -> int:
+        self.emit, self.is_behind, self.is_live = emit, is_behind, is_live
         return 7
+
+    def begin_playback(self, stream: int) -> None:
+        self.playing.append(stream)
 
     def add(self, stream: int, segment: SimpleNamespace) -> None:
         self.added.append((stream, segment))
@@ -422,6 +426,7 @@ def test_speech_pauses_at_the_limit_of_unread_patches_and_resumes_when_one_is_re
     stream, items, talker = speech_stream(["One."], max_pending_patches=3)
     are_behind = []
     for _ in range(3):
+        assert talker.playing == []
         talker.emit(patch())
         are_behind.append(talker.is_behind())
     assert are_behind == [False, False, True]
@@ -432,6 +437,7 @@ def test_speech_pauses_at_the_limit_of_unread_patches_and_resumes_when_one_is_re
             assert isinstance(item, PatchItem)
             stream.consumed(item)
             assert talker.num_wakes == num_wakes and not talker.is_behind()
+            assert talker.playing == [7], "once: its first audio leaves the server"
 
     asyncio.run(read())
     assert (stream.num_patches, stream.num_samples) == (3, 30)

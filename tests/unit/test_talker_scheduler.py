@@ -64,8 +64,9 @@ def test_a_long_stream_lets_others_in_between_its_segments() -> None:
     assert spoken == [10, 20, 11]
 
 
-@pytest.mark.parametrize(("max_batch", "slots", "running"), [(2, 5, 2), (5, 2, 2), (3, 3, 3)])
-def test_no_more_run_than_engines_and_slots_take(max_batch: int, slots: int, running: int) -> None:
+@pytest.mark.parametrize(("max_batch", "slots", "running"), [(2, 5, 5), (5, 2, 2), (3, 3, 3)])
+def test_no_more_run_than_there_are_slots(max_batch: int, slots: int, running: int) -> None:
+    """More than one batch may: with paced speech each of them is in few of the patches."""
     scheduler = TalkerScheduler(
         SlotPool(slots + 1), max_batch=max_batch, max_prefills_per_patch=8, max_streams=8
     )

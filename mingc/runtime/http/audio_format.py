@@ -32,6 +32,11 @@ class AudioSpec:
     sample_rate: int
 
     @property
+    def is_playable_in_parts(self) -> bool:
+        """Whether a stream of it has sound before its end; FLAC has not (`_FlacStream`)."""
+        return self.format != "flac"
+
+    @property
     def content_type(self) -> str:
         """The HTTP content type; raw PCM has no header, so it carries the rate."""
         if self.format == "pcm16":

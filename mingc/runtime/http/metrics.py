@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import (
@@ -26,6 +26,17 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _DURATION_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _BETWEEN_TOKENS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _LATENCY_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_STAGE_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+# Stages of the time to the first token and the first audio: the moments of `Done.timings_ms` at their ends.
+STAGES = {
+    "preprocess_queue": (None, "preprocessing"),
+    "preprocess": ("preprocessing", "prepared"),
+    "encode": ("prepared", "encoded"),
+    "queue": ("encoded", "prefill"),
+    "prefill": ("prefill", "first_token"),
+    "first_segment": ("first_token", "first_segment"),
+    "first_patch": ("first_segment", "first_audio"),
+}
 CLIENT_GONE = "499"  # no status was sent, because the client had left
 
 
@@ -76,6 +87,18 @@ class Metrics:
             "Share of the thinker's KV pages in use, 0 to 1; a chat reserves pages for its prompt and max_tokens.",
             registry=self._registry,
         )
+        self._listeners = Gauge(
+            "mingc_num_listeners",
+            "Streamed answers whose speech is being made, by state of their playback: starting (nothing has left the "
+            "server), playing, late (all that was made has been played), paused (the client does not read).",
+            ("state",),
+            registry=self._registry,
+        )
+        self._underruns = self._counter(
+            "mingc_speech_underruns",
+            "Patches of streamed speech that were ready after their playback time, also where the text came late.",
+        )
+        self._num_underruns = 0  # of the last load
         self.requests_cancelled = self._counter(
             "mingc_requests_cancelled", "Chat and speech requests whose client left before the end.", "route"
         )
@@ -117,6 +140,15 @@ class Metrics:
             "Seconds from the end of the request body to the first audio of a chat or speech request.",
         )
 
+        self._stages = Histogram(
+            "mingc_stage_seconds",
+            "Seconds of the stages of a finished request up to its first text and audio: preprocess_queue (for a "
+            "thread), preprocess (decode and resize media, tokenize), encode, queue (for the thinker), prefill, "
+            "first_segment (of text to speak, from the first token), first_patch (from the segment to its audio).",
+            ("stage",),
+            buckets=_STAGE_S,
+            registry=self._registry,
+        )
         self._between_tokens = self._latency(
             "mingc_inter_token_latency_seconds",
             "Seconds between two texts of a chat request, as they leave the model.",
@@ -186,6 +218,10 @@ class Metrics:
                 counter.inc(increase)
                 self._counted[name] += increase
         self._cached_pages.set(load.cached_pages)
+        for state, count in load.listeners.items():
+            self._listeners.labels(state).set(count)
+        self._underruns.inc(max(0, load.num_underruns - self._num_underruns))
+        self._num_underruns = load.num_underruns
 
     def describe(self) -> list[MetricInfo]:
         """Name, type, labels and help text of every metric, in the order of `/metrics`."""
@@ -211,6 +247,14 @@ class Metrics:
         self._prompt_tokens.inc(usage.prompt_tokens)
         self._generation_tokens.inc(usage.completion_tokens)
         self._audio_seconds.inc(usage.audio_seconds)
+
+    def observe_stages(self, timings_ms: Mapping[str, float]) -> None:
+        """Record the stages of a finished request from `Done.timings_ms`; those that it did not have are left out."""
+        for stage, (begin, end) in STAGES.items():
+            first = 0.0 if begin is None else timings_ms.get(begin)
+            last = timings_ms.get(end)
+            if first is not None and last is not None:
+                self._stages.labels(stage).observe(max(0.0, last - first) / 1e3)
 
     def latency_timer(self) -> LatencyTimer:
         return LatencyTimer(self._time_to_first_token, self._time_to_first_audio, self._between_tokens)

@@ -263,6 +263,7 @@ async def measured(
             latency_timer.see(event)
             if isinstance(event, Done):
                 metrics.count_usage(event.usage)
+                metrics.observe_stages(event.timings_ms)
             yield event
 
     try:
@@ -285,6 +286,9 @@ async def handle_chat(state: ServerState, body: RequestBody, response: ResponseW
     messages = await state.media.load(parsed.messages)
     parsed = replace(parsed, messages=())  # its base64 is decoded
     body.charge.set(sum(_size(part) for message in messages for part in message.parts))
+    audio = (
+        None if parsed.speech is None else AudioSpec(format=parsed.audio_format, sample_rate=info.sample_rate)
+    )
     request = ChatRequest(
         request_id=f"chatcmpl-{uuid.uuid4().hex[:24]}",
         messages=messages,
@@ -292,12 +296,10 @@ async def handle_chat(state: ServerState, body: RequestBody, response: ResponseW
         speech=parsed.speech,
         video=parsed.video,
         thinking=parsed.thinking,
+        is_live=parsed.stream and audio is not None and audio.is_playable_in_parts,
     )
     builder = ChatResponseBuilder(
         request_id=request.request_id, model=info.model, include_usage=parsed.include_usage
-    )
-    audio = (
-        None if parsed.speech is None else AudioSpec(format=parsed.audio_format, sample_rate=info.sample_rate)
     )
     async with measured(state.service.chat(request), latency_timer, state.metrics) as events:
         write = write_chat_stream if parsed.stream else write_chat
@@ -310,10 +312,13 @@ async def handle_speech(state: ServerState, body: RequestBody, response: Respons
     info = state.service.info
     parsed = await state.parse(parse_speech, body.take())
     body.charge.set(0)
-    request = SpeechRequest(
-        request_id=f"speech-{uuid.uuid4().hex[:24]}", text=parsed.text, speech=parsed.speech
-    )
     audio = AudioSpec(format=parsed.audio_format, sample_rate=info.sample_rate)
+    request = SpeechRequest(
+        request_id=f"speech-{uuid.uuid4().hex[:24]}",
+        text=parsed.text,
+        speech=parsed.speech,
+        is_live=parsed.delivery != "whole" and audio.is_playable_in_parts,
+    )
     response.content_type = audio.content_type
     async with measured(state.service.speech(request), latency_timer, state.metrics) as events:
         write = {"whole": write_speech, "audio": write_speech_stream, "sse": write_speech_events}[

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,13 +61,19 @@ _OPTIONS = {
     "max_total_tokens": "--max-total-tokens",
     "max_waiting": "--max-queue",
     "max_speech_seqs": "--max-speech-seqs",
+    "speech_lead": "--speech-lead",
     "num_torch_threads": "--threads",
     "step_timeout_s": "--step-timeout",
     "max_media_memory": "--max-media-memory",
     "media_decode_timeout_s": "--media-decode-timeout",
 }
 # More than any machine has; beyond it torch's and the clock's numbers end.
-_MOST = {"max_total_tokens": 1 << 40, "num_torch_threads": 1024, "step_timeout_s": 10**9}
+_MOST = {
+    "max_total_tokens": 1 << 40,
+    "speech_lead": 10**6,
+    "num_torch_threads": 1024,
+    "step_timeout_s": 10**9,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,9 +85,11 @@ class EngineOptions:
         max_total_tokens: tokens of all requests together that the thinker's KV pages hold; None chooses.
         max_running: requests the thinker works on at once; None is the largest decode batch.
         max_waiting: requests that may wait for the thinker before more are refused.
-        max_speech_seqs: segments spoken at once; None is the largest batch of the talker.
+        max_speech_seqs: segments spoken at once; None is the largest batch of the talker. Paced speech may have more:
+            each of its streams is in few of the patches.
+        speech_lead: patches that streamed speech may be ahead of its playback; 0: as fast as possible.
         max_prefills_per_patch: segments that may join the talker's batch at one patch boundary.
-        max_streams: requests that may speak or wait to speak before more are refused.
+        max_streams: requests that may speak or wait to speak before more are refused; at least as many as may speak.
         max_pending_patches: patches a client may leave unread before its speech pauses.
         num_preprocess_threads: threads that decode media and run encoders.
         num_torch_threads: CPU threads of an engine; None: on CUDA one, else torch's setting is left alone.
@@ -106,6 +114,7 @@ class EngineOptions:
     max_running: int | None = None
     max_waiting: int = 128
     max_speech_seqs: int | None = None
+    speech_lead: int = 3
     max_prefills_per_patch: int = 16
     max_streams: int = 256
     max_pending_patches: int = 128
@@ -128,7 +137,7 @@ class EngineOptions:
         problems = [
             f"{_OPTIONS.get(field.name, field.name)} is {value}, which is below {least}"
             for field in dataclasses.fields(self)
-            for least in (0 if field.name == "max_waiting" else 1,)
+            for least in (0 if field.name in ("max_waiting", "speech_lead") else 1,)
             if isinstance(value := getattr(self, field.name), int)
             and not isinstance(value, bool)
             and value < least
@@ -391,7 +400,8 @@ def _load_speech(
     vae = manifest.parameters_of(path.vocoder, VaeParameters)
     names = (path.speech_llm, path.sampler, path.vocoder)
     largest = min(_largest(manifest, name, "B") for name in names)
-    slots = 1 + min(options.max_speech_seqs or largest, largest)
+    most = max(largest, _most_slots(manifest, names)) if options.speech_lead else largest
+    slots = 1 + min(options.max_speech_seqs or largest, most)
     stages = [load_stage(artifact, name, device, phase=clock.phase) for name in names]
     with clock.phase("prepare patches and prompts (CUDA: capture)"):
         worker = TalkerWorker(
@@ -408,10 +418,12 @@ def _load_speech(
         SlotPool(slots),
         max_batch=worker.max_batch,
         max_prefills_per_patch=options.max_prefills_per_patch,
-        max_streams=options.max_streams,
+        max_streams=max(options.max_streams, slots - 1),
     )
     return SpeechPipeline(
-        planner=planner, loop=TalkerLoop(worker, scheduler), max_segment_length=talker.max_segment_length
+        planner=planner,
+        loop=TalkerLoop(worker, scheduler, speech_lead=options.speech_lead),
+        max_segment_length=talker.max_segment_length,
     )
 
 
@@ -491,6 +503,13 @@ def _largest(manifest: Manifest, stage: str, dim: str) -> int:
             f"no graph of {stage} has buckets for dim {dim}", where="manifest.json", fix="export again"
         )
     return min(sizes)
+
+
+def _most_slots(manifest: Manifest, stages: Sequence[str]) -> int:
+    """Segments that all graphs of `stages` can hold the state of, besides slot 0; 0 if none has state."""
+    graphs = [record.spec for stage in stages for record in manifest.stages[stage].graphs.values()]
+    sizes = [dim.maximum for graph in graphs for dim in graph.dims if dim.name == "S"]
+    return min(sizes, default=1) - 1
 
 
 def _kv_tokens(

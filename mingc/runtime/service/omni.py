@@ -153,7 +153,11 @@ class OmniService:
             }
         if self._speech is not None:
             waiting["talker"] = self._speech.loop.scheduler.num_waiting
-        return ServiceLoad(kv_pages_used=used, kv_pages_total=total, num_waiting=waiting, **caches)
+        load = ServiceLoad(kv_pages_used=used, kv_pages_total=total, num_waiting=waiting, **caches)
+        if self._speech is None:
+            return load
+        talker = self._speech.loop
+        return replace(load, listeners=talker.listeners, num_underruns=talker.num_underruns)
 
     @property
     def has_prefix_cache(self) -> bool:
@@ -179,6 +183,7 @@ class OmniService:
             lambda: self.prepare(request.messages, video=request.video, thinking=request.thinking),
             request.sampling,
             request.speech,
+            is_live=request.is_live,
         )
 
     def prepare(
@@ -199,11 +204,13 @@ class OmniService:
         *,
         noise: NoiseSource | None = None,
         records_logits: bool = False,
+        is_live: bool = False,
     ) -> AsyncIterator[Event]:
         """Events of the answer to the prompt that `prepare` returns; it is called in the preprocessing threads.
 
         Args:
             noise: of the speech; None: of its seed.
+            is_live: see `ChatRequest`.
             records_logits: whether text deltas carry logits.
         """
         timings = Timings()
@@ -216,8 +223,10 @@ class OmniService:
             try:
                 if speech is not None and speech_params is not None:
                     seed = speech_params.seed if speech_params.seed is not None else sampling.seed
-                    speech_stream = self._open_speech_stream(speech, speech_params, stream, seed, noise)
-                prompt, keys = await self._offload(lambda: _encode(pipeline, prepare(), timings))
+                    speech_stream = self._open_speech_stream(
+                        speech, speech_params, stream, seed, noise, is_live=is_live
+                    )
+                prompt, keys = await self._offload(lambda: _encode(pipeline, prepare, timings))
                 run = ChatOutputProcessor(
                     pipeline.tokenizer.detokenizer(),
                     sampling,
@@ -246,16 +255,23 @@ class OmniService:
     def speech(self, request: SpeechRequest, *, noise: NoiseSource | None = None) -> AsyncGenerator[Event]:
         """Events of the speech of one text. See `Service`. `noise`: None for that of its seed."""
         pieces = iter_speech_segments(request.text, self._speech_pipeline().max_segment_length)
-        return self.speak(pieces, request.speech, noise)
+        return self.speak(pieces, request.speech, noise, is_live=request.is_live)
 
     async def speak(
-        self, pieces: Iterable[str], params: SpeechParams, noise: NoiseSource | None = None
+        self,
+        pieces: Iterable[str],
+        params: SpeechParams,
+        noise: NoiseSource | None = None,
+        *,
+        is_live: bool = False,
     ) -> AsyncGenerator[Event]:
         """Events of the speech of normalised pieces of text, one segment each; `pieces` is read in another thread."""
         timings = Timings()
         speech = self._speech_pipeline()
         with self._begin(is_chat=False) as stream:
-            speech_stream = self._open_speech_stream(speech, params, stream, params.seed, noise)
+            speech_stream = self._open_speech_stream(
+                speech, params, stream, params.seed, noise, is_live=is_live
+            )
             try:
                 # One task per request, so early requests speak before later ones are parsed.
                 await self._offload(lambda: speech_stream.enqueue(pieces))
@@ -338,6 +354,8 @@ class OmniService:
         stream: RequestStream,
         seed: int | None,
         noise: NoiseSource | None,
+        *,
+        is_live: bool = False,
     ) -> SpeechStream:
         pipeline.planner.check(params)
         return SpeechStream(
@@ -347,6 +365,7 @@ class OmniService:
             stream,
             noise=noise or PhiloxNoise(random_seed() if seed is None else seed),
             max_pending_patches=self._max_pending_patches,
+            is_live=is_live,
         )
 
     @contextmanager
@@ -373,9 +392,11 @@ class OmniService:
 
 
 def _encode(
-    pipeline: ChatPipeline, prepared: PreparedPrompt, timings: Timings
+    pipeline: ChatPipeline, prepare: Callable[[], PreparedPrompt], timings: Timings
 ) -> tuple[ThinkerPrompt, list[bytes] | None]:
     """The prompt with the embeddings of its media, and its keys for the prefix cache."""
+    timings.mark("preprocessing")
+    prepared = prepare()
     prompt = prepared.tokens
     # A prompt that is too long fails here, before the encoders run.
     pipeline.loop.scheduler.max_new_tokens(prompt.num_tokens, 1)

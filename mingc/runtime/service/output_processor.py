@@ -42,8 +42,12 @@ class Timings:
         self._moments: dict[str, float] = {}
 
     def mark(self, name: str) -> None:
-        if name not in self._moments:
-            self._moments[name] = round((time.perf_counter() - self._start) * 1000, 3)
+        self.mark_at(name, time.perf_counter())
+
+    def mark_at(self, name: str, at: float | None) -> None:
+        """Mark a moment of `time.perf_counter`, which may be past; None: not known."""
+        if name not in self._moments and at is not None:
+            self._moments[name] = round((at - self._start) * 1000, 3)
 
     def to_dict(self) -> dict[str, float]:
         return dict(self._moments)
@@ -54,6 +58,7 @@ class SpeechStream:
 
     Args:
         max_pending_patches: unread patches at which the talker stops generating for this request.
+        is_live: whether the speech is paced: played while it is made.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class SpeechStream:
         *,
         noise: NoiseSource,
         max_pending_patches: int,
+        is_live: bool = False,
     ) -> None:
         self._planner = planner
         self._loop = loop
@@ -78,7 +84,10 @@ class SpeechStream:
         self.num_samples = 0
         self.prompt_tokens = 0
         self.was_capped = False
-        self._stream = loop.open(stream.put, lambda: stream.num_pending_patches >= max_pending_patches)
+        self.first_segment_at: float | None = None  # `time.perf_counter`
+        self._stream = loop.open(
+            stream.put, lambda: stream.num_pending_patches >= max_pending_patches, is_live=is_live
+        )
 
     @property
     def is_finished(self) -> bool:
@@ -91,10 +100,13 @@ class SpeechStream:
             segment = self._planner.segment(text, self._num_segments, self._params, self._noise)
             self._num_segments += 1
             self.prompt_tokens += len(segment.input_ids)
+            self.first_segment_at = self.first_segment_at or time.perf_counter()
             self._loop.add(self._stream, segment)
 
     def consumed(self, item: PatchItem) -> AudioDelta:
-        """Count a patch that was taken from the request's stream, and return its event."""
+        """Count a patch that was taken from the request's stream, and return its event, which is sent at once."""
+        if not self.num_patches:
+            self._loop.begin_playback(self._stream)
         self.num_patches += 1
         self.num_samples += len(item.samples)
         self.was_capped |= item.is_capped
@@ -163,6 +175,7 @@ class ChatOutputProcessor:
             case TokenItem() if not self.is_text_done:  # tokens after a stop string may still arrive
                 events += self._accept_token(item)
             case PatchItem() if self._speech_stream is not None:
+                self._timings.mark_at("first_segment", self._speech_stream.first_segment_at)
                 self._timings.mark("first_audio")
                 events.append(self._speech_stream.consumed(item))
             case None:
@@ -176,6 +189,7 @@ class ChatOutputProcessor:
         text, is_stopped = "", False
         if item.token is not None:
             self._completion_tokens += 1
+            self._timings.mark_at("prefill", item.begun_at)
             self._timings.mark("first_token")
             text, is_stopped = self._find_stop(self._detokenizer.push(item.token))
         if item.finish is not None and not is_stopped:
@@ -231,6 +245,7 @@ class SpeechOutputProcessor:
             raise item.error
         if not isinstance(item, PatchItem):
             raise WorkerError(f"a speech request received {type(item).__name__}")
+        self._timings.mark_at("first_segment", self._speech_stream.first_segment_at)
         self._timings.mark("first_audio")
         events: list[Event] = [self._speech_stream.consumed(item)]
         if self._speech_stream.is_finished:

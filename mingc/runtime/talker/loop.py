@@ -1,13 +1,15 @@
 """Talker loop: a thread that admits and removes segments at patch boundaries and runs patches for all others.
 
 The service opens a stream per request and adds its segments, which the planner made from text. The scheduler assigns
-slots, this loop launches and collects patches on the worker, and samples go out through `emit` to the request's stream.
+slots, the pacing chooses whose patches are due, this loop launches and collects them on the worker, and samples go out
+through `emit` to the request's stream.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from mingc.errors import RequestError, ServeError, WorkerError
 from mingc.runtime.engine_thread import EngineThread
 from mingc.runtime.request_stream import FailedItem, Item, PatchItem
 from mingc.runtime.talker.launch_timing import LaunchTimingPolicy
+from mingc.runtime.talker.pacing import SpeechPacing
 from mingc.runtime.talker.scheduler import TalkerScheduler
 from mingc.runtime.talker.worker import Patch, SpeechSegment, TalkerWorker
 
@@ -36,8 +39,9 @@ class TalkerLoop(EngineThread):
     """Runs the speech of all requests.
 
     Args:
+        speech_lead: patches that live speech may be ahead of its playback; 0: all speech is made as fast as possible.
         slow_client_timeout_s: a request fails if it is paused for its client for longer; every pause counts anew.
-        clock: seconds, for this timeout.
+        clock: seconds, for this timeout and for playback.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class TalkerLoop(EngineThread):
         worker: TalkerWorker,
         scheduler: TalkerScheduler,
         *,
+        speech_lead: int = 0,
         slow_client_timeout_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -54,6 +59,10 @@ class TalkerLoop(EngineThread):
         self._slow_client_timeout_s = slow_client_timeout_s
         self._clock = clock
         self._streams: dict[int, _Stream] = {}
+        self._pacing = SpeechPacing(
+            speech_lead, patch_samples=worker.samples_per_patch, sample_rate=worker.sample_rate
+        )
+        self._due_at = math.inf  # when the next stream that is held becomes due
         self._ids = itertools.count(1)
         self._launch_timing = LaunchTimingPolicy()
         self._was_held = False  # whether the next launch was held back until its lead
@@ -69,16 +78,31 @@ class TalkerLoop(EngineThread):
             "patches in flight": self._worker.num_in_flight,
         }
 
-    def open(self, emit: Callable[[Item], None], is_behind: Callable[[], bool]) -> int:
+    @property
+    def listeners(self) -> Mapping[str, int]:
+        """Number of live streams by state."""
+        with self._lock:
+            return self._pacing.listeners(self._clock())
+
+    @property
+    def num_underruns(self) -> int:
+        """Patches of live streams that were ready after their playback time, since the start."""
+        return self._pacing.num_underruns
+
+    def open(
+        self, emit: Callable[[Item], None], is_behind: Callable[[], bool], *, is_live: bool = False
+    ) -> int:
         """Open a stream. Returns its id. Both functions are called on the talker's thread.
 
         `is_behind` returns whether the client has as many unread patches as it may; the stream pauses until it reads.
+        `is_live`: somebody listens while it is spoken, so it is paced; its owner calls `begin_playback`.
         Raises: CapacityError when too many streams are open.
         """
         with self._lock:
             self._check_healthy()
             stream = next(self._ids)
             self.scheduler.open(stream)
+            self._pacing.open(stream, is_live=is_live)
             self._streams[stream] = _Stream(emit, is_behind)
         return stream
 
@@ -89,7 +113,14 @@ class TalkerLoop(EngineThread):
             if known is not None:
                 known.segments[segment.index] = segment
                 self.scheduler.add(stream, segment.index)
+                self._pacing.arrive(stream, self._clock())
                 self._notify()
+
+    def begin_playback(self, stream: int) -> None:
+        """Start the playback clock of a live stream: its first audio leaves the server. An ended one has none."""
+        with self._lock:
+            self._pacing.begin_playback(stream, self._clock())
+            self._notify()
 
     def cancel(self, stream: int) -> None:
         """Remove a stream before the next patch; does nothing if it is unknown."""
@@ -97,7 +128,7 @@ class TalkerLoop(EngineThread):
 
     def _step(self) -> bool:
         with self._lock:
-            admitted = self.scheduler.admit()
+            admitted = self.scheduler.admit(self._admissible())
         for stream, segment, slot in admitted:
             try:
                 self._worker.add(slot, self._streams[stream].segments.pop(segment))
@@ -106,9 +137,9 @@ class TalkerLoop(EngineThread):
         behind = self._find_behind()
         with self._lock:
             slots = self._owners(behind)
+            launchable = self._due_slots([slot for slot in slots if self._worker.is_launchable(slot)])
             if not self.scheduler.num_running and not self.scheduler.num_waiting:
                 self.scheduler.check()
-        launchable = [slot for slot in slots if self._worker.is_launchable(slot)]
         if launchable and self._wait_for_segments():
             return True
         try:
@@ -126,6 +157,21 @@ class TalkerLoop(EngineThread):
             self._fail_step([stream for slot, stream in owners.items() if slot in affected], error)
         return True
 
+    def _idle_s(self) -> float:
+        return max(0.0, self._due_at - self._clock())
+
+    def _admissible(self) -> list[int]:
+        return self._pacing.admissible(self.scheduler.waiting, self._clock())
+
+    def _due_slots(self, launchable: Sequence[int]) -> list[int]:
+        """Slots of the next patch: those of `launchable` that are due, at most a batch."""
+        now, owners = self._clock(), self._owners()
+        streams = [owners[slot] for slot in launchable]
+        is_crowded = not self.scheduler.has_room and bool(self._admissible())
+        due = self._pacing.due(streams, now, is_crowded=is_crowded)
+        self._due_at = self._pacing.next_time(streams, self.scheduler.waiting, now)
+        return [self.scheduler.slots.slot(stream) for stream in due[: self.scheduler.max_batch]]
+
     def _wait_for_segments(self) -> bool:
         """Hold the next launch back for new segments, as long as the device stays busy without it.
 
@@ -140,7 +186,7 @@ class TalkerLoop(EngineThread):
         with self._lock:
             if not self.scheduler.has_room:
                 return False
-            if not self.scheduler.num_waiting and not self._inbox:
+            if not self._admissible() and not self._inbox:
                 was_woken = self._wake.wait(min(left, _POLL_S))
                 self._was_held = not was_woken and left <= _POLL_S
         return True
@@ -150,6 +196,9 @@ class TalkerLoop(EngineThread):
         self._worker.launch(slots)
         self._launch_timing.observe(left - (time.perf_counter() - before), was_held=self._was_held)
         self._was_held = False
+        with self._lock:
+            owners = self._owners()
+            self._pacing.launch([owners[slot] for slot in slots], self._clock())
 
     def _deliver(self, patches: Mapping[int, Patch]) -> None:
         """Emit patches by slot and end segments that are finished."""
@@ -160,6 +209,8 @@ class TalkerLoop(EngineThread):
             if not patch.is_finite:
                 self._fail(stream, WorkerError("the model's samples are not finite", where="audio_vae"))
                 continue
+            with self._lock:
+                self._pacing.deliver(stream, len(patch.samples), self._clock())
             self._streams[stream].emit(
                 PatchItem(
                     samples=patch.samples,
@@ -180,19 +231,24 @@ class TalkerLoop(EngineThread):
         with self._lock:
             self._worker.remove(self.scheduler.slots.slot(stream))
             self.scheduler.end_segment(stream)
+            self._pacing.end_segment(stream)
 
     def _find_behind(self) -> set[int]:
         """Streams that are paused for a slow client. Fails those that exceed the timeout."""
         now = self._clock()
         with self._lock:
-            running = self.scheduler.batch()
+            running = {name: self._pacing.is_unread(name) for name in self.scheduler.batch()}
         behind = set()
-        for name in running:
+        for name, is_unread in running.items():
             stream = self._streams[name]
-            if not stream.is_behind():
+            is_behind = stream.is_behind()
+            if not is_behind and not is_unread:
                 stream.behind_since = None
                 continue
             behind.add(name)
+            if is_behind:
+                with self._lock:
+                    self._pacing.pause(name)
             if stream.behind_since is None:
                 stream.behind_since = now
             if now - stream.behind_since > self._slow_client_timeout_s:
@@ -206,6 +262,7 @@ class TalkerLoop(EngineThread):
             if stream in self.scheduler.batch():
                 self._worker.remove(self.scheduler.slots.slot(stream))
             self.scheduler.remove(stream)
+            self._pacing.close(stream)
             self._streams.pop(stream, None)
 
     def _fail(self, stream: int, error: ServeError) -> None:

@@ -6,7 +6,7 @@ The talker loop calls it under its lock. Not thread-safe.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 from mingc.errors import CapacityError
 from mingc.runtime.kv_cache import SlotPool
@@ -17,9 +17,10 @@ class TalkerScheduler:
 
     A stream is the speech of one request; its segments are spoken in order. Streams wait for a slot in order of
     arrival. After each segment a stream goes to the end of the queue for its next one, so a long text shares the slots
-    with other requests.
+    with other requests. A segment keeps its slot to its end, however slowly it is spoken.
 
     Args:
+        max_batch: most streams in one patch; with more slots, more streams run than one patch has.
         max_prefills_per_patch: segments admitted at one patch boundary; the running ones wait for their prefills.
         max_streams: most open streams (speaking and waiting) before more are refused.
     """
@@ -28,7 +29,7 @@ class TalkerScheduler:
         self, slots: SlotPool, *, max_batch: int, max_prefills_per_patch: int, max_streams: int
     ) -> None:
         self.slots = slots
-        self._max_batch = min(max_batch, slots.num_slots - 1)
+        self.max_batch = max_batch
         self._max_prefills = max_prefills_per_patch
         self._max_streams = max_streams
         self._segments: dict[int, deque[int]] = {}  # per stream: segments not yet spoken, in order
@@ -46,7 +47,12 @@ class TalkerScheduler:
     @property
     def has_room(self) -> bool:
         """Whether a further segment can be admitted now."""
-        return len(self._running) < self._max_batch and self.slots.num_free > 0
+        return self.slots.num_free > 0
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Streams that wait for a slot, in order of arrival."""
+        return tuple(self._queue)
 
     def open(self, stream: int) -> None:
         """Open a stream. Raises CapacityError when too many are open."""
@@ -71,11 +77,15 @@ class TalkerScheduler:
         self._running.pop(stream, None)
         self.slots.free(stream)
 
-    def admit(self) -> list[tuple[int, int, int]]:
-        """Admit segments: (stream, segment, slot) of each, at most `max_prefills_per_patch`. They are running now."""
+    def admit(self, order: Iterable[int] | None = None) -> list[tuple[int, int, int]]:
+        """Admit segments: (stream, segment, slot) of each, at most `max_prefills_per_patch`. They are running now.
+
+        `order`: the waiting streams that may be admitted, first ones first; None: all, in order of arrival.
+        """
         admitted: list[tuple[int, int, int]] = []
-        while self._queue and len(admitted) < self._max_prefills and self.has_room:
-            stream = next(iter(self._queue))
+        for stream in self.waiting if order is None else order:
+            if len(admitted) == self._max_prefills or not self.has_room:
+                break
             slot = self.slots.allocate(stream)
             assert slot is not None, "there was room"
             del self._queue[stream]

@@ -128,6 +128,7 @@ class TalkerWorker:
         self.device = device
         self.depth = depth or (2 if device.type == "cuda" else 1)
         self.samples_per_patch = flow.latents_per_patch * vae.samples_per_latent
+        self.sample_rate = vae.sample_rate
         self._tail = vae.tail_samples
         with torch.inference_mode():
             self._engines = TalkerEngines(

@@ -76,9 +76,18 @@ class _Running:
     records_logits: bool
     keys: Sequence[bytes] | None  # of the prompt's full pages; None: takes no part in the prefix cache
     answer: list[int] = field(default_factory=list)
+    begun_at: float | None = None  # start of the prefill (`time.perf_counter`)
     pending: int = 0  # tokens of the answer launched on the device and not yet known to the host
     prefilled: int = 0  # prompt tokens in chunks that were started, reused ones included
     reused: int = 0  # prompt tokens that were not computed, because their pages were there
+
+    def item(
+        self, token: int | None, finish: FinishReason | None, logits: NDArray[np.float32] | None
+    ) -> TokenItem:
+        """The item of one token of the answer."""
+        return TokenItem(
+            token=token, finish=finish, logits=logits, reused_tokens=self.reused, begun_at=self.begun_at
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -281,6 +290,8 @@ class ThinkerLoop(EngineThread):
             for prompt in chunk.prompts:
                 if self._requests[prompt.request].prefilled == 0:
                     self._slots.allocate(prompt.request)
+                running = self._requests[prompt.request]
+                running.begun_at = running.begun_at or time.perf_counter()
             self._chunk_requests, self._chunk_step = requests, self._prefill_step(chunk.prompts)
         self._pending_prefill_at = (
             self._pending_prefill_at if self._pending_prefill_ms else time.perf_counter()
@@ -423,13 +434,13 @@ class ThinkerLoop(EngineThread):
             self._fail(request, WorkerError("the model's logits are not finite", where="thinker"))
             return
         if token in running.row.stop_ids:
-            running.emit(TokenItem(token=None, finish="stop", logits=logits, reused_tokens=running.reused))
+            running.emit(running.item(None, "stop", logits))
             self._remove(request)
             return
         running.answer.append(token)
         running.row.advance(token)
         finish: FinishReason | None = "length" if len(running.answer) == running.max_tokens else None
-        running.emit(TokenItem(token=token, finish=finish, logits=logits, reused_tokens=running.reused))
+        running.emit(running.item(token, finish, logits))
         if finish is not None:
             self._remove(request)
 

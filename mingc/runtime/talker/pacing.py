@@ -1,0 +1,184 @@
+"""Pacing of speech: when the next patch of a stream may be launched, and which streams come first.
+
+Speech for a listener is made a few patches ahead of its playback, so that it leaves the device to others. Plain Python;
+imports no torch. All times are seconds of one clock, which the caller reads.
+
+The talker loop calls it under its lock. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+ListenerState = Literal["starting", "playing", "late", "paused"]
+LISTENER_STATES: tuple[ListenerState, ...] = ("starting", "playing", "late", "paused")
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """Speech of one request.
+
+    Attributes:
+        is_live: whether it is played while it is made.
+        arrived_at: time of its first segment.
+        launched_at: time of its last launch.
+        started_at: when playback started, moved on by every stall since.
+        num_samples: samples ready, of all segments.
+        in_flight: patches launched and not ready.
+        was_paused: whether its client has not read since the last patch; a late patch is then no underrun.
+    """
+
+    is_live: bool
+    arrived_at: float | None = None
+    launched_at: float | None = None
+    started_at: float | None = None
+    num_samples: int = 0
+    in_flight: int = 0
+    was_paused: bool = False
+
+
+class SpeechPacing:
+    """Playback clocks of all streams, and the order of their patches.
+
+    The audio of a live stream is taken to be played from the moment at which its first samples left the server, without
+    a break from segment to segment. A patch may be launched once no more than `lead` patches are to be played before
+    it. It is not launched alone at once, but within the time of one patch, with the patches of other streams: a batch
+    costs little more than one row. The first `lead` patches of a stream are never held.
+
+    Args:
+        lead: patches that may be ready ahead of the playback position; 0: no stream is held.
+        patch_samples: samples of a patch.
+        sample_rate: samples per second.
+    """
+
+    def __init__(self, lead: int, *, patch_samples: int, sample_rate: int) -> None:
+        self._lead = lead
+        self._patch_samples = patch_samples
+        self._sample_rate = sample_rate
+        self._patch_s = patch_samples / sample_rate
+        # How long a launch waits for others; at least one patch of the lead must remain for making it.
+        self._slack_s = self._patch_s * min(1.0, (lead - 1) / 2)
+        self._streams: dict[int, _Stream] = {}
+        self.num_underruns = 0  # patches that were ready after their playback time
+
+    def open(self, stream: int, *, is_live: bool) -> None:
+        """Add a stream; only a live one is ever held."""
+        self._streams[stream] = _Stream(is_live)
+
+    def close(self, stream: int) -> None:
+        """Remove a stream; does nothing if it is unknown."""
+        self._streams.pop(stream, None)
+
+    def arrive(self, stream: int, now: float) -> None:
+        """A segment of the stream has arrived."""
+        each = self._streams[stream]
+        if each.arrived_at is None:
+            each.arrived_at = now
+
+    def begin_playback(self, stream: int, now: float) -> None:
+        """The first audio of the stream leaves the server; does nothing the next time, or if it is unknown."""
+        each = self._streams.get(stream)
+        if each is not None and each.started_at is None:
+            each.started_at = now
+
+    def launch(self, streams: Iterable[int], now: float) -> None:
+        """The next patch of each stream was launched."""
+        for stream in streams:
+            self._streams[stream].launched_at = now
+            self._streams[stream].in_flight += 1
+
+    def deliver(self, stream: int, num_samples: int, now: float) -> None:
+        """The oldest patch in flight of the stream is ready, with so many samples."""
+        each = self._streams[stream]
+        if each.is_live and each.started_at is not None:
+            stalled_s = now - self._played_at(each, each.started_at)
+            if stalled_s > 0.0:
+                each.started_at += stalled_s  # a player waits for the patch, and goes on from there
+                self.num_underruns += not each.was_paused
+        each.was_paused = False
+        each.num_samples += num_samples
+        each.in_flight -= 1
+
+    def end_segment(self, stream: int) -> None:
+        """A segment of the stream has ended; its surplus patches in flight are discarded."""
+        self._streams[stream].in_flight = 0
+
+    def pause(self, stream: int) -> None:
+        """The client of the stream does not read."""
+        self._streams[stream].was_paused = True
+
+    def is_unread(self, stream: int) -> bool:
+        """Whether the stream is held because nothing of it has left the server."""
+        each = self._streams[stream]
+        return each.num_samples > 0 and each.started_at is None and self._earliest(each) == math.inf
+
+    def admissible(self, waiting: Iterable[int], now: float) -> list[int]:
+        """Of the streams that wait for a slot, those whose next patch may be launched, most urgent first."""
+        if not self._lead:
+            return list(waiting)
+        streams = [stream for stream in waiting if self._earliest(self._streams[stream]) <= now]
+        return sorted(streams, key=lambda stream: self._deadline(self._streams[stream]))
+
+    def due(self, running: Iterable[int], now: float, *, is_crowded: bool = False) -> list[int]:
+        """Of the running streams, those whose patch is to be launched now, earliest playback first.
+
+        `is_crowded`: another stream waits for the slot of one of these. None is held then, so that slots become free.
+        """
+        streams = [stream for stream in running if is_crowded or self._earliest(self._streams[stream]) <= now]
+        if not is_crowded and all(self._latest(self._streams[stream]) > now for stream in streams):
+            return []
+        return sorted(streams, key=lambda stream: self._deadline(self._streams[stream]))
+
+    def next_time(self, running: Iterable[int], waiting: Iterable[int], now: float) -> float:
+        """When the next of these streams that are held now becomes due; inf if none does."""
+        times = [self._latest(self._streams[stream]) for stream in running]
+        times += [self._earliest(self._streams[stream]) for stream in waiting]
+        return min((time for time in times if time > now), default=math.inf)
+
+    def listeners(self, now: float) -> Mapping[str, int]:
+        """Number of live streams by state: nothing has left the server; audio is left to play; none is; not read."""
+        count: dict[str, int] = dict.fromkeys(LISTENER_STATES, 0)
+        for each in self._streams.values():
+            if each.is_live:
+                count[self._state(each, now)] += 1
+        return count
+
+    def _state(self, each: _Stream, now: float) -> ListenerState:
+        if each.started_at is None:
+            return "starting"
+        if each.was_paused:
+            return "paused"
+        return "playing" if now < self._played_at(each, each.started_at) else "late"
+
+    def _played_at(self, each: _Stream, started_at: float) -> float:
+        """When all samples that are ready will have been played."""
+        return started_at + each.num_samples / self._sample_rate
+
+    def _deadline(self, each: _Stream) -> float:
+        """When the next patch is to be played. That of a new stream: at its arrival, before all that are in time.
+
+        Whole speech has the deadline of a listener whose patch has just become due.
+        """
+        if each.launched_at is None:
+            return -math.inf if each.arrived_at is None else each.arrived_at
+        if not each.is_live:
+            return each.launched_at + self._lead * self._patch_s
+        before = each.num_samples + each.in_flight * self._patch_samples
+        start = each.launched_at if each.started_at is None else each.started_at
+        return start + before / self._sample_rate
+
+    def _earliest(self, each: _Stream) -> float:
+        """When the next patch may be launched."""
+        if not each.is_live or not self._lead or each.launched_at is None:
+            return -math.inf
+        if each.started_at is None:
+            before = each.num_samples + each.in_flight * self._patch_samples
+            return -math.inf if before <= (self._lead - 1) * self._patch_samples else math.inf
+        return self._deadline(each) - self._lead * self._patch_s
+
+    def _latest(self, each: _Stream) -> float:
+        """When the next patch is launched if no other is before."""
+        return self._earliest(each) + self._slack_s

@@ -1,0 +1,222 @@
+"""Paced speech in the talker loop, over fake engines and a clock of the test's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fake_omni import chat, collect, make_service, run, speech_request
+from fake_talker import PATCH_SAMPLES, SAMPLE_RATE, TAIL, make_talker_loop, make_talker_worker
+from fake_talker import make_segment as segment
+from hand_run import run_step, run_until_idle
+from held_resources import talker_resources
+from listeners import Clock, Listener, run_to_end
+
+from mingc.runtime.request import AudioDelta, Event
+from mingc.runtime.talker.loop import TalkerLoop
+from mingc.runtime.talker.worker import SpeechSegment
+
+PATCH_S = PATCH_SAMPLES / SAMPLE_RATE
+
+
+def launched(loop: TalkerLoop, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of every patch, as they are launched."""
+    worker, sizes = loop._worker, list[int]()
+    launch = worker.launch
+
+    def record(slots: Sequence[int]) -> None:
+        sizes.append(len(slots))
+        launch(slots)
+
+    monkeypatch.setattr(worker, "launch", record)
+    return sizes
+
+
+def pieces_of(seed: int, count: int = 3) -> list[SpeechSegment]:
+    return [
+        segment(
+            seed=seed, index=index, tokens=12 + seed + index, patches=3 + (seed + index) % 4, temperature=0.5
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("slots", [1, 3, 8, 12])
+def test_paced_speech_has_the_samples_of_speech_made_at_once(depth: int, slots: int) -> None:
+    """Alone and together, with fewer slots than streams and with more than a batch has rows, beside whole speech."""
+    expected = []
+    for seed in range(10):
+        clock = Clock()
+        loop = make_talker_loop(make_talker_worker(slots=1), clock=clock)
+        alone = Listener(loop, *pieces_of(seed), is_live=False)
+        run_to_end(loop, clock, [alone])
+        expected.append(alone.segments(3))
+    clock = Clock()
+    loop = make_talker_loop(make_talker_worker(slots=slots, depth=depth), speech_lead=2, clock=clock)
+    before = talker_resources(loop)
+    listeners = [Listener(loop, *pieces_of(seed), is_live=seed % 3 > 0) for seed in range(10)]
+    run_to_end(loop, clock, listeners)
+    for listener, waves in zip(listeners, expected, strict=True):
+        for wave, alone_wave in zip(listener.segments(3), waves, strict=True):
+            np.testing.assert_allclose(wave, alone_wave, rtol=0, atol=1e-6)
+        loop.cancel(listener.stream)
+    run_until_idle(loop)
+    assert talker_resources(loop) == before
+
+
+@pytest.mark.parametrize("lead", [0, 1, 2, 3, 4])
+def test_paced_speech_alone_has_exactly_the_same_bits(lead: int) -> None:
+    waves = []
+    for is_live in (True, False):
+        clock = Clock()
+        loop = make_talker_loop(speech_lead=lead, clock=clock)
+        listener = Listener(loop, *pieces_of(5), is_live=is_live)
+        ended_at = run_to_end(loop, clock, [listener])
+        assert (ended_at > 0.0) == (is_live and lead > 0)
+        waves.append(np.concatenate(listener.segments(3)))
+    assert np.array_equal(*waves)
+
+
+def test_a_stream_that_is_ahead_takes_no_part_in_patches_and_the_thread_sleeps_until_it_is_due() -> None:
+    clock = Clock()
+    loop = make_talker_loop(speech_lead=3, clock=clock)
+    ahead = Listener(loop, segment(patches=30))
+    run_until_idle(loop)
+    assert ahead.take() == 3, "three patches before the first one has left, and no more"
+    assert loop.listeners == {"starting": 0, "playing": 1, "late": 0, "paused": 0}
+    run_until_idle(loop)
+    assert loop._idle_s() == pytest.approx(PATCH_S - TAIL / SAMPLE_RATE)
+    clock.now = loop._due_at
+    assert loop._idle_s() == 0.0
+    run_until_idle(loop)
+    assert len(ahead.items) == 4
+    whole = Listener(loop, segment(seed=2, patches=20), is_live=False)
+    run_until_idle(loop)
+    assert len(whole.items) == 20, "as fast as possible"
+    assert len(ahead.items) <= 5, "it has joined at most one patch of the other"
+
+
+def test_streams_share_patches_instead_of_having_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six listeners, started at different times of a patch: from the second patch time on one launch serves all."""
+    clock = Clock()
+    loop = make_talker_loop(speech_lead=3, clock=clock)
+    sizes = launched(loop, monkeypatch)
+    listeners = []
+    for seed in range(6):
+        clock.now = seed * PATCH_S / 6
+        listeners.append(Listener(loop, segment(seed=seed, patches=40)))
+        run_until_idle(loop)
+        listeners[-1].take()
+    sizes.clear()
+    run_to_end(loop, clock, listeners)
+    assert sum(sizes) <= 6 * 37
+    assert len(sizes) <= 45, "37 patches each"
+    assert loop.num_underruns == 0
+
+
+def test_more_streams_than_a_batch_are_served_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    worker = make_talker_worker(slots=20)
+    assert worker.max_batch == 8
+    loop = make_talker_loop(worker, speech_lead=3, clock=clock)
+    sizes = launched(loop, monkeypatch)
+    listeners = [Listener(loop, segment(seed=seed, patches=12)) for seed in range(20)]
+    run_to_end(loop, clock, listeners)
+    assert max(sizes) == 8 and sum(sizes) == 20 * 12
+    assert all(len(listener.items) == 12 for listener in listeners)
+    assert clock.now > 8 * PATCH_S and loop.num_underruns == 0
+
+
+def test_while_a_request_waits_for_a_slot_those_that_have_one_are_not_held() -> None:
+    clock = Clock()
+    loop = make_talker_loop(make_talker_worker(slots=2), speech_lead=3, clock=clock)
+    first = [Listener(loop, segment(seed=seed, patches=30)) for seed in range(2)]
+    run_until_idle(loop)
+    for each in first:
+        each.take()
+    run_until_idle(loop)
+    assert {len(each.items) for each in first} <= {3, 4}
+    third = Listener(loop, segment(seed=3, patches=30))
+    run_until_idle(loop)
+    assert clock.now == 0.0 and third.take() == 3
+    assert {len(each.items) for each in first} == {30}, "their slots are free as soon as without pacing"
+
+
+def test_a_segment_that_is_not_due_leaves_the_slot_to_others() -> None:
+    clock = Clock()
+    loop = make_talker_loop(make_talker_worker(slots=2), speech_lead=3, clock=clock)
+    whole = Listener(loop, segment(seed=2, patches=9), is_live=False)
+    first = Listener(loop, segment(patches=4), segment(index=1, patches=3))
+    for _ in range(20):
+        run_step(loop)
+        first.take()
+    assert len(whole.items) == 9
+    assert len(first.items) == 4, "it has joined patches of the other"
+    assert loop.scheduler.num_running == 0, (
+        "the second segment is not admitted before its patch may be launched"
+    )
+    assert loop._idle_s() == pytest.approx(PATCH_S)
+    run_to_end(loop, clock, [first])
+    assert len(first.items) == 7 and loop.num_underruns == 0
+    assert clock.now > 2 * PATCH_S, "one clock for all of its segments"
+
+
+def test_a_listener_that_takes_nothing_is_paused_and_fails_like_one_that_stops_reading() -> None:
+    clock = Clock()
+    loop = make_talker_loop(speech_lead=3, slow_client_timeout_s=60.0, clock=clock)
+    before = talker_resources(loop)
+    stuck = Listener(loop, segment(patches=30), is_stuck=True)
+    run_until_idle(loop)
+    for clock.now in (0.1, 59.0):
+        run_until_idle(loop)
+        assert len(stuck.items) == 3
+    clock.now = 61.0
+    run_until_idle(loop)
+    assert stuck.error().status == 408
+    assert talker_resources(loop) == before
+
+
+def test_patches_that_come_late_are_counted() -> None:
+    clock = Clock()
+    loop = make_talker_loop(speech_lead=3, clock=clock)
+    listener = Listener(loop, segment(patches=8))
+    run_until_idle(loop)
+    listener.take()
+    clock.now = 10 * PATCH_S  # something else has kept the talker busy
+    assert loop.listeners["late"] == 1
+    run_to_end(loop, clock, [listener])
+    assert len(listener.items) == 8 and loop.num_underruns == 1
+
+
+def test_a_cancelled_or_unknown_stream_has_no_clock() -> None:
+    loop = make_talker_loop(speech_lead=3, clock=Clock())
+    listener = Listener(loop, segment(patches=8))
+    loop.cancel(listener.stream)
+    run_until_idle(loop)
+    loop.begin_playback(listener.stream)
+    assert set(loop.listeners.values()) == {0}
+
+
+def audio_of(events: list[Event]) -> np.ndarray:
+    return np.concatenate([event.samples for event in events if isinstance(event, AudioDelta)])
+
+
+@pytest.mark.parametrize("lead", [1, 3])
+def test_the_service_starts_the_clock_of_live_speech(lead: int) -> None:
+    """On the threads of a service: without the clock a listener gets no more than the lead."""
+    text = speech_request("One sentence with several words in it, and then another one. And a third.", seed=4)
+    spoken = chat("Hello", text.speech, max_tokens=40)
+    requests: list[Callable[[bool], object]] = [
+        lambda is_live: service.speech(replace(text, is_live=is_live)),
+        lambda is_live: service.chat(replace(spoken, is_live=is_live)),
+    ]
+    for ask in requests:
+        waves = []
+        for is_live in (True, False):
+            service = make_service(speech_lead=lead)
+            waves.append(audio_of(run(service, collect(ask(is_live)))))  # type: ignore[arg-type]
+        assert len(waves[0]) > 8 * PATCH_SAMPLES
+        np.testing.assert_allclose(waves[0], waves[1], rtol=0, atol=1e-6)

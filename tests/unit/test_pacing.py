@@ -1,0 +1,242 @@
+"""Pacing of speech, with a clock of the test's own: one patch lasts one second."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mingc.runtime.talker.pacing import SpeechPacing
+
+RATE = 10  # samples a second, and samples a patch
+
+
+def make_pacing(lead: int = 3, *live: int, whole: tuple[int, ...] = ()) -> SpeechPacing:
+    pacing = SpeechPacing(lead, patch_samples=RATE, sample_rate=RATE)
+    for stream in (*live, *whole):
+        pacing.open(stream, is_live=stream in live)
+        pacing.arrive(stream, 0.0)
+    return pacing
+
+
+def make_patches(pacing: SpeechPacing, stream: int, count: int, now: float) -> None:
+    for _ in range(count):
+        pacing.launch([stream], now)
+        pacing.deliver(stream, RATE, now)
+
+
+def play(pacing: SpeechPacing, stream: int, patches: int, now: float = 0.0) -> None:
+    """Start playback at `now` with so many patches ready."""
+    make_patches(pacing, stream, 1, now)
+    pacing.begin_playback(stream, now)
+    make_patches(pacing, stream, patches - 1, now)
+
+
+def launches(pacing: SpeechPacing, count: int, *, took_s: float = 0.0) -> list[float]:
+    """When the patches of stream 1 are launched if nothing else happens; playback starts with the first of them."""
+    now, times = 0.0, []
+    while len(times) < count:
+        if not pacing.due([1], now):
+            now = pacing.next_time([1], [], now)
+            assert now < math.inf, "never due again"
+            continue
+        times.append(now)
+        pacing.launch([1], now)
+        now += took_s
+        pacing.deliver(1, RATE, now)
+        pacing.begin_playback(1, now)
+    return times
+
+
+@pytest.mark.parametrize(
+    ("lead", "expected"),
+    [
+        (1, [0, 0, 1, 2, 3, 4]),  # no time to wait for others: as soon as it may be
+        (2, [0, 0, 0.5, 1.5, 2.5, 3.5]),
+        (3, [0, 0, 0, 1, 2, 3]),
+        (5, [0, 0, 0, 0, 0, 1]),
+        (0, [0, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_a_patch_is_made_at_most_the_lead_before_its_playback_and_the_first_at_once(
+    lead: int, expected: list[float]
+) -> None:
+    assert launches(make_pacing(lead, 1), 6) == expected
+
+
+def test_the_patches_ready_and_not_begun_are_never_more_than_the_lead() -> None:
+    for lead in (1, 2, 3, 4):
+        for index, at in enumerate(launches(make_pacing(lead, 1), 20)):
+            assert index - math.floor(at) <= lead
+            assert at <= index, "launched after its playback time"
+
+
+def test_playback_starts_when_the_first_audio_has_left_and_not_before() -> None:
+    pacing = make_pacing(3, 1)
+    make_patches(pacing, 1, 3, 0.0)
+    assert pacing.due([1], 100.0) == [] and pacing.is_unread(1)
+    assert pacing.next_time([1], [], 100.0) == math.inf
+    pacing.begin_playback(1, 100.0)
+    pacing.begin_playback(1, 200.0)  # the second patch that leaves changes nothing
+    assert pacing.due([1], 100.9) == [] and not pacing.is_unread(1)
+    assert pacing.due([1], 101.0) == [1]
+
+
+def test_streams_that_have_time_wait_for_those_that_have_not_and_share_their_patch() -> None:
+    pacing = make_pacing(3, 1, 2, 3)
+    for stream, at in ((1, 0.0), (2, 0.3), (3, 0.6)):
+        play(pacing, stream, 3, at)
+    assert pacing.due([3, 2, 1], 0.9) == []
+    assert pacing.next_time([3, 2, 1], [], 0.9) == 1.0
+    assert pacing.due([3, 2, 1], 1.0) == [1, 2, 3], "earliest playback first"
+    pacing.launch([1, 2, 3], 1.0)
+    for stream in (1, 2, 3):
+        pacing.deliver(stream, RATE, 1.0)
+    for after in range(2, 9):  # from then on one patch a second serves all of them
+        assert pacing.due([3, 2, 1], after - 0.01) == []
+        assert pacing.due([3, 2, 1], float(after)) == [1, 2, 3]
+        pacing.launch([1, 2, 3], after)
+        for stream in (1, 2, 3):
+            pacing.deliver(stream, RATE, after)
+    assert pacing.num_underruns == 0
+
+
+def test_a_stream_as_far_ahead_as_it_may_be_does_not_join_a_patch_of_others() -> None:
+    pacing = make_pacing(3, 1, 2)
+    play(pacing, 1, 4, 0.0)
+    pacing.launch([2], 0.5)
+    pacing.deliver(2, RATE, 0.5)
+    assert pacing.due([1, 2], 0.5) == [2]
+    assert pacing.due([1, 2], 1.0) == [2, 1]
+
+
+def test_the_first_patch_of_a_new_stream_comes_before_all_that_are_in_time() -> None:
+    pacing = make_pacing(3, 1)
+    play(pacing, 1, 3, 0.0)
+    pacing.open(2, is_live=True)
+    pacing.arrive(2, 2.5)
+    assert pacing.due([1, 2], 2.5) == [2, 1]
+    assert pacing.due([1, 2], 2.5, is_crowded=True) == [2, 1]
+    late = make_pacing(3, 1)
+    play(late, 1, 2, 0.0)
+    late.open(2, is_live=True)
+    late.arrive(2, 2.5)
+    assert late.due([1, 2], 2.5) == [1, 2], "its playback time is over"
+
+
+def test_whole_speech_is_never_held_and_starves_no_listener() -> None:
+    pacing = make_pacing(3, 1, whole=(2,))
+    make_patches(pacing, 2, 50, 0.05)
+    assert pacing.due([2], 0.05) == [2]
+    play(pacing, 1, 3, 0.0)
+    # The listener's patch is to be played at 3.0, the other's has three seconds from its last launch.
+    assert pacing.due([2, 1], 0.1) == [1, 2]
+    make_patches(pacing, 1, 1, 0.1)
+    assert pacing.due([2, 1], 1.2) == [2, 1], "a listener ahead of its clock comes behind it"
+
+
+def test_while_another_stream_waits_for_a_slot_none_is_held() -> None:
+    pacing = make_pacing(3, 1, 2)
+    play(pacing, 1, 4, 0.0)
+    assert pacing.due([1], 0.0) == []
+    assert pacing.due([1], 0.0, is_crowded=True) == [1]
+
+
+def test_the_clock_goes_on_between_segments_and_the_next_one_takes_a_slot_when_it_is_due() -> None:
+    pacing = make_pacing(3, 1, 2)
+    play(pacing, 1, 5, 0.0)
+    pacing.launch([1], 0.0)  # surplus: the segment had ended with the patch before
+    pacing.end_segment(1)
+    assert pacing.admissible([1], 1.9) == []
+    assert pacing.next_time([], [1], 1.9) == 2.0
+    assert pacing.admissible([1], 2.0) == [1]
+    assert pacing.admissible([1, 2], 2.0) == [2, 1], "a new request first"
+
+
+def test_without_a_lead_slots_are_taken_in_order_of_arrival() -> None:
+    pacing = make_pacing(0, 1, 2, 3)
+    play(pacing, 1, 40, 0.0)
+    assert pacing.admissible([1, 3, 2], 0.0) == [1, 3, 2]
+
+
+def test_a_patch_after_its_playback_time_is_one_underrun_and_playback_goes_on_from_it() -> None:
+    pacing = make_pacing(3, 1)
+    play(pacing, 1, 3, 0.0)
+    make_patches(pacing, 1, 1, 3.0)
+    assert pacing.num_underruns == 0
+    make_patches(pacing, 1, 1, 4.5)  # to be played at 4.0
+    assert pacing.num_underruns == 1
+    make_patches(pacing, 1, 1, 5.5)  # in time again: the stall has moved everything on by half a second
+    assert pacing.num_underruns == 1
+    make_patches(pacing, 1, 1, 7.0)
+    assert pacing.num_underruns == 2
+
+
+def test_what_a_client_does_not_read_is_no_underrun_and_whole_speech_has_none() -> None:
+    pacing = make_pacing(3, 1, whole=(2,))
+    play(pacing, 1, 3, 0.0)
+    pacing.pause(1)
+    make_patches(pacing, 1, 1, 50.0)
+    assert pacing.num_underruns == 0
+    make_patches(pacing, 1, 1, 52.0)
+    assert pacing.num_underruns == 1, "it reads again"
+    pacing.begin_playback(2, 0.0)
+    make_patches(pacing, 2, 1, 0.0)
+    make_patches(pacing, 2, 1, 90.0)
+    assert pacing.num_underruns == 1
+
+
+def test_listeners_are_counted_by_state() -> None:
+    pacing = make_pacing(3, 1, 2, 3, 4, whole=(5,))
+    for stream in (2, 3, 4):
+        play(pacing, stream, 3, 0.0)
+    make_patches(pacing, 3, 1, 0.0)
+    pacing.pause(4)
+    assert pacing.listeners(3.5) == {"starting": 1, "playing": 1, "late": 1, "paused": 1}
+    pacing.close(3)
+    assert pacing.listeners(3.5)["playing"] == 0
+
+
+@settings(deadline=None)
+@given(
+    lead=st.integers(1, 5),
+    arrivals=st.lists(st.integers(0, 60), min_size=1, max_size=12),
+    patches=st.integers(1, 12),
+    step=st.sampled_from([0.02, 0.05]),
+)
+def test_a_fast_talker_never_stops_a_player_and_never_exceeds_the_lead(
+    lead: int, arrivals: list[int], patches: int, step: float
+) -> None:
+    """A talker that takes `step` seconds for a patch of up to four streams; patches run one after the other."""
+    pacing = SpeechPacing(lead, patch_samples=RATE, sample_rate=RATE)
+    left, started = dict.fromkeys(range(len(arrivals)), patches), dict[int, float]()
+    waiting = dict(enumerate(arrivals))
+    now = 0.0
+    while left:
+        for stream in [stream for stream, at in waiting.items() if at <= now]:
+            pacing.open(stream, is_live=True)
+            pacing.arrive(stream, now)
+            del waiting[stream]
+        running = [stream for stream in left if stream not in waiting]
+        batch = pacing.due(running, now)[:4]
+        if not batch:
+            now = max(now, min([pacing.next_time(running, [], now), *waiting.values()]))
+            continue
+        for stream in batch:
+            if stream in started:
+                assert patches - left[stream] - math.floor(now - started[stream] + 1e-6) <= lead
+        pacing.launch(batch, now)
+        now += step
+        for stream in batch:
+            pacing.deliver(stream, RATE, now)
+            if stream not in started:
+                started[stream] = now
+                pacing.begin_playback(stream, now)
+            left[stream] -= 1
+            if not left[stream]:
+                del left[stream]
+                pacing.close(stream)
+    if lead > 1:
+        assert pacing.num_underruns == 0
