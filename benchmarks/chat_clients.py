@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import json
 import random
@@ -27,6 +28,8 @@ class Seen:
         num_tokens: (prompt, answer) as the server counts them; zeros when the client hung up before the end.
         cached_tokens: those of the prompt that the server did not compute.
         text: the answer.
+        audio: of an answer with speech as `pcm16`: time of each delta, and bytes received by then.
+        timings_ms: moments of the answer as the server saw them.
     """
 
     sent_at: float
@@ -34,6 +37,8 @@ class Seen:
     num_tokens: tuple[int, int] = (0, 0)
     cached_tokens: int = 0
     text: str = ""
+    audio: list[tuple[float, int]] = field(default_factory=list)
+    timings_ms: dict[str, float] = field(default_factory=dict)
 
     @property
     def first_ms(self) -> float:
@@ -82,6 +87,10 @@ async def ask(client: httpx.AsyncClient, request: dict[str, Any], until: float |
                 seen.arrivals.append(now)
                 if until is not None and now > until:
                     break
+            if data := (delta.get("audio") or {}).get("data"):
+                before = seen.audio[-1][1] if seen.audio else 0
+                seen.audio.append((now, before + len(base64.b64decode(data))))
+            seen.timings_ms = event.get("timings_ms", seen.timings_ms)
     return seen
 
 

@@ -168,6 +168,18 @@ def result(
     }
 
 
+def device_state() -> dict[str, str]:
+    """Clocks, power and temperature of the first GPU at this moment, with their units; empty where there is none."""
+    fields = {
+        "sm": "clocks.sm",
+        "memory": "clocks.mem",
+        "power": "power.draw",
+        "temperature": "temperature.gpu",
+    }
+    found = {name: _query_gpu(field) for name, field in fields.items()}
+    return {name: value for name, value in found.items() if value}
+
+
 def write(path: Path, value: dict[str, Any]) -> None:
     """Write a result document. Raises: ValueError when it records no commit or no command."""
     if not _COMMIT.fullmatch(value.get("commit") or ""):

@@ -151,13 +151,20 @@ class OmniService:
                 "cached_pages": scheduler.pool.num_published,
                 "evicted_pages": scheduler.pool.num_evicted,
             }
+        listeners: Mapping[str, int] = {}
+        num_underruns = 0
         if self._speech is not None:
-            waiting["talker"] = self._speech.loop.scheduler.num_waiting
-        load = ServiceLoad(kv_pages_used=used, kv_pages_total=total, num_waiting=waiting, **caches)
-        if self._speech is None:
-            return load
-        talker = self._speech.loop
-        return replace(load, listeners=talker.listeners, num_underruns=talker.num_underruns)
+            talker = self._speech.loop
+            waiting["talker"] = talker.scheduler.num_waiting
+            listeners, num_underruns = talker.listeners, talker.num_underruns
+        return ServiceLoad(
+            kv_pages_used=used,
+            kv_pages_total=total,
+            num_waiting=waiting,
+            listeners=listeners,
+            num_underruns=num_underruns,
+            **caches,
+        )
 
     @property
     def has_prefix_cache(self) -> bool:

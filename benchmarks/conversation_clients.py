@@ -1,0 +1,211 @@
+"""Clients of a conversation: requests of four workloads, in closed and open loops. Needs no torch.
+
+A workload is what a person sends and gets: `text` (text → text), `image` (image and text → text), `clip` (spoken clip →
+text and speech), `speech` (text → speech).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import random
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import chat_clients
+import httpx
+import numpy as np
+import speech_clients
+from clients import client_of
+from PIL import Image
+from speech_clients import ReceivedSpeech
+
+WORKLOADS = ("text", "image", "clip", "speech")
+SPOKEN = ("clip", "speech")  # workloads whose answers have sound
+_CLIP_RATE = 16_000
+_SPREAD = 0.5  # lengths of answers are uniform within this share of the wanted one
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What requests consist of.
+
+    Attributes:
+        words: of a prompt.
+        tokens: of an answer of text; exact.
+        patches: most patches of a speech request.
+        image_pixels: width and height of the image.
+        clip_s: seconds of the spoken clip.
+        is_varied: whether lengths of answers differ from request to request.
+    """
+
+    words: int
+    tokens: int
+    patches: int
+    image_pixels: int
+    clip_s: float
+    is_varied: bool = False
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a client saw of one answer; times are those of `time.perf_counter`.
+
+    Attributes:
+        text: of a chat: arrivals of its tokens, and the server's moments; None for a speech request.
+        speech: arrivals of its sound; None for an answer of text.
+    """
+
+    sent_at: float
+    text: chat_clients.Seen | None
+    speech: ReceivedSpeech | None
+
+    @property
+    def first_token_ms(self) -> float | None:
+        return None if self.text is None else 1e3 * (self.text.arrivals[0] - self.sent_at)
+
+    @property
+    def first_audio_ms(self) -> float | None:
+        return None if self.speech is None else 1e3 * (self.speech.arrivals[0][0] - self.sent_at)
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Mean time between two tokens of the answer."""
+        if self.text is None or len(self.text.arrivals) < 2:
+            return None
+        first, last = self.text.arrivals[0], self.text.arrivals[-1]
+        return 1e3 * (last - first) / (len(self.text.arrivals) - 1)
+
+    @property
+    def num_chunks(self) -> int:
+        return 0 if self.speech is None else len(self.speech.arrivals)
+
+    @property
+    def num_underruns(self) -> int:
+        return 0 if self.speech is None else self.speech.underruns()
+
+    @property
+    def audio_s(self) -> float:
+        return 0.0 if self.speech is None else self.speech.num_bytes / 2 / speech_clients.RATE
+
+
+def image_url(pixels: int, index: int) -> str:
+    """A picture of random blocks as a JPEG data URL; `index` makes it another, so nothing is answered from a cache."""
+    blocks = np.random.default_rng(index).integers(0, 256, (8, 8, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(blocks).resize((pixels, pixels), Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
+    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def clip_base64(seconds: float, index: int) -> str:
+    """A clip of gliding tones, interrupted as syllables are, as a base64 WAV of 16 kHz; `index` makes it another."""
+    generator = np.random.default_rng(index)
+    times = np.arange(int(seconds * _CLIP_RATE)) / _CLIP_RATE
+    pitch = 120 + 40 * np.sin(2 * np.pi * generator.uniform(0.2, 0.6) * times)
+    phase = 2 * np.pi * np.cumsum(pitch) / _CLIP_RATE
+    voice = sum(np.sin(order * phase) / order for order in range(1, 6))
+    syllables = np.clip(np.sin(2 * np.pi * generator.uniform(2, 5) * times) + 0.5, 0, 1)
+    samples = 0.3 * voice * syllables + 0.005 * generator.standard_normal(len(times))
+    pcm = np.rint(32767 * np.clip(samples, -1, 1)).astype("<i2").tobytes()
+    header = b"RIFF" + (36 + len(pcm)).to_bytes(4, "little") + b"WAVEfmt " + (16).to_bytes(4, "little")
+    header += b"".join(
+        number.to_bytes(width, "little")
+        for number, width in ((1, 2), (1, 2), (_CLIP_RATE, 4), (2 * _CLIP_RATE, 4), (2, 2), (16, 2))
+    )
+    return base64.b64encode(header + b"data" + len(pcm).to_bytes(4, "little") + pcm).decode()
+
+
+def request_of(workload: str, index: int, sizes: Sizes) -> dict[str, Any]:
+    """The body of request `index`; the same index is the same request."""
+    share = random.Random(index).uniform(1 - _SPREAD, 1 + _SPREAD) if sizes.is_varied else 1.0
+    if workload == "speech":
+        return speech_clients.body(index, max(1, round(share * sizes.patches)), streamed=True)
+    body = chat_clients.body(sizes.words, max(2, round(share * sizes.tokens)), index)
+    parts: list[dict[str, Any]] = [{"type": "text", "text": body["messages"][0]["content"]}]
+    if workload == "image":
+        parts.insert(0, {"type": "image_url", "image_url": {"url": image_url(sizes.image_pixels, index)}})
+    if workload == "clip":
+        sound = {"data": clip_base64(sizes.clip_s, index), "format": "wav"}
+        parts = [{"type": "input_audio", "input_audio": sound}]
+        body |= {"modalities": ["text", "audio"], "audio": {"format": "pcm16"}}
+    return {**body, "messages": [{"role": "user", "content": parts}]}
+
+
+async def ask(client: httpx.AsyncClient, workload: str, body: dict[str, Any]) -> Answer:
+    """Send one request. Raises: SystemExit when it is refused or fails."""
+    if workload == "speech":
+        received = await speech_clients.ask(client, body)
+        return Answer(received.sent_at, None, received)
+    seen = await chat_clients.ask(client, body)
+    if not seen.arrivals or (workload in SPOKEN and not seen.audio):
+        raise SystemExit(f"an answer of workload {workload} has no {'sound' if seen.arrivals else 'text'}")
+    return Answer(seen.sent_at, seen, ReceivedSpeech(seen.sent_at, seen.audio) if seen.audio else None)
+
+
+def closed_loop(
+    url: str,
+    indexes: range,
+    workloads: Sequence[str],
+    rounds: int,
+    sizes: Sizes,
+    first: int = 0,
+    until: float | None = None,
+) -> list[Answer]:
+    """The clients `indexes`, each with `rounds` sequential requests; none but its first is sent after time `until`.
+
+    The workloads are those of the clients, in turns.
+    """
+
+    async def one(client: httpx.AsyncClient, index: int) -> list[Answer]:
+        workload, answers = workloads[index % len(workloads)], list[Answer]()
+        for turn in range(rounds):
+            if until is not None and answers and time.perf_counter() > until:
+                break
+            body = request_of(workload, first + 1000 * turn + index, sizes)
+            answers.append(await ask(client, workload, body))
+        return answers
+
+    async def all_of_them() -> list[list[Answer]]:
+        async with client_of(url) as client:
+            return await asyncio.gather(*(one(client, index) for index in indexes))
+
+    return [answer for each in asyncio.run(all_of_them()) for answer in each]
+
+
+def open_loop(
+    url: str, indexes: range, workloads: Sequence[str], due: Sequence[float], sizes: Sizes, first: int = 0
+) -> list[Answer | None]:
+    """Requests that are sent at the times `due`, those of `indexes`, whether earlier ones are answered or not.
+
+    An answer counts from the time at which it was due. None: it was refused or failed.
+    """
+
+    async def one(client: httpx.AsyncClient, index: int) -> Answer | None:
+        workload = workloads[index % len(workloads)]
+        body = request_of(workload, first + index, sizes)
+        await asyncio.sleep(due[index] - time.perf_counter())
+        with suppress(SystemExit, httpx.HTTPError):
+            answer = await ask(client, workload, body)
+            answer.sent_at = due[index]
+            return answer
+        return None
+
+    async def all_of_them() -> list[Answer | None]:
+        async with client_of(url) as client:
+            return await asyncio.gather(*(one(client, index) for index in indexes))
+
+    return asyncio.run(all_of_them())
+
+
+def poisson(rate: float, window_s: float, seed: int, least: int = 1) -> list[float]:
+    """Seconds of arrivals within a window, at `rate` a second on average; at least `least` of them."""
+    generator, times = random.Random(seed), list[float]()
+    at = generator.expovariate(rate)
+    while at < window_s or len(times) < least:
+        times.append(at)
+        at += generator.expovariate(rate)
+    return times
