@@ -136,7 +136,7 @@ class OmniService:
 
     @property
     def load(self) -> ServiceLoad:
-        """See `Service`. Reads lengths without the locks of the engine threads, which is atomic in CPython."""
+        """See `Service`. Reads lengths without locks, which is atomic in CPython; listeners under the talker's lock."""
         waiting: dict[str, int] = {}
         used = total = 0
         caches: dict[str, int] = {}
