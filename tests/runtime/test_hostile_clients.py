@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -21,7 +22,7 @@ from server_thread import run_server
 
 from mingc.errors import CapacityError, ConfigError
 from mingc.runtime.http.body_budget import FREE_BYTES, BodyBudget
-from mingc.runtime.http.connections import PROBE_CONNECTIONS, connection_limit
+from mingc.runtime.http.connections import PROBE_CONNECTIONS, ConnectionTable, connection_limit
 from mingc.runtime.http.metrics import Metrics
 from mingc.runtime.http.options import ServeOptions
 
@@ -50,6 +51,16 @@ def server(**options: Any) -> Iterator[tuple[str, FakeService]]:
 
     with run_server(make, ServeOptions(port=0, shutdown_timeout_s=0.2, **options)) as url:
         yield url, services[0]
+
+
+class Connection:
+    """What a table of connections knows of one."""
+
+    def __init__(self, name: str, closed: list[str]) -> None:
+        self._name, self._closed = name, closed
+
+    def abort(self) -> None:
+        self._closed.append(self._name)
 
 
 def connect(url: str) -> socket.socket:
@@ -179,6 +190,21 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
             eventually(lambda: not service.running)
             assert metric(url, 'mingc_connections_closed_total{reason="write_timeout"}') == 1
         assert list(service.ends.values()) == ["cancelled"]
+
+
+def test_the_connection_that_waits_longest_makes_room() -> None:
+    closed: list[str] = []
+
+    async def fill() -> None:
+        table = ConnectionTable(options=ServeOptions(), metrics=Metrics(), limit=3)
+        given = [Connection(name, closed) for name in ("a", "b", "c")]
+        for each in given:
+            table.add(each)
+        table.set_waiting(given[0])  # its request has ended just now
+        assert table.make_room() and closed == ["b"]
+        assert table.make_room() and closed == ["b"], "there is room"
+
+    asyncio.run(fill())
 
 
 def test_a_full_server_evicts_idle_connections_before_it_refuses() -> None:

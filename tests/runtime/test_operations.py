@@ -193,6 +193,8 @@ def test_requests_need_a_key_once_there_is_one(tmp_path: Path) -> None:
         for key in ("first-key", "second-key"):
             assert http.post(CHAT, json=HELLO, headers=bearer(key)).status_code == 200
             assert http.get("/metrics", headers=bearer(key)).status_code == 200
+            # RFC 9110, 11.1: the name of a scheme is case-insensitive.
+            assert http.get("/metrics", headers={"authorization": f"bearer {key}"}).status_code == 200
 
 
 def test_metrics_may_be_open(tmp_path: Path) -> None:

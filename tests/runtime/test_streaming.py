@@ -139,6 +139,7 @@ def test_a_streamed_chat_has_all_its_text_audio_and_usage(audio: AudioSpec) -> N
     assert deltas[0]["role"] == "assistant"
     assert [delta["content"] for delta in deltas[1:] if "content" in delta] == TEXT
     clips = [delta["audio"] for delta in deltas if "audio" in delta]
+    assert ["id" in clip for clip in clips] == [True, *[False] * (len(clips) - 1)], "clients join the fields"
     assert all(clip["data"] for clip in clips[:-1]) and clips[-1]["transcript"] == "".join(TEXT)
     assert_complete(b"".join(base64.b64decode(clip["data"]) for clip in clips[:-1]), audio)
     assert_complete(base64.b64decode("".join(clip["data"] for clip in clips[:-1])), audio)

@@ -121,6 +121,24 @@ def test_a_device_error_is_a_problem(clock: Clock, watched: StepWatchdog) -> Non
     assert watched._find_problem() == "the device failed: an illegal memory access was encountered"
 
 
+def test_the_watchdog_looks_several_times_within_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    looked = threading.Event()
+
+    class Closed(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            waits.append(timeout)
+            looked.set()
+            return True
+
+    fakes = SimpleNamespace(Event=Closed, Thread=threading.Thread)
+    monkeypatch.setattr(watchdog, "threading", fakes)
+    StepWatchdog(CPU, TIMEOUT_S, lambda problem: None)
+    assert looked.wait(_WAIT_S)
+    assert waits[0] <= TIMEOUT_S / 4
+
+
 def test_a_problem_is_reported_once_from_its_own_thread() -> None:
     problems: list[str] = []
     reported = threading.Event()

@@ -26,6 +26,7 @@ from mingc.artifacts.artifact import (
     Artifact,
     check_fingerprint,
     check_hashes,
+    check_replaceable,
     new_artifact,
     open_artifact,
     write_manifest,
@@ -240,6 +241,16 @@ def test_the_working_folder_is_never_replaced(
     with pytest.raises(ConfigError, match="working folder"), new_artifact(Path(words), replace_existing=True):
         pytest.fail("nothing is built")
     assert not list(tmp_path.iterdir())
+
+
+def test_an_artifact_inside_the_working_folder_may_be_replaced_and_one_around_it_not(
+    artifact_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(artifact_path.parent)
+    check_replaceable(artifact_path, replace_existing=True)
+    monkeypatch.chdir(artifact_path / "weights")
+    with pytest.raises(ConfigError, match="holds the working folder"):
+        check_replaceable(artifact_path, replace_existing=True)
 
 
 def test_force_is_not_advised_where_it_does_not_help(tmp_path: Path) -> None:

@@ -43,6 +43,16 @@ from mingc.runtime.text.live import LiveSegmenter
 from mingc.runtime.text.segment import iter_speech_segments
 
 
+def test_a_moment_is_that_of_its_first_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([10.0, 10.5, 12.0])
+    monkeypatch.setattr(output_processor.time, "perf_counter", lambda: next(now))
+    timings = Timings()
+    timings.mark("first_token")
+    timings.mark("first_token")
+    timings.mark_at("first_audio", None)
+    assert timings.to_dict() == {"first_token": 500.0}
+
+
 class Words:
     """A detokenizer whose tokens are the indices of these words."""
 

@@ -59,6 +59,7 @@ def test_the_first_stage_alone_matches_the_recorded_case(case: dict[str, Any]) -
         ("-5℃到3℃", "负五摄氏度到三摄氏度"),
         ("有~30个", "有大约三十个"),
         ("价格99元", "价格九十九元"),
+        ("工作了12年，到2012年", "工作了十二年，到二零一二年"),
         ("门票是120", "门票是一百二十"),
         ("售价$9.9", "售价九点九美元"),
         ("1万元和10012人", "一万元和一万十二人"),
@@ -113,6 +114,7 @@ def test_only_the_listed_marks_become_narrow() -> None:
     ("text", "spoken"),
     [
         ("£1 and $-2", "one pound and minus two dollars"),
+        ("£0.50 of £1.0", "zero point five zero pounds of one point zero pound"),
         ("2/3 or 1/2 or 3/2", "two third or one half or three halves"),
         ("101st", "one hundred and one"),
         ("gpt-101", "gpt one hundred and one"),
