@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from hand_run import run_step, run_until_idle
 from held_resources import talker_resources
 from listeners import Clock, Listener, run_to_end
 
-from mingc.runtime.request import AudioDelta, Event
+from mingc.runtime.request import AudioDelta, Done, Event
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.worker import SpeechSegment
 
@@ -198,6 +199,60 @@ def test_a_cancelled_or_unknown_stream_has_no_clock() -> None:
     run_until_idle(loop)
     loop.begin_playback(listener.stream)
     assert set(loop.listeners.values()) == {0}
+
+
+def test_a_segment_that_becomes_due_during_a_step_is_not_slept_over() -> None:
+    """Between the admission of segments and the choice of patches time passes."""
+    clock = Clock()
+    loop = make_talker_loop(speech_lead=3, clock=clock)
+    listener = Listener(loop, segment(patches=4), segment(index=1, patches=3))
+    while loop.scheduler.num_running or not listener.items:
+        run_step(loop)
+        listener.take()
+        clock.now += 0.1 * PATCH_S
+    run_until_idle(loop)
+    assert loop.scheduler.num_waiting == 1, "its second segment is not due yet"
+    before, after = loop._due_at - 1e-6, loop._due_at + 1e-6
+    readings = [before]
+    loop._clock = lambda: readings.pop() if readings else after
+    assert not run_step(loop) and not readings
+    assert loop._idle_s() == 0.0
+
+
+def test_speech_is_not_held_any_more_when_pacing_stops() -> None:
+    """Neither that of a listener nor that of which nothing has left the server."""
+    clock = Clock()
+    loop = make_talker_loop(speech_lead=3, clock=clock)
+    listeners = [
+        Listener(loop, segment(seed=1, patches=30)),
+        Listener(loop, segment(patches=30), is_stuck=True),
+    ]
+    run_until_idle(loop)
+    listeners[0].take()
+    run_until_idle(loop)
+    assert all(len(each.items) < 6 for each in listeners)
+    loop.stop_pacing()
+    run_until_idle(loop)
+    assert [len(each.items) for each in listeners] == [30, 30] and clock.now == 0.0
+
+
+def test_a_service_that_closes_lets_its_listeners_have_the_rest() -> None:
+    """At the speed of its playback it would be cut off: here that stands still."""
+    service = make_service(speech_lead=2)
+    assert service._speech is not None
+    service._speech.loop._clock = lambda: 0.0
+    text = speech_request("One sentence with several words in it, and then another one. And a third.", seed=4)
+
+    async def listen_and_close() -> list[Event]:
+        stream = service.speech(replace(text, is_live=True))
+        events = [await anext(stream)]
+        closing = asyncio.create_task(service.close(shutdown_timeout_s=10.0))
+        events += [event async for event in stream]
+        await closing
+        return events
+
+    events = run(service, listen_and_close())
+    assert isinstance(events[-1], Done) and len(audio_of(events)) > 8 * PATCH_SAMPLES
 
 
 def audio_of(events: list[Event]) -> np.ndarray:

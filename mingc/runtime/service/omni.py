@@ -301,6 +301,8 @@ class OmniService:
         if self._is_closing:
             return
         self._is_closing = True
+        if self._speech is not None:
+            self._speech.loop.stop_pacing()  # at the speed of its playback most speech would be cut off
         deadline = asyncio.get_running_loop().time() + shutdown_timeout_s
         while self._running and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)

@@ -122,13 +122,20 @@ class TalkerLoop(EngineThread):
             self._pacing.begin_playback(stream, self._clock())
             self._notify()
 
+    def stop_pacing(self) -> None:
+        """Make all speech as fast as possible from now on."""
+        with self._lock:
+            self._pacing.release()
+            self._notify()
+
     def cancel(self, stream: int) -> None:
         """Remove a stream before the next patch; does nothing if it is unknown."""
         self.post(lambda: self._remove(stream))
 
     def _step(self) -> bool:
         with self._lock:
-            admitted = self.scheduler.admit(self._admissible())
+            admitted_at = self._clock()
+            admitted = self.scheduler.admit(self._pacing.admissible(self.scheduler.waiting, admitted_at))
         for stream, segment, slot in admitted:
             try:
                 self._worker.add(slot, self._streams[stream].segments.pop(segment))
@@ -137,7 +144,9 @@ class TalkerLoop(EngineThread):
         behind = self._find_behind()
         with self._lock:
             slots = self._owners(behind)
-            launchable = self._due_slots([slot for slot in slots if self._worker.is_launchable(slot)])
+            launchable = self._due_slots(
+                [slot for slot in slots if self._worker.is_launchable(slot)], admitted_at
+            )
             if not self.scheduler.num_running and not self.scheduler.num_waiting:
                 self.scheduler.check()
         if launchable and self._wait_for_segments():
@@ -163,13 +172,13 @@ class TalkerLoop(EngineThread):
     def _admissible(self) -> list[int]:
         return self._pacing.admissible(self.scheduler.waiting, self._clock())
 
-    def _due_slots(self, launchable: Sequence[int]) -> list[int]:
+    def _due_slots(self, launchable: Sequence[int], admitted_at: float) -> list[int]:
         """Slots of the next patch: those of `launchable` that are due, at most a batch."""
         now, owners = self._clock(), self._owners()
         streams = [owners[slot] for slot in launchable]
         is_crowded = not self.scheduler.has_room and bool(self._admissible())
         due = self._pacing.due(streams, now, is_crowded=is_crowded)
-        self._due_at = self._pacing.next_time(streams, self.scheduler.waiting, now)
+        self._due_at = self._pacing.next_time(streams, self.scheduler.waiting, now, admitted_at)
         return [self.scheduler.slots.slot(stream) for stream in due[: self.scheduler.max_batch]]
 
     def _wait_for_segments(self) -> bool:

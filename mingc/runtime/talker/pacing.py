@@ -64,6 +64,10 @@ class SpeechPacing:
         self._streams: dict[int, _Stream] = {}
         self.num_underruns = 0  # patches that were ready after their playback time
 
+    def release(self) -> None:
+        """Hold no stream from now on."""
+        self._lead = 0
+
     def open(self, stream: int, *, is_live: bool) -> None:
         """Add a stream; only a live one is ever held."""
         self._streams[stream] = _Stream(is_live)
@@ -132,11 +136,17 @@ class SpeechPacing:
             return []
         return sorted(streams, key=lambda stream: self._deadline(self._streams[stream]))
 
-    def next_time(self, running: Iterable[int], waiting: Iterable[int], now: float) -> float:
-        """When the next of these streams that are held now becomes due; inf if none does."""
-        times = [self._latest(self._streams[stream]) for stream in running]
-        times += [self._earliest(self._streams[stream]) for stream in waiting]
-        return min((time for time in times if time > now), default=math.inf)
+    def next_time(
+        self, running: Iterable[int], waiting: Iterable[int], now: float, admitted_at: float | None = None
+    ) -> float:
+        """When the next of these streams that are held now becomes due; inf if none does.
+
+        `admitted_at`: time of the last `admissible`, if not `now`. Those of `waiting` that became due since count, too.
+        """
+        times = [time for stream in running if (time := self._latest(self._streams[stream])) > now]
+        since = now if admitted_at is None else admitted_at
+        times += [time for stream in waiting if (time := self._earliest(self._streams[stream])) > since]
+        return min(times, default=math.inf)
 
     def listeners(self, now: float) -> Mapping[str, int]:
         """Number of live streams by state: nothing has left the server; audio is left to play; none is; not read."""
