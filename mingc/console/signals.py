@@ -31,7 +31,7 @@ def clean_shutdown() -> Iterator[None]:
     signals: see `exit_on_later_signal`. A signal that is ignored stays ignored.
     """
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    is_signalled, first = False, 0.0
+    is_signalled, first, last = False, 0.0, int(signal.SIGINT)
     waiting: list[threading.Timer] = []
 
     def send_again(number: int) -> None:
@@ -41,8 +41,8 @@ def clean_shutdown() -> Iterator[None]:
         waiting[:] = [*(each for each in waiting if each.is_alive()), again]
 
     def end(number: int, frame: FrameType | None) -> None:
-        nonlocal is_signalled, first
-        first = first or time.monotonic()
+        nonlocal is_signalled, first, last
+        first, last = first or time.monotonic(), number
         if _is_importing(frame) and time.monotonic() - first < _LONGEST_IMPORT_S:
             # An exception during an import can be lost, and torch's native code may abort the process.
             send_again(number)
@@ -61,7 +61,7 @@ def clean_shutdown() -> Iterator[None]:
         # Finalizers and callbacks of weak references drop what is raised in them: the command would go on to its end.
         for number in _handled():
             signal.signal(number, end)
-        send_again(signal.SIGINT)
+        send_again(last)  # another one may be ignored, as SIGINT is in a shell's background jobs
 
     hook, sys.unraisablehook = sys.unraisablehook, take_unraisable
     for number in _handled():

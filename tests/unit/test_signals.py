@@ -209,6 +209,14 @@ def test_a_signal_that_a_finalizer_swallows_still_ends_the_job(
         assert job.wait(timeout=60) == 130
 
 
+def test_a_signal_that_a_finalizer_swallows_ends_a_job_that_is_deaf_to_ctrl_c(tmp_path: Path) -> None:
+    """As a shell's background jobs are born."""
+    deaf = _IN_A_FINALIZER.replace("signal.default_int_handler", "signal.SIG_IGN")
+    with running(deaf, tmp_path) as job:
+        job.terminate()
+        assert job.wait(timeout=60) == 130
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_amid_an_import_waits_for_its_end(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "imported.py").write_text(_IMPORTED, encoding="utf-8")
