@@ -22,6 +22,7 @@ import onnxruntime
 import pytest
 import torch
 from compiled_graph import CPU
+from fake_talker import make_talker_worker
 from torch import Tensor, nn
 
 from mingc.artifacts.artifact import check_fingerprint
@@ -45,6 +46,8 @@ from mingc.export.weights.loading import float32_module
 from mingc.host import Host
 from mingc.numerics.relative_error import relative_error
 from mingc.runtime.engines.backends import tensorrt as loader
+from mingc.runtime.engines.base import Graph
+from mingc.runtime.talker.engines import num_lanes
 
 needs_library = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx") is None, reason="TensorRT for RTX is not installed"
@@ -354,6 +357,16 @@ def test_an_engine_reads_and_writes_the_tensors_it_is_given(
     torch.testing.assert_close(
         engine.run([x, window, rows, places])[0], torch.arange(5.0).expand(4, 5) + before
     )
+
+
+def test_prompts_that_share_an_engine_of_tensorrt_do_not_overlap(
+    sliding: tuple[Sliding, Path], stand_in: None
+) -> None:
+    """Their contexts share memory, and the state that one copies back lacks what another one has written meanwhile."""
+    prefill = make_talker_worker()._engines._prefill
+    shared = Graph(prefill.spec, {None: loader.TensorRtEngine(sliding[1], CPU)})
+    lanes = [num_lanes(graph, is_captured=True) for graph in (prefill, shared)]
+    assert lanes[0] > 1 and lanes[1] == 1
 
 
 def changed(path: Path, folder: Path, *, plan: bytes | None = None, **fields: Any) -> Path:

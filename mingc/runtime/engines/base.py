@@ -13,7 +13,13 @@ from mingc.errors import EngineSizeError, WorkerError
 
 
 class Engine(ABC):
-    """One compiled file; each backend has an implementation in `mingc.runtime.engines.backends`."""
+    """One compiled file; each backend has an implementation in `mingc.runtime.engines.backends`.
+
+    Attributes:
+        is_concurrent: whether calls on several CUDA streams may overlap if they write different rows of a state.
+    """
+
+    is_concurrent = True
 
     @abstractmethod
     def constants(self) -> Sequence[str]:
@@ -49,6 +55,11 @@ class Graph:
         self._outputs = tuple(tensor.name for tensor in spec.outputs)
         self._bucketed = tuple(dim for dim in spec.dims if dim.buckets)
         self._places = {dim.name: _find_dim(spec, dim.name) for dim in self._bucketed}
+
+    @property
+    def is_concurrent(self) -> bool:
+        """As `Engine.is_concurrent`, of all its engines."""
+        return all(engine.is_concurrent for engine in self._engines.values())
 
     def with_weights(self, weights: Mapping[str, torch.Tensor]) -> Graph:
         """The same engines run as another instance."""

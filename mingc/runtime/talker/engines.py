@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mingc.artifacts.parameters import CfmParameters
 from mingc.dtypes import torch_dtype
+from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.cuda_graphs import GraphPool, GraphRunner, Shapes
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.talker.patch_pipeline import LaunchedPatch, PatchPipeline
@@ -80,7 +81,9 @@ class TalkerEngines:
             device=device,
             is_captured=self._is_captured,
         )
-        self._lanes = [self._make_lane(device) for _ in range(_NUM_LANES if self._is_captured else 1)]
+        self._lanes = [
+            self._make_lane(device) for _ in range(num_lanes(self._prefill, is_captured=self._is_captured))
+        ]
 
     def launch(self, size: int, inputs: Mapping[str, Tensor]) -> LaunchedPatch:
         """Launch one patch of `size` rows, after all prompts launched so far. See `PatchPipeline.launch`."""
@@ -180,6 +183,11 @@ class TalkerEngines:
             "last": (torch.int64, (1,)),
             "history": (torch.float32, (1, *self._history.shape[1:])),
         }
+
+
+def num_lanes(prefill: Graph, *, is_captured: bool) -> int:
+    """How many prompts may run concurrently."""
+    return _NUM_LANES if is_captured and prefill.is_concurrent else 1
 
 
 def _allocate_rows(
