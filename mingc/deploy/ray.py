@@ -24,7 +24,7 @@ except ImportError as missing:
 
 from mingc.artifacts.artifact import open_artifact
 from mingc.artifacts.manifest import FILE_NAME
-from mingc.artifacts.target_choice import target_view
+from mingc.artifacts.target_choice import target_view, target_views
 from mingc.deploy.options import DeployOptions, parse_arguments
 from mingc.deploy.replica import ModelReplica, SpeechReplica
 from mingc.runtime.http.api_keys import VARIABLE
@@ -112,5 +112,17 @@ def _num_gpus(artifact: str, options: DeployOptions, given: float | None, *, tp:
     if options.fetch is not None or not (root.is_file() or (root / FILE_NAME).exists()):
         return float(tp or 1)
     manifest, target = open_artifact(root).manifest, options.engines.target
-    recorded = (manifest if target is None else target_view(manifest, target)).fingerprint
-    return float(recorded.world_size) if recorded.device == "cuda" else 0.0
+    views = target_views(manifest) if target is None else (target_view(manifest, target),)
+    needs = {
+        each.fingerprint.target: float(each.fingerprint.world_size)
+        if each.fingerprint.device == "cuda"
+        else 0.0
+        for each in views
+    }
+    if len({*needs.values()}) > 1:
+        raise ConfigError(
+            f"{artifact} has engines for {' and '.join(needs)}, whose replicas need other numbers of GPUs",
+            where="target",
+            fix="pass target, the one that replicas run; or num_gpus (speech_num_gpus for speech_artifact)",
+        )
+    return next(iter(needs.values()))

@@ -9,13 +9,15 @@ import re
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from mingc_command import REPOSITORY
 
+from mingc.artifacts.artifact import open_unchecked
+from mingc.artifacts.manifest import TargetRecord
 from mingc.deploy import ray
 from mingc.deploy.fetch import fetched_artifact
 from mingc.deploy.options import DeployOptions, parse_arguments
@@ -264,16 +266,43 @@ def test_gpus_of_a_fetched_artifact_are_not_those_of_a_folder_of_that_name(eager
 
 @pytest.mark.parametrize("device, ranks, gpus", [("cuda", 4, 4.0), ("cuda", 1, 1.0), ("cpu", 2, 0.0)])
 def test_gpus_are_the_ranks_of_a_cuda_artifact(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, ranks: int, gpus: float
+    monkeypatch: pytest.MonkeyPatch,
+    eager_artifact: Path,
+    tmp_path: Path,
+    device: str,
+    ranks: int,
+    gpus: float,
 ) -> None:
-    fingerprint = SimpleNamespace(device=device, world_size=ranks)
-    manifest = SimpleNamespace(manifest=SimpleNamespace(fingerprint=fingerprint))
-    monkeypatch.setattr(ray, "open_artifact", lambda root: manifest)
+    own = open_unchecked(eager_artifact)
+    fingerprint = replace(own.manifest.fingerprint, device=device, world_size=ranks)
+    artifact = replace(own, manifest=replace(own.manifest, fingerprint=fingerprint))
+    monkeypatch.setattr(ray, "open_artifact", lambda root: artifact)
     packed = tmp_path / "a.mingc"
     packed.touch()
     (tmp_path / "manifest.json").touch()
-    for artifact in (packed, tmp_path):
-        assert deployments(artifact=str(artifact))["mingc actor"]["num_gpus"] == gpus
+    for path in (packed, tmp_path):
+        assert deployments(artifact=str(path))["mingc actor"]["num_gpus"] == gpus
+
+
+def test_targets_that_need_other_gpus_are_not_guessed(
+    monkeypatch: pytest.MonkeyPatch, eager_artifact: Path
+) -> None:
+    """Without a GPU of its own a replica would run the engines for the CPU, whatever the node has."""
+    own = open_unchecked(eager_artifact)
+    cards = TargetRecord(
+        target="rtx:sm89",
+        device="cuda",
+        capability="8.9",
+        stages=own.manifest.stages,
+        parameters=own.manifest.parameters,
+    )
+    artifact = replace(own, manifest=replace(own.manifest, other_targets=(cards,)))
+    monkeypatch.setattr(ray, "open_artifact", lambda root: artifact)
+    with pytest.raises(ConfigError, match="engines for cpu and rtx:sm89"):
+        deployments(artifact=str(eager_artifact))
+    for given, gpus in (({"num_gpus": 0.5}, 0.5), ({"target": "cpu"}, 0.0), ({"target": "rtx:sm89"}, 1.0)):
+        options = parse_arguments({"artifact": str(eager_artifact), **given})
+        assert ray._num_gpus(options.artifact, options, options.num_gpus, tp=None) == gpus
 
 
 def test_gpus_follow_the_manifest(eager_artifact: Path, tmp_path: Path) -> None:
