@@ -436,21 +436,28 @@ def test_metrics() -> None:
             assert client.metric("mingc_speech_underruns_total") == 4
 
 
-def test_counters_of_the_thinker_follow_its_load() -> None:
+def test_counters_of_the_engines_follow_their_load() -> None:
     """A load that is not known has zeros, and what was counted stays counted."""
     metrics = Metrics()
 
     def rendered(load: ServiceLoad) -> dict[str, float]:
         lines = [line.split() for line in metrics.render(load).decode().splitlines() if "#" not in line]
-        return {name: float(value) for name, value in lines if "_prefi" in name and "_created" not in name}
+        return {
+            name: float(value)
+            for name, value in lines
+            if ("_prefi" in name or "underruns" in name) and "_created" not in name
+        }
 
-    first = ServiceLoad(prefilled_tokens=40, reused_tokens=24, cached_pages=5, evicted_pages=2)
+    first = ServiceLoad(
+        prefilled_tokens=40, reused_tokens=24, cached_pages=5, evicted_pages=2, num_underruns=3
+    )
     later = replace(first, prefilled_tokens=50, evicted_pages=3, cached_pages=1)
     expected = {
         "mingc_prefilled_tokens_total": 40,
         "mingc_prefix_cache_hit_tokens_total": 24,
         "mingc_prefix_cache_evicted_pages_total": 2,
         "mingc_prefix_cache_pages": 5,
+        "mingc_speech_underruns_total": 3,
     }
     assert rendered(first) == rendered(first) == expected
     assert rendered(ServiceLoad()) == {**expected, "mingc_prefix_cache_pages": 0}
@@ -459,6 +466,7 @@ def test_counters_of_the_thinker_follow_its_load() -> None:
         "mingc_prefix_cache_hit_tokens_total": 24,
         "mingc_prefix_cache_evicted_pages_total": 3,
         "mingc_prefix_cache_pages": 1,
+        "mingc_speech_underruns_total": 3,
     }
 
 

@@ -98,7 +98,6 @@ class Metrics:
             "mingc_speech_underruns",
             "Patches of streamed speech that were ready after their playback time, also where the text came late.",
         )
-        self._num_underruns = 0  # of the last load
         self.requests_cancelled = self._counter(
             "mingc_requests_cancelled", "Chat and speech requests whose client left before the end.", "route"
         )
@@ -106,8 +105,9 @@ class Metrics:
             "mingc_stream_errors", "Responses that failed after their first bytes were sent.", "route"
         )
         self._prompt_tokens = self._counter("mingc_prompt_tokens", "Prompt tokens of finished requests.")
-        # Counted by the thinker; read whenever metrics are.
-        self._thinker_counters = {
+        # Counted by the engines; read whenever metrics are.
+        self._engine_counters = {
+            "num_underruns": self._underruns,
             "prefilled_tokens": self._counter(
                 "mingc_prefilled_tokens", "Prompt tokens that the thinker has computed."
             ),
@@ -124,7 +124,7 @@ class Metrics:
             "KV pages that prompts may reuse: of requests that run, and free ones whose content is kept.",
             registry=self._registry,
         )
-        self._counted = dict.fromkeys(self._thinker_counters, 0)
+        self._counted = dict.fromkeys(self._engine_counters, 0)
         self._generation_tokens = self._counter(
             "mingc_generation_tokens", "Generated text tokens of finished requests."
         )
@@ -212,7 +212,7 @@ class Metrics:
         self._kv_cache_usage.set(load.kv_pages_used / max(1, load.kv_pages_total))
         for engine, count in load.num_waiting.items():
             self._requests_waiting.labels(engine).set(count)
-        for name, counter in self._thinker_counters.items():
+        for name, counter in self._engine_counters.items():
             increase = getattr(load, name) - self._counted[name]
             if increase > 0:  # a load that is not known has zeros
                 counter.inc(increase)
@@ -220,8 +220,6 @@ class Metrics:
         self._cached_pages.set(load.cached_pages)
         for state, count in load.listeners.items():
             self._listeners.labels(state).set(count)
-        self._underruns.inc(max(0, load.num_underruns - self._num_underruns))
-        self._num_underruns = load.num_underruns
 
     def describe(self) -> list[MetricInfo]:
         """Name, type, labels and help text of every metric, in the order of `/metrics`."""
