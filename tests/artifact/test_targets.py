@@ -6,6 +6,7 @@ No card is here: that engines for one run on it is not tested.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -45,6 +46,8 @@ def installed() -> Iterator[None]:
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (STAND_IN, REPOSITORY))))
         patch.setattr(schedule, "worker_pool", threads)
         yield
+    # A module that is loaded counts as installed, for the tests of `doctor` as well.
+    sys.modules.pop("tensorrt_rtx", None)
 
 
 @pytest.fixture(scope="module")

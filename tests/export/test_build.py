@@ -58,9 +58,10 @@ def test_an_engine_is_compiled_by_the_backend_of_its_stage(
 
 def test_the_fingerprint_of_a_recipe_leaves_out_where_and_how_it_was_built() -> None:
     checkpoint: Any = SimpleNamespace(fingerprint=lambda: "weights")
+    machine: Any = SimpleNamespace(torch="2.11.0", device="cpu", capability="AVX2")
 
     def digest(**changes: Any) -> str:
-        return pipeline._fingerprint(replace(RECIPE, **changes), checkpoint).config_sha256
+        return pipeline._fingerprint(replace(RECIPE, **changes), machine, checkpoint).config_sha256
 
     elsewhere = {
         "checkpoint": Path("c"),
@@ -101,7 +102,7 @@ def test_a_report_adds_up_the_files_of_each_graph_and_rank() -> None:
         notes=(),
     )
     weights = {"cfm": ("w0", "w1"), "talker": ("v",)}
-    report = pipeline._report(RECIPE, manifest, results, weights, peak_rss_bytes=7, started=0.0)
+    report = pipeline._report(RECIPE, manifest, [("cpu", results)], weights, peak_rss_bytes=7, started=0.0)
     assert [
         (row.stage, row.backend, row.engines, row.size_bytes, row.compile_seconds) for row in report.graphs
     ] == [

@@ -483,7 +483,7 @@ def test_unpack_continues_inside_a_file(large: Path, tmp_path: Path, monkeypatch
         patch.setattr(FileRegion, "chunks", ends_early)
         with pytest.raises(KeyboardInterrupt):
             unpack(large, out)
-    half = work / "weights/audio.bin.half"
+    half = work / "files/weights/audio.bin.half"
     assert not out.exists() and half.stat().st_size == 4 << 20
     starts: list[int] = []
     with monkeypatch.context() as patch:
@@ -501,8 +501,8 @@ def test_unpack_continues_inside_a_file(large: Path, tmp_path: Path, monkeypatch
     # A half file with other content is copied anew.
     again = tmp_path / "again"
     work = tmp_path / ".again.unpack"
-    (work / "weights").mkdir(parents=True)
-    (work / "weights/audio.bin.half").write_bytes(b"wrong" * 1000)
+    (work / "files/weights").mkdir(parents=True)
+    (work / "files/weights/audio.bin.half").write_bytes(b"wrong" * 1000)
     state = {
         "boot": unpacking.boot_id(),
         "bundle": hashlib.sha256(open_packed(large).bundle_bytes).hexdigest(),

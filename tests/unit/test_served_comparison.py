@@ -517,13 +517,14 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RightService]]:
     monkeypatch.setattr(verification, "open_service", open_service)
     monkeypatch.setattr(verification, "_read", lambda artifact: goldens(CHAT, SPEECH))
     monkeypatch.setattr(verification, "open_artifact", lambda root: ARTIFACT)
+    monkeypatch.setattr(verification, "with_target", lambda artifact, host_of, target: artifact)
     yield services
 
 
 ARTIFACT: Any = SimpleNamespace(
     root="x",
     manifest=SimpleNamespace(
-        fingerprint=SimpleNamespace(device="cpu", world_size=1, dtype="float32"),
+        fingerprint=SimpleNamespace(device="cpu", world_size=1, dtype="float32", target="cpu"),
         parameters={},
         served_goldens="goldens/served.safetensors",
     ),
