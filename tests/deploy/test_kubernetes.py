@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ OPERATORS = {
         rayClusterConfig=_object(
             ("headGroupSpec",),
             rayVersion=_TEXT,
+            enableInTreeAutoscaling={"type": "boolean"},
             headGroupSpec=_object(("template",), rayStartParams=_START, template=_POD),
             workerGroupSpecs={
                 "type": "array",
@@ -148,5 +150,9 @@ def test_the_serve_config_fits_ray_and_mingc() -> None:
     resources = container["resources"]["requests"]
     assert options.num_gpus == float(resources["nvidia.com/gpu"]) == options.tp
     assert options.num_cpus < float(resources["cpu"])
-    assert options.max_replicas == group["maxReplicas"]
+    # Pods for all replicas and for those that an update starts first; the autoscaler of KubeRay is off by default.
+    surge = math.ceil(options.max_surge_percent * options.max_replicas / 100)
+    assert options.min_replicas < options.max_replicas and surge > 0
+    assert group["maxReplicas"] == options.max_replicas + surge
+    assert RAY["spec"]["rayClusterConfig"]["enableInTreeAutoscaling"] is True
     assert options.graceful_shutdown_timeout_s < group["template"]["spec"]["terminationGracePeriodSeconds"]
