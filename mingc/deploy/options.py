@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from mingc.errors import ConfigError
 from mingc.runtime.http.options import ServeOptions
 from mingc.runtime.service.builder import EngineOptions
 
-_WHERE = "arguments of mingc.deploy.ray:app"
+WHERE = "arguments of mingc.deploy.ray:app"
 # Serve's proxy owns the connections, so these options of a server of our own would be ignored.
 _OF_THE_PROXY = frozenset(
     {
@@ -31,6 +32,7 @@ _OF_THE_PROXY = frozenset(
         "shutdown_timeout_s",
     }
 )
+_MOST = 2**31 - 1  # of the integers in Serve's messages
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 Options = TypeVar("Options")
@@ -112,10 +114,21 @@ class DeployOptions:
                      "health_check_timeout_s"):  # fmt: skip
             if not 0 < getattr(self, name) < math.inf:
                 problems.append(f"{name} is {getattr(self, name)}, which is not above 0")
+        if self.tp is not None and self.tp < 1:
+            problems.append(f"tp is {self.tp}, which is below 1")
         for name in ("upscale_delay_s", "downscale_delay_s", "graceful_shutdown_timeout_s", "num_cpus",
                      "num_gpus", "speech_num_gpus", "max_surge_percent"):  # fmt: skip
             if (value := getattr(self, name)) is not None and not 0 <= value < math.inf:
                 problems.append(f"{name} is {value}, which is below 0")
+        for name in ("num_gpus", "speech_num_gpus"):
+            if (value := getattr(self, name)) is not None and 1 < value < math.inf and value != int(value):
+                problems.append(f"{name} is {value}: Ray shares one GPU, or reserves whole ones")
+        if self.max_surge_percent > 100:
+            problems.append(f"max_surge_percent is {self.max_surge_percent}, which is above 100")
+        for name in ("min_replicas", "max_replicas", "speech_min_replicas", "speech_max_replicas",
+                     "max_queued_requests"):  # fmt: skip
+            if getattr(self, name) > _MOST:
+                problems.append(f"{name} is {getattr(self, name)}, which is above {_MOST}")
         if self.max_queued_requests < 1 and self.max_queued_requests != -1:
             problems.append(
                 f"max_queued_requests is {self.max_queued_requests}, which is neither above 0 nor -1 (any number)"
@@ -127,10 +140,22 @@ class DeployOptions:
             )
         if self.speech_artifact is not None and not self.speech:
             problems.append("speech is off, but speech_artifact is given")
+        if self.speech_artifact is None:
+            problems += [
+                f"{name} is of the second deployment, which needs speech_artifact"
+                for name, default in (
+                    ("speech_min_replicas", 1),
+                    ("speech_max_replicas", 1),
+                    ("speech_num_gpus", None),
+                )
+                if getattr(self, name) != default
+            ]
+        if self.cache is not None and self.fetch is None:
+            problems.append("cache keeps what fetch writes, and fetch is missing")
         if self.speech_artifact is not None and self.engines.engines:
             problems.append("engines are of one artifact, but speech_artifact is a second one")
         if problems:
-            raise ConfigError("; ".join(problems), where=_WHERE, fix="see docs/deployment.md")
+            raise ConfigError("; ".join(problems), where=WHERE, fix="see docs/deployment.md")
 
 
 def parse_arguments(arguments: Mapping[str, Any]) -> DeployOptions:
@@ -157,9 +182,7 @@ def parse_arguments(arguments: Mapping[str, Any]) -> DeployOptions:
     if "artifact" not in arguments:
         problems.append("artifact is missing")
     if problems:
-        raise ConfigError(
-            "; ".join(problems), where=_WHERE, fix="pass artifact=PATH and the options you need"
-        )
+        raise ConfigError("; ".join(problems), where=WHERE, fix="pass artifact=PATH and the options you need")
     return DeployOptions(
         **given["own"], http=ServeOptions(**given["http"]), engines=EngineOptions(**given["engines"])
     )
@@ -187,6 +210,10 @@ def _convert(value: Any, kind: Any) -> Any:
         if str(value).lower() not in _TRUE + _FALSE:
             raise ValueError("not true or false")
         return str(value).lower() in _TRUE
+    if kind is str and not isinstance(
+        value, str | os.PathLike
+    ):  # an empty line of a config file would be "None"
+        raise ValueError("not a text")
     if kind in (int, float) and isinstance(value, bool):
         raise ValueError("not a number")
     if kind is int and isinstance(value, float):

@@ -105,7 +105,10 @@ def _affinity(options: DeployOptions) -> dict[str, Any]:
 
 
 def _num_gpus(artifact: str, options: DeployOptions, given: float | None, *, tp: int | None) -> float:
-    """GPUs of a replica: given, or by the manifest, or one per rank when the artifact is not here yet."""
+    """GPUs of a replica: given, or by the manifest, or one per rank when the artifact is not here yet.
+
+    Raises: ConfigError when the artifact has engines for CPUs and GPUs, and no target is given.
+    """
     if given is not None:
         return given
     root = Path(artifact)

@@ -85,6 +85,20 @@ def test_strings_and_typed_values_mean_the_same() -> None:
         ({"num_gpus": "half"}, "num_gpus='half': not of type float"),
         ({"steps": "x"}, "steps is no option"),
         ({"http": {}}, "http is no option"),
+        ({"tp": "0"}, "tp is 0, which is below 1"),
+        ({"artifact": ["/a"]}, r"artifact=\['/a'\]: not a text"),
+        ({"fetch": 3}, "fetch=3: not a text"),
+        ({"num_gpus": "1.5"}, "num_gpus is 1.5: Ray shares one GPU, or reserves whole ones"),
+        ({"speech_artifact": "/s", "speech_num_gpus": "2.5"}, "speech_num_gpus is 2.5: Ray shares"),
+        ({"max_surge_percent": "101"}, "max_surge_percent is 101, which is above 100"),
+        ({"max_replicas": "3000000000"}, "max_replicas is 3000000000, which is above 2147483647"),
+        ({"max_queued_requests": "3000000000"}, "max_queued_requests is 3000000000, which is above"),
+        (
+            {"speech_max_replicas": "2"},
+            "speech_max_replicas is of the second deployment, which needs speech_art",
+        ),
+        ({"speech_num_gpus": "0"}, "speech_num_gpus is of the second deployment"),
+        ({"cache": "/c"}, "cache keeps what fetch writes, and fetch is missing"),
         ({"engines": {}}, "not a list"),
         *[
             ({name: "1"}, f"{name} belongs to Serve's proxy")
@@ -103,6 +117,20 @@ def test_wrong_arguments_are_refused(wrong: dict[str, Any], says: str) -> None:
     arguments = {"artifact": "/a", **wrong}
     with pytest.raises(ConfigError, match=says):
         parse_arguments({name: value for name, value in arguments.items() if value is not None})
+
+
+def test_an_empty_line_of_a_config_file_is_no_path() -> None:
+    """YAML reads `artifact:` as nothing; replicas would wait for the folder None."""
+    with pytest.raises(ConfigError, match="artifact=None: not a text"):
+        parse_arguments({"artifact": None})
+    assert parse_arguments({"artifact": Path("/a")}).artifact == "/a"
+
+
+def test_new_options_of_the_engines_are_arguments() -> None:
+    options = parse_arguments(
+        {"artifact": "/a", "prefix_cache": "false", "speech_lead": "0", "target": "cpu"}
+    ).engines
+    assert (options.prefix_cache, options.speech_lead, options.target) == (False, 0, "cpu")
 
 
 def test_all_problems_are_named_at_once() -> None:
@@ -160,9 +188,11 @@ def test_bounds_are_allowed_values() -> None:
     """Delays of zero, no surge, equal numbers of replicas, as many requests as the HTTP layer takes."""
     DeployOptions(
         artifact="/a", upscale_delay_s=0.0, downscale_delay_s=0.0, graceful_shutdown_timeout_s=0.0, num_cpus=0.0,
-        num_gpus=0.0, speech_num_gpus=0.0, max_surge_percent=0, min_replicas=3, max_replicas=3,
-        max_ongoing_requests=256, max_queued_requests=1,
+        num_gpus=0.0, speech_artifact="/s", speech_num_gpus=0.0, max_surge_percent=100, min_replicas=3, max_replicas=3,
+        max_ongoing_requests=256, max_queued_requests=1, tp=1,
     )  # fmt: skip
+    DeployOptions(artifact="/a", num_gpus=1.0, max_replicas=2**31 - 1)
+    DeployOptions(artifact="/a", num_gpus=0.25)
 
 
 def deployments(**arguments: Any) -> dict[str, Any]:
