@@ -26,6 +26,8 @@ from mingc.deploy.options import DeployOptions
 from mingc.deploy.ray_metrics import RayMetrics
 from mingc.deploy.remote_speech import RemoteSpeechService, SegmentCall, SpeechInfo
 from mingc.errors import CapacityError, MingcError, ServeError, WorkerError
+from mingc.runtime.http.api_keys import ApiKeys
+from mingc.runtime.http.metrics import Metrics
 from mingc.runtime.http.server import create_app
 from mingc.runtime.noise import PhiloxNoise, ShiftedNoise
 from mingc.runtime.request import Event, Service, SpeechRequest
@@ -38,6 +40,8 @@ log = logging.getLogger("mingc.deploy")
 _SWITCH_S = 0.001
 _METRICS_PERIOD_S = 5.0
 _SPEECH_INFO_PERIOD_S = 2.0
+_END_S = 1.0  # in which the error events of its requests leave a replica that failed
+_EXIT_CODE = 4  # as of `mingc serve` after a lost rank
 
 
 class UnhealthyReplicaError(Exception):
@@ -75,18 +79,41 @@ class Replica:
     async def __init__(self, options: DeployOptions) -> None:  # type: ignore[misc]  # Serve awaits it
         self.options = options
         self._failure: ServeError | None = None
+        self._loop = asyncio.get_running_loop()
+        self._is_ending = False
+        self._tasks: list[asyncio.Task[None]] = []
         self.service = await self.open_service()
         self.service.on_failure(self._fail)
+
+    def _publish(self, metrics: Metrics) -> None:
+        """Copy `metrics`, and the load of the service, to Ray's until this replica ends."""
+        self._metrics = RayMetrics(metrics, lambda: self.service.load)
+        self._tasks.append(asyncio.create_task(self._metrics.publish(_METRICS_PERIOD_S)))
 
     async def open_service(self) -> Service:
         """The service of this replica."""
         raise NotImplementedError
 
     def _fail(self, error: ServeError) -> None:
+        """Called on any thread."""
         self._failure = error
+        self._end_soon()
+
+    def _end_soon(self) -> None:
+        """End this process soon, rank and decoder processes with it.
+
+        Serve sends requests here until the third check has failed, and more than elsewhere, as each fails at once; an
+        actor that is gone gets none.
+        """
+        if not self._is_ending:
+            self._is_ending = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the replica has ended
+                self._loop.call_soon_threadsafe(self._loop.call_later, _END_S, os._exit, _EXIT_CODE)
 
     async def check_health(self) -> None:
         """Called by Serve. Raises: UnhealthyReplicaError when a rank died or hangs, or an engine thread ended."""
+        if self._failure is not None or not self.service.is_ready:
+            self._end_soon()
         if self._failure is not None:
             raise UnhealthyReplicaError(str(self._failure))
         if not self.service.is_ready:
@@ -94,6 +121,10 @@ class Replica:
 
     async def __del__(self) -> None:
         """Called by Serve when no request runs any more, or the shutdown timeout has passed."""
+        for task in getattr(self, "_tasks", ()):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
         service = getattr(self, "service", None)  # none when the constructor failed
         if service is not None:
             await service.close(shutdown_timeout_s=0.0)
@@ -105,10 +136,10 @@ class ModelReplica(Replica):
     async def __init__(self, options: DeployOptions, speech: Any = None) -> None:  # type: ignore[misc]
         """`speech`: handle of the deployment that generates speech; None when this replica does."""
         self._speech = speech
+        keys = ApiKeys(options.http.api_key_file)  # fails before anything slow
         await Replica.__init__(self, options)
-        self._app = create_app(self.service, options.http)
-        self._metrics = RayMetrics(self._app.state.server.metrics, lambda: self.service.load)
-        self._tasks = [asyncio.create_task(self._metrics.publish(_METRICS_PERIOD_S))]
+        self._app = create_app(self.service, options.http, keys)
+        self._publish(self._app.state.server.metrics)
         if isinstance(self.service, RemoteSpeechService):
             self._tasks.append(asyncio.create_task(self._follow_speech(self.service)))
 
@@ -151,16 +182,13 @@ class ModelReplica(Replica):
             num_running=self._app.state.server.num_running,
         )
 
-    async def __del__(self) -> None:
-        for task in getattr(self, "_tasks", ()):
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-        await Replica.__del__(self)
-
 
 class SpeechReplica(Replica):
     """Deployment behind text replicas: generates speech segments."""
+
+    async def __init__(self, options: DeployOptions) -> None:  # type: ignore[misc]  # Serve awaits it
+        await Replica.__init__(self, options)
+        self._publish(Metrics())  # of the talker; requests are counted where they arrive
 
     async def open_service(self) -> OmniService:
         artifact = self.options.speech_artifact

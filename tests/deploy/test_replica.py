@@ -80,6 +80,36 @@ def test_a_replica_whose_service_is_not_ready_is_unhealthy() -> None:
         asyncio.run(made.check_health())
 
 
+def test_a_replica_that_failed_ends_its_process_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve routes to it until the third failed check, and most requests, as each fails at once."""
+    ends: list[int] = []
+    monkeypatch.setattr(replica.os, "_exit", ends.append)
+    monkeypatch.setattr(replica, "_END_S", 0.01)
+
+    async def end(is_reported: bool) -> None:
+        made = PlainReplica.__new__(PlainReplica)
+        await made.__init__(DeployOptions(artifact="none"))  # type: ignore[misc]
+        await made.check_health()
+        await asyncio.sleep(0.03)
+        assert ends == [], "a healthy one goes on"
+        if is_reported:  # by the thread that watches the ranks
+            await asyncio.to_thread(made.service.report, RankError("rank 1 ended"))  # type: ignore[attr-defined]
+        else:
+            made.service = FakeService(ready=False)
+        for _ in range(2):
+            with pytest.raises(replica.UnhealthyReplicaError):
+                await made.check_health()
+        assert ends == [], "error events of its requests leave it first"
+        while not ends:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.03)
+        assert ends == [4]
+
+    for is_reported in (True, False):
+        asyncio.run(asyncio.wait_for(end(is_reported), 20))
+        ends.clear()
+
+
 def test_an_artifact_for_other_ranks_is_refused(eager_artifact: Path) -> None:
     """The GPUs that were reserved would be those of `tp`, not of the artifact."""
     options = DeployOptions(artifact=str(eager_artifact), tp=2)
@@ -397,6 +427,45 @@ def test_a_replica_serves_the_app_with_its_options_and_reports_its_state(
         assert not publishing.done()
         await end(made)
         assert publishing.cancelled() and service.shutdown_timeouts == [0.0]
+
+    asyncio.run(run())
+
+
+def test_wrong_keys_are_refused_before_the_model_is_opened(
+    opened_models: list[tuple[Path, EngineOptions]], tmp_path: Path
+) -> None:
+    """Opening one takes minutes, and Serve tries three times."""
+    options = DeployOptions(artifact="/a", http=ServeOptions(api_key_file=tmp_path / "none"))
+    with pytest.raises(ConfigError, match="no API keys in"):
+        asyncio.run(model_replica(options))
+    assert opened_models == []
+
+
+def test_a_speech_replica_exports_the_load_of_its_talker(
+    opened_models: list[tuple[Path, EngineOptions]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The requests are the text replicas'; what waits for a slot is known here only."""
+    counters, gauges = type("C", (Recorder,), {"made": {}}), type("G", (Recorder,), {"made": {}})
+    monkeypatch.setattr(ray_metrics, "Counter", counters)
+    monkeypatch.setattr(ray_metrics, "Gauge", gauges)
+    load = ServiceLoad(num_waiting={"talker": 5}, listeners={"playing": 3}, num_underruns=2)
+    monkeypatch.setattr(FakeService, "load", load)
+
+    class Made(replica.SpeechReplica):
+        def __del__(self) -> None:  # type: ignore[override]
+            """Of Serve, which awaits it; there is no Serve here."""
+
+    async def run() -> None:
+        made = Made.__new__(Made)
+        await made.__init__(DeployOptions(artifact="/a", speech_artifact="/s"))  # type: ignore[misc]
+        await asyncio.sleep(0)
+        assert gauges.made["mingc_num_requests_waiting"].values == {("talker",): 5}
+        assert gauges.made["mingc_num_listeners"].values == {("playing",): 3}
+        assert counters.made["mingc_speech_underruns"].values == {(): 2}
+        (publishing,) = made._tasks
+        await cast(Any, replica.SpeechReplica.__del__)(made)
+        assert publishing.cancelled()
+        assert cast(FakeService, made.service).shutdown_timeouts == [0.0]
 
     asyncio.run(run())
 
