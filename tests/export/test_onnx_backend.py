@@ -18,6 +18,7 @@ from compiled_graph import CPU, check_compiled
 from mingc_command import CHECKPOINT, REPOSITORY, mingc
 from safetensors import safe_open
 from safetensors.torch import save_file
+from sliding_window import Sliding
 from torch import Tensor, nn
 
 from mingc.artifacts.spec import Dim, GraphSpec
@@ -59,21 +60,6 @@ def test_a_graph_agrees_with_its_module(name: str, checkpoint: Checkpoint, tmp_p
     model = onnx.load(file)
     floats = [each for each in model.graph.initializer if each.data_type == onnx.TensorProto.FLOAT]
     assert sum(len(each.raw_data) for each in floats) < 1024, "no weight is in the model"
-
-
-class Sliding(nn.Module):
-    """A window of the newest rows, in front of a matrix; the old window is read after the new one exists."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Linear(3, 5)
-
-    def forward(self, x: Tensor, window: Tensor, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """x: (T, 3); window: (4, 3); rows: (9, 3), of which `places` (T,) are written."""
-        before = window.clone()
-        window.copy_(torch.cat((window, x))[-4:])
-        rows.index_put_((places,), x * 2)
-        return self.model(window[None])[0] + before.sum(), rows.sum(0)
 
 
 @pytest.fixture(scope="module")

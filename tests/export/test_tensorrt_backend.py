@@ -23,6 +23,7 @@ import pytest
 import torch
 from compiled_graph import CPU
 from fake_talker import make_talker_worker
+from sliding_window import Sliding
 from torch import Tensor, nn
 
 from mingc.artifacts.artifact import check_fingerprint
@@ -188,20 +189,6 @@ def test_wheels_of_nvidia_are_bundled_only_when_asked_for(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="tensorrt-rtx-cu13-libs, which NVIDIA licenses"):
         _wheels(tmp_path, takes_tensorrt=False)
     assert len(_wheels(tmp_path, takes_tensorrt=True)) == 3
-
-
-class Sliding(nn.Module):
-    """A window of the newest rows, in front of a matrix, and rows of which some are written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Linear(3, 5)
-
-    def forward(self, x: Tensor, window: Tensor, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        before = window.clone()
-        window.copy_(torch.cat((window, x))[-4:])
-        rows.index_put_((places,), x * 2)
-        return self.model(window[None])[0] + before.sum(), rows.sum(0)
 
 
 def arguments(count: int) -> tuple[Tensor, ...]:
