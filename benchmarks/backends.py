@@ -13,11 +13,7 @@ machine are for comparison with each other.
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
-import platform
-import shlex
 import statistics
 import subprocess
 import sys
@@ -25,11 +21,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import cpu_result
 import torch
-from harness import ROOT, write
 from safetensors.torch import load_file
 
-import mingc
 from mingc.artifacts.artifact import Artifact, open_artifact
 from mingc.artifacts.manifest import EngineRecord, GraphRecord
 from mingc.runtime.engines.backends import load_engine
@@ -193,7 +188,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--process", type=float, help=argparse.SUPPRESS)  # when this process was started
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    given = cpu_result.parse_args(parser)
     torch.set_num_threads(1)
     artifacts = [open_artifact(path) for path in given.artifacts]
     if given.process is not None:
@@ -202,29 +197,8 @@ def main() -> None:
     rows = compare(artifacts, given.loads, given.runs)
     processes = compare_processes(artifacts, given.processes)
     print(f"processes: {processes}", file=sys.stderr)
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
-    document = {
-        "schema": 1,
-        "benchmark": "backends",
-        "commit": commit,
-        "command": shlex.join(["python", "benchmarks/backends.py", *words]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "hardware": {"cpu": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()},
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "onnxruntime": importlib.metadata.version("onnxruntime"),
-            "onnxscript": importlib.metadata.version("onnxscript"),
-            "mingc": mingc.__version__,
-        },
-        "figures": rows,
-        "processes": processes,
-    }
-    if given.json:
-        write(given.json, document)
+    if given.json is not None:
+        cpu_result.write(given.json, "backends", rows, processes=processes)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_PACKAGES = ("torch", "ray", "starlette", "uvicorn", "numpy")
+_PACKAGES = ("torch", "onnxruntime", "onnxscript", "tensorrt-rtx", "ray", "starlette", "uvicorn", "numpy")
 
 
 def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:

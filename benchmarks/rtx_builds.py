@@ -10,23 +10,16 @@ the float32 module. Engines are not run. Weights are no part of an engine.
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
-import importlib.metadata
-import os
-import platform
-import shlex
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import cpu_result
 import torch
-from harness import ROOT, write
 
-import mingc
 from mingc.artifacts.tensorrt_engine import read_engine
 from mingc.export.checkpoint import Checkpoint, open_checkpoint
 from mingc.export.checks.eager_reference import run_eager
@@ -91,7 +84,7 @@ def main() -> None:
     parser.add_argument("--stages", default=STAGES)
     parser.add_argument("--cards", default="sm86,sm89,sm120")
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    given = cpu_result.parse_args(parser)
     torch.set_num_threads(1)
     checkpoint = open_checkpoint(given.checkpoint)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
@@ -100,29 +93,8 @@ def main() -> None:
             for name in given.stages.split(",")
             for row in build_stage(find(name), checkpoint, given.cards.split(","), Path(folder))
         ]
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
-    document = {
-        "schema": 1,
-        "benchmark": "rtx_builds",
-        "commit": commit,
-        "command": shlex.join(["python", "benchmarks/rtx_builds.py", *words]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "hardware": {"cpu": torch.backends.cpu.get_cpu_capability(), "cores": os.cpu_count(), "gpu": None},
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "onnxruntime": importlib.metadata.version("onnxruntime"),
-            "onnxscript": importlib.metadata.version("onnxscript"),
-            "tensorrt-rtx": importlib.metadata.version("tensorrt-rtx"),
-            "mingc": mingc.__version__,
-        },
-        "figures": rows,
-    }
-    if given.json:
-        write(given.json, document)
+    if given.json is not None:
+        cpu_result.write(given.json, "rtx_builds", rows)
 
 
 if __name__ == "__main__":
