@@ -38,6 +38,18 @@ class ResidualState(NamedTuple):
     norm: Tensor | None = None
 
 
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, approximate: str) -> Tensor:
+    """GELU of a linear layer: x (M, K), weight (N, K), bias (N,) → (M, N); `approximate` as in F.gelu.
+
+    On a GPU the tanh form runs in the epilogue of the vendor's GEMM, in float32 before the result is rounded; that
+    GEMM has no epilogue for the exact form.
+    """
+    if approximate == "tanh" and use_triton(x):
+        made: Tensor = torch.ops.aten._addmm_activation(bias, x, weight.t(), use_gelu=True)
+        return made
+    return F.gelu(F.linear(x, weight, bias), approximate=approximate)
+
+
 def begin_residual(x: Tensor, norm: Tensor, eps: float) -> ResidualState:
     """Start a residual stream at `x` (..., D), before a norm with weight `norm` (D,)."""
     if not use_triton(x) or x.numel() // x.shape[-1] > _MAX_FUSED_ROWS:

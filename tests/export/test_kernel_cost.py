@@ -35,6 +35,7 @@ from mingc.kernels import (
     router,
     sliding_window_attention,
     small_sequence_attention,
+    varlen_attention,
 )
 
 BATCH, TOKENS, HIDDEN, SIZE, HEADS, KV_HEADS, PAGE = 3, 70, 256, 64, 8, 2, 16
@@ -177,6 +178,14 @@ def attend_small_sequence() -> object:
     )
 
 
+def attend_segments(bounds: list[list[int]]) -> object:
+    """`bounds`: one range for all queries, or one for each half of them."""
+    ranges = torch.tensor([bounds]).repeat_interleave(TOKENS // 2 if len(bounds) > 1 else 1, dim=1)
+    q = torch.randn(1, TOKENS, HEADS, SIZE)
+    segments = varlen_attention.make_segments(ranges, q.flatten(2), HEADS)
+    return varlen_attention.varlen_attention(q, q, q, segments)
+
+
 def route_tokens() -> object:
     weight, bias, gates = torch.randn(3, EXPERTS, HIDDEN), torch.zeros(3, EXPERTS), torch.tensor([0, 2, 1])
     return router.route_hidden(
@@ -261,6 +270,11 @@ CALLS: dict[str, tuple[str, Callable[[], object], int]] = {
     ),
     "sliding window": ("sliding_window_attention", attend_sliding_window, 4 * BATCH * 8 * HEADS * SIZE * 64),
     "small sequence": ("small_sequence_attention", attend_small_sequence, 4 * BATCH * 9 * 9 * HEADS * SIZE),
+    "two frames": (
+        "varlen_attention", lambda: attend_segments([[0, TOKENS // 2], [TOKENS // 2, TOKENS]]),
+        2 * 4 * (TOKENS // 2) ** 2 * HEADS * SIZE,
+    ),
+    "one clip": ("varlen_attention", lambda: attend_segments([[0, TOKENS]]), 4 * TOKENS**2 * HEADS * SIZE),
     "router": ("route_hidden", route_tokens, 2 * BATCH * EXPERTS * HIDDEN),
     "experts": (
         "moe_decode", lambda: run_experts(BATCH, has_shared=True), 6 * BATCH * (CHOSEN + 1) * WIDTH * HIDDEN

@@ -15,7 +15,7 @@ def test_every_query_sees_its_range_only(heads: int, width: int, queries: int) -
     start = torch.randint(0, queries, (2, queries, 1), generator=generator)
     size = torch.randint(1, queries, (2, queries, 1), generator=generator)
     bounds = torch.cat((start, (start + size).clamp(max=queries)), dim=-1).int()
-    out = varlen_attention(q, k, v, make_segments(bounds, queries, torch.float32))
+    out = varlen_attention(q, k, v, make_segments(bounds, q.flatten(2), heads))
     for row in range(2):
         for query in range(queries):
             seen = slice(*bounds[row, query].tolist())
@@ -27,14 +27,16 @@ def test_every_query_sees_its_range_only(heads: int, width: int, queries: int) -
 def test_one_range_serves_all_queries_of_a_row() -> None:
     q, k, v = torch.randn(3, 3, 10, 2, 8, generator=torch.Generator().manual_seed(0))
     shared = torch.tensor([[[0, 4]], [[2, 10]], [[0, 1]]])
-    segments = make_segments(shared, 10, torch.float32)
+    segments = make_segments(shared, q.flatten(2), 2)
+    assert segments.mask is not None
     assert segments.mask.shape == (3, 1, 1, 10)
-    repeated = make_segments(shared.expand(3, 10, 2), 10, torch.float32)
+    repeated = make_segments(shared.expand(3, 10, 2), q.flatten(2), 2)
     torch.testing.assert_close(varlen_attention(q, k, v, segments), varlen_attention(q, k, v, repeated))
 
 
 def test_bfloat16_stays_bfloat16() -> None:
     q, k, v = torch.randn(3, 1, 6, 2, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
-    segments = make_segments(torch.tensor([[[0, 6]]]), 6, torch.bfloat16)
+    segments = make_segments(torch.tensor([[[0, 6]]]), q.flatten(2), 2)
+    assert segments.mask is not None
     assert segments.mask.dtype == torch.bfloat16
     assert varlen_attention(q, k, v, segments).dtype == torch.bfloat16

@@ -130,11 +130,24 @@ def attention() -> None:
             )
 
 
+def encoders() -> None:
+    varlen = module("varlen_attention")
+    # Vision: one row, a range for each of 256 to 65,536 patches. Audio: one clip, a range for all its positions.
+    for heads, size in ((16, 72), (16, 80)):
+        for queries in (256, 1024, 4096, 65536):
+            packed = empty(1, queries, 3, heads, size)
+            varlen.varlen_attention(*packed.unbind(2), ints(1, queries, 2))
+    for queries in (50, 1500, 15000):
+        packed = empty(1, queries, 3, 20, 64)
+        varlen.varlen_attention(*packed.unbind(2), ints(1, 1, 2))
+
+
 def main() -> None:
     stand_in()
     gemms()
     experts()
     attention()
+    encoders()
     json.dump(found, sys.stdout)
 
 

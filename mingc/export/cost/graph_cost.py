@@ -23,7 +23,7 @@ from mingc.artifacts.spec import GraphSpec
 from mingc.export.cost.kernel_cost import CONTEXT, KERNELS, KernelCost, Size
 
 _GEMMS = {"mm", "bmm", "matmul", "_scaled_mm"}  # operands 0 and 1
-_BIASED_GEMMS = {"addmm", "baddbmm"}  # operands 1 and 2
+_BIASED_GEMMS = {"addmm", "baddbmm", "_addmm_activation"}  # operands 1 and 2
 _CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
 _TRANSPOSED_CONVOLUTIONS = {"conv_transpose1d", "conv_transpose2d"}
 _GATHERS = {"embedding", "index", "index_select", "select"}

@@ -73,6 +73,16 @@ def _small_sequence_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelCos
     return KernelCost(flops=4 * batch * tokens * tokens * (width // 3))
 
 
+def _varlen_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelCost:
+    """q (B, Q, H, d), k (B, K, H, d), bounds (B, S, 2): a shared range has all keys, a query's own one half of them.
+
+    The ranges are in no shape; these are those of a graph's example inputs: two frames, or one clip.
+    """
+    (rows, queries, heads, size), keys = shapes["q"], shapes["k"][1]
+    share = 1 if shapes["bounds"][1] == 1 else sympy.Rational(1, 2)
+    return KernelCost(flops=4 * rows * queries * heads * size * keys * share)
+
+
 def _paged_decode_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelCost:
     """q (B, Hq, d), k_pages (KV, Hk, d): each query attends to the context and itself."""
     (batch, heads, size), (_, kv_heads, _) = shapes["q"], shapes["k_pages"]
@@ -187,4 +197,5 @@ KERNELS: Mapping[str, Rule] = {
     "contiguous_kv_attention": _contiguous_kv_attention,
     "contiguous_kv_prefill_attention": _contiguous_kv_prefill_attention,
     "sum_norm_linear": _gemv,
+    "varlen_attention": _varlen_attention,
 }

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mingc.kernels.linear import linear_gelu
 from mingc.kernels.varlen_attention import Segments, varlen_attention
 
 _NORM_EPS = 1e-6  # spec: vision.md §6; not in the config
@@ -49,7 +50,7 @@ class VisionBlock(nn.Module):
     def forward(self, x_PW: Tensor, cos_PR: Tensor, sin_PR: Tensor, frames: Segments) -> Tensor:
         """Shapes as in `VisionAttention`."""
         x_PW = x_PW + self.attention(self.norm1(x_PW), cos_PR, sin_PR, frames)
-        hidden_PI = F.gelu(self.fc1(self.norm2(x_PW)), approximate=self.gelu)
+        hidden_PI = linear_gelu(self.norm2(x_PW), self.fc1.weight, self.fc1.bias, self.gelu)
         out_PW: Tensor = x_PW + self.fc2(hidden_PI)
         return out_PW
 

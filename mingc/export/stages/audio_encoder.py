@@ -148,6 +148,7 @@ class AudioEncoder(nn.Module):
         super().__init__()
         self.frames_per_token = config.frames_per_token
         self.is_normalised = config.is_normalised
+        self.num_heads = config.num_heads
         self.conv1 = nn.Conv1d(config.num_mels, config.width, 3, padding=1)
         self.conv2 = nn.Conv1d(config.width, config.width, 3, stride=_CONV_STRIDE, padding=1)
         self.register_buffer("positions", torch.empty(config.table_rows, config.width, dtype=torch.float32))
@@ -174,7 +175,7 @@ class AudioEncoder(nn.Module):
         # An empty clip keeps one key, so that its softmax is not empty; its rows are zeroed at the end.
         ends_N = positions_N.clamp(min=1)
         bounds_N12 = torch.stack((torch.zeros_like(ends_N), ends_N), dim=-1).unsqueeze(1)
-        clips = make_segments(bounds_N12, x_NLW.shape[1], x_NLW.dtype)
+        clips = make_segments(bounds_N12, x_NLW, self.num_heads)
         for block in self.blocks:
             x_NLW = block(x_NLW, clips)
         x_NTD = self.projector(_zero_beyond(self.norm(x_NLW), positions_N))

@@ -40,8 +40,8 @@ _VIDEO_TOTAL_PIXELS = 96 * 128 * 32 * 32
 _VIDEO_FPS = 2.0
 _VIDEO_MAX_FRAMES = 170
 
-# Maximum merged tokens per call. The dense attention mask grows with the square of the patches: 0.5 GiB in bf16 at
-# 4096 tokens, and 8 GiB at 16384, which is acceptable on a GPU only.
+# Maximum merged tokens per call. 16384 are the largest legal image; the CPU's dense attention mask grows with the
+# square of the patches, to 1 GiB in float32 at 4096 tokens.
 _MAX_TOKENS_DYNAMIC = 4096
 _MAX_TOKENS_STATIC = 16384
 _MIN_STATIC_BUCKET = 64  # below, launches and weight reads dominate, so padding costs nothing
@@ -99,6 +99,7 @@ class VisionEncoder(nn.Module):
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
+        self.num_heads = config.num_heads
         self.patch_embed = nn.Linear(config.patch_values, config.width)
         # Float32 position tables and angles: bf16 would round positions too coarsely.
         table_rows = config.position_grid_size**2
@@ -148,7 +149,7 @@ class VisionEncoder(nn.Module):
         x_PW = (x_PW + positions_PW).to(x_PW.dtype)
         angles_PR = self.rotary_angles(coordinates_MG2.flatten(0, 1))
         cos_PR, sin_PR = angles_PR.cos(), angles_PR.sin()
-        frames = make_segments(segment_MG2.flatten(0, 1).unsqueeze(0), x_PW.shape[0], x_PW.dtype)
+        frames = make_segments(segment_MG2.flatten(0, 1).unsqueeze(0), x_PW, self.num_heads)
         for block in self.blocks:
             x_PW = block(x_PW, cos_PR, sin_PR, frames)
         x_MD = self.projector(self.merger(x_PW))
