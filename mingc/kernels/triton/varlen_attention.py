@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -34,7 +32,7 @@ def _load_head(
 
 @triton.jit
 def mingc_varlen_attention(
-    q, k, v, bounds, out, num_queries, num_keys, q_stride, k_stride, v_stride, bounds_stride, scale,
+    q, k, v, bounds, out, num_queries, num_keys, q_stride, k_stride, v_stride, bounds_stride,
     HEADS: tl.constexpr, SIZE: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -55,6 +53,7 @@ def mingc_varlen_attention(
     if REST:
         q1 = _load_head(q, q_stride, token, is_query, MAIN, REST, SIZE, 0.0)
         context1 = tl.zeros([BLOCK_M, REST], tl.float32)
+    scale: tl.constexpr = SIZE**-0.5 * 1.4426950408889634  # of a score whose weight is a power of two
     # Values have ones in the dims beyond the head, whose context is then the sum of the weights.
     SUMS: tl.constexpr = MAIN + REST > SIZE and REST > 0
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -143,7 +142,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
     out = torch.empty(rows, queries, heads, size, dtype=q.dtype, device=q.device)
     torch.library.wrap_triton(mingc_varlen_attention)[(triton.cdiv(queries, block_m), rows * heads)](
         q, k, v, bounds, out, queries, k.shape[1], q.stride(1), k.stride(1), v.stride(1),
-        2 if bounds.shape[1] > 1 else 0, size**-0.5 * math.log2(math.e),
+        2 if bounds.shape[1] > 1 else 0,
         HEADS=heads, SIZE=size, MAIN=main, REST=rest, BLOCK_M=block_m, BLOCK_N=block_n,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
