@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ PATCHES = (256, 1024, 4096, 16384, 65536)
 SECONDS = (1, 10, 30, 300)
 TOKENS_PER_SECOND = 25  # of audio
 _LARGEST_REFERENCE = 16384  # patches; plain float32 attention of the largest image does not fit
+_SPENT_MS = 2000  # on the timed runs of one case, if they are more than a few
 Figure = dict[str, Any]
 
 
@@ -144,6 +145,12 @@ def plain(module: nn.Module, spec: GraphSpec) -> Run:
     return patched
 
 
+def times(step: Callable[[], object], count: int) -> dict[str, float]:
+    """Summary of up to `count` timed runs, fewer of a slow step."""
+    (once,) = harness.time_ms(step, 1, warmups=2)
+    return harness.summary(harness.time_ms(step, max(3, min(count, int(_SPENT_MS / once))), warmups=1))
+
+
 def measure(case: Case, folder: Path, modules: Mapping[str, Mapping[str, nn.Module]], count: int) -> Figure:
     spec, values = spec_of(case.stage), inputs(case)
     module, wide = modules["bfloat16"][case.stage], modules["float32"][case.stage]
@@ -154,23 +161,21 @@ def measure(case: Case, folder: Path, modules: Mapping[str, Mapping[str, nn.Modu
     torch.cuda.synchronize()
     memory = torch.cuda.max_memory_allocated() - before
     captured = harness.capture(lambda: ours(values))
-    times = harness.summary(harness.time_ms(captured.replay, count))
-    called = harness.summary(harness.time_ms(lambda: ours(values), count))
     figure = {
         "name": "encoder_ms",
         "stage": case.stage,
         "sizes": list(case.sizes),
         "bucket": case.bucket,
-        **times,
+        **times(captured.replay, count),
         "unit": "ms",
-        "without_cuda_graph": called,
+        "without_cuda_graph": times(lambda: ours(values), count),
         "memory_mb": round(memory / 1e6),
     }
     if len(case.sizes) == 1:
         reference = harness.capture(lambda: plain(module, spec)(values))
         figure["reference"] = {
             "name": "plain torch, SDPA without mask, CUDA graph",
-            **harness.summary(harness.time_ms(reference.replay, count)),
+            **times(reference.replay, count),
         }
         reference.reset()
     if sum(case.sizes) <= _LARGEST_REFERENCE:

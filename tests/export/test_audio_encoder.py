@@ -84,10 +84,14 @@ def random_module(config: AudioConfig) -> AudioEncoder:
 
 def watch(module: AudioEncoder, seen: dict[str, Tensor]) -> list[torch.utils.hooks.RemovableHandle]:
     """Record the intermediate outputs that the goldens contain."""
-    watched = {"block0": module.blocks[0], "encoder": module.norm, "projector": module.projector}
     return [
-        part.register_forward_hook(lambda _module, _inputs, output, name=name: seen.update({name: output}))
-        for name, part in watched.items()
+        # A block leaves its last residual sum to the next norm.
+        module.blocks[0].register_forward_hook(
+            lambda _module, _inputs, output: seen.update(block0=sum(output))
+        ),
+        module.projector.register_forward_hook(
+            lambda _module, inputs, output: seen.update(encoder=inputs[0], projector=output)
+        ),
     ]
 
 

@@ -27,11 +27,13 @@ from mingc.kernels import (
     contiguous_kv_prefill_attention,
     decode_attention,
     gemv,
+    layer_norm,
     linear,
     moe_experts,
     norm_rope_write,
     paged_attention,
     quantized,
+    rotate_packed,
     router,
     sliding_window_attention,
     small_sequence_attention,
@@ -186,6 +188,15 @@ def attend_segments(bounds: list[list[int]]) -> object:
     return varlen_attention.varlen_attention(q, q, q, segments)
 
 
+def add_and_norm() -> object:
+    x, weight = torch.randn(TOKENS, HIDDEN), torch.ones(HIDDEN)
+    return layer_norm.add_layer_norm(x, x, weight, weight, 1e-6)
+
+
+def rotate_projection() -> object:
+    return rotate_packed.rotate_packed(torch.randn(TOKENS, 3, HEADS, SIZE), *angles(TOKENS, SIZE // 2))
+
+
 def route_tokens() -> object:
     weight, bias, gates = torch.randn(3, EXPERTS, HIDDEN), torch.zeros(3, EXPERTS), torch.tensor([0, 2, 1])
     return router.route_hidden(
@@ -275,6 +286,8 @@ CALLS: dict[str, tuple[str, Callable[[], object], int]] = {
         2 * 4 * (TOKENS // 2) ** 2 * HEADS * SIZE,
     ),
     "one clip": ("varlen_attention", lambda: attend_segments([[0, TOKENS]]), 4 * TOKENS**2 * HEADS * SIZE),
+    "sum and norm": ("add_layer_norm", add_and_norm, 0),
+    "rotation": ("rotate_packed", rotate_projection, 0),
     "router": ("route_hidden", route_tokens, 2 * BATCH * EXPERTS * HIDDEN),
     "experts": (
         "moe_decode", lambda: run_experts(BATCH, has_shared=True), 6 * BATCH * (CHOSEN + 1) * WIDTH * HIDDEN

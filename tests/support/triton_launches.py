@@ -142,12 +142,20 @@ def encoders() -> None:
         varlen.varlen_attention(*packed.unbind(2), ints(1, 1, 2))
 
 
+def encoder_layers() -> None:
+    norm, rotate = module("layer_norm"), module("rotate_packed")
+    for rows, width in ((1024, 1152), (1500, 1280)):
+        norm.add_layer_norm(*(empty(rows, width) for _ in range(2)), empty(width), empty(width), 1e-6)
+    rotate.rotate_packed(empty(1024, 3, 16, 72), floats(1024, 36), floats(1024, 36))
+
+
 def main() -> None:
     stand_in()
     gemms()
     experts()
     attention()
     encoders()
+    encoder_layers()
     json.dump(found, sys.stdout)
 
 

@@ -178,7 +178,13 @@ def _causal(tokens: Size, query_width: Size, key_width: Size) -> KernelCost:
     )
 
 
+def _elementwise(_: Shapes, __: Mapping[str, Any]) -> KernelCost:
+    """No GEMM, no attention, no state."""
+    return KernelCost()
+
+
 KERNELS: Mapping[str, Rule] = {
+    "add_layer_norm": _elementwise,
     "add_linear": _linear,
     "decode_attention": _decode_attention,
     "dit_batch1_sample": _dit_batch1_sample,
@@ -191,6 +197,7 @@ KERNELS: Mapping[str, Rule] = {
     "paged_decode_attention": _paged_decode_attention,
     "paged_prefill_attention": _paged_prefill_attention,
     "sliding_window_attention": _sliding_window_attention,
+    "rotate_packed": _elementwise,
     "route_hidden": _route_hidden,
     "gemv": _linear,
     "small_sequence_attention": _small_sequence_attention,

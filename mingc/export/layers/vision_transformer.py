@@ -5,11 +5,12 @@ Shape suffixes: P patches, W encoder width, H heads, d head width, R rotary angl
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mingc.export.layers.residual import add_norm
 from mingc.kernels.linear import linear_gelu
+from mingc.kernels.rotate_packed import rotate_packed
 from mingc.kernels.varlen_attention import Segments, varlen_attention
 
 _NORM_EPS = 1e-6  # spec: vision.md §6; not in the config
@@ -28,9 +29,8 @@ class VisionAttention(nn.Module):
         """x: (P, W); cos, sin: (P, R) float32; frames: segments of one sequence of P keys. Returns (P, W)."""
         num_patches, width = x_PW.shape
         qkv_P3Hd = self.qkv(x_PW).view(num_patches, 3, self.num_heads, width // self.num_heads)
-        q_PHd, k_PHd, v_PHd = qkv_P3Hd.unbind(1)
-        q_PHd, k_PHd = _rotate(q_PHd, cos_PR, sin_PR), _rotate(k_PHd, cos_PR, sin_PR)
-        out_1PHd = varlen_attention(q_PHd[None], k_PHd[None], v_PHd[None], frames)
+        q_PHd, k_PHd = rotate_packed(qkv_P3Hd, cos_PR, sin_PR)
+        out_1PHd = varlen_attention(q_PHd[None], k_PHd[None], qkv_P3Hd[None, :, 2], frames)
         mixed: Tensor = self.proj(out_1PHd.reshape(num_patches, width))
         return mixed
 
@@ -47,12 +47,17 @@ class VisionBlock(nn.Module):
         self.fc1 = nn.Linear(width, mlp_width)
         self.fc2 = nn.Linear(mlp_width, width)
 
-    def forward(self, x_PW: Tensor, cos_PR: Tensor, sin_PR: Tensor, frames: Segments) -> Tensor:
-        """Shapes as in `VisionAttention`."""
-        x_PW = x_PW + self.attention(self.norm1(x_PW), cos_PR, sin_PR, frames)
-        hidden_PI = linear_gelu(self.norm2(x_PW), self.fc1.weight, self.fc1.bias, self.gelu)
-        out_PW: Tensor = x_PW + self.fc2(hidden_PI)
-        return out_PW
+    def forward(
+        self, x_PW: Tensor, update_PW: Tensor | None, cos_PR: Tensor, sin_PR: Tensor, frames: Segments
+    ) -> tuple[Tensor, Tensor]:
+        """Shapes as in `VisionAttention`; `update_PW` is to be added to the residual stream `x_PW` first.
+
+        Returns the stream before the last update, and this update: the next norm adds it.
+        """
+        x_PW, normed_PW = add_norm(x_PW, update_PW, self.norm1)
+        x_PW, normed_PW = add_norm(x_PW, self.attention(normed_PW, cos_PR, sin_PR, frames), self.norm2)
+        hidden_PI = linear_gelu(normed_PW, self.fc1.weight, self.fc1.bias, self.gelu)
+        return x_PW, self.fc2(hidden_PI)
 
 
 class PatchMerger(nn.Module):
@@ -84,11 +89,3 @@ class VisionProjector(nn.Module):
         for index, layer in enumerate(self.layers):
             x = layer(F.gelu(x) if index else x)
         return x
-
-
-def _rotate(x_PHd: Tensor, cos_PR: Tensor, sin_PR: Tensor) -> Tensor:
-    """Rotary embedding in float32 that pairs dim k with k + d/2. Returns (P, H, d) in the dtype of `x_PHd`."""
-    low_PHR, high_PHR = x_PHd.float().chunk(2, dim=-1)
-    cos_P1R, sin_P1R = cos_PR.unsqueeze(1), sin_PR.unsqueeze(1)
-    rotated = (low_PHR * cos_P1R - high_PHR * sin_P1R, high_PHR * cos_P1R + low_PHR * sin_P1R)
-    return torch.cat(rotated, dim=-1).to(x_PHd.dtype)

@@ -22,6 +22,7 @@ from mingc.artifacts.stage_graph import Edge
 from mingc.dtypes import dtype_name
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
+from mingc.export.layers.residual import add_norm
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSource
 from mingc.export.weights.mapping import layer_norm, linear, stored
 from mingc.kernels.varlen_attention import Segments, make_segments, varlen_attention
@@ -106,11 +107,14 @@ class AudioBlock(nn.Module):
         self.fc1 = nn.Linear(config.width, _MLP_RATIO * config.width)
         self.fc2 = nn.Linear(_MLP_RATIO * config.width, config.width)
 
-    def forward(self, x_NLW: Tensor, clips: Segments) -> Tensor:
-        """Shapes as in `AudioAttention`."""
-        x_NLW = x_NLW + self.attention(self.attention_norm(x_NLW), clips)
-        out_NLW: Tensor = x_NLW + self.fc2(F.gelu(self.fc1(self.mlp_norm(x_NLW))))
-        return out_NLW
+    def forward(self, x_NLW: Tensor, update_NLW: Tensor | None, clips: Segments) -> tuple[Tensor, Tensor]:
+        """Shapes as in `AudioAttention`; `update_NLW` is to be added to the residual stream `x_NLW` first.
+
+        Returns the stream before the last update, and this update: the next norm adds it.
+        """
+        x_NLW, normed_NLW = add_norm(x_NLW, update_NLW, self.attention_norm)
+        x_NLW, normed_NLW = add_norm(x_NLW, self.attention(normed_NLW, clips), self.mlp_norm)
+        return x_NLW, self.fc2(F.gelu(self.fc1(normed_NLW)))
 
 
 class AudioProjector(nn.Module):
@@ -176,9 +180,11 @@ class AudioEncoder(nn.Module):
         ends_N = positions_N.clamp(min=1)
         bounds_N12 = torch.stack((torch.zeros_like(ends_N), ends_N), dim=-1).unsqueeze(1)
         clips = make_segments(bounds_N12, x_NLW, self.num_heads)
+        update_NLW: Tensor | None = None
         for block in self.blocks:
-            x_NLW = block(x_NLW, clips)
-        x_NTD = self.projector(_zero_beyond(self.norm(x_NLW), positions_N))
+            x_NLW, update_NLW = block(x_NLW, update_NLW, clips)
+        _, normed_NLW = add_norm(x_NLW, update_NLW, self.norm)
+        x_NTD = self.projector(_zero_beyond(normed_NLW, positions_N))
         if self.is_normalised:
             x_NTD = F.normalize(x_NTD.float(), dim=-1, eps=_UNIT_EPS).to(x_NTD.dtype)
         return (_zero_beyond(x_NTD, _ceil_divide(lengths_N, self.frames_per_token)),)

@@ -150,9 +150,10 @@ class VisionEncoder(nn.Module):
         angles_PR = self.rotary_angles(coordinates_MG2.flatten(0, 1))
         cos_PR, sin_PR = angles_PR.cos(), angles_PR.sin()
         frames = make_segments(segment_MG2.flatten(0, 1).unsqueeze(0), x_PW, self.num_heads)
+        update_PW: Tensor | None = None
         for block in self.blocks:
-            x_PW = block(x_PW, cos_PR, sin_PR, frames)
-        x_MD = self.projector(self.merger(x_PW))
+            x_PW, update_PW = block(x_PW, update_PW, cos_PR, sin_PR, frames)
+        x_MD = self.projector(self.merger(x_PW if update_PW is None else x_PW + update_PW))
         return (F.normalize(x_MD.float(), dim=-1, eps=_UNIT_EPS).to(x_MD.dtype),)
 
 
