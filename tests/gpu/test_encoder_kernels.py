@@ -128,12 +128,12 @@ def test_norm_of_a_residual_sum(rows: int, width: int) -> None:
 def test_rotation_of_a_packed_projection(tokens: int, heads: tuple[int, int]) -> None:
     qkv = torch.randn(tokens, 3, *heads, device="cuda", dtype=torch.bfloat16)
     angles = torch.rand(tokens, heads[1] // 2, device="cuda") * 6
-    # A pair is a complex number, which an angle turns.
-    low, high = qkv[:, :2].double().chunk(2, dim=-1)
-    turned = torch.complex(low, high) * torch.exp(1j * angles[:, None, None].double())
+    # A pair is a complex number, which an angle turns; on the CPU, as torch compiles complex products on a GPU.
+    low, high = qkv[:, :2].double().cpu().chunk(2, dim=-1)
+    turned = torch.complex(low, high) * torch.exp(1j * angles[:, None, None].double().cpu())
     expected = torch.cat((turned.real, turned.imag), dim=-1)
     for got, exact in zip(rotate_packed(qkv, angles.cos(), angles.sin()), expected.unbind(1), strict=True):
-        check(got, exact)
+        check(got.cpu(), exact)
 
 
 def test_a_block_of_the_released_vision_encoder() -> None:

@@ -130,13 +130,12 @@ def mingc_varlen_attention(
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
     """See `mingc.kernels.varlen_attention`; `bounds` (B, S, 2) int32 in place of the segments."""
     rows, queries, heads, size = q.shape
-    # Measured on an H200 (benchmarks/NOTES-encoders.md).
+    # Measured on an H200 (benchmarks/NOTES-encoders.md): small blocks fill the device when there are few queries.
+    block_m, block_n, warps, stages = 128, 64, 4, 3
     if queries <= _SHORT:
-        block_m, block_n, warps, stages = 64, 128, 4, 2
-    elif queries <= _MEDIUM or size == _main_size(size):
-        block_m, block_n, warps, stages = 128, 64, 8, 3
-    else:
-        block_m, block_n, warps, stages = 128, 64, 4, 2
+        block_m, block_n, stages = 64, 128, 2
+    elif queries <= _MEDIUM:
+        warps = 8
     main = _main_size(size)
     rest = 0 if size == main else max(_MIN_DOT, triton.next_power_of_2(size - main))
     out = torch.empty(rows, queries, heads, size, dtype=q.dtype, device=q.device)
