@@ -7,7 +7,6 @@ import base64
 import itertools
 import json
 import random
-import string
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,9 @@ from typing import Any
 import httpx
 from clients import client_of
 
-_WORD_LENGTH = 5
+from mingc.export.assets.byte_tokenizer import word
+
+_IDS = range(1_000, 150_000)
 _DATA = "data: "
 
 
@@ -52,12 +53,12 @@ class Seen:
 def body(num_words: int, tokens: int, index: int = 0) -> dict[str, Any]:
     """A request of `num_words` random words for an answer of exactly `tokens` tokens; `index` makes it another.
 
-    A text that repeats itself would go to few of the experts.
+    With the tokenizer of random weights each word is a token from anywhere in the vocabulary: a text of few different
+    tokens would go to few of the experts.
     """
-    letters = random.Random(index).choices(string.ascii_lowercase, k=_WORD_LENGTH * num_words)
-    words = map("".join, zip(*[iter(letters)] * _WORD_LENGTH, strict=True))
+    words = map(word, random.Random(index).choices(_IDS, k=num_words))
     return {
-        "messages": [{"role": "user", "content": " ".join(words)}],
+        "messages": [{"role": "user", "content": "".join(f" {each}" for each in words)}],
         "max_tokens": tokens,
         "ignore_eos": True,
         "stream": True,

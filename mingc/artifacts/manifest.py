@@ -216,8 +216,9 @@ class StageRecord:
     """One stage: graphs by name, and one weights file a rank (one in all when the stage is not sharded).
 
     `quantization_error` is set when the weights of a decoder are quantized. `repeated` maps a layer instance whose
-    weights are in no file to the instance whose weights it copies: random weights are stored for one instance of a
-    graph. `kernel_configs` lists the kernels that were timed at export.
+    weights are in no file to the instance whose distribution they have: random weights are stored for one instance of
+    a graph, and drawn for the others at load, seeded by their names. `kernel_configs` lists the kernels that were timed
+    at export.
     """
 
     is_sharded: bool

@@ -267,7 +267,7 @@ class _Run:
             name: {spec.name: engine_sizes(spec, options) for spec in graphs}
             for name, graphs in specs.items()
         }
-        # One layer of each kind is enough for random weights: the artifact stays as small as two layers.
+        # One layer of each kind is stored of random weights, so that the artifact stays small: loading draws the rest.
         self.repeated = {
             name: {
                 instance: spec.layer_instances[0]

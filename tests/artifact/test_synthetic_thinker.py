@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import httpx
@@ -11,6 +12,7 @@ from mingc_command import serving
 
 from mingc.artifacts.artifact import Artifact, open_artifact
 from mingc.artifacts.parameters import ThinkerParameters
+from mingc.export.assets.byte_tokenizer import word
 from mingc.runtime.engines.stage_loader import load_stage, weight_bytes
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
 
@@ -30,14 +32,35 @@ def test_one_layer_of_each_kind_is_stored(artifact: Artifact) -> None:
     assert size <= artifact.manifest.files[record.weights[0]].size_bytes < size + 64_000  # a header
 
 
-def test_repeated_layers_get_their_own_copies_in_memory(artifact: Artifact) -> None:
+def test_every_layer_has_weights_of_its_own(artifact: Artifact) -> None:
     weights = load_stage(artifact, "thinker", torch.device("cpu")).weights
-    names = [name for name in weights if name.startswith("layers.0.attention.")]
-    assert names
-    for name in names:
-        first, second = weights[name], weights[name.replace("layers.0", "layers.1")]
-        assert torch.equal(first, second) and first.data_ptr() != second.data_ptr()
+    experts = artifact.manifest.stages["thinker"].graphs["prefill_experts"].spec.layer_instances
+    layers = [[f"layers.{index}.attention" for index in range(3)], list(experts[:3])]
+    for instances in layers:
+        names = [name.removeprefix(instances[0]) for name in weights if name.startswith(f"{instances[0]}.")]
+        assert names
+        for name in names:
+            drawn = [weights[each + name].flatten() for each in instances]
+            assert all(not torch.equal(one, other) for one, other in itertools.combinations(drawn, 2)), name
+            if drawn[0].numel() > 500:
+                for moment in (torch.mean, torch.std):
+                    stored, *others = [float(moment(each)) for each in drawn]
+                    assert others == pytest.approx([stored] * 2, rel=0.15, abs=0.15 * float(drawn[0].std()))
     assert weight_bytes(artifact, "thinker") == sum(value.nbytes for value in weights.values())
+
+
+def test_layers_are_the_same_at_every_load(artifact: Artifact) -> None:
+    first, again = (load_stage(artifact, "thinker", torch.device("cpu")).weights for _ in range(2))
+    assert all(torch.equal(value, again[name]) for name, value in first.items())
+
+
+def test_layers_route_differently(artifact: Artifact) -> None:
+    weights = load_stage(artifact, "thinker", torch.device("cpu")).weights
+    routers = [value[0] for name, value in weights.items() if name.endswith("router.weight")]
+    hidden = torch.randn(64, routers[0].shape[1], generator=torch.Generator().manual_seed(0))
+    chosen = [(hidden @ router.float().T).argmax(1) for router in routers]
+    for one, other in itertools.combinations(chosen, 2):
+        assert (one == other).float().mean() < 0.5
 
 
 def test_real_weights_are_not_repeated(wide_thinker_artifact: Path) -> None:
@@ -47,14 +70,16 @@ def test_real_weights_are_not_repeated(wide_thinker_artifact: Path) -> None:
     assert weight_bytes(real, "thinker") == sum(value.nbytes for value in weights.values())
 
 
-def test_its_tokenizer_has_one_token_per_byte(artifact: Artifact) -> None:
+def test_its_tokenizer_has_one_token_per_byte_or_word(artifact: Artifact) -> None:
     tokenizer = TextTokenizer.from_file(artifact.path(artifact.manifest.tokenizers["thinker"]))
     parameters = artifact.manifest.parameters_of("thinker", ThinkerParameters)
     assert tokenizer.vocab_size == parameters.vocab_size
     text = "Grüße, 世界 \n"
     ids = tokenizer.encode(text)
     assert len(ids) == len(text.encode()) and tokenizer.decode(ids) == text
-    assert tokenizer.decode([parameters.vocab_size - 1]) == f" {parameters.vocab_size - 1}"
+    last = parameters.vocab_size - 1
+    assert tokenizer.decode([last]) == f" {word(last)}"
+    assert tokenizer.encode(f" {word(last)} {word(last - 1)}") == [last, last - 1]
 
 
 def test_a_synthetic_thinker_is_served(synthetic_thinker_artifact: Path) -> None:

@@ -20,6 +20,7 @@ from mingc.errors import ArtifactError, ConfigError, IntegrityError
 from mingc.runtime.engines.backends import load_engine
 from mingc.runtime.engines.base import Engine, Graph
 from mingc.runtime.engines.packed_weights import PackedWeights
+from mingc.runtime.engines.random_layers import drawn_like
 
 _STATE_DIMS = {"KV": "rows of KV", "S": "slots"}
 
@@ -186,8 +187,9 @@ def _read_weights(
 ) -> dict[str, torch.Tensor]:
     """The weights of a rank: memory-mapped on the CPU, copied once to any other device.
 
-    Instances `left_out` are not read. One that repeats another gets memory of its own: an engine is then as slow over
-    random weights, which caches could otherwise hold, as over others.
+    Instances `left_out` are not read. One that repeats another gets weights of its own like them, which are drawn: its
+    engine is then as slow over random weights, which caches could otherwise hold, as over others, and its router
+    chooses other experts.
     """
     region = artifact.region(record.weights[rank if record.is_sharded else 0])
     starts = tuple(join_path(instance, "") for instance in left_out)
@@ -197,7 +199,8 @@ def _read_weights(
     for instance, source in record.repeated.items():
         if instance not in left_out:
             for name, value in _within(weights, source).items():
-                weights[join_path(instance, name)] = value.clone()
+                path = join_path(instance, name)
+                weights[path] = drawn_like(value, path)
     return weights
 
 
