@@ -7,9 +7,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-_DRAWN_AT_ONCE = (
-    2**26
-)  # elements: float32 draws of a whole tensor of experts would take four times its memory
+_DRAWN_AT_ONCE = 2**26  # elements; float32 draws of all experts would take four times their memory
 _KEPT_SUFFIX = "_scale"  # of quantized weights: what is drawn is their unscaled values
 
 
