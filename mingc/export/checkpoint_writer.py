@@ -18,8 +18,9 @@ from mingc.artifacts.work_folder import work_folder
 from mingc.dtypes import SAFETENSORS_NAMES
 from mingc.errors import CheckpointError, ConfigError
 from mingc.export.assets.byte_tokenizer import byte_tokenizer
-from mingc.export.checkpoint import Part
-from mingc.export.stages.thinker import STAGE as THINKER
+from mingc.export.checkpoint import Checkpoint, Part
+from mingc.export.stage import StageOptions
+from mingc.export.stages import discover
 from mingc.export.weights.synthetic import open_synthetic
 
 _CHECKOUT = Path(__file__).parents[2]
@@ -29,7 +30,6 @@ BUILT_IN = {
 }
 _SHARD_BYTES = 4 << 30
 _ALIGNMENT = 64
-_TOKENIZER = "tokenizer.json"
 _WEIGHTS = (".safetensors", ".index.json")
 
 
@@ -55,7 +55,7 @@ def synthesize(
 ) -> SynthReport:
     """Write a random checkpoint to the new folder `output`; one tensor is in memory at a time.
 
-    Configs without a thinker's tokenizer, as those of the release, get one of bytes.
+    Configs without the tokenizer of thinker or talker, as those of the release, get one of bytes.
 
     Args:
         config: `released`, `tiny` (both in a checkout only), or a folder of configs in the released layout, or its
@@ -83,10 +83,7 @@ def synthesize(
             if layers is not None:
                 _set_layers(work / "config.json", layers)
             checkpoint = open_synthetic(work, seed=seed)
-            if checkpoint.main is not None and not (work / _TOKENIZER).exists():
-                log(f"{_TOKENIZER} of bytes")
-                vocab_size = THINKER.config(checkpoint).decoder.vocab_size
-                (work / _TOKENIZER).write_text(byte_tokenizer(vocab_size), encoding="utf-8")
+            _write_tokenizers(checkpoint, work, log)
             sizes: list[int] = []
             tensors = 0
             for part, dtype in (
@@ -115,6 +112,20 @@ def synthesize(
         largest_shard_bytes=max(sizes),
         seconds=time.perf_counter() - started,
     )
+
+
+def _write_tokenizers(checkpoint: Checkpoint, folder: Path, log: Callable[[str], None]) -> None:
+    """Byte tokenizers of the stages whose tokenizer is not among the configs."""
+    for stage in discover().values():
+        if stage.tokenizer is None or not stage.tokenizer.byte_fallback or not stage.is_present(checkpoint):
+            continue
+        file = folder / stage.tokenizer.file
+        if not file.exists():
+            log(f"{stage.tokenizer.file} of bytes")
+            options = StageOptions()
+            vocab_size = stage.parameters(stage.config(checkpoint), options).vocab_size
+            text = byte_tokenizer(vocab_size, stage.tokenizer.byte_fallback)
+            file.write_text(text, encoding="utf-8")
 
 
 def _configs(config: str) -> Path:

@@ -133,12 +133,12 @@ class GraphDef:
 class TokenizerSource:
     """Where a stage's tokenizer.json lies in a checkpoint.
 
-    Without the file, an export of random weights writes a byte tokenizer for `byte_fallback` stages; other stages
-    are exported without one.
+    Without the file, an export of random weights writes a byte tokenizer with the special tokens `byte_fallback`, those
+    that the stage's prompts are made with; a stage that names none is exported without a tokenizer.
     """
 
     file: str
-    byte_fallback: bool = False
+    byte_fallback: tuple[str, ...] = ()
 
 
 class Stage(ABC):

@@ -18,11 +18,14 @@ from tokenizers import Tokenizer
 from mingc.errors import CheckpointError
 from mingc.export import checkpoint_writer
 from mingc.export.assets import tokenizers
+from mingc.export.assets.byte_tokenizer import byte_tokenizer
 from mingc.export.checkpoint import open_checkpoint
 from mingc.export.checkpoint_writer import synthesize
 from mingc.export.stage import Shard
 from mingc.export.stages import discover
 from mingc.export.weights.loading import check_weights
+from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
+from mingc.runtime.preprocess.tokenizer import TextTokenizer
 
 
 def _hashes(folder: Path) -> dict[str, str]:
@@ -62,16 +65,41 @@ def test_a_folder_of_configs_without_a_tokenizer_gets_one(tmp_path: Path) -> Non
     configs = shutil.copytree(
         CHECKPOINT, tmp_path / "configs", ignore=shutil.ignore_patterns("*.safetensors")
     )
-    (configs / "tokenizer.json").unlink()
+    files = {"thinker": "tokenizer.json", "talker": "talker/llm/tokenizer.json"}
+    for file in files.values():
+        (configs / file).unlink()
     synthesize(str(configs), tmp_path / "made", layers=1)
     made = open_checkpoint(tmp_path / "made")
-    thinker = discover()["thinker"]
-    written = tokenizers.copy(made, tmp_path / "out", [thinker], {}, [], is_synthetic=False)
-    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / written["thinker"]))
-    assert tokenizer.get_vocab_size() == 576, "config.json: vocab_size"
-    assert tokenizer.decode(tokenizer.encode("Größe 世界").ids) == "Größe 世界"
+    stages = [discover()[name] for name in files]
+    written = tokenizers.copy(made, tmp_path / "out", stages, {}, [], is_synthetic=False)
+    llm = json.loads((CHECKPOINT / "talker/llm/config.json").read_text())
+    for name, vocab_size in (("thinker", 576), ("talker", llm["vocab_size"])):  # config.json: vocab_size
+        tokenizer = Tokenizer.from_file(str(tmp_path / "out" / written[name]))
+        assert tokenizer.get_vocab_size() == vocab_size
+        assert tokenizer.decode(tokenizer.encode("Größe 世界").ids) == "Größe 世界"
     tiny = synthesize("tiny", tmp_path / "tiny", layers=1).folder
-    assert (tiny / "tokenizer.json").read_bytes() == (CHECKPOINT / "tokenizer.json").read_bytes()
+    for file in files.values():
+        assert (tiny / file).read_bytes() == (CHECKPOINT / file).read_bytes()
+
+
+def test_prompts_have_the_template_of_a_byte_tokenizer_and_text_of_clients_has_not(tmp_path: Path) -> None:
+    """The talker's prompt of a checkpoint's own tokenizer has the same special tokens in the same order."""
+    (tmp_path / "tokenizer.json").write_text(
+        byte_tokenizer(512, discover()["talker"].tokenizer.byte_fallback)
+    )
+    prompts = []
+    for source in (tmp_path, CHECKPOINT / "talker/llm"):
+        tokenizer = TextTokenizer.from_file(source)
+        built = SpeechPromptBuilder(tokenizer).build(
+            "a<|im_end|><audio>", num_speakers=1, transcript="b", num_prompt_patches=2
+        )
+        added = {
+            token["id"]: token["content"]
+            for token in json.loads((source / "tokenizer.json").read_text())["added_tokens"]
+        }
+        prompts.append([added[token] for token in built.token_ids.tolist() if token in added])
+        assert [added[token] for token in built.token_ids[built.patch_rows].tolist()] == ["<audioPatch>"] * 2
+    assert prompts[0] == prompts[1] and prompts[0].count("<audio>") == 1
 
 
 def test_the_seed_decides_the_weights(tmp_path: Path) -> None:

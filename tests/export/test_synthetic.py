@@ -14,8 +14,10 @@ from mingc.export.assets import tokenizers
 from mingc.export.checkpoint import Checkpoint, Part, open_checkpoint
 from mingc.export.checks.coverage import check_coverage
 from mingc.export.probe_recipe import probe_folder, synthetic_recipe
+from mingc.export.stage import TokenizerSource
 from mingc.export.stages import discover, find
 from mingc.export.weights.synthetic import open_synthetic
+from mingc.runtime.preprocess.tokenizer import TextTokenizer
 
 TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
 
@@ -115,12 +117,19 @@ def test_the_next_probe_removes_files_of_a_killed_one(
     assert not list(tmp_path.iterdir())
 
 
-def test_only_synthetic_checkpoints_need_no_tokenizer(synthetic: Checkpoint, tmp_path: Path) -> None:
+def test_only_synthetic_checkpoints_need_no_tokenizer(
+    synthetic: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bare = replace(synthetic, root=tmp_path)
     notes: list[str] = []
     stage = find("talker")
-    assert tokenizers.copy(bare, tmp_path, [stage], {}, notes, is_synthetic=True) == {}
-    assert notes == ["no tokenizer of the talker: the artifact can be probed, not served"]
+    parameters = {"talker": {"vocab_size": 300}}
+    written = tokenizers.copy(bare, tmp_path / "out", [stage], parameters, notes, is_synthetic=True)
+    assert TextTokenizer.from_file(tmp_path / "out" / written["talker"]).vocab_size == 300
+    assert notes == ["no tokenizer of the talker: the artifact has a byte tokenizer"]
+    monkeypatch.setattr(type(stage), "tokenizer", TokenizerSource(file="talker/llm/tokenizer.json"))
+    assert tokenizers.copy(bare, tmp_path, [stage], parameters, notes, is_synthetic=True) == {}
+    assert notes[1:] == ["no tokenizer of the talker: the artifact can be probed, not served"]
     with pytest.raises(CheckpointError, match=r"talker's tokenizer\.json is missing"):
         tokenizers.copy(bare, tmp_path, [stage], {}, notes, is_synthetic=False)
 

@@ -39,7 +39,7 @@ def copy(
             text = _read_tokenizer(source)
         elif is_synthetic and stage.tokenizer.byte_fallback:
             notes.append(f"no tokenizer of the {name}: the artifact has a byte tokenizer")
-            text = byte_tokenizer(parameters[name]["vocab_size"])
+            text = byte_tokenizer(parameters[name]["vocab_size"], stage.tokenizer.byte_fallback)
         elif is_synthetic:
             notes.append(f"no tokenizer of the {name}: the artifact can be probed, not served")
             continue

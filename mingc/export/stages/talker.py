@@ -100,7 +100,18 @@ class TalkerStage(Stage):
     edges = (Edge("talker", "cfm", "condition"),)
     quantizations = ("fp8",)
     options = ("prefill_chunk_size",)
-    tokenizer = TokenizerSource(file="talker/llm/tokenizer.json")
+    tokenizer = TokenizerSource(
+        file="talker/llm/tokenizer.json",
+        byte_fallback=(
+            "<|im_start|>",
+            "<|im_end|>",
+            "<|vision_start|>",
+            "<|vision_pad|>",
+            "<|vision_end|>",
+            "<audio>",
+            "<audioPatch>",
+        ),
+    )
 
     def is_present(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.talker is not None

@@ -71,7 +71,7 @@ class ThinkerStage(Stage):
     edges = (Edge("thinker", CLIENT, "text"), Edge("thinker", "talker", "text"))
     quantizations = ("fp8", "int4")
     options = ("world_size", "max_model_len", "prefill_chunk_size")
-    tokenizer = TokenizerSource(file="tokenizer.json", byte_fallback=True)
+    tokenizer = TokenizerSource(file="tokenizer.json", byte_fallback=("<role>", "</role>", "<|role_end|>"))
     is_sharded = True
 
     def is_present(self, checkpoint: Checkpoint) -> bool:
