@@ -815,8 +815,8 @@ def pack_command(
     """Write the folder ARTIFACT to the one file OUTPUT.
 
     Files lie in it as they are, at multiples of 4,096 bytes: `mingc serve OUTPUT` maps weights where they lie. Added
-    below bundle/: a start script, a systemd unit, a Containerfile, licences and an SBOM. An interrupted pack continues
-    when the same command runs again.
+    below bundle/: a start script, a systemd unit, a Containerfile (for each target), licences and an SBOM. An
+    interrupted pack continues when the same command runs again.
     """
     from mingc.artifacts.artifact import open_unchecked
     from mingc.bundles.deployment import deployment_files

@@ -7,11 +7,13 @@ unpacked folder.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mingc.artifacts.manifest import Manifest
-from mingc.bundles.sbom import runtime_distributions, sbom
+from mingc.artifacts.target_choice import target_views
+from mingc.bundles.sbom import all_extras, runtime_distributions, runtime_extras, sbom
 from mingc.errors import ConfigError
 
 _START = """\
@@ -59,21 +61,25 @@ WantedBy=multi-user.target
 """
 
 _CONTAINERFILE = """\
-# Built in the unpacked bundle, without a network: `buildah bud --network=none -f bundle/Containerfile .`
+# For {target}. Built in the unpacked bundle, without a network: `buildah bud --network=none -f bundle/{name} .`
 # The base image holds Python {python} and libstdc++{cuda}; it has to be on the machine.
-ARG BASE={base}
+{notes}ARG BASE={base}
 FROM ${{BASE}}
 COPY bundle/wheels /tmp/wheels
 RUN python3 -m venv /opt/venv \\
-    && /opt/venv/bin/pip install --no-index --find-links /tmp/wheels 'mingc[serve,sign]' \\
+    && /opt/venv/bin/pip install --no-index --find-links /tmp/wheels 'mingc[{extras}]' \\
     && rm -r /tmp/wheels
 COPY . /opt/bundle
 ENV MINGC=/opt/venv/bin/mingc XDG_CACHE_HOME=/tmp/cache
 EXPOSE 8000
 USER 65534
-ENTRYPOINT ["/bin/sh", "/opt/bundle/bundle/start.sh", "--host", "0.0.0.0"]
+ENTRYPOINT ["/bin/sh", "/opt/bundle/bundle/start.sh", "--host", "0.0.0.0"{options}]
 """
 
+_LIBRARIES = {
+    "onnx": "onnxruntime",
+    "tensorrt": "tensorrt-rtx",
+}  # what runs the engines of an extra's backend
 _LICENCE_NAMES = ("licen", "copying", "notice", "authors")
 
 
@@ -89,16 +95,13 @@ def deployment_files(
 
     Raises: ConfigError when a given path does not exist or the wheels lack what serving needs.
     """
-    is_cuda = manifest.fingerprint.device == "cuda"
     files: dict[str, Path | bytes] = {
         "start.sh": _START.encode(),
         "mingc.service": _UNIT.format(model=manifest.model).encode(),
-        "Containerfile": _CONTAINERFILE.format(
-            python="3.11 or newer",
-            cuda=" and the CUDA driver's libraries come from the host" if is_cuda else "",
-            base="docker.io/library/python:3.11-slim",
-        ).encode(),
     }
+    for view in target_views(manifest):
+        name = "Containerfile" if "Containerfile" not in files else f"Containerfile.{_slug(view)}"
+        files[name] = _containerfile(name, view, wheels, is_only=not manifest.other_targets).encode()
     if model_licence is not None:
         if not model_licence.is_file():
             raise ConfigError(
@@ -106,22 +109,74 @@ def deployment_files(
             )
         files["licences/model.txt"] = model_licence.read_bytes()
     if wheels is not None:
-        files |= _wheels(wheels, takes_tensorrt=takes_tensorrt)
-    files |= _licences()
+        files |= _wheels(wheels, manifest, takes_tensorrt=takes_tensorrt)
+    files |= _licences(all_extras(manifest))
     files["sbom.cdx.json"] = sbom(manifest, has_model_licence=model_licence is not None)
     return files
 
 
-def _wheels(folder: Path, *, takes_tensorrt: bool) -> Mapping[str, Path]:
-    found = sorted(folder.glob("*.whl")) if folder.is_dir() else []
-    names = {path.name.split("-")[0].replace("_", "-").lower() for path in found}
-    lacking = sorted({"mingc", "torch"} - names)
+def _slug(view: Manifest) -> str:
+    """The target in the name of a file: `rtx-sm86-sm89`."""
+    return view.fingerprint.target.replace(":", "-").replace(",", "-")
+
+
+def _containerfile(name: str, view: Manifest, wheels: Path | None, *, is_only: bool) -> str:
+    """The Containerfile of one target; without `wheels` it says what to put where."""
+    target, extras = view.fingerprint.target, runtime_extras(view)
+    is_cuda = view.fingerprint.device == "cuda"
+    held = set() if wheels is None else _wheel_names(wheels)
+    if wheels is None:
+        absent = [f"'mingc[{','.join(extras)}]' and all that it depends on"]
+    else:
+        absent = [each for extra, each in _LIBRARIES.items() if extra in extras and each not in held]
+    python = _python(wheels)
+    return _CONTAINERFILE.format(
+        target=target,
+        name=name,
+        python=python or "3.11 or newer",
+        cuda=" and the CUDA driver's libraries come from the host" if is_cuda else "",
+        notes="".join(
+            f"# Before that put wheels of {each} into bundle/wheels: it has none.\n" for each in absent
+        ),
+        base=f"docker.io/library/python:{python or '3.11'}-slim",
+        extras=",".join(extras),
+        options="" if is_only else f', "--target", "{target}"',
+    )
+
+
+def _python(wheels: Path | None) -> str | None:
+    """The release of Python that a wheel of torch is for; None when that cannot be told."""
+    tags = [path.stem.split("-")[2:3] for path in _wheel_files(wheels) if _is_torch(path)] if wheels else []
+    found = {match[1] for tag in tags for each in tag if (match := re.fullmatch(r"cp3(\d+)", each))}
+    return f"3.{found.pop()}" if len(found) == 1 else None
+
+
+def _is_torch(wheel: Path) -> bool:
+    return wheel.name.lower().startswith("torch-")
+
+
+def _wheel_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.whl")) if folder.is_dir() else []
+
+
+def _wheel_names(folder: Path) -> set[str]:
+    """Names of the distributions in a folder of wheels, as package indexes spell them."""
+    return {path.name.split("-")[0].replace("_", "-").lower() for path in _wheel_files(folder)}
+
+
+def _wheels(folder: Path, manifest: Manifest, *, takes_tensorrt: bool) -> Mapping[str, Path]:
+    found, names = _wheel_files(folder), _wheel_names(folder)
+    extras = all_extras(manifest)
+    # NVIDIA's libraries are not required: its licence may forbid to pass them on.
+    needed = {each for extra, each in _LIBRARIES.items() if extra in extras and extra != "tensorrt"}
+    lacking = sorted({"mingc", "torch"} - names) + sorted(needed - names)
     if lacking:
         raise ConfigError(
             f"{folder} has no wheel of {', '.join(lacking)}",
             where="--with-wheels",
-            fix=f"pip wheel --wheel-dir {folder} 'CHECKOUT[serve,sign]'",
+            fix=f"pip wheel --wheel-dir {folder} 'CHECKOUT[{','.join(extras)}]'",
         )
+    _check_torch(found, manifest)
     licensed = sorted(name for name in names if name.startswith("tensorrt"))
     if licensed and not takes_tensorrt:
         raise ConfigError(
@@ -132,10 +187,30 @@ def _wheels(folder: Path, *, takes_tensorrt: bool) -> Mapping[str, Path]:
     return {f"wheels/{path.name}": path for path in found}
 
 
-def _licences() -> dict[str, Path | bytes]:
+def _check_torch(wheels: Sequence[Path], manifest: Manifest) -> None:
+    """Raises: ConfigError unless engines of every target run with one of the wheels of torch."""
+    versions = [path.name.split("-")[1] for path in wheels if _is_torch(path)]
+    built_with = manifest.fingerprint.torch
+    fitting = [each for each in versions if each.partition("+")[0] == built_with.partition("+")[0]]
+    if not fitting:
+        raise ConfigError(
+            f"the wheel of torch is {', '.join(versions)}, the engines were built with {built_with}",
+            where="--with-wheels",
+            fix=f"put torch {built_with} there, or export again with the torch of the wheels",
+        )
+    on_gpu = [each for each in target_views(manifest) if each.fingerprint.device == "cuda"]
+    if on_gpu and all(each.endswith("+cpu") for each in fitting):
+        raise ConfigError(
+            f"torch {', '.join(fitting)} is a build for CPUs, {on_gpu[0].fingerprint.target} needs one for CUDA",
+            where="--with-wheels",
+            fix="put a CUDA build of torch there in its place, which runs engines for a CPU too",
+        )
+
+
+def _licences(extras: Sequence[str]) -> dict[str, Path | bytes]:
     """The licence files of mingc and of every distribution that serving needs, as they are installed here."""
     files: dict[str, Path | bytes] = {}
-    for name in runtime_distributions():
+    for name in runtime_distributions(extras):
         distribution = importlib.metadata.distribution(name)
         found = False
         for file in distribution.files or ():

@@ -10,26 +10,44 @@ import importlib.metadata
 import json
 import re
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import mingc
+from mingc.artifacts.engine_choice import default_engines
 from mingc.artifacts.manifest import FILE_NAME, Manifest
+from mingc.artifacts.target_choice import target_views
 from mingc.errors import ConfigError
 
 _OWN = "mingc"
 _EXTRAS = ("serve", "sign")
+_EXTRAS_OF_BACKENDS = {"onnx": "onnx", "tensorrt": "tensorrt"}  # whose engines are run by a library
 _REQUIREMENT = re.compile(r"^\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*(\[[^\]]*\])?[^;]*(?:;(.*))?$")
 
 
-def runtime_distributions() -> list[str]:
-    """Distributions that are installed here and that serving a bundle needs, mingc first, by name.
+def runtime_extras(view: Manifest) -> tuple[str, ...]:
+    """The extras of mingc that serving the engines for one target needs; `view` is the manifest as if it had no other.
+
+    Engines beside the default ones, which `--engines` asks for, do not count.
+    """
+    backends = {
+        engine.backend
+        for stage in view.stages.values()
+        for graph in stage.graphs.values()
+        for engine in default_engines(graph)
+    }
+    return (*_EXTRAS, *(extra for backend, extra in _EXTRAS_OF_BACKENDS.items() if backend in backends))
+
+
+def runtime_distributions(extras: Sequence[str] = _EXTRAS) -> list[str]:
+    """Distributions that are installed here and that mingc with `extras` needs, mingc first, by name.
 
     Raises: ConfigError when mingc itself is not installed as a distribution.
     """
     found: dict[str, None] = {}
-    waiting = [(_OWN, frozenset(_EXTRAS))]
+    waiting = [(_OWN, frozenset(extras))]
     while waiting:
-        name, extras = waiting.pop()
+        name, of_it = waiting.pop()
         try:
             distribution = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
@@ -40,7 +58,7 @@ def runtime_distributions() -> list[str]:
         found[key] = None
         for requirement in distribution.requires or ():
             match = _REQUIREMENT.match(requirement)
-            if match is not None and _applies(match[3] or "", extras):
+            if match is not None and _applies(match[3] or "", of_it):
                 waiting.append((match[1], _names(match[2] or "")))
     if _OWN not in found:
         raise ConfigError(
@@ -63,6 +81,11 @@ def _names(extras: str) -> frozenset[str]:
 
 def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def all_extras(manifest: Manifest) -> tuple[str, ...]:
+    """`runtime_extras` of every target together."""
+    return tuple(dict.fromkeys(extra for view in target_views(manifest) for extra in runtime_extras(view)))
 
 
 def sbom(manifest: Manifest, *, has_model_licence: bool) -> bytes:
@@ -90,7 +113,7 @@ def sbom(manifest: Manifest, *, has_model_licence: bool) -> bytes:
         }
         for name, record in sorted(manifest.files.items())
     ]
-    libraries = [_library(name) for name in runtime_distributions()]
+    libraries = [_library(name) for name in runtime_distributions(all_extras(manifest))]
     document = {
         "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
         "bomFormat": "CycloneDX",

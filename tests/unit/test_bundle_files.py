@@ -25,7 +25,7 @@ from mingc_command import mingc_here
 
 from mingc.artifacts.artifact import open_artifact
 from mingc.artifacts.file_cache import cache_folder
-from mingc.artifacts.manifest import Manifest
+from mingc.artifacts.manifest import Manifest, TargetRecord
 from mingc.artifacts.packed_file import open_packed
 from mingc.bundles import deployment
 from mingc.bundles.comparison import diff
@@ -111,7 +111,7 @@ def test_the_containerfile_needs_no_network(files: dict[str, bytes]) -> None:
 def test_wheels_are_added_or_missed_by_name(
     manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deployment, "_licences", dict)  # reading all takes a second
+    monkeypatch.setattr(deployment, "_licences", lambda extras: {})  # reading all takes a second
     for name in ("mingc-0.1.0-py3-none-any.whl", "torch-2.13.0-cp311-cp311-linux_x86_64.whl"):
         with pytest.raises(ConfigError, match="has no wheel of"):
             deployment_files(manifest, tmp_path, None)
@@ -353,7 +353,7 @@ def test_an_image_of_a_signed_bundle_brings_the_signature(artifact_path: Path, t
 def test_files_of_a_deployment_name_the_model_and_the_device(
     manifest: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deployment, "_licences", dict)
+    monkeypatch.setattr(deployment, "_licences", lambda extras: {})
     files = deployment_files(manifest, None, None)
     assert "licences/model.txt" not in files
     on_gpu = deployment_files(
@@ -368,7 +368,7 @@ def test_files_of_a_deployment_name_the_model_and_the_device(
 def test_wheels_are_recognised_in_every_spelling(
     manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deployment, "_licences", dict)
+    monkeypatch.setattr(deployment, "_licences", lambda extras: {})
     for name in (
         "Mingc-0.1.0-py3-none-any.whl",
         "torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl",
@@ -386,6 +386,92 @@ def test_wheels_are_recognised_in_every_spelling(
     assert raised.value.where == "--with-wheels"
     with pytest.raises(ConfigError, match="has no wheel of mingc, torch\n"):
         deployment_files(manifest, tmp_path / "nowhere", None)
+
+
+def _wheelhouse(folder: Path, *names: str) -> Path:
+    folder.mkdir()
+    for name in names:
+        (folder / f"{name}.whl").write_bytes(name.encode())
+    return folder
+
+
+def _for_two_targets(manifest: Manifest, backend: str) -> Manifest:
+    """With engines of `backend` for RTX cards beside those for a CPU."""
+    (stage,) = manifest.stages.values()
+    (graph,) = stage.graphs.values()
+    engine = replace(graph.engines[0], backend=backend, file="engines/rtx/encode.onnx")
+    stages = {"audio_encoder": replace(stage, graphs={"encode": replace(graph, engines=(engine,))})}
+    other = TargetRecord(
+        target="rtx:sm86,sm89",
+        device="cuda",
+        capability="8.6,8.9",
+        stages=stages,
+        parameters=manifest.parameters,
+    )
+    return replace(manifest, other_targets=(other,))
+
+
+def test_each_target_has_a_containerfile_that_serves_it(
+    manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one's installed neither TensorRT nor a driver, and chose its target by the machine."""
+    monkeypatch.setattr(deployment, "_licences", lambda extras: {})
+    both = _for_two_targets(manifest, "tensorrt")
+    python = "torch-2.13.0-cp312-cp312-manylinux_2_28_x86_64"
+    wheels = _wheelhouse(tmp_path / "wheels", "mingc-0.1.0-py3-none-any", python)
+    made = deployment_files(both, wheels, None)
+    texts = {name: bytes(text).decode() for name, text in made.items() if "Containerfile" in name}  # type: ignore[arg-type]
+    assert {*texts} == {"Containerfile", "Containerfile.rtx-sm86-sm89"}
+    for name, target, extras, is_on_gpu in (
+        ("Containerfile", "cpu", "serve,sign", False),
+        ("Containerfile.rtx-sm86-sm89", "rtx:sm86,sm89", "serve,sign,tensorrt", True),
+    ):
+        text = texts[name]
+        assert f"-f bundle/{name} ." in text and f"'mingc[{extras}]'" in text
+        assert json.loads(text.rpartition("ENTRYPOINT ")[2])[-2:] == ["--target", target]
+        assert ("driver's libraries come from the host" in text) == is_on_gpu
+        assert ("put wheels of tensorrt-rtx" in text) == is_on_gpu, (
+            "NVIDIA's licence keeps them out of the bundle"
+        )
+        assert "ARG BASE=docker.io/library/python:3.12-slim\n" in text
+    _wheelhouse(tmp_path / "licensed", "mingc-0.1.0-py3-none-any", python, "tensorrt_rtx-1.7-py3-none-any")
+    made = deployment_files(both, tmp_path / "licensed", None, takes_tensorrt=True)
+    assert b"put wheels" not in bytes(made["Containerfile.rtx-sm86-sm89"])  # type: ignore[arg-type]
+    alone = bytes(deployment_files(manifest, wheels, None)["Containerfile"])  # type: ignore[arg-type]
+    assert b"--target" not in alone and b"put wheels" not in alone
+    bare = bytes(deployment_files(manifest, None, None)["Containerfile"])  # type: ignore[arg-type]
+    assert b"# Before that put wheels of 'mingc[serve,sign]'" in bare
+
+
+def test_wheels_that_cannot_run_the_engines_are_refused(
+    manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployment, "_licences", lambda extras: {})
+    own = "mingc-0.1.0-py3-none-any"
+    old = _wheelhouse(tmp_path / "old", own, "torch-2.12.1+cpu-cp311-cp311-linux_x86_64")
+    with pytest.raises(ConfigError, match=r"torch is 2\.12\.1\+cpu, the engines were built with 2\.13\.0"):
+        deployment_files(manifest, old, None)
+    cpu = _wheelhouse(tmp_path / "cpu", own, "torch-2.13.0+cpu-cp311-cp311-linux_x86_64")
+    assert deployment_files(manifest, cpu, None)
+    with pytest.raises(ConfigError, match="rtx:sm86,sm89 needs one for CUDA"):
+        deployment_files(_for_two_targets(manifest, "tensorrt"), cpu, None)
+    (stage,) = manifest.stages.values()
+    (graph,) = stage.graphs.values()
+    engine = replace(graph.engines[0], backend="onnx")
+    onnx = replace(
+        manifest,
+        stages={"audio_encoder": replace(stage, graphs={"encode": replace(graph, engines=(engine,))})},
+    )
+    with pytest.raises(ConfigError, match="has no wheel of onnxruntime\n") as raised:
+        deployment_files(onnx, cpu, None)
+    assert "[serve,sign,onnx]" in str(raised.value.fix)
+
+
+def test_the_sbom_lists_the_library_that_runs_the_engines(manifest: Manifest) -> None:
+    for backend, library in (("aoti", None), ("onnx", "onnxruntime")):
+        text = sbom(_for_two_targets(manifest, backend), has_model_licence=True)
+        names = {each["name"] for each in json.loads(text)["components"]}
+        assert ("onnxruntime" in names) == (library is not None)
 
 
 def test_the_sbom_names_the_model_its_hash_and_its_licence(manifest: Manifest) -> None:
