@@ -2,7 +2,8 @@
 
     python benchmarks/bundle_trial.py ARTIFACT --gigabytes 20 --json benchmarks/results/bundle-cpu.json
     python benchmarks/bundle_trial.py ARTIFACT --parts kills,export-kills --gigabytes 0.5 --kills 10 --json FILE
-    python benchmarks/bundle_trial.py ARTIFACT --parts export --config released --layers 1 --stages thinker --json FILE
+    python benchmarks/bundle_trial.py --parts export --config released --layers 3 --stages thinker --dtype bfloat16 \
+        --json FILE
 
 The bundle is ARTIFACT (an artifact that serves on this machine) with weights files of random bytes added, which nothing
 reads but which are hashed and packed like any others. Each figure is one run. Needs twice the size in disk space.
@@ -13,7 +14,8 @@ An export is killed at successive moments with one engine cache; there the secon
 of one in peace, which every start of Python and torch counts for as well.
 
 Export: a random checkpoint (`mingc synth`) is exported without the cache; the memory of its process tree is sampled
-(PSS: shared pages count once) and compared with the largest weights file that it wrote.
+(PSS: shared pages count once) and compared with the largest weights file that it wrote, with and without pages of
+mapped files, which the kernel takes back when memory is short.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("artifact", type=Path, help="folder of an artifact that serves here")
+    parser.add_argument(
+        "artifact", type=Path, nargs="?", help="folder of an artifact that serves here, for bundle and kills"
+    )
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the bundle in 10^9 bytes")
     parser.add_argument(
         "--parts", default="bundle", help="of bundle, kills, export-kills, export; with commas"
@@ -78,6 +82,8 @@ def main() -> None:
     parts = given.parts.split(",")
     if unknown := {*parts} - {"bundle", "kills", "export-kills", "export"}:
         parser.error(f"--parts {','.join(sorted(unknown))}: not one of bundle, kills, export-kills, export")
+    if given.artifact is None and {*parts} & {"bundle", "kills"}:
+        parser.error("--parts bundle and kills need ARTIFACT")
     figures: list[Figure] = []
 
     def note(name: str, value: float, unit: str) -> None:
@@ -257,9 +263,10 @@ def measure_export(
     started = time.perf_counter()
     words = ["--stages", stages, "--dtype", dtype, "--output", output, "--no-cache"]
     process = _start("export", checkpoint, *words)
-    peak = 0
+    peak = anonymous = 0
     while process.poll() is None:
-        peak = max(peak, _tree_bytes(process.pid))
+        of_all, of_own = _tree_bytes(process.pid)
+        peak, anonymous = max(peak, of_all), max(anonymous, of_own)
         time.sleep(0.1)
     if process.returncode:
         raise SystemExit(f"mingc export ended with {process.returncode}")
@@ -270,23 +277,33 @@ def measure_export(
     note("export_largest_weights_bytes", max(sizes), "bytes")
     note("export_peak_bytes", peak, "bytes, PSS of the process tree")
     note("export_peak_rss_ratio", peak / max(sizes), "peak of the tree / largest weights file")
+    note("export_peak_anonymous_bytes", anonymous, "bytes, the same without pages of mapped files")
+    note(
+        "export_peak_anonymous_ratio",
+        anonymous / max(sizes),
+        "peak without mapped files / largest weights file",
+    )
     _remove(output)
     _remove(checkpoint)
 
 
-def _tree_bytes(pid: int) -> int:
-    """PSS of a process and of all its descendants; 0 for those that end meanwhile."""
-    total, waiting = 0, [pid]
+def _tree_bytes(pid: int) -> tuple[int, int]:
+    """PSS of a process and its descendants, and the part that is no mapped file; 0 for those that end meanwhile."""
+    total = {"Pss:": 0, "Pss_Anon:": 0}
+    waiting = [pid]
     while waiting:
         process = waiting.pop()
         try:
             lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-            total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+            for line in lines:
+                name, *rest = line.split()
+                if name in total:
+                    total[name] += int(rest[0]) << 10
             for task in Path(f"/proc/{process}/task").iterdir():
                 waiting += map(int, (task / "children").read_text().split())
         except OSError:
             continue
-    return total
+    return total["Pss:"], total["Pss_Anon:"]
 
 
 def _written(pid: int) -> int:

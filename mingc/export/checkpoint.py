@@ -58,6 +58,10 @@ class Part:
         tensor: torch.Tensor = handle.get_tensor(name)
         return tensor
 
+    def close(self) -> None:
+        """Close the shards that `read` opened; a tensor that was read keeps its own mapping. `read` opens them anew."""
+        self._open.clear()
+
     def require(self, key: str, *path: str) -> Any:
         """The config value at `path` + `key`; CheckpointError names the file when it is absent."""
         value: Any = self.config

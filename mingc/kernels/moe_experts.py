@@ -26,6 +26,7 @@ class ExpertWeights(NamedTuple):
     """Experts (E, …), or one expert without that axis: gate_up (E, 2F, D), gate rows then up rows; down (E, D, F).
 
     With scales the matrices are in one of the formats of `mingc.kernels.quantized`, else in the dtype of the tokens.
+    The torch reference also takes routed experts in a narrower dtype and converts one expert at a time.
     """
 
     gate_up: Tensor
@@ -145,4 +146,8 @@ def _visit_experts(x: Tensor, ids: Tensor, experts: ExpertWeights) -> Tensor:
 
 
 def _gather(weight: Tensor, scale: Tensor | None, ids: Tensor | int, dtype: torch.dtype) -> Tensor:
-    return weight[ids] if scale is None else dequantize(weight[ids], scale[ids], dtype)
+    if scale is not None:
+        return dequantize(weight[ids], scale[ids], dtype)
+    gathered = weight[ids]
+    # No conversion in a captured graph, where there is nothing to convert.
+    return gathered if gathered.dtype == dtype else gathered.to(dtype)

@@ -211,3 +211,15 @@ def test_a_nan_row_matches_no_candidate() -> None:
     candidates = [{"y": torch.ones(2, 3)}, {"y": torch.zeros(2, 3)}]
     values = {"y": torch.tensor([[torch.nan] * 3, [0.1] * 3])}
     assert worst_error(values, nearest_rows(values, candidates)) == float("inf")
+
+
+def test_routing_is_found_without_running_the_experts(layer: Mixture) -> None:
+    """Those of thousands of perturbed tokens took more memory than the layer."""
+    x = PLAN.example({"T": TOKENS}, torch.Generator().manual_seed(1))["x"]
+    _, *expected = layer.routed(x)
+    router = layer.router
+    del layer.experts
+    for _ in range(2):
+        for found, value in zip(select_experts(PLAN, layer, {"x": x}), expected, strict=True):
+            assert torch.equal(found, value)
+        assert layer.router is router

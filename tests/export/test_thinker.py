@@ -46,6 +46,13 @@ def session(stage: EagerStage, config: ThinkerConfig) -> Session:
     return Session(stage, config.decoder.vocab_size)
 
 
+def test_the_reference_holds_experts_once(module: Decoder) -> None:
+    """In the checkpoint's dtype: in float32 those of one released layer are 13 GB. All else is float32."""
+    narrow = {name for name, value in module.state_dict().items() if value.dtype == torch.bfloat16}
+    layers = [name for name, each in module.named_modules() if isinstance(each, MoeFeedForward)]
+    assert layers and narrow == {f"{name}.{matrix}" for name in layers for matrix in ("gate_up", "down")}
+
+
 def close(got: Tensor, expected: Tensor) -> None:
     assert got.shape == expected.shape
     error = (got - expected).abs().max().item()

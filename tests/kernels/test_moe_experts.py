@@ -48,6 +48,17 @@ def test_captured_form(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(moe_experts(*inputs).double(), plain(*inputs), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_narrower_experts_are_those_in_float32(is_captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference of an export keeps the experts in bfloat16: every bfloat16 is a float32."""
+    x, ids, weights, *experts = make_inputs(40)
+    narrow = [each.bfloat16() for each in experts]
+    if is_captured:
+        monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    found = moe_experts(x, ids, weights, *narrow)
+    assert torch.equal(found, moe_experts(x, ids, weights, *[each.float() for each in narrow]))
+
+
 def test_one_expert_with_more_rows_than_a_block() -> None:
     x, ids, weights, gate_up, down = make_inputs(3 * kernel._BLOCK_ROWS + 1)
     ids[:, 0] = 15

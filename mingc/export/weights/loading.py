@@ -133,7 +133,10 @@ def _compute(checkpoint: Checkpoint, source: WeightSource, stage: str) -> torch.
     part = part_of(checkpoint, source.part)
     if part is None:
         raise CheckpointError(f"part {source.part} is missing", where=f"{stage}: {source.name}")
-    return source.compute(*[part.read(name) for name in source.tensors])
+    try:
+        return source.compute(*[part.read(name) for name in source.tensors])
+    finally:
+        part.close()  # or the pages of every shard read so far would stay resident
 
 
 def load_module(
@@ -156,9 +159,11 @@ def load_module(
 
 
 def float32_module(stage: Stage, config: object, checkpoint: Checkpoint, *, submodule: str = "") -> nn.Module:
-    """The reference: the unsharded module with the checkpoint's weights in float32.
+    """The reference: the unsharded module with the checkpoint's weights, computing in float32.
 
-    With `submodule`, only the submodule at this path; no other weight is read.
+    Weights are float32 except routed experts, which keep the checkpoint's dtype and are converted, exactly, one at a
+    time when they run: those of one released layer are 13 GB in float32. With `submodule`, only the submodule at this
+    path; no other weight is read.
     """
     with torch.device("meta"):
         module = stage.build(config, Shard())
@@ -166,8 +171,14 @@ def float32_module(stage: Stage, config: object, checkpoint: Checkpoint, *, subm
     for source in stage.weights(config, Shard()):
         if _is_within(source.name, submodule):
             value = _compute(checkpoint, source, stage.name)
-            tensors[source.name] = value.float() if value.is_floating_point() else value
+            is_kept = _is_routed(source, value) or not value.is_floating_point()
+            tensors[source.name] = value if is_kept else value.float()
     return _fill(module, submodule, tensors)
+
+
+def _is_routed(source: WeightSource, value: torch.Tensor) -> bool:
+    """Whether a weight is one of the routed experts (E, …), whose torch reference converts what it uses."""
+    return source.quantizable == "experts" and value.dim() == 3
 
 
 def _fill(module: nn.Module, submodule: str, tensors: dict[str, torch.Tensor]) -> nn.Module:
