@@ -21,7 +21,7 @@ import click
 from click.core import ParameterSource
 
 from mingc import __version__
-from mingc.artifacts.target import is_rtx
+from mingc.artifacts.target import is_rtx, names_cuda_gpu
 from mingc.console.param_types import PathParam, names, numbers
 from mingc.console.progress import progress, step_logger
 from mingc.console.signals import clean_shutdown
@@ -96,7 +96,7 @@ def _common(command: Command) -> Command:
 _which_target = click.option(
     "--target",
     default=None,
-    metavar="cpu|cuda|rtx:smNN",
+    metavar="cpu|cuda[:smNN]|rtx:smNN",
     show_default="the GPU's engines where the artifact has some, else the CPU's",
     help="Use the engines for this target, where the artifact has them for several.",
 )
@@ -137,12 +137,12 @@ def commands() -> None:
 @click.option(
     "--target",
     "targets",
-    metavar="cpu|cuda|rtx:smNN,…",
+    metavar="cpu|cuda[:smNN]|rtx:smNN,…",
     multiple=True,
     default=("cpu",),
     show_default="cpu",
     help="Device the engines are for; may be given several times, for engines side by side in one artifact. RTX cards, "
-    "such as rtx:sm86,sm89,sm120, need not be in this machine.",
+    "such as rtx:sm86,sm89,sm120, need not be in this machine. The GPU of cuda must be: cuda:sm90 refuses another one.",
 )
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Weights and arithmetic."
@@ -232,6 +232,10 @@ def export_command(
     is_default = click.get_current_context().get_parameter_source("backend") is ParameterSource.DEFAULT
     if is_default and all(map(is_rtx, targets)):
         options["backend"] = (RTX_BACKEND,)
+    if any(map(names_cuda_gpu, targets)):  # importing torch takes seconds
+        from mingc.export.checks.preflight import resolve_targets
+
+        targets = resolve_targets(targets)
     target, *others = targets
     recipe = ExportRecipe(world_size=tp, cache=kept, target=target, other_targets=tuple(others), **options)
     show(_export(recipe), as_json=as_json)

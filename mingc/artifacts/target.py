@@ -24,6 +24,7 @@ RTX_CAPABILITIES: tuple[Capability, ...] = ((7, 5), (8, 0), (8, 6), (8, 9), (12,
 """Cards that TensorRT for RTX 1.7 builds engines for."""
 
 _RTX = "rtx:"
+_CUDA = "cuda:"
 
 
 def is_rtx(target: str) -> bool:
@@ -46,6 +47,25 @@ def rtx_capabilities(target: str) -> tuple[Capability, ...] | None:
     if len({*words}) < len(words):
         raise ValueError("names a card twice")
     return tuple(names[word] for word in words)
+
+
+def names_cuda_gpu(target: str) -> bool:
+    """Whether a target has the form `cuda:sm90`, whatever the name behind the colon is."""
+    return target.startswith(_CUDA)
+
+
+def cuda_capability(target: str) -> Capability | None:
+    """Compute capability in a target of the form `cuda:sm90`; None: it has another form.
+
+    Raises: ValueError, whose message says what is wrong with the name.
+    """
+    if not names_cuda_gpu(target):
+        return None
+    name = target.removeprefix(_CUDA)
+    found = re.fullmatch(r"sm([1-9]\d?)(\d)", name)
+    if found is None:
+        raise ValueError(f"{name or 'an empty name'} is not the name of one GPU, such as sm90")
+    return int(found[1]), int(found[2])
 
 
 def sm_name(capability: Capability) -> str:

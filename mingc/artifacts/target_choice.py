@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from mingc.artifacts.artifact import Artifact, check_fingerprint, fingerprint_problems
 from mingc.artifacts.manifest import Fingerprint, Manifest
-from mingc.artifacts.target import is_rtx, rtx_capabilities
+from mingc.artifacts.target import cuda_capability, is_rtx, rtx_capabilities
 from mingc.errors import ConfigError, IncompatibleError
 from mingc.host import Host
 
@@ -137,21 +137,29 @@ def needed_machine(recorded: Fingerprint) -> str:
 
 
 def _asked(views: tuple[Manifest, ...], asked: str) -> Manifest:
-    """The view for the target `asked`; RTX cards may be some of those that a target names."""
+    """The view for the target `asked`; RTX cards may be some of those that a target names, `cuda:sm90` is a `cuda`."""
     try:
-        cards = {*(rtx_capabilities(asked) or ())}
+        cards, gpu = {*(rtx_capabilities(asked) or ())}, cuda_capability(asked)
         for view in views:
             own = view.fingerprint.target
             if own == asked or (cards and cards <= {*(rtx_capabilities(own) or ())}):
                 return view
+            if gpu is not None and (own, view.fingerprint.capability) == ("cuda", "{}.{}".format(*gpu)):
+                return view
     except ValueError as error:
         raise ConfigError(f"{OPTION} {asked}: {error}", where=OPTION) from error
-    held = ", ".join(each.fingerprint.target for each in views)
+    held = ", ".join(map(_name, views))
     raise ConfigError(
         f"the artifact has no engines for {asked}",
         where=OPTION,
         fix=f"it has those for {held}; or export again with --target {asked}",
     )
+
+
+def _name(view: Manifest) -> str:
+    """The target of `view`; of CUDA with the GPU: `cuda:sm90`."""
+    recorded = view.fingerprint
+    return f"cuda:sm{recorded.capability.replace('.', '')}" if recorded.target == "cuda" else recorded.target
 
 
 def _problems(view: Manifest, host_of: HostOf) -> list[str]:

@@ -174,6 +174,11 @@ def test_targets_that_do_not_go_together_are_refused(installed: None, tmp_path: 
     assert "names a device twice" in refused("--target", "cpu", "--target", "cpu")
     assert "names a device twice" in refused("--target", "rtx:sm86", "--target", "rtx:sm86,sm89")
     assert "--target toaster: not one of" in refused("--target", "cpu", "--target", "toaster")
+    assert "finds no CUDA device" in refused(
+        "--target", "cuda:sm90", "--target", "rtx:sm89", "--target", "cpu", "--backend", "aoti"
+    )
+    assert "--target cuda:90: 90 is not the name of one GPU" in refused("--target", "cuda:90")
+    assert "names a device twice" in refused("--target", "cuda:sm90", "--target", "cuda")
     assert "--synthetic: samples weights on one device" in refused(
         "--target", "cpu", "--target", "rtx:sm86", "--synthetic"
     )

@@ -12,7 +12,8 @@ from safetensors import safe_open
 
 from mingc.errors import ConfigError
 from mingc.export.checkpoint import open_checkpoint
-from mingc.export.checks.preflight import check_space
+from mingc.export.checks import preflight
+from mingc.export.checks.preflight import check_space, resolve_targets
 from mingc.export.pipeline import export_artifact
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stages import find
@@ -67,3 +68,34 @@ def test_an_export_onto_a_full_disk_ends_before_its_first_step(
     with pytest.raises(ConfigError, match="1 MiB free"):
         export_artifact(recipe, None, steps.append)  # type: ignore[arg-type]
     assert not steps and not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(preflight.torch.cuda, "is_available", lambda: True)
+    card = SimpleNamespace(name="NVIDIA H200", capability=(9, 0))
+    monkeypatch.setattr(preflight, "gpu", lambda: card)
+    return monkeypatch
+
+
+def test_a_target_may_name_the_gpu_of_this_machine(h200: pytest.MonkeyPatch) -> None:
+    assert resolve_targets(["cuda:sm90", "rtx:sm89", "cpu"]) == ("cuda", "rtx:sm89", "cpu")
+    card = SimpleNamespace(name="NVIDIA GB10", capability=(12, 1))
+    h200.setattr(preflight, "gpu", lambda: card)
+    assert resolve_targets(["cuda:sm121"]) == ("cuda",)
+
+
+@pytest.mark.parametrize("name", ["sm89", "sm100", "sm80"])
+def test_a_target_that_names_another_gpu_is_refused(name: str, h200: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"the GPU here is sm90 \(NVIDIA H200\)") as refused:
+        resolve_targets(["cpu", f"cuda:{name}"])
+    assert refused.value.where == f"--target cuda:{name}"
+    assert f"export on a machine with {name}, or pass --target cuda" in (refused.value.fix or "")
+
+
+@pytest.mark.parametrize(
+    "target", ["cuda:", "cuda:90", "cuda:sm", "cuda:sm9", "cuda:sm090", "cuda:sm90,sm100"]
+)
+def test_a_target_that_names_no_gpu_is_refused(target: str, h200: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="is not the name of one GPU, such as sm90"):
+        resolve_targets([target])

@@ -118,7 +118,18 @@ def test_what_was_asked_for_is_loaded_or_refused(three: Manifest) -> None:
         choose_target(three, machine("8.9"), "rtx:sm89,sm120")
     with pytest.raises(ConfigError, match="no engines for toaster") as unknown:
         choose_target(three, machine(), "toaster")
-    assert "it has those for cpu, rtx:sm86,sm89, cuda" in (unknown.value.fix or "")
+    assert "it has those for cpu, rtx:sm86,sm89, cuda:sm90;" in (unknown.value.fix or "")
+
+
+def test_engines_for_cuda_may_be_asked_for_with_their_gpu(three: Manifest) -> None:
+    assert loaded(three, machine("9.0"), "cuda:sm90") == loaded(three, machine("9.0"), "cuda") == "cuda"
+    with pytest.raises(IncompatibleError, match="the engines for cuda do not run here"):
+        choose_target(three, machine(), "cuda:sm90")
+    with pytest.raises(ConfigError, match="no engines for cuda:sm89") as other:
+        choose_target(three, machine("8.9"), "cuda:sm89")  # those for RTX cards are of another backend
+    assert "cuda:sm90; or export again with --target cuda:sm89" in (other.value.fix or "")
+    with pytest.raises(ConfigError, match="--target cuda:90: 90 is not the name of one GPU, such as sm90"):
+        choose_target(three, machine("9.0"), "cuda:90")
 
 
 def test_a_machine_that_no_target_is_for_gets_every_reason(three: Manifest) -> None:
