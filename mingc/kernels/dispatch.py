@@ -27,6 +27,13 @@ def use_triton(tensor: Tensor, head_size: int | None = None) -> bool:
     return _has_kernels(tensor.device.index, "triton")
 
 
+def use_triton_float32(tensor: Tensor) -> bool:
+    """As `use_triton`, of a kernel that takes float32 and has no products for tensor cores."""
+    if _is_plain or not tensor.is_cuda or tensor.dtype != torch.float32:
+        return False
+    return _has_kernels(tensor.device.index, "triton")
+
+
 def use_clusters(tensor: Tensor) -> bool:
     """Whether a CUDA C++ kernel with thread block clusters runs on `tensor`: bfloat16, a GPU with such kernels."""
     if _is_plain or not tensor.is_cuda or tensor.dtype != torch.bfloat16:
