@@ -60,6 +60,7 @@ def _expected(parameters: Mapping[str, Parameters], world_size: int) -> dict[str
     expect("thinker", "embed", "embeds", 1, "thinker", "hidden_size")
     if world_size == 1:  # shards of the vocabulary are padded
         expect("thinker", "head", "logits", 1, "thinker", "vocab_size")
+    expect("thinker", "sample", "logits", 1, "thinker", "vocab_size")
     expect("talker", "prefill", "embeds", 1, "talker", "hidden_size")
     expect("talker", "step", "embeds", 1, "talker", "hidden_size")
     expect("talker", "step", "k_slots.0", 1, "talker", "slot_tokens")

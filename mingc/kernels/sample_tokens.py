@@ -1,7 +1,7 @@
 """Sampling of the next token of each row: repetition penalty, banned tokens, temperature, top_k, top_p and min_p.
 
-The torch reference sorts the vocabulary, as top_k and top_p are prefixes of the sorted tokens. The kernel finds only where
-the prefix ends: by a histogram of the logits, then by a search in the bin of the end (spec: thinker.md §7).
+top_k and top_p keep the first of the tokens sorted by logit. The torch reference sorts the vocabulary; the kernel only
+finds the last token kept: by a histogram of the logits, then by a search in one bin (spec: thinker.md §7).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _MAX_VOCAB = (1 << 19) - 1  # whose probabilities, added up as integers, fit int
 def sample_tokens(logits: Tensor, sampling: Tensor, seen: Tensor) -> Tensor:
     """Sample the next token of each row with its own parameters; on a GPU with kernels, without a sort.
 
-    Equal logits rank in order of id. Sums of the kernel are exact, those of the reference float32: they sample different
-    tokens where the uniform number lies within this rounding error of the border between two tokens.
+    Equal logits rank in order of id. The kernel adds probabilities exactly, the reference in float32: their tokens
+    differ where the uniform number lies within this rounding error of the border between two tokens.
 
     Args:
         logits: (B, V) float32, also of engines that compute in bfloat16: their logits are bfloat16 values.
-        sampling: (B, NUM_COLUMNS) float32: temperature, top_k, top_p, min_p, repetition penalty, uniform number; then one
-            more than each banned token, padded with 0.
+        sampling: (B, NUM_COLUMNS) float32: temperature, top_k, top_p, min_p, repetition penalty, uniform number;
+            then one more than each banned token, padded with 0.
         seen: (B, V) bool, tokens of prompt and answer, for the repetition penalty.
 
     Returns: (B,) int64; `NOT_FINITE` for a row with NaN or inf.

@@ -35,6 +35,7 @@ from mingc.kernels import (
     quantized,
     rotate_packed,
     router,
+    sample_tokens,
     sliding_window_attention,
     small_sequence_attention,
     varlen_attention,
@@ -93,8 +94,9 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
         monkeypatch.setattr(torch.library, "triton_op", recording)
         for each in pkgutil.iter_modules(mingc.kernels.__path__):
             module = importlib.import_module(f"mingc.kernels.{each.name}")
-            if hasattr(module, "use_triton"):
-                monkeypatch.setattr(module, "use_triton", lambda *_: True)
+            for dispatch in ("use_triton", "use_triton_float32"):
+                if hasattr(module, dispatch):
+                    monkeypatch.setattr(module, dispatch, lambda *_: True)
         gpu = importlib.import_module("mingc.kernels.triton")
         for each in pkgutil.iter_modules(gpu.__path__):
             importlib.import_module(f"mingc.kernels.triton.{each.name}")
@@ -265,6 +267,11 @@ def run_expert_layer() -> object:
         return half.decode(row, row)
 
 
+def sample() -> Tensor:
+    columns = torch.zeros(BATCH, sample_tokens.NUM_COLUMNS)
+    return sample_tokens.sample_tokens(torch.randn(BATCH, TOKENS), columns, torch.zeros(BATCH, TOKENS) > 0)
+
+
 # FLOPs of one call at a context of 9 tokens, counted from the definition of the operation.
 CALLS: dict[str, tuple[str, Callable[[], object], int]] = {
     "paged decode": ("paged_decode_attention", attend_pages, 4 * BATCH * HEADS * SIZE * 10),
@@ -305,6 +312,7 @@ CALLS: dict[str, tuple[str, Callable[[], object], int]] = {
     "GEMV with norm": ("sum_norm_linear", gemv_with_norm, 2 * WIDTH * HIDDEN),
     "linear": ("normed_linear", quantized_linear, 2 * BATCH * WIDTH * HIDDEN),
     "fused GEMV": ("fused_norm_gemv", fused_gemv, 2 * WIDTH * HIDDEN),
+    "sampling": ("sample_tokens", sample, 0),
     "linear with residual": ("add_linear", linear_with_residual, 2 * BATCH * WIDTH * HIDDEN),
 }  # fmt: skip
 

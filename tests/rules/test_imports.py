@@ -36,7 +36,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.kernels.chunk_layout": (),
     "mingc.kernels.triton": ("mingc.artifacts.target", "mingc.host", "mingc.kernels.chunk_layout"),
     "mingc.kernels.cuda": ("mingc.artifacts.target", "mingc.host"),
+    # What a server runs where no engine samples; its GPU code is loaded by exports alone.
+    "mingc.kernels.sample_tokens": ("mingc.kernels.dispatch", "mingc.kernels.triton"),
+    "mingc.kernels.dispatch": ("mingc.artifacts.target", "mingc.host"),
     "mingc.kernels": (
+        "mingc.kernels.dispatch",
         "mingc.artifacts.target",
         "mingc.host",
         "mingc.kernels.chunk_layout",
@@ -55,6 +59,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.host",
         "mingc.kernels",
         "mingc.kernels.chunk_layout",
+        "mingc.kernels.dispatch",
+        "mingc.kernels.sample_tokens",
         "mingc.kernels.triton",
         "mingc.numerics",
         "mingc.parent_watchdog",
@@ -79,6 +85,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.artifacts",
         "mingc.dtypes",
         "mingc.errors",
+        "mingc.kernels.sample_tokens",
         "mingc.runtime",
         "mingc.runtime.distributed",
         "mingc.runtime.engines",

@@ -149,6 +149,15 @@ def encoder_layers() -> None:
     rotate.rotate_packed(empty(1024, 3, 16, 72), floats(1024, 36), floats(1024, 36))
 
 
+def sampling() -> None:
+    sample = module("sample_tokens")
+    for batch in (1, 16, 32):
+        for vocab in (576, 157184):  # of the tiny and of the released model
+            sample.sample_tokens(
+                floats(batch, vocab), floats(batch, 26), empty(batch, vocab, dtype=torch.bool), 6
+            )
+
+
 def main() -> None:
     stand_in()
     gemms()
@@ -156,6 +165,7 @@ def main() -> None:
     attention()
     encoders()
     encoder_layers()
+    sampling()
     json.dump(found, sys.stdout)
 
 

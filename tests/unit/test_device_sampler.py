@@ -6,15 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from mingc.kernels.sample_tokens import MAX_BANNED, NOT_FINITE, sample_greedy, sample_tokens
 from mingc.runtime.request import SamplingParams
-from mingc.runtime.thinker.device_sampler import (
-    MAX_BANNED,
-    NOT_FINITE,
-    needs_sampling,
-    sample_greedy,
-    sample_tokens,
-    sampling_columns,
-)
+from mingc.runtime.thinker.device_sampler import needs_sampling, sampling_columns
 from mingc.runtime.thinker.sampler import SamplerRow, sample, uniform
 
 VOCAB = 300

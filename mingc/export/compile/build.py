@@ -445,12 +445,12 @@ def _check(
     is_sharded, is_float32 = len(task.weights) > 1, options.dtype == torch.float32
     # The engine is compared with its stored weights in float32; the loss of storing them is a separate figure.
     quantization, submodule = task.recipe.quantization(task.stage), plan.spec.layer_instances[0]
-    exact_plan = _find_plan(stage, config, Shard(), _float32(options), task.graph)
+    exact_plan = _float32_plan(stage, config, Shard(), options, plan)
     whole = float32_module(stage, config, checkpoint, submodule=submodule)
     stored_plan, stored = exact_plan, [whole]
     if quantization is not None:
         stored = [in_float32(_load(task, stage, config, shard, plan)) for shard in _shards(task.weights)]
-        stored_plan = _find_plan(stage, config, _shards(task.weights)[0], _float32(options), task.graph)
+        stored_plan = _float32_plan(stage, config, _shards(task.weights)[0], options, plan)
     # Only low-precision engines are compared with the eager module's error.
     shards = [] if is_float32 else _shards(task.weights)[1:]
     others = [_load(task, stage, config, shard, plan) for shard in shards]
@@ -550,6 +550,14 @@ def _float32(options: StageOptions) -> StageOptions:
         max_model_len=options.max_model_len,
         prefill_chunk_size=options.prefill_chunk_size,
     )
+
+
+def _float32_plan(stage: Stage, config: Any, shard: Shard, options: StageOptions, plan: GraphDef) -> GraphDef:
+    """`plan` in float32 on the CPU; itself if only CUDA exports have it, as it then computes in float32 there too."""
+    for each in stage.graphs(config, shard, _float32(options)):
+        if each.spec.name == plan.spec.name:
+            return each
+    return plan
 
 
 def _golden_tensors(

@@ -199,6 +199,7 @@ KERNELS: Mapping[str, Rule] = {
     "sliding_window_attention": _sliding_window_attention,
     "rotate_packed": _elementwise,
     "route_hidden": _route_hidden,
+    "sample_tokens": _elementwise,
     "gemv": _linear,
     "small_sequence_attention": _small_sequence_attention,
     "contiguous_kv_attention": _contiguous_kv_attention,

@@ -26,6 +26,7 @@ from mingc.kernels.mrope import mrope_cos_sin
 from mingc.kernels.norm_rope_write import norm_rope_write
 from mingc.kernels.paged_attention import chunk_rows, paged_prefill_attention
 from mingc.kernels.rms_norm import rms_norm
+from mingc.kernels.sample_tokens import sample_tokens
 
 PAGE_SIZE = 16
 # Expert widths are padded to a multiple of this: grouped GEMMs need rows that are multiples of 16 bytes.
@@ -199,6 +200,14 @@ class Head(nn.Module):
         return (logits_TV.to(torch.float32),)
 
 
+class Sampler(nn.Module):
+    """Logits of a batch → next tokens. Has no weights."""
+
+    def forward(self, logits_BV: Tensor, sampling: Tensor, seen_BV: Tensor) -> tuple[Tensor]:
+        """Tokens (B,) int64; see `mingc.kernels.sample_tokens`."""
+        return (sample_tokens(logits_BV, sampling, seen_BV),)
+
+
 class DecoderLayer(nn.Module):
     """The two halves of a layer, which name its weights."""
 
@@ -219,6 +228,7 @@ class Decoder(nn.Module):
             for index in range(config.num_layers)
         )
         self.head = Head(config, world_size)
+        self.sampler = Sampler()
 
 
 def _feed_forward(config: DecoderConfig, index: int, world_size: int) -> DenseFeedForward | MoeFeedForward:

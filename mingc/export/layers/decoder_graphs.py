@@ -1,6 +1,7 @@
 """Graph definitions of the thinker, with example inputs.
 
-A step runs `embed`, then attention and feed-forward of every layer, then `head`. Dims: T tokens of a chunk, B requests,
+A step runs `embed`, then attention and feed-forward of every layer, then `head`; on CUDA `sample` if a token is sampled
+at random. Dims: T tokens of a chunk, B requests,
 N either of both, P pages of a request, KV rows of a page pool. On CUDA a chunk may hold tokens of several requests:
 every chunk there takes as long as reading most experts does.
 """
@@ -19,6 +20,7 @@ from mingc.export.layers.batch_buckets import doubling_buckets
 from mingc.export.layers.decoder import PAGE_SIZE, DecoderConfig
 from mingc.export.stage import GraphDef, Shard, StageOptions
 from mingc.kernels.chunk_layout import CHUNK_ALIGNMENT
+from mingc.kernels.sample_tokens import NUM_COLUMNS, NUM_RULES
 
 _MAX_POOL_ROWS = 1 << 30
 _MIN_CHUNK = 16
@@ -35,6 +37,8 @@ def thinker_graphs(config: DecoderConfig, shard: Shard, options: StageOptions) -
         defs.append(graphs.dense())
     if config.num_layers > config.num_dense_layers:
         defs += [graphs.experts("prefill"), graphs.experts("decode")]
+    if options.static_buckets:
+        defs.append(graphs.sample())  # a server on a CPU samples on the host
     return defs
 
 
@@ -58,6 +62,13 @@ class _Graphs:
         )
         self._table = _page_table_dim(options)
         self._num_prompts = _num_prompts(options)
+        # One row for the last token of each prompt of a chunk, or of each request of a batch.
+        self._head_rows = Dim(
+            name="B",
+            minimum=1,
+            maximum=options.max_batch,
+            buckets=tuple(sorted({self._num_prompts, *options.batch_sizes})),
+        )
         self._pool = Dim(name="KV", minimum=2 * PAGE_SIZE, maximum=_MAX_POOL_ROWS, multiple=PAGE_SIZE)
         # Sizes for tracing and for checking; none is 1, which torch.export would specialize on.
         self._trace = {
@@ -171,14 +182,28 @@ class _Graphs:
 
     def head(self) -> GraphDef:
         vocab = self._config.local_vocab(self._world_size)
-        # One row for the last token of each prompt of a chunk, or of each request of a batch.
-        sizes = tuple(sorted({self._num_prompts, *self._options.batch_sizes}))
         spec = GraphSpec(
             name="head",
             inputs=(self._stream("residual", "B"), self._stream("delta", "B")),
             outputs=(TensorSpec(name="logits", dtype="float32", shape=("B", vocab), ranks="concat"),),
-            dims=(Dim(name="B", minimum=1, maximum=self._options.max_batch, buckets=sizes),),
+            dims=(self._head_rows,),
             layer_instances=("head",),
+        )
+        return self._graph(spec, "forward")
+
+    def sample(self) -> GraphDef:
+        """Sampling from the logits of all ranks; its tensors do not depend on the dtype of the weights."""
+        vocab = self._config.vocab_size
+        spec = GraphSpec(
+            name="sample",
+            inputs=(
+                TensorSpec(name="logits", dtype="float32", shape=("B", vocab)),
+                TensorSpec(name="sampling", dtype="float32", shape=("B", NUM_COLUMNS)),
+                TensorSpec(name="seen", dtype="bool", shape=("B", vocab)),
+            ),
+            outputs=(_ints("tokens", "B"),),
+            dims=(self._head_rows,),
+            layer_instances=("sampler",),
         )
         return self._graph(spec, "forward")
 
@@ -262,6 +287,13 @@ class _Examples:
                 places = torch.arange(shape[0], dtype=torch.float32)[:, None] + 7
                 angles = places / config.rope_theta ** (torch.arange(shape[1]) / shape[1])
                 return angles.cos() if name == "cos" else angles.sin()
+            case "logits":
+                # Few likely tokens, so that rounding of their probabilities does not decide which one is sampled.
+                return 8 * torch.randn(shape, generator=generator)
+            case "seen":
+                return torch.rand(shape, generator=generator) < 0.1
+            case "sampling":
+                return _example_rules(shape, generator)
             case _:  # the residual stream and the page pools
                 return torch.randn(shape, generator=generator).to(self._dtype)
 
@@ -289,6 +321,18 @@ class _Examples:
         table = _scatter_pages(requests, num_pages, pool_pages, generator)
         is_owned = torch.arange(num_pages) * PAGE_SIZE < lengths[:, None]
         return {"page_table": table.masked_fill(~is_owned, 0), "lengths": lengths}
+
+
+def _example_rules(shape: list[int], generator: torch.Generator) -> Tensor:
+    """Columns of `mingc.kernels.sample_tokens`: limited, penalized and greedy rows in turn, each with a ban."""
+    rules = torch.tensor(
+        [[1.0, 0.0, 0.9, 0.0, 1.0], [0.7, 40.0, 1.0, 0.0, 1.2], [0.0, 0.0, 1.0, 0.0, 1.3], [1.3, 50.0, 0.95, 0.02, 0.9]]
+    )  # fmt: skip
+    columns = torch.zeros(shape)
+    columns[:, : NUM_RULES - 1] = rules[torch.arange(shape[0]) % len(rules)]
+    columns[:, NUM_RULES - 1] = torch.rand(shape[0], generator=generator)
+    columns[:, NUM_RULES] = torch.arange(1.0, shape[0] + 1.0)
+    return columns
 
 
 def _scatter_pages(requests: int, num_pages: int, pool_pages: int, generator: torch.Generator) -> Tensor:

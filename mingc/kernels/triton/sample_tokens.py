@@ -213,7 +213,7 @@ def mingc_sample_histogram(
 ):  # fmt: skip
     """Count and mass of the tokens in each bin, of rows with top_k or top_p."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    temperature, top_k, top_p, _, highest, is_random = _row(
+    temperature, top_k, top_p, _min_p, highest, is_random = _row(
         sampling, chunk_max, row, C, COLUMNS, C_PADDED
     )
     if is_random & ((top_k >= 1.0) | (top_p < 1.0)):
@@ -233,12 +233,12 @@ def mingc_sample_select(
 ):  # fmt: skip
     """Collect the logits of the bins in which a threshold lies, in any order."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    temperature, top_k, top_p, _, highest, is_random = _row(
+    temperature, top_k, top_p, _min_p, highest, is_random = _row(
         sampling, chunk_max, row, C, COLUMNS, C_PADDED
     )
     if is_random & ((top_k >= 1.0) | (top_p < 1.0)):
         span = _span(chunk_min, row, temperature, highest, C, C_PADDED)
-        k_bin, _, _, p_first, p_last, _ = _crossings(counts, masses, row, top_k, top_p, BINS)
+        k_bin, _count, _mass, p_first, p_last, _p_mass = _crossings(counts, masses, row, top_k, top_p, BINS)
         token = chunk * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(prepared + row * V + token, mask=token < V, other=float("-inf"))
         mass = (_probability(x, highest, temperature) * _ONE).to(tl.int64)
@@ -258,16 +258,14 @@ def mingc_sample_threshold(
 ):  # fmt: skip
     """Key of the least likely token that top_k and top_p keep, and how many tokens with this key, in order of id."""
     row = tl.program_id(0).to(tl.int64)
-    temperature, top_k, top_p, _, highest, is_random = _row(
+    temperature, top_k, top_p, _min_p, highest, is_random = _row(
         sampling, chunk_max, row, C, COLUMNS, C_PADDED
     )
     key = tl.full([], _LOWEST_KEY, tl.int64)
     tied = tl.full([], 0, tl.int64)
     if is_random & ((top_k >= 1.0) | (top_p < 1.0)):
         span = _span(chunk_min, row, temperature, highest, C, C_PADDED)
-        k_bin, k_count, k_mass, p_first, p_last, p_mass = _crossings(
-            counts, masses, row, top_k, top_p, BINS
-        )
+        k_bin, _count, _mass, p_first, p_last, _p_mass = _crossings(counts, masses, row, top_k, top_p, BINS)
         n, values = tl.load(num_candidates + row), candidates + row * V
         total = k_mass
         if k_bin < BINS:
@@ -280,7 +278,7 @@ def mingc_sample_threshold(
             total += above_mass + tied * tl.sum((of_each * _ONE).to(tl.int64), 0)
         if top_p < 1.0:
             wanted = _share(top_p, total) - p_mass
-            key, above, _ = _search(
+            key, above, above_mass = _search(
                 values, n, highest, span, temperature, p_first, p_last, wanted, True, BINS, LIST
             )
             of_each = _probability_of_key(key, highest, temperature)
@@ -297,9 +295,7 @@ def mingc_sample_weigh(
 ):  # fmt: skip
     """Of each chunk the mass of kept tokens above the threshold, and the number of tokens at it."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    temperature, _, _, min_p, highest, is_random = _row(
-        sampling, chunk_max, row, C, COLUMNS, C_PADDED
-    )
+    temperature, _, _, min_p, highest, is_random = _row(sampling, chunk_max, row, C, COLUMNS, C_PADDED)
     if is_random:
         threshold = tl.load(thresholds + row).to(tl.int64)
         token = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -319,9 +315,7 @@ def mingc_sample_draw(
 ):  # fmt: skip
     """The kept token, in order of id, at which the sum of masses exceeds the row's uniform number times all of them."""
     row = tl.program_id(0).to(tl.int64)
-    temperature, _, _, min_p, highest, is_random = _row(
-        sampling, chunk_max, row, C, COLUMNS, C_PADDED
-    )
+    temperature, _, _, min_p, highest, is_random = _row(sampling, chunk_max, row, C, COLUMNS, C_PADDED)
     c = tl.arange(0, C_PADDED)
     maxima = tl.load(chunk_max + row * C + c, mask=c < C, other=float("-inf"))
     first = tl.load(chunk_first + row * C + c, mask=c < C, other=V)
@@ -356,7 +350,7 @@ def mingc_sample_draw(
 
 @torch.library.triton_op("mingc::sample_tokens", mutates_args={})
 def sample_tokens(logits: Tensor, sampling: Tensor, seen: Tensor, num_rules: int) -> Tensor:
-    """See `mingc.kernels.sample_tokens`; V at most 2^19 - 1. `num_rules`: columns of `sampling` before banned tokens."""
+    """See `mingc.kernels.sample_tokens`; V at most 2^19 - 1, columns of `sampling` after `num_rules` are banned tokens."""
     (batch, vocab), columns = logits.shape, sampling.shape[1]
     chunks = triton.cdiv(vocab, BLOCK)
     padded = triton.next_power_of_2(chunks)

@@ -24,12 +24,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mingc.errors import RequestError, ServeError, WorkerError
+from mingc.kernels.sample_tokens import MAX_BANNED, NOT_FINITE
 from mingc.runtime.engine_thread import EngineThread
 from mingc.runtime.kv_cache import SlotPool
 from mingc.runtime.prompt import ThinkerPrompt
 from mingc.runtime.request import FinishReason, SamplingParams
 from mingc.runtime.request_stream import FailedItem, Item, TokenItem
-from mingc.runtime.thinker.device_sampler import MAX_BANNED, NOT_FINITE, sampling_columns
+from mingc.runtime.thinker.device_sampler import sampling_columns
 from mingc.runtime.thinker.page_keys import answer_keys, page_keys
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.sampler import SamplerRow, sample, uniform

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mingc.kernels.sample_tokens import NUM_COLUMNS
 from mingc.runtime.prompt import ThinkerPrompt
-from mingc.runtime.thinker.device_sampler import NUM_COLUMNS
 
 Ints = NDArray[np.int64]
 

@@ -6,6 +6,7 @@ steps on its own weights and pages. The layers are in `mingc.runtime.thinker.lay
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,16 +19,19 @@ from torch import Tensor
 
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.dtypes import torch_dtype
+from mingc.kernels.sample_tokens import NUM_COLUMNS, sample_greedy, sort_and_sample
 from mingc.runtime.distributed.all_reduce import create_all_reduce
 from mingc.runtime.distributed.process_group import broadcast_from_rank0_, num_ranks
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.cuda_graphs import AsyncHostCopy, GraphPool, GraphRunner, Shapes
 from mingc.runtime.engines.stage_loader import LoadedStage
-from mingc.runtime.thinker.device_sampler import NUM_COLUMNS, needs_sampling, sample_greedy, sample_tokens
+from mingc.runtime.thinker.device_sampler import needs_sampling
 from mingc.runtime.thinker.layers import ThinkerLayers, split_chunk
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.scheduler import ChunkShape
 from mingc.runtime.thinker.step import DecodeStep, Ints, PrefillStep, padded, padded_sampling
+
+log = logging.getLogger("mingc.engine")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +127,9 @@ class ThinkerWorker:
         self.state = stage.allocate_state({"KV": num_pages * self.page_size}, device)
         self.routes: list[tuple[Tensor, Tensor]] = []
         self._prefill, self._decode = stage["prefill_attention"], stage["decode_attention"]
+        self._sampler = stage.graphs.get("sample")
+        if self._sampler is None and device.type == "cuda" and self.samples_on_device:
+            log.warning("sampling sorts the vocabulary: the artifact has no graph sample; export again")
         self.batches, self.chunks = self._decode.spec.dim("B").buckets, self._prefill.spec.dim("T").buckets
         if options.max_chunk is not None:
             self.chunks = tuple(size for size in self.chunks if size <= options.max_chunk) or (
@@ -400,7 +407,14 @@ class ThinkerWorker:
         """Sample tokens (B,) from `logits` (B, V), the same on all ranks, and store them for `slots`."""
         slots = inputs["slots"]
         if is_random:
-            sampled = sample_tokens(logits, inputs["sampling"], self._seen.index_select(0, slots))
+            seen = self._seen.index_select(0, slots)
+            if self._sampler is None:
+                sampled = sort_and_sample(logits, inputs["sampling"], seen)
+            else:
+                outputs = self._sampler.run(
+                    logits=logits.contiguous(), sampling=inputs["sampling"], seen=seen
+                )
+                sampled = outputs["tokens"]
         else:
             sampled = sample_greedy(logits)
         broadcast_from_rank0_(sampled)
