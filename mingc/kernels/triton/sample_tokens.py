@@ -265,7 +265,7 @@ def mingc_sample_threshold(
     tied = tl.full([], 0, tl.int64)
     if is_random & ((top_k >= 1.0) | (top_p < 1.0)):
         span = _span(chunk_min, row, temperature, highest, C, C_PADDED)
-        k_bin, _count, _mass, p_first, p_last, _p_mass = _crossings(counts, masses, row, top_k, top_p, BINS)
+        k_bin, k_count, k_mass, p_first, p_last, p_mass = _crossings(counts, masses, row, top_k, top_p, BINS)
         n, values = tl.load(num_candidates + row), candidates + row * V
         total = k_mass
         if k_bin < BINS:
@@ -350,7 +350,7 @@ def mingc_sample_draw(
 
 @torch.library.triton_op("mingc::sample_tokens", mutates_args={})
 def sample_tokens(logits: Tensor, sampling: Tensor, seen: Tensor, num_rules: int) -> Tensor:
-    """See `mingc.kernels.sample_tokens`; V at most 2^19 - 1, columns of `sampling` after `num_rules` are banned tokens."""
+    """See `mingc.kernels.sample_tokens`; V below 2^19, columns of `sampling` after `num_rules` are banned tokens."""
     (batch, vocab), columns = logits.shape, sampling.shape[1]
     chunks = triton.cdiv(vocab, BLOCK)
     padded = triton.next_power_of_2(chunks)
