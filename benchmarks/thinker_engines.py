@@ -80,6 +80,7 @@ class Setup:
             **dict.fromkeys(DECODE, ("B", self.batches)),
             **dict.fromkeys(BOTH, ("N", tuple(sorted({*self.batches, *self.chunks})))),
             "head": ("B", tuple(sorted({1, *self.batches}))),
+            "sample": ("B", self.batches),
         }
         name, counts = tokens[graph]
         table = {"P": pages} if graph.endswith("attention") else {}

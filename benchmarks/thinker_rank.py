@@ -21,11 +21,14 @@ from torch import Tensor
 
 from mingc.export.layers.decoder import PAGE_SIZE
 from mingc.kernels.dispatch import plain_torch
+from mingc.kernels.sample_tokens import NUM_COLUMNS, NUM_RULES
 from mingc.runtime.distributed.all_reduce import AllReduce, create_all_reduce
+from mingc.runtime.distributed.process_group import broadcast_from_rank0_
 from mingc.runtime.thinker.layers import ThinkerLayers
 
 PEAK_TB_S = 4.27  # measured device copy of an H200, for the roofline
 OUTPUT_TOKENS = 152
+SAMPLING_RULES = (0.7, 50.0, 0.95, 0.02, 1.05)  # temperature, top_k, top_p, min_p, repetition penalty
 Figure = dict[str, Any]
 
 
@@ -114,6 +117,7 @@ class Rank:
 
         generate()
         samples = self.slowest(generate())
+        sampled = [] if self.job.is_alone else self.sampled(batch, prompt, inputs, statistics.median(samples))
         read_experts = experts_read(self.stage, self.state, self.weights, self.config, inputs)
         step_ms = statistics.mean(samples)
         read = engines.step_bytes(self.setup, [prompt + OUTPUT_TOKENS // 2] * batch)
@@ -127,6 +131,7 @@ class Rank:
             {"name": "tok_per_s", **same, "median": round(1e3 * batch / step_ms, 1), "unit": "tokens/s"},
             {"name": "experts_read", **same, "median": round(read_experts, 1), "unit": "per layer",
              "expected": round(engines.expected_experts(self.config, batch), 1)},
+            *sampled,
             *({"name": "kernel_us", **same, **kernel, "unit": "us a step"} for kernel in kernels),
         ]  # fmt: skip
         if self.setup.world_size > 1 and not self.job.is_alone:
@@ -143,6 +148,36 @@ class Rank:
                  "percent_of_step": round(100 * all_reduce_ms / step_ms, 1), "choice": self.all_reduce.plan.reason}
             )  # fmt: skip
         return figures
+
+    def sampled(self, batch: int, prompt: int, inputs: dict[str, Tensor], greedy_ms: float) -> list[Figure]:
+        """Time the same step with every sampling rule, beside the greedy one."""
+        sampling = torch.zeros(batch, NUM_COLUMNS, device=self.device)
+        sampling[:, : NUM_RULES - 1] = torch.tensor(SAMPLING_RULES, device=self.device)
+        sampling[:, NUM_RULES - 1] = torch.rand(batch, device=self.device)
+        seen = torch.rand(batch, self.config.vocab_size, device=self.device) < 0.01
+
+        def step() -> None:
+            logits = self.layers.decode(inputs).contiguous()
+            tokens = self.stage["sample"].run(logits=logits, sampling=sampling, seen=seen)["tokens"]
+            broadcast_from_rank0_(tokens)
+            inputs["input_ids"].copy_(tokens)
+            inputs["positions"].add_(1)
+            inputs["lengths"].add_(1)
+
+        inputs["positions"].fill_(prompt)
+        inputs["lengths"].fill_(prompt + 1)
+        replay = self.capture(step)
+        samples: list[float] = []
+        for _ in range(2):  # the first pass warms up
+            inputs["positions"].fill_(prompt)
+            inputs["lengths"].fill_(prompt + 1)
+            samples = self.slowest(self.time_ms(replay, OUTPUT_TOKENS))
+        found = harness.summary(samples)
+        return [
+            {"name": "sampled_step_ms", "batch": batch, "prompt": prompt, "ranks": self.setup.world_size,
+             "rules": list(SAMPLING_RULES), **found, "unit": "ms",
+             "of_greedy_step": round(found["median"] / greedy_ms, 4)}
+        ]  # fmt: skip
 
     def layer(self, batch: int, prompt: int) -> list[Figure]:
         """Time one expert layer in plain eager torch."""
