@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from fake_service import INFO, SPEECH_ONLY, TEXT_ONLY, FakeService
 from server_process import child
@@ -25,7 +26,9 @@ from server_thread import run_server
 from mingc.errors import ConfigError
 from mingc.runtime.http.api_keys import ApiKeys
 from mingc.runtime.http.logs import REQUEST_ID, configure_logging
+from mingc.runtime.http.metrics import Metrics
 from mingc.runtime.http.options import ServeOptions
+from mingc.runtime.request import AudioDelta, ServiceLoad, TextDelta
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
@@ -387,3 +390,21 @@ def test_latency_build_and_process_metrics() -> None:
     (build,) = [name for name in rows if name.startswith("mingc_build_info{")]
     assert 'version="0.1.0"' in build
     assert float(rows["process_open_fds"]) == pytest.approx(len(os.listdir("/proc/self/fd")), abs=8)
+
+
+def test_latencies_are_those_to_the_first_and_between_neighbouring_texts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = iter([0.0, 1.0, 3.0, 3.5, 6.0, 10.0])  # the request, then each event
+    monkeypatch.setattr("mingc.runtime.http.metrics.time.monotonic", lambda: next(times))
+    metrics = Metrics()
+    timer = metrics.latency_timer()
+    audio = AudioDelta(samples=np.zeros(1, np.float32))
+    text = TextDelta(text="a")
+    for event in (text, text, audio, text, text):
+        timer.see(event)
+    found = {each.name: each.value for each in metrics.samples(ServiceLoad())}
+    assert found["mingc_time_to_first_token_seconds_sum"] == 1.0
+    assert found["mingc_time_to_first_audio_seconds_sum"] == 3.5
+    assert found["mingc_inter_token_latency_seconds_count"] == 3
+    assert found["mingc_inter_token_latency_seconds_sum"] == 2.0 + 3.0 + 4.0  # 1 → 3 → 6 → 10
