@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from collector import Collector
-from fake_thinker import PAGE, make_thinker_loop, make_thinker_stage, make_thinker_worker
+from fake_thinker import CONTEXT, PAGE, make_thinker_loop, make_thinker_stage, make_thinker_worker
 from fake_thinker import make_prompt as prompt
 from hand_run import run_step, run_until_idle
 from held_resources import thinker_resources, wait_until_equal
@@ -109,6 +109,21 @@ def test_a_stop_token_ends_and_is_not_shown(
     collector = ask(started(make_loop(stop_ids=[stop])), PROMPTS[0], max_tokens=20)
     assert collector.tokens() == free[: free.index(stop)]
     assert collector.items[-1] == TokenItem(token=None, finish="stop")
+
+
+@pytest.mark.parametrize("room", [1, 6])
+def test_an_answer_ends_where_the_context_does(
+    room: int, started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop
+) -> None:
+    """Whatever `max_tokens` asks for: beyond it are no pages. Others go on."""
+    request = prompt([5] * (CONTEXT - room))
+    loop = started(make_loop())
+    limited, other = ask(loop, request, max_tokens=10 * CONTEXT), ask(loop, PROMPTS[0], max_tokens=room + 9)
+    expected = ask(started(make_loop()), request, max_tokens=room).tokens()
+    assert limited.tokens() == expected and len(expected) == room
+    (*_, last) = limited.items
+    assert isinstance(last, TokenItem) and last.finish == "length"
+    assert len(other.tokens()) == room + 9
 
 
 def test_a_first_token_may_end_an_answer(
