@@ -561,6 +561,31 @@ def test_the_engines_get_every_token_as_its_prompt_says_and_zeros_between_prompt
     assert len(rows) > len(found), "there was padding, and it was zero"
 
 
+def test_steps_take_the_smallest_engines_that_hold_their_pages() -> None:
+    """A page that is exactly full needs no further one: the next engines attend to twice as many rows."""
+    stage = make_thinker_stage()
+    loop = make_thinker_loop(stage)
+    widths: dict[str, list[int]] = {"prefill_attention": [], "decode_attention": []}
+    for name, found in widths.items():
+        engine = stage[name]._engines[None]
+        place = [each.name for each in stage[name].spec.inputs].index("page_table")
+
+        def record(
+            tensors: Sequence[torch.Tensor], place: int = place, found: Any = found, run: Any = engine.run
+        ) -> Any:
+            found.append(tensors[place].shape[1])
+            return run(tensors)
+
+        engine.run = record  # type: ignore[method-assign]
+    for count in (4 * PAGE, 4 * PAGE + 1):
+        ask(loop, prompt([5] * count), max_tokens=1)
+        run_until_idle(loop)
+    assert widths.pop("prefill_attention") == [4, 8]
+    ask(loop, prompt([5] * (4 * PAGE - 2)), max_tokens=5)  # steps with 15 to 18 tokens
+    run_until_idle(loop)
+    assert widths == {"decode_attention": [4, 4, 8, 8]}
+
+
 def media_rows(request: ThinkerPrompt) -> list[tuple[float, ...] | None]:
     """The media embedding of each token; None for words."""
     embeds = iter([] if request.media_embeds is None else request.media_embeds.tolist())
