@@ -94,6 +94,20 @@ def test_log_mel_of_silence_is_its_floor() -> None:
     )
 
 
+@pytest.mark.parametrize("frames", [100, 4097, 9000])
+def test_the_floor_of_log_mel_is_that_of_the_loudest_moment_however_long_the_clip_is(frames: int) -> None:
+    """Eight powers of ten below it (spec: audio.md §2): a bang at the start hides a murmur at the very end."""
+    small = {"sample_rate": 16000, "num_mels": 8, "fft_size": 64, "hop_samples": 16}
+    murmur = np.random.default_rng(0).normal(0, 1e-7, 16 * frames).astype(np.float32)
+    alone = log_mel(murmur, **small)
+    bang = murmur.copy()
+    bang[64:128] = np.sin(np.arange(64), dtype=np.float32)
+    features = log_mel(bang, **small)
+    floor = features.max() - np.float32(8.0 / 4.0)
+    np.testing.assert_allclose(features[-20:], np.full((20, 8), floor), atol=1e-6)
+    assert features.min() == pytest.approx(floor, abs=1e-6) and alone.max() < floor
+
+
 def test_log_mel_needs_half_a_window() -> None:
     shortest = min_samples(400)
     assert len(log_mel(np.ones(shortest, np.float32), **MEL)) == 1
