@@ -383,6 +383,12 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     help="Reuse KV pages of earlier requests for prompts that begin with the same tokens and media.",
 )
 @click.option(
+    "--encoder-cache",
+    type=int,
+    default=512 << 20,
+    help="Bytes of host memory for embeddings of images, video frames and clips, for those that come again; 0: none.",
+)
+@click.option(
     "--max-speech-seqs",
     type=int,
     default=None,

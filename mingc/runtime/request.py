@@ -225,8 +225,10 @@ class ServiceLoad:
     `kv_pages_used` and `kv_pages_total` count the thinker's KV pages, 0 without a thinker. `num_waiting`: by engine,
     chats that wait for the thinker and requests whose next speech segment waits for the talker. Since the start:
     `prefilled_tokens` of prompts were computed, `reused_tokens` were not, and `evicted_pages` of the prefix cache were
-    given to other requests; `cached_pages` is what it holds now, pages in use included. `listeners`: live speech in
-    the making, by state. `num_underruns`: its patches that were ready after their playback time, since the start.
+    given to other requests; `cached_pages` is what it holds now, pages in use included. Since the start `encoder_hits`
+    images, frames and clips were not encoded again and `encoder_misses` were; `encoder_cache_bytes` of embeddings are
+    kept. `listeners`: live speech in the making, by state. `num_underruns`: its patches that were ready after their
+    playback time, since the start.
     """
 
     kv_pages_used: int = 0
@@ -236,6 +238,9 @@ class ServiceLoad:
     reused_tokens: int = 0
     cached_pages: int = 0
     evicted_pages: int = 0
+    encoder_hits: int = 0
+    encoder_misses: int = 0
+    encoder_cache_bytes: int = 0
     listeners: Mapping[str, int] = field(default_factory=dict)
     num_underruns: int = 0
 

@@ -103,6 +103,11 @@ class RequestStream:
         self._patches_taken = 0
 
     @property
+    def is_closed(self) -> bool:
+        """Whether the request has ended; its items are dropped."""
+        return self._is_closed
+
+    @property
     def num_pending_patches(self) -> int:
         """Patches put and not yet taken."""
         return self._patches_put - self._patches_taken

@@ -35,7 +35,7 @@ OPTIONS = {
     "probe": "--baseline --batch --beside --cache --cold-start --compare --context --debug --engine --engines --html "
     "--jobs --json --repetitions --synthetic --target --tolerance --transfers ARTIFACT",
     "serve": "--allow-media-host --api-key-file --body-idle-timeout --body-timeout --check-hashes "
-    "--cors-origin --debug --drain-seconds --engines --header-timeout --host --json --log-format --log-level "
+    "--cors-origin --debug --drain-seconds --encoder-cache --engines --header-timeout --host --json --log-format --log-level "
     "--max-body-bytes --max-concurrent-requests --max-connections --max-media-bytes --max-media-memory "
     "--max-queue --max-speech-characters --max-speech-seqs --max-total-body-bytes --max-total-tokens "
     "--media-decode-timeout --media-root --media-timeout --open-metrics --parse-special-tokens --port "
@@ -69,7 +69,12 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "serve": {
         **{"--host": "127.0.0.1", "--port": 8000, "--max-concurrent-requests": 256, "--max-queue": 128},
         **{"--max-body-bytes": 128 << 20, "--max-total-body-bytes": 512 << 20, "--max-media-bytes": 96 << 20},
-        **{"--max-media-memory": 384 << 20, "--media-decode-timeout": 60.0, "--max-speech-characters": 32768},
+        **{
+            "--encoder-cache": 512 << 20,
+            "--max-media-memory": 384 << 20,
+            "--media-decode-timeout": 60.0,
+            "--max-speech-characters": 32768,
+        },
         **{
             "--header-timeout": 10.0,
             "--body-timeout": 60.0,

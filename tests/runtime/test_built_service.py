@@ -371,7 +371,7 @@ def describe_chat(service: OmniService, *, with_media: bool) -> Iterator[tuple[s
             values = [each.pixels for each in features.vision] + [each.mel for each in features.audio]
             for encoder, of_kind in ((chat.vision, features.vision), (chat.audio, features.audio)):
                 if encoder is not None and of_kind:
-                    encoder.encode(of_kind)
+                    encoder._encoder.encode(of_kind)
             return {
                 "ids": built.input_ids.tolist(),
                 "positions": digest(built.positions),
@@ -380,6 +380,7 @@ def describe_chat(service: OmniService, *, with_media: bool) -> Iterator[tuple[s
 
         yield f"{kind} prompt", outcome(prepare)
 
+    yield "encoder cache", None if chat.encoder_cache is None else chat.encoder_cache._max_bytes
     yield from prompt("text", TextPart(text="hi"))
     yield from prompt("special text", TextPart(text="<|role_end|>"))
     for name, data in media().items() if with_media else ():
@@ -387,7 +388,7 @@ def describe_chat(service: OmniService, *, with_media: bool) -> Iterator[tuple[s
         yield from prompt(name, MediaPart(kind=kind, data=data, where=name), TextPart(text="hi"))
     for encoder_name, encoder in (("vision", chat.vision), ("audio", chat.audio)) if with_media else ():
         assert encoder is not None
-        yield f"{encoder_name} calls", list(encoder._graph.calls)
+        yield f"{encoder_name} calls", list(encoder._encoder._graph.calls)
     loop = chat.loop
     with loop._lock:
         scheduler = loop.scheduler
@@ -628,6 +629,7 @@ OPTIONS: dict[str, Change] = {
     "talker_depth": Change(2, ("patches in flight",)),
     "parse_special_tokens": Change(True, ("special text prompt",)),
     "prefix_cache": Change(False, ("answer again",)),
+    "encoder_cache": Change(0, ("encoder cache",)),
     "loads_speech": Change(False, ("info",)),
     "engines": Change(("thinker=onnx",), REFUSED),
     "target": Change("rtx:sm89", REFUSED),

@@ -85,7 +85,9 @@ def test_frames_share_calls_and_attend_only_to_themselves() -> None:
     calls: list[int] = []
     places: list[Tensor] = []
     pictures = [picture(1, 2, 4), picture(3, 2, 6), picture(1, 4, 4)]  # 2, 3 × 3, 4 tokens
-    embeddings = make_vision(calls, places).encode(pictures).numpy()
+    found = make_vision(calls, places).encode(pictures)
+    assert [len(each) for each in found] == [2, 9, 4]
+    embeddings = torch.cat(found).numpy()
     assert calls == [8, 8], "2+3+3 and 3+4 tokens, padded to buckets"
     frames = [frame for each in pictures for frame in np.split(each.pixels, each.grid[0])]
     own = np.concatenate([frame.reshape(-1, 4 * PIXELS).sum(1) for frame in frames])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from mingc.runtime.preprocess.chat import ChatProcessor
 from mingc.runtime.preprocess.image import VisionFeatures, load_image
 from mingc.runtime.prompt import ThinkerPrompt
 from mingc.runtime.request import ChatRequest, Done, MediaPart, Message, SamplingParams, TextPart
-from mingc.runtime.service.encoders import AudioEncoder, VisionEncoder
+from mingc.runtime.service.encoder_loop import EncoderLoop
 from mingc.runtime.service.omni import OmniService
 
 VISION, AUDIO = (
@@ -33,9 +32,9 @@ VISION, AUDIO = (
 class FakeVisionEncoder:
     """Embeddings of a picture: its number of pixels, then the index of the token."""
 
-    def encode(self, features: Sequence[VisionFeatures]) -> torch.Tensor:
+    def encode(self, features: Sequence[VisionFeatures]) -> list[torch.Tensor]:
         merged = vision_parameters().merge_size ** 2
-        return torch.cat([rows(len(each.pixels), len(each.pixels) // merged) for each in features])
+        return [rows(len(each.pixels), len(each.pixels) // merged) for each in features]
 
 
 class FakeAudioEncoder:
@@ -70,16 +69,14 @@ CASES: dict[str, list[MediaPart]] = {
 
 
 def make_media_service() -> tuple[OmniService, ThinkerParameters]:
-    service = make_service()
-    assert service._chat is not None
     thinker = thinker_parameters(tokenizer().token_id)
-    service._chat = replace(
-        service._chat,
-        processor=ChatProcessor(
-            tokenizer(), thinker, vision=vision_parameters(), audio=audio_parameters(), max_tokens=4096
-        ),
-        vision=cast(VisionEncoder, FakeVisionEncoder()),
-        audio=cast(AudioEncoder, FakeAudioEncoder()),
+    processor = ChatProcessor(
+        tokenizer(), thinker, vision=vision_parameters(), audio=audio_parameters(), max_tokens=4096
+    )
+    service = make_service(
+        processor=processor,
+        vision=EncoderLoop("vision_encoder", FakeVisionEncoder()),
+        audio=EncoderLoop("audio_encoder", FakeAudioEncoder()),
     )
     return service, thinker
 
@@ -148,5 +145,5 @@ def expected_embeddings(part: MediaPart) -> list[list[float]]:
     """What the fake encoders return for this input alone."""
     if part.kind == "image":
         features = load_image(part.data, vision_parameters(), part.where)
-        return FakeVisionEncoder().encode([features]).tolist()
+        return FakeVisionEncoder().encode([features])[0].tolist()
     return FakeAudioEncoder().encode([load_audio(part.data, audio_parameters(), part.where)])[0].tolist()

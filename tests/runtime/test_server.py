@@ -445,28 +445,45 @@ def test_counters_of_the_engines_follow_their_load() -> None:
         return {
             name: float(value)
             for name, value in lines
-            if ("_prefi" in name or "underruns" in name) and "_created" not in name
+            if any(part in name for part in ("_prefi", "underruns", "encoder_cache"))
+            and "_created" not in name
         }
 
     first = ServiceLoad(
-        prefilled_tokens=40, reused_tokens=24, cached_pages=5, evicted_pages=2, num_underruns=3
+        prefilled_tokens=40,
+        reused_tokens=24,
+        cached_pages=5,
+        evicted_pages=2,
+        num_underruns=3,
+        encoder_hits=6,
+        encoder_misses=7,
+        encoder_cache_bytes=800,
     )
-    later = replace(first, prefilled_tokens=50, evicted_pages=3, cached_pages=1)
+    later = replace(
+        first, prefilled_tokens=50, evicted_pages=3, cached_pages=1, encoder_hits=9, encoder_cache_bytes=70
+    )
     expected = {
         "mingc_prefilled_tokens_total": 40,
         "mingc_prefix_cache_hit_tokens_total": 24,
         "mingc_prefix_cache_evicted_pages_total": 2,
         "mingc_prefix_cache_pages": 5,
         "mingc_speech_underruns_total": 3,
+        "mingc_encoder_cache_hits_total": 6,
+        "mingc_encoder_cache_misses_total": 7,
+        "mingc_encoder_cache_bytes": 800,
     }
     assert rendered(first) == rendered(first) == expected
-    assert rendered(ServiceLoad()) == {**expected, "mingc_prefix_cache_pages": 0}
+    unknown = {"mingc_prefix_cache_pages": 0, "mingc_encoder_cache_bytes": 0}
+    assert rendered(ServiceLoad()) == {**expected, **unknown}
     assert rendered(later) == {
         "mingc_prefilled_tokens_total": 50,
         "mingc_prefix_cache_hit_tokens_total": 24,
         "mingc_prefix_cache_evicted_pages_total": 3,
         "mingc_prefix_cache_pages": 1,
         "mingc_speech_underruns_total": 3,
+        "mingc_encoder_cache_hits_total": 9,
+        "mingc_encoder_cache_misses_total": 7,
+        "mingc_encoder_cache_bytes": 70,
     }
 
 

@@ -64,6 +64,7 @@ def make_service(
     has_thinker: bool = True,
     max_pending: int = 128,
     speech_lead: int = 0,
+    **chat_parts: Any,
 ) -> OmniService:
     tokenizer = TextTokenizer.from_file(TINY / "tokenizer.json")
     parameters = thinker_parameters(tokenizer.token_id)
@@ -88,11 +89,14 @@ def make_service(
             has_speech=has_talker,
         ),
         chat=ChatPipeline(
-            processor=ChatProcessor(tokenizer, parameters, vision=None, audio=None),
-            tokenizer=tokenizer,
-            vision=None,
-            audio=None,
-            loop=make_thinker_loop(max_running=max_running, stop_ids=parameters.stop_token_ids),
+            **{
+                "processor": ChatProcessor(tokenizer, parameters, vision=None, audio=None),
+                "tokenizer": tokenizer,
+                "vision": None,
+                "audio": None,
+                "loop": make_thinker_loop(max_running=max_running, stop_ids=parameters.stop_token_ids),
+                **chat_parts,
+            }
         )
         if has_thinker
         else None,

@@ -12,7 +12,7 @@ from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.image import VisionFeatures
 from mingc.runtime.preprocess.prompt import MediaFeatures
 from mingc.runtime.prompt import AUDIO, VISION, WORD
-from mingc.runtime.service.media_ids import content_digest, media_ids
+from mingc.runtime.service.media_ids import content_digest, media_digests, media_ids
 
 RANDOM = np.random.default_rng(0)
 IMAGE = VisionFeatures(
@@ -79,7 +79,7 @@ def test_tokens_are_known_by_their_medium_and_their_place_in_it() -> None:
     ]
     kinds += [AUDIO, WORD]
     media = MediaFeatures(spans=(), vision=(IMAGE, other, IMAGE), audio=(CLIP, CLIP))
-    ids = media_ids(np.array(kinds), media, merge_size=2)
+    ids = media_ids(np.array(kinds), media, media_digests(media), merge_size=2)
     expected = [
         (content_digest(item), place)
         for item, count in ((CLIP, 3), (IMAGE, 4), (other, 4), (IMAGE, 4), (CLIP, 3))

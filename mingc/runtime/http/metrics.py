@@ -118,10 +118,23 @@ class Metrics:
             "evicted_pages": self._counter(
                 "mingc_prefix_cache_evicted_pages", "KV pages of the prefix cache given to other requests."
             ),
+            "encoder_hits": self._counter(
+                "mingc_encoder_cache_hits",
+                "Images, video frames and clips that were not encoded: their embeddings were kept, or in work for "
+                "another request.",
+            ),
+            "encoder_misses": self._counter(
+                "mingc_encoder_cache_misses", "Images, video frames and clips that were encoded."
+            ),
         }
         self._cached_pages = Gauge(
             "mingc_prefix_cache_pages",
             "KV pages that prompts may reuse: of requests that run, and free ones whose content is kept.",
+            registry=self._registry,
+        )
+        self._encoder_cache_bytes = Gauge(
+            "mingc_encoder_cache_bytes",
+            "Host memory of kept embeddings of images, video frames and clips (--encoder-cache).",
             registry=self._registry,
         )
         self._counted = dict.fromkeys(self._engine_counters, 0)
@@ -218,6 +231,7 @@ class Metrics:
                 counter.inc(increase)
                 self._counted[name] += increase
         self._cached_pages.set(load.cached_pages)
+        self._encoder_cache_bytes.set(load.encoder_cache_bytes)
         for state, count in load.listeners.items():
             self._listeners.labels(state).set(count)
 

@@ -70,6 +70,11 @@ class ChatProcessor:
         self._vision = vision
         self._audio = audio
 
+    @property
+    def merge_size(self) -> int:
+        """Patches along each side of a vision token."""
+        return 1 if self._vision is None else self._vision.merge_size
+
     def prepare(
         self,
         messages: Sequence[Message[MediaPart | MediaEntry]],
@@ -96,7 +101,7 @@ class ChatProcessor:
         system = [message.text for message in messages if message.role == "system"]
         text = "\n".join(system) if system else self._thinker.default_system_text
         suffix = self._thinker.thinking_suffix.format(state="on" if thinking else "off")
-        merge_size = 1 if self._vision is None else self._vision.merge_size
+        merge_size = self.merge_size
         writer = PromptWriter(
             self._tokenizer,
             self._thinker,

@@ -34,9 +34,13 @@ from mingc.host import current_host, gpu_target
 from mingc.runtime.engines.choice import with_engines
 from mingc.runtime.engines.stage_loader import LoadedStage, load_stage, weight_bytes
 from mingc.runtime.kv_cache import PagePool, SlotPool
+from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.decoder_pool import DEFAULT_TIMEOUT_S, DecoderPool
+from mingc.runtime.preprocess.image import VisionFeatures
 from mingc.runtime.preprocess.limits import DEFAULT_MEDIA_BYTES
 from mingc.runtime.request import ServiceInfo
+from mingc.runtime.service.encoder_cache import DEFAULT_BYTES, EncoderCache
+from mingc.runtime.service.encoder_loop import EncoderLoop
 from mingc.runtime.service.encoders import AudioEncoder, VisionEncoder
 from mingc.runtime.service.omni import ChatPipeline, OmniService, SpeechPipeline
 from mingc.runtime.service.preprocessing import create_chat_processor, create_speech_planner, load_tokenizer
@@ -64,9 +68,11 @@ _OPTIONS = {
     "speech_lead": "--speech-lead",
     "num_torch_threads": "--threads",
     "step_timeout_s": "--step-timeout",
+    "encoder_cache": "--encoder-cache",
     "max_media_memory": "--max-media-memory",
     "media_decode_timeout_s": "--media-decode-timeout",
 }
+_MAY_BE_ZERO = ("max_waiting", "speech_lead", "encoder_cache")
 # More than any machine has; beyond it torch's and the clock's numbers end.
 _MOST = {
     "max_total_tokens": 1 << 40,
@@ -91,7 +97,7 @@ class EngineOptions:
         max_prefills_per_patch: segments that may join the talker's batch at one patch boundary.
         max_streams: requests that may speak or wait to speak before more are refused; at least as many as may speak.
         max_pending_patches: patches a client may leave unread before its speech pauses.
-        num_preprocess_threads: threads that decode media and run encoders.
+        num_preprocess_threads: threads that decode media and prepare prompts.
         num_torch_threads: CPU threads of an engine; None: on CUDA one, else torch's setting is left alone.
         step_timeout_s: how long the thinker's ranks may take for a step before they are taken for hanging, which
             ends the service.
@@ -104,6 +110,7 @@ class EngineOptions:
         steps: which steps the thinker's workers run.
         talker_depth: most patches in flight; None: 2 on a GPU, 1 on a CPU.
         prefix_cache: reuse KV pages of earlier requests for prompts that begin with the same tokens and media.
+        encoder_cache: bytes of host memory for embeddings of images, frames and clips that may come again; 0: none.
         loads_speech: whether the speech stages of the artifact are loaded; otherwise speech is refused.
         engines: `STAGE=BACKEND` for stages whose engines are not the artifact's default ones.
         target: the target whose engines are run, where the artifact has them for several; None: what this machine runs.
@@ -129,6 +136,7 @@ class EngineOptions:
     steps: StepOptions = DEFAULT_STEPS
     talker_depth: int | None = None
     prefix_cache: bool = True
+    encoder_cache: int = DEFAULT_BYTES
     loads_speech: bool = True
     engines: tuple[str, ...] = ()
     target: str | None = None
@@ -137,7 +145,7 @@ class EngineOptions:
         problems = [
             f"{_OPTIONS.get(field.name, field.name)} is {value}, which is below {least}"
             for field in dataclasses.fields(self)
-            for least in (0 if field.name in ("max_waiting", "speech_lead") else 1,)
+            for least in (0 if field.name in _MAY_BE_ZERO else 1,)
             if isinstance(value := getattr(self, field.name), int)
             and not isinstance(value, bool)
             and value < least
@@ -287,16 +295,19 @@ def _load_chat(
         _vision_encoder(manifest.graph, decoder),
         _audio_encoder(manifest.graph, decoder),
     )
-    vision: VisionEncoder | None = None
+    cache = EncoderCache(options.encoder_cache) if options.encoder_cache else None
+    vision: EncoderLoop[VisionFeatures] | None = None
     if vision_stage is not None:
         vision_parameters = manifest.parameters_of(vision_stage, VisionParameters)
         stage = load_stage(artifact, vision_stage, devices[0], phase=clock.phase)
-        vision = VisionEncoder(stage, vision_parameters, devices[0])
-    audio: AudioEncoder | None = None
+        vision = EncoderLoop(vision_stage, VisionEncoder(stage, vision_parameters, devices[0]), cache)
+    audio: EncoderLoop[AudioFeatures] | None = None
     if audio_stage is not None:
         audio_parameters = manifest.parameters_of(audio_stage, AudioParameters)
         stage = load_stage(artifact, audio_stage, devices[0], phase=clock.phase)
-        audio = AudioEncoder(stage, audio_parameters, devices[0])
+        audio = EncoderLoop(audio_stage, AudioEncoder(stage, audio_parameters, devices[0]), cache)
+    if vision is not None or audio is not None:
+        log.info("encoder cache: up to %d MiB of host memory", options.encoder_cache >> 20)
     tokenizer = load_tokenizer(artifact, decoder)
     context = _largest(manifest, decoder, "P") * thinker.page_size
     num_pages = 1 + -(-_kv_tokens(artifact, decoder, options, devices, context) // thinker.page_size)
@@ -369,6 +380,7 @@ def _load_chat(
         tokenizer=tokenizer,
         vision=vision,
         audio=audio,
+        encoder_cache=cache,
         decoders=decoders,
         loop=ThinkerLoop(
             runner,

@@ -1,12 +1,11 @@
 """Vision and audio encoders of a running server: host features in, embeddings out; calls are padded to buckets.
 
-`mingc.runtime.preprocess` computes the features. Several threads call an encoder and an engine runs one call at a
-time, so each encoder has a lock.
+`mingc.runtime.preprocess` computes the features. An encoder is called by one thread at a time: in a server by its
+`EncoderLoop`.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from mingc.artifacts.parameters import AudioParameters, VisionParameters
 from mingc.dtypes import torch_dtype
 from mingc.errors import EngineSizeError, RequestError
 from mingc.runtime.engines.base import Graph
+from mingc.runtime.engines.cuda_graphs import AsyncHostCopy
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.image import Grid, VisionFeatures
@@ -45,23 +45,18 @@ class VisionEncoder:
         self._dtype = torch_dtype(
             next(each for each in self._graph.spec.inputs if each.name == "pixels").dtype
         )
-        self._lock = threading.Lock()
-
-    @property
-    def merge_size(self) -> int:
-        """Patches along each side of a merged token."""
-        return self._parameters.merge_size
 
     @torch.inference_mode()
-    def encode(self, features: Sequence[VisionFeatures]) -> Tensor:
-        """Embeddings (M, D) of all features in order, M merged tokens in all.
+    def encode(self, features: Sequence[VisionFeatures]) -> list[Tensor]:
+        """Embeddings (tokens, D) of each image or video, on the host.
 
         A frame attends only to itself, so frames are packed into as few calls as the largest bucket allows.
         Raises: RequestError when one frame alone exceeds it.
         """
         frames = [frame for feature in features for frame in _frames(feature)]
-        with self._lock:
-            return torch.cat([self._run(group) for group in self._groups(frames)])
+        embeddings = torch.cat([self._run(group) for group in self._groups(frames)])
+        counts = [feature.num_tokens(self._parameters.merge_size) for feature in features]
+        return list(embeddings.tensor_split(np.cumsum(counts)[:-1].tolist()))
 
     def _groups(self, frames: Sequence[_Frame]) -> Iterator[list[_Frame]]:
         limit = max(self._graph.spec.dim("M").buckets)
@@ -97,7 +92,7 @@ class VisionEncoder:
             coordinates=self._put(arrays.coordinates),
             segment=self._put(arrays.segment),
         )
-        return outputs["embeddings"][:count]
+        return _to_host(outputs["embeddings"][:count])
 
     def _put(self, values: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
@@ -111,18 +106,19 @@ class AudioEncoder:
         self._parameters = parameters
         self._device = device
         self._dtype = torch_dtype(next(each for each in self._graph.spec.inputs if each.name == "mel").dtype)
-        self._lock = threading.Lock()
 
     @torch.inference_mode()
     def encode(self, features: Sequence[AudioFeatures]) -> list[Tensor]:
-        """Embeddings (tokens, D) of each clip. Raises: RequestError when a clip exceeds the largest bucket."""
+        """Embeddings (tokens, D) of each clip, on the host.
+
+        Raises: RequestError when a clip exceeds the largest bucket.
+        """
         most = max(self._graph.spec.dim("N").buckets)
-        with self._lock:
-            return [
-                embeddings
-                for start in range(0, len(features), most)
-                for embeddings in self._run(features[start : start + most])
-            ]
+        return [
+            embeddings
+            for start in range(0, len(features), most)
+            for embeddings in self._run(features[start : start + most])
+        ]
 
     def _run(self, features: Sequence[AudioFeatures]) -> list[Tensor]:
         per_token = self._parameters.frames_per_token
@@ -137,7 +133,12 @@ class AudioEncoder:
         outputs = self._graph.run(
             mel=mel.view(clips, tokens, per_token, -1).to(self._device), lengths=lengths.to(self._device)
         )
-        return [outputs["embeddings"][row, :count] for row, count in enumerate(counts)]
+        embeddings = _to_host(outputs["embeddings"])
+        return [embeddings[row, :count] for row, count in enumerate(counts)]
+
+
+def _to_host(embeddings: Tensor) -> Tensor:
+    return AsyncHostCopy(embeddings).wait()[0]
 
 
 def _bucket(graph: Graph, dim: str, size: int) -> int:

@@ -1,7 +1,8 @@
 """`Service` over the engine threads: the running model that the HTTP layer calls.
 
-Path of a request: preprocessing and encoders in a small thread pool, the thinker's thread, the talker's thread, and
-back through a `RequestStream` to the caller's event loop. An error of one request does not affect the others.
+Path of a request: preprocessing in a small thread pool, the encoders' threads, the thinker's thread, the talker's
+thread, and back through a `RequestStream` to the caller's event loop. An error of one request does not affect the
+others.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -21,9 +22,11 @@ from torch import Tensor
 
 from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
 from mingc.runtime.noise import NoiseSource, PhiloxNoise, random_seed
+from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.chat import ChatProcessor, MediaEntry
 from mingc.runtime.preprocess.decoder_pool import DecoderPool
-from mingc.runtime.preprocess.prompt import MediaFeatures, PreparedPrompt
+from mingc.runtime.preprocess.image import VisionFeatures
+from mingc.runtime.preprocess.prompt import PreparedPrompt
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.prompt import AUDIO, VISION, ThinkerPrompt
 from mingc.runtime.request import (
@@ -39,8 +42,9 @@ from mingc.runtime.request import (
     VideoParams,
 )
 from mingc.runtime.request_stream import EventQueue, FailedItem, RequestStream
-from mingc.runtime.service.encoders import AudioEncoder, VisionEncoder
-from mingc.runtime.service.media_ids import media_ids
+from mingc.runtime.service.encoder_cache import EncoderCache
+from mingc.runtime.service.encoder_loop import EncoderLoop
+from mingc.runtime.service.media_ids import media_digests, media_ids
 from mingc.runtime.service.output_processor import (
     ChatOutputProcessor,
     SpeechOutputProcessor,
@@ -56,6 +60,7 @@ from mingc.runtime.thinker.ranks.rank_group import RankGroup
 _JOIN_S, _FAILED_JOIN_S = 10.0, 1.0
 
 _T = TypeVar("_T")
+_Encoded = dict[int, list[Future[Tensor]]]  # by the kind of token; in the order of `MediaFeatures`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -64,9 +69,10 @@ class ChatPipeline:
 
     processor: ChatProcessor
     tokenizer: TextTokenizer
-    vision: VisionEncoder | None
-    audio: AudioEncoder | None
+    vision: EncoderLoop[VisionFeatures] | None
+    audio: EncoderLoop[AudioFeatures] | None
     loop: ThinkerLoop
+    encoder_cache: EncoderCache | None = None  # of both encoders
     decoders: DecoderPool | None = None  # closed with the service
 
 
@@ -88,7 +94,7 @@ class OmniService:
         chat: None when the artifact has no thinker.
         speech: None when it has no talker.
         ranks: the thinker's other processes, closed with the service.
-        num_threads: threads of preprocessing and encoders.
+        num_threads: threads of preprocessing.
         max_pending_patches: see `SpeechStream`.
     """
 
@@ -109,6 +115,8 @@ class OmniService:
         self._max_pending_patches = max_pending_patches
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="mingc-preprocess")
         self._loops = [part.loop for part in (chat, speech) if part is not None]
+        encoders = () if chat is None else (chat.vision, chat.audio)
+        self._encoders = [each for each in encoders if each is not None]
         self._event_queue: EventQueue | None = None
         self._running: set[RequestStream] = set()
         self._running_chats: set[RequestStream] = set()
@@ -116,7 +124,7 @@ class OmniService:
         self._failure: ServeError | None = None
         self._report_failure: Callable[[ServeError], None] = lambda error: None
         self._failure_lock = threading.Lock()
-        for loop in self._loops:
+        for loop in (*self._encoders, *self._loops):
             loop.start()
 
     @property
@@ -127,7 +135,8 @@ class OmniService:
     def is_ready(self) -> bool:
         """Whether all threads and ranks are alive and new requests are accepted."""
         has_all_ranks = self._ranks is None or self._ranks.is_alive
-        return not self._is_closing and has_all_ranks and all(loop.is_healthy for loop in self._loops)
+        threads = (*self._encoders, *self._loops)
+        return not self._is_closing and has_all_ranks and all(each.is_healthy for each in threads)
 
     @property
     def max_segment_length(self) -> int:
@@ -151,6 +160,13 @@ class OmniService:
                 "cached_pages": scheduler.pool.num_published,
                 "evicted_pages": scheduler.pool.num_evicted,
             }
+            if self._chat.encoder_cache is not None:
+                embeddings = self._chat.encoder_cache
+                caches |= {
+                    "encoder_hits": embeddings.num_hits,
+                    "encoder_misses": embeddings.num_misses,
+                    "encoder_cache_bytes": embeddings.num_bytes,
+                }
         listeners: Mapping[str, int] = {}
         num_underruns = 0
         if self._speech is not None:
@@ -175,12 +191,14 @@ class OmniService:
         """Let no later request reuse what earlier ones have computed. For checks and measurements."""
         if self._chat is not None:
             self._chat.loop.forget_prefixes()
+            if self._chat.encoder_cache is not None:
+                self._chat.encoder_cache.clear()
 
     @property
     def held(self) -> Mapping[str, int]:
         """What requests hold now, by kind: all 0 when none runs. For checks; read as `load`."""
         held = {"requests": len(self._running)}
-        for loop in self._loops:
+        for loop in (*self._encoders, *self._loops):
             held.update(loop.held)
         return held
 
@@ -233,7 +251,14 @@ class OmniService:
                     speech_stream = self._open_speech_stream(
                         speech, speech_params, stream, seed, noise, is_live=is_live
                     )
-                prompt, keys = await self._offload(lambda: _encode(pipeline, prepare, timings))
+                prompt, keys, encoded = await self._offload(
+                    lambda: _prepare(pipeline, prepare, timings, stream)
+                )
+                if encoded:
+                    prompt = replace(
+                        prompt, media_embeds=await _encoded(prompt.embed_kind, encoded, pipeline.loop.device)
+                    )
+                timings.mark("encoded")
                 run = ChatOutputProcessor(
                     pipeline.tokenizer.detokenizer(),
                     sampling,
@@ -333,6 +358,8 @@ class OmniService:
         report(error)
 
     def _stop(self) -> None:
+        for encoder in self._encoders:
+            encoder.stop(_JOIN_S)
         for loop in self._loops:
             # A thread whose ranks are gone may be inside a call that never returns.
             loop.stop(_JOIN_S if loop.is_healthy else _FAILED_JOIN_S)
@@ -400,41 +427,56 @@ class OmniService:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
 
-def _encode(
-    pipeline: ChatPipeline, prepare: Callable[[], PreparedPrompt], timings: Timings
-) -> tuple[ThinkerPrompt, list[bytes] | None]:
-    """The prompt with the embeddings of its media, and its keys for the prefix cache."""
+def _prepare(
+    pipeline: ChatPipeline, prepare: Callable[[], PreparedPrompt], timings: Timings, stream: RequestStream
+) -> tuple[ThinkerPrompt, list[bytes] | None, _Encoded]:
+    """The prompt without the embeddings of its media, its keys for the prefix cache, and these embeddings to come."""
     timings.mark("preprocessing")
     prepared = prepare()
-    prompt = prepared.tokens
+    prompt, media = prepared.tokens, prepared.media
     # A prompt that is too long fails here, before the encoders run.
     pipeline.loop.scheduler.max_new_tokens(prompt.num_tokens, 1)
     timings.mark("prepared")
-    embeds = _encode_media(pipeline, prompt.embed_kind, prepared.media)
-    if embeds is not None and pipeline.loop.has_prefix_cache:
-        merge_size = 1 if pipeline.vision is None else pipeline.vision.merge_size
-        ids = media_ids(prompt.embed_kind, prepared.media, merge_size=merge_size)
-        prompt = replace(prompt, media_ids=ids)
-    timings.mark("encoded")
-    return replace(prompt, media_embeds=embeds), pipeline.loop.page_keys(prompt)
+    encoded: _Encoded = {}
+    if (media.vision or media.audio) and not stream.is_closed:
+        digests = media_digests(media)
+        # The processor refuses media without an encoder, so a kind that occurs has its encoder.
+        if media.vision and pipeline.vision is not None:
+            encoded[VISION] = pipeline.vision.submit(media.vision, digests.vision)
+        if media.audio and pipeline.audio is not None:
+            encoded[AUDIO] = pipeline.audio.submit(media.audio, digests.audio)
+        if pipeline.loop.has_prefix_cache:
+            ids = media_ids(prompt.embed_kind, media, digests, merge_size=pipeline.processor.merge_size)
+            prompt = replace(prompt, media_ids=ids)
+    return prompt, pipeline.loop.page_keys(prompt), encoded
 
 
-def _encode_media(
-    pipeline: ChatPipeline, embed_kind: NDArray[np.int64], media: MediaFeatures
-) -> Tensor | None:
-    """Embeddings (M, D) of all media tokens of a prompt, in token order; None without media."""
-    kinds = torch.from_numpy(embed_kind[embed_kind > 0])
-    if not len(kinds):
-        return None
-    # The processor refuses media without an encoder, so a kind that occurs has its encoder.
-    encoded: list[tuple[int, Tensor]] = []
-    if media.vision and pipeline.vision is not None:
-        encoded.append((VISION, pipeline.vision.encode(media.vision)))
-    if media.audio and pipeline.audio is not None:
-        encoded.append((AUDIO, torch.cat(pipeline.audio.encode(media.audio))))
-    first = encoded[0][1]
-    embeds = first.new_empty(len(kinds), first.shape[1])
-    with torch.inference_mode():
-        for kind, values in encoded:
-            embeds[(kinds == kind).to(values.device)] = values
-    return embeds
+async def _encoded(embed_kind: NDArray[np.int64], encoded: _Encoded, device: torch.device) -> Tensor:
+    """Embeddings (M, D) of all media tokens of a prompt, in token order, on `device`."""
+    try:
+        values = {
+            kind: [await asyncio.wrap_future(future) for future in futures]
+            for kind, futures in encoded.items()
+        }
+    finally:
+        for futures in encoded.values():
+            for future in futures:
+                future.cancel()  # of a request that has ended; does nothing to results
+    return await asyncio.to_thread(_place, embed_kind, values, device)
+
+
+@torch.inference_mode()
+def _place(
+    embed_kind: NDArray[np.int64], encoded: Mapping[int, Sequence[Tensor]], device: torch.device
+) -> Tensor:
+    """Rows (M, D) for the media tokens of a prompt: copies of the embeddings (tokens, D) of each kind in turn."""
+    kinds = embed_kind[embed_kind > 0]
+    first = next(iter(encoded.values()))[0]
+    embeds = torch.empty(len(kinds), first.shape[1], dtype=first.dtype, pin_memory=device.type == "cuda")
+    for kind, values in encoded.items():
+        rows = torch.from_numpy(np.flatnonzero(kinds == kind))
+        start = 0
+        for each in values:
+            embeds[rows[start : start + len(each)]] = each
+            start += len(each)
+    return embeds.to(device, non_blocking=True)

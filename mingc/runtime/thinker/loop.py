@@ -164,6 +164,11 @@ class ThinkerLoop(EngineThread):
         }
 
     @property
+    def device(self) -> torch.device:
+        """Where prompts have their media embeddings."""
+        return self._runner.device
+
+    @property
     def has_prefix_cache(self) -> bool:
         return self._prefix_salt is not None
 

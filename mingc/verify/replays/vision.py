@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import torch
 
 from mingc.artifacts.parameters import VisionParameters
 from mingc.runtime.preprocess.image import VisionFeatures
@@ -33,13 +34,13 @@ def replay(engines: Engines, log: ComparisonLog) -> None:
             features.append(VisionFeatures(patches=pixels[start:end], grid=(grid[0], grid[1], grid[2])))
             start = end
         with log.case(f"{case}.embeds"):
-            log.tensor(f"{case}.embeds", to_numpy(encoder.encode(features)))
+            log.tensor(f"{case}.embeds", to_numpy(torch.cat(encoder.encode(features))))
             together += features
             sizes.append((case, sum(each.num_tokens(parameters.merge_size) for each in features)))
     if len(sizes) < 2:
         return
     with log.case("all cases in one call"):
-        embeddings = to_numpy(encoder.encode(together))
+        embeddings = to_numpy(torch.cat(encoder.encode(together)))
         start = 0
         for case, size in sizes:
             log.tensor(f"{case}.embeds", embeddings[start : start + size], how="in one call with the others")

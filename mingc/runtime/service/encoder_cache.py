@@ -1,0 +1,78 @@
+"""Embeddings of media by content: an image, video frame or clip that was encoded lately is not encoded again."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from torch import Tensor
+
+DEFAULT_BYTES = 512 << 20  # 256 images of 1,024 patches, or 85 clips of 30 s, at the released dims
+
+
+class EncoderCache:
+    """Embeddings by key, at most `max_bytes` of them; the least recently used are dropped first. Thread-safe.
+
+    They lie in host memory. What a hit saves is the encoder; the copy to a device is a small part of that, and memory
+    of the device would be lost to KV pages.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._num_bytes = self._num_hits = self._num_misses = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all entries."""
+        return self._num_bytes
+
+    @property
+    def num_hits(self) -> int:
+        """Lookups since the start that found what they asked for, or that another request was waiting for it."""
+        return self._num_hits
+
+    @property
+    def num_misses(self) -> int:
+        """Lookups since the start after which an encoder had to run."""
+        return self._num_misses
+
+    def get(self, key: bytes) -> Tensor | None:
+        """The embeddings under `key`, shared by all that ask: not to be written to."""
+        with self._lock:
+            found = self._entries.get(key)
+            if found is None:
+                self._num_misses += 1
+            else:
+                self._num_hits += 1
+                self._entries.move_to_end(key)
+            return found
+
+    def count_shared(self) -> None:
+        """Count a hit on embeddings that are being computed for another request."""
+        with self._lock:
+            self._num_hits += 1
+
+    def put(self, key: bytes, embeddings: Tensor) -> None:
+        """Keep host tensor `embeddings`, which nothing else may write to; dropped if it exceeds the budget alone."""
+        size = embeddings.untyped_storage().nbytes()
+        with self._lock:
+            self._drop(key)
+            if size > self._max_bytes:
+                return
+            self._entries[key] = embeddings
+            self._num_bytes += size
+            while self._num_bytes > self._max_bytes:
+                self._drop(next(iter(self._entries)))
+
+    def clear(self) -> None:
+        """Drop all entries; what was counted stays counted."""
+        with self._lock:
+            self._entries.clear()
+            self._num_bytes = 0
+
+    def _drop(self, key: bytes) -> None:
+        found = self._entries.pop(key, None)
+        if found is not None:
+            self._num_bytes -= found.untyped_storage().nbytes()

@@ -1,0 +1,161 @@
+"""Encoder thread: embeddings of the media of all requests, each content once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from mingc.errors import ServeError
+from mingc.runtime.engine_thread import EngineThread
+from mingc.runtime.service.encoder_cache import EncoderCache
+
+_Features = TypeVar("_Features")
+_FeaturesIn = TypeVar("_FeaturesIn", contravariant=True)
+
+
+class Encoder(Protocol[_FeaturesIn]):
+    """An encoder as its thread calls it."""
+
+    def encode(self, features: Sequence[_FeaturesIn]) -> list[Tensor]:
+        """Embeddings (tokens, D) of each, on the host."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Job(Generic[_Features]):
+    """One image, frame or clip to encode, for all requests that wait for it."""
+
+    features: _Features
+    key: bytes | None  # None: not shared
+    futures: list[Future[Tensor]]
+
+    @property
+    def is_wanted(self) -> bool:
+        return not all(future.cancelled() for future in self.futures)
+
+
+class EncoderLoop(EngineThread, Generic[_Features]):
+    """Runs one encoder for all requests, first come, first served.
+
+    Equal content that several requests wait for is encoded once. An error is that of the first of them; the others try
+    again for themselves. What no request waits for any more is not encoded.
+
+    Args:
+        name: of the stage.
+        cache: None: every request encodes its own media.
+    """
+
+    def __init__(self, name: str, encoder: Encoder[_Features], cache: EncoderCache | None = None) -> None:
+        super().__init__(name)
+        self._encoder = encoder
+        self._cache = cache
+        self._waiting: deque[_Job[_Features]] = deque()
+        self._running: list[_Job[_Features]] = []
+        self._by_key: dict[bytes, _Job[_Features]] = {}  # waiting and running
+
+    @property
+    def held(self) -> dict[str, int]:
+        return {f"media in the {self._name}": len(self._waiting) + len(self._running)}
+
+    def submit(self, features: Sequence[_Features], digests: Sequence[bytes]) -> list[Future[Tensor]]:
+        """Queue the media of a request. Cancelling a future withdraws one.
+
+        `digests` are the `content_digest` of each; they are not looked at without a cache. Results are embeddings
+        (tokens, D) on the host, shared with other requests: not to be written to.
+
+        Raises: WorkerError when the thread has failed or is stopping.
+        """
+        with self._lock:
+            self._check_healthy()
+            futures = [self._add(*each) for each in zip(features, digests, strict=True)]
+            self._notify()
+        return futures
+
+    def _add(self, features: _Features, digest: bytes) -> Future[Tensor]:
+        future: Future[Tensor] = Future()
+        key: bytes | None = None
+        if self._cache is not None:
+            key = self._name.encode() + b" " + digest
+            if key in self._by_key:
+                self._by_key[key].futures.append(future)
+                self._cache.count_shared()
+                return future
+            found = self._cache.get(key)
+            if found is not None:
+                future.set_result(found)
+                return future
+        job = _Job(features, key, [future])
+        self._waiting.append(job)
+        if key is not None:
+            self._by_key[key] = job
+        return future
+
+    def _step(self) -> bool:
+        with self._lock:
+            for job in [each for each in self._waiting if not each.is_wanted]:
+                self._waiting.remove(job)
+                self._forget(job)
+            self._running = list(self._waiting)
+            self._waiting.clear()
+        if not self._running:
+            return False
+        self._encode(self._running)
+        self._running = []
+        return True
+
+    def _encode(self, jobs: Sequence[_Job[_Features]]) -> None:
+        """Encode `jobs` in one call, or, if that fails, each in a call of its own."""
+        try:
+            found = self._encoder.encode([job.features for job in jobs])
+        except Exception as error:
+            if len(jobs) == 1:
+                self._fail(jobs[0], error)
+            else:
+                for job in jobs:
+                    self._encode([job])
+            return
+        for job, embeddings in zip(jobs, found, strict=True):
+            self._finish(job, embeddings)
+
+    def _finish(self, job: _Job[_Features], embeddings: Tensor) -> None:
+        if self._cache is not None and job.key is not None and bool(embeddings.isfinite().all()):
+            embeddings = embeddings.clone()  # not a part of a larger call's result
+            self._cache.put(job.key, embeddings)
+        with self._lock:
+            self._forget(job)
+        for future in job.futures:
+            if future.set_running_or_notify_cancel():
+                future.set_result(embeddings)
+
+    def _fail(self, job: _Job[_Features], error: Exception) -> None:
+        """`error` is the first request's, which began the job."""
+        with self._lock:
+            while job.futures:
+                first = job.futures.pop(0)
+                if first.set_running_or_notify_cancel():
+                    first.set_exception(error)
+                    break
+            if job.futures:
+                self._waiting.appendleft(job)
+            else:
+                self._forget(job)
+
+    def _forget(self, job: _Job[_Features]) -> None:
+        if job.key is not None:
+            del self._by_key[job.key]
+
+    def _fail_all(self, error: ServeError) -> None:
+        with self._lock:
+            jobs = [*self._running, *self._waiting]
+            self._running = []
+            self._waiting.clear()
+            self._by_key.clear()
+        for job in jobs:
+            for future in job.futures:
+                if not future.done() and future.set_running_or_notify_cancel():
+                    future.set_exception(error)

@@ -1,0 +1,229 @@
+"""The encoder thread over an encoder that waits for the test: each content once, errors, cancelling, the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+
+import pytest
+import torch
+from held_resources import wait_until_equal
+from torch import Tensor
+
+from mingc.errors import RequestError, WorkerError
+from mingc.runtime.service.encoder_cache import EncoderCache
+from mingc.runtime.service.encoder_loop import EncoderLoop
+
+WAIT_S = 20.0
+WIDTH = 4
+ENTRY = 8 * WIDTH * 4  # bytes of the embeddings of a picture of 8 tokens
+
+
+def embeddings_of(picture: str) -> Tensor:
+    """(8, WIDTH) float32 that no other picture has."""
+    return (
+        torch.frombuffer(bytearray(hashlib.sha512(picture.encode()).digest() * 2), dtype=torch.uint8)
+        .view(8, -1)[:, :WIDTH]
+        .float()
+    )
+
+
+class Gate:
+    """An encoder of names, each call of which waits until the test lets it go on. `broken` names fail."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+        self.broken: set[str] = set()
+        self.outputs: list[Tensor] = []
+        self.values: Callable[[str], Tensor] = embeddings_of
+        self._begun = threading.Semaphore(0)
+        self._open = threading.Semaphore(0)
+
+    def encode(self, features: Sequence[str]) -> list[Tensor]:
+        self.calls.append(list(features))
+        self._begun.release()
+        assert self._open.acquire(timeout=WAIT_S)
+        for each in features:
+            if each in self.broken:
+                raise RequestError(f"{each} is broken")
+        together = torch.cat([self.values(each) for each in features])
+        self.outputs.append(together)
+        return list(together.tensor_split(len(features)))
+
+    def wait_for_call(self) -> None:
+        assert self._begun.acquire(timeout=WAIT_S)
+
+    def open(self, count: int = 1000) -> None:
+        self._open.release(count)
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
+def cache() -> EncoderCache:
+    return EncoderCache(10 * ENTRY)
+
+
+@pytest.fixture
+def loop(gate: Gate, cache: EncoderCache) -> Iterator[EncoderLoop[str]]:
+    yield from running(EncoderLoop("encoder", gate, cache), gate)
+
+
+def running(loop: EncoderLoop[str], gate: Gate) -> Iterator[EncoderLoop[str]]:
+    loop.start()
+    yield loop
+    gate.open()
+    loop.stop()
+    assert not loop._thread.is_alive()
+    assert loop.held == {"media in the encoder": 0} and not loop._by_key
+
+
+def submit(loop: EncoderLoop[str], *pictures: str) -> list[Future[Tensor]]:
+    return loop.submit(pictures, [each.encode() for each in pictures])
+
+
+def check(future: Future[Tensor], picture: str) -> None:
+    assert torch.equal(future.result(WAIT_S), embeddings_of(picture))
+
+
+def test_the_same_content_is_encoded_once_for_all_that_wait(
+    loop: EncoderLoop[str], gate: Gate, cache: EncoderCache
+) -> None:
+    """The second request comes while the first one's is encoded; the third one later."""
+    (first,) = submit(loop, "a")
+    gate.wait_for_call()
+    second = submit(loop, "a", "b", "b")
+    gate.open()
+    for future, picture in zip((first, *second), "aabb", strict=True):
+        check(future, picture)
+    check(submit(loop, "a")[0], "a")
+    assert sorted(map("".join, gate.calls)) == ["a", "b"]
+    assert (cache.num_misses, cache.num_hits, cache.num_bytes) == (2, 3, 2 * ENTRY)
+
+
+def test_without_a_cache_every_request_encodes_its_own(gate: Gate) -> None:
+    for loop in running(EncoderLoop("encoder", gate), gate):
+        gate.open()
+        for future in (*submit(loop, "a"), *submit(loop, "a")):
+            check(future, "a")
+        assert sum(map(len, gate.calls)) == 2
+
+
+def test_two_encoders_share_a_cache_and_no_entries(cache: EncoderCache) -> None:
+    """Media of two kinds whose digests were equal would still differ by their encoder."""
+    gates = [Gate(), Gate()]
+    gates[1].values = lambda name: -embeddings_of(name)
+    loops = [EncoderLoop(name, gate, cache) for name, gate in zip(("vision", "audio"), gates, strict=True)]
+    for loop, gate in zip(loops, gates, strict=True):
+        loop.start()
+        gate.open()
+    found = [submit(loop, "a")[0].result(WAIT_S) for loop in loops]
+    for loop in loops:
+        loop.stop()
+    assert torch.equal(found[0], embeddings_of("a")) and torch.equal(found[1], -embeddings_of("a"))
+
+
+def test_an_error_is_the_first_requests_and_the_second_tries_again(
+    loop: EncoderLoop[str], gate: Gate, cache: EncoderCache
+) -> None:
+    gate.broken.add("a")
+    (first,) = submit(loop, "a")
+    gate.wait_for_call()
+    (second,) = submit(loop, "a")
+    gate.open(1)
+    with pytest.raises(RequestError, match="a is broken"):
+        first.result(WAIT_S)
+    gate.wait_for_call()
+    gate.broken.clear()
+    gate.open()
+    check(second, "a")
+    check(submit(loop, "a")[0], "a")
+    assert gate.calls == [["a"], ["a"]]
+
+
+def test_a_request_that_leaves_does_not_take_the_result_from_another(
+    loop: EncoderLoop[str], gate: Gate
+) -> None:
+    """Before its call and during it."""
+    (first,) = submit(loop, "a")
+    gate.wait_for_call()
+    waiting, others = submit(loop, "b"), submit(loop, "a", "b")
+    assert first.cancel() and waiting[0].cancel()
+    gate.open()
+    for future, picture in zip(others, "ab", strict=True):
+        check(future, picture)
+    assert gate.calls == [["a"], ["b"]]
+
+
+def test_what_no_request_waits_for_is_not_encoded(loop: EncoderLoop[str], gate: Gate) -> None:
+    (first,) = submit(loop, "a")
+    gate.wait_for_call()
+    left, kept = submit(loop, "b", "c")
+    assert left.cancel()
+    gate.open()
+    check(first, "a")
+    check(kept, "c")
+    assert gate.calls == [["a"], ["c"]]
+    check(submit(loop, "b")[0], "b")
+
+
+def test_results_that_are_not_finite_are_not_kept(
+    loop: EncoderLoop[str], gate: Gate, cache: EncoderCache
+) -> None:
+    gate.open()
+    gate.values = lambda name: torch.full((8, WIDTH), torch.nan)
+    assert submit(loop, "a")[0].result(WAIT_S).isnan().all()
+    gate.values = embeddings_of
+    check(submit(loop, "a")[0], "a")
+    assert cache.num_hits == 0
+
+
+def test_what_is_kept_is_no_part_of_a_larger_result(
+    loop: EncoderLoop[str], gate: Gate, cache: EncoderCache
+) -> None:
+    """Nor is it written to with it: an engine may use the memory of its outputs again."""
+    gate.open()
+    kept = submit(loop, "a")[0].result(WAIT_S)
+    assert kept.untyped_storage().nbytes() == ENTRY == cache.num_bytes
+    for each in gate.outputs:
+        each.zero_()
+    check(submit(loop, "a")[0], "a")
+    assert gate.calls == [["a"]]
+
+
+def test_a_stopped_loop_fails_what_waits(gate: Gate, cache: EncoderCache) -> None:
+    loop: EncoderLoop[str] = EncoderLoop("encoder", gate, cache)
+    loop.start()
+    (first,) = submit(loop, "a")
+    gate.wait_for_call()
+    (second,) = submit(loop, "b")
+    loop.stop(0.0)
+    gate.open()
+    check(first, "a")
+    with pytest.raises(WorkerError, match="the encoder was stopped"):
+        second.result(WAIT_S)
+    with pytest.raises(WorkerError, match="the encoder is stopping"):
+        submit(loop, "c")
+    wait_until_equal({"alive": 0}, lambda: {"alive": int(loop._thread.is_alive())})
+
+
+def test_the_least_recently_used_entries_are_dropped_beyond_the_budget() -> None:
+    cache = EncoderCache(3 * ENTRY + ENTRY // 2)
+    for picture in "abc":
+        cache.put(picture.encode(), embeddings_of(picture))
+    assert cache.get(b"a") is not None  # so that b is the oldest
+    cache.put(b"d", embeddings_of("d"))
+    assert cache.num_bytes == 3 * ENTRY
+    assert [cache.get(each.encode()) is not None for each in "abcd"] == [True, False, True, True]
+    cache.put(b"large", torch.zeros(4 * ENTRY))
+    assert cache.get(b"large") is None and cache.num_bytes == 3 * ENTRY, "it would have driven all others out"
+    cache.put(b"d", embeddings_of("d"))
+    assert cache.num_bytes == 3 * ENTRY, "an entry that is put again counts once"
+    cache.clear()
+    assert cache.num_bytes == 0 and cache.get(b"a") is None
+    assert (cache.num_hits, cache.num_misses) == (4, 3)
