@@ -386,7 +386,7 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     "--encoder-cache",
     type=int,
     default=512 << 20,
-    help="Bytes of host memory for embeddings of images, video frames and clips, for those that come again; 0: none.",
+    help="Bytes of host memory for embeddings of images, videos and clips, for those that come again; 0: none.",
 )
 @click.option(
     "--max-speech-seqs",

@@ -226,7 +226,7 @@ class ServiceLoad:
     chats that wait for the thinker and requests whose next speech segment waits for the talker. Since the start:
     `prefilled_tokens` of prompts were computed, `reused_tokens` were not, and `evicted_pages` of the prefix cache were
     given to other requests; `cached_pages` is what it holds now, pages in use included. Since the start `encoder_hits`
-    images, frames and clips were not encoded again and `encoder_misses` were; `encoder_cache_bytes` of embeddings are
+    images, videos and clips were not encoded again and `encoder_misses` were; `encoder_cache_bytes` of embeddings are
     kept. `listeners`: live speech in the making, by state. `num_underruns`: its patches that were ready after their
     playback time, since the start.
     """

@@ -1,9 +1,13 @@
-"""Encoder cache in a served artifact: recorded media sent again are not encoded again, and the answers are the same."""
+"""Encoders in a served artifact: media sent again are not encoded again, those of several requests share calls.
+
+Answers are compared with those of a server that encodes everything, one request after the other.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +35,7 @@ class Watched:
     service: OmniService
     calls: list[int] = field(default_factory=list)
     prompts: list[ThinkerPrompt] = field(default_factory=list)
+    may_return: threading.Event = field(default_factory=threading.Event)  # from a call
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class Answer:
 
 def watch(service: OmniService, monkeypatch: pytest.MonkeyPatch) -> Watched:
     watched = Watched(service)
+    watched.may_return.set()
     chat = service._chat
     assert chat is not None and chat.vision is not None and chat.audio is not None
     for loop in (chat.vision, chat.audio):
@@ -52,6 +58,7 @@ def watch(service: OmniService, monkeypatch: pytest.MonkeyPatch) -> Watched:
 
         def note(features: Any, encode: Any = encode) -> Any:
             watched.calls.append(len(features))
+            assert watched.may_return.wait(60)
             return encode(features)
 
         monkeypatch.setattr(loop._encoder, "encode", note)
@@ -98,6 +105,23 @@ class Chats:
             np.stack([each.logits for each in deltas if each.logits is not None]),
         )
 
+    async def together(self, watched: Watched, first: str, names: Sequence[str]) -> list[Answer]:
+        """Answers to all; `names` are sent while the encoder is in its call for the media of `first`."""
+        service, queue = watched.service, "media in the vision_encoder"
+        watched.may_return.clear()
+        tasks = [asyncio.create_task(self.answer(service, first))]
+        try:
+            async with asyncio.timeout(60):
+                for count, name in enumerate(names, start=1):
+                    while service.held[queue] < count or not watched.calls:
+                        await asyncio.sleep(0.001)
+                    tasks.append(asyncio.create_task(self.answer(service, name)))
+                while service.held[queue] <= len(names):
+                    await asyncio.sleep(0.001)
+        finally:
+            watched.may_return.set()
+        return await asyncio.gather(*tasks)
+
     def ask(self, service: OmniService, name: str) -> Answer:
         return asyncio.run(self.answer(service, name))
 
@@ -139,12 +163,67 @@ def test_two_at_once_encode_their_image_once(
 ) -> None:
     plain, cached = (watch(each, monkeypatch) for each in services)
     cached.service.forget_caches()
+    expected = chats.ask(plain.service, "image")
 
     async def both() -> list[Answer]:
         return await asyncio.gather(*(chats.answer(cached.service, "image") for _ in range(2)))
 
-    expected = chats.ask(plain.service, "image")
     found = asyncio.run(both())
     assert cached.calls == [1]
     assert [each.tokens for each in found] == 2 * [expected.tokens]
     assert plain.service.load.encoder_misses == plain.service.load.encoder_hits == 0
+
+
+def test_images_and_videos_of_several_requests_share_a_call(
+    services: tuple[OmniService, OmniService], chats: Chats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has the embeddings that it has alone."""
+    names = ("image", "video", "image")  # 6, 8 and 6 tokens: the first two fill a bucket of 16
+    watched = watch(services[0], monkeypatch)
+    expected = [chats.ask(watched.service, name) for name in ("image", *names)]
+    alone = {prompt.input_ids.tobytes(): prompt.media_embeds for prompt in watched.prompts}
+    watched.calls.clear()
+    watched.prompts.clear()
+    found = asyncio.run(chats.together(watched, "image", names))
+    assert watched.calls == [1, 2, 1]
+    for prompt in watched.prompts:
+        embeds = alone[prompt.input_ids.tobytes()]
+        assert embeds is not None and prompt.media_embeds is not None
+        torch.testing.assert_close(prompt.media_embeds, embeds, atol=1e-6, rtol=0)
+    assert [each.tokens for each in found] == [each.tokens for each in expected]
+
+
+def test_requests_that_leave_take_nothing_from_another(
+    services: tuple[OmniService, OmniService], chats: Chats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = watch(services[1], monkeypatch)
+    watched.service.forget_caches()
+    expected = chats.ask(services[0], "image")
+
+    async def run() -> Answer:
+        held = watched.service.held
+        watched.may_return.clear()
+        first = asyncio.create_task(chats.answer(watched.service, "image"))
+        async with asyncio.timeout(60):
+            while not watched.calls:
+                await asyncio.sleep(0.001)
+            second = asyncio.create_task(chats.answer(watched.service, "image"))
+            leaving = asyncio.create_task(chats.answer(watched.service, "video"))
+            while watched.service.held["requests"] < 3 or watched.service.load.encoder_hits == hits:
+                await asyncio.sleep(0.001)
+            while watched.service.held["media in the vision_encoder"] < 2:
+                await asyncio.sleep(0.001)
+        first.cancel()
+        leaving.cancel()
+        await asyncio.gather(first, leaving, return_exceptions=True)
+        watched.may_return.set()
+        answer = await second
+        async with asyncio.timeout(60):
+            while watched.service.held != held:
+                await asyncio.sleep(0.001)
+        return answer
+
+    hits = watched.service.load.encoder_hits
+    found = asyncio.run(run())
+    assert found.tokens == expected.tokens
+    assert watched.calls == [1], "the video of the request that left is not encoded"

@@ -35,8 +35,8 @@ OPTIONS = {
     "probe": "--baseline --batch --beside --cache --cold-start --compare --context --debug --engine --engines --html "
     "--jobs --json --repetitions --synthetic --target --tolerance --transfers ARTIFACT",
     "serve": "--allow-media-host --api-key-file --body-idle-timeout --body-timeout --check-hashes "
-    "--cors-origin --debug --drain-seconds --encoder-cache --engines --header-timeout --host --json --log-format --log-level "
-    "--max-body-bytes --max-concurrent-requests --max-connections --max-media-bytes --max-media-memory "
+    "--cors-origin --debug --drain-seconds --encoder-cache --engines --header-timeout --host --json --log-format "
+    "--log-level --max-body-bytes --max-concurrent-requests --max-connections --max-media-bytes --max-media-memory "
     "--max-queue --max-speech-characters --max-speech-seqs --max-total-body-bytes --max-total-tokens "
     "--media-decode-timeout --media-root --media-timeout --open-metrics --parse-special-tokens --port "
     "--prefix-cache --require-signature --self-check --served-model-name --shutdown-timeout --speech-lead "

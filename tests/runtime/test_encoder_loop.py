@@ -18,6 +18,8 @@ from mingc.runtime.service.encoder_loop import EncoderLoop
 
 WAIT_S = 20.0
 WIDTH = 4
+LARGEST = 32
+BYTES = 1 << 20
 ENTRY = 8 * WIDTH * 4  # bytes of the embeddings of a picture of 8 tokens
 
 
@@ -31,7 +33,12 @@ def embeddings_of(picture: str) -> Tensor:
 
 
 class Gate:
-    """An encoder of names, each call of which waits until the test lets it go on. `broken` names fail."""
+    """An encoder of names, each call of which waits until the test lets it go on. `broken` names fail.
+
+    A name has as many tokens as letters; buckets are powers of two, up to `LARGEST`.
+    """
+
+    max_batch_tokens = 16
 
     def __init__(self) -> None:
         self.calls: list[list[str]] = []
@@ -40,6 +47,15 @@ class Gate:
         self.values: Callable[[str], Tensor] = embeddings_of
         self._begun = threading.Semaphore(0)
         self._open = threading.Semaphore(0)
+
+    def padded_tokens(self, features: Sequence[str]) -> int:
+        bucket = 1 << (sum(map(len, features)) - 1).bit_length()
+        if bucket > LARGEST:
+            raise RequestError(f"{features} have too many tokens")
+        return bucket
+
+    def num_bytes(self, features: str) -> int:
+        return BYTES * len(features)
 
     def encode(self, features: Sequence[str]) -> list[Tensor]:
         self.calls.append(list(features))
@@ -102,7 +118,7 @@ def test_the_same_content_is_encoded_once_for_all_that_wait(
     for future, picture in zip((first, *second), "aabb", strict=True):
         check(future, picture)
     check(submit(loop, "a")[0], "a")
-    assert sorted(map("".join, gate.calls)) == ["a", "b"]
+    assert gate.calls == [["a"], ["b"]]
     assert (cache.num_misses, cache.num_hits, cache.num_bytes) == (2, 3, 2 * ENTRY)
 
 
@@ -170,6 +186,91 @@ def test_what_no_request_waits_for_is_not_encoded(loop: EncoderLoop[str], gate: 
     check(kept, "c")
     assert gate.calls == [["a"], ["c"]]
     check(submit(loop, "b")[0], "b")
+
+
+@pytest.mark.parametrize(
+    ("waiting", "calls"),
+    [
+        ("a b c d", "a b c d"),  # four of one token: a bucket of four
+        ("a b c", "a b, c"),  # three would be padded to four
+        ("aaaa b", "aaaa, b"),  # five would be padded to eight
+        ("aaa bb", "aaa, bb"),
+        ("aaa b c", "aaa b, c"),
+        ("aaa b cccc", "aaa b cccc"),
+        ("a b cccccc", "a b cccccc"),  # more fits than the first two, which would fill a bucket as well
+        (16 * "a" + " b", 16 * "a" + ", b"),
+        (8 * "a" + " " + 8 * "b" + " " + 8 * "c", 8 * "a" + " " + 8 * "b" + ", " + 8 * "c"),  # at most 16
+        (20 * "a" + " b c", 20 * "a" + ", b c"),  # more than 16 alone
+        (40 * "a" + " b c", 40 * "a" + ", b c"),  # no call can hold it; the encoder says so
+        ("b " + 40 * "a" + " c", "b, " + 40 * "a" + ", c"),
+    ],
+)
+def test_what_waits_shares_calls_without_more_padding(
+    waiting: str, calls: str, loop: EncoderLoop[str], gate: Gate
+) -> None:
+    """Oldest first: nothing overtakes, however large."""
+    (first,) = submit(loop, "first")
+    gate.wait_for_call()
+    futures = [future for name in waiting.split() for future in submit(loop, name)]  # a request each
+    gate.open()
+    for future, name in zip((first, *futures), ("first", *waiting.split()), strict=True):
+        check(future, name)
+    assert gate.calls == [["first"], *(call.split() for call in calls.split(", "))]
+
+
+def test_a_request_fails_alone(loop: EncoderLoop[str], gate: Gate) -> None:
+    (first,) = submit(loop, "first")
+    gate.wait_for_call()
+    gate.broken.add("b")
+    futures = [submit(loop, name)[0] for name in "abcd"]
+    gate.open()
+    check(first, "first")
+    for name, future in zip("abcd", futures, strict=True):
+        if name == "b":
+            with pytest.raises(RequestError, match="b is broken"):
+                future.result(WAIT_S)
+        else:
+            check(future, name)
+    assert gate.calls == [["first"], ["a", "b", "c", "d"], ["a"], ["b"], ["c"], ["d"]]
+
+
+def test_preprocessing_waits_while_too_many_features_wait(loop: EncoderLoop[str], gate: Gate) -> None:
+    (first,) = submit(loop, "first")
+    gate.wait_for_call()
+    submit(loop, 30 * "a", 30 * "b", 10 * "c")  # 70 MiB
+    added: list[Future[Tensor]] = []
+    thread = threading.Thread(target=lambda: added.extend(submit(loop, "d")))
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive() and not added
+    gate.open()
+    thread.join(WAIT_S)
+    check(first, "first")
+    check(added[0], "d")
+
+
+def test_a_preprocessing_thread_that_waits_ends_with_the_loop(gate: Gate) -> None:
+    loop: EncoderLoop[str] = EncoderLoop("encoder", gate)
+    loop.start()
+    submit(loop, "first")
+    gate.wait_for_call()
+    second, _, _ = submit(loop, 30 * "a", 30 * "b", 10 * "c")
+    errors: list[WorkerError] = []
+
+    def add() -> None:
+        try:
+            submit(loop, "d")
+        except WorkerError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    loop.stop(0.0)
+    gate.open()
+    thread.join(WAIT_S)
+    assert not thread.is_alive() and len(errors) == 1
+    with pytest.raises(WorkerError):
+        second.result(WAIT_S)
 
 
 def test_results_that_are_not_finite_are_not_kept(

@@ -97,13 +97,41 @@ def test_frames_share_calls_and_attend_only_to_themselves() -> None:
     assert sizes == [[2, 4], [2, 6], [2, 6]], "rows and columns of the first frames"
 
 
+def test_frames_of_a_long_video_share_calls_of_a_limited_size() -> None:
+    calls: list[int] = []
+    encoder = make_vision(calls, [])
+    encoder.max_batch_tokens = 4
+    (embeddings,) = encoder.encode([picture(5, 2, 4)])  # 5 × 2 tokens
+    assert calls == [4, 4, 4] and len(embeddings) == 10
+    encoder.encode([picture(2, 2, 12)])  # of 6 tokens each, more than the limit
+    assert calls == [4, 4, 4, 8, 8]
+
+
+def test_sizes_of_calls_with_padding() -> None:
+    vision = make_vision([], [])
+    assert [vision.padded_tokens([picture(1, 2, 4)] * count) for count in (1, 2, 3, 4)] == [4, 4, 8, 8]
+    assert vision.num_bytes(picture(1, 2, 4)) == 2 * 4 * PIXELS * 4
+    with pytest.raises(RequestError, match="largest M bucket"):
+        vision.padded_tokens([picture(1, 2, 4)] * 5)
+    audio = make_audio([])
+    clips = [clip(frames) for frames in (5, 16)]
+    assert [audio.padded_tokens(each) for each in ([clips[0]], [clips[1]], clips)] == [2, 4, 8]
+    assert audio.num_bytes(clips[0]) == 5 * MELS * 4
+    with pytest.raises(RequestError, match="largest N bucket"):
+        audio.padded_tokens([clips[0]] * 3)
+
+
 def test_a_frame_beyond_the_largest_bucket_is_a_request_error() -> None:
     with pytest.raises(RequestError, match="largest M bucket"):
         make_vision([], []).encode([picture(1, 6, 6)])
 
 
-def test_clips_are_padded_and_embeddings_trimmed_to_their_length() -> None:
-    shapes = []
+def clip(frames: int) -> AudioFeatures:
+    return AudioFeatures(mel=np.full((frames, MELS), 0.5, np.float32), num_tokens=-(-frames // PER_TOKEN))
+
+
+def make_audio(shapes: list[tuple[int, ...]]) -> AudioEncoder:
+    """Fake embeddings: the sum of the clip's features, and its length."""
 
     def encode(mel: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
         shapes.append(tuple(mel.shape[:2]))
@@ -119,12 +147,14 @@ def test_clips_are_padded_and_embeddings_trimmed_to_their_length() -> None:
         state={},
         dims={"N": (1, 2), "T4": (2, 4, 16)},
     )
-    encoder = AudioEncoder(LoadedStage("audio_encoder", {"encode": graph}), AUDIO, CPU)
-    mels = [np.full((frames, MELS), 0.5, np.float32) for frames in (5, 16, 64)]
-    embeddings = encoder.encode(
-        [AudioFeatures(mel=mel, num_tokens=-(-len(mel) // PER_TOKEN)) for mel in mels]
-    )
+    return AudioEncoder(LoadedStage("audio_encoder", {"encode": graph}), AUDIO, CPU)
+
+
+def test_clips_are_padded_and_embeddings_trimmed_to_their_length() -> None:
+    shapes: list[tuple[int, ...]] = []
+    clips = [clip(frames) for frames in (5, 16, 64)]
+    embeddings = make_audio(shapes).encode(clips)
     assert shapes == [(2, 4), (1, 16)]
-    for mel, mine in zip(mels, embeddings, strict=True):
-        assert mine.shape == (-(-len(mel) // PER_TOKEN), 2)
-        assert mine[0].tolist() == pytest.approx([mel.sum(), len(mel)])
+    for each, mine in zip(clips, embeddings, strict=True):
+        assert mine.shape == (each.num_tokens, 2)
+        assert mine[0].tolist() == pytest.approx([each.mel.sum(), len(each.mel)])

@@ -29,7 +29,19 @@ VISION, AUDIO = (
 )  # values of embed_kind: the router gates of image and audio tokens (spec: thinker.md §2.3)
 
 
-class FakeVisionEncoder:
+class FakeEncoder:
+    """Takes all media in one call."""
+
+    max_batch_tokens = 1
+
+    def padded_tokens(self, features: Sequence[object]) -> int:
+        return 1
+
+    def num_bytes(self, features: object) -> int:
+        return 1
+
+
+class FakeVisionEncoder(FakeEncoder):
     """Embeddings of a picture: its number of pixels, then the index of the token."""
 
     def encode(self, features: Sequence[VisionFeatures]) -> list[torch.Tensor]:
@@ -37,7 +49,7 @@ class FakeVisionEncoder:
         return [rows(len(each.pixels), len(each.pixels) // merged) for each in features]
 
 
-class FakeAudioEncoder:
+class FakeAudioEncoder(FakeEncoder):
     """Embeddings of a clip: minus its number of frames, then the index of the token."""
 
     def encode(self, features: Sequence[AudioFeatures]) -> list[torch.Tensor]:

@@ -120,11 +120,11 @@ class Metrics:
             ),
             "encoder_hits": self._counter(
                 "mingc_encoder_cache_hits",
-                "Images, video frames and clips that were not encoded: their embeddings were kept, or in work for "
+                "Images, videos and clips that were not encoded: their embeddings were kept, or in work for "
                 "another request.",
             ),
             "encoder_misses": self._counter(
-                "mingc_encoder_cache_misses", "Images, video frames and clips that were encoded."
+                "mingc_encoder_cache_misses", "Images, videos and clips that were encoded."
             ),
         }
         self._cached_pages = Gauge(
@@ -134,7 +134,7 @@ class Metrics:
         )
         self._encoder_cache_bytes = Gauge(
             "mingc_encoder_cache_bytes",
-            "Host memory of kept embeddings of images, video frames and clips (--encoder-cache).",
+            "Host memory of kept embeddings of images, videos and clips (--encoder-cache).",
             registry=self._registry,
         )
         self._counted = dict.fromkeys(self._engine_counters, 0)

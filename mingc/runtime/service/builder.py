@@ -110,7 +110,7 @@ class EngineOptions:
         steps: which steps the thinker's workers run.
         talker_depth: most patches in flight; None: 2 on a GPU, 1 on a CPU.
         prefix_cache: reuse KV pages of earlier requests for prompts that begin with the same tokens and media.
-        encoder_cache: bytes of host memory for embeddings of images, frames and clips that may come again; 0: none.
+        encoder_cache: bytes of host memory for embeddings of images, videos and clips that may come again; 0: none.
         loads_speech: whether the speech stages of the artifact are loaded; otherwise speech is refused.
         engines: `STAGE=BACKEND` for stages whose engines are not the artifact's default ones.
         target: the target whose engines are run, where the artifact has them for several; None: what this machine runs.

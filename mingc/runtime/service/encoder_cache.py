@@ -1,4 +1,4 @@
-"""Embeddings of media by content: an image, video frame or clip that was encoded lately is not encoded again."""
+"""Embeddings of media by content: an image, video or clip that was encoded lately is not encoded again."""
 
 from __future__ import annotations
 

@@ -1,25 +1,49 @@
-"""Encoder thread: embeddings of the media of all requests, each content once."""
+"""Encoder thread: embeddings of the media of all requests, several in one engine call, each content once."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from mingc.errors import ServeError
+from mingc.errors import RequestError, ServeError
 from mingc.runtime.engine_thread import EngineThread
 from mingc.runtime.service.encoder_cache import EncoderCache
+
+_MAX_MEDIA = 32  # in one call
+_MAX_WAITING_BYTES = (
+    64 << 20
+)  # of features, beyond which preprocessing waits: about two of the largest images
 
 _Features = TypeVar("_Features")
 _FeaturesIn = TypeVar("_FeaturesIn", contravariant=True)
 
 
 class Encoder(Protocol[_FeaturesIn]):
-    """An encoder as its thread calls it."""
+    """An encoder as its thread calls it.
+
+    Attributes:
+        max_batch_tokens: padded size beyond which a call is no faster per token, so that it only delays the first.
+    """
+
+    max_batch_tokens: int
+
+    def padded_tokens(self, features: Sequence[_FeaturesIn]) -> int:
+        """Tokens that one call for all of these computes, padding included.
+
+        Raises: RequestError when no call can hold them.
+        """
+        ...
+
+    def num_bytes(self, features: _FeaturesIn) -> int:
+        """Host memory of these features."""
+        ...
 
     def encode(self, features: Sequence[_FeaturesIn]) -> list[Tensor]:
         """Embeddings (tokens, D) of each, on the host."""
@@ -28,7 +52,7 @@ class Encoder(Protocol[_FeaturesIn]):
 
 @dataclass(slots=True, eq=False)
 class _Job(Generic[_Features]):
-    """One image, frame or clip to encode, for all requests that wait for it."""
+    """One image, video or clip to encode, for all requests that wait for it."""
 
     features: _Features
     key: bytes | None  # None: not shared
@@ -41,6 +65,10 @@ class _Job(Generic[_Features]):
 
 class EncoderLoop(EngineThread, Generic[_Features]):
     """Runs one encoder for all requests, first come, first served.
+
+    A call takes what waits, oldest first, as far as it costs no more padding than calls of their own, and at most
+    `max_batch_tokens`, unless one medium alone has more. If it fails, each medium gets a call of its own, so that only
+    the request at fault fails.
 
     Equal content that several requests wait for is encoded once. An error is that of the first of them; the others try
     again for themselves. What no request waits for any more is not encoded.
@@ -56,6 +84,7 @@ class EncoderLoop(EngineThread, Generic[_Features]):
         self._cache = cache
         self._waiting: deque[_Job[_Features]] = deque()
         self._running: list[_Job[_Features]] = []
+        self._has_room = threading.Condition(self._lock)
         self._by_key: dict[bytes, _Job[_Features]] = {}  # waiting and running
 
     @property
@@ -63,7 +92,7 @@ class EncoderLoop(EngineThread, Generic[_Features]):
         return {f"media in the {self._name}": len(self._waiting) + len(self._running)}
 
     def submit(self, features: Sequence[_Features], digests: Sequence[bytes]) -> list[Future[Tensor]]:
-        """Queue the media of a request. Cancelling a future withdraws one.
+        """Queue the media of a request. Cancelling a future withdraws one. Blocks while too many features wait.
 
         `digests` are the `content_digest` of each; they are not looked at without a cache. Results are embeddings
         (tokens, D) on the host, shared with other requests: not to be written to.
@@ -71,10 +100,17 @@ class EncoderLoop(EngineThread, Generic[_Features]):
         Raises: WorkerError when the thread has failed or is stopping.
         """
         with self._lock:
+            self._has_room.wait_for(lambda: self._can_add)
             self._check_healthy()
             futures = [self._add(*each) for each in zip(features, digests, strict=True)]
             self._notify()
         return futures
+
+    @property
+    def _can_add(self) -> bool:
+        is_ending = self._failure is not None or self._is_stopping
+        waiting = sum(self._encoder.num_bytes(job.features) for job in self._waiting)
+        return is_ending or waiting < _MAX_WAITING_BYTES
 
     def _add(self, features: _Features, digest: bytes) -> Future[Tensor]:
         future: Future[Tensor] = Future()
@@ -97,16 +133,38 @@ class EncoderLoop(EngineThread, Generic[_Features]):
 
     def _step(self) -> bool:
         with self._lock:
-            for job in [each for each in self._waiting if not each.is_wanted]:
-                self._waiting.remove(job)
-                self._forget(job)
-            self._running = list(self._waiting)
-            self._waiting.clear()
+            self._running = self._take()
         if not self._running:
             return False
         self._encode(self._running)
         self._running = []
         return True
+
+    def _take(self) -> list[_Job[_Features]]:
+        """Remove the jobs of the next call from the queue."""
+        for job in self._waiting:
+            if not job.is_wanted:
+                self._forget(job)
+        self._waiting = deque(job for job in self._waiting if job.is_wanted)
+        first = [job.features for job in islice(self._waiting, _MAX_MEDIA)]
+        jobs = [self._waiting.popleft() for _ in range(self._batch_size(first))]
+        self._has_room.notify_all()
+        return jobs
+
+    def _batch_size(self, features: Sequence[_Features]) -> int:
+        """How many of the first `features` share a call: the most whose padded size is not above that of them alone."""
+        best, alone = min(1, len(features)), 0
+        for count in range(1, len(features) + 1):
+            try:
+                alone += self._encoder.padded_tokens(features[count - 1 : count])
+                together = self._encoder.padded_tokens(features[:count])
+            except RequestError:  # of one that is too large, or of all together
+                break
+            if count > 1 and together > self._encoder.max_batch_tokens:
+                break
+            if together <= alone:
+                best = count
+        return best
 
     def _encode(self, jobs: Sequence[_Job[_Features]]) -> None:
         """Encode `jobs` in one call, or, if that fails, each in a call of its own."""
@@ -155,6 +213,7 @@ class EncoderLoop(EngineThread, Generic[_Features]):
             self._running = []
             self._waiting.clear()
             self._by_key.clear()
+            self._has_room.notify_all()
         for job in jobs:
             for future in job.futures:
                 if not future.done() and future.set_running_or_notify_cancel():

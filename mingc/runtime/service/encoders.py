@@ -38,6 +38,8 @@ class _Frame:
 class VisionEncoder:
     """Encoder of images and video frames: features → embeddings of merged tokens."""
 
+    max_batch_tokens = 2048  # eight images of 1,024 patches (benchmarks/NOTES-encoders.md)
+
     def __init__(self, stage: LoadedStage, parameters: VisionParameters, device: torch.device) -> None:
         self._graph = stage["encode"]
         self._parameters = parameters
@@ -46,20 +48,30 @@ class VisionEncoder:
             next(each for each in self._graph.spec.inputs if each.name == "pixels").dtype
         )
 
+    def padded_tokens(self, features: Sequence[VisionFeatures]) -> int:
+        """Merged tokens that one call for all of these computes. Raises: RequestError when no bucket holds them."""
+        return _bucket(self._graph, "M", sum(map(self._num_tokens, features)))
+
+    def num_bytes(self, features: VisionFeatures) -> int:
+        return features.patches.nbytes
+
+    def _num_tokens(self, feature: VisionFeatures) -> int:
+        return feature.num_tokens(self._parameters.merge_size)
+
     @torch.inference_mode()
     def encode(self, features: Sequence[VisionFeatures]) -> list[Tensor]:
         """Embeddings (tokens, D) of each image or video, on the host.
 
-        A frame attends only to itself, so frames are packed into as few calls as the largest bucket allows.
-        Raises: RequestError when one frame alone exceeds it.
+        A frame attends only to itself, so frames share calls of at most `max_batch_tokens`.
+        Raises: RequestError when one frame alone exceeds the largest bucket.
         """
         frames = [frame for feature in features for frame in _frames(feature)]
         embeddings = torch.cat([self._run(group) for group in self._groups(frames)])
-        counts = [feature.num_tokens(self._parameters.merge_size) for feature in features]
+        counts = list(map(self._num_tokens, features))
         return list(embeddings.tensor_split(np.cumsum(counts)[:-1].tolist()))
 
     def _groups(self, frames: Sequence[_Frame]) -> Iterator[list[_Frame]]:
-        limit = max(self._graph.spec.dim("M").buckets)
+        limit = min(self.max_batch_tokens, max(self._graph.spec.dim("M").buckets))
         group: list[_Frame] = []
         held = 0
         for frame in frames:
@@ -101,11 +113,21 @@ class VisionEncoder:
 class AudioEncoder:
     """Encoder of audio clips: features → embeddings."""
 
+    max_batch_tokens = 1500  # a minute; only engines for a CPU take several clips
+
     def __init__(self, stage: LoadedStage, parameters: AudioParameters, device: torch.device) -> None:
         self._graph = stage["encode"]
         self._parameters = parameters
         self._device = device
         self._dtype = torch_dtype(next(each for each in self._graph.spec.inputs if each.name == "mel").dtype)
+
+    def padded_tokens(self, features: Sequence[AudioFeatures]) -> int:
+        """Tokens that one call for all of these computes. Raises: RequestError when no bucket holds them."""
+        longest = max(feature.num_tokens for feature in features)
+        return _bucket(self._graph, "N", len(features)) * _bucket(self._graph, "T4", longest)
+
+    def num_bytes(self, features: AudioFeatures) -> int:
+        return features.mel.nbytes
 
     @torch.inference_mode()
     def encode(self, features: Sequence[AudioFeatures]) -> list[Tensor]:
