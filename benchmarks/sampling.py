@@ -1,8 +1,8 @@
 """Time of sampling one token of each request at the released vocabulary: greedy, without a sort, and with one.
 
 Each figure is the head of the thinker, whose weights replace what caches hold, and then the sampling, in one CUDA
-graph, minus the head alone. With `--steps` the share of a whole decode step is computed from the greedy steps of that result. Whole
-sampled steps are timed by `thinker.py`. Takes half a minute on a GPU.
+graph, minus the head alone. With `--steps` the share of a whole decode step is computed from the greedy steps of that
+result. Whole sampled steps are timed by `thinker.py`. Takes half a minute on a GPU.
 
     python benchmarks/sampling.py --steps benchmarks/results/thinker-….json --json benchmarks/results/sampling-….json
 """

@@ -15,6 +15,7 @@ from fake_thinker import PAGE, VOCAB, make_prompt, make_thinker_loop, make_think
 from hand_run import run_until_idle
 from torch import Tensor
 
+from mingc.kernels.sample_tokens import NUM_COLUMNS
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.request import SamplingParams
@@ -193,6 +194,52 @@ def test_every_rank_goes_on_with_the_tokens_of_rank_0(
     assert embedded[-1][:2] == [417, 8], "-1 is the token that rank 0 sampled for the slot"
     assert rank._last[[2, 3]].tolist() == [33, 34]
     assert len(shared) == 2 and shared[0][0] != 417, "this rank sampled something else"
+
+
+def test_an_artifact_with_a_graph_for_sampling_samples_with_it() -> None:
+    """Tokens of random rows are the graph's, from the tokens seen; greedy steps do not run it."""
+    calls: list[list[int]] = []
+
+    def run(logits: Tensor, sampling: Tensor, seen: Tensor) -> tuple[Tensor, ...]:
+        assert logits.is_contiguous()
+        calls.append(seen[0].nonzero()[:, 0].tolist())
+        return (400 + torch.arange(len(logits)) + sampling[:, 5].mul(8).long(),)
+
+    sample = make_graph(
+        "sample",
+        run,
+        inputs={
+            "logits": ("float32", ("B", VOCAB)),
+            "sampling": ("float32", ("B", NUM_COLUMNS)),
+            "seen": ("bool", ("B", VOCAB)),
+        },
+        outputs=("tokens",),
+        state={},
+        dims={"B": tuple(range(1, 65))},
+        layer_instances=("sampler",),
+    )
+    stage = make_stage()
+    rank = make_thinker_worker(LoadedStage("thinker", {**stage.graphs, "sample": sample}), is_static=True)
+
+    def prefill(temperature: float) -> int:
+        calls.clear()
+        step = PrefillStep(
+            input_ids=np.array([5, 6, 7]),
+            positions=np.zeros((3, 3), np.int64),
+            embed_kind=np.zeros(3, np.int64),
+            embeds=None,
+            counts=np.array([3]),
+            starts=np.zeros(1, np.int64),
+            pages=np.array([[1]]),
+            slots=np.array([2]),
+            ended=np.array([0]),
+            sampling=np.array([sampling_columns(SamplingParams(temperature=temperature), 0.5)]),
+        )
+        (token,) = rank.launch_prefill(step).wait()
+        return token
+
+    assert prefill(1.0) == 404 and calls == [[5, 6, 7]]
+    assert prefill(0.0) not in range(400, 465) and not calls
 
 
 def record_ids(stage: LoadedStage) -> list[list[int]]:

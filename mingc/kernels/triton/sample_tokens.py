@@ -1,6 +1,9 @@
 """Triton kernels of `mingc.kernels.sample_tokens`: thresholds of top_k and top_p without sorting the vocabulary.
 
 Probabilities are added as integers, so a sum depends neither on the order of its terms nor on the other rows.
+
+Where a kernel scatters, its helpers take no pointers: torch would assume that the kernel writes to them when an address
+depends on what a helper returns.
 """
 
 from __future__ import annotations
@@ -57,24 +60,21 @@ def _bin(x, highest, span, BINS: tl.constexpr):
 
 
 @triton.jit
-def _row(sampling, chunk_max, row, C, COLUMNS: tl.constexpr, C_PADDED: tl.constexpr):
-    """Of a row: temperature, top_k, top_p, min_p, highest logit, and whether a token is sampled at random."""
-    temperature = tl.load(sampling + row * COLUMNS)
-    top_k = tl.load(sampling + row * COLUMNS + 1)
-    top_p = tl.load(sampling + row * COLUMNS + 2)
-    min_p = tl.minimum(tl.load(sampling + row * COLUMNS + 3), 1.0)
-    c = tl.arange(0, C_PADDED)
-    highest = tl.max(tl.load(chunk_max + row * C + c, mask=c < C, other=float("-inf")), 0)
+def _is_random(temperature, top_k, highest):
+    """Whether a token is sampled at random; otherwise it is the most likely one, or the row fails."""
     is_finite = (highest > float("-inf")) & (highest < float("inf"))
-    is_random = (temperature > 0.0) & (top_k != 1.0) & is_finite
-    return temperature, top_k, top_p, min_p, highest, is_random
+    return (temperature > 0.0) & (top_k != 1.0) & is_finite
 
 
 @triton.jit
-def _span(chunk_min, row, temperature, highest, C, C_PADDED: tl.constexpr):
+def _has_limit(temperature, top_k, top_p, highest):
+    """Whether top_k or top_p removes tokens that could be sampled at random."""
+    return _is_random(temperature, top_k, highest) & ((top_k >= 1.0) | (top_p < 1.0))
+
+
+@triton.jit
+def _span(temperature, highest, lowest):
     """Distance from the highest logit that the histogram covers: that of all tokens with a weight."""
-    c = tl.arange(0, C_PADDED)
-    lowest = tl.min(tl.load(chunk_min + row * C + c, mask=c < C, other=float("inf")), 0)
     return tl.maximum(tl.minimum(_RANGE * temperature, highest - lowest), _MIN_SPAN)
 
 
@@ -85,15 +85,13 @@ def _share(share, total):
 
 
 @triton.jit
-def _crossings(counts, masses, row, top_k, top_p, BINS: tl.constexpr):
-    """Bins in which the sums over the histogram of a row reach top_k and top_p; BINS where they do not.
+def _crossings(count, mass, top_k, top_p, BINS: tl.constexpr):
+    """Bins in which the sums over a histogram, `count` and `mass` (BINS,), reach top_k and top_p; BINS if they do not.
 
     Returns: the bin of top_k, count and mass before it, first and last possible bin of top_p, mass before the first.
     The mass of the top_k tokens is known only to lie between two bounds, so that there may be several bins.
     """
     b = tl.arange(0, BINS)
-    count = tl.load(counts + row * BINS + b)
-    mass = tl.load(masses + row * BINS + b)
     counted, massed = tl.cumsum(count, 0), tl.cumsum(mass, 0)
     is_limited = (top_k >= 1.0) & (tl.sum(count, 0).to(tl.float32) > top_k)
     k_bin = tl.sum((counted.to(tl.float32) < top_k).to(tl.int32), 0)
@@ -186,7 +184,7 @@ def mingc_sample_prepare(
     x = tl.load(logits + row * V + token, mask=is_token, other=float("-inf"))
     penalty = tl.load(sampling + row * COLUMNS + 4)
     if penalty != 1.0:
-        is_seen = tl.load(seen + row * V + token, mask=is_token, other=0) != 0
+        is_seen = tl.load(seen + row * V + token, mask=is_token, other=0).to(tl.int1)
         penalized = tl.where(x > 0, tl.div_rn(x, penalty + tl.zeros_like(x)), x * penalty)
         x = tl.where(is_seen, penalized, x)
     for each in range(RULES, COLUMNS):
@@ -213,11 +211,14 @@ def mingc_sample_histogram(
 ):  # fmt: skip
     """Count and mass of the tokens in each bin, of rows with top_k or top_p."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    temperature, top_k, top_p, _min_p, highest, is_random = _row(
-        sampling, chunk_max, row, C, COLUMNS, C_PADDED
-    )
-    if is_random & ((top_k >= 1.0) | (top_p < 1.0)):
-        span = _span(chunk_min, row, temperature, highest, C, C_PADDED)
+    temperature = tl.load(sampling + row * COLUMNS)
+    top_k = tl.load(sampling + row * COLUMNS + 1)
+    top_p = tl.load(sampling + row * COLUMNS + 2)
+    c = tl.arange(0, C_PADDED)
+    highest = tl.max(tl.load(chunk_max + row * C + c, mask=c < C, other=float("-inf")), 0)
+    if _has_limit(temperature, top_k, top_p, highest):
+        lowest = tl.min(tl.load(chunk_min + row * C + c, mask=c < C, other=float("inf")), 0)
+        span = _span(temperature, highest, lowest)
         token = chunk * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(prepared + row * V + token, mask=token < V, other=float("-inf"))
         mass = (_probability(x, highest, temperature) * _ONE).to(tl.int64)
@@ -233,17 +234,23 @@ def mingc_sample_select(
 ):  # fmt: skip
     """Collect the logits of the bins in which a threshold lies, in any order."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    temperature, top_k, top_p, _min_p, highest, is_random = _row(
-        sampling, chunk_max, row, C, COLUMNS, C_PADDED
-    )
-    if is_random & ((top_k >= 1.0) | (top_p < 1.0)):
-        span = _span(chunk_min, row, temperature, highest, C, C_PADDED)
-        k_bin, _count, _mass, p_first, p_last, _p_mass = _crossings(counts, masses, row, top_k, top_p, BINS)
+    temperature = tl.load(sampling + row * COLUMNS)
+    top_k = tl.load(sampling + row * COLUMNS + 1)
+    top_p = tl.load(sampling + row * COLUMNS + 2)
+    c = tl.arange(0, C_PADDED)
+    highest = tl.max(tl.load(chunk_max + row * C + c, mask=c < C, other=float("-inf")), 0)
+    if _has_limit(temperature, top_k, top_p, highest):
+        lowest = tl.min(tl.load(chunk_min + row * C + c, mask=c < C, other=float("inf")), 0)
+        span = _span(temperature, highest, lowest)
+        b = tl.arange(0, BINS)
+        k_bin, _count, _mass, p_first, p_last, _p_mass = _crossings(
+            tl.load(counts + row * BINS + b), tl.load(masses + row * BINS + b), top_k, top_p, BINS
+        )
         token = chunk * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(prepared + row * V + token, mask=token < V, other=float("-inf"))
         mass = (_probability(x, highest, temperature) * _ONE).to(tl.int64)
-        b = _bin(x, highest, span, BINS)
-        is_candidate = (mass > 0) & ((b == k_bin) | ((b >= p_first) & (b <= p_last)))
+        own = _bin(x, highest, span, BINS)
+        is_candidate = (mass > 0) & ((own == k_bin) | ((own >= p_first) & (own <= p_last)))
         is_one = is_candidate.to(tl.int32)
         count = tl.sum(is_one, 0)
         if count > 0:
@@ -258,14 +265,20 @@ def mingc_sample_threshold(
 ):  # fmt: skip
     """Key of the least likely token that top_k and top_p keep, and how many tokens with this key, in order of id."""
     row = tl.program_id(0).to(tl.int64)
-    temperature, top_k, top_p, _min_p, highest, is_random = _row(
-        sampling, chunk_max, row, C, COLUMNS, C_PADDED
-    )
+    temperature = tl.load(sampling + row * COLUMNS)
+    top_k = tl.load(sampling + row * COLUMNS + 1)
+    top_p = tl.load(sampling + row * COLUMNS + 2)
+    c = tl.arange(0, C_PADDED)
+    highest = tl.max(tl.load(chunk_max + row * C + c, mask=c < C, other=float("-inf")), 0)
     key = tl.full([], _LOWEST_KEY, tl.int64)
     tied = tl.full([], 0, tl.int64)
-    if is_random & ((top_k >= 1.0) | (top_p < 1.0)):
-        span = _span(chunk_min, row, temperature, highest, C, C_PADDED)
-        k_bin, k_count, k_mass, p_first, p_last, p_mass = _crossings(counts, masses, row, top_k, top_p, BINS)
+    if _has_limit(temperature, top_k, top_p, highest):
+        lowest = tl.min(tl.load(chunk_min + row * C + c, mask=c < C, other=float("inf")), 0)
+        span = _span(temperature, highest, lowest)
+        b = tl.arange(0, BINS)
+        k_bin, k_count, k_mass, p_first, p_last, p_mass = _crossings(
+            tl.load(counts + row * BINS + b), tl.load(masses + row * BINS + b), top_k, top_p, BINS
+        )
         n, values = tl.load(num_candidates + row), candidates + row * V
         total = k_mass
         if k_bin < BINS:
@@ -295,8 +308,12 @@ def mingc_sample_weigh(
 ):  # fmt: skip
     """Of each chunk the mass of kept tokens above the threshold, and the number of tokens at it."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    temperature, _, _, min_p, highest, is_random = _row(sampling, chunk_max, row, C, COLUMNS, C_PADDED)
-    if is_random:
+    temperature = tl.load(sampling + row * COLUMNS)
+    top_k = tl.load(sampling + row * COLUMNS + 1)
+    min_p = tl.minimum(tl.load(sampling + row * COLUMNS + 3), 1.0)
+    c = tl.arange(0, C_PADDED)
+    highest = tl.max(tl.load(chunk_max + row * C + c, mask=c < C, other=float("-inf")), 0)
+    if _is_random(temperature, top_k, highest):
         threshold = tl.load(thresholds + row).to(tl.int64)
         token = chunk * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(prepared + row * V + token, mask=token < V, other=float("-inf"))
@@ -315,13 +332,16 @@ def mingc_sample_draw(
 ):  # fmt: skip
     """The kept token, in order of id, at which the sum of masses exceeds the row's uniform number times all of them."""
     row = tl.program_id(0).to(tl.int64)
-    temperature, _, _, min_p, highest, is_random = _row(sampling, chunk_max, row, C, COLUMNS, C_PADDED)
+    temperature = tl.load(sampling + row * COLUMNS)
+    top_k = tl.load(sampling + row * COLUMNS + 1)
+    min_p = tl.minimum(tl.load(sampling + row * COLUMNS + 3), 1.0)
     c = tl.arange(0, C_PADDED)
     maxima = tl.load(chunk_max + row * C + c, mask=c < C, other=float("-inf"))
+    highest = tl.max(maxima, 0)
     first = tl.load(chunk_first + row * C + c, mask=c < C, other=V)
     is_finite = (highest > float("-inf")) & (highest < float("inf"))
     sampled = tl.where(is_finite, tl.min(tl.where(maxima == highest, first, V), 0), _NOT_FINITE)
-    if is_random:
+    if _is_random(temperature, top_k, highest):
         threshold = tl.load(thresholds + row).to(tl.int64)
         kept = tl.load(num_tied + row)
         mass = tl.load(chunk_mass + row * C + c, mask=c < C, other=0)
@@ -354,7 +374,7 @@ def sample_tokens(logits: Tensor, sampling: Tensor, seen: Tensor, num_rules: int
     (batch, vocab), columns = logits.shape, sampling.shape[1]
     chunks = triton.cdiv(vocab, BLOCK)
     padded = triton.next_power_of_2(chunks)
-    logits, sampling, seen = logits.contiguous(), sampling.contiguous(), seen.contiguous().view(torch.uint8)
+    logits, sampling, seen = logits.contiguous(), sampling.contiguous(), seen.contiguous()
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
