@@ -26,25 +26,36 @@ OPTIONS = StageOptions(static_buckets=True, batch_sizes=(1, 2, 4))
 
 
 class Engines:
-    """Engines of the thinker's head that are the eager module; the one of batch `spoiled` is wrong."""
+    """Engines of a thinker's graph that are the eager module; the one of batch `spoiled` is wrong."""
 
-    def __init__(self, folder: Path, spoiled: int | None) -> None:
+    def __init__(self, folder: Path, spoiled: int | None, graph: str = "head") -> None:
         checkpoint = open_checkpoint(TINY)
         config = STAGE.config(checkpoint)
         write_weights(checkpoint, STAGE, config, Shard(), torch.float32, folder / "weights.safetensors")
         (folder / "goldens").mkdir()
-        self._plan = next(each for each in STAGE.graphs(config, Shard(), OPTIONS) if each.spec.name == "head")
-        self._module = load_module(STAGE, config, Shard(), folder / "weights.safetensors", submodule="head")
+        self._plan = next(each for each in STAGE.graphs(config, Shard(), OPTIONS) if each.spec.name == graph)
+        self._module = load_module(
+            STAGE,
+            config,
+            Shard(),
+            folder / "weights.safetensors",
+            submodule=self._plan.spec.layer_instances[0],
+        )
         self._spoiled = spoiled
         self.batches: list[int] = []
         recipe = ExportRecipe(checkpoint=TINY, output=folder / "out", stages=("thinker",))
         self.task = GraphTask(
-            recipe=recipe, stage="thinker", graph="head", folder=folder, weights=("weights.safetensors",)
+            recipe=recipe, stage="thinker", graph=graph, folder=folder, weights=("weights.safetensors",)
         )
         self.records = tuple(
-            EngineRecord(backend="aoti", file=f"engines/thinker.head-B{size}.pt2", dims={"B": size}, compile_seconds=0)
+            EngineRecord(
+                backend="aoti",
+                file=f"engines/thinker.{graph}-B{size}.pt2",
+                dims={"B": size},
+                compile_seconds=0,
+            )
             for size in OPTIONS.batch_sizes
-        )  # fmt: skip
+        )
 
     def replay(
         self,
@@ -56,8 +67,8 @@ class Engines:
         device: str,
     ) -> list[dict[str, torch.Tensor]]:
         (tensors,) = calls
-        batch = len(tensors["residual"])
-        assert engine.stem == f"thinker.head-B{batch}"
+        batch = len(next(iter(tensors.values())))
+        assert engine.stem == f"{self.task.name}-B{batch}"
         self.batches.append(batch)
         found = run_eager(self._plan, self._module, tensors)
         return [{name: 1.01 * value if batch == self._spoiled else value for name, value in found.items()}]
@@ -83,6 +94,19 @@ def test_either_of_them_refuses_the_export(tmp_path: Path, spoiled: int, where: 
     with pytest.raises(ParityError, match="differ from the float32 reference") as caught:
         check_graph(engines.task, engines.records, engines.replay)
     assert caught.value.where == where
+
+
+@pytest.mark.usefixtures("_static")
+def test_a_graph_that_only_cuda_exports_have_is_its_own_reference(tmp_path: Path) -> None:
+    """Exports for a CPU, of which the float32 reference is, sample on the host."""
+    (tmp_path / "right").mkdir()
+    engines = Engines(tmp_path / "right", None, "sample")
+    record = check_graph(engines.task, engines.records, engines.replay).record
+    assert record.parity.compiled == 0.0 and [each.name for each in record.spec.outputs] == ["tokens"]
+    (tmp_path / "wrong").mkdir()
+    engines = Engines(tmp_path / "wrong", 4, "sample")
+    with pytest.raises(ParityError):
+        check_graph(engines.task, engines.records, engines.replay)
 
 
 def test_the_worse_figures_of_two_engines_are_reported() -> None:

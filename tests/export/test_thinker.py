@@ -300,6 +300,15 @@ def test_config_keys_of_the_release(checkpoint: Checkpoint) -> None:
     assert STAGE.config(altered(checkpoint, num_shared_experts=2)).decoder.shared_intermediate_size == 64
 
 
+def test_tokens_are_sampled_for_every_size_of_logits(config: ThinkerConfig) -> None:
+    """After a chunk there is a row for each of its prompts, after a decode step for each request of the batch."""
+    options = StageOptions(static_buckets=True, batch_sizes=(1, 2, 32), max_model_len=2048)
+    graphs = {plan.spec.name: plan.spec for plan in STAGE.graphs(config, Shard(world_size=2), options)}
+    assert graphs["sample"].dim("B").buckets == graphs["head"].dim("B").buckets == (1, 2, 16, 32)
+    assert graphs["sample"].inputs[0].shape == ("B", config.decoder.vocab_size), "of all ranks"
+    assert not any(plan.spec.name == "sample" for plan in STAGE.graphs(config, Shard(), StageOptions()))
+
+
 def test_examples_suit_every_bucket(config: ThinkerConfig) -> None:
     options = StageOptions(static_buckets=True, batch_sizes=(1, 2, 4), max_model_len=2048)
     for plan in STAGE.graphs(config, Shard(), options):
