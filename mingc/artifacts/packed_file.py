@@ -7,6 +7,7 @@ Opening compares every byte that is not content of a file with the layout that n
 from __future__ import annotations
 
 import os
+import stat
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from mingc.artifacts.zip_layout import (
 from mingc.errors import ArtifactError, IntegrityError
 
 _FIX = "copy the bundle again, or pack again"
+_FIX_PATH = "pass a file that mingc bundle pack wrote"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,14 +59,18 @@ class PackedFile:
 def open_packed(path: Path) -> PackedFile:
     """Raises: IntegrityError naming the part that is not as packed, ManifestError, ArtifactError for no permission."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe would wait for a writer
     except PermissionError:
         raise ArtifactError(
             "this user may not read the bundle", where=str(path), fix=f"run chmod a+r {path} as the owner"
         ) from None
     except OSError as error:
-        raise ArtifactError(f"the bundle cannot be read: {error.strerror}", where=str(path)) from error
+        raise ArtifactError(
+            f"the bundle cannot be read: {error.strerror}", where=str(path), fix=_FIX_PATH
+        ) from error
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ArtifactError("the bundle is not a regular file", where=str(path), fix=_FIX_PATH)
         return _read(path, descriptor)
     finally:
         os.close(descriptor)

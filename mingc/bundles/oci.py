@@ -22,7 +22,7 @@ from mingc.artifacts.file_region import FileRegion
 from mingc.artifacts.manifest import FILE_NAME, parse_manifest
 from mingc.artifacts.packed_file import open_packed
 from mingc.artifacts.work_folder import work_folder
-from mingc.bundles.transfer import check_free, writing
+from mingc.bundles.transfer import check_free, make_parent, writing
 from mingc.errors import ConfigError, IntegrityError
 
 _ROOT = "opt/bundle/"
@@ -58,7 +58,6 @@ def write_oci(bundle: Path, folder: Path, *, log: Callable[[str], None] = lambda
     if packed.signature is not None:
         contents.append((SIGNATURE_FILE, packed.signature, None))
     with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
         check_free(folder.parent, bundle.stat().st_size)
         with work_folder(folder.parent, f".{folder.name}.") as work:
             blobs = work / "blobs" / "sha256"
@@ -101,9 +100,11 @@ def write_oci(bundle: Path, folder: Path, *, log: Callable[[str], None] = lambda
 
 
 def check_new(folder: Path) -> None:
-    """Raises: ConfigError when `folder` exists."""
+    """Make the folder around `folder`. Raises: ConfigError when `folder` exists or cannot be made."""
     if os.path.lexists(folder):
         raise ConfigError(f"{folder} exists", where="--oci", fix="pass another folder")
+    with writing(folder):
+        make_parent(folder, "--oci")
 
 
 def _layer(

@@ -19,7 +19,7 @@ from mingc.artifacts.file_region import CHUNK_BYTES
 from mingc.artifacts.manifest import FILE_NAME
 from mingc.artifacts.packed_file import open_packed
 from mingc.artifacts.zip_layout import Placed, central_directory, local_header, place
-from mingc.bundles.transfer import Stop, boot_id, check_free, locked, open_own, run_all, writing
+from mingc.bundles.transfer import Stop, boot_id, check_free, locked, make_parent, open_own, run_all, writing
 from mingc.errors import ArtifactError, ConfigError, IntegrityError
 
 EXTRAS = "bundle/"  # folder of what a bundle adds to the artifact
@@ -80,7 +80,7 @@ def pack(
     placed = place([(name, source.size_bytes) for name, source in sources.items()])
     total = placed[-1].end
     with writing(output):
-        output.parent.mkdir(parents=True, exist_ok=True)
+        make_parent(output)
         with _partial(output, _key(sources)) as (descriptor, journal):
             done = journal.files
             left = [each for each in placed if each.name not in done]

@@ -109,6 +109,21 @@ def check_free(folder: Path, needed: int) -> None:
         )
 
 
+def make_parent(path: Path, option: str = "OUTPUT") -> None:
+    """Make the folder that `path` is to be written to.
+
+    Raises: ConfigError when there is a file in its place or nothing can be made there; other OSErrors.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
+        raise ConfigError(
+            f"{path.parent} is no folder and cannot be made: {error.strerror}",
+            where=option,
+            fix="pass another path",
+        ) from error
+
+
 @contextmanager
 def writing(what: Path) -> Iterator[None]:
     """Reports a full or read-only disk as ArtifactError."""

@@ -24,7 +24,7 @@ from mingc.artifacts.artifact import check_replaceable, put_in_place
 from mingc.artifacts.bundle_manifest import BUNDLE_FILE, SIGNATURE_FILE, BundleFile
 from mingc.artifacts.file_region import CHUNK_BYTES, FileRegion
 from mingc.artifacts.packed_file import PackedFile, open_packed
-from mingc.bundles.transfer import Stop, boot_id, check_free, locked, open_own, run_all, writing
+from mingc.bundles.transfer import Stop, boot_id, check_free, locked, make_parent, open_own, run_all, writing
 from mingc.errors import ConfigError, IntegrityError
 
 STORE = ".mingc-files"
@@ -68,11 +68,15 @@ def unpack(
         raise ConfigError(
             f"{path} is a folder", where=str(path), fix="pass a file that mingc bundle pack wrote"
         )
+    if folder.name == STORE:
+        raise ConfigError(
+            f"{STORE} is the folder of what bundles share", where="OUTPUT", fix="pass another path"
+        )
     packed = open_packed(path)
     check_replaceable(folder, replace_existing=replace_existing, option="OUTPUT")
     notes: list[str] = []
     with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_parent(folder)
         with (
             _work_folder(folder, packed) as files,
             _store(folder.parent, notes, is_shared=is_shared) as store,

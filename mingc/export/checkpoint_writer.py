@@ -7,6 +7,7 @@ import shutil
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,15 @@ def synthesize(
     if layers is not None and layers < 1:
         raise ConfigError(f"--layers {layers}: must be at least 1", where="mingc synth", fix="leave it out")
     try:
-        with work_folder(output.absolute().parent, f".{output.name}.") as work:
+        with ExitStack() as stack:
+            try:
+                work = stack.enter_context(work_folder(output.absolute().parent, f".{output.name}."))
+            except OSError as error:
+                raise ConfigError(
+                    f"no folder can be made beside {output}: {error.strerror}",
+                    where="OUTPUT",
+                    fix="pass another folder",
+                ) from error
             shutil.copytree(
                 source,
                 work,

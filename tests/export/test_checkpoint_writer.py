@@ -15,7 +15,7 @@ from mingc_command import CHECKPOINT
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from mingc.errors import CheckpointError
+from mingc.errors import CheckpointError, ConfigError
 from mingc.export import checkpoint_writer
 from mingc.export.assets import tokenizers
 from mingc.export.assets.byte_tokenizer import byte_tokenizer
@@ -131,3 +131,12 @@ def test_a_config_that_cannot_be_read_is_named_where_the_user_has_it(
         synthesize(str(tmp_path / "config"), tmp_path / "out", layers=layers)
     assert ".partial" not in str(raised.value)
     assert [path.name for path in tmp_path.iterdir()] == ["config"]
+
+
+def test_an_output_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    """It was reported as a bug of mingc."""
+    (tmp_path / "file").touch()
+    for parent in (tmp_path / "file", Path("/proc")):
+        with pytest.raises(ConfigError, match="no folder can be made beside"):
+            synthesize("tiny", parent / "out", layers=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -147,6 +147,9 @@ def test_the_oci_layout_holds_the_bundle(artifact_path: Path, tmp_path: Path) ->
     assert open_artifact(root / "opt/bundle").manifest == open_artifact(artifact_path).manifest
     with pytest.raises(ConfigError, match="exists"):
         write_oci(bundle, folder)
+    with pytest.raises(ConfigError, match="cannot be made") as raised:
+        write_oci(bundle, bundle / "image")
+    assert raised.value.where == "--oci"
     assert {path.name for path in tmp_path.iterdir()} == {"artifact", "t.mingc", "image", "root"}
 
 

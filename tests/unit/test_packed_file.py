@@ -618,3 +618,24 @@ def test_a_bundle_of_another_format_is_refused(bundle: Path) -> None:
         document["files"][name] = next(iter(document["files"].values()))
         with pytest.raises(ManifestError, match="no path inside"):
             parse_bundle_manifest(json.dumps(document).encode(), "x")
+
+
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+    """A named pipe waited for a writer, forever."""
+    os.mkfifo(tmp_path / "pipe.mingc")
+    for path in (tmp_path / "pipe.mingc", Path("/dev/zero")):
+        with pytest.raises(ArtifactError, match="not a regular file"):
+            open_packed(path)
+
+
+def test_an_output_that_cannot_be_made_is_named(bundle: Path, artifact_path: Path, tmp_path: Path) -> None:
+    """Below a file, or where no folder can be: reported as a bug of mingc before. And the store is no output."""
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for parent in (bundle, bundle / "deeper", Path("/proc/nowhere")):
+        with pytest.raises(ConfigError, match="cannot be made"):
+            unpack(bundle, parent / "out")
+        with pytest.raises(ConfigError, match="cannot be made"):
+            pack(artifact_path, parent / "out.mingc", {})
+    with pytest.raises(ConfigError, match=f"{STORE} is the folder"):
+        unpack(bundle, tmp_path / STORE)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
