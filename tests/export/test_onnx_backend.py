@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import onnx
 import pytest
@@ -21,9 +21,10 @@ from safetensors.torch import save_file
 from sliding_window import Sliding
 from torch import Tensor, nn
 
-from mingc.artifacts.spec import Dim, GraphSpec
+from mingc.artifacts.spec import Dim, DType, GraphSpec
 from mingc.errors import ArtifactError, CompileError, ConfigError
 from mingc.export.checkpoint import Checkpoint
+from mingc.export.compile import onnx_program
 from mingc.export.compile.backends import onnx as onnx_backend
 from mingc.export.compile.backends.onnx import BACKEND
 from mingc.export.compile.build import early_refusals, first_shard, stage_options
@@ -33,6 +34,7 @@ from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages import find
 from mingc.export.weights.loading import float32_module
 from mingc.export.weights.source import open_source
+from mingc.runtime.engines.backends import onnx as onnx_loader
 from mingc.runtime.engines.backends.onnx import load
 
 TOLERANCE = 1e-5
@@ -264,6 +266,108 @@ def test_the_thinker_of_the_released_dims_is_refused_before_anything_is_built(tm
         early_refusals(released, stage, config, [plans["prefill_experts"]])
     assert refused.value.where == "thinker.prefill_experts"
     assert "AOTInductor, which reads them in place: --backend aoti:STAGE" in (refused.value.fix or "")
+
+
+@pytest.mark.parametrize("quantize", ["thinker=fp8", "thinker=int4"])
+def test_quantized_weights_are_refused_before_anything_is_built(quantize: str, tmp_path: Path) -> None:
+    """Attention is stored in FP8 with both."""
+    found = ExportRecipe(
+        checkpoint=CHECKPOINT, output=tmp_path, backend=("onnx",), stages=("thinker",), quantize=(quantize,)
+    )
+    stage: Any = find("thinker")
+    config = stage.config(open_source(found))
+    (plan,) = [
+        each
+        for each in stage.graphs(config, first_shard(stage, found), stage_options(found))
+        if each.spec.name == "decode_attention"
+    ]
+    with pytest.raises(CompileError, match=r"weights are stored as torch\.float8_e4m3fn") as refused:
+        early_refusals(found, stage, config, [plan])
+    assert refused.value.where == "thinker.decode_attention"
+    assert "leave out --quantize" in (refused.value.fix or "")
+    assert early_refusals(replace(found, quantize=()), stage, config, [plan]) == {
+        "thinker.decode_attention": {}
+    }
+
+
+def test_the_loader_binds_every_dtype_that_is_not_refused() -> None:
+    specified = {getattr(torch, name) for name in get_args(DType)}
+    assert {*onnx_loader._DTYPES} == specified - {onnx_program.UNBOUND_DTYPE, torch.bfloat16}
+    assert {*onnx_loader._TYPES.values()} == {*onnx_loader._DTYPES}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda weight: weight.bfloat16(), r"\[5, 3\], the weights file has torch\.bfloat16 \[5, 3\]"),
+        (lambda weight: weight.int(), r"torch\.int32 \[5, 3\]"),
+        (lambda weight: weight[:, :2], r"torch\.float32 \[5, 2\]"),
+        (lambda weight: weight.flatten(), r"torch\.float32 \[15\]"),
+    ],
+)
+def test_weights_of_another_model_are_refused_when_they_are_bound(
+    sliding: tuple[Sliding, Path], change: Any, says: str
+) -> None:
+    engine = load(sliding[1], CPU)
+    with pytest.raises(
+        ArtifactError, match=rf"the engine takes weight as tensor\(float\) .*{says}"
+    ) as refused:
+        engine.bind({"weight": change(torch.zeros(5, 3)), "bias": torch.zeros(5)})
+    assert refused.value.where == str(sliding[1]) and "of two exports" in (refused.value.fix or "")
+
+
+# The model has four inputs and two weights; two outputs and two states.
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weights": -1},
+        {"weights": 7},
+        {"outputs": 1},
+        {"outputs": 3},
+        {"outputs": -2, "state": [[0, False], [1, False], [2, False], [3, False], [1, True], [2, True]]},
+        {"state": []},
+        {"state": [[1, False]]},
+        {"state": [[1, False], [4, True]]},
+        {"state": [[-1, False], [2, True]]},
+        {"state": [[2, False], [2, True]]},
+        {"state": [1, 2]},
+        {"state": None},
+        {"weights": "many"},
+    ],
+)
+def test_metadata_that_do_not_fit_the_model_are_refused(
+    sliding: tuple[Sliding, Path], change: dict[str, Any], tmp_path: Path
+) -> None:
+    def wrong(model: Any) -> None:
+        (entry,) = model.metadata_props
+        entry.value = json.dumps({**json.loads(entry.value), **change})
+
+    with pytest.raises(ArtifactError, match="an ONNX model that mingc did not export"):
+        load(damaged(sliding[1], tmp_path, wrong), CPU)
+
+
+def test_a_model_that_reads_other_files_is_refused(sliding: tuple[Sliding, Path], tmp_path: Path) -> None:
+    """Nothing outside the model and the weights file of the artifact is read."""
+
+    def elsewhere(location: str) -> Any:
+        def change(model: Any) -> None:
+            tensor = model.graph.initializer.add(name="elsewhere", data_type=onnx.TensorProto.FLOAT, dims=[2])
+            tensor.data_location = onnx.TensorProto.EXTERNAL
+            for key, value in (("location", location), ("offset", "0"), ("length", "8")):
+                tensor.external_data.add(key=key, value=value)
+            model.graph.node.add(op_type="Identity", input=["elsewhere"], output=["read"])
+
+        return change
+
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "secret").write_bytes(bytes(8))
+    for location in (str(tmp_path / "secret"), "../secret"):
+        path = tmp_path / "deep" / "x.onnx"
+        model = onnx.load(sliding[1])
+        elsewhere(location)(model)
+        path.write_bytes(model.SerializeToString())
+        with pytest.raises(ArtifactError, match="refuses the engine"):
+            load(path, CPU)
 
 
 def damaged(path: Path, folder: Path, change: Any) -> Path:

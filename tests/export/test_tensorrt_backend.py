@@ -152,6 +152,29 @@ def test_what_the_traced_graph_shows_is_refused_before_anything_is_built() -> No
     )
 
 
+class Stored(nn.Module):
+    """A weight in FP8 with its scale, as quantized stages have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.float()
+
+
+def test_quantized_weights_are_refused_before_anything_is_built() -> None:
+    plan: Any = SimpleNamespace(
+        spec=GraphSpec(name="g", inputs=(TensorSpec(name="x", dtype="float32", shape=(2, 4)),), outputs=())
+    )
+    module, x = Stored().to("meta"), torch.zeros(2, 4, device="meta")
+    with pytest.raises(CompileError, match=r"stored as torch\.float8_e4m3fn") as refused:
+        BACKEND.check_graph(
+            plan, module, lambda: torch.export.export(module, (x,), strict=False), where="s.g"
+        )
+    assert refused.value.fix == "leave out --quantize: no other backend builds for RTX cards"
+
+
 def test_what_tensorrt_takes_is_not_refused() -> None:
     x, rows = torch.zeros(2, 4, 8), torch.export.Dim("rows", min=1, max=1 << 16)
     assert early(Upsampling(torch.float32), (x,), ({},)) is None

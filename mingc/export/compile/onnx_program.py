@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.export.graph_signature import InputKind, OutputKind, OutputSpec
 from torch.utils import _pytree as pytree
 
@@ -32,6 +33,8 @@ _WRITES = ("ScatterND", "ScatterElements")  # they keep every row of their first
 # Experts of a mixture are gathered for every token, which AOTInductor fuses with the GEMM that reads them. ONNX Runtime
 # writes them to memory first.
 MAX_GATHERED_BYTES = 4 << 30
+# Of quantized weights. numpy, by which ONNX Runtime is told the dtype of memory that it reads, lacks it.
+UNBOUND_DTYPE = torch.float8_e4m3fn
 
 
 def to_onnx(program: torch.export.ExportedProgram, where: str) -> Any:
@@ -214,6 +217,16 @@ def _may_share(before: Any, after: Any) -> bool:
         and all(each is not before for each in node.inputs[1:])
         and node.outputs[0] is after
     )
+
+
+def refuse_quantized(module: nn.Module, where: str, fix: str) -> None:
+    """Raises: CompileError when weights of `module` are stored in FP8, which ONNX Runtime is not given."""
+    if any(each.dtype == UNBOUND_DTYPE for each in (*module.parameters(), *module.buffers())):
+        raise CompileError(
+            f"weights are stored as {UNBOUND_DTYPE}, which engines of ONNX Runtime do not read",
+            where=where,
+            fix=fix,
+        )
 
 
 def refuse_large_gathers(program: torch.export.ExportedProgram, where: str) -> None:

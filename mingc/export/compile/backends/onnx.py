@@ -40,8 +40,14 @@ class OnnxBackend(Backend):
         *,
         where: str,
     ) -> None:
-        from mingc.export.compile.onnx_program import MAX_GATHERED_BYTES, refuse_large_gathers
+        from mingc.export.compile.onnx_program import (
+            MAX_GATHERED_BYTES,
+            refuse_large_gathers,
+            refuse_quantized,
+        )
 
+        aoti = "leave out --quantize, or compile this stage with AOTInductor: --backend aoti:STAGE"
+        refuse_quantized(module, where, aoti)
         largest = max((each.nbytes for each in (*module.parameters(), *module.buffers())), default=0)
         # A row takes each part of a weight at most once; most graphs need not be traced to see that theirs fit.
         if largest * max((dim.maximum for dim in plan.spec.dims), default=1) > MAX_GATHERED_BYTES:

@@ -54,10 +54,13 @@ class TensorRtBackend(Backend):
         where: str,
     ) -> None:
         # A build takes from seconds to minutes, and others of the export would come before it: every graph is traced.
+        from mingc.export.compile.onnx_program import refuse_quantized
         from mingc.export.compile.tensorrt_program import refuse_graph
 
         names = [each.name for each in (*plan.spec.inputs, *plan.spec.state)]
         refuse_graph(program(), names, where)
+        # The ONNX model in the same file could not be compared.
+        refuse_quantized(module, where, "leave out --quantize: no other backend builds for RTX cards")
 
     def compile(
         self,

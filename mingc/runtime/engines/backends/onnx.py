@@ -30,6 +30,15 @@ _DTYPES: dict[torch.dtype, Any] = {
     torch.uint8: np.uint8,
     torch.bool: np.bool_,
 }
+_TYPES = {  # of ONNX Runtime's names
+    "tensor(float)": torch.float32,
+    "tensor(float16)": torch.float16,
+    "tensor(int64)": torch.int64,
+    "tensor(int32)": torch.int32,
+    "tensor(int8)": torch.int8,
+    "tensor(uint8)": torch.uint8,
+    "tensor(bool)": torch.bool,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +61,15 @@ class OnnxEngine(Engine):
     """One `.onnx` model."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._session = _open_session(path)
         self._layout = _layout(self._session, path)
-        names = [each.name for each in self._session.get_inputs()]
-        count = len(names) - self._layout.weights
-        self._inputs, self._weights = names[:count], names[count:]
+        inputs = self._session.get_inputs()
+        count = len(inputs) - self._layout.weights
+        self._inputs, self._weights = (
+            [each.name for each in part] for part in (inputs[:count], inputs[count:])
+        )
+        self._signatures = {each.name: (each.type, each.shape) for each in inputs[count:]}
         outputs = [each.name for each in self._session.get_outputs()]
         self._outputs, self._state = outputs[: self._layout.outputs], outputs[self._layout.outputs :]
         self._binding = self._session.io_binding()
@@ -66,9 +79,21 @@ class OnnxEngine(Engine):
         return [name.removeprefix(_PREFIX) for name in self._weights]
 
     def bind(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Raises: ArtifactError when a weight has another dtype or shape than the model's."""
         self._kept = [weights[name].contiguous() for name in self.constants()]
         for name, weight in zip(self._weights, self._kept, strict=True):
+            self._check_weight(name, weight)
             self._bind_input(name, weight)
+
+    def _check_weight(self, name: str, weight: torch.Tensor) -> None:
+        type_name, shape = self._signatures[name]
+        if _TYPES.get(type_name) != weight.dtype or list(shape) != [*weight.shape]:
+            raise ArtifactError(
+                f"the engine takes {name.removeprefix(_PREFIX)} as {type_name} {list(shape)}, the weights file has "
+                f"{weight.dtype} {[*weight.shape]}",
+                where=str(self._path),
+                fix="engine and weights are of two exports: copy the artifact again, or export again",
+            )
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         given = [tensor.contiguous() for tensor in tensors]
@@ -129,11 +154,20 @@ def _layout(session: Any, path: Path) -> _Layout:
     """Raises: ArtifactError when the model is not one of mingc."""
     try:
         document = json.loads(session.get_modelmeta().custom_metadata_map[_METADATA_KEY])
-        return _Layout(
+        layout = _Layout(
             weights=int(document["weights"]),
             outputs=int(document["outputs"]),
             state=tuple((int(index), bool(may_share)) for index, may_share in document["state"]),
         )
+        inputs = len(session.get_inputs()) - layout.weights
+        if (
+            not 0 <= inputs <= len(session.get_inputs())
+            or not 0 <= layout.outputs == len(session.get_outputs()) - len(layout.state)
+            or not all(0 <= index < inputs for index, _ in layout.state)
+            or len({index for index, _ in layout.state}) < len(layout.state)
+        ):
+            raise ValueError(f"its metadata {document} do not describe its inputs and outputs")
+        return layout
     except (KeyError, ValueError, TypeError) as error:
         raise ArtifactError(
             f"the engine is an ONNX model that mingc did not export: {type(error).__name__}: {error}",
