@@ -84,8 +84,7 @@ class Recorder(Graph):
 
     def run(self, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
         self.calls.append(digest(*(value for _, value in sorted(tensors.items()))))
-        first = next(iter(tensors.values()))
-        shape = first.shape[:2] if "mel" in tensors else first.shape[:1]
+        shape = tensors["mel"].shape[:2] if "mel" in tensors else tensors["pixels"].shape[:1]
         return {"embeddings": torch.zeros(*shape, HIDDEN)}
 
 
@@ -100,15 +99,25 @@ def encoder_spec(inputs: Mapping[str, tuple[int | str, ...]], **dims: tuple[int,
     )
 
 
+VISION_INPUTS: Mapping[str, tuple[int | str, ...]] = {
+    "pixels": ("M", 4, 1536),
+    "position_index": ("M", 4, 4),
+    "position_weight": ("M", 4, 4),
+    "coordinates": ("M", 4, 2),
+    "segment": ("M", 4, 2),
+}
+AUDIO_INPUTS: Mapping[str, tuple[int | str, ...]] = {"mel": ("N", "T4", 4, 128), "lengths": ("N",)}
+
+
 @cache
 def stages() -> dict[str, LoadedStage]:
     return {
         "vision_encoder": LoadedStage(
-            "vision_encoder", {"encode": Recorder(encoder_spec({"pixels": ("M", 4, 1536)}, M=(64, 4096)))}
+            "vision_encoder", {"encode": Recorder(encoder_spec(VISION_INPUTS, M=(64, 4096)))}
         ),
         "audio_encoder": LoadedStage(
             "audio_encoder",
-            {"encode": Recorder(encoder_spec({"mel": ("N", "T4", 4, 128)}, N=(1, 2), T4=(64, 256)))},
+            {"encode": Recorder(encoder_spec(AUDIO_INPUTS, N=(1, 2), T4=(64, 256)))},
         ),
         "thinker": make_thinker_stage(max_prompts=2),
         "talker": fake_talker._talker_stage(),

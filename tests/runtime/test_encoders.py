@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import cast
+
 import numpy as np
 import pytest
 import torch
@@ -10,9 +15,11 @@ from torch import Tensor
 
 from mingc.artifacts.parameters import AudioParameters, VisionParameters
 from mingc.errors import RequestError
+from mingc.runtime.engines import cuda_graphs
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.image import VisionFeatures
+from mingc.runtime.service import encoder_graph
 from mingc.runtime.service.encoders import AudioEncoder, VisionEncoder
 
 PIXELS, MELS, PER_TOKEN = 3, 5, 4
@@ -45,7 +52,42 @@ AUDIO = AudioParameters(
 )
 
 
-def make_vision(calls: list[int], places: list[Tensor]) -> VisionEncoder:
+class Replayed:
+    """A CUDA graph on the CPU: a replay runs the function again and overwrites the outputs of the capture."""
+
+    def __init__(self, run: Callable[[], tuple[Tensor, ...]]) -> None:
+        self.run, self.outputs = run, tuple(value.clone() for value in run())
+
+    def replay(self) -> None:
+        for output, value in zip(self.outputs, self.run(), strict=True):
+            output.copy_(value)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Stands for a CUDA device in `EncoderGraph`, for calls of captured sizes."""
+
+    class Pool:
+        def __init__(self, _: object) -> None:
+            pass
+
+        def capture(
+            self, run: Callable[[], tuple[Tensor, ...]], _: str
+        ) -> tuple[Replayed, tuple[Tensor, ...]]:
+            graph = Replayed(run)
+            return graph, graph.outputs
+
+    stream = SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)
+    staging = cuda_graphs.StagingBuffer
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(cuda_graphs, "StagingBuffer", lambda shapes, _: staging(shapes, CPU))
+    monkeypatch.setattr(encoder_graph, "GraphPool", Pool)
+    return cast(torch.device, SimpleNamespace(type="cuda"))
+
+
+def make_vision(calls: list[int], places: list[Tensor], device: torch.device = CPU) -> VisionEncoder:
     """Fake embeddings: the sum of the token's pixels, and the sum over the keys of its first patch."""
 
     def encode(
@@ -72,7 +114,7 @@ def make_vision(calls: list[int], places: list[Tensor]) -> VisionEncoder:
         state={},
         dims={"M": (4, 8)},
     )
-    return VisionEncoder(LoadedStage("vision_encoder", {"encode": graph}), VISION, CPU)
+    return VisionEncoder(LoadedStage("vision_encoder", {"encode": graph}), VISION, device)
 
 
 def picture(frames: int, height: int, width: int) -> VisionFeatures:
@@ -130,7 +172,7 @@ def clip(frames: int) -> AudioFeatures:
     return AudioFeatures(mel=np.full((frames, MELS), 0.5, np.float32), num_tokens=-(-frames // PER_TOKEN))
 
 
-def make_audio(shapes: list[tuple[int, ...]]) -> AudioEncoder:
+def make_audio(shapes: list[tuple[int, ...]], device: torch.device = CPU) -> AudioEncoder:
     """Fake embeddings: the sum of the clip's features, and its length."""
 
     def encode(mel: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
@@ -147,7 +189,7 @@ def make_audio(shapes: list[tuple[int, ...]]) -> AudioEncoder:
         state={},
         dims={"N": (1, 2), "T4": (2, 4, 16)},
     )
-    return AudioEncoder(LoadedStage("audio_encoder", {"encode": graph}), AUDIO, CPU)
+    return AudioEncoder(LoadedStage("audio_encoder", {"encode": graph}), AUDIO, device)
 
 
 def test_clips_are_padded_and_embeddings_trimmed_to_their_length() -> None:
@@ -158,3 +200,21 @@ def test_clips_are_padded_and_embeddings_trimmed_to_their_length() -> None:
     for each, mine in zip(clips, embeddings, strict=True):
         assert mine.shape == (each.num_tokens, 2)
         assert mine[0].tolist() == pytest.approx([each.mel.sum(), len(each.mel)])
+
+
+def test_small_sizes_are_captured_with_valid_inputs_and_replayed(cuda: torch.device) -> None:
+    """The fake engines refuse an empty softmax, also in a capture; results stay when later calls run."""
+    calls: list[int] = []
+    vision, plain = make_vision(calls, [], cuda), make_vision([], [])
+    assert calls == [8, 4], "the largest first: the others fit into its memory"
+    pictures = [picture(1, 2, 4), picture(1, 2, 6), picture(1, 4, 6)]
+    found = [vision.encode([each])[0] for each in pictures]
+    assert calls[2:] == [4, 4, 8]
+    for mine, each in zip(found, pictures, strict=True):
+        assert torch.equal(mine, plain.encode([each])[0])
+    shapes: list[tuple[int, ...]] = []
+    audio = make_audio(shapes, cuda)
+    assert shapes == [(2, 16), (1, 16), (2, 4), (2, 2), (1, 4), (1, 2)]
+    clips = [clip(frames) for frames in (5, 16, 64)]
+    for mine, wanted in zip(audio.encode(clips), make_audio([]).encode(clips), strict=True):
+        assert torch.equal(mine, wanted)

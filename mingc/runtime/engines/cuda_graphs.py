@@ -128,6 +128,7 @@ class GraphRunner:
         run: computes outputs from these inputs without waiting for the device; may mutate state.
         pool: pool to capture into; None to call `run` directly.
         name: for error messages.
+        initial: inputs to capture with; None: zeros.
     """
 
     def __init__(
@@ -138,8 +139,11 @@ class GraphRunner:
         device: torch.device,
         pool: GraphPool | None,
         name: str,
+        initial: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._inputs = StagingBuffer(shapes, device)
+        if initial is not None:
+            self._inputs.write(initial)
         self._run = run
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outputs: tuple[Tensor, ...] = ()

@@ -72,6 +72,7 @@ _OPTIONS = {
     "max_media_memory": "--max-media-memory",
     "media_decode_timeout_s": "--media-decode-timeout",
 }
+_PREPARE_ENCODERS = "prepare encoders (CUDA: capture)"
 _MAY_BE_ZERO = ("max_waiting", "speech_lead", "encoder_cache")
 # More than any machine has; beyond it torch's and the clock's numbers end.
 _MOST = {
@@ -300,12 +301,16 @@ def _load_chat(
     if vision_stage is not None:
         vision_parameters = manifest.parameters_of(vision_stage, VisionParameters)
         stage = load_stage(artifact, vision_stage, devices[0], phase=clock.phase)
-        vision = EncoderLoop(vision_stage, VisionEncoder(stage, vision_parameters, devices[0]), cache)
+        with clock.phase(_PREPARE_ENCODERS):
+            vision_encoder = VisionEncoder(stage, vision_parameters, devices[0])
+        vision = EncoderLoop(vision_stage, vision_encoder, cache)
     audio: EncoderLoop[AudioFeatures] | None = None
     if audio_stage is not None:
         audio_parameters = manifest.parameters_of(audio_stage, AudioParameters)
         stage = load_stage(artifact, audio_stage, devices[0], phase=clock.phase)
-        audio = EncoderLoop(audio_stage, AudioEncoder(stage, audio_parameters, devices[0]), cache)
+        with clock.phase(_PREPARE_ENCODERS):
+            audio_encoder = AudioEncoder(stage, audio_parameters, devices[0])
+        audio = EncoderLoop(audio_stage, audio_encoder, cache)
     if vision is not None or audio is not None:
         log.info("encoder cache: up to %d MiB of host memory", options.encoder_cache >> 20)
     tokenizer = load_tokenizer(artifact, decoder)

@@ -1,0 +1,93 @@
+"""Calls of an encoder's graph with host tensors: on CUDA on a stream of its own, small sizes as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from mingc.dtypes import torch_dtype
+from mingc.runtime.engines.base import Graph
+from mingc.runtime.engines.cuda_graphs import AsyncHostCopy, GraphPool, GraphRunner
+
+# CUDA knows none below it, and streams have it if they ask for no other: work gets ahead of an encoder by a priority
+# of its own.
+_LOWEST_PRIORITY = 0
+
+_Shapes = tuple[torch.Size, ...]
+
+
+class EncoderGraph:
+    """Runs `graph`, whose output is `embeddings`, on `device`. Call it from one thread.
+
+    On CUDA a call does not wait for other streams, nor they for it: inputs come from the host, and its output is on the
+    host before it returns. No tensor of the device is used on two streams, so that torch's allocator, which reuses
+    memory within the stream that it was allocated for, needs no events.
+
+    Args:
+        examples: valid inputs of the sizes to capture on CUDA, the largest first, so that the others fit into the
+            memory that it has taken. Other sizes are called directly.
+    """
+
+    def __init__(
+        self, graph: Graph, device: torch.device, examples: Iterable[Mapping[str, Tensor]] = ()
+    ) -> None:
+        self._graph = graph
+        self._device = device
+        self._dtypes = {each.name: torch_dtype(each.dtype) for each in graph.spec.inputs}
+        self._runners: dict[_Shapes, GraphRunner] = {}
+        self._stream: torch.cuda.Stream | None = None
+        if device.type != "cuda":
+            return
+        self._stream = torch.cuda.Stream(device, priority=_LOWEST_PRIORITY)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # the weights are being copied there
+        # Static inputs are allocated and written on the stream on which they are replayed.
+        with torch.cuda.stream(self._stream):
+            pool = GraphPool(device)  # not shared with an encoder of another thread
+            for example in examples:
+                self._capture(example, pool)
+        self._stream.synchronize()
+
+    @property
+    def num_captured(self) -> int:
+        """Sizes that are replayed."""
+        return len(self._runners)
+
+    @torch.inference_mode()
+    def __call__(self, inputs: Mapping[str, Tensor], num_rows: int) -> Tensor:
+        """The first `num_rows` rows of the embeddings for host tensors `inputs`, padded to buckets; on the host.
+
+        Inputs are converted to the dtypes of the spec. Blocks until the device is done.
+        """
+        if self._stream is None:
+            return self._run({name: value.to(self._device) for name, value in inputs.items()})[:num_rows]
+        with torch.cuda.stream(self._stream):
+            runner = self._runners.get(_shapes(inputs))
+            if runner is None:
+                output = self._run({name: value.to(self._device) for name, value in inputs.items()})
+            else:
+                (output,) = runner(inputs)
+            # The next call overwrites the output of a CUDA graph: it is launched on this stream, behind the copy.
+            return AsyncHostCopy(output[:num_rows]).wait()[0]
+
+    def _run(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        converted = {name: value.to(self._dtypes[name]) for name, value in tensors.items()}
+        return self._graph.run(**converted)["embeddings"]
+
+    @torch.inference_mode()
+    def _capture(self, example: Mapping[str, Tensor], pool: GraphPool) -> None:
+        sizes = ", ".join(f"{name} {list(value.shape)}" for name, value in example.items())
+        self._runners[_shapes(example)] = GraphRunner(
+            {name: (self._dtypes[name], value.shape) for name, value in example.items()},
+            lambda tensors: (self._run(tensors),),
+            device=self._device,
+            pool=pool,
+            name=f"{self._graph.spec.name}: {sizes}",
+            initial=example,
+        )
+
+
+def _shapes(inputs: Mapping[str, Tensor]) -> _Shapes:
+    """Key of a call: the shapes of its inputs, by name."""
+    return tuple(inputs[name].shape for name in sorted(inputs))
