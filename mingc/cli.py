@@ -142,7 +142,7 @@ def commands() -> None:
     default=("cpu",),
     show_default="cpu",
     help="Device the engines are for; may be given several times, for engines side by side in one artifact. RTX cards, "
-    "such as rtx:sm86,sm89,sm120, need not be in this machine. The GPU of cuda must be: cuda:sm90 refuses another one.",
+    "such as rtx:sm86,sm89,sm120, need not be in this machine. The GPU of cuda must be: cuda:smNN refuses another one.",
 )
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Weights and arithmetic."

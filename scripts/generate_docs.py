@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 """Write docs/cli.md from the command line's options, docs/metrics.md from the server's metrics registry, the table of
-kill rates in docs/testing.md and that of graphs in docs/backends.md from the stored results.
+kill rates in docs/testing.md and those of stages and graphs in docs/backends.md from the stored results.
 
 `pages` returns all texts; a test compares them with the committed files. Needs the serve extra.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -130,11 +131,131 @@ def metrics_page() -> str:
 
 
 def backends_page() -> str:
-    """docs/backends.md with its table of graphs."""
+    """docs/backends.md with its tables of stages and graphs."""
     text = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
-    start, end = text.index("<!-- backends"), text.index("<!-- /backends -->")
-    head = text[start : text.index("\n", start) + 1]
-    return text[:start] + head + "\n".join([*_backend_rows(), text[end:]])
+    for name, lines in {
+        "support": _support_rows(),
+        "backends": _backend_rows(),
+        "released": _released_rows(),
+    }.items():
+        start, end = text.index(f"<!-- {name}:"), text.index(f"<!-- /{name} -->")
+        head = text[start : text.index("\n", start) + 1]
+        text = text[:start] + head + "\n".join([*lines, text[end:]])
+    return text
+
+
+_STAGES = ("vision_encoder", "audio_encoder", "thinker", "talker", "cfm", "audio_vae")
+# Of the backend `aoti` on a GPU: the beginning of the names of results that measure the stage's engines.
+_ON_GPU = {
+    "encoders-h200": ("vision_encoder", "audio_encoder"),
+    "thinker-fp8-h200": ("thinker",),
+    "talker-h200": ("talker", "cfm", "audio_vae"),
+}
+
+
+def _latest(start: str) -> Path:
+    """The newest result whose name is `start` and a date."""
+    return max((ROOT / "benchmarks" / "results").glob(f"{start}-20[0-9][0-9]-[0-9][0-9]-[0-9][0-9].json"))
+
+
+def _figures(path: Path) -> list[dict[str, Any]]:
+    figures: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["figures"]
+    return figures
+
+
+def _support_rows() -> list[str]:
+    """Of each stage what results show of each backend."""
+    tiny = _figures(ROOT / "benchmarks" / "results" / "backends-cpu.json")
+    released, built = _figures(_latest("backends-released-cpu")), _figures(_latest("rtx-builds-cpu"))
+    on_card = _figures(_latest("tensorrt-engines-h200"))
+
+    def of(stage: str, name: str) -> bool:
+        return name.partition(".")[0] == stage
+
+    def errors(stage: str, backend: str, rows: list[dict[str, Any]]) -> str:
+        found = [
+            each["error"]
+            for row in rows
+            if of(stage, row["graph"])
+            for each in row["engines"]
+            if each["backend"] == backend and "error" in each
+        ]
+        return f"{len(found)} run, {max(found):.1e}" if found else "–"
+
+    lines = [
+        "",
+        "| stage | `aoti`, H200 | `aoti`, CPU, tiny | `aoti`, CPU, released | `onnx`, CPU, tiny | "
+        "`onnx`, CPU, released | `tensorrt`, RTX cards | `tensorrt`, H200 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for stage in _STAGES:
+        gpu = next(_latest(start).name for start, stages in _ON_GPU.items() if stage in stages)
+        cards = {each["case"] for each in built if each.get("name") == "build_s" and of(stage, each["case"])}
+        words = [
+            each["case"].removeprefix("released-bfloat16-").split("-")[0]
+            for each in on_card
+            if each.get("name") == "latency_ms"
+            and each["backend"] == "tensorrt"
+            and each["case"].startswith("released")
+        ]
+        run = sorted({each.partition(".")[2] for each in words if of(stage, each)})
+        cells = (
+            f"`{stage}`",
+            f"measured (`{gpu}`)",
+            errors(stage, "aoti", tiny),
+            errors(stage, "aoti", released),
+            errors(stage, "onnx", tiny),
+            errors(stage, "onnx", released),
+            f"{len(cards)} built, not run" if cards else "–",
+            f"{', '.join(f'`{each}`' for each in run)} run, not served" if run else "–",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _released_rows() -> list[str]:
+    """Of each graph at the released dims the figures of plain torch and of each backend."""
+    path = _latest("backends-released-cpu")
+    lines = [
+        "",
+        "| graph, sizes | backend | error | engine KB | load ms | anonymous MiB | file-backed MiB | run ms | "
+        "run to torch |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in _figures(path):
+        sizes = ", ".join(f"{name} {size}" for name, size in row.get("sizes", {}).items())
+        for each in row["engines"]:
+            name = f"{row['graph']}, {sizes}" if each is row["engines"][0] else ""
+            if "reason" in each:
+                lines.append(f"| {name} | `{each['backend']}` | {each['reason']} | | | | | | |")
+                continue
+            numbers = (
+                f"{each['engine_bytes'] / 1000:.0f}" if "engine_bytes" in each else "",
+                f"{each['load_ms']:.0f}" if "load_ms" in each else "",
+                f"{each['anonymous_mib']}" if "anonymous_mib" in each else "",
+                f"{each['file_backed_mib']} of {row['weight_mib']}" if "file_backed_mib" in each else "",
+            )
+            error = f"{each['error']:.1e}" if each["backend"] != "torch" else "reference"
+            cells = (
+                name,
+                f"`{each['backend']}`",
+                error,
+                *numbers,
+                f"{each['run_ms']:.0f}",
+                f"{each['run_ratio']:.2f}",
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+    result = json.loads(path.read_text(encoding="utf-8"))
+    versions = ", ".join(
+        f"{name} {result['versions'][name]}" for name in ("python", "torch", "onnxruntime", "onnxscript")
+    )
+    cpu = f"{result['hardware']['cpu']}, {result['hardware']['cores']} cores, shared"
+    return [
+        *lines,
+        "",
+        f"`benchmarks/results/{path.name}`, commit {result['commit'][:7]}: {cpu}; {versions}.",
+        "",
+    ]
 
 
 def _backend_rows() -> list[str]:

@@ -137,7 +137,7 @@ def needed_machine(recorded: Fingerprint) -> str:
 
 
 def _asked(views: tuple[Manifest, ...], asked: str) -> Manifest:
-    """The view for the target `asked`; RTX cards may be some of those that a target names, `cuda:sm90` is a `cuda`."""
+    """The view for the target `asked`; RTX cards may be some of those that a target names, `cuda:smNN` is a `cuda`."""
     try:
         cards, gpu = {*(rtx_capabilities(asked) or ())}, cuda_capability(asked)
         for view in views:
@@ -157,7 +157,7 @@ def _asked(views: tuple[Manifest, ...], asked: str) -> Manifest:
 
 
 def _name(view: Manifest) -> str:
-    """The target of `view`; of CUDA with the GPU: `cuda:sm90`."""
+    """The target of `view`; of CUDA with the GPU: `cuda:smNN`."""
     recorded = view.fingerprint
     return f"cuda:sm{recorded.capability.replace('.', '')}" if recorded.target == "cuda" else recorded.target
 

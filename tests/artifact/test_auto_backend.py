@@ -50,7 +50,7 @@ FASTEST = {
     "dense": "eager",
     "head": "onnx",
     "decode_experts": "eager",
-    # Those that ONNX Runtime is told to refuse: no times, and the only backend that is left.
+    # ONNX Runtime refuses these, by `refuse_untimed`: no times, and one backend is left.
     "prefill_attention": "eager",
     "decode_attention": "eager",
     "prefill_experts": "eager",

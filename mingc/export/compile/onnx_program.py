@@ -33,7 +33,7 @@ _WRITES = ("ScatterND", "ScatterElements")  # they keep every row of their first
 # Experts of a mixture are gathered for every token, which AOTInductor fuses with the GEMM that reads them. ONNX Runtime
 # writes them to memory first.
 MAX_GATHERED_BYTES = 4 << 30
-# Of quantized weights. numpy, by which ONNX Runtime is told the dtype of memory that it reads, lacks it.
+# Of quantized weights. ONNX Runtime names the dtype of memory that it reads by numpy's, which lacks it.
 UNBOUND_DTYPE = torch.float8_e4m3fn
 
 
