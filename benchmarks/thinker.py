@@ -1,6 +1,7 @@
 """Speed of the thinker at the released dims: random weights created on the device rank by rank, fixed lengths.
 
 A decode step is embedding, all layers, logits and greedy sampling, in one CUDA graph that also advances its own inputs.
+The same step with random sampling by every rule is timed as well.
 Every rank runs in a process of its own. Random weights route tokens to experts evenly, the worst case for batches: real
 text reads fewer experts. For comparison, one expert layer is timed in plain eager torch.
 

@@ -18,6 +18,7 @@ from mingc.artifacts.spec import GraphSpec, TensorSpec
 from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError
 
+_SAMPLING = (0.7, 50.0, 0.95, 0.02, 1.05)  # temperature, top_k, top_p, min_p, repetition penalty
 _STEADY_PATCH = 100  # a patch in the middle of a segment: the decoder's rings are full
 
 
@@ -191,6 +192,14 @@ def _page_table(case: ProbeCase, shape: _Shape) -> Tensor:
     return table
 
 
+def _sampling(case: ProbeCase, shape: _Shape) -> Tensor:
+    """Rows with every rule and numbers at equal distances, without bans; the columns are in `docs/kernels.md`."""
+    columns = torch.zeros(shape)
+    columns[:, : len(_SAMPLING)] = torch.tensor(_SAMPLING)
+    columns[:, len(_SAMPLING)] = (torch.arange(shape[0]) + 0.5) / shape[0]
+    return columns
+
+
 _RULES: Mapping[str, Callable[[ProbeCase, _Shape], Tensor]] = {
     "input_ids": _input_ids,
     "embed_kind": lambda case, shape: _draw(3, shape),
@@ -209,4 +218,5 @@ _RULES: Mapping[str, Callable[[ProbeCase, _Shape], Tensor]] = {
     "position_weight": lambda case, shape: torch.full(shape, 0.25),
     "coordinates": lambda case, shape: _draw(64, shape),
     "segment": _segment,
+    "sampling": _sampling,
 }

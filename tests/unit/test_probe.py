@@ -19,6 +19,7 @@ from mingc.artifacts.manifest import EngineCost
 from mingc.artifacts.spec import Dim, DType, GraphSpec, TensorSpec
 from mingc.console.report import to_json
 from mingc.errors import ArtifactError, ConfigError
+from mingc.kernels.sample_tokens import NUM_COLUMNS, sample_tokens
 from mingc.probe import prober
 from mingc.probe.baseline import check_common, compare, differences, read_baseline
 from mingc.probe.inputs import ProbeCase, room
@@ -35,6 +36,7 @@ from mingc.probe.report import (
 )
 from mingc.probe.stopwatch import Stopwatch, percentile, processor_name
 from mingc.runtime.engines import choice
+from mingc.runtime.thinker.device_sampler import needs_sampling
 
 PEAK_RATES = PeakRates(device="cpu", copy_tb_s=2.0, matmul_tflop_s=100.0, matmul_dtype="float32")
 SLOT_TOKENS, PAGES, PAGE_SIZE = 40, 8, 16
@@ -575,6 +577,24 @@ def test_segment_inputs_follow_their_shape() -> None:
             parameters={},
         )
         assert case.make(torch.device("cpu"))["segment"].tolist() == expected.tolist()
+
+
+def test_sampling_is_timed_with_rules_that_every_row_needs() -> None:
+    """Random rules would fail rows, which take less time."""
+    inputs = tuple(
+        TensorSpec(name=name, dtype=dtype, shape=("B", width))
+        for name, dtype, width in (
+            ("logits", "float32", 500),
+            ("sampling", "float32", NUM_COLUMNS),
+            ("seen", "bool", 500),
+        )
+    )
+    spec = GraphSpec(name="sample", inputs=inputs, outputs=(), dims=())
+    case = ProbeCase(stage="thinker", spec=spec, sizes={"B": 16}, context=0, parameters={})
+    made = case.make(torch.device("cpu"))
+    tokens = sample_tokens(made["logits"], made["sampling"], made["seen"])
+    assert needs_sampling(made["sampling"].double().numpy()) and tokens.min() >= 0
+    assert len(tokens.unique()) > 8, "sampled, not the likeliest"
 
 
 def test_a_missing_parameter_of_an_input_is_named() -> None:
