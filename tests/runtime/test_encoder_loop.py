@@ -176,6 +176,26 @@ def test_a_request_that_leaves_does_not_take_the_result_from_another(
     assert gate.calls == [["a"], ["b"]]
 
 
+def test_a_request_that_leaves_at_any_moment_leaves_no_trace(loop: EncoderLoop[str], gate: Gate) -> None:
+    """Cancelled while the next call is put together: the same content is encoded for the next request."""
+    moments = iter([False, True])
+
+    class Leaving(Future[Tensor]):
+        def cancelled(self) -> bool:
+            return next(moments, True) or super().cancelled()
+
+    (first,) = submit(loop, "first")
+    gate.wait_for_call()
+    (left,) = submit(loop, "a")
+    loop._by_key[b"encoder a"].futures = [Leaving()]
+    gate.open()
+    check(first, "first")
+    (last,) = submit(loop, "b")
+    check(last, "b")
+    check(submit(loop, "a")[0], "a")
+    assert not left.done()
+
+
 def test_what_no_request_waits_for_is_not_encoded(loop: EncoderLoop[str], gate: Gate) -> None:
     (first,) = submit(loop, "a")
     gate.wait_for_call()

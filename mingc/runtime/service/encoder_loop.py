@@ -142,10 +142,13 @@ class EncoderLoop(EngineThread, Generic[_Features]):
 
     def _take(self) -> list[_Job[_Features]]:
         """Remove the jobs of the next call from the queue."""
+        wanted: deque[_Job[_Features]] = deque()
         for job in self._waiting:
-            if not job.is_wanted:
+            if job.is_wanted:  # asked once: a future may be cancelled at any moment
+                wanted.append(job)
+            else:
                 self._forget(job)
-        self._waiting = deque(job for job in self._waiting if job.is_wanted)
+        self._waiting = wanted
         first = [job.features for job in islice(self._waiting, _MAX_MEDIA)]
         jobs = [self._waiting.popleft() for _ in range(self._batch_size(first))]
         self._has_room.notify_all()
