@@ -195,6 +195,17 @@ def test_speech_events_have_all_samples_and_the_usage(audio: AudioSpec) -> None:
     assert_complete(base64.b64decode("".join(delta["audio"] for delta in deltas)), audio)
 
 
+@pytest.mark.parametrize("write", [write_speech_stream, write_speech_events])
+def test_proxies_are_told_to_pass_a_stream_on_at_once(
+    write: Callable[..., Coroutine[Any, Any, None]],
+) -> None:
+    """nginx collects a response unless `X-Accel-Buffering` is `no`; caches may hold one back as well."""
+    spec = AudioSpec(format="wav", sample_rate=RATE)
+    client = respond(lambda response: write(events(), spec, response), content_type=spec.content_type)
+    assert client.headers[b"x-accel-buffering"] == b"no" and client.headers[b"cache-control"] == b"no-cache"
+    assert b"content-length" not in client.headers
+
+
 WRITERS: dict[str, Callable[[ResponseWriter, AudioSpec], Coroutine[Any, Any, None]]] = {
     "chat": lambda response, audio: write_chat(events(is_complete=False), BUILDER, audio, response),
     "chat stream": lambda response, audio: write_chat_stream(
