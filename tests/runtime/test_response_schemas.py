@@ -9,8 +9,8 @@ import time
 import pytest
 
 from mingc.errors import RequestError, WorkerError
-from mingc.runtime.http.response_schemas import ChatResponseBuilder, error_body
-from mingc.runtime.request import Done, Usage
+from mingc.runtime.http.response_schemas import ChatResponseBuilder, error_body, models_list
+from mingc.runtime.request import Done, ServiceInfo, Usage
 
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, audio_patches=0, audio_seconds=0.0)
 DONE = Done(finish_reason="stop", usage=USAGE, timings_ms={})
@@ -33,6 +33,37 @@ def test_all_objects_of_an_answer_have_its_id_model_and_time(monkeypatch: pytest
     assert {(each["id"], each["model"], each["created"]) for each in objects} == {
         ("chatcmpl-1", "m", 1_700_000_000)
     }
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_streamed_and_whole_answers_end_with_their_reason_and_timings(include_usage: bool) -> None:
+    builder = ChatResponseBuilder(request_id="chatcmpl-1", model="m", include_usage=include_usage)
+    done = Done(finish_reason="length", usage=USAGE, timings_ms={"prefill": 1.5, "done": 9.0})
+    for last in (builder.finish_chunk(done), builder.completion(text="a", audio=None, done=done)):
+        assert last["timings_ms"] == {"prefill": 1.5, "done": 9.0}
+        (choice,) = last["choices"]
+        assert choice["finish_reason"] == "length"
+    assert "timings_ms" not in builder.text_chunk("a")
+
+
+def test_the_list_of_models_has_every_name_of_the_model() -> None:
+    info = ServiceInfo(
+        model="ming",
+        aliases=("gpt-4o", "house/ming"),
+        sample_rate=0,
+        voices=(),
+        default_voice=None,
+        has_text=True,
+        has_image=False,
+        has_video=False,
+        has_audio_input=False,
+        has_speech=False,
+    )
+    listed = models_list(info, created=7)
+    assert listed["object"] == "list"
+    assert [(each["id"], each["object"], each["created"]) for each in listed["data"]] == [
+        (name, "model", 7) for name in ("ming", "gpt-4o", "house/ming")
+    ]
 
 
 @pytest.mark.parametrize(
