@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,13 +94,14 @@ def test_the_noise_of_a_voice_is_seeded_by_its_whole_name() -> None:
         assert np.array_equal(noise, generator.standard_normal((4, 64), dtype=np.float32))
 
 
-def _register(root: Path, wave: np.ndarray[tuple[int], np.dtype[np.float32]]) -> None:
+def _register(root: Path, wave: np.ndarray[Any, np.dtype[np.float32]]) -> dict[str, np.ndarray]:
     checkpoint = open_checkpoint(root)
     configs = {name: stage.config(checkpoint) for name, stage in discover().items()}
     wav = root / "voice.wav"
     soundfile.write(wav, wave, _RATE, subtype="FLOAT")
     maker = VoiceMaker(checkpoint, configs, sampler="cfm", vocoder="audio_vae")
-    maker.register(VoiceSource(name="one", wav=wav, transcript="one"), root)
+    record = maker.register(VoiceSource(name="one", wav=wav, transcript="one"), root)
+    return load_file(root / record.file)
 
 
 @pytest.fixture
@@ -107,6 +109,17 @@ def root(tmp_path: Path) -> Path:
     shutil.copytree(_TINY, tmp_path / "checkpoint")
     (tmp_path / "checkpoint" / "voices").mkdir()
     return tmp_path / "checkpoint"
+
+
+def test_the_first_channel_of_a_recording_is_the_voice(root: Path) -> None:
+    """Not a mixture: the other channel may hold another speaker, or the first one's echo."""
+    generator = np.random.default_rng(3)
+    first, second = (generator.normal(0, 0.1, _RATE // 2).astype(np.float32) for _ in range(2))
+    alone = _register(root, first)
+    beside = _register(root, np.stack([first, second], axis=1))
+    assert alone.keys() == beside.keys()
+    for name, value in alone.items():
+        np.testing.assert_array_equal(beside[name], value, err_msg=name)
 
 
 @pytest.mark.parametrize("length", [0, 400])  # nothing, and less than a frame of the speaker network

@@ -73,6 +73,8 @@ class Site(BaseHTTPRequestHandler):
             self._answer(302, b"", ("Location", "/loop"))
         elif path == "/big":
             self._answer(200, b"x" * 5000)
+        elif path.startswith("/status/"):
+            self._answer(int(path.removeprefix("/status/")), b"secret part")
         elif path == "/zip":
             self._answer(200, b"x", ("Content-Encoding", "gzip"))
         elif path == "/endless":
@@ -276,6 +278,8 @@ def test_an_allowed_host_is_fetched_and_redirects_are_followed(site: str) -> Non
         ("/file", "invalid_value", "file:"),
         ("/loop", "media_fetch_failed", "redirects more than 3"),
         ("/missing", "media_fetch_failed", "status 404"),
+        ("/status/202", "media_fetch_failed", "status 202"),  # not ready yet
+        ("/status/206", "media_fetch_failed", "status 206"),  # a part of the file
         ("/zip", "media_fetch_failed", "compressed"),
     ],
 )
