@@ -30,6 +30,8 @@ pytestmark = [
 DEVICE = torch.device("cuda", 0)
 WIDTH, BUCKETS, CAPTURED = 512, (8, 64, 512), (64, 8)
 TOLERANCE = 1e-2  # rounding error of bfloat16, relative to the largest value
+# Of whole encoders in buckets of different size, each 1.7 % from float32 at most (`encoders-h200-2026-11-23.json`).
+BETWEEN_BUCKETS = 3e-2
 LONG_CYCLES = 6_000_000_000  # about three seconds
 
 
@@ -133,11 +135,11 @@ def stage_of(name: str) -> tuple[LoadedStage, VisionParameters | AudioParameters
     return LoadedStage(name, {"encode": Graph(spec, {None: engine})}), parameters
 
 
-def check(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+def check(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float = TOLERANCE) -> None:
     for mine, wanted in zip(found, expected, strict=True):
         assert mine.shape == wanted.shape and mine.isfinite().all()
         error = (mine.float() - wanted.float()).abs().max() / wanted.float().abs().max()
-        assert error < TOLERANCE
+        assert error < tolerance
 
 
 def picture(height: int, width: int, parameters: VisionParameters) -> VisionFeatures:
@@ -158,8 +160,8 @@ def test_images_at_released_dims(monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = [picture(*size, parameters) for size in ((16, 16), (10, 26), (32, 32), (44, 64), (80, 64))]
     expected = [direct.encode([each])[0] for each in pictures]
     check([encoder.encode([each])[0] for each in (*pictures, *pictures)], [*expected, *expected])
-    check(encoder.encode(pictures[:3]), expected[:3])  # 385 tokens, captured
-    check(encoder.encode(pictures), expected)
+    check(encoder.encode(pictures[:3]), expected[:3], BETWEEN_BUCKETS)  # 385 tokens, captured
+    check(encoder.encode(pictures), expected, BETWEEN_BUCKETS)
 
 
 def test_clips_at_released_dims(monkeypatch: pytest.MonkeyPatch) -> None:
