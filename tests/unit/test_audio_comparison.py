@@ -197,3 +197,13 @@ def test_every_figure_is_a_row_of_the_report(
     assert failed == figures if hz == HZ else failed >= {"sample rate", "duration"}
     assert all(each.note and each.kind == "audio" for each in log.comparisons if each.outcome == "FAIL")
     assert log.summary().worst_error == 0.0, "decibels are no relative error"
+
+
+@pytest.mark.parametrize("is_equal", [False, True])
+def test_a_recording_that_is_no_number_is_matched_by_no_wave(is_equal: bool) -> None:
+    """A damaged golden file must not pass, not even for the same damage."""
+    damaged = WAVES["speech"].copy()
+    damaged[1000] = np.nan
+    found = damaged if is_equal else WAVES["speech"]
+    off = {each.figure for each in compare_audio(found, damaged, found_hz=HZ, recorded_hz=HZ) if each.is_off}
+    assert off == {"RMS", "peak", "spectral centroid", "mel distance"}

@@ -129,6 +129,18 @@ def test_pages_that_are_shared_do_not_count_twice_as_room() -> None:
     pool.check()
 
 
+def test_the_end_of_a_prompt_is_evicted_before_its_beginning() -> None:
+    """A page can be shared only behind all those before it: without the first, the others are of no use."""
+    pool = PagePool(num_pages=6, page_size=4)
+    keys = [b"a", b"b", b"c", b"d"]
+    assert pool.allocate(1, 16) == 0
+    pool.publish(1, keys)
+    pool.free(1)
+    assert pool.allocate(2, 8) == 0 and pool.num_evicted == 1  # one page was free
+    assert pool.allocate(3, 12, keys) == 3, "all but the last are still there"
+    pool.check()
+
+
 def test_pages_in_use_are_never_evicted() -> None:
     pool = PagePool(num_pages=4, page_size=4)
     pool.allocate(1, 8)
