@@ -249,3 +249,13 @@ def test_requests_without_keys_take_no_part() -> None:
             collector.tokens()
             assert {each.reused_tokens for each in collector.items if isinstance(each, TokenItem)} == {0}
         assert loop.scheduler.pool.num_published == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_prompt_of_several_chunks_reused_is_counted_whole(way: str) -> None:
+    """Its later chunks reuse nothing more, and take nothing from the count of the first."""
+    with running(is_cached=True, **WAYS[way]) as loop:
+        beginning = list(range(1, 6 * PAGE + 1))
+        assert ask(loop, make_prompt(beginning)).reused == 0
+        longer = make_prompt([*beginning, *range(100, 180)])  # three chunks and more
+        assert ask(loop, longer).reused == len(beginning)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from mingc.dsp.resample import resample
-from mingc.verify.audio_comparison import LIMITS, compare_audio
+from mingc.verify.audio_comparison import LIMITS, compare_audio, mel_distance_db
 from mingc.verify.comparison_log import ComparisonLog
 
 Wave = NDArray[np.float32]
@@ -207,3 +207,16 @@ def test_a_recording_that_is_no_number_is_matched_by_no_wave(is_equal: bool) -> 
     found = damaged if is_equal else WAVES["speech"]
     off = {each.figure for each in compare_audio(found, damaged, found_hz=HZ, recorded_hz=HZ) if each.is_off}
     assert off == {"RMS", "peak", "spectral centroid", "mel distance"}
+
+
+def test_a_missing_end_counts_as_silence_in_the_mel_distance() -> None:
+    """A shorter wave differs from a longer one as much as with silence behind it."""
+    tone = (0.5 * np.sin(2 * math.pi * 440 * np.arange(HZ) / HZ)).astype(np.float32)
+    padded = np.concatenate([tone[: HZ // 2], np.zeros(HZ // 2, np.float32)])
+    for found, recorded in ((tone[: HZ // 2], tone), (tone, tone[: HZ // 2])):
+        distance = mel_distance_db(found, recorded, found_hz=HZ, recorded_hz=HZ)
+        other = mel_distance_db(
+            *(padded if len(wave) < HZ else wave for wave in (found, recorded)), found_hz=HZ, recorded_hz=HZ
+        )
+        assert distance == other > 5.0
+    assert mel_distance_db(tone, tone, found_hz=HZ, recorded_hz=HZ) == 0.0
