@@ -240,3 +240,13 @@ def test_a_fast_talker_never_stops_a_player_and_never_exceeds_the_lead(
                 pacing.close(stream)
     if lead > 1:
         assert pacing.num_underruns == 0
+
+
+def test_a_stream_waits_from_its_first_segment_on() -> None:
+    """Text that goes on arriving does not put it behind streams that came later."""
+    pacing = SpeechPacing(3, patch_samples=320, sample_rate=1000)
+    for stream in (1, 2):
+        pacing.open(stream, is_live=True)
+        pacing.arrive(stream, float(stream))
+    pacing.arrive(1, 3.0)
+    assert pacing.admissible([2, 1], 4.0) == [1, 2]
