@@ -171,6 +171,15 @@ def user(*parts: TextPart | MediaPart | str) -> Message[MediaPart]:
     )
 
 
+@pytest.mark.parametrize("parts", [(), (TextPart(text=""),)])
+def test_an_empty_system_message_takes_the_place_of_the_default_text(parts: tuple[TextPart, ...]) -> None:
+    prompt, _ = processor().prepare([Message(role="system", parts=parts), user("Hi")])
+    assert tokenizer().decode(prompt.input_ids.tolist(), skip_special_tokens=False) == (
+        "<role>SYSTEM</role>\n\ndetailed thinking off<|role_end|>"
+        "<role>HUMAN</role>Hi<|role_end|><role>ASSISTANT</role>"
+    )
+
+
 def test_system_messages_are_joined_by_newlines() -> None:
     messages = [
         Message(role="system", parts=(TextPart(text="One."),)),
