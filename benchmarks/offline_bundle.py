@@ -35,7 +35,7 @@ from cpu_result import parse_args, write
 
 _COMPILERS = ("cc", "gcc", "g++", "c++", "clang", "ld", "nvcc")
 _PROGRAMS = ("sh", "dirname")  # of start.sh
-_TEST_NET = ("192.0.2.1", 80)  # RFC 5737: nobody's
+_TEST_NET = ("192.0.2.1", 80)  # RFC 5737: for documentation, routed nowhere
 _READY_S = 300
 
 

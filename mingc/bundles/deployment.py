@@ -145,7 +145,7 @@ def _containerfile(name: str, view: Manifest, wheels: Path | None, *, is_only: b
 
 
 def _python(wheels: Path | None) -> str | None:
-    """The release of Python that a wheel of torch is for; None when that cannot be told."""
+    """The release of Python that a wheel of torch is for; None where no name says it."""
     tags = [path.stem.split("-")[2:3] for path in _wheel_files(wheels) if _is_torch(path)] if wheels else []
     found = {match[1] for tag in tags for each in tag if (match := re.fullmatch(r"cp3(\d+)", each))}
     return f"3.{found.pop()}" if len(found) == 1 else None
