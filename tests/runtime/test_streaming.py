@@ -196,7 +196,7 @@ def test_speech_events_have_all_samples_and_the_usage(audio: AudioSpec) -> None:
 
 
 @pytest.mark.parametrize("write", [write_speech_stream, write_speech_events])
-def test_proxies_are_told_to_pass_a_stream_on_at_once(
+def test_headers_keep_proxies_from_buffering_a_stream(
     write: Callable[..., Coroutine[Any, Any, None]],
 ) -> None:
     """nginx collects a response unless `X-Accel-Buffering` is `no`; caches may hold one back as well."""
