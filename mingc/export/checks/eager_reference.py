@@ -38,6 +38,13 @@ class EagerRanks:
         """The same modules with other inputs."""
         return EagerRanks(self.plan, self.modules, inputs)
 
+    def on_device(self) -> EagerRanks:
+        """The same, with inputs moved to the device of the modules' weights, if they have any."""
+        weight = next(self.modules[0].parameters(), None)
+        if weight is None:
+            return self
+        return self.with_inputs({name: value.to(weight.device) for name, value in self.inputs.items()})
+
     def run(self) -> dict[str, torch.Tensor]:
         """Combined outputs of all ranks by name, and the first rank's state after the call as `state.<name>`."""
         ranks = [run_eager(self.plan, module, self.inputs) for module in self.modules]

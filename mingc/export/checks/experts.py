@@ -134,13 +134,12 @@ def check_experts(
     }
 
     def run(ranks: EagerRanks) -> dict[str, Tensor]:
-        outputs = ranks.with_inputs(inputs).run()  # may have more outputs than the engine
+        outputs = ranks.with_inputs(inputs).on_device().run()  # may have more outputs than the engine
         return {name: pad_like(outputs[name], value) for name, value in values.items()}
 
     expected, eager_error = run(reference), 0.0
     if eager is not None:
-        device = _device(eager.modules[0])
-        eager = eager.with_inputs({name: value.to(device) for name, value in tokens.inputs.items()})
+        eager = eager.with_inputs(tokens.inputs).on_device()
         eager_error = worst_error(eager.run(), expected)
     parity = Parity(
         compiled=worst_error(values, expected), eager=eager_error, untested_experts=tokens.num_untested

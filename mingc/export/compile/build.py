@@ -451,6 +451,9 @@ def _check(
     if quantization is not None:
         stored = [in_float32(_load(task, stage, config, shard, plan)) for shard in _shards(task.weights)]
         stored_plan = _float32_plan(stage, config, _shards(task.weights)[0], options, plan)
+    if plan.routing is not None:
+        # Their float32 references stay on the CPU for other graphs; those of 256 experts take it minutes.
+        whole, stored = whole.to(options.device), [each.to(options.device) for each in stored]
     # Only low-precision engines are compared with the eager module's error.
     shards = [] if is_float32 else _shards(task.weights)[1:]
     others = [_load(task, stage, config, shard, plan) for shard in shards]
@@ -467,7 +470,7 @@ def _check(
             # A rank's state is a share of the whole one; zeros are the same in every layout.
             states = {each.name for each in plan.spec.state}
             tensors = {name: torch.zeros_like(t) if name in states else t for name, t in tensors.items()}
-        reference = EagerRanks(stored_plan, stored, float32_inputs(stored_plan, tensors, sizes))
+        reference = EagerRanks(stored_plan, stored, float32_inputs(stored_plan, tensors, sizes)).on_device()
         references = reference.run()
         tokens = None
         if of_every_expert is not None:
@@ -503,7 +506,7 @@ def _check(
             rerouted += others_rerouted / len(chosen[0])
         quantized = None
         if quantization is not None:
-            exact = EagerRanks(exact_plan, [whole], float32_inputs(exact_plan, tensors, sizes))
+            exact = EagerRanks(exact_plan, [whole], float32_inputs(exact_plan, tensors, sizes)).on_device()
             quantized, wide = experts.Unquantized(format=quantization, reference=exact), exact.run()
             lost = parity_rule.worst_error(
                 references, {name: pad_like(wide[name], references[name]) for name in compared}
