@@ -18,6 +18,7 @@ Every answer of text has all its tokens (`ignore_eos`), so weights may be random
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 import tempfile
@@ -141,6 +142,7 @@ class Measurement:
             given.patches,
             image_pixels=given.image_pixels,
             clip_s=given.clip_seconds,
+            sampling=given.sampling,
         )
         self.notes: list[str] = []
 
@@ -272,6 +274,19 @@ def workload_names(text: str) -> tuple[str, ...]:
     return names
 
 
+def sampling_fields(text: str) -> dict[str, float]:
+    """Fields of a chat's body as a JSON object of numbers."""
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict) or not all(isinstance(value, int | float) for value in fields.values()):
+        raise argparse.ArgumentTypeError(
+            f'{text!r} is not a JSON object of numbers, such as {{"temperature": 1}}'
+        )
+    return fields
+
+
 def rate_pair(text: str) -> tuple[float, float]:
     """The lowest and the highest rate of the open loop."""
     low, _, high = text.partition(",")
@@ -294,6 +309,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=whole(1), default=3, help="requests of each client at others")
     parser.add_argument("--words", type=whole(1), default=40, help="words of a prompt")
     parser.add_argument("--tokens", type=whole(2), default=152, help="tokens of each answer of text")
+    parser.add_argument(
+        "--sampling", type=sampling_fields, default={}, help="of chats, as JSON; default: greedy"
+    )
     parser.add_argument("--patches", type=whole(1), default=30, help="most patches of a speech request")
     parser.add_argument("--image-pixels", type=whole(32, 8192), default=512, help="512: 1,024 patches of 16")
     parser.add_argument("--clip-seconds", type=seconds, default=10.0)

@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import chat_clients
@@ -41,6 +41,7 @@ class Sizes:
         image_pixels: width and height of the image.
         clip_s: seconds of the spoken clip.
         is_varied: whether lengths of answers differ from request to request.
+        sampling: further fields of each chat, such as its temperature; without it answers are greedy.
     """
 
     words: int
@@ -49,6 +50,7 @@ class Sizes:
     image_pixels: int
     clip_s: float
     is_varied: bool = False
+    sampling: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -124,7 +126,7 @@ def request_of(workload: str, index: int, sizes: Sizes) -> dict[str, Any]:
     share = random.Random(index).uniform(1 - _SPREAD, 1 + _SPREAD) if sizes.is_varied else 1.0
     if workload == "speech":
         return speech_clients.body(index, max(1, round(share * sizes.patches)), streamed=True)
-    body = chat_clients.body(sizes.words, max(2, round(share * sizes.tokens)), index)
+    body = chat_clients.body(sizes.words, max(2, round(share * sizes.tokens)), index) | sizes.sampling
     parts: list[dict[str, Any]] = [{"type": "text", "text": body["messages"][0]["content"]}]
     if workload == "image":
         parts.insert(0, {"type": "image_url", "image_url": {"url": image_url(sizes.image_pixels, index)}})

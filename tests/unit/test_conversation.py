@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import statistics
+from dataclasses import replace
 
 import pytest
 import soundfile
@@ -68,6 +69,15 @@ def test_varied_answers_differ_in_length_around_the_wanted_one() -> None:
     lengths = [request_of("text", index, varied)["max_tokens"] for index in range(300)]
     assert min(lengths) < 60 and max(lengths) > 140 and 90 < statistics.mean(lengths) < 110
     assert {request_of("text", index, SIZES)["max_tokens"] for index in range(9)} == {20}
+
+
+def test_chats_are_sampled_as_asked() -> None:
+    sampled = replace(SIZES, sampling={"temperature": 0.5, "top_p": 0.9})
+    for workload in ("text", "image", "clip"):
+        body = request_of(workload, 1, sampled)
+        assert (body["temperature"], body["top_p"]) == (0.5, 0.9)
+        assert body == request_of(workload, 1, SIZES) | {"temperature": 0.5, "top_p": 0.9}
+    assert "temperature" not in request_of("speech", 1, sampled), "it means the noise of the flow there"
 
 
 def test_arrivals_have_the_rate_and_the_spread_of_a_poisson_process() -> None:
