@@ -246,9 +246,13 @@ def test_requests_of_a_session_go_to_one_replica(proxy: str) -> None:
         text = httpx.get(f"{proxy}/sticky/metrics", headers={"x-session-id": session}, trust_env=False).text
         return next(line for line in text.splitlines() if line.startswith("process_start_time_seconds"))
 
-    sessions = [{replica_of(f"session {index}") for _ in range(4)} for index in range(8)]
+    # The proxy learns of a replica after it runs; 24 sessions then meet both but once in eight million runs.
+    wait_for(
+        lambda: len({replica_of(f"first {index}") for index in range(24)}) == 2, "both replicas at the proxy"
+    )
+    sessions = [{replica_of(f"session {index}") for _ in range(4)} for index in range(24)]
     serve.delete("sticky")
-    assert [len(replicas) for replicas in sessions] == [1] * 8
+    assert [len(replicas) for replicas in sessions] == [1] * 24
     assert len(set().union(*sessions)) == 2, "sessions are spread"
 
 

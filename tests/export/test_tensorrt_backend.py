@@ -30,7 +30,6 @@ from mingc.artifacts.artifact import check_fingerprint
 from mingc.artifacts.manifest import Fingerprint
 from mingc.artifacts.spec import GraphSpec, TensorSpec
 from mingc.artifacts.tensorrt_engine import EngineFile, EngineHeader, read_engine, write_engine
-from mingc.bundles.deployment import _wheels
 from mingc.errors import ArtifactError, CompileError, ConfigError, IncompatibleError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.compile import tensorrt_program
@@ -204,14 +203,6 @@ def test_an_artifact_for_rtx_cards_says_where_it_runs() -> None:
     assert "compute capability 8.6 or 12.0" in (refused.value.fix or "")
     with pytest.raises(IncompatibleError, match=r"capability: built for 8.6,12.0, here 9.0"):
         check_fingerprint(recorded, Host(torch="2.13.0", device="cuda", capability="9.0"))
-
-
-def test_wheels_of_nvidia_are_bundled_only_when_asked_for(tmp_path: Path) -> None:
-    for name in ("mingc", "torch", "tensorrt_rtx_cu13_libs"):
-        (tmp_path / f"{name}-1-py3-none-any.whl").touch()
-    with pytest.raises(ConfigError, match="tensorrt-rtx-cu13-libs, which NVIDIA licenses"):
-        _wheels(tmp_path, takes_tensorrt=False)
-    assert len(_wheels(tmp_path, takes_tensorrt=True)) == 3
 
 
 def arguments(count: int) -> tuple[Tensor, ...]:

@@ -242,7 +242,8 @@ def test_an_encoder_from_outside_takes_the_place_of_the_built_in_one(
         assert service.info.has_audio_input and not service.info.has_image and not service.info.has_speech
         assert service._chat is not None and service._chat.audio is not None
         mel = torch.randn(12, 128).numpy()
-        (embeddings,) = service._chat.audio.encode([AudioFeatures(mel=mel, num_tokens=3)])
+        (future,) = service._chat.audio.submit([AudioFeatures(mel=mel, num_tokens=3)], [b"the clip"])
+        embeddings = future.result(timeout=60)
         assert embeddings.shape[0] == 3 and embeddings.abs().min() > 0
     finally:
         asyncio.run(service.close(shutdown_timeout_s=1.0))

@@ -102,14 +102,14 @@ def _image_gate(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_audio(right: Callable[..., Any]) -> Callable[..., Any]:
-    def encode_media(pipeline: Any, embed_kind: Any, media: Any) -> Any:
-        embeds = right(pipeline, embed_kind, media)
-        if media.vision and media.audio:
+    def place(embed_kind: Any, encoded: Any, device: Any) -> Any:
+        embeds = right(embed_kind, encoded, device)
+        if len(encoded) == 2:
             with torch.inference_mode():
                 embeds[torch.from_numpy(embed_kind[embed_kind > 0] == 2)] = 0
         return embeds
 
-    return encode_media
+    return place
 
 
 def _not_cancelled(_: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,7 +186,7 @@ BUGS: Mapping[str, ServedBug] = {
     "mixed-prompt": ServedBug(
         "the audio of a prompt with an image is lost",
         omni,
-        "_encode_media",
+        "_place",
         _without_audio,
         ("image, audio",),
         "image, audio.tokens (alone)",

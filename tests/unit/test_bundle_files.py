@@ -438,6 +438,8 @@ def test_each_target_has_a_containerfile_that_serves_it(
         )
         assert "ARG BASE=docker.io/library/python:3.12-slim\n" in text
     _wheelhouse(tmp_path / "licensed", "mingc-0.1.0-py3-none-any", python, "tensorrt_rtx-1.7-py3-none-any")
+    with pytest.raises(ConfigError, match="wheels of tensorrt-rtx, which NVIDIA licenses"):
+        deployment_files(both, tmp_path / "licensed", None)
     made = deployment_files(both, tmp_path / "licensed", None, takes_tensorrt=True)
     assert b"put wheels" not in bytes(made["Containerfile.rtx-sm86-sm89"])  # type: ignore[arg-type]
     alone = bytes(deployment_files(manifest, wheels, None)["Containerfile"])  # type: ignore[arg-type]

@@ -313,7 +313,9 @@ def test_what_cannot_be_opened_is_named(
     def refused(path: Path, flags: int) -> int:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("mingc.artifacts.packed_file.os", SimpleNamespace(open=refused, O_RDONLY=0))
+    monkeypatch.setattr(
+        "mingc.artifacts.packed_file.os", SimpleNamespace(open=refused, O_RDONLY=0, O_NONBLOCK=0)
+    )
     with pytest.raises(ArtifactError, match="may not read the bundle"):
         open_packed(bundle)
 
