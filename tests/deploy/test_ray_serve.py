@@ -208,6 +208,7 @@ def test_an_update_to_another_artifact_fails_no_request(
     application: Application, eager_artifact: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Afterwards all answers are those of the new one, whose name and weights differ."""
+    application.deploy(eager_artifact, min_replicas=2, max_replicas=2)
     other = changed_artifact(eager_artifact, tmp_path_factory.mktemp("other") / "artifact", model="other")
     stop = threading.Event()
     body = {**_ENDLESS, "temperature": 0.0, "stream": False, "max_tokens": 6}
