@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -25,7 +26,7 @@ from mingc.runtime.request import (
 PERIOD_S = 0.02  # between two chunks of a stream: 50 tokens per second
 
 _INFO = ServiceInfo(
-    model="clock",
+    model=f"clock of process {os.getpid()}",
     sample_rate=0,
     voices=(),
     default_voice=None,

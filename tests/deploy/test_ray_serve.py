@@ -240,14 +240,16 @@ def test_an_update_to_another_artifact_fails_no_request(
 
 
 def test_requests_of_a_session_go_to_one_replica(proxy: str) -> None:
-    """`/metrics` of each has the time at which it started."""
+    """The model's name has the process of a replica."""
     deploy(clock_replica.application(2, affinity=True), "sticky", proxy, "/sticky", _WAIT_S)
 
     def replica_of(session: str) -> str:
-        text = httpx.get(f"{proxy}/sticky/metrics", headers={"x-session-id": session}, trust_env=False).text
-        return next(line for line in text.splitlines() if line.startswith("process_start_time_seconds"))
+        health = httpx.get(
+            f"{proxy}/sticky/health", headers={"x-session-id": session}, trust_env=False
+        ).json()
+        return str(health["model"])
 
-    # The proxy learns of a replica after it runs; 24 sessions then meet both but once in eight million runs.
+    # The proxy learns of a replica after it runs; 24 sessions then miss one once in eight million runs.
     wait_for(
         lambda: len({replica_of(f"first {index}") for index in range(24)}) == 2, "both replicas at the proxy"
     )
