@@ -143,9 +143,14 @@ def check(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float 
 
 
 def picture(height: int, width: int, parameters: VisionParameters) -> VisionFeatures:
-    values = parameters.in_channels * parameters.temporal_patch_size * parameters.patch_size**2
-    pixels = np.random.default_rng(height * width).standard_normal((height * width, values))
-    return VisionFeatures(patches=pixels.astype(np.float32), grid=(1, height, width))
+    generator, channels = np.random.default_rng(height * width), parameters.in_channels
+    colours = generator.integers(0, 256, (height * width, channels * parameters.patch_size**2)).astype(
+        np.uint8
+    )
+    levels = np.linspace(-1.8, 2.2, 256 * channels, dtype=np.float32).reshape(channels, 256)
+    return VisionFeatures(
+        patches=colours, grid=(1, height, width), levels=levels, repeats=parameters.temporal_patch_size
+    )
 
 
 def test_images_at_released_dims(monkeypatch: pytest.MonkeyPatch) -> None:

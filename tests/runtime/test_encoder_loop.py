@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mingc.errors import RequestError, WorkerError
 from mingc.runtime.service.encoder_cache import EncoderCache
-from mingc.runtime.service.encoder_loop import EncoderLoop
+from mingc.runtime.service.encoder_loop import EncoderLoop, _is_finite
 
 WAIT_S = 20.0
 WIDTH = 4
@@ -348,3 +348,11 @@ def test_the_least_recently_used_entries_are_dropped_beyond_the_budget() -> None
     cache.clear()
     assert cache.num_bytes == 0 and cache.get(b"a") is None
     assert (cache.num_hits, cache.num_misses) == (4, 3)
+
+
+def test_every_bfloat16_that_is_no_number_is_found() -> None:
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
+    finite = every.isfinite()
+    assert _is_finite(every[finite]) and _is_finite(every[:0])
+    assert not any(_is_finite(value[None]) for value in every[~finite])
+    assert not _is_finite(torch.tensor([1.0, float("nan")])) and _is_finite(torch.tensor([1.0, -3e38]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -77,6 +78,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
             graph = Replayed(run)
             return graph, graph.outputs
 
+    class HostCopy:
+        def __init__(self, *values: Tensor) -> None:
+            self.values = tuple(value.clone() for value in values)
+
+        def wait(self) -> tuple[Tensor, ...]:
+            return self.values
+
     stream = SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)
     staging = cuda_graphs.StagingBuffer
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: stream)
@@ -84,6 +92,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(cuda_graphs, "StagingBuffer", lambda shapes, _: staging(shapes, CPU))
     monkeypatch.setattr(encoder_graph, "GraphPool", Pool)
+    monkeypatch.setattr(encoder_graph, "AsyncHostCopy", HostCopy)
     return cast(torch.device, SimpleNamespace(type="cuda"))
 
 
@@ -117,10 +126,18 @@ def make_vision(calls: list[int], places: list[Tensor], device: torch.device = C
     return VisionEncoder(LoadedStage("vision_encoder", {"encode": graph}), VISION, device)
 
 
+LEVELS = np.random.default_rng(1).standard_normal((PIXELS, 256)).astype(np.float32)
+
+
 def picture(frames: int, height: int, width: int) -> VisionFeatures:
     count = frames * height * width
-    pixels = np.random.default_rng(count).standard_normal((count, PIXELS)).astype(np.float32)
-    return VisionFeatures(patches=pixels, grid=(frames, height, width))
+    colours = np.random.default_rng(count).integers(0, 256, (count, PIXELS)).astype(np.uint8)
+    return VisionFeatures(patches=colours, grid=(frames, height, width), levels=LEVELS)
+
+
+def without_levels(features: VisionFeatures) -> VisionFeatures:
+    """The same, normalised."""
+    return VisionFeatures(patches=features.pixels, grid=features.grid)
 
 
 def test_frames_share_calls_and_attend_only_to_themselves() -> None:
@@ -139,6 +156,27 @@ def test_frames_share_calls_and_attend_only_to_themselves() -> None:
     assert sizes == [[2, 4], [2, 6], [2, 6]], "rows and columns of the first frames"
 
 
+def test_colours_are_normalised_as_by_the_table() -> None:
+    """On the device; features with other tables, or none, are normalised on the host."""
+    pictures = [picture(1, 2, 4), picture(1, 4, 4)]
+    other = replace(picture(1, 2, 2), levels=2 * LEVELS)
+    for together in (pictures, [without_levels(pictures[0]), pictures[1]], [*pictures, other]):
+        found = make_vision([], []).encode(together)
+        wanted = make_vision([], []).encode(list(map(without_levels, together)))
+        assert all(map(torch.equal, found, wanted))
+
+
+def test_an_image_is_repeated_in_time() -> None:
+    """Rows are (channel, time, y, x): the colours of each channel come twice."""
+    colours = np.arange(2 * 6, dtype=np.uint8).reshape(2, 6)
+    image = VisionFeatures(patches=colours, grid=(1, 1, 2), levels=LEVELS, repeats=2)
+    np.testing.assert_array_equal(image.colours(1, 2), [[6, 7, 6, 7, 8, 9, 8, 9, 10, 11, 10, 11]])
+    by_table = np.stack(
+        [LEVELS[channel][image.colours(0, 2).reshape(2, 3, 4)[:, channel]] for channel in range(3)]
+    )
+    np.testing.assert_array_equal(image.pixels, by_table.transpose(1, 0, 2).reshape(2, 12))
+
+
 def test_frames_of_a_long_video_share_calls_of_a_limited_size() -> None:
     calls: list[int] = []
     encoder = make_vision(calls, [])
@@ -152,7 +190,7 @@ def test_frames_of_a_long_video_share_calls_of_a_limited_size() -> None:
 def test_sizes_of_calls_with_padding() -> None:
     vision = make_vision([], [])
     assert [vision.padded_tokens([picture(1, 2, 4)] * count) for count in (1, 2, 3, 4)] == [4, 4, 8, 8]
-    assert vision.num_bytes(picture(1, 2, 4)) == 2 * 4 * PIXELS * 4
+    assert vision.num_bytes(picture(1, 2, 4)) == 2 * 4 * PIXELS
     with pytest.raises(RequestError, match="largest M bucket"):
         vision.padded_tokens([picture(1, 2, 4)] * 5)
     audio = make_audio([])

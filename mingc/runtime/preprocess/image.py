@@ -83,6 +83,16 @@ class VisionFeatures:
             pixels[:, channel] = self.levels[channel].take(rows[:, channel])
         return pixels.reshape(len(part), -1)
 
+    def colours(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """Rows [start, stop) of `pixels` as colour levels, uint8; only with `levels`."""
+        assert self.levels is not None
+        rows = self.patches[start:stop].astype(np.uint8, copy=False)
+        if self.repeats == 1:
+            return rows
+        by_channel = rows.reshape(len(rows), len(self.levels), 1, -1)
+        repeated: NDArray[np.uint8] = np.repeat(by_channel, self.repeats, axis=2)
+        return repeated.reshape(len(rows), -1)
+
 
 def load_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
     """(height, width) of an image or video frame after loading: multiples of `factor`, area within bounds.

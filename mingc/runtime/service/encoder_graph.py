@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -28,12 +28,18 @@ class EncoderGraph:
     Args:
         examples: valid inputs of the sizes to capture on CUDA, the largest first, so that the others fit into the
             memory that it has taken. Other sizes are called directly.
+        prepare: computes the inputs of the graph on the device from what a call is given; None: they are given.
     """
 
     def __init__(
-        self, graph: Graph, device: torch.device, examples: Iterable[Mapping[str, Tensor]] = ()
+        self,
+        graph: Graph,
+        device: torch.device,
+        examples: Iterable[Mapping[str, Tensor]] = (),
+        prepare: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None,
     ) -> None:
         self._graph = graph
+        self._prepare = prepare
         self._device = device
         self._dtypes = {each.name: torch_dtype(each.dtype) for each in graph.spec.inputs}
         self._runners: dict[_Shapes, GraphRunner] = {}
@@ -58,7 +64,7 @@ class EncoderGraph:
     def __call__(self, inputs: Mapping[str, Tensor], num_rows: int) -> Tensor:
         """The first `num_rows` rows of the embeddings for host tensors `inputs`, padded to buckets; on the host.
 
-        Inputs are converted to the dtypes of the spec. Blocks until the device is done.
+        Inputs of the graph are converted to the dtypes of the spec. Blocks until the device is done.
         """
         if self._stream is None:
             return self._run({name: value.to(self._device) for name, value in inputs.items()})[:num_rows]
@@ -72,14 +78,15 @@ class EncoderGraph:
             return AsyncHostCopy(output[:num_rows]).wait()[0]
 
     def _run(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        converted = {name: value.to(self._dtypes[name]) for name, value in tensors.items()}
+        inputs = tensors if self._prepare is None else self._prepare(tensors)
+        converted = {name: value.to(self._dtypes[name]) for name, value in inputs.items()}
         return self._graph.run(**converted)["embeddings"]
 
     @torch.inference_mode()
     def _capture(self, example: Mapping[str, Tensor], pool: GraphPool) -> None:
         sizes = ", ".join(f"{name} {list(value.shape)}" for name, value in example.items())
         self._runners[_shapes(example)] = GraphRunner(
-            {name: (self._dtypes[name], value.shape) for name, value in example.items()},
+            {name: (self._dtypes.get(name, value.dtype), value.shape) for name, value in example.items()},
             lambda tensors: (self._run(tensors),),
             device=self._device,
             pool=pool,

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from mingc.errors import RequestError, ServeError
@@ -17,9 +19,10 @@ from mingc.runtime.engine_thread import EngineThread
 from mingc.runtime.service.encoder_cache import EncoderCache
 
 _MAX_MEDIA = 32  # in one call
-_MAX_WAITING_BYTES = (
-    64 << 20
-)  # of features, beyond which preprocessing waits: about two of the largest images
+# Of features, beyond which preprocessing waits: about two of the largest images.
+_MAX_WAITING_BYTES = 64 << 20
+# All of its bits are set in NaN and inf alone.
+_BFLOAT16_EXPONENT = np.int16(0x7F80)
 
 _Features = TypeVar("_Features")
 _FeaturesIn = TypeVar("_FeaturesIn", contravariant=True)
@@ -184,8 +187,9 @@ class EncoderLoop(EngineThread, Generic[_Features]):
             self._finish(job, embeddings)
 
     def _finish(self, job: _Job[_Features], embeddings: Tensor) -> None:
-        if self._cache is not None and job.key is not None and bool(embeddings.isfinite().all()):
-            embeddings = embeddings.clone()  # not a part of a larger call's result
+        if self._cache is not None and job.key is not None and _is_finite(embeddings):
+            # Not a part of a larger call's result, nor pinned, which later calls would have to pin anew.
+            embeddings = embeddings.clone()
             self._cache.put(job.key, embeddings)
         with self._lock:
             self._forget(job)
@@ -221,3 +225,11 @@ class EncoderLoop(EngineThread, Generic[_Features]):
             for future in job.futures:
                 if not future.done() and future.set_running_or_notify_cancel():
                     future.set_exception(error)
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Whether there is neither NaN nor inf in a host tensor. torch takes 30 times as long in bfloat16 on one thread."""
+    if values.dtype == torch.bfloat16:
+        exponents = np.bitwise_and(values.contiguous().view(torch.int16).numpy(), _BFLOAT16_EXPONENT)
+        return not exponents.size or int(exponents.max()) != _BFLOAT16_EXPONENT
+    return bool(np.isfinite(values.numpy()).all())

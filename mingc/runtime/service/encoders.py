@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,7 +49,11 @@ class VisionEncoder:
         self._graph = stage["encode"]
         self._parameters = parameters
         sizes = [size for size in self._graph.spec.dim("M").buckets if size <= _CAPTURED_VISION_TOKENS]
-        self._call = EncoderGraph(self._graph, device, map(self._example, sorted(sizes, reverse=True)))
+        self._dtype = torch_dtype(
+            next(each for each in self._graph.spec.inputs if each.name == "pixels").dtype
+        )
+        examples = map(self._example, sorted(sizes, reverse=True))
+        self._call = EncoderGraph(self._graph, device, examples, self._normalised)
 
     def padded_tokens(self, features: Sequence[VisionFeatures]) -> int:
         """Merged tokens that one call for all of these computes. Raises: RequestError when no bucket holds them."""
@@ -69,7 +73,8 @@ class VisionEncoder:
         Raises: RequestError when one frame alone exceeds the largest bucket.
         """
         frames = [frame for feature in features for frame in _frames(feature)]
-        embeddings = torch.cat([self._run(group) for group in self._groups(frames)])
+        calls = [self._run(group) for group in self._groups(frames)]
+        embeddings = torch.cat(calls) if len(calls) > 1 else calls[0]
         counts = list(map(self._num_tokens, features))
         return list(embeddings.tensor_split(np.cumsum(counts)[:-1].tolist()))
 
@@ -88,37 +93,56 @@ class VisionEncoder:
             yield group
 
     def _run(self, frames: Sequence[_Frame]) -> Tensor:
-        merge = self._parameters.merge_size
-        # normalised here, a call at a time: as float32 a long video would take four times its memory
-        rows = np.concatenate([frame.feature.rows(frame.start, frame.stop) for frame in frames])
-        pixels = group_pixels(rows, merge)
-        bucket = _bucket(self._graph, "M", len(pixels))
-        return self._call(self._inputs(pixels, [frame.grid for frame in frames], bucket), len(pixels))
+        count = sum(frame.stop - frame.start for frame in frames) // self._parameters.merge_size**2
+        bucket = _bucket(self._graph, "M", count)
+        return self._call(self._inputs(_pixels(frames), [frame.grid for frame in frames], bucket), count)
 
     def _inputs(
-        self, pixels: NDArray[np.float32], grids: Sequence[Grid], num_tokens: int
+        self, pixels: Mapping[str, NDArray[np.generic]], grids: Sequence[Grid], num_tokens: int
     ) -> dict[str, Tensor]:
-        """Inputs of the graph, padded to a bucket of `num_tokens`; float32 where it may take a smaller dtype."""
+        """What a call is given for the result of `_pixels`, padded to a bucket of `num_tokens`."""
+        merge = self._parameters.merge_size
         unpadded = build_grid_arrays(
-            grids,
-            merge_size=self._parameters.merge_size,
-            position_grid_size=self._parameters.position_grid_size,
+            grids, merge_size=merge, position_grid_size=self._parameters.position_grid_size
         )
         arrays = pad_grid_arrays(unpadded, num_tokens)
         inputs: dict[str, NDArray[np.generic]] = {
-            "pixels": pad_tokens(pixels, num_tokens),
             "position_index": arrays.position_index,
             "position_weight": arrays.position_weight,
             "coordinates": arrays.coordinates,
             "segment": arrays.segment,
         }
-        return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in inputs.items()}
+        for name, value in pixels.items():
+            is_table = name == "levels"
+            inputs[name] = value if is_table else pad_tokens(group_pixels(value, merge), num_tokens)
+        return {
+            name: torch.from_numpy(np.require(value, requirements=("C", "W")))
+            for name, value in inputs.items()
+        }
+
+    def _normalised(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Inputs of the graph: `pixels` from `colours` (M, m, n) and `levels` (C, 256) where they are given.
+
+        The values are those of `VisionFeatures.rows`, in the graph's dtype.
+        """
+        if "colours" not in inputs:
+            return inputs
+        given = dict(inputs)
+        colours, levels = given.pop("colours"), given.pop("levels").to(self._dtype)
+        by_channel = colours.view(*colours.shape[:2], len(levels), -1)
+        pixels = torch.empty(by_channel.shape, dtype=self._dtype, device=colours.device)
+        # One channel at a time: indices of all would take twice the memory of the pixels.
+        for channel, table in enumerate(levels):
+            pixels[:, :, channel] = table[by_channel[:, :, channel].int()]
+        return {**given, "pixels": pixels.view(colours.shape)}
 
     def _example(self, num_tokens: int) -> dict[str, Tensor]:
         """One token, padded: no range of keys is empty."""
         merge, each = self._parameters.merge_size, self._parameters
         values = each.in_channels * each.temporal_patch_size * each.patch_size**2
-        return self._inputs(np.zeros((1, merge**2, values), np.float32), [(1, merge, merge)], num_tokens)
+        colours = np.zeros((merge**2, values), np.uint8)
+        levels = np.zeros((each.in_channels, 256), np.float32)
+        return self._inputs({"colours": colours, "levels": levels}, [(1, merge, merge)], num_tokens)
 
 
 class AudioEncoder:
@@ -182,6 +206,20 @@ def _bucket(graph: Graph, dim: str, size: int) -> int:
         return graph.bucket(dim, size)
     except EngineSizeError as error:
         raise RequestError(error.message, fix=error.fix) from error
+
+
+def _pixels(frames: Sequence[_Frame]) -> dict[str, NDArray[np.generic]]:
+    """Rows (P, n) of these frames: `colours` uint8 with the `levels` (C, 256) to normalise them on the device.
+
+    A quarter of the bytes of float32, which long videos and large images would take milliseconds to convert and copy.
+    Features without levels, and such of several tables, become `pixels` float32.
+    """
+    levels = frames[0].feature.levels
+    tables = [frame.feature.levels for frame in frames]
+    if levels is not None and all(each is not None and np.array_equal(each, levels) for each in tables):
+        colours = [frame.feature.colours(frame.start, frame.stop) for frame in frames]
+        return {"colours": colours[0] if len(colours) == 1 else np.concatenate(colours), "levels": levels}
+    return {"pixels": np.concatenate([frame.feature.rows(frame.start, frame.stop) for frame in frames])}
 
 
 def _frames(feature: VisionFeatures) -> Iterator[_Frame]:

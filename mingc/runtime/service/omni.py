@@ -474,9 +474,12 @@ def _place(
     first = next(iter(encoded.values()))[0]
     embeds = torch.empty(len(kinds), first.shape[1], dtype=first.dtype, pin_memory=device.type == "cuda")
     for kind, values in encoded.items():
-        rows = torch.from_numpy(np.flatnonzero(kinds == kind))
+        rows = np.flatnonzero(kinds == kind)
         start = 0
         for each in values:
-            embeds[rows[start : start + len(each)]] = each
+            own = rows[start : start + len(each)]
             start += len(each)
+            # One after the other, but for the frames of a video, between which there are words.
+            is_range = len(own) and own[-1] - own[0] == len(own) - 1
+            embeds[slice(own[0], own[-1] + 1) if is_range else torch.from_numpy(own)] = each
     return embeds.to(device, non_blocking=True)
