@@ -21,11 +21,13 @@ from mingc.export.stages import find
 MIB = 1 << 20
 
 
-def needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, **options: object) -> None:
-    """Check the audio encoder's export, without engines, on a disk with `free` bytes."""
+def needed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, name: str = "audio_encoder", **options: object
+) -> None:
+    """Check the export of a stage, without engines, on a disk with `free` bytes."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     recipe = ExportRecipe(checkpoint=CHECKPOINT, output=tmp_path / "a" / "out", **options)  # type: ignore[arg-type]
-    checkpoint, stage = open_checkpoint(CHECKPOINT), find("audio_encoder")
+    checkpoint, stage = open_checkpoint(CHECKPOINT), find(name)
     check_space(recipe, checkpoint, [stage], {stage.name: stage.config(checkpoint)}, 0)
 
 
@@ -53,6 +55,27 @@ def test_space_for_all_weights_is_needed(
     with pytest.raises(ConfigError, match=r"needs at least \d+ MiB, .* has \d+ MiB free") as caught:
         needed(monkeypatch, tmp_path, exact - 1, dtype=dtype)
     assert caught.value.where == "--output"
+
+
+def test_quantized_weights_need_a_byte_or_half_a_value(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def least(**options: object) -> int:
+        """Free bytes from which on the export begins."""
+        low, high = 0, 1 << 40
+        while low < high:
+            middle = (low + high) // 2
+            try:
+                needed(monkeypatch, tmp_path, middle, "thinker", **options)
+                high = middle
+            except ConfigError:
+                low = middle + 1
+        return low
+
+    whole = least()
+    assert whole > MIB
+    assert least(quantize=("thinker=fp8",)) == whole // 4
+    assert least(quantize=("thinker=int4",)) == whole // 8
 
 
 def test_random_weights_need_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

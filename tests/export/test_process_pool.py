@@ -14,7 +14,7 @@ import torch
 
 import mingc
 from mingc.errors import CompileError
-from mingc.export.process_pool import result_of, submit
+from mingc.export.process_pool import peak_rss_bytes, result_of, submit
 
 _END_S = 100
 # A worker that holds a lock compiles for ten minutes when the export fails.
@@ -67,3 +67,12 @@ def test_too_little_memory_on_the_device_is_reported_and_not_as_a_bug() -> None:
     with pytest.raises(CompileError, match="memory does not suffice: CUDA out of memory") as caught:
         result_of(future, "thinker.prefill_experts")
     assert caught.value.where == "thinker.prefill_experts" and "--jobs" in str(caught.value.fix)
+
+
+def test_the_peak_is_that_of_the_kernel() -> None:
+    """`VmHWM` in /proc is in KiB."""
+    peak = peak_rss_bytes()
+    (line,) = [
+        each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("VmHWM:")
+    ]
+    assert peak == pytest.approx(1024 * int(line.split()[1]), rel=0.02) and peak > 1 << 24

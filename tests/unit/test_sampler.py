@@ -89,7 +89,8 @@ def test_repetition_penalty_counts_prompt_and_answer() -> None:
 def test_logits_that_are_not_finite_fail_their_row_only() -> None:
     logits = torch.tensor([[0.0, float("nan")], [0.0, 1.0], [float("-inf"), float("-inf")]])
     assert sample(logits, [row(), row(), row()]) == [None, 1, None]
-    drawn = [row(temperature=1.0, top_k=1) for _ in range(3)]
+    drawn = [row(vocab=2, temperature=0.01) for _ in range(3)]
+    assert all(each.params.draws for each in drawn)
     assert sample(logits, drawn) == [None, 1, None], "with a temperature as well"
 
 

@@ -10,6 +10,7 @@ import pytest
 from fake_talker import FLOW, TALKER, VAE
 
 from mingc.errors import RequestError
+from mingc.runtime.request import SpeechParams
 from mingc.runtime.talker.planner import SpeechPlanner, VoicePack
 
 # As released (talker.md §0, §5): a patch is 4 latents of 3528 samples at 44,100 Hz, 0.32 s.
@@ -55,6 +56,14 @@ def test_a_segment_has_as_many_patches_as_its_smallest_cap(
     characters: int, prompt_tokens: int, requested: int | None, patches: int
 ) -> None:
     assert planner()._max_patches("x" * characters, prompt_tokens, requested) == patches
+
+
+def test_invalid_instructions_are_refused_before_anything_is_spoken() -> None:
+    planner(default_voice=None).check(SpeechParams(instructions="calmly"))
+    planner(default_voice=None).check(SpeechParams())
+    with pytest.raises(RequestError, match="instructions start like a JSON object") as refused:
+        planner(default_voice=None).check(SpeechParams(instructions='{"style": '))
+    assert (refused.value.status, refused.value.param) == (400, "instructions")
 
 
 @pytest.mark.parametrize(("characters", "patches"), [(4, 4), (5, 5), (100, 100)])
