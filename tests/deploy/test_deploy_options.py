@@ -217,6 +217,7 @@ def test_defaults_of_the_deployment() -> None:
     assert config.autoscaling_config is None
     assert (actor["num_gpus"], actor["num_cpus"]) == (4.0, 1.0)
     assert "mingc-speech" not in found
+    assert deployments(num_gpus=0.0)["mingc actor"]["num_gpus"] == 0.0, "given, though it is fetched first"
 
 
 def test_autoscaling_and_two_deployments() -> None:

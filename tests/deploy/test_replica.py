@@ -86,7 +86,7 @@ def test_a_replica_that_failed_ends_its_process_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(replica.os, "_exit", ends.append)
     monkeypatch.setattr(replica, "_END_S", 0.01)
 
-    async def end(is_reported: bool) -> None:
+    async def end(is_reported: bool, num_checks: int) -> None:
         made = PlainReplica.__new__(PlainReplica)
         await made.__init__(DeployOptions(artifact="none"))  # type: ignore[misc]
         await made.check_health()
@@ -96,7 +96,7 @@ def test_a_replica_that_failed_ends_its_process_once(monkeypatch: pytest.MonkeyP
             await asyncio.to_thread(made.service.report, RankError("rank 1 ended"))  # type: ignore[attr-defined]
         else:
             made.service = FakeService(ready=False)
-        for _ in range(2):
+        for _ in range(num_checks):
             with pytest.raises(replica.UnhealthyReplicaError):
                 await made.check_health()
         assert ends == [], "error events of its requests leave it first"
@@ -105,8 +105,8 @@ def test_a_replica_that_failed_ends_its_process_once(monkeypatch: pytest.MonkeyP
         await asyncio.sleep(0.03)
         assert ends == [4]
 
-    for is_reported in (True, False):
-        asyncio.run(asyncio.wait_for(end(is_reported), 20))
+    for is_reported, num_checks in ((True, 0), (True, 2), (False, 2)):
+        asyncio.run(asyncio.wait_for(end(is_reported, num_checks), 20))
         ends.clear()
 
 

@@ -8,6 +8,8 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -202,3 +204,10 @@ def test_port_zero_is_announced_as_the_chosen_port() -> None:
     with bind_socket("127.0.0.1", 0) as listener:
         assert base_url(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
         assert listener.getsockname()[1] != 0
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_address_of_a_server_is_a_url(host: str) -> None:
+    listener: Any = SimpleNamespace(getsockname=lambda: (host, 8000, 0, 0))  # a machine may have no IPv6
+    url = httpx.URL(base_url(listener))
+    assert (url.scheme, url.host, url.port) == ("http", host, 8000)

@@ -141,6 +141,7 @@ def test_the_oci_layout_holds_the_bundle(artifact_path: Path, tmp_path: Path) ->
     assert config["rootfs"]["diff_ids"] == [layer["digest"] for layer in document["layers"]]
     root = tmp_path / "root"
     for layer in document["layers"]:
+        assert int(layer["size"]) % tarfile.BLOCKSIZE == 0, "an archive has whole blocks"
         with tarfile.open(fileobj=io.BytesIO(blob(layer)), mode="r:") as tar:
             assert len(tar.getmembers()) == 1
             tar.extractall(root, filter="data")
@@ -346,6 +347,7 @@ def test_an_image_of_a_signed_bundle_brings_the_signature(artifact_path: Path, t
     assert report.layers == len(steps) == len(document["layers"])
     assert report.size_bytes == sum(layer["size"] for layer in document["layers"])
     for layer in document["layers"]:
+        assert int(layer["size"]) % tarfile.BLOCKSIZE == 0, "an archive has whole blocks"
         with tarfile.open(folder / "blobs/sha256" / layer["digest"].partition(":")[2], "r:") as tar:
             (member,) = tar.getmembers()
             assert member.name.startswith("opt/bundle/") and member.mode == 0o644

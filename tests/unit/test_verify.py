@@ -174,6 +174,22 @@ def test_a_golden_file_without_known_values_fails(
     assert "thinker.safetensors holds no value that verify can replay" in comparisons[0].note
 
 
+def test_a_stage_that_an_artifact_was_exported_without_is_not_replayed(tmp_path: Path) -> None:
+    save_file({"one.embeds": ONES}, tmp_path / "vision.safetensors")
+    fingerprint = SimpleNamespace(dtype="float32")
+    manifest = SimpleNamespace(fingerprint=fingerprint, stages={})
+    engines: Any = SimpleNamespace(artifact=SimpleNamespace(manifest=manifest), has=lambda *stages: False)
+
+    def run(log: ComparisonLog, document: object) -> None:
+        raise AssertionError("replayed")
+
+    summary, comparisons, _ = _replay_file(
+        engines, tmp_path, "vision.safetensors", None, ("vision_encoder",), run
+    )
+    assert (summary.checked, summary.failed, comparisons) == (0, 0, [])
+    assert "this artifact has no vision_encoder" in summary.note
+
+
 def test_a_self_check_runs_the_engine_of_the_recorded_sizes(manifest: Manifest) -> None:
     (stage,) = manifest.stages.values()
     graph = stage.graphs["encode"]
