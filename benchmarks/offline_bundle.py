@@ -195,7 +195,8 @@ def _spoken_answer(trial: Trial, url: str) -> tuple[str, bytes]:
 def _answer_of_container(trial: Trial, base: str, site: Path) -> tuple[str, bytes]:
     """Build the Containerfile in the unpacked bundle and ask the server inside."""
     own = dict(os.environ)
-    build = ("buildah", "bud", "--isolation=chroot", "--network=none", "--build-arg", f"BASE={base}")
+    # chroot isolation keeps the network that it is started in, which _check_offline found without a route.
+    build = ("buildah", "bud", "--isolation=chroot", "--pull-never", "--build-arg", f"BASE={base}")
     tag = "localhost/mingc-offline-trial"
     trial.run("image", *build, "-t", tag, "-f", site / "bundle/Containerfile", site, environment=own)
     container = trial.run("container", "buildah", "from", "--pull-never", tag, environment=own).strip()
