@@ -28,6 +28,10 @@ def make_recipe(**options: Any) -> ExportRecipe:
         ({"quantize": ("thinker=fp8", "thinker=int4")}, "names a stage twice"),
         ({"quantize": ("talker=int4",)}, "--quantize talker=int4: not one of fp8"),
         ({"quantize": ("vision_encoder=fp8",)}, "--quantize vision_encoder=fp8: not one of fp8"),
+        (
+            {"target": "rtx:sm86", "other_targets": ("rtx:sm89",), "backend": ("aoti",)},
+            "--backend aoti: aoti cannot build engines for RTX cards",
+        ),
         ({"world_size": 3}, "--tp 3"),
         ({"batch_sizes": (4, 1)}, "--batch-sizes 4,1: must be ascending"),
         ({"batch_sizes": (1, 4, 4)}, "--batch-sizes 1,4,4: must be ascending"),

@@ -237,6 +237,11 @@ def test_a_backend_that_cannot_be_loaded_is_refused_and_nothing_takes_its_place(
     assert refused.value.fix == (
         "pip install rt; or ask for other engines of this artifact: --engines audio_encoder=aoti"
     )
+    with monkeypatch.context() as neither:
+        neither.setattr(choice, "unavailable", lambda name: ("no driver", f"pip install {name}"))
+        with pytest.raises(ArtifactError) as refused:
+            with_engines(both, ())
+        assert refused.value.fix == "pip install rt", "the other one is not installed either"
     found = with_engines(both, ("audio_encoder=aoti",))
     assert found.manifest.stages["audio_encoder"].graphs["encode"].backends == ("aoti",)
     assert with_engines(both, (), loads=("cfm",)), "its engines are not loaded"
@@ -307,6 +312,14 @@ def test_doctor_names_the_backends_of_a_stage(artifact_path: Path, here: pytest.
     here.setattr(doctor, "unavailable", lambda name: ("no driver", "pip install rt"))
     (verdict,) = doctor._verdicts(artifact_path, set())
     assert (verdict.others, verdict.fix) == ((), "pip install rt")
+
+
+def test_doctor_offers_backends_with_engines_of_all_graphs(manifest: Manifest, graph: GraphRecord) -> None:
+    """`--engines` refuses others."""
+    both, one = (replace(graph, engines=tuple(map(engine, names))) for names in (("aoti", "onnx"), ("aoti",)))
+    stage = manifest.stages["audio_encoder"]
+    assert doctor._backends(replace(stage, graphs={"encode": both})) == (("aoti",), ("onnx",))
+    assert doctor._backends(replace(stage, graphs={"encode": both, "more": one})) == (("aoti",), ())
 
 
 def test_doctor_wants_the_aoti_loader_for_aoti_engines_alone(
