@@ -40,7 +40,7 @@ OPTIONS = {
     "--max-queue --max-speech-characters --max-speech-seqs --max-total-body-bytes --max-total-tokens "
     "--media-decode-timeout --media-root --media-timeout --open-metrics --parse-special-tokens --port "
     "--prefix-cache --require-signature --self-check --served-model-name --shutdown-timeout --speech-lead "
-    "--step-timeout --target --threads --tp --write-timeout ARTIFACT",
+    "--step-timeout --talker-device --target --threads --tp --write-timeout ARTIFACT",
     "synth": "--config --debug --json --layers --seed OUTPUT",
     "verify": "--against --debug --engines --json --no-replay --reference --target ARTIFACT",
 }

@@ -28,7 +28,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from mingc.runtime.http.metrics import Metrics, RequestCounter, describe_metrics
 from mingc.runtime.http.options import ServeOptions
-from mingc.runtime.request import ServiceLoad
+from mingc.runtime.request import MemoryUse, ServiceLoad
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 CHAT = "/v1/chat/completions"
@@ -485,6 +485,17 @@ def test_counters_of_the_engines_follow_their_load() -> None:
         "mingc_encoder_cache_misses_total": 7,
         "mingc_encoder_cache_bytes": 70,
     }
+
+
+def test_memory_is_exported_by_owner_and_device() -> None:
+    metrics = Metrics()
+    uses = [("cuda:0", "kv_pages", 7), ("cuda:1", "talker_slots", 3), ("host", "encoder_cache", 5)]
+    memory = tuple(MemoryUse(device=device, owner=owner, num_bytes=count) for device, owner, count in uses)
+    lines = metrics.render(ServiceLoad(memory=memory)).decode().splitlines()
+    assert [line for line in lines if line.startswith("mingc_memory_bytes")] == [
+        f'mingc_memory_bytes{{device="{device}",owner="{owner}"}} {count:.1f}'
+        for device, owner, count in uses
+    ]
 
 
 @pytest.mark.parametrize(

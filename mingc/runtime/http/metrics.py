@@ -94,6 +94,13 @@ class Metrics:
             ("state",),
             registry=self._registry,
         )
+        self._memory = Gauge(
+            "mingc_memory_bytes",
+            "Memory allocated at start, by device and owner: weights of each stage, kv_pages, talker_slots; on the "
+            "host the limit of encoder_cache. CPU weights are mapped files. CUDA graphs and contexts are not counted.",
+            ("owner", "device"),
+            registry=self._registry,
+        )
         self._underruns = self._counter(
             "mingc_speech_underruns",
             "Patches of streamed speech that were ready after their playback time, also where the text came late.",
@@ -234,6 +241,8 @@ class Metrics:
         self._encoder_cache_bytes.set(load.encoder_cache_bytes)
         for state, count in load.listeners.items():
             self._listeners.labels(state).set(count)
+        for use in load.memory:
+            self._memory.labels(use.owner, use.device).set(use.num_bytes)
 
     def describe(self) -> list[MetricInfo]:
         """Name, type, labels and help text of every metric, in the order of `/metrics`."""

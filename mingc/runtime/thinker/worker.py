@@ -181,6 +181,11 @@ class ThinkerWorker:
             with torch.inference_mode():
                 self._capture_all()
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the KV pages on this rank."""
+        return sum(each.nbytes for each in self.state.values())
+
     def close(self) -> None:
         """Release the captured graphs; no step may follow.
 
