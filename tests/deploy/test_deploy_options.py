@@ -23,6 +23,7 @@ from mingc.deploy.fetch import fetched_artifact
 from mingc.deploy.options import DeployOptions, parse_arguments
 from mingc.deploy.ray import build_application
 from mingc.errors import ArtifactError, ConfigError
+from mingc.runtime.service.builder import EngineOptions
 
 
 def test_strings_and_typed_values_mean_the_same() -> None:
@@ -357,7 +358,11 @@ def test_a_replica_has_the_gpus_of_its_talkers(
         first = parse_arguments({"artifact": str(path), "talker_devices": "cuda:0", "tp": 2})
         assert ray._num_gpus(str(path), first, None, tp=2) == 2.0, "as many as ranks at least"
         assert ray._num_gpus(str(path), options, elsewhere, tp=2) == elsewhere, "as given"
-    apart = deployments(artifact=str(tmp_path), speech_artifact=str(tmp_path), talker_devices="cuda:3,cuda:2")
+    apart = deployments(
+        artifact=str(tmp_path),
+        speech_artifact=str(tmp_path),
+        engines=EngineOptions(talker_devices=("cuda:3", "cuda:2")),
+    )
     assert apart["mingc actor"]["num_gpus"] == 2.0, "its speech is made elsewhere"
     assert apart["mingc-speech actor"]["num_gpus"] == 4.0
 

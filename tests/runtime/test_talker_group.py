@@ -85,17 +85,17 @@ def test_a_stream_is_refused_only_when_all_talkers_are_full(started: Started) ->
 def test_a_talker_that_has_failed_gets_no_stream_while_another_one_runs(started: Started) -> None:
     group = started_group(started, 2)
     first, second = group.loops
-    lost, heard = Collector(), Collector()
+    lost, other = Collector(), Collector()
     lost_stream = first.open(lost.put, lambda: False)
     first.add(lost_stream, make_segment(patches=3))
-    stream = second.open(heard.put, lambda: False)
+    stream = second.open(other.put, lambda: False)
     failure = WorkerError("the device is gone")
     first.fail(failure)
     assert lost.error() is failure
     streams = [open_stream(group) for _ in range(3)]
     assert [loop for loop, _ in streams] == [second] * 3, "it has no open stream, but has failed"
     second.add(stream, make_segment(patches=3))
-    assert len(heard.segments()) == 1, "streams of the others go on"
+    assert len(other.segments()) == 1, "streams of the others go on"
     end([*streams, (second, stream)])
     second.fail(WorkerError("this one, too"))
     with pytest.raises(ServeError, match="the device is gone"):
@@ -220,7 +220,7 @@ def test_a_service_is_full_when_all_its_talkers_are() -> None:
 
 
 def test_a_service_with_a_failed_talker_is_not_ready_and_still_speaks() -> None:
-    """As after any lost thread: whoever watches it replaces the server, and requests do not fail until then."""
+    """As after any lost thread: a supervisor replaces the server, and requests do not fail until then."""
     service = make_service(talkers=2, has_thinker=False)
     assert service._speech is not None and service.is_ready
     service._speech.talkers.loops[0].fail(WorkerError("the device is gone"))
