@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_omni import collect, speech_request
+from eager_export import export_eager
+from fake_omni import chat, collect, speech_request
+from mingc_command import ENVIRONMENT
 
 from mingc.artifacts.artifact import open_artifact
 from mingc.errors import ConfigError
 from mingc.numerics.relative_error import relative_error
-from mingc.runtime.request import AudioDelta, Event, SpeechRequest
+from mingc.runtime.request import AudioDelta, Event, SpeechParams, SpeechRequest
 from mingc.runtime.service.builder import EngineOptions, open_service
 from mingc.runtime.service.omni import OmniService
 from mingc.verify.comparison_log import ComparisonLog
@@ -113,6 +115,29 @@ def test_memory_is_that_of_the_tensors(eager_artifact: Path) -> None:
         # A file of weights is its tensors behind a header.
         assert 0.8 * files < one[f"{stage}_weights"] < files, stage
     assert two == {owner: count * (2 if owner in talkers else 1) for owner, count in one.items()}
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Path:
+    return export_eager("--tp", 2)
+
+
+def test_ranks_of_the_thinker_and_talkers_share_a_service(
+    eager_artifact: Path, two_ranks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The KV heads of two ranks are those of one, so their pages take as much together."""
+    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])  # of rank 1
+    request = chat("Hello", SpeechParams(seed=5, max_steps=6), temperature=0.0, max_tokens=24)
+    spoken, memory = [], []
+    for artifact, options in ((eager_artifact, EngineOptions()), (two_ranks, TWO)):
+        with opened(artifact, replace(options, max_total_tokens=2000)) as (service, _):
+            spoken += waves([asyncio.run(collect(service.chat(request)))])
+            memory.append({use.owner: use.num_bytes for use in service.load.memory})
+            assert service.info.max_total_tokens == 2000
+    assert spoken[0].shape == spoken[1].shape and relative_error(spoken[1], spoken[0]) <= TOLERANCE
+    one, two = memory
+    assert one["kv_pages"] == two["kv_pages"]
+    assert one["thinker_weights"] < two["thinker_weights"] < 2 * one["thinker_weights"]
 
 
 def test_a_gpu_is_no_device_of_an_artifact_for_cpus(eager_artifact: Path) -> None:

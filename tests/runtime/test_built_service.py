@@ -690,6 +690,73 @@ def test_a_service_built_twice_is_the_same(usual: dict[str, object], monkeypatch
     assert describe(manifest(), EngineOptions(), monkeypatch) == usual
 
 
+def test_the_memory_of_a_service_is_known_by_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exactly, from the shapes of the fake stages, in float32; two talkers on one device are added up."""
+    weights = {
+        "thinker": 3,
+        "vision_encoder": 5,
+        "audio_encoder": 7,
+        "talker": 11,
+        "cfm": 13,
+        "audio_vae": 17,
+    }
+    load = load_stage
+
+    def load_with_weights(artifact: Artifact, name: str, device: torch.device, **_: object) -> LoadedStage:
+        stage = load(artifact, name, device)
+        return LoadedStage(name, stage.graphs, {"weight": torch.zeros(weights[name])})
+
+    options = EngineOptions(
+        max_total_tokens=400, max_speech_seqs=3, talker_devices=("cpu", "cpu"), encoder_cache=1000
+    )
+    with build(manifest(), options, monkeypatch) as opened:
+        monkeypatch.setattr(builder, "load_stage", load_with_weights)
+        found = {(use.device, use.owner): use.num_bytes for use in opened().service.load.memory}
+    slot = (
+        fake_talker.SLOT_TOKENS + HIDDEN + fake_talker.HISTORY * fake_talker.LATENT_DIM + fake_talker.TAIL + 1
+    )
+    assert found == {
+        **{
+            ("cpu", f"{name}_weights"): 4 * count * (2 if name in ("talker", "cfm", "audio_vae") else 1)
+            for name, count in weights.items()
+        },
+        ("cpu", "kv_pages"): 101 * PAGE * 2 * 4,
+        ("cpu", "talker_slots"): 2 * 4 * slot * 4,
+        ("host", "encoder_cache"): 1000,
+    }
+
+
+@pytest.mark.parametrize("where", ["create_chat_processor", "ThinkerLoop"])
+def test_rank_and_decoder_processes_end_when_a_part_after_them_fails(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a thinker of two ranks, whose second one is not there."""
+    ended: list[str] = []
+
+    class Ranks:
+        chunk, num_layer_groups, latency_model = ChunkShape(max_rows=8), 1, None
+        num_pages, state_bytes = 5, 64
+
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def close(self) -> None:
+            ended.append("ranks")
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("far enough")
+
+    two = replace(manifest(), fingerprint=replace(manifest().fingerprint, world_size=2))
+    with build(two, EngineOptions(), monkeypatch) as opened:
+        monkeypatch.setattr(builder, "RankGroup", Ranks)
+        monkeypatch.setattr(builder, "rank_weight_bytes", lambda artifact, stage, rank: 0)
+        monkeypatch.setattr(InProcess, "close", lambda self: ended.append("decoders"))
+        monkeypatch.setattr(builder, where, fail)
+        with pytest.raises(MemoryError, match="far enough"):
+            opened()
+    assert sorted(ended) == ["decoders", "ranks"]
+
+
 CHANGES = [
     pytest.param(stage, name, change, id=f"{stage}.{name}")
     for stage, changes in PARAMETERS.items()
@@ -767,73 +834,6 @@ def test_other_buckets_give_another_service(
         with_speech="encoder" not in stage,
     )
     check_change(BUCKETS[key], seen, usual)
-
-
-def test_the_memory_of_a_service_is_known_by_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exactly, from the shapes of the fake stages, in float32; two talkers on one device are added up."""
-    weights = {
-        "thinker": 3,
-        "vision_encoder": 5,
-        "audio_encoder": 7,
-        "talker": 11,
-        "cfm": 13,
-        "audio_vae": 17,
-    }
-    load = load_stage
-
-    def load_with_weights(artifact: Artifact, name: str, device: torch.device, **_: object) -> LoadedStage:
-        stage = load(artifact, name, device)
-        return LoadedStage(name, stage.graphs, {"weight": torch.zeros(weights[name])})
-
-    options = EngineOptions(
-        max_total_tokens=400, max_speech_seqs=3, talker_devices=("cpu", "cpu"), encoder_cache=1000
-    )
-    with build(manifest(), options, monkeypatch) as opened:
-        monkeypatch.setattr(builder, "load_stage", load_with_weights)
-        found = {(use.device, use.owner): use.num_bytes for use in opened().service.load.memory}
-    slot = (
-        fake_talker.SLOT_TOKENS + HIDDEN + fake_talker.HISTORY * fake_talker.LATENT_DIM + fake_talker.TAIL + 1
-    )
-    assert found == {
-        **{
-            ("cpu", f"{name}_weights"): 4 * count * (2 if name in ("talker", "cfm", "audio_vae") else 1)
-            for name, count in weights.items()
-        },
-        ("cpu", "kv_pages"): 101 * PAGE * 2 * 4,
-        ("cpu", "talker_slots"): 2 * 4 * slot * 4,
-        ("host", "encoder_cache"): 1000,
-    }
-
-
-@pytest.mark.parametrize("where", ["create_chat_processor", "ThinkerLoop"])
-def test_rank_and_decoder_processes_end_when_a_part_after_them_fails(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a thinker of two ranks, whose second one is not there."""
-    ended: list[str] = []
-
-    class Ranks:
-        chunk, num_layer_groups, latency_model = ChunkShape(max_rows=8), 1, None
-        num_pages, state_bytes = 5, 64
-
-        def __init__(self, *_: object, **__: object) -> None:
-            pass
-
-        def close(self) -> None:
-            ended.append("ranks")
-
-    def fail(*_: object, **__: object) -> None:
-        raise MemoryError("far enough")
-
-    two = replace(manifest(), fingerprint=replace(manifest().fingerprint, world_size=2))
-    with build(two, EngineOptions(), monkeypatch) as opened:
-        monkeypatch.setattr(builder, "RankGroup", Ranks)
-        monkeypatch.setattr(builder, "rank_weight_bytes", lambda artifact, stage, rank: 0)
-        monkeypatch.setattr(InProcess, "close", lambda self: ended.append("decoders"))
-        monkeypatch.setattr(builder, where, fail)
-        with pytest.raises(MemoryError, match="far enough"):
-            opened()
-    assert sorted(ended) == ["decoders", "ranks"]
 
 
 @pytest.mark.parametrize("seconds", [60.0, 7.0])
