@@ -42,8 +42,9 @@ class StepOptions:
     Attributes:
         is_static: run steps over static tensors, captured on CUDA, and sample on the device. Page tables then always
             have their largest size. None: on CUDA.
-        two_batch_overlap: allow steps of two longest chunks of one prompt, where the all-reduce of one chunk overlaps
-            with the layers of the other. None: on CUDA with several ranks, if the context holds two such chunks.
+        two_batch_overlap: allow steps of two chunks of one prompt, a longest one and the next of any size, where the
+            all-reduce of one chunk overlaps with the layers of the other. None: on CUDA with several ranks, if the
+            context holds two longest chunks.
         max_chunk: use no longer chunks than this many rows.
         max_prompts: most prompts in a chunk, at most what the engines take. None: that many on CUDA, one on a CPU,
             where alignment padding costs more than a second call.
@@ -103,6 +104,7 @@ class ThinkerWorker:
 
     Attributes:
         batches, chunks: sizes that steps are padded to.
+        two_batch_sizes: rows of both chunks of a step with two-batch overlap: `max_chunk` and each of `chunks`.
         chunk: capacity of a chunk.
         num_layer_groups: groups that the layers of a chunk are run in; decode steps may run between them.
         samples_on_device: whether `launch_decode` and `launch_prefill` are available.
@@ -152,6 +154,7 @@ class ThinkerWorker:
             shared_rows=parameters.shared_rows,
             two_batch_rows=2 * self.max_chunk if two_batch_overlap else 0,
         )
+        self.two_batch_sizes = tuple(self.max_chunk + size for size in self.chunks if two_batch_overlap)
         embeds = next(each for each in stage["embed"].spec.inputs if each.name == "embeds")
         dtype, self.hidden_size = torch_dtype(embeds.dtype), int(embeds.shape[1])
         longest = max(self.max_batch, self.max_chunk, self.chunk.two_batch_rows)
@@ -198,20 +201,22 @@ class ThinkerWorker:
     def prefill(self, step: PrefillStep) -> Tensor:
         """Run layer groups of a chunk. Returns logits (s, V) float32 of each prompt's last token.
 
-        They are valid until the next step; before the last layer group they have no rows. A step of
-        `ChunkShape.two_batch_rows` tokens runs all layer groups at once, with two-batch overlap.
+        They are valid until the next step; before the last layer group they have no rows. A step of more than
+        `max_chunk` tokens runs all layer groups at once, with two-batch overlap.
         """
         if step.first_group == 0:
             self._mark_skipped(step)
         offsets = self._offsets(step.counts)
         num_rows = int(offsets[-1] + step.counts[-1])
-        if num_rows == self.chunk.two_batch_rows:
+        if num_rows > self.max_chunk:
+            assert num_rows <= self.chunk.two_batch_rows, "at most two chunks"
             assert (step.first_group, step.end_group or self.num_layer_groups) == (
                 0,
                 self.num_layer_groups,
             ), "two-batch overlap runs all layer groups at once"
-            inputs = self._first_inputs(step, offsets, num_rows)
-            logits, *routes = self._run(GraphKey("two_batch", num_rows), inputs)
+            size = self.max_chunk + self._prefill.bucket("T", num_rows - self.max_chunk)
+            inputs = self._first_inputs(step, offsets, size)
+            logits, *routes = self._run(GraphKey("two_batch", size), inputs)
             self.routes = list(zip(routes[::2], routes[1::2], strict=True))
             return logits[: len(step.counts)]
         size = self._prefill.bucket("T", num_rows)
@@ -358,7 +363,7 @@ class ThinkerWorker:
     def _run_two_batch(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Logits (S, V); then the routes of expert layers."""
         self._mark_seen(inputs)
-        inputs = {**inputs, "embeds": self._embeds[: self.chunk.two_batch_rows]}
+        inputs = {**inputs, "embeds": self._embeds[: len(inputs["input_ids"])]}
         logits, *routes = self._layers.prefill(*split_chunk(inputs, self.max_chunk))
         if self.samples_on_device:
             self._chunk_logits.copy_(logits)
@@ -443,7 +448,7 @@ class ThinkerWorker:
         pool = GraphPool(self.device) if self.device.type == "cuda" else None
         num_prompts = self._table_rows
         prompts = (torch.int64, (num_prompts,))
-        for size in sorted({*self.chunks, self.chunk.two_batch_rows} - {0}, reverse=True):
+        for size in sorted({*self.chunks, *self.two_batch_sizes}, reverse=True):
             rows = (torch.int64, (size,))
             shapes: Shapes = {
                 **dict.fromkeys(("input_ids", "embed_kind", "segment", "index", "row_slots"), rows),
@@ -451,10 +456,9 @@ class ThinkerWorker:
                 "page_table": (torch.int32, (num_prompts, max(self._prefill.spec.dim("P").buckets))),
                 **dict.fromkeys(("last", "starts", "slots"), prompts),
             }
-            if size == self.chunk.two_batch_rows:
-                self._capture(
-                    GraphKey("two_batch", size), shapes, pool, f"two chunks of {self.max_chunk} tokens"
-                )
+            if size in self.two_batch_sizes:
+                name = f"chunks of {self.max_chunk} and {size - self.max_chunk} tokens"
+                self._capture(GraphKey("two_batch", size), shapes, pool, name)
                 continue
             for group in range(self.num_layer_groups):
                 key = GraphKey("chunk", size, layer_group=group)
