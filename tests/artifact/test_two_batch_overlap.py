@@ -1,12 +1,11 @@
 """Two-batch overlap on two real ranks: a chunk and a shorter rest give the bits of single chunks, and the goldens.
 
-The ranks all-reduce with gloo on a CPU, where nothing overlaps in time; the order of all engines and sums is that of GPUs.
+The ranks all-reduce with gloo on a CPU, where nothing overlaps in time; engines and sums have the order of GPUs.
 """
 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +13,8 @@ import torch
 from collector import Collector
 from eager_export import export_eager
 from mingc_command import ENVIRONMENT
-from safetensors.numpy import load_file
+from recorded_thinker import CASES, THINKER, thinker_prompt
 
-from mingc.runtime.prompt import AUDIO, VISION, ThinkerPrompt
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.request_stream import TokenItem
 from mingc.runtime.service.builder import EngineOptions, open_service
@@ -24,32 +22,13 @@ from mingc.runtime.thinker.ranks.rank_group import RankGroup
 from mingc.runtime.thinker.step import PrefillStep
 from mingc.runtime.thinker.worker import StepOptions
 
-THINKER = load_file(Path(__file__).parents[1] / "data" / "thinker.safetensors")
-CHUNK = 32
-CASES = ("text", "image", "audio", "mixed", "video")  # prompts of 48, 57, 79, 70 and 76 tokens
-
-
-def thinker_prompt(case: str) -> ThinkerPrompt:
-    """The recorded tokens, positions and embeddings of a case."""
-    ids = THINKER[f"{case}.input_ids"][0]
-    kinds = np.zeros(len(ids), np.int64)
-    for name, kind in (("image_mask", VISION), ("audio_mask", AUDIO)):
-        if f"{case}.{name}" in THINKER:
-            kinds[THINKER[f"{case}.{name}"][0]] = kind
-    media = THINKER[f"{case}.inputs_embeds"][0][kinds > 0]
-    return ThinkerPrompt(
-        input_ids=ids,
-        positions=THINKER[f"{case}.position_ids"][:, 0],
-        rope_delta=int(THINKER[f"{case}.rope_deltas"][0]),
-        embed_kind=kinds,
-        media_embeds=torch.from_numpy(media) if len(media) else None,
-    )
+CHUNK = 32  # prompts have 48, 57, 79, 70 and 76 tokens
 
 
 def answers(
     steps: StepOptions, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[dict[str, np.ndarray], list[list[int]]]:
-    """Logits of each recorded case, and the tokens of each prompt's steps."""
+    """Logits of each recorded case, and the tokens of each step that prefills it."""
     monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])  # of rank 1
     options = EngineOptions(max_total_tokens=2048, steps=steps, loads_speech=False, prefix_cache=False)
     service = open_service(export_eager("--tp", 2), options)

@@ -18,12 +18,11 @@ from eager_export import copy_of, export_eager
 from fake_engines import CPU
 from manifest_edit import edit_manifest
 from mingc_command import ENVIRONMENT
-from safetensors.numpy import load_file
+from recorded_thinker import CASES, THINKER, thinker_prompt
 
 from mingc.artifacts.artifact import open_artifact
 from mingc.errors import ConfigError
 from mingc.runtime.engines.stage_loader import load_stage
-from mingc.runtime.prompt import AUDIO, VISION, ThinkerPrompt
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.request_stream import TokenItem
 from mingc.runtime.service.builder import EngineOptions, open_service
@@ -34,8 +33,6 @@ from mingc.runtime.thinker.startup import create_worker
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
 from mingc.runtime.thinker.worker import StepOptions, ThinkerWorker
 
-THINKER = load_file(Path(__file__).parents[1] / "data" / "thinker.safetensors")
-CASES = ("text", "image", "audio", "mixed", "video")
 TOP_K = THINKER["text.moe_topk_ids"].shape[-1]
 EVERY_STEP_S = 1e-9
 WAYS = {"host sampling": StepOptions(), "device sampling": StepOptions(is_static=True)}
@@ -149,23 +146,6 @@ def test_rows_of_padding_are_counted_as_the_engines_read_their_experts(worker: T
     own = recorded_counts(places)
     assert all(each <= most <= each + TOP_K for each, most in zip(own, padded, strict=True))
     assert padded != own, "the row of padding selects no other expert: the case tests nothing"
-
-
-def thinker_prompt(case: str) -> ThinkerPrompt:
-    """The recorded tokens, positions and embeddings of a case."""
-    ids = THINKER[f"{case}.input_ids"][0]
-    kinds = np.zeros(len(ids), np.int64)
-    for name, kind in (("image_mask", VISION), ("audio_mask", AUDIO)):
-        if f"{case}.{name}" in THINKER:
-            kinds[THINKER[f"{case}.{name}"][0]] = kind
-    media = THINKER[f"{case}.inputs_embeds"][0][kinds > 0]
-    return ThinkerPrompt(
-        input_ids=ids,
-        positions=THINKER[f"{case}.position_ids"][:, 0],
-        rope_delta=int(THINKER[f"{case}.rope_deltas"][0]),
-        embed_kind=kinds,
-        media_embeds=torch.from_numpy(media) if len(media) else None,
-    )
 
 
 def submit(service: OmniService, case: str) -> Collector:
