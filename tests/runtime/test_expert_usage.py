@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -17,7 +18,7 @@ from collector import Collector
 from eager_export import copy_of, export_eager
 from fake_engines import CPU
 from manifest_edit import edit_manifest
-from mingc_command import ENVIRONMENT
+from mingc_command import ENVIRONMENT, serving
 from recorded_thinker import CASES, THINKER, thinker_prompt
 
 from mingc.artifacts.artifact import open_artifact
@@ -283,3 +284,13 @@ def test_an_artifact_that_does_not_say_how_experts_are_selected_is_not_counted(
 def test_intervals_that_cannot_be_are_refused(interval_s: float) -> None:
     with pytest.raises(ConfigError, match="--expert-usage-interval is"):
         EngineOptions(expert_usage_interval_s=interval_s)
+
+
+def test_a_server_exports_what_its_steps_read(eager_artifact: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 6, "ignore_eos": True}
+    with serving(eager_artifact, "--expert-usage-interval", EVERY_STEP_S) as server:
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+        assert answer.json()["usage"]["completion_tokens"] == 6
+        lines = httpx.get(f"{server.url}/metrics", trust_env=False).text.splitlines()
+    assert 'mingc_thinker_counted_steps_total{batch="1"} 5.0' in lines, "the first token is the prefill's"
+    assert f'mingc_thinker_experts_read_total{{batch="1"}} {5.0 * TOP_K}' in lines
