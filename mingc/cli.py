@@ -420,6 +420,13 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     help="Seconds that a thinker step may take before its ranks count as lost.",
 )
 @click.option(
+    "--expert-usage-interval",
+    "expert_usage_interval_s",
+    type=float,
+    default=0.0,
+    help="Count the experts that a decode step of the thinker reads once in so many seconds; 0: never.",
+)
+@click.option(
     "--drain-seconds",
     "drain_s",
     type=float,
