@@ -522,7 +522,7 @@ def test_only_the_rows_of_a_batch_are_read_and_written(
     assert BACKEND.for_graph(plan, {"B": 3}, "rtx:sm89") is BACKEND, (
         "RTX cards have one engine for every size"
     )
-    program = build._trace(backend, plan, module, stage="talker", sizes={"B": 3}, device="cpu")
+    program = build.trace_graph(backend, plan, module, stage="talker", sizes={"B": 3}, device="cpu")
     path = tmp_path / "step.trt"
     backend.compile(program, path, device="cuda", cache=None, where="talker.step")
     engine = loader.TensorRtEngine(path, CPU)

@@ -320,7 +320,7 @@ def early_refusals(
             def trace(
                 plan: GraphDef = plan, module: nn.Module = module, backend: Backend = backend
             ) -> torch.export.ExportedProgram:
-                return _trace(
+                return trace_graph(
                     backend,
                     share_weights(plan, module),
                     module,
@@ -399,7 +399,7 @@ def _compile(
 ) -> EngineRecord:
     backend = find_backend(task.backend).for_graph(plan, static_shapes, task.recipe.target)
     file = task.file("engines", f"{engine_label(task.name, static_shapes)}{_suffix(task, backend)}")
-    program = _trace(backend, plan, module, stage=task.stage, sizes=static_shapes, device=options.device)
+    program = trace_graph(backend, plan, module, stage=task.stage, sizes=static_shapes, device=options.device)
     seconds = backend.compile(
         program,
         task.folder / file,
@@ -418,7 +418,7 @@ def _compile(
     )
 
 
-def _trace(
+def trace_graph(
     backend: Backend,
     plan: GraphDef,
     module: nn.Module,
