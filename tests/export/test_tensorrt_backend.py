@@ -545,6 +545,45 @@ def test_only_the_rows_of_a_batch_are_read_and_written(
     assert StandIn.contexts == 1, "one for every size of the pool"
 
 
+def test_an_engine_for_a_gpu_is_of_one_version_and_one_capability(
+    on_gpu: None, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The loader names what differs, and the cache of an export keeps no engine for another version or GPU."""
+    stage = find("cfm")
+    options = StageOptions(static_buckets=True)
+    config = stage.config(checkpoint)
+    (plan,) = [each for each in stage.graphs(config, Shard(), options) if each.spec.name == "speaker"]
+    module = float32_module(stage, config, checkpoint)
+    (sizes,) = plan.spec.bucket_sizes()
+    program = build.trace_graph(BACKEND, plan, module, stage="cfm", sizes=sizes, device="cpu")
+    built: list[int] = []
+    monkeypatch.setattr(
+        tensorrt_program, "_build", lambda *words: (built.append(len(built)), build_model(*words))[1]
+    )
+    engine = tmp_path / "engine.trt"
+
+    def compiled() -> float:
+        return BACKEND.compile(program, engine, device="cuda", cache=tmp_path / "cache", where="cfm.speaker")
+
+    (tmp_path / "cache").mkdir()
+    assert compiled() > 0 and compiled() == 0.0 and built == [0]
+    loader.TensorRtEngine(engine, CPU)
+    with pytest.raises(ArtifactError, match=r"compute capability 8\.9, not for a CPU"):
+        loader.load(engine, CPU)
+    monkeypatch.setattr(loader, "gpu", lambda device: SimpleNamespace(capability=(9, 0)))
+    with pytest.raises(ArtifactError, match=r"for a GPU of compute capability 8\.9, here is 9\.0"):
+        loader.TensorRtEngine(engine, CPU)
+    monkeypatch.setattr(tensorrt_program, "gpu", lambda: SimpleNamespace(capability=(9, 0)))
+    assert compiled() > 0
+    loader.TensorRtEngine(engine, CPU)
+    monkeypatch.setattr(StandIn, "__version__", "1.2.4")
+    with pytest.raises(ArtifactError, match=r"built by TensorRT for RTX 1\.2\.3, here is 1\.2\.4") as refused:
+        loader.TensorRtEngine(engine, CPU)
+    assert "pip install 'tensorrt-rtx==1.2.3'" in (refused.value.fix or "")
+    assert compiled() > 0 and built == [0, 1, 2]
+    assert read_engine(engine).header.version == "1.2.4"
+
+
 def changed(path: Path, folder: Path, *, plan: bytes | None = None, **fields: Any) -> Path:
     file = read_engine(path)
     content = file.plan if plan is None else plan
