@@ -145,9 +145,9 @@ def stage_options(recipe: ExportRecipe) -> StageOptions:
     )
 
 
-def engine_sizes(spec: GraphSpec, options: StageOptions) -> list[dict[str, int] | None]:
+def engine_sizes(plan: GraphDef, options: StageOptions) -> list[dict[str, int] | None]:
     """The sizes that engines of a graph are compiled for; None is one engine for every size."""
-    return [*spec.bucket_sizes()] if options.static_buckets else [None]
+    return [*(plan.sizes or plan.spec.bucket_sizes())] if options.static_buckets else [None]
 
 
 def engine_label(graph: str, static_shapes: dict[str, int] | None) -> str:
@@ -319,7 +319,7 @@ def early_refusals(
             def trace(
                 plan: GraphDef = plan, module: nn.Module = module, backend: Backend = backend
             ) -> torch.export.ExportedProgram:
-                sizes = engine_sizes(plan.spec, options)[-1]
+                sizes = engine_sizes(plan, options)[-1]
                 shared = share_weights(plan, module)
                 with _kernels_of(backend):
                     return capture(
