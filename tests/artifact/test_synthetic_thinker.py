@@ -13,7 +13,7 @@ from mingc_command import serving
 from mingc.artifacts.artifact import Artifact, open_artifact
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.export.assets.byte_tokenizer import word
-from mingc.runtime.engines.stage_loader import load_stage, weight_bytes
+from mingc.runtime.engines.stage_loader import load_stage, rank_weight_bytes
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
 
 
@@ -46,7 +46,7 @@ def test_every_layer_has_weights_of_its_own(artifact: Artifact) -> None:
                 for moment in (torch.mean, torch.std):
                     stored, *others = [float(moment(each)) for each in drawn]
                     assert others == pytest.approx([stored] * 2, rel=0.15, abs=0.15 * float(drawn[0].std()))
-    assert weight_bytes(artifact, "thinker") == sum(value.nbytes for value in weights.values())
+    assert rank_weight_bytes(artifact, "thinker", 0) == sum(value.nbytes for value in weights.values())
 
 
 def test_layers_are_the_same_at_every_load(artifact: Artifact) -> None:
@@ -67,7 +67,7 @@ def test_real_weights_are_not_repeated(wide_thinker_artifact: Path) -> None:
     real = open_artifact(wide_thinker_artifact)
     assert real.manifest.stages["thinker"].repeated == {}
     weights = load_stage(real, "thinker", torch.device("cpu")).weights
-    assert weight_bytes(real, "thinker") == sum(value.nbytes for value in weights.values())
+    assert rank_weight_bytes(real, "thinker", 0) == sum(value.nbytes for value in weights.values())
 
 
 def test_its_tokenizer_has_one_token_per_byte_or_word(artifact: Artifact) -> None:
