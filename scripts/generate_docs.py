@@ -46,8 +46,8 @@ def cli_page() -> str:
         "",
         _GENERATED,
         "",
-        "Results go to stdout, logs and progress to stderr. With `--json` stdout has exactly one JSON document, also after",
-        'an error (`{"error": {"type", "message", "where", "fix"}}`). `mingc COMMAND --help` shows the same texts.',
+        "Results go to stdout, logs and progress to stderr. With `--json` stdout has one JSON document, also after an",
+        'error (`{"error": {"type", "message", "where", "fix"}}`). `mingc COMMAND --help` shows the same texts.',
         "",
         _EXIT_CODES,
     ]
