@@ -1,7 +1,7 @@
 """Folders under construction. Each is locked by its process, so leftovers of dead processes are recognised.
 
-The lock is the kernel's (flock on the folder itself): it ends with its process, however that ends, and it holds
-between containers too, where process numbers say nothing.
+The lock is the kernel's (flock on the folder itself): it ends with its process, however that ends, and it also works
+between containers, where process ids are not comparable.
 """
 
 from __future__ import annotations

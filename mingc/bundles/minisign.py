@@ -30,7 +30,7 @@ _MAX_SCRYPT_BYTES = (2 << 30) - 1
 
 @dataclass(frozen=True, slots=True)
 class PublicKey:
-    """`key_id` is what minisign shows: a number that names the key, no proof of anything."""
+    """`key_id` is the number by which minisign names the key; it proves nothing."""
 
     id_bytes: bytes
     key: Ed25519PublicKey
@@ -61,7 +61,7 @@ def read_public_key(given: str) -> PublicKey:
 
 
 def read_secret_key(path: Path) -> SecretKey:
-    """Raises: ConfigError when the file is no secret key, or its password is missing or wrong."""
+    """Raises: ConfigError when the file is not a secret key, or its password is missing or wrong."""
     ed25519 = _ed25519()
     try:
         lines = path.read_text("ascii").splitlines()
@@ -137,7 +137,7 @@ def sign(content: bytes, key: SecretKey, comment: str) -> bytes:
 
 
 def check(content: bytes, signature: bytes, key: PublicKey, where: str) -> str:
-    """The trusted comment of a right signature. Raises: SignatureError."""
+    """The trusted comment of a valid signature. Raises: SignatureError."""
     from cryptography.exceptions import InvalidSignature
 
     fix = "get the bundle and the public key again from where they were published"
