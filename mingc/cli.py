@@ -1,7 +1,7 @@
 """The `mingc` command: parses options, calls one function, hands its result to `report`. No other logic.
 
-The one file that knows both halves of the package, export and runtime. Torch and the halves are imported
-inside the commands, so that `mingc --help` comes at once.
+The only file that imports both halves of the package, export and runtime. Torch and the halves are imported inside the
+commands, so that `mingc --help` starts at once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _PATH = PathParam()
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit: 0 done, 1 failed, 2 asked wrongly, 3 problems, 4 lost a rank, 130 interrupted."""
+    """Run the command line and exit: 0 done, 1 failed, 2 usage error, 3 problems, 4 lost a rank, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_json, debug = "--json" in words, "--debug" in words
     # A path may hold bytes that are no text: escaped, as on stderr.
@@ -218,7 +218,7 @@ def export_command(
 ) -> int:
     """Compile CHECKPOINT, a folder in the released layout, into an artifact.
 
-    An export that was interrupted compiles only what is not in the cache when the same command runs again.
+    When an interrupted export is run again with the same command, it compiles only engines that are not in the cache.
     """
     from mingc.artifacts.file_cache import cache_folder
     from mingc.console.report import show
@@ -497,9 +497,9 @@ def serve_command(
 ) -> int:
     """Serve ARTIFACT, a folder or a packed bundle, over an OpenAI-compatible HTTP interface.
 
-    Prints its address on stdout when it is ready. After SIGTERM requests are served for --drain-seconds, then, and at
-    once after Ctrl-C, the port is closed, and running requests may continue for --shutdown-timeout seconds; a second
-    signal stops at once. When a rank of the thinker dies or hangs, running chats get an error, and the server exits
+    Prints its address on stdout when it is ready. After SIGTERM requests are served for --drain-seconds, then the port
+    is closed (after Ctrl-C at once). Running requests may continue for --shutdown-timeout seconds; a second signal
+    stops the server at once. When a rank of the thinker dies or hangs, running chats get an error, and the server exits
     with code 4. With --self-check it exits with 3 when an answer differs from the recorded one.
     """
     from mingc.runtime.service.startup import StartupClock
@@ -725,7 +725,7 @@ def probe_command(
 ) -> int:
     """Time every engine of ARTIFACT and compare it with the roofline bounds of this machine.
 
-    Also times a cold start, phase by phase, and how fast memory moves; rows that this machine has no device for are
+    Also times a cold start, phase by phase, and memory transfers; rows that need a device that this machine lacks are
     marked as not run. Exits with 3 when an engine is slower than in --baseline.
     """
     from mingc.console.report import show
@@ -776,7 +776,7 @@ def bundle_commands() -> None:
 @click.argument("artifact", type=_PATH)
 @_common
 def inspect_command(as_json: bool, artifact: Path) -> int:
-    """Show what ARTIFACT holds and what it was built for. Needs no torch."""
+    """Show what ARTIFACT contains and what it was built for. Needs no torch."""
     from mingc.artifacts.artifact import open_artifact
     from mingc.artifacts.inspection import summarize
     from mingc.console.report import show
@@ -824,9 +824,9 @@ def pack_command(
 ) -> int:
     """Write the folder ARTIFACT to the one file OUTPUT.
 
-    Files lie in it as they are, at multiples of 4,096 bytes: `mingc serve OUTPUT` maps weights where they lie. Added
-    below bundle/: a start script, a systemd unit, a Containerfile (for each target), licences and an SBOM. An
-    interrupted pack continues when the same command runs again.
+    Files are stored uncompressed at multiples of 4,096 bytes, and `mingc serve OUTPUT` maps weights inside the file. A
+    start script, a systemd unit, a Containerfile for each target, licences and an SBOM are added below bundle/. To
+    continue an interrupted pack, run the same command again.
     """
     from mingc.artifacts.artifact import open_unchecked
     from mingc.bundles.deployment import deployment_files
@@ -860,7 +860,7 @@ def pack_command(
 def unpack_command(as_json: bool, bundle: Path, output: Path, force: bool, is_shared: bool) -> int:
     """Write the files of the packed BUNDLE to the folder OUTPUT, comparing every hash.
 
-    The folder appears when it is complete. An interrupted unpack continues when the same command runs again.
+    The folder appears only when it is complete. To continue an interrupted unpack, run the same command again.
     """
     from mingc.bundles.unpacking import unpack
     from mingc.console.report import show
@@ -874,8 +874,8 @@ def unpack_command(as_json: bool, bundle: Path, output: Path, force: bool, is_sh
 @click.argument("key", type=_PATH)
 @_common
 def keygen_command(as_json: bool, key: Path) -> int:
-    """Write a new pair of keys for signatures: the secret file KEY, without a password, and beside it the
-    public key: NAME.pub for NAME.key, else KEY.pub.
+    """Write a new key pair for signatures: the secret key KEY, without a password, and next to it the public key:
+    NAME.pub for NAME.key, else KEY.pub.
 
     Keys of `minisign -G` may be used as well.
     """
@@ -925,7 +925,7 @@ def verify_signature_command(as_json: bool, bundle: Path, public_key: str) -> in
 @click.argument("second", type=_PATH)
 @_common
 def diff_command(as_json: bool, first: Path, second: Path) -> int:
-    """Show what differs between two artifacts or bundles: settings, files, bytes that an upgrade has to transfer.
+    """Show the differences between two artifacts or bundles: settings, files, bytes that an upgrade must transfer.
 
     Exits with 3 when something differs. Reads manifests only.
     """
@@ -945,7 +945,7 @@ def diff_command(as_json: bool, first: Path, second: Path) -> int:
 )
 @_common
 def prune_command(as_json: bool, folder: Path, is_dry: bool, has_cache: bool) -> int:
-    """Remove what no bundle in FOLDER uses: stored files, and what interrupted packs and unpacks left."""
+    """Remove everything that no bundle in FOLDER uses: stored files, and leftovers of interrupted packs and unpacks."""
     from mingc.bundles.pruning import prune
     from mingc.console.report import show
 
@@ -962,7 +962,7 @@ def prune_command(as_json: bool, folder: Path, is_dry: bool, has_cache: bool) ->
 )
 @_common
 def doctor_command(as_json: bool, artifacts: tuple[Path, ...], strict: bool) -> int:
-    """Report what works on this machine, and for each of ARTIFACTS whether each of its stages does."""
+    """Report what works on this machine and, for each stage of ARTIFACTS, whether it would be served."""
     from mingc.console.report import show
     from mingc.doctor import examine
 

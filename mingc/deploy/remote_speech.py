@@ -1,4 +1,4 @@
-"""Speech from another deployment: a service over a text-only one whose segments are spoken elsewhere.
+"""Speech from another deployment: wraps a text-only service and sends its segments to speech replicas.
 
 Segments of a request do not depend on each other, and their noise depends on the request's seed and their index only.
 So each can be spoken by any replica, and the samples equal those of an artifact that does both.
@@ -77,7 +77,7 @@ class RemoteSpeechService:
         self.update(info)
 
     def update(self, info: SpeechInfo) -> None:
-        """Take over what the speech deployment can do now; for requests that begin later."""
+        """Use these capabilities of the speech deployment for requests that begin later."""
         self._max_segment_length = info.max_segment_length
         self._info = replace(
             self._text.info,
