@@ -70,7 +70,7 @@ def _start_tracker() -> None:
 
 
 def submit(pool: Executor, where: str, work: Callable[..., _T], *arguments: object) -> Future[_T]:
-    """Begin `work(*arguments)` in a process of `pool`. Raises: CompileError when one of its processes has died."""
+    """Start `work(*arguments)` in a process of `pool`. Raises: CompileError when one of its processes has died."""
     try:
         return pool.submit(work, *arguments)
     except BrokenProcessPool as error:
@@ -103,8 +103,8 @@ def result_of(future: Future[_T], where: str) -> _T:
 def start_worker(scratch: str) -> None:
     """Prepare a worker process: one compile thread (workers are the parallelism), torch's own warnings silenced.
 
-    All temporary files of compilers go to the folder `scratch`. Workers of one export share its Inductor cache, so
-    that the C++ compiler is probed once (9 s), not once each.
+    All temporary files of compilers go to the folder `scratch`. Workers of one export share its Inductor cache, so that
+    the C++ compiler is probed only once (9 s).
     """
     watch_pool_owner()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -115,7 +115,7 @@ def start_worker(scratch: str) -> None:
 
 @contextmanager
 def gives_memory_back() -> Iterator[None]:
-    """Release cached device memory after the block, so that an idle process does not keep it from others."""
+    """Release cached device memory after the block, so that other processes can use it."""
     try:
         yield
     finally:

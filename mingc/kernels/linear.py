@@ -157,7 +157,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, weight_scale: Tensor 
     """x @ weightᵀ + bias: (..., K) → (..., N).
 
     A weight with a scale is in a format of `mingc.kernels.quantized`. With an FP8 weight and more than
-    `_MAX_FUSED_ROWS` rows, `x` is rounded to FP8 too where Triton kernels run, with one scale a row so that rows stay
+    `_MAX_FUSED_ROWS` rows, `x` is rounded to FP8 too where Triton kernels run, with one scale per row so that rows stay
     independent; otherwise the weight is dequantized.
     """
     if weight_scale is None:

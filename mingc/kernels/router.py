@@ -24,7 +24,7 @@ def route_hidden(
 
     Args:
         x: (T, D).
-        weight: (G, E, D), one matrix a gate.
+        weight: (G, E, D), one matrix per gate.
         bias: (G, E) float32.
         gate_index: (T,) int64; without it every token uses gate 0.
     """
@@ -58,7 +58,7 @@ def route_hidden(
 def route(
     logits: Tensor, bias: Tensor, *, num_groups: int, num_kept_groups: int, top_k: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Select `top_k` experts a token and their weights (spec: thinker.md §2.3).
+    """Select `top_k` experts per token and their weights (spec: thinker.md §2.3).
 
     Args:
         logits: (T, E) float32.
