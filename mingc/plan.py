@@ -221,7 +221,7 @@ def _largest_batch(thinker: ThinkerFigures, load: Load) -> tuple[int, float]:
     raise ConfigError(
         f"one answer alone gets {1000 / token_ms(1):.0f} tokens/s with steps as measured at batch {_BATCH}",
         where=f"--token-rate {load.token_rate:g}",
-        fix="ask for less, or choose another --thinker",
+        fix="request less, or choose another --thinker",
     )
 
 

@@ -196,7 +196,7 @@ def new_artifact(root: Path, *, replace_existing: bool) -> Iterator[Path]:
             work = stack.enter_context(work_folder(root.parent, f".{root.name}."))
         except OSError as error:
             raise ConfigError(
-                f"no folder can be made beside {root}: {error.strerror}",
+                f"cannot create a folder next to {root}: {error.strerror}",
                 where="--output",
                 fix="pass another folder",
             ) from error

@@ -90,7 +90,7 @@ def explain(graph: GraphRecord) -> str:
     lines = []
     if parts:
         of = f"{sizes} sizes" if sizes > 1 else "one size"
-        lines.append(f"time to that of the fastest, {of}, {trial.device}: {', '.join(parts)}")
+        lines.append(f"time relative to the fastest, {of}, {trial.device}: {', '.join(parts)}")
     lines += [f"{each.backend} refused: {' '.join(each.reason.split())}" for each in trial.refused]
     return "; ".join(lines) or "no other backend is installed"
 
@@ -139,7 +139,7 @@ def _engines_of(
     absent = [each for each in static or graph.spec.bucket_sizes() if _key(each) not in sizes]
     if absent:
         raise ConfigError(
-            f"the artifact has engines of {backend} for {where} of some sizes only, not of "
+            f"the artifact has engines of {backend} for {where} only for some sizes, not for "
             f"{', '.join(f'{name} {size}' for name, size in absent[0].items())}",
             where=OPTION,
             fix=f"leave {where.partition('.')[0]} out of {OPTION}, or export again with --backend {backend}",

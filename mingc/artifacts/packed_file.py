@@ -118,7 +118,7 @@ def _index(path: Path, descriptor: int) -> tuple[list[Member], list[Placed]]:
                 "signing this bundle was interrupted", where=str(path), fix="run mingc bundle sign again"
             )
         raise IntegrityError(
-            f"{path.name} is no bundle, or its end records are missing or changed",
+            f"{path.name} is not a bundle, or its end records are missing or changed",
             where=str(path),
             fix="pass a folder that mingc export wrote, or a file that mingc bundle pack wrote",
         )

@@ -64,7 +64,7 @@ def read_engine(path: Path) -> EngineFile:
     content = path.read_bytes()
     begin = len(_MAGIC) + _LENGTH.size
     if len(content) < begin or not content.startswith(_MAGIC):
-        raise ArtifactError("the engine is no TensorRT engine of mingc", where=str(path), fix=_FIX)
+        raise ArtifactError("the engine is not a TensorRT engine of mingc", where=str(path), fix=_FIX)
     (length,) = _LENGTH.unpack_from(content, len(_MAGIC))
     try:
         header = _header(json.loads(content[begin : begin + length]))

@@ -56,7 +56,7 @@ def read_public_key(given: str) -> PublicKey:
         raise _bad_key(given, f"the key cannot be read: {error}") from error
     raw = _decode(text.splitlines()[-1] if text else "")
     if raw is None or len(raw) != 42 or raw[:2] != _KEY:
-        raise _bad_key(given, f"{given} is no public key of minisign")
+        raise _bad_key(given, f"{given} is not a minisign public key")
     return PublicKey(raw[2:10], ed25519.Ed25519PublicKey.from_public_bytes(raw[10:]))
 
 
@@ -69,7 +69,7 @@ def read_secret_key(path: Path) -> SecretKey:
         raise _bad_key(str(path), f"the secret key cannot be read: {error}") from error
     raw = _decode(lines[1] if len(lines) > 1 else "")
     if raw is None or len(raw) != _SECRET.size:
-        raise _bad_key(str(path), f"{path} is no secret key of minisign")
+        raise _bad_key(str(path), f"{path} is not a minisign secret key")
     algorithm, kdf, checksum, salt, operations, memory, content = _SECRET.unpack(raw)
     if algorithm != _KEY or kdf not in (b"Sc", b"\0\0") or checksum != b"B2":
         raise _bad_key(str(path), f"{path} is a secret key of another kind than Ed25519 with BLAKE2b")

@@ -75,7 +75,9 @@ def sign_bundle(path: Path, secret_key: Path, comment: str | None) -> SignReport
     text = comment if comment is not None else f"model:{opened.bundle.model} mingc:{opened.bundle.mingc}"
     if not text.isprintable():
         raise ConfigError(
-            "the comment holds what cannot be printed", where="--comment", fix="pass one line of text"
+            "the comment contains characters that cannot be printed",
+            where="--comment",
+            fix="pass one line of text",
         )
     signature = minisign.sign(opened.content, key, text)
     if path.is_file():

@@ -46,7 +46,7 @@ def locked(descriptor: int, what: Path) -> Iterator[None]:
             raise ConfigError(
                 f"another process is writing {what}",
                 where=str(what),
-                fix="wait for its end, or pass another path",
+                fix="wait until it has ended, or pass another path",
             ) from None
         except OSError:
             pass  # a file system without locks: two writers at once are the user's to avoid

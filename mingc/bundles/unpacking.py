@@ -71,7 +71,7 @@ def unpack(
         )
     if folder.name == STORE:
         raise ConfigError(
-            f"{STORE} is the folder of what bundles share", where="OUTPUT", fix="pass another path"
+            f"{STORE} is the folder of files that bundles share", where="OUTPUT", fix="pass another path"
         )
     packed = open_packed(path)
     check_replaceable(folder, replace_existing=replace_existing, option="OUTPUT")

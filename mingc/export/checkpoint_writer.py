@@ -79,7 +79,7 @@ def synthesize(
                 work = stack.enter_context(work_folder(output.absolute().parent, f".{output.name}."))
             except OSError as error:
                 raise ConfigError(
-                    f"no folder can be made beside {output}: {error.strerror}",
+                    f"cannot create a folder next to {output}: {error.strerror}",
                     where="OUTPUT",
                     fix="pass another folder",
                 ) from error

@@ -94,9 +94,9 @@ def result_of(future: Future[_T], where: str) -> _T:
     except torch.OutOfMemoryError as error:
         # A check holds its graph's layer in float32, and as many run at a time as there are jobs.
         raise CompileError(
-            f"the device's memory does not suffice: {str(error).partition('. ')[0]}",
+            f"the device does not have enough memory: {str(error).partition('. ')[0]}",
             where=where,
-            fix="lower --jobs, or end what else uses the device",
+            fix="lower --jobs, or stop other processes that use the device",
         ) from error
 
 

@@ -56,7 +56,7 @@ def _run(
             absent = sorted({*paths.values()} - stored)
             if absent:
                 raise ArtifactError(
-                    f"engine needs weights that the artifact has not: {', '.join(absent[:5])}",
+                    f"engine needs weights that the artifact lacks: {', '.join(absent[:5])}",
                     where=f"{engine.name}, {weights.name}",
                     fix="copy the artifact again, or export again",
                 )

@@ -45,7 +45,7 @@ def byte_tokenizer(vocab_size: int, special_tokens: Sequence[str]) -> str:
         raise ConfigError(
             f"{vocab_size} ids are too few for the {num_fixed} tokens of a synthetic tokenizer",
             where="vocab_size",
-            fix="put a tokenizer.json beside the configs",
+            fix="put a tokenizer.json next to the configs",
         )
     pieces = [(letter, _BYTE) for letter in alphabet] + [(name, _NEVER) for name in special_tokens]
     # In the byte-level alphabet Ġ stands for a space.

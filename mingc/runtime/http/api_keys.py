@@ -48,7 +48,7 @@ class ApiKeys:
                 raise ConfigError(
                     f"no API keys in {file}: {getattr(error, 'strerror', None) or error}",
                     where="--api-key-file",
-                    fix="write one key a line into a file that this user may read",
+                    fix="write one key per line into a file that this user may read",
                 ) from error
 
     @property

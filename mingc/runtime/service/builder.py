@@ -165,7 +165,7 @@ class EngineOptions:
             if not name.strip():
                 problems.append("--served-model-name is empty")
             elif not name.isprintable():
-                problems.append(f"--served-model-name {name!r} holds what cannot be printed")
+                problems.append(f"--served-model-name {name!r} contains characters that cannot be printed")
         if problems:
             raise ConfigError(
                 "; ".join(problems), where="options of the engines", fix="see `mingc serve --help`"
@@ -197,7 +197,7 @@ def open_service(
             check_hashes(artifact)
     if options.tp not in (None, recorded.world_size):
         raise ConfigError(
-            f"the artifact is for {recorded.world_size} rank(s), {options.tp} asked",
+            f"the artifact is for {recorded.world_size} rank(s), {options.tp} requested",
             where="--tp",
             fix=f"pass --tp {recorded.world_size}, or export again with --tp {options.tp}",
         )
