@@ -96,7 +96,7 @@ class BodyDecoder(Generic[_Body]):
 
 
 class _Restorer:
-    """Puts long strings back into a decoded body: those of media fields as they are, texts decoded."""
+    """Restores long strings in a decoded body: those of media fields undecoded, texts decoded."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ def _malformed(why: str) -> RequestError:
 
 
 def _type_name(value: object) -> str:
-    """What a client calls the type of a JSON value."""
+    """Name of a JSON value's type, for error messages."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -226,7 +226,7 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 
 class _ConstantError(ValueError):
-    """NaN, Infinity or -Infinity, which Python's parser would accept."""
+    """NaN, Infinity or -Infinity, which Python's parser would otherwise accept."""
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -58,7 +58,7 @@ class MediaLoader:
             logging.getLogger(name).setLevel(logging.WARNING)
 
     async def load(self, messages: Sequence[Message[MediaSource]]) -> tuple[Message[MediaPart], ...]:
-        """Replace the sources in `messages` by their bytes, one after the other.
+        """Replace the sources in `messages` by their bytes, one after another.
 
         Raises:
             RequestError: with `param` naming the field of the source.
@@ -223,9 +223,9 @@ class MediaLoader:
         return bytes(data)
 
     def _check_host(self, url: httpx.URL, media: MediaSource) -> bool:
-        """Refuse a host that is not allowed; True if it is allowed by name, False if as any public host.
+        """Refuse a host that is not allowed; True if it is allowed by name, False if it is allowed as a public host.
 
-        The URL is httpx's, which also connects, so both see the same host.
+        The URL is parsed by httpx, which also connects, so both see the same host.
         """
         if url.scheme not in _DEFAULT_PORTS or url.userinfo:
             _refuse(media, f"{_shown(str(url))} is not a plain http: or https: URL", "invalid_value")
@@ -329,7 +329,7 @@ def is_public(text: str) -> bool:
 
 
 def _shown(source: str) -> str:
-    """A source for an error message: a URL without its user, query and fragment, which may hold secrets."""
+    """A source for an error message: a URL without user, query and fragment, which may contain secrets."""
     head, separator, rest = source.partition("://")
     if separator:
         authority = re.split(r"[/?#\\]", rest, maxsplit=1)[0]

@@ -173,7 +173,7 @@ def _error_response(request: Request, error: Exception, options: ServeOptions) -
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, not listening yet. Call it before slow work, so a port in use fails early.
+    """A socket bound to the address, not listening yet. Call it before slow work, so that a port in use fails early.
 
     Raises:
         ConfigError: if the address cannot be bound.
