@@ -1,4 +1,4 @@
-"""The server's side of decoder processes: one for each thread that decodes at the moment, started when needed."""
+"""The server's side of decoder processes: one per decoding thread, started when needed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
 
 
 class DecoderPool:
-    """Decodes media in processes of their own. May be used from several threads.
+    """Decodes media in separate processes. May be used from several threads.
 
     A process takes at most `max_bytes` (and a fixed margin) and `timeout_s` for one medium.
     """
@@ -78,7 +78,7 @@ class DecoderPool:
         return features
 
     def close(self) -> None:
-        """End all processes; tasks that run fail."""
+        """End all processes; running tasks fail."""
         with self._lock:
             self._is_closed = True
             decoders, idle = list(self._all), list(self._idle)
@@ -89,7 +89,7 @@ class DecoderPool:
 
     @property
     def pids(self) -> list[int]:
-        """Processes that run."""
+        """Ids of the running processes."""
         with self._lock:
             return [decoder.pid for decoder in self._all]
 
