@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 done, 1 failed, 2 usage error, 3 problems, 4 lost a rank, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_json, debug = "--json" in words, "--debug" in words
-    # A path may hold bytes that are no text: escaped, as on stderr.
+    # A path may contain bytes that are not text: escaped, as on stderr.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -536,8 +536,8 @@ def serve_command(
     service = open_service(artifact, engines, clock)
     if is_self_checked and not _is_as_recorded(service, artifact, engines.target, clock):
         return EXIT_FOUND_PROBLEMS
-    # What start-up made lives as long as the process: a full collection would walk through it for a tenth of a
-    # second, while every stream waits.
+    # Start-up objects live as long as the process: a full collection would traverse them for a tenth of a second, while
+    # every stream waits.
     with clock.phase("collect garbage"):
         gc.collect()
         gc.freeze()

@@ -63,7 +63,7 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
             continue
         try:
             lock = os.open(path, _OPEN)
-        except OSError:  # somebody else's, or gone in the meantime
+        except OSError:  # another user's, or removed in the meantime
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

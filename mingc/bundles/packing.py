@@ -196,7 +196,7 @@ class _Journal:
         self._write(json.dumps({"name": name, **fields}))
 
     def _write(self, line: str) -> None:
-        # One unbuffered append a line: lines of several threads do not mix.
+        # One unbuffered append per line: lines of several threads do not mix.
         os.write(self._stream.fileno(), line.encode() + b"\n")
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ def _partial(output: Path, key: str) -> Iterator[tuple[int, _Journal]]:
     with locked(descriptor, output):
         if not path.exists() or not os.path.samestat(os.fstat(descriptor), path.stat()):
             raise ConfigError(f"another process just wrote {output}", where=str(output), fix="run again")
-        if not os.fstat(descriptor).st_size:  # new: a journal that is there is of a file that is gone
+        if not os.fstat(descriptor).st_size:  # new: an existing journal belongs to a removed file
             journal_path(output).unlink(missing_ok=True)
         journal = _Journal(journal_path(output), key)
         try:

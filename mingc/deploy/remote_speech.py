@@ -248,7 +248,7 @@ async def _pump(events: AsyncGenerator[Event], queue: asyncio.Queue[_Item]) -> N
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        # Of a call that was cancelled where it ran. Without an item the reader of the queue would wait for ever.
+        # The call was cancelled on its replica. Without an item the reader of the queue would wait forever.
         last = WorkerError("a part of this request was cancelled where it ran")
         last.__cause__ = error
     await queue.put(last)

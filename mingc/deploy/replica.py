@@ -40,7 +40,7 @@ log = logging.getLogger("mingc.deploy")
 _SWITCH_S = 0.001
 _METRICS_PERIOD_S = 5.0
 _SPEECH_INFO_PERIOD_S = 2.0
-_END_S = 1.0  # in which the error events of its requests leave a replica that failed
+_END_S = 1.0  # for sending the error events of requests of a failed replica
 _EXIT_CODE = 4  # as of `mingc serve` after a lost rank
 
 
@@ -69,7 +69,7 @@ def open_model(artifact: str, options: DeployOptions, *, tp: int | None, loads_s
     sys.setswitchinterval(_SWITCH_S)
     service = open_service(root, replace(options.engines, tp=tp, loads_speech=loads_speech))
     gc.collect()
-    gc.freeze()  # a full collection would walk through what start-up made, while every stream waits
+    gc.freeze()  # a full collection would traverse all start-up objects while every stream waits
     return service
 
 
@@ -149,7 +149,7 @@ class ModelReplica(Replica):
             await asyncio.sleep(_SPEECH_INFO_PERIOD_S)
             try:
                 service.update(await self._speech.info.remote())
-            except Exception as error:  # what was known stays known until a speech replica answers again
+            except Exception as error:  # earlier information stays valid until a speech replica answers again
                 log.warning("the voices of the speech deployment were not read: %s", error)
 
     async def open_service(self) -> Service:

@@ -150,7 +150,7 @@ def export_artifact(
         run = runs[0]
         check_space(recipe, checkpoint, stages, configs, sum(each.num_engines for each in runs))
         parameters = run.parameters()
-        # Before the hours of compiling, as files may be missing: the released weights have no tokenizer.
+        # Before the hours of compiling, because files may be missing: the released weights have no tokenizer.
         copied = tokenizers.copy(checkpoint, folder, stages, parameters, notes, is_synthetic=recipe.synthetic)
         records = run.write_voices()
         built = [run.build()]

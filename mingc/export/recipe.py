@@ -28,7 +28,7 @@ TARGETS = ("cpu", "cuda")
 AUTO = "auto"
 """In place of a backend's name: every one that can build for the target, of which the fastest is kept."""
 DTYPES = ("float32", "bfloat16")
-# Far above what a device holds: a larger number is a slip, and sizes of tensors would overflow.
+# Far above what a device can hold: a larger number is a mistake, and sizes of tensors would overflow.
 MAX_BATCH_SIZE = 1024
 MAX_TOKENS = 1 << 20
 MIN_MODEL_LEN = 128  # engines are traced and checked at tables of up to eight pages of 16 tokens

@@ -41,7 +41,7 @@ def route_hidden(
     if gate_index is None:
         logits, own_bias = F.linear(x32, weight[0].to(torch.float32)), bias[0]
     else:
-        # One GEMM with all gates costs less than a GEMM a gate and a merge.
+        # One GEMM with all gates costs less than one GEMM per gate and a merge.
         every = F.linear(x32, weight.flatten(0, 1).to(torch.float32)).view(-1, num_gates, num_experts)
         logits = every.gather(1, gate_index[:, None, None].expand(-1, 1, num_experts)).squeeze(1)
         own_bias = bias.index_select(0, gate_index)

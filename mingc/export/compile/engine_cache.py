@@ -37,7 +37,7 @@ def take(kept: Path, path: Path) -> bool:
 
 def keep(path: Path, kept: Path) -> None:
     """Copy the engine at `path` to its place in the cache. Raises: ConfigError when the cache cannot be written."""
-    # What a killed export left of one goes with the next.
+    # The next export removes what a killed one left of an engine.
     with writing_cache(kept.parent), work_folder(kept.parent, "engine-") as folder:
         os.replace(shutil.copyfile(path, folder / kept.name), kept)
 

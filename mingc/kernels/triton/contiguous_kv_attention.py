@@ -10,7 +10,7 @@ from torch import Tensor
 from mingc.kernels.triton.pdl import enable_pdl
 
 _LOWEST = tl.constexpr(-1e30)  # lowest score; unlike -inf, two of them can be subtracted
-_FEW_REQUESTS = 1  # up to here one program a query head is faster than one a KV head
+_FEW_REQUESTS = 1  # up to here one program per query head is faster than one per KV head
 
 
 @triton.jit

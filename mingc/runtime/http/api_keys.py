@@ -20,7 +20,7 @@ from mingc.errors import ConfigError, RequestError
 log = logging.getLogger("mingc.http")
 
 VARIABLE = "MINGC_API_KEYS"
-_CHECK_S = 1.0  # at most so often the file is looked at
+_CHECK_S = 1.0  # minimum interval between checks of the file
 
 
 class ApiKeys:

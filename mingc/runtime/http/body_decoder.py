@@ -33,7 +33,7 @@ _Body = TypeVar("_Body")
 _Keys = list[str | int]
 _KEY = re.compile(r"\.(\w+)|\[(\d+)\]")
 _PATH = re.compile(r"(\.\w+|\[\d+\])+`")
-# Beginnings of msgspec's messages, up to the name of the field.
+# Prefixes of msgspec's messages, up to the name of the field.
 _MISSING = "Object missing required field `"
 _UNKNOWN = "Object contains unknown field `"
 _MAX_SHOWN = 100  # characters of a client's name in an error

@@ -37,7 +37,7 @@ _READ_BYTES = 1 << 20
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 _MAX_PATH = 4096  # bytes; PATH_MAX of Linux
 _MAX_ADDRESSES = 4  # of one host that are tried
-# Networks that `is_global` takes for public, in some version of Python: metadata of Oracle's and Azure's clouds, and
+# Networks that `is_global` treats as public in some version of Python: metadata of Oracle's and Azure's clouds, and
 # IPv6 addresses that stand for an IPv4 one.
 _NOT_PUBLIC_V4 = (IPv4Network("192.0.0.0/24"), IPv4Network("168.63.129.16/32"))
 _NOT_PUBLIC_V6 = (IPv6Network("64:ff9b::/96"), IPv6Network("2002::/16"), IPv6Network("2001::/32"))

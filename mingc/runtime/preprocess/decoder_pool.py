@@ -29,7 +29,7 @@ from mingc.runtime.preprocess.media_task import DecodedMedia, MediaTask
 
 DEFAULT_TIMEOUT_S = 60.0
 _EXIT_S = 5.0
-# One arena and no growing threshold: what a task frees goes back to the system at once.
+# One arena and no growing threshold: memory that a task frees is returned to the system at once.
 _ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20), "OPENBLAS_NUM_THREADS": "1"}
 
 

@@ -32,7 +32,7 @@ from mingc.runtime.request import VideoParams
 _BUDGET_SLACK = 1.05  # the largest frame is at least this many times the smallest
 _MAX_SOURCE_FRAMES = 1 << 18  # 2.4 hours at 30 a second
 _MAX_FRAME_PIXELS = 1 << 26
-_MIN_HELD_FRAMES = 4  # a decoder holds this many: the one in work, references, the one handed out
+_MIN_HELD_FRAMES = 4  # a decoder holds this many: the current one, references, the one returned
 _USUAL_HELD_FRAMES = 18  # with as many references as a format allows; more threads hold one each
 _MAX_THREADS = 8
 _FALLBACK_BITS = 24  # of a pixel whose format is not in the header: 10 bits, 4:2:0

@@ -11,8 +11,7 @@ from mingc.dtypes import torch_dtype
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.cuda_graphs import AsyncHostCopy, GraphPool, GraphRunner
 
-# CUDA knows none below it, and streams have it if they ask for no other: work gets ahead of an encoder by a priority
-# of its own.
+# CUDA's lowest priority and the default: other work overtakes an encoder only on a stream of higher priority.
 _LOWEST_PRIORITY = 0
 
 _Shapes = tuple[torch.Size, ...]

@@ -21,7 +21,7 @@ from mingc.runtime.service.encoder_cache import EncoderCache
 _MAX_MEDIA = 32  # in one call
 # Of features, beyond which preprocessing waits: about two of the largest images.
 _MAX_WAITING_BYTES = 64 << 20
-# All of its bits are set in NaN and inf alone.
+# Only in NaN and inf all of its bits are set.
 _BFLOAT16_EXPONENT = np.int16(0x7F80)
 
 _Features = TypeVar("_Features")
@@ -147,7 +147,7 @@ class EncoderLoop(EngineThread, Generic[_Features]):
         """Remove the jobs of the next call from the queue."""
         wanted: deque[_Job[_Features]] = deque()
         for job in self._waiting:
-            if job.is_wanted:  # asked once: a future may be cancelled at any moment
+            if job.is_wanted:  # checked once: a future may be cancelled at any moment
                 wanted.append(job)
             else:
                 self._forget(job)
@@ -188,7 +188,8 @@ class EncoderLoop(EngineThread, Generic[_Features]):
 
     def _finish(self, job: _Job[_Features], embeddings: Tensor) -> None:
         if self._cache is not None and job.key is not None and _is_finite(embeddings):
-            # Not a part of a larger call's result, nor pinned, which later calls would have to pin anew.
+            # A copy: not part of a larger call's result, and not pinned memory, which later calls would have to pin
+            # again.
             embeddings = embeddings.clone()
             self._cache.put(job.key, embeddings)
         with self._lock:

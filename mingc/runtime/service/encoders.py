@@ -26,7 +26,7 @@ from mingc.runtime.preprocess.image import Grid, VisionFeatures
 from mingc.runtime.preprocess.vision_grid import build_grid_arrays, group_pixels, pad_grid_arrays, pad_tokens
 from mingc.runtime.service.encoder_graph import EncoderGraph
 
-# Largest calls that are captured on CUDA: 4,096 patches and 30 s, beyond which launches take no time of their own.
+# Largest calls that are captured on CUDA: 4,096 patches and 30 s, above which launch overhead is negligible.
 _CAPTURED_VISION_TOKENS, _CAPTURED_AUDIO_TOKENS = 1024, 750
 
 

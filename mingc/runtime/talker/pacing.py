@@ -60,7 +60,7 @@ class SpeechPacing:
         self._patch_samples = patch_samples
         self._sample_rate = sample_rate
         self._patch_s = patch_samples / sample_rate
-        # How long a launch waits for others; at least one patch of the lead must remain for making it.
+        # How long a launch waits for others; at least one patch of the lead must remain for generating it.
         self._slack_s = self._patch_s * min(1.0, (lead - 1) / 2)
         self._streams: dict[int, _Stream] = {}
         self.num_underruns = 0  # patches that were ready after their playback time
@@ -101,7 +101,7 @@ class SpeechPacing:
         if each.is_live and each.started_at is not None:
             stalled_s = now - self._played_at(each, each.started_at)
             if stalled_s > 0.0:
-                each.started_at += stalled_s  # a player waits for the patch, and goes on from there
+                each.started_at += stalled_s  # a player waits for the patch and continues from there
                 self.num_underruns += not each.was_paused
         each.was_paused = False
         each.num_samples += num_samples

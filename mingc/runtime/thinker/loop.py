@@ -80,7 +80,7 @@ class _Running:
     begun_at: float | None = None  # start of the prefill (`time.perf_counter`)
     pending: int = 0  # tokens of the answer launched on the device and not yet known to the host
     prefilled: int = 0  # prompt tokens in chunks that were started, reused ones included
-    reused: int = 0  # prompt tokens that were not computed, because their pages were there
+    reused: int = 0  # prompt tokens that were not computed, because their pages were cached
 
     def item(
         self, token: int | None, finish: FinishReason | None, logits: NDArray[np.float32] | None
@@ -198,8 +198,8 @@ class ThinkerLoop(EngineThread):
     ) -> int:
         """Queue a request; `emit` is called on the thinker's thread. Returns its id for `cancel`.
 
-        `keys` are the `page_keys` of the prompt; without them its pages are neither reused nor taken from other
-        prompts. With `records_logits` every token is emitted with the logits that it was sampled from.
+        `keys` are the `page_keys` of the prompt; without them it neither reuses pages nor publishes its own. With
+        `records_logits` every token is emitted with the logits that it was sampled from.
 
         Raises: RequestError when the prompt exceeds the context, CapacityError when the queue is full,
             WorkerError when the loop has failed or is stopping.
@@ -439,7 +439,7 @@ class ThinkerLoop(EngineThread):
         """Append a token to the answer and emit it; None when its logits are not finite."""
         running = self._requests[request]
         if token is None:
-            self.forget_prefixes()  # what made them so may be in the pages
+            self.forget_prefixes()  # the cause may be in the pages
             self._fail(request, WorkerError("the model's logits are not finite", where="thinker"))
             return
         if token in running.row.stop_ids:

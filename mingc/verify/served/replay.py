@@ -153,7 +153,7 @@ class ServedReplay:
 
     async def _leave(self, case: ServedCase) -> None:
         """Request a case and leave after its first event."""
-        with contextlib.suppress(MingcError):  # the same request fails beside it, and is reported
+        with contextlib.suppress(MingcError):  # also fails in the mixed batch, which reports it
             await _first_event(self._events(case))
 
     async def _check_leaving(self, before: Mapping[str, int]) -> None:
