@@ -87,7 +87,7 @@ def build_engine_file(
 ) -> bool:
     """Write the TensorRT engine of `program`. Returns whether it came from the cache.
 
-    For an RTX target the file also contains the ONNX model, with which a machine without the GPU checks it.
+    For an RTX target the file also holds the ONNX model, by which a machine without the GPU checks it.
 
     Raises: CompileError when the graph has no ONNX model, or TensorRT refuses it.
     """

@@ -93,11 +93,11 @@ class EngineOptions:
             automatically.
         max_running: requests the thinker works on at once; None is the largest decode batch.
         max_waiting: requests that may wait for the thinker before more are refused.
-        max_speech_seqs: segments generated concurrently; None is the largest batch of the talker. Paced speech may have
-            more, because each stream takes part in only a few patches.
+        max_speech_seqs: segments spoken at once; None is the largest batch of the talker. Paced speech may have more:
+            each of its streams is in few of the patches.
         speech_lead: patches that streamed speech may be ahead of its playback; 0: as fast as possible.
         max_prefills_per_patch: segments that may join the talker's batch at one patch boundary.
-        max_streams: requests that may speak or wait to speak before more are refused; at least `max_speech_seqs`.
+        max_streams: requests that may speak or wait to speak before more are refused; at least as many as may speak.
         max_pending_patches: patches a client may leave unread before its speech pauses.
         num_preprocess_threads: threads that decode media and prepare prompts.
         num_torch_threads: CPU threads of an engine; None: on CUDA one, else torch's setting is left alone.
@@ -532,7 +532,7 @@ def _most_slots(manifest: Manifest, stages: Sequence[str]) -> int:
 def _kv_tokens(
     artifact: Artifact, decoder: str, options: EngineOptions, devices: list[torch.device], context: int
 ) -> int:
-    """Capacity of the KV pages in tokens: as requested, else by free memory on a GPU, or a few requests on a CPU."""
+    """Tokens that the KV pages are to hold: asked, or measured on a GPU, or enough for a few requests on a CPU."""
     if options.max_total_tokens is not None:
         return options.max_total_tokens
     if devices[0].type != "cuda":

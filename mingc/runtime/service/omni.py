@@ -196,10 +196,7 @@ class OmniService:
 
     @property
     def held(self) -> Mapping[str, int]:
-        """Resources that requests hold at present, by kind: all 0 when none is running.
-
-        For checks; read like `load`.
-        """
+        """What requests hold now, by kind: all 0 when none runs. For checks; read as `load`."""
         held = {"requests": len(self._running)}
         for loop in (*self._encoders, *self._loops):
             held.update(loop.held)

@@ -39,9 +39,8 @@ class TalkerLoop(EngineThread):
     """Runs the speech of all requests.
 
     Args:
-        speech_lead: patches that live speech may be ahead of its playback; 0: all speech is generated as fast as
-            possible.
-        slow_client_timeout_s: a request fails if a single pause for its slow client is longer.
+        speech_lead: patches that live speech may be ahead of its playback; 0: all speech is made as fast as possible.
+        slow_client_timeout_s: a request fails if it is paused for its client for longer; every pause counts anew.
         clock: seconds, for this timeout and for playback.
     """
 

@@ -123,7 +123,7 @@ class ThinkerLoop(EngineThread):
 
     Args:
         stop_ids: tokens that end an answer and are not part of it, besides those of its request.
-        prefix_salt: for the keys of the prefix cache, different for every model; None: no prefix cache.
+        prefix_salt: of the keys of the prefix cache, different for every model; None: nothing is reused.
     """
 
     def __init__(
