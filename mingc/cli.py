@@ -389,7 +389,7 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     "--encoder-cache",
     type=int,
     default=512 << 20,
-    help="Bytes of host memory that keep embeddings of images, videos and clips for reuse; 0: none.",
+    help="Bytes of host memory for embeddings of images, videos and clips, for those that come again; 0: none.",
 )
 @click.option(
     "--max-speech-seqs",
@@ -402,7 +402,7 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     "--speech-lead",
     type=int,
     default=3,
-    help="Patches of 0.32 s that streamed speech may be ahead of its playback; 0: no limit.",
+    help="Patches of 0.32 s that streamed speech may be ahead of its playback; 0: as fast as possible.",
 )
 @click.option(
     "--threads", type=int, default=None, show_default="1 on CUDA, else torch's choice", help="CPU threads."

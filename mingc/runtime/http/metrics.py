@@ -89,14 +89,14 @@ class Metrics:
         )
         self._listeners = Gauge(
             "mingc_num_listeners",
-            "Streamed answers whose speech is being generated, by state of their playback: starting (nothing sent "
-            "yet), playing, late (everything generated has been played), paused (the client does not read).",
+            "Streamed answers whose speech is being made, by state of their playback: starting (nothing has left the "
+            "server), playing, late (all that was made has been played), paused (the client does not read).",
             ("state",),
             registry=self._registry,
         )
         self._underruns = self._counter(
             "mingc_speech_underruns",
-            "Patches of streamed speech that were ready after their playback time, including those with late text.",
+            "Patches of streamed speech that were ready after their playback time, also where the text came late.",
         )
         self.requests_cancelled = self._counter(
             "mingc_requests_cancelled",
@@ -136,7 +136,7 @@ class Metrics:
         )
         self._encoder_cache_bytes = Gauge(
             "mingc_encoder_cache_bytes",
-            "Host memory of cached embeddings of images, videos and clips (--encoder-cache).",
+            "Host memory of kept embeddings of images, videos and clips (--encoder-cache).",
             registry=self._registry,
         )
         self._counted = dict.fromkeys(self._engine_counters, 0)
