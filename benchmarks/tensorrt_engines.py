@@ -1,106 +1,198 @@
-"""TensorRT engines beside AOTInductor's and plain torch on one GPU: errors, latency, what is refused.
+"""TensorRT engines of `--target cuda` on one GPU: served, beside AOTInductor and plain torch, and chosen by `auto`.
 
-    python benchmarks/tensorrt_engines.py --output DIR [--limit SECONDS] [--cases unit,tiny,...]
+    python benchmarks/tensorrt_engines.py --output DIR [--parts tiny,released,auto] [--limit SECONDS] [--commit HASH]
 
-Every part is a process of its own, so that one that fails or crashes leaves the others: first one small engine
-(`unit`), then engines are built side by side, then they are measured one after the other, in turns within a case.
-`results.json` in DIR is written anew after every part. Without a GPU only `--dry-run` works: graphs are traced and
-turned into ONNX models.
+Parts, in the order given:
+
+`tiny`      the tiny checkpoint is exported with the thinker by AOTInductor and all other stages by TensorRT, served
+            with `--engines`, asked for speech and for spoken chats with and without media, and verified. The server
+            reports which compilers and libraries it has loaded.
+`released`  graphs of the released dims with random weights, `--layers` layers of each transformer, at one or more
+            buckets: built by both backends through the export's own code, compared with float32 by the rule of an
+            export, and timed in turns as CUDA graphs. Two more cases ask whether the float32 of TensorRT is TF32.
+`auto`      `export --backend auto` of the speech stages of the tiny checkpoint: the times it chose from.
+
+Everything slow is a process with a limit of its own, so that one that fails, crashes or hangs leaves the others, and
+`results.json` in DIR is written anew after each. With a commit, `result.json` beside it is the result file. Nothing is
+patched: what is measured is what an export and a server run.
+
+`--target cpu --backend onnx` rehearses all of it without a GPU; its times say nothing. `--dry-run` makes the ONNX
+models of the part `released` on a CPU, and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
+import datetime
 import fcntl
 import json
 import os
+import platform
+import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
+import urllib.error
+import urllib.request
+import wave
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from arguments import seconds, whole, wholes
+
 ROOT = Path(__file__).resolve().parent.parent
-_WAY = "MINGC_BENCHMARK_TENSORRT_CONTEXT"  # how contexts are made: `config`, `user`, `own` or `ownconfig`
+PARTS = {"tiny": 5.0, "released": 5.0, "auto": 3.0}
+"""Names of parts, and their shares of the time."""
+SPEECH = ("talker", "cfm", "audio_vae")
+ENCODERS = ("vision_encoder", "audio_encoder")
+_COMMIT = re.compile(r"[0-9a-f]{7,40}")
+_PACKAGES = {
+    "torch": ("torch",),
+    "triton": ("triton",),
+    "tensorrt_rtx": ("tensorrt-rtx-cu13-bindings", "tensorrt-rtx"),
+    "onnx": ("onnx",),
+    "onnxscript": ("onnxscript",),
+    "onnxruntime": ("onnxruntime",),
+}
+_WATCHED = (
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.onnx",
+    "torch_tensorrt",
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
+    "mingc.export",
+    "tensorrt_rtx_bindings",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One graph at one size. `layers` are those of the stage's transformer; None: as released."""
+    """One graph at one size. `layers` are those of the stage's transformers; 0: as released."""
 
     graph: str
-    sizes: dict[str, int]
-    layers: int | None = None
+    sizes: Mapping[str, int]
+    layers: int = 0
     config: str = "released"
     dtype: str = "bfloat16"
-    others: dict[str, int] = field(default_factory=dict)  # further dims, static as well
+    environment: Mapping[str, str] = field(default_factory=dict)  # of the processes that build and run
 
     @property
     def name(self) -> str:
         dims = "-".join(f"{name}{size}" for name, size in self.sizes.items())
-        layers = "" if self.layers is None else f"-{self.layers}layers"
-        return f"{self.config}-{self.dtype}-{self.graph}-{dims}{layers}"
+        layers = f"-{self.layers}layers" if self.layers else ""
+        changed = "".join(f"-{name}={value}" for name, value in self.environment.items())
+        return f"{self.config}-{self.dtype}-{self.graph}-{dims}{layers}{changed}"
 
 
-CASES = [
-    Case(graph="cfm.sample", sizes={"B": 8}, layers=2),
-    Case(graph="cfm.sample", sizes={"B": 1}, layers=2),
-    Case(graph="cfm.sample", sizes={"B": 1}, config="tiny", dtype="float32"),
-    Case(graph="talker.step", sizes={"B": 1}, others={"S": 9}),
-    Case(graph="talker.step", sizes={"B": 8}, others={"S": 9}),
-    Case(graph="talker.prefill", sizes={"T": 256}, others={"S": 9}),
-    Case(graph="audio_vae.stream", sizes={"B": 1}, others={"S": 9}),
-    Case(graph="audio_vae.stream", sizes={"B": 8}, others={"S": 9}),
-    Case(graph="audio_vae.decode", sizes={"L": 64}),
-    Case(graph="vision_encoder.encode", sizes={"M": 256}, layers=9),
-    Case(graph="vision_encoder.encode", sizes={"M": 1024}, layers=9),
-    Case(graph="audio_encoder.encode", sizes={"N": 1, "T4": 375}, layers=8),
-    Case(graph="talker.step", sizes={"B": 2}, config="tiny", dtype="float32", others={"S": 3}),
-    Case(graph="talker.prefill", sizes={"T": 32}, config="tiny", dtype="float32", others={"S": 3}),
-    Case(graph="audio_vae.stream", sizes={"B": 2}, config="tiny", dtype="float32", others={"S": 3}),
-    Case(graph="audio_vae.encode", sizes={"T": 64}, config="tiny", dtype="float32"),
-    Case(graph="vision_encoder.encode", sizes={"M": 256}, config="tiny", dtype="float32"),
-    Case(graph="audio_encoder.encode", sizes={"N": 1, "T4": 50}, config="tiny", dtype="float32"),
-]
+# Of each graph the first size before the second of any, so that a run that is cut short has every graph.
+SIZES: tuple[Mapping[str, Mapping[str, int]], ...] = (
+    {
+        "cfm.sample": {"B": 1},
+        "talker.step": {"B": 1},
+        "talker.prefill": {"T": 256},
+        "audio_vae.stream": {"B": 1},
+        "vision_encoder.encode": {"M": 1024},
+        "audio_encoder.encode": {"N": 1, "T4": 375},
+        "audio_vae.decode": {"L": 64},
+        "audio_vae.encode": {"T": 32},
+        "cfm.aggregate": {"N": 128},
+        "cfm.speaker": {"N": 8},
+    },
+    {
+        "cfm.sample": {"B": 8},
+        "talker.step": {"B": 8},
+        "talker.prefill": {"T": 32},
+        "audio_vae.stream": {"B": 8},
+        "vision_encoder.encode": {"M": 256},
+        "audio_encoder.encode": {"N": 1, "T4": 100},
+    },
+    {
+        "talker.step": {"B": 4},
+        "talker.prefill": {"T": 128},
+        "vision_encoder.encode": {"M": 4096},
+        "audio_encoder.encode": {"N": 1, "T4": 750},
+        "audio_vae.decode": {"L": 256},
+        "audio_vae.encode": {"T": 128},
+        "cfm.sample": {"B": 4},
+        "audio_vae.stream": {"B": 4},
+    },
+)
 
 
-def find_case(name: str) -> Case:
-    (found,) = [each for each in CASES if each.name == name]
-    return found
+def cases_of(layers: int, num_sizes: int, words: tuple[str, ...] = ()) -> list[Case]:
+    """The cases of the part `released` whose names have one of `words`; no words: all.
+
+    CFM has half the layers, as its engine holds ten steps.
+    """
+    tiny: dict[str, Any] = {"graph": "cfm.sample", "sizes": {"B": 1}, "config": "tiny", "dtype": "float32"}
+    found = [
+        Case(graph=graph, sizes=sizes, layers=-(-layers // 2) if graph.startswith("cfm") else layers)
+        for group in SIZES[:num_sizes]
+        for graph, sizes in group.items()
+    ]
+    found += [Case(**tiny), Case(**tiny, environment={"NVIDIA_TF32_OVERRIDE": "0"})]
+    return [each for each in found if not words or any(word in each.name for word in words)]
+
+
+# Where the configs of a checkpoint have the number of layers.
+_LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "config.json": (("vision_config", "depth"), ("audio_config", "whisper_encoder_config", "n_layer")),
+    "talker/config.json": (("flowmodel", "depth"), ("aggregator", "depth")),
+    "talker/llm/config.json": (("num_hidden_layers",),),
+    "talker/vae/config.json": (
+        ("enc_kwargs", "backbone", "num_hidden_layers"),
+        ("dec_kwargs", "backbone", "num_hidden_layers"),
+    ),
+}
+
+
+def write_configs(target: Path, layers: int) -> Path:
+    """The configs of the released dims with at most so many layers, in the folder `target`."""
+    if target.exists():
+        return target
+    partial = target.with_name(f"{target.name}-{os.getpid()}")  # several processes make it
+    shutil.copytree(ROOT / "benchmarks" / "released", partial)
+    for file, places in _LAYERS.items():
+        document = json.loads((partial / file).read_text(encoding="utf-8"))
+        for *path, last in places:
+            part = document
+            for key in path:
+                part = part[key]
+            part[last] = min(layers, part[last])
+        document.get("vision_config", {}).pop("deepstack_visual_indexes", None)
+        (partial / file).write_text(json.dumps(document), encoding="utf-8")
+    try:
+        partial.rename(target)
+    except OSError:  # another process was faster
+        shutil.rmtree(partial)
+    return target
 
 
 def configs(case: Case, folder: Path) -> Path:
-    """A folder of configs with the layers of the case."""
-    source = ROOT / ("tests/data/tiny-ming" if case.config == "tiny" else "benchmarks/released")
-    if case.layers is None:
-        return source
-    made = folder / f"configs-{case.name}"
-    if not made.exists():
-        shutil.copytree(source, made)
-        changes = {
-            "config.json": [
-                ("vision_config", "depth"),
-                ("audio_config", "whisper_encoder_config", "n_layer"),
-            ],
-            "talker/config.json": [("flowmodel", "depth"), ("aggregator", "depth")],
-        }
-        for file, places in changes.items():
-            document = json.loads((made / file).read_text())
-            for *path, last in places:
-                part = document
-                for key in path:
-                    part = part[key]
-                part[last] = case.layers
-            document.get("vision_config", {}).pop("deepstack_visual_indexes", None)
-            (made / file).write_text(json.dumps(document))
-    return made
+    if case.config == "tiny":
+        return ROOT / "tests" / "data" / "tiny-ming"
+    return (
+        write_configs(folder / f"configs-{case.layers}", case.layers)
+        if case.layers
+        else ROOT / "benchmarks" / "released"
+    )
 
 
 def load_case(case: Case, folder: Path, device: str, dtype: Any) -> tuple[Any, Any, Any]:
-    """Stage name, graph definition and module over the random weights of the configs."""
+    """Name of the stage, graph definition, and module over the random weights of the configs."""
     import torch
 
     from mingc.export.checkpoint import open_checkpoint
@@ -115,8 +207,7 @@ def load_case(case: Case, folder: Path, device: str, dtype: Any) -> tuple[Any, A
     root = configs(case, folder)
     checkpoint = open_checkpoint(root) if case.config == "tiny" else open_synthetic(root, device)
     config: Any = stage.config(checkpoint)
-    sizes = (1, 2, 4, 8)
-    options = StageOptions(dtype=dtype, device=device, static_buckets=True, batch_sizes=sizes)
+    options = StageOptions(dtype=dtype, device=device, static_buckets=True, batch_sizes=(1, 2, 4, 8))
     (plan,) = [each for each in stage.graphs(config, Shard(), options) if each.spec.name == graph]
     sources = stage.weights(config, Shard())
     with torch.device("meta"):
@@ -124,6 +215,7 @@ def load_case(case: Case, folder: Path, device: str, dtype: Any) -> tuple[Any, A
     tensors = {}
     for source in sources:
         part = part_of(checkpoint, source.part)
+        assert part is not None
         value = source.compute(*[part.read(name) for name in source.tensors])
         plain = source.dtype or (dtype if value.is_floating_point() else value.dtype)
         for name, tensor in stored_tensors(source, value, None, plain).items():
@@ -132,38 +224,44 @@ def load_case(case: Case, folder: Path, device: str, dtype: Any) -> tuple[Any, A
     return stage_name, plan, module.eval().requires_grad_(False)
 
 
-def build(case: Case, folder: Path, backend_name: str, *, dry: bool) -> dict[str, Any]:
-    """Build one engine of a case; with `dry` only its ONNX model, on a CPU."""
+def build(case: Case, folder: Path, backend_name: str, target: str, *, dry: bool) -> dict[str, Any]:
+    """Build one engine of a case as an export does; with `dry` only its ONNX model, on a CPU."""
     import torch
 
     from mingc.export.compile.backends import find_backend
-    from mingc.export.compile.capture import capture
+    from mingc.export.compile.build import trace_graph
     from mingc.export.compile.onnx_program import to_onnx
-    from mingc.kernels.dispatch import plain_torch
 
-    device = "cpu" if dry else "cuda"
-    backend = find_backend(backend_name)
+    device = "cpu" if dry else target
     started = time.perf_counter()
     stage, plan, module = load_case(case, folder, device, getattr(torch, case.dtype))
     loaded = time.perf_counter()
-    with contextlib.nullcontext() if backend.takes_kernels else plain_torch():
-        # Also the number of slots: TensorRT for RTX 1.4 refuses to size the memory of engines with dynamic dims.
-        static = {**case.sizes, **case.others}
-        program = capture(plan, module, stage=stage, static_shapes=static, device=torch.device(device))
+    backend = find_backend(backend_name).for_graph(plan, case.sizes, target)
+    program = trace_graph(backend, plan, module, stage=stage, sizes=case.sizes, device=device)
     captured = time.perf_counter()
     row: dict[str, Any] = {"load_s": loaded - started, "capture_s": captured - loaded}
+    backend.check_graph(plan, module, lambda: program, where=case.name)
     if dry:
         model = to_onnx(program, case.name)
-        return {**row, "onnx_s": time.perf_counter() - captured, "nodes": len(model.graph.node)}
+        dynamic = [each.name for each in model.graph.input if _is_dynamic(each)]
+        return {
+            **row,
+            "onnx_s": time.perf_counter() - captured,
+            "nodes": len(model.graph.node),
+            "dynamic": dynamic,
+        }
     path = folder / f"{case.name}.{backend_name}{backend.suffix}"
-    backend.compile(program, path, device=device, cache=None, where=case.name)
+    backend.compile(program, path, device=target, cache=None, where=case.name)
     return {**row, "compile_s": time.perf_counter() - captured, "bytes": path.stat().st_size}
 
 
-def measure(case: Case, folder: Path) -> dict[str, Any]:
-    """Errors by the rule of an export, and device time of each implementation as a CUDA graph, in turns."""
+def _is_dynamic(value: Any) -> bool:
+    return any(each.dim_param for each in value.type.tensor_type.shape.dim)
+
+
+def measure(case: Case, folder: Path, backends: tuple[str, ...], target: str) -> dict[str, Any]:
+    """Errors by the rule of an export; time of each implementation in turns, on CUDA as CUDA graphs."""
     import torch
-    from harness import capture, summary
 
     from mingc.export.checks import parity as rule
     from mingc.export.checks.eager_reference import EagerRanks, float32_inputs
@@ -172,11 +270,13 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     from mingc.runtime.engines.backends import load_engine
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    device, dtype = torch.device("cuda", 0), getattr(torch, case.dtype)
-    torch.cuda.init()
-    _, plan, module = load_case(case, folder, "cuda", dtype)
-    _, exact_plan, exact = load_case(case, folder, "cuda", torch.float32)
-    sizes = {**plan.check_dims, **case.sizes, **case.others}
+    is_cuda = target == "cuda"
+    device, dtype = torch.device("cuda", 0) if is_cuda else torch.device("cpu"), getattr(torch, case.dtype)
+    wait: Callable[[], None] = torch.cuda.synchronize if is_cuda else lambda: None
+    _, plan, module = load_case(case, folder, target, dtype)
+    _, exact_plan, exact = load_case(case, folder, target, torch.float32)
+    pools = {each.name: 9 for each in plan.spec.dims if not each.buckets}
+    sizes = {**plan.check_dims, **pools, **case.sizes}
     turns = (folder / "turns").open("w")  # timing is alone on the GPU
     fcntl.flock(turns, fcntl.LOCK_SH)
     example = plan.example(sizes, torch.Generator().manual_seed(1))
@@ -191,147 +291,80 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
         "engines": {},
     }
     tensors = (*plan.spec.inputs, *plan.spec.state)
-    steps: dict[str, Any] = {}
+    steps: dict[str, Callable[[], object]] = {}
 
     def torch_step() -> None:
         with plain_torch(), torch.no_grad():
             getattr(module, plan.method)(*[inputs[each.name] for each in tensors])
 
     steps["torch"] = torch_step
-    for name in ("aoti", "tensorrt", "tensorrt-shared-state"):
-        if name.endswith("state") and not plan.spec.state:
-            continue
-        backend = find_backend(name.partition("-")[0])
-        path = folder / f"{case.name}.{backend.name}{backend.suffix}"
+    for name in backends:
+        path = folder / f"{case.name}.{name}{find_backend(name).suffix}"
         found: dict[str, Any] = {}
         row["engines"][name] = found
         try:
             started = time.perf_counter()
-            engine = load_engine(backend.name, path, device)
+            engine = load_engine(name, path, device)
             engine.bind(module.state_dict())
-            if name.endswith("state"):
-                # The new state goes into the memory of the old one.
-                engine._output = lambda shape, kind, state: (  # type: ignore[attr-defined]
-                    torch.empty(shape, dtype=kind, device=device) if state is None else state
-                )
             mine = {each.name: inputs[each.name].clone() for each in tensors}
             outputs = engine.run([mine[each.name] for each in tensors])
-            torch.cuda.synchronize()
+            wait()
             found["load_and_first_run_ms"] = round(1e3 * (time.perf_counter() - started), 1)
             made = {each.name: value for each, value in zip(plan.spec.outputs, outputs, strict=True)}
             made.update({f"state.{each.name}": mine[each.name] for each in plan.spec.state})
             found["error"] = rule.worst_error(made, expected)
-            found["errors"] = {
-                each: rule.worst_error(made, {each: value}) for each, value in list(expected.items())[:6]
-            }
             found["within_limit"] = found["error"] <= row["limit"]
             steps[name] = lambda engine=engine, mine=mine: engine.run([mine[each.name] for each in tensors])
         except Exception as error:
             found["refused"] = f"{type(error).__name__}: {error}"[:1500]
-    torch.cuda.synchronize()
+    wait()
     fcntl.flock(turns, fcntl.LOCK_UN)
     fcntl.flock(turns, fcntl.LOCK_EX)
     row["clocks_before"] = clocks()
-    graphs, samples = {}, {}
-    for name, step in steps.items():
-        try:
-            graphs[name] = capture(step)
-            samples[name] = list[float]()
-        except Exception as error:
-            torch.cuda.synchronize()
-            row["engines"].setdefault(name, {})["capture_refused"] = f"{type(error).__name__}: {error}"[:1500]
-    for graph in graphs.values():
-        for _ in range(5):
-            graph.replay()
-    for _ in range(40):
-        for name, graph in graphs.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            for _ in range(5):
-                graph.replay()
-            end.record()
-            end.synchronize()
-            samples[name].append(start.elapsed_time(end) / 5)
-    for name, each in samples.items():
-        row["engines"].setdefault(name, {})["ms"] = summary(each)
+    times, refused = _times_ms(steps, is_cuda=is_cuda)
+    for name, each in times.items():
+        row["engines"].setdefault(name, {})["ms"] = each
+    for name, reason in refused.items():
+        row["engines"].setdefault(name, {})["capture_refused"] = reason
     row["clocks_after"] = clocks()
     return row
 
 
-def unit(folder: Path) -> dict[str, Any]:
-    """A matrix product, state and attention: built, run, captured and replayed, in two dtypes."""
+def _times_ms(
+    steps: Mapping[str, Callable[[], object]], *, is_cuda: bool
+) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """Milliseconds of each step, run in turns, and why a step could not be captured, by name."""
     import torch
-    from torch import Tensor, nn
+    from harness import capture, summary
 
-    from mingc.export.compile.backends.tensorrt import BACKEND
-    from mingc.runtime.engines.backends.tensorrt import load
-    from mingc.tensorrt_library import find_library, import_library
-
-    class Small(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = nn.Linear(64, 64)
-
-        def forward(self, x: Tensor, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-            rows.index_put_((places,), x)
-            queries, keys = self.model(x)[None, None], self.model(rows[places])[None, None]
-            attended = torch.nn.functional.scaled_dot_product_attention(queries, keys, x[None, None])
-            return self.model(rows).sum(0), attended[0, 0]
-
-    def errors(values: Any, references: Any) -> list[float]:
-        pairs = zip(values, references, strict=True)
-        return [float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in pairs]
-
-    row: dict[str, Any] = {"version": import_library(find_library() or "").__version__}
-    rows_dim = torch.export.Dim("R", min=4, max=64)
-    for dtype in (torch.float32, torch.bfloat16):
-        name = str(dtype).rpartition(".")[2]
-        torch.manual_seed(0)
-        own = Small().cuda().eval().requires_grad_(False).to(dtype)
-        x, rows = torch.randn(3, 64, device="cuda").to(dtype), torch.randn(9, 64, device="cuda").to(dtype)
-        places = torch.tensor([1, 7, 4], device="cuda")
-        program = torch.export.export(
-            own, (x, rows.clone(), places), dynamic_shapes=({}, {0: rows_dim}, {}), strict=False
-        )
-        path = folder / f"unit-{name}.trt"
-        print(name, "build", flush=True)
-        started = time.perf_counter()
-        BACKEND.compile(program, path, device="cuda", cache=None, where="unit")
-        row[f"{name}_build_s"] = round(time.perf_counter() - started, 2)
-        print(name, "load", flush=True)
-        engine = load(path, torch.device("cuda", 0))
-        print(name, "bind", flush=True)
-        engine.bind(own.model.state_dict())
-        mine, theirs = rows.clone(), rows.clone()
-        print(name, "run", flush=True)
-        got = engine.run([x, mine, places])
-        torch.cuda.synchronize()
-        row[f"{name}_errors"] = errors((*got, mine), (*own(x, theirs, places), theirs))
-        print(name, "capture", row, flush=True)
-        graph, later, static = torch.cuda.CUDAGraph(), torch.randn_like(x), x.clone()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            engine.run([static, mine, places])
-        stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            captured = engine.run([static, mine, places])
-        static.copy_(later)
-        graph.replay()
-        torch.cuda.synchronize()
-        row[f"{name}_captured_errors"] = errors((*captured, mine), (*own(later, theirs, places), theirs))
-        print(name, "done", row, flush=True)
-    modules = "'onnx', 'onnxscript', 'torch_tensorrt', 'tensorrt_rtx_bindings', 'onnxruntime'"
-    code = (
-        "import sys, pathlib, torch\n"
-        "from mingc.runtime.engines.backends import load_engine\n"
-        f"load_engine('tensorrt', pathlib.Path({str(path)!r}), torch.device('cuda', 0))\n"
-        f"print(sorted({{each.split('.')[0] for each in sys.modules}} & {{{modules}}}),\n"
-        "      [each for each in ('torch._dynamo', 'torch._inductor', 'torch.onnx') if each in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    row["modules_of_a_loading_process"] = done.stdout.strip() or done.stderr[-500:]
-    return row
+    refused: dict[str, str] = {}
+    runs: dict[str, Callable[[], object]] = {}
+    for name, step in steps.items():
+        try:
+            runs[name] = capture(step).replay if is_cuda else step
+        except Exception as error:
+            torch.cuda.synchronize()
+            refused[name] = f"{type(error).__name__}: {error}"[:1500]
+    repeats, turns = (5, 40) if is_cuda else (1, 3)
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        for _ in range(repeats):
+            run()
+    for _ in range(turns):
+        for name, run in runs.items():
+            if is_cuda:
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+            started = time.perf_counter()
+            for _ in range(repeats):
+                run()
+            if is_cuda:
+                end.record()
+                end.synchronize()
+                samples[name].append(start.elapsed_time(end) / repeats)
+            else:
+                samples[name].append(1e3 * (time.perf_counter() - started) / repeats)
+    return {name: summary(each) for name, each in samples.items()}, refused
 
 
 def clocks() -> str:
@@ -344,241 +377,600 @@ def clocks() -> str:
         return str(error)
 
 
-class Driver:
-    """Runs parts as processes and keeps what they report."""
+def watch_modules(path: Path) -> None:
+    """Write which compilers and TensorRT libraries this process has loaded, twice a second."""
+    while True:
+        modules = [each for each in _WATCHED if each in sys.modules]
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+        libraries = sorted({*re.findall(r"/([\w.+-]*(?:nvinfer|tensorrt|torchtrt)[\w.+-]*)\n", maps)})
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps({"modules": modules, "libraries": libraries}), encoding="utf-8")
+        partial.rename(path)
+        time.sleep(0.5)
 
-    def __init__(self, output: Path, limit: float, folder: Path) -> None:
-        self._output, self._folder = output, folder
+
+def run_server(words: list[str], report: Path) -> None:
+    """`mingc serve` in this process, which reports what it has loaded."""
+    threading.Thread(target=watch_modules, args=(report,), daemon=True).start()
+    from mingc.cli import main as command
+
+    command(["serve", *words])
+
+
+def post(url: str, path: str, body: Mapping[str, Any]) -> tuple[bytes, float]:
+    """The content of an answer and its seconds. Raises: RuntimeError with the server's message."""
+    request = urllib.request.Request(
+        f"{url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    started = time.perf_counter()
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            content = answer.read()
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(f"{path}: {error.code}: {error.read()[:600].decode(errors='replace')}") from error
+    return content, time.perf_counter() - started
+
+
+def image_url() -> str:
+    """A PNG of 64 by 64 pixels as a data URL: red grows to the right, green downwards."""
+    size = 64
+    rows = b"".join(
+        b"\0" + bytes(byte for x in range(size) for byte in (4 * x, 4 * y, 128)) for y in range(size)
+    )
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        body = kind + content
+        return len(content).to_bytes(4, "big") + body + zlib.crc32(body).to_bytes(4, "big")
+
+    header = size.to_bytes(4, "big") * 2 + bytes((8, 2, 0, 0, 0))
+    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows))
+    return "data:image/png;base64," + base64.b64encode(png + chunk(b"IEND", b"")).decode()
+
+
+def sound() -> str:
+    """One second of a rising tone at 16 kHz as WAV in base64."""
+    import math
+
+    content = BytesIO()
+    with wave.open(content, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(16000)
+        tones = (int(9000 * math.sin(6e-6 * n * n + 0.1 * n)) for n in range(16000))
+        file.writeframes(b"".join(each.to_bytes(2, "little", signed=True) for each in tones))
+    return base64.b64encode(content.getvalue()).decode()
+
+
+def requests_of(stages: tuple[str, ...]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Path and body of the requests to a server of `stages`, by name."""
+    found: dict[str, tuple[str, dict[str, Any]]] = {
+        "speech": ("/v1/audio/speech", {"input": "Hello there.", "response_format": "pcm", "seed": 5})
+    }
+    if "thinker" not in stages:
+        return found
+    spoken = {
+        "modalities": ["text", "audio"],
+        "audio": {"format": "pcm16", "max_steps": 8},
+        "max_tokens": 12,
+        "seed": 3,
+    }
+    path = "/v1/chat/completions"
+    found["spoken_chat"] = path, {"messages": [{"role": "user", "content": "Speak."}], **spoken}
+    parts: list[dict[str, Any]] = []
+    if "vision_encoder" in stages:
+        parts.append({"type": "image_url", "image_url": {"url": image_url()}})
+    if "audio_encoder" in stages:
+        parts.append({"type": "input_audio", "input_audio": {"data": sound(), "format": "wav"}})
+    if parts:
+        asked = [{"role": "user", "content": [*parts, {"type": "text", "text": "What is this?"}]}]
+        found["spoken_chat_of_media"] = path, {"messages": asked, **spoken}
+    return found
+
+
+def serve_and_ask(artifact: Path, folder: Path, stages: tuple[str, ...], backend: str) -> dict[str, Any]:
+    """Serve `artifact` with the engines of `backend` where it has some, ask once each, and stop."""
+    report = folder / "modules.json"
+    engines = ",".join(f"{each}={backend}" for each in stages if each != "thinker")
+    words = [str(artifact), "--port", "0", "--drain-seconds", "0", "--engines", engines, "--json"]
+    command = [sys.executable, "-u", "-W", "ignore", __file__, "--part", "server", "--report", str(report)]
+    started = time.perf_counter()
+    row: dict[str, Any] = {"engines": engines, "answers": {}}
+    with (folder / "server.log").open("wb") as log:
+        server = subprocess.Popen(
+            [*command, "--", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, "PYTHONPATH": python_path()},
+        )
+        assert server.stdout is not None
+        try:
+            line = server.stdout.readline()
+            if not line:
+                text = (folder / "server.log").read_text(encoding="utf-8", errors="replace")
+                raise RuntimeError(f"the server ended with {server.wait(60)}: {text[-2500:]}")
+            row["start_s"] = round(time.perf_counter() - started, 1)
+            ready = json.loads(line)
+            row["startup_s"] = ready["startup_s"]
+            for name, (path, body) in requests_of(stages).items():
+                try:
+                    row["answers"][name] = answer_row(name, *post(ready["url"], path, body))
+                except (RuntimeError, OSError, ValueError, KeyError) as error:
+                    row["answers"][name] = {"error": str(error)[:1500]}
+            time.sleep(1.2)  # two more reports of the server
+            row["loaded"] = json.loads(report.read_text(encoding="utf-8"))
+        finally:
+            server.terminate()
+            try:
+                row["exit"] = server.wait(30)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                row["exit"] = server.wait()
+            server.stdout.close()
+    return row
+
+
+def answer_row(name: str, content: bytes, elapsed: float) -> dict[str, Any]:
+    """Text and length of speech of an answer; 16-bit samples."""
+    if name == "speech":
+        audio, text = content, None
+    else:
+        message = json.loads(content)["choices"][0]["message"]
+        text = message.get("content")
+        audio = base64.b64decode((message.get("audio") or {}).get("data") or "")
+    samples = [
+        int.from_bytes(audio[at : at + 2], "little", signed=True) for at in range(0, len(audio) - 1, 2)
+    ]
+    return {
+        "s": round(elapsed, 3),
+        "text": text,
+        "samples": len(samples),
+        "loudest": max(map(abs, samples), default=0),
+    }
+
+
+@dataclass
+class Running:
+    """A part that runs as a process of its own session, until `end` of the monotonic clock."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    end: float
+
+
+class Driver:
+    """Runs parts as processes with limits, and keeps what they report as soon as they end."""
+
+    def __init__(self, output: Path, folder: Path, limit: float, commit: str, command: list[str]) -> None:
+        self._output, self._folder, self._commit, self._command = output, folder, commit, command
         self._end = time.monotonic() + limit
+        self._running: list[Running] = []
         self.results: dict[str, Any] = {}
 
     @property
     def left(self) -> float:
+        """Seconds of the whole run that are left."""
         return self._end - time.monotonic()
 
-    def start(self, name: str, words: list[str]) -> subprocess.Popen[bytes]:
-        log = (self._folder / f"{name}.log").open("wb")
-        return subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    def start(
+        self, name: str, words: list[str], limit: float, environment: Mapping[str, str] | None = None
+    ) -> Running:
+        """Start a command that is killed after `limit` seconds, or at the end of the run."""
+        (self._folder / f"{name}.json").unlink(missing_ok=True)  # of an earlier run
+        paths = [self._folder / f"{name}.{kind}" for kind in ("out", "log")]
+        with paths[0].open("wb") as out, paths[1].open("wb") as log:
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=log,
+                cwd=ROOT,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": python_path(), **(environment or {})},
+            )
+        running = Running(name, process, time.monotonic() + min(limit, max(0.0, self.left)))
+        self._running.append(running)
+        return running
 
     def part(self, *words: str) -> list[str]:
-        return [
-            sys.executable,
-            "-X",
-            "faulthandler",
-            "-u",
-            "-W",
-            "ignore",
-            __file__,
-            "--folder",
-            str(self._folder),
-            *words,
-        ]
+        """The command of a part that is a function of this script."""
+        script = [sys.executable, "-X", "faulthandler", "-u", "-W", "ignore", __file__]
+        return [*script, "--folder", str(self._folder), *words]
 
-    def finish(self, name: str, process: subprocess.Popen[bytes], limit: float) -> None:
-        """Wait for a part and keep its result, or the end of its log."""
-        try:
-            code: Any = process.wait(max(1.0, min(limit, self.left)))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.wait()
+    def is_done(self, running: Running) -> bool:
+        """Whether the part has ended; its result is kept. One that is out of time is killed."""
+        code: Any = running.process.poll()
+        if code is None and time.monotonic() < running.end:
+            return False
+        if code is None:
             code = "out of time"
-        result = self._folder / f"{name}.json"
-        log = (self._folder / f"{name}.log").read_bytes().decode(errors="replace")
+        self.stop(running)
+        name = running.name
+        result, out = self._folder / f"{name}.json", self._folder / f"{name}.out"
         if result.exists():
-            self.keep(name, json.loads(result.read_text()))
-        else:
-            self.keep(name, {"exit": code, "log": log[-2500:]})
+            self.keep(name, json.loads(result.read_text(encoding="utf-8")))
+            return True
+        text = out.read_bytes().decode(errors="replace")
+        log = (self._folder / f"{name}.log").read_bytes().decode(errors="replace")
+        row: dict[str, Any] = {"exit": code, "log": log[-2500:]}
+        try:
+            row["document"] = json.loads(text)
+        except ValueError:
+            row["out"] = text[-1000:]
+        self.keep(name, row)
+        return True
+
+    def finish(self, running: Running) -> Any:
+        """Wait for a part to end, or for its limit. Returns its result."""
+        while not self.is_done(running):
+            time.sleep(0.1)
+        return self.results[running.name]
+
+    def stop(self, running: Running) -> None:
+        """End a part with all that it started."""
+        if running in self._running:
+            self._running.remove(running)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.process.pid, signal.SIGKILL)
+        running.process.wait()
+
+    def stop_all(self) -> None:
+        for running in [*self._running]:
+            self.stop(running)
 
     def keep(self, name: str, found: Any) -> None:
+        """Write all results with this one."""
         self.results[name] = found
-        text = json.dumps(self.results, indent=1, sort_keys=True)
-        (self._output / "results.json").write_text(text)
+        write_whole(self._output / "results.json", self.results)
+        if _COMMIT.fullmatch(self._commit):
+            write_whole(self._output / "result.json", document(self.results, self._commit, self._command))
         print(f"{self.left:6.0f} s left  {name}: {json.dumps(found)[:600]}", flush=True)
 
 
-def drive(
-    output: Path, limit: float, folder: Path, chosen: list[str], *, dry: bool, tiny_backend: str
-) -> None:
-    import torch
+def python_path() -> str:
+    """This checkout before what the caller has on the path, such as libraries."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
-    driver = Driver(output, limit, folder)
-    machine = {"gpu": clocks(), "torch": torch.__version__, "python": sys.version.split()[0]}
-    small = None
-    driver.keep("machine", {**machine, "cpus": os.cpu_count(), "command": sys.argv})
-    if not dry:
-        small = driver.start("unit", driver.part("--part", "unit"))
-    exporting = (
-        driver.start("tiny-export", tiny_export(folder / "tiny", tiny_backend)) if tiny_backend else None
-    )
-    cases = [each for each in CASES if not chosen or any(word in each.name for word in chosen)]
-    names = ("tensorrt",) if dry else ("tensorrt", "aoti")
-    # The longest builds first: the unrolled solver of the released model.
-    waiting = sorted(
-        ((case, name) for case in cases for name in names if (case.config, name) != ("tiny", "aoti")),
-        key=lambda each: (each[1] == "aoti", each[0].config == "tiny", "cfm" not in each[0].name),
-    )
-    running: dict[str, subprocess.Popen[bytes]] = {}
-    measuring = 0.0 if dry else 0.47 * limit
-    while (waiting or running) and driver.left > measuring:
-        while waiting and len(running) < (2 if dry else 14):
-            case, name = waiting.pop(0)
-            label = f"build-{case.name}.{name}"
-            words = ["--part", "build", "--case", case.name, "--backend", name]
-            running[label] = driver.start(label, driver.part(*words, *(["--dry-run"] if dry else [])))
-        for label, process in list(running.items()):
-            if process.poll() is not None:
-                driver.finish(label, running.pop(label), 5)
-        time.sleep(0.2)
-    for label, process in running.items():
-        driver.finish(label, process, 0)
-    if dry:
+
+def write_whole(path: Path, value: Any) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    partial.rename(path)
+
+
+def document(results: Mapping[str, Any], commit: str, command: list[str]) -> dict[str, Any]:
+    """The result file of what is known so far."""
+    machine = results.get("machine", {})
+    gpu, _, rest = str(machine.get("gpu", "")).partition(",")
+    words = [Path(word).name if word.startswith("/") else word for word in command]
+    return {
+        "schema": 1,
+        "benchmark": "tensorrt_engines",
+        "commit": commit,
+        "command": shlex.join(["python", "benchmarks/tensorrt_engines.py", *words]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "hardware": {"gpu": gpu, "count": 1, "driver": rest.strip().partition(",")[0]},
+        "versions": machine.get("versions", {}),
+        "figures": figures(results),
+    }
+
+
+def figures(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows of the result file, from the results of parts by name."""
+    rows: list[dict[str, Any]] = []
+    for name, found in results.items():
+        kind, _, case = name.partition("-")
+        if kind == "build":
+            case, _, backend = case.rpartition(".")
+            rows.append(_build_row(case, backend, found))
+        elif kind == "measure":
+            rows += _measure_rows(case, found)
+        elif kind == "tiny" and case == "serve":
+            rows += _served_rows(found)
+        elif kind == "auto" and case == "export":
+            rows += found.get("times", [])
+        if kind in ("tiny", "auto") and "exit" in found and case != "serve":
+            rows.append(_command_row(name, found))
+    return rows
+
+
+def _build_row(case: str, backend: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": "build_s", "case": case, "backend": backend, "n": 1, "unit": "s"}
+    if "compile_s" in found:
+        return {**row, "median": round(found["compile_s"], 2), "bytes": found["bytes"]}
+    return {**row, "median": None, "refused": found.get("refused", found.get("exit"))}
+
+
+def _measure_rows(case: str, found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if "engines" not in found:
+        return [{"name": "latency_ms", "case": case, "median": None, "refused": found.get("exit"), "n": 0}]
+    rows: list[dict[str, Any]] = []
+    for backend, each in found["engines"].items():
+        of = {"case": case, "backend": backend}
+        if "ms" in each:
+            rows.append({"name": "latency_ms", **of, **each["ms"], "unit": "ms"})
+        if "error" in each:
+            limit = {"tolerance": found["limit"], "n": 1, "unit": "of the largest value"}
+            rows.append({"name": "error", **of, "median": each["error"], **limit})
+            first = each["load_and_first_run_ms"]
+            rows.append({"name": "load_and_first_run_ms", **of, "median": first, "n": 1, "unit": "ms"})
+        for reason in (each.get("refused"), each.get("capture_refused")):
+            if reason is not None:
+                rows.append({"name": "latency_ms", **of, "median": None, "refused": reason, "n": 0})
+    return rows
+
+
+def _served_rows(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if "answers" not in found:
+        return [{"name": "served", "median": None, "refused": found.get("log") or found.get("exit"), "n": 0}]
+    rows: list[dict[str, Any]] = [
+        {"name": "served", "case": name, "engines": found["engines"], "median": each.get("s"), "n": 1,
+         "unit": "s", **{key: each[key] for key in ("text", "samples", "loudest", "error") if key in each}}
+        for name, each in found["answers"].items()
+    ]  # fmt: skip
+    if "start_s" in found:
+        rows.append({"name": "server_start_s", "median": found["start_s"], "n": 1, "unit": "s"})
+    if "loaded" in found:
+        rows.append(
+            {"name": "loaded_by_server", "median": len(found["loaded"]["modules"]), "n": 1, **found["loaded"]}
+        )
+    return rows
+
+
+def _command_row(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    made = found.get("document") or {}
+    kept = ("seconds", "passed", "checked", "failed", "notes")
+    row = {"name": "command", "case": name, "median": found["exit"], "n": 1, "unit": "exit code"}
+    problem = {} if found["exit"] == 0 else {"log": found.get("log", "")[-600:]}
+    return {**row, **{key: made[key] for key in kept if key in made}, **problem}
+
+
+def export_words(
+    given: argparse.Namespace, artifact: Path, stages: tuple[str, ...], *backends: str
+) -> list[str]:
+    """The command that exports the tiny checkpoint; plans and engines are shared by the parts of a run."""
+    words = [sys.executable, "-u", "-W", "ignore", "-m", "mingc", "export", "tests/data/tiny-ming", "--json"]
+    for each in backends:
+        words += ["--backend", each]
+    words += ["--target", given.target, "--dtype", given.dtype, "--stages", ",".join(stages)]
+    words += ["--batch-sizes", ",".join(map(str, given.batch_sizes)), "--prefill-chunk-size", "64"]
+    words += ["--max-model-len", "256"] if "thinker" in stages else []
+    words += ["--jobs", str(given.jobs), "--cache", str(given.folder / "cache"), "--force"]
+    return [*words, "--output", str(artifact)]
+
+
+def run_tiny(driver: Driver, given: argparse.Namespace, end: float) -> None:
+    """Export, serve and verify the tiny checkpoint with engines of the backend for all stages but the thinker."""
+    stages = tuple(each for each in (*ENCODERS, *SPEECH) if each in given.stages)
+    every = ("thinker", *stages)
+    artifact = given.folder / "tiny"
+
+    def left() -> float:
+        return end - time.monotonic()
+
+    words = export_words(given, artifact, every, "aoti", f"{given.backend}:{','.join(stages)}")
+    made = driver.finish(driver.start("tiny-export", words, left()))
+    if made.get("exit") != 0:
         return
-    driver.finish("unit", small, 1)
-    left = [case for case in cases if (folder / f"build-{case.name}.tensorrt.json").exists()]
-    while left or running:
-        while left and len(running) < 5:
-            case = left.pop(0)
-            label = f"measure-{case.name}"
-            running[label] = driver.start(label, driver.part("--part", "measure", "--case", case.name))
-        for label, process in list(running.items()):
-            if process.poll() is not None or driver.left < 0.22 * limit:
-                driver.finish(label, running.pop(label), 1)
-        if driver.left < 0.22 * limit:
-            break
+    asked = ["--part", "serve", "--artifact", str(artifact), "--stages", ",".join(every)]
+    driver.finish(driver.start("tiny-serve", driver.part(*asked, "--backend", given.backend), left()))
+    words = [sys.executable, "-u", "-W", "ignore", "-m", "mingc", "verify", str(artifact)]
+    words += ["--json"]
+    # The ids that the official code chose are those of float32, and it answered two requests at once.
+    if given.dtype == "float32" and max(given.batch_sizes) > 1:
+        words += ["--reference", "tests/data"]
+    checked = driver.finish(driver.start("tiny-verify", words, left()))
+    if "document" in checked:  # thousands of comparisons: those that failed
+        whole_report = checked["document"]
+        failed = [each for each in whole_report["comparisons"] if each["outcome"] == "FAIL"]
+        kept = {
+            key: value
+            for key, value in whole_report.items()
+            if key not in ("comparisons", "not_engine_outputs")
+        }
+        driver.keep("tiny-verify", {**checked, "document": {**kept, "failures": failed[:20]}})
+
+
+def run_released(driver: Driver, given: argparse.Namespace, end: float) -> None:
+    """Build engines side by side, then measure, a case after the other within each step."""
+    cases = cases_of(given.layers, given.sizes, given.cases)
+    names = (given.backend,) if given.dry_run else (given.backend, "aoti")
+    waiting = [(case, name) for case in cases for name in names if (case.config, name) != ("tiny", "aoti")]
+    building: list[tuple[Case, Running]] = []
+    measuring_s = 0.0 if given.dry_run else 0.4 * (end - time.monotonic())
+    while waiting or building:
+        if end - time.monotonic() < measuring_s:
+            waiting = []
+        while waiting and len(building) < given.jobs:
+            case, name = waiting.pop(0)
+            words = ["--part", "build", "--case", case.name, "--layers", str(given.layers)]
+            words += ["--sizes", str(given.sizes), "--backend", name, "--target", given.target]
+            words += ["--dry-run"] if given.dry_run else []
+            limit = min(given.build_limit, end - measuring_s - time.monotonic())
+            label = f"build-{case.name}.{name}"
+            started = driver.start(label, driver.part(*words), limit, case.environment)
+            building.append((case, started))
+        building = [each for each in building if not driver.is_done(each[1])]
         time.sleep(0.1)
-    if exporting is not None:
-        driver.finish("tiny-export", exporting, driver.left - 45)
-        verify_tiny(driver, output, folder / "tiny")
-
-
-def verify_tiny(driver: Driver, output: Path, artifact: Path) -> None:
-    """Verify the tiny artifact, which serves its recorded requests, spoken ones among them."""
-    words = ["verify", str(artifact), "--reference", str(ROOT / "tests/data"), "--json"]
-    command = [sys.executable, "-u", __file__, "--mingc", *words]
-    driver.finish("tiny-verify", driver.start("tiny-verify", command), driver.left - 2)
-
-
-def tiny_export(artifact: Path, chosen: str) -> list[str]:
-    """The command that exports the tiny checkpoint with TensorRT engines beside the thinker of AOTInductor."""
-    options = [
-        "--target",
-        "cuda",
-        "--backend",
-        "aoti",
-        "--backend",
-        chosen,
-        "--no-cache",
+    if given.dry_run:
+        return
+    left = [
+        case for case in cases if "compile_s" in driver.results.get(f"build-{case.name}.{given.backend}", {})
     ]
-    options += ["--stages", "thinker,talker,cfm,audio_vae"]
-    options += ["--batch-sizes", "1,2", "--prefill-chunk-size", "64", "--jobs", "7"]
-    checkpoint = str(ROOT / "tests/data/tiny-ming")
-    return [
-        sys.executable,
-        __file__,
-        "--mingc",
-        "export",
-        checkpoint,
-        *options,
-        "--output",
-        str(artifact),
-    ]
+    measuring: list[Running] = []
+    while left or measuring:
+        if time.monotonic() > end:
+            break
+        while left and len(measuring) < min(4, given.jobs):
+            case = left.pop(0)
+            built = [
+                name for name in names if "compile_s" in driver.results.get(f"build-{case.name}.{name}", {})
+            ]
+            words = ["--part", "measure", "--case", case.name, "--layers", str(given.layers)]
+            words += ["--sizes", str(given.sizes), "--backend", ",".join(built), "--target", given.target]
+            started = driver.start(
+                f"measure-{case.name}", driver.part(*words), end - time.monotonic(), case.environment
+            )
+            measuring.append(started)
+        measuring = [each for each in measuring if not driver.is_done(each)]
+        time.sleep(0.1)
+    for each in measuring:
+        driver.is_done(each)
 
 
-def apply_way() -> None:
-    """Let the backend build for CUDA, and make contexts as the environment says.
-
-    `config`: as the loader does, with memory for the largest sizes; `user`: the same without a runtime configuration;
-    `own` and `ownconfig`: with memory of their own.
-    """
-    from mingc.export.compile.backends.tensorrt import TensorRtBackend
-    from mingc.runtime.engines.backends import tensorrt
-
-    TensorRtBackend.unsupported_reason = lambda self, target, dtype: None  # type: ignore[method-assign]
-    way = os.environ.get(_WAY, "config")
-    real = tensorrt._create_context
-
-    def create(library: Any, engine: Any) -> Any:
-        if way == "config":
-            return _Memory(real(library, engine), engine.device_memory_size_v2)
-        if way == "user":
-            strategy = library.ExecutionContextAllocationStrategy.USER_MANAGED
-            return _Memory(engine.create_execution_context(strategy), engine.device_memory_size_v2)
-        if way == "own":
-            return _Memory(engine.create_execution_context(), None)
-        config = engine.create_runtime_config()
-        strategies = library.DynamicShapesKernelSpecializationStrategy
-        config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER
-        return _Memory(engine.create_execution_context(config), None)
-
-    tensorrt._create_context = create
+def run_auto(driver: Driver, given: argparse.Namespace, end: float) -> None:
+    """Let an export choose between all backends that are installed, and keep the times that it chose from."""
+    artifact = given.folder / "auto"
+    stages = tuple(each for each in SPEECH if each in given.stages)
+    words = export_words(given, artifact, stages, "auto")
+    made = driver.finish(driver.start("auto-export", words, end - time.monotonic()))
+    if made.get("exit") == 0:
+        manifest = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))
+        driver.keep("auto-export", {**made, "times": trial_rows(manifest)})
 
 
-class _Memory:
-    """A context whose memory has `size` bytes; None: it keeps memory of its own."""
+def trial_rows(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Times of every engine that was tried, and what was refused, from the manifest of an artifact."""
+    rows: list[dict[str, Any]] = []
+    for stage, record in manifest["stages"].items():
+        for name, graph in record["graphs"].items():
+            trial = graph.get("trial") or {"timings": [], "refused": []}
+            kept = [(each["backend"], each["dims"]) for each in graph["engines"]]
+            for each in trial["timings"]:
+                is_kept = any(
+                    backend == each["backend"]
+                    and all(each["dims"].get(dim) == size for dim, size in (dims or {}).items())
+                    for backend, dims in kept
+                )
+                rows.append(
+                    {"name": "auto_us", "case": f"{stage}.{name}", "backend": each["backend"], "dims": each["dims"],
+                     "median": each["median_us"], "n": each["calls"], "unit": "us", "kept": is_kept}
+                )  # fmt: skip
+            rows += [
+                {"name": "auto_us", "case": f"{stage}.{name}", "backend": each["backend"], "median": None, "n": 0,
+                 "refused": each["reason"]}
+                for each in trial["refused"]
+            ]  # fmt: skip
+    return rows
 
-    def __init__(self, context: Any, size: int | None) -> None:
-        self._context, self._size = context, size
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
+def drive(given: argparse.Namespace) -> None:
+    given.output.mkdir(parents=True, exist_ok=True)
+    commit = given.commit or _commit()
+    driver = Driver(given.output, given.folder, given.limit, commit, sys.argv[1:])
+    driver.keep(
+        "machine", {"gpu": clocks(), "cpus": os.cpu_count(), "versions": versions(), "commit": commit}
+    )
+    runs = {"tiny": run_tiny, "released": run_released, "auto": run_auto}
+    parts = ("released",) if given.dry_run else given.parts
+    try:
+        for index, part in enumerate(parts):
+            shares = [PARTS[each] for each in parts[index:]]
+            runs[part](driver, given, time.monotonic() + driver.left * shares[0] / sum(shares))
+    finally:
+        driver.stop_all()
 
-    def update_device_memory_size_for_shapes(self) -> int:
-        return self._size or 0
 
-    def set_device_memory(self, address: int, size: int) -> None:
-        if self._size:
-            self._context.set_device_memory(address, size)
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "mingc": "0"}
+    for name, distributions in {**_PACKAGES, "mingc": ("mingc",)}.items():
+        for each in distributions:
+            try:
+                found[name] = version(each)
+                break
+            except PackageNotFoundError:
+                continue
+    code = "import torch, mingc, json; print(json.dumps([torch.__version__, torch.version.cuda, mingc.__version__]))"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    if done.returncode == 0:
+        torch_version, cuda, own = json.loads(done.stdout)
+        found |= {"torch": torch_version, "mingc": own, **({"cuda": cuda} if cuda else {})}
+    return found
 
 
-def main() -> None:
-    sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-    if sys.argv[1:2] == ["--mingc"]:
-        apply_way()
-        from mingc.cli import main as command
+def _commit() -> str:
+    try:
+        words = ["git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", "HEAD"]
+        return subprocess.run(words, capture_output=True, text=True, timeout=20).stdout.strip()
+    except OSError:
+        return ""
 
-        command(sys.argv[2:])
+
+def _listed(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    """Names of `known`, separated by commas, each once."""
+
+    def read(text: str) -> tuple[str, ...]:
+        words = tuple(part.strip() for part in text.split(","))
+        for word in words:
+            if word not in known:
+                raise argparse.ArgumentTypeError(f"{word!r} is not one of {', '.join(known)}")
+        if len({*words}) < len(words):
+            raise argparse.ArgumentTypeError(f"{text} names a word twice")
+        return words
+
+    return read
+
+
+def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--limit", type=float, default=420)
-    parser.add_argument("--cases", default="")
-    parser.add_argument("--tiny-export", action="store_true")
+    parser.add_argument("--output", type=Path, help="folder of results.json and result.json")
+    parser.add_argument("--parts", type=_listed(tuple(PARTS)), default=tuple(PARTS))
+    parser.add_argument("--limit", type=seconds, default=480, help="seconds of the whole run")
+    parser.add_argument("--build-limit", type=seconds, default=150, help="seconds of one build of `released`")
+    parser.add_argument("--jobs", type=whole(1, 256), default=max(1, min(14, (os.cpu_count() or 2) - 2)))
+    parser.add_argument("--layers", type=whole(0, 64), default=4, help="of each transformer; 0: as released")
+    parser.add_argument("--sizes", type=whole(1, len(SIZES)), default=2, help="sizes of a graph")
+    parser.add_argument("--cases", type=lambda text: tuple(filter(None, text.split(","))), default=())
+    parser.add_argument(
+        "--stages", type=_listed(("thinker", *ENCODERS, *SPEECH)), default=(*ENCODERS, *SPEECH)
+    )
+    parser.add_argument("--target", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--backend", default="tensorrt")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the tiny checkpoint")
+    parser.add_argument("--batch-sizes", type=wholes(1, 16), default=(1,), help="of the tiny checkpoint")
+    parser.add_argument("--commit", default="", help="commit that is measured, where this is no git checkout")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/mingc-tensorrt-engines"), help="scratch")
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/mingc-tensorrt-engines"))
-    parser.add_argument("--part")
-    parser.add_argument("--case")
-    parser.add_argument("--backend")
-    parser.add_argument("--tiny-backend", default="tensorrt:talker,cfm,audio_vae")
-    given = parser.parse_args()
+    for name in ("--part", "--case", "--artifact", "--report"):  # of the processes that this one starts
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    words, rest = sys.argv[1:], []
+    if "--" in words:
+        rest = words[words.index("--") + 1 :]
+        words = words[: words.index("--")]
+    given = parser.parse_args(words)
+    if given.part is None and given.output is None:
+        parser.error("--output is needed")
+    given.dtype = given.dtype or ("bfloat16" if given.target == "cuda" else "float32")
+    return given, rest
+
+
+def main() -> None:
+    sys.path[:0] = [str(ROOT)]
+    given, rest = parse_args()
+    if given.part == "server":
+        run_server(rest, Path(given.report))
+        return
     given.folder.mkdir(parents=True, exist_ok=True)
     if given.part is None:
-        chosen = list(filter(None, given.cases.split(",")))
-        drive(
-            given.output,
-            given.limit,
-            given.folder,
-            chosen,
-            dry=given.dry_run,
-            tiny_backend=given.tiny_backend if given.tiny_export else "",
-        )
+        drive(given)
         return
-    name = "unit" if given.part == "unit" else f"{given.part}-{given.case}"
-    if given.part == "build":
-        name += f".{given.backend}"
-    if given.part == "unit":
-        apply_way()
-        found = unit(given.folder)
-    elif given.part == "build":
-        apply_way()
-        found = build(find_case(given.case), given.folder, given.backend, dry=given.dry_run)
+    if given.part == "serve":
+        name = "tiny-serve"
+        found = serve_and_ask(Path(given.artifact), given.folder, given.stages, given.backend)
     else:
-        apply_way()
-        found = measure(find_case(given.case), given.folder)
-    (given.folder / f"{name}.json").write_text(json.dumps(found))
+        (case,) = [each for each in cases_of(given.layers, given.sizes) if each.name == given.case]
+        if given.part == "build":
+            name = f"build-{case.name}.{given.backend}"
+            found = build(case, given.folder, given.backend, given.target, dry=given.dry_run)
+        else:
+            name = f"measure-{case.name}"
+            found = measure(case, given.folder, tuple(given.backend.split(",")), given.target)
+    write_whole(given.folder / f"{name}.json", found)
 
 
-if __name__ == "__mp_main__":  # a worker process of an export
-    apply_way()
 if __name__ == "__main__":
     main()

@@ -396,7 +396,15 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     type=int,
     default=None,
     show_default="the talker's largest batch",
-    help="Speech segments generated at the same time; with --speech-lead it may exceed a batch.",
+    help="Speech segments that each talker generates at the same time; with --speech-lead it may exceed a batch.",
+)
+@click.option(
+    "--talker-device",
+    "talker_devices",
+    callback=names,
+    metavar="DEVICE,…",
+    show_default="the first device of the thinker",
+    help="Devices of the talkers, one each (cuda:2,cuda:3); each answer is spoken by one of them.",
 )
 @click.option(
     "--speech-lead",
@@ -413,6 +421,13 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     type=float,
     default=60.0,
     help="Seconds that a thinker step may take before its ranks count as lost.",
+)
+@click.option(
+    "--expert-usage-interval",
+    "expert_usage_interval_s",
+    type=float,
+    default=0.0,
+    help="Count the experts that a decode step of the thinker reads once in so many seconds; 0: never.",
 )
 @click.option(
     "--drain-seconds",
@@ -523,6 +538,7 @@ def serve_command(
         max_waiting=options.pop("max_queue"),
         num_torch_threads=options.pop("threads"),
         engines=options.pop("engines") or (),
+        talker_devices=options.pop("talker_devices") or (),
         **options,
     )
     configure_logging(log_level, log_format)

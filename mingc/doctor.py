@@ -162,13 +162,15 @@ def examine(artifacts: Sequence[Path] = ()) -> DoctorReport:
 
 
 def _targets(checks: Sequence[Check]) -> tuple[TargetVerdict, ...]:
-    """One for each device with AOTInductor, one for ONNX Runtime, one for TensorRT and RTX cards."""
+    """One for each device with AOTInductor, one for ONNX Runtime, for TensorRT one for CUDA and one for RTX cards."""
     base = ["python", *_REQUIRED, "torch version"]
     serve = [dist for _, dist, _, extra in _OPTIONAL if extra == "serve"]
     needs = {  # for both, to export, to serve
         "cpu, aoti": ([*base, "engine loader"], ["C++ compiler", "onnxruntime"], serve),
         "cpu, onnx": ([*base, "onnxruntime"], ["onnx", "onnxscript"], serve),
         "cuda, aoti": ([*base, "engine loader", "cuda"], ["C++ compiler", "triton", "onnxruntime"], serve),
+        # The plans are built on the GPU that they are for; whether the library runs there is found by building.
+        "cuda, tensorrt": ([*base, "tensorrt-rtx", "cuda"], ["onnx", "onnxscript"], serve),
         "rtx, tensorrt": (
             [*base, "tensorrt-rtx"],
             ["onnx", "onnxscript", "onnxruntime"],  # no card: plans are built for those that --target names

@@ -39,13 +39,16 @@ class Gpu:
         return lookup(self.capability, self.name, self.num_multiprocessors)
 
 
-def current_host(device: str) -> Host:
-    """The machine this process runs on, as seen for `device` (cpu or cuda); as a CPU where there is no GPU."""
+def current_host(device: str, index: int | None = None) -> Host:
+    """The machine this process runs on, as seen for `device` (cpu or cuda); as a CPU where there is no GPU.
+
+    `index`: of the GPU; None: the current one.
+    """
     import torch
 
     release = torch.__version__.split("+")[0]
     if device == "cuda" and torch.cuda.is_available():
-        capability = "{}.{}".format(*gpu().capability)
+        capability = "{}.{}".format(*gpu(index).capability)
     else:
         device = "cpu"
         capability = torch.backends.cpu.get_cpu_capability()

@@ -30,6 +30,8 @@ class EngineHeader:
         inputs, weights: names of the inputs that are given in every call, then of the weights.
         outputs: names of results, then of new states.
         state: for each new state the index of the input that it replaces.
+        slots: index of the input with the rows of states that a call reads and writes. The plan has states of these
+            rows alone, behind row 0, which is padding; None: it has whole states.
         model_bytes, plan_bytes: sizes of the parts behind the header.
     """
 
@@ -42,6 +44,7 @@ class EngineHeader:
     state: tuple[int, ...]
     model_bytes: int
     plan_bytes: int
+    slots: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,4 +99,5 @@ def _header(document: Any) -> EngineHeader:
         state=tuple(map(int, document["state"])),
         model_bytes=int(document["model_bytes"]),
         plan_bytes=int(document["plan_bytes"]),
+        slots=None if document.get("slots") is None else int(document["slots"]),
     )

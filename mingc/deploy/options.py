@@ -58,7 +58,8 @@ class DeployOptions:
         upscale_delay_s: time above the target before replicas are added.
         downscale_delay_s: time below the target before replicas are removed.
         num_gpus: GPUs of a replica; None: the ranks of a CUDA artifact, 0 for a CPU artifact, and `tp` or 1 when the
-            artifact is fetched or not there yet. A fraction lets replicas of one rank share a GPU.
+            artifact is fetched or not there yet; or more, up to the last one of `talker_devices`. A fraction lets
+            replicas of one rank share a GPU.
         speech_num_gpus: the same of the second deployment.
         num_cpus: CPUs that Ray reserves for a replica.
         graceful_shutdown_timeout_s: time that running requests of a removed replica may continue.
@@ -140,6 +141,8 @@ class DeployOptions:
             )
         if self.speech_artifact is not None and not self.speech:
             problems.append("speech is off, but speech_artifact is given")
+        if self.engines.talker_devices and not self.speech:
+            problems.append("speech is off, but talker_devices are given")
         if self.speech_artifact is None:
             problems += [
                 f"{name} is of the second deployment, which needs speech_artifact"

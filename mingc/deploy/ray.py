@@ -53,7 +53,8 @@ def _check_api_keys() -> None:
 def build_application(options: DeployOptions, ingress: type[ModelReplica] = ModelReplica) -> Application:
     """The application for `options`. `ingress`: class of the replicas that answer HTTP requests. Raises: as `app`."""
     _check_api_keys()
-    gpus = _num_gpus(options.artifact, options, options.num_gpus, tp=options.tp)
+    is_whole = options.speech_artifact is None
+    gpus = _num_gpus(options.artifact, options, options.num_gpus, tp=options.tp, has_talkers=is_whole)
     model = _deployment(serve.ingress()(ingress)).options(
         name="mingc",
         **_common(options, gpus, options.min_replicas, options.max_replicas),
@@ -104,20 +105,26 @@ def _affinity(options: DeployOptions) -> dict[str, Any]:
     return {"request_router_config": RequestRouterConfig(request_router_class=_AFFINITY_ROUTER)}  # type: ignore[arg-type]
 
 
-def _num_gpus(artifact: str, options: DeployOptions, given: float | None, *, tp: int | None) -> float:
+def _num_gpus(
+    artifact: str, options: DeployOptions, given: float | None, *, tp: int | None, has_talkers: bool = True
+) -> float:
     """GPUs of a replica: given, or by the manifest, or one per rank when the artifact is not here yet.
+
+    Where talkers are loaded, at least as many as their devices need.
 
     Raises: ConfigError when the artifact has engines for CPUs and GPUs, and no target is given.
     """
     if given is not None:
         return given
     root = Path(artifact)
+    gpus = [int(name.partition(":")[2]) for name in options.engines.talker_devices if name != "cpu"]
+    least = float(1 + max(gpus)) if gpus and has_talkers else 0.0
     if options.fetch is not None or not (root.is_file() or (root / FILE_NAME).exists()):
-        return float(tp or 1)
+        return max(float(tp or 1), least)
     manifest, target = open_artifact(root).manifest, options.engines.target
     views = target_views(manifest) if target is None else (target_view(manifest, target),)
     needs = {
-        each.fingerprint.target: float(each.fingerprint.world_size)
+        each.fingerprint.target: max(float(each.fingerprint.world_size), least)
         if each.fingerprint.device == "cuda"
         else 0.0
         for each in views

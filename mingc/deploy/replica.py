@@ -67,7 +67,11 @@ def open_model(artifact: str, options: DeployOptions, *, tp: int | None, loads_s
     """
     root = fetched_artifact(artifact, options.fetch, options.cache)
     sys.setswitchinterval(_SWITCH_S)
-    service = open_service(root, replace(options.engines, tp=tp, loads_speech=loads_speech))
+    talker_devices = options.engines.talker_devices if loads_speech else ()
+    service = open_service(
+        root,
+        replace(options.engines, tp=tp, loads_speech=loads_speech, talker_devices=talker_devices),
+    )
     gc.collect()
     gc.freeze()  # a full collection would traverse all start-up objects while every stream waits
     return service

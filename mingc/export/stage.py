@@ -117,7 +117,9 @@ class GraphDef:
     the sizes at which goldens and parity are taken. A graph that routes tokens to experts by the module's submodule
     `router` names in `routing` a method that is called with the inputs and whose return value ends with the expert
     ids (tokens, K) and weights (tokens, K): low-precision engines are compared token by token (see
-    `mingc.export.checks.routing`). Graphs with the largest `compile_cost` are compiled first.
+    `mingc.export.checks.routing`). Graphs with the largest `compile_cost` are compiled first. `slots` names an int64
+    input (rows,) of a graph whose states are pools: a call reads and writes no other rows of them, along their first
+    axis, than those and row 0, which is padding.
     """
 
     spec: GraphSpec
@@ -127,6 +129,7 @@ class GraphDef:
     check_dims: dict[str, int]
     routing: str | None = None
     compile_cost: int = 0
+    slots: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -220,6 +220,19 @@ class ServiceInfo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryUse:
+    """Bytes that one part of a running model has allocated on one device.
+
+    `device`: `cpu`, `cuda:N`, or `host` for memory of the host beside a model on any device. `owner`: the weights of a
+    stage (`thinker_weights`), `kv_pages`, `talker_slots`, or `encoder_cache`, which is a limit.
+    """
+
+    device: str
+    owner: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceLoad:
     """Load of a running model.
 
@@ -229,7 +242,9 @@ class ServiceLoad:
     given to other requests; `cached_pages` is what it holds now, pages in use included. Since the start `encoder_hits`
     images, videos and clips were not encoded again and `encoder_misses` were; `encoder_cache_bytes` of embeddings are
     kept. `listeners`: live speech in the making, by state. `num_underruns`: its patches that were ready after their
-    playback time, since the start.
+    playback time, since the start. `experts_read`: by rows of a decode step, how many such steps were counted since the
+    start, and the sum over them of the mean number of different experts that a layer read. `memory`: what was
+    allocated at start.
     """
 
     kv_pages_used: int = 0
@@ -244,6 +259,8 @@ class ServiceLoad:
     encoder_cache_bytes: int = 0
     listeners: Mapping[str, int] = field(default_factory=dict)
     num_underruns: int = 0
+    memory: tuple[MemoryUse, ...] = ()
+    experts_read: Mapping[int, tuple[int, float]] = field(default_factory=dict)
 
 
 class Service(Protocol):

@@ -23,6 +23,7 @@ from mingc.deploy.fetch import fetched_artifact
 from mingc.deploy.options import DeployOptions, parse_arguments
 from mingc.deploy.ray import build_application
 from mingc.errors import ArtifactError, ConfigError
+from mingc.runtime.service.builder import EngineOptions
 
 
 def test_strings_and_typed_values_mean_the_same() -> None:
@@ -63,6 +64,8 @@ def test_strings_and_typed_values_mean_the_same() -> None:
         ({"fetch": "cp {artifact} /x"}, "fetch has no {output}; fetch needs cache"),
         ({"speech": "no", "speech_artifact": "/s"}, "speech is off, but speech_artifact is given"),
         ({"engines": ["cfm=onnx"], "speech_artifact": "/s"}, "engines are of one artifact"),
+        ({"speech": "no", "talker_devices": "cuda:1"}, "speech is off, but talker_devices are given"),
+        ({"talker_devices": "gpu1"}, "--talker-device 'gpu1' is neither"),
         ({"step_timeout_s": "0"}, "--step-timeout is 0"),
         ({"max_body_bytes": "0"}, "--max-body-bytes is 0"),
         ({"artifact": ""}, "artifact is empty"),
@@ -128,9 +131,13 @@ def test_an_empty_line_of_a_config_file_is_no_path() -> None:
 
 def test_new_options_of_the_engines_are_arguments() -> None:
     options = parse_arguments(
-        {"artifact": "/a", "prefix_cache": "false", "speech_lead": "0", "target": "cpu"}
+        {
+            **{"artifact": "/a", "prefix_cache": "false", "speech_lead": "0", "target": "cpu"},
+            "talker_devices": "cuda:2,cuda:3",
+        }
     ).engines
     assert (options.prefix_cache, options.speech_lead, options.target) == (False, 0, "cpu")
+    assert options.talker_devices == ("cuda:2", "cuda:3")
 
 
 def test_all_problems_are_named_at_once() -> None:
@@ -334,6 +341,30 @@ def test_targets_that_need_other_gpus_are_not_guessed(
     for given, gpus in (({"num_gpus": 0.5}, 0.5), ({"target": "cpu"}, 0.0), ({"target": "rtx:sm89"}, 1.0)):
         options = parse_arguments({"artifact": str(eager_artifact), **given})
         assert ray._num_gpus(options.artifact, options, options.num_gpus, tp=None) == gpus
+
+
+def test_a_replica_has_the_gpus_of_its_talkers(
+    monkeypatch: pytest.MonkeyPatch, eager_artifact: Path, tmp_path: Path
+) -> None:
+    own = open_unchecked(eager_artifact)
+    cuda = replace(own.manifest.fingerprint, device="cuda", world_size=2)
+    artifact = replace(own, manifest=replace(own.manifest, fingerprint=cuda))
+    monkeypatch.setattr(ray, "open_artifact", lambda root: artifact)
+    (tmp_path / "manifest.json").touch()
+    for path, elsewhere in ((tmp_path, 1.0), (tmp_path / "not yet there", 1.0)):
+        options = parse_arguments({"artifact": str(path), "talker_devices": "cuda:3,cuda:2", "tp": 2})
+        assert ray._num_gpus(str(path), options, None, tp=2) == 4.0, "cuda:0 to cuda:3"
+        assert ray._num_gpus(str(path), options, None, tp=2, has_talkers=False) == 2.0
+        first = parse_arguments({"artifact": str(path), "talker_devices": "cuda:0", "tp": 2})
+        assert ray._num_gpus(str(path), first, None, tp=2) == 2.0, "as many as ranks at least"
+        assert ray._num_gpus(str(path), options, elsewhere, tp=2) == elsewhere, "as given"
+    apart = deployments(
+        artifact=str(tmp_path),
+        speech_artifact=str(tmp_path),
+        engines=EngineOptions(talker_devices=("cuda:3", "cuda:2")),
+    )
+    assert apart["mingc actor"]["num_gpus"] == 2.0, "its speech is made elsewhere"
+    assert apart["mingc-speech actor"]["num_gpus"] == 4.0
 
 
 def test_gpus_follow_the_manifest(eager_artifact: Path, tmp_path: Path) -> None:

@@ -267,15 +267,17 @@ def opened_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Path, 
 def test_a_model_is_opened_with_all_options(
     opened_models: list[tuple[Path, EngineOptions]], tmp_path: Path
 ) -> None:
-    engines = EngineOptions(max_waiting=9, num_torch_threads=3)
+    engines = EngineOptions(max_waiting=9, num_torch_threads=3, talker_devices=("cuda:2",))
     options = DeployOptions(artifact="/a", engines=engines)
     replica.open_model("/b", options, tp=2, loads_speech=False)
-    assert opened_models == [(Path("/b"), replace(engines, tp=2, loads_speech=False))]
+    text_only = replace(engines, tp=2, loads_speech=False, talker_devices=())
+    assert opened_models == [(Path("/b"), text_only)], "devices of talkers are for those who load them"
     assert sys.getswitchinterval() == pytest.approx(0.001) and gc.get_freeze_count() > 0
     fetching = replace(options, fetch="echo {artifact} > {output}", cache=tmp_path)
     replica.open_model("s3://b", fetching, tp=None, loads_speech=True)
     root, given = opened_models[1]
     assert root.read_text() == "s3://b\n" and (given.tp, given.loads_speech) == (None, True)
+    assert given.talker_devices == ("cuda:2",)
 
 
 class Handle:

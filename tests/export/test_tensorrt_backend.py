@@ -23,6 +23,8 @@ import pytest
 import torch
 from compiled_graph import CPU
 from fake_talker import make_talker_worker
+from mingc_command import DATA
+from safetensors.torch import load_file
 from sliding_window import Sliding
 from torch import Tensor, nn
 
@@ -32,7 +34,7 @@ from mingc.artifacts.spec import GraphSpec, TensorSpec
 from mingc.artifacts.tensorrt_engine import EngineFile, EngineHeader, read_engine, write_engine
 from mingc.errors import ArtifactError, CompileError, ConfigError, IncompatibleError
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.compile import tensorrt_program
+from mingc.export.compile import build, tensorrt_program
 from mingc.export.compile.backends import onnx as onnx_backend
 from mingc.export.compile.backends import tensorrt as tensorrt_backend
 from mingc.export.compile.backends.tensorrt import BACKEND
@@ -42,7 +44,8 @@ from mingc.export.compile.tensorrt_builder import BuildJob, Range, read_job
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages import find
-from mingc.export.weights.loading import float32_module
+from mingc.export.weights.loading import float32_module, write_weights
+from mingc.export.weights.source import open_source
 from mingc.host import Host
 from mingc.numerics.relative_error import relative_error
 from mingc.runtime.engines.backends import tensorrt as loader
@@ -61,8 +64,7 @@ def recipe(folder: Path, **options: Any) -> ExportRecipe:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target": "cpu"}, "for NVIDIA's RTX cards; use --target rtx:sm89"),
-        ({"target": "cuda"}, "were slower than those of aoti"),
+        ({"target": "cpu"}, "for NVIDIA GPUs; use --target cuda or, for RTX cards, --target rtx:sm89"),
         (
             {"target": "rtx:sm86,sm90"},
             "--target rtx:sm86,sm90: sm90 is not one of sm75, sm80, .*, sm121",
@@ -128,7 +130,8 @@ def early(module: nn.Module, inputs: tuple[Tensor, ...], dims: tuple[dict[int, A
     except CompileError as error:
         assert (error.where, error.fix) == (
             "s.g",
-            "leave the stage out with --stages: no other backend builds for RTX cards",
+            "compile this stage with AOTInductor: --backend aoti:STAGE; for RTX cards, for which nothing else builds, "
+            "leave it out with --stages",
         )
         return error.message
     return None
@@ -171,7 +174,9 @@ def test_quantized_weights_are_refused_before_anything_is_built() -> None:
         BACKEND.check_graph(
             plan, module, lambda: torch.export.export(module, (x,), strict=False), where="s.g"
         )
-    assert refused.value.fix == "leave out --quantize: no other backend builds for RTX cards"
+    assert (refused.value.fix or "").startswith(
+        "leave out --quantize, or compile this stage with AOTInductor"
+    )
 
 
 def test_what_tensorrt_takes_is_not_refused() -> None:
@@ -186,10 +191,71 @@ def test_a_missing_library_is_named_with_its_installation(
 ) -> None:
     for library in (None, "tensorrt"):  # the classic library builds for no other machine
         monkeypatch.setattr(tensorrt_backend, "find_library", lambda library=library: library)
-        with pytest.raises(
-            ConfigError, match=r"needs tensorrt-rtx, not installed: pip install 'mingc\[tensorrt\]'"
-        ):
-            recipe(tmp_path, target="rtx:sm89", backend=("tensorrt",))
+        for target in ("rtx:sm89", "cuda"):
+            with pytest.raises(
+                ConfigError, match=r"needs tensorrt-rtx, not installed: pip install 'mingc\[tensorrt\]'"
+            ):
+                recipe(tmp_path, target=target, backend=("tensorrt",))
+
+
+def test_cuda_takes_both_dtypes_and_needs_no_onnx_runtime(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = importlib.util.find_spec
+    found = real("json")
+    absent = {"onnxruntime"}
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name in absent else found if name == "tensorrt_rtx_bindings" else real(name),
+    )
+    words: dict[str, Any] = {"target": "cuda", "stages": ("talker", "cfm", "audio_vae")}
+    for dtype in ("float32", "bfloat16"):
+        mixed = recipe(tmp_path, dtype=dtype, backend=("aoti", "tensorrt:talker,cfm"), **words)
+        assert mixed.backends_of("cfm") == ("tensorrt",) and mixed.backends_of("audio_vae") == ("aoti",)
+        assert recipe(tmp_path, dtype=dtype, backend=("auto",), **words).backends_of("cfm") == (
+            "aoti",
+            "tensorrt",
+        )
+    with pytest.raises(ConfigError, match="needs onnxruntime, not installed"):
+        recipe(tmp_path, target="rtx:sm89", backend=("tensorrt",))
+    absent.add("onnxscript")
+    with pytest.raises(ConfigError, match="needs onnxscript, not installed"):
+        recipe(tmp_path, backend=("tensorrt",), **words)
+
+
+def refusals(stage_name: str, backend: str) -> dict[str, dict[str, str]]:
+    """What is refused for a GPU in bfloat16 before anything is built, by graph and backend."""
+    checkpoint = DATA / "tiny-ming"
+    found = ExportRecipe(
+        checkpoint=checkpoint, output=checkpoint, target="cuda", dtype="bfloat16", backend=(backend,)
+    )
+    stage = find(stage_name)
+    config = stage.config(open_source(found))
+    plans = stage.graphs(config, Shard(), build.stage_options(found))
+    return build.early_refusals(found, stage, config, plans)
+
+
+@pytest.mark.parametrize("stage", ["vision_encoder", "audio_encoder", "talker", "cfm", "audio_vae"])
+def test_graphs_of_speech_and_encoders_are_not_refused_for_a_gpu(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorrt_backend, "find_library", lambda: "tensorrt_rtx")
+    found = refusals(stage, "tensorrt")
+    assert found and not any(found.values())
+
+
+def test_the_thinker_is_refused_for_a_gpu_and_auto_leaves_its_pages_to_aoti(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tensorrt_backend, "find_library", lambda: "tensorrt_rtx")
+    with pytest.raises(CompileError, match="so it cannot hold pages of a pool") as refused:
+        refusals("thinker", "tensorrt")
+    assert "--backend aoti:STAGE" in (refused.value.fix or "")
+    of_auto = refusals("thinker", "auto")
+    for graph in ("thinker.prefill_attention", "thinker.decode_attention"):
+        assert "cannot hold pages of a pool" in of_auto[graph]["tensorrt"]
+    assert not any("aoti" in reasons for reasons in of_auto.values())
 
 
 def test_an_artifact_for_rtx_cards_says_where_it_runs() -> None:
@@ -231,7 +297,7 @@ class Session:
         self._addresses[name] = address
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        rows = self._shapes["x"][0]
+        rows = self._shapes.get("x", (0,))[0]  # of the model with a dynamic dim
         (made,) = [each for each in self._session.get_outputs() if each.name == name]
         return tuple(size if isinstance(size, int) else rows for size in made.shape)
 
@@ -240,9 +306,10 @@ class Session:
         feeds = {}
         for each in self._session.get_inputs():
             shape = self._shapes.get(each.name) or tuple(each.shape)
-            feeds[each.name] = self._view(
-                each.name, shape, np.int64 if "int64" in each.type else np.float32
-            ).copy()
+            kind = {"tensor(int64)": np.int64, "tensor(bool)": np.bool_, "tensor(float)": np.float32}[
+                each.type
+            ]
+            feeds[each.name] = self._view(each.name, shape, kind).copy()
         values = self._session.run(None, feeds)
         for each, value in zip(self._session.get_outputs(), values, strict=True):
             self._view(each.name, value.shape, np.float32)[...] = value
@@ -370,6 +437,153 @@ def test_prompts_that_share_an_engine_of_tensorrt_do_not_overlap(
     assert lanes[0] > 1 and lanes[1] == 1
 
 
+@pytest.fixture
+def on_gpu(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The export path for a GPU with tensors on the CPU; the plan that is built is the ONNX model."""
+    card = SimpleNamespace(capability=(8, 9))
+    monkeypatch.setattr(ExportRecipe, "device", "cpu")
+    monkeypatch.setattr(tensorrt_backend, "find_library", lambda: "tensorrt_rtx")
+    monkeypatch.setattr(tensorrt_program, "import_library", lambda name: StandIn)
+    monkeypatch.setattr(tensorrt_program, "gpu", lambda: card)
+    monkeypatch.setattr(tensorrt_program, "_build", build_model)
+
+
+def build_model(model: bytes, job: BuildJob, where: str) -> bytes:
+    assert job.cards is None and not job.ranges, "for the GPU of this machine, with static sizes"
+    return model
+
+
+def replay_on_stand_in(
+    engine: Path, backend: str, spec: GraphSpec, weights: Any, calls: Any, device: str
+) -> list[dict[str, Tensor]]:
+    assert backend == "tensorrt"
+    loaded = loader.TensorRtEngine(engine, CPU)
+    loaded.bind(load_file(weights[0]))
+    results = []
+    for call in calls:
+        tensors = {each.name: call[each.name].clone() for each in (*spec.inputs, *spec.state)}
+        values = loaded.run([*tensors.values()])
+        results.append({each.name: value for each, value in zip(spec.outputs, values, strict=True)})
+        results[-1] |= {f"state.{each.name}": tensors[each.name] for each in spec.state}
+    return results
+
+
+@pytest.mark.parametrize("graph", ["talker.prefill", "talker.step", "audio_vae.stream", "cfm.aggregate"])
+def test_a_graph_is_built_for_a_gpu_with_the_states_of_a_batch_and_agrees_with_float32(
+    graph: str, on_gpu: None, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Parity is measured as for AOTInductor: by `check_graph`, at the golden's sizes, in pools of three rows."""
+    name, _, method = graph.partition(".")
+    stage = find(name)
+    config = stage.config(checkpoint)
+    for folder in ("weights", "engines", "goldens"):
+        (tmp_path / folder).mkdir()
+    made = ExportRecipe(
+        checkpoint=checkpoint.root,
+        output=tmp_path / "out",
+        target="cuda",
+        backend=("tensorrt",),
+        batch_sizes=(1, 2),
+        prefill_chunk_size=32,
+    )
+    write_weights(checkpoint, stage, config, Shard(), torch.float32, tmp_path / "weights" / "w.safetensors")
+    task = build.GraphTask(
+        recipe=made, stage=name, graph=method, folder=tmp_path, weights=("weights/w.safetensors",),
+        backend="tensorrt",
+    )  # fmt: skip
+    plans = stage.graphs(config, Shard(), build.stage_options(made))
+    (plan,) = [each for each in plans if each.spec.name == method]
+    records = []
+    for sizes in build.engine_sizes(plan.spec, build.stage_options(made)):
+        built = build.build_engine(task, sizes).record
+        records.append(built)
+        file = read_engine(tmp_path / built.file)
+        shapes = [each.type.tensor_type.shape.dim for each in onnx.load_from_string(file.plan).graph.input]
+        assert not [dim.dim_param for dims in shapes for dim in dims if dim.dim_param], "all dims are static"
+        assert file.header.capabilities == ("8.9",) and not file.model
+        names = [each.name for each in plan.spec.inputs]
+        assert file.header.slots == (None if plan.slots is None else names.index(plan.slots))
+        assert (built.backend, built.dims) == ("tensorrt", sizes) and built.cost
+    result = build.check_graph(task, tuple(records), replay_on_stand_in)
+    assert result.record.parity.compiled < 1e-5 and (tmp_path / result.record.golden).exists()
+
+
+def test_only_the_rows_of_a_batch_are_read_and_written(
+    on_gpu: None, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """A pool of any size: two of its rows, not in order, and one of padding, which is row 0."""
+    stage = find("talker")
+    config = stage.config(checkpoint)
+    options = StageOptions(static_buckets=True, batch_sizes=(1, 3))
+    (plan,) = [each for each in stage.graphs(config, Shard(), options) if each.spec.name == "step"]
+    module = float32_module(stage, config, checkpoint)
+    backend = BACKEND.for_graph(plan, {"B": 3}, "cuda")
+    assert dict(backend.pool_dims) == {"S": 4}
+    assert BACKEND.for_graph(plan, {"B": 3}, "rtx:sm89") is BACKEND, (
+        "RTX cards have one engine for every size"
+    )
+    program = build.trace_graph(backend, plan, module, stage="talker", sizes={"B": 3}, device="cpu")
+    path = tmp_path / "step.trt"
+    backend.compile(program, path, device="cuda", cache=None, where="talker.step")
+    engine = loader.TensorRtEngine(path, CPU)
+    engine.bind(module.state_dict())
+    for size in (7, 11):
+        example = plan.example({"B": 3, "S": size}, torch.Generator().manual_seed(size))
+        example["slots"] = torch.tensor([5, 2, 0])
+        before = {name: each.clone() for name, each in example.items()}
+        theirs = {name: each.clone() for name, each in example.items()}
+        with torch.no_grad():
+            (expected,) = getattr(module, plan.method)(*theirs.values())
+        (got,) = engine.run(list(example.values()))
+        assert relative_error(got[:2], expected[:2]) < 1e-5
+        assert torch.equal(example["slots"], before["slots"])
+        for each in plan.spec.state:
+            assert relative_error(example[each.name][1:], theirs[each.name][1:]) < 1e-5
+            untouched = [row for row in range(1, size) if row not in (5, 2)]
+            assert torch.equal(example[each.name][untouched], before[each.name][untouched])
+            assert not torch.equal(example[each.name][5], before[each.name][5])
+    assert StandIn.contexts == 1, "one for every size of the pool"
+
+
+def test_an_engine_for_a_gpu_is_of_one_version_and_one_capability(
+    on_gpu: None, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The loader names what differs, and the cache of an export keeps no engine for another version or GPU."""
+    stage = find("cfm")
+    options = StageOptions(static_buckets=True)
+    config = stage.config(checkpoint)
+    (plan,) = [each for each in stage.graphs(config, Shard(), options) if each.spec.name == "speaker"]
+    module = float32_module(stage, config, checkpoint)
+    (sizes,) = plan.spec.bucket_sizes()
+    program = build.trace_graph(BACKEND, plan, module, stage="cfm", sizes=sizes, device="cpu")
+    built: list[int] = []
+    monkeypatch.setattr(
+        tensorrt_program, "_build", lambda *words: (built.append(len(built)), build_model(*words))[1]
+    )
+    engine = tmp_path / "engine.trt"
+
+    def compiled() -> float:
+        return BACKEND.compile(program, engine, device="cuda", cache=tmp_path / "cache", where="cfm.speaker")
+
+    (tmp_path / "cache").mkdir()
+    assert compiled() > 0 and compiled() == 0.0 and built == [0]
+    loader.TensorRtEngine(engine, CPU)
+    with pytest.raises(ArtifactError, match=r"compute capability 8\.9, not for a CPU"):
+        loader.load(engine, CPU)
+    monkeypatch.setattr(loader, "gpu", lambda device: SimpleNamespace(capability=(9, 0)))
+    with pytest.raises(ArtifactError, match=r"for a GPU of compute capability 8\.9, here is 9\.0"):
+        loader.TensorRtEngine(engine, CPU)
+    monkeypatch.setattr(tensorrt_program, "gpu", lambda: SimpleNamespace(capability=(9, 0)))
+    assert compiled() > 0
+    loader.TensorRtEngine(engine, CPU)
+    monkeypatch.setattr(StandIn, "__version__", "1.2.4")
+    with pytest.raises(ArtifactError, match=r"built by TensorRT for RTX 1\.2\.3, here is 1\.2\.4") as refused:
+        loader.TensorRtEngine(engine, CPU)
+    assert "pip install 'tensorrt-rtx==1.2.3'" in (refused.value.fix or "")
+    assert compiled() > 0 and built == [0, 1, 2]
+    assert read_engine(engine).header.version == "1.2.4"
+
+
 def changed(path: Path, folder: Path, *, plan: bytes | None = None, **fields: Any) -> Path:
     file = read_engine(path)
     content = file.plan if plan is None else plan
@@ -417,7 +631,7 @@ def test_a_damaged_file_is_refused(sliding: tuple[Sliding, Path], tmp_path: Path
             read_engine(broken)
 
 
-def build(module: nn.Module, given: tuple[Tensor, ...], path: Path, cache: Path | None) -> float:
+def build_for_card(module: nn.Module, given: tuple[Tensor, ...], path: Path, cache: Path | None) -> float:
     with torch.no_grad():
         program = torch.export.export(module, given, strict=False)
     return BACKEND.compile(program, path, device="rtx:sm89", cache=cache, where="test.graph")
@@ -454,7 +668,7 @@ def test_a_graph_that_tensorrt_refuses_is_an_error_of_the_export(tmp_path: Path)
     with pytest.raises(
         CompileError, match=r"TensorRT for RTX [\d.]+ (refuses|cannot build) the graph"
     ) as refused:
-        build(Spectrum(), (torch.randn(2, 8),), tmp_path / "x.trt", None)
+        build_for_card(Spectrum(), (torch.randn(2, 8),), tmp_path / "x.trt", None)
     assert refused.value.where == "test.graph" and "--backend aoti:STAGE" in (refused.value.fix or "")
     assert not [*tmp_path.iterdir()]
     assert onnx_backend.BACKEND.unsupported_reason("cpu", "float32") is None

@@ -34,13 +34,13 @@ OPTIONS = {
     "--utilisation",
     "probe": "--baseline --batch --beside --cache --cold-start --compare --context --debug --engine --engines --html "
     "--jobs --json --repetitions --synthetic --target --tolerance --transfers ARTIFACT",
-    "serve": "--allow-media-host --api-key-file --body-idle-timeout --body-timeout --check-hashes "
-    "--cors-origin --debug --drain-seconds --encoder-cache --engines --header-timeout --host --json --log-format "
-    "--log-level --max-body-bytes --max-concurrent-requests --max-connections --max-media-bytes --max-media-memory "
-    "--max-queue --max-speech-characters --max-speech-seqs --max-total-body-bytes --max-total-tokens "
-    "--media-decode-timeout --media-root --media-timeout --open-metrics --parse-special-tokens --port "
-    "--prefix-cache --require-signature --self-check --served-model-name --shutdown-timeout --speech-lead "
-    "--step-timeout --target --threads --tp --write-timeout ARTIFACT",
+    "serve": "--allow-media-host --api-key-file --body-idle-timeout --body-timeout --check-hashes --cors-origin "
+    "--debug --drain-seconds --encoder-cache --engines --expert-usage-interval --header-timeout --host --json "
+    "--log-format --log-level --max-body-bytes --max-concurrent-requests --max-connections --max-media-bytes "
+    "--max-media-memory --max-queue --max-speech-characters --max-speech-seqs --max-total-body-bytes "
+    "--max-total-tokens --media-decode-timeout --media-root --media-timeout --open-metrics --parse-special-tokens "
+    "--port --prefix-cache --require-signature --self-check --served-model-name --shutdown-timeout --speech-lead "
+    "--step-timeout --talker-device --target --threads --tp --write-timeout ARTIFACT",
     "synth": "--config --debug --json --layers --seed OUTPUT",
     "verify": "--against --debug --engines --json --no-replay --reference --target ARTIFACT",
 }
@@ -85,6 +85,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
             "--media-timeout": 30.0,
             "--speech-lead": 3,
             "--step-timeout": 60.0,
+            "--expert-usage-interval": 0.0,
             "--drain-seconds": 2.0,
             "--shutdown-timeout": 5.0,
         },

@@ -38,9 +38,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.kernels.cuda": ("mingc.artifacts.target", "mingc.host"),
     # What a server runs where no engine samples; its GPU code is loaded by exports alone.
     "mingc.kernels.sample_tokens": ("mingc.kernels.dispatch", "mingc.kernels.triton"),
+    # Routers of steps whose experts a server counts, in plain torch.
+    "mingc.kernels.rms_norm": (),
+    "mingc.kernels.router": ("mingc.kernels.dispatch", "mingc.kernels.triton"),
     "mingc.kernels.dispatch": ("mingc.artifacts.target", "mingc.host"),
     "mingc.kernels": (
         "mingc.kernels.dispatch",
+        "mingc.kernels.rms_norm",
+        "mingc.kernels.router",
         "mingc.artifacts.target",
         "mingc.host",
         "mingc.kernels.chunk_layout",
@@ -60,6 +65,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.kernels",
         "mingc.kernels.chunk_layout",
         "mingc.kernels.dispatch",
+        "mingc.kernels.rms_norm",
+        "mingc.kernels.router",
         "mingc.kernels.sample_tokens",
         "mingc.kernels.triton",
         "mingc.numerics",
@@ -85,6 +92,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.artifacts",
         "mingc.dtypes",
         "mingc.errors",
+        "mingc.kernels.rms_norm",
+        "mingc.kernels.router",
         "mingc.kernels.sample_tokens",
         "mingc.runtime",
         "mingc.runtime.distributed",

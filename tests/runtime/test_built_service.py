@@ -70,6 +70,7 @@ from mingc.runtime.request_stream import EventQueue, PatchItem, RequestStream
 from mingc.runtime.service import builder, preprocessing
 from mingc.runtime.service.builder import EngineOptions, open_service
 from mingc.runtime.service.omni import OmniService
+from mingc.runtime.thinker.scheduler import ChunkShape
 from mingc.runtime.thinker.worker import StepOptions
 
 tokenizer_of = cache(TextTokenizer.from_file)
@@ -447,10 +448,12 @@ def describe_speech(service: OmniService) -> Iterator[tuple[str, object]]:
             }
 
         yield f"{name} segment", outcome(plan)
-    yield "patches in flight", speech.loop._worker.depth
-    yield "patches ahead", speech.loop._pacing._lead
-    with speech.loop._lock:
-        scheduler = speech.loop.scheduler
+    yield "talkers", len(speech.talkers.loops)
+    loop = speech.talkers.loops[0]
+    yield "patches in flight", loop._worker.depth
+    yield "patches ahead", loop._pacing._lead
+    with loop._lock:
+        scheduler = loop.scheduler
         yield "slots", scheduler.slots.num_slots
         yield "streams", count_until_refused(lambda number: scheduler.open(-1 - number))
         for number in range(400):
@@ -465,7 +468,7 @@ def describe_speech(service: OmniService) -> Iterator[tuple[str, object]]:
     stream = RequestStream(EventQueue(own))
     try:
         service._open_speech_stream(speech, SpeechParams(), stream, 1, None)
-        (is_behind,) = (each.is_behind for each in speech.loop._streams.values())
+        (is_behind,) = (each.is_behind for each in loop._streams.values())
         unread = 0
         while not is_behind() and unread < 400:
             stream.put(UNREAD)
@@ -583,6 +586,7 @@ PARAMETERS: dict[str, dict[str, Change | str]] = {
         "temporal_position_scale": "every grid of a served video has one frame; tests/unit/test_positions.py",
         "default_system_text": Change("You sing.", ("text prompt", "answer")),
         "thinking_suffix": Change("{state}!", ("text prompt", "answer")),
+        "router": "read by steps whose experts are counted; tests/runtime/test_expert_usage.py",
     },
     "talker": {
         "hidden_size": Change(5, REFUSED),
@@ -623,6 +627,7 @@ OPTIONS: dict[str, Change] = {
     "max_running": Change(3, ("running",)),
     "max_waiting": Change(5, ("waiting",)),
     "max_speech_seqs": Change(3, ("slots", "segments that join at once")),
+    "talker_devices": Change(("cpu", "cpu", "cpu"), ("talkers",)),
     "speech_lead": Change(0, ("patches ahead",)),
     "max_prefills_per_patch": Change(2, ("segments that join at once",)),
     "max_streams": Change(9, ("streams",)),
@@ -635,6 +640,7 @@ OPTIONS: dict[str, Change] = {
     "media_decode_timeout_s": Change(3.0, ("decoders",)),
     "served_model_names": Change(("other",), ("info",)),
     "steps": Change(StepOptions(max_prompts=2), ("chunk",)),
+    "expert_usage_interval_s": Change(5.0, REFUSED),  # no layer has experts
     "talker_depth": Change(2, ("patches in flight",)),
     "parse_special_tokens": Change(True, ("special text prompt",)),
     "prefix_cache": Change(False, ("answer again",)),
@@ -684,6 +690,73 @@ def test_the_table_has_every_parameter_of_every_stage_and_every_option() -> None
 def test_a_service_built_twice_is_the_same(usual: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     assert "refused" not in usual
     assert describe(manifest(), EngineOptions(), monkeypatch) == usual
+
+
+def test_the_memory_of_a_service_is_known_by_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exactly, from the shapes of the fake stages, in float32; two talkers on one device are added up."""
+    weights = {
+        "thinker": 3,
+        "vision_encoder": 5,
+        "audio_encoder": 7,
+        "talker": 11,
+        "cfm": 13,
+        "audio_vae": 17,
+    }
+    load = load_stage
+
+    def load_with_weights(artifact: Artifact, name: str, device: torch.device, **_: object) -> LoadedStage:
+        stage = load(artifact, name, device)
+        return LoadedStage(name, stage.graphs, {"weight": torch.zeros(weights[name])})
+
+    options = EngineOptions(
+        max_total_tokens=400, max_speech_seqs=3, talker_devices=("cpu", "cpu"), encoder_cache=1000
+    )
+    with build(manifest(), options, monkeypatch) as opened:
+        monkeypatch.setattr(builder, "load_stage", load_with_weights)
+        found = {(use.device, use.owner): use.num_bytes for use in opened().service.load.memory}
+    slot = (
+        fake_talker.SLOT_TOKENS + HIDDEN + fake_talker.HISTORY * fake_talker.LATENT_DIM + fake_talker.TAIL + 1
+    )
+    assert found == {
+        **{
+            ("cpu", f"{name}_weights"): 4 * count * (2 if name in ("talker", "cfm", "audio_vae") else 1)
+            for name, count in weights.items()
+        },
+        ("cpu", "kv_pages"): 101 * PAGE * 2 * 4,
+        ("cpu", "talker_slots"): 2 * 4 * slot * 4,
+        ("host", "encoder_cache"): 1000,
+    }
+
+
+@pytest.mark.parametrize("where", ["create_chat_processor", "ThinkerLoop"])
+def test_rank_and_decoder_processes_end_when_a_part_after_them_fails(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a thinker of two ranks, whose second one is not there."""
+    ended: list[str] = []
+
+    class Ranks:
+        chunk, num_layer_groups, latency_model = ChunkShape(max_rows=8), 1, None
+        num_pages, state_bytes = 5, 64
+
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def close(self) -> None:
+            ended.append("ranks")
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("far enough")
+
+    two = replace(manifest(), fingerprint=replace(manifest().fingerprint, world_size=2))
+    with build(two, EngineOptions(), monkeypatch) as opened:
+        monkeypatch.setattr(builder, "RankGroup", Ranks)
+        monkeypatch.setattr(builder, "rank_weight_bytes", lambda artifact, stage, rank: 0)
+        monkeypatch.setattr(InProcess, "close", lambda self: ended.append("decoders"))
+        monkeypatch.setattr(builder, where, fail)
+        with pytest.raises(MemoryError, match="far enough"):
+            opened()
+    assert sorted(ended) == ["decoders", "ranks"]
 
 
 CHANGES = [

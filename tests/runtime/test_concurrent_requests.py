@@ -31,7 +31,7 @@ def test_an_early_request_is_queued_for_speech_before_later_ones_are_segmented(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     service = make_service(has_thinker=False)
-    loop = service._speech.loop  # type: ignore[union-attr]
+    (loop,) = service._speech.talkers.loops  # type: ignore[union-attr]
     segment, add = omni.iter_speech_segments, loop.add
     log: list[str] = []
 

@@ -240,7 +240,7 @@ def test_a_service_that_closes_lets_its_listeners_have_the_rest() -> None:
     """At the speed of its playback it would be cut off: here that stands still."""
     service = make_service(speech_lead=2)
     assert service._speech is not None
-    service._speech.loop._clock = lambda: 0.0
+    service._speech.talkers.loops[0]._clock = lambda: 0.0
     text = speech_request("One sentence with several words in it, and then another one. And a third.", seed=4)
 
     async def listen_and_close() -> list[Event]:

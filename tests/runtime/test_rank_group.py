@@ -28,7 +28,9 @@ _CHILD = """
 import json, socket, sys
 config = json.loads(sys.argv[1])
 with socket.socket(fileno=config["step_socket"]) as sock:
-    sock.sendall(b"LR")
+    sock.sendall(b"L")
+    assert sock.recv(8) == (4).to_bytes(8, "little"), "the number of KV pages"
+    sock.sendall(b"R")
     while sock.recv(1 << 16):
         pass
 """
@@ -67,16 +69,16 @@ class Ranks:
     def start(self, **options: Any) -> RankGroup:
         stage: Any = object()
 
-        def start(given: object) -> Any:
-            assert given is stage
+        def start(given: object, num_pages: int) -> Any:
+            assert (given, num_pages) == (stage, 4), "all ranks have as many pages"
             return self.worker
 
         return RankGroup(
             Path("artifact"),
             [torch.device("cpu")] * 3,
             lambda: stage,
+            options.pop("count_pages", lambda: 4),
             start,
-            num_pages=4,
             on_failure=self.fail,
             **options,
         )
@@ -130,7 +132,7 @@ def test_collectives_wait_at_least_as_long_as_a_step(
     assert len(ranks.configs) == 2
     for rank, config in enumerate(ranks.configs, start=1):
         assert '"num_threads": 4' in config, "a third of the machine"
-        assert '"max_chunk": 48' in config and '"num_pages": 4' in config, "they run the same steps as rank 0"
+        assert '"max_chunk": 48' in config, "they run the same steps as rank 0"
         assert f'"rank": {rank}, "world_size": 3' in config and f'"timeout_s": {collective_s}' in config
 
 
@@ -174,6 +176,43 @@ def test_a_step_that_fails_ends_the_group(ranks: Ranks, group: RankGroup) -> Non
         group.decode(STEP)
     assert ranks.failures == [caught.value]
     assert [child.wait(_WAIT_S) for child in group._children] == [-9, -9]
+
+
+def test_pages_are_counted_when_all_ranks_have_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What is free on a device is known only then."""
+    loaded = f"open(f'{tmp_path}/' + str(config['rank']), 'w').close(); sock.sendall(b'L')"
+    ranks = Ranks(
+        monkeypatch, _CHILD.replace('sock.sendall(b"L")', f"import time; time.sleep(0.3); {loaded}")
+    )
+    seen: list[set[str]] = []
+
+    def count_pages() -> int:
+        seen.append({path.name for path in tmp_path.iterdir()})
+        return 4
+
+    ranks.start(count_pages=count_pages).close()
+    assert seen == [{"1", "2"}]
+
+
+def test_ranks_end_when_pages_cannot_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch)
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def note(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", note)
+
+    def count_pages() -> int:
+        raise MemoryError("nothing is left")
+
+    with pytest.raises(MemoryError, match="nothing is left"):
+        ranks.start(count_pages=count_pages)
+    assert len(started) == 2 and all(child.poll() is not None for child in started)
 
 
 @pytest.mark.parametrize("rank", [1, 2])

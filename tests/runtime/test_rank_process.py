@@ -20,7 +20,7 @@ from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.codec import encode
 from mingc.runtime.thinker.ranks import rank_process
 from mingc.runtime.thinker.ranks.rank_process import LOADED, READY, WorkerConfig
-from mingc.runtime.thinker.ranks.step_codec import Step, broadcast_step
+from mingc.runtime.thinker.ranks.step_codec import Step, broadcast_num_pages, broadcast_step
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
 from mingc.runtime.thinker.worker import StepOptions
 
@@ -134,7 +134,6 @@ def test_a_rank_runs_the_steps_of_rank_0_until_its_socket_closes(monkeypatch: py
         rank=2,
         world_size=4,
         device="cpu",
-        num_pages=33,
         num_threads=3,
         port=1234,
         timeout_s=5.0,
@@ -149,7 +148,9 @@ def test_a_rank_runs_the_steps_of_rank_0_until_its_socket_closes(monkeypatch: py
     def rank_0() -> None:
         with ours:
             ours.settimeout(_WAIT_S)
-            assert ours.recv(1) == LOADED and ours.recv(1) == READY
+            assert ours.recv(1) == LOADED
+            broadcast_num_pages([ours], 33, timeout_s=_WAIT_S)
+            assert ours.recv(1) == READY
             for step, _ in STEPS:
                 broadcast_step([ours], step, timeout_s=_WAIT_S)
 

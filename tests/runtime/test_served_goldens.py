@@ -12,38 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from collector import Collector
-from safetensors.numpy import load_file
+from recorded_thinker import CASES, THINKER, thinker_prompt
 
-from mingc.runtime.prompt import AUDIO, VISION, ThinkerPrompt
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.request_stream import TokenItem
 from mingc.runtime.service.builder import EngineOptions, open_service
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.worker import StepOptions
-
-DATA = Path(__file__).parents[1] / "data"
-THINKER = load_file(DATA / "thinker.safetensors")
-CASES = ("text", "image", "audio", "mixed", "video")
-
-
-def thinker_prompt(case: str) -> ThinkerPrompt:
-    """The recorded tokens, positions and embeddings of a case."""
-    ids = THINKER[f"{case}.input_ids"][0]
-    kinds = np.zeros(len(ids), np.int64)
-    for name, kind in (("image_mask", VISION), ("audio_mask", AUDIO)):
-        if f"{case}.{name}" in THINKER:
-            kinds[THINKER[f"{case}.{name}"][0]] = kind
-    media = THINKER[f"{case}.inputs_embeds"][0][kinds > 0]
-    return ThinkerPrompt(
-        input_ids=ids,
-        positions=THINKER[f"{case}.position_ids"][:, 0],
-        rope_delta=int(THINKER[f"{case}.rope_deltas"][0]),
-        embed_kind=kinds,
-        media_embeds=torch.from_numpy(media) if len(media) else None,
-    )
 
 
 def submit(loop: ThinkerLoop, case: str, **options: Any) -> Collector:

@@ -33,6 +33,7 @@ from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.request import AudioDelta, Done, Event, ServiceInfo, SpeechParams, SpeechRequest
 from mingc.runtime.request_stream import PatchItem
 from mingc.runtime.service.omni import OmniService, SpeechPipeline
+from mingc.runtime.talker.group import TalkerGroup
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner, VoicePack
 from mingc.runtime.talker.scheduler import TalkerScheduler
@@ -340,7 +341,9 @@ def ask(
 
     async def run() -> list[Event]:
         pipeline = SpeechPipeline(
-            planner=speech.without_voices, loop=speech.loop(), max_segment_length=max_segment_length
+            planner=speech.without_voices,
+            talkers=TalkerGroup([speech.loop()]),
+            max_segment_length=max_segment_length,
         )
         service = OmniService(replace(INFO, sample_rate=speech.vae.sample_rate), chat=None, speech=pipeline)
         try:

@@ -28,7 +28,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from mingc.runtime.http.metrics import Metrics, RequestCounter, describe_metrics
 from mingc.runtime.http.options import ServeOptions
-from mingc.runtime.request import ServiceLoad
+from mingc.runtime.request import MemoryUse, ServiceLoad
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 CHAT = "/v1/chat/completions"
@@ -484,6 +484,46 @@ def test_counters_of_the_engines_follow_their_load() -> None:
         "mingc_encoder_cache_hits_total": 9,
         "mingc_encoder_cache_misses_total": 7,
         "mingc_encoder_cache_bytes": 70,
+    }
+
+
+def test_memory_is_exported_by_owner_and_device() -> None:
+    metrics = Metrics()
+    uses = [("cuda:0", "kv_pages", 7), ("cuda:1", "talker_slots", 3), ("host", "encoder_cache", 5)]
+    memory = tuple(MemoryUse(device=device, owner=owner, num_bytes=count) for device, owner, count in uses)
+    lines = metrics.render(ServiceLoad(memory=memory)).decode().splitlines()
+    assert [line for line in lines if line.startswith("mingc_memory_bytes")] == [
+        f'mingc_memory_bytes{{device="{device}",owner="{owner}"}} {count:.1f}'
+        for device, owner, count in uses
+    ]
+
+
+def test_counted_experts_are_exported_by_rows_of_the_step() -> None:
+    """The mean is the quotient of two counters, which sum up over servers and time."""
+    metrics = Metrics()
+
+    def rendered(experts_read: dict[int, tuple[int, float]]) -> dict[str, float]:
+        lines = metrics.render(ServiceLoad(experts_read=experts_read)).decode().splitlines()
+        return {
+            line.split()[0].removeprefix("mingc_thinker_"): float(line.split()[1])
+            for line in lines
+            if line.startswith("mingc_thinker_") and "_created" not in line
+        }
+
+    assert rendered({}) == {}
+    first = {
+        'counted_steps_total{batch="1"}': 2,
+        'experts_read_total{batch="1"}': 8,
+        'counted_steps_total{batch="4"}': 1,
+        'experts_read_total{batch="4"}': 10.5,
+    }
+    for _ in range(2):
+        assert rendered({1: (2, 8.0), 4: (1, 10.5)}) == first
+    assert rendered({}) == first
+    assert rendered({1: (2, 8.0), 4: (3, 30.0)}) == {
+        **first,
+        'counted_steps_total{batch="4"}': 3,
+        'experts_read_total{batch="4"}': 30,
     }
 
 

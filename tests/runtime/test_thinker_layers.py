@@ -130,7 +130,49 @@ def test_two_ranks_answer_as_one(
     monkeypatch.setattr(worker_of(loop)._layers, "_gather", ranks.gather)
     assert ask_all(loop) == expected
     assert ranks.num_all_reduces == ranks.num_sums, "one all-reduce after every half-layer of every chunk"
-    assert LateCommStream.num_started == (2 * 6 if two_batch_overlap else 0), "two chunks, six half-layers"
+    # All tokens of the first prompt, and the last 36 of the third one, when nothing decodes any more.
+    num_overlapped = 2 + 2 if two_batch_overlap else 0
+    assert LateCommStream.num_started == num_overlapped * 6, "chunks, six half-layers each"
+
+
+@pytest.mark.parametrize(("num_tokens", "rest"), [(33, 8), (40, 8), (41, 16), (53, 32), (64, 32)])
+@pytest.mark.parametrize("is_static", [False, True], ids=["host samples", "device samples"])
+def test_a_rest_of_any_length_overlaps_with_the_chunk_before_it(
+    num_tokens: int, rest: int, is_static: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest runs on the engines of its own size, in turns with the chunk of 32; the answer is that of one rank."""
+    prompt = make_prompt(list(range(100, 100 + num_tokens)), media=[3, num_tokens - 2], rope_delta=-2)
+
+    def ask(loop: ThinkerLoop) -> list[int]:
+        answer = Collector()
+        loop.submit(prompt, SamplingParams(max_tokens=6, repetition_penalty=1.3), 5, answer.put)
+        run_until_idle(loop)
+        return answer.tokens()
+
+    expected = ask(make_thinker_loop(make_stage(), is_static=is_static))
+    ranks = TwoRanks(make_stage(), monkeypatch)
+    monkeypatch.setattr(layers, "CommStream", LateCommStream)
+    monkeypatch.setattr(LateCommStream, "num_started", 0)
+    loop = make_thinker_loop(ranks.stage, is_static=is_static, two_batch_overlap=True)
+    monkeypatch.setattr(worker_of(loop)._layers, "_gather", ranks.gather)
+    sizes = record_rows(ranks.stage, "prefill_attention")
+    assert ask(loop) == expected
+    assert sizes == [32, rest] * 3, "in each of three layers"
+    assert LateCommStream.num_started == 2 * 6, "two chunks, six half-layers"
+
+
+def record_rows(stage: LoadedStage, graph: str) -> list[int]:
+    """Rows of each call of a graph's engine."""
+    rows: list[int] = []
+    engine = stage.graphs[graph]._engines[None]
+    run = engine.run
+
+    def record(tensors: Sequence[Tensor]) -> list[Tensor]:
+        rows.append(len(tensors[0]))
+        return run(tensors)
+
+    engine.run = record  # type: ignore[method-assign]
+    return rows
 
 
 @pytest.mark.parametrize(("num_rows", "last"), [(64, 63), (64, 40), (80, 79), (80, 70)])

@@ -363,7 +363,8 @@ def test_measuring_latencies_covers_every_size_and_changes_no_answer(
     worker = loop._runner
     assert isinstance(worker, ThinkerWorker)
     latency_model = measure_step_latencies(worker)
-    assert [size for size, _ in latency_model.chunks] == [8, 16, 32, *([64] if two_batch_overlap else [])]
+    pairs = [32 + 8, 32 + 16, 32 + 32]
+    assert [size for size, _ in latency_model.chunks] == [8, 16, 32, *(pairs if two_batch_overlap else [])]
     assert [size for size, _ in latency_model.decodes] == [1, 2, 4, 8]
     assert all(ms > 0 for _, ms in (*latency_model.chunks, *latency_model.decodes))
     assert ask(started(loop), PROMPTS[1], max_tokens=20).tokens() == expected

@@ -18,8 +18,7 @@ from fake_talker import (
     SAMPLE_RATE,
     TALKER,
     VAE,
-    make_talker_loop,
-    make_talker_worker,
+    make_talker_group,
 )
 from fake_thinker import make_thinker_loop, thinker_parameters
 from held_resources import loop_resources, wait_until_equal
@@ -59,6 +58,8 @@ def voice(name: str, seed: int) -> VoicePack:
 def make_service(
     *,
     slots: int = 8,
+    talkers: int = 1,
+    max_streams: int = 64,
     max_running: int = 8,
     has_talker: bool = True,
     has_thinker: bool = True,
@@ -102,7 +103,7 @@ def make_service(
         else None,
         speech=SpeechPipeline(
             planner=planner,
-            loop=make_talker_loop(make_talker_worker(slots=slots), speech_lead=speech_lead),
+            talkers=make_talker_group(talkers, slots=slots, max_streams=max_streams, speech_lead=speech_lead),
             max_segment_length=TALKER.max_segment_length,
         )
         if has_talker
@@ -162,6 +163,7 @@ def slow_down(service: OmniService, monkeypatch: pytest.MonkeyPatch) -> list[str
         runner = service._chat.loop._runner
         monkeypatch.setattr(runner, "decode", slow("token", runner.decode))
     if service._speech is not None:
-        engines = service._speech.loop._worker._engines
-        monkeypatch.setattr(engines, "launch", slow("patch", engines.launch))
+        for loop in service._speech.talkers.loops:
+            engines = loop._worker._engines
+            monkeypatch.setattr(engines, "launch", slow("patch", engines.launch))
     return steps

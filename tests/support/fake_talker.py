@@ -16,6 +16,7 @@ from mingc.artifacts.spec import DType
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.kv_cache import SlotPool
 from mingc.runtime.noise import PhiloxNoise
+from mingc.runtime.talker.group import TalkerGroup
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.scheduler import TalkerScheduler
 from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
@@ -232,6 +233,7 @@ def make_talker_worker(
 def make_talker_loop(
     worker: TalkerWorker | None = None,
     *,
+    name: str = "talker",
     max_streams: int = 64,
     speech_lead: int = 0,
     slow_client_timeout_s: float = 60.0,
@@ -247,9 +249,27 @@ def make_talker_loop(
     return TalkerLoop(
         worker,
         scheduler,
+        name=name,
         speech_lead=speech_lead,
         slow_client_timeout_s=slow_client_timeout_s,
         clock=clock,
+    )
+
+
+def make_talker_group(
+    count: int, *, slots: int = 8, max_streams: int = 64, speech_lead: int = 0
+) -> TalkerGroup:
+    """`count` talkers, each with its own worker."""
+    return TalkerGroup(
+        [
+            make_talker_loop(
+                make_talker_worker(slots=slots),
+                name=f"talker {index}",
+                max_streams=max_streams,
+                speech_lead=speech_lead,
+            )
+            for index in range(count)
+        ]
     )
 
 

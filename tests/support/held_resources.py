@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from mingc.runtime.service.omni import OmniService
@@ -61,11 +62,11 @@ def check_all_is_free(loop: ThinkerLoop | TalkerLoop) -> None:
 
 
 def loop_resources(service: OmniService) -> Counts:
-    """Those of the service's loops."""
-    counts: Counts = {}
+    """Those of the service's loops; of several talkers the sums."""
+    counts: Counter[str] = Counter()
     for loop in service._loops:
-        counts |= thinker_resources(loop) if isinstance(loop, ThinkerLoop) else talker_resources(loop)
-    return counts
+        counts.update(thinker_resources(loop) if isinstance(loop, ThinkerLoop) else talker_resources(loop))
+    return dict(counts)
 
 
 def service_resources(service: OmniService, event_loop: asyncio.AbstractEventLoop) -> Counts:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +20,17 @@ from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParam
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.artifacts.stage_graph import CLIENT, Edge, Policy, StageGraph, StageNode
 from mingc.artifacts.target import lookup
-from mingc.errors import ArtifactError, ConfigError, IncompatibleError, IntegrityError, RankError, ServeError
+from mingc.errors import (
+    ArtifactError,
+    ConfigError,
+    IncompatibleError,
+    IntegrityError,
+    MingcError,
+    RankError,
+    ServeError,
+)
 from mingc.host import Host
+from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.service import builder, preprocessing
 from mingc.runtime.service.builder import (
@@ -32,11 +43,15 @@ from mingc.runtime.service.builder import (
     _largest,
     _load_chat,
     _load_speech,
+    _talker_devices,
     _vision_encoder,
     host_threads,
     open_service,
 )
+from mingc.runtime.service.memory import MemoryAccount
+from mingc.runtime.service.omni import SpeechPipeline
 from mingc.runtime.service.startup import StartupClock
+from mingc.runtime.talker.loop import TalkerLoop
 
 
 def test_clients_see_the_artifacts_name_or_the_one_asked_for(manifest: Manifest) -> None:
@@ -148,6 +163,27 @@ def fail(error: ServeError) -> None:
     raise error
 
 
+def load_chat(artifact: Artifact) -> object:
+    return _load_chat(
+        artifact, EngineOptions(), [CPU], fail, StartupClock(), MemoryAccount(), processes=ExitStack()
+    )
+
+
+def load_speech(
+    artifact: Artifact,
+    options: EngineOptions | None = None,
+    *devices: torch.device,
+    memory: MemoryAccount | None = None,
+) -> SpeechPipeline | None:
+    return _load_speech(
+        artifact,
+        options or EngineOptions(),
+        list(devices or (CPU,)),
+        StartupClock(),
+        memory or MemoryAccount(),
+    )
+
+
 def with_policy(node: StageNode, policy: Policy) -> StageNode:
     return replace(node, policy=policy)
 
@@ -221,13 +257,7 @@ def test_a_stage_with_another_run_policy_is_refused(manifest: Manifest) -> None:
 
     says = "stage {} has the run policy {}; the service runs it as {}"
     with pytest.raises(ArtifactError, match=says.format("decoder", "loop", "autoregressive")):
-        _load_chat(
-            artifact(with_policy(DECODER, "loop"), edges=(TEXT,)),
-            EngineOptions(),
-            [CPU],
-            fail,
-            StartupClock(),
-        )
+        load_chat(artifact(with_policy(DECODER, "loop"), edges=(TEXT,)))
     for port, encoder in (("image", _vision_encoder), ("audio", _audio_encoder)):
         graph = StageGraph(
             nodes=(DECODER, with_policy(EYE, "stream")), edges=(TEXT, Edge("eye", "decoder", port))
@@ -237,13 +267,13 @@ def test_a_stage_with_another_run_policy_is_refused(manifest: Manifest) -> None:
     for index, node in enumerate(SPEECH):
         nodes = (*SPEECH[:index], with_policy(node, "once"), *SPEECH[index + 1 :])
         with pytest.raises(ArtifactError, match=says.format(node.name, "once", node.policy)):
-            _load_speech(artifact(*nodes, edges=SPEECH_EDGES), EngineOptions(), CPU, StartupClock())
+            load_speech(artifact(*nodes, edges=SPEECH_EDGES))
 
 
 def test_a_service_without_an_end_of_the_graph_loads_nothing(manifest: Manifest) -> None:
     artifact = Artifact(root=Path("nowhere"), manifest=replace(manifest, graph=StageGraph()))
-    assert _load_chat(artifact, EngineOptions(), [CPU], fail, StartupClock()) == (None, None)
-    assert _load_speech(artifact, EngineOptions(), CPU, StartupClock()) is None
+    assert load_chat(artifact) == (None, None)
+    assert load_speech(artifact) is None
 
 
 def test_a_size_is_the_largest_that_every_graph_has(manifest: Manifest) -> None:
@@ -265,12 +295,12 @@ def test_speech_takes_the_largest_batch_of_its_three_stages_and_its_own_tokenize
     read: list[Path] = []
     slots: list[int] = []
 
-    def make_worker(*stages: str, num_slots: int, **_: object) -> SimpleNamespace:
-        assert stages == ("speaker", "sampler", "vocoder")
+    def make_worker(*stages: LoadedStage, num_slots: int, **_: object) -> SimpleNamespace:
+        assert [stage.name for stage in stages] == ["speaker", "sampler", "vocoder"]
         slots.append(num_slots)
-        return SimpleNamespace(max_batch=8)
+        return SimpleNamespace(max_batch=8, state_bytes=0)
 
-    monkeypatch.setattr(builder, "load_stage", lambda artifact, name, device, **_: name)
+    monkeypatch.setattr(builder, "load_stage", lambda artifact, name, device, **_: LoadedStage(name, {}))
     monkeypatch.setattr(builder, "TalkerWorker", make_worker)
     monkeypatch.setattr(TextTokenizer, "from_file", read.append)
     for module, name in (
@@ -282,27 +312,172 @@ def test_speech_takes_the_largest_batch_of_its_three_stages_and_its_own_tokenize
     artifact = Artifact(root=Path("root"), manifest=chosen)
     for requested in (None, 3, 100):
         options = EngineOptions(max_speech_seqs=requested, speech_lead=0)
-        _load_speech(artifact, options, CPU, StartupClock())
+        load_speech(artifact, options)
     assert slots == [9, 4, 9], "one more than the segments spoken at once: slot 0 pads"
     assert {path.name for path in read} == {"speaker.json"}
     slots.clear()
     for requested in (None, 3, 100, 10**6):
-        _load_speech(artifact, EngineOptions(max_speech_seqs=requested), CPU, StartupClock())
+        load_speech(artifact, EngineOptions(max_speech_seqs=requested))
     assert slots == [9, 4, 101, 4096], "paced speech may take more slots than a batch has rows"
 
 
-def test_kv_pages_take_four_fifths_of_the_free_memory(
+def test_each_talker_is_loaded_on_its_device(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its device as the current one of the thread: engines and captures follow it."""
+    stage = make_stage(("run", {"B": (1, 8)}))
+    artifact = Artifact(
+        root=Path("root"), manifest=speaking(manifest, speaker=stage, sampler=stage, vocoder=stage)
+    )
+    current: list[torch.device] = []
+    loaded: list[tuple[str, str, str]] = []
+    made: list[TalkerLoop] = []
+
+    @contextmanager
+    def current_device(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def load_stage(artifact: object, name: str, device: torch.device, **_: object) -> LoadedStage:
+        loaded.append((name, str(device), str(current[-1])))
+        return LoadedStage(name, {}, {"weight": torch.zeros(2 + len(loaded), dtype=torch.float64)})
+
+    def make_worker(*stages: LoadedStage, device: torch.device, num_slots: int, **_: object) -> Any:
+        loaded.append(("worker", str(device), str(current[-1])))
+        return SimpleNamespace(
+            max_batch=8, state_bytes=100 * num_slots, samples_per_patch=1, sample_rate=1, device=device
+        )
+
+    monkeypatch.setattr(builder, "current_device", current_device)
+    monkeypatch.setattr(builder, "load_stage", load_stage)
+    monkeypatch.setattr(builder, "TalkerWorker", make_worker)
+    monkeypatch.setattr(builder, "create_speech_planner", lambda *_, **__: None)
+    monkeypatch.setattr(builder, "TalkerGroup", made.extend)
+    memory = MemoryAccount()
+    gpus = torch.device("cuda", 2), torch.device("cuda", 5)
+    load_speech(artifact, EngineOptions(max_streams=20, max_speech_seqs=3), *gpus, memory=memory)
+    parts = ["speaker", "sampler", "vocoder", "worker"]
+    assert loaded == [(part, device, device) for device in ("cuda:2", "cuda:5") for part in parts]
+    assert [loop._name for loop in made] == ["talker 0 on cuda:2", "talker 1 on cuda:5"]
+    assert len({id(loop.scheduler) for loop in made}) == 2, "each has its slots"
+    assert [loop.scheduler.slots.num_slots for loop in made] == [4, 4], "--max-speech-seqs is of each talker"
+    assert {(use.device, use.owner): use.num_bytes for use in memory.uses} == {
+        ("cuda:2", "speaker_weights"): 8 * 3,
+        ("cuda:2", "sampler_weights"): 8 * 4,
+        ("cuda:2", "vocoder_weights"): 8 * 5,
+        ("cuda:2", "talker_slots"): 400,
+        ("cuda:5", "speaker_weights"): 8 * 7,
+        ("cuda:5", "sampler_weights"): 8 * 8,
+        ("cuda:5", "vocoder_weights"): 8 * 9,
+        ("cuda:5", "talker_slots"): 400,
+    }
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (("gpu:1",), "--talker-device 'gpu:1' is neither cpu nor a GPU; write cuda:0"),
+        (("cuda",), "--talker-device 'cuda' is neither"),
+        (("cuda:-1",), "--talker-device 'cuda:-1' is neither"),
+        (("cuda:01",), "--talker-device 'cuda:01' is neither"),
+        (("CPU",), "--talker-device 'CPU' is neither"),
+        (("",), "--talker-device '' is neither"),
+        (("cuda:1", "cuda:0", "cuda:1"), "--talker-device names cuda:1 more than once"),
+    ],
+)
+def test_a_talker_device_that_is_none_is_refused(names: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        EngineOptions(talker_devices=names)
+
+
+def test_talker_devices_are_those_that_the_engines_run_on(
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chosen(
+        *names: str, device: str = "cpu", has_speech: bool = True, loads_speech: bool = True
+    ) -> list[torch.device]:
+        recorded = replace(manifest.fingerprint, device=device, torch="2.11.0")
+        if device == "cuda":
+            recorded = replace(recorded, capability="9.0")
+        made = speaking(manifest) if has_speech else manifest
+        options = EngineOptions(talker_devices=names, loads_speech=loads_speech)
+        return _talker_devices(options, replace(made, fingerprint=recorded))
+
+    capabilities = {0: "9.0", 1: "9.0", 2: "8.0"}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(
+        builder,
+        "current_host",
+        lambda device, index: Host(torch="2.11.0", device=device, capability=capabilities[index]),
+    )
+    assert chosen() == chosen(has_speech=False) == chosen(loads_speech=False) == []
+    assert chosen("cpu", "cpu") == [CPU, CPU]
+    assert chosen("cuda:1", "cuda:0", device="cuda") == [torch.device("cuda", 1), torch.device("cuda", 0)]
+    refused: list[tuple[Callable[[], object], type[MingcError], str]] = [
+        (
+            lambda: chosen("cuda:0"),
+            ConfigError,
+            "--talker-device cuda:0: the engines of the artifact run on cpu",
+        ),
+        (
+            lambda: chosen("cpu", device="cuda"),
+            ConfigError,
+            "--talker-device cpu: the engines .* run on cuda",
+        ),
+        (
+            lambda: chosen("cuda:0", "cuda:3", device="cuda"),
+            ConfigError,
+            "--talker-device cuda:3: 3 GPUs are visible, cuda:0 to cuda:2",
+        ),
+        (
+            lambda: chosen("cuda:0", "cuda:2", device="cuda"),
+            IncompatibleError,
+            r"--talker-device cuda:2: .* capability: built for 9\.0, here 8\.0",
+        ),
+        (
+            lambda: chosen("cpu", has_speech=False),
+            ConfigError,
+            "--talker-device cpu: no speech stages of the artifact are loaded",
+        ),
+        (
+            lambda: chosen("cpu", "cpu", loads_speech=False),
+            ConfigError,
+            "--talker-device cpu,cpu: no speech st",
+        ),
+    ]
+    for choose, kind, says in refused:
+        with pytest.raises(kind, match=says) as caught:
+            choose()
+        assert caught.value.where == "--talker-device" and caught.value.fix
+
+
+@pytest.mark.parametrize(("names", "devices"), [((), ["cpu"]), (("cpu", "cpu"), ["cpu", "cpu"])])
+def test_talkers_are_loaded_on_the_devices_asked_for_or_the_first_of_the_thinker(
+    two_ranks: Path, names: tuple[str, ...], devices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[list[str]] = []
+
+    def load_speech(artifact: object, options: object, devices: list[torch.device], *_: object) -> None:
+        loaded.append([*map(str, devices)])
+        raise ArtifactError("far enough")
+
+    monkeypatch.setattr(builder, "_talker_devices", lambda options, _: [CPU] * len(options.talker_devices))
+    monkeypatch.setattr(builder, "_load_speech", load_speech)
+    with pytest.raises(ArtifactError, match="far enough"):
+        open_service(two_ranks, EngineOptions(talker_devices=names))
+    assert loaded == [devices]
+
+
+def test_kv_pages_take_four_fifths_of_the_memory_that_is_left(
     manifest: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys and values of 3 layers with 4 heads of 128 in bfloat16: 6,144 bytes a token."""
     state = tuple(TensorSpec(name=name, dtype="bfloat16", shape=("R", 4, 128)) for name in ("keys", "values"))
     stage = make_stage(("decode_attention", {}), state=state, layer_instances=("0", "1", "2"))
     artifact = Artifact(root=Path("nowhere"), manifest=replace(manifest, stages={"decoder": stage}))
-    free = {0: 10 << 30, 1: 6 << 30}
+    free = {0: 10 << 30, 1: 4 << 30}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device.index], 141 << 30))
-    monkeypatch.setattr(builder, "weight_bytes", lambda artifact, stage: 2 << 30)
     gpus = [torch.device("cuda", index) for index in free]
-    # 80 % of the 4 GiB that the weights leave on the smaller one
+    # 80 % of the 4 GiB that are left on the fuller one
     assert _kv_tokens(artifact, "decoder", EngineOptions(), gpus, 4096) == 559240
     assert _kv_tokens(artifact, "decoder", EngineOptions(), gpus, 1 << 20) == 1 << 20, (
         "one whole context at least"
@@ -352,31 +527,41 @@ def test_an_artifact_runs_on_the_ranks_that_it_was_exported_for(two_ranks: Path,
         open_service(two_ranks, EngineOptions(tp=same))
 
 
-class Ranks:
-    """In place of a group of rank processes."""
-
-    def __init__(self) -> None:
-        self.num_closed = 0
-        self.all_reduce_plan = SimpleNamespace(reason="")
-
-    def close(self) -> None:
-        self.num_closed += 1
-
-
-def test_ranks_end_when_a_later_part_cannot_be_loaded(
-    two_ranks: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails", [True, False])
+def test_processes_end_when_a_later_part_fails_and_not_otherwise(
+    two_ranks: Path, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks = Ranks()
-    monkeypatch.setattr(builder, "RankGroup", Ranks)
-    monkeypatch.setattr(builder, "_load_chat", lambda *_: (ranks, None))
+    ended: list[str] = []
 
-    def fail_to_load(*_: object) -> None:
-        raise ArtifactError("no memory")
+    def load_chat(*arguments: Any) -> tuple[None, None]:
+        arguments[-1].callback(ended.append, "ranks")
+        return None, None
 
-    monkeypatch.setattr(builder, "_load_speech", fail_to_load)
-    with pytest.raises(ArtifactError, match="no memory"):
+    def make_service(info: object, **parts: object) -> SimpleNamespace:
+        if fails:
+            raise MemoryError("no thread can be started")
+        return SimpleNamespace()
+
+    monkeypatch.setattr(builder, "_load_chat", load_chat)
+    monkeypatch.setattr(builder, "OmniService", make_service)
+    with pytest.raises(MemoryError) if fails else nullcontext():
         open_service(two_ranks)
-    assert ranks.num_closed == 1
+    assert ended == (["ranks"] if fails else [])
+
+
+def test_speech_is_loaded_before_the_thinker(two_ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV pages take what is left, so nothing may be loaded after them."""
+    order: list[str] = []
+    monkeypatch.setattr(builder, "_load_speech", lambda *_: order.append("speech"))
+
+    def load_chat(*_: object) -> None:
+        order.append("chat")
+        raise ArtifactError("far enough")
+
+    monkeypatch.setattr(builder, "_load_chat", load_chat)
+    with pytest.raises(ArtifactError, match="far enough"):
+        open_service(two_ranks)
+    assert order == ["speech", "chat"]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -386,7 +571,7 @@ def test_a_rank_that_is_lost_fails_the_service_whenever_it_happens(
     lost, failures, reports = RankError("rank 1 ended"), [], []
 
     def load_chat(
-        artifact: object, options: object, devices: object, on_failure: Any, clock: object
+        artifact: object, options: object, devices: object, on_failure: Any, *_: object
     ) -> tuple[None, None]:
         reports.append(on_failure)
         if when == "before":
@@ -434,6 +619,7 @@ def test_the_log_warns_of_an_unknown_gpu(
         "current_host": lambda device: Host(torch="2.13.0", device="cuda", capability="9.0"),
         "gpu_target": lambda device: lookup((9, 0), name, 132),
         "_start_device": lambda device: None,
+        "free_bytes": lambda devices: {},
         "_load_chat": lambda *_: (None, None),
         "_load_speech": lambda *_: SimpleNamespace(),
         "OmniService": lambda info, **_: info,

@@ -175,6 +175,8 @@ def options_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine
         (["--tp", "2"], "tp", 2),
         (["--max-total-tokens", "640"], "max_total_tokens", 640),
         (["--max-speech-seqs", "2"], "max_speech_seqs", 2),
+        (["--talker-device", "cuda:2,cuda:3"], "talker_devices", ("cuda:2", "cuda:3")),
+        (["--talker-device", "cpu, cpu"], "talker_devices", ("cpu", "cpu")),
         (["--speech-lead", "0"], "speech_lead", 0),
         (["--speech-lead", "7"], "speech_lead", 7),
         (["--step-timeout", "7"], "step_timeout_s", 7.0),

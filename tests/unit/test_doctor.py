@@ -453,6 +453,7 @@ def test_one_gpu_exports_and_serves_for_cuda(good_machine: pytest.MonkeyPatch) -
         ("cpu, aoti", True, True, None),
         ("cpu, onnx", True, True, None),
         ("cuda, aoti", True, True, None),
+        ("cuda, tensorrt", False, False, "pip install 'mingc[tensorrt]'"),
         ("rtx, tensorrt", False, False, f"pip install 'mingc[tensorrt]'; {RTX_FIX}"),
     ]
 
@@ -516,7 +517,7 @@ def test_a_cpu_exports_for_a_cpu_alone(good_machine: pytest.MonkeyPatch) -> None
     good_machine.setattr(torch.cuda, "is_available", lambda: False)
     good_machine.setattr(doctor, "driver_version", lambda: None)
     good_machine.setattr(torch.version, "cuda", None)
-    cpu, onnx, cuda, _ = examine().targets
+    cpu, onnx, cuda, *_ = examine().targets
     assert (cpu.exports, cpu.serves, onnx.exports, onnx.serves) == (True,) * 4 and not cpu.problem
     assert (cuda.target, cuda.exports, cuda.serves) == ("cuda, aoti", False, False)
     assert cuda.problem == "cuda: this torch is a CPU build"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -26,7 +28,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("cpu")
 def test_without_a_gpu_the_host_for_cuda_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(host, "gpu", lambda: pytest.fail("there is no GPU to ask"))
+    monkeypatch.setattr(host, "gpu", lambda *_: pytest.fail("there is no GPU to ask"))
     expected = Host(torch="2.13.0", device="cpu", capability="AVX9000")
     assert current_host("cuda") == current_host("cpu") == expected
 
@@ -34,6 +36,8 @@ def test_without_a_gpu_the_host_for_cuda_is_the_cpu(monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("cpu")
 def test_with_a_gpu_the_host_depends_on_the_device_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(host, "gpu", lambda: H200)
+    gpus = {None: H200, 2: replace(H200, capability=(8, 0))}
+    monkeypatch.setattr(host, "gpu", gpus.__getitem__)
     assert current_host("cuda") == Host(torch="2.13.0", device="cuda", capability="9.0")
+    assert current_host("cuda", 2).capability == "8.0", "that of the GPU, not of the current one"
     assert current_host("cpu") == Host(torch="2.13.0", device="cpu", capability="AVX9000")

@@ -94,6 +94,40 @@ def test_a_prompt_is_prefilled_in_chunks_then_decodes(
     assert scheduler.plan().prefill is None
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"),
+    [
+        (8, [(0, 8, True)]),
+        (9, [(0, 9, True)]),
+        (13, [(0, 13, True)]),
+        (16, [(0, 16, True)]),
+        (24, [(0, 16, False), (16, 8, True)]),
+        (27, [(0, 16, False), (16, 11, True)]),
+    ],
+)
+def test_a_chunk_is_overlapped_with_a_shorter_rest(
+    num_tokens: int, expected: list[tuple[int, int, bool]]
+) -> None:
+    """Steps of a prompt in chunks of 8: what is left behind a chunk runs beside it, however short."""
+    scheduler = make_thinker(chunk=8, two_batch_rows=16, max_prompts=4)
+    scheduler.add(1, prompt_tokens=num_tokens, max_tokens=4)
+    seen = []
+    for _, chunk in prefills(scheduler):
+        part = only(chunk)
+        seen.append((part.start, part.count, part.is_end))
+        assert chunk.is_whole and chunk.num_rows == part.count
+    assert seen == expected
+
+
+def test_no_rest_is_overlapped_beside_decoding_requests() -> None:
+    scheduler = make_thinker(chunk=8, two_batch_rows=16)
+    scheduler.add(1, prompt_tokens=4, max_tokens=8)
+    scheduler.commit(scheduler.plan())
+    scheduler.add(2, prompt_tokens=13, max_tokens=1)
+    counts = [only(chunk).count for _, chunk in prefills(scheduler)]
+    assert counts == [8, 5]
+
+
 @pytest.mark.parametrize("two_batch_rows", [0, 8])
 def test_decode_continues_during_a_long_prefill_without_two_batch_overlap(two_batch_rows: int) -> None:
     scheduler = make_thinker(chunk=4, two_batch_rows=two_batch_rows)
@@ -396,6 +430,7 @@ def traffic(draw: st.DrawFn) -> list[tuple[int, int, int, int | None]]:
     st.sampled_from([SLOW_CHUNKS, ChunkedPrefillPolicy(num_layer_groups=1)]),
     st.integers(1, 4),
     st.sampled_from([1, 4]),
+    st.booleans(),
 )
 def test_thinker_random_traffic_never_leaks_or_starves(
     requests: list[tuple[int, int, int, int | None]],
@@ -404,8 +439,10 @@ def test_thinker_random_traffic_never_leaks_or_starves(
     prefill_policy: ChunkedPrefillPolicy,
     max_prompts: int,
     alignment: int,
+    two_batch_overlap: bool,
 ) -> None:
     scheduler = make_thinker(
+        two_batch_rows=2 * chunk * two_batch_overlap,
         num_pages=14,
         max_running=max_running,
         chunk=chunk,
@@ -436,7 +473,9 @@ def test_thinker_random_traffic_never_leaks_or_starves(
         scheduler.commit(plan)
         emitted = list(plan.decode)
         if plan.prefill is not None:
-            assert 1 <= len(plan.prefill.prompts) <= max_prompts and plan.prefill.num_rows <= chunk
+            assert 1 <= len(plan.prefill.prompts) <= max_prompts
+            is_pair = two_batch_overlap and not plan.decode and len(plan.prefill.prompts) == 1
+            assert plan.prefill.num_rows <= (2 if is_pair else 1) * chunk
             assert plan.prefill.first_group in (0, done_parts), "one chunk is under way at a time"
             done_parts = 0 if plan.prefill.is_whole else plan.prefill.end_group
             for part in plan.prefill.prompts:

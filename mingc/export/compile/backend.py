@@ -8,8 +8,9 @@ provide such an object as an entry point in the group `mingc.backends`. The runt
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -25,17 +26,28 @@ class Backend(ABC):
         name: also the name of its file or entry point, and of the loader in the runtime.
         suffix: of engine files, with the dot.
         takes_kernels: whether it compiles mingc's own GPU kernels; others get graphs of plain torch operators.
+        pool_dims: sizes of dims without buckets that a graph is traced at; the others stay dynamic.
     """
 
     name: str
     suffix: str
     takes_kernels: bool = True
+    pool_dims: Mapping[str, int] = MappingProxyType({})
 
     def unsupported_reason(self, target: str, dtype: str) -> str | None:
         """The reason why engines cannot be built for `target` in `dtype`; None when they can."""
         if is_rtx(target):
             return f"{self.name} cannot build engines for RTX cards on any machine; use --backend tensorrt"
         return None
+
+    def for_graph(self, plan: GraphDef, sizes: Mapping[str, int] | None, device: str) -> Backend:
+        """The backend that traces, checks and compiles `plan` for `sizes`: this one unless graphs need choices.
+
+        Args:
+            sizes: of the dims with buckets; None: one engine for every size.
+            device: as of `compile`.
+        """
+        return self
 
     def check_graph(  # noqa: B027 - nothing to refuse unless a backend says so
         self,

@@ -41,7 +41,7 @@ from mingc.export.process_pool import gives_memory_back, peak_rss_bytes
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions
 from mingc.export.stages import find
-from mingc.export.weights.loading import float32_module, load_module, meta_module
+from mingc.export.weights.loading import float32_module, load_module, stored_meta_module
 from mingc.export.weights.quantization import in_float32
 from mingc.export.weights.source import open_source
 from mingc.kernels.dispatch import plain_torch
@@ -302,28 +302,31 @@ def early_refusals(
     refused: dict[str, dict[str, str]] = {}
     options, shard = stage_options(recipe), first_shard(stage, recipe)
     whole = functools.cache(
-        lambda: meta_module(
-            stage, config, shard, stage.weights(config, shard), recipe.quantization(stage.name)
+        lambda: stored_meta_module(
+            stage, config, shard, recipe.quantization(stage.name), torch_dtype(recipe.dtype)
         )
     )
     for plan in plans:
         name = f"{stage.name}.{plan.spec.name}"
         found = refused.setdefault(name, dict(recipe.unsupported()) if recipe.is_measured(stage.name) else {})
         backends = recipe.backends_of(stage.name)
-        for backend in map(find_backend, backends):
+        for named in map(find_backend, backends):
+            backend = named.for_graph(plan, engine_sizes(plan.spec, options)[-1], recipe.target)
             if type(backend).check_graph is Backend.check_graph:
                 continue
-            module = whole().get_submodule(plan.spec.layer_instances[0]).eval().requires_grad_(False)
+            module = whole().get_submodule(plan.spec.layer_instances[0])
 
             def trace(
                 plan: GraphDef = plan, module: nn.Module = module, backend: Backend = backend
             ) -> torch.export.ExportedProgram:
-                sizes = engine_sizes(plan.spec, options)[-1]
-                shared = share_weights(plan, module)
-                with _kernels_of(backend):
-                    return capture(
-                        shared, module, stage=stage.name, static_shapes=sizes, device=torch.device("meta")
-                    )
+                return trace_graph(
+                    backend,
+                    share_weights(plan, module),
+                    module,
+                    stage=stage.name,
+                    sizes=engine_sizes(plan.spec, options)[-1],
+                    device="meta",
+                )
 
             try:
                 backend.check_graph(plan, module, trace, where=name)
@@ -393,12 +396,9 @@ def _compile(
     static_shapes: dict[str, int] | None,
     options: StageOptions,
 ) -> EngineRecord:
-    backend = find_backend(task.backend)
+    backend = find_backend(task.backend).for_graph(plan, static_shapes, task.recipe.target)
     file = task.file("engines", f"{engine_label(task.name, static_shapes)}{_suffix(task, backend)}")
-    with _kernels_of(backend):
-        program = capture(
-            plan, module, stage=task.stage, static_shapes=static_shapes, device=torch.device(options.device)
-        )
+    program = trace_graph(backend, plan, module, stage=task.stage, sizes=static_shapes, device=options.device)
     seconds = backend.compile(
         program,
         task.folder / file,
@@ -415,6 +415,21 @@ def _compile(
         compile_seconds=round(seconds, 1),
         cost=count_cost(program, plan.spec, static_shapes),
     )
+
+
+def trace_graph(
+    backend: Backend,
+    plan: GraphDef,
+    module: nn.Module,
+    *,
+    stage: str,
+    sizes: Mapping[str, int] | None,
+    device: str,
+) -> torch.export.ExportedProgram:
+    """`plan` as `backend` compiles it for `sizes`. Raises: CaptureError."""
+    static = {**(sizes or {}), **backend.pool_dims}
+    with _kernels_of(backend):
+        return capture(plan, module, stage=stage, static_shapes=static, device=torch.device(device))
 
 
 def _kernels_of(backend: Backend) -> AbstractContextManager[None]:

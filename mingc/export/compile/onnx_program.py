@@ -220,10 +220,10 @@ def _may_share(before: Any, after: Any) -> bool:
 
 
 def refuse_quantized(module: nn.Module, where: str, fix: str) -> None:
-    """Raises: CompileError when weights of `module` are stored in FP8, which ONNX Runtime is not given."""
+    """Raises: CompileError when weights of `module` are stored in FP8, which no library of ONNX models is given."""
     if any(each.dtype == UNBOUND_DTYPE for each in (*module.parameters(), *module.buffers())):
         raise CompileError(
-            f"weights are stored as {UNBOUND_DTYPE}, which engines of ONNX Runtime do not read",
+            f"weights are stored as {UNBOUND_DTYPE}, which ONNX models here do not read",
             where=where,
             fix=fix,
         )

@@ -27,7 +27,10 @@ from mingc.host import gpu
 from mingc.tensorrt_library import RTX, TITLES, import_library
 
 _PREFIX = "model."
-_FIX = "leave the stage out with --stages: no other backend builds for RTX cards"
+FIX = (
+    "compile this stage with AOTInductor: --backend aoti:STAGE; for RTX cards, for which nothing else builds, leave it "
+    "out with --stages"
+)
 # A plan reserves memory for the largest sizes of its dims; state that grows with a pool has no such size.
 _MAX_STATE_BYTES = 256 << 30
 _FOURIER = ("_fft_", "fft_", "stft", "istft")
@@ -49,7 +52,7 @@ def refuse_graph(program: torch.export.ExportedProgram, names: Sequence[str], wh
     for node in program.graph.nodes:
         problem = _node_problem(node)
         if problem is not None:
-            raise CompileError(problem, where=where, fix=_FIX)
+            raise CompileError(problem, where=where, fix=FIX)
 
 
 def _node_problem(node: torch.fx.Node) -> str | None:
@@ -84,10 +87,12 @@ def build_engine_file(
     library: str,
     cache: Path | None,
     where: str,
+    slots: int | None = None,
 ) -> bool:
     """Write the TensorRT engine of `program`. Returns whether it came from the cache.
 
-    For an RTX target the file also holds the ONNX model, by which a machine without the GPU checks it.
+    For an RTX target the file also holds the ONNX model, by which a machine without the GPU checks it. `slots` is the
+    index of the input with the rows of states, where the program has the states of a batch.
 
     Raises: CompileError when the graph has no ONNX model, or TensorRT refuses it.
     """
@@ -101,7 +106,7 @@ def build_engine_file(
     trt = import_library(library)
     cards = rtx_capabilities(target)
     capabilities = cards if cards is not None else (gpu().capability,)
-    key = _key(content, ranges, library, trt.__version__, capabilities, is_current=cards is None)
+    key = _key(content, ranges, library, trt.__version__, capabilities, slots, is_current=cards is None)
     kept = cache / f"{key}{path.suffix}" if cache else None
     if kept is not None and _is_whole(kept) and take(kept, path):
         return True
@@ -118,6 +123,7 @@ def build_engine_file(
         state=tuple(index for index, _ in layout["state"]),
         model_bytes=len(carried),
         plan_bytes=len(plan),
+        slots=slots,
     )
     write_engine(path, EngineFile(header=header, model=carried, plan=plan))
     if kept is not None:
@@ -139,12 +145,14 @@ def _key(
     library: str,
     version: str,
     capabilities: Sequence[Capability],
+    slots: int | None,
     *,
     is_current: bool,
 ) -> str:
     """sha256 of everything that affects the plan."""
     digest = hashlib.sha256(content)
-    digest.update(repr((tuple(ranges), library, version, tuple(capabilities), is_current)).encode())
+    choices = (tuple(ranges), library, version, tuple(capabilities), slots, is_current)
+    digest.update(repr(choices).encode())
     return digest.hexdigest()
 
 
@@ -166,7 +174,7 @@ def _ranges(program: torch.export.ExportedProgram, names: Sequence[str], where: 
                 f"{name} may have up to {largest >> 30} GiB, and TensorRT plans for the largest sizes (limit "
                 f"{_MAX_STATE_BYTES >> 30} GiB), so it cannot hold pages of a pool",
                 where=where,
-                fix=_FIX,
+                fix=FIX,
             )
         usual = tuple(round((low * high) ** 0.5) for low, high in bounds)
         found.append(
@@ -204,13 +212,13 @@ def _build(model: bytes, job: BuildJob, where: str) -> bytes:
                 child.stdin.close()
         refused, plan = folder / "refused", folder / "plan"
         if refused.exists():
-            raise CompileError(f"{title} {refused.read_text(encoding='utf-8')}", where=where, fix=_FIX)
+            raise CompileError(f"{title} {refused.read_text(encoding='utf-8')}", where=where, fix=FIX)
         if child.returncode or not plan.exists():
             log = (folder / "errors").read_text(encoding="utf-8", errors="replace").strip()
             raise CompileError(
                 f"the process in which {title} built the graph ended with {child.returncode}: {log[-1500:]}",
                 where=where,
-                fix=_FIX,
+                fix=FIX,
             )
         return plan.read_bytes()
 

@@ -220,6 +220,7 @@ def _stream_graph(config: VaeDecoderConfig, options: StageOptions) -> GraphDef:
     return GraphDef(
         spec=spec,
         method="stream",
+        slots="slots",
         example=example,
         trace_dims={"B": min(3, options.max_batch), "S": 5},
         check_dims={"B": min(2, options.max_batch), "S": 3},

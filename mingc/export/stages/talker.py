@@ -226,6 +226,7 @@ def _prefill_graph(config: TalkerConfig, options: StageOptions) -> GraphDef:
     return GraphDef(
         spec=spec,
         method="prefill",
+        slots="slot",
         example=example,
         trace_dims={"T": min(7, maximum), "S": 3},
         check_dims={"T": min(32, maximum), "S": 3},
@@ -263,6 +264,7 @@ def _step_graph(config: TalkerConfig, options: StageOptions) -> GraphDef:
     return GraphDef(
         spec=spec,
         method="step",
+        slots="slots",
         example=example,
         trace_dims={"B": min(3, options.max_batch), "S": 5},
         check_dims={"B": min(2, options.max_batch), "S": 3},

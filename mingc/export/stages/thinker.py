@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from mingc.artifacts.manifest import QuantizationError
-from mingc.artifacts.parameters import ThinkerParameters
+from mingc.artifacts.parameters import RouterParameters, ThinkerParameters
 from mingc.artifacts.stage_graph import CLIENT, Edge
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
@@ -146,11 +146,17 @@ class ThinkerStage(Stage):
         )
 
     def parameters(self, config: ThinkerConfig, options: StageOptions) -> ThinkerParameters:
-        ids = config.token_ids
+        ids, decoder = config.token_ids, config.decoder
+        router = RouterParameters(
+            norm_eps=decoder.norm_eps,
+            num_groups=decoder.num_expert_groups,
+            num_kept_groups=decoder.num_kept_groups,
+            top_k=decoder.num_experts_per_token,
+        )
         return ThinkerParameters(
-            vocab_size=config.decoder.vocab_size,
-            hidden_size=config.decoder.hidden_size,
-            num_layers=config.decoder.num_layers,
+            vocab_size=decoder.vocab_size,
+            hidden_size=decoder.hidden_size,
+            num_layers=decoder.num_layers,
             max_positions=config.max_positions,
             page_size=PAGE_SIZE,
             chunk_alignment=CHUNK_ALIGNMENT,
@@ -168,6 +174,7 @@ class ThinkerStage(Stage):
             temporal_position_scale=_TEMPORAL_POSITION_SCALE,
             default_system_text=_DEFAULT_SYSTEM_TEXT,
             thinking_suffix=_THINKING_SUFFIX,
+            router=router if decoder.num_dense_layers < decoder.num_layers else None,
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -79,13 +79,7 @@ def write_weights(
         )
     sources = [source for source in sources if not any(_is_within(source.name, each) for each in omitted)]
     names = [name for source in sources for name in stored_names(source, quantization)]
-    dtypes: dict[str, torch.dtype] = {}
-    for source in sources:
-        stored = {name: expected[name].dtype for name in stored_names(source, quantization)}
-        if len(stored) == 1:
-            is_float = expected[source.name].is_floating_point()
-            stored[source.name] = source.dtype or (dtype if is_float else stored[source.name])
-        dtypes.update(stored)
+    dtypes = _stored_dtypes(expected, sources, quantization, dtype)
     header: dict[str, object] = {}
     offset = 0
     for name in names:
@@ -123,10 +117,38 @@ def meta_module(
     sources: Sequence[WeightSource],
     quantization: Quantization | None,
 ) -> nn.Module:
-    """The module of a shard with the shapes and dtypes of its weights, but no values."""
+    """The module of a shard with the shapes of its weights, but no values; what is not quantized is float32."""
     with torch.device("meta"):
         module = stage.build(config, shard)
     return prepare(module, sources, quantization)
+
+
+def stored_meta_module(
+    stage: Stage, config: object, shard: Shard, quantization: Quantization | None, dtype: torch.dtype
+) -> nn.Module:
+    """The module of a shard with the shapes and dtypes of the weights that `write_weights` stores, but no values."""
+    sources = stage.weights(config, shard)
+    module = meta_module(stage, config, shard, sources, quantization)
+    expected = module.state_dict()
+    dtypes = _stored_dtypes(expected, sources, quantization, dtype)
+    return _fill(module, "", {name: value.to(dtypes[name]) for name, value in expected.items()})
+
+
+def _stored_dtypes(
+    expected: Mapping[str, torch.Tensor],
+    sources: Sequence[WeightSource],
+    quantization: Quantization | None,
+    dtype: torch.dtype,
+) -> dict[str, torch.dtype]:
+    """The dtype in which each weight of `sources` is stored, by name; `expected` are the tensors of a `meta_module`."""
+    dtypes: dict[str, torch.dtype] = {}
+    for source in sources:
+        stored = {name: expected[name].dtype for name in stored_names(source, quantization)}
+        if len(stored) == 1:
+            is_float = expected[source.name].is_floating_point()
+            stored[source.name] = source.dtype or (dtype if is_float else stored[source.name])
+        dtypes.update(stored)
+    return dtypes
 
 
 def _compute(checkpoint: Checkpoint, source: WeightSource, stage: str) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -18,6 +19,14 @@ Shapes = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
 _ALIGNMENT = 64  # bytes; engines copy inputs that are aligned to less than 16
 _WARM_UPS = 2  # the first call of an engine loads its kernels, which is not allowed during capture
+
+
+def current_device(device: torch.device) -> AbstractContextManager[None]:
+    """Make `device` the current one of this thread inside a block; a CPU needs nothing.
+
+    Loading an engine changes the current device, and code that names none runs on it.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class GraphPool:

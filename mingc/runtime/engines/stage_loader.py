@@ -38,6 +38,11 @@ class LoadedStage:
     graphs: Mapping[str, Graph]
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights of this rank."""
+        return sum(each.nbytes for each in self.weights.values())
+
     def __getitem__(self, graph: str) -> Graph:
         found = self.graphs.get(graph)
         if found is None:
@@ -169,17 +174,14 @@ def _within(weights: Mapping[str, _Value], instance: str) -> dict[str, _Value]:
     return {name[len(start) :]: value for name, value in weights.items() if name.startswith(start)}
 
 
-def weight_bytes(artifact: Artifact, name: str) -> int:
-    """Bytes of memory that the weights of stage `name` take on the rank with the most of them."""
+def rank_weight_bytes(artifact: Artifact, name: str, rank: int) -> int:
+    """`LoadedStage.weight_bytes` of stage `name` on another rank, from its weights file."""
     record = artifact.manifest.stages[name]
-    totals = []
-    for region in map(artifact.region, record.weights):
-        with opened_weights(region) as file:
-            # Tensors are mapped here, not read.
-            sizes: dict[str, int] = {key: file.get_tensor(key).nbytes for key in file.keys()}  # noqa: SIM118 - not a dict
-        copies = sum(sum(_within(sizes, source).values()) for source in record.repeated.values())
-        totals.append(sum(sizes.values()) + copies)
-    return max(totals)
+    with opened_weights(_weights_region(artifact, record, rank)) as file:
+        # Tensors are mapped here, not read.
+        sizes: dict[str, int] = {key: file.get_tensor(key).nbytes for key in file.keys()}  # noqa: SIM118 - not a dict
+    copies = sum(sum(_within(sizes, source).values()) for source in record.repeated.values())
+    return sum(sizes.values()) + copies
 
 
 def _read_weights(
@@ -191,7 +193,7 @@ def _read_weights(
     engine is then as slow over random weights, which caches could otherwise hold, as over others, and its router
     chooses other experts.
     """
-    region = artifact.region(record.weights[rank if record.is_sharded else 0])
+    region = _weights_region(artifact, record, rank)
     starts = tuple(join_path(instance, "") for instance in left_out)
     with opened_weights(region) as file:
         names = [name for name in file.keys() if not name.startswith(starts)]  # noqa: SIM118 - not a dict
@@ -202,6 +204,10 @@ def _read_weights(
                 path = join_path(instance, name)
                 weights[path] = drawn_like(value, path)
     return weights
+
+
+def _weights_region(artifact: Artifact, record: StageRecord, rank: int) -> FileRegion:
+    return artifact.region(record.weights[rank if record.is_sharded else 0])
 
 
 @contextmanager

@@ -94,6 +94,13 @@ class Metrics:
             ("state",),
             registry=self._registry,
         )
+        self._memory = Gauge(
+            "mingc_memory_bytes",
+            "Memory allocated at start, by device and owner: weights of each stage, kv_pages, talker_slots; on the "
+            "host the limit of encoder_cache. CPU weights are mapped files. CUDA graphs and contexts are not counted.",
+            ("owner", "device"),
+            registry=self._registry,
+        )
         self._underruns = self._counter(
             "mingc_speech_underruns",
             "Patches of streamed speech that were ready after their playback time, also where the text came late.",
@@ -140,6 +147,18 @@ class Metrics:
             registry=self._registry,
         )
         self._counted = dict.fromkeys(self._engine_counters, 0)
+        self._counted_steps = self._counter(
+            "mingc_thinker_counted_steps",
+            "Decode steps whose experts were counted (--expert-usage-interval), by their rows, padding included.",
+            "batch",
+        )
+        self._experts_read = self._counter(
+            "mingc_thinker_experts_read",
+            "Different experts that a layer read, the mean of the layers, summed over the counted decode steps; divide "
+            "by mingc_thinker_counted_steps_total.",
+            "batch",
+        )
+        self._counted_experts: dict[int, tuple[int, float]] = {}
         self._generation_tokens = self._counter(
             "mingc_generation_tokens", "Generated text tokens of finished requests."
         )
@@ -236,6 +255,13 @@ class Metrics:
         self._encoder_cache_bytes.set(load.encoder_cache_bytes)
         for state, count in load.listeners.items():
             self._listeners.labels(state).set(count)
+        for use in load.memory:
+            self._memory.labels(use.owner, use.device).set(use.num_bytes)
+        for num_rows, (num_steps, num_experts) in load.experts_read.items():
+            steps_before, experts_before = self._counted_experts.get(num_rows, (0, 0.0))
+            self._counted_steps.labels(str(num_rows)).inc(num_steps - steps_before)
+            self._experts_read.labels(str(num_rows)).inc(num_experts - experts_before)
+            self._counted_experts[num_rows] = num_steps, num_experts
 
     def describe(self) -> list[MetricInfo]:
         """Name, type, labels and help text of every metric, in the order of `/metrics`."""

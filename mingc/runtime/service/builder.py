@@ -9,15 +9,17 @@ import dataclasses
 import hashlib
 import logging
 import math
+import re
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from mingc.artifacts.artifact import Artifact, check_hashes, open_artifact
+from mingc.artifacts.artifact import Artifact, check_hashes, fingerprint_problems, open_artifact
 from mingc.artifacts.engine_choice import parse_choice
-from mingc.artifacts.manifest import Manifest
+from mingc.artifacts.manifest import Fingerprint, Manifest
 from mingc.artifacts.parameters import (
     AudioParameters,
     CfmParameters,
@@ -27,12 +29,13 @@ from mingc.artifacts.parameters import (
     VisionParameters,
 )
 from mingc.artifacts.stage_graph import CLIENT, Policy, StageGraph
-from mingc.artifacts.target_choice import explain_targets, with_target
+from mingc.artifacts.target_choice import explain_targets, needed_machine, with_target
 from mingc.dtypes import torch_dtype
-from mingc.errors import ArtifactError, ConfigError, ServeError
+from mingc.errors import ArtifactError, ConfigError, IncompatibleError, ServeError
 from mingc.host import current_host, gpu_target
 from mingc.runtime.engines.choice import with_engines
-from mingc.runtime.engines.stage_loader import LoadedStage, load_stage, weight_bytes
+from mingc.runtime.engines.cuda_graphs import current_device
+from mingc.runtime.engines.stage_loader import LoadedStage, load_stage, rank_weight_bytes
 from mingc.runtime.kv_cache import PagePool, SlotPool
 from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.decoder_pool import DEFAULT_TIMEOUT_S, DecoderPool
@@ -42,9 +45,11 @@ from mingc.runtime.request import ServiceInfo
 from mingc.runtime.service.encoder_cache import DEFAULT_BYTES, EncoderCache
 from mingc.runtime.service.encoder_loop import EncoderLoop
 from mingc.runtime.service.encoders import AudioEncoder, VisionEncoder
+from mingc.runtime.service.memory import HOST, MemoryAccount, free_bytes
 from mingc.runtime.service.omni import ChatPipeline, OmniService, SpeechPipeline
 from mingc.runtime.service.preprocessing import create_chat_processor, create_speech_planner, load_tokenizer
 from mingc.runtime.service.startup import StartupClock
+from mingc.runtime.talker.group import TalkerGroup
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.scheduler import TalkerScheduler
 from mingc.runtime.talker.worker import TalkerWorker
@@ -58,28 +63,33 @@ from mingc.runtime.thinker.worker import DEFAULT_STEPS, StepOptions, ThinkerWork
 log = logging.getLogger("mingc.startup")
 
 _MIN_KV_TOKENS = 16384
-_CUDA_KV_SHARE = 0.8  # of the memory that is free once the weights are loaded
+# Of the memory that is free once all else is loaded; the rest is for CUDA graphs and buffers of the thinker's steps.
+_CUDA_KV_SHARE = 0.8
 # What the command line calls the options that it has.
 _OPTIONS = {
     "tp": "--tp",
     "max_total_tokens": "--max-total-tokens",
     "max_waiting": "--max-queue",
     "max_speech_seqs": "--max-speech-seqs",
+    "talker_devices": "--talker-device",
     "speech_lead": "--speech-lead",
     "num_torch_threads": "--threads",
     "step_timeout_s": "--step-timeout",
     "encoder_cache": "--encoder-cache",
     "max_media_memory": "--max-media-memory",
     "media_decode_timeout_s": "--media-decode-timeout",
+    "expert_usage_interval_s": "--expert-usage-interval",
 }
 _PREPARE_ENCODERS = "prepare encoders (CUDA: capture)"
-_MAY_BE_ZERO = ("max_waiting", "speech_lead", "encoder_cache")
+_DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
+_MAY_BE_ZERO = ("max_waiting", "speech_lead", "encoder_cache", "expert_usage_interval_s")
 # More than any machine has; beyond it torch's and the clock's numbers end.
 _MOST = {
     "max_total_tokens": 1 << 40,
     "speech_lead": 10**6,
     "num_torch_threads": 1024,
     "step_timeout_s": 10**9,
+    "expert_usage_interval_s": 10**9,
 }
 
 
@@ -93,11 +103,14 @@ class EngineOptions:
             automatically.
         max_running: requests the thinker works on at once; None is the largest decode batch.
         max_waiting: requests that may wait for the thinker before more are refused.
-        max_speech_seqs: segments spoken at once; None is the largest batch of the talker. Paced speech may have more:
-            each of its streams is in few of the patches.
+        max_speech_seqs: segments that each talker speaks at once; None is its largest batch. Paced speech may have
+            more: each of its streams is in few of the patches.
+        talker_devices: `cpu` or `cuda:N` for each talker; none: one on the thinker's first device. An answer is spoken
+            by one of them.
         speech_lead: patches that streamed speech may be ahead of its playback; 0: as fast as possible.
         max_prefills_per_patch: segments that may join the talker's batch at one patch boundary.
-        max_streams: requests that may speak or wait to speak before more are refused; at least as many as may speak.
+        max_streams: requests of each talker that may speak or wait to speak before more are refused; at least as many
+            as may speak.
         max_pending_patches: patches a client may leave unread before its speech pauses.
         num_preprocess_threads: threads that decode media and prepare prompts.
         num_torch_threads: CPU threads of an engine; None: on CUDA one, else torch's setting is left alone.
@@ -109,6 +122,8 @@ class EngineOptions:
         media_decode_timeout_s: time for decoding one medium.
         parse_special_tokens: recognise special tokens in the text of requests; otherwise they are plain text.
         steps: which steps the thinker's workers run.
+        expert_usage_interval_s: count the experts that a decode step of the thinker reads once in so many seconds; 0:
+            never.
         talker_depth: most patches in flight; None: 2 on a GPU, 1 on a CPU.
         prefix_cache: reuse KV pages of earlier requests for prompts that begin with the same tokens and media.
         encoder_cache: bytes of host memory for embeddings of images, videos and clips that may be reused; 0: none.
@@ -122,6 +137,7 @@ class EngineOptions:
     max_running: int | None = None
     max_waiting: int = 128
     max_speech_seqs: int | None = None
+    talker_devices: tuple[str, ...] = ()
     speech_lead: int = 3
     max_prefills_per_patch: int = 16
     max_streams: int = 256
@@ -135,6 +151,7 @@ class EngineOptions:
     max_media_memory: int = DEFAULT_MEDIA_BYTES
     media_decode_timeout_s: float = DEFAULT_TIMEOUT_S
     steps: StepOptions = DEFAULT_STEPS
+    expert_usage_interval_s: float = 0.0
     talker_depth: int | None = None
     prefix_cache: bool = True
     encoder_cache: int = DEFAULT_BYTES
@@ -154,6 +171,9 @@ class EngineOptions:
         for name in ("step_timeout_s", "media_decode_timeout_s"):
             if not 0 < (value := getattr(self, name)) < math.inf:
                 problems.append(f"{_OPTIONS[name]} is {value}, not a finite number above 0")
+        if not 0 <= self.expert_usage_interval_s < math.inf:
+            value = self.expert_usage_interval_s
+            problems.append(f"{_OPTIONS['expert_usage_interval_s']} is {value}, not a finite number from 0")
         for name, most in _MOST.items():
             if (value := getattr(self, name)) is not None and math.inf > value > most:
                 problems.append(f"{_OPTIONS[name]} is {value}, which is above {most}")
@@ -161,6 +181,13 @@ class EngineOptions:
             parse_choice(self.engines)
         except ConfigError as error:
             problems.append(error.message)
+        for name in self.talker_devices:
+            if not _DEVICE.fullmatch(name):
+                problems.append(
+                    f"--talker-device {name!r} is neither cpu nor a GPU; write cuda:0 for the first"
+                )
+            elif name != "cpu" and self.talker_devices.count(name) > 1:
+                problems.append(f"--talker-device names {name} more than once; write each GPU once")
         for name in self.served_model_names:
             if not name.strip():
                 problems.append("--served-model-name is empty")
@@ -192,6 +219,7 @@ def open_service(
                 )
         artifact = with_engines(artifact, options.engines, loads=_loaded_stages(artifact.manifest, options))
         manifest = artifact.manifest
+        talker_devices = _talker_devices(options, manifest)
     if options.check_hashes:
         with clock.phase("compare hashes"):
             check_hashes(artifact)
@@ -205,10 +233,14 @@ def open_service(
     if threads is not None:
         torch.set_num_threads(threads)
     devices = _devices(recorded.device, recorded.world_size)
-    if devices[0].type == "cuda":
+    talker_devices = talker_devices or devices[:1]
+    # Other ranks are other processes, and without a thinker only the talkers have devices.
+    first = devices[:1] if manifest.graph.text_decoder() is not None else []
+    own_devices = [*dict.fromkeys((*first, *talker_devices))]
+    for device in own_devices if recorded.device == "cuda" else ():
         with clock.phase("start the device"):
-            _start_device(devices[0])
-        target = gpu_target(devices[0])
+            _start_device(device)
+        target = gpu_target(device)
         log.log(logging.INFO if target.is_known else logging.WARNING, "%s", target.describe())
     # The group of ranks exists before the service that it reports to.
     services: list[OmniService] = []
@@ -219,34 +251,37 @@ def open_service(
         for service in services:
             service.fail(error)
 
-    runner: StepRunner | None = None
-    chat: ChatPipeline | None = None
-    try:
-        with clock.phase("set up chat: tokenizer, scheduler, decoders of media"):
-            runner, chat = _load_chat(artifact, options, devices, on_failure, clock)
+    memory = MemoryAccount()
+    with ExitStack() as processes:  # ended when something after their start fails
+        # The thinker last: its KV pages take what all else has left.
         with clock.phase("set up speech: tokenizer, voices, scheduler"):
-            speech = _load_speech(artifact, options, devices[0], clock) if options.loads_speech else None
+            speech = (
+                _load_speech(artifact, options, talker_devices, clock, memory)
+                if options.loads_speech
+                else None
+            )
+        with clock.phase("set up chat: tokenizer, scheduler, decoders of media"):
+            runner, chat = _load_chat(artifact, options, devices, on_failure, clock, memory, processes)
         if chat is None and speech is None:
             raise ArtifactError(
                 f"nothing to serve: {', '.join(manifest.stages)} produce neither text nor speech",
                 where=str(root),
                 fix="export the thinker, or talker, cfm and audio_vae as well",
             )
-    except BaseException:
-        if isinstance(runner, RankGroup):
-            runner.close()
-        if chat is not None and chat.decoders is not None:
-            chat.decoders.close()
-        raise
-    ranks = runner if isinstance(runner, RankGroup) else None
-    service = OmniService(
-        _info(manifest, options, ranks, chat),
-        chat=chat,
-        speech=speech,
-        ranks=ranks,
-        num_threads=options.num_preprocess_threads,
-        max_pending_patches=options.max_pending_patches,
-    )
+        # Of other ranks' devices only where `_kv_tokens` has a context already.
+        has_measured = chat is not None and options.max_total_tokens is None
+        memory.log(free_bytes([*dict.fromkeys((*own_devices, *(devices if has_measured else ())))]))
+        ranks = runner if isinstance(runner, RankGroup) else None
+        service = OmniService(
+            _info(manifest, options, ranks, chat),
+            chat=chat,
+            speech=speech,
+            ranks=ranks,
+            num_threads=options.num_preprocess_threads,
+            max_pending_patches=options.max_pending_patches,
+            memory=memory.uses,
+        )
+        processes.pop_all()
     services.append(service)
     for error in rank_failures:
         service.fail(error)
@@ -285,13 +320,22 @@ def _load_chat(
     devices: list[torch.device],
     on_failure: Callable[[ServeError], None],
     clock: StartupClock,
+    memory: MemoryAccount,
+    processes: ExitStack,
 ) -> tuple[StepRunner | None, ChatPipeline | None]:
+    """Load encoders, then the thinker's weights, then its KV pages. `processes` ends the processes that are started."""
     manifest = artifact.manifest
     decoder = manifest.graph.text_decoder()
     if decoder is None:
         return None, None
     _check_policy(manifest.graph, decoder, "autoregressive")
     thinker = manifest.parameters_of(decoder, ThinkerParameters)
+    if options.expert_usage_interval_s and thinker.router is None:
+        raise ConfigError(
+            f"the artifact does not say how the routers of {decoder} select experts",
+            where="--expert-usage-interval",
+            fix="leave it out; if the model has experts, export it again with this mingc",
+        )
     vision_stage, audio_stage = (
         _vision_encoder(manifest.graph, decoder),
         _audio_encoder(manifest.graph, decoder),
@@ -301,6 +345,7 @@ def _load_chat(
     if vision_stage is not None:
         vision_parameters = manifest.parameters_of(vision_stage, VisionParameters)
         stage = load_stage(artifact, vision_stage, devices[0], phase=clock.phase)
+        memory.add(devices[0], f"{vision_stage}_weights", stage.weight_bytes)
         with clock.phase(_PREPARE_ENCODERS):
             vision_encoder = VisionEncoder(stage, vision_parameters, devices[0])
         vision = EncoderLoop(vision_stage, vision_encoder, cache)
@@ -308,40 +353,51 @@ def _load_chat(
     if audio_stage is not None:
         audio_parameters = manifest.parameters_of(audio_stage, AudioParameters)
         stage = load_stage(artifact, audio_stage, devices[0], phase=clock.phase)
+        memory.add(devices[0], f"{audio_stage}_weights", stage.weight_bytes)
         with clock.phase(_PREPARE_ENCODERS):
             audio_encoder = AudioEncoder(stage, audio_parameters, devices[0])
         audio = EncoderLoop(audio_stage, audio_encoder, cache)
     if vision is not None or audio is not None:
-        log.info("encoder cache: up to %d MiB of host memory", options.encoder_cache >> 20)
+        memory.add(HOST, "encoder_cache", options.encoder_cache)
     tokenizer = load_tokenizer(artifact, decoder)
     context = _largest(manifest, decoder, "P") * thinker.page_size
-    num_pages = 1 + -(-_kv_tokens(artifact, decoder, options, devices, context) // thinker.page_size)
 
     def load() -> LoadedStage:
-        return load_stage(artifact, decoder, devices[0], phase=clock.phase)
+        stage = load_stage(artifact, decoder, devices[0], phase=clock.phase)
+        memory.add(devices[0], f"{decoder}_weights", stage.weight_bytes)
+        return stage
 
-    def start(stage: LoadedStage) -> ThinkerWorker:
+    def count_pages() -> int:
+        return 1 + -(-_kv_tokens(artifact, decoder, options, devices, context) // thinker.page_size)
+
+    def start(stage: LoadedStage, num_pages: int) -> ThinkerWorker:
         with clock.phase("prepare steps (CUDA: capture)"):
             return create_worker(
                 stage, manifest, num_pages=num_pages, device=devices[0], options=options.steps
             )
 
-    runner: RankGroup | ThinkerWorker = (
-        RankGroup(
+    runner: RankGroup | ThinkerWorker
+    if len(devices) > 1:
+        runner = RankGroup(
             artifact.root,
             devices,
             load,
+            count_pages,
             start,
-            num_pages=num_pages,
             on_failure=on_failure,
             step_timeout_s=options.step_timeout_s,
             options=options.steps,
             engines=options.engines,
             target=manifest.fingerprint.target,
         )
-        if len(devices) > 1
-        else start(load())
-    )
+        processes.callback(runner.close)
+    else:
+        stage = load()
+        runner = start(stage, count_pages())
+    for rank, device in enumerate(devices):
+        if rank:
+            memory.add(device, f"{decoder}_weights", rank_weight_bytes(artifact, decoder, rank))
+        memory.add(device, "kv_pages", runner.state_bytes)
     if runner.latency_model is not None:
         log.info(
             "ms of a prompt's chunk by tokens %s, of a decode step by requests %s",
@@ -352,7 +408,7 @@ def _load_chat(
         )
     batch = _largest(manifest, decoder, "B")
     scheduler = ThinkerScheduler(
-        PagePool(num_pages, thinker.page_size),
+        PagePool(runner.num_pages, thinker.page_size),
         max_running=min(options.max_running or batch, batch),
         chunk=runner.chunk,
         prefill_policy=ChunkedPrefillPolicy(
@@ -372,6 +428,7 @@ def _load_chat(
             min(context, thinker.max_positions),
         )
     decoders = DecoderPool(max_bytes=options.max_media_memory, timeout_s=options.media_decode_timeout_s)
+    processes.callback(decoders.close)
     parts = ChatPipeline(
         processor=create_chat_processor(
             artifact,
@@ -395,16 +452,22 @@ def _load_chat(
             prefix_salt=hashlib.sha256(manifest.to_json().encode()).digest()
             if options.prefix_cache
             else None,
+            expert_usage_interval_s=options.expert_usage_interval_s,
         ),
     )
     if vision is not None or audio is not None:
-        decoders.start()  # last: its processes would outlive a failure above
+        decoders.start()
     return runner, parts
 
 
 def _load_speech(
-    artifact: Artifact, options: EngineOptions, device: torch.device, clock: StartupClock
+    artifact: Artifact,
+    options: EngineOptions,
+    devices: list[torch.device],
+    clock: StartupClock,
+    memory: MemoryAccount,
 ) -> SpeechPipeline | None:
+    """Load a talker on each of `devices`."""
     manifest = artifact.manifest
     path = manifest.graph.speech_path()
     if path is None:
@@ -419,27 +482,34 @@ def _load_speech(
     largest = min(_largest(manifest, name, "B") for name in names)
     most = max(largest, _most_slots(manifest, names)) if options.speech_lead else largest
     slots = 1 + min(options.max_speech_seqs or largest, most)
-    stages = [load_stage(artifact, name, device, phase=clock.phase) for name in names]
-    with clock.phase("prepare patches and prompts (CUDA: capture)"):
-        worker = TalkerWorker(
-            *stages,
-            parameters=talker,
-            flow=flow,
-            vae=vae,
-            num_slots=slots,
-            device=device,
-            depth=options.talker_depth,
+    loops = []
+    for index, device in enumerate(devices):
+        with current_device(device):
+            stages = [load_stage(artifact, name, device, phase=clock.phase) for name in names]
+            with clock.phase("prepare patches and prompts (CUDA: capture)"):
+                worker = TalkerWorker(
+                    *stages,
+                    parameters=talker,
+                    flow=flow,
+                    vae=vae,
+                    num_slots=slots,
+                    device=device,
+                    depth=options.talker_depth,
+                )
+        for stage in stages:
+            memory.add(device, f"{stage.name}_weights", stage.weight_bytes)
+        memory.add(device, "talker_slots", worker.state_bytes)
+        scheduler = TalkerScheduler(
+            SlotPool(slots),
+            max_batch=worker.max_batch,
+            max_prefills_per_patch=options.max_prefills_per_patch,
+            max_streams=max(options.max_streams, slots - 1),
         )
-    planner = create_speech_planner(artifact, path, parse_special_tokens=options.parse_special_tokens)
-    scheduler = TalkerScheduler(
-        SlotPool(slots),
-        max_batch=worker.max_batch,
-        max_prefills_per_patch=options.max_prefills_per_patch,
-        max_streams=max(options.max_streams, slots - 1),
-    )
+        name = f"talker {index} on {device}" if len(devices) > 1 else "talker"
+        loops.append(TalkerLoop(worker, scheduler, name=name, speech_lead=options.speech_lead))
     return SpeechPipeline(
-        planner=planner,
-        loop=TalkerLoop(worker, scheduler, speech_lead=options.speech_lead),
+        planner=create_speech_planner(artifact, path, parse_special_tokens=options.parse_special_tokens),
+        talkers=TalkerGroup(loops),
         max_segment_length=talker.max_segment_length,
     )
 
@@ -532,7 +602,10 @@ def _most_slots(manifest: Manifest, stages: Sequence[str]) -> int:
 def _kv_tokens(
     artifact: Artifact, decoder: str, options: EngineOptions, devices: list[torch.device], context: int
 ) -> int:
-    """Tokens that the KV pages are to hold: asked, or measured on a GPU, or enough for a few requests on a CPU."""
+    """Tokens that the KV pages are to hold: asked, or measured on a GPU, or enough for a few requests on a CPU.
+
+    Called when all else is loaded on every rank: measured is what is left on the fullest of `devices`.
+    """
     if options.max_total_tokens is not None:
         return options.max_total_tokens
     if devices[0].type != "cuda":
@@ -547,7 +620,7 @@ def _kv_tokens(
         torch_dtype(tensor.dtype).itemsize * math.prod(size for size in tensor.shape if isinstance(size, int))
         for tensor in attention.state
     )
-    free = min(torch.cuda.mem_get_info(device)[0] for device in devices) - weight_bytes(artifact, decoder)
+    free = min(torch.cuda.mem_get_info(device)[0] for device in devices)
     return max(context, int(free * _CUDA_KV_SHARE) // row_bytes)
 
 
@@ -561,3 +634,51 @@ def _devices(kind: str, world_size: int) -> list[torch.device]:
             fix="make more GPUs visible, or export with a smaller --tp",
         )
     return [torch.device("cuda", index) for index in range(world_size)]
+
+
+def _talker_devices(options: EngineOptions, manifest: Manifest) -> list[torch.device]:
+    """The devices that are asked for; none: the default.
+
+    Raises: ConfigError for talkers that the artifact has not, another kind of device than its engines run on, or a GPU
+        that is not visible; IncompatibleError when its engines do not run on one of the GPUs.
+    """
+    option, asked = _OPTIONS["talker_devices"], ",".join(options.talker_devices)
+    if not asked:
+        return []
+    recorded = manifest.fingerprint
+    if manifest.graph.speech_path() is None or not options.loads_speech:
+        raise ConfigError(
+            f"{option} {asked}: no speech stages of the artifact are loaded",
+            where=option,
+            fix="leave it out, or export talker, cfm and audio_vae as well",
+        )
+    devices = [*map(torch.device, options.talker_devices)]
+    for device in devices:
+        if device.type != recorded.device:
+            raise ConfigError(
+                f"{option} {device}: the engines of the artifact run on {recorded.device}",
+                where=option,
+                fix=f"name devices of that kind ({'cpu' if recorded.device == 'cpu' else 'cuda:0'}), or leave it out",
+            )
+        if device.type == "cuda":
+            _check_gpu(device, recorded)
+    return devices
+
+
+def _check_gpu(device: torch.device, recorded: Fingerprint) -> None:
+    """Raises: ConfigError when the GPU is not visible, IncompatibleError when the engines do not run on it."""
+    option = _OPTIONS["talker_devices"]
+    visible = torch.cuda.device_count()
+    if device.index >= visible:
+        raise ConfigError(
+            f"{option} {device}: {visible} GPUs are visible, cuda:0 to cuda:{visible - 1}",
+            where=option,
+            fix="name one of them, or make more visible (CUDA_VISIBLE_DEVICES)",
+        )
+    problems = fingerprint_problems(recorded, current_host("cuda", device.index))
+    if problems:
+        raise IncompatibleError(
+            f"{option} {device}: the engines do not run there: {', '.join(problems)}",
+            where=option,
+            fix=f"name {needed_machine(recorded)}, or leave it out",
+        )

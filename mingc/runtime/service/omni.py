@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from mingc.runtime.request import (
     ChatRequest,
     Event,
     MediaPart,
+    MemoryUse,
     Message,
     SamplingParams,
     ServiceInfo,
@@ -51,7 +53,7 @@ from mingc.runtime.service.output_processor import (
     SpeechStream,
     Timings,
 )
-from mingc.runtime.talker.loop import TalkerLoop
+from mingc.runtime.talker.group import TalkerGroup
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.runtime.text.segment import iter_speech_segments
 from mingc.runtime.thinker.loop import ThinkerLoop
@@ -81,7 +83,7 @@ class SpeechPipeline:
     """Parts that generate speech."""
 
     planner: SpeechPlanner
-    loop: TalkerLoop
+    talkers: TalkerGroup
     max_segment_length: int
 
 
@@ -96,6 +98,7 @@ class OmniService:
         ranks: the thinker's other processes, closed with the service.
         num_threads: threads of preprocessing.
         max_pending_patches: see `SpeechStream`.
+        memory: what was allocated at start.
     """
 
     def __init__(
@@ -107,14 +110,19 @@ class OmniService:
         ranks: RankGroup | None = None,
         num_threads: int = 2,
         max_pending_patches: int = 128,
+        memory: tuple[MemoryUse, ...] = (),
     ) -> None:
         self._info = info
         self._chat = chat
         self._speech = speech
         self._ranks = ranks
         self._max_pending_patches = max_pending_patches
+        self._memory = memory
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="mingc-preprocess")
-        self._loops = [part.loop for part in (chat, speech) if part is not None]
+        self._loops = [
+            *(() if chat is None else (chat.loop,)),
+            *(() if speech is None else speech.talkers.loops),
+        ]
         encoders = () if chat is None else (chat.vision, chat.audio)
         self._encoders = [each for each in encoders if each is not None]
         self._event_queue: EventQueue | None = None
@@ -145,15 +153,17 @@ class OmniService:
 
     @property
     def load(self) -> ServiceLoad:
-        """See `Service`. Reads lengths without locks, which is atomic in CPython; listeners under the talker's lock."""
+        """See `Service`. Reads lengths without locks, which is atomic in CPython; listeners under locks of talkers."""
         waiting: dict[str, int] = {}
         used = total = 0
         caches: dict[str, int] = {}
+        experts_read: Mapping[int, tuple[int, float]] = {}
         if self._chat is not None:
             scheduler = self._chat.loop.scheduler
             total = scheduler.pool.num_pages - 1
             used = total - scheduler.pool.num_free
             waiting["thinker"] = scheduler.num_waiting
+            experts_read = self._chat.loop.expert_usage.totals
             caches = {
                 "prefilled_tokens": scheduler.num_prefilled,
                 "reused_tokens": scheduler.num_reused,
@@ -170,15 +180,17 @@ class OmniService:
         listeners: Mapping[str, int] = {}
         num_underruns = 0
         if self._speech is not None:
-            talker = self._speech.loop
-            waiting["talker"] = talker.scheduler.num_waiting
-            listeners, num_underruns = talker.listeners, talker.num_underruns
+            talkers = self._speech.talkers
+            waiting["talker"] = talkers.num_waiting
+            listeners, num_underruns = talkers.listeners, talkers.num_underruns
         return ServiceLoad(
             kv_pages_used=used,
             kv_pages_total=total,
             num_waiting=waiting,
             listeners=listeners,
             num_underruns=num_underruns,
+            memory=self._memory,
+            experts_read=experts_read,
             **caches,
         )
 
@@ -197,9 +209,9 @@ class OmniService:
     @property
     def held(self) -> Mapping[str, int]:
         """What requests hold now, by kind: all 0 when none runs. For checks; read as `load`."""
-        held = {"requests": len(self._running)}
+        held = Counter({"requests": len(self._running)})
         for loop in (*self._encoders, *self._loops):
-            held.update(loop.held)
+            held.update(loop.held)  # adds: talkers hold the same kinds
         return held
 
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
@@ -327,7 +339,7 @@ class OmniService:
             return
         self._is_closing = True
         if self._speech is not None:
-            self._speech.loop.stop_pacing()  # at the speed of its playback most speech would be cut off
+            self._speech.talkers.stop_pacing()  # at the speed of its playback most speech would be cut off
         deadline = asyncio.get_running_loop().time() + shutdown_timeout_s
         while self._running and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
@@ -396,7 +408,7 @@ class OmniService:
         pipeline.planner.check(params)
         return SpeechStream(
             pipeline.planner,
-            pipeline.loop,
+            pipeline.talkers.place(),
             params,
             stream,
             noise=noise or PhiloxNoise(random_seed() if seed is None else seed),

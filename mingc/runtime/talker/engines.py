@@ -85,6 +85,12 @@ class TalkerEngines:
             self._make_lane(device) for _ in range(num_lanes(self._prefill, is_captured=self._is_captured))
         ]
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of all slots."""
+        state = (self._rows, *self._vae_state.values(), self._hidden, self._history)
+        return sum(each.nbytes for each in state)
+
     def launch(self, size: int, inputs: Mapping[str, Tensor]) -> LaunchedPatch:
         """Launch one patch of `size` rows, after all prompts launched so far. See `PatchPipeline.launch`."""
         self._wait_for_prompts()

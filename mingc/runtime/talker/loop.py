@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from mingc.errors import RequestError, ServeError, WorkerError
 from mingc.runtime.engine_thread import EngineThread
+from mingc.runtime.engines.cuda_graphs import current_device
 from mingc.runtime.request_stream import FailedItem, Item, PatchItem
 from mingc.runtime.talker.launch_timing import LaunchTimingPolicy
 from mingc.runtime.talker.pacing import SpeechPacing
@@ -36,9 +37,10 @@ class _Stream:
 
 
 class TalkerLoop(EngineThread):
-    """Runs the speech of all requests.
+    """Runs the speech of the requests that are opened on it.
 
     Args:
+        name: of the thread, and in its errors.
         speech_lead: patches that live speech may be ahead of its playback; 0: all speech is made as fast as possible.
         slow_client_timeout_s: a request fails if it is paused for its client for longer; every pause counts anew.
         clock: seconds, for this timeout and for playback.
@@ -49,11 +51,12 @@ class TalkerLoop(EngineThread):
         worker: TalkerWorker,
         scheduler: TalkerScheduler,
         *,
+        name: str = "talker",
         speech_lead: int = 0,
         slow_client_timeout_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__("talker")
+        super().__init__(name)
         self._worker = worker
         self.scheduler = scheduler
         self._slow_client_timeout_s = slow_client_timeout_s
@@ -77,6 +80,11 @@ class TalkerLoop(EngineThread):
             "speech segments": self._worker.num_segments,
             "patches in flight": self._worker.num_in_flight,
         }
+
+    @property
+    def num_streams(self) -> int:
+        """Open streams: speaking, waiting to speak, or without a segment yet."""
+        return len(self._streams)
 
     @property
     def listeners(self) -> Mapping[str, int]:
@@ -131,6 +139,11 @@ class TalkerLoop(EngineThread):
     def cancel(self, stream: int) -> None:
         """Remove a stream before the next patch; does nothing if it is unknown."""
         self.post(lambda: self._remove(stream))
+
+    def _run(self) -> None:
+        # CUDA has a current device per thread, which engines and pinned buffers without a device of their own use.
+        with current_device(self._worker.device):
+            super()._run()
 
     def _step(self) -> bool:
         with self._lock:
@@ -281,7 +294,7 @@ class TalkerLoop(EngineThread):
     def _fail_step(self, streams: Sequence[int], error: Exception) -> None:
         """Fail the streams of an engine call that raised; the others continue."""
         log.error("a step of the talker failed", exc_info=error)
-        mapped: ServeError = WorkerError(f"the talker failed: {error}", where="talker")
+        mapped: ServeError = WorkerError(f"the {self._name} failed: {error}", where="talker")
         if isinstance(error, ServeError):
             mapped = error
         for stream in streams:

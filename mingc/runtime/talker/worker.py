@@ -148,6 +148,11 @@ class TalkerWorker:
         self._prefixes: OrderedDict[bytes, Tensor] = OrderedDict()
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of all slots."""
+        return self._engines.state_bytes
+
+    @property
     def num_in_flight(self) -> int:
         """Patches launched and not yet collected."""
         return len(self._launched)

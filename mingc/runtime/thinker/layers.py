@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,15 @@ _ROWS = ("input_ids", "embeds", "embed_kind", "segment", "index")  # inputs (T, 
 _ROUTES = ("expert_ids", "expert_weights")
 
 Inputs = Mapping[str, Tensor]
-_HalfLayer = tuple[Graph, dict[str, Tensor]]  # attention or feed-forward, with its KV pages
+Observe = Callable[[str, Tensor, Tensor], None]
+
+
+class _HalfLayer(NamedTuple):
+    """Attention or feed-forward of a layer: its instance in the stage, its graph, its KV pages."""
+
+    name: str
+    graph: Graph
+    pages: dict[str, Tensor]
 
 
 class ThinkerLayers:
@@ -95,13 +104,14 @@ class ThinkerLayers:
         last = inputs["last"]
         return self._logits(*(stream[name].index_select(0, last) for name in ("residual", "delta")))
 
-    def decode(self, inputs: Inputs) -> Tensor:
+    def decode(self, inputs: Inputs, observe: Observe | None = None) -> Tensor:
         """Logits (B, V) float32 after one token of each request.
 
-        Inputs: those of `embed`, page_table (B, P), lengths (B,).
+        Inputs: those of `embed`, page_table (B, P), lengths (B,). `observe` is called with the name of each half-layer
+        and its inputs `residual` and `delta` (B, D), before it runs.
         """
         batch = _Batch({**inputs, **self._embed.run(**_inputs_of(self._embed, inputs))})
-        self._forward(self._layers["decode"], [batch])
+        self._forward(self._layers["decode"], [batch], observe)
         return self._logits(batch.residual, batch.delta)
 
     def _embed_stream(self, inputs: Inputs) -> dict[str, Tensor]:
@@ -112,16 +122,20 @@ class ThinkerLayers:
         share = self._head.run(residual=residual, delta=delta)["logits"]
         return self._gather(share)[:, : self._vocab_size]
 
-    def _forward(self, halves: Sequence[_HalfLayer], batches: Sequence[_Batch]) -> list[Tensor]:
+    def _forward(
+        self, halves: Sequence[_HalfLayer], batches: Sequence[_Batch], observe: Observe | None = None
+    ) -> list[Tensor]:
         """Run all `batches` through `halves`. Returns the routes of expert layers, batches concatenated.
 
         With several batches, the all-reduce of one overlaps with the next half-layer of another.
         """
         routes: list[Tensor] = []
-        for graph, pages in halves:
+        for name, graph, pages in halves:
             found = []
             for batch in batches:
                 batch.wait()
+                if observe is not None:
+                    observe(name, batch.residual, batch.delta)
                 outputs = graph.run(
                     residual=batch.residual, delta=batch.delta, **_inputs_of(graph, batch.context), **pages
                 )
@@ -130,7 +144,7 @@ class ThinkerLayers:
                     self._all_reduce_(batch.delta)
                 else:
                     batch.wait = self._comm_stream.start(partial(self._all_reduce_, batch.delta))
-                found.append([outputs[name] for name in _ROUTES if name in outputs])
+                found.append([outputs[each] for each in _ROUTES if each in outputs])
             routes += [torch.cat(each) if len(each) > 1 else each[0] for each in zip(*found, strict=True)]
         for batch in batches:
             batch.wait()
@@ -177,16 +191,17 @@ def _layers(stage: LoadedStage, state: Mapping[str, Tensor], kind: str) -> list[
     halves: list[_HalfLayer] = []
     for instance, attention in stage.layer_instances(f"{kind}_attention").items():
         pages = {each.name: state[join_path(instance, each.name)] for each in attention.spec.state}
-        halves.append((attention, pages))
+        halves.append(_HalfLayer(instance, attention, pages))
         layer = instance.removesuffix(".attention")
-        feed_forward = feed_forwards.get(f"{layer}.feed_forward")
+        name = f"{layer}.feed_forward"
+        feed_forward = feed_forwards.get(name)
         if feed_forward is None:
             raise ArtifactError(
                 f"layer {layer} has attention but no feed-forward: neither graph dense nor {kind}_experts has it",
                 where=f"manifest.json, stage {stage.name}",
                 fix="copy the artifact again, or export again",
             )
-        halves.append((feed_forward, {}))
+        halves.append(_HalfLayer(name, feed_forward, {}))
     return halves
 
 

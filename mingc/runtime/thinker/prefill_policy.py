@@ -26,7 +26,7 @@ class StepLatencyModel:
     """Milliseconds of one call at each compiled size, as (size, ms) in ascending order of size.
 
     Attributes:
-        chunks: prefill chunks by tokens; includes two of the longest if two-batch overlap is available.
+        chunks: prefill chunks by tokens; with two-batch overlap also the longest one together with each.
         decodes: decode steps by requests.
     """
 

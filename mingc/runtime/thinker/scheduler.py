@@ -24,8 +24,9 @@ class ChunkShape:
         max_prompts: prompts that may share it.
         alignment: the first row of each prompt is a multiple of it.
         shared_rows: most rows of a chunk that several prompts share.
-        two_batch_rows: tokens of one prompt that a step may run as two overlapped chunks, all layer groups at once,
-            while no request decodes; 0 without two-batch overlap.
+        two_batch_rows: most tokens of one prompt that a step may run as two overlapped chunks, all layer groups at
+            once, while no request decodes. The first chunk has `max_rows`, the second one the rest. 0 without two-batch
+            overlap.
     """
 
     max_rows: int
@@ -318,8 +319,8 @@ class ThinkerScheduler:
     def _slice(self, request: int) -> PromptSlice:
         """The next tokens of a prompt, as many as a chunk holds."""
         left = self._left(request)
-        is_two_batch = 0 < self._chunk.two_batch_rows <= left and not self._decoding
-        count = self._chunk.two_batch_rows if is_two_batch else min(self._chunk.max_rows, left)
+        is_two_batch = self._chunk.two_batch_rows > 0 and not self._decoding
+        count = min(self._chunk.two_batch_rows if is_two_batch else self._chunk.max_rows, left)
         start = self._prefilling[request].computed
         return PromptSlice(request=request, start=start, count=count, is_end=count == left)
 

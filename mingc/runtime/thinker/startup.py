@@ -37,7 +37,7 @@ def measure_step_latencies(worker: ThinkerWorker) -> StepLatencyModel:
 
     Tokens are random, because equal ones would be routed to few experts.
     """
-    sizes = sorted({*worker.chunks, worker.chunk.two_batch_rows} - {0})
+    sizes = sorted({*worker.chunks, *worker.two_batch_sizes})
     ids = np.random.default_rng(0).integers(0, worker.vocab_size, max(worker.max_batch, *sizes))
 
     def chunk(size: int) -> Callable[[], object]:

@@ -26,7 +26,8 @@ from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.cuda_graphs import AsyncHostCopy, GraphPool, GraphRunner, Shapes
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.thinker.device_sampler import needs_sampling
-from mingc.runtime.thinker.layers import ThinkerLayers, split_chunk
+from mingc.runtime.thinker.expert_usage import CountedStep, ExpertRouters, ExpertsRead
+from mingc.runtime.thinker.layers import Observe, ThinkerLayers, split_chunk
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.scheduler import ChunkShape
 from mingc.runtime.thinker.step import DecodeStep, Ints, PrefillStep, padded, padded_sampling
@@ -41,8 +42,9 @@ class StepOptions:
     Attributes:
         is_static: run steps over static tensors, captured on CUDA, and sample on the device. Page tables then always
             have their largest size. None: on CUDA.
-        two_batch_overlap: allow steps of two longest chunks of one prompt, where the all-reduce of one chunk overlaps
-            with the layers of the other. None: on CUDA with several ranks, if the context holds two such chunks.
+        two_batch_overlap: allow steps of two chunks of one prompt, a longest one and the next of any size, where the
+            all-reduce of one chunk overlaps with the layers of the other. None: on CUDA with several ranks, if the
+            context holds two longest chunks.
         max_chunk: use no longer chunks than this many rows.
         max_prompts: most prompts in a chunk, at most what the engines take. None: that many on CUDA, one on a CPU,
             where alignment padding costs more than a second call.
@@ -102,12 +104,14 @@ class ThinkerWorker:
 
     Attributes:
         batches, chunks: sizes that steps are padded to.
+        two_batch_sizes: rows of both chunks of a step with two-batch overlap: `max_chunk` and each of `chunks`.
         chunk: capacity of a chunk.
         num_layer_groups: groups that the layers of a chunk are run in; decode steps may run between them.
         samples_on_device: whether `launch_decode` and `launch_prefill` are available.
         latency_model: measured time of every size; None until measured.
         routes: expert ids and weights (T, K) of each expert layer in the last chunk; empty if the engines do not
             output them.
+        experts_read: of the last decode step that was counted; None before one was.
     """
 
     def __init__(
@@ -150,6 +154,7 @@ class ThinkerWorker:
             shared_rows=parameters.shared_rows,
             two_batch_rows=2 * self.max_chunk if two_batch_overlap else 0,
         )
+        self.two_batch_sizes = tuple(self.max_chunk + size for size in self.chunks if two_batch_overlap)
         embeds = next(each for each in stage["embed"].spec.inputs if each.name == "embeds")
         dtype, self.hidden_size = torch_dtype(embeds.dtype), int(embeds.shape[1])
         longest = max(self.max_batch, self.max_chunk, self.chunk.two_batch_rows)
@@ -163,6 +168,8 @@ class ThinkerWorker:
             stage, self.state, vocab_size=self.vocab_size, all_reduce_=self.all_reduce.all_reduce_
         )
         self.num_layer_groups = self._layers.num_layer_groups
+        self._routers = None if parameters.router is None else ExpertRouters(stage, parameters.router)
+        self.experts_read: ExpertsRead | None = None
         self._stream: dict[
             str, Tensor
         ] = {}  # of the current chunk between layer groups, rows for the largest
@@ -181,6 +188,11 @@ class ThinkerWorker:
             with torch.inference_mode():
                 self._capture_all()
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the KV pages on this rank."""
+        return sum(each.nbytes for each in self.state.values())
+
     def close(self) -> None:
         """Release the captured graphs; no step may follow.
 
@@ -194,20 +206,22 @@ class ThinkerWorker:
     def prefill(self, step: PrefillStep) -> Tensor:
         """Run layer groups of a chunk. Returns logits (s, V) float32 of each prompt's last token.
 
-        They are valid until the next step; before the last layer group they have no rows. A step of
-        `ChunkShape.two_batch_rows` tokens runs all layer groups at once, with two-batch overlap.
+        They are valid until the next step; before the last layer group they have no rows. A step of more than
+        `max_chunk` tokens runs all layer groups at once, with two-batch overlap.
         """
         if step.first_group == 0:
             self._mark_skipped(step)
         offsets = self._offsets(step.counts)
         num_rows = int(offsets[-1] + step.counts[-1])
-        if num_rows == self.chunk.two_batch_rows:
+        if num_rows > self.max_chunk:
+            assert num_rows <= self.chunk.two_batch_rows, "at most two chunks"
             assert (step.first_group, step.end_group or self.num_layer_groups) == (
                 0,
                 self.num_layer_groups,
             ), "two-batch overlap runs all layer groups at once"
-            inputs = self._first_inputs(step, offsets, num_rows)
-            logits, *routes = self._run(GraphKey("two_batch", num_rows), inputs)
+            size = self.max_chunk + self._prefill.bucket("T", num_rows - self.max_chunk)
+            inputs = self._first_inputs(step, offsets, size)
+            logits, *routes = self._run(GraphKey("two_batch", size), inputs)
             self.routes = list(zip(routes[::2], routes[1::2], strict=True))
             return logits[: len(step.counts)]
         size = self._prefill.bucket("T", num_rows)
@@ -305,7 +319,18 @@ class ThinkerWorker:
         if self.samples_on_device:
             slots = np.zeros(1, np.int64) if step.slots is None else step.slots
             inputs.update(slots=padded(slots, size), sampling=padded_sampling(step.sampling, size))
+        if step.counts_experts:
+            return self._run_counted(inputs, is_random=is_random)
         return self._run(GraphKey("decode", size, is_random=is_random), inputs)
+
+    def _run_counted(self, inputs: Mapping[str, Tensor], *, is_random: bool) -> tuple[Tensor, ...]:
+        """A decode step that is not captured: the same engines in the same order, and the routers between them."""
+        assert self._routers is not None, "the artifact has routers"
+        counted = CountedStep(self._routers)
+        on_device = {name: value.to(self.device) for name, value in inputs.items()}
+        outputs = self._run_decode(on_device, is_random=is_random, observe=counted.observe)
+        self.experts_read = counted.copy_to_host(len(inputs["input_ids"]))
+        return outputs
 
     def _run(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         if self._graphs:
@@ -343,7 +368,7 @@ class ThinkerWorker:
     def _run_two_batch(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Logits (S, V); then the routes of expert layers."""
         self._mark_seen(inputs)
-        inputs = {**inputs, "embeds": self._embeds[: self.chunk.two_batch_rows]}
+        inputs = {**inputs, "embeds": self._embeds[: len(inputs["input_ids"])]}
         logits, *routes = self._layers.prefill(*split_chunk(inputs, self.max_chunk))
         if self.samples_on_device:
             self._chunk_logits.copy_(logits)
@@ -386,7 +411,9 @@ class ThinkerWorker:
         logits = self._chunk_logits.index_select(0, inputs["ended"])
         return logits, self._sample(logits, inputs, is_random=is_random)
 
-    def _run_decode(self, inputs: Mapping[str, Tensor], *, is_random: bool) -> tuple[Tensor, ...]:
+    def _run_decode(
+        self, inputs: Mapping[str, Tensor], *, is_random: bool, observe: Observe | None = None
+    ) -> tuple[Tensor, ...]:
         ids = inputs["input_ids"]
         if self.samples_on_device:
             slots = inputs["slots"]
@@ -398,7 +425,7 @@ class ThinkerWorker:
             "embed_kind": self._text_kind[: len(ids)],
             "positions": inputs["positions"].expand(3, -1).contiguous(),
         }
-        logits = self._layers.decode({**inputs, **tokens})
+        logits = self._layers.decode({**inputs, **tokens}, observe)
         if not self.samples_on_device:
             return (logits,)
         return logits, self._sample(logits, inputs, is_random=is_random)
@@ -426,7 +453,7 @@ class ThinkerWorker:
         pool = GraphPool(self.device) if self.device.type == "cuda" else None
         num_prompts = self._table_rows
         prompts = (torch.int64, (num_prompts,))
-        for size in sorted({*self.chunks, self.chunk.two_batch_rows} - {0}, reverse=True):
+        for size in sorted({*self.chunks, *self.two_batch_sizes}, reverse=True):
             rows = (torch.int64, (size,))
             shapes: Shapes = {
                 **dict.fromkeys(("input_ids", "embed_kind", "segment", "index", "row_slots"), rows),
@@ -434,10 +461,9 @@ class ThinkerWorker:
                 "page_table": (torch.int32, (num_prompts, max(self._prefill.spec.dim("P").buckets))),
                 **dict.fromkeys(("last", "starts", "slots"), prompts),
             }
-            if size == self.chunk.two_batch_rows:
-                self._capture(
-                    GraphKey("two_batch", size), shapes, pool, f"two chunks of {self.max_chunk} tokens"
-                )
+            if size in self.two_batch_sizes:
+                name = f"chunks of {self.max_chunk} and {size - self.max_chunk} tokens"
+                self._capture(GraphKey("two_batch", size), shapes, pool, name)
                 continue
             for group in range(self.num_layer_groups):
                 key = GraphKey("chunk", size, layer_group=group)

@@ -1,15 +1,16 @@
 """TensorRT backend: plans for NVIDIA GPUs through ONNX, with the weights outside.
 
-For RTX cards, as `rtx:sm89`, on any machine, also without a GPU. `cuda`, the GPU of this machine, is refused: on an
-H200 its engines were slower than those of AOTInductor, and none was served.
+For RTX cards, as `rtx:sm89`, on any machine, also without a GPU: one plan for every size. For `cuda`, the GPU of this
+machine: a plan for each bucket, as AOTInductor has an engine for each, whose states are those of a batch.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -19,26 +20,46 @@ from mingc.export.compile.backend import Backend
 from mingc.export.stage import GraphDef
 from mingc.tensorrt_library import INSTALL, RTX, find_library
 
-_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+_PACKAGES = ("onnx", "onnxscript")
+_CHECK = ("onnxruntime",)  # runs the models of engines for cards that are not here
 
 
 class TensorRtBackend(Backend):
-    """`torch.onnx`, then TensorRT's ONNX parser and builder."""
+    """`torch.onnx`, then TensorRT's ONNX parser and builder.
+
+    `slots` is the index of the input that `GraphDef.slots` names, where the engine has the states of a batch.
+    """
 
     name = "tensorrt"
     suffix = SUFFIX
     takes_kernels = False
 
+    def __init__(self, slots: int | None = None, pool_dims: Mapping[str, int] = MappingProxyType({})) -> None:
+        self._slots, self.pool_dims = slots, pool_dims
+
+    def for_graph(self, plan: GraphDef, sizes: Mapping[str, int] | None, device: str) -> Backend:
+        # TensorRT for RTX 1.4, which runs on an H200, crashes at a state with a dynamic dim, here the pool's.
+        if device != "cuda" or plan.slots is None:
+            return self
+        inputs = [each.name for each in plan.spec.inputs]
+        (count,) = plan.spec.inputs[inputs.index(plan.slots)].shape
+        rows = 1 + (count if isinstance(count, int) else (sizes or {})[count])
+        pools = {str(each.shape[0]) for each in plan.spec.state}
+        return TensorRtBackend(inputs.index(plan.slots), dict.fromkeys(pools, rows))
+
     def unsupported_reason(self, target: str, dtype: str) -> str | None:
         if target == "cpu":
-            return "TensorRT engines are for NVIDIA's RTX cards; use --target rtx:sm89"
-        if target == "cuda":
-            return "on an H200 its engines were slower than those of aoti, and none was served; use --backend aoti"
-        absent = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+            return (
+                "TensorRT engines are for NVIDIA GPUs; use --target cuda or, for RTX cards, --target rtx:sm89"
+            )
+        packages = _PACKAGES if target == "cuda" else (*_PACKAGES, *_CHECK)
+        absent = [name for name in packages if importlib.util.find_spec(name) is None]
         if find_library() != RTX:
             absent.append("tensorrt-rtx")
         if absent:
             return f"needs {', '.join(absent)}, not installed: {INSTALL}"
+        if target == "cuda":
+            return None
         if dtype != "float32":
             return f"ONNX Runtime's CPU kernels, which check engines for RTX cards, lack {dtype}; use --dtype float32"
         from mingc.export.compile.tensorrt_program import rtx_problem
@@ -55,12 +76,11 @@ class TensorRtBackend(Backend):
     ) -> None:
         # A build takes from seconds to minutes, and others of the export would come before it: every graph is traced.
         from mingc.export.compile.onnx_program import refuse_quantized
-        from mingc.export.compile.tensorrt_program import refuse_graph
+        from mingc.export.compile.tensorrt_program import FIX, refuse_graph
 
         names = [each.name for each in (*plan.spec.inputs, *plan.spec.state)]
         refuse_graph(program(), names, where)
-        # The ONNX model in the same file could not be compared.
-        refuse_quantized(module, where, "leave out --quantize: no other backend builds for RTX cards")
+        refuse_quantized(module, where, f"leave out --quantize, or {FIX}")
 
     def compile(
         self,
@@ -77,7 +97,9 @@ class TensorRtBackend(Backend):
         library = find_library()
         assert library is not None, "the recipe was refused"
         started = time.perf_counter()
-        is_cached = build_engine_file(program, path, target=device, library=library, cache=cache, where=where)
+        is_cached = build_engine_file(
+            program, path, target=device, library=library, cache=cache, where=where, slots=self._slots
+        )
         return 0.0 if is_cached else time.perf_counter() - started
 
 

@@ -1,7 +1,9 @@
 """TensorRT plans on a CUDA device, over the memory of torch's tensors.
 
 State is an input and an output: the new one is computed beside the old one and copied, so that nothing depends on the
-order in which TensorRT reads and writes. Weights are inputs as well, bound once: all engines of a stage share them.
+order in which TensorRT reads and writes. A plan for CUDA has the states of a batch: their rows are taken out of the
+pools and written back here, as version 1.4 crashes at a state with a dynamic dim. Weights are inputs as well, bound
+once: all engines of a stage share them.
 
 On a CPU an engine for RTX cards runs the ONNX model that it holds. That is how an export without a GPU checks it; a
 server never asks for it, as the artifact is for CUDA.
@@ -89,6 +91,25 @@ class TensorRtEngine(Engine):
             self._bind_weights(each.context)
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        count = len(self._outputs) - len(self._header.state)
+        if self._header.slots is None:
+            values = self._execute(tensors)
+            for index, value in zip(self._header.state, values[count:], strict=True):
+                tensors[index].copy_(value)
+            return values[:count]
+        slots = tensors[self._header.slots]
+        rows = torch.cat((slots.new_zeros(1), slots))
+        own = list(tensors)
+        own[self._header.slots] = torch.arange(1, len(rows), dtype=slots.dtype, device=slots.device)
+        for index in self._header.state:
+            own[index] = tensors[index].index_select(0, rows)
+        values = self._execute(own)
+        for index, value in zip(self._header.state, values[count:], strict=True):
+            tensors[index].index_copy_(0, rows, value)
+        return values[:count]
+
+    def _execute(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Outputs, then new states beside the old ones."""
         given = [tensor.contiguous() for tensor in tensors]
         shapes = tuple(tuple(given[index].shape) for index, _ in self._inputs)
         context = self._context(shapes)
@@ -106,9 +127,7 @@ class TensorRtEngine(Engine):
             raise WorkerError(
                 f"TensorRT could not run the engine: {'; '.join(self._messages[-3:])}", where=str(self._path)
             )
-        for index, value in zip(self._header.state, values[count:], strict=True):
-            tensors[index].copy_(value)
-        return values[:count]
+        return values
 
     def _output(self, shape: tuple[int, ...], dtype: torch.dtype, state: torch.Tensor | None) -> torch.Tensor:
         """Memory for an output; for that of a new `state` it is not the memory of the old one."""

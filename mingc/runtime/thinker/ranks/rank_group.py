@@ -26,10 +26,11 @@ from mingc.errors import RankError
 from mingc.runtime.distributed import process_group
 from mingc.runtime.distributed.all_reduce import AllReducePlan
 from mingc.runtime.engines.stage_loader import LoadedStage
+from mingc.runtime.thinker.expert_usage import ExpertsRead
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.ranks.hard_exit import hard_exit
 from mingc.runtime.thinker.ranks.rank_process import LOADED, READY, WorkerConfig
-from mingc.runtime.thinker.ranks.step_codec import broadcast_step
+from mingc.runtime.thinker.ranks.step_codec import broadcast_num_pages, broadcast_step
 from mingc.runtime.thinker.ranks.watchdog import StepWatchdog
 from mingc.runtime.thinker.scheduler import ChunkShape
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
@@ -57,7 +58,8 @@ class RankGroup:
     Args:
         devices: one per rank; the first one belongs to this process.
         load: loads this process's stage while the rank processes load theirs.
-        start: creates this process's worker from it, after the process group is initialized.
+        count_pages: the KV pages of every rank; called when all ranks have loaded, so that it can measure what is left.
+        start: creates this process's worker from stage and pages, after the process group is initialized.
         on_failure: called once, from any thread, when a rank process has ended unexpectedly, or a step fails or hangs.
         step_timeout_s: seconds after which a step that has not ended counts as hanging.
         options: those that `start` creates the worker with.
@@ -72,9 +74,9 @@ class RankGroup:
         artifact: Path,
         devices: list[torch.device],
         load: Callable[[], LoadedStage],
-        start: Callable[[LoadedStage], ThinkerWorker],
+        count_pages: Callable[[], int],
+        start: Callable[[LoadedStage, int], ThinkerWorker],
         *,
-        num_pages: int,
         on_failure: Callable[[RankError], None],
         step_timeout_s: float = STEP_TIMEOUT_S,
         options: StepOptions = DEFAULT_STEPS,
@@ -100,7 +102,6 @@ class RankGroup:
                         rank=rank,
                         world_size=len(devices),
                         device=str(devices[rank]),
-                        num_pages=num_pages,
                         num_threads=max(1, torch.get_num_threads() // len(devices)),
                         port=self._store.port,
                         timeout_s=timeout_s,
@@ -113,6 +114,8 @@ class RankGroup:
                 )
             stage = load()
             self._wait_for(LOADED)
+            num_pages = count_pages()
+            broadcast_num_pages(self._sockets, num_pages, timeout_s=_START_TIMEOUT_S)
             process_group.init(
                 rank=0,
                 world_size=len(devices),
@@ -120,7 +123,7 @@ class RankGroup:
                 device=str(devices[0]),
                 timeout_s=timeout_s,
             )
-            self._worker = start(stage)
+            self._worker = start(stage, num_pages)
             self._wait_for(READY)
         except BaseException:
             self.close()
@@ -135,6 +138,16 @@ class RankGroup:
     @property
     def is_alive(self) -> bool:
         return self._failure is None and not self._is_closing.is_set()
+
+    @property
+    def num_pages(self) -> int:
+        """As `ThinkerWorker.num_pages`."""
+        return self._worker.num_pages
+
+    @property
+    def state_bytes(self) -> int:
+        """As `ThinkerWorker.state_bytes`, of each rank."""
+        return self._worker.state_bytes
 
     @property
     def samples_on_device(self) -> bool:
@@ -154,6 +167,11 @@ class RankGroup:
     def latency_model(self) -> StepLatencyModel | None:
         """As `ThinkerWorker.latency_model`."""
         return self._worker.latency_model
+
+    @property
+    def experts_read(self) -> ExpertsRead | None:
+        """As `ThinkerWorker.experts_read`: every rank reads its share of the same experts."""
+        return self._worker.experts_read
 
     def prefill(self, step: PrefillStep) -> Tensor:
         """As `ThinkerWorker.prefill`. Raises: WorkerError when a rank has failed."""

@@ -22,7 +22,7 @@ from mingc.parent_watchdog import watch_pipe
 from mingc.runtime.distributed import process_group
 from mingc.runtime.engines.choice import with_engines
 from mingc.runtime.engines.stage_loader import load_stage
-from mingc.runtime.thinker.ranks.step_codec import receive_step
+from mingc.runtime.thinker.ranks.step_codec import receive_num_pages, receive_step
 from mingc.runtime.thinker.startup import create_worker
 from mingc.runtime.thinker.step import PrefillStep
 from mingc.runtime.thinker.worker import DEFAULT_STEPS, StepOptions
@@ -37,7 +37,7 @@ class WorkerConfig:
     Attributes:
         port: of the store for the rendezvous, see `process_group.host_store`.
         timeout_s: of collectives that the host waits for.
-        step_socket: file descriptor; steps come in, `LOADED` and `READY` go out.
+        step_socket: file descriptor; the number of KV pages and steps come in, `LOADED` and `READY` go out.
         parent_pipe: file descriptor that is closed when the server dies.
         engines: the engines of the artifact that the server runs, as `EngineOptions.engines`.
         target: the target of these engines, if the artifact has several.
@@ -47,7 +47,6 @@ class WorkerConfig:
     rank: int
     world_size: int
     device: str
-    num_pages: int
     num_threads: int
     port: int
     timeout_s: float
@@ -78,6 +77,9 @@ def main() -> None:
         artifact = with_engines(artifact, config.engines, loads=(decoder,))
         stage = load_stage(artifact, decoder, device, rank=config.rank)
         sock.sendall(LOADED)
+        num_pages = receive_num_pages(sock)
+        if num_pages is None:
+            return  # rank 0 gave up
         process_group.init(
             rank=config.rank,
             world_size=config.world_size,
@@ -85,9 +87,7 @@ def main() -> None:
             device=config.device,
             timeout_s=config.timeout_s,
         )
-        worker = create_worker(
-            stage, manifest, num_pages=config.num_pages, device=device, options=config.options
-        )
+        worker = create_worker(stage, manifest, num_pages=num_pages, device=device, options=config.options)
         sock.sendall(READY)
         while (step := receive_step(sock)) is not None:
             if isinstance(step, PrefillStep):

@@ -21,6 +21,7 @@ from mingc.runtime.thinker.step import DecodeStep, PrefillStep
 Step = PrefillStep | DecodeStep
 
 _LENGTH = struct.Struct("<I")
+_NUM_PAGES = struct.Struct("<Q")
 _TENSOR_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
@@ -49,13 +50,18 @@ def broadcast_step(sockets: Sequence[socket.socket], step: Step, *, timeout_s: f
 
     Raises: WorkerError when a rank has closed its socket or does not read within `timeout_s`.
     """
-    data = encode_step(step)
-    for rank, sock in enumerate(sockets, start=1):
-        sock.settimeout(timeout_s)
-        try:
-            sock.sendall(data)
-        except OSError as error:
-            raise WorkerError(f"rank {rank} does not receive steps: {error}", where=f"rank {rank}") from error
+    _broadcast(sockets, encode_step(step), timeout_s)
+
+
+def broadcast_num_pages(sockets: Sequence[socket.socket], num_pages: int, *, timeout_s: float) -> None:
+    """Send the number of KV pages, which precedes all steps. Raises: as `broadcast_step`."""
+    _broadcast(sockets, _NUM_PAGES.pack(num_pages), timeout_s)
+
+
+def receive_num_pages(sock: socket.socket) -> int | None:
+    """The number of KV pages; None when the other side has closed the socket."""
+    data = _receive(sock, _NUM_PAGES.size)
+    return None if data is None else int(_NUM_PAGES.unpack(data)[0])
 
 
 def receive_step(sock: socket.socket) -> Step | None:
@@ -81,6 +87,15 @@ def receive_step(sock: socket.socket) -> Step | None:
         fields.setdefault("embeds", None)
         return PrefillStep(**fields)
     return DecodeStep(**fields)
+
+
+def _broadcast(sockets: Sequence[socket.socket], data: bytes, timeout_s: float) -> None:
+    for rank, sock in enumerate(sockets, start=1):
+        sock.settimeout(timeout_s)
+        try:
+            sock.sendall(data)
+        except OSError as error:
+            raise WorkerError(f"rank {rank} does not receive steps: {error}", where=f"rank {rank}") from error
 
 
 def _receive(sock: socket.socket, size: int) -> bytearray | None:

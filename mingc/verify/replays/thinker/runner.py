@@ -55,9 +55,9 @@ class ThinkerRunner:
 
     def __init__(self, engines: Engines, parameters: ThinkerParameters, *, rows: int, longest: int) -> None:
         self._parameters = parameters
-        self._num_pages = num_pages = 1 + rows * -(-longest // parameters.page_size)
+        self._num_pages = 1 + rows * -(-longest // parameters.page_size)
 
-        def start(stage: LoadedStage) -> ThinkerWorker:
+        def start(stage: LoadedStage, num_pages: int) -> ThinkerWorker:
             self._worker = create_worker(
                 stage, engines.artifact.manifest, num_pages=num_pages, device=engines.device
             )
@@ -70,12 +70,12 @@ class ThinkerRunner:
                 engines.artifact.root,
                 engines.rank_devices(),
                 lambda: engines.stage("thinker"),
+                lambda: self._num_pages,
                 start,
-                num_pages=num_pages,
                 on_failure=lambda error: None,  # the next step raises it
             )
         else:
-            start(engines.stage("thinker"))
+            start(engines.stage("thinker"), self._num_pages)
         self._recorder = StepRecorder(self._group or self._worker)
         self.max_chunk = self._worker.max_chunk
 
@@ -179,6 +179,7 @@ class StepRecorder:
         self.device = runner.device
         self.num_layer_groups = runner.num_layer_groups
         self.latency_model = None
+        self.experts_read = None
         self.begin(lambda page: 0, (), None)
 
     def begin(

@@ -1,0 +1,52 @@
+"""Memory of a running model by device and owner: what is allocated at start, and what is free afterwards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+
+from mingc.runtime.request import MemoryUse
+
+log = logging.getLogger("mingc.startup")
+
+HOST = "host"
+
+
+class MemoryAccount:
+    """Bytes by device and owner, added up while a service is built. Engines of one owner on one device are summed."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[tuple[str, str], int] = {}
+
+    def add(self, device: torch.device | str, owner: str, num_bytes: int) -> None:
+        """Count `num_bytes` that `owner` has allocated on `device`."""
+        key = (str(device), owner)
+        self._bytes[key] = self._bytes.get(key, 0) + num_bytes
+
+    @property
+    def uses(self) -> tuple[MemoryUse, ...]:
+        """All entries, those of a device together."""
+        return tuple(
+            MemoryUse(device=device, owner=owner, num_bytes=num_bytes)
+            for (device, owner), num_bytes in sorted(self._bytes.items(), key=lambda item: item[0][0])
+        )
+
+    def log(self, free: Mapping[str, int]) -> None:
+        """Log a line per device; `free`: bytes that are free now, for devices where that is known."""
+        by_device: dict[str, list[str]] = {}
+        for use in self.uses:
+            by_device.setdefault(use.device, []).append(f"{use.owner} {_mib(use.num_bytes)}")
+        for device, owners in by_device.items():
+            left = f"; free {_mib(free[device])}" if device in free else ""
+            log.info("memory of %s: %s%s", device, ", ".join(owners), left)
+
+
+def free_bytes(devices: list[torch.device]) -> dict[str, int]:
+    """Free memory of each CUDA device of `devices`. It creates a CUDA context on each, which takes memory itself."""
+    return {str(each): torch.cuda.mem_get_info(each)[0] for each in devices if each.type == "cuda"}
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"

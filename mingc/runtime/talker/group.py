@@ -1,0 +1,56 @@
+"""Talker group: the talkers of one service, one per device, and which of them speaks a request.
+
+A stream stays on the talker that it was opened on: its segments share a voice's prefix, and its playback has one clock.
+Samples do not depend on the talker, because noise belongs to the request.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from mingc.runtime.talker.loop import TalkerLoop
+
+
+class TalkerGroup:
+    """One or more talkers that take equally many streams.
+
+    The service starts, watches and stops each of `loops` by itself.
+    """
+
+    def __init__(self, loops: Sequence[TalkerLoop]) -> None:
+        assert loops, "a group has a talker"
+        self.loops = tuple(loops)
+
+    def place(self) -> TalkerLoop:
+        """The talker for a new stream: the one with the fewest open streams, of equal ones the first.
+
+        Its `open` raises CapacityError only if every talker is full. A talker that has failed gets no stream while
+        another one runs; if none does, `open` raises the failure. Called on the event loop, which opens the stream
+        before it places another one.
+        """
+        healthy = [loop for loop in self.loops if loop.is_healthy]
+        return min(healthy or self.loops, key=lambda loop: loop.num_streams)
+
+    @property
+    def num_waiting(self) -> int:
+        """Streams whose next segment waits for a slot."""
+        return sum(loop.scheduler.num_waiting for loop in self.loops)
+
+    @property
+    def listeners(self) -> Mapping[str, int]:
+        """Number of live streams by state."""
+        total: Counter[str] = Counter()
+        for loop in self.loops:
+            total.update(loop.listeners)
+        return total
+
+    @property
+    def num_underruns(self) -> int:
+        """As `TalkerLoop.num_underruns`."""
+        return sum(loop.num_underruns for loop in self.loops)
+
+    def stop_pacing(self) -> None:
+        """Make all speech as fast as possible from now on."""
+        for loop in self.loops:
+            loop.stop_pacing()
