@@ -389,7 +389,7 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     "--encoder-cache",
     type=int,
     default=512 << 20,
-    help="Bytes of host memory for embeddings of images, videos and clips, for those that come again; 0: none.",
+    help="Bytes of host memory that keep embeddings of images, videos and clips for reuse; 0: none.",
 )
 @click.option(
     "--max-speech-seqs",
@@ -404,13 +404,13 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     callback=names,
     metavar="DEVICE,…",
     show_default="the first device of the thinker",
-    help="Devices of the talkers, one each (cuda:2,cuda:3); each answer is spoken by one of them.",
+    help="Devices of the talkers, one per talker (cuda:2,cuda:3); one talker speaks each answer.",
 )
 @click.option(
     "--speech-lead",
     type=int,
     default=3,
-    help="Patches of 0.32 s that streamed speech may be ahead of its playback; 0: as fast as possible.",
+    help="Patches of 0.32 s that streamed speech may be ahead of its playback; 0: no limit.",
 )
 @click.option(
     "--threads", type=int, default=None, show_default="1 on CUDA, else torch's choice", help="CPU threads."
@@ -427,7 +427,7 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     "expert_usage_interval_s",
     type=float,
     default=0.0,
-    help="Count the experts that a decode step of the thinker reads once in so many seconds; 0: never.",
+    help="Seconds between two decode steps whose experts are counted and logged; 0: none is counted.",
 )
 @click.option(
     "--drain-seconds",

@@ -220,7 +220,7 @@ def _may_share(before: Any, after: Any) -> bool:
 
 
 def refuse_quantized(module: nn.Module, where: str, fix: str) -> None:
-    """Raises: CompileError when weights of `module` are stored in FP8, which no library of ONNX models is given."""
+    """Raises: CompileError when weights of `module` are stored in FP8, which is not supported for ONNX models."""
     if any(each.dtype == UNBOUND_DTYPE for each in (*module.parameters(), *module.buffers())):
         raise CompileError(
             f"weights are stored as {UNBOUND_DTYPE}, which ONNX models here do not read",

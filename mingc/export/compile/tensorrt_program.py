@@ -91,8 +91,8 @@ def build_engine_file(
 ) -> bool:
     """Write the TensorRT engine of `program`. Returns whether it came from the cache.
 
-    For an RTX target the file also holds the ONNX model, by which a machine without the GPU checks it. `slots` is the
-    index of the input with the rows of states, where the program has the states of a batch.
+    For an RTX target the file also contains the ONNX model, with which a machine without the GPU checks it. `slots` is
+    the index of the input that selects the rows of states, if the program has the states of a batch.
 
     Raises: CompileError when the graph has no ONNX model, or TensorRT refuses it.
     """

@@ -89,8 +89,8 @@ class Metrics:
         )
         self._listeners = Gauge(
             "mingc_num_listeners",
-            "Streamed answers whose speech is being made, by state of their playback: starting (nothing has left the "
-            "server), playing, late (all that was made has been played), paused (the client does not read).",
+            "Streamed answers whose speech is being generated, by state of their playback: starting (nothing sent "
+            "yet), playing, late (everything generated has been played), paused (the client does not read).",
             ("state",),
             registry=self._registry,
         )
@@ -103,7 +103,7 @@ class Metrics:
         )
         self._underruns = self._counter(
             "mingc_speech_underruns",
-            "Patches of streamed speech that were ready after their playback time, also where the text came late.",
+            "Patches of streamed speech that were ready after their playback time, including those with late text.",
         )
         self.requests_cancelled = self._counter(
             "mingc_requests_cancelled",
@@ -143,19 +143,19 @@ class Metrics:
         )
         self._encoder_cache_bytes = Gauge(
             "mingc_encoder_cache_bytes",
-            "Host memory of kept embeddings of images, videos and clips (--encoder-cache).",
+            "Host memory of cached embeddings of images, videos and clips (--encoder-cache).",
             registry=self._registry,
         )
         self._counted = dict.fromkeys(self._engine_counters, 0)
         self._counted_steps = self._counter(
             "mingc_thinker_counted_steps",
-            "Decode steps whose experts were counted (--expert-usage-interval), by their rows, padding included.",
+            "Decode steps whose experts were counted (--expert-usage-interval), by number of rows, padding included.",
             "batch",
         )
         self._experts_read = self._counter(
             "mingc_thinker_experts_read",
-            "Different experts that a layer read, the mean of the layers, summed over the counted decode steps; divide "
-            "by mingc_thinker_counted_steps_total.",
+            "Sum over the counted decode steps of the mean number of different experts per layer; divide by "
+            "mingc_thinker_counted_steps_total.",
             "batch",
         )
         self._counted_experts: dict[int, tuple[int, float]] = {}

@@ -63,7 +63,7 @@ from mingc.runtime.thinker.worker import DEFAULT_STEPS, StepOptions, ThinkerWork
 log = logging.getLogger("mingc.startup")
 
 _MIN_KV_TOKENS = 16384
-# Of the memory that is free once all else is loaded; the rest is for CUDA graphs and buffers of the thinker's steps.
+# Of the memory that is free after everything else is loaded; the rest is for CUDA graphs and buffers of thinker steps.
 _CUDA_KV_SHARE = 0.8
 # What the command line calls the options that it has.
 _OPTIONS = {
@@ -103,14 +103,14 @@ class EngineOptions:
             automatically.
         max_running: requests the thinker works on at once; None is the largest decode batch.
         max_waiting: requests that may wait for the thinker before more are refused.
-        max_speech_seqs: segments that each talker speaks at once; None is its largest batch. Paced speech may have
-            more: each of its streams is in few of the patches.
-        talker_devices: `cpu` or `cuda:N` for each talker; none: one on the thinker's first device. An answer is spoken
-            by one of them.
+        max_speech_seqs: segments that each talker generates concurrently; None is its largest batch. Paced speech may
+            have more, because each stream takes part in only a few patches.
+        talker_devices: `cpu` or `cuda:N` for each talker; none: one talker on the thinker's first device. One of the
+            talkers speaks each answer.
         speech_lead: patches that streamed speech may be ahead of its playback; 0: as fast as possible.
         max_prefills_per_patch: segments that may join the talker's batch at one patch boundary.
-        max_streams: requests of each talker that may speak or wait to speak before more are refused; at least as many
-            as may speak.
+        max_streams: requests of each talker that may speak or wait to speak before more are refused; at least
+            `max_speech_seqs`.
         max_pending_patches: patches a client may leave unread before its speech pauses.
         num_preprocess_threads: threads that decode media and prepare prompts.
         num_torch_threads: CPU threads of an engine; None: on CUDA one, else torch's setting is left alone.
@@ -122,8 +122,8 @@ class EngineOptions:
         media_decode_timeout_s: time for decoding one medium.
         parse_special_tokens: recognise special tokens in the text of requests; otherwise they are plain text.
         steps: which steps the thinker's workers run.
-        expert_usage_interval_s: count the experts that a decode step of the thinker reads once in so many seconds; 0:
-            never.
+        expert_usage_interval_s: seconds between two decode steps of the thinker whose experts are counted; 0: none is
+            counted.
         talker_depth: most patches in flight; None: 2 on a GPU, 1 on a CPU.
         prefix_cache: reuse KV pages of earlier requests for prompts that begin with the same tokens and media.
         encoder_cache: bytes of host memory for embeddings of images, videos and clips that may be reused; 0: none.
@@ -253,7 +253,7 @@ def open_service(
 
     memory = MemoryAccount()
     with ExitStack() as processes:  # ended when something after their start fails
-        # The thinker last: its KV pages take what all else has left.
+        # The thinker last: its KV pages take the memory that the other parts leave free.
         with clock.phase("set up speech: tokenizer, voices, scheduler"):
             speech = (
                 _load_speech(artifact, options, talker_devices, clock, memory)
@@ -602,9 +602,9 @@ def _most_slots(manifest: Manifest, stages: Sequence[str]) -> int:
 def _kv_tokens(
     artifact: Artifact, decoder: str, options: EngineOptions, devices: list[torch.device], context: int
 ) -> int:
-    """Tokens that the KV pages are to hold: asked, or measured on a GPU, or enough for a few requests on a CPU.
+    """Capacity of the KV pages in tokens: as requested, else by free memory on a GPU, or a few requests on a CPU.
 
-    Called when all else is loaded on every rank: measured is what is left on the fullest of `devices`.
+    Called after everything else is loaded on every rank; measures the free memory of the fullest of `devices`.
     """
     if options.max_total_tokens is not None:
         return options.max_total_tokens

@@ -147,7 +147,7 @@ class EncoderLoop(EngineThread, Generic[_Features]):
         """Remove the jobs of the next call from the queue."""
         wanted: deque[_Job[_Features]] = deque()
         for job in self._waiting:
-            if job.is_wanted:  # asked once: a future may be cancelled at any moment
+            if job.is_wanted:  # checked once: a future may be cancelled at any moment
                 wanted.append(job)
             else:
                 self._forget(job)

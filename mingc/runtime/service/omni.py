@@ -208,7 +208,10 @@ class OmniService:
 
     @property
     def held(self) -> Mapping[str, int]:
-        """What requests hold now, by kind: all 0 when none runs. For checks; read as `load`."""
+        """Resources that requests hold at present, by kind: all 0 when none is running.
+
+        For checks; read like `load`.
+        """
         held = Counter({"requests": len(self._running)})
         for loop in (*self._encoders, *self._loops):
             held.update(loop.held)  # adds: talkers hold the same kinds

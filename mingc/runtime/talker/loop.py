@@ -40,9 +40,10 @@ class TalkerLoop(EngineThread):
     """Runs the speech of the requests that are opened on it.
 
     Args:
-        name: of the thread, and in its errors.
-        speech_lead: patches that live speech may be ahead of its playback; 0: all speech is made as fast as possible.
-        slow_client_timeout_s: a request fails if it is paused for its client for longer; every pause counts anew.
+        name: name of the thread, used in its errors.
+        speech_lead: patches that live speech may be ahead of its playback; 0: all speech is generated as fast as
+            possible.
+        slow_client_timeout_s: a request fails if a single pause for its slow client is longer.
         clock: seconds, for this timeout and for playback.
     """
 

@@ -129,8 +129,8 @@ class ThinkerLoop(EngineThread):
 
     Args:
         stop_ids: tokens that end an answer and are not part of it, besides those of its request.
-        prefix_salt: of the keys of the prefix cache, different for every model; None: nothing is reused.
-        expert_usage_interval_s: how often a decode step is counted (`ExpertUsage`), in seconds; 0: none is.
+        prefix_salt: for the keys of the prefix cache, different for every model; None: no prefix cache.
+        expert_usage_interval_s: seconds between two decode steps that are counted (`ExpertUsage`); 0: none is counted.
 
     Attributes:
         expert_usage: experts that counted decode steps have read.
