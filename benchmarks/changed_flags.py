@@ -91,7 +91,7 @@ def keys(recipe: ExportRecipe) -> dict[str, str]:
                     folder=folder,
                     weights=tuple(file.path for file in files),
                 )
-                for sizes in engine_sizes(plan.spec, options):
+                for sizes in engine_sizes(plan, options):
                     build_engine(task, sizes)
                     assert engine_label(task.name, sizes) in backend.keys
     return backend.keys

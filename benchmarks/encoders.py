@@ -2,6 +2,7 @@
 
 For every size: the engine in a CUDA graph and called directly, its error against float32, and beside it the same
 modules in plain torch in a CUDA graph. Plain torch calls SDPA without a mask, which is right for one image or clip.
+Several clips in one call: beside as many calls of the engine for one.
 
     python benchmarks/encoders.py --json benchmarks/results/encoders-h200-….json
 """
@@ -35,7 +36,7 @@ from mingc.kernels.dispatch import plain_torch
 from mingc.numerics.relative_error import relative_error
 
 PATCHES = (256, 1024, 4096, 16384, 65536)
-SECONDS = (1, 10, 30, 300)
+SECONDS = (1, 8, 10, 30, 300)
 TOKENS_PER_SECOND = 25  # of audio
 _LARGEST_REFERENCE = 16384  # patches; plain float32 attention of the largest image does not fit
 _SPENT_MS = 2000  # on the timed runs of one case, if they are more than a few
@@ -44,7 +45,7 @@ Figure = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call of an encoder: images of `sizes` patches, or one clip of `sizes` audio tokens, in a bucket."""
+    """One call of an encoder: images of `sizes` patches, or clips of `sizes` audio tokens, in a bucket."""
 
     stage: str
     sizes: tuple[int, ...]
@@ -52,11 +53,18 @@ class Case:
 
     @property
     def dims(self) -> dict[str, int]:
-        return {"M": self.bucket} if self.stage == "vision_encoder" else {"N": 1, "T4": self.bucket}
+        if self.stage == "vision_encoder":
+            return {"M": self.bucket}
+        return {"N": len(self.sizes), "T4": self.bucket}
 
     @property
     def file(self) -> str:
-        return f"{self.stage}-{self.bucket}.pt2"
+        return "-".join([self.stage, *map(str, self.dims.values())]) + ".pt2"
+
+    @property
+    def alone(self) -> Case:
+        """A call for the first clip."""
+        return Case(stage=self.stage, sizes=self.sizes[:1], bucket=self.bucket)
 
 
 def spec_of(stage: str) -> GraphSpec:
@@ -70,10 +78,16 @@ def cases(patches: Sequence[int], seconds: Sequence[int]) -> list[Case]:
         return min(each for each in buckets if each >= size)
 
     images = [(size,) for size in patches] + ([(1024,) * 8] if 1024 in patches else [])
-    clips = [TOKENS_PER_SECOND * each for each in seconds]
+    lengths = [TOKENS_PER_SECOND * each for each in seconds]
+    clips = [
+        Case(stage="audio_encoder", sizes=(length,) * count, bucket=bucket(audio, length))
+        for count in spec_of("audio_encoder").dim("N").buckets
+        for length in lengths
+    ]
+    built = talker_engines.plan_of("audio_encoder", "encode").sizes
     return [
         *(Case(stage="vision_encoder", sizes=each, bucket=bucket(vision, sum(each) // 4)) for each in images),
-        *(Case(stage="audio_encoder", sizes=(each,), bucket=bucket(audio, each)) for each in clips),
+        *(each for each in clips if each.dims in built),
     ]
 
 
@@ -95,12 +109,12 @@ def build(case: Case, folder: Path) -> float:
 
 
 def inputs(case: Case) -> dict[str, Tensor]:
-    """Random pixels of square images or log-mel of one clip, and the tables that belong to them."""
+    """Random pixels of square images or log-mel of clips, and the tables that belong to them."""
     generator = torch.Generator("cuda").manual_seed(case.bucket)
     if case.stage == "audio_encoder":
         shape = next(each for each in spec_of(case.stage).inputs if each.name == "mel").shape
-        mel = torch.rand(1, case.bucket, *shape[2:], generator=generator, device="cuda")
-        lengths = torch.tensor([case.sizes[0] * int(shape[2])], device="cuda")
+        mel = torch.rand(len(case.sizes), case.bucket, *shape[2:], generator=generator, device="cuda")
+        lengths = torch.tensor(case.sizes, device="cuda") * int(shape[2])
         return {"mel": (3 * mel - 1.5).bfloat16(), "lengths": lengths}
     config: Any = find(case.stage).config(open_synthetic(talker_engines.CONFIGS))
     group = config.patches_per_token
@@ -178,6 +192,12 @@ def measure(case: Case, folder: Path, modules: Mapping[str, Mapping[str, nn.Modu
             **times(reference.replay, count),
         }
         reference.reset()
+    elif case.stage == "audio_encoder":
+        single = engine_run(folder / case.alone.file, spec, dict(module.state_dict()))
+        one = inputs(case.alone)
+        each_alone = harness.capture(lambda: single(one))
+        figure["as_many_calls"] = times(lambda: [each_alone.replay() for _ in case.sizes], count)
+        each_alone.reset()
     if sum(case.sizes) <= _LARGEST_REFERENCE:
         with plain_torch():
             exact = module_run(wide, "encode", spec)(
@@ -210,7 +230,8 @@ def main() -> None:
         folder = given.engines or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         todo = cases(given.patches, given.seconds)
-        unique = {case.file: case for case in todo}
+        singles = [case.alone for case in todo if case.stage == "audio_encoder"]
+        unique = {case.file: case for case in (*todo, *singles)}
         with harness.compiler_pool(given.jobs) as pool:
             seconds = list(pool.map(build, unique.values(), [folder] * len(unique)))
         print({file: round(each) for file, each in zip(unique, seconds, strict=True)}, flush=True)

@@ -267,8 +267,8 @@ class _Run:
         }
         # Of each graph, by stage: what its engines are compiled for.
         self._sizes = {
-            name: {spec.name: engine_sizes(spec, options) for spec in graphs}
-            for name, graphs in specs.items()
+            name: {plan.spec.name: engine_sizes(plan, options) for plan in each}
+            for name, each in plans.items()
         }
         # One layer of each kind is stored of random weights, so that the artifact stays small: loading draws the rest.
         self.repeated = {

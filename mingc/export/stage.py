@@ -113,10 +113,11 @@ class GraphDef:
     `method` is called with the inputs then the state tensors of `spec`, positionally, and returns the outputs
     as a tuple. `example(dims, generator)` returns inputs and state for concrete dim sizes (CPU tensors; every dim of
     `spec` is a key); values must be possible in real use, or parity on them is meaningless.
-    `trace_dims` are the sizes used for tracing (never 1: torch.export would specialise on it), `check_dims`
-    the sizes at which goldens and parity are taken. A graph that routes tokens to experts by the module's submodule
-    `router` names in `routing` a method that is called with the inputs and whose return value ends with the expert
-    ids (tokens, K) and weights (tokens, K): low-precision engines are compared token by token (see
+    `sizes` are the sizes of the dims with buckets that engines are compiled for if each size has its own engine; empty:
+    every combination of buckets. `trace_dims` are the sizes used for tracing (never 1: torch.export would specialise on
+    it), `check_dims` the sizes at which goldens and parity are taken. A graph that routes tokens to experts by the
+    module's submodule `router` names in `routing` a method that is called with the inputs and whose return value ends
+    with the expert ids (tokens, K) and weights (tokens, K): low-precision engines are compared token by token (see
     `mingc.export.checks.routing`). Graphs with the largest `compile_cost` are compiled first. `slots` names an int64
     input (rows,) of a graph whose states are pools: a call reads and writes no other rows of them, along their first
     axis, than those and row 0, which is padding.
@@ -130,6 +131,7 @@ class GraphDef:
     routing: str | None = None
     compile_cost: int = 0
     slots: str | None = None
+    sizes: tuple[dict[str, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import threading
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from fake_engines import FunctionEngine
 from mingc_command import CACHE
 from safetensors.torch import load_file
 from torch import Tensor
@@ -17,11 +20,17 @@ from mingc.dsp.log_mel import log_mel
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.compile.backends.aoti import compile_graph
+from mingc.export.compile.build import engine_sizes
 from mingc.export.compile.capture import capture, check_example
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.audio_encoder import STAGE, AudioBlock, AudioConfig, AudioEncoder
 from mingc.export.weights.loading import check_weights, float32_module
 from mingc.runtime.engines.backends.aoti import load
+from mingc.runtime.engines.base import Engine, Graph
+from mingc.runtime.engines.stage_loader import LoadedStage
+from mingc.runtime.preprocess.audio import AudioFeatures
+from mingc.runtime.service import encoders
+from mingc.runtime.service.encoder_loop import EncoderLoop
 
 DATA = Path(__file__).parents[1] / "data"
 CPU = torch.device("cpu")
@@ -273,12 +282,173 @@ def test_buckets_end_at_the_longest_clip_and_batch(config: AudioConfig) -> None:
     assert plan.spec.dim("N").buckets == (1, 2, 4, 6)
     assert plan.spec.dim("T4").buckets == (25, 50, 100, 200, 375, 750, 1100)
     (plan,) = STAGE.graphs(config, Shard(), StageOptions(static_buckets=True, dtype=torch.bfloat16))
-    assert plan.spec.dim("N").buckets == (1,)
+    assert plan.spec.dim("N").buckets == (1, 4), "no more than the largest batch, 8"
     assert [tensor.dtype for tensor in (*plan.spec.inputs, *plan.spec.outputs)] == [
         "bfloat16",
         "int64",
         "bfloat16",
     ]
+
+
+def released(config: AudioConfig) -> AudioConfig:
+    """Clips as long as those of the released model."""
+    return replace(config, num_positions=15_000)
+
+
+def test_engines_for_several_clips_are_few(config: AudioConfig) -> None:
+    """On CUDA: one for a clip of each length, and for four clips up to 30 s and sixteen up to 8 s."""
+    options = StageOptions(static_buckets=True, dtype=torch.bfloat16, batch_sizes=(1, 2, 4, 8, 16, 32))
+    (plan,) = STAGE.graphs(released(config), Shard(), options)
+    sizes = engine_sizes(plan, options)
+    by_clips = {
+        clips: [size["T4"] for size in sizes if size is not None and size["N"] == clips]
+        for clips in (1, 4, 16)
+    }
+    assert by_clips == {
+        1: [25, 50, 100, 200, 375, 750, 1500, 3000, 7500],
+        4: [25, 50, 100, 200, 375, 750],
+        16: [25, 50, 100, 200],
+    }
+    assert len(sizes) == 19
+    assert {name: plan.check_dims[name] for name in ("N", "T4")} in sizes, "compared with float32 at export"
+    (one,) = STAGE.graphs(released(config), Shard(), replace(options, batch_sizes=(1, 2)))
+    assert {size["N"] for size in engine_sizes(one, options) if size is not None} == {1}
+    (cpu,) = STAGE.graphs(config, Shard(), StageOptions())
+    assert engine_sizes(cpu, StageOptions()) == [None]
+
+
+@pytest.fixture(scope="module")
+def static_encoder(module: AudioEncoder, config: AudioConfig) -> encoders.AudioEncoder:
+    """The encoder of a server over one traced program a size, as CUDA has one engine a size; on the CPU in float32."""
+    options = StageOptions(static_buckets=True, batch_sizes=(1, 16))
+    (plan,) = STAGE.graphs(config, Shard(), options)
+    names = [tensor.name for tensor in plan.spec.inputs]
+    engines: dict[tuple[int, ...] | None, Engine] = {}
+    for size in plan.sizes:
+        program = capture(plan, module, stage=STAGE.name, static_shapes=size, device=CPU).module()
+        engines[size["N"], size["T4"]] = FunctionEngine(
+            names, lambda program=program, **inputs: program(*(inputs[name] for name in names))
+        )
+    encoder = encoders.AudioEncoder(
+        LoadedStage(STAGE.name, {"encode": Graph(plan.spec, engines)}), STAGE.parameters(config, options), CPU
+    )
+    encoder.max_batch_tokens = 3200  # as on CUDA
+    return encoder
+
+
+def features_of(clip: Tensor) -> AudioFeatures:
+    return AudioFeatures(mel=clip.numpy(), num_tokens=-(-len(clip) // 4))
+
+
+def test_several_clips_in_a_static_call_are_each_as_alone(
+    static_encoder: encoders.AudioEncoder,
+    module: AudioEncoder,
+    golden: dict[str, Tensor],
+    long_mel: Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every size for several clips, traced: clips of different lengths, full rows, and padding clips beside them."""
+    seen: list[tuple[int, int]] = []
+    call = static_encoder._call
+
+    def record(inputs: dict[str, Tensor], rows: int) -> Tensor:
+        seen.append((inputs["mel"].shape[0], inputs["mel"].shape[1]))
+        return call(inputs, rows)
+
+    monkeypatch.setattr(static_encoder, "_call", record)
+    one, two = golden["single.audio_feats"][0], golden["second_alone.audio_feats"][0]
+    several = [size for size in static_encoder._sizes if size[0] > 1]
+    for count, tokens in several:
+        frames = 4 * tokens
+        longest = torch.cat([long_mel, long_mel])[:frames]
+        clips = [
+            one,
+            two,
+            longest,
+            *(long_mel[40 * row : 40 * row + 1 + 7 * row] for row in range(count - 3)),
+        ]
+        for used in (clips, clips[: count - 1]):  # the second with a padding clip
+            found = static_encoder.encode([features_of(clip) for clip in used])
+            assert_close(found[0], golden["single.audio_embeds"][0])
+            assert_close(found[1], golden["second_alone.audio_embeds"][0])
+            for clip, embeddings in zip(used[2:], found[2:], strict=True):
+                assert_close(embeddings, exact(module, clip), 1e-5)
+    assert seen == [size for size in several for _ in range(2)]
+
+
+def test_padding_clips_of_a_static_call_do_not_matter(
+    static_encoder: encoders.AudioEncoder, golden: dict[str, Tensor]
+) -> None:
+    """Nor does what lies beyond a clip: with noise there the embeddings are the same, bit for bit."""
+    graph = static_encoder._graph
+    one = golden["single.audio_feats"][0]
+    for clips, tokens in ((4, 25), (16, 50)):
+        noisy, lengths = batch([one], 4, clips, tokens)
+        plain = noisy.clone().flatten(1, 2)
+        for row, length in enumerate(lengths.tolist()):
+            plain[row, length:] = 0
+        empty, single = lengths.clone(), lengths.clamp(min=1)
+        found = [
+            graph.run(mel=mel, lengths=each)["embeddings"][0]
+            for mel in (noisy, plain.view(noisy.shape))
+            for each in (empty, single)
+        ]
+        assert_close(found[0][:25], golden["single.audio_embeds"][0])
+        assert found[0][25:].count_nonzero() == 0
+        assert all(torch.equal(each, found[0]) for each in found[1:])
+
+
+@pytest.mark.parametrize(
+    ("waiting", "calls"),
+    [
+        ([25] * 16, [(16, 25)]),
+        ([20] * 17, [(16, 25), (1, 25)]),
+        ([25] * 3, [(1, 25)] * 3),  # four would compute more than three alone
+        ([25] * 9, [(4, 25), (4, 25), (1, 25)]),
+        ([200] * 16, [(16, 200)]),
+        ([375] * 16, [(4, 375)] * 4),
+        ([750, 700, 750, 600], [(4, 750)]),
+        ([750, 25, 25, 25, 25], [(1, 750), (4, 25)]),
+        ([100, 90, 60, 51], [(4, 100)]),
+        ([25, 100, 25, 25], [(1, 25), (1, 100), (1, 25), (1, 25)]),  # 400 tokens, 175 alone
+        ([1000] * 4, [(1, 1100)] * 4),
+    ],
+)
+def test_clips_that_wait_share_the_calls_that_cost_no_more_padding(
+    waiting: list[int],
+    calls: list[tuple[int, int]],
+    static_encoder: encoders.AudioEncoder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The encoder's thread over the sizes of CUDA engines, while a first call runs."""
+    seen: list[tuple[int, int]] = []
+    begun, gate = threading.Event(), threading.Event()
+
+    def call(inputs: dict[str, Tensor], rows: int) -> Tensor:
+        seen.append((inputs["mel"].shape[0], inputs["mel"].shape[1]))
+        begun.set()
+        assert gate.wait(60)
+        return inputs["mel"].new_zeros(rows, inputs["mel"].shape[1], 1)
+
+    monkeypatch.setattr(static_encoder, "_call", call)
+    mels = static_encoder._parameters.num_mels
+    clips = [
+        AudioFeatures(mel=np.zeros((4 * tokens, mels), np.float32), num_tokens=tokens) for tokens in waiting
+    ]
+    loop = EncoderLoop("audio_encoder", static_encoder)
+    loop.start()
+    try:
+        futures = loop.submit(clips[:1], [b""])
+        assert begun.wait(60)
+        for each in clips:
+            futures += loop.submit([each], [b""])
+        gate.set()
+        found = [future.result(60) for future in futures[1:]]
+    finally:
+        gate.set()
+        loop.stop()
+    assert [len(each) for each in found] == waiting
+    assert seen[1:] == calls
 
 
 def altered(checkpoint: Checkpoint, *path: str, value: object = None) -> Checkpoint:

@@ -15,16 +15,21 @@ from mingc.artifacts.manifest import EngineRecord, FileRecord, GraphRecord, Pari
 from mingc.artifacts.spec import GraphSpec
 from mingc.export import pipeline
 from mingc.export.compile import build
+from mingc.export.compile.backend import Backend
 from mingc.export.compile.build import GraphResult, GraphTask
 from mingc.export.recipe import ExportRecipe
 
 RECIPE = ExportRecipe(checkpoint=Path("checkpoint"), output=Path("out"), backend=("aoti", "aoti:cfm"))
 
 
-def make_backend(name: str) -> SimpleNamespace:
-    return SimpleNamespace(
-        name=name, suffix=f".{name}", takes_kernels=True, compile=lambda program, path, **_: 1.25
-    )
+class _NamedBackend(Backend):
+    """A backend that writes no file."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.suffix = name, f".{name}"
+
+    def compile(self, *_: object, **__: object) -> float:
+        return 1.25
 
 
 @pytest.mark.parametrize(
@@ -40,7 +45,7 @@ def test_an_engine_is_compiled_by_the_backend_of_its_stage(
 ) -> None:
     recipe = replace(RECIPE)
     object.__setattr__(recipe, "backend", ("aoti", "mine:cfm"))  # installed nowhere
-    monkeypatch.setattr(build, "find_backend", make_backend)
+    monkeypatch.setattr(build, "find_backend", _NamedBackend)
     monkeypatch.setattr(build, "capture", lambda *_, **__: None)
     monkeypatch.setattr(build, "count_cost", lambda *_: ())
     task = GraphTask(

@@ -494,7 +494,7 @@ def test_a_graph_is_built_for_a_gpu_with_the_states_of_a_batch_and_agrees_with_f
     plans = stage.graphs(config, Shard(), build.stage_options(made))
     (plan,) = [each for each in plans if each.spec.name == method]
     records = []
-    for sizes in build.engine_sizes(plan.spec, build.stage_options(made)):
+    for sizes in build.engine_sizes(plan, build.stage_options(made)):
         built = build.build_engine(task, sizes).record
         records.append(built)
         file = read_engine(tmp_path / built.file)

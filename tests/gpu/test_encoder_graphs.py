@@ -13,6 +13,7 @@ from fake_engines import FunctionEngine, make_graph
 from torch import Tensor
 
 from mingc.artifacts.parameters import AudioParameters, VisionParameters
+from mingc.export.compile.build import engine_sizes
 from mingc.export.stages import find
 from mingc.export.weights.synthetic import open_synthetic
 from mingc.runtime.engines.base import Graph
@@ -124,7 +125,8 @@ def test_calls_beside_work_that_allocates_and_frees() -> None:
 def stage_of(name: str) -> tuple[LoadedStage, VisionParameters | AudioParameters]:
     """The stage at the released dims over random weights in bfloat16, its module called operation by operation."""
     module = talker_engines.module_of(name, torch.bfloat16)
-    spec = talker_engines.plan_of(name, "encode").spec
+    plan = talker_engines.plan_of(name, "encode")
+    spec = plan.spec
     names = [each.name for each in spec.inputs]
     engine = FunctionEngine(names, lambda **tensors: module.encode(*(tensors[each] for each in names)))
     stage = find(name)
@@ -132,7 +134,9 @@ def stage_of(name: str) -> tuple[LoadedStage, VisionParameters | AudioParameters
         stage.config(open_synthetic(talker_engines.CONFIGS)), talker_engines.options()
     )
     assert isinstance(parameters, VisionParameters | AudioParameters)
-    return LoadedStage(name, {"encode": Graph(spec, {None: engine})}), parameters
+    sizes = engine_sizes(plan, talker_engines.options())
+    engines = {tuple(size.values()): engine for size in sizes if size is not None}
+    return LoadedStage(name, {"encode": Graph(spec, engines)}), parameters
 
 
 def check(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float = TOLERANCE) -> None:
@@ -173,7 +177,7 @@ def test_clips_at_released_dims(monkeypatch: pytest.MonkeyPatch) -> None:
     stage, parameters = stage_of("audio_encoder")
     assert isinstance(parameters, AudioParameters)
     encoder = AudioEncoder(stage, parameters, DEVICE)
-    assert encoder._call.num_captured == 6  # 1 to 30 s
+    assert encoder._call.num_captured == 12  # one of 1 to 30 s, four of 1 to 8 s, sixteen of 1 and 2 s
     monkeypatch.setattr(encoders, "_CAPTURED_AUDIO_TOKENS", 0)
     direct = AudioEncoder(stage, parameters, DEVICE)
     assert direct._call.num_captured == 0
@@ -186,3 +190,13 @@ def test_clips_at_released_dims(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = direct.encode(clips)
     check(encoder.encode(clips), expected)
     check(encoder.encode(clips[::-1]), expected[::-1])
+    # In one call: captured, with padding clips, and too large to be captured.
+    for several in (
+        [clips[0]] * 4,
+        [clips[0]] * 7,
+        [clips[1], clips[0]],
+        [clips[1]] * 16,
+        [clips[2], clips[0], clips[2]],
+    ):
+        wanted = [direct.encode([each])[0] for each in several]
+        check(encoder.encode(several), wanted, BETWEEN_BUCKETS)

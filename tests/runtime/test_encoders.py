@@ -17,6 +17,7 @@ from torch import Tensor
 from mingc.artifacts.parameters import AudioParameters, VisionParameters
 from mingc.errors import RequestError
 from mingc.runtime.engines import cuda_graphs
+from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.image import VisionFeatures
@@ -210,7 +211,9 @@ def clip(frames: int) -> AudioFeatures:
     return AudioFeatures(mel=np.full((frames, MELS), 0.5, np.float32), num_tokens=-(-frames // PER_TOKEN))
 
 
-def make_audio(shapes: list[tuple[int, ...]], device: torch.device = CPU) -> AudioEncoder:
+def make_audio(
+    shapes: list[tuple[int, ...]], device: torch.device = CPU, clips: tuple[int, ...] = (1, 2)
+) -> AudioEncoder:
     """Fake embeddings: the sum of the clip's features, and its length."""
 
     def encode(mel: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
@@ -225,7 +228,7 @@ def make_audio(shapes: list[tuple[int, ...]], device: torch.device = CPU) -> Aud
         inputs={"mel": ("float32", ("N", "T4", PER_TOKEN, MELS)), "lengths": ("int64", ("N",))},
         outputs=["embeddings"],
         state={},
-        dims={"N": (1, 2), "T4": (2, 4, 16)},
+        dims={"N": clips, "T4": (2, 4, 16)},
     )
     return AudioEncoder(LoadedStage("audio_encoder", {"encode": graph}), AUDIO, device)
 
@@ -237,6 +240,37 @@ def test_clips_are_padded_and_embeddings_trimmed_to_their_length() -> None:
     assert shapes == [(2, 4), (1, 16)]
     for each, mine in zip(clips, embeddings, strict=True):
         assert mine.shape == (each.num_tokens, 2)
+        assert mine[0].tolist() == pytest.approx([each.mel.sum(), len(each.mel)])
+
+
+def test_calls_with_several_clips_are_larger_on_cuda(cuda: torch.device) -> None:
+    """A minute on a CPU; sixteen clips of 8 s or four of 30 s where there are engines for them."""
+    assert (make_audio([]).max_batch_tokens, make_audio([], cuda).max_batch_tokens) == (1500, 3200)
+
+
+def test_only_sizes_that_have_an_engine_are_called() -> None:
+    """As on CUDA: more clips for short ones than for long ones. No call is split that an engine takes."""
+    sizes = [(1, 2), (1, 4), (1, 16), (4, 2), (4, 4), (8, 2)]
+    shapes: list[tuple[int, ...]] = []
+    whole = make_audio(shapes, clips=(1, 4, 8))
+    engine = whole._graph._engines[None]
+    graph = Graph(whole._graph.spec, {size: engine for size in sizes})
+    audio = AudioEncoder(LoadedStage("audio_encoder", {"encode": graph}), AUDIO, CPU)
+    short, middle, long = clip(5), clip(16), clip(64)
+    for clips, size in (
+        ([short], 2),
+        ([short] * 3, 8),
+        ([short] * 5, 16),
+        ([short, middle], 16),
+        ([long], 16),
+    ):
+        assert audio.padded_tokens(clips) == size
+    for clips in ([short, long], [middle] * 5, [short] * 9):
+        with pytest.raises(RequestError):
+            audio.padded_tokens(clips)
+    found = audio.encode([short, long, *[middle] * 5, *[short] * 7])
+    assert shapes == [(1, 2), (1, 16), (4, 4), (4, 4), (4, 2)]
+    for each, mine in zip([short, long, *[middle] * 5, *[short] * 7], found, strict=True):
         assert mine[0].tolist() == pytest.approx([each.mel.sum(), len(each.mel)])
 
 

@@ -144,9 +144,9 @@ def stage_options(recipe: ExportRecipe) -> StageOptions:
     )
 
 
-def engine_sizes(spec: GraphSpec, options: StageOptions) -> list[dict[str, int] | None]:
+def engine_sizes(plan: GraphDef, options: StageOptions) -> list[dict[str, int] | None]:
     """The sizes that engines of a graph are compiled for; None is one engine for every size."""
-    return [*spec.bucket_sizes()] if options.static_buckets else [None]
+    return [*(plan.sizes or plan.spec.bucket_sizes())] if options.static_buckets else [None]
 
 
 def engine_label(graph: str, static_shapes: dict[str, int] | None) -> str:
@@ -311,7 +311,7 @@ def early_refusals(
         found = refused.setdefault(name, dict(recipe.unsupported()) if recipe.is_measured(stage.name) else {})
         backends = recipe.backends_of(stage.name)
         for named in map(find_backend, backends):
-            backend = named.for_graph(plan, engine_sizes(plan.spec, options)[-1], recipe.target)
+            backend = named.for_graph(plan, engine_sizes(plan, options)[-1], recipe.target)
             if type(backend).check_graph is Backend.check_graph:
                 continue
             module = whole().get_submodule(plan.spec.layer_instances[0])
@@ -324,7 +324,7 @@ def early_refusals(
                     share_weights(plan, module),
                     module,
                     stage=stage.name,
-                    sizes=engine_sizes(plan.spec, options)[-1],
+                    sizes=engine_sizes(plan, options)[-1],
                     device="meta",
                 )
 

@@ -39,6 +39,10 @@ _HOP_SAMPLES = 160
 
 # 1, 2, 4, 8, 15, 30, 60, 120 and 300 seconds at 25 tokens per second.
 _TOKEN_BUCKETS = (25, 50, 100, 200, 375, 750, 1500, 3000, 7500)
+# Engines for several clips, one for each size: four of up to 30 s, sixteen of up to 8 s, ten beside the nine for one.
+# A single clip of 15 s fills an H200 (benchmarks/NOTES-encoders.md), so longer calls would only delay the first.
+_STATIC_CLIPS = (1, 4, 16)
+_MAX_STATIC_TOKENS = 3200  # of all clips of a call together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,12 +297,19 @@ class AudioEncoderStage(Stage):
             return _example(config, dims["N"], dims["T4"], options.dtype, generator)
 
         longest = config.max_tokens
+        # With an engine for each size, one for several clips is compared with float32, beside that for a single one.
+        several = spec.dim("N").buckets[1:2] if options.static_buckets else ()
         graph = GraphDef(
             spec=spec,
             method="encode",
             example=example,
             trace_dims={"N": 2, "T4": min(12, longest)},
-            check_dims={"N": 2, "T4": min(25, longest)},
+            check_dims={"N": (*several, 2)[0], "T4": min(25, longest)},
+            sizes=tuple(
+                size
+                for size in spec.bucket_sizes()
+                if size["N"] == 1 or size["N"] * size["T4"] <= _MAX_STATIC_TOKENS
+            ),
         )
         return (graph,)
 
@@ -339,12 +350,10 @@ def _packed_qkv(name: str, stored_name: str, width: int) -> list[WeightSource]:
 
 
 def _clip_dim(options: StageOptions) -> Dim:
-    """Dim N: batch sizes up to the limit, or one clip per call with static buckets.
-
-    One clip of a few seconds fills a GPU, and each size of N would multiply the engines of T4.
-    """
+    """Dim N: the batch sizes of the options, or with static buckets the few of `_STATIC_CLIPS` up to the largest."""
     if options.static_buckets:
-        return Dim(name="N", minimum=1, maximum=1, buckets=(1,))
+        sizes = tuple(size for size in _STATIC_CLIPS if size <= options.max_batch)
+        return Dim(name="N", minimum=1, maximum=sizes[-1], buckets=sizes)
     # At least 2: torch.export treats a dim with a single size as static.
     return Dim(name="N", minimum=1, maximum=max(2, options.max_batch), buckets=options.batch_sizes)
 

@@ -61,6 +61,14 @@ class Graph:
         """As `Engine.is_concurrent`, of all its engines."""
         return all(engine.is_concurrent for engine in self._engines.values())
 
+    @property
+    def sizes(self) -> list[dict[str, int]]:
+        """Sizes of the dims with buckets that it runs: those of its engines, or all if one engine takes every size."""
+        if None in self._engines:
+            return self.spec.bucket_sizes()
+        names = [dim.name for dim in self._bucketed]
+        return [dict(zip(names, key, strict=True)) for key in self._engines if key is not None]
+
     def with_weights(self, weights: Mapping[str, torch.Tensor]) -> Graph:
         """The same engines as another layer instance."""
         return Graph(self.spec, self._engines, weights)

@@ -14,7 +14,7 @@ import secrets
 import string
 
 LONG_BYTES = 64 * 1024
-_SLICE = 1 << 20  # bytes of one step
+_SLICE = 1 << 17  # bytes of one step: 1 to 2 ms of base64 on a slow core
 _PREFIX = 256
 _CONTENT = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _PLAIN = re.compile(rb"[ !#-\[\]-~]*")  # ASCII that stands for itself in a JSON string
@@ -124,14 +124,25 @@ def _find_quote(raw: bytes | bytearray, position: int) -> int:
 
 
 def _string_end(raw: bytes | bytearray, position: int) -> int:
-    """The closing quote of a string whose content begins at `position`; -1 if there is none."""
-    while True:
-        window = min(position + _SLICE, len(raw))
-        match = _CONTENT.match(raw, position, window)
+    """The closing quote of a string whose content begins at `position`; -1 if there is none.
+
+    Base64 has no quote before its end, which `find` reaches a hundred times as fast as the pattern. The pattern walks
+    only the step behind an escaped quote, so that a text of escaped quotes does not take a search for each of them.
+    """
+    while (quote := _find_quote(raw, position)) >= 0:
+        if not _is_escaped(raw, position, quote):
+            return quote
+        window = min(quote + 1 + _SLICE, len(raw))
+        match = _CONTENT.match(raw, quote + 1, window)
         assert match is not None
-        end = match.end()
-        if end < window and raw[end] == ord('"'):
-            return end
-        if window == len(raw):
-            return -1
-        position = end  # the window's end, or a backslash just before it
+        position = match.end()  # a quote, the window's end, or a backslash just before it
+    return -1
+
+
+def _is_escaped(raw: bytes | bytearray, start: int, place: int) -> bool:
+    """Whether an odd number of backslashes stands before `place`; none before `start` belongs to them."""
+    end = place
+    while end > start and raw[end - 1] == ord("\\"):
+        step = raw[max(start, end - _SLICE) : end]
+        end -= len(step) - len(step.rstrip(b"\\"))
+    return (place - end) % 2 == 1

@@ -12,14 +12,12 @@ import sys
 import threading
 from typing import Any
 
-import numpy as np
-
 from mingc.artifacts.codec import encode
 from mingc.errors import CapacityError, ConfigError, RequestError, WorkerError
 from mingc.runtime.preprocess.decoder_process import (
     DecoderConfig,
     receive,
-    receive_bytes,
+    receive_array,
     send,
     task_head,
     unpack,
@@ -168,10 +166,7 @@ class _Decoder:
             kind: Any = ConfigError if head["is_config"] else RequestError
             message = head["error"].pop("message")
             return kind(message, **head["error"]), is_reusable
-        arrays = []
-        for dtype, shape in head["arrays"]:
-            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-            arrays.append(np.frombuffer(receive_bytes(self._socket, size), dtype).reshape(shape))
+        arrays = [receive_array(self._socket, dtype, shape) for dtype, shape in head["arrays"]]
         return unpack(head, arrays), is_reusable
 
     def kill(self) -> None:

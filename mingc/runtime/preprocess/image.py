@@ -90,7 +90,9 @@ class VisionFeatures:
         if self.repeats == 1:
             return rows
         by_channel = rows.reshape(len(rows), len(self.levels), 1, -1)
-        repeated: NDArray[np.uint8] = np.repeat(by_channel, self.repeats, axis=2)
+        # np.repeat takes as long, but keeps Python's lock.
+        repeated = np.empty((*by_channel.shape[:2], self.repeats, by_channel.shape[3]), np.uint8)
+        repeated[...] = by_channel
         return repeated.reshape(len(rows), -1)
 
 

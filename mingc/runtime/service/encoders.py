@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +25,11 @@ from mingc.runtime.preprocess.image import Grid, VisionFeatures
 from mingc.runtime.preprocess.vision_grid import build_grid_arrays, group_pixels, pad_grid_arrays, pad_tokens
 from mingc.runtime.service.encoder_graph import EncoderGraph
 
-# Largest calls that are captured on CUDA: 4,096 patches and 30 s, above which launch overhead is negligible.
-_CAPTURED_VISION_TOKENS, _CAPTURED_AUDIO_TOKENS = 1024, 750
+# Largest calls that are captured on CUDA: 4,096 patches; 30 s of audio, or four clips of 8 s or sixteen of 2 s. Above
+# that, launch overhead is negligible.
+_CAPTURED_VISION_TOKENS, _CAPTURED_AUDIO_TOKENS = 1024, 800
+# Limit for several clips in a call: a minute on a CPU; on CUDA the capacity of the largest engine for several clips.
+_SHARED_AUDIO_TOKENS, _SHARED_AUDIO_TOKENS_CUDA = 1500, 3200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,23 +150,22 @@ class VisionEncoder:
 class AudioEncoder:
     """Encoder of audio clips: features → embeddings."""
 
-    max_batch_tokens = 1500  # a minute; only engines for a CPU take several clips
-
     def __init__(self, stage: LoadedStage, parameters: AudioParameters, device: torch.device) -> None:
         self._graph = stage["encode"]
         self._parameters = parameters
         self._dtype = torch_dtype(next(each for each in self._graph.spec.inputs if each.name == "mel").dtype)
-        sizes = itertools.product(*(self._graph.spec.dim(name).buckets for name in ("N", "T4")))
+        self.max_batch_tokens = _SHARED_AUDIO_TOKENS_CUDA if device.type == "cuda" else _SHARED_AUDIO_TOKENS
+        # (clips, tokens of the longest) of every call that there is an engine for.
+        self._sizes = [(size["N"], size["T4"]) for size in self._graph.sizes]
         captured = sorted(
-            (size for size in sizes if math.prod(size) <= _CAPTURED_AUDIO_TOKENS), key=math.prod
+            (size for size in self._sizes if math.prod(size) <= _CAPTURED_AUDIO_TOKENS), key=math.prod
         )
         examples = (self._inputs((), clips, tokens) for clips, tokens in reversed(captured))
         self._call = EncoderGraph(self._graph, device, examples)
 
     def padded_tokens(self, features: Sequence[AudioFeatures]) -> int:
-        """Tokens that one call for all of these computes. Raises: RequestError when no bucket holds them."""
-        longest = max(feature.num_tokens for feature in features)
-        return _bucket(self._graph, "N", len(features)) * _bucket(self._graph, "T4", longest)
+        """Tokens that one call for all of these computes. Raises: RequestError when no engine holds them."""
+        return math.prod(self._size(features))
 
     def num_bytes(self, features: AudioFeatures) -> int:
         return features.mel.nbytes
@@ -175,17 +176,31 @@ class AudioEncoder:
 
         Raises: RequestError when a clip exceeds the largest bucket.
         """
-        most = max(self._graph.spec.dim("N").buckets)
-        return [
-            embeddings
-            for start in range(0, len(features), most)
-            for embeddings in self._run(features[start : start + most])
-        ]
+        found: list[Tensor] = []
+        while len(found) < len(features):
+            rest = features[len(found) :]
+            most = next((count for count in range(len(rest), 1, -1) if self._fitting(rest[:count])), 1)
+            found += self._run(rest[:most])
+        return found
+
+    def _fitting(self, features: Sequence[AudioFeatures]) -> list[tuple[int, int]]:
+        """The sizes of calls that hold all of these clips."""
+        longest = max(feature.num_tokens for feature in features)
+        return [size for size in self._sizes if size[0] >= len(features) and size[1] >= longest]
+
+    def _size(self, features: Sequence[AudioFeatures]) -> tuple[int, int]:
+        """The size of a call for all of these that computes the fewest tokens. Raises: RequestError."""
+        fitting = self._fitting(features)
+        if not fitting:
+            longest = max(feature.num_tokens for feature in features)
+            _bucket(self._graph, "T4", longest)
+            _bucket(self._graph, "N", len(features))
+            raise RequestError(f"no engine takes {len(features)} clips of {longest} tokens", fix="send fewer")
+        return min(fitting, key=math.prod)
 
     def _run(self, features: Sequence[AudioFeatures]) -> list[Tensor]:
         counts = [feature.num_tokens for feature in features]
-        clips = _bucket(self._graph, "N", len(features))
-        tokens = _bucket(self._graph, "T4", max(counts))
+        clips, tokens = self._size(features)
         embeddings = self._call(self._inputs(features, clips, tokens), len(features))
         return [embeddings[row, :count] for row, count in enumerate(counts)]
 

@@ -1,0 +1,275 @@
+"""Media and the event loop: what reads, decodes, hashes or copies them runs in other threads, in short steps."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import json
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from fake_engines import HIDDEN
+from fake_omni import make_service
+from fake_thinker import thinker_parameters
+from preprocess_data import audio_parameters, noise_image, png, tokenizer, vision_parameters
+from server_thread import run_server
+
+from mingc.runtime.http import long_strings, media, routes
+from mingc.runtime.http.messages import MediaSource
+from mingc.runtime.http.options import ServeOptions
+from mingc.runtime.preprocess.chat import ChatProcessor
+from mingc.runtime.preprocess.decoder_process import receive_array
+from mingc.runtime.preprocess.image import VisionFeatures
+from mingc.runtime.preprocess.media_task import DecodedMedia, MediaTask, run_task
+from mingc.runtime.service import omni
+from mingc.runtime.service.encoder_cache import EncoderCache
+from mingc.runtime.service.encoder_loop import EncoderLoop
+from mingc.runtime.service.omni import OmniService
+
+CHAT = "/v1/chat/completions"
+WAIT_S = 60.0
+STEP_BYTES = 1 << 17  # 1 to 2 ms of base64 on a slow core
+
+
+class Recorder:
+    """Records the threads that call functions, by name."""
+
+    def __init__(self) -> None:
+        self.threads: dict[str, set[int]] = {}
+
+    def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(*arguments: Any, **named: Any) -> Any:
+            self.threads.setdefault(name, set()).add(threading.get_ident())
+            return function(*arguments, **named)
+
+        return recorded
+
+
+class Gate:
+    """Decodes as a server does, once the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.begun, self.open = threading.Event(), threading.Event()
+
+    def decode(self, task: MediaTask, data: bytes) -> DecodedMedia:
+        self.begun.set()
+        assert self.open.wait(WAIT_S)
+        return run_task(task, data)
+
+
+class Encoder:
+    """Embeddings of zeros."""
+
+    max_batch_tokens = 1 << 20
+
+    def padded_tokens(self, features: Sequence[object]) -> int:
+        return len(features)
+
+    def num_bytes(self, features: object) -> int:
+        return 1
+
+    def encode(self, features: Sequence[VisionFeatures]) -> list[torch.Tensor]:
+        return [torch.zeros(each.num_tokens(vision_parameters().merge_size), HIDDEN) for each in features]
+
+
+def media_service(decode: Callable[[MediaTask, bytes], DecodedMedia], encoder: Encoder) -> OmniService:
+    cache = EncoderCache(1 << 20)
+    service = make_service(
+        processor=ChatProcessor(
+            tokenizer(),
+            thinker_parameters(tokenizer().token_id),
+            vision=vision_parameters(),
+            audio=audio_parameters(),
+            decode=decode,
+        ),
+        vision=EncoderLoop("vision_encoder", encoder, cache),
+        encoder_cache=cache,
+        has_talker=False,
+    )
+    service._info = replace(service.info, has_image=True)
+    return service
+
+
+def body(image: bytes, **fields: object) -> bytes:
+    url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "hi"}]
+    return json.dumps(
+        {"messages": [{"role": "user", "content": content}], "max_tokens": 2, **fields}
+    ).encode()
+
+
+def post(url: str, content: bytes) -> httpx.Response:
+    headers = {"content-type": "application/json"}
+    return httpx.post(url + CHAT, content=content, headers=headers, timeout=WAIT_S)
+
+
+def large_picture() -> bytes:
+    """A file of more than 64 KiB, of which a chat has few tokens."""
+    found = png(noise_image(160, 160))
+    assert len(base64.b64encode(found)) > long_strings.LONG_BYTES
+    return found
+
+
+def test_a_stream_ends_while_a_medium_beside_it_is_being_decoded() -> None:
+    gate = Gate()
+    with run_server(lambda: media_service(gate.decode, Encoder())) as url, ThreadPoolExecutor(1) as pool:
+        with contextlib.ExitStack() as ending:
+            ending.callback(gate.open.set)
+            answer: Future[httpx.Response] = pool.submit(post, url, body(large_picture()))
+            assert gate.begun.wait(WAIT_S)
+            text = {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 40, "ignore_eos": True}
+            streamed = post(url, json.dumps({**text, "stream": True}).encode())
+            assert httpx.get(url + "/health", timeout=WAIT_S).json()["num_requests_running"] == 1
+            assert not answer.done()
+        events = [line for line in streamed.text.splitlines() if line.startswith("data: ")]
+        assert events[-1] == "data: [DONE]" and len(events) > 10
+        reference = post(url, json.dumps(text).encode()).json()["choices"][0]["message"]["content"]
+        parts = [json.loads(each[6:])["choices"] for each in events[:-1]]
+        assert "".join(each[0]["delta"].get("content") or "" for each in parts if each) == reference
+        assert answer.result(WAIT_S).status_code == 200
+
+
+def test_nothing_that_touches_media_runs_on_the_thread_of_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen, gate, encoder = Recorder(), Gate(), Encoder()
+    gate.open.set()
+    monkeypatch.setattr(routes, "parse_chat", seen.wrap("parse the body", routes.parse_chat))
+    monkeypatch.setattr(media, "decode_base64", seen.wrap("decode base64", media.decode_base64))
+    monkeypatch.setattr(omni, "media_digests", seen.wrap("hash the features", omni.media_digests))
+    monkeypatch.setattr(omni, "_place", seen.wrap("place embeddings", omni._place))
+    monkeypatch.setattr(encoder, "encode", seen.wrap("encode", encoder.encode))
+    # What the server's event loop itself runs, to know its thread.
+    monkeypatch.setattr(routes, "read_body", seen.wrap("event loop", routes.read_body))
+    decode = seen.wrap("decode the medium", gate.decode)
+    with run_server(lambda: media_service(decode, encoder)) as url:
+        answer = post(url, body(large_picture()))
+    assert answer.status_code == 200
+    (event_loop,) = seen.threads.pop("event loop")
+    assert sorted(seen.threads) == [
+        "decode base64",
+        "decode the medium",
+        "encode",
+        "hash the features",
+        "parse the body",
+        "place embeddings",
+    ]
+    assert not [name for name, threads in seen.threads.items() if event_loop in threads]
+
+
+def test_what_a_url_or_a_file_gives_is_joined_in_another_thread(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """So is the list of root certificates read, at the first URL."""
+    seen = Recorder()
+    monkeypatch.setattr(media, "_tls_context", seen.wrap("certificates", media._tls_context.__wrapped__))
+    offload = asyncio.to_thread
+    joined: list[object] = []
+
+    async def to_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+        joined.append(function)
+        return await offload(function, *arguments)
+
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
+    parts = [bytes([number]) * 70_000 for number in range(5)]
+    client = httpx.AsyncClient(
+        transport=httpx.MockTransport(lambda _: httpx.Response(200, content=Parts(parts)))
+    )
+    monkeypatch.setattr(httpx, "AsyncClient", lambda **_: client)
+    loader = media.MediaLoader(ServeOptions(allow_media_hosts=("127.0.0.1:9",), media_root=tmp_path))
+    (tmp_path / "file").write_bytes(b"".join(parts))
+    threads: set[int] = set()
+
+    async def load(source: str) -> bytes:
+        threads.add(threading.get_ident())
+        found = MediaSource(kind="image", source=source, param="image")
+        return await loader._read(found, 1 << 20)
+
+    for source in ("http://127.0.0.1:9/picture", "file"):
+        assert asyncio.run(load(source)) == b"".join(parts)
+    assert b"".join in joined and loader._read_file in joined
+    assert seen.threads["certificates"].isdisjoint(threads)
+
+
+class Parts(httpx.AsyncByteStream):
+    def __init__(self, parts: list[bytes]) -> None:
+        self._parts = parts
+
+    async def __aiter__(self) -> Any:
+        for part in self._parts:
+            yield part
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[int]]]:
+    """Bytes of each call that keeps Python's lock while it reads a long string."""
+    found: dict[str, list[int]] = {"base64": [], "pattern": []}
+
+    class Pattern:
+        def match(self, raw: bytes, start: int, end: int) -> Any:
+            found["pattern"].append(end - start)
+            return content.match(raw, start, end)
+
+    def decode(piece: bytes, **named: Any) -> bytes:
+        found["base64"].append(len(piece))
+        return decode_base64(piece, **named)
+
+    content, decode_base64 = long_strings._CONTENT, base64.b64decode
+    monkeypatch.setattr(long_strings, "_CONTENT", Pattern())
+    monkeypatch.setattr(base64, "b64decode", decode)
+    yield found
+    assert max([*found["base64"], *found["pattern"]], default=0) <= STEP_BYTES + 4
+
+
+def test_a_medium_is_read_in_short_steps(steps: dict[str, list[int]]) -> None:
+    data = random.Random(1).randbytes(3_000_000)
+    encoded = base64.b64encode(data)
+    short, found = long_strings.cut_long_strings(b'{"a": "' + encoded + b'", "b": 1}', 100)
+    (value,) = found.values()
+    assert long_strings.decode_base64(value.data, is_escaped=True) == data
+    assert len(steps["base64"]) == -(-len(encoded) // STEP_BYTES)
+    assert not steps["pattern"], "base64 has no quote, which a search finds many times as fast"
+    assert len(short) < 1000
+
+
+@pytest.mark.parametrize("text", [b'\\"', b"\\\\", b'\\\\\\"', b'x\\"', b"\\u0022", b"\\"])
+def test_texts_of_escapes_are_walked_once_in_short_steps(text: bytes, steps: dict[str, list[int]]) -> None:
+    """However the quotes fall: the pattern reads no byte twice, so that 100 MB of quotes take no longer than before."""
+    inside = text * 400_000 if text != b"\\" else b"\\" * 800_000
+    raw = b'["' + inside + b'", "rest"]'
+    _, found = long_strings.cut_long_strings(raw, 100)
+    (value,) = found.values()
+    assert bytes(value.data) == inside
+    assert sum(steps["pattern"]) <= len(inside) + 2 * len(steps["pattern"])
+    with pytest.raises(binascii.Error):
+        long_strings.decode_base64(value.data, is_escaped=True)
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (0, 4), (), (1 << 20,)])
+def test_arrays_of_a_decoder_are_received_into_their_own_memory(shape: tuple[int, ...]) -> None:
+    sent = np.random.default_rng(2).standard_normal(shape).astype(np.float32)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sender = threading.Thread(target=theirs.sendall, args=(np.ascontiguousarray(sent).tobytes(),))
+        sender.start()
+        array = receive_array(ours, "<f4", shape)
+        sender.join()
+        np.testing.assert_array_equal(array, sent)
+        assert array.flags.writeable and array.base is None, (
+            "not a view of a bytearray, which is cleared first"
+        )
+        theirs.sendall(b"abc")
+        theirs.close()
+        with pytest.raises(EOFError):
+            receive_array(ours, "<f4", (1,))
