@@ -1,4 +1,4 @@
-"""mingc: ahead-of-time export of Ming-flash-omni-2.0 and a thin runtime that serves what was exported.
+"""mingc: ahead-of-time export of Ming-flash-omni-2.0 and a thin runtime that serves the result.
 
 The public names below are loaded on first use, so that `import mingc` costs nothing and needs no torch.
 """

@@ -1,7 +1,7 @@
 """The `mingc` command: parses options, calls one function, hands its result to `report`. No other logic.
 
-The one file that knows both halves of the package, export and runtime. Torch and the halves are imported
-inside the commands, so that `mingc --help` comes at once.
+The only file that imports both halves of the package, export and runtime. Torch and the halves are imported inside the
+commands, so that `mingc --help` starts at once.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _PATH = PathParam()
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit: 0 done, 1 failed, 2 asked wrongly, 3 problems, 4 lost a rank, 130 interrupted."""
+    """Run the command line and exit: 0 done, 1 failed, 2 usage error, 3 problems, 4 lost a rank, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_json, debug = "--json" in words, "--debug" in words
-    # A path may hold bytes that are no text: escaped, as on stderr.
+    # A path may contain bytes that are not text: escaped, as on stderr.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -97,8 +97,8 @@ _which_target = click.option(
     "--target",
     default=None,
     metavar="cpu|cuda[:smNN]|rtx:smNN",
-    show_default="the GPU's engines where the artifact has some, else the CPU's",
-    help="Use the engines for this target, where the artifact has them for several.",
+    show_default="the GPU's engines if the artifact has some, else the CPU's",
+    help="Use the engines for this target if the artifact has several.",
 )
 _HTTP_OPTIONS = (
     "host",
@@ -141,8 +141,8 @@ def commands() -> None:
     multiple=True,
     default=("cpu",),
     show_default="cpu",
-    help="Device the engines are for; may be given several times, for engines side by side in one artifact. RTX cards, "
-    "such as rtx:sm86,sm89,sm120, need not be in this machine. The GPU of cuda must be: cuda:smNN refuses another one.",
+    help="Device the engines are for; may be given several times, for several targets in one artifact. RTX cards, such "
+    "as rtx:sm86,sm89,sm120, need not be in this machine; the GPU for cuda must be, and cuda:smNN refuses other GPUs.",
 )
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Weights and arithmetic."
@@ -161,7 +161,7 @@ def commands() -> None:
     type=_PATH,
     default=None,
     show_default="$XDG_CACHE_HOME/mingc/engines",
-    help="Folder that keeps compiled engines for later exports, by what decides their code.",
+    help="Folder that keeps compiled engines for later exports, keyed by everything that affects their code.",
 )
 @click.option(
     "--cache-limit",
@@ -170,7 +170,7 @@ def commands() -> None:
     default=CACHE_GIGABYTES,
     help="Gigabytes that the cache may hold; above it the least recently used engines are removed.",
 )
-@click.option("--no-cache", is_flag=True, help="Compile every engine anew and keep none.")
+@click.option("--no-cache", is_flag=True, help="Compile every engine, and keep none.")
 @click.option(
     "--max-model-len", type=int, default=MAX_MODEL_LEN, help="Longest request, prompt and answer, in tokens."
 )
@@ -190,7 +190,7 @@ def commands() -> None:
     "--quantize",
     multiple=True,
     metavar="fp8|STAGE=fp8|thinker=int4",
-    help="Store weights in fewer bits: of all stages that support it, or of STAGE; may be given several times.",
+    help="Store weights in fewer bits, for all stages that support it or for STAGE; may be given several times.",
 )
 @click.option(
     "--autotune/--no-autotune",
@@ -204,21 +204,21 @@ def commands() -> None:
     show_default=f"{BACKEND}; for RTX cards {RTX_BACKEND}",
     metavar="NAME[+NAME…][:STAGE,…]",
     help="Compiler of all engines, or of the engines of STAGE; may be given several times. Several names: the engines "
-    "of each, the first of which are run by default. `auto`: time what is installed, and keep the fastest.",
+    "of each, with those of the first as default. `auto`: time all installed backends, and keep the fastest engines.",
 )
 @click.option(
     "--keep-all",
     is_flag=True,
-    help="With `--backend auto`, keep the engines of every backend; the fastest are run by default.",
+    help="With `--backend auto`, keep the engines of every backend; the fastest are the default.",
 )
-@click.option("--model-name", default=MODEL_NAME, help="Name of the model that a server announces.")
+@click.option("--model-name", default=MODEL_NAME, help="Name of the model that a server reports.")
 @_common
 def export_command(
     as_json: bool, tp: int, cache: Path | None, no_cache: bool, targets: tuple[str, ...], **options: Any
 ) -> int:
     """Compile CHECKPOINT, a folder in the released layout, into an artifact.
 
-    An export that was interrupted compiles only what is not in the cache when the same command runs again.
+    When an interrupted export is run again with the same command, it compiles only engines that are not in the cache.
     """
     from mingc.artifacts.file_cache import cache_folder
     from mingc.console.report import show
@@ -281,7 +281,7 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
 
 @commands.command("serve")
 @click.argument("artifact", type=_PATH)
-@click.option("--host", default="127.0.0.1", help="Address to listen at.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", type=int, default=8000, help="TCP port; 0 lets the system choose.")
 @click.option(
     "--tp",
@@ -314,7 +314,7 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     type=int,
     default=None,
     show_default="by `ulimit -n`, at most 4096",
-    help="Open connections; a further one takes the place of the longest idle one.",
+    help="Open connections; a further one closes the connection that has been idle longest.",
 )
 @click.option("--max-body-bytes", type=int, default=128 << 20, help="Largest request body.")
 @click.option(
@@ -324,7 +324,10 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     help="Bodies and media of all requests together before a 503.",
 )
 @click.option(
-    "--max-media-bytes", type=int, default=96 << 20, help="Decoded media files of one request together."
+    "--max-media-bytes",
+    type=int,
+    default=96 << 20,
+    help="Total size of the decoded media files of one request.",
 )
 @click.option(
     "--max-media-memory",
@@ -364,7 +367,7 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     "write_timeout_s",
     type=float,
     default=60.0,
-    help="Seconds for which a client may read nothing of its response.",
+    help="Seconds that a client may go without reading its response.",
 )
 @click.option(
     "--media-timeout", "media_timeout_s", type=float, default=30.0, help="Seconds to fetch one media URL."
@@ -375,7 +378,7 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     type=int,
     default=None,
     show_default="by free memory",
-    help="Tokens that the KV pages of all requests hold together.",
+    help="Capacity of the KV pages of all requests together, in tokens.",
 )
 @click.option(
     "--prefix-cache/--no-prefix-cache",
@@ -386,7 +389,7 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     "--encoder-cache",
     type=int,
     default=512 << 20,
-    help="Bytes of host memory for embeddings of images, videos and clips, for those that come again; 0: none.",
+    help="Bytes of host memory that keep embeddings of images, videos and clips for reuse; 0: none.",
 )
 @click.option(
     "--max-speech-seqs",
@@ -401,13 +404,13 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     callback=names,
     metavar="DEVICE,…",
     show_default="the first device of the thinker",
-    help="Devices of the talkers, one each (cuda:2,cuda:3); each answer is spoken by one of them.",
+    help="Devices of the talkers, one per talker (cuda:2,cuda:3); one talker speaks each answer.",
 )
 @click.option(
     "--speech-lead",
     type=int,
     default=3,
-    help="Patches of 0.32 s that streamed speech may be ahead of its playback; 0: as fast as possible.",
+    help="Patches of 0.32 s that streamed speech may be ahead of its playback; 0: no limit.",
 )
 @click.option(
     "--threads", type=int, default=None, show_default="1 on CUDA, else torch's choice", help="CPU threads."
@@ -424,7 +427,7 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     "expert_usage_interval_s",
     type=float,
     default=0.0,
-    help="Count the experts that a decode step of the thinker reads once in so many seconds; 0: never.",
+    help="Seconds between two decode steps whose experts are counted and logged; 0: none is counted.",
 )
 @click.option(
     "--drain-seconds",
@@ -438,14 +441,14 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     "shutdown_timeout_s",
     type=float,
     default=5.0,
-    help="Seconds that running requests may continue once the port is closed, or after a lost rank.",
+    help="Seconds that running requests may continue after the port is closed or a rank is lost.",
 )
 @click.option(
     "--api-key-file",
     type=_PATH,
     default=None,
     show_default="none",
-    help="File of accepted API keys, one a line, reread when it changes; MINGC_API_KEYS holds more, with commas.",
+    help="File of accepted API keys, one per line, reread when it changes; MINGC_API_KEYS adds more (with commas).",
 )
 @click.option(
     "--open-metrics/--no-open-metrics",
@@ -464,7 +467,7 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
-    help="Least severe lines that are logged; access lines are info, those of probes debug.",
+    help="Lowest level that is logged; access lines are info, those of health probes debug.",
 )
 @click.option(
     "--log-format", type=click.Choice(["text", "json"]), default="text", help="Format of log lines on stderr."
@@ -474,7 +477,7 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     "served_model_names",
     multiple=True,
     show_default="the artifact's",
-    help="Name of the model for clients; may be given several times, the first stands in responses.",
+    help="Name of the model for clients; may be given several times, the first appears in responses.",
 )
 @click.option(
     "--parse-special-tokens",
@@ -497,7 +500,7 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     callback=names,
     metavar="STAGE=BACKEND,…",
     show_default="the artifact's default ones",
-    help="Run the engines of this backend, where the artifact has several; may name several stages.",
+    help="Run the engines of this backend if the artifact has several; may name several stages.",
 )
 @_which_target
 @_common
@@ -512,9 +515,9 @@ def serve_command(
 ) -> int:
     """Serve ARTIFACT, a folder or a packed bundle, over an OpenAI-compatible HTTP interface.
 
-    Prints its address on stdout when it is ready. After SIGTERM requests are served for --drain-seconds, then, and at
-    once after Ctrl-C, the port is closed, and running requests may continue for --shutdown-timeout seconds; a second
-    signal stops at once. When a rank of the thinker dies or hangs, running chats get an error, and the server exits
+    Prints its address on stdout when it is ready. After SIGTERM requests are served for --drain-seconds, then the port
+    is closed (after Ctrl-C at once). Running requests may continue for --shutdown-timeout seconds; a second signal
+    stops the server at once. When a rank of the thinker dies or hangs, running chats get an error, and the server exits
     with code 4. With --self-check it exits with 3 when an answer differs from the recorded one.
     """
     from mingc.runtime.service.startup import StartupClock
@@ -549,8 +552,8 @@ def serve_command(
     service = open_service(artifact, engines, clock)
     if is_self_checked and not _is_as_recorded(service, artifact, engines.target, clock):
         return EXIT_FOUND_PROBLEMS
-    # What start-up made lives as long as the process: a full collection would walk through it for a tenth of a
-    # second, while every stream waits.
+    # Start-up objects live as long as the process: a full collection would traverse them for a tenth of a second, while
+    # every stream waits.
     with clock.phase("collect garbage"):
         gc.collect()
         gc.freeze()
@@ -571,7 +574,7 @@ def _require_signature(artifact: Path, public_key: str, *, is_hashed: bool) -> N
 
     if not is_hashed:
         raise ConfigError(
-            "a signature says nothing of files whose hashes are not compared",
+            "a signature proves nothing about files whose hashes are not compared",
             where="--require-signature",
             fix="leave --no-check-hashes out",
         )
@@ -677,23 +680,23 @@ def verify_command(
     callback=names,
     metavar="STAGE=BACKEND,…",
     show_default="the artifact's default ones",
-    help="Time the engines of this backend, where the artifact has several; may name several stages.",
+    help="Time the engines of this backend if the artifact has several; may name several stages.",
 )
 @click.option("--context", type=int, default=256, help="Tokens in the KV cache of every request.")
 @click.option("--repetitions", type=int, show_default="200, CPU: 3 to 10", help="Timed calls per engine.")
 @click.option("--baseline", type=_PATH, show_default="none", help="Report of --json to compare with.")
 @click.option(
-    "--tolerance", type=float, default=0.1, help="Share by which a median may exceed the baseline's."
+    "--tolerance", type=float, default=0.1, help="Fraction by which a median may exceed the baseline's."
 )
 @click.option(
-    "--compare", type=click.Choice(["patch-embed"]), help="Time the patch embedding as convolution, too."
+    "--compare", type=click.Choice(["patch-embed"]), help="Also time the patch embedding as a convolution."
 )
 @click.option(
     "--beside",
     type=_PATH,
     show_default="none",
-    help="Artifact of the same model, also ARTIFACT itself, whose default engines are timed in turns with those of "
-    "ARTIFACT, which --engines chooses.",
+    help="Artifact of the same model (may be ARTIFACT itself) whose default engines are timed alternately with "
+    "those of ARTIFACT that --engines selects.",
 )
 @click.option(
     "--html", type=_PATH, show_default="none", help="Also write the report as one HTML file with charts."
@@ -741,7 +744,7 @@ def probe_command(
 ) -> int:
     """Time every engine of ARTIFACT and compare it with the roofline bounds of this machine.
 
-    Also times a cold start, phase by phase, and how fast memory moves; rows that this machine has no device for are
+    Also times a cold start, phase by phase, and memory transfers; rows that need a device that this machine lacks are
     marked as not run. Exits with 3 when an engine is slower than in --baseline.
     """
     from mingc.console.report import show
@@ -792,7 +795,7 @@ def bundle_commands() -> None:
 @click.argument("artifact", type=_PATH)
 @_common
 def inspect_command(as_json: bool, artifact: Path) -> int:
-    """Show what ARTIFACT holds and what it was built for. Needs no torch."""
+    """Show what ARTIFACT contains and what it was built for. Needs no torch."""
     from mingc.artifacts.artifact import open_artifact
     from mingc.artifacts.inspection import summarize
     from mingc.console.report import show
@@ -825,7 +828,7 @@ def inspect_command(as_json: bool, artifact: Path) -> int:
     "--oci",
     type=_PATH,
     show_default="none",
-    help="Also write the bundle to this new folder as an OCI image layout, one uncompressed layer a file.",
+    help="Also write the bundle to this new folder as an OCI image layout, one uncompressed layer per file.",
 )
 @_common
 def pack_command(
@@ -840,9 +843,9 @@ def pack_command(
 ) -> int:
     """Write the folder ARTIFACT to the one file OUTPUT.
 
-    Files lie in it as they are, at multiples of 4,096 bytes: `mingc serve OUTPUT` maps weights where they lie. Added
-    below bundle/: a start script, a systemd unit, a Containerfile (for each target), licences and an SBOM. An
-    interrupted pack continues when the same command runs again.
+    Files are stored uncompressed at multiples of 4,096 bytes, and `mingc serve OUTPUT` maps weights inside the file. A
+    start script, a systemd unit, a Containerfile for each target, licences and an SBOM are added below bundle/. To
+    continue an interrupted pack, run the same command again.
     """
     from mingc.artifacts.artifact import open_unchecked
     from mingc.bundles.deployment import deployment_files
@@ -870,13 +873,13 @@ def pack_command(
     "--share/--no-share",
     "is_shared",
     default=True,
-    help="Link files from 1 MiB on to .mingc-files beside OUTPUT, so that bundles have equal weights once.",
+    help="Link files of 1 MiB or more to .mingc-files next to OUTPUT, so that equal weights are on disk once.",
 )
 @_common
 def unpack_command(as_json: bool, bundle: Path, output: Path, force: bool, is_shared: bool) -> int:
     """Write the files of the packed BUNDLE to the folder OUTPUT, comparing every hash.
 
-    The folder appears when it is complete. An interrupted unpack continues when the same command runs again.
+    The folder appears only when it is complete. To continue an interrupted unpack, run the same command again.
     """
     from mingc.bundles.unpacking import unpack
     from mingc.console.report import show
@@ -890,8 +893,8 @@ def unpack_command(as_json: bool, bundle: Path, output: Path, force: bool, is_sh
 @click.argument("key", type=_PATH)
 @_common
 def keygen_command(as_json: bool, key: Path) -> int:
-    """Write a new pair of keys for signatures: the secret file KEY, without a password, and beside it the
-    public key: NAME.pub for NAME.key, else KEY.pub.
+    """Write a new key pair for signatures: the secret key KEY, without a password, and next to it the public key:
+    NAME.pub for NAME.key, else KEY.pub.
 
     Keys of `minisign -G` may be used as well.
     """
@@ -941,7 +944,7 @@ def verify_signature_command(as_json: bool, bundle: Path, public_key: str) -> in
 @click.argument("second", type=_PATH)
 @_common
 def diff_command(as_json: bool, first: Path, second: Path) -> int:
-    """Show what differs between two artifacts or bundles: settings, files, bytes that an upgrade has to transfer.
+    """Show the differences between two artifacts or bundles: settings, files, bytes that an upgrade must transfer.
 
     Exits with 3 when something differs. Reads manifests only.
     """
@@ -961,7 +964,7 @@ def diff_command(as_json: bool, first: Path, second: Path) -> int:
 )
 @_common
 def prune_command(as_json: bool, folder: Path, is_dry: bool, has_cache: bool) -> int:
-    """Remove what no bundle in FOLDER uses: stored files, and what interrupted packs and unpacks left."""
+    """Remove everything that no bundle in FOLDER uses: stored files, and leftovers of interrupted packs and unpacks."""
     from mingc.bundles.pruning import prune
     from mingc.console.report import show
 
@@ -978,7 +981,7 @@ def prune_command(as_json: bool, folder: Path, is_dry: bool, has_cache: bool) ->
 )
 @_common
 def doctor_command(as_json: bool, artifacts: tuple[Path, ...], strict: bool) -> int:
-    """Report what works on this machine, and for each of ARTIFACTS whether each of its stages does."""
+    """Report what works on this machine and, for each stage of ARTIFACTS, whether it would be served."""
     from mingc.console.report import show
     from mingc.doctor import examine
 
@@ -1008,9 +1011,9 @@ def demo_command(as_json: bool, output: Path, checkpoint: Path | None, force: bo
 
 
 @commands.command("plan")
-@click.option("--listeners", type=int, default=0, help="People who listen to generated speech at one moment.")
-@click.option("--chats", type=int, default=0, help="Answers that are written at one moment.")
-@click.option("--gpu", default="h200", help="Kind of GPU; only measured kinds are known.")
+@click.option("--listeners", type=int, default=0, help="Concurrent listeners of generated speech.")
+@click.option("--chats", type=int, default=0, help="Answers that are written concurrently.")
+@click.option("--gpu", default="h200", help="GPU model; only measured models are known.")
 @click.option(
     "--thinker",
     default="fp8",

@@ -200,7 +200,7 @@ def _child(
 ) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
     """`mingc WORDS` as a child, and its stdout; stderr goes to `errors`, or where ours goes.
 
-    It is asked to end when the block ends, and when this process does.
+    It is terminated when the block ends, and when this process ends.
     """
     with ExitStack() as stack:
         child = subprocess.Popen(

@@ -50,7 +50,7 @@ _REQUIRED = ("torch", "numpy", "safetensors", "click", "rich", "tokenizers", "pi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """Result of one check. `needed_for` names the commands that fail or lose a feature unless it is ok."""
+    """Result of one check. `needed_for` names the commands that fail or lose a feature if it is not ok."""
 
     name: str
     state: State
@@ -61,7 +61,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetVerdict:
-    """Whether artifacts for a target can be exported and served here, with the fix for each no."""
+    """Whether artifacts for a target can be exported and served here, with a fix for each "no"."""
 
     target: str
     exports: bool
@@ -74,8 +74,8 @@ class TargetVerdict:
 class Verdict:
     """Whether one stage of an artifact would be served here. `weights_gb` are of the rank with the most of them.
 
-    `backend` names those whose engines are run by default, `others` those that `serve --engines` may ask for instead:
-    with engines of every graph, and loadable here.
+    `backend` names those whose engines run by default, `others` those that `serve --engines` can select instead: with
+    engines of every graph, and loadable here.
     """
 
     artifact: Path
@@ -89,7 +89,7 @@ class Verdict:
     fix: str | None = None
 
     def cells(self) -> dict[str, str | bool | None]:
-        """Columns of the console table, which has little space for many."""
+        """Columns of the console table, which has little space."""
         return {
             "stage": f"{self.artifact.name} {self.stage}",
             "target": f"{self.target}, {self.backend}",
@@ -127,7 +127,7 @@ class DoctorReport:
 
     @property
     def is_clean(self) -> bool:
-        """Whether export and serve both work with default options, and every stage that was asked about."""
+        """Whether export and serve both work with default options, and all requested stages do."""
         return self.can_export and self.can_serve and all(each.works for each in self.verdicts)
 
 
@@ -271,7 +271,7 @@ _Problem = tuple[str, str | None]  # what is wrong, and the fix
 
 
 def _backend_problems(backend: str, bad: set[str]) -> list[_Problem]:
-    """What the engines of `backend` lack here."""
+    """What is missing here for the engines of `backend`."""
     if backend == "aoti" and "engine loader" in bad:
         return [("this torch cannot load AOTInductor packages", "pip install 'torch>=2.11,<2.14'")]
     if backend == "onnx" and "onnxruntime" in bad:
@@ -284,9 +284,10 @@ def _backend_problems(backend: str, bad: set[str]) -> list[_Problem]:
 
 
 def _memory_problems(needed: int, gpus: Sequence[int], free_of_gpus: Sequence[int]) -> list[_Problem]:
-    """Whether weights of `needed` bytes fit on the smallest of `gpus`, and into what is free; without any, in the host.
+    """Whether weights of `needed` bytes fit on the smallest of `gpus`, and into its free memory; without GPUs, on the
+    host.
 
-    On a CPU weights are mapped, so the page cache makes room for them.
+    On a CPU weights are memory-mapped, so the page cache makes room for them.
     """
     total = min(gpus) if gpus else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = min(free_of_gpus, default=total)
@@ -492,7 +493,7 @@ def _rtx_card(capabilities: Sequence[Capability]) -> Check:
 
 
 def _no_cuda(driver: str | None, built_for: str | None) -> tuple[str, str]:
-    """Why torch sees no GPU, from the release of the driver and the CUDA release of torch, and the fix."""
+    """Why torch sees no GPU, from the driver's release and torch's CUDA release, and the fix."""
     if built_for is None and driver is None:
         return "this torch is a CPU build", "install a GPU's driver and a CUDA build of torch"
     if built_for is None:

@@ -14,7 +14,7 @@ MingcError                 exit code 1
 │   └── IncompatibleError  the artifact was built for something else
 └── ServeError             a running server; each has an HTTP status
     ├── RequestError       a fault of the client (400 by default)
-    ├── CapacityError      no capacity at the moment (503)
+    ├── CapacityError      no capacity at present (503)
     └── WorkerError        a worker died or an engine failed (500)
         ├── EngineSizeError  an input is larger than every engine (500 unless the caller blames the request)
         └── RankError      a thinker rank ended or hangs (503); ends the server with exit code 4

@@ -1,7 +1,7 @@
 """Capacity plan: replicas and GPUs for a load, from measured figures and stated assumptions.
 
-The figures are those of `benchmarks/results`; `tests/unit/test_plan.py` compares them with the files. Nothing here
-knows a price: the plan prints the GPUs, which are the cost.
+The figures are those of `benchmarks/results`; `tests/unit/test_plan.py` compares them with the files. The plan knows no
+prices: it prints the number of GPUs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _BATCH = 32  # chats and segments of the largest measured step
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThinkerFigures:
-    """Measured times of one text replica: decode step of 32 requests, prompt of 1,024 tokens alone, both in ms."""
+    """Measured times of one text replica in ms: decode step of 32 requests, and a prompt of 1,024 tokens alone."""
 
     name: str
     gpus: int
@@ -36,7 +36,7 @@ class SpeechFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuFigures:
-    """What was measured on one kind of GPU."""
+    """Figures measured on one kind of GPU."""
 
     thinkers: tuple[ThinkerFigures, ...]
     speech: SpeechFigures
@@ -83,11 +83,11 @@ FIGURES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """What is to be served, validated on construction.
+    """The load to serve, validated on construction.
 
     Attributes:
-        listeners: people who listen to generated speech at the same moment.
-        chats: answers that are written at the same moment.
+        listeners: concurrent listeners of generated speech.
+        chats: answers written concurrently.
         prompt_tokens, answer_tokens: means of a chat.
         token_rate: tokens per second that every answer must get.
         utilisation: share of the measured capacity that is planned for; the rest is for peaks and lost replicas.
@@ -126,7 +126,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeploymentPlan:
-    """Replicas of one deployment. `load` and `per_replica` are in `unit`; `each_gets` is what one client sees."""
+    """Replicas of one deployment. `load` and `per_replica` are in `unit`; `each_gets` is the rate of one client."""
 
     deployment: str
     replicas: int
@@ -145,7 +145,7 @@ class Assumption:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Deployments for a load, the GPUs of all, and what was assumed."""
+    """Deployments for a load, their GPUs, and the assumptions."""
 
     gpu: str
     gpus: int
@@ -205,10 +205,10 @@ def plan(load: Load) -> Plan:
 
 
 def _largest_batch(thinker: ThinkerFigures, load: Load) -> tuple[int, float]:
-    """Answers at once that one replica writes at the asked rate, and milliseconds between two tokens of each.
+    """Concurrent answers of one replica at the requested rate, and milliseconds between two tokens of each.
 
-    The decode step of fewer than 32 requests is taken as that of 32, which is an upper bound. While an answer is
-    written, every other one of its batch begins once, which costs its prompt.
+    The decode step of fewer than 32 requests is taken as that of 32, which is an upper bound. While one answer is
+    written, every other answer of its batch starts once, which costs the prefill of its prompt.
     """
     prompt_ms = thinker.prompt_ms * load.prompt_tokens / 1024
 
@@ -221,7 +221,7 @@ def _largest_batch(thinker: ThinkerFigures, load: Load) -> tuple[int, float]:
     raise ConfigError(
         f"one answer alone gets {1000 / token_ms(1):.0f} tokens/s with steps as measured at batch {_BATCH}",
         where=f"--token-rate {load.token_rate:g}",
-        fix="ask for less, or choose another --thinker",
+        fix="request less, or choose another --thinker",
     )
 
 

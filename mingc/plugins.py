@@ -38,7 +38,7 @@ class ExtensionPoint:
         return sorted({*self._files(), *self._entry_points()})
 
     def load(self, name: str) -> Any:
-        """The object of extension `name`.
+        """The object of the extension `name`.
 
         Raises: KeyError when there is none of this name, ConfigError when it cannot be imported from its distribution
             or two have the same name.

@@ -1,6 +1,6 @@
-"""NVIDIA's TensorRT libraries as export and runtime import them: TensorRT for RTX, and classic TensorRT.
+"""Import of NVIDIA's TensorRT libraries: TensorRT for RTX, and classic TensorRT.
 
-Both have the same calls. Neither is imported before an engine is built or loaded: the library is 200 MB. Classic
+Both have the same API. Neither is imported before an engine is built or loaded: the library is 200 MB. Classic
 TensorRT was not run with mingc.
 """
 

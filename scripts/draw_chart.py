@@ -50,7 +50,7 @@ def chart_points(files: tuple[str, ...] = FILES) -> list[ChartPoint]:
 
 
 def bars(points: list[ChartPoint]) -> dict[str, list[float]]:
-    """Heights of the bars, audio seconds a second, by series."""
+    """Heights of the bars, audio seconds per second, by series."""
     return {
         "mingc": [point.audio_s_per_s(point.mingc_ms) for point in points],
         "plain torch in a CUDA graph": [point.audio_s_per_s(point.torch_graph_ms) for point in points],

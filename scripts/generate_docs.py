@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Write docs/cli.md from the command line's options, docs/metrics.md from the server's metrics registry, the table of
-kill rates in docs/testing.md and those of stages and graphs in docs/backends.md from the stored results.
+"""Generate docs/cli.md from the command line's options, docs/metrics.md from the server's metrics registry, and, from
+stored results, the table of kill rates in docs/testing.md and the tables of stages and graphs in docs/backends.md.
 
 `pages` returns all texts; a test compares them with the committed files. Needs the serve extra.
 """
@@ -22,8 +22,8 @@ _EXIT_CODES = """\
 | code | meaning |
 |--:|---|
 | 0 | done; `serve`: shut down after one signal |
-| 1 | failed; also when an artifact is incomplete, changed, or built for another torch release or device |
-| 2 | the request was wrong: an option, a path, a value |
+| 1 | failed, for example because an artifact is incomplete, changed, or built for another torch release or device |
+| 2 | the command line was wrong: an option, a path, a value |
 | 3 | finished and found problems (see `verify`, `probe --baseline`, `doctor --strict`) |
 | 4 | `serve`: a rank of the thinker died or hung |
 | 130 | interrupted by a signal; `serve`: by a second one, or before it was ready |"""
@@ -46,7 +46,7 @@ def cli_page() -> str:
         "",
         _GENERATED,
         "",
-        "Results go to stdout, logs and progress to stderr. With `--json` stdout has one JSON document, also for an",
+        "Results go to stdout, logs and progress to stderr. With `--json` stdout has one JSON document, also after an",
         'error (`{"error": {"type", "message", "where", "fix"}}`). `mingc COMMAND --help` shows the same texts.',
         "",
         _EXIT_CODES,
@@ -145,7 +145,7 @@ def backends_page() -> str:
 
 
 _STAGES = ("vision_encoder", "audio_encoder", "thinker", "talker", "cfm", "audio_vae")
-# Of the backend `aoti` on a GPU: the beginning of the names of results that measure the stage's engines.
+# Backend `aoti` on a GPU: prefix of the result files that measure the engines of these stages.
 _ON_GPU = {
     "encoders-h200": ("vision_encoder", "audio_encoder"),
     "thinker-fp8-h200": ("thinker",),
@@ -154,7 +154,7 @@ _ON_GPU = {
 
 
 def _latest(start: str) -> Path:
-    """The newest result whose name is `start` and a date."""
+    """The newest result file named `start` and a date."""
     return max((ROOT / "benchmarks" / "results").glob(f"{start}-20[0-9][0-9]-[0-9][0-9]-[0-9][0-9].json"))
 
 
@@ -164,7 +164,7 @@ def _figures(path: Path) -> list[dict[str, Any]]:
 
 
 def _support_rows() -> list[str]:
-    """Of each stage what results show of each backend."""
+    """Results of each backend, one row per stage."""
     tiny = _figures(ROOT / "benchmarks" / "results" / "backends-cpu.json")
     (_, released), built = _released_figures(), _figures(_latest("rtx-builds-cpu"))
     on_card = _figures(_latest("tensorrt-engines-h200"))
@@ -214,9 +214,10 @@ def _support_rows() -> list[str]:
 
 
 def _released_figures() -> tuple[list[Path], list[dict[str, Any]]]:
-    """The newest result at the released dims with those of the same day that measure graphs again, and a row a graph.
+    """The newest results at the released dims: the files, and one row per graph.
 
-    A later row takes the place of an earlier one; why a backend has no figures stays.
+    Files of the same day may measure a graph again: the later row replaces the earlier one, but keeps its reasons for
+    backends without figures.
     """
     first = _latest("backends-released-cpu")
     paths = [first, *sorted(first.parent.glob(f"{first.stem}-*.json"))]
@@ -233,12 +234,12 @@ def _released_figures() -> tuple[list[Path], list[dict[str, Any]]]:
 
 
 def _released_rows() -> list[str]:
-    """Of each graph at the released dims the figures of plain torch and of each backend."""
+    """Figures of plain torch and of each backend for every graph at the released dims."""
     paths, rows = _released_figures()
     lines = [
         "",
         "| graph, sizes | backend | error | engine KB | load ms | anonymous MiB | file-backed MiB | run ms | "
-        "run to torch |",
+        "run / torch |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
@@ -277,7 +278,7 @@ def _backend_rows() -> list[str]:
     result = json.loads(path.read_text(encoding="utf-8"))
     lines = [
         "",
-        "| graph | backend | error | KB | load ms | run ms | run to the first |",
+        "| graph | backend | error | KB | load ms | run ms | run / first |",
         "|---|---|--:|--:|--:|--:|--:|",
     ]
     for row in sorted(result["figures"], key=lambda each: str(each["graph"])):
@@ -294,9 +295,8 @@ def _backend_rows() -> list[str]:
             lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "All engines of an artifact in a new process: bytes of engines and weights; seconds of importing and of",
-        "loading them; memory that no file backs after every graph ran once, and memory that files back; modules of",
-        "compilers.",
+        "All engines of an artifact in a new process: size of engines and weights, seconds to import and to load them,",
+        "anonymous memory after every graph ran once, file-backed memory, and the compiler modules that were loaded.",
         "",
         "| backends | engines MB | weights MB | import s | load s | anonymous MiB | file-backed MiB | compilers |",
         "|---|--:|--:|--:|--:|--:|--:|---|",
@@ -353,12 +353,12 @@ def _kill_rates() -> list[str]:
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     lines += [
         "",
-        f"`benchmarks/results/mutation.json`, {result['hardware']['cores']} cores; it has the commit of each outcome, "
-        "and what was not run since it was added or changed.",
+        f"`benchmarks/results/mutation.json`, {result['hardware']['cores']} cores; it records the commit of each "
+        "outcome, and the mutants that were not run since they were added or changed.",
     ]
     if total["survived"]:
         lines += ["", "Survived: " + ", ".join(f"`{each}`" for each in total["survived"]) + "."]
-    lines += ["", "Equivalent to the right code, so not run:", ""]
+    lines += ["", "Equivalent to the original code, so not run:", ""]
     for path in sorted((ROOT / "tests" / "mutants").glob("*.toml")):
         for mutant in tomllib.loads(path.read_text(encoding="utf-8")).get("mutant", ()):
             if "equivalent" in mutant:

@@ -46,14 +46,14 @@ class Artifact:
     packed: PackedFile | None = None
 
     def region(self, relative: str) -> FileRegion:
-        """Where the file `relative` lies, for what can read it there."""
+        """Location of the file `relative`, for readers that can use it there."""
         if self.packed is not None:
             return self.packed.region(relative)
         path = self.root / relative
         return FileRegion(path, relative, 0, path.stat().st_size, is_whole=True)
 
     def path(self, relative: str) -> Path:
-        """The file `relative` as a file of its own: of a packed bundle, a copy in the user's cache.
+        """Path of the file `relative`; for a packed bundle, of a copy in the user's cache.
 
         Raises: IntegrityError, ArtifactError when it has to be copied and cannot be.
         """
@@ -160,7 +160,7 @@ def check_fingerprint(recorded: Fingerprint, here: Host) -> None:
 
 
 def fingerprint_problems(recorded: Fingerprint, here: Host) -> list[str]:
-    """Why engines do not run on the machine `here`, a line each."""
+    """Why engines do not run on the machine `here`, one line per reason."""
     differences = []
     if recorded.torch != here.torch:
         differences.append(f"torch: built with {recorded.torch}, here {here.torch}")
@@ -172,7 +172,10 @@ def fingerprint_problems(recorded: Fingerprint, here: Host) -> list[str]:
 
 
 def _runs_on(recorded: Fingerprint, here: Host) -> bool:
-    """CPU engines run on their instruction set and every later one; CUDA engines only on those that they name."""
+    """CPU engines run on their instruction set and every later one.
+
+    CUDA engines only on the capabilities that they name.
+    """
     if recorded.device == "cpu" and {recorded.capability, here.capability} <= set(_CPU_CAPABILITIES):
         return _CPU_CAPABILITIES.index(recorded.capability) <= _CPU_CAPABILITIES.index(here.capability)
     return here.capability in recorded.capability.split(",")
@@ -184,8 +187,8 @@ def new_artifact(root: Path, *, replace_existing: bool) -> Iterator[Path]:
 
     Leftovers of earlier builds of `root` that were killed are removed as well.
 
-    Raises: ConfigError when `root` exists and is not an artifact that may be replaced. If one appears while the
-    block runs, the finished folder is kept beside `root`, under the name given in the error.
+    Raises: ConfigError when `root` exists and is not an artifact that may be replaced. If one appears while the block
+    runs, the finished folder is kept next to `root`, under the name given in the error.
     """
     check_replaceable(root, replace_existing=replace_existing)
     with ExitStack() as stack:
@@ -193,7 +196,7 @@ def new_artifact(root: Path, *, replace_existing: bool) -> Iterator[Path]:
             work = stack.enter_context(work_folder(root.parent, f".{root.name}."))
         except OSError as error:
             raise ConfigError(
-                f"no folder can be made beside {root}: {error.strerror}",
+                f"cannot create a folder next to {root}: {error.strerror}",
                 where="--output",
                 fix="pass another folder",
             ) from error

@@ -20,7 +20,7 @@ _FIX = "copy the bundle again, or pack again"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BundleFile:
-    """One file. CRC-32 is what ZIP records; nothing is decided by it alone."""
+    """One file. CRC-32 is recorded for ZIP; no check relies on it alone."""
 
     size_bytes: int
     sha256: str

@@ -1,7 +1,7 @@
-"""Which engines of an artifact are run, where it holds those of several backends. No torch.
+"""Choice of the engines to run from an artifact with engines of several backends. No torch.
 
-By default the first engine of each size is; `STAGE=BACKEND` asks for another backend of a stage. Nothing takes the
-place of what was asked for.
+The default is the first engine of each size; `STAGE=BACKEND` selects another backend for a stage. There is no fallback
+to other engines than the requested ones.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def choose_engines(manifest: Manifest, chosen: Mapping[str, str]) -> Manifest:
 
 
 def default_engines(graph: GraphRecord) -> tuple[EngineRecord, ...]:
-    """The engines of a graph that are run unless others are asked for: the first of each size.
+    """The engines of a graph that run by default: the first of each size.
 
-    One that takes every size and stands first is alone: it would otherwise be run for sizes of the others.
+    If the first one takes every size, it is the only one.
     """
     first = graph.engines[0]
     if first.dims is None:
@@ -70,7 +70,7 @@ def default_engines(graph: GraphRecord) -> tuple[EngineRecord, ...]:
 
 
 def backend_views(graph: GraphRecord) -> list[GraphRecord]:
-    """The graph with its default engines, then once for each backend with engines that are not among these."""
+    """The graph with its default engines, then once for each backend that has other engines."""
     default = default_engines(graph)
     views = [_with_engines(graph, default)]
     for backend in graph.backends:
@@ -81,7 +81,7 @@ def backend_views(graph: GraphRecord) -> list[GraphRecord]:
 
 
 def explain(graph: GraphRecord) -> str:
-    """Why a graph has the engines that it has, in one line; empty when the only backend was asked for."""
+    """Why a graph has its engines, in one line; empty when the only backend was requested."""
     trial = graph.trial
     if trial is None:
         return "asked for by name" if len(graph.backends) > 1 else ""
@@ -90,13 +90,13 @@ def explain(graph: GraphRecord) -> str:
     lines = []
     if parts:
         of = f"{sizes} sizes" if sizes > 1 else "one size"
-        lines.append(f"time to that of the fastest, {of}, {trial.device}: {', '.join(parts)}")
+        lines.append(f"time relative to the fastest, {of}, {trial.device}: {', '.join(parts)}")
     lines += [f"{each.backend} refused: {' '.join(each.reason.split())}" for each in trial.refused]
     return "; ".join(lines) or "no other backend is installed"
 
 
 def _time_ratios(timings: Sequence[EngineTiming]) -> dict[str, float]:
-    """Geometric mean over sizes of each backend's median by that of the fastest at that size."""
+    """Geometric mean over sizes of each backend's median relative to the fastest median at that size."""
     fastest: dict[tuple[tuple[str, int], ...], float] = {}
     for each in timings:
         fastest[_key(each.dims)] = min(each.median_us, fastest.get(_key(each.dims), each.median_us))
@@ -139,7 +139,7 @@ def _engines_of(
     absent = [each for each in static or graph.spec.bucket_sizes() if _key(each) not in sizes]
     if absent:
         raise ConfigError(
-            f"the artifact has engines of {backend} for {where} of some sizes only, not of "
+            f"the artifact has engines of {backend} for {where} only for some sizes, not for "
             f"{', '.join(f'{name} {size}' for name, size in absent[0].items())}",
             where=OPTION,
             fix=f"leave {where.partition('.')[0]} out of {OPTION}, or export again with --backend {backend}",
@@ -148,7 +148,7 @@ def _engines_of(
 
 
 def _with_engines(graph: GraphRecord, engines: tuple[EngineRecord, ...]) -> GraphRecord:
-    """The graph with these engines alone, and the worst parity of their backends."""
+    """The graph with only these engines, and the worst parity of their backends."""
     backends = dict.fromkeys(each.backend for each in engines)
     parity = max((graph.parity_of(each) for each in backends), key=lambda each: each.compiled)
     return replace(graph, engines=engines, parity=parity, backend_parity={})

@@ -1,7 +1,7 @@
 """Files of packed bundles that a library opens by path, such as engines: copied once to the user's cache.
 
-A copy is named by its sha256 and compared with it whenever it is used, so bundles share copies and a changed copy is
-made anew. Weights are not copied: they are mapped inside the bundle.
+A copy is named by its sha256 and compared with it at every use, so bundles share copies, and a changed copy is
+replaced. Weights are not copied: they are mapped inside the bundle.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class KernelConfigSummary:
 class BackendSummary:
     """A graph whose backends were tried at export, or that has engines of several.
 
-    `runs` has the backends of the engines that are run unless `--engines` asks for others, `also` those of the others.
+    `runs` has the backends of the default engines, `also` those of the others, which `--engines` selects.
     """
 
     graph: str
@@ -58,7 +58,7 @@ class BackendSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetSummary:
-    """The engines for one target. A machine loads those that it can run: a GPU's first, then in this order."""
+    """The engines for one target. A machine loads the first target that it can run: GPUs first, then in this order."""
 
     target: str
     needs: str

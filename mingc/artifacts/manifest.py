@@ -48,10 +48,10 @@ class Fingerprint:
 class Parity:
     """How far a compiled graph is from its float32 reference: worst relative error of any output.
 
-    `eager` is the same of the uncompiled module. The reference computes with the weights as they are stored; when
-    they are quantized, `quantization` is how far it then is from the float32 reference over the checkpoint's weights.
-    `rerouted` is the share of tokens that rounding sends to other experts; each is compared with the reference after
-    the experts that it went to. None: nothing is routed, or nothing is rounded. `untested_experts` counts experts that
+    `eager` is the same for the uncompiled module. The reference computes with the stored weights; when they are
+    quantized, `quantization` is its distance from the float32 reference with the checkpoint's weights. `rerouted` is
+    the share of tokens that rounding sends to other experts; each is compared with the reference computed with these
+    experts. None: nothing is routed, or nothing is rounded. `untested_experts` counts experts that
     no token of the check is routed to; None: the graph has no router.
     """
 
@@ -64,15 +64,15 @@ class Parity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineCost:
-    """What one call of an engine must do at least at sizes `dims`, as counted in the traced graph.
+    """Minimum work of one call of an engine at sizes `dims`, as counted in the traced graph.
 
     Attributes:
         flops: operations of matrix products, convolutions and attention; a multiply-add is two.
-        weight_bytes: every weight once; of tables the rows that are taken.
-        reuse_bytes: of weights that are used again, as often as they are; a cache may hold some.
+        weight_bytes: every weight once; for tables only the rows that are used.
+        reuse_bytes: weights that are read again, counted for each further use; a cache may hold some.
         state_bytes: state read or written.
-        context_flops, context_bytes: what each token that every request already holds adds to these.
-        uncounted: kernels that no rule counts; with any, the figures are too small.
+        context_flops, context_bytes: what each token of context per request adds to these.
+        uncounted: kernels without a cost rule; if there are any, the figures are too small.
     """
 
     dims: dict[str, int]
@@ -103,7 +103,7 @@ class EngineRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineTiming:
-    """Calls of one backend's engine at sizes `dims`, timed at export in turns with those of other backends.
+    """Calls of one backend's engine at sizes `dims`, timed at export alternately with those of other backends.
 
     `median_us` are microseconds of the median call, `calls` how many there were.
     """
@@ -124,7 +124,7 @@ class BackendRefusal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendTrial:
-    """What `--backend auto` found about a graph. `device` names the processor or GPU that engines were timed on.
+    """Results of `--backend auto` for a graph. `device` names the processor or GPU that engines were timed on.
 
     Without `timings` a single backend was left.
     """
@@ -136,11 +136,11 @@ class BackendTrial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphRecord:
-    """One graph of a stage: its border, its engines, its golden file and its parity.
+    """One graph of a stage: its I/O signature, its engines, its golden file and its parity.
 
-    Several backends may have engines of the same sizes; the first of them is used unless another backend is asked for,
+    Several backends may have engines of the same sizes; the first of them is used unless another backend is requested,
     see `mingc.artifacts.engine_choice`. `parity` is that of the engines used by default; `backend_parity` has that of
-    each backend when there are several. `trial` says why the engines were chosen; None: they were asked for.
+    each backend when there are several. `trial` says why the engines were chosen; None: they were requested.
     """
 
     spec: GraphSpec
@@ -162,13 +162,13 @@ class GraphRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizationError:
-    """What a decoder lost when its weights were quantized, on one prompt of random text; all arithmetic in float32.
+    """Quantization error of a decoder, on one prompt of random text; all arithmetic in float32.
 
-    `layer_cosine` compares what each layer adds to the residual stream with what it adds over the checkpoint's weights,
-    from the same stream: the mean over tokens. `layer_scale` is the factor by which it adds as much along that: the
-    median over tokens; empty in artifacts of older exports. `logit_kl` is the mean divergence of the next token's
-    distribution from the exact one after all layers, in nats; `same_argmax` the share of tokens whose likeliest next
-    token stays.
+    `layer_cosine` is the cosine between the residual update of each layer and its update with the checkpoint's weights
+    from the same stream: the mean over tokens. `layer_scale` is the size of the update along the exact one, relative to
+    the exact one: the median over tokens; empty in artifacts of older exports. `logit_kl` is the mean divergence of the
+    next token's distribution from the exact one after all layers, in nats; `same_argmax` is the share of tokens whose
+    most likely next token does not change.
     """
 
     tokens: int
@@ -189,7 +189,7 @@ class TunedKernel:
         top_k: experts of a token.
         up, down: the experts' first GEMM and their second.
         block_m, swap_operands, extra_rows: of grouped GEMMs, see `mingc.kernels.triton.moe_config.MoeConfig`.
-        us, default_us: microseconds of a layer's experts with this configuration and with the default one; equal when
+        us, default_us: microseconds for a layer's experts with this configuration and with the default one; equal when
             the default was the fastest.
         device: name of the GPU they were timed on.
     """
@@ -213,7 +213,7 @@ class TunedKernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageRecord:
-    """One stage: graphs by name, and one weights file a rank (one in all when the stage is not sharded).
+    """One stage: graphs by name, and one weights file per rank (a single one when the stage is not sharded).
 
     `quantization_error` is set when the weights of a decoder are quantized. `repeated` maps a layer instance whose
     weights are in no file to the instance whose distribution they have: random weights are stored for one instance of
@@ -231,7 +231,7 @@ class StageRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetRecord:
-    """Engines for a target beside the first: what of the manifest differs for it.
+    """Engines for a target other than the first: the parts of the manifest that differ for it.
 
     `target`, `device` and `capability` are as in the fingerprint, `stages`, `parameters` and `served_goldens` as in the
     manifest. Weights files are those of the first target; goldens as well where both have the same sizes.
@@ -334,9 +334,9 @@ def content_hash(document: Mapping[str, Any]) -> str:
 
 
 def read_manifest(artifact: Path) -> Manifest:
-    """The manifest of the artifact folder. Raises ManifestError; nothing else of the artifact is looked at.
+    """The manifest of the artifact folder; no other file is read. Raises ManifestError.
 
-    What cannot be read is reported by place; the hash then finds every other change.
+    A value that cannot be read is reported with its path; the hash detects all other changes.
     """
     path = artifact / FILE_NAME
     try:
@@ -424,7 +424,7 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
 
 
 def _schema_fix(schema: object, document: Any) -> str:
-    """What to do about another schema: an older artifact can be exported again, a newer one needs a newer mingc."""
+    """Fix for another schema: an older artifact can be exported again, a newer one needs a newer mingc."""
     fingerprint = document.get("fingerprint") if isinstance(document, Mapping) else None
     written = fingerprint.get("mingc") if isinstance(fingerprint, Mapping) else None
     by = f" {written}" if isinstance(written, str) and written.isprintable() and len(written) < 40 else ""

@@ -1,6 +1,6 @@
-"""A packed bundle: one stored ZIP64 file whose weights are mapped where they lie. No torch.
+"""A packed bundle: one stored ZIP64 file whose weights are memory-mapped inside it. No torch.
 
-Opening compares every byte that is not content of a file with the layout that names, sizes and CRC-32 demand
+Opening compares every byte that is not content of a file with the layout that names, sizes and CRC-32 determine
 (`zip_layout`), and the file table of `bundle.json` with the index. The content is compared by sha256, as in a folder.
 """
 
@@ -57,7 +57,7 @@ class PackedFile:
 
 
 def open_packed(path: Path) -> PackedFile:
-    """Raises: IntegrityError naming the part that is not as packed, ManifestError, ArtifactError for no permission."""
+    """Raises: IntegrityError naming the changed part, ManifestError, ArtifactError without read permission."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe would wait for a writer
     except PermissionError:
@@ -118,7 +118,7 @@ def _index(path: Path, descriptor: int) -> tuple[list[Member], list[Placed]]:
                 "signing this bundle was interrupted", where=str(path), fix="run mingc bundle sign again"
             )
         raise IntegrityError(
-            f"{path.name} is no bundle, or its end records are missing or changed",
+            f"{path.name} is not a bundle, or its end records are missing or changed",
             where=str(path),
             fix="pass a folder that mingc export wrote, or a file that mingc bundle pack wrote",
         )

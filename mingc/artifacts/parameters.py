@@ -1,7 +1,7 @@
 """Model parameters that the runtime needs beyond tensor shapes: one frozen dataclass per built-in stage. No torch.
 
 Export writes them from the checkpoint's configs into the manifest, so the runtime holds no model constants. A stage
-from outside the package brings a dataclass of its own.
+from outside the package has its own dataclass.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Model parameters of built-in stages compared with the signatures of their graphs. No torch.
 
-Both come from one checkpoint. Where they disagree, the manifest was edited or put together from two artifacts, and
-requests would fail or, worse, be answered wrongly.
+Both come from one checkpoint. If they disagree, the manifest was edited or combined from two artifacts, and requests
+would fail or get wrong answers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """I/O signature of a compiled graph: names, dtypes and shapes of inputs, outputs and state. No torch.
 
-A dim is an int or the name of a dim that varies; `GraphSpec.dims` has its range and buckets.
+A dim is an int or the name of a variable dim, whose range and buckets are in `GraphSpec.dims`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GPU table: one row a GPU, with its size, its peak rates, the kernels it runs and their configurations.
+"""GPU table: one row per GPU, with its size, its peak rates, the kernels it runs and their configurations.
 
 The only module that knows a compute capability or a number of multiprocessors. `mingc.host` reads both from the driver
 and looks the row up. A GPU without a row runs on plain kernels: the torch reference of every operation.
@@ -75,7 +75,7 @@ def sm_name(capability: Capability) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelConfig:
-    """A GEMM of an expert: `block_n` weight rows by `block_k` inputs a step, `tiles_per_program` tiles.
+    """A GEMM of an expert: `block_n` weight rows by `block_k` inputs per step, `tiles_per_program` tiles.
 
     `block_k` counts stored elements: INT4 has two inputs in one.
     """
@@ -89,7 +89,7 @@ class KernelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemvConfig:
-    """A GEMV for one token: `block_n` weight rows by `block_k` inputs a step, `num_programs` programs in all."""
+    """A GEMV for one token: `block_n` weight rows by `block_k` inputs per step, `num_programs` programs in total."""
 
     block_n: int
     block_k: int
@@ -120,7 +120,7 @@ class LinearConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterGemmConfig:
-    """A GEMM of the DiT: `block_n` outputs a cluster, whose thread blocks share the inputs; slices in flight."""
+    """A GEMM of the DiT: `block_n` outputs per cluster, whose thread blocks share the inputs; slices in flight."""
 
     block_n: int
     cluster_size: int
@@ -136,9 +136,9 @@ class Target:
         device_name: regular expression that the driver's name matches; None: no row.
         num_multiprocessors: as the driver reports them; a partition of a GPU has fewer than the row.
         memory_gb, memory_tb_s, bf16_tflop_s: by the vendor's data sheet, matmul without sparsity; None: unknown.
-        kernels: families of kernels beside the plain ones.
+        kernels: families of kernels in addition to the plain ones.
         is_measured: whether speed was measured on this GPU.
-        gemv: configurations by (n, k, bytes a weight).
+        gemv: configurations by (n, k, bytes per weight).
         fused_norm_gemv: configurations by (n, k).
         linear: configurations by (rows, or the power of two above them, n, k).
         dit_batch1: configurations by name of the GEMM.

@@ -1,7 +1,7 @@
-"""Which engines of an artifact this machine runs, where it holds those for several targets. No torch.
+"""Choice of the engines that this machine runs from an artifact for several targets. No torch.
 
-The rule: of the targets whose engines run here those for a GPU come before those for a CPU, and among equals the one
-that the export named first. `--target` asks for one; nothing takes the place of what was asked for.
+The rule: among targets whose engines run here, those for a GPU come before those for a CPU, then the one that the
+export named first. `--target` selects one; there is no fallback to another target.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HostOf = Callable[[str], Host]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetFit:
-    """Whether the engines for one target run on this machine, and whether they are those that are loaded."""
+    """Whether the engines for one target run on this machine, and whether they are loaded."""
 
     target: str
     needs: str
@@ -33,7 +33,7 @@ class TargetFit:
 
 
 def target_views(manifest: Manifest) -> tuple[Manifest, ...]:
-    """The manifest once for each target, in the order of the export, as if it held the engines for that alone."""
+    """The manifest once for each target, in the order of the export, reduced to the engines for that target."""
     first = replace(manifest, other_targets=())
     others = tuple(
         replace(
@@ -94,7 +94,7 @@ def choose_target(manifest: Manifest, host_of: HostOf, asked: str | None = None)
 
 
 def with_target(artifact: Artifact, host_of: HostOf, asked: str | None = None) -> Artifact:
-    """`artifact` as if it held the engines for one target alone. Raises: as `choose_target`."""
+    """`artifact` reduced to the engines for one target. Raises: as `choose_target`."""
     return replace(artifact, manifest=choose_target(artifact.manifest, host_of, asked))
 
 

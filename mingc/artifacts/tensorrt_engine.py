@@ -1,4 +1,4 @@
-"""Engine files of TensorRT: what must be known before the library reads the plan, then the plan.
+"""Engine files of TensorRT: a header that is checked before the library reads the plan, then the plan.
 
 A file is the magic, the length of the header (4 bytes, little endian), the header as JSON, the ONNX model or nothing,
 and the serialized plan.
@@ -63,11 +63,11 @@ def write_engine(path: Path, engine: EngineFile) -> None:
 
 
 def read_engine(path: Path) -> EngineFile:
-    """The engine file at `path`. Raises: ArtifactError when it is none, or is cut off."""
+    """The engine file at `path`. Raises: ArtifactError when it is not an engine file, or is truncated."""
     content = path.read_bytes()
     begin = len(_MAGIC) + _LENGTH.size
     if len(content) < begin or not content.startswith(_MAGIC):
-        raise ArtifactError("the engine is no TensorRT engine of mingc", where=str(path), fix=_FIX)
+        raise ArtifactError("the engine is not a TensorRT engine of mingc", where=str(path), fix=_FIX)
     (length,) = _LENGTH.unpack_from(content, len(_MAGIC))
     try:
         header = _header(json.loads(content[begin : begin + length]))

@@ -1,7 +1,7 @@
 """Folders under construction. Each is locked by its process, so leftovers of dead processes are recognised.
 
-The lock is the kernel's (flock on the folder itself): it ends with its process, however that ends, and it holds
-between containers too, where process numbers say nothing.
+The lock is the kernel's (flock on the folder itself): it ends with its process, however that ends, and it also works
+between containers, where process ids are not comparable.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
             continue
         try:
             lock = os.open(path, _OPEN)
-        except OSError:  # somebody else's, or gone in the meantime
+        except OSError:  # another user's, or removed in the meantime
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

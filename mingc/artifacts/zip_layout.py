@@ -1,7 +1,7 @@
 """The bytes of a packed bundle around its files: stored ZIP64, every file at a multiple of 4,096 bytes.
 
-The layout is a function of names, sizes and CRC-32 alone, with no time, attribute or comment in it. So a reader can
-build it again and compare: no byte of a bundle is left unchecked, and two packs of the same files are identical.
+The layout depends only on names, sizes and CRC-32; it has no times, attributes or comments. So a reader can recompute
+it and compare: every byte of a bundle is checked, and two packs of the same files are identical.
 PKWARE APPNOTE.TXT 6.3.10, section 4.3; the padding is an extra field as Android's zipalign writes it (0xD935).
 """
 
@@ -36,7 +36,7 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placed:
-    """Where a member lies: its local header from `header_at`, its content from `data_at`."""
+    """Position of a member: its local header starts at `header_at`, its content at `data_at`."""
 
     name: str
     size_bytes: int
@@ -49,7 +49,7 @@ class Placed:
 
 
 def place(sizes: Sequence[tuple[str, int]], start: int = 0) -> list[Placed]:
-    """Places of the members (name, bytes), one after the other from byte `start` on."""
+    """Places of the members (name, bytes), consecutive from byte `start` on."""
     placed = []
     for name, size in sizes:
         fixed = _LOCAL.size + len(name.encode()) + 20 + 4

@@ -203,7 +203,7 @@ def _check_torch(wheels: Sequence[Path], manifest: Manifest) -> None:
         raise ConfigError(
             f"torch {', '.join(fitting)} is a build for CPUs, {on_gpu[0].fingerprint.target} needs one for CUDA",
             where="--with-wheels",
-            fix="put a CUDA build of torch there in its place, which runs engines for a CPU too",
+            fix="replace it by a CUDA build of torch, which also runs engines for a CPU",
         )
 
 

@@ -30,7 +30,7 @@ _MAX_SCRYPT_BYTES = (2 << 30) - 1
 
 @dataclass(frozen=True, slots=True)
 class PublicKey:
-    """`key_id` is what minisign shows: a number that names the key, no proof of anything."""
+    """`key_id` is the number by which minisign names the key; it proves nothing."""
 
     id_bytes: bytes
     key: Ed25519PublicKey
@@ -56,12 +56,12 @@ def read_public_key(given: str) -> PublicKey:
         raise _bad_key(given, f"the key cannot be read: {error}") from error
     raw = _decode(text.splitlines()[-1] if text else "")
     if raw is None or len(raw) != 42 or raw[:2] != _KEY:
-        raise _bad_key(given, f"{given} is no public key of minisign")
+        raise _bad_key(given, f"{given} is not a minisign public key")
     return PublicKey(raw[2:10], ed25519.Ed25519PublicKey.from_public_bytes(raw[10:]))
 
 
 def read_secret_key(path: Path) -> SecretKey:
-    """Raises: ConfigError when the file is no secret key, or its password is missing or wrong."""
+    """Raises: ConfigError when the file is not a secret key, or its password is missing or wrong."""
     ed25519 = _ed25519()
     try:
         lines = path.read_text("ascii").splitlines()
@@ -69,7 +69,7 @@ def read_secret_key(path: Path) -> SecretKey:
         raise _bad_key(str(path), f"the secret key cannot be read: {error}") from error
     raw = _decode(lines[1] if len(lines) > 1 else "")
     if raw is None or len(raw) != _SECRET.size:
-        raise _bad_key(str(path), f"{path} is no secret key of minisign")
+        raise _bad_key(str(path), f"{path} is not a minisign secret key")
     algorithm, kdf, checksum, salt, operations, memory, content = _SECRET.unpack(raw)
     if algorithm != _KEY or kdf not in (b"Sc", b"\0\0") or checksum != b"B2":
         raise _bad_key(str(path), f"{path} is a secret key of another kind than Ed25519 with BLAKE2b")
@@ -137,7 +137,7 @@ def sign(content: bytes, key: SecretKey, comment: str) -> bytes:
 
 
 def check(content: bytes, signature: bytes, key: PublicKey, where: str) -> str:
-    """The trusted comment of a right signature. Raises: SignatureError."""
+    """The trusted comment of a valid signature. Raises: SignatureError."""
     from cryptography.exceptions import InvalidSignature
 
     fix = "get the bundle and the public key again from where they were published"

@@ -1,6 +1,6 @@
 """`mingc bundle pack --oci`: the bundle as an OCI image layout, for registries and mirrors that carry images.
 
-One uncompressed layer a file, so that a registry stores equal weights of two bundles once, and a layer is a tar of one
+One uncompressed layer per file, so that a registry stores equal weights of two bundles once. A layer is a tar of one
 file below `opt/bundle`. https://github.com/opencontainers/image-spec, version 1.1.
 """
 
@@ -44,7 +44,7 @@ class OciReport:
 def write_oci(bundle: Path, folder: Path, *, log: Callable[[str], None] = lambda step: None) -> OciReport:
     """Write the packed `bundle` to the new folder `folder` as an OCI image layout.
 
-    Raises: ConfigError when `folder` exists, IntegrityError when a file is not as packed.
+    Raises: ConfigError when `folder` exists, IntegrityError when a file has changed since packing.
     """
     started = time.perf_counter()
     check_new(folder)
@@ -146,7 +146,7 @@ def _blob(blobs: Path, parts: Iterable[bytes] | bytes) -> dict[str, Any]:
 
 
 def _image_config(layers: list[dict[str, Any]]) -> dict[str, Any]:
-    """An image of data: no entry point, as the base with Python is the site's own."""
+    """A data image without an entry point, because the site provides the base image with Python."""
     return {
         "architecture": _architecture(),
         "os": "linux",

@@ -1,4 +1,4 @@
-"""`mingc bundle pack`: one file out of an artifact's folder, in one pass over its content, resumable."""
+"""`mingc bundle pack`: write an artifact's folder as one file, in one pass over its content, resumable."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PackReport:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """One file to pack: a path or its content; and its sha256 where it is known before."""
+    """One file to pack: a path or its content, and its sha256 if already known."""
 
     content: Path | bytes
     size_bytes: int
@@ -65,9 +65,9 @@ def pack(
     """Write the artifact in `folder`, with `extras` under `bundle/`, to the new file `output`.
 
     The file appears when it is complete. After an interruption the same command continues: finished files are not
-    copied again. The result depends on the content alone: no time, no owner, no order of threads.
+    copied again. The result depends only on the content, not on times, owners or the order of threads.
 
-    Raises: ConfigError, IntegrityError when a file is not as exported, ArtifactError when there is no space.
+    Raises: ConfigError, IntegrityError when a file has changed since the export, ArtifactError when there is no space.
     """
     started = time.perf_counter()
     artifact = open_artifact(folder)
@@ -159,7 +159,7 @@ def _sources(artifact: Artifact, extras: Mapping[str, Path | bytes]) -> dict[str
 
 
 def _key(sources: Mapping[str, _Source]) -> str:
-    """Names what is packed: a partial file of something else is not continued."""
+    """Identifies the content: a partial file of other content is not continued."""
     named = {
         name: [source.size_bytes, source.sha256 or os.stat(str(source.content)).st_mtime_ns]
         for name, source in sources.items()
@@ -196,7 +196,7 @@ class _Journal:
         self._write(json.dumps({"name": name, **fields}))
 
     def _write(self, line: str) -> None:
-        # One unbuffered append a line: lines of several threads do not mix.
+        # One unbuffered append per line: lines of several threads do not mix.
         os.write(self._stream.fileno(), line.encode() + b"\n")
 
     def close(self) -> None:
@@ -205,13 +205,16 @@ class _Journal:
 
 @contextmanager
 def _partial(output: Path, key: str) -> Iterator[tuple[int, _Journal]]:
-    """The file under construction, locked, and its journal; both stay when the block fails, to be continued."""
+    """The file under construction, locked, and its journal.
+
+    Both are kept when the block fails, so that packing can continue.
+    """
     path = partial_path(output)
     descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
     with locked(descriptor, output):
         if not path.exists() or not os.path.samestat(os.fstat(descriptor), path.stat()):
             raise ConfigError(f"another process just wrote {output}", where=str(output), fix="run again")
-        if not os.fstat(descriptor).st_size:  # new: a journal that is there is of a file that is gone
+        if not os.fstat(descriptor).st_size:  # new: an existing journal belongs to a removed file
             journal_path(output).unlink(missing_ok=True)
         journal = _Journal(journal_path(output), key)
         try:
@@ -277,10 +280,10 @@ def _write_all(descriptor: int, content: bytes, at: int) -> None:
 
 
 def set_signature(path: Path, signature: bytes) -> None:
-    """Write `signature` into the packed bundle at `path`, in place of one that it has.
+    """Write `signature` into the packed bundle at `path`, replacing an existing one.
 
-    The end of the file changes in place. Until that is done its former end is kept beside the bundle, and
-    `restore_end` puts it back after an interruption.
+    The end of the file changes in place. Until that is done, a copy of the old end is kept next to the bundle, and
+    `restore_end` restores it after an interruption.
     """
     packed = open_packed(path)
     placed = place([(name, region.size_bytes) for name, region in packed.files.items()])
@@ -303,12 +306,12 @@ def set_signature(path: Path, signature: bytes) -> None:
 
 
 def kept_end_path(path: Path) -> Path:
-    """Where the former end of a bundle is while it is signed; `open_packed` names the interruption when it is there."""
+    """Path of the old end of a bundle while it is signed; if it exists, `open_packed` reports the interruption."""
     return path.with_name(f".{path.name}.sign")
 
 
 def restore_end(path: Path) -> None:
-    """Undo a signing that was interrupted. A bundle in order is left as it is: the kept end may be of a former one."""
+    """Undo an interrupted signing. An intact bundle is not changed: the kept end may belong to an earlier bundle."""
     kept = kept_end_path(path)
     if not kept.is_file() or not path.is_file():
         return

@@ -31,8 +31,9 @@ class PruneReport:
 def prune(folder: Path, *, is_dry: bool = False, has_cache: bool = False) -> PruneReport:
     """Remove what no bundle in `folder` uses: stored files without a link, packs and unpacks that no process continues.
 
-    With `has_cache` also the user's copies of files of packed bundles, which a server makes again when it starts; not
-    while one starts. A dry run does not lock the store: it never waits, and beside an unpack it is a guess.
+    With `has_cache` also the user's copies of files of packed bundles, which a server recreates at start; do not use it
+    while a server starts. A dry run does not lock the store: it never waits, and during an unpack its result is a
+    guess.
 
     Raises: ConfigError when `folder` is not a folder, or an unpack adds files to its store.
     """
@@ -80,7 +81,7 @@ def _prune(folder: Path, store: Path | None, *, is_dry: bool) -> tuple[list[str]
 
 
 def _is_left(path: Path) -> bool:
-    """Whether an interrupted command left it; a replaced bundle stays while the one that replaces it is not there."""
+    """Whether an interrupted command left it; a replaced bundle stays until its replacement exists."""
     replaced = _REPLACED.fullmatch(path.name)
     return _LEFT.fullmatch(path.name) is not None or (
         replaced is not None and path.with_name(replaced[1]).exists()

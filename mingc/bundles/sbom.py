@@ -26,9 +26,9 @@ _REQUIREMENT = re.compile(r"^\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*(\[[^\]]*\])?[^;]
 
 
 def runtime_extras(view: Manifest) -> tuple[str, ...]:
-    """The extras of mingc that serving the engines for one target needs; `view` is the manifest as if it had no other.
+    """The extras of mingc needed to serve the engines for one target; `view` is the manifest reduced to that target.
 
-    Engines beside the default ones, which `--engines` asks for, do not count.
+    Engines other than the default ones, which `--engines` selects, do not count.
     """
     backends = {
         engine.backend
@@ -70,7 +70,10 @@ def runtime_distributions(extras: Sequence[str] = _EXTRAS) -> list[str]:
 
 
 def _applies(marker: str, extras: frozenset[str]) -> bool:
-    """Whether a requirement counts: those of an extra only when it is asked; other markers by what is installed."""
+    """Whether a requirement applies: those of an extra only if the extra is requested.
+
+    Other markers depend on this installation.
+    """
     wanted = re.findall(r"extra\s*==\s*['\"]([^'\"]+)['\"]", marker)
     return not wanted or any(extra in extras for extra in wanted)
 

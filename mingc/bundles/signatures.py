@@ -35,7 +35,7 @@ class SignReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SignatureReport:
-    """The signature is right, and every file is as signed."""
+    """Result for a valid signature and unchanged files."""
 
     bundle: Path
     key_id: str
@@ -57,15 +57,15 @@ class _Opened:
 
 
 def generate_keys(secret: Path) -> KeysReport:
-    """A new pair of keys: `secret`, and beside it the public key with the ending .pub."""
+    """A new pair of keys: `secret`, and next to it the public key with the suffix .pub."""
     public = secret.with_name(f"{secret.stem if secret.suffix == '.key' else secret.name}.pub")
     return KeysReport(key_id=minisign.new_keys(secret, public), secret_key=secret, public_key=public)
 
 
 def sign_bundle(path: Path, secret_key: Path, comment: str | None) -> SignReport:
-    """Sign a packed bundle or the folder of an unpacked one, which must be as packed; a former signature is replaced.
+    """Sign a packed bundle, or the unchanged folder of an unpacked one; an existing signature is replaced.
 
-    Raises: ConfigError, IntegrityError when a file is not as packed.
+    Raises: ConfigError, IntegrityError when a file has changed since packing.
     """
     key = minisign.read_secret_key(secret_key)
     if path.is_file():
@@ -75,7 +75,9 @@ def sign_bundle(path: Path, secret_key: Path, comment: str | None) -> SignReport
     text = comment if comment is not None else f"model:{opened.bundle.model} mingc:{opened.bundle.mingc}"
     if not text.isprintable():
         raise ConfigError(
-            "the comment holds what cannot be printed", where="--comment", fix="pass one line of text"
+            "the comment contains characters that cannot be printed",
+            where="--comment",
+            fix="pass one line of text",
         )
     signature = minisign.sign(opened.content, key, text)
     if path.is_file():
@@ -91,7 +93,7 @@ def sign_bundle(path: Path, secret_key: Path, comment: str | None) -> SignReport
 def verify_signature(path: Path, public_key: str) -> SignatureReport:
     """Check the signature of a packed or unpacked bundle, and the sha256 of every file.
 
-    Raises: SignatureError, IntegrityError naming every file that is not as signed, ConfigError for the key.
+    Raises: SignatureError, IntegrityError naming every file that has changed since signing, ConfigError for the key.
     """
     started = time.perf_counter()
     key = minisign.read_public_key(public_key)
@@ -112,7 +114,7 @@ def verify_signature(path: Path, public_key: str) -> SignatureReport:
 
 
 def require_signature(path: Path, public_key: str) -> str:
-    """Check the signature and that manifest.json is as signed; the trusted comment.
+    """Check the signature and the hash of manifest.json. Returns the trusted comment.
 
     The manifest has the sha256 of every file that is served; opening the artifact for serving compares them.
     """
@@ -191,7 +193,7 @@ def _check_files(path: Path, opened: _Opened) -> None:
 
 
 def _hash(region: FileRegion) -> str | None:
-    """sha256 of a file; None when it is missing, is no file, or has another size."""
+    """sha256 of a file; None when it is missing, is not a file, or has another size."""
     if region.is_whole and not (region.path.is_file() and region.path.stat().st_size == region.size_bytes):
         return None
     digest = hashlib.sha256()

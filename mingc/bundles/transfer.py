@@ -1,4 +1,4 @@
-"""What pack and unpack share: exclusive use of a path under construction, threads, and seconds."""
+"""Shared by pack and unpack: exclusive use of a path under construction, threads, and timing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ Stop = Callable[[], None]  # raises StoppedError when the work is to end; called
 
 
 def boot_id() -> str:
-    """Names this run of the machine. What an earlier run left may not have reached the disk, so it is not resumed."""
+    """Identifies this boot of the machine.
+
+    Files of an earlier boot may not have reached the disk, so they are not resumed.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -32,7 +35,7 @@ def boot_id() -> str:
 
 @contextmanager
 def locked(descriptor: int, what: Path) -> Iterator[None]:
-    """Hold the kernel's lock of an open file or folder, and close it in the end.
+    """Hold the kernel's lock of an open file or folder, and close it at the end.
 
     Raises: ConfigError when another process has the lock.
     """
@@ -43,7 +46,7 @@ def locked(descriptor: int, what: Path) -> Iterator[None]:
             raise ConfigError(
                 f"another process is writing {what}",
                 where=str(what),
-                fix="wait for its end, or pass another path",
+                fix="wait until it has ended, or pass another path",
             ) from None
         except OSError:
             pass  # a file system without locks: two writers at once are the user's to avoid
@@ -53,7 +56,7 @@ def locked(descriptor: int, what: Path) -> Iterator[None]:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open what an interrupted run may have left at `path`, or make it; a descriptor.
+    """Open what an interrupted run may have left at `path`, or create it. Returns a descriptor.
 
     In a shared folder any user can make such a name. Raises: ConfigError unless it is a file or folder of this user
     that no other may write to.
@@ -112,7 +115,7 @@ def check_free(folder: Path, needed: int) -> None:
 def make_parent(path: Path, option: str = "OUTPUT") -> None:
     """Make the folder that `path` is to be written to.
 
-    Raises: ConfigError when there is a file in its place or nothing can be made there; other OSErrors.
+    Raises: ConfigError when there is a file in its place or it cannot be created; other OSErrors.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

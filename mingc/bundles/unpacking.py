@@ -1,7 +1,7 @@
-"""`mingc bundle unpack`: the folder of a packed bundle, hashed on the way, resumable inside a file.
+"""`mingc bundle unpack`: write the folder of a packed bundle and check hashes, resumable in the middle of a file.
 
-Large files are linked to a store beside the folder, named by their sha256, so that bundles with the same weights have
-them on disk once.
+Large files are linked to a store next to the folder, named by their sha256, so equal weights of several bundles are on
+disk once.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ def unpack(
 ) -> UnpackReport:
     """Write the files of the packed bundle at `path` to the new folder `folder`, which appears when it is complete.
 
-    After an interruption the same command continues, inside a file too: what is there is hashed, the rest is copied.
+    After an interruption the same command continues, even in the middle of a file: existing bytes are hashed, the rest
+    is copied.
 
-    Raises: ConfigError, IntegrityError naming a file whose content is not as packed, ArtifactError for no space.
+    Raises: ConfigError, IntegrityError naming a file whose content has changed, ArtifactError without space.
     """
     started = time.perf_counter()
     if path.is_dir():
@@ -70,7 +71,7 @@ def unpack(
         )
     if folder.name == STORE:
         raise ConfigError(
-            f"{STORE} is the folder of what bundles share", where="OUTPUT", fix="pass another path"
+            f"{STORE} is the folder of files that bundles share", where="OUTPUT", fix="pass another path"
         )
     packed = open_packed(path)
     check_replaceable(folder, replace_existing=replace_existing, option="OUTPUT")
@@ -113,7 +114,7 @@ class FileStore:
         return self.folder / record.sha256
 
     def has(self, record: BundleFile) -> bool:
-        """Whether the file is there, and neither a link nor of a user who could change it later."""
+        """Whether the file exists, is not a link, and does not belong to a user who could change it later."""
         try:
             found = self.path(record).lstat()
         except OSError:
@@ -183,7 +184,7 @@ class _Unpack:
         self._log(name)
 
     def _take(self, store: FileStore, record: BundleFile, target: Path, stop: Stop) -> bool:
-        """Link a stored file whose hash still holds; one that was changed is removed from the store."""
+        """Link a stored file whose hash still matches; a changed one is removed from the store."""
         stored = store.path(record)
         digest = hashlib.sha256()
         for chunk in FileRegion(stored, stored.name, 0, record.size_bytes).chunks():
@@ -204,7 +205,7 @@ class _Unpack:
 
 
 def _missing_bytes(packed: PackedFile, files: Path, store: FileStore | None) -> int:
-    """Bytes that a run writes: of files that are neither finished nor stored, what their halves lack."""
+    """Bytes that a run writes: the missing part of all files that are neither finished nor stored."""
     missing = 0
     for name, region in packed.files.items():
         record = packed.bundle.files[name]
@@ -224,7 +225,10 @@ def _half_path(target: Path) -> Path:
 
 
 def _complete(region: FileRegion, half: Path, stop: Stop) -> tuple[str, int]:
-    """Copy what `half` lacks of `region`. Returns the sha256 of the whole and the bytes that were there."""
+    """Copy the rest of `region` to the partial file `half`.
+
+    Returns the sha256 of the whole and the number of existing bytes.
+    """
     digest = hashlib.sha256()
     with half.open("a+b", buffering=0) as stream:
         stream.seek(0)
@@ -248,7 +252,7 @@ def _complete(region: FileRegion, half: Path, stop: Stop) -> tuple[str, int]:
 def _work_folder(folder: Path, packed: PackedFile) -> Iterator[Path]:
     """The folder of the files under construction, in a locked one that also has their state.
 
-    Kept when the block fails, to be continued with the same bundle; removed when the files have got their name.
+    Kept when the block fails, so that unpacking the same bundle can continue; removed after the final rename.
     """
     work = folder.with_name(f".{folder.name}{WORK_SUFFIX}")
     with suppress(FileExistsError):
@@ -277,7 +281,7 @@ def _work_folder(folder: Path, packed: PackedFile) -> Iterator[Path]:
 
 @contextmanager
 def _store(parent: Path, notes: list[str], *, is_shared: bool) -> Iterator[FileStore | None]:
-    """The store of `parent`, which `prune` leaves alone meanwhile; None and a note where it cannot be trusted."""
+    """The store of `parent`, locked against `prune`; None and a note if it cannot be trusted."""
     if not is_shared:
         yield None
         return

@@ -64,7 +64,7 @@ def progress(title: str) -> Iterator[Progress]:
 
 
 def _shown(running: Sequence[str]) -> str:
-    """The step that runs longest, and how many others run beside it."""
+    """The step that has run longest, and how many others are running."""
     if not running:
         return ""
     return running[0] if len(running) == 1 else f"{running[0]} and {len(running) - 1} more"
@@ -89,7 +89,7 @@ class _Lines:
 
 
 class _Clock:
-    """Time left, if the steps to come take as long as those done: a rough figure, shown from a minute on."""
+    """Time left, if the remaining steps take as long as those done: a rough figure, shown from a minute on."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()

@@ -58,7 +58,7 @@ def clean_shutdown() -> Iterator[None]:
         if not issubclass(lost.exc_type, KeyboardInterrupt):
             hook(lost)
             return
-        # Finalizers and callbacks of weak references drop what is raised in them: the command would go on to its end.
+        # Finalizers and callbacks of weak references drop exceptions: the command would continue to its end.
         for number in _handled():
             signal.signal(number, end)
         send_again(last)  # another one may be ignored, as SIGINT is in a shell's background jobs
@@ -73,9 +73,9 @@ def clean_shutdown() -> Iterator[None]:
         for each in waiting:
             each.cancel()
         if is_signalled:
-            # CPython takes an interrupt that has left code run from a string, as dataclasses are made by, for an
-            # unhandled one, and `python -m` then ends by SIGINT whatever the exit code. The next such code makes it
-            # forget that (run_eval_code_obj in Python/pythonrun.c).
+            # If an interrupt has left code that was run from a string (dataclasses are created by such code), CPython
+            # regards it as unhandled, and `python -m` then ends by SIGINT whatever the exit code. Running another
+            # string resets that (run_eval_code_obj in Python/pythonrun.c).
             exec("")
         for number, handler in before.items():
             if signal.getsignal(number) is end and not is_signalled:
@@ -111,7 +111,7 @@ def exit_on_later_signal() -> None:
         signal.signal(number, later)
 
 
-# This module is imported before a command begins: what that registers is called before.
+# This module is imported before a command begins, so exit handlers that the command registers are called earlier.
 @atexit.register
 def _ignore_signals() -> None:
     for number in SIGNALS:

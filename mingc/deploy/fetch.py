@@ -54,7 +54,7 @@ def fetched_artifact(artifact: str, command: str | None, cache: Path | None) -> 
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder; what somebody still writes there may stay."""
+    """Remove a file or folder; files that another process is still writing may remain."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -1,6 +1,6 @@
 """Options of a Ray Serve application: parsed from the arguments of `serve run`, of a config file or of Python.
 
-Arguments that are no field of `DeployOptions` are fields of `ServeOptions` or `EngineOptions`, by the same names.
+Arguments that are not fields of `DeployOptions` are fields of `ServeOptions` or `EngineOptions` with the same names.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class DeployOptions:
     """How an artifact is deployed on Ray Serve, validated on construction.
 
     Attributes:
-        artifact: folder or packed bundle on every node; with `fetch`, what that command fetches.
-        fetch: command that writes the folder or packed bundle `{output}` from `{artifact}`, the two texts that are
-            replaced in it; run once per node by a shell. None: nothing is fetched.
+        artifact: folder or packed bundle on every node; with `fetch`, the argument of that command.
+        fetch: shell command that writes the folder or packed bundle `{output}` from `{artifact}` (both are
+            substituted); run once per node. None: nothing is fetched.
         cache: folder on every node that keeps what was fetched.
         tp: ranks of the thinker; None takes the artifact's. A replica refuses an artifact for another number.
         speech: whether replicas load the speech stages of the artifact.
@@ -66,7 +66,7 @@ class DeployOptions:
         health_check_period_s: time between two health checks of a replica; the third failed one in a row replaces it.
         health_check_timeout_s: time after which a health check without an answer counts as failed.
         max_surge_percent: replicas that a rolling update may start before it stops old ones, in percent.
-        affinity: send requests with equal `x-session-id` headers to one replica while it is there.
+        affinity: send requests with equal `x-session-id` headers to the same replica as long as it exists.
     """
 
     artifact: str

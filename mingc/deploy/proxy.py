@@ -19,7 +19,7 @@ _PLAIN_STATUSES = (503,)  # that the proxy itself answers in plain text
 
 
 def middlewares() -> list[Middleware]:
-    """What Serve's proxies call at their start."""
+    """Called by Serve's proxies at start."""
     return [Middleware(LostReplica)]
 
 
@@ -41,7 +41,7 @@ class LostReplica:
 
 
 class _Response:
-    """Messages of one response, forwarded as they come; remembers how far it is."""
+    """Messages of one response, forwarded as they arrive; tracks how much was sent."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -69,7 +69,7 @@ class _Response:
         await self._send(message)
 
     async def complete(self) -> None:
-        """Called when nothing follows."""
+        """Called when no message follows."""
         if self._is_ended:
             return
         if not self._is_started:

@@ -41,7 +41,7 @@ def app(arguments: Mapping[str, Any]) -> Application:
 
 
 def _check_api_keys() -> None:
-    """Refuse keys of the environment: other nodes lack them, and Ray would store and show what it passes on."""
+    """Refuse keys from the environment: other nodes lack them, and Ray would store and display them."""
     if os.environ.get(VARIABLE):
         raise ConfigError(
             f"replicas on other nodes do not have the keys of {VARIABLE}",

@@ -1,7 +1,7 @@
 """The metrics of a replica as metrics of Ray, which Ray exports per node with labels of replica and deployment.
 
-A histogram becomes three counters, as Ray's histograms take single observations only: `NAME_bucket` with the label
-`le`, `NAME_sum` and `NAME_count`. `histogram_quantile` reads them as usual.
+A histogram becomes three counters, because Ray's histograms accept only single observations: `NAME_bucket` with the
+label `le`, `NAME_sum` and `NAME_count`. `histogram_quantile` reads them as usual.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RayMetrics:
         self._counted: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
 
     async def publish(self, period_s: float) -> None:
-        """Copy for ever, every `period_s` seconds."""
+        """Copy forever, every `period_s` seconds."""
         while True:
             try:
                 self.copy()

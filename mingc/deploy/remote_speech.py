@@ -1,4 +1,4 @@
-"""Speech from another deployment: a service over a text-only one whose segments are spoken elsewhere.
+"""Speech from another deployment: wraps a text-only service and sends its segments to speech replicas.
 
 Segments of a request do not depend on each other, and their noise depends on the request's seed and their index only.
 So each can be spoken by any replica, and the samples equal those of an artifact that does both.
@@ -77,7 +77,7 @@ class RemoteSpeechService:
         self.update(info)
 
     def update(self, info: SpeechInfo) -> None:
-        """Take over what the speech deployment can do now; for requests that begin later."""
+        """Use these capabilities of the speech deployment for requests that begin later."""
         self._max_segment_length = info.max_segment_length
         self._info = replace(
             self._text.info,
@@ -248,7 +248,7 @@ async def _pump(events: AsyncGenerator[Event], queue: asyncio.Queue[_Item]) -> N
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        # Of a call that was cancelled where it ran. Without an item the reader of the queue would wait for ever.
+        # The call was cancelled on its replica. Without an item the reader of the queue would wait forever.
         last = WorkerError("a part of this request was cancelled where it ran")
         last.__cause__ = error
     await queue.put(last)

@@ -1,7 +1,7 @@
 """A replica on Ray Serve: the running model of one artifact and the HTTP app over it, in an actor of its own.
 
 Serve calls the constructor, `__serve_build_asgi_app__`, `check_health` and `__del__`; all run on the replica's event
-loop for user code. Imported on replicas only, as it loads torch.
+loop for user code. Imported only on replicas, because it loads torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger("mingc.deploy")
 _SWITCH_S = 0.001
 _METRICS_PERIOD_S = 5.0
 _SPEECH_INFO_PERIOD_S = 2.0
-_END_S = 1.0  # in which the error events of its requests leave a replica that failed
+_END_S = 1.0  # for sending the error events of requests of a failed replica
 _EXIT_CODE = 4  # as of `mingc serve` after a lost rank
 
 
@@ -73,7 +73,7 @@ def open_model(artifact: str, options: DeployOptions, *, tp: int | None, loads_s
         replace(options.engines, tp=tp, loads_speech=loads_speech, talker_devices=talker_devices),
     )
     gc.collect()
-    gc.freeze()  # a full collection would walk through what start-up made, while every stream waits
+    gc.freeze()  # a full collection would traverse all start-up objects while every stream waits
     return service
 
 
@@ -90,7 +90,7 @@ class Replica:
         self.service.on_failure(self._fail)
 
     def _publish(self, metrics: Metrics) -> None:
-        """Copy `metrics`, and the load of the service, to Ray's until this replica ends."""
+        """Copy `metrics`, and the load of the service, to Ray's metrics until this replica ends."""
         self._metrics = RayMetrics(metrics, lambda: self.service.load)
         self._tasks.append(asyncio.create_task(self._metrics.publish(_METRICS_PERIOD_S)))
 
@@ -106,8 +106,8 @@ class Replica:
     def _end_soon(self) -> None:
         """End this process soon, rank and decoder processes with it.
 
-        Serve sends requests here until the third check has failed, and more than elsewhere, as each fails at once; an
-        actor that is gone gets none.
+        Until the third check has failed, Serve keeps sending requests here, more than to other replicas because each
+        fails at once. An actor that has ended gets none.
         """
         if not self._is_ending:
             self._is_ending = True
@@ -148,12 +148,12 @@ class ModelReplica(Replica):
             self._tasks.append(asyncio.create_task(self._follow_speech(self.service)))
 
     async def _follow_speech(self, service: RemoteSpeechService) -> None:
-        """Read for ever what the speech deployment can do: an update of it may bring other voices, and come later."""
+        """Read the capabilities of the speech deployment forever: an update may change its voices at any time."""
         while True:
             await asyncio.sleep(_SPEECH_INFO_PERIOD_S)
             try:
                 service.update(await self._speech.info.remote())
-            except Exception as error:  # what was known stays known until a speech replica answers again
+            except Exception as error:  # earlier information stays valid until a speech replica answers again
                 log.warning("the voices of the speech deployment were not read: %s", error)
 
     async def open_service(self) -> Service:
@@ -200,7 +200,7 @@ class SpeechReplica(Replica):
         return open_model(artifact, self.options, tp=None, loads_speech=True)
 
     async def info(self) -> SpeechInfo:
-        """What the speech artifact can do."""
+        """Capabilities of the speech artifact."""
         assert isinstance(self.service, OmniService)
         return SpeechInfo(service=self.service.info, max_segment_length=self.service.max_segment_length)
 

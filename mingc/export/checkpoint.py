@@ -59,7 +59,7 @@ class Part:
         return tensor
 
     def close(self) -> None:
-        """Close the shards that `read` opened; a tensor that was read keeps its own mapping. `read` opens them anew."""
+        """Close the shards that `read` opened; a tensor that was read keeps its own mapping. `read` reopens them."""
         self._open.clear()
 
     def require(self, key: str, *path: str) -> Any:

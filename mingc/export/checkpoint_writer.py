@@ -36,7 +36,7 @@ _WEIGHTS = (".safetensors", ".index.json")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SynthReport:
-    """What was written. `largest_shard_bytes` is what the memory of an export is compared with."""
+    """Result. `largest_shard_bytes` is the reference for the memory of an export."""
 
     folder: Path
     files: int
@@ -56,7 +56,7 @@ def synthesize(
 ) -> SynthReport:
     """Write a random checkpoint to the new folder `output`; one tensor is in memory at a time.
 
-    Configs without the tokenizer of thinker or talker, as those of the release, get one of bytes.
+    Configs without a tokenizer for thinker or talker, such as the released ones, get a byte tokenizer.
 
     Args:
         config: `released`, `tiny` (both in a checkout only), or a folder of configs in the released layout, or its
@@ -79,7 +79,7 @@ def synthesize(
                 work = stack.enter_context(work_folder(output.absolute().parent, f".{output.name}."))
             except OSError as error:
                 raise ConfigError(
-                    f"no folder can be made beside {output}: {error.strerror}",
+                    f"cannot create a folder next to {output}: {error.strerror}",
                     where="OUTPUT",
                     fix="pass another folder",
                 ) from error

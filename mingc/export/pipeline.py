@@ -150,7 +150,7 @@ def export_artifact(
         run = runs[0]
         check_space(recipe, checkpoint, stages, configs, sum(each.num_engines for each in runs))
         parameters = run.parameters()
-        # Before the hours of compiling, as files may be missing: the released weights have no tokenizer.
+        # Before the hours of compiling, because files may be missing: the released weights have no tokenizer.
         copied = tokenizers.copy(checkpoint, folder, stages, parameters, notes, is_synthetic=recipe.synthetic)
         records = run.write_voices()
         built = [run.build()]
@@ -204,7 +204,10 @@ class _Steps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Built:
-    """What was built for one target; `weights` are paths of all ranks' files by stage, relative to the artifact."""
+    """Result of the build for one target.
+
+    `weights` are paths of all ranks' files by stage, relative to the artifact.
+    """
 
     stages: dict[str, StageRecord]
     results: list[GraphResult]
@@ -213,7 +216,7 @@ class _Built:
 
 
 class _Run:
-    """An export for one target under way. The first one also writes what all share; its `subfolder` is empty."""
+    """A running export for one target. The first one also writes the shared files; its `subfolder` is empty."""
 
     def __init__(
         self,
@@ -319,7 +322,7 @@ class _Run:
         weights: dict[str, tuple[str, ...]] | None = None,
         quantization_error: dict[str, QuantizationError] | None = None,
     ) -> _Built:
-        """Compile and check every engine; `weights` and their error are those that the first run wrote."""
+        """Compile and check every engine, with the `weights` and their error from the first target's run."""
         kernel_configs = self.autotune()
         if weights is None:
             weights = self.write_weights()
@@ -358,7 +361,7 @@ class _Run:
         return {stage: tuple(file.path for file in files) for stage, files in self._files.items()}
 
     def autotune(self) -> dict[str, tuple[TunedKernel, ...]]:
-        """Kernel configurations timed on this device, by stage. Nothing else must run here meanwhile."""
+        """Kernel configurations timed on this device, by stage. Nothing else may run here meanwhile."""
         timed = {}
         for stage, (dims, problems) in self._to_tune.items():
             started = time.perf_counter()
@@ -399,7 +402,7 @@ class _Run:
         return results, schedule.quantization_error
 
     def _with_shared_golden(self, result: GraphResult) -> GraphResult:
-        """The result with the golden file of the first target in place of an equal one."""
+        """The result with an equal golden file replaced by that of the first target."""
         own = self._folder / result.record.golden
         shared = f"goldens/{own.name}"
         if not self._subfolder or not filecmp.cmp(own, self._folder / shared, shallow=False):
@@ -520,7 +523,7 @@ def _refusal_notes(results: Sequence[GraphResult]) -> list[str]:
 
 
 def _parameters(stage: Stage, config: Any, options: StageOptions) -> dict[str, Any]:
-    """The parameters of `stage` as JSON values. Raises: ExportError when they are not such values."""
+    """The parameters of `stage` as JSON values. Raises: ExportError when they are not JSON values."""
     encoded: Any = encode(stage.parameters(config, options))
     try:
         json.dumps(encoded, allow_nan=False)

@@ -32,11 +32,11 @@ def synthetic_recipe(
     cache: Path | None,
     compare: str | None = None,
 ) -> ExportRecipe:
-    """The export of random weights that holds `engines` (stages, or graphs as `cfm.sample`) at `batch_sizes`.
+    """The recipe for random weights with `engines` (stages, or graphs such as `cfm.sample`) at `batch_sizes`.
 
-    On a GPU in bfloat16 where there is one, else on the CPU in float32. No engines means all stages but sharded
-    ones, whose weights may be larger than the disk; no batch sizes the usual ones. Raises: CheckpointError; ConfigError
-    when it would not hold an engine, or what `compare` needs.
+    In bfloat16 on a GPU if there is one, else in float32 on the CPU. No engines means all stages except sharded ones,
+    whose weights may be larger than the disk; no batch sizes means the defaults. Raises: CheckpointError; ConfigError
+    when the export would not contain an engine, or what `compare` needs.
     """
     checkpoint, has_gpu = open_synthetic(configs), torch.cuda.is_available()
     known = {name: stage for name, stage in discover().items() if stage.is_present(checkpoint)}
@@ -70,7 +70,7 @@ def synthetic_recipe(
 def probe_folder(requested: Path | None) -> Iterator[Path]:
     """The folder for the artifact of a probe: `requested`, or a temporary one.
 
-    Leftovers of earlier probes that were killed are removed. Raises: ConfigError when `requested` is there already.
+    Leftovers of killed probes are removed. Raises: ConfigError when `requested` already exists.
     """
     if requested is not None:
         if requested.exists() or requested.is_symlink():

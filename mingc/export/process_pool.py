@@ -70,7 +70,7 @@ def _start_tracker() -> None:
 
 
 def submit(pool: Executor, where: str, work: Callable[..., _T], *arguments: object) -> Future[_T]:
-    """Begin `work(*arguments)` in a process of `pool`. Raises: CompileError when one of its processes has died."""
+    """Start `work(*arguments)` in a process of `pool`. Raises: CompileError when one of its processes has died."""
     try:
         return pool.submit(work, *arguments)
     except BrokenProcessPool as error:
@@ -94,17 +94,17 @@ def result_of(future: Future[_T], where: str) -> _T:
     except torch.OutOfMemoryError as error:
         # A check holds its graph's layer in float32, and as many run at a time as there are jobs.
         raise CompileError(
-            f"the device's memory does not suffice: {str(error).partition('. ')[0]}",
+            f"the device does not have enough memory: {str(error).partition('. ')[0]}",
             where=where,
-            fix="lower --jobs, or end what else uses the device",
+            fix="lower --jobs, or stop other processes that use the device",
         ) from error
 
 
 def start_worker(scratch: str) -> None:
     """Prepare a worker process: one compile thread (workers are the parallelism), torch's own warnings silenced.
 
-    All temporary files of compilers go to the folder `scratch`. Workers of one export share its Inductor cache, so
-    that the C++ compiler is probed once (9 s), not once each.
+    All temporary files of compilers go to the folder `scratch`. Workers of one export share its Inductor cache, so that
+    the C++ compiler is probed only once (9 s).
     """
     watch_pool_owner()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -115,7 +115,7 @@ def start_worker(scratch: str) -> None:
 
 @contextmanager
 def gives_memory_back() -> Iterator[None]:
-    """Release cached device memory after the block, so that an idle process does not keep it from others."""
+    """Release cached device memory after the block, so that other processes can use it."""
     try:
         yield
     finally:

@@ -28,7 +28,7 @@ TARGETS = ("cpu", "cuda")
 AUTO = "auto"
 """In place of a backend's name: every one that can build for the target, of which the fastest is kept."""
 DTYPES = ("float32", "bfloat16")
-# Far above what a device holds: a larger number is a slip, and sizes of tensors would overflow.
+# Far above what a device can hold: a larger number is a mistake, and sizes of tensors would overflow.
 MAX_BATCH_SIZE = 1024
 MAX_TOKENS = 1 << 20
 MIN_MODEL_LEN = 128  # engines are traced and checked at tables of up to eight pages of 16 tokens
@@ -46,8 +46,8 @@ class ExportRecipe:
 
     Attributes:
         target: `cpu`, `cuda`, or RTX cards as `rtx:sm86,sm89`.
-        other_targets: further ones, whose engines lie in the same artifact. `backend` is for those that are no RTX
-            cards, unless all are.
+        other_targets: further targets, whose engines are stored in the same artifact. `backend` applies to targets
+            other than RTX cards, unless all are RTX cards.
         checkpoint: folder in the released layout; with `synthetic` only its configs are read.
         stages: None means all that the checkpoint holds.
         cache: None means no compile cache.
@@ -59,7 +59,7 @@ class ExportRecipe:
             `thinker=int4`. Empty: all in `dtype`.
         autotune: on CUDA, time configurations of the expert kernels on this GPU and use the fastest.
         backend: compilers: `NAMES` for every stage, `NAMES:STAGE,…` for these. Names are joined by `+`: the engines of
-            each, the first of which are run by default. `auto`: what is installed is timed, and the fastest is kept.
+            each, of which the first are the default. `auto`: the installed backends are timed, and the fastest is kept.
         keep_all: with `auto`, keep the engines of every backend.
     """
 
@@ -163,7 +163,7 @@ class ExportRecipe:
         return problems
 
     def _concerns(self, field: str) -> bool:
-        """Whether a stage that may be exported takes `field` into account."""
+        """Whether a stage that may be exported depends on `field`."""
         return any(
             field in stage.options
             for name, stage in _stages().items()
@@ -220,7 +220,7 @@ class ExportRecipe:
         return problems
 
     def check_stages(self, stages: Sequence[Stage]) -> None:
-        """Raises: ConfigError when a choice concerns none of `stages`, the stages to be built."""
+        """Raises: ConfigError when an option has no effect on any of `stages`, the stages to be built."""
         defaults = {each.name: each.default for each in fields(self)}
         names = [stage.name for stage in stages]
         known = _stages()
@@ -264,12 +264,12 @@ class ExportRecipe:
     def backends_of(self, stage: str) -> tuple[str, ...]:
         """The backends that compile `stage`, the default one first. `NAMES:STAGE` overrides `NAMES`.
 
-        For `auto` all that can build for the target.
+        For `auto`, all that can build for the target.
         """
         return self._candidates() if self.is_measured(stage) else self._words_of(stage)
 
     def is_measured(self, stage: str) -> bool:
-        """Whether the backends of `stage` are timed, and one that cannot build a graph gives way to the others."""
+        """Whether the backends of `stage` are timed, and one that cannot build a graph is skipped."""
         return AUTO in self._words_of(stage)
 
     def unsupported(self) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""The contract of a stage file: discovery, place in the stage graph, module, weights and graphs to trace.
+"""Interface of a stage file: discovery, edges of the stage graph, module, weights and graphs to trace.
 
-A file `mingc/export/stages/<name>.py` defines one `Stage` subclass and `STAGE = ThatClass()`; another distribution
-offers such an object as an entry point of the group `mingc.stages`. It holds the eager PyTorch module of the stage;
+A file `mingc/export/stages/<name>.py` defines one `Stage` subclass and `STAGE = ThatClass()`; other distributions
+provide such an object as an entry point in the group `mingc.stages`. It holds the eager PyTorch module of the stage;
 nothing here compiles or runs engines.
 """
 
@@ -82,7 +82,7 @@ class ExpertDims:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSource:
-    """How one parameter or buffer of the module is made from checkpoint tensors.
+    """How one parameter or buffer of the module is computed from checkpoint tensors.
 
     `tensors` are names in part `part`, read one at a time when the weight is written; `compute` receives them in
     order (any stored dtype, CPU, memory-mapped: must not be modified) and returns the value, already cut for the
@@ -112,15 +112,15 @@ class GraphDef:
     The module is the stage's, or the part of it at the path of the spec's first instance: others have the same code.
     `method` is called with the inputs then the state tensors of `spec`, positionally, and returns the outputs
     as a tuple. `example(dims, generator)` returns inputs and state for concrete dim sizes (CPU tensors; every dim of
-    `spec` is a key); values must be possible in real use, or parity on them means nothing.
-    `sizes`, of the dims with buckets, are those that engines are compiled for where each size has its own; empty: every
-    combination of buckets. `trace_dims` are the sizes used for tracing (never 1: torch.export would specialise on it),
-    `check_dims` the sizes at which goldens and parity are taken. A graph that routes tokens to experts by the module's
-    submodule `router` names in `routing` a method that is called with the inputs and whose return value ends with the
-    expert ids (tokens, K) and weights (tokens, K): low-precision engines are compared token by token (see
-    `mingc.export.checks.routing`). Graphs with the largest `compile_cost` are compiled first. `slots` names an
-    int64 input (rows,) of a graph whose states are pools: a call reads and writes no other rows of them, along their
-    first axis, than those and row 0, which is padding.
+    `spec` is a key); values must be possible in real use, or parity on them is meaningless.
+    `sizes` are the sizes of the dims with buckets that engines are compiled for if each size has its own engine; empty:
+    every combination of buckets. `trace_dims` are the sizes used for tracing (never 1: torch.export would specialise on
+    it), `check_dims` the sizes at which goldens and parity are taken. A graph that routes tokens to experts by the
+    module's submodule `router` names in `routing` a method that is called with the inputs and whose return value ends
+    with the expert ids (tokens, K) and weights (tokens, K): low-precision engines are compared token by token (see
+    `mingc.export.checks.routing`). Graphs with the largest `compile_cost` are compiled first. `slots` names an int64
+    input (rows,) of a graph whose states are pools: a call reads and writes no other rows of them, along their first
+    axis, than those and row 0, which is padding.
     """
 
     spec: GraphSpec
@@ -136,10 +136,10 @@ class GraphDef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerSource:
-    """Where a stage's tokenizer.json lies in a checkpoint.
+    """Location of a stage's tokenizer.json in a checkpoint.
 
-    Without the file, an export of random weights writes a byte tokenizer with the special tokens `byte_fallback`, those
-    that the stage's prompts are made with; a stage that names none is exported without a tokenizer.
+    Without the file, an export of random weights writes a byte tokenizer with the special tokens `byte_fallback`, which
+    the stage's prompts use; a stage that names none is exported without a tokenizer.
     """
 
     file: str
@@ -156,7 +156,7 @@ class Stage(ABC):
             at both. Edges to stages outside the export are dropped.
         is_sharded: whether the stage is split over tensor-parallel ranks.
         quantizations: formats its quantizable weights may be stored in.
-        options: fields of the recipe that only stages naming them take into account.
+        options: fields of the recipe that apply only to stages which name them.
         tokenizer: None for a stage without a tokenizer.
     """
 

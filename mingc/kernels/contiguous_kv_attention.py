@@ -1,4 +1,4 @@
-"""Decode attention of the speech LLM: one new token a request, keys and values in fixed slots.
+"""Decode attention of the speech LLM: one new token per request, keys and values in fixed slots.
 
 Rotary embedding, cache write and attention are one operation, so that one kernel can run all three.
 """

@@ -1,4 +1,4 @@
-"""Decode attention of the thinker, from the packed QKV projection to the output projection: one token a request."""
+"""Decode attention of the thinker, from the packed QKV projection to the output projection: one token per request."""
 
 from __future__ import annotations
 

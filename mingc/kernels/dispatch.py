@@ -28,7 +28,7 @@ def use_triton(tensor: Tensor, head_size: int | None = None) -> bool:
 
 
 def use_triton_float32(tensor: Tensor) -> bool:
-    """As `use_triton`, of a kernel that takes float32 and has no products for tensor cores."""
+    """As `use_triton`, for a kernel that takes float32 and has no GEMM for tensor cores."""
     if _is_plain or not tensor.is_cuda or tensor.dtype != torch.float32:
         return False
     return _has_kernels(tensor.device.index, "triton")

@@ -157,7 +157,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, weight_scale: Tensor 
     """x @ weightᵀ + bias: (..., K) → (..., N).
 
     A weight with a scale is in a format of `mingc.kernels.quantized`. With an FP8 weight and more than
-    `_MAX_FUSED_ROWS` rows, `x` is rounded to FP8 too where Triton kernels run, with one scale a row so that rows stay
+    `_MAX_FUSED_ROWS` rows, `x` is rounded to FP8 too where Triton kernels run, with one scale per row so that rows stay
     independent; otherwise the weight is dequantized.
     """
     if weight_scale is None:
@@ -172,8 +172,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, weight_scale: Tensor 
         made: Tensor = gpu.normed_linear(flat, None, weight, weight_scale, bias, 0.0, gpu.NONE)
         return made.view(*x.shape[:-1], made.shape[-1])
     rounded, scale = quantize_fp8(x.reshape(-1, x.shape[-1]))
-    # The vendor's GEMM with one scale a matrix is faster than the one with a scale a row plus the multiplication below,
-    # which the compiler fuses into the next operation (benchmarks/NOTES.md).
+    # The vendor's GEMM with one scale per matrix is faster than the one with a scale per row plus the multiplication
+    # below, which the compiler fuses into the next operation (benchmarks/NOTES.md).
     one = torch.ones((), dtype=torch.float32, device=x.device)
     gemm = torch._scaled_mm(rounded, weight.t(), one, one, out_dtype=x.dtype, use_fast_accum=True)
     out = gemm.to(torch.float32) * scale.unsqueeze(1) * weight_scale

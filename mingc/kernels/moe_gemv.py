@@ -1,6 +1,6 @@
 """The mixture-of-experts half of a layer for one token: residual sum, norm, router and experts in three kernels.
 
-Runs only on GPUs with Triton kernels; `mingc.export.layers.moe` composes the same of other operations elsewhere.
+Runs only on GPUs with Triton kernels; elsewhere `mingc.export.layers.moe` composes it from other operations.
 """
 
 from __future__ import annotations

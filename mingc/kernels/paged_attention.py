@@ -1,8 +1,8 @@
 """Attention over a paged KV cache.
 
-A pool is (KV, Hk, d): the rows of all pages in order, `page_size` rows a page. A page table lists a request's pages in
-token order, padded with 0, the padding page. Rows after a request's tokens may hold values of an earlier request, even
-NaN, and must not affect the result. Scale 1/sqrt(d), softmax in float32 (spec: thinker.md §2.1).
+A pool is (KV, Hk, d): the rows of all pages in order, `page_size` rows per page. A page table lists a request's pages
+in token order, padded with 0, the padding page. Rows after a request's tokens may hold values of an earlier request,
+even NaN, and must not affect the result. Scale 1/sqrt(d), softmax in float32 (spec: thinker.md §2.1).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def paged_prefill_attention(
 def paged_decode_attention(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, lengths: Tensor, page_size: int
 ) -> Tensor:
-    """Attend with one new token a request to the request's tokens, itself included.
+    """Attend with one new token per request to the request's tokens, itself included.
 
     Args:
         q: (B, Hq, d).

@@ -2,8 +2,8 @@
 
 FP8: float8_e4m3fn of the weight's shape, and a float32 scale for each row: weight[r, k] = stored[r, k] * scale[r].
 
-INT4: signed values -8..7, two a byte along the input axis, the first in the low four bits, as uint8 (R, K/2); groups of
-128 inputs of a row share a bfloat16 scale (the last group of a row may be shorter):
+INT4: signed values -8..7, two per byte along the input axis, the first in the low four bits, as uint8 (R, K/2); groups
+of 128 inputs of a row share a bfloat16 scale (the last group of a row may be shorter):
 weight[r, k] = stored[r, k] * scale[r, k // 128]. K must be even.
 
 Shape letters: R rows (outputs), K inputs; any leading axes (experts).

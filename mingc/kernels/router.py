@@ -24,7 +24,7 @@ def route_hidden(
 
     Args:
         x: (T, D).
-        weight: (G, E, D), one matrix a gate.
+        weight: (G, E, D), one matrix per gate.
         bias: (G, E) float32.
         gate_index: (T,) int64; without it every token uses gate 0.
     """
@@ -41,7 +41,7 @@ def route_hidden(
     if gate_index is None:
         logits, own_bias = F.linear(x32, weight[0].to(torch.float32)), bias[0]
     else:
-        # One GEMM with all gates costs less than a GEMM a gate and a merge.
+        # One GEMM with all gates costs less than one GEMM per gate and a merge.
         every = F.linear(x32, weight.flatten(0, 1).to(torch.float32)).view(-1, num_gates, num_experts)
         logits = every.gather(1, gate_index[:, None, None].expand(-1, 1, num_experts)).squeeze(1)
         own_bias = bias.index_select(0, gate_index)
@@ -58,7 +58,7 @@ def route_hidden(
 def route(
     logits: Tensor, bias: Tensor, *, num_groups: int, num_kept_groups: int, top_k: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Select `top_k` experts a token and their weights (spec: thinker.md §2.3).
+    """Select `top_k` experts per token and their weights (spec: thinker.md §2.3).
 
     Args:
         logits: (T, E) float32.

@@ -1,4 +1,4 @@
-"""Sliding-window attention of a streaming decoder: a few new frames a request, keys and values in a ring buffer.
+"""Sliding-window attention of a streaming decoder: a few new frames per request, keys and values in a ring buffer.
 
 The ring buffer needs no reset: the frame number of a row follows from the newest frame number, so rows left by an
 earlier request of the slot get negative numbers and are never visible.

@@ -1,6 +1,6 @@
 """Variable-length attention: every query sees one contiguous range of keys, such as a video frame or an audio clip.
 
-On a GPU one kernel walks the ranges and holds no mask. The torch reference builds the dense mask once for all layers.
+On a GPU one kernel walks the ranges and needs no mask. The torch reference builds the dense mask once for all layers.
 
 Shape letters: B rows, Q queries, K keys, W width, H heads, d head size, S = Q, or 1 when all queries share one range.
 """

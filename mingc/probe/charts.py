@@ -1,4 +1,4 @@
-"""Charts of a probe as SVG elements: lines over logarithmic axes, a roofline, bars one after another.
+"""Charts of a probe as SVG elements: lines over logarithmic axes, a roofline, consecutive bars.
 
 Every drawn figure keeps its exact value in `data-x` and `data-y` (bars: `data-from` and `data-to`), and has a tooltip.
 """
@@ -56,7 +56,7 @@ class Roof:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """A part from `start` to `end` of a length that the bars make up together."""
+    """A part, from `start` to `end`, of the total length of all bars."""
 
     name: str
     start: float
@@ -84,7 +84,7 @@ class _Axis:
 def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series]) -> Element:
     """Series over logarithmic axes; x has a tick for each of its values where there is space.
 
-    Points without a place on a logarithmic axis are left out, and the chart has their number.
+    Points that a logarithmic axis cannot show are left out, and the chart states their number.
     """
     series, left_out = _with_places(series)
     points = [point for each in series for point in each.points]
@@ -102,7 +102,10 @@ def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series])
 def roofline_chart(
     title: str, x_label: str, y_label: str, series: Sequence[Series], roofs: Sequence[Roof]
 ) -> Element:
-    """Points below roofs, over logarithmic axes. What has no place there is left out, and the chart has its number."""
+    """Points below roofs, over logarithmic axes.
+
+    Points that cannot be shown are left out, and the chart states their number.
+    """
     series, left_out = _with_places(series)
     left_out += len(roofs)
     roofs = [roof for roof in roofs if _has_place(roof.slope) and _has_place(roof.peak)]
@@ -133,7 +136,7 @@ def roofline_chart(
 
 
 def bar_chart(title: str, x_label: str, bars: Sequence[Bar]) -> Element:
-    """Bars one after another, each where the one before ended, over a linear axis from 0."""
+    """Bars, each starting where the previous one ended, over a linear axis from 0."""
     height = _TOP + _BAR_ROW * len(bars) + _BOTTOM
     svg = _svg(title, height)
     ticks = _linear_ticks(max(bar.end for bar in bars))
@@ -173,13 +176,13 @@ def number(value: float) -> str:
 
 
 def shorten(text: str, letters: int) -> str:
-    """A text as a document may hold it, and of one that is too long the beginning."""
+    """A printable text, cut off if it is too long."""
     text = printable(text)
     return text if len(text) <= letters else text[: letters - 1] + "…"
 
 
 def printable(text: str) -> str:
-    """A text as a document may hold it: control characters and bytes that are no text are escaped."""
+    """A text that is valid in a document: control characters and bytes that are not text are escaped."""
     return re.sub(
         r"[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]",
         lambda found: ascii(found[0])[1:-1],
@@ -188,12 +191,12 @@ def printable(text: str) -> str:
 
 
 def _has_place(value: float | None) -> TypeGuard[float]:
-    """Whether a logarithmic axis has a place for `value`."""
+    """Whether a logarithmic axis can show `value`."""
     return value is not None and math.isfinite(value) and value > 0
 
 
 def _with_places(series: Sequence[Series]) -> tuple[list[Series], int]:
-    """The series with those points alone that logarithmic axes have a place for, and the number of the others."""
+    """The series with only the points that logarithmic axes can show, and the number of the others."""
     kept = [
         replace(each, points=tuple(p for p in each.points if _has_place(p.x) and _has_place(p.y)))
         for each in series
@@ -228,7 +231,7 @@ def _round(value: float, *, up: bool) -> float:
 
 
 def _ticks(low: float, high: float) -> tuple[float, ...]:
-    """1, 2 and 5 in each decade, or with many decades its beginning alone."""
+    """1, 2 and 5 in each decade; with many decades only 1."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     digits = (1, 2, 5) if math.log10(high / low) < 3 else (1,)
     values = [digit * 10.0**power for power in decades for digit in digits]

@@ -1,6 +1,6 @@
-"""Cold start of an artifact: `mingc serve` in a fresh process, its phases as its own clock has them, first requests.
+"""Cold start of an artifact: `mingc serve` in a new process, the phases that it measures, and first requests.
 
-Runs before anything else of a probe: the server takes as much of a GPU as it would alone.
+Runs before the rest of a probe, so that the server can use as much of a GPU as it would alone.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _TEXT = "Hello."
 class ColdStart:
     """One start of a server. The phases add up to the time from the creation of the process to the open port.
 
-    `disk_bytes` is what the process read from a disk until then, and not from the page cache; None if unknown. Without
-    phases it was not run; `notes` say why.
+    `disk_bytes` were read from a disk until then, not from the page cache; None if unknown. If there are no phases, it
+    was not run; `notes` say why.
     """
 
     phases: tuple[StartPhase, ...] = ()
@@ -53,7 +53,7 @@ def measure_cold_start(
     engines: Sequence[str] = (),
     target: str | None = None,
 ) -> ColdStart:
-    """Serve `artifact` on a free local port, send each kind of request twice, and end the server.
+    """Serve `artifact` on a free local port, send each kind of request twice, and stop the server.
 
     `engines` are those of `mingc serve --engines`, `target` that of `--target`.
     """
@@ -161,7 +161,7 @@ def _disk_bytes(pid: int) -> int | None:
 
 
 def _first_requests(url: str) -> Iterator[FirstRequest]:
-    """Each kind of request that the model takes, twice, and the milliseconds until its whole answer."""
+    """Send each kind of request that the model takes twice; milliseconds until the complete answer."""
     models = _request(f"{url}/v1/models", None)
     model = json.loads(models)["data"][0]
     bodies: dict[str, tuple[str, dict[str, Any]]] = {}
@@ -183,7 +183,7 @@ def _first_requests(url: str) -> Iterator[FirstRequest]:
 
 
 def _request(url: str, body: Mapping[str, Any] | None) -> bytes:
-    """The body of the answer. The address is this machine's, so no proxy of the environment is asked."""
+    """The body of the answer. The address is local, so proxy settings of the environment are ignored."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

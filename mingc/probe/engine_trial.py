@@ -1,4 +1,4 @@
-"""Times engines of several backends in turns, for `mingc export --backend auto`."""
+"""Times engines of several backends alternately, for `mingc export --backend auto`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def time_engines(
 ) -> tuple[str, list[list[list[float]]]]:
     """Seconds of every run, by call and engine, and the name of the device.
 
-    Every round runs each engine once, in an order that changes, so that a change of the machine's load reaches all of
-    them. CUDA engines are captured, as a server runs them.
+    Every round runs each engine once, in varying order, so that a change of the machine's load affects all of them.
+    CUDA engines are captured, as a server runs them.
 
     Args:
         engines: backend and file of each.

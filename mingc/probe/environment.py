@@ -16,7 +16,7 @@ from mingc.probe.stopwatch import processor_name
 
 
 def this_environment() -> Environment:
-    """Facts of this process and machine; None for what is not there."""
+    """Facts about this process and machine; None for unknown ones."""
     has_gpu = torch.cuda.is_available()
     return Environment(
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),

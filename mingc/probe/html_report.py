@@ -1,4 +1,4 @@
-"""The report of a probe as one HTML file: tables and charts, without scripts and without the network."""
+"""The report of a probe as one HTML file: tables and charts, without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _BATCH_DIMS = {
 
 
 def check_html_path(path: Path) -> None:
-    """Raises: ConfigError when no file can be written at `path`; asked before anything is measured."""
+    """Raises: ConfigError when no file can be written at `path`; called before anything is measured."""
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         why = (
@@ -63,7 +63,7 @@ def check_html_path(path: Path) -> None:
 
 
 def write_html(report: ProbeReport, path: Path) -> None:
-    """Write the page of `report` to `path`, which has all of it or what it had before."""
+    """Write the page of `report` to `path`, atomically."""
     with tempfile.NamedTemporaryFile(
         "w", dir=path.parent, prefix=f".{path.name}.", encoding="utf-8", delete=False
     ) as file:
@@ -229,7 +229,7 @@ def _latencies(body: Element, report: ProbeReport) -> None:
 
 
 def _by_dim(engines: Sequence[EngineFigures]) -> dict[str, list[EngineFigures]]:
-    """Engines by the dim that their latency is drawn against; `` for those without sizes."""
+    """Engines by the dim on the x axis of their latency chart; `` for those without sizes."""
     groups: dict[str, list[EngineFigures]] = {}
     for each in engines:
         same = [other.sizes for other in engines if other.engine == each.engine]
@@ -240,7 +240,7 @@ def _by_dim(engines: Sequence[EngineFigures]) -> dict[str, list[EngineFigures]]:
 
 
 def _series(engines: Sequence[EngineFigures], dim: str, backend: str) -> list[Series]:
-    """One for each graph and set of other sizes; `backend` is how its name has the backend, if it does."""
+    """One for each graph and set of other sizes; `backend` is the backend's part of the name, if any."""
     found: dict[str, list[Point]] = {}
     for each in engines:
         others = [f"{name}={size}" for name, size in each.sizes.items() if name != dim]

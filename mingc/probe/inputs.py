@@ -1,4 +1,4 @@
-"""Valid inputs and state for any engine, as in a busy server, from the tensor names of its graph.
+"""Valid inputs and state for any engine, like those of a busy server, from the tensor names of its graph.
 
 Floats are random; the name of an integer input gives its meaning. Every request already holds `context` tokens, or as
 many as its slot or pages take, in its own slot or pages.
@@ -28,7 +28,7 @@ class ProbeCase:
 
     Attributes:
         sizes: sizes of the bucketed dims.
-        context: tokens each request holds before this call; together with the new ones at most `room`.
+        context: tokens of each request before this call; together with the new ones at most `room`.
         parameters: the stage's parameters, from the manifest.
     """
 
@@ -193,7 +193,10 @@ def _page_table(case: ProbeCase, shape: _Shape) -> Tensor:
 
 
 def _sampling(case: ProbeCase, shape: _Shape) -> Tensor:
-    """Rows with every rule and numbers at equal distances, without bans; the columns are in `docs/kernels.md`."""
+    """Rows with every sampling parameter and evenly spaced uniform numbers, without bans.
+
+    Columns: `docs/kernels.md`.
+    """
     columns = torch.zeros(shape)
     columns[:, : len(_SAMPLING)] = torch.tensor(_SAMPLING)
     columns[:, len(_SAMPLING)] = (torch.arange(shape[0]) + 0.5) / shape[0]

@@ -1,6 +1,6 @@
 """Times every engine of an artifact and compares it with roofline bounds of the machine.
 
-Each figure is of one engine alone on random data, without the copies, scheduling and sampling of a server.
+Each figure is for a single engine on random data, without the copies, scheduling and sampling of a server.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class ProbeOptions:
         tolerance: fraction by which a median may exceed the baseline's.
         backends: `STAGE=BACKEND` for stages whose engines are not the artifact's default ones.
         compare: `patch-embed` also times the patch embedding in two forms; `engines` must include its stage.
-        beside: another artifact of the same model, whose default engines are timed in turns with these.
-        has_cold_start: also start a server of the artifact in a process of its own, before anything else.
-        has_transfers: also measure how fast memory moves on this machine.
-        target: the target whose engines are timed; None: the one that this machine runs.
+        beside: another artifact of the same model, whose default engines are timed alternately with these.
+        has_cold_start: also start a server of the artifact in a separate process, before anything else.
+        has_transfers: also measure memory transfer rates of this machine.
+        target: the target whose engines are timed; None: the one that this machine selects.
     """
 
     engines: tuple[str, ...] | None = None
@@ -141,7 +141,7 @@ class _Target:
         return self.sizes.get("T", 1)
 
     def held(self, context: int) -> int:
-        """The part of `context` tokens that fits into a request besides the new ones."""
+        """The part of `context` tokens that fits into a request in addition to the new ones."""
         return int(min(context, self.room - self.new_tokens))
 
     def title(self, context: int) -> str:
@@ -243,7 +243,7 @@ def probe(
 
 
 def pairs(here: Sequence[EngineFigures], there: Sequence[EngineFigures]) -> tuple[EnginePair, ...]:
-    """Engines that both sides have, by title, in the order of `here`."""
+    """Engines that exist on both sides, by title, in the order of `here`."""
     others = {each.title: each for each in there}
     return tuple(
         EnginePair(
@@ -260,7 +260,7 @@ def pairs(here: Sequence[EngineFigures], there: Sequence[EngineFigures]) -> tupl
 
 
 def same_backends(pairs: Sequence[EnginePair]) -> str | None:
-    """A note on pairs of one backend, which say nothing of another one; None if there is none."""
+    """A note on pairs with the same backend, which do not compare backends; None if there is none."""
     same = [pair for pair in pairs if pair.backend == pair.other_backend]
     if not same:
         return None
@@ -272,7 +272,7 @@ def same_backends(pairs: Sequence[EnginePair]) -> str | None:
 
 
 def _open_beside(artifact: Artifact, path: Path) -> Artifact:
-    """The artifact to time beside, with its default engines.
+    """The artifact of `beside`, with its default engines.
 
     Raises: ConfigError when it is for another device, model or dtype; ArtifactError when its engines cannot be loaded.
     """

@@ -10,7 +10,7 @@ from mingc.artifacts.manifest import EngineCost
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheRate:
-    """Rate of reading the same `num_bytes` again and again, from whichever cache holds them."""
+    """Rate of repeatedly reading the same `num_bytes`, from whichever cache holds them."""
 
     num_bytes: int
     read_tb_s: float
@@ -21,7 +21,7 @@ class PeakRates:
     """Measured peak rates of a machine on large random tensors: copy (bytes read and written), read and matmul.
 
     `cache_bytes` is the size of the last-level cache; None if unknown. `read_tb_s` is 0 in reports of earlier versions.
-    `cache_rates` are of small tensors, smallest first: on a CPU, whose engines run with what they read before in the
+    `cache_rates` are for small tensors, smallest first, on a CPU, where data of the previous call are still in the
     cache; empty on CUDA, where the cache is emptied before each call.
     """
 
@@ -35,14 +35,14 @@ class PeakRates:
 
     @property
     def memory_tb_s(self) -> float:
-        """The faster of copying and reading: engines read most of their bytes, and writes slow a memory down."""
+        """The faster of copying and reading: engines mostly read, and writes are slower."""
         return max(self.copy_tb_s, self.read_tb_s)
 
     def rate_of(self, num_bytes: int) -> float:
-        """The rate in TB/s that a call which reads `num_bytes` may reach at most.
+        """The highest possible rate in TB/s of a call that reads `num_bytes`.
 
-        That of the largest measured size which is not above it, or of a larger one that was faster still: a rate falls
-        with the size, and those of the smallest sizes have the time of the call in them.
+        The rate of the largest measured size not above it, or of a larger size that was faster: rates fall with the
+        size, but those of the smallest sizes include the time of the call.
         """
         below = [each.num_bytes for each in self.cache_rates if each.num_bytes <= num_bytes]
         least = max(below, default=0)
@@ -133,7 +133,7 @@ class RooflineBound:
         roofline: larger of the two bounds as a fraction of the measured median.
         memory_roof_tb_s: the memory rate of the bound, see `PeakRates.rate_of`.
         intensity: FLOPs per byte. achieved_tflop_s, achieved_tb_s: FLOPs and bytes by the measured median.
-        uncounted: kernels that the cost model does not count; with any, the bounds are too low.
+        uncounted: kernels that the cost model does not count; if there are any, the bounds are too low.
     """
 
     engine: str
@@ -186,7 +186,7 @@ class PatchEmbed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartPhase:
-    """One phase of a cold start, and the seconds from the start of the process to its end if all were in turn."""
+    """One phase of a cold start, and the cumulative seconds from the start of the process to the end of the phase."""
 
     phase: str
     seconds: float
@@ -195,7 +195,7 @@ class StartPhase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstRequest:
-    """Milliseconds until the whole answer of the first request of a kind after the start, and of the same again."""
+    """Milliseconds until the complete answer of the first request of a kind after the start, and of its repetition."""
 
     request: str
     first_ms: float
@@ -204,7 +204,7 @@ class FirstRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
-    """Rate of moving memory. `num_bytes` are what the rate counts in `ms`; without a rate, `not_run` says why."""
+    """One memory transfer rate: `num_bytes` in `ms`; without a rate, `not_run` says why."""
 
     transfer: str
     num_bytes: int
@@ -225,7 +225,7 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnginePair:
-    """An engine of this artifact and the same one of another artifact, timed in turns; `ratio` is other to this."""
+    """An engine of this artifact and its counterpart in another one, timed alternately; `ratio` is other / this."""
 
     engine: str
     backend: str
@@ -237,7 +237,7 @@ class EnginePair:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """The machine and the versions of a probe; None for what is not there. `measured_at` is in UTC."""
+    """The machine and the versions of a probe; None for unknown ones. `measured_at` is in UTC."""
 
     measured_at: str
     mingc: str
@@ -255,7 +255,7 @@ class Environment:
     gpus: tuple[str, ...]
 
     def cells(self) -> dict[str, object]:
-        """What the console shows beside the lines of the report."""
+        """Columns of the console table."""
         return {
             "cpu": self.cpu,
             "cores": self.cores,
@@ -337,7 +337,7 @@ def roofline_bound(
 
 
 def above_the_roof(bounds: Sequence[RooflineBound]) -> str | None:
-    """A note on engines that were faster than their bound allows; None if there is none."""
+    """A note on engines that were faster than their bound; None if there is none."""
     above = [bound for bound in bounds if bound.roofline > 1.0]
     if not above:
         return None

@@ -65,7 +65,7 @@ class Stopwatch:
     def peak_rates(self, dtype: torch.dtype) -> PeakRates:
         """Measure rates of copying, reading and matmul, the fastest of several calls; takes a fraction of a second.
 
-        A median would not be a peak: other processes and clocks slow some calls down, also those of an engine later.
+        A median would not be a peak: other processes and clock changes slow down some calls.
         """
         is_cuda = self._flush is not None
         side, words, count = (8192, 2**29, 10) if is_cuda else (1024, 2**26, 5)
@@ -87,7 +87,7 @@ class Stopwatch:
         )
 
     def _cache_rate(self, num_bytes: int) -> CacheRate:
-        """The faster of a sum and a matrix times a vector, which reads its matrix as most engines do."""
+        """The faster of a sum and a matrix-vector product, which reads its matrix as most engines do."""
         matrix = torch.randn(num_bytes // 1024, 256)
         vector, result = torch.randn(256), torch.empty(len(matrix))
         count = max(5, min(1000, _CACHED_READ_BYTES // num_bytes))

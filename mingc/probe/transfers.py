@@ -1,6 +1,6 @@
-"""Rates at which memory moves: host memory, between host and GPU, between GPUs, and of an NCCL all-reduce.
+"""Memory transfer rates: host memory, between host and GPU, between GPUs, and of an NCCL all-reduce.
 
-What this machine has no device for is a row that is not run, with the reason.
+A transfer without the required devices becomes a row that is marked as not run, with the reason.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def visible_gpus() -> list[torch.device]:
 
 
 def best_seconds(run: Callable[[], object], devices: Sequence[torch.device]) -> float:
-    """Seconds of a call, of the fastest sample, until `devices` have done its work."""
+    """Seconds of a call until `devices` have finished it: the fastest sample."""
 
     def wait() -> None:
         for device in devices:
@@ -79,7 +79,7 @@ def host_transfers(timer: Timer) -> list[Transfer]:
 
 
 def _host_to_gpu(gpu: torch.device | None, timer: Timer) -> list[Transfer]:
-    """Both directions, from and to memory that the driver may read directly (pinned) and that it may not."""
+    """Both directions, with pinned host memory, which the driver accesses directly, and with pageable memory."""
     rows = []
     for kind in ("pinned", "pageable"):
         names = (f"host to {gpu or 'GPU'}, {kind}", f"{gpu or 'GPU'} to host, {kind}")
@@ -97,7 +97,7 @@ def _host_to_gpu(gpu: torch.device | None, timer: Timer) -> list[Transfer]:
 
 
 def _peer_copy(source: torch.device, target: torch.device, timer: Timer) -> Transfer:
-    """One direction; through host memory where the devices cannot access each other, which the name says."""
+    """One direction; through host memory if the devices cannot access each other, as stated in the name."""
     has_access = source.type != "cuda" or torch.cuda.can_device_access_peer(target, source)
     name = f"{source} to {target}, {'peer copy' if has_access else 'copy through the host'}"
     try:

@@ -67,7 +67,7 @@ class EngineThread(ABC):
     @property
     @abstractmethod
     def held(self) -> dict[str, int]:
-        """What requests hold now, by kind: all 0 when there are none."""
+        """Resources that requests hold at present, by kind: all 0 when there are none."""
 
     @abstractmethod
     def _step(self) -> bool:
@@ -82,7 +82,7 @@ class EngineThread(ABC):
         return _IDLE_WAIT_S
 
     def _notify(self) -> None:
-        """Wake the thread, now or when it is about to wait. Call it under the lock."""
+        """Wake the thread, now or when it next waits. Call it under the lock."""
         self._is_woken = True
         self._wake.notify()
 

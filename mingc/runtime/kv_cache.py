@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 
 class PagePool:
-    """Allocates pages of `page_size` KV rows to requests, and keeps written pages for prompts that begin alike.
+    """Allocates pages of `page_size` KV rows to requests, and keeps written pages for prompts with the same beginning.
 
     A full page whose rows are written can be published under a key of its content (`mingc.runtime.thinker.page_keys`).
-    A request shares the published pages that its prompt begins with. A published page without an owner counts as
-    free: it keeps its content until a request needs the page, the least recently used one first.
+    A request shares the published pages of its prompt's beginning. A published page without an owner counts as free: it
+    keeps its content until a request needs the page; the least recently used one is taken first.
 
     Args:
         num_pages: pages of the state tensors, including page 0.
@@ -92,10 +92,10 @@ class PagePool:
         return True
 
     def share(self, owner: int, keys: Sequence[bytes], first: int) -> int:
-        """Exchange pages of `owner`, from number `first`, for the published pages of `keys[first:]`.
+        """Replace pages of `owner`, from number `first`, by the published pages of `keys[first:]`.
 
-        Ends at the first key without a page. The exchanged pages must not be published; what they hold is lost.
-        Returns how many were exchanged.
+        Stops at the first key without a page. The replaced pages must not be published; their content is lost. Returns
+        how many were replaced.
         """
         pages = self._owned[owner]
         shared = self._find(keys[first:])
@@ -118,7 +118,7 @@ class PagePool:
                 self._num_owners.setdefault(page, 1)
 
     def unpublish_all(self) -> None:
-        """Let no later prompt share a page that is written now."""
+        """Prevent later prompts from sharing any page written so far."""
         self._free.extend(self._idle)
         for contents in (self._idle, self._published, self._keys):
             contents.clear()
@@ -141,7 +141,7 @@ class PagePool:
                 self._free.append(page)
 
     def check_count(self) -> None:
-        """Assert that the number of pages adds up. Cheap: does not look at single pages."""
+        """Assert that the page counts add up. Cheap: does not check single pages."""
         num_shared = sum(self._num_owners.values()) - len(self._num_owners)
         num_used = sum(map(len, self._owned.values())) - num_shared
         assert self.num_free + num_used == self.num_pages - 1, "KV pages leaked or allocated twice"
@@ -174,7 +174,7 @@ class PagePool:
         self._num_owners[page] = self._num_owners.get(page, 0) + 1
 
     def _take(self) -> int:
-        """A page to write into: one without content, or the published one that was used least recently."""
+        """A page to write to: one without content, or the least recently used published one."""
         if self._free:
             return self._free.pop()
         page, _ = self._idle.popitem(last=False)

@@ -50,7 +50,7 @@ class PhiloxNoise:
 
 @dataclass(frozen=True, slots=True)
 class ShiftedNoise:
-    """The noise of the segments from `first_segment` on, for a part of a request that is spoken on its own."""
+    """The noise of the segments from `first_segment` on, for a part of a request that is generated separately."""
 
     noise: NoiseSource
     first_segment: int

@@ -111,7 +111,7 @@ class VideoParams:
 class ChatRequest:
     """A conversation to answer. The answer always has text; it has speech if `speech` is given.
 
-    `is_live`: the speech is played while it is made, so it need not be made faster.
+    `is_live`: the speech is played while it is generated, so it need not be generated faster.
     """
 
     request_id: str
@@ -135,7 +135,7 @@ class SpeechRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """What a request took. `cached_tokens`: those of `prompt_tokens` that the prefix cache held."""
+    """Token counts of a request. `cached_tokens`: those of `prompt_tokens` found in the prefix cache."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -158,7 +158,8 @@ class TextDelta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AudioDelta:
-    """One patch: samples (n,) float32 mono in [-1, 1] at the artifact's sample rate, and what they were made of.
+    """One patch: samples (n,) float32 mono in [-1, 1] at the artifact's sample rate, and the values they were computed
+    from.
 
     `latents` (p, latent) float32 and `stop_probability`: see `PatchItem`.
     """
@@ -233,17 +234,17 @@ class MemoryUse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceLoad:
-    """How full a running model is.
+    """Load of a running model.
 
     `kv_pages_used` and `kv_pages_total` count the thinker's KV pages, 0 without a thinker. `num_waiting`: by engine,
-    chats that wait for the thinker and requests whose next speech segment waits for the talker. Since the start:
-    `prefilled_tokens` of prompts were computed, `reused_tokens` were not, and `evicted_pages` of the prefix cache were
-    given to other requests; `cached_pages` is what it holds now, pages in use included. Since the start `encoder_hits`
-    images, videos and clips were not encoded again and `encoder_misses` were; `encoder_cache_bytes` of embeddings are
-    kept. `listeners`: live speech in the making, by state. `num_underruns`: its patches that were ready after their
-    playback time, since the start. `experts_read`: by rows of a decode step, how many such steps were counted since the
-    start, and the sum over them of the mean number of different experts that a layer read. `memory`: what was
-    allocated at start.
+    chats that wait for the thinker and requests whose next speech segment waits for the talker. Counted since the
+    start: prompt tokens that were computed (`prefilled_tokens`) or not (`reused_tokens`), pages of the prefix cache
+    that were given to other requests (`evicted_pages`), and images, videos and clips that were not encoded again
+    (`encoder_hits`) or were encoded (`encoder_misses`). At present: pages in the prefix cache, those in use included
+    (`cached_pages`), and bytes of cached embeddings (`encoder_cache_bytes`). `listeners`: live speech being generated,
+    by state. `num_underruns`: its patches that were ready after their playback time, since the start. `experts_read`:
+    by rows of a decode step, the number of such steps counted since the start, and the sum over these steps of the mean
+    number of different experts per layer. `memory`: allocated at start.
     """
 
     kv_pages_used: int = 0

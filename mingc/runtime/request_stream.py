@@ -38,7 +38,7 @@ class TokenItem:
 class PatchItem:
     """Samples (n,) float32 of one patch. `is_segment_end`: last of its segment; `is_capped`: it was cut off.
 
-    `latents` (p, latent) float32 and `stop_probability` are what the sampler made, before the VAE and the stop rule.
+    `latents` (p, latent) float32 and `stop_probability` are the sampler's outputs, before the VAE and the stop rule.
     """
 
     samples: NDArray[np.float32]
@@ -59,7 +59,7 @@ Item = TokenItem | PatchItem | FailedItem
 
 
 class EventQueue:
-    """Hands items from any thread to the request streams of one event loop.
+    """Passes items from any thread to the request streams of one event loop.
 
     Items that arrive together wake the loop once: a wake-up is a system call, at which the engine thread may lose the
     GIL to the loop, and a step has an item for every request.
@@ -71,7 +71,7 @@ class EventQueue:
         self._is_woken = False
 
     def put(self, stream: RequestStream, item: Item) -> None:
-        """Hand an item over. Raises: RuntimeError when the event loop is closed."""
+        """Pass an item on. Raises: RuntimeError when the event loop is closed."""
         self._items.append((stream, item))
         if self._is_woken:
             return
@@ -109,11 +109,11 @@ class RequestStream:
 
     @property
     def num_pending_patches(self) -> int:
-        """Patches put and not yet taken."""
+        """Patches added and not yet taken."""
         return self._patches_put - self._patches_taken
 
     def put(self, item: Item) -> None:
-        """Hand an item over; dropped when the request has ended or the event loop is gone."""
+        """Pass an item on; it is dropped when the request has ended or the event loop is closed."""
         if self._is_closed:
             return
         if isinstance(item, PatchItem):

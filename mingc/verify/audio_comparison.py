@@ -1,8 +1,8 @@
-"""Compare a wave with a recorded one as a listener would: rate, length, loudness, timbre. Needs numpy only.
+"""Compare a wave with a recorded one by audible properties: rate, length, loudness, timbre. Needs numpy only.
 
-Values of a wave differ by rounding, and in low precision by much more, inaudibly. The figures here barely react to
-that, and each reacts to a fault of its own: a wrong speed or sample rate, silence, another gain, clipping, patches in
-another order, a lost band of frequencies.
+Values of a wave differ by rounding, and in low precision by much more, inaudibly. The properties here barely change
+with that, but each reveals a different fault: a wrong speed or sample rate, silence, a wrong gain, clipping, patches in
+the wrong order, a lost frequency band.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _RANGE_DB = 60.0  # below the loudest band of the recording; quieter values coun
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AudioDifference:
-    """One figure of a wave and of its recording; `difference` and `limit` as in `LIMITS`.
+    """One property of a wave and of its recording; `difference` and `limit` as in `LIMITS`.
 
     Units: sample rate and spectral centroid in Hz, duration in seconds, mel distance in dB.
     """
@@ -70,7 +70,7 @@ class AudioDifference:
 
     @property
     def is_off(self) -> bool:
-        """Whether the difference exceeds its limit, or is no number."""
+        """Whether the difference exceeds its limit, or is not a number."""
         return not self.difference <= self.limit
 
     def describe(self) -> str:
@@ -88,9 +88,9 @@ def compare_audio(
     recorded_hz: int,
     limits: Mapping[Figure, float] = LIMITS,
 ) -> tuple[AudioDifference, ...]:
-    """All figures of mono waves (n,) in [-1, 1], in the order of `LIMITS`.
+    """All properties of mono waves (n,) in [-1, 1], in the order of `LIMITS`.
 
-    A wave with NaN or infinity is off in every figure that depends on its values.
+    A wave with NaN or infinity fails every property that depends on its values.
     """
     one, other = (np.asarray(wave, np.float64).ravel() for wave in (found, recorded))
     values: dict[Figure, tuple[float, float]] = {

@@ -19,7 +19,7 @@ class Comparison:
             a scale is the least-squares factor between all values and their references.
         error: worst relative error, max |a - b| / max |b|; for a share the fraction that differs, for a scale its
             distance from 1, for audio the difference of the figure.
-        identical: set for ids and text.
+        identical: set only for ids and text.
         tolerance: the largest error that passes.
         note: the waiver of an expected difference, or the reason why nothing was checked.
     """
@@ -33,7 +33,7 @@ class Comparison:
     note: str = ""
 
     def cells(self) -> dict[str, str]:
-        """Columns of the console table; a comparison that passed is only in the JSON document."""
+        """Columns of the console table; passed comparisons appear only in the JSON document."""
         if self.outcome == "pass":
             return {}
         if self.identical is not None:

@@ -176,7 +176,7 @@ class ComparisonLog:
         self._add(name, "", "text", "pass" if holds else "FAIL", identical=holds, note=what)
 
     def audio(self, name: str, differences: Sequence[AudioDifference], *, how: str = "") -> None:
-        """Record every figure of a wave that was compared with a recorded one."""
+        """Record every property of a wave that was compared with a recorded one."""
         for each in differences:
             outcome: Outcome = "FAIL" if each.is_off else "pass"
             note = each.describe() if each.is_off else ""

@@ -26,7 +26,7 @@ def replay(
     """Outputs of each call by name, and `state.<name>` afterwards, on the CPU.
 
     Args:
-        weights: one file a rank, of which the first instance's weights are used. Ranks run without collectives: their
+        weights: one file per rank, of which the first instance's weights are used. Ranks run without collectives: their
             outputs are combined here. The state is rank 0's.
         calls: inputs and state of each; they are not modified.
     """
@@ -56,7 +56,7 @@ def _run(
             absent = sorted({*paths.values()} - stored)
             if absent:
                 raise ArtifactError(
-                    f"engine needs weights that the artifact has not: {', '.join(absent[:5])}",
+                    f"engine needs weights that the artifact lacks: {', '.join(absent[:5])}",
                     where=f"{engine.name}, {weights.name}",
                     fix="copy the artifact again, or export again",
                 )

@@ -1,8 +1,8 @@
-"""The JSON documents of a golden set, checked against the form that replays read before any use.
+"""The JSON documents of a golden set, validated before use against the form that replays read.
 
-A form is a type, a text or a pattern of one, a list of one form, a tuple of forms of which one must do, or an object's
-forms by key: keys that may be missing end with `?`, and one that ends with `*` stands for all that begin so. Keys that
-no replay reads may hold anything.
+A form is a type, a text or a pattern for one, a list with one form, a tuple of alternative forms, or an object's forms
+by key: optional keys end with `?`, and a key that ends with `*` matches all keys with that prefix. Keys that no replay
+reads may have any value.
 """
 
 from __future__ import annotations

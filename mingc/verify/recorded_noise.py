@@ -1,4 +1,4 @@
-"""Noise of a request's speech as it was recorded: the `NoiseSource` of everything that verification speaks."""
+"""Recorded noise of a request's speech: the `NoiseSource` of all speech in verification."""
 
 from __future__ import annotations
 

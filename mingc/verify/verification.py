@@ -69,9 +69,9 @@ def verify(
     """Check the artifact at `path`; `progress` is called with the name of each step before it starts.
 
     Args:
-        engines: `STAGE=BACKEND` words: these engines alone are replayed, and the default ones of other stages. None:
+        engines: `STAGE=BACKEND` words: only these engines are replayed, and the default ones of other stages. None:
             the engines of every backend, and whole requests with the default ones.
-        target: the target whose engines are replayed; None: the one that this machine runs.
+        target: the target whose engines are replayed; None: the one that this machine selects.
 
     Raises: ManifestError, IntegrityError, IncompatibleError, ArtifactError when a backend is not installed, or
         ConfigError when `reference` holds no golden file or `engines` are not in the artifact.
@@ -117,7 +117,7 @@ def verify(
 
 
 def _check_reference(folder: Path, *, replay: bool) -> None:
-    """Raises: ConfigError when `folder` is no folder of golden files, or replay is off."""
+    """Raises: ConfigError when `folder` is not a folder of golden files, or replay is off."""
     if not replay:
         raise ConfigError(
             "--reference requires a replay", where="--no-replay", fix="remove one of the two options"

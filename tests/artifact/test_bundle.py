@@ -79,7 +79,7 @@ def test_verify_replays_the_packed_engines(
     "words, says",
     [
         (("--require-signature", "{other}"), "signed with the key"),
-        (("--require-signature", "{team}", "--no-check-hashes"), "says nothing of files"),
+        (("--require-signature", "{team}", "--no-check-hashes"), "proves nothing about files"),
     ],
 )
 def test_serve_refuses_what_is_not_signed_as_required(

@@ -113,7 +113,7 @@ def test_a_replica_that_failed_ends_its_process_once(monkeypatch: pytest.MonkeyP
 def test_an_artifact_for_other_ranks_is_refused(eager_artifact: Path) -> None:
     """The GPUs that were reserved would be those of `tp`, not of the artifact."""
     options = DeployOptions(artifact=str(eager_artifact), tp=2)
-    with pytest.raises(ConfigError, match=r"the artifact is for 1 rank\(s\), 2 asked"):
+    with pytest.raises(ConfigError, match=r"the artifact is for 1 rank\(s\), 2 requested"):
         replica.open_model(options.artifact, options, tp=options.tp, loads_speech=False)
 
 

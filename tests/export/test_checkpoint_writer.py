@@ -137,6 +137,6 @@ def test_an_output_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     """It was reported as a bug of mingc."""
     (tmp_path / "file").touch()
     for parent in (tmp_path / "file", Path("/proc")):
-        with pytest.raises(ConfigError, match="no folder can be made beside"):
+        with pytest.raises(ConfigError, match="cannot create a folder next to"):
             synthesize("tiny", parent / "out", layers=1)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

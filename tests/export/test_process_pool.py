@@ -64,7 +64,7 @@ def test_too_little_memory_on_the_device_is_reported_and_not_as_a_bug() -> None:
     future.set_exception(
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.40 GiB. GPU 0 has …")
     )
-    with pytest.raises(CompileError, match="memory does not suffice: CUDA out of memory") as caught:
+    with pytest.raises(CompileError, match="does not have enough memory: CUDA out of memory") as caught:
         result_of(future, "thinker.prefill_experts")
     assert caught.value.where == "thinker.prefill_experts" and "--jobs" in str(caught.value.fix)
 

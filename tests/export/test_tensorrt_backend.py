@@ -623,8 +623,8 @@ def test_a_damaged_file_is_refused(sliding: tuple[Sliding, Path], tmp_path: Path
     for part, message in (
         (content[:-1], f"has {len(content) - 1} bytes, its header states {len(content)}"),
         (content[:40], "header of the engine is damaged"),
-        (b"ONNX" + content, "no TensorRT engine of mingc"),
-        (b"", "no TensorRT engine of mingc"),
+        (b"ONNX" + content, "not a TensorRT engine of mingc"),
+        (b"", "not a TensorRT engine of mingc"),
     ):
         broken.write_bytes(part)
         with pytest.raises(ArtifactError, match=message):

@@ -259,7 +259,7 @@ def test_a_server_open_to_all_is_warned_of(caplog: pytest.LogCaptureFixture, tmp
     ):
         caplog.clear()
         with run_server(FakeService, ServeOptions(port=0, shutdown_timeout_s=0.2, **options)):  # type: ignore[arg-type]
-            assert any("anybody who reaches 0.0.0.0" in text for text in caplog.messages) == warned
+            assert any("anyone who can reach 0.0.0.0" in text for text in caplog.messages) == warned
 
 
 # CORS

@@ -447,7 +447,7 @@ def test_a_summary_lists_kernel_configurations(
 def test_an_output_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     with (
-        pytest.raises(ConfigError, match="no folder can be made"),
+        pytest.raises(ConfigError, match="cannot create a folder"),
         new_artifact(tmp_path / "file" / "artifact", replace_existing=False),
     ):
         pass

@@ -520,7 +520,7 @@ def two_ranks(artifact_path: Path, manifest: Manifest, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("tp", [1, 3, 4])
 def test_an_artifact_runs_on_the_ranks_that_it_was_exported_for(two_ranks: Path, tp: int) -> None:
-    with pytest.raises(ConfigError, match=f"the artifact is for 2 rank\\(s\\), {tp} asked") as caught:
+    with pytest.raises(ConfigError, match=f"the artifact is for 2 rank\\(s\\), {tp} requested") as caught:
         open_service(two_ranks, EngineOptions(tp=tp))
     assert caught.value.where == "--tp" and f"--tp {tp}" in (caught.value.fix or "")
     for same in (None, 2):

@@ -129,11 +129,11 @@ def test_a_backend_with_some_sizes_only_is_refused(manifest: Manifest, graph: Gr
     sparse = replace(graph, engines=(engine("aoti", {"N": 1}), engine("rt", {"N": 2})))
     assert chosen_files(manifest, sparse, {}) == ["aoti1", "rt2"]
     with pytest.raises(
-        ConfigError, match=r"engines of rt for audio_encoder.encode of some sizes only, not of N 1"
+        ConfigError, match=r"engines of rt for audio_encoder.encode only for some sizes, not for N 1"
     ):
         chosen_files(manifest, sparse, {"audio_encoder": "rt"})
     dynamic = replace(graph, engines=(engine("onnx"), engine("aoti", {"N": 1})))
-    with pytest.raises(ConfigError, match="some sizes only, not of N 2"):
+    with pytest.raises(ConfigError, match="only for some sizes, not for N 2"):
         chosen_files(manifest, dynamic, {"audio_encoder": "aoti"})
 
 
@@ -190,11 +190,11 @@ def test_a_trial_is_explained_in_one_line(graph: GraphRecord) -> None:
     refused = (BackendRefusal(backend="rt", reason="no driver\n  here"),)
     trial = BackendTrial(device="Xeon", timings=timings, refused=refused)
     assert explain(replace(graph, trial=trial)) == (
-        "time to that of the fastest, 2 sizes, Xeon: aoti 1.41, onnx 2.00; rt refused: no driver here"
+        "time relative to the fastest, 2 sizes, Xeon: aoti 1.41, onnx 2.00; rt refused: no driver here"
     )
     one = BackendTrial(device="Xeon", timings=timings[:2])
     assert explain(replace(graph, trial=one)) == (
-        "time to that of the fastest, one size, Xeon: aoti 1.00, onnx 4.00"
+        "time relative to the fastest, one size, Xeon: aoti 1.00, onnx 4.00"
     )
     assert explain(replace(graph, trial=BackendTrial(device=""))) == "no other backend is installed"
 

@@ -97,7 +97,7 @@ def test_a_public_key_is_read_from_a_file_and_as_text(tmp_path: Path) -> None:
         assert key.key_id == "0807060504030201"
         assert key.key.public_bytes(Encoding.Raw, PublicFormat.Raw) == PUBLIC
     for wrong in ("", _text(b"Ec" + KEY_ID + PUBLIC), _text(b"Ed" + KEY_ID + PUBLIC + b"1"), "ключ"):
-        with pytest.raises(ConfigError, match="no public key of minisign"):
+        with pytest.raises(ConfigError, match="not a minisign public key"):
             minisign.read_public_key(wrong)
 
 
@@ -111,8 +111,8 @@ def test_a_secret_key_is_compared_with_its_checksum(tmp_path: Path) -> None:
         (_secret(check=b"1" * 32), "the secret key is damaged"),
         (_secret(algorithm=b"Xx"), "another kind"),
         (_secret(kdf=b"Xx"), "another kind"),
-        ("one line", "no secret key"),
-        (f"comment\n{_text(b'short')}\n", "no secret key"),
+        ("one line", "not a minisign secret key"),
+        (f"comment\n{_text(b'short')}\n", "not a minisign secret key"),
         ("ключ", "cannot be read"),
     ):
         path.write_text(content)

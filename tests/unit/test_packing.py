@@ -307,7 +307,7 @@ def test_what_cannot_be_opened_is_named(
     with pytest.raises(ArtifactError, match="cannot be read: No such file"):
         open_packed(tmp_path / "nowhere")
     (tmp_path / "text").write_text("text" * 100)
-    with pytest.raises(IntegrityError, match="text is no bundle"):
+    with pytest.raises(IntegrityError, match="text is not a bundle"):
         open_packed(tmp_path / "text")
 
     def refused(path: Path, flags: int) -> int:

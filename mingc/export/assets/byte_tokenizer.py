@@ -17,7 +17,7 @@ _WORD, _BYTE, _NEVER = -1.0, -10.0, -1e6
 def word(number: int) -> str:
     """A word of three syllables for an id, one of 614,125; some end with a full stop or a comma.
 
-    Random ids are then a text whose sentences have about the length of written ones, as what is spoken is cut there.
+    Text of random ids then has sentences of about natural length, at which speech is cut into segments.
     """
     syllables, rest = "", number
     for _ in range(_NUM_SYLLABLES):
@@ -34,8 +34,8 @@ def byte_tokenizer(vocab_size: int, special_tokens: Sequence[str]) -> str:
 
     Args:
         vocab_size: number of ids, special tokens included.
-        special_tokens: of the prompt's template. As those of any tokenizer they are recognised in templates, but text
-            of a client, which is encoded without added tokens, never becomes one.
+        special_tokens: of the prompt's template. As in any tokenizer, they are recognised in templates, but a client's
+            text is encoded without added tokens and never becomes one.
 
     Raises: ConfigError when bytes and special tokens do not fit into the vocabulary.
     """
@@ -45,7 +45,7 @@ def byte_tokenizer(vocab_size: int, special_tokens: Sequence[str]) -> str:
         raise ConfigError(
             f"{vocab_size} ids are too few for the {num_fixed} tokens of a synthetic tokenizer",
             where="vocab_size",
-            fix="put a tokenizer.json beside the configs",
+            fix="put a tokenizer.json next to the configs",
         )
     pieces = [(letter, _BYTE) for letter in alphabet] + [(name, _NEVER) for name in special_tokens]
     # In the byte-level alphabet Ġ stands for a space.

@@ -72,7 +72,7 @@ def find(checkpoint: Checkpoint, notes: list[str]) -> tuple[VoiceSource, ...]:
         if not given.is_file():
             candidates = sorted((talker / "data").rglob(given.name))
             if not candidates:
-                notes.append(f"voice {name} left out: {given.name} is nowhere below talker/data")
+                notes.append(f"voice {name} left out: {given.name} was not found below talker/data")
                 continue
             wav = candidates[0]
             notes.append(f"voice {name}: {path} is not there, {wav.relative_to(talker)} used")

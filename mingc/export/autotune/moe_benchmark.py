@@ -1,4 +1,4 @@
-"""Timing of mixture-of-experts kernels on the GPU at hand, with random weights and random routing."""
+"""Timing of mixture-of-experts kernels on the current GPU, with random weights and random routing."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class ProblemTimer:
         ]
 
     def _graph(self, config: MoeConfig) -> torch.cuda.CUDAGraph:
-        """A call for each set of inputs, captured: the host launches slower than one-token kernels run."""
+        """A captured call for each set of inputs: launching from the host takes longer than one-token kernels run."""
         if config not in self._graphs:
             with use_tuned_configs({self._problem: config}):
                 output = self._experts.run(self._problem, self.inputs[0])

@@ -1,7 +1,7 @@
-"""Search space of mixture-of-experts kernel configurations: the few worth timing beside the default.
+"""Search space of mixture-of-experts kernel configurations: the few worth timing besides the default.
 
-Few: the ones that came first or close to it in large sweeps (`benchmarks/results/moe-configs-h200-2026-11-21.json`).
-Each is tried with the default for the other GEMM.
+These are the ones that were fastest or close to it in large sweeps
+(`benchmarks/results/moe-configs-h200-2026-11-21.json`). Each is tried with the default for the other GEMM.
 """
 
 from __future__ import annotations

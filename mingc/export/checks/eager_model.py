@@ -1,7 +1,7 @@
 """The whole model in eager float32, one request at a time: the reference of served goldens.
 
-Independent of everything that serves: no KV cache, pages, slots, chunks, batches or streaming. Every token and every
-patch recomputes its whole sequence, and a waveform is decoded at once.
+Independent of the serving code: no KV cache, pages, slots, chunks, batches or streaming. Every token and every patch
+recomputes its whole sequence, and a waveform is decoded in one piece.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class EagerModel:
 
     @property
     def is_small(self) -> bool:
-        """Whether a token takes no more than a pass over modules in memory."""
+        """Whether all modules are in memory, so that a token needs only a pass over them."""
         return self._kept is not None
 
     def encode(self, stage: str, inputs: Sequence[NDArray[np.generic]]) -> Floats:
@@ -130,7 +130,7 @@ class EagerModel:
         Args:
             input_ids: (T,), of which rows `embed_rows` (E,) take `embeds` (E, D) in place of words.
             history: (H, C) latents before the first patch.
-            noise: (N, P, C) start noise of patches; at most N are made.
+            noise: (N, P, C) start noise of patches; at most N are generated.
             step_noise: (N, steps, P, C).
             settings: guidance, sigma, temperature.
             is_last: whether the segment ends with this patch, from its index and stop probability.

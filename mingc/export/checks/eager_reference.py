@@ -60,7 +60,7 @@ def float32_inputs(
 ) -> dict[str, torch.Tensor]:
     """Inputs and state of a float32 `plan`, converted from the engine's `tensors`.
 
-    State whose shape differs from the engine's (a shard's) starts as zeros, as the engine's then does too.
+    State whose shape differs from the engine's (a shard's) starts as zeros, like the engine's state in that case.
     """
     converted = {each.name: tensors[each.name] for each in plan.spec.inputs}
     for spec in plan.spec.state:

@@ -1,8 +1,8 @@
 """Check of every expert of a graph.
 
-The few tokens of an example reach few of the experts. This check searches for tokens that together are routed to all
+The few tokens of an example reach only a few experts. This check searches for tokens that together are routed to all
 experts and that rounding does not reroute: random tokens, and tokens whose residual stream points along a row of the
-router weights. In half precision one wrong expert among several changes an output by less than rounding error may. The
+router weights. In half precision one wrong expert among several can change an output by less than rounding error. The
 check therefore fits a factor for the contribution of each expert to the outputs: it is near 1 under any rounding error,
 and differs from 1 where weights, scales or kernel configs are wrong.
 """

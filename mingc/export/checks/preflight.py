@@ -1,4 +1,4 @@
-"""Preflight checks: requirements of an export on this host, checked before the work that would fail without them."""
+"""Preflight checks: requirements of an export on this host, checked before any work that would fail without them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ENGINE_BYTES = 1 << 20  # of a compiled engine; those of the tiny checkpoint ta
 def resolve_targets(targets: Sequence[str]) -> tuple[str, ...]:
     """`targets` with `cuda` for each `cuda:smNN`, which names the GPU that must be in this machine.
 
-    Raises: ConfigError when the name is none, or another GPU is here. That none is here at all is left to `check_host`.
+    Raises: ConfigError when the name is invalid, or this machine has another GPU. `check_host` handles a missing GPU.
     """
     found = []
     for target in targets:
@@ -97,7 +97,7 @@ def check_space(
 
 
 def _weight_bytes(recipe: ExportRecipe, checkpoint: Checkpoint, stage: Stage, config: Any) -> int:
-    """Bytes of the weights of `stage`, as if all of them were quantized where some are."""
+    """Bytes of the weights of `stage`; if some are quantized, as if all were."""
     quantization = recipe.quantization(stage.name)
     size = _DTYPE_BYTES[recipe.dtype] if quantization is None else _QUANTIZED_BYTES[quantization]
     used = {(source.part, name) for source in stage.weights(config, Shard()) for name in source.tensors}

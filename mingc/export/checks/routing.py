@@ -2,12 +2,12 @@
 
 Two experts may have nearly equal scores. Rounding then decides between them, and a token's output differs by a whole
 expert although nothing is wrong. A token of a low-precision engine therefore has several correct results, each computed
-in float32 after the routing decision:
+in float32 for a given routing:
 
 1. with the experts that the float32 router selects;
 2. with the experts that the eager module's router selects in the engine's dtype;
-3. with experts that the router selects when its inputs are perturbed within rounding error. A compiled engine keeps
-   between operations what the eager module rounds, so a few tokens differ from both 1 and 2.
+3. with experts that the router selects when its inputs are perturbed within rounding error. A compiled engine does not
+round between some operations where the eager module does, so a few tokens differ from both 1 and 2.
 
 A wrong weight, router or kernel matches none of them. The share of tokens with different experts is reported and
 limited.
@@ -44,14 +44,14 @@ class _FixedRouter(nn.Module):
 
 
 class _Routed(Exception):
-    """Carries what a router selected out of the module that called it."""
+    """Raised to return a router's selection from inside the module that called it."""
 
     def __init__(self, routing: tuple[Tensor, Tensor]) -> None:
         self.routing = routing
 
 
 class _LastRouter(nn.Module):
-    """A router behind which nothing of its module runs."""
+    """A router that ends the module's run after selecting."""
 
     def __init__(self, router: nn.Module) -> None:
         super().__init__()
@@ -64,8 +64,8 @@ class _LastRouter(nn.Module):
 def select_experts(plan: GraphDef, module: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Expert ids (T, K) int64 and weights (T, K) float32 that the router of the eager `module` selects.
 
-    On a CPU the experts do not run: of the released sizes those of thousands of perturbed tokens take minutes, and more
-    memory than the layer's weights. On CUDA the whole graph runs, as a kernel may have the router inside.
+    On a CPU the experts do not run: at the released sizes, thousands of perturbed tokens would take minutes and more
+    memory than the layer's weights. On CUDA the whole graph runs, because a kernel may contain the router.
     """
     assert plan.routing is not None, "the graph has no router"
     inputs = [tensors[each.name] for each in plan.spec.inputs]

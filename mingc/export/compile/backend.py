@@ -1,7 +1,7 @@
-"""The contract of a backend: compiling one captured graph into an engine file.
+"""Interface of a backend: compiles one captured graph into an engine file.
 
-A file `mingc/export/compile/backends/<name>.py` defines `BACKEND`, an instance of `Backend`; another distribution
-offers such an object as an entry point of the group `mingc.backends`. The runtime loads its engines with
+A file `mingc/export/compile/backends/<name>.py` defines `BACKEND`, an instance of `Backend`; other distributions
+provide such an object as an entry point in the group `mingc.backends`. The runtime loads its engines with
 `mingc/runtime/engines/backends/<name>.py`, or with the entry point of the same name in the group `mingc.engines`.
 """
 
@@ -57,7 +57,7 @@ class Backend(ABC):
         *,
         where: str,
     ) -> None:
-        """Refuse a graph by its sizes, before anything is built; what is found later `compile` refuses.
+        """Refuse a graph because of its sizes, before anything is built; `compile` refuses what is found later.
 
         Args:
             module: with shapes and dtypes of the weights, without values.

@@ -53,8 +53,7 @@ _Tensors = Mapping[str, torch.Tensor]
 class Replay(Protocol):
     """Runs a compiled engine with each rank's weights file, those of its first instance; given by the CLI.
 
-    Returns of each call outputs by name, put together from all ranks, and, under `state.<name>`, rank 0's state
-    afterwards.
+    Returns for each call the outputs by name, combined over ranks, and rank 0's state afterwards as `state.<name>`.
     """
 
     def __call__(
@@ -69,9 +68,9 @@ class Replay(Protocol):
 
 
 class Timer(Protocol):
-    """Times engines of several backends in turns; given by the CLI.
+    """Times engines of several backends alternately; given by the CLI.
 
-    Returns the name of the device, and of each call and engine the seconds of every run.
+    Returns the name of the device, and the seconds of every run for each call and engine.
     """
 
     def __call__(
@@ -89,8 +88,8 @@ class GraphTask:
     """One graph to build, or to compile with `backend`.
 
     `folder` is the artifact under construction; `weights` one file per rank, relative to it; `kernel_configs` are the
-    timed configurations of the stage's kernels. `subfolder` is that of `engines` and `goldens` that the files go to;
-    empty: these themselves.
+    timed configurations of the stage's kernels. `subfolder` of `engines` and `goldens` receives the files; empty: these
+    folders themselves.
     """
 
     recipe: ExportRecipe
@@ -124,7 +123,7 @@ class BuiltEngine:
 class GraphResult:
     """A built and checked graph and the most memory the process that checked it held.
 
-    `refused` are backends whose engines are too far from the reference, where others are left.
+    `refused` are backends whose engines are too far from the reference, if others remain.
     """
 
     stage: str
@@ -180,9 +179,9 @@ def build_engine(task: GraphTask, static_shapes: dict[str, int] | None) -> Built
 def check_graph(task: GraphTask, engines: tuple[EngineRecord, ...], replay: Replay) -> GraphResult:
     """Write the golden file of `task.graph`; measure the parity of its `engines`, of each backend.
 
-    Of one backend the engine of the golden's sizes is run, and that for one request.
+    For each backend, the engine of the golden's sizes and the one for a single request are run.
 
-    Raises: ParityError, unless backends are tried and another one is left.
+    Raises: ParityError, unless several backends are tried and another one remains.
     """
     stage = find(task.stage)
     checkpoint = open_source(task.recipe)
@@ -225,7 +224,7 @@ def check_graph(task: GraphTask, engines: tuple[EngineRecord, ...], replay: Repl
 
 
 def _refusing(replay: Replay, where: str) -> Replay:
-    """`replay` with an error of the export for whatever the library of a backend raises while its engine runs."""
+    """`replay` that converts any error of a backend's library into an error of the export."""
 
     def run(
         engine: Path,
@@ -251,7 +250,7 @@ def _refusing(replay: Replay, where: str) -> Replay:
 
 @gives_memory_back()
 def time_graph(task: GraphTask, record: GraphRecord, timer: Timer) -> tuple[str, tuple[EngineTiming, ...]]:
-    """Time the engines of every backend in turns, at each of their sizes. Nothing else must run meanwhile.
+    """Time the engines of all backends alternately, at each of their sizes. Nothing else may run meanwhile.
 
     Returns the name of the device and the timings.
     """
@@ -298,7 +297,7 @@ def early_refusals(
 ) -> dict[str, dict[str, str]]:
     """Reasons of backends that cannot build a graph of `stage`, by graph (`STAGE.GRAPH`) and backend. Builds nothing.
 
-    Raises: CompileError when such a backend was asked for by name, or none is left.
+    Raises: CompileError when such a backend was requested by name, or none remains.
     """
     refused: dict[str, dict[str, str]] = {}
     options, shard = stage_options(recipe), first_shard(stage, recipe)
@@ -374,7 +373,7 @@ def _load(task: GraphTask, stage: Stage, config: Any, shard: Shard, plan: GraphD
 
 
 def first_shard(stage: Stage, recipe: ExportRecipe) -> Shard:
-    """The rank that engines are compiled of: one serves them all."""
+    """The rank whose graphs are compiled; its engines serve all ranks."""
     return Shard(rank=0, world_size=recipe.world_size if stage.is_sharded else 1)
 
 
@@ -434,7 +433,7 @@ def trace_graph(
 
 
 def _kernels_of(backend: Backend) -> AbstractContextManager[None]:
-    """In which graphs are traced: those of a backend that does not compile mingc's kernels call none."""
+    """Context for tracing: graphs for a backend that does not compile mingc's kernels contain none."""
     return nullcontext() if backend.takes_kernels else plain_torch()
 
 
@@ -556,7 +555,7 @@ def _check_engine(plan: GraphDef, engines: Sequence[EngineRecord]) -> tuple[Engi
 
 
 def _single_engine(engines: Sequence[EngineRecord]) -> EngineRecord | None:
-    """The one for a single request, if there is one: on CUDA it runs other kernels than those for more."""
+    """The engine for a single request, if there is one: on CUDA it uses other kernels than larger batches."""
     return next((each for each in engines if 1 in (each.dims or {}).values()), None)
 
 
@@ -571,7 +570,10 @@ def _float32(options: StageOptions) -> StageOptions:
 
 
 def _float32_plan(stage: Stage, config: Any, shard: Shard, options: StageOptions, plan: GraphDef) -> GraphDef:
-    """`plan` in float32 on the CPU; itself if only CUDA exports have it, as it then computes in float32 there too."""
+    """`plan` in float32 on the CPU.
+
+    `plan` itself if only CUDA exports have this graph, which computes in float32 there too.
+    """
     for each in stage.graphs(config, shard, _float32(options)):
         if each.spec.name == plan.spec.name:
             return each

@@ -28,10 +28,10 @@ class _Entry(nn.Module):
 
 
 class _SharedEntry(nn.Module):
-    """Calls an entry with weights that are given behind the other tensors, in the order of `names`.
+    """Calls an entry with weights that follow the other tensors, in the order of `names`.
 
-    An engine could also be bound to each layer's weights in turn. But one that was bound anew folds its constants at
-    the next run and then waits for the device (torch 2.13), which no CUDA graph can hold.
+    An engine could also be bound to each layer's weights in turn. But after rebinding, it folds its constants at the
+    next run and waits for the device (torch 2.13), which a CUDA graph cannot contain.
     """
 
     def __init__(self, entry: _Entry, names: tuple[str, ...]) -> None:
@@ -60,7 +60,7 @@ def capture(
     static_shapes: Mapping[str, int] | None,
     device: torch.device,
 ) -> torch.export.ExportedProgram:
-    """Trace `plan.method` of `module`; weights that the spec names become arguments behind the state.
+    """Trace `plan.method` of `module`; weights that the spec names become arguments after the state.
 
     `static_shapes` maps dims to the sizes they are compiled for; a dim with a single size is static as well. Every
     other dim of the spec stays dynamic in its range.

@@ -17,10 +17,10 @@ def choose_fastest(
     refused: Sequence[BackendRefusal] = (),
     keep_all: bool = False,
 ) -> GraphRecord:
-    """`record` with the fastest engine of each size, or with all of them, the fastest first; with the trial.
+    """`record` with the fastest engine of each size, or with all of them, the fastest first, and with the trial.
 
-    An engine of one size is as fast as its median there, one of every size as the geometric mean of its medians, in
-    which each size counts the same. Of equally fast ones the first stays.
+    The speed of an engine for one size is its median; for an engine of all sizes it is the geometric mean of its
+    medians, which weighs every size equally. Among equally fast ones the first is kept.
     """
     trial = BackendTrial(device=device, timings=tuple(timings), refused=tuple(refused))
     sizes: list[dict[str, int] | None] = []

@@ -1,6 +1,7 @@
 """The engine cache: compiled engines by content key in one folder. Above a limit the least recently used are removed.
 
-An engine is copied out of the cache before it is used, so removing it never breaks an export, also not another one.
+An engine is copied out of the cache before it is used, so removing it never breaks an export, not even a concurrent
+one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _ENGINE = re.compile(r"[0-9a-f]{64}\.\w+")
 
 
 def take(kept: Path, path: Path) -> bool:
-    """Copy the kept engine to `path` and mark it as used; False when another export has removed it meanwhile."""
+    """Copy the cached engine to `path` and mark it as used; False when another export has removed it meanwhile."""
     try:
         with kept.open("rb") as source, path.open("wb") as target:
             shutil.copyfileobj(source, target)
@@ -36,7 +37,7 @@ def take(kept: Path, path: Path) -> bool:
 
 def keep(path: Path, kept: Path) -> None:
     """Copy the engine at `path` to its place in the cache. Raises: ConfigError when the cache cannot be written."""
-    # What a killed export left of one goes with the next.
+    # The next export removes what a killed one left of an engine.
     with writing_cache(kept.parent), work_folder(kept.parent, "engine-") as folder:
         os.replace(shutil.copyfile(path, folder / kept.name), kept)
 
@@ -60,7 +61,7 @@ def trim(cache: Path, limit_bytes: float) -> None:
 
 @contextmanager
 def writing_cache(cache: Path) -> Iterator[None]:
-    """Reports a cache whose disk is full or read-only by its own name. Raises: ConfigError."""
+    """Reports a full or read-only disk of the cache as an error of the cache. Raises: ConfigError."""
     try:
         yield
     except OSError as error:

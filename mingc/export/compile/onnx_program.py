@@ -1,9 +1,9 @@
 """A captured graph as an ONNX model: state as inputs and outputs, weights as inputs.
 
-`torch.onnx` drops what a graph writes into its inputs, so the graph is made functional first and returns the new state
-behind its outputs. Weights are inputs as well: ONNX Runtime (1.32) copies every initializer that does not come from a
-file of its own layout, also one that is given to it in memory, and folds and packs others; of an input it reads the
-caller's memory. A model is therefore of no particular weights, rank or layer.
+`torch.onnx` drops writes of a graph to its inputs, so the graph is made functional first and returns the new state
+after its outputs. Weights are inputs as well: ONNX Runtime (1.32) copies every initializer that does not come from a
+file in its own layout, even one passed in memory, and folds and packs others; an input it reads from the caller's
+memory. A model therefore does not depend on particular weights, a rank or a layer.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def to_onnx(program: torch.export.ExportedProgram, where: str) -> Any:
     `outputs`, that of outputs before the state; `state`, for each written tensor the index of its input and whether the
     output may be the same memory.
 
-    Raises: CompileError when the graph has an operator that ONNX lacks, writes what is no state, or gathers more than
-    ONNX Runtime can hold.
+    Raises: CompileError when the graph has an operator that ONNX lacks, writes to a tensor that is not state, or
+    gathers more than ONNX Runtime can hold.
     """
     refuse_large_gathers(program, where)
     written, functional = _functional(program, where)
@@ -73,7 +73,7 @@ def to_onnx(program: torch.export.ExportedProgram, where: str) -> Any:
 def _functional(
     program: torch.export.ExportedProgram, where: str
 ) -> tuple[list[int], torch.export.ExportedProgram]:
-    """Indices of the inputs that `program` writes, and a program that returns their new values behind its outputs."""
+    """Indices of the inputs that `program` writes, and a program that returns their new values after its outputs."""
     functional = program.run_decompositions({})
     signature = functional.graph_signature
     inputs = [each.arg.name for each in signature.input_specs if each.kind is InputKind.USER_INPUT]
@@ -106,7 +106,7 @@ def _operators() -> Any:  # its types know no symbolic values
 
 
 def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
-    """`aten.linear` as Gemm, which reads the weight as it is stored; MatMul would need a transposed copy of it."""
+    """`aten.linear` as Gemm, which reads the weight in its stored layout; MatMul would need a transposed copy."""
     op = _operators()
     operands = (x, weight) if bias is None else (x, weight, bias)
     if len(x.shape) == 2:
@@ -220,7 +220,7 @@ def _may_share(before: Any, after: Any) -> bool:
 
 
 def refuse_quantized(module: nn.Module, where: str, fix: str) -> None:
-    """Raises: CompileError when weights of `module` are stored in FP8, which no library of ONNX models is given."""
+    """Raises: CompileError when weights of `module` are stored in FP8, which is not supported for ONNX models."""
     if any(each.dtype == UNBOUND_DTYPE for each in (*module.parameters(), *module.buffers())):
         raise CompileError(
             f"weights are stored as {UNBOUND_DTYPE}, which ONNX models here do not read",
@@ -259,7 +259,7 @@ def _largest(size: int | torch.SymInt) -> int:
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost message of an error of torch.onnx, whose own text is a page of advice."""
+    """The innermost message of a torch.onnx error, whose own text is a page of advice."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}".strip()
@@ -267,7 +267,7 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch.onnx warns of every domain that it could register operators of and that is not installed."""
+    """Silences torch.onnx, which warns about every operator domain that is not installed."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [each.level for each in loggers]
     for each in loggers:

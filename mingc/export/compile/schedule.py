@@ -44,13 +44,13 @@ Sizes = Mapping[str, Mapping[str, list[dict[str, int] | None]]]  # of a graph's 
 class Schedule:
     """Builds the graphs of an export in `jobs` processes.
 
-    Engines need the first rank's weights file of their stage, which is there before. Files of other ranks are written
-    meanwhile, one after the other: several at once would hold the weights of several. What reads every rank's file,
-    checks and comparisons, begins when those of its stage are whole. Where backends are tried, their engines are timed
-    at the end, one graph at a time, when nothing else runs.
+    Engines need only the first rank's weights file of their stage, which is written first. Files of other ranks are
+    written meanwhile, one after another, so that only one rank's weights are in memory. Checks and comparisons, which
+    read every rank's file, start when all files of their stage are complete. If several backends are tried, their
+    engines are timed at the end, one graph at a time, when nothing else runs.
 
     Attributes:
-        results: of every graph, once it ran.
+        results: of every graph, once it has run.
         quantization_error: by stage, for stages with quantized weights that measure it.
         peak_rss_bytes: the largest peak of any process.
     """
@@ -73,8 +73,8 @@ class Schedule:
 
         Args:
             refused: reasons of backends that cannot build a graph, by graph and backend; they are not tried.
-            subfolder: of engines and goldens of a target beside the first one, whose weights files are written, and
-                whose quantization error is measured; empty: of the first.
+            subfolder: of engines and goldens of a target other than the first; weights files and quantization error of
+                the first target are reused. Empty: the first target.
         """
         self._timer = timer
         self._recipe, self._folder, self._replay = recipe, folder, replay
@@ -128,7 +128,7 @@ class Schedule:
         self.peak_rss_bytes = 0
 
     def run(self) -> None:
-        """Raises: whatever a process raised, as soon as it did; the others are ended in the middle of their work."""
+        """Raises: the first error that any process raises, at once; the other processes are terminated."""
         with worker_pool(self._recipe.jobs) as pool:
             self._fill(pool)
             while self._running:
@@ -143,7 +143,7 @@ class Schedule:
             pass
 
     def _begin_next(self, pool: Executor) -> bool:
-        """Start the task that others wait for, else the one nearest to completion; False if none can start now."""
+        """Start the task that other tasks wait for, else the one nearest to completion; False if none can start now."""
         check = next((each for each in self._to_check if self._is_whole(each[0].stage)), None)
         compare = None if self._to_compile else next(filter(self._is_whole, self._to_compare), None)
         if self._to_write and not self._is_writing:
@@ -212,7 +212,7 @@ class Schedule:
             self._to_check.append((task, tuple(records)))
 
     def _refuse(self, task: GraphTask, error: CompileError) -> None:
-        """Go on without a backend that cannot compile a graph. Raises: CompileError when it was the last one."""
+        """Continue without a backend that cannot compile a graph. Raises: CompileError when it was the last one."""
         reasons = self._refused[task.name]
         if task.backend not in {each.backend for each in reasons}:
             reasons.append(BackendRefusal(backend=task.backend, reason=error.message))
@@ -223,7 +223,7 @@ class Schedule:
             ) from error
 
     def _skip_others(self, task: GraphTask) -> None:
-        """Take engines of the same graph and backend, which would be thrown away, off the queue."""
+        """Remove engines of the same graph and backend from the queue, because they would be discarded."""
         skipped = [each for each in self._to_compile if each[0] == task]
         self._to_compile = deque(each for each in self._to_compile if each[0] != task)
         self._left[task.name] -= len(skipped)
@@ -264,7 +264,7 @@ class Schedule:
     def _choose(
         self, task: GraphTask, record: GraphRecord, device: str, timings: tuple[EngineTiming, ...]
     ) -> None:
-        """Keep the engines of a graph that its times speak for, and remove the files of the others."""
+        """Keep the engines of a graph that its timings select, and remove the files of the others."""
         chosen = choose_fastest(
             record,
             timings,

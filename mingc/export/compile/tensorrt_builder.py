@@ -1,7 +1,7 @@
 """Child process that parses an ONNX model and builds its TensorRT plan.
 
-The builder can crash: that of TensorRT for RTX 1.4 does at an attention whose queries, keys and values are one tensor.
-Here a crash ends this process alone, and the export reports it. Neither torch nor onnx is imported.
+The builder can crash: the one of TensorRT for RTX 1.4 does so for an attention whose queries, keys and values are one
+tensor. Here a crash ends only this process, and the export reports it. Neither torch nor onnx is imported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildJob:
-    """What is built. `cards` are names as `SM89`; None: the GPU of this machine, empty: those the library chooses."""
+    """One build.
+
+    `cards` are names such as `SM89`; None: the GPU of this machine; empty: those that the library chooses.
+    """
 
     library: str
     ranges: tuple[Range, ...]
@@ -55,7 +58,7 @@ def read_job(text: str) -> BuildJob:
 
 
 class RefusedError(Exception):
-    """TensorRT refuses a model; the message says why."""
+    """TensorRT refused a model; the message says why."""
 
 
 def build_plan(model: bytes, job: BuildJob) -> bytes:
@@ -95,7 +98,7 @@ def build_plan(model: bytes, job: BuildJob) -> bytes:
 
 
 def _allow_decomposition(trt: Any, network: Any) -> None:
-    """Let TensorRT compute attention by products and a Softmax where it has no kernel.
+    """Let TensorRT compute attention by matrix products and a Softmax where it has no kernel.
 
     It has some for half precision and usual sizes of heads, and refuses any other Attention unless this is allowed.
     """
@@ -114,7 +117,7 @@ def _joined(messages: Sequence[str]) -> str:
 
 
 def main() -> int:
-    """Build `plan` in the folder given, of its `model.onnx` and `job.json`; a reason not to goes to `refused`.
+    """Build `plan` in the given folder from its `model.onnx` and `job.json`; the reason of a refusal goes to `refused`.
 
     stdin is a pipe that ends with the parent.
     """

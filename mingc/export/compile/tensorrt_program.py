@@ -1,7 +1,7 @@
-"""A captured graph as a TensorRT plan, through the ONNX model that the ONNX backend makes of it.
+"""A captured graph as a TensorRT plan, built from the ONNX model of the ONNX backend.
 
-Weights are inputs of the plan as they are of the model: one engine serves every rank, the engines of all batch sizes
-share one copy of the weights, and the plan holds none.
+Weights are inputs of the plan, as in the model: one engine serves every rank, the engines of all batch sizes share one
+copy of the weights, and the plan contains none.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def refuse_graph(program: torch.export.ExportedProgram, names: Sequence[str], wh
     """Raises: CompileError when the traced graph shows that TensorRT, or ONNX on the way to it, cannot take it.
 
     `names` are those of the first inputs, for errors; the others are weights.
-    Found so are Fourier transforms, transposed convolutions in bfloat16, operators of other libraries than torch,
-    gathers of large weights, and state that grows with a pool (paged KV). The rest is found by building.
+    It finds Fourier transforms, transposed convolutions in bfloat16, operators of libraries other than torch, gathers
+    of large weights, and state that grows with a pool (paged KV). Other problems are found when the plan is built.
     """
     refuse_large_gathers(program, where)
     inputs = [
@@ -56,7 +56,7 @@ def refuse_graph(program: torch.export.ExportedProgram, names: Sequence[str], wh
 
 
 def _node_problem(node: torch.fx.Node) -> str | None:
-    """Why TensorRT cannot take the operator of `node`; None when nothing speaks against it."""
+    """Why TensorRT does not support the operator of `node`; None when no reason is known."""
     operator = node.target
     if node.op != "call_function" or not isinstance(operator, torch._ops.OpOverload):
         return None
@@ -91,8 +91,8 @@ def build_engine_file(
 ) -> bool:
     """Write the TensorRT engine of `program`. Returns whether it came from the cache.
 
-    For an RTX target the file also holds the ONNX model, by which a machine without the GPU checks it. `slots` is the
-    index of the input with the rows of states, where the program has the states of a batch.
+    For an RTX target the file also contains the ONNX model, with which a machine without the GPU checks it. `slots` is
+    the index of the input that selects the rows of states, if the program has the states of a batch.
 
     Raises: CompileError when the graph has no ONNX model, or TensorRT refuses it.
     """
@@ -149,7 +149,7 @@ def _key(
     *,
     is_current: bool,
 ) -> str:
-    """sha256 of all that decides the plan."""
+    """sha256 of everything that affects the plan."""
     digest = hashlib.sha256(content)
     choices = (tuple(ranges), library, version, tuple(capabilities), slots, is_current)
     digest.update(repr(choices).encode())
@@ -194,7 +194,7 @@ def _bounds(size: int | torch.SymInt) -> tuple[int, int]:
 
 
 def _build(model: bytes, job: BuildJob, where: str) -> bytes:
-    """The plan of an ONNX model, built by a process of its own. Raises: CompileError."""
+    """The plan of an ONNX model, built in a separate process. Raises: CompileError."""
     title = TITLES[job.library]
     with tempfile.TemporaryDirectory(prefix="mingc-tensorrt-") as name:
         folder = Path(name)

@@ -2,7 +2,7 @@
 
 Nothing is run: counts follow from the traced shapes, so a graph with dynamic dims is counted once and evaluated at
 every size. FLOPs include GEMMs, convolutions, attention and sums of products (a multiply-add is two operations). Every
-weight is counted once, and as reuse as often as it is read again. Elementwise operations, norms, Fourier transforms and
+weight is counted once, and each further read as reuse. Elementwise operations, norms, Fourier transforms and
 intermediate tensors are not counted. Masked positions count where the code computes them, not where a kernel skips
 them.
 """

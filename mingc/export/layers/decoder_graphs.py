@@ -192,7 +192,7 @@ class _Graphs:
         return self._graph(spec, "forward")
 
     def sample(self) -> GraphDef:
-        """Sampling from the logits of all ranks; its tensors do not depend on the dtype of the weights."""
+        """Sampling from the logits of all ranks; the dtypes of its tensors do not depend on that of the weights."""
         vocab = self._config.vocab_size
         spec = GraphSpec(
             name="sample",
@@ -245,7 +245,10 @@ def _page_table_dim(options: StageOptions) -> Dim:
 
 
 def _num_prompts(options: StageOptions) -> int:
-    """The most prompts in a chunk. A server on a CPU does not share chunks; verification there compares two."""
+    """Maximum number of prompts in a chunk.
+
+    A server on a CPU does not share chunks; verification there compares two.
+    """
     return min(_MAX_PROMPTS if options.static_buckets else _MAX_PROMPTS_ON_CPU, options.max_batch)
 
 

@@ -35,7 +35,7 @@ def find(name: str) -> Stage:
         raise ConfigError(
             f"{name} is not a stage of this name: {stage!r}",
             where=STAGES.group,
-            fix="offer an instance of mingc.export.stage.Stage whose `name` is that of its file or entry point",
+            fix="provide an instance of mingc.export.stage.Stage whose `name` is that of its file or entry point",
         )
     problem = _declaration_problem(stage)
     if problem is not None:

@@ -77,7 +77,7 @@ class Launch:
 
     threads: int
     shared_bytes: int = 0
-    spread: bool = False  # prefer one block of a cluster a multiprocessor
+    spread: bool = False  # prefer one block of a cluster per multiprocessor
 
 
 class CudaModule:

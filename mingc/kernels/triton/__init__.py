@@ -1,1 +1,1 @@
-"""Triton kernels, one operation a file. Export traces them into graphs; engines contain them compiled."""
+"""Triton kernels, one operation per file. Export traces them into graphs; engines contain them compiled."""

@@ -1,4 +1,4 @@
-"""Triton kernels of `mingc.kernels.contiguous_kv_attention`: one program a KV head and request, or a query head."""
+"""Triton kernels of `mingc.kernels.contiguous_kv_attention`: one program per KV head and request, or per query head."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from mingc.kernels.triton.pdl import enable_pdl
 
 _LOWEST = tl.constexpr(-1e30)  # lowest score; unlike -inf, two of them can be subtracted
-_FEW_REQUESTS = 1  # up to here one program a query head is faster than one a KV head
+_FEW_REQUESTS = 1  # up to here one program per query head is faster than one per KV head
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def mingc_contiguous_kv_attention_batch1_pdl(
     qkv, cos, sin, k_slots, v_slots, slots, lengths, out, num_rows, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same for few requests: one query head a program, without tensor cores.
+    """The same for few requests: one query head per program, without tensor cores.
 
     Each of the BLOCK rows of a step keeps its own maximum and sum; they are combined once at the end, so that warps
     exchange nothing before.

@@ -16,7 +16,7 @@ def mingc_contiguous_kv_write(
     qkv, cos, sin, k_slots, v_slots, slot, start, last, queries, num_rows,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate queries into `queries` and keys into the slot, copy values; one token and one head a program."""
+    """Rotate queries into `queries` and keys into the slot, copy values; one token and one head per program."""
     token = tl.program_id(0)
     head = tl.program_id(1)
     half: tl.constexpr = SIZE // 2
@@ -54,7 +54,7 @@ def mingc_contiguous_kv_prefill_attention(
     queries, k_slots, v_slots, slot, start, out, num_tokens, num_rows, window,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the slot; TOKENS queries of one head a program."""
+    """Attend to the slot; TOKENS queries of one head per program."""
     head = tl.program_id(1)
     first_token = tl.program_id(0) * TOKENS
     token = first_token + tl.arange(0, TOKENS)

@@ -1,4 +1,4 @@
-"""Triton kernel of `mingc.kernels.layer_norm`: residual sum and layer norm of one row a program."""
+"""Triton kernel of `mingc.kernels.layer_norm`: residual sum and layer norm of one row per program."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Triton kernel of `mingc.kernels.linear`: a GEMM with the norm before it and the residual sum after it.
 
 The norm is nearly free: the row's scale is applied to the accumulator, and the kernel that wrote the row also stored
-its sums of squares, one a tile. FP8 weights (`mingc.kernels.quantized`) are converted as they are loaded, and their row
-scales are applied to the accumulator. When there are too few tiles to fill the GPU, K is split; the last program of a
-tile to finish sums the parts in a fixed order, so the result does not depend on which program that is.
+its sums of squares, one per tile. FP8 weights (`mingc.kernels.quantized`) are converted as they are loaded, and their
+row scales are applied to the accumulator. When there are too few tiles to fill the GPU, K is split; the last program of
+a tile to finish sums the parts in a fixed order, so the result does not depend on which program that is.
 """
 
 from __future__ import annotations

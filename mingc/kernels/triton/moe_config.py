@@ -1,8 +1,9 @@
 """Block sizes of the mixture-of-experts kernels, by problem: the configuration that every launch uses.
 
-An export may have timed configurations on its device and chosen some (`use_tuned_configs`). Every other problem gets
-`default_config`: the best, or nearly so, of many timed on an H200 at hidden size 4096 with 256 experts, 8 a token, of
-intermediate size 1024 and a quarter of it. A size that a block does not divide gets the largest power of two that does.
+An export may have timed configurations on its device and selected some (`use_tuned_configs`). Every other problem gets
+`default_config`: the best or nearly the best of many timed on an H200 at hidden size 4096 with 256 experts, 8 per
+token, of intermediate size 1024 and a quarter of it. A size that a block does not divide gets the largest power of two
+that does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Kernel = Literal["moe_gemv", "expert_gemv", "batch", "grouped"]
 class MoeConfig:
     """Configuration of an expert's first GEMM, `up`, and of its second, `down`.
 
-    The rest is for grouped GEMMs: `block_m` (token, expert) pairs a block, and up to `extra_rows` more in an expert's
+    The rest is for grouped GEMMs: `block_m` (token, expert) pairs per block, and up to `extra_rows` more in an expert's
     last block; `swap_operands` makes the weights the first operand of the tensor cores. Their `up.block_n` counts gate
     rows and up rows.
     """
@@ -174,5 +175,5 @@ def _divisor(size: int, at_most: int) -> int:
 
 
 def _tiles_per_program(n: int, block_n: int, at_most: int) -> int:
-    """The largest number of tiles a program can take of `n` columns in blocks of `block_n`."""
+    """The largest number of tiles per program for `n` columns in blocks of `block_n`."""
     return _divisor(n // _divisor(n, block_n), at_most)

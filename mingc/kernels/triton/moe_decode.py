@@ -5,8 +5,8 @@ and exits at once unless its pair is the expert's first: every expert needed is 
 single token runs as GEMVs without tensor cores, whose programs can be as small as a few rows. The shared expert is one
 more expert, of all tokens. Sums have a fixed order; a token's result does not depend on the others of its batch.
 
-Shape letters: T tokens, K experts a token, E experts, D hidden size, F this rank's intermediate size, R pairs: T K, and
-T more when there is a shared expert.
+Shape letters: T tokens, K experts per token, E experts, D hidden size, F this rank's intermediate size, R pairs: T K,
+and T more when there is a shared expert.
 """
 
 from __future__ import annotations

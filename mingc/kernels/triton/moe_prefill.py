@@ -5,7 +5,7 @@ each block of the grouped GEMMs. Everything stays on the device; grids are stati
 need exit at once. With EXTRA an expert's last block may hold up to that many rows more than BLOCK_M: they share the
 weights that the other rows read, which a separate block would read again.
 
-Shape letters: T tokens, K experts a token, E experts, D hidden size, F this rank's intermediate size, R = T K pairs.
+Shape letters: T tokens, K experts per token, E experts, D hidden size, F this rank's intermediate size, R = T K pairs.
 """
 
 from __future__ import annotations

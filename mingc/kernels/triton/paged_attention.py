@@ -151,7 +151,7 @@ def launch_decode(
 
 
 def num_splits(max_tokens: int, kv_heads: int, num_multiprocessors: int) -> int:
-    """Number of parts of the longest context, a power of two: no more than one request's parts fill the GPU with."""
+    """Number of parts of the longest context, a power of two: at most as many as fill the GPU with one request."""
     splits = 1
     while splits * _MIN_PART < max_tokens and 2 * splits * kv_heads <= num_multiprocessors:
         splits *= 2

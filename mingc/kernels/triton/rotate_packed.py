@@ -16,7 +16,7 @@ def mingc_rotate_packed(
     qkv, cos, sin, out, num_tokens,
     WIDTH: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS × BLOCK values of queries and keys a program; WIDTH values of each of them a token."""
+    """TOKENS × BLOCK values of queries and keys per program; WIDTH values of each of them per token."""
     half: tl.constexpr = SIZE // 2
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Triton kernel of `mingc.kernels.sliding_window_attention`: one head's new frames and ring buffer a program."""
+"""Triton kernel of `mingc.kernels.sliding_window_attention`: one head's new frames and ring buffer per program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton kernel of `mingc.kernels.small_sequence_attention`: one head of a whole sequence a program."""
+"""Triton kernel of `mingc.kernels.small_sequence_attention`: one head of a whole sequence per program."""
 
 from __future__ import annotations
 

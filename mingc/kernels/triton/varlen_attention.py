@@ -36,7 +36,7 @@ def mingc_varlen_attention(
     HEADS: tl.constexpr, SIZE: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M queries of one head a program, BLOCK_N keys a step; a head is MAIN + REST dims, powers of two."""
+    """BLOCK_M queries of one head per program, BLOCK_N keys per step; a head is MAIN + REST dims, powers of two."""
     head = tl.program_id(1) % HEADS
     row = (tl.program_id(1) // HEADS).to(tl.int64)
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -59,7 +59,7 @@ def activate(gate, up, dtype: tl.constexpr):
 def unpack_int4(packed):
     """Unpack the signed low and high four bits of bytes to bfloat16.
 
-    The bits are placed so that bfloat16 reads 136 + value, two values an instruction; integer conversions are several
+    The bits are placed so that bfloat16 reads 136 + value, two values per instruction; integer conversions are several
     times slower than loading the weights.
     """
     if IN_INTERPRETER:

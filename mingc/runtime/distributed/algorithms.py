@@ -59,7 +59,7 @@ class TwoShotAllReduce:
 
     torch's kernel uses only a few multiprocessors, too few to saturate the links between the GPUs. A message is
     therefore split into lanes that run concurrently, each with its own stream and symmetric buffer: while one lane
-    waits for the other ranks' writes, another one copies. All lanes must be resident at once, because their thread
+    waits for the other ranks' writes, another lane copies. All lanes must be resident at once, because their thread
     blocks wait for the matching blocks of the other ranks.
 
     Args:

@@ -1,4 +1,4 @@
-"""Loaded engines, independent of the backend, and graphs that pick an engine by input sizes."""
+"""Loaded engines, independent of the backend, and graphs that select an engine by input sizes."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Engine(ABC):
 
 
 class Graph:
-    """One graph of a stage, ready to run: picks the engine for the sizes it is given.
+    """One graph of a stage, ready to run: selects the engine for the given sizes.
 
     Args:
         engines: by the sizes of the varying dims (in spec order); the key None serves every size.
-        weights: of the instance that this is, by name; those that the spec names are given to every run.
+        weights: of this layer instance, by name; those that the spec names are passed to every run.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Graph:
         return [dict(zip(names, key, strict=True)) for key in self._engines if key is not None]
 
     def with_weights(self, weights: Mapping[str, torch.Tensor]) -> Graph:
-        """The same engines run as another instance."""
+        """The same engines as another layer instance."""
         return Graph(self.spec, self._engines, weights)
 
     def bucket(self, dim: str, size: int) -> int:

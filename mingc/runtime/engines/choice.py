@@ -1,4 +1,4 @@
-"""The engines of an artifact that this process runs: of the backends asked for, and only if they can be loaded here."""
+"""The engines of an artifact that this process runs: those of the requested backends, if they can be loaded here."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mingc.runtime.engines.backends import unavailable
 
 
 def with_engines(artifact: Artifact, words: Sequence[str], *, loads: Sequence[str] | None = None) -> Artifact:
-    """`artifact` with the engines that `words` (`STAGE=BACKEND`) ask for, and the default ones of other stages.
+    """`artifact` with the engines that `words` (`STAGE=BACKEND`) select, and the default ones of other stages.
 
     Args:
         loads: stages whose engines will be loaded; None: all.
 
-    Raises: ConfigError when the artifact lacks them; ArtifactError when a backend cannot be loaded here: another one
-        does not take its place.
+    Raises: ConfigError when the artifact lacks them; ArtifactError when a backend cannot be loaded here. There is no
+    fallback to another backend.
     """
     manifest = choose_engines(artifact.manifest, parse_choice(words))
     check_available(manifest, artifact.manifest, str(artifact.root), loads)
@@ -29,7 +29,7 @@ def with_engines(artifact: Artifact, words: Sequence[str], *, loads: Sequence[st
 def check_available(
     chosen: Manifest, whole: Manifest, where: str, loads: Sequence[str] | None = None
 ) -> None:
-    """Raises: ArtifactError when a backend of `chosen` cannot be loaded, with the others that `whole` has."""
+    """Raises: ArtifactError when a backend of `chosen` cannot be loaded; it names the others in `whole`."""
     for backend, stages in used_backends(chosen).items():
         needed = [stage for stage in stages if loads is None or stage in loads]
         problem = unavailable(backend) if needed else None
@@ -52,7 +52,7 @@ def check_available(
 
 
 def _others(manifest: Manifest, stage: str, backend: str) -> list[str]:
-    """A backend other than `backend` with engines of every graph of a stage, if there is one."""
+    """Another backend than `backend` with engines of every graph of a stage, if there is one."""
     graphs = manifest.stages[stage].graphs.values()
     common = [each for each in next(iter(graphs)).backends if all(each in graph.backends for graph in graphs)]
     return [each for each in common if each != backend][:1]

@@ -1,4 +1,4 @@
-"""Weights of a packed bundle, mapped where they lie: the library safetensors opens whole files only.
+"""Weights of a packed bundle, memory-mapped inside it, because the library safetensors opens only whole files.
 
 File format: 8 bytes with the length of the header, the header as JSON (name → dtype, shape, data_offsets), the data.
 """

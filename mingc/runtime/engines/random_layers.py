@@ -1,4 +1,4 @@
-"""Weights of layers that an artifact of random weights does not store: drawn on the device when they are loaded."""
+"""Weights of layers that an artifact of random weights does not store: generated on the device at load."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def drawn_like(stored: Tensor, name: str) -> Tensor:
     """Another tensor of the distribution of `stored`, for the weight `name`: the same name gives the same values.
 
     Values of floating dtypes are normal with the mean and deviation of `stored`, within its smallest and largest value;
-    of packed ones the rows are put into another order. Scales of quantized weights, integers that are no matrix and
-    tensors of one element are copied. All ranks draw the same for a weight that each of them has.
+    for packed ones the rows are permuted. Scales of quantized weights, integers that are not a matrix and tensors of
+    one element are copied. All ranks generate the same values for a weight that each of them has.
 
     Args:
         stored: any shape and dtype, on the device to draw on.

@@ -86,9 +86,9 @@ class LoadedStage:
         except RuntimeError as error:
             asked = ", ".join(f"{size} {_STATE_DIMS.get(dim, dim)}" for dim, size in dims.items())
             raise ConfigError(
-                f"memory does not suffice for the state of the {self.name}: {asked}",
+                f"not enough memory for the state of the {self.name}: {asked}",
                 where=str(device),
-                fix="pass a smaller --max-total-tokens or --max-speech-seqs, or end what else uses the memory",
+                fix="pass a smaller --max-total-tokens or --max-speech-seqs, or stop other processes that use it",
             ) from error
 
 
@@ -159,7 +159,7 @@ def _load_graph(
             ]
             if absent:
                 raise ArtifactError(
-                    f"engine needs weights that the artifact has not: {', '.join(absent[:5])}",
+                    f"engine needs weights that the artifact lacks: {', '.join(absent[:5])}",
                     where=f"{stage}.{graph.spec.name}: {record.file}",
                     fix="export again",
                 )

@@ -20,7 +20,7 @@ from mingc.errors import ConfigError, RequestError
 log = logging.getLogger("mingc.http")
 
 VARIABLE = "MINGC_API_KEYS"
-_CHECK_S = 1.0  # at most so often the file is looked at
+_CHECK_S = 1.0  # minimum interval between checks of the file
 
 
 class ApiKeys:
@@ -29,7 +29,7 @@ class ApiKeys:
     def __init__(self, file: Path | None, environment: Mapping[str, str] | None = None) -> None:
         """
         Args:
-            file: one key a line; empty lines and lines that begin with `#` are skipped.
+            file: one key per line; empty lines and lines that begin with `#` are skipped.
             environment: where MINGC_API_KEYS may hold keys, separated by commas; None: this process's.
 
         Raises:
@@ -48,7 +48,7 @@ class ApiKeys:
                 raise ConfigError(
                     f"no API keys in {file}: {getattr(error, 'strerror', None) or error}",
                     where="--api-key-file",
-                    fix="write one key a line into a file that this user may read",
+                    fix="write one key per line into a file that this user may read",
                 ) from error
 
     @property
@@ -57,7 +57,7 @@ class ApiKeys:
         return self._file is not None or bool(self._fixed)
 
     def accepts(self, key: str) -> bool:
-        """Whether `key` is one of the keys. Takes as long for a wrong key as for a right one."""
+        """Whether `key` is one of the keys, in constant time."""
         self._reread()
         (given,) = _digests([key]) or (b"",)
         matches = [hmac.compare_digest(given, known) for known in (*self._fixed, *self._from_file)]
@@ -75,7 +75,7 @@ class ApiKeys:
             log.warning("the API keys in %s are not usable, earlier ones stay: %s", self._file, error)
 
     def _read(self, file: Path) -> bool:
-        """Read the file unless it is what it was. Raises: OSError, ValueError."""
+        """Read the file if it has changed. Raises: OSError, ValueError."""
         status = file.stat()
         version = (status.st_mtime_ns, status.st_size, status.st_ino)
         if version == self._version:
@@ -102,7 +102,7 @@ class ApiKeyCheck:
         open_paths: frozenset[str],
         answer: Callable[[Request, Exception], Response],
     ) -> None:
-        """`open_paths` need no key; `answer` makes the response of an error."""
+        """`open_paths` need no key; `answer` creates the response of an error."""
         self._app = app
         self._keys = keys
         self._open_paths = open_paths

@@ -1,7 +1,7 @@
 """Audio encoding of speech: WAV, raw PCM16 or FLAC, whole or as a stream.
 
-All three contain the same 16-bit samples at the artifact's own rate. WAV headers are written here, as a stream needs
-one with an unknown length; libsndfile encodes FLAC.
+All three contain the same 16-bit samples at the artifact's own rate. WAV headers are written here, because a stream
+needs one with an unknown length; libsndfile encodes FLAC.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AudioSpec:
 
     @property
     def is_playable_in_parts(self) -> bool:
-        """Whether a stream of it has sound before its end; FLAC has not (`_FlacStream`)."""
+        """Whether a stream has audible parts before its end; FLAC does not (`_FlacStream`)."""
         return self.format != "flac"
 
     @property
@@ -135,14 +135,14 @@ class _FlacStream:
 class Base64Stream:
     """Base64 of data that arrives in pieces. The pieces returned, joined, are the base64 of the whole data.
 
-    Only the last one may be padded, so each but the last stands for a multiple of three bytes.
+    Only the last one may be padded, so each but the last encodes a multiple of three bytes.
     """
 
     def __init__(self) -> None:
         self._rest = b""
 
     def add(self, data: bytes) -> str:
-        """Base64 of what is complete; up to two bytes wait for the next call."""
+        """Base64 of the complete groups; up to two bytes remain for the next call."""
         data = self._rest + data
         end = len(data) - len(data) % 3
         self._rest = data[end:]

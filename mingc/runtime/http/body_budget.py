@@ -21,10 +21,10 @@ class Charge:
         self._charged = 0
 
     def set(self, num_bytes: int) -> None:
-        """The request holds `num_bytes` from now on.
+        """Change the charge to `num_bytes`.
 
         Raises:
-            CapacityError: if that exceeds the budget; the charge stays what it was.
+            CapacityError: if that exceeds the budget; the charge is not changed then.
         """
         wanted = max(0, num_bytes - FREE_BYTES)
         self._budget.take(wanted - self._charged)
@@ -41,7 +41,7 @@ class BodyBudget:
 
     @contextmanager
     def charge(self) -> Iterator[Charge]:
-        """A charge of 0 bytes; what it holds in the end is given back."""
+        """A charge of 0 bytes; its final amount is released at the end of the block."""
         charge = Charge(self)
         try:
             yield charge

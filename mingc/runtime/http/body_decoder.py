@@ -33,7 +33,7 @@ _Body = TypeVar("_Body")
 _Keys = list[str | int]
 _KEY = re.compile(r"\.(\w+)|\[(\d+)\]")
 _PATH = re.compile(r"(\.\w+|\[\d+\])+`")
-# Beginnings of msgspec's messages, up to the name of the field.
+# Prefixes of msgspec's messages, up to the name of the field.
 _MISSING = "Object missing required field `"
 _UNKNOWN = "Object contains unknown field `"
 _MAX_SHOWN = 100  # characters of a client's name in an error
@@ -96,7 +96,7 @@ class BodyDecoder(Generic[_Body]):
 
 
 class _Restorer:
-    """Puts long strings back into a decoded body: those of media fields as they are, texts decoded."""
+    """Restores long strings in a decoded body: those of media fields undecoded, texts decoded."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ def _malformed(why: str) -> RequestError:
 
 
 def _type_name(value: object) -> str:
-    """What a client calls the type of a JSON value."""
+    """Name of a JSON value's type, for error messages."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -226,7 +226,7 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 
 class _ConstantError(ValueError):
-    """NaN, Infinity or -Infinity, which Python's parser would accept."""
+    """NaN, Infinity or -Infinity, which Python's parser would otherwise accept."""
 
 
 def _refuse_constant(name: str) -> NoReturn:

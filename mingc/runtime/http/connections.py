@@ -1,8 +1,8 @@
 """TCP connections of the server: accepting, their number, and timeouts.
 
-uvicorn parses HTTP and runs the app. What is added here: a time limit on request headers and on clients that do not
-read, a limit on connections that keeps `/health` reachable, accepting that pauses when descriptors run out (asyncio's
-own loop then repeats `accept` and its log line without a pause), and JSON errors for what is no HTTP.
+uvicorn parses HTTP and runs the app. This module adds a time limit on request headers and on clients that do not read,
+a limit on connections that keeps `/health` reachable, a pause in accepting when descriptors run out (asyncio's own loop
+would repeat `accept` and its log line without a pause), and JSON errors for data that is not HTTP.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class ConnectionTable:
     waiting: dict[HttpConnection, float] = field(default_factory=dict, init=False)
 
     def make_room(self) -> bool:
-        """Close the longest waiting connection if the table is full. Returns False if none waits."""
+        """If the table is full, close the connection that has waited longest. Returns False if none waits."""
         if len(self.connections) < self.limit:
             return True
         for connection in self.waiting:
@@ -101,7 +101,7 @@ class ConnectionTable:
         self.waiting.pop(connection, None)
 
     def set_waiting(self, connection: HttpConnection) -> None:
-        """The connection waits for a request, from now on."""
+        """Record that the connection waits for a request from now on."""
         if connection in self.connections:
             self.waiting.pop(connection, None)
             self.waiting[connection] = asyncio.get_running_loop().time()
@@ -180,7 +180,7 @@ class HttpConnection(H11Protocol):
             self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"close")]
 
     def blocked_s(self, now: float) -> float:
-        """Seconds for which the client has read nothing of what waits for it.
+        """Seconds since the client last read while data was pending.
 
         Nothing is added to a full or closing connection's buffer, so it shrinks exactly when the client reads.
         """

@@ -48,7 +48,7 @@ def configure_logging(level: LogLevel, format: LogFormat, stream: TextIO | None 
 
 
 class TextFormatter(logging.Formatter):
-    """`time level logger [request id] message`; control characters of the message are escaped."""
+    """`time level logger [request id] message`; control characters in the message are escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         request_id = REQUEST_ID.get()
@@ -80,7 +80,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def _message(record: logging.LogRecord) -> str:
-    """The message on one line: a client's text can neither begin a line nor send terminal commands."""
+    """The message on one line: a client's text can neither start a new line nor send terminal commands."""
     text = printable(record.getMessage()).replace("\n", "\\n")
     return text if len(text) <= _LINE_CHARACTERS else text[: _LINE_CHARACTERS - 1] + "…"
 
@@ -92,7 +92,7 @@ class _Window:
 
 
 class RepetitionLimit(logging.Filter):
-    """Drops lines of one kind beyond 20 in 10 s; the first line of the next window has the number dropped.
+    """Drops lines of one kind beyond 20 in 10 s; the first line of the next window reports the number dropped.
 
     Lines of one kind have the same logger, level and format. Access lines of requests without an error always pass.
     """
@@ -119,7 +119,7 @@ class RepetitionLimit(logging.Filter):
 
 
 class RequestContext:
-    """ASGI middleware: the request's id, taken from `x-request-id` or made, and its access line."""
+    """ASGI middleware: the request's id, taken from `x-request-id` or generated, and its access line."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,7 +1,8 @@
-"""Long strings of a JSON body: cut out before decoding, so that no single step keeps Python's lock for long.
+"""Long strings of a JSON body: cut out before decoding, so that no single step holds Python's interpreter lock for
+long.
 
-msgspec decodes a body in one call, 0.4 s for 100 MB of text on a slow core, in which no other thread runs: the event
-loop stands still wherever that call is made. Long strings are media in base64, which nothing needs as a `str`.
+msgspec decodes a body in one call, 0.4 s for 100 MB of text on a slow core. No other thread runs meanwhile, so the
+event loop is blocked whichever thread makes the call. Long strings are media in base64, which no code needs as a `str`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 
 
 class LongString(str):
-    """The first characters of a long string. `data`: all of it, as between the quotes of the body; not decoded."""
+    """The first characters of a long string. `data`: the whole content between the quotes of the body, not decoded."""
 
     __slots__ = ("data",)
     data: memoryview
@@ -41,7 +42,7 @@ class TooManyStringsError(ValueError):
 def cut_long_strings(raw: bytes | bytearray, max_strings: int) -> tuple[bytes, dict[str, LongString]]:
     """The body with placeholders for its long strings, and what they stand for.
 
-    A body that is no JSON stays as it is from the first fault on.
+    A body that is not JSON is left unchanged from the first fault on.
 
     Raises:
         TooManyStringsError: if there are more than `max_strings`.
@@ -69,7 +70,7 @@ def cut_long_strings(raw: bytes | bytearray, max_strings: int) -> tuple[bytes, d
 
 
 def _prefix(raw: bytes | bytearray, start: int) -> str:
-    """The first characters of a string, up to one that does not stand for itself; `/` may be escaped."""
+    """The first characters of a string, up to the first escape sequence; `/` may be escaped."""
     match = _PLAIN.match(raw[start : start + _PREFIX].replace(b"\\/", b"/"))
     assert match is not None
     return match[0].decode()
@@ -81,10 +82,11 @@ def count_bytes(raw: bytes | bytearray, byte: bytes) -> int:
 
 
 def decode_base64(data: memoryview, *, is_escaped: bool) -> bytes:
-    """The bytes of base64, in steps. White space is skipped. `is_escaped`: as JSON does; else a backslash is a fault.
+    """The bytes of base64, in steps. White space is skipped. `is_escaped`: JSON escapes are allowed; otherwise a
+    backslash is a fault.
 
     Raises:
-        binascii.Error: if it is no base64.
+        binascii.Error: if it is not base64.
     """
     parts: list[bytes] = []
     rest = b""

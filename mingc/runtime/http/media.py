@@ -37,7 +37,7 @@ _READ_BYTES = 1 << 20
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 _MAX_PATH = 4096  # bytes; PATH_MAX of Linux
 _MAX_ADDRESSES = 4  # of one host that are tried
-# Networks that `is_global` takes for public, in some version of Python: metadata of Oracle's and Azure's clouds, and
+# Networks that `is_global` treats as public in some version of Python: metadata of Oracle's and Azure's clouds, and
 # IPv6 addresses that stand for an IPv4 one.
 _NOT_PUBLIC_V4 = (IPv4Network("192.0.0.0/24"), IPv4Network("168.63.129.16/32"))
 _NOT_PUBLIC_V6 = (IPv6Network("64:ff9b::/96"), IPv6Network("2002::/16"), IPv6Network("2001::/32"))
@@ -58,7 +58,7 @@ class MediaLoader:
             logging.getLogger(name).setLevel(logging.WARNING)
 
     async def load(self, messages: Sequence[Message[MediaSource]]) -> tuple[Message[MediaPart], ...]:
-        """Replace the sources in `messages` by their bytes, one after the other.
+        """Replace the sources in `messages` by their bytes, one after another.
 
         Raises:
             RequestError: with `param` naming the field of the source.
@@ -226,9 +226,9 @@ class MediaLoader:
         return await asyncio.to_thread(b"".join, parts)  # 100 MB take tens of milliseconds
 
     def _check_host(self, url: httpx.URL, media: MediaSource) -> bool:
-        """Refuse a host that is not allowed; True if it is allowed by name, False if as any public host.
+        """Refuse a host that is not allowed; True if it is allowed by name, False if it is allowed as a public host.
 
-        The URL is httpx's, which also connects, so both see the same host.
+        The URL is parsed by httpx, which also connects, so both see the same host.
         """
         if url.scheme not in _DEFAULT_PORTS or url.userinfo:
             _refuse(media, f"{_shown(str(url))} is not a plain http: or https: URL", "invalid_value")
@@ -334,7 +334,7 @@ def is_public(text: str) -> bool:
 
 
 def _shown(source: str) -> str:
-    """A source for an error message: a URL without its user, query and fragment, which may hold secrets."""
+    """A source for an error message: a URL without user, query and fragment, which may contain secrets."""
     head, separator, rest = source.partition("://")
     if separator:
         authority = re.split(r"[/?#\\]", rest, maxsplit=1)[0]

@@ -30,7 +30,7 @@ MediaKind = Literal["image", "audio", "video"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaSource:
-    """Where one image, clip or video comes from. `is_base64`: the data itself, with or without a `data:` prefix."""
+    """Source of one image, clip or video. `is_base64`: the data itself, with or without a `data:` prefix."""
 
     kind: MediaKind
     source: str
@@ -42,7 +42,7 @@ def parse_messages(body: ChatBody, info: ServiceInfo) -> tuple[Message[MediaSour
     """`messages` and the three media lists of a chat body.
 
     Raises:
-        RequestError: for empty content, or media that the artifact or the role of the message cannot take.
+        RequestError: for empty content, or media that the artifact or the role of the message does not support.
     """
     if body.messages is None:
         raise missing("messages")

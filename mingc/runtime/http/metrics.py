@@ -67,7 +67,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._requests = self._counter(
             "mingc_http_requests",
-            "HTTP requests by route and status; status 499: the client left before an answer.",
+            "HTTP requests by route and status; status 499: the client disconnected before an answer.",
             "route",
             "status",
         )
@@ -89,8 +89,8 @@ class Metrics:
         )
         self._listeners = Gauge(
             "mingc_num_listeners",
-            "Streamed answers whose speech is being made, by state of their playback: starting (nothing has left the "
-            "server), playing, late (all that was made has been played), paused (the client does not read).",
+            "Streamed answers whose speech is being generated, by state of their playback: starting (nothing sent "
+            "yet), playing, late (everything generated has been played), paused (the client does not read).",
             ("state",),
             registry=self._registry,
         )
@@ -103,10 +103,12 @@ class Metrics:
         )
         self._underruns = self._counter(
             "mingc_speech_underruns",
-            "Patches of streamed speech that were ready after their playback time, also where the text came late.",
+            "Patches of streamed speech that were ready after their playback time, including those with late text.",
         )
         self.requests_cancelled = self._counter(
-            "mingc_requests_cancelled", "Chat and speech requests whose client left before the end.", "route"
+            "mingc_requests_cancelled",
+            "Chat and speech requests whose client disconnected before the end.",
+            "route",
         )
         self.stream_errors = self._counter(
             "mingc_stream_errors", "Responses that failed after their first bytes were sent.", "route"
@@ -127,8 +129,8 @@ class Metrics:
             ),
             "encoder_hits": self._counter(
                 "mingc_encoder_cache_hits",
-                "Images, videos and clips that were not encoded: their embeddings were kept, or in work for "
-                "another request.",
+                "Images, videos and clips that were not encoded, because their embeddings were cached or being "
+                "computed for another request.",
             ),
             "encoder_misses": self._counter(
                 "mingc_encoder_cache_misses", "Images, videos and clips that were encoded."
@@ -136,24 +138,24 @@ class Metrics:
         }
         self._cached_pages = Gauge(
             "mingc_prefix_cache_pages",
-            "KV pages that prompts may reuse: of requests that run, and free ones whose content is kept.",
+            "KV pages that prompts may reuse: those of running requests, and free ones whose content is kept.",
             registry=self._registry,
         )
         self._encoder_cache_bytes = Gauge(
             "mingc_encoder_cache_bytes",
-            "Host memory of kept embeddings of images, videos and clips (--encoder-cache).",
+            "Host memory of cached embeddings of images, videos and clips (--encoder-cache).",
             registry=self._registry,
         )
         self._counted = dict.fromkeys(self._engine_counters, 0)
         self._counted_steps = self._counter(
             "mingc_thinker_counted_steps",
-            "Decode steps whose experts were counted (--expert-usage-interval), by their rows, padding included.",
+            "Decode steps whose experts were counted (--expert-usage-interval), by number of rows, padding included.",
             "batch",
         )
         self._experts_read = self._counter(
             "mingc_thinker_experts_read",
-            "Different experts that a layer read, the mean of the layers, summed over the counted decode steps; divide "
-            "by mingc_thinker_counted_steps_total.",
+            "Sum over the counted decode steps of the mean number of different experts per layer; divide by "
+            "mingc_thinker_counted_steps_total.",
             "batch",
         )
         self._counted_experts: dict[int, tuple[int, float]] = {}

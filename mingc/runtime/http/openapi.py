@@ -1,6 +1,6 @@
 """The OpenAPI document of the server, made from the request structs and from structs that describe the responses.
 
-The structs of responses are used for nothing else: tests decode real responses with them, so the document stays true.
+The structs of responses are used only here; tests decode real responses with them, which keeps the document correct.
 """
 
 from __future__ import annotations

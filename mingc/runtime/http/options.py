@@ -53,10 +53,11 @@ class ServeOptions:
         max_speech_characters: longest `input` of a speech request.
         max_instructions_characters: longest `instructions`.
         media_timeout_s: time to fetch one URL, redirects included.
-        header_timeout_s: time from the connection, or the end of the last response, to the end of the request headers.
+        header_timeout_s: time from the connection, or the end of the previous response, to the end of the request
+            headers.
         body_timeout_s: time a client has to send its body.
         body_idle_timeout_s: time between two parts of a body.
-        write_timeout_s: time for which a client may read nothing of a response that waits for it.
+        write_timeout_s: time that a client may go without reading a pending response.
         retry_after_s: `Retry-After` header of a 503.
         drain_s: time that the port stays open after SIGTERM, while `/ready` answers 503 and requests are served.
         shutdown_timeout_s: time that running requests may continue after that, or after SIGINT.

@@ -188,7 +188,7 @@ def unknown_model(name: str, info: ServiceInfo) -> RequestError:
 
 
 def _check_model(model: str | None, info: ServiceInfo) -> None:
-    """A request without a model means the served one."""
+    """A request without a model uses the served one."""
     if model is not None and model not in info.names:
         raise unknown_model(model, info)
 
@@ -295,7 +295,7 @@ def _voice(fields: SpeechFields, info: ServiceInfo, param: str) -> str | None:
 
 
 def _integer(value: int | float | None, param: str) -> int | None:
-    """An integer; 4.0 counts as 4, as JSON makes no difference."""
+    """An integer; 4.0 counts as 4, because JSON does not distinguish them."""
     if isinstance(value, float):
         if not value.is_integer():
             raise wrong_type(param, "an integer", value)

@@ -1,12 +1,12 @@
-"""Text of clients as logs and errors show it."""
+"""Client text in logs and errors."""
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """`text` with an escape for every character that does not print, except line breaks.
+    """`text` with every unprintable character except line breaks escaped.
 
-    These are controls, which terminals act on, marks that reverse the direction of text, and other separators.
+    These are control characters, which terminals interpret, text-direction marks, and unusual separators.
     """
     if text.isprintable():
         return text

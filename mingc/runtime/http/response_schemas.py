@@ -41,7 +41,10 @@ SSE_DONE = b"data: [DONE]\n\n"
 
 
 def error_body(error: BaseException) -> dict[str, ErrorBody]:
-    """OpenAI's error object. Our errors show their message, request errors also their fix; others show no details."""
+    """OpenAI's error object. mingc's errors show their message, request errors also their fix.
+
+    Other errors show no details.
+    """
     if not isinstance(error, MingcError):
         return _error("Internal server error; see the server log.", "server_error", None, "internal_error")
     if not isinstance(error, ServeError):
@@ -75,7 +78,7 @@ def model_object(info: ServiceInfo, created: int, name: str) -> Json:
 
 
 def modalities(info: ServiceInfo) -> Json:
-    """What the artifact can do: kinds of input and output, and the routes that run it."""
+    """Capabilities of the artifact: kinds of input and output, and the routes that run it."""
     inputs = {"text": True, "image": info.has_image, "audio": info.has_audio_input, "video": info.has_video}
     outputs = {"text": info.has_text, "audio": info.has_speech}
     routes = {"/v1/chat/completions": info.has_text, "/v1/audio/speech": info.has_speech}

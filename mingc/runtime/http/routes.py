@@ -170,7 +170,7 @@ class GenerationRoute:
 
 
 def public_error(error: Exception) -> MingcError:
-    """The error as a client may see it: our own unchanged, any other without its details."""
+    """The error as shown to a client: mingc's own unchanged, any other without details."""
     if isinstance(error, MingcError):
         return error
     return WorkerError(

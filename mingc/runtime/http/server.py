@@ -54,7 +54,7 @@ def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = N
     keys = keys or ApiKeys(options.api_key_file)
     if not keys.is_required and not _is_loopback(options.host):
         log.warning(
-            "anybody who reaches %s can use this server: set %s or pass --api-key-file",
+            "anyone who can reach %s can use this server: set %s or pass --api-key-file",
             options.host,
             VARIABLE,
         )
@@ -173,7 +173,7 @@ def _error_response(request: Request, error: Exception, options: ServeOptions) -
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, not listening yet. Call it before slow work, so a port in use fails early.
+    """A socket bound to the address, not listening yet. Call it before slow work, so that a port in use fails early.
 
     Raises:
         ConfigError: if the address cannot be bound.

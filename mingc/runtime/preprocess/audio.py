@@ -72,7 +72,7 @@ def _check_channels(channels: int, where: str) -> None:
 
 
 def _check_length(count: int, rate: int, where: str, max_seconds: float, limits: MediaLimits) -> None:
-    """Refuse a clip of which `count` samples are decoded and more may follow; its header is not asked."""
+    """Refuse a clip by the `count` of samples decoded so far; its header is not trusted."""
     if count > (max_seconds + _SLACK_SECONDS) * rate:
         raise _too_long(where, max_seconds)
     limits.check_bytes(_SAMPLE_COST * count, where, f"a clip of {count} samples at {rate} Hz")
@@ -198,7 +198,7 @@ def load_audio(
 ) -> AudioFeatures:
     """Encoded audio → features. `where` names the clip in errors.
 
-    Raises: RequestError when the bytes hold no sound that the encoder takes, or it would exceed `limits`.
+    Raises: RequestError when the bytes contain no sound that the encoder supports, or it would exceed `limits`.
     """
     max_seconds = parameters.max_frames * parameters.hop_samples / parameters.sample_rate
     wave = decode_audio(data, where, max_seconds=max_seconds, limits=limits)

@@ -40,9 +40,9 @@ class ChatProcessor:
     `vision` and `audio` are None for an artifact without that encoder; media of that kind are then refused.
     `max_tokens` bounds a prompt with its answer; None: the number of positions of the model.
     `parse_special_tokens` recognises special tokens in the text of messages, which lets their author write roles and
-    turns; otherwise they are plain text. Media stand where their parts stand in either case.
+    turns; otherwise they are plain text. In either case media stay at the position of their parts.
     `decode` decodes one medium: in this process, or in a pool of decoder processes. `max_media_bytes` bounds the memory
-    of the media of one prompt, with the one in work.
+    of the media of one prompt, including the one being decoded.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class ChatProcessor:
     def _load(
         self, messages: Sequence[Message[MediaPart | MediaEntry]], video: VideoParams
     ) -> Iterator[Message[MediaEntry]]:
-        """Decode the media one after the other; together they share the memory that one request may take."""
+        """Decode the media one after another; together they share the memory limit of one request."""
         left = self._max_media_bytes
         for message in messages:
             parts: list[TextPart | MediaEntry] = []
@@ -206,8 +206,8 @@ def _require_encoder(parameters: _Parameters | None, part: MediaPart) -> _Parame
 def _write_content(writer: PromptWriter, message: Message[MediaEntry]) -> None:
     """Append text and media of one message in their order.
 
-    The reference leaves out as many media as the text holds literal tags of their kind (`<image>`); here a text does
-    not decide whether media are seen.
+    The reference drops one medium for each literal tag of its kind (`<image>`) in the text; here the text has no effect
+    on media.
     """
     for entry in message.parts:
         if isinstance(entry, TextPart):

@@ -1,4 +1,4 @@
-"""Opening encoded videos and sounds with PyAV, limited to what a file from a stranger may do.
+"""Opening untrusted videos and sounds with PyAV, within limits.
 
 FFmpeg's other demuxers read further files (concat), open sockets (SDP, RTSP) or decode pictures of any size while they
 probe.
@@ -17,12 +17,15 @@ _MAX_STREAMS = "32"
 
 
 def pixel_limit(max_pixels: int) -> dict[str, str]:
-    """The option by which FFmpeg refuses larger frames; with room, since it compares the padded size of a buffer."""
+    """The option with which FFmpeg refuses larger frames.
+
+    With a margin, because it compares the padded size of a buffer.
+    """
     return {"max_pixels": str(max_pixels + max_pixels // 8 + (1 << 14))}
 
 
 def open_container(av: Any, data: bytes, *, max_pixels: int) -> Any:
-    """A container whose probing decodes no frame above `max_pixels`. Raises: av.FFmpegError, ValueError."""
+    """An opened container; probing it decodes no frame above `max_pixels`. Raises: av.FFmpegError, ValueError."""
     return av.open(
         io.BytesIO(data),
         options={

@@ -1,4 +1,4 @@
-"""The server's side of decoder processes: one for each thread that decodes at the moment, started when needed."""
+"""The server's side of decoder processes: one per decoding thread, started when needed."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from mingc.runtime.preprocess.media_task import DecodedMedia, MediaTask
 
 DEFAULT_TIMEOUT_S = 60.0
 _EXIT_S = 5.0
-# One arena and no growing threshold: what a task frees goes back to the system at once.
+# One arena and no growing threshold: memory that a task frees is returned to the system at once.
 _ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20), "OPENBLAS_NUM_THREADS": "1"}
 
 
 class DecoderPool:
-    """Decodes media in processes of their own. May be used from several threads.
+    """Decodes media in separate processes. May be used from several threads.
 
     A process takes at most `max_bytes` (and a fixed margin) and `timeout_s` for one medium.
     """
@@ -76,7 +76,7 @@ class DecoderPool:
         return features
 
     def close(self) -> None:
-        """End all processes; tasks that run fail."""
+        """End all processes; running tasks fail."""
         with self._lock:
             self._is_closed = True
             decoders, idle = list(self._all), list(self._idle)
@@ -87,7 +87,7 @@ class DecoderPool:
 
     @property
     def pids(self) -> list[int]:
-        """Processes that run."""
+        """Ids of the running processes."""
         with self._lock:
             return [decoder.pid for decoder in self._all]
 

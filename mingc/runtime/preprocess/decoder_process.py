@@ -1,8 +1,9 @@
 """Process that decodes media for the server, with limits that the kernel enforces.
 
-Started as `python -m mingc.runtime.preprocess.decoder_process CONFIG`. Decoders are C libraries that parse bytes of
-strangers: what a file makes them allocate, how long they run and whether they crash is not known before. Here memory
-ends at RLIMIT_DATA, a task at an alarm, and a crash ends this process only. It ends when its socket closes.
+Started as `python -m mingc.runtime.preprocess.decoder_process CONFIG`. Decoders are C libraries that parse untrusted
+bytes: how much memory a file makes them allocate, how long they run and whether they crash is not known in advance.
+Here RLIMIT_DATA limits memory, an alarm limits the time of a task, and a crash ends only this process. It ends when its
+socket closes.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ def send(sock: socket.socket, head: Any, *buffers: Any) -> None:
 
 
 def receive(sock: socket.socket) -> Any:
-    """A JSON head. Raises: EOFError when the other side is gone."""
+    """A JSON head. Raises: EOFError when the other side has closed the socket."""
     return json.loads(bytes(receive_bytes(sock, int.from_bytes(receive_bytes(sock, 8), "little"))))
 
 
 def receive_bytes(sock: socket.socket, size: int) -> bytearray:
-    """Exactly `size` bytes. Raises: EOFError when the other side is gone."""
+    """Exactly `size` bytes. Raises: EOFError when the other side has closed the socket."""
     data = bytearray(size)
     _receive_into(sock, memoryview(data))
     return data

@@ -1,7 +1,7 @@
 """Encoded images → patch rows of the vision encoder (spec: vision.md §1).
 
 Decoding, the two resize rules of the reference, normalisation and patch order. `vision_grid` builds the position
-inputs. The memory of an image is planned from its header before a pixel is decoded.
+inputs. The memory of an image is estimated from its header before a pixel is decoded.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ Grid = tuple[int, int, int]  # temporal patches, rows and columns of patches
 class VisionFeatures:
     """Input of the vision encoder for one image or video.
 
-    `patches` (t·h·w, C·time·p·p); the patches of one merged token are contiguous. Without `levels` they are float32,
-    normalised. With `levels` (C, 256) float32 they are colour levels, uint8, which it normalises; an image is then held
-    once for `repeats` frames.
+    `patches` (t·h·w, C·time·p·p); the patches of one merged token are contiguous. Without `levels` they are normalised
+    float32 values. With `levels` (C, 256) float32 they are uint8 colour levels, which that table normalises; an image
+    is then stored once for `repeats` frames.
     """
 
     patches: NDArray[np.float32] | NDArray[np.uint8]
@@ -185,14 +185,14 @@ def _not_an_image(data: bytes, where: str, error: Exception) -> RequestError:
 
 
 def _cost_per_pixel(image: Image.Image) -> int:
-    """Bytes that a pixel takes while the file is decoded and converted to RGB."""
+    """Bytes per pixel while the file is decoded and converted to RGB."""
     plain = _PLAIN_COST if image.mode == "RGB" else _CONVERTED_COST
     progressive = _PROGRESSIVE_COST if image.info.get("progressive") else 0
     return max(plain, _DECODING_COST.get(image.format or "", 0)) + progressive
 
 
 def _peak_bytes(image: Image.Image, target: tuple[int, int]) -> int:
-    """Memory of decoding and resizing to `target` (width, height); Pillow keeps four bytes of a pixel, numpy three."""
+    """Memory for decoding and resizing to `target` (width, height); Pillow uses four bytes per pixel, numpy three."""
     num_pixels, resized = image.width * image.height, math.prod(target)
     decoding = _cost_per_pixel(image) * num_pixels
     # the picture and its converted copy, the picture after one axis, and after both
@@ -337,7 +337,7 @@ def _normalisation_table(mean: tuple[float, ...], std: tuple[float, ...]) -> NDA
 
 
 class PatchWriter:
-    """Patches of frames that arrive one at a time, so that no other frame is held.
+    """Patches of frames that arrive one at a time, so that only one frame is in memory.
 
     Row order: (t, block row, block column, row in block, column in block). Value order: (C, time, y, x). One frame is
     an image, which is repeated in time; otherwise the number of frames is a multiple of the temporal patch.
@@ -386,8 +386,8 @@ def load_image(
 ) -> VisionFeatures:
     """Encoded image → patches, with both resizes. `where` names the image in errors.
 
-    Raises: RequestError when the bytes hold no image, or its memory would exceed `limits`; the latter before it is
-        decoded.
+    Raises: RequestError when the bytes contain no image, or its memory would exceed `limits`; the latter before it is
+    decoded.
     """
     limits = limits or MediaLimits()
     with open_image(data, where) as image:

@@ -1,4 +1,4 @@
-"""What one medium may cost: bytes of host memory while it is decoded, tokens of the context.
+"""Limits of one medium: bytes of host memory while it is decoded, tokens of the context.
 
 Both are computed from headers before anything is decoded, so a small file cannot claim memory.
 """
@@ -21,7 +21,7 @@ class MediaLimits:
     max_tokens: int | None = None
 
     def check_bytes(self, num_bytes: int, where: str, what: str) -> None:
-        """Raises: RequestError when `what` would take more than is left."""
+        """Raises: RequestError when `what` needs more than the remaining bytes."""
         if num_bytes > self.max_bytes:
             raise too_large(
                 f"{what} takes {-(-num_bytes // MIB)} MiB of memory; {self.max_bytes // MIB} MiB are left for it",
@@ -53,5 +53,5 @@ def too_large(what: str, where: str) -> RequestError:
 
 
 def undecodable(what: str, where: str, fix: str) -> RequestError:
-    """Bytes that are no image, sound or video."""
+    """Bytes that are not an image, sound or video."""
     return RequestError(what, where=where, fix=fix, param=where, code="undecodable_media")

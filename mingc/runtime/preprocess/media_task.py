@@ -1,4 +1,4 @@
-"""Decoding of one medium, with everything it depends on: the work that a decoder process does for the server."""
+"""Decoding of one medium, with everything it depends on: the task of a decoder process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ DecodedMedia = VisionFeatures | VideoFeatures | AudioFeatures
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaTask:
-    """What to decode to. `where` names the medium in errors; `vision` or `audio` are set as `kind` needs."""
+    """Parameters of one decoding.
+
+    `where` names the medium in errors; `vision` or `audio` is set according to `kind`.
+    """
 
     kind: Literal["image", "audio", "video"]
     where: str

@@ -1,7 +1,7 @@
 """Encoded videos → patch rows and timestamps (spec: vision.md §2).
 
 PyAV decodes and OpenCV resizes; both are imported at the first video. PyAV also converts colours; every later step
-follows the reference. The memory of a video is planned from its headers before a frame is decoded, and frames are
+follows the reference. The memory of a video is estimated from its headers before a frame is decoded, and frames are
 decoded, resized and written one at a time.
 """
 
@@ -32,7 +32,7 @@ from mingc.runtime.request import VideoParams
 _BUDGET_SLACK = 1.05  # the largest frame is at least this many times the smallest
 _MAX_SOURCE_FRAMES = 1 << 18  # 2.4 hours at 30 a second
 _MAX_FRAME_PIXELS = 1 << 26
-_MIN_HELD_FRAMES = 4  # a decoder holds this many: the one in work, references, the one handed out
+_MIN_HELD_FRAMES = 4  # a decoder holds this many: the current one, references, the one returned
 _USUAL_HELD_FRAMES = 18  # with as many references as a format allows; more threads hold one each
 _MAX_THREADS = 8
 _FALLBACK_BITS = 24  # of a pixel whose format is not in the header: 10 bits, 4:2:0
@@ -62,7 +62,10 @@ class FrameSource(Protocol):
         ...
 
     def plan(self, num_bytes: int, limits: MediaLimits, where: str) -> None:
-        """Prepare decoding beside a result of `num_bytes`. Raises: RequestError when both do not fit `limits`."""
+        """Prepare decoding to a result of `num_bytes`.
+
+        Raises: RequestError when decoder and result together exceed `limits`.
+        """
         ...
 
     def frames(self, wanted: Sequence[int]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
@@ -303,7 +306,7 @@ class _EncodedVideo:
                     return
 
     def count_decodable(self) -> None:
-        """Set the number of frames to that of the pictures that decoding yields."""
+        """Set the number of frames to the number that decoding yields."""
         with self._open() as container:
             stream = container.streams.video[0]
             stream.codec_context.options = pixel_limit(self._max_pixels)
@@ -323,8 +326,8 @@ def load_video(
 ) -> VideoFeatures:
     """Encoded video → patches and timestamps. `where` names the video in errors.
 
-    Raises: RequestError when the bytes hold no decodable video or it would exceed `limits`, the latter before a frame
-        is decoded; ConfigError without PyAV or OpenCV.
+    Raises: RequestError when the bytes contain no decodable video, or it would exceed `limits`, the latter before a
+    frame is decoded; ConfigError without PyAV or OpenCV.
     """
     if (params.fps is not None and params.fps <= 0) or (
         params.max_frames is not None and params.max_frames < 1

@@ -63,7 +63,7 @@ from mingc.runtime.thinker.worker import DEFAULT_STEPS, StepOptions, ThinkerWork
 log = logging.getLogger("mingc.startup")
 
 _MIN_KV_TOKENS = 16384
-# Of the memory that is free once all else is loaded; the rest is for CUDA graphs and buffers of the thinker's steps.
+# Of the memory that is free after everything else is loaded; the rest is for CUDA graphs and buffers of thinker steps.
 _CUDA_KV_SHARE = 0.8
 # What the command line calls the options that it has.
 _OPTIONS = {
@@ -99,37 +99,37 @@ class EngineOptions:
 
     Attributes:
         tp: ranks of the thinker; None takes what the artifact was exported for, anything else must equal it.
-        max_total_tokens: tokens of all requests together that the thinker's KV pages hold; None chooses.
+        max_total_tokens: capacity of the thinker's KV pages in tokens, for all requests together; None: chosen
+            automatically.
         max_running: requests the thinker works on at once; None is the largest decode batch.
         max_waiting: requests that may wait for the thinker before more are refused.
-        max_speech_seqs: segments that each talker speaks at once; None is its largest batch. Paced speech may have
-            more: each of its streams is in few of the patches.
-        talker_devices: `cpu` or `cuda:N` for each talker; none: one on the thinker's first device. An answer is spoken
-            by one of them.
+        max_speech_seqs: segments that each talker generates concurrently; None is its largest batch. Paced speech may
+            have more, because each stream takes part in only a few patches.
+        talker_devices: `cpu` or `cuda:N` for each talker; none: one talker on the thinker's first device. One of the
+            talkers speaks each answer.
         speech_lead: patches that streamed speech may be ahead of its playback; 0: as fast as possible.
         max_prefills_per_patch: segments that may join the talker's batch at one patch boundary.
-        max_streams: requests of each talker that may speak or wait to speak before more are refused; at least as many
-            as may speak.
+        max_streams: requests of each talker that may speak or wait to speak before more are refused; at least
+            `max_speech_seqs`.
         max_pending_patches: patches a client may leave unread before its speech pauses.
         num_preprocess_threads: threads that decode media and prepare prompts.
         num_torch_threads: CPU threads of an engine; None: on CUDA one, else torch's setting is left alone.
-        step_timeout_s: how long the thinker's ranks may take for a step before they are taken for hanging, which
-            ends the service.
+        step_timeout_s: time after which a step of the thinker's ranks counts as hanging, which ends the service.
         check_hashes: read every file of the artifact once and compare its hash before anything is loaded.
-        served_model_names: what clients call the model, the first in responses; none: what it was exported with.
-        max_media_memory: bytes of host memory that decoding the media of one request may take. Each of the
-            `num_preprocess_threads` has a decoder process, so all together take that many times it.
+        served_model_names: names of the model for clients, the first in responses; none: the name given at export.
+        max_media_memory: bytes of host memory for decoding the media of one request. Each of the
+            `num_preprocess_threads` has a decoder process, so the total is that many times larger.
         media_decode_timeout_s: time for decoding one medium.
         parse_special_tokens: recognise special tokens in the text of requests; otherwise they are plain text.
         steps: which steps the thinker's workers run.
-        expert_usage_interval_s: count the experts that a decode step of the thinker reads once in so many seconds; 0:
-            never.
+        expert_usage_interval_s: seconds between two decode steps of the thinker whose experts are counted; 0: none is
+            counted.
         talker_depth: most patches in flight; None: 2 on a GPU, 1 on a CPU.
         prefix_cache: reuse KV pages of earlier requests for prompts that begin with the same tokens and media.
-        encoder_cache: bytes of host memory for embeddings of images, videos and clips that may come again; 0: none.
+        encoder_cache: bytes of host memory for embeddings of images, videos and clips that may be reused; 0: none.
         loads_speech: whether the speech stages of the artifact are loaded; otherwise speech is refused.
         engines: `STAGE=BACKEND` for stages whose engines are not the artifact's default ones.
-        target: the target whose engines are run, where the artifact has them for several; None: what this machine runs.
+        target: the target whose engines are run, if the artifact has several; None: the one that this machine selects.
     """
 
     tp: int | None = None
@@ -192,7 +192,7 @@ class EngineOptions:
             if not name.strip():
                 problems.append("--served-model-name is empty")
             elif not name.isprintable():
-                problems.append(f"--served-model-name {name!r} holds what cannot be printed")
+                problems.append(f"--served-model-name {name!r} contains characters that cannot be printed")
         if problems:
             raise ConfigError(
                 "; ".join(problems), where="options of the engines", fix="see `mingc serve --help`"
@@ -204,8 +204,8 @@ def open_service(
 ) -> OmniService:
     """Load the artifact at `root` and start its threads and ranks. `clock` records the seconds of each phase.
 
-    Raises: ArtifactError and its kind, ConfigError when options and artifact do not fit, WorkerError when a rank
-        does not start.
+    Raises: ArtifactError and its subclasses, ConfigError when options and artifact do not match, WorkerError when a
+    rank does not start.
     """
     options, clock = options or EngineOptions(), clock or StartupClock()
     with clock.phase("check the artifact"):
@@ -225,7 +225,7 @@ def open_service(
             check_hashes(artifact)
     if options.tp not in (None, recorded.world_size):
         raise ConfigError(
-            f"the artifact is for {recorded.world_size} rank(s), {options.tp} asked",
+            f"the artifact is for {recorded.world_size} rank(s), {options.tp} requested",
             where="--tp",
             fix=f"pass --tp {recorded.world_size}, or export again with --tp {options.tp}",
         )
@@ -253,7 +253,7 @@ def open_service(
 
     memory = MemoryAccount()
     with ExitStack() as processes:  # ended when something after their start fails
-        # The thinker last: its KV pages take what all else has left.
+        # The thinker last: its KV pages take the memory that the other parts leave free.
         with clock.phase("set up speech: tokenizer, voices, scheduler"):
             speech = (
                 _load_speech(artifact, options, talker_devices, clock, memory)
@@ -289,7 +289,7 @@ def open_service(
 
 
 def _start_device(device: torch.device) -> None:
-    """Create the context of a CUDA device, which loading would otherwise."""
+    """Create the context of a CUDA device, which loading would otherwise do."""
     torch.cuda.synchronize(device)
 
 
@@ -307,9 +307,9 @@ def _loaded_stages(manifest: Manifest, options: EngineOptions) -> list[str]:
 def host_threads(device: str, requested: int | None) -> int | None:
     """Threads for torch's work on the host; None leaves torch's setting alone.
 
-    With a GPU the host only prepares inputs. A copy of more than 32,768 values, as the inputs of a prompt or of sixteen
-    patches are, would go to a team of threads and wait for the last of them to be scheduled: every so often for many
-    times what the copy takes.
+    With a GPU the host only prepares inputs. A copy of more than 32,768 values, such as the inputs of a prompt or of
+    sixteen patches, would use several threads and wait until the last one is scheduled, sometimes for many times the
+    duration of the copy.
     """
     return 1 if requested is None and device == "cuda" else requested
 
@@ -564,7 +564,7 @@ def _audio_encoder(graph: StageGraph, decoder: str) -> str | None:
 
 
 def _check_policy(graph: StageGraph, stage: str, expected: Policy) -> None:
-    """Raises: ArtifactError when `stage` is the client, or not run as the service runs the stage in its place."""
+    """Raises: ArtifactError when `stage` is the client, or its policy differs from that of the service."""
     if stage == CLIENT:
         raise ArtifactError(
             f"the stage graph has the client where the service needs a stage of policy {expected}",
@@ -593,7 +593,7 @@ def _largest(manifest: Manifest, stage: str, dim: str) -> int:
 
 
 def _most_slots(manifest: Manifest, stages: Sequence[str]) -> int:
-    """Segments that all graphs of `stages` can hold the state of, besides slot 0; 0 if none has state."""
+    """Number of segments whose state all graphs of `stages` can hold, besides slot 0; 0 if none has state."""
     graphs = [record.spec for stage in stages for record in manifest.stages[stage].graphs.values()]
     sizes = [dim.maximum for graph in graphs for dim in graph.dims if dim.name == "S"]
     return min(sizes, default=1) - 1
@@ -602,9 +602,9 @@ def _most_slots(manifest: Manifest, stages: Sequence[str]) -> int:
 def _kv_tokens(
     artifact: Artifact, decoder: str, options: EngineOptions, devices: list[torch.device], context: int
 ) -> int:
-    """Tokens that the KV pages are to hold: asked, or measured on a GPU, or enough for a few requests on a CPU.
+    """Capacity of the KV pages in tokens: as requested, else by free memory on a GPU, or a few requests on a CPU.
 
-    Called when all else is loaded on every rank: measured is what is left on the fullest of `devices`.
+    Called after everything else is loaded on every rank; measures the free memory of the fullest of `devices`.
     """
     if options.max_total_tokens is not None:
         return options.max_total_tokens

@@ -1,4 +1,4 @@
-"""Embeddings of media by content: an image, video or clip that was encoded lately is not encoded again."""
+"""Cache of media embeddings by content: a recently encoded image, video or clip is not encoded again."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ DEFAULT_BYTES = 512 << 20  # 256 images of 1,024 patches, or 85 clips of 30 s, a
 class EncoderCache:
     """Embeddings by key, at most `max_bytes` of them; the least recently used are dropped first. Thread-safe.
 
-    They lie in host memory. What a hit saves is the encoder; the copy to a device is a small part of that, and memory
-    of the device would be lost to KV pages.
+    They are in host memory: a hit saves the encoder call, the copy to a device is short compared with that, and device
+    memory is left to KV pages.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -30,7 +30,7 @@ class EncoderCache:
 
     @property
     def num_hits(self) -> int:
-        """Lookups since the start that found what they asked for, or that another request was waiting for it."""
+        """Lookups since the start that found embeddings, or another request waiting for the same ones."""
         return self._num_hits
 
     @property
@@ -39,7 +39,7 @@ class EncoderCache:
         return self._num_misses
 
     def get(self, key: bytes) -> Tensor | None:
-        """The embeddings under `key`, shared by all that ask: not to be written to."""
+        """The embeddings under `key`, shared by all callers: read only."""
         with self._lock:
             found = self._entries.get(key)
             if found is None:
@@ -55,7 +55,10 @@ class EncoderCache:
             self._num_hits += 1
 
     def put(self, key: bytes, embeddings: Tensor) -> None:
-        """Keep host tensor `embeddings`, which nothing else may write to; dropped if it exceeds the budget alone."""
+        """Keep the host tensor `embeddings`, which nothing else may write to.
+
+        Dropped if it alone exceeds the budget.
+        """
         size = embeddings.untyped_storage().nbytes()
         with self._lock:
             self._drop(key)
@@ -67,7 +70,7 @@ class EncoderCache:
                 self._drop(next(iter(self._entries)))
 
     def clear(self) -> None:
-        """Drop all entries; what was counted stays counted."""
+        """Drop all entries; counters are not reset."""
         with self._lock:
             self._entries.clear()
             self._num_bytes = 0

@@ -1,4 +1,4 @@
-"""Calls of an encoder's graph with host tensors: on CUDA on a stream of its own, small sizes as CUDA graphs."""
+"""Calls of an encoder's graph with host tensors: on CUDA on a separate stream, small sizes as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from mingc.dtypes import torch_dtype
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.cuda_graphs import AsyncHostCopy, GraphPool, GraphRunner
 
-# CUDA knows none below it, and streams have it if they ask for no other: work gets ahead of an encoder by a priority
-# of its own.
+# CUDA's lowest priority and the default: other work overtakes an encoder only on a stream of higher priority.
 _LOWEST_PRIORITY = 0
 
 _Shapes = tuple[torch.Size, ...]
@@ -21,14 +20,14 @@ _Shapes = tuple[torch.Size, ...]
 class EncoderGraph:
     """Runs `graph`, whose output is `embeddings`, on `device`. Call it from one thread.
 
-    On CUDA a call does not wait for other streams, nor they for it: inputs come from the host, and its output is on the
-    host before it returns. No tensor of the device is used on two streams, so that torch's allocator, which reuses
-    memory within the stream that it was allocated for, needs no events.
+    On CUDA neither a call nor other streams wait for each other: inputs come from the host, and the output is on the
+    host before the call returns. No device tensor is used on two streams, so torch's allocator, which reuses memory
+    within the stream that it was allocated for, needs no events.
 
     Args:
-        examples: valid inputs of the sizes to capture on CUDA, the largest first, so that the others fit into the
-            memory that it has taken. Other sizes are called directly.
-        prepare: computes the inputs of the graph on the device from what a call is given; None: they are given.
+        examples: valid inputs of the sizes to capture on CUDA, the largest first, so that the others reuse its memory.
+            Other sizes are called directly.
+        prepare: computes the inputs of the graph on the device from the tensors of a call; None: these are the inputs.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class EncoderGraph:
 
     @property
     def num_captured(self) -> int:
-        """Sizes that are replayed."""
+        """Number of captured sizes."""
         return len(self._runners)
 
     @torch.inference_mode()

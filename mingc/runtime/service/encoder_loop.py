@@ -21,7 +21,7 @@ from mingc.runtime.service.encoder_cache import EncoderCache
 _MAX_MEDIA = 32  # in one call
 # Of features, beyond which preprocessing waits: about two of the largest images.
 _MAX_WAITING_BYTES = 64 << 20
-# All of its bits are set in NaN and inf alone.
+# Only in NaN and inf all of its bits are set.
 _BFLOAT16_EXPONENT = np.int16(0x7F80)
 
 _Features = TypeVar("_Features")
@@ -29,10 +29,10 @@ _FeaturesIn = TypeVar("_FeaturesIn", contravariant=True)
 
 
 class Encoder(Protocol[_FeaturesIn]):
-    """An encoder as its thread calls it.
+    """Interface of an encoder.
 
     Attributes:
-        max_batch_tokens: padded size beyond which a call is no faster per token, so that it only delays the first.
+        max_batch_tokens: padded size above which a call is no faster per token, and only delays the first medium.
     """
 
     max_batch_tokens: int
@@ -67,14 +67,14 @@ class _Job(Generic[_Features]):
 
 
 class EncoderLoop(EngineThread, Generic[_Features]):
-    """Runs one encoder for all requests, first come, first served.
+    """Runs one encoder for all requests, in order of arrival.
 
-    A call takes what waits, oldest first, as far as it costs no more padding than calls of their own, and at most
-    `max_batch_tokens`, unless one medium alone has more. If it fails, each medium gets a call of its own, so that only
-    the request at fault fails.
+    A call takes waiting media, oldest first, as long as that needs no more padding than separate calls, and at most
+    `max_batch_tokens`, unless one medium alone has more. If it fails, each medium is retried in its own call, so that
+    only the request at fault fails.
 
-    Equal content that several requests wait for is encoded once. An error is that of the first of them; the others try
-    again for themselves. What no request waits for any more is not encoded.
+    Equal content that several requests wait for is encoded once. An error goes to the first of them; the others try
+    again. Media that no request waits for any more are not encoded.
 
     Args:
         name: of the stage.
@@ -95,10 +95,10 @@ class EncoderLoop(EngineThread, Generic[_Features]):
         return {f"media in the {self._name}": len(self._waiting) + len(self._running)}
 
     def submit(self, features: Sequence[_Features], digests: Sequence[bytes]) -> list[Future[Tensor]]:
-        """Queue the media of a request. Cancelling a future withdraws one. Blocks while too many features wait.
+        """Queue the media of a request. Cancelling a future withdraws its medium. Blocks while too many features wait.
 
-        `digests` are the `content_digest` of each; they are not looked at without a cache. Results are embeddings
-        (tokens, D) on the host, shared with other requests: not to be written to.
+        `digests` are the `content_digest` of each; they are ignored without a cache. Results are embeddings (tokens, D)
+        on the host, shared with other requests: read only.
 
         Raises: WorkerError when the thread has failed or is stopping.
         """
@@ -147,7 +147,7 @@ class EncoderLoop(EngineThread, Generic[_Features]):
         """Remove the jobs of the next call from the queue."""
         wanted: deque[_Job[_Features]] = deque()
         for job in self._waiting:
-            if job.is_wanted:  # asked once: a future may be cancelled at any moment
+            if job.is_wanted:  # checked once: a future may be cancelled at any moment
                 wanted.append(job)
             else:
                 self._forget(job)
@@ -158,7 +158,7 @@ class EncoderLoop(EngineThread, Generic[_Features]):
         return jobs
 
     def _batch_size(self, features: Sequence[_Features]) -> int:
-        """How many of the first `features` share a call: the most whose padded size is not above that of them alone."""
+        """How many of the first `features` share a call: as many as need no more padding than separate calls."""
         best, alone = min(1, len(features)), 0
         for count in range(1, len(features) + 1):
             try:
@@ -173,7 +173,7 @@ class EncoderLoop(EngineThread, Generic[_Features]):
         return best
 
     def _encode(self, jobs: Sequence[_Job[_Features]]) -> None:
-        """Encode `jobs` in one call, or, if that fails, each in a call of its own."""
+        """Encode `jobs` in one call, or, if that fails, each in its own call."""
         try:
             found = self._encoder.encode([job.features for job in jobs])
         except Exception as error:
@@ -188,7 +188,8 @@ class EncoderLoop(EngineThread, Generic[_Features]):
 
     def _finish(self, job: _Job[_Features], embeddings: Tensor) -> None:
         if self._cache is not None and job.key is not None and _is_finite(embeddings):
-            # Not a part of a larger call's result, nor pinned, which later calls would have to pin anew.
+            # A copy: not part of a larger call's result, and not pinned memory, which later calls would have to pin
+            # again.
             embeddings = embeddings.clone()
             self._cache.put(job.key, embeddings)
         with self._lock:
@@ -198,7 +199,7 @@ class EncoderLoop(EngineThread, Generic[_Features]):
                 future.set_result(embeddings)
 
     def _fail(self, job: _Job[_Features], error: Exception) -> None:
-        """`error` is the first request's, which began the job."""
+        """`error` goes to the first request, which started the job."""
         with self._lock:
             while job.futures:
                 first = job.futures.pop(0)

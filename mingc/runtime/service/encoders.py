@@ -25,10 +25,10 @@ from mingc.runtime.preprocess.image import Grid, VisionFeatures
 from mingc.runtime.preprocess.vision_grid import build_grid_arrays, group_pixels, pad_grid_arrays, pad_tokens
 from mingc.runtime.service.encoder_graph import EncoderGraph
 
-# Largest calls that are captured on CUDA: 4,096 patches; 30 s of sound, or four clips of 8 s or sixteen of 2 s. Beyond
-# them launches take no time of their own.
+# Largest calls that are captured on CUDA: 4,096 patches; 30 s of audio, or four clips of 8 s or sixteen of 2 s. Above
+# that, launch overhead is negligible.
 _CAPTURED_VISION_TOKENS, _CAPTURED_AUDIO_TOKENS = 1024, 800
-# Of several clips in a call: a minute on a CPU; on CUDA what the largest engine for several holds.
+# Limit for several clips in a call: a minute on a CPU; on CUDA the capacity of the largest engine for several clips.
 _SHARED_AUDIO_TOKENS, _SHARED_AUDIO_TOKENS_CUDA = 1500, 3200
 
 
@@ -102,7 +102,7 @@ class VisionEncoder:
     def _inputs(
         self, pixels: Mapping[str, NDArray[np.generic]], grids: Sequence[Grid], num_tokens: int
     ) -> dict[str, Tensor]:
-        """What a call is given for the result of `_pixels`, padded to a bucket of `num_tokens`."""
+        """Inputs of a call for the result of `_pixels`, padded to a bucket of `num_tokens`."""
         merge = self._parameters.merge_size
         unpadded = build_grid_arrays(
             grids, merge_size=merge, position_grid_size=self._parameters.position_grid_size
@@ -226,8 +226,8 @@ def _bucket(graph: Graph, dim: str, size: int) -> int:
 def _pixels(frames: Sequence[_Frame]) -> dict[str, NDArray[np.generic]]:
     """Rows (P, n) of these frames: `colours` uint8 with the `levels` (C, 256) to normalise them on the device.
 
-    A quarter of the bytes of float32, which long videos and large images would take milliseconds to convert and copy.
-    Features without levels, and such of several tables, become `pixels` float32.
+    uint8 has a quarter of the bytes of float32; for long videos and large images, converting and copying float32 would
+    take milliseconds. Features without levels, or with different tables, become float32 `pixels`.
     """
     levels = frames[0].feature.levels
     tables = [frame.feature.levels for frame in frames]

@@ -1,4 +1,4 @@
-"""Identity of media tokens for caches: a hash of the features of a medium, and the place of a token in it.
+"""Identity of media tokens for caches: a hash of the features of a medium, and the token's position in it.
 
 The placeholders of all images of a prompt have the same token id, so token ids alone do not distinguish images.
 """
@@ -27,12 +27,12 @@ class MediaDigests(NamedTuple):
 
 
 def media_digests(media: MediaFeatures) -> MediaDigests:
-    """Reads all features; takes milliseconds for a large image."""
+    """Hash all features; takes milliseconds for a large image."""
     return MediaDigests(*(tuple(map(content_digest, items)) for items in (media.vision, media.audio)))
 
 
 def content_digest(features: VisionFeatures | AudioFeatures) -> bytes:
-    """32 bytes that differ for features from which an encoder computes something else."""
+    """32 bytes that differ for features with different embeddings."""
     digest = hashlib.sha256()  # which processors have instructions for: half the time of BLAKE2
     arrays: tuple[NDArray[np.generic], ...]
     if isinstance(features, AudioFeatures):
@@ -50,9 +50,10 @@ def content_digest(features: VisionFeatures | AudioFeatures) -> bytes:
 def media_ids(
     embed_kind: NDArray[np.int64], media: MediaFeatures, digests: MediaDigests, *, merge_size: int
 ) -> NDArray[np.uint8]:
-    """`ThinkerPrompt.media_ids` (M, 40) of a prompt: for each media token the digest of its medium and its place there.
+    """`ThinkerPrompt.media_ids` (M, 40) of a prompt: for each media token the digest of its medium and its position
+    there.
 
-    The tokens of a video's frames count on from frame to frame.
+    Positions continue from frame to frame of a video.
     """
     kinds = embed_kind[embed_kind > 0]
     ids = np.zeros((len(kinds), _DIGEST_BYTES + 8), np.uint8)

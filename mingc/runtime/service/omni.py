@@ -200,7 +200,7 @@ class OmniService:
         return self._chat is not None and self._chat.loop.has_prefix_cache
 
     def forget_caches(self) -> None:
-        """Let no later request reuse what earlier ones have computed. For checks and measurements."""
+        """Prevent later requests from reusing results of earlier ones. For checks and measurements."""
         if self._chat is not None:
             self._chat.loop.forget_prefixes()
             if self._chat.encoder_cache is not None:
@@ -208,7 +208,10 @@ class OmniService:
 
     @property
     def held(self) -> Mapping[str, int]:
-        """What requests hold now, by kind: all 0 when none runs. For checks; read as `load`."""
+        """Resources that requests hold at present, by kind: all 0 when none is running.
+
+        For checks; read like `load`.
+        """
         held = Counter({"requests": len(self._running)})
         for loop in (*self._encoders, *self._loops):
             held.update(loop.held)  # adds: talkers hold the same kinds
@@ -246,7 +249,7 @@ class OmniService:
         """Events of the answer to the prompt that `prepare` returns; it is called in the preprocessing threads.
 
         Args:
-            noise: of the speech; None: of its seed.
+            noise: of the speech; None: derived from its seed.
             is_live: see `ChatRequest`.
             records_logits: whether text deltas carry logits.
         """
@@ -297,7 +300,7 @@ class OmniService:
                     speech_stream.close()
 
     def speech(self, request: SpeechRequest, *, noise: NoiseSource | None = None) -> AsyncGenerator[Event]:
-        """Events of the speech of one text. See `Service`. `noise`: None for that of its seed."""
+        """Events of the speech of one text. See `Service`. `noise`: None: derived from its seed."""
         pieces = iter_speech_segments(request.text, self._speech_pipeline().max_segment_length)
         return self.speak(pieces, request.speech, noise, is_live=request.is_live)
 
@@ -356,7 +359,7 @@ class OmniService:
             report(error)
 
     def fail(self, error: ServeError) -> None:
-        """Fail all chats and report `error` to `on_failure`: a rank of the thinker is gone. Any thread may call it.
+        """Fail all chats and report `error` to `on_failure`: a rank of the thinker is lost. Any thread may call it.
 
         Speech requests continue until the process ends.
         """
@@ -442,7 +445,7 @@ class OmniService:
 def _prepare(
     pipeline: ChatPipeline, prepare: Callable[[], PreparedPrompt], timings: Timings, stream: RequestStream
 ) -> tuple[ThinkerPrompt, list[bytes] | None, _Encoded]:
-    """The prompt without the embeddings of its media, its keys for the prefix cache, and these embeddings to come."""
+    """The prompt without media embeddings, its keys for the prefix cache, and futures of these embeddings."""
     timings.mark("preprocessing")
     prepared = prepare()
     prompt, media = prepared.tokens, prepared.media

@@ -45,7 +45,7 @@ class Timings:
         self.mark_at(name, time.perf_counter())
 
     def mark_at(self, name: str, at: float | None) -> None:
-        """Mark a moment of `time.perf_counter`, which may be past; None: not known."""
+        """Mark a moment of `time.perf_counter`, which may be in the past; None: unknown."""
         if name not in self._moments and at is not None:
             self._moments[name] = round((at - self._start) * 1000, 3)
 
@@ -58,7 +58,7 @@ class SpeechStream:
 
     Args:
         max_pending_patches: unread patches at which the talker stops generating for this request.
-        is_live: whether the speech is paced: played while it is made.
+        is_live: whether the speech is paced: played while it is generated.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class SpeechStream:
         return self._num_ended == self._num_segments
 
     def enqueue(self, texts: Iterable[str]) -> None:
-        """Queue normalised pieces of text behind the segments already queued."""
+        """Queue normalised pieces of text after the segments already queued."""
         for text in texts:
             segment = self._planner.segment(text, self._num_segments, self._params, self._noise)
             self._num_segments += 1

@@ -15,7 +15,7 @@ OTHER = "other"
 class StartupClock:
     """Seconds of each phase since the clock was made, each logged when it ends. Repeated phases are summed.
 
-    A phase inside another one counts for itself alone, so that the phases add up to the whole.
+    The time of a nested phase is not counted in the outer one, so that the phases add up to the whole.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class StartupClock:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase, in the order in which they began; `other` is what no phase covers until now."""
+        """Seconds of each phase, in the order in which they began; `other` is the time so far that no phase covers."""
         passed = time.perf_counter() - self._started
         return {
             name: round(value, 3) for name, value in {**self._seconds, OTHER: passed - self._inner[0]}.items()

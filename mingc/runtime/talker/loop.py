@@ -40,9 +40,10 @@ class TalkerLoop(EngineThread):
     """Runs the speech of the requests that are opened on it.
 
     Args:
-        name: of the thread, and in its errors.
-        speech_lead: patches that live speech may be ahead of its playback; 0: all speech is made as fast as possible.
-        slow_client_timeout_s: a request fails if it is paused for its client for longer; every pause counts anew.
+        name: name of the thread, used in its errors.
+        speech_lead: patches that live speech may be ahead of its playback; 0: all speech is generated as fast as
+            possible.
+        slow_client_timeout_s: a request fails if a single pause for its slow client is longer.
         clock: seconds, for this timeout and for playback.
     """
 
@@ -72,7 +73,7 @@ class TalkerLoop(EngineThread):
 
     @property
     def held(self) -> dict[str, int]:
-        """What streams hold: slots, segments, and the work in flight."""
+        """Resources that streams hold: slots, segments, and work in flight."""
         slots = self.scheduler.slots
         return {
             "talker slots": slots.num_slots - 1 - slots.num_free,
@@ -103,7 +104,7 @@ class TalkerLoop(EngineThread):
         """Open a stream. Returns its id. Both functions are called on the talker's thread.
 
         `is_behind` returns whether the client has as many unread patches as it may; the stream pauses until it reads.
-        `is_live`: somebody listens while it is spoken, so it is paced; its owner calls `begin_playback`.
+        `is_live`: it is played while it is generated, so it is paced; its owner calls `begin_playback`.
         Raises: CapacityError when too many streams are open.
         """
         with self._lock:
@@ -125,13 +126,13 @@ class TalkerLoop(EngineThread):
                 self._notify()
 
     def begin_playback(self, stream: int) -> None:
-        """Start the playback clock of a live stream: its first audio leaves the server. An ended one has none."""
+        """Start the playback clock of a live stream, when its first audio is sent; does nothing for an ended one."""
         with self._lock:
             self._pacing.begin_playback(stream, self._clock())
             self._notify()
 
     def stop_pacing(self) -> None:
-        """Make all speech as fast as possible from now on."""
+        """Generate all speech as fast as possible from now on."""
         with self._lock:
             self._pacing.release()
             self._notify()
@@ -195,7 +196,7 @@ class TalkerLoop(EngineThread):
         return [self.scheduler.slots.slot(stream) for stream in due[: self.scheduler.max_batch]]
 
     def _wait_for_segments(self) -> bool:
-        """Hold the next launch back for new segments, as long as the device stays busy without it.
+        """Delay the next launch for new segments, as long as the device stays busy without it.
 
         A segment that just misses a launch starts a whole patch later. False: launch now. True: call again.
         """
@@ -292,7 +293,7 @@ class TalkerLoop(EngineThread):
         self._remove(stream)
 
     def _fail_step(self, streams: Sequence[int], error: Exception) -> None:
-        """Fail the streams of an engine call that raised; the others go on."""
+        """Fail the streams of an engine call that raised; the others continue."""
         log.error("a step of the talker failed", exc_info=error)
         mapped: ServeError = WorkerError(f"the {self._name} failed: {error}", where="talker")
         if isinstance(error, ServeError):

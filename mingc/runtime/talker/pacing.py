@@ -1,7 +1,7 @@
 """Pacing of speech: when the next patch of a stream may be launched, and which streams come first.
 
-Speech for a listener is made a few patches ahead of its playback, so that it leaves the device to others. Plain Python;
-imports no torch. All times are seconds of one clock, which the caller reads.
+Speech for a listener is generated only a few patches ahead of its playback, which leaves device time for others. Plain
+Python; imports no torch. All times are seconds of one clock, which the caller reads.
 
 The talker loop calls it under its lock. Not thread-safe.
 """
@@ -22,13 +22,14 @@ class _Stream:
     """Speech of one request.
 
     Attributes:
-        is_live: whether it is played while it is made.
+        is_live: whether it is played while it is generated.
         arrived_at: time of its first segment.
         launched_at: time of its last launch.
-        started_at: when playback started, moved on by every stall since.
+        started_at: when playback started, shifted by every stall since.
         num_samples: samples ready, of all segments.
         in_flight: patches launched and not ready.
-        was_paused: whether its client has not read since the last patch; a late patch is then no underrun.
+        was_paused: whether its client has not read since the last patch; a late patch then does not count as an
+            underrun.
     """
 
     is_live: bool
@@ -43,13 +44,13 @@ class _Stream:
 class SpeechPacing:
     """Playback clocks of all streams, and the order of their patches.
 
-    The audio of a live stream is taken to be played from the moment at which its first samples left the server, without
-    a break from segment to segment. A patch may be launched once no more than `lead` patches are to be played before
-    it. It is not launched alone at once, but within the time of one patch, with the patches of other streams: a batch
-    costs little more than one row. The first `lead` patches of a stream are never held.
+    The audio of a live stream is assumed to be played from the moment at which its first samples are sent, without gaps
+    between segments. A patch may be launched when at most `lead` patches remain to be played before it. It is not
+    launched alone at once, but within the time of one patch together with patches of other streams, because a batch
+    costs little more than one row. The first `lead` patches of a stream are never delayed.
 
     Args:
-        lead: patches that may be ready ahead of the playback position; 0: no stream is held.
+        lead: patches that may be ready ahead of the playback position; 0: no stream is delayed.
         patch_samples: samples of a patch.
         sample_rate: samples per second.
     """
@@ -59,17 +60,17 @@ class SpeechPacing:
         self._patch_samples = patch_samples
         self._sample_rate = sample_rate
         self._patch_s = patch_samples / sample_rate
-        # How long a launch waits for others; at least one patch of the lead must remain for making it.
+        # How long a launch waits for others; at least one patch of the lead must remain for generating it.
         self._slack_s = self._patch_s * min(1.0, (lead - 1) / 2)
         self._streams: dict[int, _Stream] = {}
         self.num_underruns = 0  # patches that were ready after their playback time
 
     def release(self) -> None:
-        """Hold no stream from now on."""
+        """Delay no stream from now on."""
         self._lead = 0
 
     def open(self, stream: int, *, is_live: bool) -> None:
-        """Add a stream; only a live one is ever held."""
+        """Add a stream; only live streams are ever delayed."""
         self._streams[stream] = _Stream(is_live)
 
     def close(self, stream: int) -> None:
@@ -83,7 +84,7 @@ class SpeechPacing:
             each.arrived_at = now
 
     def begin_playback(self, stream: int, now: float) -> None:
-        """The first audio of the stream leaves the server; does nothing the next time, or if it is unknown."""
+        """The first audio of the stream is sent; does nothing when called again, or if the stream is unknown."""
         each = self._streams.get(stream)
         if each is not None and each.started_at is None:
             each.started_at = now
@@ -100,7 +101,7 @@ class SpeechPacing:
         if each.is_live and each.started_at is not None:
             stalled_s = now - self._played_at(each, each.started_at)
             if stalled_s > 0.0:
-                each.started_at += stalled_s  # a player waits for the patch, and goes on from there
+                each.started_at += stalled_s  # a player waits for the patch and continues from there
                 self.num_underruns += not each.was_paused
         each.was_paused = False
         each.num_samples += num_samples
@@ -115,21 +116,21 @@ class SpeechPacing:
         self._streams[stream].was_paused = True
 
     def is_unread(self, stream: int) -> bool:
-        """Whether the stream is held because nothing of it has left the server."""
+        """Whether the stream is delayed because none of it has been sent yet."""
         each = self._streams[stream]
         return each.num_samples > 0 and each.started_at is None and self._earliest(each) == math.inf
 
     def admissible(self, waiting: Iterable[int], now: float) -> list[int]:
-        """Of the streams that wait for a slot, those whose next patch may be launched, most urgent first."""
+        """Streams that wait for a slot and whose next patch may be launched, most urgent first."""
         if not self._lead:
             return list(waiting)
         streams = [stream for stream in waiting if self._earliest(self._streams[stream]) <= now]
         return sorted(streams, key=lambda stream: self._deadline(self._streams[stream]))
 
     def due(self, running: Iterable[int], now: float, *, is_crowded: bool = False) -> list[int]:
-        """Of the running streams, those whose patch is to be launched now, earliest playback first.
+        """Running streams whose patch is to be launched now, earliest playback first.
 
-        `is_crowded`: another stream waits for the slot of one of these. None is held then, so that slots become free.
+        `is_crowded`: another stream waits for a slot. Then no stream is delayed, so that slots become free.
         """
         streams = [stream for stream in running if is_crowded or self._earliest(self._streams[stream]) <= now]
         if not is_crowded and all(self._latest(self._streams[stream]) > now for stream in streams):
@@ -139,9 +140,10 @@ class SpeechPacing:
     def next_time(
         self, running: Iterable[int], waiting: Iterable[int], now: float, admitted_at: float | None = None
     ) -> float:
-        """When the next of these streams that are held now becomes due; inf if none does.
+        """When the next of the streams delayed now becomes due; inf if none does.
 
-        `admitted_at`: time of the last `admissible`, if not `now`. Those of `waiting` that became due since count, too.
+        `admitted_at`: time of the last `admissible`, if not `now`. Streams of `waiting` that became due since then
+        count as well.
         """
         times = [time for stream in running if (time := self._latest(self._streams[stream])) > now]
         since = now if admitted_at is None else admitted_at
@@ -149,7 +151,7 @@ class SpeechPacing:
         return min(times, default=math.inf)
 
     def listeners(self, now: float) -> Mapping[str, int]:
-        """Number of live streams by state: nothing has left the server; audio is left to play; none is; not read."""
+        """Number of live streams by state: nothing sent yet; audio left to play; none left; not read."""
         count: dict[str, int] = dict.fromkeys(LISTENER_STATES, 0)
         for each in self._streams.values():
             if each.is_live:
@@ -168,9 +170,9 @@ class SpeechPacing:
         return started_at + each.num_samples / self._sample_rate
 
     def _deadline(self, each: _Stream) -> float:
-        """When the next patch is to be played. That of a new stream: at its arrival, before all that are in time.
+        """When the next patch is to be played. For a new stream: at its arrival, before all streams that are on time.
 
-        Whole speech has the deadline of a listener whose patch has just become due.
+        Speech that is not live has the deadline of a listener whose patch has just become due.
         """
         if each.launched_at is None:
             return -math.inf if each.arrived_at is None else each.arrived_at
@@ -190,5 +192,5 @@ class SpeechPacing:
         return self._deadline(each) - self._lead * self._patch_s
 
     def _latest(self, each: _Stream) -> float:
-        """When the next patch is launched if no other is before."""
+        """When the next patch is launched at the latest, if no other patch is launched before."""
         return self._earliest(each) + self._slack_s

@@ -42,7 +42,7 @@ class VoicePack:
 
 
 def load_voice(artifact: Artifact, record: VoiceRecord) -> VoicePack:
-    """Load the tensors of a voice. Raises: ArtifactError when the file is not what the manifest says."""
+    """Load the tensors of a voice. Raises: ArtifactError when the file does not match the manifest."""
     path = artifact.path(record.file)
     try:
         tensors = load_file(path)

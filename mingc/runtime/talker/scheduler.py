@@ -17,10 +17,10 @@ class TalkerScheduler:
 
     A stream is the speech of one request; its segments are spoken in order. Streams wait for a slot in order of
     arrival. After each segment a stream goes to the end of the queue for its next one, so a long text shares the slots
-    with other requests. A segment keeps its slot to its end, however slowly it is spoken.
+    with other requests. A segment keeps its slot until it ends, however slowly it is generated.
 
     Args:
-        max_batch: most streams in one patch; with more slots, more streams run than one patch has.
+        max_batch: most streams in one patch; with more slots, more streams run than fit into one patch.
         max_prefills_per_patch: segments admitted at one patch boundary; the running ones wait for their prefills.
         max_streams: most open streams (speaking and waiting) before more are refused.
     """
@@ -80,7 +80,7 @@ class TalkerScheduler:
     def admit(self, order: Iterable[int] | None = None) -> list[tuple[int, int, int]]:
         """Admit segments: (stream, segment, slot) of each, at most `max_prefills_per_patch`. They are running now.
 
-        `order`: the waiting streams that may be admitted, first ones first; None: all, in order of arrival.
+        `order`: the waiting streams that may be admitted, in order; None: all, in order of arrival.
         """
         admitted: list[tuple[int, int, int]] = []
         for stream in self.waiting if order is None else order:

@@ -1,9 +1,10 @@
 """Live segmentation: cut the text deltas of a running answer into segments for the talker.
 
-The first segment leaves at a clause after a short wait so that speech starts early; later segments end with a sentence;
-all have a maximum length. Segments are raw text with the state of the streaming cut: pass both to `speech_segments`.
+The first segment ends with a clause after a short wait, so that speech starts early; later segments end with a
+sentence; all have a maximum length. Segments are raw text with the state of the streaming cut: pass both to
+`speech_segments`.
 
-Cuts do not change the spoken words: none is beside a digit, and a cut inside a fragment of the streaming cut keeps the
+Cuts do not change the spoken words: none is next to a digit, and a cut inside a fragment of the streaming cut keeps the
 language in which its numbers are read.
 
 Rules and constants come from the segmenter of sglang-omni for this model, with three differences: Chinese is counted
@@ -93,7 +94,7 @@ class LiveSegmenter:
         return segments + self.tick()
 
     def tick(self) -> list[LiveSegment]:
-        """Return the first segment once it has waited long enough; later segments wait for their end."""
+        """Return the first segment once it has waited long enough; later segments wait until they are complete."""
         if self._num_segments or self._started_s is None:
             return []
         if self._clock() - self._started_s < self._first_wait_s:

@@ -1,8 +1,8 @@
 """Experts that decode steps read: counted at the routers of a step, summed by the loop for metrics.
 
-The time of a decode step depends on how many different experts its tokens select, which weights, tokens and their
-number decide. A step is counted while it runs: before each expert layer its router is run a second time, in plain
-torch. The step itself computes what it would without.
+The time of a decode step depends on how many different experts its tokens select. That number depends on the router
+weights, the tokens and the batch size. A step is counted while it runs: before each expert layer, its router is
+additionally run in plain torch. The results of the step do not change.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class ExpertUsage:
     """Which decode steps are counted, and what was counted since the start.
 
     Attributes:
-        interval_s: a step is counted when so many seconds have passed since the last one; 0: none ever is.
+        interval_s: seconds between two counted steps; 0: none is counted.
         totals: by rows of a step: how many steps were counted, and the sum of their means over the expert layers. It
             is replaced, not changed, so that other threads may read it.
     """

@@ -84,7 +84,7 @@ class _Running:
     begun_at: float | None = None  # start of the prefill (`time.perf_counter`)
     pending: int = 0  # tokens of the answer launched on the device and not yet known to the host
     prefilled: int = 0  # prompt tokens in chunks that were started, reused ones included
-    reused: int = 0  # prompt tokens that were not computed, because their pages were there
+    reused: int = 0  # prompt tokens that were not computed, because their pages were cached
 
     def item(
         self, token: int | None, finish: FinishReason | None, logits: NDArray[np.float32] | None
@@ -110,7 +110,7 @@ class _Launched:
     """A launched call whose tokens the host has not collected yet.
 
     Attributes:
-        at: time of the launch (`time.perf_counter`), including layer groups queued before it.
+        at: time of the launch (`time.perf_counter`), including earlier queued layer groups.
         prefill_ms: measured time of these layer groups.
         num_decoding: requests of the decode step; 0 for the first tokens after a chunk.
         experts: what the decode step read, if it was counted.
@@ -129,8 +129,8 @@ class ThinkerLoop(EngineThread):
 
     Args:
         stop_ids: tokens that end an answer and are not part of it, besides those of its request.
-        prefix_salt: of the keys of the prefix cache, different for every model; None: nothing is reused.
-        expert_usage_interval_s: how often a decode step is counted (`ExpertUsage`), in seconds; 0: none is.
+        prefix_salt: for the keys of the prefix cache, different for every model; None: no prefix cache.
+        expert_usage_interval_s: seconds between two decode steps that are counted (`ExpertUsage`); 0: none is counted.
 
     Attributes:
         expert_usage: experts that counted decode steps have read.
@@ -166,7 +166,7 @@ class ThinkerLoop(EngineThread):
 
     @property
     def held(self) -> dict[str, int]:
-        """What requests hold: KV pages, slots, and the work in flight."""
+        """Resources that requests hold: KV pages, slots, and work in flight."""
         pool, slots = self.scheduler.pool, self._slots
         return {
             "KV pages": pool.num_pages - 1 - pool.num_free,
@@ -177,7 +177,7 @@ class ThinkerLoop(EngineThread):
 
     @property
     def device(self) -> torch.device:
-        """Where prompts have their media embeddings."""
+        """Device of the prompts' media embeddings."""
         return self._runner.device
 
     @property
@@ -194,7 +194,7 @@ class ThinkerLoop(EngineThread):
         return page_keys(prompt, page_size=self.scheduler.pool.page_size, salt=self._prefix_salt)
 
     def forget_prefixes(self) -> None:
-        """Let no later prompt reuse what is written so far."""
+        """Prevent later prompts from reusing pages written so far."""
         with self._lock:
             self.scheduler.unpublish_all()
 
@@ -210,8 +210,8 @@ class ThinkerLoop(EngineThread):
     ) -> int:
         """Queue a request; `emit` is called on the thinker's thread. Returns its id for `cancel`.
 
-        `keys` are the `page_keys` of the prompt; without them it reuses nothing, and nothing of it is reused. With
-        `records_logits` every token comes with the logits that it was sampled from.
+        `keys` are the `page_keys` of the prompt; without them it neither reuses pages nor publishes its own. With
+        `records_logits` every token is emitted with the logits that it was sampled from.
 
         Raises: RequestError when the prompt exceeds the context, CapacityError when the queue is full,
             WorkerError when the loop has failed or is stopping.
@@ -283,7 +283,7 @@ class ThinkerLoop(EngineThread):
         return True
 
     def _wait_for_prompts(self) -> bool:
-        """Wait for prompts that may share the next chunk, as long as the device is certainly busy. False: plan now."""
+        """Wait for prompts that may share the next chunk while the device is certainly busy. False: plan now."""
         left = self._next_chunk_at - time.perf_counter()
         if left <= 0.0:
             return False
@@ -359,7 +359,10 @@ class ThinkerLoop(EngineThread):
         )
 
     def _begin(self, prompt: PromptSlice) -> NDArray[np.int64]:
-        """Record that tokens of a prompt are in a chunk. Returns those before them that no chunk had: reused ones."""
+        """Record that tokens of a prompt are in a chunk.
+
+        Returns the earlier tokens that were in no chunk: reused ones.
+        """
         running = self._requests[prompt.request]
         skipped = running.prompt.input_ids[running.prefilled : prompt.start]
         running.prefilled = prompt.start + prompt.count
@@ -472,7 +475,7 @@ class ThinkerLoop(EngineThread):
         """Append a token to the answer and emit it; None when its logits are not finite."""
         running = self._requests[request]
         if token is None:
-            self.forget_prefixes()  # what made them so may be in the pages
+            self.forget_prefixes()  # the cause may be in the pages
             self._fail(request, WorkerError("the model's logits are not finite", where="thinker"))
             return
         if token in running.row.stop_ids:
@@ -501,7 +504,7 @@ class ThinkerLoop(EngineThread):
     def _written_keys(self, request: int) -> Sequence[bytes]:
         """Keys of the full pages of a prompt and its answer; the next turn of a chat begins with them.
 
-        The last token of the answer has been sampled, but no step that computes its row is known to have been run.
+        The row of the last token is not included: it was sampled, but the step that computes its row may not have run.
         """
         running = self._requests.get(request)
         if self._prefix_salt is None or running is None or running.keys is None or len(running.answer) < 2:
@@ -519,7 +522,7 @@ class ThinkerLoop(EngineThread):
         self._remove(request)
 
     def _fail_step(self, requests: Sequence[int], error: Exception) -> None:
-        """Fail the requests of an engine call that raised; the others go on."""
+        """Fail the requests of an engine call that raised; the others continue."""
         log.error("a step of the thinker failed", exc_info=error)
         self.forget_prefixes()  # pages of earlier chunks, too, as the device reports errors late
         mapped: ServeError = WorkerError(f"the thinker failed: {error}", where="thinker")

@@ -1,7 +1,7 @@
 """Keys of KV pages for the prefix cache: equal keys mean equal rows. Imports no torch.
 
-The key of a page is a hash of the key of the page before it and of everything else that its rows depend on: token ids,
-rotary positions, which embedding a token takes, and the content behind media tokens, which all have the same id.
+The key of a page is a hash of the previous page's key and of everything else that its rows depend on: token ids, rotary
+positions, the embedding kind of each token, and the content of media tokens, which all have the same id.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _DIGEST_BYTES = 32
 def page_keys(
     prompt: ThinkerPrompt, *, page_size: int, salt: bytes, before: Sequence[bytes] = ()
 ) -> list[bytes]:
-    """Keys of the full pages of `prompt`, behind the keys `before` if it is the rest of a longer one.
+    """Keys of the full pages of `prompt`, after the keys `before` if it is the rest of a longer prompt.
 
-    Ends before the first page with a media token whose content is not known (`ThinkerPrompt.media_ids`). `salt`
+    Stops before the first page with a media token whose content is not known (`ThinkerPrompt.media_ids`). `salt`
     distinguishes models.
     """
     keys = list(before)
@@ -47,7 +47,7 @@ def page_keys(
 def answer_keys(
     prompt: ThinkerPrompt, answer: Sequence[int], *, page_size: int, salt: bytes, known: Sequence[bytes]
 ) -> list[bytes]:
-    """Keys of the full pages of `prompt` and the `answer` behind it; `known` are those of the prompt."""
+    """Keys of the full pages of `prompt` and the following `answer`; `known` are those of the prompt."""
     count, num_tokens = len(answer), prompt.num_tokens
     positions = np.arange(num_tokens, num_tokens + count) + prompt.rope_delta
     rest = slice(len(known) * page_size, None)

@@ -1,4 +1,4 @@
-"""Chunked prefill policy: how much of a prefill chunk a step runs beside decoding requests. Plain numbers, no torch.
+"""Chunked prefill policy: how much of a prefill chunk a step runs while requests decode. Plain numbers, no torch.
 
 The scheduler asks it for every step; the loop reports measured step times back to it.
 """
@@ -56,7 +56,7 @@ class ChunkedPrefillPolicy:
     time of the decode step, and at least one. With two or three waiting prompts it runs at least half a chunk per step,
     with four or more a whole one: a queue takes precedence over decode latency, a single prompt does not.
 
-    Without a latency model, a step beside decoding requests runs groups worth 64 tokens of the chunk per prompt.
+    Without a latency model, a step with decoding requests runs groups worth 64 tokens of the chunk per prompt.
 
     Attributes:
         served: moving average of decode step milliseconds, by batch size.

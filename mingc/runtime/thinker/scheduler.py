@@ -103,9 +103,9 @@ class ThinkerScheduler:
     ones, and none starves. Further prompts whose remaining tokens fit share the chunk, oldest first. A chunk is
     completed before the next one starts.
 
-    Requests with keys of their pages take part in the prefix cache: pages of a prompt are published when their chunk is
-    complete, and a prompt skips the tokens whose pages another one has published, when it is admitted and before each
-    chunk. Its last token is always computed, as its logits are needed.
+    Requests with page keys take part in the prefix cache: pages of a prompt are published when their chunk is complete.
+    When a prompt is admitted, and before each chunk, it skips the tokens whose pages another prompt has published. Its
+    last token is always computed, because its logits are needed.
 
     Args:
         max_running: most requests admitted at once; the largest decode batch.
@@ -115,7 +115,7 @@ class ThinkerScheduler:
 
     Attributes:
         num_prefilled: prompt tokens computed so far, by all requests.
-        num_reused: prompt tokens that were not computed, because their pages were there.
+        num_reused: prompt tokens that were not computed, because their pages were cached.
     """
 
     def __init__(
@@ -188,13 +188,16 @@ class ThinkerScheduler:
         self._waiting[request] = sequence
 
     def publish(self, request: int, keys: Sequence[bytes]) -> None:
-        """Let later prompts share the pages of a decoding request: `keys` of all its full pages that are written."""
+        """Let later prompts share the pages of a decoding request: `keys` of all its full pages written so far."""
         sequence = self._decoding.get(request)
         if sequence is not None and sequence.keys is not None:
             self.pool.publish(request, keys)
 
     def unpublish_all(self) -> None:
-        """Let no later prompt reuse anything that is written so far; what runs is not published later, either."""
+        """Prevent later prompts from reusing any page written so far.
+
+        Pages of running requests are not published later, either.
+        """
         self.pool.unpublish_all()
         for sequence in (*self._prefilling.values(), *self._decoding.values()):
             sequence.keys = None
@@ -260,7 +263,7 @@ class ThinkerScheduler:
         )
 
     def _reusable(self, sequence: _Sequence) -> Sequence[bytes]:
-        """Keys of the pages that a prompt may share: at least its last token is left to compute."""
+        """Keys of the pages that a prompt may share: at least its last token remains to be computed."""
         return (sequence.keys or ())[: (sequence.prompt_tokens - 1) // self.pool.page_size]
 
     def _reuse(self, request: int, sequence: _Sequence) -> None:

@@ -37,7 +37,7 @@ log = logging.getLogger("mingc.engine")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOptions:
-    """Which steps a worker runs, where it has a choice; the same on all ranks. None: chosen by device and artifact.
+    """Optional behaviour of a worker's steps, the same on all ranks. None: chosen by device and artifact.
 
     Attributes:
         is_static: run steps over static tensors, captured on CUDA, and sample on the device. Page tables then always
@@ -89,7 +89,7 @@ class LaunchedTokens:
         return tokens
 
     def logits(self) -> NDArray[np.float32] | None:
-        """Logits (B, V) that the tokens were sampled from, if they were asked for; blocks as `wait`."""
+        """Logits (B, V) that the tokens were sampled from, if requested; blocks like `wait`."""
         return self.host_copy.wait()[1].float().numpy() if self.has_logits else None
 
 
@@ -449,7 +449,7 @@ class ThinkerWorker:
         return sampled
 
     def _capture_all(self) -> None:
-        """Capture every size, the largest first, so that the others fit into the memory that its graph has taken."""
+        """Capture every size, the largest first, so that the others reuse its graph's memory."""
         pool = GraphPool(self.device) if self.device.type == "cuda" else None
         num_prompts = self._table_rows
         prompts = (torch.int64, (num_prompts,))
@@ -502,6 +502,6 @@ class ThinkerWorker:
 
 
 def _copy_to_host(tokens: Tensor, logits: Tensor, count: int, *, with_logits: bool) -> LaunchedTokens:
-    """The first `count` tokens, with their logits if asked for."""
+    """The first `count` tokens, with their logits if requested."""
     values = (tokens[:count], logits[:count]) if with_logits else (tokens[:count],)
     return LaunchedTokens(host_copy=AsyncHostCopy(*values), has_logits=with_logits)

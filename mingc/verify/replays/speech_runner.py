@@ -1,8 +1,8 @@
 """Speaks recorded prompts through a server's talker: `TalkerLoop` and `TalkerWorker` over observed engines.
 
-Slots, hidden states, history windows, lengths, noise, the stop rule and the final samples are the worker's. The graphs
-it is given record their inputs and outputs; where a recorded value takes the place of an output (an embedding, a
-hidden state, latents), the graph is not run.
+Slots, hidden states, history windows, lengths, noise, the stop rule and the final samples are the worker's. Its graphs
+record their inputs and outputs; where a recorded value replaces an output (an embedding, a hidden state, latents), the
+graph is not run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _KEPT = {"prefill": ("hidden",), "step": ("hidden",), "sample": ("hidden", "hist
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Spoken:
-    """n patches of one segment, and what the sampler was given for each.
+    """n patches of one segment, and the sampler's inputs for each.
 
     Attributes:
         patches: as a client's stream gets them.
@@ -119,7 +119,7 @@ class SpeechRunner:
         return self._calls.kept("prefill", "hidden")[-1:]
 
     def steps(self, segment: SpeechSegment, embeds: Floats) -> Floats:
-        """Hidden states (n, D) after the prompt of `segment` and each of `embeds` (n, D), one step a patch."""
+        """Hidden states (n, D) after the prompt of `segment` and each of `embeds` (n, D), one step per patch."""
         # The last patch before the cap has no step.
         self.prompt(replace(segment, max_patches=len(embeds) + 1))
         self._calls.begin({"sample": ({"next_embeds": each[None]} for each in embeds)})
@@ -140,7 +140,7 @@ class SpeechRunner:
         return np.concatenate([self._patch().samples for _ in latents])
 
     def speak(self, segment: SpeechSegment) -> Spoken:
-        """Speak a segment in a talker loop of its own. Raises: the error of the stream if it fails."""
+        """Speak a segment in a separate talker loop. Raises: the error of the stream if it fails."""
         self._calls.begin({})
         scheduler = TalkerScheduler(SlotPool(_SLOT + 1), max_batch=1, max_prefills_per_patch=1, max_streams=1)
         items: queue.Queue[Item] = queue.Queue()
@@ -165,7 +165,7 @@ class SpeechRunner:
 
 
 class _Calls:
-    """Calls of observed graphs: what is kept of them, and what takes the place of their outputs."""
+    """Calls of observed graphs: recorded values, and values that replace their outputs."""
 
     def __init__(self) -> None:
         self.begin({})

@@ -1,6 +1,6 @@
 """talker.safetensors and talker.json: prompts, voices, the speech LLM, single patches, and whole generation loops.
 
-Everything that is spoken runs through a server's talker (`SpeechRunner`), with recorded noise.
+All speech runs through a server's talker (`SpeechRunner`), with recorded noise.
 """
 
 from __future__ import annotations

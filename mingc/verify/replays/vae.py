@@ -1,7 +1,7 @@
 """vae.safetensors: offline and streamed decoding, and encoding.
 
-The references contain two variants of the network, with and without its sliding window; the config asks for the window.
-Those of the reference's silence holder (`sil.*`) are left out: a server sends every sample.
+The references contain two variants of the network, with and without its sliding window; the config requests the window.
+References of the silence holder (`sil.*`) are skipped: a server sends every sample.
 """
 
 from __future__ import annotations

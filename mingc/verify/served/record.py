@@ -1,4 +1,4 @@
-"""Records served goldens: the requests, prepared as a server prepares them, and what the eager model answers."""
+"""Records served goldens: the requests, prepared as a server prepares them, and the eager model's answers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _SEED = 20
 
 
 class ReferenceModel(Protocol):
-    """What computes the answers; see `mingc.export.checks.eager_model.EagerModel`."""
+    """Interface of the model that computes the answers; see `mingc.export.checks.eager_model.EagerModel`."""
 
     @property
     def is_small(self) -> bool: ...
@@ -165,7 +165,7 @@ class _Recorder:
     def _prompt(
         self, decoder: str, hidden_size: int, prepared: PreparedPrompt
     ) -> tuple[Ints, Ints, Ints, Floats]:
-        """The eager model's inputs of a prompt, with the embeddings of its media, one frame or clip a call."""
+        """The eager model's inputs of a prompt, with the embeddings of its media, one frame or clip per call."""
         graph, prompt = self._manifest.graph, prepared.tokens
         embeds = np.zeros((prompt.num_tokens, hidden_size), np.float32)
         vision_stage = graph.producer(decoder, "image") or graph.producer(decoder, "video")
@@ -253,7 +253,7 @@ class _Recorder:
 
 
 def _spoken(tokenizer: TextTokenizer, tokens: Ints, max_length: int) -> list[str]:
-    """The pieces of an answer that are spoken one by one, when no clock cuts the first one."""
+    """The pieces of an answer that are spoken one by one, if no timeout cuts the first one."""
     detokenizer, thoughts, segmenter = (
         tokenizer.detokenizer(),
         ThoughtFilter(),

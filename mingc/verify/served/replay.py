@@ -1,4 +1,4 @@
-"""Replays served goldens through a running service: the objects that a client's requests pass."""
+"""Replays served goldens through a running service, by the same path as a client's requests."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class ServedReplay:
     async def run(self) -> None:
         """Replay each case alone, then all of them together, with requests that join and one that leaves.
 
-        Neither finds prompts of earlier ones in the prefix cache; chats that do are replayed behind them.
+        In both, the prefix cache has no prompts of earlier cases; chats that use it are replayed afterwards.
         """
         for case in self._goldens.cases:
             if case.messages:
@@ -136,7 +136,7 @@ class ServedReplay:
                 self._log.tensor(f"{case.name}.audio.{index}", clip.mel, tolerance=FEATURE_TOLERANCE)
 
     async def _serve_mixed(self) -> list[Served]:
-        """All cases, a group at a time joining those that run, beside a request that leaves early."""
+        """All cases, joining the running ones in groups, while another request leaves early."""
         cases, served = self._goldens.cases, [Served() for _ in self._goldens.cases]
         tasks = []
         leaving = asyncio.create_task(self._leave(cases[-1]))
@@ -152,12 +152,12 @@ class ServedReplay:
         return served
 
     async def _leave(self, case: ServedCase) -> None:
-        """Ask for a case and leave after its first event."""
-        with contextlib.suppress(MingcError):  # the same request fails beside it, and is reported
+        """Request a case and leave after its first event."""
+        with contextlib.suppress(MingcError):  # also fails in the mixed batch, which reports it
             await _first_event(self._events(case))
 
     async def _check_leaving(self, before: Mapping[str, int]) -> None:
-        """A chat and a speech that would go on for long end when their client leaves, with all that they hold."""
+        """A long chat and a long speech request end when their client leaves, and free their resources."""
         with self._log.case("requests that leave"):
             chat = next((case for case in self._goldens.cases if case.messages and case.speech is None), None)
             if chat is not None:
@@ -293,11 +293,14 @@ class ServedReplay:
         self._log.audio(f"{case.name}.speech", differences, how=how)
 
     def _held(self) -> dict[str, int]:
-        """What requests hold now, by kind; the tasks of the event loop as well."""
+        """Resources that requests hold at present, by kind, including tasks of the event loop."""
         return {**self._service.held, "tasks": len(asyncio.all_tasks())}
 
     async def _check_freed(self, before: Mapping[str, int], how: str) -> None:
-        """Nothing more is held than `before` once requests have ended; cancelled ones end with the next step."""
+        """After requests have ended, no more resources are held than `before`.
+
+        Cancelled requests end with the next step.
+        """
         end = asyncio.get_running_loop().time() + _FREED_S
         while (more := _more_than(before, self._held())) and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.005)
@@ -326,7 +329,7 @@ async def _first_event(events: AsyncIterator[Event]) -> None:
 
 
 def _more_than(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
-    """What is held now beyond the counts `before`."""
+    """Resources held in excess of the counts `before`."""
     return {name: now[name] - before[name] for name in before if now[name] > before[name]}
 
 

@@ -23,12 +23,12 @@ _VIDEO_GRID = (2, 4, 4)
 
 @dataclass(slots=True)
 class Media:
-    """Media of the requests, made up: encoded bytes and features by tensor name."""
+    """Generated media of the requests: encoded bytes and features by tensor name."""
 
     tensors: dict[str, NDArray[np.generic]] = field(default_factory=dict)
 
     def image(self, name: str, height: int, width: int) -> RecordedPart:
-        """A PNG with another colour at every pixel."""
+        """A PNG with a different colour at every pixel."""
         from PIL import Image
 
         y, x = np.mgrid[:height, :width]

@@ -1,4 +1,4 @@
-"""Served goldens of an artifact, replayed through services that run it in every way it can be run."""
+"""Served goldens of an artifact, replayed through services with all ways to run it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _EVERY_PROMPT = 1 << 10  # more prompts than any chunk holds
 def served_options(device: str, world_size: int) -> dict[str, EngineOptions]:
     """Ways to run an artifact, by name.
 
-    The first is the way it is served, with several prompts in a chunk. The second is the other one of host and device
-    sampling, of one and two patches in flight, with small chunks in pairs and no prefix cache. Several GPUs
-    are run in the first way only: torch's symmetric memory is bound to the first process group of a process, and a
-    second one waits for it for a minute.
+    The first is the way a server runs it, with several prompts in a chunk. The second uses the alternatives: the other
+    choice of host or device sampling and of one or two patches in flight, pairs of small chunks, and no prefix cache.
+    With several GPUs only the first is run: torch's symmetric memory is bound to the first process group of a process,
+    and a second group waits for it for a minute.
     """
     is_cuda = device == "cuda"
     usual = {"served as usual": EngineOptions(steps=StepOptions(max_prompts=_EVERY_PROMPT))}
@@ -120,7 +120,8 @@ def check_service(service: OmniService, root: Path, target: str | None = None) -
 def compare_parameters(manifest: Manifest, goldens: ServedGoldens, log: ComparisonLog) -> None:
     """Compare the parameters of every stage with those that the answers were recorded with, one by one.
 
-    Some of them no recorded request depends on: a limit that none reaches, the fallback of a field that all set.
+    No recorded request depends on some of them, such as a limit that none reaches or the default of a field that all
+    set.
     """
     for stage in sorted({*manifest.parameters} | {*goldens.parameters}):
         given, recorded = manifest.parameters.get(stage, {}), goldens.parameters.get(stage, {})

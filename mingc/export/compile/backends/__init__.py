@@ -22,7 +22,7 @@ def find_backend(name: str) -> Backend:
         raise ConfigError(
             f"{name} is not a backend of this name: {backend!r}",
             where=BACKENDS.group,
-            fix="offer an instance of mingc.export.compile.backend.Backend whose `name` is that of its file or entry "
+            fix="provide an instance of mingc.export.compile.backend.Backend whose `name` is that of its file or entry "
             "point",
         )
     return backend

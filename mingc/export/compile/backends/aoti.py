@@ -70,10 +70,10 @@ def compile_graph(
 
 
 def _declare_every_int_array() -> None:
-    """Let the C++ that Inductor writes declare each array of sizes or strides anew.
+    """Make the C++ code that Inductor generates declare each array of sizes or strides again.
 
-    Before 2.13 it looks a declared one up by the id of a bound method that is gone by then. A method of another
-    writer may have got the same id: once in some thousand engines an array is then used where none was declared.
+    Before torch 2.13, Inductor looks up a declared array by the id of a bound method that no longer exists. A method of
+    another writer may have the same id: once in a few thousand engines an undeclared array is then used.
     """
     # Imported here: it takes seconds, and is needed only when something is compiled.
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
@@ -91,7 +91,7 @@ def _declare_every_int_array() -> None:
 
 
 def _is_whole(package: Path) -> bool:
-    """Whether the cached package is there with all its bytes; one that is cut off or changed is compiled anew."""
+    """Whether the cached package exists with all its bytes; a truncated or changed one is compiled again."""
     try:
         with zipfile.ZipFile(package) as archive:
             return archive.testzip() is None
@@ -107,7 +107,7 @@ def _cpu_options() -> dict[str, Any]:
 
 
 def _key(program: torch.export.ExportedProgram, options: dict[str, Any], device: str) -> str:
-    """sha256 of all that decides the machine code: graph with shapes, options, versions, compiler, processor."""
+    """sha256 of everything that affects the machine code: graph with shapes, options, versions, compiler, processor."""
     digest = hashlib.sha256()
     # The GPU's row of the table chooses kernels and their configurations.
     capability = repr(gpu_target()) if device == "cuda" else torch.backends.cpu.get_cpu_capability()

@@ -35,7 +35,7 @@ def load_engine(backend: str, path: Path, device: torch.device) -> Engine:
 
 
 def unavailable(backend: str) -> tuple[str, str] | None:
-    """Why engines of `backend` cannot be loaded here, and the fix; None when nothing is known against it."""
+    """Why engines of `backend` cannot be loaded here, and the fix; None when no reason is known."""
     try:
         load = ENGINES.load(backend)
     except KeyError:

@@ -1,8 +1,8 @@
 """AOTInductor packages through the C++ loader, which imports neither Inductor nor Dynamo.
 
 `torch._C._aoti.AOTIModelPackageLoader` is private; this file is its only user and the smoke test in
-tests/rules/test_imports.py fails when it changes. The documented Python loader imports the compiler (41 s in a
-fresh process), so it is no substitute.
+tests/rules/test_imports.py fails when it changes. The documented Python loader imports the compiler (41 s in a new
+process), so it is not an alternative.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class AotiEngine(Engine):
 
 @functools.cache
 def _unpack_folder() -> Path:
-    """Where the loader of this process unpacks packages; gone when the process ends.
+    """Folder to which the loader of this process unpacks packages; removed when the process ends.
 
-    What a process leaves that was killed is removed by the next one.
+    The next process removes what a killed one left.
     """
     stack = ExitStack()
     atexit.register(stack.close)

@@ -1,6 +1,6 @@
-"""ONNX models through ONNX Runtime on a CPU, over the memory of the tensors that it is given.
+"""ONNX models run by ONNX Runtime on a CPU, directly on the memory of the given tensors.
 
-State is bound as input and output. Weights are inputs as well, bound once: no second copy of them is made.
+State is bound as input and output. Weights are inputs as well, bound once without a second copy.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TYPES = {  # of ONNX Runtime's names
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Layout:
-    """What the metadata of a model says.
+    """Metadata of a model.
 
     Attributes:
         weights: number of its last inputs, which are weights.
@@ -151,7 +151,7 @@ def _open_session(path: Path) -> Any:
 
 
 def _layout(session: Any, path: Path) -> _Layout:
-    """Raises: ArtifactError when the model is not one of mingc."""
+    """Raises: ArtifactError when mingc did not export the model."""
     try:
         document = json.loads(session.get_modelmeta().custom_metadata_map[_METADATA_KEY])
         layout = _Layout(

@@ -63,8 +63,8 @@ class RankGroup:
         on_failure: called once, from any thread, when a rank process has ended unexpectedly, or a step fails or hangs.
         step_timeout_s: seconds after which a step that has not ended counts as hanging.
         options: those that `start` creates the worker with.
-        engines: the `STAGE=BACKEND` words that `load` follows.
-        target: the target of the artifact that `load` follows.
+        engines: the `STAGE=BACKEND` words that `load` uses.
+        target: the target of the artifact that `load` uses.
 
     On CUDA a failure also ends this process (`hard_exit`): a kernel that waits for a dead rank cannot be cancelled.
     """
@@ -190,7 +190,7 @@ class RankGroup:
         return self._run(step, partial(self._worker.launch_prefill, with_logits=with_logits))
 
     def close(self) -> None:
-        """End the rank processes by closing their sockets; kill those that are left after a timeout."""
+        """End the rank processes by closing their sockets; kill those that remain after a timeout."""
         if self._is_closing.is_set():
             return
         self._is_closing.set()

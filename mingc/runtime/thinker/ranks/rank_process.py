@@ -39,8 +39,8 @@ class WorkerConfig:
         timeout_s: of collectives that the host waits for.
         step_socket: file descriptor; the number of KV pages and steps come in, `LOADED` and `READY` go out.
         parent_pipe: file descriptor that is closed when the server dies.
-        engines: which engines of the artifact the server runs, as `EngineOptions.engines`.
-        target: those of which target, where the artifact has several.
+        engines: the engines of the artifact that the server runs, as `EngineOptions.engines`.
+        target: the target of these engines, if the artifact has several.
     """
 
     artifact: str

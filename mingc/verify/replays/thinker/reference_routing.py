@@ -1,9 +1,9 @@
 """Replay of a low-precision thinker that follows the reference's routing (`observe_stage`).
 
 A free-running low-precision thinker routes some rows to other experts than float32; values computed from these rows
-cannot be compared. Here such rows resume from the reference, so that every layer of every token and the logits can be.
-Steps are repeated with perturbed inputs, and prompts are run as decode steps, which no loop does: they are built here
-and run by a server's worker.
+cannot be compared. Here such rows resume from the reference, so that every layer of every token and the logits can be
+compared. Steps are repeated with perturbed inputs, and prompts are run as decode steps. No loop does that, so the steps
+are built here and run by a server's worker.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class ReferenceRoutedThinker:
 
     Args:
         first: the first rank's share, and `others` those of the ranks behind it, with their devices.
-        quantization_error: what quantization cost; None: the weights are not quantized. Quantized ones are held
-            against their own whole run, and layer by layer against what is recorded.
+        quantization_error: of the weights; None: they are not quantized. Results of quantized weights are compared
+            with their own complete run, and layer by layer with the recorded values.
         longest: tokens of a prompt and its continuation.
     """
 

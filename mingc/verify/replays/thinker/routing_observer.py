@@ -1,9 +1,9 @@
 """The thinker's graphs with observed routing: follow the reference's routing, teacher-force, perturb, count ties.
 
 Rounding decides between experts with nearly equal scores. A token routed to another expert differs from the reference
-by a whole expert, with everything computed from it, though no weight or kernel is wrong. Such a row may resume from the
-reference if the same engine, given the row perturbed by no more than rounding error, returns the reference row.
-Perturbation cannot hide a wrong weight, router or kernel.
+by a whole expert, as does everything computed from it, although no weight or kernel is wrong. Such a row may resume
+from the reference if the same engine, given the row perturbed by no more than rounding error, returns the reference
+row. Perturbation cannot hide a wrong weight, router or kernel.
 """
 
 from __future__ import annotations
