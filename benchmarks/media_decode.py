@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -51,6 +52,7 @@ _INFO = ServiceInfo(
     model="no model", sample_rate=0, voices=(), default_voice=None, has_text=True,
     has_image=True, has_video=True, has_audio_input=True, has_speech=False,
 )  # fmt: skip
+_LIBRARIES = ("pillow", "soundfile", "av", "opencv-python-headless")
 Figure = dict[str, Any]
 
 
@@ -396,6 +398,8 @@ def main() -> None:
             "media_decode",
             figures,
             step_ms=1e3 * STEP_S,
+            libraries={name: version(name) for name in _LIBRARIES},
+            # Of the whole machine: elapsed times and gaps grow with other work, processor time and own shares hardly.
             load_average={"before": load_before, "after": os.getloadavg()},
         )
 
