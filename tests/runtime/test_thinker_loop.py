@@ -323,6 +323,28 @@ def test_a_failed_launch_fails_its_requests_and_later_ones_run(
     assert len(ask(loop, PROMPTS[0], max_tokens=20).tokens()) == 20
 
 
+def test_a_failed_launch_fails_a_request_whose_last_token_is_in_flight(
+    started: Callable[[ThinkerLoop], ThinkerLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device reports errors late: the token of the call before may be lost as well."""
+    loop = make_thinker_loop(is_static=True, max_prompts=2)
+    launch, steps = loop._runner.launch_decode, list[int]()
+
+    def fail_third(step: DecodeStep, **options: bool) -> LaunchedTokens:
+        steps.append(len(step.input_ids))
+        if len(steps) == 3:
+            raise RuntimeError("launch failure")
+        return launch(step, **options)
+
+    monkeypatch.setattr(loop._runner, "launch_decode", fail_third)
+    short, long = ask(loop, PROMPTS[0], max_tokens=3), ask(loop, PROMPTS[3], max_tokens=20)
+    started(loop)
+    for each in (short, long):
+        assert "launch failure" in each.error().message
+    assert steps == [2, 2, 1], "the failed step has no row of the short answer"
+    assert len(ask(loop, PROMPTS[0], max_tokens=20).tokens()) == 20
+
+
 def test_no_row_outside_the_given_pages_is_written() -> None:
     worker = make_thinker_worker(num_pages=9)
     worker.prefill(
