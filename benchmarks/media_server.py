@@ -247,7 +247,7 @@ def main() -> None:
     def answer() -> None:
         for _ in sys.stdin:
             print(json.dumps(watch.take()), flush=True)
-        os.kill(os.getpid(), signal.SIGINT)  # whoever measures is gone
+        os.kill(os.getpid(), signal.SIGINT)  # the benchmark has ended
 
     threading.Thread(target=answer, daemon=True).start()
     serve(create_app(open_service(), ServeOptions(port=0, drain_s=0)), announce=begin)

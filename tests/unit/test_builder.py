@@ -74,7 +74,7 @@ def test_an_empty_name_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"served_model_names": ("house\nvoice",)}, r"--served-model-name 'house\\nvoice' holds"),
+        ({"served_model_names": ("house\nvoice",)}, r"--served-model-name 'house\\nvoice' contains"),
         ({"max_total_tokens": 10**30}, "--max-total-tokens is 10+, which is above 1099511627776"),
         ({"speech_lead": 10**400}, "--speech-lead is 10+, which is above 1000000"),
         ({"num_torch_threads": 10**11}, "--threads is 10+, which is above 1024"),
