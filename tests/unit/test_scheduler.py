@@ -537,6 +537,24 @@ def test_pages_are_reused_from_complete_chunks_only() -> None:
     assert scheduler.pool.num_published == 2
 
 
+def test_a_prompt_inside_a_page_computes_every_token_of_its_own() -> None:
+    """Another prompt publishes the page meanwhile; skipping it would leave out the tokens behind it."""
+    scheduler = make_thinker(chunk=6)
+    scheduler.add(1, prompt_tokens=20, max_tokens=1, keys=keys_of("a" * 20))
+    scheduler.commit(scheduler.plan())  # tokens 0 to 5; a page has 4
+    scheduler.add(2, prompt_tokens=13, max_tokens=1, keys=keys_of("a" * 13))
+    parts = [only(chunk) for _, chunk in prefills(scheduler)]
+    assert any(part.request == 2 and part.start == 4 for part in parts), (
+        "the second prompt shares the first page"
+    )
+    computed = 6
+    for part in (part for part in parts if part.request == 1):
+        skipped = part.start - computed
+        assert skipped == 0 or computed % 4 == skipped % 4 == 0, "only whole pages from a page's beginning on"
+        computed = part.start + part.count
+    assert computed == 20
+
+
 def test_shared_pages_decide_whether_a_request_is_admitted() -> None:
     """It waits for pages in use, takes free ones that hold a prefix, and needs none for what it shares."""
     scheduler = make_thinker(num_pages=6, max_waiting=0)
