@@ -711,8 +711,8 @@ def test_the_memory_of_a_service_is_known_by_owner(monkeypatch: pytest.MonkeyPat
     options = EngineOptions(
         max_total_tokens=400, max_speech_seqs=3, talker_devices=("cpu", "cpu"), encoder_cache=1000
     )
-    with build(manifest(), options, monkeypatch) as opened:
-        monkeypatch.setattr(builder, "load_stage", load_with_weights)
+    with build(manifest(), options, monkeypatch) as opened, monkeypatch.context() as patch:
+        patch.setattr(builder, "load_stage", load_with_weights)
         found = {(use.device, use.owner): use.num_bytes for use in opened().service.load.memory}
     slot = (
         fake_talker.SLOT_TOKENS + HIDDEN + fake_talker.HISTORY * fake_talker.LATENT_DIM + fake_talker.TAIL + 1
@@ -749,11 +749,12 @@ def test_rank_and_decoder_processes_end_when_a_part_after_them_fails(
         raise MemoryError("far enough")
 
     two = replace(manifest(), fingerprint=replace(manifest().fingerprint, world_size=2))
-    with build(two, EngineOptions(), monkeypatch) as opened:
-        monkeypatch.setattr(builder, "RankGroup", Ranks)
-        monkeypatch.setattr(builder, "rank_weight_bytes", lambda artifact, stage, rank: 0)
-        monkeypatch.setattr(InProcess, "close", lambda self: ended.append("decoders"))
-        monkeypatch.setattr(builder, where, fail)
+    # Undone before what `build` has patched: a patch that outlives its block would bring that back.
+    with build(two, EngineOptions(), monkeypatch) as opened, monkeypatch.context() as patch:
+        patch.setattr(builder, "RankGroup", Ranks)
+        patch.setattr(builder, "rank_weight_bytes", lambda artifact, stage, rank: 0)
+        patch.setattr(InProcess, "close", lambda self: ended.append("decoders"))
+        patch.setattr(builder, where, fail)
         with pytest.raises(MemoryError, match="far enough"):
             opened()
     assert sorted(ended) == ["decoders", "ranks"]
