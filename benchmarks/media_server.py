@@ -209,7 +209,7 @@ def open_service() -> OmniService:
         max_context=_CONTEXT,
         max_waiting=64,
     )
-    cache, decoders = EncoderCache(_CACHE_BYTES), DecoderPool()
+    cache, decoders = EncoderCache(_CACHE_BYTES), DecoderPool(timeout_s=600)
     decoders.start()
     info = ServiceInfo(
         model="no model", sample_rate=0, voices=(), default_voice=None, has_text=True,
