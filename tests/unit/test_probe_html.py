@@ -572,6 +572,12 @@ def browse(path: Path, folder: Path) -> tuple[str, str]:
         "--headless",
         "--no-sandbox",
         "--disable-gpu",
+        # A new profile would ask for updates and a default search engine first, which takes time and a network.
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-quic",
+        "--disable-sync",
         "--window-size=1200,900",
         "--enable-logging=stderr",
     )
