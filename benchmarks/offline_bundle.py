@@ -59,6 +59,11 @@ class Trial:
         self.figures.append({"name": name, "value": round(value, 3), "unit": unit})
         print(f"{name} {value:.3f} {unit}", flush=True)
 
+    def note_load(self, when: str) -> None:
+        self.note(
+            f"load_average_{when}", os.getloadavg()[0], "processes that run or wait for a core, 1 minute"
+        )
+
     def run(self, name: str, *words: object, environment: Mapping[str, str] | None = None) -> str:
         """stdout of a command that has to succeed."""
         started = time.perf_counter()
@@ -107,6 +112,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="offline-bundle-") as folder:
         work = Path(folder)
         trial = Trial(work)
+        trial.note_load("at_start")
         bundle, key = _build(trial, given.artifact, given.wheels, work)
         _install(trial, bundle, work)
         mingc = trial.venv / "bin" / "mingc"
@@ -134,6 +140,7 @@ def main() -> None:
         if given.image:
             same = _answer_of_container(trial, given.image, site) == spoken
             trial.note("container_answers_as_folder", float(same), "1: the same text and samples")
+        trial.note_load("at_end")
     if given.json is not None:
         write(given.json, "offline_bundle", trial.figures)
 

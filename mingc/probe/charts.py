@@ -127,9 +127,8 @@ def roofline_chart(
         line.set("points", " ".join(f"{x.at(a):.2f},{y.at(b):.2f}" for a, b in corners))
         line.set("stroke-dasharray", _DASHES[index % len(_DASHES)])
         _tooltip(line, roof.name)
-        _legend(
-            svg, len(series) + index, roof.name, "#555555", _DASHES[index % len(_DASHES)], has_point=False
-        )
+        dash = _DASHES[index % len(_DASHES)]
+        _legend(svg, len(series) + index, roof.name, "#555555", dash, has_line=True, has_point=False)
     for index, each in enumerate(series):
         _draw_series(svg, plot, index, each, x, y)
     return svg
@@ -307,13 +306,16 @@ def _draw_series(svg: Element, plot: Element, index: int, series: Series, x: _Ax
         drawn.set("data-x", repr(each.x))
         drawn.set("data-y", repr(each.y))
         _tooltip(drawn, each.label)
-    _legend(svg, index, series.name, colour, dash, has_point=True)
+    _legend(svg, index, series.name, colour, dash, has_line=series.is_joined, has_point=True)
 
 
-def _legend(svg: Element, row: int, name: str, colour: str, dash: str, *, has_point: bool) -> None:
+def _legend(
+    svg: Element, row: int, name: str, colour: str, dash: str, *, has_line: bool, has_point: bool
+) -> None:
     y = _TOP + _LEGEND_ROW * (row + 0.5)
-    line = {"class": "sample", "x1": _LEGEND_X, "x2": _LEGEND_X + 20, "y1": y, "y2": y}
-    _shape(svg, "line", line, stroke=colour).set("stroke-dasharray", dash)
+    if has_line:
+        line = {"class": "sample", "x1": _LEGEND_X, "x2": _LEGEND_X + 20, "y1": y, "y2": y}
+        _shape(svg, "line", line, stroke=colour).set("stroke-dasharray", dash)
     if has_point:
         _shape(svg, "circle", {"class": "sample", "cx": _LEGEND_X + 10, "cy": y, "r": 3.5}, fill=colour)
     text = _text(svg, _LEGEND_X + 26, y + 4, shorten(name, _LEGEND_LETTERS), anchor="start", kind="legend")

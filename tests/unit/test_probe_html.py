@@ -292,6 +292,11 @@ def test_the_roofline_has_every_engine_below_the_measured_roofs(root: Element) -
     legend = [str(each.text) for each in entries]
     assert legend[:4] == ["talker", "cfm", "thinker", "vision_encoder"]
     assert legend[4:] == ["memory 12.5 GB/s, 120 GFLOP/s", "memory 50 GB/s, 120 GFLOP/s"]
+    samples = sorted(
+        (figure(each, "cy") if each.tag == "circle" else figure(each, "y1"), each.tag)
+        for each in of_class(svg, "sample")
+    )
+    assert [tag for _, tag in samples] == ["circle"] * 4 + ["line"] * 2, "points are not joined, roofs are"
     left_out = [text for each in root.iter("p") if (text := "".join(each.itertext())).startswith("Not drawn")]
     assert left_out == ["Not drawn, as they count no operations: thinker.embed T=1."]
 
@@ -572,6 +577,12 @@ def browse(path: Path, folder: Path) -> tuple[str, str]:
         "--headless",
         "--no-sandbox",
         "--disable-gpu",
+        # A new profile would ask for updates and a default search engine first, which takes time and a network.
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-quic",
+        "--disable-sync",
         "--window-size=1200,900",
         "--enable-logging=stderr",
     )
