@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import re
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from fake_omni import chat, collect, make_service, run, slow_down, speech_request
 from fake_talker import PATCH_SAMPLES, SAMPLE_RATE
 from fake_thinker import PAGE
@@ -22,6 +25,8 @@ from held_resources import loop_resources, service_resources, wait_until_equal, 
 from mingc.errors import CapacityError, RequestError, WorkerError
 from mingc.runtime import engine_thread
 from mingc.runtime.http.metrics import Metrics
+from mingc.runtime.preprocess.decoder_pool import DecoderPool
+from mingc.runtime.prompt import AUDIO, VISION
 from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,
@@ -32,7 +37,7 @@ from mingc.runtime.request import (
     TextDelta,
     TextDone,
 )
-from mingc.runtime.service.omni import OmniService
+from mingc.runtime.service.omni import OmniService, _encoded
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
 
 
@@ -493,3 +498,31 @@ def test_a_failure_is_reported_whether_it_comes_before_or_after_the_registration
             service.fail(WorkerError("rank 1 ended"))
         assert [error.message for error in reports] == ["rank 1 ended"]
         asyncio.run(service.close(shutdown_timeout_s=0))
+
+
+def test_a_closed_service_leaves_no_decoder_process() -> None:
+    """Its own process may live on, as that of a replica does."""
+    decoders = DecoderPool()
+    decoders.start()
+    (pid,) = decoders.pids
+    service = make_service(decoders=decoders)
+    asyncio.run(service.close(shutdown_timeout_s=0))
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert decoders.pids == []
+
+
+def test_a_request_that_leaves_withdraws_all_of_its_media() -> None:
+    """The first future is the one that it waits for; the others are only known to it."""
+    futures: dict[int, list[Future[torch.Tensor]]] = {kind: [Future(), Future()] for kind in (VISION, AUDIO)}
+
+    async def leave() -> None:
+        kinds = np.array([VISION, VISION, AUDIO, AUDIO], np.int64)
+        waiting = asyncio.create_task(_encoded(kinds, futures, torch.device("cpu")))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(leave())
+    assert all(future.cancelled() for each in futures.values() for future in each)
