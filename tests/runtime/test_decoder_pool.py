@@ -16,6 +16,7 @@ from hostile_media import edit_bomb, index_bomb, small_video
 from preprocess_data import audio_parameters, noise_image, png, vision_parameters, wav
 
 from mingc.errors import CapacityError, RequestError, WorkerError
+from mingc.runtime.preprocess import decoder_pool
 from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.decoder_pool import DecoderPool
 from mingc.runtime.preprocess.limits import MIB, MediaLimits
@@ -143,6 +144,26 @@ def test_a_process_that_died_while_idle_is_replaced() -> None:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         pool.run(IMAGE, png(noise_image(64, 64)))
         assert pid not in pool.pids
+    finally:
+        pool.close()
+
+
+def test_a_process_that_asks_to_be_replaced_gets_no_further_medium(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps memory of an earlier medium, which the limit of a later one would count."""
+    run = decoder_pool._Decoder.run
+
+    def run_and_retire(self: Any, task: MediaTask, data: bytes) -> Any:
+        return run(self, task, data)[0], False
+
+    monkeypatch.setattr(decoder_pool._Decoder, "run", run_and_retire)
+    pool = DecoderPool()
+    try:
+        pool.start()
+        (pid,) = pool.pids
+        assert (
+            pool.run(IMAGE, png(noise_image(64, 64))).grid == run_task(IMAGE, png(noise_image(64, 64))).grid
+        )
+        assert pool.pids == [] and not Path(f"/proc/{pid}").exists()
     finally:
         pool.close()
 
