@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ from ray_cluster import deploy
 from mingc.deploy.ray import app
 from mingc.deploy.replica import ReplicaState
 
-_WAIT_S = 90.0
+_WAIT_S = 300.0
+_STATES_AT_ONCE = 16
 _CONTRACT = ("test_server.py", "test_openai_client.py", "test_openapi.py")
 _ENDLESS = {
     "messages": [{"role": "user", "content": "Count."}],
@@ -66,23 +68,41 @@ class Application:
         self._handle = deploy(app({**defaults, **arguments}), "tiny", self._proxy, "/tiny", _WAIT_S)
 
     def states(self, count: int) -> dict[int, ReplicaState]:
-        """States of `count` replicas by process; the handle asks one at a time, as it chooses."""
+        """States of `count` replicas by process.
+
+        The router sends a call to the replica with fewer requests. More calls at once than there are streams
+        reach both replicas, however the streams are spread.
+        """
         found: dict[int, ReplicaState] = {}
 
         def ask() -> bool:
-            try:
-                state = self._handle.state.remote().result(timeout_s=_WAIT_S)
-            except Exception as error:  # a replica that is being replaced
-                print(error)
-                return False
-            found[state.pid] = state
+            for response in [self._handle.state.remote() for _ in range(_STATES_AT_ONCE)]:
+                try:
+                    state = response.result(timeout_s=_WAIT_S)
+                except Exception as error:  # a replica that is being replaced
+                    print(error)
+                else:
+                    found[state.pid] = state
             return len([pid for pid in found if psutil.pid_exists(pid)]) >= count
 
         wait_for(ask, f"{count} replicas")
         return {pid: state for pid, state in found.items() if psutil.pid_exists(pid)}
 
-    def stream(self, seed: int = 0) -> Stream:
-        return Stream(f"{self.url}{CHAT}", {**_ENDLESS, "seed": seed})
+    @contextmanager
+    def streams(self, count: int) -> Iterator[list[Stream]]:
+        """`count` running streams, one started after the other: the router sees how many each replica has.
+
+        They leave at the end, after a failed check too: a replica with streams is not replaced.
+        """
+        streams: list[Stream] = []
+        try:
+            for seed in range(count):
+                streams.append(Stream(f"{self.url}{CHAT}", {**_ENDLESS, "seed": seed}))
+                assert streams[-1].is_running.wait(_WAIT_S)
+            yield streams
+        finally:
+            for stream in streams:
+                stream.leave()
 
 
 class Stream:
@@ -165,12 +185,8 @@ def test_the_id_of_a_request_is_the_proxys(application: Application) -> None:
 
 
 def test_a_client_that_leaves_frees_its_pages(application: Application) -> None:
-    streams = [application.stream(seed) for seed in range(4)]
-    for stream in streams:
-        assert stream.is_running.wait(_WAIT_S)
-    assert sum(state.kv_pages_used for state in application.states(2).values()) > 0
-    for stream in streams:
-        stream.leave()
+    with application.streams(4):
+        assert sum(state.kv_pages_used for state in application.states(2).values()) > 0
 
     def is_free() -> bool:
         states = application.states(2).values()
@@ -183,19 +199,13 @@ def test_a_killed_replica_fails_its_requests_only(application: Application) -> N
     before = application.states(2)
     victim = next(iter(before))
     children = psutil.Process(victim).children(recursive=True)
-    streams = []
-    for seed in range(6):  # one after the other: the router sees how many each replica has
-        streams.append(application.stream(seed))
-        assert streams[-1].is_running.wait(_WAIT_S)
-    os.kill(victim, signal.SIGKILL)
-    wait_for(lambda: any("error" in stream.lines[-1] for stream in streams), "an error event")
-    time.sleep(0.5)  # others would fail by now
-    failed = [stream for stream in streams if '"error"' in stream.lines[-1]]
-    assert {stream.error["code"] for stream in failed} == {"replica_lost"}
-    others = [stream for stream in streams if stream not in failed]
-    assert failed and others, "each replica had some of six streams"
-    for stream in others:
-        stream.leave()
+    with application.streams(6) as streams:
+        os.kill(victim, signal.SIGKILL)
+        wait_for(lambda: any("error" in stream.lines[-1] for stream in streams), "an error event")
+        time.sleep(0.5)  # others would fail by now
+        failed = [stream for stream in streams if '"error"' in stream.lines[-1]]
+        assert {stream.error["code"] for stream in failed} == {"replica_lost"}
+        assert 0 < len(failed) < len(streams), "each replica had some of six streams"
     after = application.states(2)
     assert victim not in after and len(after) == 2
     _gone, alive = psutil.wait_procs(children, timeout=20)

@@ -169,6 +169,9 @@ def test_layer_windows_match_the_config() -> None:
         read_qwen2_config(
             {key: raw[key] for key in raw if key not in ("intermediate_size", "rope_theta")}, "here"
         )
+    for key in ("rope_type", "type"):  # newer and older configs
+        with pytest.raises(CheckpointError, match="only plain rope"):
+            read_qwen2_config({**raw, "rope_scaling": {key: "linear", "factor": 4.0}}, "here")
     with pytest.raises(CheckpointError, match="gelu"):
         read_qwen2_config({**raw, "hidden_act": "gelu"}, "here")
 

@@ -484,6 +484,9 @@ def test_kv_pages_take_four_fifths_of_the_memory_that_is_left(
     )
     assert _kv_tokens(artifact, "decoder", EngineOptions(max_total_tokens=50), gpus, 4096) == 50
     assert _kv_tokens(artifact, "decoder", EngineOptions(), [CPU], 4096) == 16384
+    assert _kv_tokens(artifact, "decoder", EngineOptions(), [CPU], 32768) == 32768, (
+        "one whole context at least"
+    )
 
 
 def test_an_artifact_is_checked_before_anything_is_loaded(

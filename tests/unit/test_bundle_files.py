@@ -36,6 +36,7 @@ from mingc.bundles.pruning import prune
 from mingc.bundles.sbom import _licence, runtime_distributions, sbom
 from mingc.bundles.signatures import generate_keys, sign_bundle, verify_signature
 from mingc.bundles.unpacking import STORE, unpack
+from mingc.cli import main as cli_main
 from mingc.errors import ConfigError, IntegrityError
 
 _ARCHITECTURE = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
@@ -524,3 +525,24 @@ def test_what_serving_needs_follows_extras_and_skips_what_is_not_installed() -> 
     assert found[0] == "mingc" and found[1:] == sorted(found[1:])
     assert {"cryptography", "safetensors", "click", "uvicorn", "h11"} <= {*found}  # h11 by way of uvicorn
     assert not {"hypothesis", "openai", "ray", "onnx"} & {*found}
+
+
+def test_a_relative_cache_folder_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XDG Base Directory Specification: all paths must be absolute, others are invalid and ignored."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for given in ("cache", "./cache", ""):
+        monkeypatch.setenv("XDG_CACHE_HOME", given)
+        assert cache_folder() == tmp_path / ".cache" / "mingc"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    assert cache_folder() == tmp_path / "other" / "mingc"
+
+
+def test_an_existing_folder_of_an_image_is_refused_before_anything_is_packed(
+    artifact_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "image").mkdir()
+    bundle = tmp_path / "t.mingc"
+    with pytest.raises(SystemExit) as ended:
+        cli_main(["bundle", "pack", str(artifact_path), str(bundle), "--oci", str(tmp_path / "image")])
+    assert ended.value.code == 2 and "--oci" in capsys.readouterr().err
+    assert [path for path in tmp_path.iterdir() if "t.mingc" in path.name] == []

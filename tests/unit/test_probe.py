@@ -554,6 +554,7 @@ def test_percentiles_are_samples() -> None:
     samples = [float(value) for value in range(1, 101)]
     assert percentile(samples, 0.95) == 95.0
     assert percentile(samples, 0.99) == 99.0
+    assert percentile(samples[:10], 0.95) == 10.0, "of few samples the slowest one"
     assert percentile([7.0], 0.99) == 7.0
 
 

@@ -99,3 +99,9 @@ def test_outputs_of_the_right_size_in_another_direction_are_off(factor: float) -
     scale = fit_scale(factor * reference + (1 - abs(factor)) * across, reference)
     assert scale is not None
     assert scale.factor == pytest.approx(factor)
+
+
+def test_the_worst_scale_is_the_one_that_exceeds_its_own_allowance() -> None:
+    noisy, wrong = Scale(factor=1.2, allowed=0.3), Scale(factor=1.1, allowed=0.05)
+    assert worst_scale({"noisy": noisy, "wrong": wrong}) == ("wrong", wrong)
+    assert worst_scale({"wrong": wrong, "noisy": noisy}) == ("wrong", wrong)

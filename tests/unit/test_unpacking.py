@@ -105,6 +105,16 @@ def test_finished_files_are_resumed_and_counted(bundle: Path, tmp_path: Path) ->
     assert not [path for path in (tmp_path / "out").rglob("*") if path.name.startswith(".")]
 
 
+def test_a_partial_file_that_is_too_long_is_cut(bundle: Path, tmp_path: Path) -> None:
+    files = tmp_path / ".out.unpack/files"
+    (files / "goldens").mkdir(parents=True)
+    (files.parent / ".unpack-state").write_text(_state(bundle))
+    (files / "goldens/encode.safetensors.half").write_bytes(LARGE[::-1] + b"more")
+    unpack(bundle, tmp_path / "out", is_shared=False)
+    assert (tmp_path / "out/goldens/encode.safetensors").read_bytes() == LARGE[::-1]
+    check_hashes(open_artifact(tmp_path / "out"))
+
+
 @pytest.mark.parametrize("state", [{"boot": "an earlier one"}, {"bundle": "another one"}, None])
 def test_what_another_bundle_or_boot_left_is_removed(
     state: dict[str, str] | None, bundle: Path, tmp_path: Path
