@@ -1,4 +1,4 @@
-"""AudioVAE compared with goldens: decode, streamed decode, encode; other dims, traced and compiled."""
+"""AudioVAE compared with goldens: decode, streamed decode, encode; other dims, captured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled_graph import check_bfloat16, check_compiled
+from eager_backend import BACKEND as EAGER
+from engine_checks import check_bfloat16, check_engine
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -339,11 +340,11 @@ def test_bfloat16_stays_close(checkpoint: Checkpoint, tmp_path: Path) -> None:
     check_bfloat16(STAGE, checkpoint, tmp_path, similarity=0.99)
 
 
-@pytest.mark.timeout(600)  # compiles
-def test_compiled_graphs(tmp_path: Path) -> None:
+def test_captured_graphs(tmp_path: Path) -> None:
+    """Of other dims. The compiled engines of the tiny model are compared with the goldens in tests/artifact."""
     config = other_config(3, 2, 10, (7, None))
     module = random_module(config)
     decode, streamed, encoded = STAGE.graphs(config, Shard(), StageOptions())
-    check_compiled(module, decode, [{"L": 1}, {"L": 2}, {"L": 50}], tmp_path, TOLERANCE)
-    check_compiled(module, streamed, [{"B": 1}, {"B": 3, "S": 4}, {"B": 8, "S": 9}], tmp_path, TOLERANCE)
-    check_compiled(module, encoded, [{"T": 1}, {"T": 2}, {"T": 40}], tmp_path, TOLERANCE)
+    check_engine(module, decode, [{"L": 1}, {"L": 2}, {"L": 50}], tmp_path, TOLERANCE, EAGER)
+    check_engine(module, streamed, [{"B": 1}, {"B": 3, "S": 4}, {"B": 8, "S": 9}], tmp_path, TOLERANCE, EAGER)
+    check_engine(module, encoded, [{"T": 1}, {"T": 2}, {"T": 40}], tmp_path, TOLERANCE, EAGER)

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import onnx
 import pytest
 import torch
-from compiled_graph import CPU, check_compiled
+from engine_checks import CPU, check_engine
 from mingc_command import CHECKPOINT, REPOSITORY, mingc
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -60,7 +60,7 @@ def test_a_graph_agrees_with_its_module(name: str, checkpoint: Checkpoint, tmp_p
     )  # as in a weights file: of routed experts the reference keeps the checkpoint's dtype
     shared = share_weights(plan, module)
     sizes = [*({**shared.check_dims, **each} for each in GRAPHS[name]), shared.trace_dims]
-    check_compiled(module, shared, sizes, tmp_path, TOLERANCE, BACKEND)
+    check_engine(module, shared, sizes, tmp_path, TOLERANCE, BACKEND)
     (file,) = tmp_path.iterdir()
     model = onnx.load(file)
     floats = [each for each in model.graph.initializer if each.data_type == onnx.TensorProto.FLOAT]
@@ -436,7 +436,7 @@ def test_other_dims(checkpoint: Checkpoint, tmp_path: Path) -> None:
     (plan,) = [
         each for each in stage.graphs(config, Shard(), StageOptions()) if each.spec.name == "aggregate"
     ]
-    check_compiled(module, plan, [{"N": 1}, {"N": 8}], tmp_path, TOLERANCE, BACKEND)
+    check_engine(module, plan, [{"N": 1}, {"N": 8}], tmp_path, TOLERANCE, BACKEND)
 
 
 def test_an_artifact_mixes_backends(tmp_path: Path) -> None:

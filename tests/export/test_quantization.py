@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled_graph import check_compiled
+from engine_checks import check_engine
 from safetensors import safe_open
 from torch import nn
 
@@ -94,7 +94,7 @@ def test_a_compiled_graph_runs_with_quantized_weights(checkpoint: Checkpoint, tm
     config = stage.config(checkpoint)
     write_weights(checkpoint, stage, config, Shard(), torch.float32, tmp_path / "weights", "fp8")
     module = load_module(stage, config, Shard(), tmp_path / "weights", "fp8")
-    check_compiled(module, plan_of("talker", "step", checkpoint), [{"B": 1}, {"B": 3}], tmp_path, 1e-5)
+    check_engine(module, plan_of("talker", "step", checkpoint), [{"B": 1}, {"B": 3}], tmp_path, 1e-5)
 
 
 def experts_source() -> WeightSource:

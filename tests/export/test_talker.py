@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled_graph import check_bfloat16, check_compiled
+from engine_checks import check_bfloat16, check_engine
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -190,5 +190,5 @@ def test_bfloat16_stays_close(checkpoint: Checkpoint, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)  # compiles
 def test_compiled_graphs(module: Talker, config: TalkerConfig, tmp_path: Path) -> None:
     prefill_plan, step_plan = STAGE.graphs(config, Shard(), StageOptions())
-    check_compiled(module, prefill_plan, [{"T": 1}, {"T": 33, "S": 2}, {"T": 256}], tmp_path, TOLERANCE)
-    check_compiled(module, step_plan, [{"B": 1}, {"B": 4, "S": 3}, {"B": 8, "S": 9}], tmp_path, TOLERANCE)
+    check_engine(module, prefill_plan, [{"T": 1}, {"T": 33, "S": 2}, {"T": 256}], tmp_path, TOLERANCE)
+    check_engine(module, step_plan, [{"B": 1}, {"B": 4, "S": 3}, {"B": 8, "S": 9}], tmp_path, TOLERANCE)

@@ -21,7 +21,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from compiled_graph import CPU
+from engine_checks import CPU
 from fake_talker import make_talker_worker
 from mingc_command import DATA
 from safetensors.torch import load_file

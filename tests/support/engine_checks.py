@@ -22,7 +22,7 @@ from mingc.runtime.engines.backends import load_engine
 CPU = torch.device("cpu")
 
 
-def check_compiled(
+def check_engine(
     module: nn.Module,
     plan: GraphDef,
     sizes: Sequence[Mapping[str, int]],
