@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -101,6 +102,15 @@ def test_a_thread_whose_step_raises_fails_its_requests_and_refuses_others(jobs: 
     assert not jobs.is_healthy
     with pytest.raises(ServeError, match="a bug"):
         jobs._check_healthy()
+
+
+def test_a_failed_thread_waits(jobs: Jobs) -> None:
+    jobs.fail(ServeError("gone"))
+    jobs.start()
+    assert jobs.done.wait(_WAIT_S)
+    time.sleep(0.2)
+    # One round for the failure, and one when its own wake-up came while it was failing requests.
+    assert len(jobs.failures) <= 2, "the thread takes a whole core"
 
 
 def test_the_first_failure_counts_and_a_stopped_thread_fails_its_requests(jobs: Jobs) -> None:

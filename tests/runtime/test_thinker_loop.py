@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -175,12 +176,39 @@ def test_no_stop_token_is_chosen_before_min_tokens(
     [
         ((5, 576), "stop_token_ids[1]", "token 576 is not one of the model's 576"),
         (tuple(range(21)), "stop_token_ids", "21 tokens"),
+        (tuple(range(4, 24)), "stop_token_ids", "21 tokens"),  # the model's own is one of them
     ],
 )
 def test_stop_tokens_that_cannot_be_served_are_refused(ids: tuple[int, ...], param: str, words: str) -> None:
     with pytest.raises(RequestError, match=words) as caught:
         ask(make_thinker_loop(stop_ids=[3]), PROMPTS[0], stop_token_ids=ids)
     assert (caught.value.param, caught.value.code) == (param, "invalid_value")
+
+
+def test_a_prefill_begins_with_its_first_chunk() -> None:
+    stage = make_thinker_stage()
+    calls = record_call_times(stage, "embed")
+    loop = make_thinker_loop(stage, chunk=8)
+    calls.clear()  # of warm-up calls
+    answer = ask(loop, prompt([5] * 20), max_tokens=1)
+    run_until_idle(loop)
+    (item,) = answer.items
+    assert isinstance(item, TokenItem) and item.begun_at is not None
+    assert len(calls) == 3 and item.begun_at < calls[0]
+
+
+def record_call_times(stage: LoadedStage, graph: str) -> list[float]:
+    """When calls of a graph's engine begin (`time.perf_counter`)."""
+    times: list[float] = []
+    engine = stage[graph]._engines[None]
+    run = engine.run
+
+    def record(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        times.append(time.perf_counter())
+        return run(tensors)
+
+    engine.run = record  # type: ignore[method-assign]
+    return times
 
 
 def test_the_next_step_is_launched_before_first_tokens_are_collected(

@@ -51,6 +51,13 @@ def test_served_steps_get_a_larger_share_than_measured_ones() -> None:
     assert groups(policy, 256, 1024) == [2, 1]
 
 
+def test_a_late_first_step_counts_as_the_startup_measurement() -> None:
+    late, punctual = make_policy(), make_policy()
+    late.observe(40.0, prefill_ms=0.0, num_decoding=16)
+    punctual.observe(12.0, prefill_ms=0.0, num_decoding=16)
+    assert groups(late, 1024) == groups(punctual, 1024) == [4]
+
+
 def test_an_outlier_of_decode_time_is_clipped() -> None:
     policy = make_policy()
     for _ in range(20):
