@@ -91,7 +91,7 @@ class EngineThread(ABC):
         if self._failure is not None:
             raise self._failure
         if self._is_stopping:
-            raise WorkerError(f"the {self._name} is stopping")
+            raise WorkerError(f"the {self._name} is stopping", status=503)
 
     def _run(self) -> None:
         is_busy = True
@@ -118,4 +118,4 @@ class EngineThread(ABC):
                 log.exception("the %s loop failed", self._name)
                 self.fail(WorkerError(f"the {self._name} failed: {error}"))
                 is_busy = True
-        self._fail_all(self._failure or WorkerError(f"the {self._name} was stopped"))
+        self._fail_all(self._failure or WorkerError(f"the {self._name} was stopped", status=503))

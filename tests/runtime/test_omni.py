@@ -19,13 +19,15 @@ import pytest
 import torch
 from fake_omni import chat, collect, make_service, run, slow_down, speech_request
 from fake_talker import PATCH_SAMPLES, SAMPLE_RATE
-from fake_thinker import PAGE
+from fake_thinker import PAGE, make_prompt
 from held_resources import loop_resources, service_resources, wait_until_equal, wait_until_free
 
 from mingc.errors import CapacityError, RequestError, WorkerError
 from mingc.runtime import engine_thread
 from mingc.runtime.http.metrics import Metrics
 from mingc.runtime.preprocess.decoder_pool import DecoderPool
+from mingc.runtime.preprocess.image import VisionFeatures
+from mingc.runtime.preprocess.prompt import MediaFeatures, PreparedPrompt
 from mingc.runtime.prompt import AUDIO, VISION
 from mingc.runtime.request import (
     AudioDelta,
@@ -37,7 +39,11 @@ from mingc.runtime.request import (
     TextDelta,
     TextDone,
 )
-from mingc.runtime.service.omni import OmniService, _encoded
+from mingc.runtime.request_stream import EventQueue, RequestStream
+from mingc.runtime.service.encoder_loop import EncoderLoop
+from mingc.runtime.service.encoders import VisionEncoder
+from mingc.runtime.service.omni import OmniService, _encoded, _prepare
+from mingc.runtime.service.output_processor import Timings
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
 
 
@@ -355,10 +361,28 @@ def test_closing_fails_running_requests_and_refuses_new_ones() -> None:
         assert service.is_ready
         await service.close(shutdown_timeout_s=0)
         assert not service.is_ready
-        with pytest.raises(WorkerError, match="stop"):
+        with pytest.raises(WorkerError, match="stop") as cut:
             await running
+        assert cut.value.status == 503, "another server may answer"
         with pytest.raises(CapacityError, match="stopping"):
             await collect(service.chat(chat("Hello")))
+
+    run(service, work())
+
+
+def test_closing_fails_an_answer_in_the_middle_as_one_that_another_server_may_give(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = make_service()
+    slow_down(service, monkeypatch)
+
+    async def work() -> None:
+        events = service.chat(chat("Hello", max_tokens=220))
+        await anext(events)
+        await service.close(shutdown_timeout_s=0)
+        with pytest.raises(WorkerError, match="the server is stopping") as cut:
+            await collect(events)
+        assert cut.value.status == 503
 
     run(service, work())
 
@@ -485,6 +509,38 @@ def test_a_service_is_ready_while_all_its_ranks_are() -> None:
         pass
 
     run(service, nothing())
+
+
+@pytest.mark.parametrize("kind", ["vision", "audio"])
+def test_a_service_with_a_failed_encoder_is_not_ready(kind: str) -> None:
+    encoder = EncoderLoop(kind, cast(VisionEncoder, None))
+    service = make_service(**{kind: encoder})
+    assert service.is_ready
+    encoder.fail(WorkerError("gone"))
+    assert not service.is_ready
+    asyncio.run(service.close(shutdown_timeout_s=0))
+
+
+def test_media_of_a_client_that_left_while_they_were_decoded_are_not_encoded() -> None:
+    submitted: list[str] = []
+
+    def encoder(kind: str) -> SimpleNamespace:
+        return SimpleNamespace(submit=lambda *_: submitted.append(kind) or [])
+
+    service = make_service()
+    pipeline = service._chat
+    assert pipeline is not None
+    pipeline = replace(pipeline, vision=cast(Any, encoder("vision")))
+    image = np.zeros((1, 2, 4), np.float32)
+    media = MediaFeatures(spans=(), vision=(VisionFeatures(patches=image[0], grid=(1, 1, 2)),), audio=())
+    prepared = PreparedPrompt(tokens=make_prompt([1, 2, 3]), media=media)
+    for is_gone in (False, True):
+        stream = RequestStream(cast(EventQueue, None))
+        if is_gone:
+            stream.close()
+        _prepare(pipeline, lambda: prepared, Timings(), stream)
+        assert submitted == ["vision"]
+    asyncio.run(service.close(shutdown_timeout_s=0))
 
 
 def test_a_failure_is_reported_whether_it_comes_before_or_after_the_registration() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from collector import Collector
 from fake_thinker import PAGE, make_prompt, make_thinker_loop, make_thinker_stage
+from hand_run import run_until_idle
 from held_resources import check_all_is_free
 
 from mingc.errors import WorkerError
@@ -179,6 +180,25 @@ def test_a_reused_prompt_has_its_repetition_penalty() -> None:
             found = ask(loop, prompt, repetition_penalty=4.0, max_tokens=12)
             assert (found.tokens, found.reused) == (expected.tokens, reused)
             ask(loop, other, max_tokens=12)
+
+
+def test_each_prompt_of_a_chunk_has_the_repetition_penalty_of_its_own_reused_tokens() -> None:
+    prompts = [make_prompt([*range(start, start + 18)]) for start in (20, 60)]
+    stage = make_thinker_stage(max_prompts=4)
+    options: dict[str, Any] = {"is_static": True, "max_prompts": 4, "chunk": 16}
+
+    def answers(loop: ThinkerLoop) -> list[Answer]:
+        collectors = [submit(loop, each, repetition_penalty=4.0, max_tokens=12) for each in prompts]
+        run_until_idle(loop)
+        return [result(each) for each in collectors]
+
+    expected = answers(make_thinker_loop(stage, **options))
+    loop = make_thinker_loop(stage, **options, prefix_salt=b"model")
+    assert [each.reused for each in answers(loop)] == [0, 0]
+    calls = loop.scheduler.num_prefilled
+    found = answers(loop)
+    assert [each.reused for each in found] == [16, 16] and loop.scheduler.num_prefilled == calls + 4
+    assert [each.tokens for each in found] == [each.tokens for each in expected]
 
 
 def test_requests_that_join_and_leave_share_pages(way: dict[str, Any]) -> None:

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from collector import Collector
-from fake_thinker import CONTEXT, PAGE, make_thinker_loop, make_thinker_stage, make_thinker_worker
+from fake_thinker import CONTEXT, PAGE, VOCAB, make_thinker_loop, make_thinker_stage, make_thinker_worker
 from fake_thinker import make_prompt as prompt
 from hand_run import run_step, run_until_idle
 from held_resources import thinker_resources, wait_until_equal
@@ -281,6 +281,17 @@ def test_a_failing_request_leaves_the_others_alone(
     assert "not finite" in sick.error().message
     assert good.tokens() == expected
     assert ask(loop, PROMPTS[0]).tokens() == expected
+
+
+def test_no_step_looks_up_the_token_of_an_answer_that_is_not_finite() -> None:
+    """Where the device samples, the step after is launched before the host has seen the tokens."""
+    stage = make_thinker_stage(nan_on=NAN_ID)
+    rows = record_embedded_rows(stage)
+    loop = make_thinker_loop(stage, is_static=True)
+    good, sick = ask(loop, PROMPTS[0], max_tokens=12), ask(loop, prompt([1, NAN_ID]))
+    run_until_idle(loop)
+    assert "not finite" in sick.error().message and len(good.tokens()) == 12
+    assert all(0 <= cast(int, row[0]) < VOCAB for row in rows)
 
 
 def test_the_queue_is_bounded(started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop) -> None:

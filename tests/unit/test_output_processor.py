@@ -453,6 +453,13 @@ def test_speech_pauses_at_the_limit_of_unread_patches_and_resumes_when_one_is_re
     assert (stream.num_patches, stream.num_samples) == (3, 30)
 
 
+def test_the_first_segment_is_timed_once() -> None:
+    stream, _, _ = speech_stream(["One."])
+    first = stream.first_segment_at
+    stream.enqueue(["Two."])
+    assert stream.first_segment_at == first is not None
+
+
 def test_a_closed_speech_stream_is_cancelled_in_the_talker() -> None:
     stream, _, talker = speech_stream(["One.", "Two."])
     assert [(name, segment.text, segment.index) for name, segment in talker.added] == [
