@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,10 @@ from hostile_media import edit_bomb, index_bomb, small_video
 from preprocess_data import audio_parameters, noise_image, png, vision_parameters, wav
 
 from mingc.errors import CapacityError, RequestError, WorkerError
-from mingc.runtime.preprocess import decoder_pool
+from mingc.runtime.preprocess import decoder_pool, decoder_process
 from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.decoder_pool import DecoderPool
+from mingc.runtime.preprocess.decoder_process import receive, send, task_head
 from mingc.runtime.preprocess.limits import MIB, MediaLimits
 from mingc.runtime.preprocess.media_task import MediaTask, run_task
 from mingc.runtime.preprocess.video import VideoFeatures
@@ -166,6 +169,34 @@ def test_a_process_that_asks_to_be_replaced_gets_no_further_medium(monkeypatch: 
         assert pool.pids == [] and not Path(f"/proc/{pid}").exists()
     finally:
         pool.close()
+
+
+def test_an_idle_process_is_not_limited_by_the_time_of_a_task() -> None:
+    pool = DecoderPool(timeout_s=1.0)
+    try:
+        pool.run(IMAGE, png(noise_image(70, 90)))
+        (pid,) = pool.pids
+        time.sleep(1.5)
+        assert Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+        pool.run(IMAGE, png(noise_image(70, 90)))
+        assert pool.pids == [pid]
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(("kept", "retires"), [(100, False), (101, True)])
+def test_a_result_is_not_memory_that_a_process_keeps(
+    kept: int, retires: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = np.zeros(500, np.uint8)
+    monkeypatch.setattr(decoder_process, "run_task", lambda task, data: None)
+    monkeypatch.setattr(decoder_process, "pack", lambda result_: ({}, [result]))
+    monkeypatch.setattr(decoder_process, "_data_bytes", lambda: kept + result.nbytes)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        send(ours, task_head(IMAGE, 3), memoryview(b"abc"))
+        decoder_process._serve_task(theirs, 20.0, retire_bytes=100)
+        assert receive(ours)["retire"] is retires
 
 
 def test_closing_ends_a_running_task_and_refuses_others() -> None:

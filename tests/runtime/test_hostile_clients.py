@@ -169,6 +169,16 @@ def test_a_running_request_is_not_a_late_one() -> None:
                 assert next(lines) is not None
 
 
+def test_a_pipelined_request_is_not_a_late_one() -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "endless"}], "stream": True}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    with server(header_timeout_s=0.3) as (url, _), connect(url) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n" + head + body)
+        first = time.monotonic()
+        while time.monotonic() - first < 1:
+            assert connection.recv(1 << 16)
+
+
 def test_a_body_that_stalls_is_ended_before_its_whole_time() -> None:
     with server(body_idle_timeout_s=0.3, body_timeout_s=600) as (url, _), connect(url) as connection:
         connection.sendall(f"{HEAD}content-length: 100\r\n\r\n{{".encode())

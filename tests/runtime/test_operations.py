@@ -277,6 +277,15 @@ def test_cors_is_off_unless_an_origin_is_allowed() -> None:
         assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
+@pytest.mark.parametrize(
+    "origin", ["https://app.example/", "https://app.example/a", "app.example", "ftp://a", ""]
+)
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    """RFC 6454, 6.2: an origin is scheme, host and port; the field matches as a whole."""
+    with pytest.raises(ConfigError, match="--cors-origin"):
+        ServeOptions(cors_origins=(origin,))
+
+
 def test_cors_for_one_origin(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("key\n")
     with client(cors_origins=("https://app.example",), api_key_file=tmp_path / "keys") as http:

@@ -80,6 +80,13 @@ def test_neutral_values_of_unsupported_fields_pass() -> None:
         stop=None, seed=None, audio=None, images=None, max_tokens=None, parallel_tool_calls=True,
         verbosity="medium", reasoning_effort="none", functions=[], function_call="auto", top_logprobs=0,
     )  # fmt: skip
+    answer = {
+        "role": "assistant",
+        "content": "a",
+        "tool_calls": [],
+        "function_call": None,
+    }  # as SDKs send it back
+    chat(messages=[*HELLO, answer, *HELLO])
     assert chat(top_k=-1).sampling.top_k == 0, "off"
     for options in ({}, {"include_usage": False}, {"include_usage": None}, {"include_obfuscation": True}):
         assert not chat(stream=True, stream_options=options).include_usage

@@ -82,6 +82,16 @@ def test_a_stream_is_refused_only_when_all_talkers_are_full(started: Started) ->
     end(streams)
 
 
+def test_a_refused_stream_is_no_listener(started: Started) -> None:
+    group = started_group(started, 1, max_streams=1)
+    (loop,) = group.loops
+    stream = loop.open(lambda item: None, lambda: False, is_live=True)
+    with pytest.raises(CapacityError):
+        loop.open(lambda item: None, lambda: False, is_live=True)
+    assert sum(loop.listeners.values()) == 1
+    cancel(loop, stream)
+
+
 def test_a_talker_that_has_failed_gets_no_stream_while_another_one_runs(started: Started) -> None:
     group = started_group(started, 2)
     first, second = group.loops

@@ -125,6 +125,7 @@ def test_only_the_listed_marks_become_narrow() -> None:
         ("a -7 b", "a - seven b"),
         ("-12.5% now", "minus twelve point five percent now"),
         ("1.2.3%", "one point two . three percent"),
+        ("only .5% left", "only zero point five percent left"),
         ("1,000,000", "one million"),
         ("3pm 25.5x", "3pm twenty-five .5x"),
     ],
@@ -183,5 +184,6 @@ def test_digits_of_other_scripts_have_no_reading() -> None:
 
 def test_clean_up_order() -> None:
     assert clean_up("a\n`x`**b**😀 ★c") == "abc"
+    assert clean_up("a\U0001f600b\U0001f64fc") == "abc", "the whole block of emoticons"
     assert clean_up("1,234 5") == "12345"
     assert clean_up("ab   cd . ef") == "ab cd . ef"
