@@ -9,6 +9,7 @@ import io
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tarfile
@@ -62,7 +63,8 @@ def test_the_sbom_fits_the_schema_and_lists_every_file_and_library(
     assert {"torch", "uvicorn", "starlette", "numpy", "mingc"} <= hashes.keys()
     assert not {"pytest", "ruff", "mypy", "onnxruntime"} & hashes.keys()
     libraries = [each for each in document["components"] if each["type"] == "library"]
-    assert all(each["version"] and each["purl"].startswith("pkg:pypi/") for each in libraries)
+    # The type `pypi` of the package URL specification: lower case, `-` for `_`.
+    assert all(re.match(r"pkg:pypi/[a-z0-9.-]+@", each["purl"]) and each["version"] for each in libraries)
     broken = text.replace('"specVersion": "1.6"', '"specVersion": "1.6", "invented": 1')
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(broken) is not None
 
@@ -463,6 +465,9 @@ def test_wheels_that_cannot_run_the_engines_are_refused(
     assert deployment_files(manifest, cpu, None)
     with pytest.raises(ConfigError, match="rtx:sm86,sm89 needs one for CUDA"):
         deployment_files(_for_two_targets(manifest, "tensorrt"), cpu, None)
+    name = "torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64"
+    both = _wheelhouse(tmp_path / "both", own, "torch-2.13.0+cpu-cp311-cp311-linux_x86_64", name)
+    assert deployment_files(_for_two_targets(manifest, "aoti"), both, None), "one of them is for CUDA"
     (stage,) = manifest.stages.values()
     (graph,) = stage.graphs.values()
     engine = replace(graph.engines[0], backend="onnx")

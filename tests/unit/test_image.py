@@ -124,6 +124,16 @@ def test_the_largest_engine_limits_one_frame_and_not_the_video(num_frames: int) 
         check_grid(side + side // 4, side, num_frames, parameters, MediaLimits(), "clip", "video")
 
 
+def test_a_medium_takes_a_quarter_of_its_patches_of_the_context() -> None:
+    """Four patches (merge_size 2) are one token of the prompt."""
+    parameters = vision_parameters()
+    side = 8 * parameters.patch_size
+    assert parameters.merge_size == 2
+    check_grid(side, side, 1, parameters, MediaLimits(max_tokens=17), "image", "image")
+    with pytest.raises(RequestError, match="has 16 tokens, the context holds 16"):
+        check_grid(side, side, 1, parameters, MediaLimits(max_tokens=16), "image", "image")
+
+
 @pytest.mark.parametrize("size", [(8200, 8200), (20000, 20000)])
 def test_decompression_bombs_are_refused(size: tuple[int, int]) -> None:
     file = io.BytesIO()

@@ -77,6 +77,14 @@ def test_a_column_is_shown_when_one_row_has_a_value() -> None:
     assert "slow" in next(line for line in text.splitlines() if line.strip().startswith("cfm"))
 
 
+def test_a_column_of_zeros_or_of_no_is_shown() -> None:
+    rows = tuple(replace(row, seconds=0.0, engine_bytes=0, is_ok=False) for row in RESULT.rows)
+    header = next(
+        line for line in shown(replace(RESULT, rows=rows)).splitlines() if line.strip().startswith("stage")
+    )
+    assert "seconds" in header and "engine bytes" in header and "ok" in header
+
+
 def test_json_is_one_document_with_the_field_names() -> None:
     document = json.loads(shown(RESULT, as_json=True))
     assert set(document) == {"output", "total_seconds", "notes", "rows", "secret"}
