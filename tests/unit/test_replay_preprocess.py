@@ -9,7 +9,7 @@ import pytest
 from preprocess_data import audio_parameters, document, thinker_parameters, tokenizer, vision_parameters
 
 from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.replays.preprocess import replay
+from mingc.verify.replays.preprocess import _without_suppressed, replay
 
 
 def outcomes(**encoders: Any) -> dict[str, str]:
@@ -33,3 +33,13 @@ def test_a_prompt_without_its_encoder_is_not_checked(missing: str) -> None:
     assert any(name.startswith(f"processor_template.{kind}") for name in skipped)
     assert "FAIL" not in found.values()
     assert found["processor_template.text.input_ids"] == "pass"
+
+
+def test_a_typed_tag_suppresses_one_item_of_its_kind() -> None:
+    images: list[dict[str, Any]] = [{"type": "image", "image": name} for name in ("a", "b", "c")]
+    audio = {"type": "audio", "audio": "d"}
+    text = {"type": "text", "text": "Compare <image> with the others."}
+    turn = {"role": "HUMAN", "content": [*images, audio, text]}
+    assert list(_without_suppressed(turn)) == [*images[1:], audio, text]
+    twice = {"type": "text", "text": "<image> and <image>"}
+    assert list(_without_suppressed({**turn, "content": [*images, twice]})) == [images[2], twice]
