@@ -187,7 +187,8 @@ def test_stop_tokens_that_cannot_be_served_are_refused(ids: tuple[int, ...], par
 
 def test_a_prefill_begins_with_its_first_chunk() -> None:
     stage = make_thinker_stage()
-    calls = record_call_times(stage, "embed")
+    calls: list[float] = []
+    watch_calls(stage, "embed", lambda tensors: calls.append(time.perf_counter()))
     loop = make_thinker_loop(stage, chunk=8)
     calls.clear()  # of warm-up calls
     answer = ask(loop, prompt([5] * 20), max_tokens=1)
@@ -197,18 +198,16 @@ def test_a_prefill_begins_with_its_first_chunk() -> None:
     assert len(calls) == 3 and item.begun_at < calls[0]
 
 
-def record_call_times(stage: LoadedStage, graph: str) -> list[float]:
-    """When calls of a graph's engine begin (`time.perf_counter`)."""
-    times: list[float] = []
+def watch_calls(stage: LoadedStage, graph: str, watch: Callable[[Sequence[torch.Tensor]], None]) -> None:
+    """Call `watch` with the input tensors of every call of a graph's engine, before the call."""
     engine = stage[graph]._engines[None]
     run = engine.run
 
-    def record(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        times.append(time.perf_counter())
+    def watched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        watch(tensors)
         return run(tensors)
 
-    engine.run = record  # type: ignore[method-assign]
-    return times
+    engine.run = watched  # type: ignore[method-assign]
 
 
 def test_the_next_step_is_launched_before_first_tokens_are_collected(
@@ -629,16 +628,12 @@ def test_steps_take_the_smallest_engines_that_hold_their_pages() -> None:
     loop = make_thinker_loop(stage)
     widths: dict[str, list[int]] = {"prefill_attention": [], "decode_attention": []}
     for name, found in widths.items():
-        engine = stage[name]._engines[None]
         place = [each.name for each in stage[name].spec.inputs].index("page_table")
 
-        def record(
-            tensors: Sequence[torch.Tensor], place: int = place, found: Any = found, run: Any = engine.run
-        ) -> Any:
+        def record(tensors: Sequence[torch.Tensor], place: int = place, found: list[int] = found) -> None:
             found.append(tensors[place].shape[1])
-            return run(tensors)
 
-        engine.run = record  # type: ignore[method-assign]
+        watch_calls(stage, name, record)
     for count in (4 * PAGE, 4 * PAGE + 1):
         ask(loop, prompt([5] * count), max_tokens=1)
         run_until_idle(loop)
@@ -657,16 +652,13 @@ def media_rows(request: ThinkerPrompt) -> list[tuple[float, ...] | None]:
 def record_embedded_rows(stage: LoadedStage) -> list[tuple[object, ...]]:
     """Rows that the embedding engine gets: id, kind, positions, and its media embedding if it reads that."""
     rows: list[tuple[object, ...]] = []
-    engine = stage["embed"]._engines[None]
-    run = engine.run
 
-    def record(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def record(tensors: Sequence[torch.Tensor]) -> None:
         ids, embeds, kinds, positions = (tensor.tolist() for tensor in tensors)
         for token, media, kind, *place in zip(ids, embeds, kinds, *positions, strict=True):
             rows.append((token, kind, tuple(place), tuple(media) if kind else None))
-        return run(tensors)
 
-    engine.run = record  # type: ignore[method-assign]
+    watch_calls(stage, "embed", record)
     return rows
 
 
