@@ -18,13 +18,13 @@ from typing import Any
 import harness
 
 from mingc.artifacts.artifact import open_artifact
-from mingc.runtime.engines.stage_loader import weight_bytes
+from mingc.runtime.engines.stage_loader import rank_weight_bytes
 
 
 def figures(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Of the report that `mingc export --json` prints."""
     artifact = open_artifact(Path(report["output"]))
-    shard = max(weight_bytes(artifact, name) for name in artifact.manifest.stages)
+    shard = max(rank_weight_bytes(artifact, name, 0) for name in artifact.manifest.stages)
     graphs = report["graphs"]
     values = {
         "export_s": (report["seconds"], "s"),

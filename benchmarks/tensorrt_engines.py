@@ -4,7 +4,7 @@
 
 Parts, in the order given:
 
-`tiny`      the tiny checkpoint is exported with the thinker by AOTInductor and all other stages by TensorRT, served
+`tiny`      the tiny checkpoint is exported with the thinker by AOTInductor and `--stages` by TensorRT, served
             with `--engines`, asked for speech and for spoken chats with and without media, and verified. The server
             reports which compilers and libraries it has loaded.
 `released`  graphs of the released dims with random weights, `--layers` layers of each transformer, at one or more
@@ -926,7 +926,9 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--sizes", type=whole(1, len(SIZES)), default=2, help="sizes of a graph")
     parser.add_argument("--cases", type=lambda text: tuple(filter(None, text.split(","))), default=())
     parser.add_argument(
-        "--stages", type=_listed(("thinker", *ENCODERS, *SPEECH)), default=(*ENCODERS, *SPEECH)
+        "--stages",
+        type=_listed(("thinker", *ENCODERS, *SPEECH)),
+        help="of the tiny checkpoint; default: all but the thinker, and but those that TensorRT refuses",
     )
     parser.add_argument("--target", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--backend", default="tensorrt")
@@ -945,6 +947,9 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     if given.part is None and given.output is None:
         parser.error("--output is needed")
     given.dtype = given.dtype or ("bfloat16" if given.target == "cuda" else "float32")
+    if given.stages is None:
+        refused = ("vision_encoder",) if given.target == "cuda" and given.backend == "tensorrt" else ()
+        given.stages = tuple(each for each in (*ENCODERS, *SPEECH) if each not in refused)
     return given, rest
 
 

@@ -103,10 +103,22 @@ def _settings(before: Manifest, after: Manifest) -> list[str]:
         ("stages", ", ".join(before.stages), ", ".join(after.stages)),
         ("voices", ", ".join(v.name for v in before.voices), ", ".join(v.name for v in after.voices)),
         ("stage graph", before.graph, after.graph),
+        ("tokenizers", before.tokenizers, after.tokenizers),
+        ("speaker network", before.speaker_network, after.speaker_network),
+        ("recorded requests", before.served_goldens, after.served_goldens),
     ):
         if old != new:
-            shown = "differs" if name == "stage graph" else f"{old} → {new}"
+            shown = "differs" if isinstance(old, dict) or name == "stage graph" else f"{old} → {new}"
             lines.append(f"{name}: {shown}")
+    voices = {voice.name: voice for voice in before.voices}
+    for voice in after.voices:
+        fields = [
+            field.name
+            for field in dataclasses.fields(voice)
+            if voice.name in voices and getattr(voice, field.name) != getattr(voices[voice.name], field.name)
+        ]
+        if fields:
+            lines.append(f"voice {voice.name}: {', '.join(fields)}")
     for stage in sorted({*before.parameters} & {*after.parameters}):
         one, other = before.parameters[stage], after.parameters[stage]
         keys = sorted(key for key in {*one, *other} if one.get(key) != other.get(key))

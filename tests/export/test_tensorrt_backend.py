@@ -114,7 +114,7 @@ class Upsampling(nn.Module):
 
 def early(module: nn.Module, inputs: tuple[Tensor, ...], dims: tuple[dict[int, Any], ...]) -> str | None:
     """Why the backend refuses a graph before anything is built; None: it does not."""
-    names = ("x", "pages")[: len(inputs)]
+    names = ("x", "pages", "mask")[: len(inputs)]
     specs = tuple(
         TensorSpec(name=name, dtype=str(each.dtype)[6:], shape=tuple(each.shape))
         for name, each in zip(names, inputs, strict=True)
@@ -179,6 +179,25 @@ def test_quantized_weights_are_refused_before_anything_is_built() -> None:
     )
 
 
+class Attending(nn.Module):
+    """An attention whose scores are 4 × heads × length² bytes."""
+
+    def forward(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, k, mask)
+
+
+def test_an_attention_with_a_mask_is_refused_when_no_gpu_holds_its_scores() -> None:
+    long, mask = (
+        (torch.zeros(1, 8, 32_768, 4, device="meta"),) * 2,
+        torch.zeros(1, 1, 32_768, 32_768, device="meta"),
+    )
+    says = "an attention has up to 32 GiB of scores, which TensorRT holds in memory (limit 16 GiB)"
+    assert early(Attending(), (*long, mask), ({}, {}, {})) == says
+    assert early(Attending(), long, ({}, {})) is None, "kernels without a mask do not store scores"
+    half = torch.zeros(1, 8, 16_384, 4, device="meta")
+    assert early(Attending(), (half, long[1], mask[:, :, :16_384]), ({}, {}, {})) is None, "16 GiB"
+
+
 def test_what_tensorrt_takes_is_not_refused() -> None:
     x, rows = torch.zeros(2, 4, 8), torch.export.Dim("rows", min=1, max=1 << 16)
     assert early(Upsampling(torch.float32), (x,), ({},)) is None
@@ -236,13 +255,28 @@ def refusals(stage_name: str, backend: str) -> dict[str, dict[str, str]]:
     return build.early_refusals(found, stage, config, plans)
 
 
-@pytest.mark.parametrize("stage", ["vision_encoder", "audio_encoder", "talker", "cfm", "audio_vae"])
+@pytest.mark.parametrize("stage", ["audio_encoder", "talker", "cfm", "audio_vae"])
 def test_graphs_of_speech_and_encoders_are_not_refused_for_a_gpu(
     stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensorrt_backend, "find_library", lambda: "tensorrt_rtx")
     found = refusals(stage, "tensorrt")
     assert found and not any(found.values())
+
+
+def test_the_vision_encoder_is_refused_for_a_gpu_and_left_to_aoti_by_auto(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On an H100 the builder asked for as much: four heads, 65,536 patches, four bytes."""
+    monkeypatch.setattr(tensorrt_backend, "find_library", lambda: "tensorrt_rtx")
+    assert 4 * 65_536**2 * 4 == 68_719_476_736 == 64 << 30
+    with pytest.raises(
+        CompileError, match="up to 64 GiB of scores, which TensorRT holds in memory"
+    ) as refused:
+        refusals("vision_encoder", "tensorrt")
+    assert refused.value.where == "vision_encoder.encode"
+    of_auto = refusals("vision_encoder", "auto")["vision_encoder.encode"]
+    assert "GiB of scores" in of_auto["tensorrt"] and "aoti" not in of_auto
 
 
 def test_the_thinker_is_refused_for_a_gpu_and_auto_leaves_its_pages_to_aoti(

@@ -497,3 +497,31 @@ def test_signal_processing_needs_numpy_only(name: str) -> None:
     for module, line in imported(MODULES[name]):
         top = module.split(".")[0]
         assert top in ("mingc", "numpy") or top in sys.stdlib_module_names, f"line {line}: imports {module}"
+
+
+def _defined(path: Path) -> set[str]:
+    """Names that a module defines or imports at its top level."""
+    names: set[str] = set()
+    nodes: list[ast.AST] = [*ast.parse(path.read_text(encoding="utf-8")).body]
+    while nodes:
+        match node := nodes.pop():
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.add(node.name)  # what is inside is not the module's
+            case ast.Import() | ast.ImportFrom():
+                names |= {each.asname or each.name.split(".")[0] for each in node.names}
+            case ast.Name(ctx=ast.Store()):
+                names.add(node.id)
+            case _:
+                nodes += ast.iter_child_nodes(node)
+    return names
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.name)
+def test_what_a_benchmark_imports_from_mingc_exists(path: Path) -> None:
+    """Scripts that need a GPU are imported by no other test."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            known = _defined(MODULES[node.module])
+            absent = {each.name for each in node.names} - known
+            absent -= {name for name in absent if f"{node.module}.{name}" in MODULES}
+            assert not absent, f"line {node.lineno}: {node.module} has no {', '.join(absent)}"

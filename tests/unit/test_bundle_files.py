@@ -302,6 +302,27 @@ def test_diff_of_settings_alone_is_a_difference(artifact_path: Path, tmp_path: P
     assert mingc_here("bundle", "diff", artifact_path, artifact_path).code == 0
 
 
+def test_diff_shows_which_file_has_which_use(artifact_path: Path, tmp_path: Path) -> None:
+    """With the same names and files, other words of a voice or another tokenizer make other answers."""
+    other = tmp_path / "other"
+    shutil.copytree(artifact_path, other)
+
+    def change(document: dict[str, Any]) -> None:
+        document["voices"][0]["transcript"] += "!"
+        document["tokenizers"] = {"talker": document["voices"][0]["file"]}
+        document["speaker_network"] = document["voices"][0]["file"]
+
+    edit_manifest(other, change)
+    file = open_artifact(artifact_path).manifest.voices[0].file
+    report = diff(artifact_path, other)
+    assert report.settings == (
+        "tokenizers: differs",
+        f"speaker network: None → {file}",
+        "voice DB30: transcript",
+    )
+    assert not report.is_same and report.changes == ()
+
+
 def test_diff_of_files_counts_equal_content_once_and_under_any_name(
     artifact_path: Path, tmp_path: Path
 ) -> None:

@@ -203,6 +203,32 @@ def test_an_answer_cut_inside_a_character_ends_as_python_decodes_it(text: str, h
         assert done.usage.completion_tokens == len(ids)
 
 
+def test_the_logits_of_a_stop_token_belong_to_no_text() -> None:
+    """A character that the stop token cuts off ends the text, but there is one row of logits per token."""
+    run = ChatOutputProcessor(
+        tokenizer().detokenizer(),
+        SamplingParams(),
+        prompt_tokens=5,
+        speech_stream=None,
+        is_reproducible=True,
+        max_segment_length=50,
+        sample_rate=44100,
+        timings=Timings(),
+    )
+    ids = encode("好")[:-1]
+    rows = [np.full(3, value, np.float32) for value in range(len(ids) + 1)]
+    events: list[Event] = []
+    for token, finish, row in zip([*ids, None], [None] * len(ids) + ["stop"], rows, strict=True):
+        events += run.accept(TokenItem(token=token, finish=cast(FinishReason, finish), logits=row))
+    deltas = [event for event in events if isinstance(event, TextDelta)]
+    assert [(each.token, each.logits is None) for each in deltas] == [
+        *((token, False) for token in ids),
+        (None, True),
+    ]
+    assert deltas[-1].text == "\ufffd"
+    assert all(np.array_equal(each.logits, row) for each, row in zip(deltas[:-1], rows, strict=False))
+
+
 def token_bytes(ids: Iterable[int]) -> bytes:
     """Bytes of byte-level tokens, by GPT-2's table: printable bytes stand for themselves, the others follow U+00FF."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,9 @@ FIX = (
 )
 # A plan reserves memory for the largest sizes of its dims; state that grows with a pool has no such size.
 _MAX_STATE_BYTES = 256 << 30
+# TensorRT for RTX 1.4 holds the scores of an attention with a mask in memory, in float32: the vision encoder of the
+# tiny checkpoint asked for 64 GiB at its largest image.
+_MAX_SCORE_BYTES = 16 << 30
 _FOURIER = ("_fft_", "fft_", "stft", "istft")
 _NARROW = (torch.bfloat16,)  # TensorRT for RTX 1.7 refuses a transposed convolution of these
 
@@ -42,7 +46,8 @@ def refuse_graph(program: torch.export.ExportedProgram, names: Sequence[str], wh
 
     `names` are those of the first inputs, for errors; the others are weights.
     It finds Fourier transforms, transposed convolutions in bfloat16, operators of libraries other than torch, gathers
-    of large weights, and state that grows with a pool (paged KV). Other problems are found when the plan is built.
+    of large weights, state that grows with a pool (paged KV), and masks of more attention scores than a GPU can hold.
+    Other problems are found when the plan is built.
     """
     refuse_large_gathers(program, where)
     inputs = [
@@ -63,11 +68,31 @@ def _node_problem(node: torch.fx.Node) -> str | None:
     space, _, name = operator._schema.name.partition("::")
     if space == "aten" and name.startswith(_FOURIER):
         return f"TensorRT has no Fourier transform ({name}); write it as a product with a matrix"
+    if name == "scaled_dot_product_attention":
+        size_bytes = _score_bytes(node)
+        if size_bytes > _MAX_SCORE_BYTES:
+            return (
+                f"an attention has up to {size_bytes >> 30} GiB of scores, which TensorRT holds in memory (limit "
+                f"{_MAX_SCORE_BYTES >> 30} GiB)"
+            )
     if "conv" in name and _is_transposed(node) and node.meta["val"].dtype in _NARROW:
         return f"TensorRT for RTX has no transposed convolution in {str(node.meta['val'].dtype)[6:]}"
     if not translates(operator):
         return f"the operator {space}::{name} has no ONNX translation, through which TensorRT reads a graph"
     return None
+
+
+def _score_bytes(node: torch.fx.Node) -> int:
+    """Bytes of the scores of an attention with a mask at the sizes of the graph, in float32; 0 with dynamic sizes.
+
+    Without a mask, TensorRT has kernels that do not store them.
+    """
+    query, key, *_ = (each.meta["val"] for each in node.args if isinstance(each, torch.fx.Node))
+    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+    sizes = (*query.shape[:-1], key.shape[-2])
+    if mask is None or not all(isinstance(size, int) for size in sizes):
+        return 0
+    return 4 * math.prod(sizes)
 
 
 def _is_transposed(node: torch.fx.Node) -> bool:

@@ -199,7 +199,9 @@ class ChatOutputProcessor:
             self._enqueue_speech(self._segmenter.push(self._thoughts.push(text)))
         events: list[Event] = []
         if text or item.token is not None:
-            events.append(TextDelta(text=text, token=item.token, logits=item.logits))
+            # Text that a stop token ends has no token, so no logits either.
+            logits = None if item.token is None else item.logits
+            events.append(TextDelta(text=text, token=item.token, logits=logits))
         if item.finish is not None or is_stopped:
             self._finish = "stop" if is_stopped else item.finish
             self._enqueue_speech([*self._segmenter.push(self._thoughts.flush()), *self._segmenter.flush()])
