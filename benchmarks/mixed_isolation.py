@@ -99,7 +99,7 @@ def make_requests(voices: Sequence[str], *, max_tokens: int, max_steps: int) -> 
         kind, variant = index % 8, index // 8
         random = np.random.default_rng(index)
         image = picture(random, 32 * (2 + variant), 32 * (1 + index % 3))
-        heard = clip(random, 0.3 + 0.35 * variant)
+        speech = clip(random, 0.3 + 0.35 * variant)
         asked = {"type": "text", "text": _QUESTIONS[variant]}
         sampling = _SAMPLED if index % 3 == 1 else _GREEDY
         voice = voices[index % len(voices)]
@@ -111,9 +111,9 @@ def make_requests(voices: Sequence[str], *, max_tokens: int, max_steps: int) -> 
         parts = (
             [asked],
             [image, asked],
-            [heard, asked],
-            [image, heard, asked],
-            [heard, image, asked],
+            [speech, asked],
+            [image, speech, asked],
+            [speech, image, asked],
             [asked],
             [image, asked],
         )[kind]

@@ -167,7 +167,13 @@ def _support_rows() -> list[str]:
     """Results of each backend, one row per stage."""
     tiny = _figures(ROOT / "benchmarks" / "results" / "backends-cpu.json")
     (_, released), built = _released_figures(), _figures(_latest("rtx-builds-cpu"))
-    on_card = _figures(_latest("tensorrt-engines-h200"))
+    on_gpu = _figures(_latest("tensorrt-engines-h100"))
+    served = {
+        each.partition("=")[0]
+        for row in _figures(_latest("tensorrt-served-h100"))
+        if row["name"] == "served" and "error" not in row
+        for each in row["engines"].split(",")
+    }
 
     def of(stage: str, name: str) -> bool:
         return name.partition(".")[0] == stage
@@ -185,20 +191,27 @@ def _support_rows() -> list[str]:
     lines = [
         "",
         "| stage | `aoti`, H200 | `aoti`, CPU, tiny | `aoti`, CPU, released | `onnx`, CPU, tiny | "
-        "`onnx`, CPU, released | `tensorrt`, RTX cards | `tensorrt`, H200 |",
+        "`onnx`, CPU, released | `tensorrt`, RTX cards | `tensorrt`, H100 |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for stage in _STAGES:
         gpu = next(_latest(start).name for start, stages in _ON_GPU.items() if stage in stages)
         cards = {each["case"] for each in built if each.get("name") == "build_s" and of(stage, each["case"])}
-        words = [
-            each["case"].removeprefix("released-bfloat16-").split("-")[0]
-            for each in on_card
+        words = {
+            each["case"].removeprefix("released-bfloat16-").split("-")[0]: "backend" in each
+            for each in on_gpu
             if each.get("name") == "latency_ms"
-            and each["backend"] == "tensorrt"
+            and each.get("backend", "tensorrt") == "tensorrt"
             and each["case"].startswith("released")
+            and each.get("refused") != "out of time"
+        }
+        run = sorted(each.partition(".")[2] for each in words if of(stage, each) and words[each])
+        crashed = sorted(each.partition(".")[2] for each in words if of(stage, each) and not words[each])
+        on_h100 = [
+            *([f"{', '.join(f'`{each}`' for each in run)} run"] if run else []),
+            *([f"{', '.join(f'`{each}`' for each in crashed)} crashed"] if crashed else []),
+            *(["served (tiny)"] if stage in served else []),
         ]
-        run = sorted({each.partition(".")[2] for each in words if of(stage, each)})
         cells = (
             f"`{stage}`",
             f"measured (`{gpu}`)",
@@ -207,7 +220,7 @@ def _support_rows() -> list[str]:
             errors(stage, "onnx", tiny),
             errors(stage, "onnx", released),
             f"{len(cards)} built, not run" if cards else "–",
-            f"{', '.join(f'`{each}`' for each in run)} run, not served" if run else "–",
+            "; ".join(on_h100) or "–",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]

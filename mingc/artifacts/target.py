@@ -265,7 +265,6 @@ _H100 = replace(
     device_name=r"\bH100\b",
     memory_gb=80,
     memory_tb_s=3.35,
-    is_measured=False,
 )
 
 TARGETS = (_H200, _H100)

@@ -16,7 +16,7 @@ DOCUMENTS = [
     *sorted((ROOT / "benchmarks").glob("*.md")),
 ]
 # A whole file name; one that begins with an ellipsis continues the name before it.
-NAMES = re.compile(r"(?<![\w…-])(?:[a-z][\w-]*-(?:h200|cpu)[\w-]*|mutation|bundle-cpu)\.json")
+NAMES = re.compile(r"(?<![\w…-])(?:[a-z][\w-]*-(?:h100|h200|cpu)[\w-]*|mutation|bundle-cpu)\.json")
 COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
 

@@ -92,7 +92,8 @@ def _score_bytes(node: torch.fx.Node) -> int:
     sizes = (*query.shape[:-1], key.shape[-2])
     if mask is None or not all(isinstance(size, int) for size in sizes):
         return 0
-    return 4 * math.prod(sizes)
+    size_bytes: int = 4 * math.prod(sizes)
+    return size_bytes
 
 
 def _is_transposed(node: torch.fx.Node) -> bool:
