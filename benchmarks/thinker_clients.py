@@ -29,7 +29,8 @@ from mingc.runtime.thinker.worker import GraphKey, StepOptions, ThinkerWorker
 
 NUM_REQUESTS = 32
 CONTEXT_TOKENS = 256
-_SHORTEST_ANSWER = 48  # tokens: more than there are chunks of prompts, so that the first answers meet the last prompts
+# Tokens: more than there are chunks of prompts, so that the first answers still run when the last prompts arrive.
+_SHORTEST_ANSWER = 48
 _ANSWER_TIMEOUT_S = 300
 # Most prompts are one chunk, so that all requests are decoded together in the end.
 _PROMPT_TOKENS = (5, 64, 1, 23, 130, 40, 12, 63)
