@@ -29,6 +29,8 @@ from mingc.runtime.thinker.worker import GraphKey, StepOptions, ThinkerWorker
 
 NUM_REQUESTS = 32
 CONTEXT_TOKENS = 256
+# Tokens: more than there are chunks of prompts, so that the first answers still run when the last prompts arrive.
+_SHORTEST_ANSWER = 48
 _ANSWER_TIMEOUT_S = 300
 # Most prompts are one chunk, so that all requests are decoded together in the end.
 _PROMPT_TOKENS = (5, 64, 1, 23, 130, 40, 12, 63)
@@ -79,18 +81,21 @@ class ArrivalPattern:
     patience: int | None = None
 
 
-def arrival_patterns() -> list[ArrivalPattern]:
-    """Three orders of simultaneous arrival, a small batch limit, two staggered patterns, early disconnects."""
+def arrival_patterns(count: int = NUM_REQUESTS, last_start: int = 600) -> list[ArrivalPattern]:
+    """Three orders of simultaneous arrival, a small batch limit, two staggered patterns, early disconnects.
+
+    Random starts come before `last_start` tokens have been received.
+    """
     random = np.random.default_rng(3)
-    backwards = range(NUM_REQUESTS - 1, -1, -1)
-    shuffled: list[int] = random.permutation(NUM_REQUESTS).tolist()
-    moments: list[int] = sorted(random.integers(0, 600, NUM_REQUESTS).tolist())
+    backwards = range(count - 1, -1, -1)
+    shuffled: list[int] = random.permutation(count).tolist()
+    moments: list[int] = sorted(random.integers(0, last_start, count).tolist())
 
     def at_once(order: Sequence[int]) -> tuple[tuple[int, int], ...]:
         return tuple((0, request) for request in order)
 
     return [
-        ArrivalPattern(name="given order", arrivals=at_once(range(NUM_REQUESTS))),
+        ArrivalPattern(name="given order", arrivals=at_once(range(count))),
         ArrivalPattern(name="reversed", arrivals=at_once(backwards)),
         ArrivalPattern(name="shuffled", arrivals=at_once(shuffled)),
         ArrivalPattern(name="five at a time", arrivals=at_once(shuffled), max_running=5),
@@ -104,12 +109,14 @@ def arrival_patterns() -> list[ArrivalPattern]:
     ]
 
 
-def make_requests(parameters: ThinkerParameters) -> list[Request]:
-    """The 32 requests: prompt length, media, sampling rules, seed and answer length all vary."""
-    return [_request(parameters, index) for index in range(NUM_REQUESTS)]
+def make_requests(
+    parameters: ThinkerParameters, count: int = NUM_REQUESTS, shortest_answer: int = _SHORTEST_ANSWER
+) -> list[Request]:
+    """`count` requests: prompt length, media, sampling rules, seed and answer length all vary."""
+    return [_request(parameters, index, shortest_answer) for index in range(count)]
 
 
-def _request(parameters: ThinkerParameters, index: int) -> Request:
+def _request(parameters: ThinkerParameters, index: int, shortest_answer: int) -> Request:
     random = np.random.default_rng(index)
     count = _PROMPT_TOKENS[index % len(_PROMPT_TOKENS)] + index // len(_PROMPT_TOKENS)
     has_media = index % 4 == 1
@@ -127,7 +134,7 @@ def _request(parameters: ThinkerParameters, index: int) -> Request:
             if has_media
             else None,
         ),
-        sampling=SamplingParams(max_tokens=48 + 3 * (index % 9), **_RULES[index % len(_RULES)]),  # type: ignore[arg-type]
+        sampling=SamplingParams(max_tokens=shortest_answer + 3 * (index % 9), **_RULES[index % len(_RULES)]),  # type: ignore[arg-type]
         seed=100 + index,
     )
 

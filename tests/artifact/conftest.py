@@ -1,6 +1,7 @@
 """Artifacts of the tiny checkpoint, exported once per test run with `mingc export`.
 
-Two are compiled, as what users get: `artifact` and the thinker of `two_rank_artifact`. The others are `eager`.
+One is compiled, as what users get: `artifact`. The others are `eager`; tests/export/test_thinker_shards.py has compiled
+engines of several ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ _WIDE_THINKER = (
     *("--stages", "thinker", "--batch-sizes", "1,8,32"),
     *("--max-model-len", 256, "--prefill-chunk-size", 64),
 )
-_OTHER_STAGES = "vision_encoder,audio_encoder,talker,cfm,audio_vae"
 
 
 def _export_once(factory: pytest.TempPathFactory, name: str, *options: object) -> Path:
@@ -46,11 +46,9 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def two_rank_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with the thinker sharded over two ranks; the other stages, the same for any number, are `eager`."""
-    return _export_once(
-        tmp_path_factory, "two-ranks", "--tp", 2, "--backend", "aoti", "--backend", f"eager:{_OTHER_STAGES}"
-    )
+def two_rank_artifact() -> Path:
+    """The same with the thinker sharded over two ranks, nothing compiled."""
+    return export_eager("--tp", 2)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,6 @@ import av
 import numpy as np
 import pytest
 import soundfile
-from eager_export import export_eager
 from held_resources import wait_until_equal
 from mingc_command import ENVIRONMENT
 from numpy.typing import NDArray
@@ -228,10 +227,10 @@ def test_many_at_once_in_a_small_pool(eager_artifact: Path) -> None:
             asyncio.run(service.close(shutdown_timeout_s=1.0))
 
 
-def test_ranks_reuse_the_same_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_reuse_the_same_pages(two_rank_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 chooses the pages, the others get page tables."""
     monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])  # of rank 1
-    service = open_service(export_eager("--tp", 2), EngineOptions(loads_speech=False))
+    service = open_service(two_rank_artifact, EngineOptions(loads_speech=False))
     try:
         for name in ("text", "image and audio"):
             prompt = service.prepare(CONVERSATIONS[name])

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eager_export import export_eager
 from fake_omni import chat, collect, speech_request
 from mingc_command import ENVIRONMENT
 
@@ -117,19 +116,14 @@ def test_memory_is_that_of_the_tensors(eager_artifact: Path) -> None:
     assert two == {owner: count * (2 if owner in talkers else 1) for owner, count in one.items()}
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Path:
-    return export_eager("--tp", 2)
-
-
 def test_ranks_of_the_thinker_and_talkers_share_a_service(
-    eager_artifact: Path, two_ranks: Path, monkeypatch: pytest.MonkeyPatch
+    eager_artifact: Path, two_rank_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The KV heads of two ranks are those of one, so their pages take as much together."""
     monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])  # of rank 1
     request = chat("Hello", SpeechParams(seed=5, max_steps=6), temperature=0.0, max_tokens=24)
     spoken, memory = [], []
-    for artifact, options in ((eager_artifact, EngineOptions()), (two_ranks, TWO)):
+    for artifact, options in ((eager_artifact, EngineOptions()), (two_rank_artifact, TWO)):
         with opened(artifact, replace(options, max_total_tokens=2000)) as (service, _):
             spoken += waves([asyncio.run(collect(service.chat(request)))])
             memory.append({use.owner: use.num_bytes for use in service.load.memory})

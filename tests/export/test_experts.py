@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor
 from mingc.artifacts.manifest import EngineRecord, Parity
 from mingc.artifacts.spec import GraphSpec, Quantization
 from mingc.errors import ParityError
-from mingc.export.checkpoint import Checkpoint
+from mingc.export.checkpoint import Checkpoint, open_checkpoint
 from mingc.export.checks.eager_reference import run_eager
 from mingc.export.checks.experts import find_expert_tokens
 from mingc.export.checks.routing import select_experts
@@ -64,6 +66,18 @@ def drop_shared(weights: dict[str, Tensor], expert: int) -> None:
     weights["shared.down"].zero_()
 
 
+@cache
+def _weights_of_rank(
+    checkpoint: Path, dtype: str, quantization: Quantization | None, rank: int, world_size: int
+) -> bytes:
+    """The file of one rank."""
+    opened, shard = open_checkpoint(checkpoint), Shard(rank=rank, world_size=world_size)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "weights"
+        write_weights(opened, STAGE, STAGE.config(opened), shard, getattr(torch, dtype), path, quantization)
+        return path.read_bytes()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layer:
     """An expert layer of the tiny thinker as it is exported into `folder`."""
@@ -76,6 +90,15 @@ class Layer:
     quantization: Quantization | None = None
     num_ranks: int = 1
     batch: int | None = None
+
+    def write_weights(self) -> tuple[str, ...]:
+        """Write a weights file for each rank; their names. Files of equal content are computed once."""
+        files = []
+        for rank in range(self.num_ranks):
+            made = _weights_of_rank(self.checkpoint.root, self.dtype, self.quantization, rank, self.num_ranks)
+            files.append(f"rank{rank}")
+            (self.folder / files[-1]).write_bytes(made)
+        return tuple(files)
 
     def check(self, fault: Fault, *, is_stored: bool = False) -> Parity:
         """Run the export's check with eager modules as the engine, the last rank's changed by `fault`.
@@ -92,18 +115,14 @@ class Layer:
             quantize=(f"thinker={self.quantization}",) if self.quantization is not None else (),
         )
         (self.folder / "goldens").mkdir()
-        shards = [Shard(rank=rank, world_size=self.num_ranks) for rank in range(self.num_ranks)]
-        files = tuple(f"rank{shard.rank}" for shard in shards)
-        dtype = getattr(torch, self.dtype)
-        for shard, file in zip(shards, files, strict=True):
-            path = self.folder / file
-            write_weights(self.checkpoint, STAGE, self.config, shard, dtype, path, self.quantization)
-        plans = STAGE.graphs(self.config, shards[0], stage_options(recipe))
+        shard = Shard(rank=0, world_size=self.num_ranks)
+        files = self.write_weights()
+        plans = STAGE.graphs(self.config, shard, stage_options(recipe))
         plan = next(plan for plan in plans if plan.spec.name == self.graph)
         submodule = plan.spec.layer_instances[0]
 
         def load(path: Path) -> Any:
-            module = load_module(STAGE, self.config, shards[0], path, self.quantization, submodule=submodule)
+            module = load_module(STAGE, self.config, shard, path, self.quantization, submodule=submodule)
             for parameter in module.parameters():
                 parameter.data = parameter.data.clone()  # loaded parameters are read-only views of the file
             return module

@@ -15,7 +15,7 @@ import onnx
 import pytest
 import torch
 from engine_checks import CPU, check_engine
-from mingc_command import CHECKPOINT, REPOSITORY, mingc
+from mingc_command import CHECKPOINT, REPOSITORY, mingc, mingc_here
 from safetensors import safe_open
 from safetensors.torch import save_file
 from sliding_window import Sliding
@@ -450,10 +450,10 @@ def test_an_artifact_mixes_backends(tmp_path: Path) -> None:
     )
     done = mingc("export", CHECKPOINT, *words, "--output", tmp_path / "mixed", "--jobs", 1)
     assert done.code == 0, done.stderr
-    stages = mingc("bundle", "inspect", tmp_path / "mixed", "--json").document["stages"]
+    stages = mingc_here("bundle", "inspect", tmp_path / "mixed", "--json").document["stages"]
     assert {each["stage"]: each["backends"] for each in stages} == {
         "audio_encoder": ["onnx"],
         "vision_encoder": ["eager"],
     }
-    report = mingc("verify", tmp_path / "mixed", "--json")
+    report = mingc_here("verify", tmp_path / "mixed", "--json")
     assert report.code == 0 and report.document["passed"], report.stderr

@@ -60,22 +60,22 @@ def test_space_for_all_weights_is_needed(
 def test_quantized_weights_need_a_byte_or_half_a_value(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def least(**options: object) -> int:
-        """Free bytes from which on the export begins."""
-        low, high = 0, 1 << 40
-        while low < high:
-            middle = (low + high) // 2
-            try:
-                needed(monkeypatch, tmp_path, middle, "thinker", **options)
-                high = middle
-            except ConfigError:
-                low = middle + 1
-        return low
+    def suffices(free: int, **options: object) -> bool:
+        """Whether an export begins with `free` bytes."""
+        try:
+            needed(monkeypatch, tmp_path, free, "thinker", **options)
+        except ConfigError:
+            return False
+        return True
 
-    whole = least()
-    assert whole > MIB
-    assert least(quantize=("thinker=fp8",)) == whole // 4
-    assert least(quantize=("thinker=int4",)) == whole // 8
+    low, whole = MIB, MIB << 10
+    while low < whole:
+        middle = (low + whole) // 2
+        low, whole = (low, middle) if suffices(middle) else (middle + 1, whole)
+    assert MIB < whole < MIB << 10
+    for quantize, share in ((None, 1), ("thinker=fp8", 4), ("thinker=int4", 8)):
+        words = {} if quantize is None else {"quantize": (quantize,)}
+        assert suffices(whole // share, **words) and not suffices(whole // share - 1, **words), quantize
 
 
 def test_random_weights_need_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

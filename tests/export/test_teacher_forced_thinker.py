@@ -32,6 +32,7 @@ from mingc.verify.replays.thinker.replay import replay
 DATA = Path(__file__).parents[1] / "data"
 OPTIONS = StageOptions(dtype=torch.bfloat16, max_model_len=128, prefill_chunk_size=64)
 SEVERAL = replace(OPTIONS, batch_sizes=(1, 2, 4))
+PROMPT_TOKENS, BATCH_TOKENS = 12, 20  # the first of a recorded prompt; batches of four need more
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +177,7 @@ def test_perturbation_does_not_hide_a_fault(
 ) -> None:
     (module,) = (copied(each) for each in ranks)
     spoil(module)
-    found = run_case(stages([module], config), config, beginning(golden, "text", 20), "text")
+    found = run_case(stages([module], config), config, beginning(golden, "text", PROMPT_TOKENS), "text")
     assert {"layer_out"} <= {each.name.split()[1].split(".")[1] for each in found.failed}
 
 
@@ -219,7 +220,7 @@ def test_a_scale_error_of_five_percent_is_found(
 ) -> None:
     (module,) = (copied(each) for each in ranks)
     spoil(module)
-    found = run_case(stages([module], config), config, beginning(golden, "text", 20), "text")
+    found = run_case(stages([module], config), config, beginning(golden, "text", PROMPT_TOKENS), "text")
     assert found.failed and all(name in each.name for each in found.failed)
 
 
@@ -241,7 +242,7 @@ def test_a_fault_of_decode_steps_alone_is_found(
     stage.engines["decode_experts", name] = EagerEngine(
         lambda residual, delta: [each.roll(1, -1) for each in right.run([residual, delta])]
     )
-    found = run_case([stage], config, beginning(golden, "text", 20), "text")
+    found = run_case([stage], config, beginning(golden, "text", PROMPT_TOKENS), "text")
     assert found.failed and all("by decode steps" in each.name for each in found.failed)
 
 
@@ -251,7 +252,7 @@ def test_a_rank_with_the_experts_of_another_is_found(
     shard = Shard(rank=0, world_size=2)
     write_weights(checkpoint, STAGE, config, shard, torch.bfloat16, tmp_path / "rank0")
     twice = [load_module(STAGE, config, shard, tmp_path / "rank0") for _ in range(2)]
-    found = run_case(stages(twice, config), config, beginning(golden, "text", 20), "text")
+    found = run_case(stages(twice, config), config, beginning(golden, "text", PROMPT_TOKENS), "text")
     assert found.failed
 
 
@@ -297,7 +298,7 @@ def test_batches_are_compared_with_batch_1_steps(
     ranks: list[Decoder], config: ThinkerConfig, golden: dict[str, Tensor]
 ) -> None:
     stage = eager_stage(ranks[0], STAGE.graphs(config, Shard(), SEVERAL))
-    log = replayed(stage, config, beginning(golden, "text", 20), "text")
+    log = replayed(stage, config, beginning(golden, "text", BATCH_TOKENS), "text")
     assert not failed_names(log)
     found = [each.name for each in log.comparisons if "vs batch 1" in each.name]
     assert [int(re.findall(r"\d+", name)[0]) for name in found] == [2, 2, 4, 3]
@@ -343,7 +344,7 @@ def test_a_fault_of_batches_alone_is_found(
     for name in stage[graph].spec.layer_instances:
         right = stage.engines[graph, name]
         stage.engines[graph, name] = EagerEngine(partial(spoil, right))
-    failed = failed_names(replayed(stage, config, beginning(golden, "text", 20), "text"))
+    failed = failed_names(replayed(stage, config, beginning(golden, "text", BATCH_TOKENS), "text"))
     assert any("batch of 4 vs batch 1" in each for each in failed)
     assert all("decode steps" in each for each in failed), "nothing else runs a batch"
 
@@ -371,7 +372,7 @@ def test_quantized_weights_are_compared_with_the_error_in_the_manifest(
     )
     options = replace(OPTIONS, batch_sizes=(1,))
     stage = eager_stage(module, STAGE.graphs(config, Shard(), options))
-    log = replayed(stage, config, beginning(golden, "text", 20), "text", quantization_error)
+    log = replayed(stage, config, beginning(golden, "text", PROMPT_TOKENS), "text", quantization_error)
     if spoil is None:
         assert not failed_names(log)
         assert any("own routing" in each.name for each in log.comparisons)

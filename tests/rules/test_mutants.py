@@ -118,7 +118,7 @@ def run_script(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_killed_hanging_and_surviving_mutants_are_distinguished(tmp_path: Path) -> None:
     root = make_checkout(tmp_path)
     before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
-    done = run_script(root, "--timeout", "25")
+    done = run_script(root, "--timeout", "15")
     outcomes = {
         line.split(": ")[1]: line.split()[0] for line in done.stdout.splitlines() if " s  counting: " in line
     }

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -69,10 +70,20 @@ def prepare(
         owner = module.get_submodule(path)
         if not hasattr(owner, name + _SUFFIX):
             raise ExportError(f"the module has no parameter {name + _SUFFIX}", where=source.name)
-        weight, scale = _QUANTIZERS[stored](torch.empty_like(owner.get_parameter(name), device="meta"))
-        owner.register_parameter(name, nn.Parameter(weight, requires_grad=False))
-        owner.register_parameter(name + _SUFFIX, nn.Parameter(scale, requires_grad=False))
+        for own, tensor in zip(
+            (name, name + _SUFFIX), _on_meta(stored, owner.get_parameter(name).shape), strict=True
+        ):
+            owner.register_parameter(own, nn.Parameter(torch.empty_like(tensor), requires_grad=False))
     return module
+
+
+@cache
+def _on_meta(stored: torch.dtype, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """What the quantizer of `stored` makes of a weight of `shape`, on the meta device.
+
+    Kept, because operations on that device take milliseconds, and the layers of a stage have few different shapes.
+    """
+    return _QUANTIZERS[stored](torch.empty(shape, device="meta"))
 
 
 def in_float32(module: nn.Module) -> nn.Module:
