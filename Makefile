@@ -1,5 +1,5 @@
 # `make demo` and `make test` do everything from a fresh clone; they need Python 3.11+ and a C++ compiler.
-.PHONY: demo test check venv clean
+.PHONY: demo test test-all check venv clean
 
 demo: venv
 	.venv/bin/mingc demo --output demo
@@ -7,7 +7,11 @@ demo: venv
 test: venv
 	scripts/check
 
-# The same without looking at the environment first.
+# With the slow tests that `make test` leaves out.
+test-all: venv
+	scripts/check --all
+
+# `test` without looking at the environment first.
 check:
 	scripts/check
 

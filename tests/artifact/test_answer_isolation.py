@@ -49,7 +49,13 @@ def host_worker(artifact: Artifact) -> TracingWorker:
     return TracingWorker(artifact, torch.device("cpu"), is_static=False)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["host samples", "device samples"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(False, id="host samples"),
+        pytest.param(True, marks=pytest.mark.exhaustive, id="device samples"),
+    ],
+)
 def worker(artifact: Artifact, host_worker: TracingWorker, request: pytest.FixtureRequest) -> TracingWorker:
     return TracingWorker(artifact, torch.device("cpu"), is_static=True) if request.param else host_worker
 

@@ -27,6 +27,7 @@ def test_every_golden_is_met(eager_artifact: Path) -> None:
     check_goldens_in_process(eager_artifact)
 
 
+@pytest.mark.exhaustive
 def test_state_that_is_not_updated_is_found_out(
     eager_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,7 +134,9 @@ def full_pages(num_tokens: int) -> int:
 WAYS = {"host sampling": StepOptions(), "device sampling": StepOptions(is_static=True)}
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(
+    scope="module", params=["host sampling", pytest.param("device sampling", marks=pytest.mark.exhaustive)]
+)
 def services(
     eager_artifact: Path, request: pytest.FixtureRequest
 ) -> Iterator[tuple[OmniService, OmniService]]:

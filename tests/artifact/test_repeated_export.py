@@ -27,6 +27,7 @@ def _without_times(value: Any) -> Any:
     return [_without_times(item) for item in value] if isinstance(value, list) else value
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_two_exports_differ_in_time_only_and_an_interrupted_one_leaves_nothing(tmp_path: Path) -> None:
     process = subprocess.Popen(

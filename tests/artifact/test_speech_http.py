@@ -1,24 +1,26 @@
-"""The speech benchmark over HTTP at tiny dims: it exports its artifact, serves it and counts the received audio."""
+"""The speech benchmark over HTTP at tiny dims: it serves an artifact and counts the received audio."""
 
 from __future__ import annotations
 
-import json
+import argparse
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
-from mingc_command import CACHE, REPOSITORY
+import speech_http
+from mingc_command import ENVIRONMENT, REPOSITORY
+
+from mingc import cli
 
 PATCHES = 8
 
 
 @pytest.fixture(scope="module")
-def made(artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, str]]]:
-    """The artifact that the benchmark has made, and its figures. Graphs are those of `artifact`: none is compiled."""
-    folder = tmp_path_factory.mktemp("speech-http") / "artifact"
-    words = ["--artifact", folder, "--tiny", "--target", "cpu", "--dtype", "float32", "--cache", CACHE]
-    words += ["--batch-sizes", "1,2,4,8", "--jobs", "2", "--concurrency", "1,2", "--rounds", "1"]
+def figures(eager_artifact: Path) -> list[dict[str, str]]:
+    words = ["--artifact", eager_artifact, "--concurrency", "1,2", "--rounds", "1"]
     words += ["--patches", PATCHES, "--segments", "2"]
     done = subprocess.run(
         [sys.executable, "benchmarks/speech_http.py", *map(str, words)],
@@ -27,14 +29,14 @@ def made(artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
         capture_output=True,
         text=True,
         timeout=600,
+        env=ENVIRONMENT,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    figures = [line for line in done.stdout.splitlines() if line.startswith(("name=", "concurrency="))]
-    return folder, [dict(word.split("=", 1) for word in line.split(" ") if "=" in word) for line in figures]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("name=", "concurrency="))]
+    return [dict(word.split("=", 1) for word in line.split(" ") if "=" in word) for line in lines]
 
 
-def test_every_answer_is_complete(made: tuple[Path, list[dict[str, str]]]) -> None:
-    figures = made[1]
+def test_every_answer_is_complete(figures: list[dict[str, str]]) -> None:
     incomplete = [each for each in figures if each["name"] == "incomplete_answers"]
     assert [(each["concurrency"], each["streamed"]) for each in incomplete] == [
         ("1", "True"), ("1", "False"), ("2", "True"), ("2", "False"),
@@ -46,11 +48,21 @@ def test_every_answer_is_complete(made: tuple[Path, list[dict[str, str]]]) -> No
     assert by_name["compiler_cache_files"] == "0"
 
 
-def test_its_artifact_has_random_weights_and_the_chosen_batch_sizes(
-    made: tuple[Path, list[dict[str, str]]],
+def test_its_artifact_is_asked_for_with_random_weights_and_the_chosen_batch_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = json.loads((made[0] / "manifest.json").read_text(encoding="utf-8"))
-    assert set(manifest["stages"]) == {"talker", "cfm", "audio_vae"}
-    assert any("weights are random" in note for note in manifest["notes"])
-    dims = manifest["stages"]["cfm"]["graphs"]["sample"]["spec"]["dims"]
-    assert [dim["buckets"] for dim in dims if dim["name"] == "B"] == [[1, 2, 4, 8]]
+    """The command is parsed as `mingc export` parses it; nothing is exported."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(
+        speech_http, "subprocess", SimpleNamespace(run=lambda words, **_: commands.append([*map(str, words)]))
+    )
+    given = SimpleNamespace(
+        tiny=True, batch_sizes=(1, 8), target="cpu", dtype="float32", jobs=3, cache=tmp_path
+    )
+    speech_http.make_artifact(tmp_path / "made", cast(argparse.Namespace, given))
+    (words,) = commands
+    assert words[:4] == [sys.executable, "-m", "mingc", "export"]
+    asked = cli.export_command.make_context("export", words[4:]).params
+    assert asked["synthetic"] and asked["stages"] == ("talker", "cfm", "audio_vae")
+    assert asked["batch_sizes"] == (1, 8)
+    assert (asked["output"], asked["jobs"], asked["cache"]) == (tmp_path / "made", 3, tmp_path)

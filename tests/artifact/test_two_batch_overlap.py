@@ -59,7 +59,13 @@ def answers(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("is_static", [False, True], ids=["host samples", "device samples"])
+@pytest.mark.parametrize(
+    "is_static",
+    [
+        pytest.param(False, id="host samples"),
+        pytest.param(True, marks=pytest.mark.exhaustive, id="device samples"),
+    ],
+)
 def test_uneven_pairs_of_chunks_have_the_bits_of_single_ones(
     is_static: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

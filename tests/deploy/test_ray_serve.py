@@ -214,6 +214,7 @@ def test_a_killed_replica_fails_its_requests_only(application: Application) -> N
                       timeout=_WAIT_S, trust_env=False).status_code == 200  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_an_update_to_another_artifact_fails_no_request(
     application: Application, eager_artifact: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -249,6 +250,7 @@ def test_an_update_to_another_artifact_fails_no_request(
         assert {answer(http) for _ in range(4)} == {each for each in seen if each[1] == "other"}
 
 
+@pytest.mark.exhaustive
 def test_requests_of_a_session_go_to_one_replica(proxy: str) -> None:
     """The model's name has the process of a replica."""
     deploy(clock_replica.application(2, affinity=True), "sticky", proxy, "/sticky", _WAIT_S)
@@ -285,6 +287,7 @@ def test_metrics_are_exported_by_ray_with_their_replica(application: Application
             "ray_mingc_kv_cache_usage_ratio"} <= names  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_remote_speech_is_that_of_one_replica(application: Application, eager_artifact: Path) -> None:
     body = {
         "messages": [{"role": "user", "content": "Say it."}],
@@ -314,6 +317,7 @@ def test_remote_speech_is_that_of_one_replica(application: Application, eager_ar
     assert answer.json()["error"]["param"] == "audio.voice"
 
 
+@pytest.mark.exhaustive
 def test_a_config_file_that_serve_builds_is_deployed(
     application: Application, eager_artifact: Path, tmp_path: Path
 ) -> None:

@@ -48,7 +48,13 @@ GRAPHS = {
 }
 
 
-@pytest.mark.parametrize("name", GRAPHS)
+SLOW = ("vision_encoder.encode", "audio_vae.stream")  # to translate
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.exhaustive] if name in SLOW else []) for name in GRAPHS],
+)
 def test_a_graph_agrees_with_its_module(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     stage_name, _, graph = name.partition(".")
     stage = find(stage_name)
@@ -439,6 +445,7 @@ def test_other_dims(checkpoint: Checkpoint, tmp_path: Path) -> None:
     check_engine(module, plan, [{"N": 1}, {"N": 8}], tmp_path, TOLERANCE, BACKEND)
 
 
+@pytest.mark.exhaustive
 def test_an_artifact_mixes_backends(tmp_path: Path) -> None:
     words = (
         "--backend",

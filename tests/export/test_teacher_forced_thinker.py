@@ -325,6 +325,7 @@ def drop_kv_writes(engine: EagerEngine, *tensors: Tensor) -> Sequence[Tensor]:
     return engine.run([*inputs, k_pages, v_pages])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "graph, spoil",
     [

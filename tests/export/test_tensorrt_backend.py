@@ -502,7 +502,14 @@ def replay_on_stand_in(
     return results
 
 
-@pytest.mark.parametrize("graph", ["talker.prefill", "talker.step", "audio_vae.stream", "cfm.aggregate"])
+@pytest.mark.parametrize(
+    "graph",
+    [
+        "talker.prefill",
+        "cfm.aggregate",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("talker.step", "audio_vae.stream")),
+    ],
+)
 def test_a_graph_is_built_for_a_gpu_with_the_states_of_a_batch_and_agrees_with_float32(
     graph: str, on_gpu: None, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:

@@ -226,6 +226,7 @@ def test_parameters_that_are_not_json_are_refused_before_anything_is_compiled(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.exhaustive
 def test_an_encoder_from_outside_takes_the_place_of_the_built_in_one(
     tmp_path: Path, toy_installed: None
 ) -> None:

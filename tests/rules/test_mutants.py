@@ -115,6 +115,7 @@ def run_script(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.exhaustive
 def test_killed_hanging_and_surviving_mutants_are_distinguished(tmp_path: Path) -> None:
     root = make_checkout(tmp_path)
     before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
