@@ -6,12 +6,14 @@ The reference of each compared value is changed, one file at a time in a copy of
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from manifest_edit import edit_manifest
 from mingc_command import DATA
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
@@ -95,6 +97,31 @@ def right(eager_artifact: Path, logs: list[ComparisonLog]) -> VerifyReport:
 def test_every_recorded_value_is_compared(right: VerifyReport) -> None:
     assert right.passed and {row.file: row.checked for row in right.files} == ROWS
     assert {row.name for row in right.comparisons if row.outcome == "expected difference"} == _DIFFERENT
+
+
+def test_a_batch_larger_than_the_engines_is_not_checked(
+    eager_artifact: Path, logs: list[ComparisonLog], tmp_path: Path
+) -> None:
+    """As after `--batch-sizes 1`: the recorded pair of requests is named, and the requests alone are compared."""
+    artifact, reference = tmp_path / "artifact", tmp_path / "reference"
+    shutil.copytree(eager_artifact, artifact)
+    reference.mkdir()
+    tensors = load_file(DATA / "thinker.safetensors")
+    kept = {name: value for name, value in tensors.items() if name.startswith(("text.", "batch_left."))}
+    save_file(kept, reference / "thinker.safetensors")
+
+    def change(document: dict[str, Any]) -> None:
+        for graph in document["stages"]["thinker"]["graphs"].values():
+            for dim in graph["spec"]["dims"]:
+                if dim["name"] == "B":
+                    dim |= {"buckets": [1], "maximum": 1}
+
+    edit_manifest(artifact, change)
+    report = verify(artifact, reference=reference)
+    assert report.passed and report.checked == 9, "those of the text alone"
+    (row,) = [row for row in report.comparisons if row.outcome == "not checked"]
+    assert row.name == "thinker: batch_left"
+    assert row.note == "records 2 requests in one step; the engines take 1 (--batch-sizes)"
 
 
 def test_a_row_fails_when_its_reference_is_another(

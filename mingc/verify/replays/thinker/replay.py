@@ -42,9 +42,15 @@ def replay(engines: Engines, log: ComparisonLog) -> None:
     for case in log.cases("input_ids"):
         with log.case(case):
             prompts[case] = read_prompts(case, engines, log, parameters)
+    batch = engines.stage("thinker")["decode_attention"].spec.dim("B")
+    most = max(batch.buckets, default=batch.maximum)
+    for case, rows in [*prompts.items()]:
+        if len(rows) > most:
+            log.skip(case, f"records {len(rows)} requests in one step; the engines take {most} (--batch-sizes)")
+            del prompts[case]
     if not prompts:
         return
-    sizes = step_sizes(engines.stage("thinker")["decode_attention"].spec.dim("B").buckets)
+    sizes = step_sizes(batch.buckets)
     plan = plan_requests([prompt for rows in prompts.values() for prompt in rows], sizes)
     requests = [request for batch in plan for request in batch]
     if sizes and not requests:
