@@ -46,7 +46,9 @@ def replay(engines: Engines, log: ComparisonLog) -> None:
     most = max(batch.buckets, default=batch.maximum)
     for case, rows in [*prompts.items()]:
         if len(rows) > most:
-            log.skip(case, f"records {len(rows)} requests in one step; the engines take {most} (--batch-sizes)")
+            log.skip(
+                case, f"records {len(rows)} requests in one step; the engines take {most} (--batch-sizes)"
+            )
             del prompts[case]
     if not prompts:
         return
