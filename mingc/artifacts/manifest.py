@@ -166,9 +166,9 @@ class QuantizationError:
 
     `layer_cosine` is the cosine between the residual update of each layer and its update with the checkpoint's weights
     from the same stream: the mean over tokens. `layer_scale` is the size of the update along the exact one, relative to
-    the exact one: the median over tokens; empty in artifacts of older exports. `logit_kl` is the mean divergence of the
-    next token's distribution from the exact one after all layers, in nats; `same_argmax` is the share of tokens whose
-    most likely next token does not change.
+    the exact one: the median over tokens; empty in artifacts of older exports. `logit_kl` is the mean divergence
+    KL(exact ‖ quantized) of the next token's distributions after all layers, in nats; `same_argmax` is the share of
+    tokens whose most likely next token does not change.
     """
 
     tokens: int

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from engine_checks import check_engine
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from mingc.artifacts.manifest import QuantizationError
 from mingc.artifacts.spec import Quantization
 from mingc.errors import ConfigError, ExportError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks.eager_reference import run_eager
+from mingc.export.checks.quantization_error import decoder_quantization_error
 from mingc.export.compile.build import measure_quantization_error
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSource
@@ -201,6 +204,40 @@ def test_quantization_error_of_the_thinker(
     assert all(least < value < 1.01 and value != 1 for value in lossy.layer_scale)
     assert 0.01 < lossy.logit_kl < 1.0
     assert lossy.same_argmax < 1.0
+
+
+class Columns(nn.Module):
+    """A part of the head: the same logits (T, n) for every residual stream."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, residual: Tensor, delta: Tensor) -> tuple[Tensor]:
+        return (self.logits,)
+
+
+class Silent(nn.Module):
+    """An embedding (T, 1) of zeros, without positions."""
+
+    def forward(self, ids: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+        return (torch.zeros(len(ids), 1),) * 4
+
+
+def test_the_divergence_weighs_by_the_exact_distribution(checkpoint: Checkpoint) -> None:
+    """Of no layers, whose heads give (3/4, 1/4) and, quantized, (1/2, 1/2) for every second token."""
+    decoder = replace(find("thinker").config(checkpoint).decoder, num_layers=0, vocab_size=2)
+    exact = torch.tensor([0.75, 0.25]).log().repeat(64, 1) + 3.0
+    stored = torch.cat([exact, torch.full((64, 1), 9.0)], dim=1)  # a row beyond the vocabulary
+    stored[::2, :2] = -5.0
+    found = decoder_quantization_error(
+        decoder,
+        lambda path: Silent() if path == "embed" else Columns(exact),
+        lambda path: [Columns(stored[:, :1]), Columns(stored[:, 1:])],
+    )
+    # 0.131; the divergence in the other direction is 0.144.
+    expected = 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)
+    assert found.logit_kl == pytest.approx(expected / 2, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,22 @@ def test_layer_windows_match_the_config() -> None:
         read_qwen2_config({**raw, "hidden_act": "gelu"}, "here")
 
 
+def test_the_head_size_is_that_of_the_config_or_a_share_of_the_hidden_size() -> None:
+    """As in HF Qwen2, whose projection has (Hq + 2 Hk) d rows."""
+    raw = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+    }
+    for given, size in (({}, 2), ({"head_dim": None}, 2), ({"head_dim": 16}, 16)):
+        config = read_qwen2_config({**raw, **given}, "here")
+        assert (config.head_dim, config.qkv_size) == (size, 8 * size)
+
+
 def test_parameters(config: TalkerConfig) -> None:
     values = STAGE.parameters(config, StageOptions())
     assert (values.hidden_size, values.num_layers, values.vocab_size) == (64, 2, 512)

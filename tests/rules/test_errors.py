@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import errno
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,14 @@ def test_every_error_is_in_the_drawing_and_has_a_docstring(kind: type[MingcError
     assert kind.__name__ in mingc.errors.__doc__
     assert kind.__doc__
     assert kind.exit_code == (2 if issubclass(kind, ConfigError) else 4 if kind is RankError else 1)
+
+
+def test_serving_errors_have_the_status_in_the_drawing() -> None:
+    assert mingc.errors.__doc__ is not None
+    drawn = dict(re.findall(r"── (\w+) .*\((\d{3})", mingc.errors.__doc__))
+    assert drawn["RankError"] == "503", "the request is valid: a client or proxy tries another server"
+    found = {kind.__name__: str(kind("x").status) for kind in CLASSES if issubclass(kind, ServeError)}
+    assert {name: found[name] for name in found if name != "ServeError"} == drawn
 
 
 def test_an_error_shows_message_where_and_fix() -> None:

@@ -142,6 +142,15 @@ def test_no_samples_give_a_valid_file() -> None:
         assert container.streams.audio[0].rate == RATE
 
 
+@pytest.mark.parametrize("rate", [16000, 44100])
+def test_a_flac_file_without_samples_describes_them_as_libsndfile_does(rate: int) -> None:
+    """RFC 9639 §8.2: rate (20 bits), channels - 1 (3) and bits of a sample - 1 (5) begin at byte 10 of STREAMINFO."""
+    start = len(b"fLaC") + 4 + 10
+    empty, full = (encode(pieces, spec("flac", rate)) for pieces in ([], chunks(100)))
+    described = [int.from_bytes(data[start : start + 4], "big") >> 4 for data in (empty, full)]
+    assert described == [rate << 8 | 0 << 5 | 15] * 2
+
+
 def test_samples_outside_the_range_are_clipped() -> None:
     samples = np.array([-2.0, -1.0, 0.0, 0.5, 1.0, 3.0], dtype=np.float32)
     assert to_pcm16(samples).tolist() == [-32767, -32767, 0, 16384, 32767, 32767]

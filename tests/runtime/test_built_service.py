@@ -815,6 +815,8 @@ def test_options_hold_what_they_ask_for(usual: dict[str, object], monkeypatch: p
     assert (few["running"], few["slots"]) == (1, 2)
     paced = describe(manifest(), EngineOptions(max_speech_seqs=100), monkeypatch, with_media=False)
     assert paced["slots"] == 101, "of paced speech more than a batch may be under way"
+    wide = EngineOptions(max_speech_seqs=100, max_streams=1)
+    assert describe(manifest(), wide, monkeypatch, with_media=False)["streams"] == 100, "one for each slot"
 
 
 @pytest.mark.parametrize("key", BUCKETS, ids=".".join)

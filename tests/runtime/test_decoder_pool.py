@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 import signal
 import socket
 import threading
@@ -197,6 +198,19 @@ def test_a_result_is_not_memory_that_a_process_keeps(
         send(ours, task_head(IMAGE, 3), memoryview(b"abc"))
         decoder_process._serve_task(theirs, 20.0, retire_bytes=100)
         assert receive(ours)["retire"] is retires
+
+
+def test_memory_of_a_medium_is_counted_beyond_that_of_the_libraries() -> None:
+    """The kernel's limit leaves room for `max_bytes`, and for little more, in a process that is ready."""
+    pool = DecoderPool(max_bytes=32 * MIB, timeout_s=20)
+    try:
+        pool.run(IMAGE, png(noise_image(64, 64)))
+        (pid,) = pool.pids
+        used = int(Path(f"/proc/{pid}/status").read_text().split("VmData:")[1].split()[0]) * 1024
+        limit, _ = resource.prlimit(pid, resource.RLIMIT_DATA)
+    finally:
+        pool.close()
+    assert 32 * MIB <= limit - used <= (32 + 64) * MIB
 
 
 def test_closing_ends_a_running_task_and_refuses_others() -> None:

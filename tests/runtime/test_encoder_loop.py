@@ -350,6 +350,15 @@ def test_the_least_recently_used_entries_are_dropped_beyond_the_budget() -> None
     assert (cache.num_hits, cache.num_misses) == (4, 3)
 
 
+def test_entries_may_fill_the_budget() -> None:
+    for pictures in ("a", "ab"):
+        cache = EncoderCache(len(pictures) * ENTRY)
+        for picture in pictures:
+            cache.put(picture.encode(), embeddings_of(picture))
+        assert all(cache.get(picture.encode()) is not None for picture in pictures)
+        assert cache.num_bytes == len(pictures) * ENTRY
+
+
 def test_every_bfloat16_that_is_no_number_is_found() -> None:
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
     finite = every.isfinite()

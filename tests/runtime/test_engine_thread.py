@@ -125,9 +125,10 @@ def test_the_first_failure_counts_and_a_stopped_thread_fails_its_requests(jobs: 
 def test_a_stopped_thread_says_so(jobs: Jobs) -> None:
     jobs.start()
     jobs.stop()
-    assert [error.message for error in jobs.failures] == ["the jobs was stopped"]
-    with pytest.raises(ServeError, match="the jobs is stopping"):
+    assert [(error.message, error.status) for error in jobs.failures] == [("the jobs was stopped", 503)]
+    with pytest.raises(ServeError, match="the jobs is stopping") as refused:
         jobs._check_healthy()
+    assert refused.value.status == 503, "another server may answer"
 
 
 def test_a_chat_that_arrives_before_the_wait_is_answered_at_once(

@@ -40,6 +40,7 @@ from mingc.runtime.request import (
     TextDone,
 )
 from mingc.runtime.request_stream import EventQueue, RequestStream
+from mingc.runtime.service.encoder_cache import EncoderCache
 from mingc.runtime.service.encoder_loop import EncoderLoop
 from mingc.runtime.service.encoders import VisionEncoder
 from mingc.runtime.service.omni import OmniService, _encoded, _prepare
@@ -554,6 +555,16 @@ def test_a_failure_is_reported_whether_it_comes_before_or_after_the_registration
             service.fail(WorkerError("rank 1 ended"))
         assert [error.message for error in reports] == ["rank 1 ended"]
         asyncio.run(service.close(shutdown_timeout_s=0))
+
+
+def test_forgotten_caches_hold_no_embeddings() -> None:
+    cache = EncoderCache(1 << 20)
+    service = make_service(encoder_cache=cache)
+    cache.put(b"picture", torch.zeros(8))
+    assert service.load.encoder_cache_bytes == 32
+    service.forget_caches()
+    assert service.load.encoder_cache_bytes == 0 and cache.get(b"picture") is None
+    asyncio.run(service.close(shutdown_timeout_s=0))
 
 
 def test_a_closed_service_leaves_no_decoder_process() -> None:

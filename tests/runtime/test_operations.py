@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,7 @@ def test_sigint_does_not_drain_and_a_second_signal_ends_a_drain() -> None:
     ("info", "inputs", "outputs", "routes"),
     [
         (TEXT_ONLY, ["text"], ["text"], [CHAT]),
+        (replace(TEXT_ONLY, has_audio_input=True), ["text", "audio"], ["text"], [CHAT]),
         (SPEECH_ONLY, ["text"], ["audio"], ["/v1/audio/speech"]),
         (INFO, ["text", "image", "audio", "video"], ["text", "audio"], [CHAT, "/v1/audio/speech"]),
     ],
@@ -348,6 +350,21 @@ def test_access_lines(log: io.StringIO) -> None:
     assert (access["one"]["level"], access["three"]["level"]) == ("info", "debug")
 
 
+def test_times_of_json_lines_are_in_utc(log: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Test-05:30")  # POSIX: local time is UTC + 5:30
+    time.tzset()
+    try:
+        assert time.localtime(0).tm_hour == 5
+        before = datetime.now(UTC).replace(microsecond=0)
+        logging.getLogger("mingc.http").info("now")
+        after = datetime.now(UTC)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert lines(log)[-1]["time"].endswith("Z")
+    assert before <= datetime.fromisoformat(lines(log)[-1]["time"]) <= after
+
+
 def test_text_lines_show_control_characters(restored_logging: None) -> None:
     stream = io.StringIO()
     configure_logging("info", "text", stream)
@@ -399,6 +416,30 @@ def test_latency_build_and_process_metrics() -> None:
     (build,) = [name for name in rows if name.startswith("mingc_build_info{")]
     assert 'version="0.1.0"' in build
     assert float(rows["process_open_fds"]) == pytest.approx(len(os.listdir("/proc/self/fd")), abs=8)
+
+
+def test_every_stage_takes_the_time_between_its_moments() -> None:
+    metrics = Metrics()
+    metrics.observe_stages(
+        {
+            "preprocessing": 1000.0,
+            "prepared": 3000.0,
+            "encoded": 7000.0,
+            "prefill": 15_000.0,
+            "first_token": 31_000.0,
+            "first_segment": 63_000.0,
+            "first_audio": 127_000.0,
+        }
+    )
+    found = {
+        dict(each.labels)["stage"]: each.value
+        for each in metrics.samples(ServiceLoad())
+        if each.name == "mingc_stage_seconds_sum"
+    }
+    assert found == {
+        "preprocess_queue": 1.0, "preprocess": 2.0, "encode": 4.0, "queue": 8.0, "prefill": 16.0,
+        "first_segment": 32.0, "first_patch": 64.0,
+    }  # fmt: skip
 
 
 def test_latencies_are_those_to_the_first_and_between_neighbouring_texts(

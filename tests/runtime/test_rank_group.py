@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -134,6 +135,12 @@ def test_collectives_wait_at_least_as_long_as_a_step(
         assert '"num_threads": 4' in config, "a third of the machine"
         assert '"max_chunk": 48' in config, "they run the same steps as rank 0"
         assert f'"rank": {rank}, "world_size": 3' in config and f'"timeout_s": {collective_s}' in config
+
+
+def test_every_rank_has_a_thread(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    ranks.start().close()
+    assert [json.loads(config)["num_threads"] for config in ranks.configs] == [1, 1], "torch takes no 0"
 
 
 def test_a_rank_that_dies_fails_the_group_once_and_ends_the_other_ranks(

@@ -161,6 +161,12 @@ def test_a_rest_of_any_length_overlaps_with_the_chunk_before_it(
     assert LateCommStream.num_started == 2 * 6, "two chunks, six half-layers"
 
 
+@pytest.mark.parametrize(("max_chunk", "longest"), [(None, 32), (32, 32), (31, 16), (16, 16), (8, 8), (1, 8)])
+def test_no_chunk_is_longer_than_allowed_unless_all_engines_are(max_chunk: int | None, longest: int) -> None:
+    """The stage has engines of 8, 16 and 32 rows."""
+    assert make_thinker_worker(make_stage(), max_chunk=max_chunk).chunk.max_rows == longest
+
+
 def record_rows(stage: LoadedStage, graph: str) -> list[int]:
     """Rows of each call of a graph's engine."""
     rows: list[int] = []

@@ -180,6 +180,7 @@ def make_thinker_worker(
     num_pages: int = 129,
     is_static: bool = False,
     two_batch_overlap: bool = False,
+    max_chunk: int | None = None,
 ) -> ThinkerWorker:
     return ThinkerWorker(
         stage or make_thinker_stage(),
@@ -190,6 +191,7 @@ def make_thinker_worker(
             is_static=is_static,
             two_batch_overlap=two_batch_overlap,
             max_prompts=64,  # as many as the stage takes
+            max_chunk=max_chunk,
         ),
     )
 

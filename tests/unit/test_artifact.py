@@ -439,6 +439,7 @@ def test_a_summary_lists_kernel_configurations(
     (row,) = contents.kernel_configs
     assert (row.stage, row.kernel, row.tokens, row.device) == ("thinker", "grouped", 256, "H200")
     assert (row.up, row.down) == ("16 rows 64x256 w4 s3", "16 rows 64x256 w4 s3 x2")
+    assert (row.us, row.default_us) == (9.5, 10.5)
     show(contents, as_json=False)
     shown = capsys.readouterr().out
     assert "kernel configs" in shown and "9.50" in shown and "10.50" in shown

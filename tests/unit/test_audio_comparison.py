@@ -164,7 +164,15 @@ def test_a_figure_names_both_values_and_the_limit() -> None:
 def test_silence_equals_silence_and_nothing_else(length: int) -> None:
     nothing = np.zeros(length, np.float32)
     assert off(nothing, nothing) == set()
-    assert off(np.ones(5000, np.float32), nothing) >= {"RMS", "peak"}
+    assert off(np.ones(5000, np.float32), nothing) >= {"RMS", "peak", "mel distance"}
+
+
+@pytest.mark.parametrize("name", WAVES)
+def test_sound_is_as_far_from_silence_as_silence_from_sound(name: str) -> None:
+    sound = WAVES[name]
+    pairs = (sound, silence(sound)), (silence(sound), sound)
+    one, other = (mel_distance_db(*pair, found_hz=HZ, recorded_hz=HZ) for pair in pairs)
+    assert one == other > 20.0
 
 
 def test_wider_limits_may_be_given() -> None:

@@ -151,10 +151,8 @@ def test_a_verdict_counts_gpus_and_their_memory(
     assert "a GPU has 0.0 GB" in verdict.problem and "--quantize fp8" in str(verdict.fix)
 
 
-def test_stages_of_an_artifact_share_the_memory(
-    artifact_path: Path, good_machine: pytest.MonkeyPatch
-) -> None:
-    """Three stages of equal weights: each that begins beyond the memory does not work, nor do those after it."""
+def make_three_stages(artifact_path: Path, machine: pytest.MonkeyPatch) -> None:
+    """Turn the artifact's stage into three equal ones, on a host that runs them."""
 
     def change(document: dict[str, Any]) -> None:
         stages, graph = document["stages"], document["graph"]
@@ -165,8 +163,15 @@ def test_stages_of_an_artifact_share_the_memory(
             document["parameters"][name] = document["parameters"]["audio_encoder"]
 
     here = Host(torch="2.13.0", device="cpu", capability="AVX512")
-    good_machine.setattr(doctor, "current_host", lambda device: here)
+    machine.setattr(doctor, "current_host", lambda device: here)
     edit_manifest(artifact_path, change)
+
+
+def test_stages_of_an_artifact_share_the_memory(
+    artifact_path: Path, good_machine: pytest.MonkeyPatch
+) -> None:
+    """Three stages of equal weights: each that begins beyond the memory does not work, nor do those after it."""
+    make_three_stages(artifact_path, good_machine)
     sizes = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 0}
     good_machine.setattr("os.sysconf", sizes.__getitem__)
     one = len((artifact_path / "weights/audio.bin").read_bytes())
@@ -174,6 +179,18 @@ def test_stages_of_an_artifact_share_the_memory(
         sizes["SC_PHYS_PAGES"] = memory
         verdicts = doctor._verdicts(artifact_path, set())
         assert [each.works for each in verdicts] == [index < fit for index in range(3)]
+
+
+def test_stages_of_an_artifact_share_the_disk_for_their_engines(
+    artifact_path: Path, good_machine: pytest.MonkeyPatch
+) -> None:
+    make_three_stages(artifact_path, good_machine)
+    one = (artifact_path / "engines/encode.pt2").stat().st_size
+    for free, fit in ((3 * one, 3), (3 * one - 1, 2), (2 * one - 1, 1), (one - 1, 0)):
+        good_machine.setattr(doctor, "_free_bytes", lambda folder, free=free: free)
+        verdicts = doctor._verdicts(artifact_path, set())
+        assert [each.works for each in verdicts] == [index < fit for index in range(3)]
+        assert all("TMPDIR" in str(each.fix) for each in verdicts[fit:])
 
 
 def test_a_folder_that_cannot_be_written_is_a_problem(

@@ -84,6 +84,22 @@ def test_playback_starts_when_the_first_audio_has_left_and_not_before() -> None:
     assert pacing.due([1], 101.0) == [1]
 
 
+@pytest.mark.parametrize("lead", [1, 2, 3, 5])
+def test_before_playback_as_many_patches_are_made_as_the_lead_has(lead: int) -> None:
+    pacing = make_pacing(lead, 1)
+    count = 0
+    while pacing.due([1], 0.0):
+        make_patches(pacing, 1, 1, 0.0)
+        count += 1
+        assert count <= lead
+    assert count == lead
+    in_flight = make_pacing(lead, 1)
+    for _ in range(lead):
+        assert in_flight.due([1], 0.0) == [1]
+        in_flight.launch([1], 0.0)
+    assert in_flight.due([1], 0.0) == [], "patches on their way count"
+
+
 def test_streams_that_have_time_wait_for_those_that_have_not_and_share_their_patch() -> None:
     pacing = make_pacing(3, 1, 2, 3)
     for stream, at in ((1, 0.0), (2, 0.3), (3, 0.6)):

@@ -72,6 +72,11 @@ def test_everything_that_a_row_depends_on_is_in_its_key(name: str, place: tuple[
     assert num_equal(keys(prompt), keys(changed(name, place, prompt))) == same
 
 
+def test_a_prompt_with_media_may_end_with_a_full_page() -> None:
+    longer = prompt_of(media=MEDIA)
+    assert keys(prompt_of(IDS[:16], media=MEDIA)) == keys(longer)[:4]
+
+
 def test_models_share_nothing() -> None:
     assert num_equal(keys(prompt_of()), keys(prompt_of(), salt=b"other")) == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -104,6 +105,14 @@ def test_a_queue_of_prompts_takes_precedence_over_decode_latency() -> None:
     assert found == [1, 8, 8, 16, 16]
     # The time budget allows more than half a chunk.
     assert groups(UNOBSERVED, 16, num_prompts=2, num_decoding=32) == [13]
+
+
+@pytest.mark.parametrize("num_layer_groups", [1, 2, 5, 7, 8])
+def test_a_chunk_of_two_or_three_prompts_takes_at_most_two_steps(num_layer_groups: int) -> None:
+    policy = ChunkedPrefillPolicy(num_layer_groups=num_layer_groups, latency_model=MODEL)
+    for num_prompts in (2, 3):
+        (per_step,) = groups(policy, 4096, num_prompts=num_prompts)
+        assert 2 * per_step >= num_layer_groups > 2 * (per_step - 1)
 
 
 def test_without_a_latency_model_64_tokens_per_prompt_run() -> None:

@@ -164,6 +164,19 @@ def test_a_chunk_is_split_into_layer_groups_only_beside_decoding_requests() -> N
     ]
 
 
+@pytest.mark.parametrize(("num_waiting", "groups"), [(1, 1), (3, 2), (4, 3)])
+def test_prompts_that_do_not_fit_into_the_chunk_count_as_waiting(num_waiting: int, groups: int) -> None:
+    """One of three layer groups beside decoding requests, at least half of them for two prompts, all for four."""
+    scheduler = make_thinker(num_pages=64, max_running=5, prefill_policy=SLOW_CHUNKS)
+    scheduler.add(0, prompt_tokens=4, max_tokens=8)
+    scheduler.commit(scheduler.plan())
+    for request in range(1, num_waiting + 1):
+        scheduler.add(request, prompt_tokens=24, max_tokens=8)
+    plan = scheduler.plan()
+    assert plan.decode == (0,) and only(plan.prefill).count == 8
+    assert plan.prefill is not None and plan.prefill.end_group == groups
+
+
 def test_a_started_chunk_is_completed_before_another() -> None:
     scheduler = make_thinker(
         num_pages=256, chunk=128, max_context=400, prefill_policy=ChunkedPrefillPolicy(num_layer_groups=4)

@@ -101,9 +101,14 @@ def test_the_path_may_be_a_file_or_its_folder() -> None:
 def test_truncation_and_padding_of_a_file_are_disabled(tmp_path: Path) -> None:
     data = json.loads((CHECKPOINT / "tokenizer.json").read_text(encoding="utf-8"))
     data["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    data["padding"] = {
+        "strategy": {"Fixed": 20}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+        "pad_type_id": 0, "pad_token": "[PAD]",
+    }  # fmt: skip
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(data), encoding="utf-8")
     text = "Hello, how are you today?"
+    assert len(Tokenizer.from_file(str(file)).encode(text).ids) == 20, "three tokens and padding"
     assert TextTokenizer.from_file(file).encode(text) == CASES[text]["ids"]
 
 

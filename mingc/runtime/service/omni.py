@@ -494,7 +494,6 @@ def _place(
         for each in values:
             own = rows[start : start + len(each)]
             start += len(each)
-            # One after the other, but for the frames of a video, between which there are words.
-            is_range = len(own) and own[-1] - own[0] == len(own) - 1
-            embeds[slice(own[0], own[-1] + 1) if is_range else torch.from_numpy(own)] = each
+            # A slice, because these rows are consecutive: only words separate the frames of a video.
+            embeds[own[0] : own[-1] + 1] = each
     return embeds.to(device, non_blocking=True)
