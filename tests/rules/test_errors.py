@@ -85,8 +85,3 @@ def test_nothing_raises_a_bare_exception() -> None:
                 assert node.exc.func.id not in ("Exception", "BaseException", "RuntimeError"), (
                     f"{path}:{node.lineno}"
                 )
-
-
-def test_requests_of_a_server_that_lost_a_rank_may_be_sent_to_another() -> None:
-    """Clients and proxies try again after a 503, and not after a 500 (RFC 9110 §15.6.4)."""
-    assert RankError("x").status == 503
