@@ -42,8 +42,10 @@ def replay(engines: Engines, log: ComparisonLog) -> None:
     for case in log.cases("input_ids"):
         with log.case(case):
             prompts[case] = read_prompts(case, engines, log, parameters)
-    batch = engines.stage("thinker")["decode_attention"].spec.dim("B")
-    most = max(batch.buckets, default=batch.maximum)
+    if not prompts:
+        return
+    dim = engines.stage("thinker")["decode_attention"].spec.dim("B")
+    most = max(dim.buckets, default=dim.maximum)
     for case, rows in [*prompts.items()]:
         if len(rows) > most:
             log.skip(
@@ -52,7 +54,7 @@ def replay(engines: Engines, log: ComparisonLog) -> None:
             del prompts[case]
     if not prompts:
         return
-    sizes = step_sizes(batch.buckets)
+    sizes = step_sizes(dim.buckets)
     plan = plan_requests([prompt for rows in prompts.values() for prompt in rows], sizes)
     requests = [request for batch in plan for request in batch]
     if sizes and not requests:
