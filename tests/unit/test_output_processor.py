@@ -141,6 +141,20 @@ def answer(
     return "".join(event.text for event in events if isinstance(event, TextDelta)), events[-1], events
 
 
+def text_processor() -> ChatOutputProcessor:
+    """Of a greedy chat without speech."""
+    return ChatOutputProcessor(
+        tokenizer().detokenizer(),
+        SamplingParams(),
+        prompt_tokens=5,
+        speech_stream=None,
+        is_reproducible=True,
+        max_segment_length=50,
+        sample_rate=44100,
+        timings=Timings(),
+    )
+
+
 def encode(text: str) -> list[int]:
     return tokenizer().encode(text)
 
@@ -205,16 +219,7 @@ def test_an_answer_cut_inside_a_character_ends_as_python_decodes_it(text: str, h
 
 def test_the_logits_of_a_stop_token_belong_to_no_text() -> None:
     """A character that the stop token cuts off ends the text, but there is one row of logits per token."""
-    run = ChatOutputProcessor(
-        tokenizer().detokenizer(),
-        SamplingParams(),
-        prompt_tokens=5,
-        speech_stream=None,
-        is_reproducible=True,
-        max_segment_length=50,
-        sample_rate=44100,
-        timings=Timings(),
-    )
+    run = text_processor()
     ids = encode("好")[:-1]
     rows = [np.full(3, value, np.float32) for value in range(len(ids) + 1)]
     events: list[Event] = []
@@ -281,16 +286,7 @@ def test_a_stopped_answer_is_the_decoded_text_up_to_its_stop_string(
 
 
 def test_the_error_of_a_failed_request_is_raised() -> None:
-    run = ChatOutputProcessor(
-        tokenizer().detokenizer(),
-        SamplingParams(),
-        prompt_tokens=1,
-        speech_stream=None,
-        is_reproducible=True,
-        max_segment_length=50,
-        sample_rate=44100,
-        timings=Timings(),
-    )
+    run = text_processor()
     with pytest.raises(WorkerError, match="rank 1"):
         run.accept(FailedItem(error=WorkerError("rank 1 ended")))
 
