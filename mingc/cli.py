@@ -383,7 +383,8 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
 @click.option(
     "--prefix-cache/--no-prefix-cache",
     default=True,
-    help="Reuse KV pages of earlier requests for prompts that begin with the same tokens and media.",
+    help="Reuse KV pages of earlier requests for prompts that begin with the same tokens and media, and token ids of "
+    "the same texts.",
 )
 @click.option(
     "--encoder-cache",

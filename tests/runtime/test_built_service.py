@@ -391,6 +391,11 @@ def describe_chat(service: OmniService, *, with_media: bool) -> Iterator[tuple[s
         yield f"{kind} prompt", outcome(prepare)
 
     yield "encoder cache", None if chat.encoder_cache is None else chat.encoder_cache._max_bytes
+    encode, long = chat.processor._encode, "hello " * 50
+    encoded = encode(long)
+    yield "token ids are kept", encode(long) is encoded
+    service.forget_caches()
+    assert encode(long) is not encoded and list(encode(long)) == list(encoded)
     yield from prompt("text", TextPart(text="hi"))
     yield from prompt("special text", TextPart(text="<|role_end|>"))
     for name, data in media().items() if with_media else ():
@@ -643,7 +648,7 @@ OPTIONS: dict[str, Change] = {
     "expert_usage_interval_s": Change(5.0, REFUSED),  # no layer has experts
     "talker_depth": Change(2, ("patches in flight",)),
     "parse_special_tokens": Change(True, ("special text prompt",)),
-    "prefix_cache": Change(False, ("answer again",)),
+    "prefix_cache": Change(False, ("answer again", "token ids are kept")),
     "encoder_cache": Change(0, ("encoder cache",)),
     "loads_speech": Change(False, ("info",)),
     "engines": Change(("thinker=onnx",), REFUSED),

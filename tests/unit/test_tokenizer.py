@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import Metaspace
 from tokenizers.processors import TemplateProcessing
 
 from mingc.errors import IntegrityError
-from mingc.runtime.preprocess.tokenizer import TextTokenizer
+from mingc.runtime.preprocess.tokenizer import CachedEncoder, TextTokenizer
 
 CASES = document("preprocess")["tokenizer"]
 
@@ -138,3 +138,43 @@ def test_invalid_files_and_unknown_tokens_are_named(tmp_path: Path) -> None:
         TextTokenizer.from_file(tmp_path)
     with pytest.raises(IntegrityError, match="<none>"):
         tokenizer().token_id("<none>")
+
+
+def test_a_cached_encoder_gives_the_ids_of_the_goldens_and_tokenizes_a_long_text_once() -> None:
+    asked: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        asked.append(text)
+        return tokenizer().encode_plain(text)
+
+    encoder = CachedEncoder(encode, 10_000)
+    (short, case), *_ = CASES.items()
+    long = "The quick brown fox. 你好，世界！ " * 20
+    assert len(short) < 256 <= len(long)
+    for _ in range(3):
+        assert [*encoder(short)] == case["ids"], "not special in this text, and never kept"
+        assert [*encoder(long)] == tokenizer().encode(long)
+    assert asked == [short, long, short, short]
+    encoder.clear()
+    assert [*encoder(long)] == tokenizer().encode(long) and asked[-1] == long and len(asked) == 5
+
+
+def test_a_cached_encoder_keeps_the_texts_that_were_used_last_within_its_limit() -> None:
+    asked: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        asked.append(text[0])
+        return [ord(each) for each in text]
+
+    encoder = CachedEncoder(encode, 900)
+    for letter in "abca" + "d" + "acb" + "b":  # three of 300 characters fit; `b` goes for `d`, `d` for `b`
+        assert [*encoder(letter * 300)] == [ord(letter)] * 300
+    assert "".join(asked) == "abcdb"
+    whole, larger, shortest = "e" * 900, "f" * 901, "g" * 256
+    for text in (whole, whole, larger, larger, shortest, shortest, whole):
+        encoder(text)
+    assert "".join(asked) == "abcdb" + "e" + "ff" + "g" + "e", "`g` beside `e` exceeds the limit"
+    asked.clear()
+    nothing = CachedEncoder(encode, 0)
+    nothing("h" * 300), nothing("h" * 300)
+    assert asked == ["h", "h"]

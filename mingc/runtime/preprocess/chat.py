@@ -17,7 +17,7 @@ from mingc.runtime.preprocess.limits import DEFAULT_MEDIA_BYTES, MediaLimits
 from mingc.runtime.preprocess.media_task import MediaTask, num_bytes, run_task
 from mingc.runtime.preprocess.positions import compute_positions
 from mingc.runtime.preprocess.prompt import Features, MediaFeatures, MediaKind, PreparedPrompt, PromptWriter
-from mingc.runtime.preprocess.tokenizer import TextTokenizer
+from mingc.runtime.preprocess.tokenizer import CachedEncoder, TextTokenizer
 from mingc.runtime.prompt import AUDIO, VISION, WORD, ThinkerPrompt
 from mingc.runtime.request import MediaPart, Message, TextPart, VideoParams
 
@@ -35,14 +35,15 @@ class MediaEntry:
 
 
 class ChatProcessor:
-    """Builds the prompts of one artifact. Stateless and thread-safe.
+    """Builds the prompts of one artifact. Thread-safe; what it remembers does not change a prompt.
 
     `vision` and `audio` are None for an artifact without that encoder; media of that kind are then refused.
     `max_tokens` bounds a prompt with its answer; None: the number of positions of the model.
     `parse_special_tokens` recognises special tokens in the text of messages, which lets their author write roles and
     turns; otherwise they are plain text. In either case media stay at the position of their parts.
     `decode` decodes one medium: in this process, or in a pool of decoder processes. `max_media_bytes` bounds the memory
-    of the media of one prompt, including the one being decoded.
+    of the media of one prompt, including the one being decoded. `cached_characters` of recent texts keep their token
+    ids.
     """
 
     def __init__(
@@ -56,11 +57,13 @@ class ChatProcessor:
         parse_special_tokens: bool = False,
         decode: Callable[[MediaTask, bytes], Features] = run_task,
         max_media_bytes: int = DEFAULT_MEDIA_BYTES,
+        cached_characters: int = 0,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._encode = CachedEncoder(
+            tokenizer.encode if parse_special_tokens else tokenizer.encode_plain, cached_characters
+        )
         self._decode = decode
         self._max_media_bytes = max_media_bytes
-        self._parse_special_tokens = parse_special_tokens
         self._role_start, self._role_end, self._turn_end = map(
             tokenizer.token_id, ("<role>", "</role>", "<|role_end|>")
         )
@@ -74,6 +77,10 @@ class ChatProcessor:
     def merge_size(self) -> int:
         """Patches along each side of a vision token."""
         return 1 if self._vision is None else self._vision.merge_size
+
+    def forget_texts(self) -> None:
+        """Tokenize every text of later prompts anew."""
+        self._encode.clear()
 
     def prepare(
         self,
@@ -103,10 +110,9 @@ class ChatProcessor:
         suffix = self._thinker.thinking_suffix.format(state="on" if thinking else "off")
         merge_size = self.merge_size
         writer = PromptWriter(
-            self._tokenizer,
+            self._encode,
             self._thinker,
             merge_size=merge_size,
-            parse_special_tokens=self._parse_special_tokens,
         )
         self._write_role(writer, "SYSTEM")
         writer.text(text + suffix)

@@ -7,6 +7,7 @@ text first (spec: thinker.md §6.1).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -14,7 +15,6 @@ from mingc.artifacts.parameters import ThinkerParameters
 from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.image import Grid, VisionFeatures
 from mingc.runtime.preprocess.positions import VisionSpan
-from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.preprocess.video import VideoFeatures
 from mingc.runtime.prompt import ThinkerPrompt
 
@@ -53,18 +53,17 @@ class PreparedPrompt(NamedTuple):
 class PromptWriter:
     """Collects token ids, media spans and grids in prompt order. Call `close` before reading them.
 
-    With `parse_special_tokens`, special tokens in a text are recognised; otherwise they are plain text.
+    `encode` gives the token ids of a text.
     """
 
     def __init__(
         self,
-        tokenizer: TextTokenizer,
+        encode: Callable[[str], Sequence[int]],
         thinker: ThinkerParameters,
         *,
         merge_size: int,
-        parse_special_tokens: bool = False,
     ) -> None:
-        self._encode = tokenizer.encode if parse_special_tokens else tokenizer.encode_plain
+        self._encode = encode
         self._thinker = thinker
         self._merge_size = merge_size
         self._pending = ""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -12,6 +15,7 @@ from mingc.errors import IntegrityError
 _REPLACEMENT = "\ufffd"
 _MAX_PENDING_TOKENS = 64  # a character has at most 4 tokens; more pending tokens are invalid bytes
 _CONTEXT_TOKENS = 8
+_MIN_CACHED_CHARACTERS = 256  # shorter texts are tokenized in tens of microseconds
 
 
 class TextTokenizer:
@@ -74,6 +78,45 @@ class TextTokenizer:
     def detokenizer(self) -> Detokenizer:
         """A new detokenizer for one answer."""
         return Detokenizer(self)
+
+
+class CachedEncoder:
+    """`encode`, which remembers long texts: a document that is asked about again, or the earlier turns of a chat.
+
+    At most `max_characters` of them are kept, the most recently used ones; of a text of n characters and m tokens about
+    n to 4 n + 4 m bytes. Thread-safe.
+    """
+
+    def __init__(self, encode: Callable[[str], Sequence[int]], max_characters: int) -> None:
+        self._encode = encode
+        self._max_characters = max_characters
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[str, array[int]] = OrderedDict()
+        self._num_characters = 0
+
+    def __call__(self, text: str) -> Sequence[int]:
+        """The token ids of `text`, shared by all callers: read only."""
+        if not _MIN_CACHED_CHARACTERS <= len(text) <= self._max_characters:
+            return self._encode(text)
+        with self._lock:
+            found = self._entries.get(text)
+            if found is not None:
+                self._entries.move_to_end(text)
+                return found
+        ids = array("i", self._encode(text))
+        with self._lock:
+            if text not in self._entries:
+                self._entries[text] = ids
+                self._num_characters += len(text)
+            while self._num_characters > self._max_characters:
+                self._num_characters -= len(self._entries.popitem(last=False)[0])
+        return ids
+
+    def clear(self) -> None:
+        """Forget all texts."""
+        with self._lock:
+            self._entries.clear()
+            self._num_characters = 0
 
 
 class Detokenizer:

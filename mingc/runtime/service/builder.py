@@ -82,6 +82,7 @@ _OPTIONS = {
 }
 _PREPARE_ENCODERS = "prepare encoders (CUDA: capture)"
 _DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
+_CACHED_CHARACTERS = 4 << 20  # of texts whose token ids are kept: 128 prompts of 8,000 tokens, at most 32 MiB
 _MAY_BE_ZERO = ("max_waiting", "speech_lead", "encoder_cache", "expert_usage_interval_s")
 # More than any machine has; beyond it torch's and the clock's numbers end.
 _MOST = {
@@ -125,7 +126,8 @@ class EngineOptions:
         expert_usage_interval_s: seconds between two decode steps of the thinker whose experts are counted; 0: none is
             counted.
         talker_depth: most patches in flight; None: 2 on a GPU, 1 on a CPU.
-        prefix_cache: reuse KV pages of earlier requests for prompts that begin with the same tokens and media.
+        prefix_cache: reuse KV pages of earlier requests for prompts that begin with the same tokens and media, and
+            token ids of the same texts.
         encoder_cache: bytes of host memory for embeddings of images, videos and clips that may be reused; 0: none.
         loads_speech: whether the speech stages of the artifact are loaded; otherwise speech is refused.
         engines: `STAGE=BACKEND` for stages whose engines are not the artifact's default ones.
@@ -438,6 +440,7 @@ def _load_chat(
             parse_special_tokens=options.parse_special_tokens,
             decode=decoders.run,
             max_media_bytes=options.max_media_memory,
+            cached_characters=_CACHED_CHARACTERS if options.prefix_cache else 0,
         ),
         tokenizer=tokenizer,
         vision=vision,

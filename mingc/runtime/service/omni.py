@@ -203,6 +203,7 @@ class OmniService:
         """Prevent later requests from reusing results of earlier ones. For checks and measurements."""
         if self._chat is not None:
             self._chat.loop.forget_prefixes()
+            self._chat.processor.forget_texts()
             if self._chat.encoder_cache is not None:
                 self._chat.encoder_cache.clear()
 

@@ -45,6 +45,7 @@ def create_chat_processor(
     parse_special_tokens: bool = False,
     decode: Callable[[MediaTask, bytes], Features] = run_task,
     max_media_bytes: int = DEFAULT_MEDIA_BYTES,
+    cached_characters: int = 0,
 ) -> ChatProcessor:
     """The prompt builder of the text decoder `decoder`; see `ChatProcessor`."""
     manifest = artifact.manifest
@@ -62,6 +63,7 @@ def create_chat_processor(
         parse_special_tokens=parse_special_tokens,
         decode=decode,
         max_media_bytes=max_media_bytes,
+        cached_characters=cached_characters,
     )
 
 
