@@ -24,6 +24,7 @@ from mingc.artifacts.target import RTX_CAPABILITIES, Capability
 from mingc.artifacts.target_choice import explain_targets, with_target
 from mingc.errors import ConfigError, IncompatibleError
 from mingc.host import current_host, driver_version, gpu
+from mingc.onnx_library import INSTALL_CUDA, has_cuda_provider, is_installed
 from mingc.runtime.engines.backends import ENGINES, unavailable
 from mingc.tensorrt_library import RTX, find_library
 
@@ -45,6 +46,7 @@ _OPTIONAL = (  # import name, distribution, what it is needed for, extra
     ("prometheus_client", "prometheus-client", "serve: metrics", "serve"),
     ("cryptography", "cryptography", "bundle sign, verify-signature; serve --require-signature", "sign"),
 )
+_ONNX_CUDA = "onnxruntime-gpu"
 _REQUIRED = ("torch", "numpy", "safetensors", "click", "rich", "tokenizers", "pillow")
 
 
@@ -162,12 +164,13 @@ def examine(artifacts: Sequence[Path] = ()) -> DoctorReport:
 
 
 def _targets(checks: Sequence[Check]) -> tuple[TargetVerdict, ...]:
-    """One for each device with AOTInductor, one for ONNX Runtime, for TensorRT one for CUDA and one for RTX cards."""
+    """One for each device with AOTInductor and with ONNX Runtime, for TensorRT one for CUDA and one for RTX cards."""
     base = ["python", *_REQUIRED, "torch version"]
     serve = [dist for _, dist, _, extra in _OPTIONAL if extra == "serve"]
     needs = {  # for both, to export, to serve
         "cpu, aoti": ([*base, "engine loader"], ["C++ compiler", "onnxruntime"], serve),
         "cpu, onnx": ([*base, "onnxruntime"], ["onnx", "onnxscript"], serve),
+        "cuda, onnx": ([*base, "onnxruntime", "cuda", _ONNX_CUDA], ["onnx", "onnxscript"], serve),
         "cuda, aoti": ([*base, "engine loader", "cuda"], ["C++ compiler", "triton", "onnxruntime"], serve),
         # The plans are built on the GPU that they are for; whether the library runs there is found by building.
         "cuda, tensorrt": ([*base, "tensorrt-rtx", "cuda"], ["onnx", "onnxscript"], serve),
@@ -224,7 +227,7 @@ def _verdicts(path: Path, bad: set[str]) -> list[Verdict]:
         record = artifact.manifest.stages[node.name]
         weights = max((artifact.manifest.files[file].size_bytes for file in record.weights), default=0)
         needed += weights
-        backends, others = _backends(record)
+        backends, others = _backends(record, fingerprint.device)
         engines = {engine.file for graph in record.graphs.values() for engine in default_engines(graph)}
         unpacked += sum(artifact.manifest.files[file].size_bytes for file in engines)
         instead = f"; or pass --engines {node.name}={others[0]}" if others else ""
@@ -233,7 +236,7 @@ def _verdicts(path: Path, bad: set[str]) -> list[Verdict]:
             *(
                 (problem, f"{fix}{instead}")
                 for backend in backends
-                for problem, fix in _backend_problems(backend, bad)
+                for problem, fix in _backend_problems(backend, fingerprint.device, bad)
             ),
             *_memory_problems(needed, gpus[: fingerprint.world_size], free[: fingerprint.world_size]),
             *_disk_problems(unpacked, is_packed=artifact.packed is not None),
@@ -270,16 +273,14 @@ def _artifact_targets(path: Path) -> list[ArtifactTarget]:
 _Problem = tuple[str, str | None]  # what is wrong, and the fix
 
 
-def _backend_problems(backend: str, bad: set[str]) -> list[_Problem]:
-    """What is missing here for the engines of `backend`."""
+def _backend_problems(backend: str, device: str, bad: set[str]) -> list[_Problem]:
+    """What is missing here for the engines of `backend` for `device`."""
     if backend == "aoti" and "engine loader" in bad:
         return [("this torch cannot load AOTInductor packages", "pip install 'torch>=2.11,<2.14'")]
-    if backend == "onnx" and "onnxruntime" in bad:
-        return [("not installed: onnxruntime", "pip install 'mingc[onnx]'")]
     if backend not in ENGINES.names():
         fix = "install the distribution that provides it, or export again with another --backend"
         return [(f"no loader for engines of the backend {backend}", fix)]
-    found = unavailable(backend)
+    found = unavailable(backend, device)
     return [] if found is None else [(f"its engines need backend {backend}: {found[0]}", found[1])]
 
 
@@ -336,7 +337,7 @@ def _free_bytes(folder: Path) -> int:
     return shutil.disk_usage(_nearest(folder)).free
 
 
-def _backends(record: StageRecord) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _backends(record: StageRecord, device: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The backends whose engines are run by default, and others with engines of all graphs that can be loaded here."""
     graphs = record.graphs.values()
     runs = tuple(dict.fromkeys(each.backend for graph in graphs for each in default_engines(graph)))
@@ -346,7 +347,7 @@ def _backends(record: StageRecord) -> tuple[tuple[str, ...], tuple[str, ...]]:
         for backend in whole
         if runs != (backend,)
         and all(backend in graph.backends for graph in graphs)
-        and unavailable(backend) is None
+        and unavailable(backend, device) is None
     )
     return runs, others
 
@@ -394,6 +395,17 @@ def _package(module: str, distribution: str, needed_for: str, extra: str | None)
     except importlib.metadata.PackageNotFoundError:
         version = "version unknown"
     return Check(name=distribution, state="ok", detail=version, needed_for=needed_for)
+
+
+def _onnx_cuda() -> Check:
+    has = has_cuda_provider()
+    return Check(
+        name=_ONNX_CUDA,
+        state="ok" if has else "missing",
+        detail="" if has else "this ONNX Runtime is for CPUs" if is_installed() else "",
+        needed_for="export --target cuda --backend onnx, and its engines",
+        fix=None if has else INSTALL_CUDA,
+    )
 
 
 def _torch_version() -> Check:
@@ -448,6 +460,7 @@ def _devices() -> list[Check]:
             Check(name="NVIDIA driver", state="ok", detail=release, needed_for="export --target cuda")
         )
         checks.append(_package("triton", "triton", "export --target cuda", None))
+        checks.append(_onnx_cuda())
     for index in range(count):
         device = gpu(index)
         detail = f"{device.name}, {device.memory_bytes >> 30} GiB; {device.target.describe()}"

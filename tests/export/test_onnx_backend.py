@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -35,7 +36,7 @@ from mingc.export.stages import find
 from mingc.export.weights.loading import float32_module
 from mingc.export.weights.source import open_source
 from mingc.runtime.engines.backends import onnx as onnx_loader
-from mingc.runtime.engines.backends.onnx import load
+from mingc.runtime.engines.backends.onnx import OnnxEngine, load
 
 TOLERANCE = 1e-5
 # Of each kind one: state in slots, pages and rings, experts, attention with masks, a solver, an inverse FFT.
@@ -137,6 +138,113 @@ def test_an_engine_runs_with_the_weights_that_it_is_bound_to(sliding: tuple[Slid
     bias += 1  # the engine reads the tensor itself
     before = window.sum()
     torch.testing.assert_close(engine.run([x, window, rows, places])[0], bias.expand(4, 5) + before)
+
+
+class Order:
+    """Streams that only note in which order they wait for each other."""
+
+    def __init__(self) -> None:
+        self.waits: list[str] = []
+        self.own, self.current = Stream(self, "own"), Stream(self, "current")
+
+
+@dataclass
+class Stream:
+    order: Order
+    name: str
+
+    def wait_stream(self, other: Stream) -> None:
+        self.order.waits.append(f"{self.name} waits for {other.name}")
+
+
+def as_on_cuda(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[OnnxEngine, Order]:
+    """An engine with the code for CUDA devices, over memory of the CPU."""
+    order = Order()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: order.own)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: order.current)
+    open_session = onnx_loader._open_session
+    monkeypatch.setattr(
+        onnx_loader, "_open_session", lambda path, device, stream: open_session(path, CPU, None)
+    )
+    engine = OnnxEngine(path, torch.device("cuda"))
+    engine._device = CPU
+    return engine, order
+
+
+def test_on_cuda_an_engine_waits_for_torch_and_torch_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(2)
+    module, path = Sliding(), tmp_path / "fixed.onnx"
+    compile_program(module, sliding_arguments(3), ({}, {}, {}, {}), path)
+    engine, order = as_on_cuda(path, monkeypatch)
+    assert not engine.is_concurrent, "a session has one stream, and memory for one call"
+    engine.bind(module.model.state_dict())
+    for is_strided in (False, True):
+        mine, theirs = sliding_arguments(3), sliding_arguments(3)
+        if is_strided:
+            mine = (*mine[:2], torch.zeros(3, 9).t().copy_(mine[2]), mine[3])
+        addresses = [each.data_ptr() for each in mine]
+        with torch.no_grad():
+            expected = module(*theirs)
+        for value, reference in zip((*engine.run(mine), *mine), (*expected, *theirs), strict=True):
+            torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-5)
+        assert [each.data_ptr() for each in mine] == addresses
+    assert order.waits == ["own waits for current", "current waits for own"] * 2
+    first, second = (engine.run(sliding_arguments(3)) for _ in range(2))
+    assert not {each.data_ptr() for each in first} & {each.data_ptr() for each in second}
+
+
+def test_on_cuda_results_without_fixed_sizes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, path = nn.Module(), tmp_path / "rows.onnx"
+    module.model = nn.Linear(3, 5)
+    module.forward = lambda x: module.model(x)  # type: ignore[method-assign]
+    compile_program(module, (torch.ones(4, 3),), ({0: "T"},), path)
+    with pytest.raises(
+        ArtifactError, match=r"the engine gives .*\[.*, 5\]; on CUDA sizes must be fixed"
+    ) as refused:
+        as_on_cuda(path, monkeypatch)
+    assert refused.value.where == str(path) and refused.value.fix == "export again with --target cuda"
+
+
+@dataclass
+class Session:
+    """What ONNX Runtime says about the operators of a model: their providers and names."""
+
+    nodes: tuple[tuple[str, str], ...]
+    providers: tuple[str, ...] = ("CUDAExecutionProvider", "CPUExecutionProvider")
+
+    def get_providers(self) -> list[str]:
+        return list(self.providers)
+
+    def get_provider_graph_assignment_info(self) -> list[Any]:
+        def part(provider: str, name: str) -> Any:
+            return SimpleNamespace(ep_name=provider, get_nodes=lambda: [SimpleNamespace(op_type=name)])
+
+        return [part(*each) for each in self.nodes]
+
+
+def test_operators_that_would_run_on_the_cpu_are_refused_but_for_shapes() -> None:
+    cuda, cpu = "CUDAExecutionProvider", "CPUExecutionProvider"
+    good = Session(((cuda, "Gemm"), (cpu, "Shape"), (cpu, "Concat")))
+    onnx_loader._check_device(good, "1.31.1", Path("x.onnx"))
+    bad = Session((*good.nodes, (cpu, "Softmax"), (cpu, "Attention"), (cpu, "Softmax")))
+    with pytest.raises(ArtifactError, match=r"1\.31\.1 would run Attention, Softmax on the CPU") as refused:
+        onnx_loader._check_device(bad, "1.31.1", Path("x.onnx"))
+    assert refused.value.where == "x.onnx" and "--backend aoti:STAGE" in (refused.value.fix or "")
+    with pytest.raises(ArtifactError, match="cannot run models on CUDA devices here") as refused:
+        onnx_loader._check_device(Session((), (cpu,)), "1.31.1", Path("x.onnx"))
+    assert "mingc[onnx-gpu]" in (refused.value.fix or "")
+
+
+def test_an_engine_for_cuda_needs_a_runtime_for_it(sliding: tuple[Sliding, Path]) -> None:
+    """The tests have the ONNX Runtime for CPUs, which only warns of the provider that it lacks."""
+    stream: Any = SimpleNamespace(cuda_stream=0)
+    with warnings.catch_warnings(), pytest.raises(ArtifactError, match="cannot run models on CUDA devices"):
+        warnings.simplefilter("ignore")
+        onnx_loader._open_session(sliding[1], torch.device("cuda"), stream)
 
 
 def anonymous_kib() -> int:
@@ -301,7 +409,7 @@ def test_quantized_weights_are_refused_before_anything_is_built(quantize: str, t
 
 def test_the_loader_binds_every_dtype_that_is_not_refused() -> None:
     specified = {getattr(torch, name) for name in get_args(DType)}
-    assert {*onnx_loader._DTYPES} == specified - {onnx_program.UNBOUND_DTYPE, torch.bfloat16}
+    assert {*onnx_loader._DTYPES} == specified - {onnx_program.UNBOUND_DTYPE}
     assert {*onnx_loader._TYPES.values()} == {*onnx_loader._DTYPES}
 
 
@@ -423,7 +531,11 @@ def test_a_missing_package_is_named_with_its_installation(
 
 @pytest.mark.parametrize(
     ("target", "dtype", "reason"),
-    [("cuda", "float32", "not run on cuda"), ("cpu", "bfloat16", "lack bfloat16")],
+    [
+        ("rtx:sm89", "float32", "were not run on RTX cards"),
+        ("cpu", "bfloat16", "lack bfloat16"),
+        ("cuda", "bfloat16", r"needs onnxruntime-gpu, not installed: .*pip install 'mingc\[onnx-gpu\]'"),
+    ],
 )
 def test_what_was_not_run_is_refused(target: str, dtype: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"--backend onnx: .*{reason}"):

@@ -23,6 +23,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.plugins": ("mingc.errors",),
     "mingc.host": ("mingc.artifacts.target",),
     "mingc.dtypes": ("mingc.artifacts",),
+    "mingc.onnx_library": (),
     "mingc.tensorrt_library": (),
     "mingc.gather_shards": ("mingc.artifacts",),
     "mingc.numerics": (),  # error measure and tolerances that export and verify share
@@ -71,6 +72,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.kernels.triton",
         "mingc.numerics",
         "mingc.parent_watchdog",
+        "mingc.onnx_library",
         "mingc.plugins",
         "mingc.tensorrt_library",
     ),
@@ -82,6 +84,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.errors",
         "mingc.host",
         "mingc.kernels.cuda",
+        "mingc.onnx_library",
         "mingc.plugins",
         "mingc.tensorrt_library",
     ),
@@ -175,6 +178,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.artifacts.target",
         "mingc.errors",
         "mingc.host",
+        "mingc.onnx_library",
         "mingc.runtime.engines",  # whether a backend's engines can be loaded
         "mingc.tensorrt_library",
     ),

@@ -337,7 +337,7 @@ def test_every_gpu_is_reported_and_links_from_two_on(count: int, monkeypatch: py
     Cuda(monkeypatch, count, {(0, 2)})
     checks = {check.name: check for check in doctor._devices()}
     names = [f"cuda:{index}" for index in range(count)] if count else ["cuda"]
-    software = ["NVIDIA driver", "triton"] if count else []
+    software = ["NVIDIA driver", "triton", "onnxruntime-gpu"] if count else []
     card = ["RTX card"] if count else []
     assert [*checks] == ["cpu", *software, *names, *card, *(["GPU links", "NCCL"] if count > 1 else [])]
     assert checks[names[0]].state == ("ok" if count else "missing")
@@ -469,6 +469,7 @@ def test_one_gpu_exports_and_serves_for_cuda(good_machine: pytest.MonkeyPatch) -
     assert [(each.target, each.exports, each.serves, each.fix) for each in report.targets] == [
         ("cpu, aoti", True, True, None),
         ("cpu, onnx", True, True, None),
+        ("cuda, onnx", False, False, "pip uninstall onnxruntime; pip install 'mingc[onnx-gpu]'"),
         ("cuda, aoti", True, True, None),
         ("cuda, tensorrt", False, False, "pip install 'mingc[tensorrt]'"),
         ("rtx, tensorrt", False, False, f"pip install 'mingc[tensorrt]'; {RTX_FIX}"),
@@ -534,10 +535,11 @@ def test_a_cpu_exports_for_a_cpu_alone(good_machine: pytest.MonkeyPatch) -> None
     good_machine.setattr(torch.cuda, "is_available", lambda: False)
     good_machine.setattr(doctor, "driver_version", lambda: None)
     good_machine.setattr(torch.version, "cuda", None)
-    cpu, onnx, cuda, *_ = examine().targets
+    cpu, onnx, cuda_onnx, cuda, *_ = examine().targets
     assert (cpu.exports, cpu.serves, onnx.exports, onnx.serves) == (True,) * 4 and not cpu.problem
     assert (cuda.target, cuda.exports, cuda.serves) == ("cuda, aoti", False, False)
-    assert cuda.problem == "cuda: this torch is a CPU build"
+    assert (cuda_onnx.target, cuda_onnx.exports, cuda_onnx.serves) == ("cuda, onnx", False, False)
+    assert cuda.problem == cuda_onnx.problem == "cuda: this torch is a CPU build"
     assert cuda.fix == "install a GPU's driver and a CUDA build of torch"
 
 
@@ -642,7 +644,12 @@ def test_several_ranks_need_nccl(gpu_artifact: Path, good_machine: pytest.Monkey
     "backend, missing, says, fix",
     [
         ("onnx", (), "", None),
-        ("onnx", ("onnxruntime",), "not installed: onnxruntime", "pip install 'mingc[onnx]'"),
+        (
+            "onnx",
+            ("onnxruntime",),
+            "its engines need backend onnx: ONNX Runtime is not installed",
+            "pip install 'mingc[onnx]'",
+        ),
         ("aoti", ("onnxruntime",), "", None),
         ("nosuch", (), "no loader for engines of the backend nosuch", "another --backend"),
     ],

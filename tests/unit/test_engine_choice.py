@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from manifest_edit import edit_manifest
 
-from mingc import doctor
+from mingc import doctor, onnx_library
 from mingc.artifacts.artifact import Artifact, open_artifact
 from mingc.artifacts.engine_choice import (
     backend_views,
@@ -230,7 +232,9 @@ def test_a_backend_that_cannot_be_loaded_is_refused_and_nothing_takes_its_place(
         manifest=with_graph(manifest, replace(graph, engines=(engine("rt"), engine("aoti")))),
     )
     monkeypatch.setattr(
-        choice, "unavailable", lambda name: ("no driver", "pip install rt") if name == "rt" else None
+        choice,
+        "unavailable",
+        lambda name, device: ("no driver", "pip install rt") if (name, device) == ("rt", "cpu") else None,
     )
     with pytest.raises(ArtifactError, match="engines of audio_encoder need backend rt: no driver") as refused:
         with_engines(both, ())
@@ -238,7 +242,7 @@ def test_a_backend_that_cannot_be_loaded_is_refused_and_nothing_takes_its_place(
         "pip install rt; or ask for other engines of this artifact: --engines audio_encoder=aoti"
     )
     with monkeypatch.context() as neither:
-        neither.setattr(choice, "unavailable", lambda name: ("no driver", f"pip install {name}"))
+        neither.setattr(choice, "unavailable", lambda name, device: ("no driver", f"pip install {name}"))
         with pytest.raises(ArtifactError) as refused:
             with_engines(both, ())
         assert refused.value.fix == "pip install rt", "the other one is not installed either"
@@ -259,14 +263,35 @@ def test_a_backend_that_cannot_be_loaded_is_refused_and_nothing_takes_its_place(
     assert refused.value.fix == "pip install rt"
 
 
-def test_a_loader_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert loaders.unavailable("aoti") is None and loaders.unavailable("onnx") is None
-    reason, fix = loaders.unavailable("none") or ("", "")
+def test_a_loader_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for device in ("cpu", "cuda"):
+        assert loaders.unavailable("aoti", device) is None
+    assert loaders.unavailable("onnx", "cpu") is None
+    assert loaders.unavailable("onnx", "cuda") == (
+        "this ONNX Runtime has no CUDA provider",
+        "pip uninstall onnxruntime; pip install 'mingc[onnx-gpu]'",
+    ), "the tests have the distribution for CPUs"
+    reason, fix = loaders.unavailable("none", "cpu") or ("", "")
     assert reason.startswith("backend none is not one of aoti") and "install the distribution" in fix
-    from mingc.runtime.engines.backends import onnx
 
-    monkeypatch.setattr(onnx.importlib.util, "find_spec", lambda name: None)
-    assert onnx.unavailable() == ("ONNX Runtime is not installed", "pip install 'mingc[onnx]'")
+    def find_nothing(name: str) -> ModuleSpec | None:
+        return None
+
+    def find_here(name: str) -> ModuleSpec | None:
+        return ModuleSpec(name, None, origin=str(tmp_path / "__init__.py"))
+
+    def use(find: Callable[[str], ModuleSpec | None]) -> None:
+        monkeypatch.setattr(onnx_library, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=find)))
+
+    use(find_here)
+    assert loaders.unavailable("onnx", "cuda") is not None
+    (tmp_path / "capi").mkdir()
+    (tmp_path / "capi" / "libonnxruntime_providers_cuda.so").touch()
+    assert loaders.unavailable("onnx", "cuda") is None
+    use(find_nothing)
+    for device, extra in (("cpu", "onnx"), ("cuda", "onnx-gpu")):
+        reason, fix = loaders.unavailable("onnx", device) or ("", "")
+        assert reason == "ONNX Runtime is not installed" and fix.endswith(f"pip install 'mingc[{extra}]'")
 
 
 def test_two_engines_of_one_backend_and_size_are_refused(manifest: Manifest, graph: GraphRecord) -> None:
@@ -304,12 +329,14 @@ def test_doctor_names_the_backends_of_a_stage(artifact_path: Path, here: pytest.
     (verdict,) = doctor._verdicts(artifact_path, set())
     assert (verdict.backend, verdict.others, verdict.works) == ("aoti", ("onnx",), True)
     here.setattr(
-        doctor, "unavailable", lambda name: ("no driver", "pip install rt") if name == "aoti" else None
+        doctor,
+        "unavailable",
+        lambda name, device: ("no driver", "pip install rt") if (name, device) == ("aoti", "cpu") else None,
     )
     (verdict,) = doctor._verdicts(artifact_path, set())
     assert not verdict.works and verdict.problem == "its engines need backend aoti: no driver"
     assert verdict.fix == "pip install rt; or pass --engines audio_encoder=onnx"
-    here.setattr(doctor, "unavailable", lambda name: ("no driver", "pip install rt"))
+    here.setattr(doctor, "unavailable", lambda name, device: ("no driver", "pip install rt"))
     (verdict,) = doctor._verdicts(artifact_path, set())
     assert (verdict.others, verdict.fix) == ((), "pip install rt")
 
@@ -318,8 +345,11 @@ def test_doctor_offers_backends_with_engines_of_all_graphs(manifest: Manifest, g
     """`--engines` refuses others."""
     both, one = (replace(graph, engines=tuple(map(engine, names))) for names in (("aoti", "onnx"), ("aoti",)))
     stage = manifest.stages["audio_encoder"]
-    assert doctor._backends(replace(stage, graphs={"encode": both})) == (("aoti",), ("onnx",))
-    assert doctor._backends(replace(stage, graphs={"encode": both, "more": one})) == (("aoti",), ())
+    assert doctor._backends(replace(stage, graphs={"encode": both}), "cpu") == (("aoti",), ("onnx",))
+    assert doctor._backends(replace(stage, graphs={"encode": both}), "cuda") == (("aoti",), ()), (
+        "not for CUDA here"
+    )
+    assert doctor._backends(replace(stage, graphs={"encode": both, "more": one}), "cpu") == (("aoti",), ())
 
 
 def test_doctor_wants_the_aoti_loader_for_aoti_engines_alone(

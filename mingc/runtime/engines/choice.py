@@ -30,9 +30,10 @@ def check_available(
     chosen: Manifest, whole: Manifest, where: str, loads: Sequence[str] | None = None
 ) -> None:
     """Raises: ArtifactError when a backend of `chosen` cannot be loaded; it names the others in `whole`."""
+    device = chosen.fingerprint.device
     for backend, stages in used_backends(chosen).items():
         needed = [stage for stage in stages if loads is None or stage in loads]
-        problem = unavailable(backend) if needed else None
+        problem = unavailable(backend, device) if needed else None
         if problem is None:
             continue
         reason, fix = problem
@@ -40,7 +41,7 @@ def check_available(
             f"{stage}={other}"
             for stage in needed
             for other in _others(whole, stage, backend)
-            if not unavailable(other)
+            if not unavailable(other, device)
         ]
         raise ArtifactError(
             f"the engines of {', '.join(needed)} need backend {backend}: {reason}",

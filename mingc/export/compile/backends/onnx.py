@@ -1,4 +1,4 @@
-"""ONNX backend: models for ONNX Runtime on a CPU, with the weights outside."""
+"""ONNX backend: models for ONNX Runtime on a CPU or the GPU of this machine, with the weights outside."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from mingc.artifacts.target import is_rtx
 from mingc.export.compile.backend import Backend
 from mingc.export.stage import GraphDef
+from mingc.onnx_library import INSTALL, INSTALL_CUDA, MODULE, has_cuda_provider
 
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
@@ -21,15 +23,19 @@ class OnnxBackend(Backend):
 
     name = "onnx"
     suffix = ".onnx"
+    takes_kernels = False
 
     def unsupported_reason(self, target: str, dtype: str) -> str | None:
-        if target != "cpu":
-            return f"engines of ONNX Runtime were not run on {target}; use --target cpu"
-        if dtype != "float32":
+        if is_rtx(target):
+            return "engines of ONNX Runtime were not run on RTX cards; use --backend tensorrt"
+        if dtype != "float32" and target == "cpu":
             return f"ONNX Runtime's CPU kernels lack {dtype}; use --dtype float32"
         absent = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+        if target == "cuda" and not has_cuda_provider():
+            absent = [*(each for each in absent if each != MODULE), "onnxruntime-gpu"]
         if absent:
-            return f"needs {', '.join(absent)}, not installed: pip install 'mingc[onnx]'"
+            fix = INSTALL_CUDA if target == "cuda" else INSTALL
+            return f"needs {', '.join(absent)}, not installed: {fix}"
         return None
 
     def check_graph(

@@ -1,7 +1,8 @@
 """Loaders of compiled engines: one file per backend, or an entry point `mingc.engines` of another distribution.
 
 Each defines `load(path, device)`, which returns an `Engine` without weights; importing this package imports none. A
-module may also define `unavailable() -> tuple[str, str] | None`: why its engines cannot be loaded here, and the fix.
+module may also define `unavailable(device: str) -> tuple[str, str] | None`: why its engines for `device` cannot be
+loaded here, and the fix.
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ def load_engine(backend: str, path: Path, device: torch.device) -> Engine:
     return engine
 
 
-def unavailable(backend: str) -> tuple[str, str] | None:
-    """Why engines of `backend` cannot be loaded here, and the fix; None when no reason is known."""
+def unavailable(backend: str, device: str) -> tuple[str, str] | None:
+    """Why engines of `backend` for `device` (`cpu`, `cuda`) cannot be loaded here, and the fix; None when no reason is
+    known.
+    """
     try:
         load = ENGINES.load(backend)
     except KeyError:
         return _unknown(backend)
     check = getattr(sys.modules.get(load.__module__), "unavailable", None)
-    found: tuple[str, str] | None = None if check is None else check()
+    found: tuple[str, str] | None = None if check is None else check(device)
     return found
 
 

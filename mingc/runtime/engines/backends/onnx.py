@@ -1,38 +1,40 @@
-"""ONNX models run by ONNX Runtime on a CPU, directly on the memory of the given tensors.
+"""ONNX models run by ONNX Runtime on a CPU or a CUDA device, directly on the memory of the given tensors.
 
-State is bound as input and output. Weights are inputs as well, bound once without a second copy.
+State is bound as input and output. Weights are inputs as well, bound once without a second copy. On CUDA an engine has
+a stream of its own, which torch's current one waits for: calls neither block the host nor copy to it, so that they can
+be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from mingc.errors import ArtifactError
+from mingc.onnx_library import CUDA_PROVIDER, INSTALL, INSTALL_CUDA, has_cuda_provider, is_installed
 from mingc.runtime.engines.base import Engine
 
 _PREFIX = "model."  # of the names of weights in the model
 _METADATA_KEY = "mingc"
-_INSTALL = "pip install 'mingc[onnx]'"
-_DTYPES: dict[torch.dtype, Any] = {
-    torch.float32: np.float32,
-    torch.float16: np.float16,
-    torch.int64: np.int64,
-    torch.int32: np.int32,
-    torch.int8: np.int8,
-    torch.uint8: np.uint8,
-    torch.bool: np.bool_,
+_DTYPES: dict[torch.dtype, int] = {  # numbers of ONNX's TensorProto.DataType
+    torch.float32: 1,
+    torch.uint8: 2,
+    torch.int8: 3,
+    torch.int32: 6,
+    torch.int64: 7,
+    torch.bool: 9,
+    torch.float16: 10,
+    torch.bfloat16: 16,
 }
 _TYPES = {  # of ONNX Runtime's names
     "tensor(float)": torch.float32,
     "tensor(float16)": torch.float16,
+    "tensor(bfloat16)": torch.bfloat16,
     "tensor(int64)": torch.int64,
     "tensor(int32)": torch.int32,
     "tensor(int8)": torch.int8,
@@ -57,12 +59,33 @@ class _Layout:
     state: tuple[tuple[int, bool], ...]
 
 
+# ONNX Runtime computes shapes on the host, which needs no data of the device.
+_SHAPE_OPERATORS = frozenset(
+    (
+        "Add",
+        "Cast",
+        "Concat",
+        "Constant",
+        "Div",
+        "Gather",
+        "Mul",
+        "Range",
+        "Shape",
+        "Size",
+        "Slice",
+        "Squeeze",
+    )
+) | {"Sub", "Unsqueeze"}
+
+
 class OnnxEngine(Engine):
     """One `.onnx` model."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._session = _open_session(path)
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self._path, self._device = path, device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.is_concurrent = self._stream is None  # calls share the session's memory and its stream
+        self._session = _open_session(path, device, self._stream)
         self._layout = _layout(self._session, path)
         inputs = self._session.get_inputs()
         count = len(inputs) - self._layout.weights
@@ -74,6 +97,11 @@ class OnnxEngine(Engine):
         self._outputs, self._state = outputs[: self._layout.outputs], outputs[self._layout.outputs :]
         self._binding = self._session.io_binding()
         self._kept: list[torch.Tensor] = []
+        if self._stream is not None:
+            self._options = _asynchronous()
+            self._results = [
+                _fixed_size(each, path) for each in self._session.get_outputs()[: self._layout.outputs]
+            ]
 
     def constants(self) -> Sequence[str]:
         return [name.removeprefix(_PREFIX) for name in self._weights]
@@ -99,6 +127,8 @@ class OnnxEngine(Engine):
         given = [tensor.contiguous() for tensor in tensors]
         for name, tensor in zip(self._inputs, given, strict=True):
             self._bind_input(name, tensor)
+        if self._stream is not None:
+            return self._run_on_cuda(tensors, given, self._stream)
         for name in self._outputs:
             self._binding.bind_output(name, "cpu")
         copied = []
@@ -114,24 +144,74 @@ class OnnxEngine(Engine):
             state.copy_(torch.from_numpy(values[place].numpy()))
         return [torch.from_numpy(each.numpy()) for each in values[: len(self._outputs)]]
 
+    def _run_on_cuda(
+        self, tensors: Sequence[torch.Tensor], given: Sequence[torch.Tensor], stream: torch.cuda.Stream
+    ) -> list[torch.Tensor]:
+        """Queues the model between what torch's current stream has and what follows there."""
+        current = torch.cuda.current_stream(self._device)
+        results = [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in self._results]
+        for name, result in zip(self._outputs, results, strict=True):
+            self._bind_output(name, result)
+        copied = []
+        for name, (index, may_share) in zip(self._state, self._layout.state, strict=True):
+            is_shared = may_share and given[index] is tensors[index]
+            after = given[index] if is_shared else torch.empty_like(given[index])
+            self._bind_output(name, after)
+            if not is_shared:
+                copied.append((tensors[index], after))
+        stream.wait_stream(current)
+        self._session.run_with_iobinding(self._binding, self._options)
+        current.wait_stream(stream)
+        for state, after in copied:
+            state.copy_(after)
+        return results
+
     def _bind_input(self, name: str, tensor: torch.Tensor) -> None:
-        dtype = _DTYPES[tensor.dtype]
-        self._binding.bind_input(name, "cpu", 0, dtype, [*tensor.shape], tensor.data_ptr())
+        self._binding.bind_input(name, *self._place(tensor))
 
     def _bind_output(self, name: str, tensor: torch.Tensor) -> None:
-        dtype = _DTYPES[tensor.dtype]
-        self._binding.bind_output(name, "cpu", 0, dtype, [*tensor.shape], tensor.data_ptr())
+        self._binding.bind_output(name, *self._place(tensor))
+
+    def _place(self, tensor: torch.Tensor) -> tuple[str, int, int, list[int], int]:
+        """Arguments that name the memory of `tensor` to ONNX Runtime."""
+        return (
+            self._device.type,
+            self._device.index or 0,
+            _DTYPES[tensor.dtype],
+            [*tensor.shape],
+            tensor.data_ptr(),
+        )
 
 
-def _open_session(path: Path) -> Any:
-    """Raises: ArtifactError when ONNX Runtime is not installed or refuses the model."""
+def _asynchronous() -> Any:
+    """Options of a run that only queues its work."""
+    import onnxruntime
+
+    options = onnxruntime.RunOptions()
+    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    return options
+
+
+def _fixed_size(output: Any, path: Path) -> tuple[torch.dtype, list[int]]:
+    """Dtype and shape of a result. Raises: ArtifactError when the shape is not fixed."""
+    if not all(isinstance(size, int) for size in output.shape) or output.type not in _TYPES:
+        raise ArtifactError(
+            f"the engine gives {output.name} as {output.type} {list(output.shape)}; on CUDA sizes must be fixed",
+            where=str(path),
+            fix="export again with --target cuda",
+        )
+    return _TYPES[output.type], list(output.shape)
+
+
+def _open_session(path: Path, device: torch.device, stream: torch.cuda.Stream | None) -> Any:
+    """Raises: ArtifactError when ONNX Runtime is not installed, lacks the device, or refuses the model."""
     try:
         import onnxruntime
     except ImportError as error:
         raise ArtifactError(
             f"the engine needs ONNX Runtime, which cannot be imported: {error}",
             where=str(path),
-            fix=_INSTALL,
+            fix=INSTALL if stream is None else INSTALL_CUDA,
         ) from error
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # errors are raised
@@ -139,8 +219,18 @@ def _open_session(path: Path) -> Any:
     options.inter_op_num_threads = 1
     # Threads of one engine must not keep the cores busy while another one runs.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    providers: list[Any] = ["CPUExecutionProvider"]
+    if stream is not None:
+        own = {
+            "device_id": str(device.index or 0),
+            "user_compute_stream": str(stream.cuda_stream),
+            "use_tf32": "0",
+            "arena_extend_strategy": "kSameAsRequested",  # the other one doubles what it holds
+        }
+        providers.insert(0, (CUDA_PROVIDER, own))
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     try:
-        return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(path, options, providers=providers)
     except Exception as error:  # the errors of ONNX Runtime have no base class of their own
         raise ArtifactError(
             f"ONNX Runtime {onnxruntime.__version__} refuses the engine: {error}",
@@ -148,6 +238,35 @@ def _open_session(path: Path) -> Any:
             fix="run mingc verify --no-replay; if the files are whole, pip install --upgrade 'mingc[onnx]', or export "
             "again",
         ) from error
+    if stream is not None:
+        _check_device(session, onnxruntime.__version__, path)
+    return session
+
+
+def _check_device(session: Any, version: str, path: Path) -> None:
+    """Raises: ArtifactError when ONNX Runtime runs the model, or operators of it, on the CPU instead.
+
+    It only warns when it cannot load the library of a device, and takes the CPU for operators that the device lacks.
+    """
+    if CUDA_PROVIDER not in session.get_providers():
+        raise ArtifactError(
+            f"ONNX Runtime {version} cannot run models on CUDA devices here",
+            where=str(path),
+            fix=f"{INSTALL_CUDA}; if that is there, it needs the CUDA release that torch has",
+        )
+    on_host = {
+        node.op_type
+        for part in session.get_provider_graph_assignment_info()
+        if part.ep_name != CUDA_PROVIDER
+        for node in part.get_nodes()
+    }
+    if slow := sorted(on_host - _SHAPE_OPERATORS):
+        raise ArtifactError(
+            f"ONNX Runtime {version} would run {', '.join(slow)} on the CPU, as it has no such operator for CUDA "
+            "in the dtype of the engine",
+            where=str(path),
+            fix="export this stage again with another backend, such as --backend aoti:STAGE, or with --dtype float32",
+        )
 
 
 def _layout(session: Any, path: Path) -> _Layout:
@@ -176,13 +295,15 @@ def _layout(session: Any, path: Path) -> _Layout:
         ) from error
 
 
-def unavailable() -> tuple[str, str] | None:
-    """Why no model can be loaded here, and the fix; ONNX Runtime itself is not imported."""
-    if importlib.util.find_spec("onnxruntime") is None:
-        return "ONNX Runtime is not installed", _INSTALL
+def unavailable(device: str) -> tuple[str, str] | None:
+    """Why no model can be loaded for `device` here, and the fix; ONNX Runtime itself is not imported."""
+    if not is_installed():
+        return "ONNX Runtime is not installed", INSTALL if device == "cpu" else INSTALL_CUDA
+    if device == "cuda" and not has_cuda_provider():
+        return "this ONNX Runtime has no CUDA provider", INSTALL_CUDA
     return None
 
 
 def load(path: Path, device: torch.device) -> Engine:
     """The model at `path`, without weights yet."""
-    return OnnxEngine(path)
+    return OnnxEngine(path, device)

@@ -239,7 +239,7 @@ def _torch_dtype(trt: Any, dtype: Any) -> torch.dtype:
     }[dtype]
 
 
-def unavailable() -> tuple[str, str] | None:
+def unavailable(device: str) -> tuple[str, str] | None:
     """Why no engine can be loaded here, and the fix; TensorRT itself is not imported."""
     if find_library() != RTX:  # no engine of classic TensorRT can be exported
         return "TensorRT for RTX is not installed", INSTALL
