@@ -132,14 +132,19 @@ SIZES: tuple[Mapping[str, Mapping[str, int]], ...] = (
 )
 
 
-def cases_of(layers: int, num_sizes: int, words: tuple[str, ...] = ()) -> list[Case]:
+def cases_of(layers: int, num_sizes: int, words: tuple[str, ...] = (), dtype: str = "bfloat16") -> list[Case]:
     """The cases of the part `released` whose names have one of `words`; no words: all.
 
     CFM has half the layers, as its engine holds ten steps.
     """
     tiny: dict[str, Any] = {"graph": "cfm.sample", "sizes": {"B": 1}, "config": "tiny", "dtype": "float32"}
     found = [
-        Case(graph=graph, sizes=sizes, layers=-(-layers // 2) if graph.startswith("cfm") else layers)
+        Case(
+            graph=graph,
+            sizes=sizes,
+            layers=-(-layers // 2) if graph.startswith("cfm") else layers,
+            dtype=dtype,
+        )
         for group in SIZES[:num_sizes]
         for graph, sizes in group.items()
     ]
@@ -345,6 +350,7 @@ def _times_ms(
         except Exception as error:
             torch.cuda.synchronize()
             refused[name] = f"{type(error).__name__}: {error}"[:1500]
+            runs[name] = step  # called without a graph instead, which the result says
     repeats, turns = (5, 40) if is_cuda else (1, 3)
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
@@ -688,15 +694,15 @@ def _measure_rows(case: str, found: Mapping[str, Any]) -> list[dict[str, Any]]:
     for backend, each in found["engines"].items():
         of = {"case": case, "backend": backend}
         if "ms" in each:
-            rows.append({"name": "latency_ms", **of, **each["ms"], "unit": "ms"})
+            captured = {} if "capture_refused" not in each else {"without_graph": each["capture_refused"]}
+            rows.append({"name": "latency_ms", **of, **each["ms"], "unit": "ms", **captured})
         if "error" in each:
             limit = {"tolerance": found["limit"], "n": 1, "unit": "of the largest value"}
             rows.append({"name": "error", **of, "median": each["error"], **limit})
             first = each["load_and_first_run_ms"]
             rows.append({"name": "load_and_first_run_ms", **of, "median": first, "n": 1, "unit": "ms"})
-        for reason in (each.get("refused"), each.get("capture_refused")):
-            if reason is not None:
-                rows.append({"name": "latency_ms", **of, "median": None, "refused": reason, "n": 0})
+        if "refused" in each:
+            rows.append({"name": "latency_ms", **of, "median": None, "refused": each["refused"], "n": 0})
     return rows
 
 
@@ -759,21 +765,23 @@ def run_tiny(driver: Driver, given: argparse.Namespace, end: float) -> None:
     # The ids that the official code chose are those of float32, and it answered two requests at once.
     if given.dtype == "float32" and max(given.batch_sizes) > 1:
         words += ["--reference", "tests/data"]
-    checked = driver.finish(driver.start("tiny-verify", words, left()))
-    if "document" in checked:  # thousands of comparisons: those that failed
-        whole_report = checked["document"]
-        failed = [each for each in whole_report["comparisons"] if each["outcome"] == "FAIL"]
-        kept = {
-            key: value
-            for key, value in whole_report.items()
-            if key not in ("comparisons", "not_engine_outputs")
-        }
-        driver.keep("tiny-verify", {**checked, "document": {**kept, "failures": failed[:20]}})
+    keep_failures(driver, "tiny-verify", driver.finish(driver.start("tiny-verify", words, left())))
+
+
+def keep_failures(driver: Driver, name: str, checked: dict[str, Any]) -> None:
+    """Of the thousands of comparisons in the report of `mingc verify`, keep those that failed."""
+    if "document" in checked:
+        report = checked["document"]
+        failed = [each for each in report["comparisons"] if each["outcome"] == "FAIL"]
+        kept = {key: report[key] for key in report if key not in ("comparisons", "not_engine_outputs")}
+        driver.keep(name, {**checked, "document": {**kept, "failures": failed[:20]}})
 
 
 def run_released(driver: Driver, given: argparse.Namespace, end: float) -> None:
     """Build engines side by side, then measure, a case after the other within each step."""
-    cases = cases_of(given.layers, given.sizes, given.cases)
+    cases = cases_of(given.layers, given.sizes, given.cases, given.dtype)
+    if given.backend != "tensorrt":
+        cases = [each for each in cases if each.config != "tiny"]
     names = (given.backend,) if given.dry_run else (given.backend, "aoti")
     waiting = [(case, name) for case in cases for name in names if (case.config, name) != ("tiny", "aoti")]
     building: list[tuple[Case, Running]] = []
@@ -785,6 +793,7 @@ def run_released(driver: Driver, given: argparse.Namespace, end: float) -> None:
             case, name = waiting.pop(0)
             words = ["--part", "build", "--case", case.name, "--layers", str(given.layers)]
             words += ["--sizes", str(given.sizes), "--backend", name, "--target", given.target]
+            words += ["--dtype", given.dtype]
             words += ["--dry-run"] if given.dry_run else []
             limit = min(given.build_limit, end - measuring_s - time.monotonic())
             label = f"build-{case.name}.{name}"
@@ -808,6 +817,7 @@ def run_released(driver: Driver, given: argparse.Namespace, end: float) -> None:
             ]
             words = ["--part", "measure", "--case", case.name, "--layers", str(given.layers)]
             words += ["--sizes", str(given.sizes), "--backend", ",".join(built), "--target", given.target]
+            words += ["--dtype", given.dtype]
             started = driver.start(
                 f"measure-{case.name}", driver.part(*words), end - time.monotonic(), case.environment
             )
@@ -827,6 +837,9 @@ def run_auto(driver: Driver, given: argparse.Namespace, end: float) -> None:
     if made.get("exit") == 0:
         manifest = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))
         driver.keep("auto-export", {**made, "times": trial_rows(manifest)})
+        words = [sys.executable, "-u", "-W", "ignore", "-m", "mingc", "verify", str(artifact), "--json"]
+        checked = driver.finish(driver.start("auto-verify", words, end - time.monotonic()))
+        keep_failures(driver, "auto-verify", checked)
 
 
 def trial_rows(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -967,7 +980,8 @@ def main() -> None:
         name = "tiny-serve"
         found = serve_and_ask(Path(given.artifact), given.folder, given.stages, given.backend)
     else:
-        (case,) = [each for each in cases_of(given.layers, given.sizes) if each.name == given.case]
+        every = cases_of(given.layers, given.sizes, dtype=given.dtype)
+        (case,) = [each for each in every if each.name == given.case]
         if given.part == "build":
             name = f"build-{case.name}.{given.backend}"
             found = build(case, given.folder, given.backend, given.target, dry=given.dry_run)
