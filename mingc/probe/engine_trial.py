@@ -63,7 +63,7 @@ def _runner(engine: Engine, arguments: list[torch.Tensor], pool: GraphPool | Non
     def run() -> tuple[torch.Tensor, ...]:
         return tuple(engine.run(arguments))
 
-    if pool is None:
+    if pool is None or not engine.is_capturable:
         return run
     try:
         return pool.capture(run, "trial")[0].replay

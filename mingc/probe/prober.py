@@ -401,7 +401,8 @@ class _Run:
         def run() -> tuple[torch.Tensor, ...]:
             return tuple(graph.run(**tensors).values())
 
-        latency = self._latency(run, title(target.name, target.sizes), self._pool)
+        pool = self._pool if graph.is_capturable else None
+        latency = self._latency(run, title(target.name, target.sizes), pool)
         figures = EngineFigures(
             engine=target.name,
             sizes=target.sizes,

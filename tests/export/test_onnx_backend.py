@@ -179,6 +179,7 @@ def test_on_cuda_an_engine_waits_for_torch_and_torch_for_it(
     compile_program(module, sliding_arguments(3), ({}, {}, {}, {}), path)
     engine, order = as_on_cuda(path, monkeypatch)
     assert not engine.is_concurrent, "a session has one stream, and memory for one call"
+    assert not engine.is_capturable and load(path, CPU).is_capturable
     engine.bind(module.model.state_dict())
     for is_strided in (False, True):
         mine, theirs = sliding_arguments(3), sliding_arguments(3)

@@ -17,9 +17,11 @@ class Engine(ABC):
 
     Attributes:
         is_concurrent: whether calls on several CUDA streams may overlap if they write different rows of a state.
+        is_capturable: whether a call may be captured in a CUDA graph, whose replays read nothing of the host.
     """
 
     is_concurrent = True
+    is_capturable = True
 
     @abstractmethod
     def constants(self) -> Sequence[str]:
@@ -60,6 +62,11 @@ class Graph:
     def is_concurrent(self) -> bool:
         """As `Engine.is_concurrent`, of all its engines."""
         return all(engine.is_concurrent for engine in self._engines.values())
+
+    @property
+    def is_capturable(self) -> bool:
+        """As `Engine.is_capturable`, of all its engines."""
+        return all(engine.is_capturable for engine in self._engines.values())
 
     @property
     def sizes(self) -> list[dict[str, int]]:

@@ -39,6 +39,11 @@ class LoadedStage:
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
+    def is_capturable(self) -> bool:
+        """As `Engine.is_capturable`, of all graphs."""
+        return all(graph.is_capturable for graph in self.graphs.values())
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the weights of this rank."""
         return sum(each.nbytes for each in self.weights.values())

@@ -50,7 +50,7 @@ class EncoderGraph:
         # Static inputs are allocated and written on the stream on which they are replayed.
         with torch.cuda.stream(self._stream):
             pool = GraphPool(device)  # not shared with an encoder of another thread
-            for example in examples:
+            for example in examples if graph.is_capturable else ():
                 self._capture(example, pool)
         self._stream.synchronize()
 

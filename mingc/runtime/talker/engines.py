@@ -40,7 +40,7 @@ class TalkerEngines:
     Args:
         talker, cfm, audio_vae: stages with the graphs `prefill`/`step`, `sample`, `stream`.
         num_slots: slots to allocate, including slot 0 (padding).
-        is_captured: None: on CUDA.
+        is_captured: None: on CUDA, if all engines can be captured.
     """
 
     def __init__(
@@ -71,7 +71,11 @@ class TalkerEngines:
         largest = next((size for size in sizes if size >= num_slots - 1), sizes[-1])
         self.batch_sizes = [size for size in sizes if size <= largest]
         self.chunk_sizes = sorted(self._prefill.spec.dim("T").buckets)
-        self._is_captured = device.type == "cuda" if is_captured is None else is_captured
+        self._is_captured = (
+            device.type == "cuda" and all(graph.is_capturable for graph in (*graphs, self._prefill))
+            if is_captured is None
+            else is_captured
+        )
         self._busy: set[torch.cuda.Stream] = set()
         self._patches = PatchPipeline(
             self,

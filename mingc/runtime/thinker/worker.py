@@ -131,6 +131,7 @@ class ThinkerWorker:
         self.state = stage.allocate_state({"KV": num_pages * self.page_size}, device)
         self.routes: list[tuple[Tensor, Tensor]] = []
         self._prefill, self._decode = stage["prefill_attention"], stage["decode_attention"]
+        self._is_captured = device.type == "cuda" and stage.is_capturable
         self._sampler = stage.graphs.get("sample")
         if self._sampler is None and device.type == "cuda" and self.samples_on_device:
             log.warning("sampling sorts the vocabulary: the artifact has no graph sample; export again")
@@ -450,7 +451,7 @@ class ThinkerWorker:
 
     def _capture_all(self) -> None:
         """Capture every size, the largest first, so that the others reuse its graph's memory."""
-        pool = GraphPool(self.device) if self.device.type == "cuda" else None
+        pool = GraphPool(self.device) if self._is_captured else None
         num_prompts = self._table_rows
         prompts = (torch.int64, (num_prompts,))
         for size in sorted({*self.chunks, *self.two_batch_sizes}, reverse=True):

@@ -1,8 +1,7 @@
 """ONNX models run by ONNX Runtime on a CPU or a CUDA device, directly on the memory of the given tensors.
 
 State is bound as input and output. Weights are inputs as well, bound once without a second copy. On CUDA an engine has
-a stream of its own, which torch's current one waits for: calls neither block the host nor copy to it, so that they can
-be captured in a CUDA graph.
+a stream of its own, which torch's current one waits for, so that calls do not block the host.
 """
 
 from __future__ import annotations
@@ -85,6 +84,8 @@ class OnnxEngine(Engine):
         self._path, self._device = path, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.is_concurrent = self._stream is None  # calls share the session's memory and its stream
+        # Some operators copy what they need from host memory that is freed after the call.
+        self.is_capturable = self._stream is None
         self._session = _open_session(path, device, self._stream)
         self._layout = _layout(self._session, path)
         inputs = self._session.get_inputs()
@@ -225,9 +226,9 @@ def _open_session(path: Path, device: torch.device, stream: torch.cuda.Stream | 
             "device_id": str(device.index or 0),
             "user_compute_stream": str(stream.cuda_stream),
             "use_tf32": "0",
-            "arena_extend_strategy": "kSameAsRequested",  # the other one doubles what it holds
         }
         providers.insert(0, (CUDA_PROVIDER, own))
+        onnxruntime.set_default_logger_severity(4)  # it warns of every scatter, which may write rows twice
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     try:
         session = onnxruntime.InferenceSession(path, options, providers=providers)
