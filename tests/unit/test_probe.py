@@ -442,7 +442,7 @@ def test_default_engines_beside_that_cannot_be_loaded_are_refused(
     first, other = both
     alone: dict[str, Any] = {"beside": other, "has_cold_start": False, "has_transfers": False}
     absent = ("is not installed", "pip install it")
-    monkeypatch.setattr(choice, "unavailable", lambda backend: absent if backend == "onnx" else None)
+    monkeypatch.setattr(choice, "unavailable", lambda backend, device: absent if backend == "onnx" else None)
     with pytest.raises(ArtifactError, match="need backend onnx: is not installed") as caught:
         probe(first, ProbeOptions(**alone))
     assert caught.value.where == "--beside"
