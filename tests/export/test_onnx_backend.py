@@ -144,7 +144,7 @@ class Order:
     """Streams that only note in which order they wait for each other."""
 
     def __init__(self) -> None:
-        self.waits: list[str] = []
+        self.waits: list[str] = []  # `-` is a wait of the host
         self.own, self.current = Stream(self, "own"), Stream(self, "current")
 
 
@@ -155,6 +155,9 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None:
         self.order.waits.append(f"{self.name} waits for {other.name}")
+
+    def synchronize(self) -> None:
+        self.order.waits.append(f"- waits for {self.name}")
 
 
 def as_on_cuda(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[OnnxEngine, Order]:
@@ -194,6 +197,9 @@ def test_on_cuda_an_engine_waits_for_torch_and_torch_for_it(
     assert order.waits == ["own waits for current", "current waits for own"] * 2
     first, second = (engine.run(sliding_arguments(3)) for _ in range(2))
     assert not {each.data_ptr() for each in first} & {each.data_ptr() for each in second}
+    assert "- waits for own" not in order.waits
+    del engine
+    assert order.waits[-1] == "- waits for own", "its memory is freed after its work"
 
 
 def test_on_cuda_results_without_fixed_sizes_are_refused(

@@ -7,6 +7,7 @@ a stream of its own, which torch's current one waits for, so that calls do not b
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,10 @@ class OnnxEngine(Engine):
         self.is_concurrent = self._stream is None  # calls share the session's memory and its stream
         # Some operators copy what they need from host memory that is freed after the call.
         self.is_capturable = self._stream is None
+        if self._stream is not None:
+            # A session that is freed while its work is queued ends the process: its host memory is freed by a callback
+            # of the stream then, in which CUDA allows no calls.
+            weakref.finalize(self, self._stream.synchronize)
         self._session = _open_session(path, device, self._stream)
         self._layout = _layout(self._session, path)
         inputs = self._session.get_inputs()
