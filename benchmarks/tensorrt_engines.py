@@ -63,7 +63,7 @@ _PACKAGES = {
     "tensorrt_rtx": ("tensorrt-rtx-cu13-bindings", "tensorrt-rtx"),
     "onnx": ("onnx",),
     "onnxscript": ("onnxscript",),
-    "onnxruntime": ("onnxruntime",),
+    "onnxruntime": ("onnxruntime-gpu", "onnxruntime"),
 }
 _WATCHED = (
     "torch._dynamo",

@@ -46,7 +46,7 @@ def arguments(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
 def test_calls_follow_torchs_work_and_precede_it(
     dtype: torch.dtype, tolerance: float, tmp_path: Path
 ) -> None:
-    """Without waiting for the device in between: every call reads the state that the one before has written."""
+    """Every call reads the state that the one before has written, and inputs that torch has just computed."""
     device = torch.device("cuda", 0)
     torch.manual_seed(3)
     module = Sliding().to(device=device, dtype=dtype)
@@ -62,7 +62,7 @@ def test_calls_follow_torchs_work_and_precede_it(
             expected = module(*theirs)
         got = engine.run(mine)
         for inputs in (mine, theirs):
-            inputs[0].mul_(0.9)  # on torch's stream, while the engine may still read it
+            inputs[0].mul_(0.9)  # on its stream
     for value, reference in zip((*got, *mine), (*expected, *theirs), strict=True):
         assert relative_error(value.float(), reference.float()) < tolerance
 

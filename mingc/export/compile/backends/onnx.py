@@ -28,8 +28,13 @@ class OnnxBackend(Backend):
     def unsupported_reason(self, target: str, dtype: str) -> str | None:
         if is_rtx(target):
             return "engines of ONNX Runtime were not run on RTX cards; use --backend tensorrt"
-        if dtype != "float32" and target == "cpu":
-            return f"ONNX Runtime's CPU kernels lack {dtype}; use --dtype float32"
+        if dtype != "float32":
+            reason = (
+                f"ONNX Runtime's CPU kernels lack {dtype}"
+                if target == "cpu"
+                else f"its engines were not run in {dtype}"
+            )
+            return f"{reason}; use --dtype float32"
         absent = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
         if target == "cuda" and not has_cuda_provider():
             absent = [*(each for each in absent if each != MODULE), "onnxruntime-gpu"]

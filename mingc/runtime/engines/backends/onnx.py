@@ -1,13 +1,12 @@
 """ONNX models run by ONNX Runtime on a CPU or a CUDA device, directly on the memory of the given tensors.
 
 State is bound as input and output. Weights are inputs as well, bound once without a second copy. On CUDA an engine has
-a stream of its own, which torch's current one waits for, so that calls do not block the host.
+a stream of its own, before and after which torch's current one has its work.
 """
 
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,8 +73,10 @@ _SHAPE_OPERATORS = frozenset(
         "Size",
         "Slice",
         "Squeeze",
+        "Sub",
+        "Unsqueeze",
     )
-) | {"Sub", "Unsqueeze"}
+)
 
 
 class OnnxEngine(Engine):
@@ -85,12 +86,7 @@ class OnnxEngine(Engine):
         self._path, self._device = path, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.is_concurrent = self._stream is None  # calls share the session's memory and its stream
-        # Some operators copy what they need from host memory that is freed after the call.
-        self.is_capturable = self._stream is None
-        if self._stream is not None:
-            # A session that is freed while its work is queued ends the process: its host memory is freed by a callback
-            # of the stream then, in which CUDA allows no calls.
-            weakref.finalize(self, self._stream.synchronize)
+        self.is_capturable = self._stream is None  # a call on CUDA waits for the device
         self._session = _open_session(path, device, self._stream)
         self._layout = _layout(self._session, path)
         inputs = self._session.get_inputs()
@@ -104,7 +100,6 @@ class OnnxEngine(Engine):
         self._binding = self._session.io_binding()
         self._kept: list[torch.Tensor] = []
         if self._stream is not None:
-            self._options = _asynchronous()
             self._results = [
                 _fixed_size(each, path) for each in self._session.get_outputs()[: self._layout.outputs]
             ]
@@ -153,7 +148,11 @@ class OnnxEngine(Engine):
     def _run_on_cuda(
         self, tensors: Sequence[torch.Tensor], given: Sequence[torch.Tensor], stream: torch.cuda.Stream
     ) -> list[torch.Tensor]:
-        """Queues the model between what torch's current stream has and what follows there."""
+        """Runs the model between what torch's current stream has and what follows there.
+
+        ONNX Runtime waits for its stream at the end. It can leave that out, but version 1.31.1 then ends the process:
+        it frees host memory in a callback of the stream, where CUDA allows no calls.
+        """
         current = torch.cuda.current_stream(self._device)
         results = [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in self._results]
         for name, result in zip(self._outputs, results, strict=True):
@@ -166,7 +165,7 @@ class OnnxEngine(Engine):
             if not is_shared:
                 copied.append((tensors[index], after))
         stream.wait_stream(current)
-        self._session.run_with_iobinding(self._binding, self._options)
+        self._session.run_with_iobinding(self._binding)
         current.wait_stream(stream)
         for state, after in copied:
             state.copy_(after)
@@ -187,15 +186,6 @@ class OnnxEngine(Engine):
             [*tensor.shape],
             tensor.data_ptr(),
         )
-
-
-def _asynchronous() -> Any:
-    """Options of a run that only queues its work."""
-    import onnxruntime
-
-    options = onnxruntime.RunOptions()
-    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-    return options
 
 
 def _fixed_size(output: Any, path: Path) -> tuple[torch.dtype, list[int]]:
