@@ -167,22 +167,12 @@ def _support_rows() -> list[str]:
     """Results of each backend, one row per stage."""
     tiny = _figures(ROOT / "benchmarks" / "results" / "backends-cpu.json")
     (_, released), built = _released_figures(), _figures(_latest("rtx-builds-cpu"))
-    on_gpu = _figures(_latest("tensorrt-engines-h100"))
-    served = {
-        each.partition("=")[0]
-        for row in _figures(_latest("tensorrt-served-h100"))
-        if row["name"] == "served" and "error" not in row
-        for each in row["engines"].split(",")
-    }
-
-    def of(stage: str, name: str) -> bool:
-        return name.partition(".")[0] == stage
 
     def errors(stage: str, backend: str, rows: list[dict[str, Any]]) -> str:
         found = [
             each["error"]
             for row in rows
-            if of(stage, row["graph"])
+            if _is_of(stage, row["graph"])
             for each in row["engines"]
             if each["backend"] == backend and "error" in each
         ]
@@ -191,27 +181,14 @@ def _support_rows() -> list[str]:
     lines = [
         "",
         "| stage | `aoti`, H200 | `aoti`, CPU, tiny | `aoti`, CPU, released | `onnx`, CPU, tiny | "
-        "`onnx`, CPU, released | `tensorrt`, RTX cards | `tensorrt`, H100 |",
-        "|---|---|---|---|---|---|---|---|",
+        "`onnx`, CPU, released | `tensorrt`, RTX cards | `tensorrt`, H100 | `onnx`, H100 |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for stage in _STAGES:
         gpu = next(_latest(start).name for start, stages in _ON_GPU.items() if stage in stages)
-        cards = {each["case"] for each in built if each.get("name") == "build_s" and of(stage, each["case"])}
-        words = {
-            each["case"].removeprefix("released-bfloat16-").split("-")[0]: "backend" in each
-            for each in on_gpu
-            if each.get("name") == "latency_ms"
-            and each.get("backend", "tensorrt") == "tensorrt"
-            and each["case"].startswith("released")
-            and each.get("refused") != "out of time"
+        cards = {
+            each["case"] for each in built if each.get("name") == "build_s" and _is_of(stage, each["case"])
         }
-        run = sorted(each.partition(".")[2] for each in words if of(stage, each) and words[each])
-        crashed = sorted(each.partition(".")[2] for each in words if of(stage, each) and not words[each])
-        on_h100 = [
-            *([f"{', '.join(f'`{each}`' for each in run)} run"] if run else []),
-            *([f"{', '.join(f'`{each}`' for each in crashed)} crashed"] if crashed else []),
-            *(["served (tiny)"] if stage in served else []),
-        ]
         cells = (
             f"`{stage}`",
             f"measured (`{gpu}`)",
@@ -220,10 +197,41 @@ def _support_rows() -> list[str]:
             errors(stage, "onnx", tiny),
             errors(stage, "onnx", released),
             f"{len(cards)} built, not run" if cards else "–",
-            "; ".join(on_h100) or "–",
+            _on_h100(stage, "tensorrt"),
+            _on_h100(stage, "onnx"),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
+
+
+def _is_of(stage: str, graph: str) -> bool:
+    return graph.partition(".")[0] == stage
+
+
+def _on_h100(stage: str, backend: str) -> str:
+    """What ran of a stage on an H100 with `backend`: graphs of the released dims, and a tiny server."""
+    served = {
+        each.partition("=")[0]
+        for row in _figures(_latest(f"{backend}-served-h100"))
+        if row["name"] == "served" and "error" not in row
+        for each in row["engines"].split(",")
+    }
+    has_run = {
+        each["case"].split("-")[2]: "backend" in each
+        for each in _figures(_latest(f"{backend}-engines-h100"))
+        if each.get("name") == "latency_ms"
+        and each.get("backend", backend) == backend
+        and each["case"].startswith("released")
+        and each.get("refused") != "out of time"
+    }
+    run = sorted(each.partition(".")[2] for each in has_run if _is_of(stage, each) and has_run[each])
+    crashed = sorted(each.partition(".")[2] for each in has_run if _is_of(stage, each) and not has_run[each])
+    found = [
+        *([f"{', '.join(f'`{each}`' for each in run)} run"] if run else []),
+        *([f"{', '.join(f'`{each}`' for each in crashed)} crashed"] if crashed else []),
+        *(["served (tiny)"] if stage in served else []),
+    ]
+    return "; ".join(found) or "–"
 
 
 def _released_figures() -> tuple[list[Path], list[dict[str, Any]]]:

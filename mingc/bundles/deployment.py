@@ -78,6 +78,7 @@ ENTRYPOINT ["/bin/sh", "/opt/bundle/bundle/start.sh", "--host", "0.0.0.0"{option
 
 _LIBRARIES = {
     "onnx": "onnxruntime",
+    "onnx-gpu": "onnxruntime-gpu",
     "tensorrt": "tensorrt-rtx",
 }  # what runs the engines of an extra's backend
 _LICENCE_NAMES = ("licen", "copying", "notice", "authors")

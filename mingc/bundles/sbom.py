@@ -21,7 +21,8 @@ from mingc.errors import ConfigError
 
 _OWN = "mingc"
 _EXTRAS = ("serve", "sign")
-_EXTRAS_OF_BACKENDS = {"onnx": "onnx", "tensorrt": "tensorrt"}  # whose engines are run by a library
+# Of backends whose engines are run by a library; ONNX Runtime has a distribution for each device.
+_EXTRAS_OF_BACKENDS = {"cpu": {"onnx": "onnx"}, "cuda": {"onnx": "onnx-gpu", "tensorrt": "tensorrt"}}
 _REQUIREMENT = re.compile(r"^\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*(\[[^\]]*\])?[^;]*(?:;(.*))?$")
 
 
@@ -36,7 +37,8 @@ def runtime_extras(view: Manifest) -> tuple[str, ...]:
         for graph in stage.graphs.values()
         for engine in default_engines(graph)
     }
-    return (*_EXTRAS, *(extra for backend, extra in _EXTRAS_OF_BACKENDS.items() if backend in backends))
+    extras = _EXTRAS_OF_BACKENDS[view.fingerprint.device]
+    return (*_EXTRAS, *(extra for backend, extra in extras.items() if backend in backends))
 
 
 def runtime_distributions(extras: Sequence[str] = _EXTRAS) -> list[str]:

@@ -34,7 +34,7 @@ from mingc.bundles.deployment import deployment_files
 from mingc.bundles.oci import write_oci
 from mingc.bundles.packing import pack, partial_path
 from mingc.bundles.pruning import prune
-from mingc.bundles.sbom import _licence, runtime_distributions, sbom
+from mingc.bundles.sbom import _licence, all_extras, runtime_distributions, sbom
 from mingc.bundles.signatures import generate_keys, sign_bundle, verify_signature
 from mingc.bundles.unpacking import STORE, unpack
 from mingc.cli import main as cli_main
@@ -489,23 +489,44 @@ def test_wheels_that_cannot_run_the_engines_are_refused(
     name = "torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64"
     both = _wheelhouse(tmp_path / "both", own, "torch-2.13.0+cpu-cp311-cp311-linux_x86_64", name)
     assert deployment_files(_for_two_targets(manifest, "aoti"), both, None), "one of them is for CUDA"
-    (stage,) = manifest.stages.values()
-    (graph,) = stage.graphs.values()
-    engine = replace(graph.engines[0], backend="onnx")
-    onnx = replace(
-        manifest,
-        stages={"audio_encoder": replace(stage, graphs={"encode": replace(graph, engines=(engine,))})},
-    )
     with pytest.raises(ConfigError, match="has no wheel of onnxruntime\n") as raised:
-        deployment_files(onnx, cpu, None)
+        deployment_files(_with_backend(manifest, "onnx"), cpu, None)
     assert "[serve,sign,onnx]" in str(raised.value.fix)
 
 
 def test_the_sbom_lists_the_library_that_runs_the_engines(manifest: Manifest) -> None:
-    for backend, library in (("aoti", None), ("onnx", "onnxruntime")):
-        text = sbom(_for_two_targets(manifest, backend), has_model_licence=True)
+    for backend in ("aoti", "onnx"):
+        text = sbom(_with_backend(manifest, backend), has_model_licence=True)
         names = {each["name"] for each in json.loads(text)["components"]}
-        assert ("onnxruntime" in names) == (library is not None)
+        assert ("onnxruntime" in names) == (backend == "onnx")
+
+
+@pytest.mark.parametrize(
+    ("here", "elsewhere", "extras"),
+    [
+        ("aoti", "aoti", ()),
+        ("onnx", "aoti", ("onnx",)),
+        ("aoti", "onnx", ("onnx-gpu",)),
+        ("onnx", "onnx", ("onnx", "onnx-gpu")),
+        ("onnx", "tensorrt", ("onnx", "tensorrt")),
+    ],
+)
+def test_a_library_has_an_extra_for_each_device(
+    here: str, elsewhere: str, extras: tuple[str, ...], manifest: Manifest
+) -> None:
+    """The other target is a GPU."""
+    assert all_extras(_for_two_targets(_with_backend(manifest, here), elsewhere)) == (
+        "serve",
+        "sign",
+        *extras,
+    )
+
+
+def _with_backend(manifest: Manifest, backend: str) -> Manifest:
+    (stage,) = manifest.stages.values()
+    (graph,) = stage.graphs.values()
+    changed = replace(graph, engines=(replace(graph.engines[0], backend=backend),))
+    return replace(manifest, stages={"audio_encoder": replace(stage, graphs={"encode": changed})})
 
 
 def test_the_sbom_names_the_model_its_hash_and_its_licence(manifest: Manifest) -> None:
