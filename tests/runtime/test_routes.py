@@ -25,6 +25,16 @@ from mingc.runtime.http.routes import (
 )
 from mingc.runtime.http.server import create_app
 from mingc.runtime.http.streaming import ResponseWriter
+from mingc.runtime.request import (
+    ChatRequest,
+    SamplingParams,
+    ServiceLoad,
+    SpeechParams,
+    SpeechRequest,
+    TextPart,
+    VideoParams,
+)
+from mingc.runtime.request import Message as RequestMessage
 
 CHAT = "/v1/chat/completions"
 _END_S = 20.0
@@ -296,3 +306,130 @@ def test_speech_is_sent_as_audio(format: str, kind: bytes) -> None:
     client = Client(chunks=[json.dumps({"input": "hello", "response_format": format}).encode()])
     assert call(make_state(), client, handle_speech, "/v1/audio/speech") is None
     assert client.header(b"content-type").startswith(kind)
+
+
+def counters(state: ServerState, *names: str) -> dict[tuple[str, str], float]:
+    """Values above 0 of counters that have a route, by their short name and route."""
+    return {
+        (each.name, dict(each.labels)["route"]): each.value
+        for each in state.metrics.samples(ServiceLoad())
+        if each.name in names and each.value
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "handler", "body"),
+    [
+        (CHAT, handle_chat, {"messages": [{"role": "user", "content": "endless"}], "stream": True}),
+        ("/v1/audio/speech", handle_speech, {"input": "endless", "stream": True}),
+    ],
+)
+def test_metrics_of_a_request_have_its_own_route(path: str, handler: Handler, body: dict[str, Any]) -> None:
+    state = make_state()
+    leaving = Client(chunks=[json.dumps(body).encode()])
+    sent = leaving.send
+
+    async def send(message: Message) -> None:
+        await sent(message)
+        leaving.leaves.set()
+
+    leaving.send = send  # type: ignore[method-assign]
+    assert call(state, leaving, handler, path) is None
+    unread = Client(chunks=[], stalls=True)
+    unread.leaves.set()  # before its body has arrived
+    assert call(state, unread, handler, path) is None and not unread.sent
+    failing = Client(chunks=[json.dumps(body).replace("endless", "fail midway").encode()])
+    assert call(state, failing, handler, path) is None
+    names = {
+        "mingc_requests_cancelled_total": 2,
+        "mingc_stream_errors_total": 1,
+        "mingc_request_duration_seconds_count": 3,
+    }
+    assert counters(state, *names) == {(name, path): value for name, value in names.items()}
+
+
+def test_raw_audio_that_fails_is_not_ended() -> None:
+    """Without its last message a server breaks the connection off, which is all that a client of raw audio can see."""
+    client = Client(chunks=[json.dumps({"input": "fail midway", "stream_format": "audio"}).encode()])
+    assert call(make_state(), client, handle_speech, "/v1/audio/speech") is None
+    assert client.body and all(each.get("more_body", True) for each in client.sent)
+
+
+def test_all_of_a_chat_reaches_the_service() -> None:
+    state = make_state()
+    assert isinstance(state.service, FakeService)
+    fields = {
+        "modalities": ["text", "audio"],
+        "audio": {"voice": "Lina", "format": "pcm16", "instructions": "slowly", "seed": 9, "max_steps": 4,
+                  "guidance": 1.5, "sigma": 0.25, "temperature": 0.5},
+        "stream": True, "max_tokens": 90, "min_tokens": 2, "temperature": 0.75, "top_p": 0.5, "top_k": 7,
+        "min_p": 0.125, "repetition_penalty": 1.25, "stop": ["a", "b"], "stop_token_ids": [3, 5], "ignore_eos": True,
+        "seed": 11, "video_fps": 1.5, "video_max_frames": 7, "video_min_pixels": 100_000,
+        "video_max_pixels": 200_000, "video_total_pixels": 3_000_000, "thinking": True,
+    }  # fmt: skip
+    assert call(state, chat("hello", **fields)) is None
+    (request,) = state.service.chats
+    assert request == ChatRequest(
+        request_id=request.request_id,
+        messages=(RequestMessage(role="user", parts=(TextPart(text="hello"),)),),
+        sampling=SamplingParams(
+            max_tokens=90, min_tokens=2, temperature=0.75, top_p=0.5, top_k=7, min_p=0.125, repetition_penalty=1.25,
+            stop=("a", "b"), stop_token_ids=(3, 5), ignore_eos=True, seed=11,
+        ),
+        speech=SpeechParams(
+            voice="Lina", instructions="slowly", seed=9, max_steps=4, guidance=1.5, sigma=0.25, temperature=0.5
+        ),
+        video=VideoParams(
+            fps=1.5, max_frames=7, min_pixels=100_000, max_pixels=200_000, total_pixels=3_000_000
+        ),
+        thinking=True,
+        is_live=True,
+    )  # fmt: skip
+    assert request.request_id.startswith("chatcmpl-")
+
+
+def test_all_of_a_speech_request_reaches_the_service() -> None:
+    state = make_state()
+    assert isinstance(state.service, FakeService)
+    body = {
+        "input": "hello", "voice": {"id": "Lina"}, "instructions": "slowly", "seed": -1, "max_new_tokens": 4,
+        "guidance": 1.5, "sigma": 0.25, "temperature": 0.5, "response_format": "pcm", "stream_format": "sse",
+    }  # fmt: skip
+    for given, speech, is_live in (
+        (
+            body,
+            SpeechParams(
+                voice="Lina", instructions="slowly", seed=2**64 - 1, max_steps=4, guidance=1.5, sigma=0.25,
+                temperature=0.5,
+            ),
+            True,
+        ),
+        ({"input": "hello"}, SpeechParams(voice="DB30"), False),
+        ({"input": "hello", "instructions": "  ", "seed": 0}, SpeechParams(voice="DB30", seed=0), False),
+    ):  # fmt: skip
+        client = Client(chunks=[json.dumps(given).encode()])
+        assert call(state, client, handle_speech, "/v1/audio/speech") is None
+        request = state.service.speeches[-1]
+        assert request == SpeechRequest(
+            request_id=request.request_id, text="hello", speech=speech, is_live=is_live
+        )
+        assert request.request_id.startswith("speech-")
+    assert len({each.request_id for each in state.service.speeches}) == 3
+
+
+@pytest.mark.parametrize(
+    "kind", [b"application/json", b"Application/JSON; charset=utf-8", b"application/json;charset=utf-8", None]
+)
+def test_json_may_be_announced_in_any_form(kind: bytes | None) -> None:
+    headers = () if kind is None else ((b"content-type", kind),)
+    client = Client(chunks=chat().chunks, headers=headers)
+    assert call(make_state(), client) is None and client.sent[0]["status"] == 200
+
+
+def test_a_body_of_exactly_the_limit_is_read() -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
+    declared = ((b"content-length", str(len(body)).encode()),)
+    for headers in ((), declared):
+        assert call(make_state(max_body_bytes=len(body)), Client(chunks=[body], headers=headers)) is None
+        error = refused(make_state(max_body_bytes=len(body) - 1), Client(chunks=[body], headers=headers))
+        assert isinstance(error, RequestError) and error.status == 413

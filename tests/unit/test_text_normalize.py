@@ -134,6 +134,66 @@ def test_english_numbers(text: str, spoken: str) -> None:
     assert expand_english_numbers(text) == spoken
 
 
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+def test_every_english_unit_scale_and_ordinal_has_its_word() -> None:
+    """SI and IEC names, and the names of powers of a thousand on the short scale."""
+    units = {
+        "ms": "milliseconds", "s": "seconds", "Hz": "hertz", "kHz": "kilohertz", "MHz": "megahertz", "GHz": "gigahertz",
+        "KB": "kilobytes", "MB": "megabytes", "GB": "gigabytes", "TB": "terabytes", "bps": "bits per second",
+        "kbps": "kilobits per second", "Mbps": "megabits per second", "Gbps": "gigabits per second",
+        "cm": "centimeters", "km": "kilometers", "kg": "kilograms", "V": "volts", "A": "amperes", "W": "watts",
+        "°C": "degrees celsius", "°F": "degrees fahrenheit",
+    }  # fmt: skip
+    for unit, word in units.items():
+        assert (
+            expand_english_numbers(f"at 2{unit} or 3.5 {unit}, ok")
+            == f"at two {word} or three point five {word} , ok"
+        )
+    scales = (
+        "thousand million billion trillion quadrillion quintillion sextillion septillion octillion nonillion"
+    )
+    for power, scale in enumerate([*words(scales), "decillion"], start=1):
+        assert cardinal_words(7 * 1000**power) == f"seven {scale}"
+    spelled = words(
+        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+        "seventeen eighteen nineteen twenty"
+    )
+    assert [cardinal_words(value) for value in range(21)] == spelled
+    tens = words("twenty thirty forty fifty sixty seventy eighty ninety")
+    assert [cardinal_words(value) for value in range(20, 100, 10)] == tens
+    assert [cardinal_words(value) for value in range(23, 100, 10)] == [f"{ten}-three" for ten in tens]
+    ordinals = words(
+        "zeroth first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth "
+        "fourteenth fifteenth sixteenth seventeenth eighteenth nineteenth twentieth"
+    )
+    assert [ordinal_words(value) for value in range(21)] == ordinals
+    assert [ordinal_words(value) for value in (21, 32, 90)] == ["twenty-first", "thirty-second", "ninetieth"]
+
+
+@pytest.mark.parametrize(
+    ("text", "spoken"),
+    [
+        ("7/2, 1/4, 3/4, 1/1", "seven halves , one quarter , three quarters , one first"),
+        (
+            "$1, $1.00, $1.5 and £2",
+            "one dollar , one point zero zero dollar , one point five dollars and two pounds",
+        ),
+        ("$-1", "minus one dollar"),
+        ("1,000 and 12,34", "one thousand and one thousand, two hundred thirty-four"),
+        ("2nd, 3rd, 4th and 121st", "two , three , four and one hundred and twenty-one"),
+        ("v2.05 and GPT-4", "v two point zero five and GPT four"),
+        ("5 KB", "five kilobytes"),
+        ("$1.2.3 £1.2", "one point two . three dollars one point two pounds"),
+        ("  many\n\tspaces  ", "many spaces"),
+    ],
+)
+def test_forms_of_english_numbers(text: str, spoken: str) -> None:
+    assert expand_english_numbers(text) == spoken
+
+
 @pytest.mark.parametrize(
     ("value", "words", "ordinal"),
     [
@@ -174,6 +234,50 @@ def test_a_number_beyond_the_named_scales_stays_as_digits() -> None:
 )
 def test_chinese_cardinals(digits: str, words: str) -> None:
     assert read_cardinal(digits) == words
+
+
+@pytest.mark.parametrize(
+    ("text", "spoken"),
+    [
+        # 两 before 百 and 千 only; zeros inside of a group of four are one 零, those in front of it none
+        ("共2个", "共二个"),
+        ("共12个", "共十二个"),
+        ("共102个", "共一百零二个"),
+        ("共220个", "共两百二十个"),
+        ("共1002个", "共一千零二个"),
+        ("共10020个", "共一万二十个"),
+        ("共12345678个", "共一千两百三十四万五千六百七十八个"),
+        ("共1000000000000个", "共一兆个"),
+        # times of day
+        ("8:00开始", "八点整开始"),
+        ("02:00开始", "两点整开始"),
+        ("12:00:05开始", "十二点零分零五秒开始"),
+        ("8:10am开始", "上午八点十分开始"),
+        ("8:10 PM", "八点十分 PM"),
+        # sums
+        ("3+4*5≥6", "三加四乘五大于等于六"),
+        ("8÷4<=3", "八除四小于等于三"),
+        ("1+1=2", "一加一等于二"),
+        # addresses, fractions and telephones
+        ("地址192.168.1.1", "地址幺九二点幺六八点幺点幺"),
+        ("约2~3/4", "约二至四分之三"),
+        ("010-12345678", "零幺零幺二三四五六七八"),
+        ("0571-1234567", "零五七幺幺二三四五六七"),
+        ("400-800-1234", "四零零八零零幺二三四"),
+        # ranges join readings of one kind
+        ("8:00-9:30", "八点整至九点三十分"),
+        ("5元~8元", "五元至八元"),
+        ("¥5-8元", "五元至八元"),
+        ("~5%", "大约百分之五"),
+        ("2024.5.1-2024.6.30", "二零二四年五月一号至二零二四年六月三十号"),
+        ("5月12号", "五月十二号"),
+        ("2024年5月12日", "二零二四年五月十二日"),
+        ("2024年13月", "二零二四年十三月"),
+        ("SN A12-B", "SN A幺二杠B"),
+    ],
+)
+def test_forms_of_chinese_numbers(text: str, spoken: str) -> None:
+    assert normalize_text(text, in_chinese=True) == spoken
 
 
 def test_digits_of_other_scripts_have_no_reading() -> None:
