@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import msgspec
@@ -37,6 +38,53 @@ def test_every_route_is_in_the_document() -> None:
         if method != "HEAD"
     }
     assert served == {(path, method) for path, item in document["paths"].items() for method in item}
+
+
+def test_operations_of_the_document() -> None:
+    """Schemas and content types of each response, bodies, and which routes need no key: docs/http-api.md."""
+    document = msgspec.json.decode(openapi_document())
+    audio = dict.fromkeys(("audio/wav", "audio/pcm", "audio/flac", "text/event-stream"))
+    errors = ("400", "401", "404", "408", "413", "415", "500", "503")
+    lists = ("401", "404")
+    both = ("200", "503")
+    expected = {
+        CHAT: ("ChatBody", True, {"application/json": "ChatCompletion", "text/event-stream": None}, errors),
+        "/v1/audio/speech": ("SpeechBody", True, audio, errors),
+        "/v1/models": (None, True, {"application/json": "ModelList"}, lists),
+        "/v1/models/{model}": (None, True, {"application/json": "ModelObject"}, lists),
+        "/v1/audio/voices": (None, True, {"application/json": "VoiceList"}, lists),
+        "/health": (None, False, {"application/json": "HealthResponse"}, both),
+        "/ready": (None, False, {"application/json": "ReadyResponse"}, both),
+        "/metrics": (None, True, {"text/plain": None}, lists),
+        "/openapi.json": (None, True, {"application/json": None}, lists),
+    }
+
+    def schemas(content: dict[str, Any]) -> dict[str, str | None]:
+        found = {kind: each.get("schema", {}).get("$ref") for kind, each in content.items()}
+        return {kind: ref and ref.removeprefix("#/components/schemas/") for kind, ref in found.items()}
+
+    assert document["security"] == [{}, {"key": []}]
+    assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+    failed = document["components"]["responses"]["error"]
+    assert failed["description"] and schemas(failed["content"]) == {"application/json": "ErrorResponse"}
+    assert document["paths"].keys() == expected.keys()
+    for path, (body, needs_key, content, others) in expected.items():
+        (operation,) = document["paths"][path].values()
+        assert operation["summary"] and ("security" in operation) is not needs_key, path
+        assert operation.get("security", [{}]) == [{}], path
+        answers = operation["responses"]
+        assert answers.keys() == {"200", *others}
+        assert answers["200"]["description"] and schemas(answers["200"]["content"]) == content, path
+        for status in {*others} - {"200"}:
+            if others is both:
+                assert answers[status]["description"] and schemas(answers[status]["content"]) == content
+            else:
+                assert answers[status] == {"$ref": "#/components/responses/error"}
+        if body is not None:
+            assert operation["requestBody"]["required"] is True
+            assert schemas(operation["requestBody"]["content"]) == {"application/json": body}
+        named = [(each["name"], each["in"], each["required"]) for each in operation.get("parameters", [])]
+        assert named == ([("model", "path", True)] if "{model}" in path else [])
 
 
 def test_every_field_is_in_the_document() -> None:

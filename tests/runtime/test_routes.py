@@ -418,7 +418,8 @@ def test_all_of_a_speech_request_reaches_the_service() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [b"application/json", b"Application/JSON; charset=utf-8", b"application/json;charset=utf-8", None]
+    "kind",
+    [b"application/json", b"Application/JSON; charset=utf-8", b"application/json ;charset=utf-8", None],
 )
 def test_json_may_be_announced_in_any_form(kind: bytes | None) -> None:
     headers = () if kind is None else ((b"content-type", kind),)

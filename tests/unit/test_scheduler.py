@@ -385,7 +385,39 @@ def test_prompt_longer_than_the_context_is_the_clients_fault() -> None:
     assert scheduler.max_new_tokens(60, 100) == 4
     with pytest.raises(RequestError) as error:
         scheduler.max_new_tokens(64, 1)
-    assert error.value.code == "context_length_exceeded"
+    assert (error.value.code, error.value.param) == ("context_length_exceeded", "messages")
+    assert error.value.status == 400 and "has 64 tokens, the context holds 64" in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("prompt", "requested", "granted"),
+    [(1, 5, 5), (1, 1, 1), (30, 2, 2), (30, 3, 2), (31, 1, 1), (31, 9, 1), (1, 31, 31), (1, 32, 31)],
+)
+def test_an_answer_has_what_is_asked_for_and_fits(prompt: int, requested: int, granted: int) -> None:
+    """In a context of 32 tokens, which is less than all pages hold."""
+    scheduler = make_thinker(num_pages=17, max_context=32)
+    assert scheduler.max_context == 32
+    assert scheduler.max_new_tokens(prompt, requested) == granted
+
+
+def test_a_chunk_may_start_while_none_is_running_and_a_prompt_is_there() -> None:
+    policy = ChunkedPrefillPolicy(num_layer_groups=2)
+    scheduler = make_thinker(chunk=128, num_pages=256, max_context=400, prefill_policy=policy)
+    assert not scheduler.can_start_chunk
+    scheduler.add(1, prompt_tokens=4, max_tokens=4)
+    assert scheduler.can_start_chunk, "one waits"
+    scheduler.commit(scheduler.plan())
+    assert not scheduler.can_start_chunk, "it decodes, and no other is there"
+    scheduler.add(2, prompt_tokens=200, max_tokens=4)
+    plan = scheduler.plan()
+    assert plan.prefill is not None and plan.prefill.end_group == 1, (
+        "half of the layers, beside the decode step"
+    )
+    scheduler.commit(plan)
+    scheduler.add(3, prompt_tokens=4, max_tokens=4)
+    assert not scheduler.can_start_chunk, "the chunk is not complete"
+    scheduler.commit(scheduler.plan())
+    assert scheduler.can_start_chunk, "the second one has further chunks"
 
 
 def test_a_request_has_no_more_tokens_than_all_pages_hold() -> None:
