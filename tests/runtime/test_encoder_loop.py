@@ -365,3 +365,30 @@ def test_every_bfloat16_that_is_no_number_is_found() -> None:
     assert _is_finite(every[finite]) and _is_finite(every[:0])
     assert not any(_is_finite(value[None]) for value in every[~finite])
     assert not _is_finite(torch.tensor([1.0, float("nan")])) and _is_finite(torch.tensor([1.0, -3e38]))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "calls"),
+    [
+        ((8, 8), [2]),  # 16 tokens, the most of one call
+        ((4, 4, 8), [3]),
+        ((8, 8, 8), [2, 1]),
+        ((16, 16), [1, 1]),
+        ((32, 1), [1, 1]),  # one medium may have more
+        ((3, 1), [2]),  # 4 tokens, as many as in separate calls: 4 + 1
+        ((5, 8), [2]),  # 16 of 8 + 8
+        ((1, 1, 1), [2, 1]),  # the third would add one of padding
+        ((1, 1, 1, 1), [4]),
+    ],
+)
+def test_a_call_takes_what_needs_no_more_padding(
+    tokens: Sequence[int], calls: list[int], gate: Gate, loop: EncoderLoop[str]
+) -> None:
+    """Buckets are powers of two; a call has at most 16 tokens, unless one medium alone has more."""
+    blocker = submit(loop, "z")
+    gate.wait_for_call()
+    waiting = submit(loop, *("abcdefgh"[index] * count for index, count in enumerate(tokens)))
+    gate.open()
+    for future in (*blocker, *waiting):
+        future.result(WAIT_S)
+    assert [len(each) for each in gate.calls[1:]] == calls

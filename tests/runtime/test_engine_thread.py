@@ -169,3 +169,16 @@ def before_first_wait(
         return is_busy
 
     monkeypatch.setattr(loop, "_step", step_then_arrive)
+
+
+def test_a_thread_is_healthy_while_it_runs_and_has_not_failed(jobs: Jobs) -> None:
+    assert not jobs.is_healthy, "not started"
+    jobs.start()
+    assert jobs.is_healthy
+    jobs.stop()
+    assert not jobs.is_healthy, "stopped"
+    failing = Jobs()
+    failing.start()
+    failing.fail(ServeError("lost"))
+    assert not failing.is_healthy
+    failing.stop()

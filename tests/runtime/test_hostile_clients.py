@@ -25,6 +25,7 @@ from mingc.runtime.http.body_budget import FREE_BYTES, BodyBudget
 from mingc.runtime.http.connections import PROBE_CONNECTIONS, ConnectionTable, connection_limit
 from mingc.runtime.http.metrics import Metrics
 from mingc.runtime.http.options import ServeOptions
+from mingc.runtime.request import ServiceLoad
 
 CHAT = "/v1/chat/completions"
 HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
@@ -215,6 +216,72 @@ def test_the_connection_that_waits_longest_makes_room() -> None:
         assert table.make_room() and closed == ["b"], "there is room"
 
     asyncio.run(fill())
+
+
+class LateConnection(Connection):
+    """One whose client has not read for `blocked` seconds."""
+
+    def __init__(self, name: str, closed: list[str], blocked: float = 0.0) -> None:
+        super().__init__(name, closed)
+        self._blocked = blocked
+
+    def blocked_s(self, now: float) -> float:
+        return self._blocked
+
+    def close_unfinished(self) -> None:
+        self._closed.append(f"{self._name} waited")
+
+
+def test_connections_beyond_a_time_limit_are_closed_and_counted_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed: list[str] = []
+
+    async def run() -> None:
+        now = 100.0
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
+        metrics = Metrics()
+        options = ServeOptions(header_timeout_s=10.0, write_timeout_s=5.0)
+        table: Any = ConnectionTable(options=options, metrics=metrics, limit=9)
+        first, later, busy, stuck = (
+            LateConnection(name, closed, blocked)
+            for name, blocked in (("first", 0.0), ("later", 0.0), ("busy", 4.9), ("stuck", 5.0))
+        )
+        for each in (busy, stuck):
+            table.add(each)
+            del table.waiting[each]  # each has a running request
+        table.add(first)
+        now = 101.0
+        table.add(later)
+
+        def counted() -> dict[str, float]:
+            lines = metrics.render(ServiceLoad()).decode().splitlines()
+            found = [line for line in lines if line.startswith("mingc_connections_closed_total")]
+            gauge = [line for line in lines if line.startswith("mingc_num_connections ")]
+            return {
+                line.split()[0].removeprefix("mingc_"): float(line.split()[1]) for line in [*found, *gauge]
+            }
+
+        now = 109.9
+        table.close_late()
+        assert closed == ["stuck"]
+        assert counted() == {'connections_closed_total{reason="write_timeout"}': 1, "num_connections": 3}
+        now = 110.0
+        for _ in range(2):
+            table.close_late()
+            assert closed == ["stuck", "first waited"], "the later one has waited for 9 s"
+            assert [*table.waiting] == [later]
+        assert counted()['connections_closed_total{reason="header_timeout"}'] == 1
+        table.remove(first)
+        table.set_waiting(first)  # its response ends after it was closed
+        assert [*table.waiting] == [later]
+        table.limit = 2
+        assert table.make_room() and closed[-1] == "later"
+        assert counted()['connections_closed_total{reason="evicted"}'] == 1
+        table.limit = 1
+        assert not table.make_room() and counted()["num_connections"] == 1
+
+    asyncio.run(run())
 
 
 def test_a_full_server_evicts_idle_connections_before_it_refuses() -> None:

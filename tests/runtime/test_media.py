@@ -448,6 +448,7 @@ NOT_PUBLIC = [
     "ff02::1",
     "::ffff:127.0.0.1",
     "::ffff:169.254.169.254",
+    "::ffff:168.63.129.16",
     "64:ff9b::7f00:1",
     "64:ff9b::a9fe:a9fe",
     "2002:7f00:1::",
@@ -463,6 +464,7 @@ def test_any_public_host_can_be_allowed(network: Network, server: SiteServer) ->
     ((_, headers),) = server.seen
     assert {name.lower(): value for name, value in headers.items()}["host"] == "cdn.example"
     assert is_public("2606:2800:220:1:248:1893:25c8:1946")
+    assert is_public("::ffff:8.8.8.8") and is_public("8.8.8.8")
 
 
 @pytest.mark.parametrize("address", NOT_PUBLIC)
@@ -563,6 +565,13 @@ def test_files_under_the_root(root: Path) -> None:
     assert read((root / "a b.png").as_uri(), options) == b"inside"
     assert read("sub/../sub/c.png", options) == b"deep"
     assert read("good", options) == b"deep"
+
+
+def test_the_root_may_be_a_link(root: Path) -> None:
+    link = root.parent / "link"
+    link.symlink_to(root)
+    assert read("a b.png", ServeOptions(media_root=link)) == b"inside"
+    assert refused("../outside.png", ServeOptions(media_root=link)).code == "local_media_not_allowed"
 
 
 @pytest.mark.parametrize("data", [b"\x89PNG data", b"\xff\xd8\xff\xe0 JPEG", b"x" * 90, b"x" * 5000])

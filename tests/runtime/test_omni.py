@@ -25,6 +25,7 @@ from held_resources import loop_resources, service_resources, wait_until_equal, 
 from mingc.errors import CapacityError, RequestError, WorkerError
 from mingc.runtime import engine_thread
 from mingc.runtime.http.metrics import Metrics
+from mingc.runtime.noise import NoiseSource, PhiloxNoise
 from mingc.runtime.preprocess.decoder_pool import DecoderPool
 from mingc.runtime.preprocess.image import VisionFeatures
 from mingc.runtime.preprocess.prompt import MediaFeatures, PreparedPrompt
@@ -34,6 +35,8 @@ from mingc.runtime.request import (
     ChatRequest,
     Done,
     Event,
+    MemoryUse,
+    ServiceLoad,
     SpeechParams,
     SpeechRequest,
     TextDelta,
@@ -44,7 +47,8 @@ from mingc.runtime.service.encoder_cache import EncoderCache
 from mingc.runtime.service.encoder_loop import EncoderLoop
 from mingc.runtime.service.encoders import VisionEncoder
 from mingc.runtime.service.omni import OmniService, _encoded, _prepare
-from mingc.runtime.service.output_processor import Timings
+from mingc.runtime.service.output_processor import ChatOutputProcessor, SpeechStream, Timings
+from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
 
 
@@ -593,3 +597,130 @@ def test_a_request_that_leaves_withdraws_all_of_its_media() -> None:
 
     asyncio.run(leave())
     assert all(future.cancelled() for each in futures.values() for future in each)
+
+
+def test_the_load_has_the_figures_of_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = EncoderCache(10_000)
+    service = make_service(talkers=2, encoder_cache=cache)
+    assert service._chat is not None and service._speech is not None
+    scheduler, talkers = service._chat.loop.scheduler, service._speech.talkers
+
+    def fix(owner: Any, **values: Any) -> None:
+        """Properties of one object: those of its class return the value for it."""
+        for name, value in values.items():
+            monkeypatch.setattr(type(owner), name, property(lambda self, value=value: value))
+
+    fix(scheduler, num_waiting=2)
+    fix(scheduler.pool, num_free=100, num_published=5)
+    scheduler.num_prefilled, scheduler.num_reused, scheduler.pool.num_evicted = 30, 40, 50
+    fix(cache, num_hits=60, num_misses=70, num_bytes=80)
+    fix(talkers, num_waiting=3, listeners={"late": 4}, num_underruns=9)
+    fix(service._chat.loop.expert_usage, totals={1: (2, 8.0)})
+    service._memory = (MemoryUse(device="cpu", owner="kv_pages", num_bytes=1),)
+    total = scheduler.pool.num_pages - 1
+    try:
+        assert service.load == ServiceLoad(
+            kv_pages_used=total - 100,
+            kv_pages_total=total,
+            num_waiting={"thinker": 2, "talker": 3},
+            prefilled_tokens=30,
+            reused_tokens=40,
+            cached_pages=5,
+            evicted_pages=50,
+            encoder_hits=60,
+            encoder_misses=70,
+            encoder_cache_bytes=80,
+            listeners={"late": 4},
+            num_underruns=9,
+            memory=service._memory,
+            experts_read={1: (2, 8.0)},
+        )
+    finally:
+        monkeypatch.undo()
+        asyncio.run(service.close(shutdown_timeout_s=0))
+    without = make_service(has_thinker=False)
+    assert without.load == ServiceLoad(
+        num_waiting={"talker": 0}, listeners=dict.fromkeys(("starting", "playing", "late", "paused"), 0)
+    )
+    asyncio.run(without.close(shutdown_timeout_s=0))
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+@pytest.mark.parametrize(
+    ("speech_seed", "chat_seed", "is_reproducible", "noise_seed"),
+    [(5, 7, True, 5), (None, 7, True, 7), (0, 7, True, 0), (None, None, False, None)],
+)
+def test_what_a_spoken_chat_gives_to_its_parts(
+    speech_seed: int | None,
+    chat_seed: int | None,
+    is_reproducible: bool,
+    noise_seed: int | None,
+    is_live: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Speech takes its own seed, else the chat's; with either its segments depend on the text alone."""
+    given: list[dict[str, Any]] = []
+
+    def record(kind: type) -> None:
+        begin = kind.__init__  # type: ignore[misc]
+
+        def init(self: Any, *arguments: Any, **named: Any) -> None:
+            given.append(named)
+            begin(self, *arguments, **named)
+
+        monkeypatch.setattr(kind, "__init__", init)
+
+    record(SpeechStream)
+    record(ChatOutputProcessor)
+    service = make_service(max_pending=17)
+    spoken = chat("Hello there", SpeechParams(voice="bob", seed=speech_seed), seed=chat_seed)
+    done = done_of(run(service, collect(service.chat(replace(spoken, is_live=is_live)))))
+    stream, processor = given
+    assert (stream["max_pending_patches"], stream["is_live"]) == (17, is_live)
+    assert noise_seed is None or stream["noise"] == PhiloxNoise(noise_seed)
+    assert processor["is_reproducible"] is is_reproducible
+    assert processor["sample_rate"] == SAMPLE_RATE
+    assert processor["prompt_tokens"] == done.usage.prompt_tokens > 5
+    assert processor["max_segment_length"] == service.max_segment_length > 0
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+def test_what_a_speech_request_gives_to_its_stream(is_live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[bool] = []
+    real = TalkerLoop.open
+
+    def record(self: TalkerLoop, *arguments: Any, is_live: bool = False) -> int:
+        opened.append(is_live)
+        return real(self, *arguments, is_live=is_live)
+
+    monkeypatch.setattr(TalkerLoop, "open", record)
+    service = make_service()
+    run(service, collect(service.speech(replace(speech_request("Hello there."), is_live=is_live))))
+    assert opened == [is_live]
+
+
+def test_speech_with_given_noise_is_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `mingc verify` asks for it, without a seed."""
+    given: list[dict[str, Any]] = []
+    begin = ChatOutputProcessor.__init__
+
+    def init(self: Any, *arguments: Any, **named: Any) -> None:
+        given.append(named)
+        begin(self, *arguments, **named)
+
+    monkeypatch.setattr(ChatOutputProcessor, "__init__", init)
+    service = make_service()
+
+    def ask(noise: NoiseSource | None) -> AsyncIterator[Event]:
+        request = chat("Hello there", SpeechParams())
+        return service.answer(
+            lambda: service.prepare(request.messages), request.sampling, SpeechParams(), noise=noise
+        )
+
+    async def work() -> list[np.ndarray]:
+        return [audio_of(await collect(ask(noise))) for noise in (PhiloxNoise(3), PhiloxNoise(3), None)]
+
+    first, second, other = run(service, work())
+    assert [each["is_reproducible"] for each in given] == [True, True, False]
+    np.testing.assert_array_equal(first, second)
+    assert first.shape != other.shape or not np.array_equal(first, other)

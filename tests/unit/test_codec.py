@@ -106,3 +106,19 @@ def test_what_is_wrong_is_named_with_its_path(key: str, value: Any, says: str, w
         decode(Outer, {**whole(), key: value})
     assert says in caught.value.message
     assert caught.value.where == where
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        (float("nan"), "$.k"),
+        ({"a": [1.0, {"b": float("inf")}]}, "$.k.a[1].b"),
+        ([[0.5], [float("-inf")]], "$.k[1][0]"),
+    ],
+)
+def test_numbers_of_any_value_are_finite_at_every_depth(value: Any, where: str) -> None:
+    with pytest.raises(ManifestError, match="expected a finite number") as caught:
+        decode(dict[str, Any], {"j": 1.0, "k": value})
+    assert caught.value.where == where
+    fine = {"k": {"a": [1.0, {"b": None}], "c": "x"}}
+    assert decode(dict[str, Any], fine) == fine

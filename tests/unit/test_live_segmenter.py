@@ -270,6 +270,49 @@ def test_a_long_sentence_is_cut_at_a_clause(clock: Clock) -> None:
     assert segmenter.push(clause + "词" * 20) == [clause]
 
 
+WORDS = "zero one two three four five six seven"
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        # marks and closing quotes belong to their sentence
+        (f"{WORDS} eight; nine", f"{WORDS} eight;"),
+        (f"{WORDS} eight?! Nine", f"{WORDS} eight?!"),
+        (f"{WORDS} eight... Nine", f"{WORDS} eight..."),
+        (f'{WORDS} "eight." Nine', f'{WORDS} "eight."'),
+        (f"{WORDS} (eight.) Nine", f"{WORDS} (eight.)"),
+        (f"{WORDS} eight!」Nine", f"{WORDS} eight!」"),
+        # a dot ends a sentence in front of a space, a mark and other scripts, not inside of a word
+        (f"{WORDS} eight.—nine", f"{WORDS} eight."),
+        (f"{WORDS} eight.然后", f"{WORDS} eight."),
+        (f"{WORDS} eight.nine ten. Eleven", f"{WORDS} eight.nine ten."),
+        # abbreviations: two initials, or a title of two letters
+        (f"{WORDS} U.S. army. Nine", f"{WORDS} U.S. army."),
+        (f"{WORDS} e.g. nine. Ten", f"{WORDS} e.g. nine."),
+        (f"{WORDS} Mr. Smith. Nine", f"{WORDS} Mr. Smith."),
+        (f"{WORDS} McDr. Smith. Nine", f"{WORDS} McDr. Smith."),
+        ("Mr. Smith and all of his many old friends. Nine", "Mr. Smith and all of his many old friends."),
+        (
+            "U.S. soldiers and all of their many old friends. Nine",
+            "U.S. soldiers and all of their many old friends.",
+        ),
+        (f"{WORDS} usr. Nine ten. Eleven", f"{WORDS} usr. Nine ten."),
+        # a link goes on behind an ASCII mark, and ends in front of a Chinese one
+        (f"{WORDS} https://a.example/b。然后我们走吧", f"{WORDS} https://a.example/b。"),
+        (f"{WORDS} https://a.example/b.c ten. Eleven", f"{WORDS} https://a.example/b.c ten."),
+        # the limit of 40 takes the marks behind it, and a clause end in front of it if there is one
+        ("字" * 40 + "——好", "字" * 40),
+        ("字" * 40 + "。好", "字" * 40 + "。"),
+        ("字" * 20 + "，" + "字" * 15 + "：" + "字" * 20, "字" * 20 + "，" + "字" * 15 + "："),
+        ("字" * 20 + "，5" + "字" * 30, "字" * 20 + "，5" + "字" * 19),
+    ],
+)
+def test_where_a_first_segment_ends(text: str, first: str, clock: Clock) -> None:
+    segments = Segmenter(clock).push(text)
+    assert segments[:1] == [first]
+
+
 def test_one_push_may_give_several_segments(clock: Clock) -> None:
     segmenter = Segmenter(clock)
     sentence = "这是一个足够长的完整句子。"

@@ -95,6 +95,44 @@ def test_dot_placeholders_are_replaced() -> None:
     assert "".join(fragments).removesuffix("。") == digits
 
 
+@pytest.mark.parametrize(
+    ("text", "limit", "fragments"),
+    [
+        # a text without a mark at its end gets one
+        ("一二三四五六七八", 5, ["一二三四五", "六七八。"]),
+        ("一二三四五六七八！", 5, ["一二三四五", "六七八！"]),
+        # a clause of up to 4 joins the next one, if both fit
+        ("一二，三四五六七八，九十一二三四", 12, ["一二，三四五六七八，", "九十一二三四。"]),
+        ("一二三四五，六七八九十，一二三四五。", 10, ["一二三四五，六七八九十，", "一二三四五。"]),
+        ("一二三四五，六七八九十，一二三四五。", 9, ["一二三四五，", "六七八九十，", "一二三四五。"]),
+        # marks of a text that is cut become wide; English sentences of a fragment have a space between them
+        (
+            "One two three. Four five six. Seven eight nine.",
+            8,
+            ["One two three。", "Four five six。", "Seven eight nine。"],
+        ),
+        (
+            "一二三四五六七八九十。One two three four five. Six seven eight nine ten.",
+            10,
+            ["一二三四五六七八九十。", "One two three four five。 Six seven eight nine ten。"],
+        ),
+        # a tail of up to 4 behind a sentence is a fragment of its own
+        (
+            "一二三四五六七八九十。一二三四五六。七八九十。",
+            10,
+            ["一二三四五六七八九十。", "一二三四五六。", "七八九十。"],
+        ),
+        (
+            "一二三四五六七八九十。一二三四。五六七八九。",
+            10,
+            ["一二三四五六七八九十。", "一二三四。五六七八九。"],
+        ),
+    ],
+)
+def test_where_a_text_is_cut(text: str, limit: int, fragments: list[str]) -> None:
+    assert cut_by_length(text, limit) == fragments
+
+
 def test_fragments_of_marks_alone_are_dropped() -> None:
     assert speech_segments("!" * 13 + "你好") == ["你好"]
     assert speech_segments("...") == []
