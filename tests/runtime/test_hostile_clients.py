@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -22,7 +24,12 @@ from server_thread import run_server
 
 from mingc.errors import CapacityError, ConfigError
 from mingc.runtime.http.body_budget import FREE_BYTES, BodyBudget
-from mingc.runtime.http.connections import PROBE_CONNECTIONS, ConnectionTable, connection_limit
+from mingc.runtime.http.connections import (
+    PROBE_CONNECTIONS,
+    Acceptor,
+    ConnectionTable,
+    connection_limit,
+)
 from mingc.runtime.http.metrics import Metrics
 from mingc.runtime.http.options import ServeOptions
 from mingc.runtime.request import ServiceLoad
@@ -282,6 +289,196 @@ def test_connections_beyond_a_time_limit_are_closed_and_counted_once(
         assert not table.make_room() and counted()["num_connections"] == 1
 
     asyncio.run(run())
+
+
+class Listener:
+    """A listening socket whose `accept` gives one outcome after another."""
+
+    def __init__(self, *outcomes: Any) -> None:
+        self.outcomes = list(outcomes)
+
+    def fileno(self) -> int:
+        return 99
+
+    def setblocking(self, is_blocking: bool) -> None:
+        assert not is_blocking
+
+    def accept(self) -> tuple[Any, None]:
+        outcome = self.outcomes.pop(0) if self.outcomes else BlockingIOError()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome, None
+
+
+class Accepted:
+    """An accepted socket."""
+
+    def __init__(self, name: str, closed: list[str]) -> None:
+        self._name, self._closed = name, closed
+
+    def setblocking(self, is_blocking: bool) -> None:
+        assert not is_blocking
+
+    def close(self) -> None:
+        self._closed.append(f"{self._name} closed")
+
+
+@contextlib.contextmanager
+def acceptor_of(
+    listener: Listener, table: Any, monkeypatch: pytest.MonkeyPatch, attach: Callable[..., Any]
+) -> Iterator[tuple[Any, list[bool], list[str], list[Any]]]:
+    """An acceptor on the running loop; what it connected (`is_probe`), how it changed its reader, its timers."""
+    loop = asyncio.get_running_loop()
+    connected: list[bool] = []
+    readers: list[str] = []
+    timers: list[Any] = []
+    monkeypatch.setattr(loop, "add_reader", lambda fd, call: readers.append("on"))
+    monkeypatch.setattr(loop, "remove_reader", lambda fd: readers.append("off"))
+    monkeypatch.setattr(loop, "call_later", lambda s, call, *rest: timers.append((s, call)))
+    monkeypatch.setattr(loop, "connect_accepted_socket", attach)
+    names = iter("abcdefghij")
+
+    def connect(is_probe: bool) -> Any:
+        connected.append(is_probe)
+        connection: Any = Connection(next(names), [])
+        table.add(connection)
+        return connection
+
+    acceptor = Acceptor(listener, table, connect)  # type: ignore[arg-type]
+    try:
+        yield acceptor, connected, readers, timers
+    finally:
+        monkeypatch.undo()
+
+
+async def attach_nothing(make: Callable[[], Any], connection: Any) -> None:
+    make()
+
+
+def closed_by(table: Any) -> dict[str, float]:
+    samples = table.metrics.samples(ServiceLoad())
+    return {
+        dict(each.labels)["reason"]: each.value
+        for each in samples
+        if each.name == "mingc_connections_closed_total"
+    }
+
+
+def test_connections_beyond_the_limit_are_probes_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mingc.runtime.http.connections.PROBE_CONNECTIONS", 2)
+    closed: list[str] = []
+
+    async def run() -> None:
+        table: Any = ConnectionTable(options=ServeOptions(), metrics=Metrics(), limit=3)
+        listener = Listener(*(Accepted(str(index), closed) for index in range(6)))
+        with acceptor_of(listener, table, monkeypatch, attach_nothing) as (acceptor, connected, readers, _):
+            acceptor.start()
+            assert readers == ["on"]
+            with monkeypatch.context() as busy:
+                busy.setattr(ConnectionTable, "set_waiting", lambda self, connection: None)
+                acceptor._accept()
+            assert connected == [False] * 3 + [True] * 2 and closed == ["5 closed"]
+            assert closed_by(table) == {"refused": 1}
+            await acceptor.wait_closed()
+            acceptor.close()
+            acceptor.close()
+            assert readers == ["on", "off"]
+
+    asyncio.run(run())
+
+
+def test_a_server_without_descriptors_closes_a_waiting_connection_and_pauses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        closed: list[str] = []
+        table: Any = ConnectionTable(options=ServeOptions(), metrics=Metrics(), limit=9)
+        for name in ("a", "b"):
+            table.add(Connection(name, closed))
+        full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        with acceptor_of(Listener(full), table, monkeypatch, attach_nothing) as (
+            acceptor,
+            _,
+            readers,
+            timers,
+        ):
+            acceptor.start()
+            acceptor._accept()
+            assert closed == ["a"] and len(table.connections) == 1, "the longest waiting one"
+            assert closed_by(table) == {"no_descriptor": 1}
+            ((pause_s, resume),) = timers
+            assert readers == ["on", "off"] and 0 < pause_s < 1
+            resume()
+            assert readers == ["on", "off", "on"]
+            acceptor.close()
+            resume()
+            assert readers == ["on", "off", "on", "off"], "a closed acceptor stays closed"
+        with (
+            acceptor_of(Listener(OSError(errno.EBADF, "x")), table, monkeypatch, attach_nothing) as (
+                other,
+                *_,
+            ),
+            pytest.raises(OSError, match="x"),
+        ):
+            other._accept()
+
+    asyncio.run(run())
+    assert "cannot accept connections: Too many open files" in caplog.messages
+
+
+def test_a_connection_that_breaks_while_it_is_set_up_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    async def fail(make: Callable[[], Any], connection: Any) -> None:
+        raise ConnectionResetError
+
+    async def run() -> None:
+        table: Any = ConnectionTable(options=ServeOptions(), metrics=Metrics(), limit=9)
+        listener = Listener(Accepted("0", closed))
+        with acceptor_of(listener, table, monkeypatch, fail) as (acceptor, connected, _, _):
+            acceptor._accept()
+            assert connected == [False] and len(table.connections) == 1
+            await acceptor.wait_closed()
+            assert not table.connections and not table.waiting and closed == ["0 closed"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("soft", "requested", "limit"),
+    [
+        (resource.RLIM_INFINITY, None, 4096),
+        (resource.RLIM_INFINITY, 9000, 9000),
+        (100_000, None, 4096),
+        (100_000, 5000, 5000),
+        (1000, None, 1000 - 10 - 64 - 16),
+        (1000, 910, 910),  # all that there is room for
+        (98, None, 8),
+    ],
+)
+def test_the_limit_of_connections_follows_the_descriptors(
+    soft: int, requested: int | None, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10 descriptors are open, 64 kept for media and engines, 16 for probes."""
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, soft))
+    monkeypatch.setattr(Path, "iterdir", lambda self: iter(range(10)))
+    assert connection_limit(requested) == limit
+
+
+@pytest.mark.parametrize(
+    ("soft", "requested", "where"), [(97, None, "RLIMIT_NOFILE"), (1000, 911, "--max-connections")]
+)
+def test_too_few_descriptors_stop_the_start(
+    soft: int, requested: int | None, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, soft))
+    monkeypatch.setattr(Path, "iterdir", lambda self: iter(range(10)))
+    with pytest.raises(
+        ConfigError, match=f"{soft} file descriptors leave room for {soft - 90} connections"
+    ) as caught:
+        connection_limit(requested)
+    assert caught.value.where == where and "ulimit -n" in (caught.value.fix or "")
+    assert ("--max-connections" in (caught.value.fix or "")) == (requested is not None)
 
 
 def test_a_full_server_evicts_idle_connections_before_it_refuses() -> None:

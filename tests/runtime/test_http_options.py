@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,3 +48,50 @@ def test_a_media_host_is_a_name_or_address_with_an_optional_port(entry: str) -> 
     assert "--allow-media-host" in refused(allow_media_hosts=("good.example", entry))
     good = ("example.com", "Example.com:8080", "127.0.0.1:80", "[::1]:8080", "*")
     assert ServeOptions(allow_media_hosts=good).allow_media_hosts == good
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("max_connections", "--max-connections"),
+        ("max_concurrent_requests", "--max-concurrent-requests"),
+        ("max_body_bytes", "--max-body-bytes"),
+        ("max_total_body_bytes", "--max-total-body-bytes"),
+        ("max_media_bytes", "--max-media-bytes"),
+        ("max_speech_characters", "--max-speech-characters"),
+        ("header_timeout_s", "--header-timeout"),
+        ("body_timeout_s", "--body-timeout"),
+        ("body_idle_timeout_s", "--body-idle-timeout"),
+        ("write_timeout_s", "--write-timeout"),
+        ("media_timeout_s", "--media-timeout"),
+    ],
+)
+def test_a_limit_is_named_by_its_option(name: str, option: str) -> None:
+    message = refused(**{name: -3}, port=65_536)
+    assert f"{option} is -3, which is not above 0" in message
+    assert "; " in message and "--port 65536 is not between 0 and 65535" in message, "all problems at once"
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("shutdown_timeout_s", "--shutdown-timeout"),
+        ("drain_s", "--drain-seconds"),
+        ("retry_after_s", "retry_after_s"),
+    ],
+)
+def test_times_that_may_be_zero(name: str, option: str) -> None:
+    assert getattr(ServeOptions(**{name: 0}), name) == 0
+    for value in (-1, math.inf, math.nan):
+        assert refused(**{name: value}) == f"{option} is {value}, which is not 0 or above"
+
+
+def test_limits_that_depend_on_another(tmp_path: Path) -> None:
+    assert ServeOptions(max_body_bytes=9, max_total_body_bytes=9).max_total_body_bytes == 9
+    assert refused(max_body_bytes=9, max_total_body_bytes=8) == (
+        "--max-total-body-bytes 8 is below --max-body-bytes 9"
+    )
+    assert ServeOptions(max_connections=1, media_root=tmp_path, cors_origins=("*",)).max_connections == 1
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "none"):
+        assert refused(media_root=path) == f"--media-root {str(path)!r} is not a folder"

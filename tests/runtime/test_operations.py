@@ -26,9 +26,10 @@ from server_thread import run_server
 
 from mingc.errors import ConfigError
 from mingc.runtime.http.api_keys import ApiKeys
-from mingc.runtime.http.logs import REQUEST_ID, configure_logging
+from mingc.runtime.http.logs import REQUEST_ID, RepetitionLimit, configure_logging
 from mingc.runtime.http.metrics import Metrics
 from mingc.runtime.http.options import ServeOptions
+from mingc.runtime.http.server import create_app
 from mingc.runtime.request import AudioDelta, ServiceLoad, TextDelta
 
 CHAT = "/v1/chat/completions"
@@ -458,3 +459,34 @@ def test_latencies_are_those_to_the_first_and_between_neighbouring_texts(
     assert found["mingc_time_to_first_audio_seconds_sum"] == 3.5
     assert found["mingc_inter_token_latency_seconds_count"] == 3
     assert found["mingc_inter_token_latency_seconds_sum"] == 2.0 + 3.0 + 4.0  # 1 → 3 → 6 → 10
+
+
+@pytest.mark.parametrize(
+    ("host", "is_open"),
+    [("127.0.0.1", False), ("127.8.8.8", False), ("::1", False), ("localhost", False), ("0.0.0.0", True),
+     ("::", True), ("gpu-host", True), ("10.0.0.1", True)],
+)  # fmt: skip
+def test_only_a_loopback_address_needs_no_key(
+    host: str, is_open: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = ApiKeys(None, {})
+    create_app(FakeService(), ServeOptions(host=host), keys)
+    assert any("anyone who can reach" in text for text in caplog.messages) == is_open
+    caplog.clear()
+    create_app(FakeService(), ServeOptions(host=host), ApiKeys(None, {"MINGC_API_KEYS": "key"}))
+    assert not caplog.messages
+
+
+def test_kinds_of_lines_are_forgotten_when_there_are_very_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages that are formatted by their author must not fill the memory."""
+    monkeypatch.setattr("mingc.runtime.http.logs.time.monotonic", lambda: 5.0)
+    limit = RepetitionLimit()
+
+    def passes(message: str) -> bool:
+        return bool(limit.filter(logging.LogRecord("http", logging.WARNING, "", 0, message, (), None)))
+
+    assert [passes("first") for _ in range(22)] == [True] * 20 + [False] * 2
+    assert all(passes(f"line {index}") for index in range(999))
+    assert not passes("first"), "1000 kinds are kept"
+    assert passes("one more") and len(limit._windows) == 1
+    assert passes("first")

@@ -13,7 +13,7 @@ import pytest
 from fake_service import INFO
 
 from mingc.errors import RequestError
-from mingc.runtime.http import long_strings
+from mingc.runtime.http import body_decoder, long_strings
 from mingc.runtime.http.body_decoder import MAX_DECODED_BYTES
 from mingc.runtime.http.long_strings import (
     LONG_BYTES,
@@ -146,3 +146,35 @@ def test_a_large_body_takes_no_more_memory_than_its_media() -> None:
         assert tracemalloc.get_traced_memory()[1] < 20_000_000
     finally:
         tracemalloc.stop()
+
+
+def refused(raw: bytes) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        parse_speech(raw, INFO, ServeOptions())
+    return caught.value
+
+
+def test_a_body_with_too_many_strings_is_refused_before_it_is_decoded() -> None:
+    """A list needs a comma between two, an object a colon: only strings without either are that many."""
+    raw = b'{"input": ' + b'""' * (4 * body_decoder.MAX_COMMAS + 1)
+    error = refused(raw + b" " * LONG_BYTES + b"}")
+    assert (error.status, error.code) == (413, "body_too_complex")
+    assert f"more than {4 * body_decoder.MAX_COMMAS} strings" in error.message
+
+
+def test_a_long_text_that_is_no_text_is_malformed_json() -> None:
+    long = b"x" * LONG_BYTES
+    for fault, code, says in (
+        (rb"\ud800", "invalid_value", "half of a surrogate pair"),
+        (rb"\q", "invalid_json", "invalid"),
+        (b"\xff", "invalid_json", "UTF-8"),
+        (b"\x01", "invalid_json", "invalid"),
+    ):
+        error = refused(b'{"input": "' + long + fault + b'"}')
+        assert (error.status, error.code) == (400, code), fault
+        assert says.lower() in error.message.lower(), error.message
+
+
+def test_an_integer_of_more_digits_than_python_reads_is_malformed() -> None:
+    error = refused(b'{"input": "a", "seed": ' + b"7" * 5000 + b', "x"}')
+    assert (error.status, error.code) == (400, "invalid_json") and "too many digits" in error.message
