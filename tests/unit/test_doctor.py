@@ -706,3 +706,160 @@ def test_free_space_is_of_the_nearest_folder(monkeypatch: pytest.MonkeyPatch, tm
 
     monkeypatch.setattr("shutil.disk_usage", usage)
     assert doctor._free_bytes(tmp_path / "not" / "there") == 7 and asked == [tmp_path]
+
+
+def problem(name: str) -> Check:
+    return Check(name=name, state="problem", detail="broken", needed_for="x", fix=f"mend {name}")
+
+
+AOTI, ONNX, CUDA, TENSORRT, CARD = (
+    "cpu, aoti", "cpu, onnx", "cuda, aoti", "cuda, tensorrt", "rtx, tensorrt",
+)  # fmt: skip
+EVERYTHING = dict.fromkeys((AOTI, ONNX, CUDA, TENSORRT, CARD), (False, False))
+SERVING = dict.fromkeys(EVERYTHING, (True, False))
+GRAPHS = dict.fromkeys((ONNX, TENSORRT, CARD), (False, True))
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("python", EVERYTHING),
+        ("torch version", EVERYTHING),
+        *((name, EVERYTHING) for name in doctor._REQUIRED),
+        ("engine loader", dict.fromkeys((AOTI, CUDA), (False, False))),
+        ("C++ compiler", dict.fromkeys((AOTI, CUDA), (False, True))),
+        ("onnxruntime", {ONNX: (False, False), **dict.fromkeys((AOTI, CUDA, CARD), (False, True))}),
+        ("onnx", GRAPHS),
+        ("onnxscript", GRAPHS),
+        ("tensorrt-rtx", dict.fromkeys((TENSORRT, CARD), (False, False))),
+        ("cuda", {CUDA: (False, False), TENSORRT: (False, False), CARD: (True, False)}),
+        ("triton", {CUDA: (False, True)}),
+        ("RTX card", {CARD: (True, False)}),
+        *((name, SERVING) for _, name, _, extra in doctor._OPTIONAL if extra == "serve"),
+        ("cryptography", {}),
+        ("memory", {}),
+    ],
+)
+def test_what_each_check_takes_away(name: str, lost: dict[str, tuple[bool, bool]]) -> None:
+    """(exports, serves) of the targets that need it; all others work."""
+    fine = Check(name="cpu", state="ok", detail="", needed_for="")
+    for each in doctor._targets([fine, problem(name)]):
+        assert (each.exports, each.serves) == lost.get(each.target, (True, True)), each.target
+        assert each.problem == (f"{name}: broken" if each.target in lost else "")
+        assert each.fix == (f"mend {name}" if each.target in lost else None)
+
+
+def test_problems_of_a_target_are_listed_once_and_their_fixes_as_well() -> None:
+    checks = [problem("python"), problem("uvicorn"), replace(problem("av"), fix="mend uvicorn", detail="")]
+    first = doctor._targets(checks)[0]
+    assert first.problem == "python: broken; uvicorn: broken; av: problem"
+    assert first.fix == "mend python; mend uvicorn"
+
+
+def test_checks_of_two_linked_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_gpus(monkeypatch, 2, all_links(2), nccl=False, capability=(8, 9))
+    monkeypatch.setattr(doctor, "_package", lambda *words: problem("triton"))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    cpu, driver, triton, first, second, card, links, nccl = doctor._devices()
+    cuda = "export --target cuda"
+    assert cpu == Check(name="cpu", state="ok", detail="12 cores, AVX2", needed_for="export --target cpu")
+    release = "580.65.06; torch is built for CUDA 13.0"
+    assert driver == Check(name="NVIDIA driver", state="ok", detail=release, needed_for=cuda)
+    assert triton == problem("triton")
+    assert (first.name, second.name, first.needed_for) == ("cuda:0", "cuda:1", cuda)
+    assert first.detail == second.detail == f"NVIDIA H200, 141 GiB; {doctor.gpu(0).target.describe()}"
+    assert card == Check(
+        name="RTX card",
+        state="ok",
+        detail="compute capability 8.9",
+        needed_for="serve: artifacts of --target rtx:…",
+    )
+    assert links == peer_check([]) and links.needed_for == "serve --tp 2 and more"
+    assert nccl == Check(
+        name="NCCL",
+        state="missing",
+        detail="not in this torch",
+        needed_for="serve --tp 2 and more",
+        fix="install a CUDA build of torch",
+    )
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert doctor._devices()[-1] == replace(nccl, state="ok", detail="in this torch", fix=None)
+    monkeypatch.setattr(doctor, "driver_version", lambda: None)
+    assert doctor._devices()[1].detail == "release unknown; torch is built for CUDA 13.0"
+
+
+def test_a_card_that_tensorrt_for_rtx_does_not_know() -> None:
+    check = doctor._rtx_card([(9, 0), (9, 0), (7, 0)])
+    assert (check.state, check.fix) == ("missing", RTX_FIX)
+    assert check.detail.startswith("compute capability 9.0, 7.0; TensorRT for RTX builds engines for ")
+    known = check.detail.rpartition("for ")[2].split(", ")
+    assert {"8.6", "8.9", "12.0"} <= {*known} and not {"9.0", "10.0"} & {*known}
+    assert doctor._rtx_card([(9, 0), (12, 0)]).state == "ok", "one of several is enough"
+
+
+def test_checks_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    fix = "pip install 'torch>=2.11,<2.14'"
+    for version, is_ok in (("2.13.1+cu130", True), ("1.99.0", False), ("3.0", False)):
+        monkeypatch.setattr("torch.__version__", version)
+        assert doctor._torch_version() == Check(
+            name="torch version",
+            state="ok" if is_ok else "problem",
+            detail=version,
+            needed_for="everything",
+            fix=None if is_ok else fix,
+        )
+    loader = {"name": "engine loader", "needed_for": "serve, verify"}
+    monkeypatch.setattr(torch, "_C", SimpleNamespace(_aoti=SimpleNamespace(AOTIModelPackageLoader=object)))
+    assert doctor._loader() == Check(**loader, state="ok", detail="AOTInductor packages")  # type: ignore[arg-type]
+    for module in (SimpleNamespace(), SimpleNamespace(_aoti=SimpleNamespace())):
+        monkeypatch.setattr(torch, "_C", module)
+        assert doctor._loader() == Check(
+            **loader,  # type: ignore[arg-type]
+            state="problem",
+            detail="this torch cannot load AOTInductor packages",
+            fix=fix,
+        )
+
+
+def test_checks_of_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = doctor._package("click", "click", "everything", None)
+    assert there == Check(
+        name="click", state="ok", detail=doctor.importlib.metadata.version("click"), needed_for="everything"
+    )
+    unknown = doctor._package("json", "no-such-distribution", "serve", "serve")
+    assert (unknown.state, unknown.detail) == ("ok", "version unknown")
+    for extra, fix in ((None, "pip install dist-name"), ("serve", "pip install 'mingc[serve]'")):
+        assert doctor._package("no_such_module", "dist-name", "serve: x", extra) == Check(
+            name="dist-name", state="missing", detail="", needed_for="serve: x", fix=fix
+        )
+
+
+def test_a_verdict_has_the_weights_of_the_largest_rank_and_all_problems(
+    artifact_path: Path, good_machine: pytest.MonkeyPatch
+) -> None:
+    real = doctor.open_artifact(artifact_path)
+    files = {
+        name: replace(record, size_bytes=3_456_000_000 if name.startswith("weights") else 2_000_000_000)
+        for name, record in real.manifest.files.items()
+    }
+    large = replace(real, manifest=replace(real.manifest, files=files))
+    good_machine.setattr(doctor, "open_artifact", lambda path: large)
+    here = Host(torch="2.13.0", device="cpu", capability="AVX2")
+    good_machine.setattr(doctor, "current_host", lambda device: here)
+    good_machine.setattr("os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 3_000_000_000}.__getitem__)
+    good_machine.setattr(doctor, "_free_bytes", lambda folder: 1_500_000_000)
+    good_machine.setattr("tempfile.gettempdir", lambda: "/scratch")
+    (verdict,) = doctor._verdicts(artifact_path, {"uvicorn", "av", "soxr", "cryptography"})
+    assert (verdict.weights_gb, verdict.backend, verdict.others, verdict.works) == (3.456, "aoti", (), False)
+    assert verdict.problem.split("; ") == [
+        "not installed: av, soxr, uvicorn",
+        "its weights and those of the stages before take 3.5 GB, this machine has 3.0 GB",
+        "its engines and those of the stages before take 2.00 GB, /scratch has 1.50 GB free",
+    ]
+    assert str(verdict.fix).split("; ") == [
+        "pip install 'mingc[serve]'",
+        "export again with --quantize fp8 or a larger --tp, or use a machine with more memory",
+        "free some space there, or set TMPDIR to another folder",
+    ]
+    assert verdict.cells()["works"] is False
