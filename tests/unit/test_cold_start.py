@@ -149,3 +149,68 @@ def test_bytes_from_the_disk_are_those_of_the_process(monkeypatch: pytest.Monkey
     text = "rchar: 9\nread_bytes: 4096\nwrite_bytes: 7\ncancelled_write_bytes: 0\n"
     monkeypatch.setattr(Path, "read_text", lambda path, **_: text if str(path) == "/proc/7/io" else "")
     assert cold_start._disk_bytes(7) == 4096 and cold_start._disk_bytes(8) is None
+
+
+@pytest.mark.parametrize(
+    ("engines", "target", "words"),
+    [
+        ((), None, []),
+        (("cfm=onnx", "thinker=aoti"), None, ["--engines", "cfm=onnx,thinker=aoti"]),
+        ((), "rtx:sm89", ["--target", "rtx:sm89"]),
+        (("cfm=onnx",), "cpu", ["--engines", "cfm=onnx", "--target", "cpu"]),
+    ],
+)
+def test_the_server_runs_the_engines_that_are_probed(
+    engines: tuple[str, ...], target: str | None, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    class Child:
+        def __init__(self, command: list[str], *, env: dict[str, str], **pipes: object) -> None:
+            asked.append(command)
+            assert "MINGC_API_KEYS" not in env and env["KEPT"] == "1"
+            raise OSError("no process is started")
+
+    monkeypatch.setenv("MINGC_API_KEYS", "secret")
+    monkeypatch.setenv("KEPT", "1")
+    monkeypatch.setattr(cold_start.subprocess, "Popen", Child)
+    with pytest.raises(OSError, match="no process"):
+        measure_cold_start(Path("some"), lambda step: None, engines, target)
+    ((interpreter, *rest),) = asked
+    serve = ["-m", "mingc.console.child_main", "serve", "some"]
+    options = ["--host", "127.0.0.1", "--port", "0", "--drain-seconds", "0", "--json"]
+    assert interpreter == sys.executable and rest == [*serve, *options, *words]
+
+
+def test_only_what_the_model_gives_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 0.0123456, 1.0, 1.002, 5.0, 5.5, 6.0, 6.25])
+    monkeypatch.setattr(cold_start.time, "perf_counter", lambda: next(now))
+    asked: list[str] = []
+    models: list[str] = []
+
+    def request(url: str, body: object) -> bytes:
+        if body is None:
+            return json.dumps({"data": [{"id": "m", "output_modalities": models}]}).encode()
+        asked.append(url)
+        return b""
+
+    monkeypatch.setattr(cold_start, "_request", request)
+    models[:] = ["text"]
+    (chat,) = cold_start._first_requests("http://x")
+    assert (chat.first_ms, chat.second_ms) == (12.346, 2.0)
+    assert asked == ["http://x/v1/chat/completions"] * 2
+    models[:] = ["audio"]
+    (speech,) = cold_start._first_requests("http://x")
+    assert (speech.request, speech.first_ms, speech.second_ms) == ("speech, 6 characters", 500.0, 250.0)
+    assert asked[2:] == ["http://x/v1/audio/speech"] * 2
+    models[:] = []
+    assert not [*cold_start._first_requests("http://x")]
+
+
+def test_phases_are_rounded_to_milliseconds() -> None:
+    rows = phases({"a": 0.12345, "b": 1.00049}, ready_s=1.0)
+    assert [(row.phase, row.seconds, row.until_s) for row in rows] == [
+        (INTERPRETER, 0.0, 0.0),  # not below zero, whatever the clocks say
+        ("a", 0.123, 0.123),
+        ("b", 1.0, pytest.approx(1.123, abs=0.0011)),
+    ]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -284,3 +285,83 @@ def test_a_server_that_does_not_start_is_reported_with_its_log(
     ):
         pass
     assert str(caught.value.fix).endswith("no such artifact") and len(str(caught.value.fix)) == 999
+
+
+def test_the_whole_question() -> None:
+    web = Web(MODEL)
+    demo._ask(web.client(), web.model, b"clip")
+    (asked,) = web.asked
+    del asked["messages"]
+    assert asked == {
+        "model": "mine",
+        "modalities": ["text", "audio"],
+        "audio": {"format": "pcm16"},
+        "max_tokens": 48,
+        "seed": 1,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def test_every_pixel_of_the_picture() -> None:
+    """A red disc with a third of the side as radius on a gradient from blue to pale blue."""
+    y, x = np.mgrid[:96, :96]
+    expected = np.stack([2 * x, 2 * x, np.full_like(x, 255)], axis=-1).astype(np.uint8)
+    expected[np.hypot(x - 48, y - 48) < 32] = (220, 40, 40)
+    with Image.open(io.BytesIO(demo._picture())) as image:
+        np.testing.assert_array_equal(np.asarray(image), expected)
+
+
+def test_the_tone_falls_from_440_hz_to_40_hz(tmp_path: Path) -> None:
+    """A chirp: its phase is 2π(440 t - 200 t²), so its pitch is 440 - 400 t."""
+    with wave.open(io.BytesIO(demo._clip(tmp_path))) as file:
+        assert (file.getnchannels(), file.getsampwidth()) == (1, 2)
+        samples = np.frombuffer(file.readframes(-1), "<i2")
+    t = np.arange(16000) / 16000
+    np.testing.assert_allclose(samples, 8000 * np.sin(2 * np.pi * (440 * t - 200 * t**2)), atol=1.01)
+
+
+def test_a_person_is_told_what_to_expect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextmanager
+    def server(artifact: Path, log: Path) -> Iterator[str]:
+        yield "http://test"
+
+    web = Web(MODEL)
+    monkeypatch.setattr(demo, "_server", server)
+    monkeypatch.setattr(demo, "_is_usable", lambda artifact, source: True)
+    monkeypatch.setattr(httpx, "Client", web.client)
+    (tmp_path / "config.json").write_text("{}")
+    output = tmp_path / "demo"
+    for _ in range(2):  # the folder may be there
+        report = demo.run_demo(output, checkpoint=tmp_path, again=False)
+    assert report.note == demo.RANDOM_WEIGHTS
+    printed = capsys.readouterr()
+    assert printed.out == "" and f"demo: {demo.RANDOM_WEIGHTS}\n" in printed.err
+    assert f"demo: asking with a 96×96 image and an audio clip: {demo.QUESTION}\nHi\n" in printed.err
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot create the folder") as caught:
+        demo.run_demo(tmp_path / "file" / "below", checkpoint=tmp_path, again=False)
+    assert caught.value.where == "--output"
+
+
+@pytest.mark.parametrize(("cores", "jobs"), [(1, "1"), (3, "3"), (4, "4"), (64, "4"), (None, "1")])
+def test_the_demo_compiles_with_up_to_four_jobs(
+    cores: int | None, jobs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def command(*words: str) -> list[str]:
+        asked.extend(words)
+        return [sys.executable, "-SEc", "raise SystemExit(3)"]
+
+    monkeypatch.setattr(demo, "_command", command)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    with pytest.raises(WorkerError) as caught:
+        demo._export(Path("from"), tmp_path / "artifact")
+    assert asked == [
+        "export", "from", "--output", str(tmp_path / "artifact"), "--force", "--jobs", jobs,
+        "--cache", str(tmp_path / "engines"), "--json",
+    ]  # fmt: skip
+    assert caught.value.where == "from"

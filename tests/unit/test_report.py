@@ -295,3 +295,49 @@ def test_a_wide_terminal_gets_no_wider_tables(monkeypatch: pytest.MonkeyPatch) -
         show(result, as_json=False, stream=terminal)
         plain = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
         assert min(columns, MAX_COLUMNS) - 3 <= max(map(len, plain.splitlines())) <= min(columns, MAX_COLUMNS)
+
+
+def test_a_result_as_a_whole() -> None:
+    """Scalars, then tables: words left, numbers right, flags as words, empty columns left out, titles on top."""
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Measured:
+        name: str
+        calls: int | None
+        share: float
+        is_new: bool
+        sizes: tuple[int, ...] = ()
+        note: str | None = None
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Whole:
+        output: Path
+        is_done: bool
+        empty: tuple[str, ...]
+        first_rows: tuple[Measured, ...]
+        more: tuple[Measured, ...] = ()
+        last: str = "end"
+
+    first = Measured(name="one", calls=7, share=0.5, is_new=False, sizes=(1, 2))
+    other = Measured(name="another name", calls=None, share=1e-3, is_new=True)
+    text = shown(Whole(output=Path("a/b"), is_done=False, empty=(), first_rows=(first, other)))
+    rule = "─" * 48
+    assert text.splitlines() == [
+        "output   a/b",
+        "is done  no",
+        "last     end",
+        "",
+        "first rows",
+        " name           calls   share   is new   sizes ",
+        text.splitlines()[6],
+        " one                7    0.50   no       1, 2  ",
+        " another name           0.001   yes            ",
+    ]
+    assert {*text.splitlines()[6]} == {*rule}
+
+
+def test_an_error_without_place_or_fix_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    show_error(MingcError("wrong"), as_json=False)
+    assert capsys.readouterr().err == "mingc: error: wrong\n"
+    show_error(MingcError("wrong", fix="mend it"), as_json=False)
+    assert capsys.readouterr().err == "mingc: error: wrong\n  fix: mend it\n"
