@@ -21,16 +21,20 @@ from mingc.console.report import to_json
 from mingc.errors import ArtifactError, ConfigError
 from mingc.kernels.sample_tokens import NUM_COLUMNS, sample_tokens
 from mingc.probe import prober
-from mingc.probe.baseline import check_common, compare, differences, read_baseline
+from mingc.probe.baseline import _SHOWN, _some, check_common, compare, differences, read_baseline
+from mingc.probe.cold_start import ColdStart
 from mingc.probe.inputs import ProbeCase, room
 from mingc.probe.patch_embed import compare_patch_embed
 from mingc.probe.prober import ProbeOptions, pairs, probe
 from mingc.probe.report import (
     CacheRate,
     EngineFigures,
+    FirstRequest,
     Latency,
     PeakRates,
     ProbeReport,
+    StartPhase,
+    Transfer,
     above_the_roof,
     roofline_bound,
 )
@@ -811,3 +815,59 @@ def test_a_probe_puts_its_parts_together(probed: Path, monkeypatch: pytest.Monke
     assert len(again.engines) == 2 and len(again.regressions) == 1 and again.tolerance == 0.1
     assert again.only_in_baseline == () and len(again.only_here) == 1
     assert again.notes[-1].startswith("torch of the baseline: 2.0")
+
+
+@pytest.mark.parametrize("is_chosen", [True, False])
+def test_a_probe_reports_what_its_other_measurements_give(
+    is_chosen: bool, both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = both
+    phases = tuple(
+        StartPhase(phase=name, seconds=1.5, until_s=until) for name, until in (("a", 1.5), ("b", 3.0))
+    )
+    start = ColdStart(
+        phases=phases,
+        first_requests=(FirstRequest(request="chat", first_ms=2.0, second_ms=1.0),),
+        notes=("of the start",),
+    )
+    moved = Transfer(transfer="host to device", num_bytes=1, ms=1.0, gb_s=1e-6)
+    asked: list[object] = []
+
+    def measure(path: Path, progress: object, backends: object, target: object) -> ColdStart:
+        asked.append((path, backends, target))
+        return start
+
+    monkeypatch.setattr(prober, "measure_cold_start", measure)
+    monkeypatch.setattr(prober, "measure_transfers", lambda progress: asked.append("transfers") or (moved,))
+    options = ProbeOptions(
+        beside=other,
+        backends=("audio_encoder=onnx",),
+        target="cpu",
+        has_cold_start=is_chosen,
+        has_transfers=is_chosen,
+    )
+    made = probe(first, options, command="mingc probe")
+    assert asked == ([(first, ("audio_encoder=onnx",), "cpu"), "transfers"] if is_chosen else [])
+    assert (made.cold_start, made.ready_s) == ((phases, 3.0) if is_chosen else ((), None))
+    assert made.first_requests == (start.first_requests if is_chosen else ())
+    assert made.transfers == ((moved,) if is_chosen else ())
+    assert ("of the start" in made.notes) == is_chosen
+    assert (made.artifact, made.beside_artifact, made.command) == (str(first), str(other), "mingc probe")
+    assert (
+        [each.backend for each in made.engines]
+        == ["onnx"] * 4
+        == [each.backend for each in made.beside_engines]
+    )
+    assert [each.title for each in made.engines] == [each.title for each in made.beside_engines]
+    assert made.model == "tiny" and made.dtype == "float32" and made.torch == torch.__version__
+    assert (made.tolerance, made.regressions, made.only_here, made.only_in_baseline) == (None, (), (), ())
+    assert len(made.artifact_sha256) == 64 and made.patch_embed == ()
+
+
+def test_only_a_few_engines_of_a_list_are_named() -> None:
+    titles = [f"cfm.sample N={size}" for size in range(1, 9)]
+    for count in range(1, 9):
+        shown = _some(titles[:count])
+        listed = [title for title in titles[:count] if title in shown]
+        assert listed == titles[: min(count, _SHOWN)]
+        assert ("…" in shown) == (count > _SHOWN)
