@@ -613,3 +613,206 @@ def test_any_json_is_parsed_or_refused(body: object) -> None:
             assert 400 <= error.status < 500
         else:
             assert isinstance(call, ParsedChat | ParsedSpeech)
+
+
+# What other APIs' fields may say because it requests nothing, and one value that asks for something.
+REFUSED: dict[str, tuple[list[Any], Any]] = {
+    "n": ([1, 1.0], 2),
+    "best_of": ([1], 2),
+    "tools": ([[]], [{"type": "function"}]),
+    "tool_choice": (["none", "auto"], "required"),
+    "parallel_tool_calls": ([True, False], 1),
+    "functions": ([[]], [{"name": "f"}]),
+    "function_call": (["none", "auto"], {"name": "f"}),
+    "logprobs": ([False], True),
+    "top_logprobs": ([0], 1),
+    "prompt_logprobs": ([0], 1),
+    "logit_bias": ([{}], {"5": 1}),
+    "allowed_token_ids": ([], []),
+    "bad_words": ([[]], ["a"]),
+    "logits_processors": ([[]], ["a"]),
+    "response_format": ([{"type": "text"}], {"type": "json_object"}),
+    "structured_outputs": ([{}], {"json": {}}),
+    "guided_json": ([], {}),
+    "guided_regex": ([], "a*"),
+    "guided_choice": ([], []),
+    "guided_grammar": ([], "a"),
+    "frequency_penalty": ([0, 0.0], 0.1),
+    "presence_penalty": ([0, 0.0], -0.1),
+    "length_penalty": ([1, 1.0], 0.9),
+    "use_beam_search": ([False], True),
+    "prediction": ([], {}),
+    "moderation": ([], {}),
+    "web_search_options": ([], {}),
+    "reasoning_effort": (["none"], "low"),
+    "verbosity": (["medium"], "low"),
+    "image_generation": ([], {}),
+    "stage_sampling": ([{}], {"a": 1}),
+    "stage_params": ([{}], {"a": 1}),
+    "skip_special_tokens": ([True], False),
+    "spaces_between_special_tokens": ([True, False], 0),
+    "include_stop_str_in_output": ([False], True),
+    "truncate_prompt_tokens": ([], 1),
+    "echo": ([False], True),
+    "add_generation_prompt": ([True], False),
+    "continue_final_message": ([False], True),
+    "add_special_tokens": ([False], True),
+    "chat_template": ([], ""),
+    "documents": ([[]], [{}]),
+    "mm_processor_kwargs": ([{}], {"fps": 1}),
+    "return_token_ids": ([False], True),
+    "return_tokens_as_token_ids": ([False], True),
+    "priority": ([0], 1),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_field_of_another_api_passes_only_with_a_value_that_requests_nothing(name: str) -> None:
+    """A value that is not served must not be ignored: the client would take the answer for what it asked for."""
+    neutral, asking = REFUSED[name]
+    for value in (None, *neutral):
+        assert chat(**{name: value}) == chat(), value
+    for value in (asking, "x" * 200, {"a": "b" * 200}, [[1]]):
+        with pytest.raises(RequestError, match=f"'{name}' is not supported: ") as caught:
+            chat(**{name: value})
+        assert (caught.value.param, caught.value.code, caught.value.status) == (
+            name,
+            "unsupported_parameter",
+            400,
+        )
+
+
+IGNORED = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "request_id", "prompt_cache_key",
+    "prompt_cache_options", "prompt_cache_retention",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IGNORED)
+def test_fields_that_change_no_answer_are_ignored(name: str) -> None:
+    for value in (None, True, "x" * 500, {"a": [1]}):
+        assert chat(**{name: value}) == chat()
+        assert speech(**{name: value}) == speech()
+
+
+def test_every_field_is_served_refused_or_ignored() -> None:
+    served = {
+        "model", "messages", "images", "audios", "videos", "modalities", "audio", "stream", "stream_options",
+        "thinking", "chat_template_kwargs", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k",
+        "min_p", "repetition_penalty", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "seed", "video_fps",
+        "video_max_frames", "video_min_pixels", "video_max_pixels", "video_total_pixels",
+    }  # fmt: skip
+    assert {*ChatBody.__struct_fields__} == served | {*REFUSED} | {*IGNORED}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "task_type", "language", "ref_audio", "ref_text", "x_vector_only_mode", "speaker_embedding",
+        "initial_codec_chunk_frames", "extra_params", "word_timestamps",
+    ],
+)  # fmt: skip
+def test_fields_of_other_speech_apis_are_refused(name: str) -> None:
+    assert speech(**{name: None}) == speech()
+    for value in ("a", 0, False, [], {}):
+        with pytest.raises(RequestError, match=f"'{name}' is not supported: the talker has no such input"):
+            speech(**{name: value})
+
+
+COUNT = ((1, 1 << 24), (0, (1 << 24) + 1))
+PIXELS = ((1, 1 << 30), (0, (1 << 30) + 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "ends", "beyond"),
+    [
+        ("max_tokens", *COUNT),
+        ("max_completion_tokens", *COUNT),
+        ("video_max_frames", *COUNT),
+        ("video_min_pixels", *PIXELS),
+        ("video_max_pixels", *PIXELS),
+        ("video_total_pixels", *PIXELS),
+        ("seed", (-(1 << 63), (1 << 64) - 1), (-(1 << 63) - 1, 1 << 64)),
+        ("video_fps", (1e-6, 1000), (0, 1000.5)),
+        ("top_p", (1e-6, 1), (0, 1.0001)),
+        ("top_k", (-1, 1 << 24), (-2, (1 << 24) + 1)),
+    ],
+)
+def test_whole_numbers_of_a_chat_up_to_both_ends(
+    name: str, ends: tuple[float, float], beyond: tuple[float, float]
+) -> None:
+    for value in ends:
+        chat(**{name: value})
+    for value in beyond:
+        with pytest.raises(RequestError) as caught:
+            chat(**{name: value})
+        assert (caught.value.param, caught.value.code) == (name, "invalid_value")
+
+
+@pytest.mark.parametrize("name", ["max_steps", "max_new_tokens"])
+def test_steps_of_speech_have_two_names(name: str) -> None:
+    for value in (1, 1 << 24, 7.0):
+        assert speech(**{name: value}).speech.max_steps == value
+        found = chat(**spoken(**{name: value})).speech
+        assert found is not None and found.max_steps == value
+    for value in (0, (1 << 24) + 1, 1.5, True):
+        with pytest.raises(RequestError) as caught:
+            chat(**spoken(**{name: value}))
+        assert caught.value.param == f"audio.{name}"
+    assert speech(max_steps=3, max_new_tokens=3).speech.max_steps == 3
+    with pytest.raises(RequestError, match="'max_steps' is 3 and 'max_new_tokens' is 4") as caught:
+        chat(**spoken(max_steps=3, max_new_tokens=4))
+    assert caught.value.param == "audio.max_new_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "speech_seed", "chat_seed"),
+    [
+        ({}, None, None),
+        ({"seed": 5}, 5, 5),
+        ({"seed": 5, "audio": {"seed": 0}}, 0, 5),
+        ({"audio": {"seed": 7}}, 7, None),
+    ],
+)
+def test_speech_without_a_seed_takes_that_of_the_chat(
+    fields: dict[str, Any], speech_seed: int | None, chat_seed: int | None
+) -> None:
+    call = chat(modalities=["text", "audio"], **fields)
+    assert call.speech is not None
+    assert (call.speech.seed, call.sampling.seed) == (speech_seed, chat_seed)
+
+
+def test_the_transcript_of_an_earlier_answer_is_its_text() -> None:
+    def parts(**answer: Any) -> tuple[Any, ...]:
+        return chat(messages=[*HELLO, {"role": "assistant", **answer}, *HELLO]).messages[1].parts
+
+    said = {"id": "audio-1", "transcript": "Hi."}
+    assert (
+        parts(audio=said) == parts(audio=said, content=None) == parts(content="Hi.", audio={"id": "audio-1"})
+    )
+    assert parts(audio=said) == (TextPart(text="Hi."),)
+    assert parts(content="Text.", audio=said) == (TextPart(text="Text."),)
+    assert parts(content="") == ()
+
+
+def test_a_stream_of_speech_is_asked_for_in_two_ways() -> None:
+    for fields, delivery in (
+        ({}, "whole"),
+        ({"stream": False}, "whole"),
+        ({"stream": True}, "audio"),
+        ({"stream_format": "audio"}, "audio"),
+        ({"stream_format": "sse"}, "sse"),
+        ({"stream": True, "stream_format": "sse"}, "sse"),
+    ):
+        assert speech(**fields).delivery == delivery
+
+
+def test_formats_of_speech() -> None:
+    for fields, audio_format in (
+        ({}, "wav"),
+        ({"response_format": "pcm"}, "pcm16"),
+        ({"response_format": "flac"}, "flac"),
+    ):
+        assert speech(**fields).audio_format == audio_format
+    for fields, audio_format in (({}, "wav"), ({"format": "pcm16"}, "pcm16"), ({"format": "flac"}, "flac")):
+        assert chat(**spoken(**fields)).audio_format == audio_format
