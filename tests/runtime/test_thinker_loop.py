@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -675,3 +676,42 @@ def test_a_failed_chunk_fails_every_prompt_in_it_and_no_other(is_static: bool) -
         assert [type(item) for item in each.items] == [FailedItem]
     assert running.tokens() == answer_alone(PROMPTS[0], is_static=is_static, max_tokens=12)
     assert thinker_resources(loop) == before
+
+
+def test_the_time_of_a_call_begins_when_the_device_is_free_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call takes 20 ms on the device; the next one is launched before the last one is collected."""
+    now = 100.0
+    monkeypatch.setattr("mingc.runtime.thinker.loop.time", SimpleNamespace(perf_counter=lambda: now))
+    wait = LaunchedTokens.wait
+
+    def wait_20_ms(self: LaunchedTokens) -> list[int]:
+        nonlocal now
+        now += 0.020
+        return wait(self)
+
+    monkeypatch.setattr(LaunchedTokens, "wait", wait_20_ms)
+    model = StepLatencyModel(
+        chunks=((8, 4.0), (16, 8.0), (32, 16.0)), decodes=((1, 5.0), (2, 5.0), (4, 5.0), (8, 5.0))
+    )
+    policy = ChunkedPrefillPolicy(num_layer_groups=1, latency_model=model)
+    observed: list[tuple[float, float, int]] = []
+
+    def observe(policy: object, ms: float, *, prefill_ms: float, num_decoding: int) -> None:
+        observed.append((round(ms, 6), prefill_ms, num_decoding))
+
+    monkeypatch.setattr(ChunkedPrefillPolicy, "observe", observe)
+    loop = make_thinker_loop(is_static=True, prefill_policy=policy)
+    first = ask(loop, prompt([5] * 10), max_tokens=4)
+    run_until_idle(loop)
+    assert observed == [(20.0, 8.0, 0), *[(20.0, 0.0, 1)] * 3]
+    assert [item.begun_at for item in first.items if isinstance(item, TokenItem)] == [100.0] * 4
+    observed.clear()
+    now = 200.0
+    ask(loop, prompt([5] * 3), max_tokens=9)
+    run_step(loop)
+    run_step(loop)
+    ask(loop, prompt([6] * 20), max_tokens=1)  # its chunk runs beside a decode step
+    run_until_idle(loop)
+    assert observed[0] == (20.0, 4.0, 0)
+    assert {(ms, prefill_ms) for ms, prefill_ms, _ in observed[1:]} >= {(20.0, 16.0), (20.0, 0.0)}
+    assert sum(prefill_ms for _, prefill_ms, _ in observed) == 20.0, "each chunk is counted once"
