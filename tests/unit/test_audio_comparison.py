@@ -228,3 +228,45 @@ def test_a_missing_end_counts_as_silence_in_the_mel_distance() -> None:
         )
         assert distance == other > 5.0
     assert mel_distance_db(tone, tone, found_hz=HZ, recorded_hz=HZ) == 0.0
+
+
+def test_figures_of_a_tone_are_those_of_the_textbook() -> None:
+    """0.5 s at 16 kHz of a sine of 1,000 Hz with amplitude 0.4, and one of 2,000 Hz with 0.2 at twice the rate."""
+    one = 0.4 * np.sin(2 * np.pi * 1000 * np.arange(8000) / 16000)
+    other = 0.2 * np.sin(2 * np.pi * 2000 * np.arange(32000) / 32000)
+    figures = {each.figure: each for each in compare_audio(one, other, found_hz=16000, recorded_hz=32000)}
+    expected = {
+        "sample rate": (16000, 32000),
+        "duration": (0.5, 1.0),
+        "RMS": (0.4 / 2**0.5, 0.2 / 2**0.5),
+        "peak": (0.4, 0.2),
+        "spectral centroid": (1000, 2000),
+    }
+    for name, (found, recorded) in expected.items():
+        figure = figures[name]
+        assert figure.found == pytest.approx(found, rel=2e-3), name
+        assert figure.recorded == pytest.approx(recorded, rel=2e-3), name
+        assert figure.difference == pytest.approx(abs(found - recorded) / recorded, rel=1e-2), name
+        assert figure.limit == LIMITS[name] and figure.is_off  # type: ignore[index]
+
+
+@pytest.mark.parametrize("decibels", [0.1, 3.0, -6.0])
+def test_the_mel_distance_of_a_louder_wave_is_its_gain(decibels: float) -> None:
+    """In white noise all bands are within 60 dB of the loudest one."""
+    noise = np.random.default_rng(1).standard_normal(16000)
+    distance = mel_distance_db(noise * 10 ** (decibels / 20), noise, found_hz=16000, recorded_hz=16000)
+    assert distance == pytest.approx(abs(decibels), rel=1e-6)
+
+
+def test_bands_60_db_below_the_loudest_one_count_alike() -> None:
+    tone = np.sin(2 * np.pi * 440 * np.arange(16000) / 16000)
+    hiss = np.random.default_rng(1).standard_normal(16000)
+    quiet = mel_distance_db(tone + 1e-6 * hiss, tone, found_hz=16000, recorded_hz=16000)
+    loud = mel_distance_db(tone + 1e-2 * hiss, tone, found_hz=16000, recorded_hz=16000)
+    assert quiet < 0.01 and loud > 3
+
+
+def test_values_that_are_no_numbers_are_infinitely_far() -> None:
+    wave = np.ones(1000)
+    for one, other in ((wave * np.nan, wave), (wave, wave * np.inf)):
+        assert mel_distance_db(one, other, found_hz=16000, recorded_hz=16000) == math.inf

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from mingc.artifacts.codec import encode
 from mingc.errors import RequestError
-from mingc.verify.comparison import Comparison
+from mingc.verify.audio_comparison import AudioDifference
+from mingc.verify.comparison import Comparison, FileSummary
 from mingc.verify.comparison_log import ComparisonLog
+from mingc.verify.scale import Scale
 
 
 def make_log(is_exact: bool = True) -> ComparisonLog:
@@ -183,3 +186,88 @@ def test_a_rule_that_does_not_hold_fails(holds: bool, outcome: str) -> None:
     log.rule("a.out", holds, "the sum is 1")
     assert (last(log).outcome, last(log).note) == (outcome, "the sum is 1")
     assert log.summary().failed == (not holds)
+
+
+def test_records_as_a_whole() -> None:
+    """Kind, error, tolerance, identity and note of each way to compare, in the terms of docs/verification.md."""
+    log = make_log()
+    near = AudioDifference(figure="duration", found=1.0, recorded=1.0, difference=0.25, limit=0.5)
+    far = replace(near, difference=0.75)
+    log.tensor("a.out", [[1.0, -2.5]], how="again", tolerance=0.004)
+    log.tensor("a.out", [[1.0, -2.5]], tolerance=0.5)
+    log.tensor("given", [1.0], reference=[1.0], how="one row")
+    log.ids("a.ids", [1, 2, 3], how="again")
+    log.ids("given ids", [4], reference=[5])
+    log.text("t", ["a", "b"], ("a", "b"))
+    log.share("steps", same=19, total=20, minimum=0.9, note="of 3 answers")
+    log.share("none", same=0, total=0, minimum=1.0)
+    log.scale("s", Scale(factor=0.9, allowed=0.2), how="fit")
+    log.scale("s", Scale(factor=1.3, allowed=0.2), how="")
+    log.expect_difference("b.hidden", [1.0, 1.0, 1.0, 0.5], "another variant")
+    log.audio("wave", [near, far], how="file")
+    log.rule("b.out", True, "finite")
+    log.skip("x", "no engine")
+
+    def record(name: str, kind: str, outcome: str = "pass", **given: object) -> Comparison:
+        return Comparison(name=f"file: {name}", kind=kind, outcome=outcome, **given)  # type: ignore[arg-type]
+
+    expected = [
+        record("a.out (again)", "tensor", "FAIL", error=0.25, tolerance=0.004),
+        record("a.out", "tensor", error=0.25, tolerance=0.5),
+        record("given (one row)", "tensor", error=0.0, tolerance=1e-4),
+        record("a.ids (again)", "ids", identical=True),
+        record("given ids", "ids", "FAIL", identical=False),
+        record("t", "text", identical=True),
+        record("steps", "share", error=1 - 19 / 20, tolerance=0.1, note="19 of 20 identical; of 3 answers"),
+        record("none", "share", error=0.0, tolerance=0.0, note="0 of 0 identical"),
+        record("s (fit)", "scale", error=abs(0.9 - 1), tolerance=0.2),
+        record(
+            "s",
+            "scale",
+            "FAIL",
+            error=1.3 - 1,
+            tolerance=0.2,
+            note="1.300 times the reference; allowed: 1 ± 0.200",
+        ),
+        record("b.hidden", "tensor", "expected difference", error=0.5, note="another variant"),
+        record("wave duration (file)", "audio", error=0.25, tolerance=0.5),
+        record("wave duration (file)", "audio", "FAIL", error=0.75, tolerance=0.5, note=far.describe()),
+        record("b.out", "text", identical=True, note="finite"),
+        record("x", "text", "not checked", note="no engine"),
+    ]
+    assert log.comparisons == expected
+    log.input("a.in")
+    log.input("a.ids")  # compared as well: counted once
+    summary = log.summary("a note")
+    assert summary == FileSummary(
+        file="file.safetensors",
+        checked=14,
+        failed=4,
+        inputs=1,
+        not_outputs=0,
+        worst_error=1.3 - 1,
+        note="a note",
+    )
+
+
+def test_a_loose_tolerance_bounds_the_scale_of_all_values_too() -> None:
+    log = make_log()
+    reference = np.linspace(1, 2, 400)
+    log.tensor("x", reference * 1.02, reference=reference, tolerance=0.01)
+    assert last(log).outcome == "FAIL" and last(log).note == "", "beyond the tolerance itself"
+    log.tensor("x", reference * 1.06, reference=reference, tolerance=0.1)
+    assert last(log).outcome == "FAIL" and "1.060 times the reference" in last(log).note
+    log.tensor("x", reference * 1.06, reference=reference, tolerance=0.1, waiver="rerouted")
+    assert (last(log).outcome, last(log).note) == ("expected difference", "rerouted")
+    log.tensor("x", reference * 1.001, reference=reference, tolerance=0.1)
+    assert (last(log).outcome, last(log).note) == ("pass", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "tolerance", "waiver", "outcome"),
+    [(1.002, 1e-3, "", "pass"), (1.0021, 1e-3, "", "FAIL"), (1.0021, 1e-3, "w", "expected difference")],
+)
+def test_the_tolerance_itself_passes(given: float, tolerance: float, waiver: str, outcome: str) -> None:
+    log = make_log()
+    log.tensor("x", [given, 2.0], reference=[1.0, 2.0], tolerance=tolerance + 1e-12, waiver=waiver)
+    assert last(log).outcome == outcome

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.scale import Scale, SublayerFit, fit_scale, worst_scale
+from mingc.verify.scale import _ERRORS, _LIMIT, Scale, SublayerFit, fit_scale, worst_scale
 
 
 def rounded(values: np.ndarray, random: np.random.Generator, share: float) -> np.ndarray:
@@ -105,3 +105,67 @@ def test_the_worst_scale_is_the_one_that_exceeds_its_own_allowance() -> None:
     noisy, wrong = Scale(factor=1.2, allowed=0.3), Scale(factor=1.1, allowed=0.05)
     assert worst_scale({"noisy": noisy, "wrong": wrong}) == ("wrong", wrong)
     assert worst_scale({"wrong": wrong, "noisy": noisy}) == ("wrong", wrong)
+
+
+def test_a_scale_is_the_projection_on_the_reference() -> None:
+    """value · reference / reference²; allowed: 2 % and the rounding errors that the values show."""
+    reference, value = np.array([3.0, 4.0]), np.array([3.0, 4.5])
+    scale = fit_scale(value, reference)
+    assert scale is not None
+    assert scale.factor == pytest.approx((9 + 18) / 25)
+    lost = 0.25 / 25
+    assert scale.allowed == pytest.approx(_LIMIT + _ERRORS * (lost / 2) ** 0.5 + lost)
+    exact = fit_scale(reference, reference)
+    assert exact == Scale(factor=1.0, allowed=_LIMIT) and not exact.is_off
+
+
+def test_the_ends_of_an_allowance_are_inside() -> None:
+    for factor, is_off in (
+        (1.25, False),
+        (0.75, False),
+        (1.2501, True),
+        (0.7499, True),
+        (float("nan"), True),
+    ):
+        assert Scale(factor=factor, allowed=0.25).is_off == is_off
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sublayers_are_fitted_by_least_squares(seed: int) -> None:
+    """numpy's solver and the textbook's covariance of its solution give the same factors and errors."""
+    random = np.random.default_rng(seed)
+    attention, feed_forward = random.normal(size=(2, 6, 8))
+    recorded = 1.1 * attention + 0.8 * feed_forward + 0.05 * random.normal(size=(6, 8))
+    fit = SublayerFit()
+    for row in range(0, 6, 2):  # in parts
+        fit.add(attention[row : row + 2], feed_forward[row : row + 2], recorded[row : row + 2])
+    x = np.stack([attention.ravel(), feed_forward.ravel()], axis=1)
+    found, (rest,), *_ = np.linalg.lstsq(x, recorded.ravel(), rcond=None)
+    covariance = rest / (48 - 2) * np.linalg.inv(x.T @ x)
+    errors = np.sqrt(np.diag(covariance))
+    scales = dict(fit.scales())
+    assert [*scales] == ["attention", "feed_forward"]
+    for scale, share, error in zip(scales.values(), found, errors, strict=True):
+        assert scale.factor == pytest.approx(1 / share)
+        lost = rest / np.square(recorded).sum()
+        assert scale.allowed == pytest.approx(_LIMIT + _ERRORS * error + lost)
+
+
+def test_a_fit_needs_more_values_than_factors() -> None:
+    fit = SublayerFit()
+    fit.add(np.ones((1, 2)), np.ones((1, 2)), np.ones((1, 2)))
+    assert not [*fit.scales()]
+    fit.add(np.zeros((1, 1)), np.zeros((1, 1)), np.zeros((1, 1)))
+    assert len([*fit.scales()]) == 2
+    silent = SublayerFit()
+    silent.add(np.ones((4, 1)), np.zeros((4, 1)), np.zeros((4, 1)))
+    assert {scale.factor for _, scale in silent.scales()} == {float("inf")}
+
+
+def test_the_worst_scale_exceeds_its_allowance_the_most() -> None:
+    scales = {
+        "near": Scale(factor=1.5, allowed=0.4),
+        "far": Scale(factor=0.7, allowed=0.1),
+        "wide": Scale(factor=3.0, allowed=2.5),
+    }
+    assert worst_scale(scales) == ("far", scales["far"])

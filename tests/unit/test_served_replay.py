@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from mingc.errors import WorkerError
-from mingc.runtime.request import Done, Event, Usage
+from mingc.runtime.request import Done, Event, SpeechParams, Usage
 from mingc.verify.comparison_log import ComparisonLog
+from mingc.verify.recorded_noise import RecordedNoise
 from mingc.verify.served import replay
 from mingc.verify.served.cases import (
     RecordedMessage,
@@ -21,6 +22,7 @@ from mingc.verify.served.cases import (
     ServedCase,
     ServedGoldens,
 )
+from mingc.verify.served.conversion import speech_params
 from mingc.verify.served.replay import Served, ServedReplay
 
 CHAT = ServedCase(
@@ -93,3 +95,27 @@ def test_an_answer_without_a_token_is_compared(tokens: list[int], expected: set[
     }
     assert failed == (expected if is_exact else set())
     assert (run._text.near, run._text.total) == ((0, 0) if is_exact else (0, len(tokens) + 1))
+
+
+def test_recorded_speech_is_asked_for_with_all_its_parameters() -> None:
+    recorded = RecordedSpeech(
+        voice="Lina", instructions="slowly", max_steps=4, guidance=1.5, sigma=0.25, temperature=0.5
+    )
+    assert speech_params(recorded) == SpeechParams(
+        voice="Lina", instructions="slowly", max_steps=4, guidance=1.5, sigma=0.25, temperature=0.5
+    )
+
+
+def test_recorded_noise_follows_the_segments() -> None:
+    """Two segments of 2 and 3 patches; beyond the recorded ones the noise is zero."""
+    start = np.arange(5, dtype=np.float32).reshape(5, 1, 1) + 1
+    steps = np.arange(10, dtype=np.float32).reshape(5, 2, 1, 1) + 11
+    noise = RecordedNoise([2, 3], start, steps)
+    found = [[noise.start(segment, patch, (1, 1)).item() for patch in range(4)] for segment in range(3)]
+    assert found == [[1, 2, 0, 0], [3, 4, 5, 0], [0, 0, 0, 0]]
+    assert noise.diffusion(1, 0, (2, 1, 1)).ravel().tolist() == [15, 16]
+    assert noise.diffusion(0, 2, (2, 1, 1)).ravel().tolist() == [0, 0]
+    silent = RecordedNoise([2, 3], start)
+    assert (
+        silent.diffusion(0, 0, (2, 1, 1)).shape == (2, 1, 1) and not silent.diffusion(0, 0, (2, 1, 1)).any()
+    )
