@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import tarfile
+import uuid
 from dataclasses import replace
 from email.message import Message
 from pathlib import Path
@@ -24,6 +25,7 @@ from cyclonedx.validation.json import JsonStrictValidator
 from manifest_edit import edit_manifest
 from mingc_command import mingc_here
 
+import mingc
 from mingc.artifacts.artifact import open_artifact
 from mingc.artifacts.file_cache import cache_folder
 from mingc.artifacts.manifest import Manifest, TargetRecord
@@ -593,3 +595,95 @@ def test_an_existing_folder_of_an_image_is_refused_before_anything_is_packed(
         cli_main(["bundle", "pack", str(artifact_path), str(bundle), "--oci", str(tmp_path / "image")])
     assert ended.value.code == 2 and "--oci" in capsys.readouterr().err
     assert [path for path in tmp_path.iterdir() if "t.mingc" in path.name] == []
+
+
+def test_documents_of_an_image_are_those_of_the_specification(artifact_path: Path, tmp_path: Path) -> None:
+    """OCI image format 1.1: index, manifest and configuration, without an entry point."""
+    bundle, folder = tmp_path / "t.mingc", tmp_path / "image"
+    pack(artifact_path, bundle, {"start.sh": b"#!/bin/sh\n"})
+    report = write_oci(bundle, folder)
+
+    def read(descriptor: dict[str, Any]) -> Any:
+        return json.loads((folder / "blobs" / descriptor["digest"].replace(":", "/")).read_bytes())
+
+    kind = "application/vnd.oci.image"
+    index = json.loads((folder / "index.json").read_text())
+    (described,) = index["manifests"]
+    assert index == {
+        "schemaVersion": 2,
+        "mediaType": f"{kind}.index.v1+json",
+        "manifests": [
+            {
+                "mediaType": f"{kind}.manifest.v1+json",
+                "digest": report.manifest_digest,
+                "size": described["size"],
+                "platform": {"architecture": _ARCHITECTURE, "os": "linux"},
+                "annotations": {"org.opencontainers.image.ref.name": "latest"},
+            }
+        ],
+    }
+    manifest = read(described)
+    layers, config = manifest["layers"], manifest["config"]
+    assert manifest == {
+        "schemaVersion": 2,
+        "mediaType": f"{kind}.manifest.v1+json",
+        "config": {"mediaType": f"{kind}.config.v1+json", "digest": config["digest"], "size": config["size"]},
+        "layers": [
+            {"mediaType": f"{kind}.layer.v1.tar", "digest": each["digest"], "size": each["size"]}
+            for each in layers
+        ],
+        "annotations": {"org.opencontainers.image.title": "tiny"},
+    }
+    assert read(config) == {
+        "architecture": _ARCHITECTURE,
+        "os": "linux",
+        "config": {"WorkingDir": "/opt/bundle"},
+        "rootfs": {"type": "layers", "diff_ids": [each["digest"] for each in layers]},
+    }
+    assert (report.folder, report.layers) == (folder, len(layers))
+    assert report.size_bytes == sum(each["size"] for each in layers)
+    (folder / "again").mkdir()
+    again = write_oci(bundle, folder / "again" / "image")
+    assert again.manifest_digest == report.manifest_digest, "nothing in it depends on time or place"
+
+
+def test_the_head_of_the_sbom(manifest: Manifest) -> None:
+    document = json.loads(sbom(manifest, has_model_licence=False))
+    assert document["$schema"] == "http://cyclonedx.org/schema/bom-1.6.schema.json"
+    assert (document["bomFormat"], document["specVersion"], document["version"]) == ("CycloneDX", "1.6", 1)
+    assert document["metadata"]["tools"] == {
+        "components": [{"type": "application", "name": "mingc", "version": mingc.__version__}]
+    }
+    model = document["metadata"]["component"]
+    assert model["licenses"] == [{"license": {"name": "not given when packed"}}]
+    (relation,) = document["dependencies"]
+    assert relation["ref"] == model["bom-ref"] == "model:tiny"
+    assert relation["dependsOn"] == [each["bom-ref"] for each in document["components"]]
+    serial = uuid.UUID(document["serialNumber"].removeprefix("urn:uuid:"))
+    assert (serial.version, serial.variant, serial.urn) == (4, uuid.RFC_4122, document["serialNumber"])
+    assert sbom(manifest, has_model_licence=False) == sbom(manifest, has_model_licence=False)
+    other = json.loads(sbom(replace(manifest, model="tïny"), has_model_licence=True))
+    assert other["serialNumber"] != document["serialNumber"]
+    assert "tïny".encode() in sbom(replace(manifest, model="tïny"), has_model_licence=True)
+
+
+@pytest.mark.parametrize(
+    ("names", "python"),
+    [
+        (None, None),
+        (("torch-2.13.0-cp312-cp312-linux_x86_64", "numpy-2-cp311-cp311-linux_x86_64"), "3.12"),
+        (("torch-2.13.0-cp311-cp311-linux_x86_64", "torch-2.13.0-cp312-cp312-linux_x86_64"), None),
+        (("numpy-2-cp311-cp311-linux_x86_64",), None),
+    ],
+)
+def test_the_base_image_has_the_python_of_torchs_wheel(
+    names: tuple[str, ...] | None, python: str | None, manifest: Manifest, tmp_path: Path
+) -> None:
+    wheels = None if names is None else _wheelhouse(tmp_path / "wheels", *names)
+    text = deployment._containerfile("Containerfile", manifest, wheels, is_only=True)
+    assert f"docker.io/library/python:{python or '3.11'}-slim" in text
+    assert (python or "3.11 or newer") in text and "--target" not in text
+    assert "the CUDA driver's libraries" not in text
+    cuda = replace(manifest, fingerprint=replace(manifest.fingerprint, device="cuda", target="cuda"))
+    text = deployment._containerfile("Containerfile.cuda", cuda, wheels, is_only=False)
+    assert "the CUDA driver's libraries come from the host" in text and '"--target", "cuda"' in text
