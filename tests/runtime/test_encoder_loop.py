@@ -392,3 +392,36 @@ def test_a_call_takes_what_needs_no_more_padding(
     for future in (*blocker, *waiting):
         future.result(WAIT_S)
     assert [len(each) for each in gate.calls[1:]] == calls
+
+
+def test_a_cache_counts_the_memory_that_its_entries_keep_alive() -> None:
+    """A view keeps its whole storage, and an entry that is written again is counted once."""
+    cache = EncoderCache(1000)
+    whole = torch.zeros(200)
+    cache.put(b"view", whole[:3])
+    assert cache.num_bytes == 800
+    cache.put(b"view", torch.zeros(10))
+    assert cache.num_bytes == 40
+    cache.put(b"other", torch.zeros(10))
+    for _ in range(3):
+        cache.put(b"view", torch.zeros(20))
+    assert cache.num_bytes == 120 and cache.get(b"other") is not None
+    cache.put(b"view", torch.zeros(300))  # larger than the whole cache: the older entry is wrong as well
+    assert cache.num_bytes == 40 and cache.get(b"view") is None
+
+
+def test_a_medium_whose_first_request_failed_is_tried_again_before_others(
+    gate: Gate, loop: EncoderLoop[str]
+) -> None:
+    gate.broken.add("bad")
+    first, second = submit(loop, "bad") + submit(loop, "bad")
+    gate.wait_for_call()
+    (other,) = submit(loop, "x" * 20)
+    gate.open(1)
+    with pytest.raises(RequestError, match="broken"):
+        first.result(WAIT_S)
+    gate.broken.clear()
+    gate.open()
+    check(second, "bad")
+    check(other, "x" * 20)
+    assert gate.calls[:3] == [["bad"], ["bad"], ["x" * 20]]

@@ -724,3 +724,22 @@ def test_speech_with_given_noise_is_reproducible(monkeypatch: pytest.MonkeyPatch
     assert [each["is_reproducible"] for each in given] == [True, True, False]
     np.testing.assert_array_equal(first, second)
     assert first.shape != other.shape or not np.array_equal(first, other)
+
+
+def test_the_first_failure_is_the_one_that_is_reported() -> None:
+    """Later ones follow from it: when a rank is lost, the others break off as well."""
+    service = make_service()
+    first, second = WorkerError("rank 1 is lost"), WorkerError("rank 2 is lost")
+    told: list[Exception] = []
+    service.fail(first)
+    service.fail(second)
+    service.on_failure(told.append)
+    assert told == [first]
+    asyncio.run(service.close(shutdown_timeout_s=0))
+
+
+def test_a_text_of_marks_alone_is_the_fault_of_the_input() -> None:
+    service = make_service()
+    with pytest.raises(RequestError, match="nothing to speak") as caught:
+        run(service, collect(service.speech(speech_request("...!"))))
+    assert (caught.value.param, caught.value.status) == ("input", 400)
