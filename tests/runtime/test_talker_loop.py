@@ -16,6 +16,7 @@ from fake_talker import make_segment as segment
 from hand_run import run_step, run_until_idle
 from held_resources import talker_resources, wait_until_equal
 
+from mingc.errors import EngineSizeError, RequestError
 from mingc.runtime.talker import worker as worker_module
 from mingc.runtime.talker.engines import LaunchedPatch
 from mingc.runtime.talker.loop import TalkerLoop
@@ -426,7 +427,9 @@ def test_a_stream_that_fails_or_ends_frees_everything() -> None:
     before = talker_resources(loop)
     sick, good = speak(loop, segment(guidance=9.0), segment(index=1)), speak(loop, segment(seed=2))
     run_until_idle(loop)
-    assert "not finite" in sick.error().message and len(good.segments()) == 1
+    assert "not finite" in sick.error().message
+    (spoken,) = good.segments()  # the patch that it shared with the other one as well
+    np.testing.assert_allclose(spoken, run_alone(segment(seed=2)), rtol=0, atol=1e-6)
     loop.cancel(good.stream)  # type: ignore[attr-defined]
     run_until_idle(loop)
     assert talker_resources(loop) == before
@@ -489,3 +492,54 @@ def test_a_failure_of_the_device_hurts_only_segments_with_a_patch_in_flight() ->
     worker.add(1, segment(seed=3))  # nothing of it is in flight
     assert worker.drop() == {2}
     assert worker.num_in_flight == 0
+
+
+@pytest.mark.parametrize("call", ["launch", "run_prompt"])
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (RuntimeError("device lost"), 500, "the talker failed: device lost"),
+        (RequestError("too long", param="input"), 400, "too long"),
+        (EngineSizeError("no engine of that size"), 500, "no engine of that size"),
+    ],
+)
+def test_the_error_of_an_engine_reaches_the_streams_that_it_hurts(
+    call: str, error: Exception, status: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call of all: nothing else is in flight."""
+    worker = make_talker_worker()
+    loop = make_talker_loop(worker)
+    before = talker_resources(loop)
+    real = getattr(worker._engines, call)
+
+    def fail(*words: object) -> None:
+        raise error
+
+    monkeypatch.setattr(worker._engines, call, fail)
+    hurt = speak(loop, segment(patches=3))
+    run_until_idle(loop)
+    found = hurt.error()
+    assert (found.status, found.message) == (status, message)
+    monkeypatch.setattr(worker._engines, call, real)
+    later = speak(loop, segment(seed=2, patches=3))
+    run_until_idle(loop)
+    np.testing.assert_allclose(later.segments()[0], run_alone(segment(seed=2, patches=3)), rtol=0, atol=1e-6)
+    loop.cancel(later.stream)  # type: ignore[attr-defined]
+    run_until_idle(loop)
+    assert talker_resources(loop) == before
+
+
+def test_surplus_patches_of_an_ended_segment_do_not_count_as_being_played() -> None:
+    """With two patches in flight the second one of the last patch is discarded."""
+    loop = make_talker_loop(make_talker_worker(stop_probability=0.9, depth=2), speech_lead=3)
+    listener = Collector()
+    stream = loop.open(listener.put, lambda: False, is_live=True)
+    for index in range(3):
+        loop.add(stream, segment(index=index, patches=40))
+    for _ in range(200):
+        run_step(loop)
+        loop.begin_playback(stream)
+    assert len(listener.segments(3)) == 3
+    assert loop._pacing._streams[stream].in_flight == 0
+    loop.cancel(stream)
+    run_until_idle(loop)

@@ -178,3 +178,18 @@ def test_random_seeds_have_63_bits() -> None:
     seeds = [random_seed() for _ in range(200)]
     assert len(set(seeds)) == 200
     assert 2**62 < max(seeds) < 2**63
+
+
+def test_stop_tokens_are_banned_until_the_answer_has_min_tokens() -> None:
+    params = SamplingParams(min_tokens=2)
+    mine = SamplerRow(params, seed=1, stop_ids=(5, 9))
+    banned = []
+    for _ in range(4):
+        banned.append([mine.banned(pending) for pending in (0, 1, 2)])
+        mine.advance(0)
+    ids: tuple[int, ...] = (5, 9)
+    assert banned == [[ids, ids, ()], [ids, (), ()], [(), (), ()], [(), (), ()]]
+    free = SamplerRow(SamplingParams(), seed=1, stop_ids=(5,))
+    assert free.banned() == () and sample(torch.tensor([[0.0] * 5 + [1.0]]), [free]) == [5]
+    held = SamplerRow(SamplingParams(min_tokens=1), seed=1, stop_ids=(5,))
+    assert sample(torch.tensor([[0.0, 0.5, 0.0, 0.0, 0.0, 1.0]]), [held]) == [1]
