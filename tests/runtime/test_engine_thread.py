@@ -182,3 +182,28 @@ def test_a_thread_is_healthy_while_it_runs_and_has_not_failed(jobs: Jobs) -> Non
     failing.fail(ServeError("lost"))
     assert not failing.is_healthy
     failing.stop()
+
+
+@pytest.mark.parametrize("call", ["begin_playback", "stop_pacing"])
+def test_speech_that_is_held_goes_on_when_its_listener_or_the_server_says_so(
+    call: str, started: Callable[..., EngineThread]
+) -> None:
+    """Until its first audio is sent a listener gets as many patches as it may be ahead; the thread then waits."""
+    now = 0.0
+    loop = make_talker_loop(speech_lead=2, clock=lambda: now)
+    speech = Collector()
+    stream = loop.open(speech.put, lambda: False, is_live=True)
+    loop.add(stream, make_segment(patches=40))
+    started(loop)
+    speech.wait(lambda items: len(items) == 2, "patches")
+    with loop._lock:  # free only while the thread waits
+        assert len(speech.items) == 2
+    if call == "begin_playback":
+        loop.begin_playback(stream)
+        now = 100.0
+    else:
+        loop.stop_pacing()
+    speech.wait(lambda items: len(items) >= 3, "patches")
+    loop.stop_pacing()
+    assert len(speech.segments()) == 1
+    loop.cancel(stream)

@@ -816,3 +816,45 @@ def test_formats_of_speech() -> None:
         assert speech(**fields).audio_format == audio_format
     for fields, audio_format in (({}, "wav"), ({"format": "pcm16"}, "pcm16"), ({"format": "flac"}, "flac")):
         assert chat(**spoken(**fields)).audio_format == audio_format
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinks", "param"),
+    [
+        ({}, False, None),
+        ({"thinking": True}, True, None),
+        ({"thinking": True, "chat_template_kwargs": {"enable_thinking": True, "thinking": True}}, True, None),
+        ({"thinking": False, "chat_template_kwargs": {"thinking": False}}, False, None),
+        ({"chat_template_kwargs": {"enable_thinking": None, "thinking": True}}, True, None),
+        ({"thinking": None, "chat_template_kwargs": {"thinking": True}}, True, None),
+        (
+            {"thinking": True, "chat_template_kwargs": {"enable_thinking": False}},
+            None,
+            "chat_template_kwargs.enable_thinking",
+        ),
+        (
+            {"thinking": False, "chat_template_kwargs": {"thinking": True}},
+            None,
+            "chat_template_kwargs.thinking",
+        ),
+        (
+            {"chat_template_kwargs": {"enable_thinking": True, "thinking": False}},
+            None,
+            "chat_template_kwargs.thinking",
+        ),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False, "thinking": True}},
+            None,
+            "chat_template_kwargs.thinking",
+        ),
+    ],
+)
+def test_switches_of_thinking_must_agree(
+    fields: dict[str, Any], thinks: bool | None, param: str | None
+) -> None:
+    if param is None:
+        assert chat(**fields).thinking is thinks
+        return
+    with pytest.raises(RequestError, match="contradict each other") as caught:
+        chat(**fields)
+    assert (caught.value.param, caught.value.code) == (param, "invalid_value")

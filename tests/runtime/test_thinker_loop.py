@@ -715,3 +715,29 @@ def test_the_time_of_a_call_begins_when_the_device_is_free_for_it(monkeypatch: p
     assert observed[0] == (20.0, 4.0, 0)
     assert {(ms, prefill_ms) for ms, prefill_ms, _ in observed[1:]} >= {(20.0, 16.0), (20.0, 0.0)}
     assert sum(prefill_ms for _, prefill_ms, _ in observed) == 20.0, "each chunk is counted once"
+
+
+def test_calls_in_flight_are_given_up_with_the_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device reports errors late: what was launched behind a failed call is not collected any more."""
+    loop = make_thinker_loop(is_static=True)
+    before = thinker_resources(loop)
+    hurt = [ask(loop, each, max_tokens=30) for each in PROMPTS[:2]]
+    for _ in range(4):
+        run_step(loop)
+    assert loop.held["thinker steps in flight"] > 0
+    wait, waits = LaunchedTokens.wait, []
+
+    def fail(self: LaunchedTokens) -> list[int]:
+        waits.append(self)
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(LaunchedTokens, "wait", fail)
+    run_step(loop)
+    monkeypatch.setattr(LaunchedTokens, "wait", wait)
+    assert len(waits) == 1 and loop.held["thinker steps in flight"] == 0
+    for each in hurt:
+        assert "device lost" in each.error().message
+    later = ask(loop, PROMPTS[0], max_tokens=9)
+    run_until_idle(loop)
+    assert later.tokens() == answer_alone(PROMPTS[0], is_static=True)
+    assert thinker_resources(loop) == before

@@ -266,3 +266,15 @@ def test_a_stream_waits_from_its_first_segment_on() -> None:
         pacing.arrive(stream, float(stream))
     pacing.arrive(1, 3.0)
     assert pacing.admissible([2, 1], 4.0) == [1, 2]
+
+
+def test_a_stream_that_is_not_played_yet_counts_from_its_launch() -> None:
+    """Stream 1 plays from second 100 and needs its next patch at 101.5; the sound of 2 was launched at 101."""
+    pacing = make_pacing(3, 1, 2)
+    make_patches(pacing, 1, 1, 100.0)
+    pacing.begin_playback(1, 100.5)
+    pacing.launch([2], 101.0)
+    assert pacing.due([1, 2], 101.0) == [1, 2], "101.5 before 102"
+    assert pacing.due([2, 1], 101.0) == [1, 2]
+    pacing.launch([1], 101.0)
+    assert pacing.due([1, 2], 101.0) == [2, 1], "102 before 102.5"
