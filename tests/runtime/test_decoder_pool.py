@@ -18,7 +18,7 @@ import pytest
 from hostile_media import edit_bomb, index_bomb, small_video
 from preprocess_data import audio_parameters, noise_image, png, vision_parameters, wav
 
-from mingc.errors import CapacityError, RequestError, WorkerError
+from mingc.errors import CapacityError, ConfigError, RequestError, WorkerError
 from mingc.runtime.preprocess import decoder_pool, decoder_process
 from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.decoder_pool import DecoderPool
@@ -254,3 +254,56 @@ def test_every_kind_obeys_the_memory_of_its_task(task: MediaTask, data: bytes) -
     with pytest.raises(RequestError) as refused:
         run_task(dataclasses.replace(task, limits=MediaLimits(max_bytes=1000)), data)
     assert refused.value.code == "media_too_large"
+
+
+class Answering:
+    """A decoder process that is not there: its reply is given."""
+
+    pid, is_alive, exit_code = 1, True, 0
+
+    def __init__(self, head: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(decoder_pool, "send", lambda *words: None)
+        monkeypatch.setattr(decoder_pool, "receive", lambda socket: head)
+        self._socket = None
+        self.ended: list[bool] = []
+
+    def run(self, task: MediaTask, data: bytes) -> Any:
+        return decoder_pool._Decoder.run(self, task, data)  # type: ignore[arg-type]
+
+    def kill(self) -> None:
+        self.ended.append(True)
+
+    def end(self, *, has_failed: bool) -> None:
+        self.ended.append(has_failed)
+
+
+@pytest.mark.parametrize("retires", [False, True])
+@pytest.mark.parametrize(("is_config", "kind"), [(False, RequestError), (True, ConfigError)])
+def test_an_error_of_the_process_is_raised_here_and_a_process_that_retires_is_ended(
+    is_config: bool, kind: type[Exception], retires: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A missing library is the operator's fault, not the client's."""
+    head = {"retire": retires, "is_config": is_config, "error": {"message": "no", "where": "w", "fix": "f"}}
+    decoder = Answering(head, monkeypatch)
+    pool = DecoderPool()
+    monkeypatch.setattr(pool, "_take", lambda: decoder)
+    with pytest.raises(kind) as caught:
+        pool.run(IMAGE, b"data")
+    error = caught.value
+    assert (str(error).splitlines()[0], getattr(error, "where", ""), getattr(error, "fix", "")) == (
+        "no",
+        "w",
+        "f",
+    )
+    assert decoder.ended == [False] * retires and (decoder in pool._idle) is not retires
+
+
+def test_a_process_whose_pool_was_closed_meanwhile_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = {"retire": False, "is_config": False, "error": {"message": "no"}}
+    decoder = Answering(head, monkeypatch)
+    pool = DecoderPool()
+    monkeypatch.setattr(pool, "_take", lambda: decoder)
+    pool.close()
+    with pytest.raises(RequestError):
+        pool.run(IMAGE, b"data")
+    assert decoder.ended == [False] and not pool._idle

@@ -508,3 +508,32 @@ def test_a_folder_in_the_file_table_is_refused(artifact_path: Path) -> None:
     edit_manifest(artifact_path, lambda document: document["files"].update(engines=record))
     with pytest.raises(IntegrityError, match="engines: is not a file"):
         open_artifact(artifact_path)
+
+
+def test_a_summary_has_the_worst_error_and_counts_a_shared_file_once(
+    tmp_path: Path, manifest: Manifest
+) -> None:
+    stage = manifest.stages["audio_encoder"]
+    graph = stage.graphs["encode"]
+    graphs = {
+        name: replace(graph, parity=replace(graph.parity, compiled=error))
+        for name, error in (("a", 1e-6), ("b", 3e-4), ("c", 2e-5))
+    }
+    twice = replace(stage, graphs=graphs, weights=(*stage.weights, *stage.weights))
+    files = {
+        name: FileRecord(size_bytes=size, sha256="")
+        for name, size in (("weights/audio.bin", 300), ("engines/encode.pt2", 40))
+    }
+    contents = summarize(
+        Artifact(root=tmp_path, manifest=replace(manifest, stages={"audio_encoder": twice}, files=files))
+    )
+    (row,) = contents.stages
+    assert (row.worst_relative_error, row.weight_bytes) == (3e-4, 300)
+    assert (row.graphs, row.engines, row.engine_bytes) == (("a", "b", "c"), 1, 40)
+    assert (contents.files, contents.total_bytes, contents.schema) == (2, 340, manifest.schema)
+    assert (contents.model, contents.notes, contents.backends, contents.targets) == (
+        "tiny",
+        ("one fix-up",),
+        (),
+        (),
+    )

@@ -21,10 +21,11 @@ from preprocess_data import (
 )
 
 from mingc.errors import RequestError
-from mingc.runtime.preprocess.audio import load_audio
+from mingc.runtime.preprocess.audio import AudioFeatures, load_audio
 from mingc.runtime.preprocess.chat import ChatProcessor, MediaEntry
 from mingc.runtime.preprocess.image import load_image
 from mingc.runtime.preprocess.limits import MediaLimits
+from mingc.runtime.preprocess.media_task import MediaTask, run_task
 from mingc.runtime.preprocess.prompt import Features, MediaFeatures
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.preprocess.video import DecodedFrames, sample_video
@@ -362,3 +363,52 @@ def test_media_without_an_encoder_are_refused(kind: str) -> None:
         chat.prepare([user(image_part("m", kind))])
     assert (caught.value.param, caught.value.code) == ("m", "unsupported_modality")
     assert chat.prepare([user("Hello")])[0].num_tokens > 10
+
+
+def test_each_medium_is_decoded_with_the_limits_that_are_left_for_it() -> None:
+    tasks: list[tuple[MediaTask, bytes]] = []
+
+    def decode(task: MediaTask, data: bytes) -> Features:
+        tasks.append((task, data))
+        return run_task(task, data)
+
+    made = ChatProcessor(
+        tokenizer(),
+        thinker_parameters(),
+        vision=vision_parameters(),
+        audio=audio_parameters(),
+        max_tokens=4000,
+        decode=decode,
+        max_media_bytes=50_000_000,
+    )
+    data = {
+        "a": png(noise_image(64, 64)),
+        "b": wav(np.sin(np.arange(8000) / 9).astype(np.float32), 16000),
+        "c": png(noise_image(64, 96)),
+    }
+    image = MediaPart(kind="image", data=data["a"], where="a")
+    clip = MediaPart(kind="audio", data=data["b"], where="b")
+    later = MediaPart(kind="image", data=data["c"], where="c")
+    params = VideoParams(fps=1.5)
+    made.prepare(
+        [
+            Message(role="user", parts=(image, TextPart(text="and"), clip)),
+            Message(role="assistant", parts=(TextPart(text="Yes."),)),
+            Message(role="user", parts=(later,)),
+        ],
+        video=params,
+    )
+    left, expected = 50_000_000, []
+    for where, kind in (("a", "image"), ("b", "audio"), ("c", "image")):
+        task = MediaTask(
+            kind=kind,  # type: ignore[arg-type]
+            where=where,
+            vision=vision_parameters() if kind == "image" else None,
+            audio=audio_parameters() if kind == "audio" else None,
+            video=params,
+            limits=MediaLimits(max_bytes=left, max_tokens=4000),
+        )
+        expected.append((task, data[where]))
+        found = run_task(task, data[where])
+        left -= found.mel.nbytes if isinstance(found, AudioFeatures) else found.patches.nbytes
+    assert tasks == expected

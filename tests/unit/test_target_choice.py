@@ -261,3 +261,22 @@ def test_a_golden_that_differs_from_that_of_the_first_target_is_kept(
     shared.write_bytes(b"one")
     assert pipeline._Run._with_shared_golden(run, result).record.golden == "goldens/g.bin"
     assert not own.exists() and shared.exists()
+
+
+def test_each_target_has_parameters_and_recorded_requests_of_its_own(three: Manifest) -> None:
+    rtx, cuda = three.other_targets
+    own = replace(rtx, parameters={"audio_encoder": {"hop_samples": 1}}, served_goldens="goldens/rtx")
+    views = target_views(replace(three, served_goldens="goldens/first", other_targets=(own, cuda)))
+    assert [view.served_goldens for view in views] == ["goldens/first", "goldens/rtx", cuda.served_goldens]
+    assert [view.parameters for view in views] == [three.parameters, own.parameters, cuda.parameters]
+
+
+def test_a_target_that_does_not_run_here_is_not_offered_instead(three: Manifest) -> None:
+    """Only the engines for RTX cards would run on this machine."""
+    here = machine("8.6", cpu="DEFAULT")
+    with pytest.raises(IncompatibleError) as caught:
+        choose_target(three, here, "cuda")
+    assert "pass --target rtx:sm86,sm89; cuda needs" in str(caught.value.fix)
+    with pytest.raises(IncompatibleError, match="this artifact was built for something else") as alone:
+        choose_target(three, machine(cpu="DEFAULT"), "cpu")
+    assert "--target cpu" in str(alone.value.fix), "nothing else runs here: the plain advice"
