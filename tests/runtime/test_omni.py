@@ -730,11 +730,11 @@ def test_the_first_failure_is_the_one_that_is_reported() -> None:
     """Later ones follow from it: when a rank is lost, the others break off as well."""
     service = make_service()
     first, second = WorkerError("rank 1 is lost"), WorkerError("rank 2 is lost")
-    told: list[Exception] = []
+    noticed: list[Exception] = []
     service.fail(first)
     service.fail(second)
-    service.on_failure(told.append)
-    assert told == [first]
+    service.on_failure(noticed.append)
+    assert noticed == [first]
     asyncio.run(service.close(shutdown_timeout_s=0))
 
 

@@ -321,7 +321,7 @@ def test_the_tone_falls_from_440_hz_to_40_hz(tmp_path: Path) -> None:
     np.testing.assert_allclose(samples, 8000 * np.sin(2 * np.pi * (440 * t - 200 * t**2)), atol=1.01)
 
 
-def test_a_person_is_told_what_to_expect(
+def test_a_demo_says_what_its_answer_is_worth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     @contextmanager
