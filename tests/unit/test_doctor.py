@@ -712,12 +712,12 @@ def problem(name: str) -> Check:
     return Check(name=name, state="problem", detail="broken", needed_for="x", fix=f"mend {name}")
 
 
-AOTI, ONNX, CUDA, TENSORRT, CARD = (
-    "cpu, aoti", "cpu, onnx", "cuda, aoti", "cuda, tensorrt", "rtx, tensorrt",
+AOTI, ONNX, CUDA_ONNX, CUDA, TENSORRT, CARD = (
+    "cpu, aoti", "cpu, onnx", "cuda, onnx", "cuda, aoti", "cuda, tensorrt", "rtx, tensorrt",
 )  # fmt: skip
-EVERYTHING = dict.fromkeys((AOTI, ONNX, CUDA, TENSORRT, CARD), (False, False))
+EVERYTHING = dict.fromkeys((AOTI, ONNX, CUDA_ONNX, CUDA, TENSORRT, CARD), (False, False))
 SERVING = dict.fromkeys(EVERYTHING, (True, False))
-GRAPHS = dict.fromkeys((ONNX, TENSORRT, CARD), (False, True))
+GRAPHS = dict.fromkeys((ONNX, CUDA_ONNX, TENSORRT, CARD), (False, True))
 
 
 @pytest.mark.parametrize(
@@ -728,11 +728,16 @@ GRAPHS = dict.fromkeys((ONNX, TENSORRT, CARD), (False, True))
         *((name, EVERYTHING) for name in doctor._REQUIRED),
         ("engine loader", dict.fromkeys((AOTI, CUDA), (False, False))),
         ("C++ compiler", dict.fromkeys((AOTI, CUDA), (False, True))),
-        ("onnxruntime", {ONNX: (False, False), **dict.fromkeys((AOTI, CUDA, CARD), (False, True))}),
+        (
+            "onnxruntime",
+            dict.fromkeys((AOTI, CUDA, CARD), (False, True))
+            | dict.fromkeys((ONNX, CUDA_ONNX), (False, False)),
+        ),
+        ("onnxruntime-gpu", {CUDA_ONNX: (False, False)}),
         ("onnx", GRAPHS),
         ("onnxscript", GRAPHS),
         ("tensorrt-rtx", dict.fromkeys((TENSORRT, CARD), (False, False))),
-        ("cuda", {CUDA: (False, False), TENSORRT: (False, False), CARD: (True, False)}),
+        ("cuda", dict.fromkeys((CUDA_ONNX, CUDA, TENSORRT), (False, False)) | {CARD: (True, False)}),
         ("triton", {CUDA: (False, True)}),
         ("RTX card", {CARD: (True, False)}),
         *((name, SERVING) for _, name, _, extra in doctor._OPTIONAL if extra == "serve"),
@@ -761,12 +766,15 @@ def test_checks_of_two_linked_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_package", lambda *words: problem("triton"))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
-    cpu, driver, triton, first, second, card, links, nccl = doctor._devices()
+    monkeypatch.setattr(doctor, "has_cuda_provider", lambda: True)
+    cpu, driver, triton, onnx, first, second, card, links, nccl = doctor._devices()
     cuda = "export --target cuda"
     assert cpu == Check(name="cpu", state="ok", detail="12 cores, AVX2", needed_for="export --target cpu")
     release = "580.65.06; torch is built for CUDA 13.0"
     assert driver == Check(name="NVIDIA driver", state="ok", detail=release, needed_for=cuda)
     assert triton == problem("triton")
+    needed_for = "export --target cuda --backend onnx, and its engines"
+    assert onnx == Check(name="onnxruntime-gpu", state="ok", detail="", needed_for=needed_for)
     assert (first.name, second.name, first.needed_for) == ("cuda:0", "cuda:1", cuda)
     assert first.detail == second.detail == f"NVIDIA H200, 141 GiB; {doctor.gpu(0).target.describe()}"
     assert card == Check(
@@ -787,6 +795,17 @@ def test_checks_of_two_linked_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor._devices()[-1] == replace(nccl, state="ok", detail="in this torch", fix=None)
     monkeypatch.setattr(doctor, "driver_version", lambda: None)
     assert doctor._devices()[1].detail == "release unknown; torch is built for CUDA 13.0"
+
+
+@pytest.mark.parametrize(("is_installed", "detail"), [(True, "this ONNX Runtime is for CPUs"), (False, "")])
+def test_an_onnx_runtime_without_cuda(
+    is_installed: bool, detail: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "has_cuda_provider", lambda: False)
+    monkeypatch.setattr(doctor, "is_installed", lambda: is_installed)
+    check = doctor._onnx_cuda()
+    fix = "pip uninstall onnxruntime; pip install 'mingc[onnx-gpu]'"
+    assert (check.state, check.detail, check.fix) == ("missing", detail, fix)
 
 
 def test_a_card_that_tensorrt_for_rtx_does_not_know() -> None:
