@@ -154,3 +154,64 @@ def test_a_fingerprint_depends_on_configs_names_shapes_and_dtypes(root: Path) ->
         path.write_text(json.dumps({**config, "another": 1}), encoding="utf-8")
         seen.add(open_checkpoint(root).fingerprint())
     assert len(seen) == 6
+
+
+def replaced_header(file: Path, change: Callable[[dict[str, dict[str, object]]], None]) -> None:
+    """The same bytes under a header that `change` has edited."""
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def test_a_fingerprint_depends_on_each_part_and_not_on_the_order_of_keys(root: Path) -> None:
+    def fingerprint() -> str:
+        return open_checkpoint(root).fingerprint()
+
+    replaced_header(vae_file(root), lambda header: None)  # as the helper spells it
+    first = fingerprint()
+    for part in (root, root / "talker", root / _VAE):
+        path = part / "config.json"
+        text = path.read_text(encoding="utf-8")
+        config = json.loads(text)
+        path.write_text(json.dumps(dict(reversed(config.items()))), encoding="utf-8")
+        assert fingerprint() == first
+        path.write_text(json.dumps({**config, "another": 1}), encoding="utf-8")
+        assert fingerprint() != first
+        path.write_text(text, encoding="utf-8")
+
+    def as_integers(header: dict[str, dict[str, object]]) -> None:
+        entry = next(each for name, each in sorted(header.items()) if name != "__metadata__")
+        names = {"F32": "I32", "BF16": "I16", "F16": "I16"}
+        entry["dtype"] = names[str(entry["dtype"])]
+
+    whole = vae_file(root).read_bytes()
+    replaced_header(vae_file(root), as_integers)
+    assert len(vae_file(root).read_bytes()) == len(whole) and fingerprint() != first
+    vae_file(root).write_bytes(whole)
+    assert fingerprint() == first
+    replaced_header(vae_file(root), lambda header: header.update(__metadata__={"note": "much longer"}))
+    assert fingerprint() != first, "the size of a file counts"
+
+
+def test_a_shard_is_opened_once_until_it_is_closed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import safetensors
+
+    opened: list[Path] = []
+    real = safetensors.safe_open
+
+    def safe_open(file: Path, *, framework: str) -> object:
+        opened.append(file)
+        return real(file, framework=framework)
+
+    monkeypatch.setattr(safetensors, "safe_open", safe_open)
+    vae = open_checkpoint(root).vae
+    assert vae is not None
+    first, second, *_ = sorted(vae.tensors)
+    kept = vae.read(first)
+    vae.read(second), vae.read(first)
+    assert opened == [vae_file(root)]
+    vae.close()
+    assert torch.equal(vae.read(first), kept) and opened == [vae_file(root)] * 2

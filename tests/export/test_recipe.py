@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mingc.errors import ConfigError
+from mingc.export.compile.backends import find_backend
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stages import find
 
@@ -32,6 +34,9 @@ def make_recipe(**options: Any) -> ExportRecipe:
             {"target": "rtx:sm86", "other_targets": ("rtx:sm89",), "backend": ("aoti",)},
             "--backend aoti: aoti cannot build engines for RTX cards",
         ),
+        ({"backend": ("auto+aoti",)}, r"--backend auto\+aoti: auto tries every backend, so it stands alone"),
+        ({"backend": ("aoti+auto",)}, r"--backend aoti\+auto: auto tries every backend, so it stands alone"),
+        ({"backend": ("aoti+aoti",)}, r"--backend aoti\+aoti: names a backend twice"),
         ({"world_size": 3}, "--tp 3"),
         ({"batch_sizes": (4, 1)}, "--batch-sizes 4,1: must be ascending"),
         ({"batch_sizes": (1, 4, 4)}, "--batch-sizes 1,4,4: must be ascending"),
@@ -79,6 +84,8 @@ def test_a_stage_is_quantized_as_asked_if_it_supports_that(
     ("name", "valid", "wrong"),
     [
         ("jobs", 1, 0),
+        ("cache_gigabytes", 0, -0.1),
+        ("cache_gigabytes", 1e9, math.inf),
         ("batch_sizes", (1,), ()),
         ("batch_sizes", (1, 1024), (1, 1025)),
         ("batch_sizes", (1, 2), (0, 2)),
@@ -102,7 +109,9 @@ def test_limits_of_a_choice(name: str, valid: object, wrong: object) -> None:
     assert getattr(make_recipe(**{name: valid}), name) == valid
     with pytest.raises(ConfigError) as caught:
         make_recipe(**{name: wrong})
-    option = {"world_size": "--tp"}.get(name, f"--{name.replace('_', '-')}")
+    option = {"world_size": "--tp", "cache_gigabytes": "--cache-limit"}.get(
+        name, f"--{name.replace('_', '-')}"
+    )
     assert caught.value.message.startswith(option) and caught.value.where == "mingc export"
 
 
@@ -161,3 +170,43 @@ def test_a_choice_must_concern_a_stage_that_is_built(
         return
     with pytest.raises(ConfigError, match=says):
         recipe.check_stages(chosen)
+
+
+@pytest.fixture
+def tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the library for RTX cards were installed."""
+    monkeypatch.setattr(type(find_backend("tensorrt")), "unsupported_reason", lambda *words: None)
+
+
+def test_each_target_has_a_recipe_of_its_own(tensorrt: None) -> None:
+    """RTX cards beside another target have TensorRT, whatever the backend of that is."""
+    recipe = make_recipe(
+        target="cpu", other_targets=("rtx:sm86,sm89",), backend=("auto",), keep_all=True, jobs=3
+    )
+    own: dict[str, Any] = {"jobs": 3}
+    first, second = recipe.each_target()
+    assert first == make_recipe(target="cpu", backend=("auto",), keep_all=True, **own)
+    assert second == make_recipe(target="rtx:sm86,sm89", backend=("tensorrt",), **own)
+    assert (recipe.device, first.device, second.device) == ("cpu", "cpu", "cpu")
+    assert make_recipe(target="cuda").device == "cuda"
+    cards = make_recipe(target="rtx:sm86", other_targets=("rtx:sm89",), backend=("tensorrt",), jobs=3)
+    assert cards.each_target() == tuple(
+        make_recipe(target=target, backend=("tensorrt",), **own) for target in ("rtx:sm86", "rtx:sm89")
+    )
+    alone = make_recipe(target="rtx:sm89", backend=("tensorrt",))
+    assert alone.each_target() == (alone,)
+
+
+def test_all_problems_of_several_targets_come_in_one_error(tensorrt: None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_recipe(target="cuda", other_targets=("rtx:sm86,sm89", "rtx:sm89"), synthetic=True)
+    assert caught.value.message.splitlines() == [
+        "--target cuda rtx:sm86,sm89 rtx:sm89: names a device twice",
+        "--synthetic: samples weights on one device; pass one --target",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        make_recipe(target="cpu", other_targets=("tpu",), jobs=0, dtype="float16")
+    assert caught.value.message.splitlines() == [
+        "--dtype float16: not one of float32, bfloat16",
+        "--jobs 0: must be at least 1",
+    ]

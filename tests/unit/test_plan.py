@@ -54,6 +54,12 @@ def test_a_rate_that_batches_of_32_miss_takes_smaller_ones() -> None:
     assert (text.per_replica, text.replicas) == (7, 10)
 
 
+def test_a_rate_that_is_just_reached_is_enough() -> None:
+    """Of fp8 at batch 7, in the arithmetic of the plan."""
+    rate = 1000 / (18.8681 + 7 * 43.1335 / 300)
+    assert plan(Load(chats=7, token_rate=rate, utilisation=1.0)).deployments[0].per_replica == 7
+
+
 def test_ranks_count_as_gpus() -> None:
     (text,) = plan(Load(chats=64, thinker="tp4", utilisation=1.0)).deployments
     assert (text.replicas, text.gpus) == (2, 8)

@@ -24,7 +24,7 @@ from mingc.bundles.packing import pack
 from mingc.bundles.pruning import prune
 from mingc.bundles.signatures import generate_keys, sign_bundle
 from mingc.bundles.unpacking import SHARED_FROM_BYTES, STORE, UnpackReport, unpack
-from mingc.errors import ArtifactError, ConfigError
+from mingc.errors import ArtifactError, ConfigError, IntegrityError
 
 LARGE = random.Random(1).randbytes(SHARED_FROM_BYTES)
 
@@ -222,6 +222,48 @@ def test_stored_files_of_other_users_links_and_other_sizes_are_not_taken(
     (tmp_path / "moved").write_bytes(LARGE)
     stored.symlink_to(tmp_path / "moved")
     assert not store.has(record)
+
+
+def test_a_stored_file_that_has_changed_is_replaced(bundle: Path, tmp_path: Path) -> None:
+    unpack(bundle, tmp_path / "first")
+    stored = tmp_path / STORE / hashlib.sha256(LARGE).hexdigest()
+    stored.unlink()
+    stored.write_bytes(LARGE[:-1] + bytes([LARGE[-1] ^ 1]))
+    report = unpack(bundle, tmp_path / "second")
+    assert (report.shared_bytes, report.notes) == (len(LARGE), ())
+    assert stored.read_bytes() == LARGE and stored.samefile(tmp_path / "second/weights/audio.bin")
+    check_hashes(open_artifact(tmp_path / "second"))
+
+
+def test_a_link_in_place_of_the_store_is_not_followed(bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / STORE).symlink_to(tmp_path / "elsewhere")
+    report = unpack(bundle, tmp_path / "out")
+    assert report.notes == (f"files are not shared: {tmp_path / STORE} is a link",)
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+    check_hashes(open_artifact(tmp_path / "out"))
+
+
+def test_large_files_are_copied_first(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "THREADS", 1)
+    copied: list[str] = []
+    unpack(bundle, tmp_path / "out", log=copied.append)
+    files = open_packed(bundle).bundle.files
+    sizes = [files[name].size_bytes for name in copied]
+    assert len(copied) == len(files) and sizes == sorted(sizes, reverse=True)
+
+
+def test_what_a_broken_bundle_gave_is_not_kept(bundle: Path, tmp_path: Path) -> None:
+    region = open_packed(bundle).files["engines/encode.pt2"]
+    with bundle.open("r+b") as stream:
+        stream.seek(region.offset)
+        stream.write(b"!!!!")
+    with pytest.raises(
+        IntegrityError, match=r"engines/encode\.pt2: sha256 differs from bundle\.json"
+    ) as raised:
+        unpack(bundle, tmp_path / "out")
+    assert (raised.value.where, raised.value.fix) == (str(bundle), "copy the bundle again, or pack again")
+    assert not [*(tmp_path / ".out.unpack").rglob("encode.pt2*")]
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EMLINK, errno.EXDEV, errno.EOPNOTSUPP])
