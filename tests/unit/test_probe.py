@@ -560,6 +560,7 @@ def test_percentiles_are_samples() -> None:
     assert percentile(samples, 0.99) == 99.0
     assert percentile(samples[:10], 0.95) == 10.0, "of few samples the slowest one"
     assert percentile([7.0], 0.99) == 7.0
+    assert percentile([7.0, 8.0], 0.0) == 7.0
 
 
 def test_a_stopwatch_on_a_cpu_times_the_requested_calls_and_no_enqueueing() -> None:

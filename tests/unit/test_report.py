@@ -341,3 +341,75 @@ def test_an_error_without_place_or_fix_is_one_line(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == "mingc: error: wrong\n"
     show_error(MingcError("wrong", fix="mend it"), as_json=False)
     assert capsys.readouterr().err == "mingc: error: wrong\n  fix: mend it\n"
+
+
+@pytest.mark.parametrize(
+    ("columns", "width", "expected"),
+    [
+        ([["name", "x" * 60], ["note", "aa bbbb ccc"]], 200, [60, 11]),  # everything fits
+        # Between two columns and at both sides are 5 characters of 74; one is missing at the end of the second.
+        ([["name", "x" * 60], ["note", "aa bbbb ccc"]], 74, [60, 9]),
+        ([["name", "x" * 60], ["note", "aa bbbb ccc"]], 61, [52, 4]),
+        ([["name", "ab"], ["first", "a b c d"], ["second", "eeee ff"]], 24, [4, 6, 6]),
+        ([["name", "ab"], ["first", "a b c d"], ["second", "eeee ff"]], 29, [4, 7, 7]),
+        ([["name", "a" * 20], ["first", "b" * 9], ["second", "c" * 30]], 40, [11, 9, 12]),
+        ([["a"], ["b"], ["c"]], 4, [1, 1, 1]),
+    ],
+)
+def test_widths_of_columns(columns: list[list[str]], width: int, expected: list[int]) -> None:
+    assert report._widths(columns, width) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.01, "0.01"), (0.00999, "0.00999"), (99999.0, "99999.00"), (1e5, "1e+05"), (-2e5, "-2e+05")],
+)
+def test_short_and_long_numbers(value: float, text: str) -> None:
+    assert report._text(value) == text
+
+
+def test_a_list_has_its_name_once(capsys: pytest.CaptureFixture[str]) -> None:
+    show(replace(RESULT, notes=("one", "two", "three"), rows=()), as_json=False)
+    lines = [
+        line for line in capsys.readouterr().out.splitlines() if line.split()[-1] in ("one", "two", "three")
+    ]
+    assert [line.split() for line in lines] == [["notes", "one"], ["two"], ["three"]]
+    assert len({line.index(line.split()[-1]) for line in lines}) == 1
+
+
+def test_an_error_in_another_script_stays_readable(capsys: pytest.CaptureFixture[str]) -> None:
+    show_error(MingcError("模型 fehlt für alle"), as_json=True)
+    assert "模型 fehlt für alle" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("value", "has_colour"), [(None, True), ("", True), ("1", False)])
+def test_a_terminal_has_colours_unless_the_user_wants_none(
+    value: str | None, has_colour: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if value is not None:
+        monkeypatch.setenv("NO_COLOR", value)
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    assert report._console(Terminal()).no_color is not has_colour
+
+
+@pytest.mark.parametrize("is_result", [True, False])
+def test_an_output_that_cannot_be_written_is_left_alone_at_exit(
+    is_result: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is still in the buffer goes nowhere; flushing it at exit would fail again."""
+    with Path("/dev/full").open("w") as full:
+        if is_result:
+            with pytest.raises(MingcError, match="cannot be written: No space left on device") as caught:
+                show(RESULT, as_json=True, stream=full)
+            assert caught.value.where == "/dev/full"
+        else:
+            monkeypatch.setattr(sys, "stdout", full)
+            show_error(MingcError("x"), as_json=True)
+        full.write("more")
+        full.flush()

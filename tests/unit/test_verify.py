@@ -18,6 +18,7 @@ from safetensors.torch import save_file as save_tensors
 from mingc import host
 from mingc.artifacts.artifact import Artifact, write_manifest
 from mingc.artifacts.manifest import FILE_NAME, Manifest, Parity, QuantizationError
+from mingc.artifacts.spec import TensorSpec
 from mingc.cli import commands, main
 from mingc.errors import ConfigError, IncompatibleError, IntegrityError
 from mingc.host import Host
@@ -273,3 +274,53 @@ def test_a_graph_whose_recorded_file_has_no_output_fails(
     log = self_check.replay(artifact, stage, graph, name="encode", tolerance=1e-4)
     (row,) = log.comparisons
     assert (row.outcome, log.summary().failed) == ("FAIL", 1) and "records no output" in row.note
+
+
+def test_a_self_check_runs_every_rank_on_what_was_recorded(
+    manifest: Manifest, artifact_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = manifest.stages["audio_encoder"]
+    cache = TensorSpec(name="cache", dtype="float32", shape=(3, 5))
+    encode = stage.graphs["encode"]
+    graph = replace(encode, spec=replace(encode.spec, state=(cache,)))
+    recorded = {
+        "in.mel": torch.ones(1, 2, 4, 128),
+        "state.cache": torch.zeros(3, 5),
+        "out.embeddings": torch.ones(1, 2, 64),
+    }
+    calls: list[Any] = []
+
+    def replay_engine(*arguments: Any) -> list[dict[str, torch.Tensor]]:
+        calls.append(arguments)
+        return [{"embeddings": torch.ones(1, 2, 64)}]
+
+    monkeypatch.setattr(self_check, "replay_engine", replay_engine)
+    artifact = Artifact(root=artifact_path, manifest=manifest)
+    ranks = replace(stage, weights=("weights/audio.bin", "voices/DB30.bin"))
+
+    def check(tensors: dict[str, torch.Tensor]) -> ComparisonLog:
+        save_tensors(tensors, artifact_path / graph.golden)
+        return self_check.replay(artifact, ranks, graph, name="encode", tolerance=1e-4)
+
+    summary = check(recorded).summary()
+    assert (summary.checked, summary.failed, summary.inputs) == (1, 0, 2)
+    ((path, backend, spec, weights, (given,), device),) = calls
+    assert (path, backend, spec, device) == (artifact_path / "engines/encode.pt2", "aoti", graph.spec, "cpu")
+    assert [each.path.name for each in weights] == ["audio.bin", "DB30.bin"]
+    assert given.keys() == {"mel", "cache"} and torch.equal(given["cache"], recorded["state.cache"])
+    for changed, found in (
+        ({"state.cache": torch.zeros(3, 5, dtype=torch.int64)}, "records int64 as cache"),
+        ({"in.mel": None}, "records nothing as mel"),
+    ):
+        wrong = {key: value for key, value in {**recorded, **changed}.items() if value is not None}
+        (row,) = check(wrong).comparisons
+        assert row.outcome == "FAIL" and f"{graph.golden} {found}, the signature says float32" in row.note
+    assert len(calls) == 1
+
+
+def test_sizes_that_an_engine_does_not_know_do_not_exclude_it(manifest: Manifest) -> None:
+    graph = manifest.stages["audio_encoder"].graphs["encode"]
+    (dynamic,) = graph.engines
+    other, fitting = (replace(dynamic, file=str(n), dims={"N": n, "P": 7}) for n in (2, 1))
+    found = self_check._engine(replace(graph, engines=(other, fitting)), {"mel": torch.zeros(1, 2, 4, 128)})
+    assert found is fitting

@@ -208,7 +208,7 @@ def test_a_document_without_tensors_is_replayed(tmp_path: Path) -> None:
     seen: list[Any] = []
 
     def run(log: ComparisonLog, document: Any) -> None:
-        seen.append(document)
+        seen.append((document, log.is_exact))
         log.text("x", "same", "same")
 
     none, rows, _ = verification._replay_file(engines, tmp_path, "text.json", "text.json", (), run)
@@ -216,7 +216,7 @@ def test_a_document_without_tensors_is_replayed(tmp_path: Path) -> None:
     (tmp_path / "text.json").write_text('{"cases": []}')
     _, rows, _ = verification._replay_file(engines, tmp_path, "text.json", "text.json", (), run)
     assert [each.outcome for each in rows] == ["pass"]
-    assert seen == [{"cases": []}]
+    assert seen == [({"cases": []}, False)]
 
 
 @pytest.mark.parametrize("name", ["text.json", "thinker.json", "vae.safetensors"])
