@@ -59,9 +59,11 @@ def test_the_library_of_cuda_devices_says_which_distribution_it_is(
         None if has_cuda else ("this ONNX Runtime has no CUDA provider", FIX_CUDA)
     )
     reason = None if has_cuda else f"needs onnxruntime-gpu, not installed: {FIX_CUDA}"
-    for dtype in ("float32", "bfloat16"):
-        assert onnx_backend.BACKEND.unsupported_reason("cuda", dtype) == reason
-    assert onnx_backend.BACKEND.unsupported_reason("cpu", "float32") is None
+    supports = onnx_backend.BACKEND.unsupported_reason
+    assert (supports("cuda", "float32"), supports("cpu", "float32")) == (reason, None)
+    use = "use --dtype float32"
+    assert supports("cuda", "bfloat16") == f"its engines were not run in bfloat16; {use}"
+    assert supports("cpu", "bfloat16") == f"ONNX Runtime's CPU kernels lack bfloat16; {use}"
 
 
 def test_no_onnx_runtime_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,14 +83,12 @@ def test_a_package_without_a_file_has_no_libraries(monkeypatch: pytest.MonkeyPat
 
 @dataclass
 class Options:
-    """ONNX Runtime's options, of a session or a run, as they were set."""
+    """ONNX Runtime's options of a session, as they were set."""
 
     entries: dict[str, str] = field(default_factory=dict)
 
     def add_session_config_entry(self, key: str, value: str) -> None:
         self.entries[key] = value
-
-    add_run_config_entry = add_session_config_entry
 
 
 def fake_runtime(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, dict[str, Any], list[Any]]]:
@@ -106,7 +106,6 @@ def fake_runtime(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, dict[str, 
     vars(module).update(
         __version__="1.31.1",
         SessionOptions=Options,
-        RunOptions=Options,
         InferenceSession=open_session,
         set_default_logger_severity=levels.append,
         levels=levels,
@@ -144,7 +143,6 @@ def test_options_of_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
         (path, on_cuda, [provider("0"), "CPUExecutionProvider"]),
     ]
     assert sys.modules["onnxruntime"].levels == [4, 4]
-    assert loader._asynchronous().entries == {"disable_synchronize_execution_providers": "1"}
 
 
 def test_the_missing_runtime_of_a_gpu_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
