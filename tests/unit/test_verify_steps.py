@@ -26,7 +26,7 @@ def row(name: str, outcome: Outcome) -> Comparison:
 
 
 def result(name: str, *outcomes: Outcome, checked: int, names: tuple[str, ...] = ()) -> Any:
-    """A replayed file, with other counts than its rows so that the two are told apart."""
+    """A replayed file, with other counts than its rows so that the two differ."""
     summary = FileSummary(
         file=name, checked=checked, failed=0, inputs=0, not_outputs=len(names), worst_error=0.0
     )
