@@ -403,3 +403,11 @@ def test_links_are_searched_once_for_all_marks(monkeypatch: pytest.MonkeyPatch, 
     text = "one two three four five six seven " + 200 * "a."
     assert LiveSegmenter(clock).push(text) == []
     assert 0 < searched <= 2 * len(text)
+
+
+@pytest.mark.parametrize("initials", ["U.S.", "e.g."])
+def test_initials_that_arrive_letter_by_letter_are_not_cut(initials: str, clock: Clock) -> None:
+    text = f"we all went to see our old friend from the {initials} army. Nine"
+    segmenter = Segmenter(clock)
+    segments = [each for letter in text for each in segmenter.push(letter)] + segmenter.flush()
+    assert segments == [text.removesuffix(" Nine"), "Nine"]

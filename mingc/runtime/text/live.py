@@ -31,6 +31,7 @@ _CLAUSE_END = re.compile(rf"[,，、:：]+[{_CLOSERS}]*")
 _OPEN_WORD = re.compile(rf"[^\s{_WIDE}]*[^\W_{_WIDE}]$")
 _MARKS = re.compile(rf"[^\w\s{_WIDE}]*")
 _INITIALS = re.compile(r"\w\.\w.\Z")
+_MAY_GO_ON = re.compile(r"\d\Z|(?<!\w)[A-Za-z]\Z")
 _TITLE = re.compile(r"[A-Z][a-z]\.\Z")
 _DIGIT = re.compile(r"\d")
 # The beginning of a link or address and the rest of it, and the characters that go on with it behind a mark.
@@ -195,8 +196,8 @@ class LiveSegmenter:
         if _is_abbreviation(text, match.start() + 1):
             return False
         if end == len(text):
-            # `3.` may become 3.5 with the next delta.
-            return not text[match.start() - 1].isdigit()
+            # `3.` may become 3.5 with the next delta, and `U.` U.S.
+            return not _MAY_GO_ON.search(text[max(0, match.start() - 2) : match.start()])
         # A dot inside a word (`example.com`) does not end a sentence.
         return text[end].isspace() or not text[end].isalnum() or not text[end].isascii()
 
