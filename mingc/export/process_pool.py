@@ -111,6 +111,8 @@ def start_worker(scratch: str) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(scratch, "inductor")
     os.environ["TMPDIR"] = tempfile.tempdir = scratch
     warnings.simplefilter("ignore")
+    # Tracing and lowering create objects by the million, few of them garbage before the task ends.
+    gc.set_threshold(10_000, 20, 20)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from mingc_command import CHECKPOINT, Server, mingc, serving
+from mingc_command import CHECKPOINT, ENVIRONMENT, Server, mingc, serving
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 import openai_checks as checks
@@ -79,7 +79,11 @@ def test_the_running_server_loads_no_compiler_and_no_export_code(artifact: Path,
         "print('\\n'.join(sorted(set(sys.modules) - bare)))\n"
     )
     done = subprocess.run(
-        [sys.executable, str(script), str(artifact)], capture_output=True, text=True, timeout=120
+        [sys.executable, str(script), str(artifact)],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     loaded = done.stdout.split()
