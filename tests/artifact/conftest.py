@@ -30,15 +30,16 @@ _COMPILED = (
 
 def _export_once(factory: pytest.TempPathFactory, name: str, *options: object) -> Path:
     """The artifact `name` of this run: the first of pytest's workers to ask exports it, the others wait for it."""
-    shared = factory.getbasetemp()
+    shared, jobs = factory.getbasetemp(), 2
     if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent  # a worker's own folder lies in that of the run
+        # A worker's own folder lies in that of the run. Other workers keep the other processors busy.
+        shared, jobs = shared.parent, 1
     folder = shared / name
     with (shared / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         report = folder / "report.json"
         if not report.exists():
-            words = ("--output", folder / "tiny", "--jobs", 2, "--cache", CACHE, "--json", *options)
+            words = ("--output", folder / "tiny", "--jobs", jobs, "--cache", CACHE, "--json", *options)
             done = mingc("export", CHECKPOINT, *words)
             assert done.code == 0, done.stderr
             report.write_text(done.stdout, encoding="utf-8")

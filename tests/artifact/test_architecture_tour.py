@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mingc_command import EAGER
+from mingc_command import EAGER, ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]
 MAX_FILES = 20
@@ -33,7 +33,7 @@ def test_a_spoken_chat_passes_the_files_of_the_tour_in_order(artifact: Path) -> 
         text=True,
         timeout=600,
         cwd=ROOT,
-        env={"PYTHONPATH": f"{ROOT}:{EAGER.parent}:{EAGER}", "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{EAGER.parent}", "PATH": "/usr/bin:/bin"},
         check=False,
     )
     assert done.returncode == 0, done.stderr
