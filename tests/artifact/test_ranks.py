@@ -24,7 +24,7 @@ _BODY = {
 
 
 def test_two_ranks_reproduce_every_golden(two_rank_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded requests are served as usual; test_two_batch_overlap.py has pairs of chunks on two ranks."""
+    """Recorded requests are served as usual; test_two_batch_overlap.py has the other way on two ranks."""
     monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])  # of rank 1
     check_goldens_in_process(two_rank_artifact, ways=1)
 
