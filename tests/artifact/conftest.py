@@ -1,7 +1,7 @@
 """Artifacts of the tiny checkpoint, exported once per test run with `mingc export`.
 
-One is compiled, as what users get: `artifact`. Four of its 17 graphs are left out, whose kinds others of their stages
-have; `make test-all` compiles them in tests/export/test_cfm.py and test_audio_vae.py. The other artifacts are `eager`;
+One is compiled, as what users get: `artifact`. Four of its 17 graphs are left out, those that no server runs; `make
+test-all` compiles them in tests/export/test_cfm.py and test_audio_vae.py. The other artifacts are `eager`;
 tests/export/test_thinker_shards.py has compiled engines of several ranks.
 """
 
@@ -48,7 +48,7 @@ def _export_once(factory: pytest.TempPathFactory, name: str, *options: object) -
 
 @pytest.fixture(scope="session")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All stages of the tiny checkpoint, one rank. Of `cfm` and `audio_vae`, what each patch runs is compiled."""
+    """All stages of the tiny checkpoint, one rank. Of `cfm` and `audio_vae`, what a server runs is compiled."""
     return _export_once(tmp_path_factory, "one-rank", *_COMPILED)
 
 

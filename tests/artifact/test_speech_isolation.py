@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import speech_isolation
 import torch
+from mingc_command import PARTLY
 from speech_isolation import ArrivalPattern, Waves
 
 from mingc.artifacts.artifact import open_artifact
@@ -25,7 +26,9 @@ def segments(artifact: Path) -> list[SpeechSegment]:
 
 @pytest.fixture(scope="module")
 def worker(artifact: Path) -> TalkerWorker:
-    return speech_isolation.open_worker(open_artifact(artifact), torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(PARTLY))
+        return speech_isolation.open_worker(open_artifact(artifact), torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")

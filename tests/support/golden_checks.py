@@ -11,7 +11,8 @@ from mingc.verify.served import verification as served
 from mingc.verify.verification import verify
 
 _TENSORS = ("thinker", "talker", "vae", "vision", "audio", "preprocess")
-_SERVED = ("served as usual", "served with pairs of small chunks")
+PAIRS = "served with pairs of small chunks"
+SERVED = ("served as usual", PAIRS)
 _VALUES = ("greedy_ids", "moe_topk_ids", "position", "loop.clone", "stream_sliding", "end_to_end")
 
 
@@ -27,23 +28,23 @@ def check_goldens(artifact: Path) -> None:
     )
 
 
-def check_goldens_in_process(artifact: Path, *, ways: int = len(_SERVED)) -> None:
-    """The same without a process of its own. `ways`: the first of those in which recorded requests are served."""
+def check_goldens_in_process(artifact: Path, *, ways: tuple[str, ...] = SERVED) -> None:
+    """The same without a process of its own. `ways`: those in which recorded requests are served."""
     options = served.served_options
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(served, "served_options", lambda *given: dict([*options(*given).items()][:ways]))
+        patch.setattr(served, "served_options", lambda *given: {name: options(*given)[name] for name in ways})
         report = verify(artifact, reference=DATA)
     assert report.passed, [each for each in report.comparisons if each.outcome == "FAIL"]
     _check_kinds(
         {row.file: row.checked for row in report.files},
         [row.name for row in report.comparisons],
-        _SERVED[:ways],
+        ways,
     )
-    replayed = [row for row in report.files if row.file in _SERVED]
-    assert len(replayed) == ways and max(row.worst_error for row in replayed) < 2e-5
+    replayed = [row for row in report.files if row.file in SERVED]
+    assert len(replayed) == len(ways) and max(row.worst_error for row in replayed) < 2e-5
 
 
-def _check_kinds(files: dict[str, int], names: list[str], ways: tuple[str, ...] = _SERVED) -> None:
+def _check_kinds(files: dict[str, int], names: list[str], ways: tuple[str, ...] = SERVED) -> None:
     """`files`: comparisons by file."""
     assert {f"{name}.safetensors" for name in _TENSORS} <= set(files)
     for way in ways:

@@ -1,4 +1,4 @@
-"""A backend for tests that compiles the graphs of speech that every spoken answer runs; the others are `eager`."""
+"""A backend for tests that compiles the graphs of speech that a server runs; the others, for `verify`, are `eager`."""
 
 from __future__ import annotations
 
