@@ -228,7 +228,7 @@ def test_ranks_have_one_layout(config: ThinkerConfig) -> None:
 def test_compiled_ranks(checkpoint: Checkpoint, config: ThinkerConfig, tmp_path: Path) -> None:
     """One engine per graph serves both ranks, each with its own weights.
 
-    Two of them are compiled: one whose weights are bound, and one of several layers, whose weights are arguments.
+    One whose weights are bound is compiled: a compiler could keep those of the rank that it has seen.
     """
     small = replace(config, decoder=replace(config.decoder, num_layers=3))
     shards = [Shard(rank=rank, world_size=2) for rank in range(2)]
@@ -244,11 +244,12 @@ def test_compiled_ranks(checkpoint: Checkpoint, config: ThinkerConfig, tmp_path:
     files = {}
     for plan in plans:
         name = plan.spec.name
-        backend = AOTI if name in ("head", "decode_attention") else EAGER
+        backend = AOTI if name == "head" else EAGER
         part = modules[0].get_submodule(plan.spec.layer_instances[0])
         program = capture(plan, part, stage="thinker", static_shapes=None, device=CPU)
         files[name] = backend.name, tmp_path / f"{name}{backend.suffix}"
-        backend.compile(program, files[name][1], device="cpu", cache=CACHE, where=name)
+        with torch._inductor.config.patch({"aot_inductor.precompile_headers": False}):  # for one engine
+            backend.compile(program, files[name][1], device="cpu", cache=CACHE, where=name)
     specs = [plan.spec for plan in plans]
     stages = [
         compiled_stage(specs, {name: load_engine(*file, CPU) for name, file in files.items()}, module)
