@@ -10,6 +10,7 @@ from eager_export import export_eager
 
 EXPORTED = {
     "artifact",
+    "compiled_artifact",
     "eager_artifact",
     "synthetic_thinker_artifact",
     "two_rank_artifact",
