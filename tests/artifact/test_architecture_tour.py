@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from mingc_command import EAGER, ENVIRONMENT
+
 ROOT = Path(__file__).parents[2]
 MAX_FILES = 20
 
@@ -19,19 +21,19 @@ def tour() -> list[str]:
     return re.findall(r"^\d+\. `([^`]+)`", block, re.M)
 
 
-def test_a_spoken_chat_passes_the_files_of_the_tour_in_order(artifact: Path) -> None:
+def test_a_spoken_chat_passes_the_files_of_the_tour_in_order(compiled_artifact: Path) -> None:
     """In a process of its own: threads of other tests would be traced as well."""
     code = (
         "import json, sys; from pathlib import Path; from request_trace import trace_spoken_chat; "
         "print(json.dumps(trace_spoken_chat(Path(sys.argv[1]))))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(artifact)],
+        [sys.executable, "-c", code, str(compiled_artifact)],
         capture_output=True,
         text=True,
         timeout=600,
         cwd=ROOT,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}", "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{EAGER.parent}", "PATH": "/usr/bin:/bin"},
         check=False,
     )
     assert done.returncode == 0, done.stderr

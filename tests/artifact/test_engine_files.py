@@ -21,9 +21,11 @@ if sys.argv[2] == "killed":
 """
 
 
-def test_a_process_leaves_nothing_and_removes_what_a_killed_one_left(artifact: Path, tmp_path: Path) -> None:
+def test_a_process_leaves_nothing_and_removes_what_a_killed_one_left(
+    compiled_artifact: Path, tmp_path: Path
+) -> None:
     def load(end: str) -> int:
-        command = [sys.executable, "-c", LOAD, str(artifact), end]
+        command = [sys.executable, "-c", LOAD, str(compiled_artifact), end]
         environment = {**os.environ, "TMPDIR": str(tmp_path)}
         return subprocess.run(command, cwd=REPOSITORY, env=environment, timeout=120, check=False).returncode
 

@@ -21,22 +21,26 @@ from mingc.verify import verification
 STAGES = {"vision_encoder", "audio_encoder", "thinker", "talker", "cfm", "audio_vae"}
 
 
-def test_the_artifact_holds_every_stage_with_its_goldens(artifact: Path) -> None:
-    manifest = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))
+def test_the_artifact_holds_every_stage_with_its_goldens(compiled_artifact: Path) -> None:
+    manifest = json.loads((compiled_artifact / "manifest.json").read_text(encoding="utf-8"))
     assert set(manifest["stages"]) == STAGES
     assert manifest["parameters"] == tiny_parameters()
     graphs = [graph for stage in manifest["stages"].values() for graph in stage["graphs"].values()]
-    assert all((artifact / graph["golden"]).is_file() for graph in graphs)
+    assert all((compiled_artifact / graph["golden"]).is_file() for graph in graphs)
     assert all(graph["parity"]["compiled"] < 1e-4 for graph in graphs)
-    files = {path.relative_to(artifact).as_posix() for path in artifact.rglob("*") if path.is_file()}
+    files = {
+        path.relative_to(compiled_artifact).as_posix()
+        for path in compiled_artifact.rglob("*")
+        if path.is_file()
+    }
     assert files == set(manifest["files"]) | {"manifest.json"}
     assert {voice["name"] for voice in manifest["voices"]} == {"DB30", "lingguang"}
-    report = json.loads((artifact.parent / "report.json").read_text(encoding="utf-8"))
+    report = json.loads((compiled_artifact.parent / "report.json").read_text(encoding="utf-8"))
     assert {row["stage"] for row in report["graphs"]} == STAGES
 
 
-def test_every_golden_is_met(artifact: Path) -> None:
-    check_goldens(artifact)
+def test_every_golden_is_met(compiled_artifact: Path) -> None:
+    check_goldens(compiled_artifact)
 
 
 def test_goldens_of_another_model_are_found_out(

@@ -17,9 +17,9 @@ ALONE = ("--no-cold-start", "--no-transfers")
 
 
 def test_chosen_engines_have_figures_and_bounds_and_a_slowdown_is_found(
-    artifact: Path, tmp_path: Path
+    compiled_artifact: Path, tmp_path: Path
 ) -> None:
-    done = mingc("probe", artifact, *CHOSEN, *ALONE, "--json")
+    done = mingc("probe", compiled_artifact, *CHOSEN, *ALONE, "--json")
     assert done.code == 0, done.stderr
     report = done.document
     assert set(report) == {
@@ -63,7 +63,7 @@ def test_chosen_engines_have_figures_and_bounds_and_a_slowdown_is_found(
     report["engines"] = [row for row in report["engines"] if row["engine"] != "talker.prefill"] + [gone]
     baseline = tmp_path / "baseline.json"
     baseline.write_text(json.dumps(report), encoding="utf-8")
-    again = mingc("probe", artifact, *CHOSEN, *ALONE, "--baseline", baseline, "--json")
+    again = mingc("probe", compiled_artifact, *CHOSEN, *ALONE, "--baseline", baseline, "--json")
     assert again.code == 3, again.stderr
     compared = again.document
     assert {row["engine"] for row in compared["regressions"]} == {"cfm.sample B=1", "cfm.sample B=8"}

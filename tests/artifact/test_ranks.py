@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from golden_checks import check_goldens
-from mingc_command import mingc, serving
+from golden_checks import PAIRS, check_goldens_in_process
+from mingc_command import ENVIRONMENT, mingc, serving
 
 _NUM_CLIENTS = 8
 _BODY = {
@@ -23,8 +23,10 @@ _BODY = {
 }
 
 
-def test_two_ranks_reproduce_every_golden(two_rank_artifact: Path) -> None:
-    check_goldens(two_rank_artifact)
+def test_two_ranks_reproduce_every_golden(two_rank_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded requests are served in the way that differs from the server of test_isolation.py."""
+    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])  # of rank 1
+    check_goldens_in_process(two_rank_artifact, ways=(PAIRS,))
 
 
 def test_probe_times_the_share_of_one_rank(two_rank_artifact: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from mingc_command import CHECKPOINT, Server, mingc, serving
+from mingc_command import CHECKPOINT, ENVIRONMENT, Server, mingc, serving
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 import openai_checks as checks
@@ -57,7 +57,9 @@ def test_a_stream_has_one_audio_chunk_per_patch(server: Server) -> None:
     assert len(sizes) >= 3 and sum(sizes) == len(sizes) * 14112
 
 
-def test_the_running_server_loads_no_compiler_and_no_export_code(artifact: Path, tmp_path: Path) -> None:
+def test_the_running_server_loads_no_compiler_and_no_export_code(
+    compiled_artifact: Path, tmp_path: Path
+) -> None:
     script = tmp_path / "probe.py"
     script.write_text(
         "import asyncio, sys\n"
@@ -79,7 +81,11 @@ def test_the_running_server_loads_no_compiler_and_no_export_code(artifact: Path,
         "print('\\n'.join(sorted(set(sys.modules) - bare)))\n"
     )
     done = subprocess.run(
-        [sys.executable, str(script), str(artifact)], capture_output=True, text=True, timeout=120
+        [sys.executable, str(script), str(compiled_artifact)],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     loaded = done.stdout.split()
@@ -119,9 +125,9 @@ def test_sigterm_fails_running_requests_and_leaves_no_process(
     assert [path.name for path in tmp_path.iterdir()] == []
 
 
-def test_demo_answers(artifact: Path, tmp_path: Path) -> None:
+def test_demo_answers(compiled_artifact: Path, tmp_path: Path) -> None:
     output = tmp_path / "demo"
-    shutil.copytree(artifact, output / "artifact")  # as after a first run
+    shutil.copytree(compiled_artifact, output / "artifact")  # as after a first run
     done = mingc("demo", "--output", output, "--checkpoint", CHECKPOINT)
     assert done.code == 0, done.stderr
     samples = checks.check_wav((output / "reply.wav").read_bytes())

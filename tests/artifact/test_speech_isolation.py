@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import speech_isolation
 import torch
+from mingc_command import PARTLY
 from speech_isolation import ArrivalPattern, Waves
 
 from mingc.artifacts.artifact import open_artifact
@@ -19,13 +20,15 @@ LARGEST = 8
 
 
 @pytest.fixture(scope="module")
-def segments(artifact: Path) -> list[SpeechSegment]:
-    return speech_isolation.make_segments(open_artifact(artifact))
+def segments(compiled_artifact: Path) -> list[SpeechSegment]:
+    return speech_isolation.make_segments(open_artifact(compiled_artifact))
 
 
 @pytest.fixture(scope="module")
-def worker(artifact: Path) -> TalkerWorker:
-    return speech_isolation.open_worker(open_artifact(artifact), torch.device("cpu"))
+def worker(compiled_artifact: Path) -> TalkerWorker:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(PARTLY))
+        return speech_isolation.open_worker(open_artifact(compiled_artifact), torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")

@@ -21,11 +21,19 @@ class Double(nn.Module):
         return 2 * x
 
 
-@pytest.mark.parametrize(("device", "expected"), [("cpu", None), ("cuda", False)])
-def test_engines_of_a_gpu_probe_no_vector_instructions(
-    device: str, expected: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("device", "capability", "expected"),
+    [("cpu", "AVX512", True), ("cpu", "AVX2", True), ("cpu", "DEFAULT", None), ("cuda", "AVX512", False)],
+)
+def test_vector_instructions_are_not_probed_where_they_are_known_or_not_needed(
+    device: str,
+    capability: str,
+    expected: bool | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Probing takes a worker half a minute, and needs nothing of what it finds."""
+    """Probing takes a worker half a minute. None: Inductor probes."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     seen: dict[str, Any] = {}
 
     def compile_nothing(program: object, *, package_path: str, inductor_configs: dict[str, Any]) -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from eager_backend import BACKEND as EAGER
-from engine_checks import check_bfloat16, check_engine
+from engine_checks import BACKENDS, check_bfloat16, check_engine
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mingc.export.checkpoint import Checkpoint
+from mingc.export.compile.backend import Backend
 from mingc.export.layers.istft import IstftHead, istft_weights, overlap_add
 from mingc.export.layers.qwen2 import Qwen2Config, inverse_frequencies
 from mingc.export.layers.vae_decoder import VaeDecoderConfig, blend_weights
@@ -340,11 +340,14 @@ def test_bfloat16_stays_close(checkpoint: Checkpoint, tmp_path: Path) -> None:
     check_bfloat16(STAGE, checkpoint, tmp_path, similarity=0.99)
 
 
-def test_captured_graphs(tmp_path: Path) -> None:
-    """Of other dims. The compiled engines of the tiny model are compared with the goldens in tests/artifact."""
+@BACKENDS
+def test_captured_graphs(tmp_path: Path, backend: Backend) -> None:
+    """Of other dims. The compiled stream of the tiny model is compared with the goldens in tests/artifact."""
     config = other_config(3, 2, 10, (7, None))
     module = random_module(config)
     decode, streamed, encoded = STAGE.graphs(config, Shard(), StageOptions())
-    check_engine(module, decode, [{"L": 1}, {"L": 2}, {"L": 50}], tmp_path, TOLERANCE, EAGER)
-    check_engine(module, streamed, [{"B": 1}, {"B": 3, "S": 4}, {"B": 8, "S": 9}], tmp_path, TOLERANCE, EAGER)
-    check_engine(module, encoded, [{"T": 1}, {"T": 2}, {"T": 40}], tmp_path, TOLERANCE, EAGER)
+    check_engine(module, decode, [{"L": 1}, {"L": 2}, {"L": 50}], tmp_path, TOLERANCE, backend)
+    check_engine(
+        module, streamed, [{"B": 1}, {"B": 3, "S": 4}, {"B": 8, "S": 9}], tmp_path, TOLERANCE, backend
+    )
+    check_engine(module, encoded, [{"T": 1}, {"T": 2}, {"T": 40}], tmp_path, TOLERANCE, backend)

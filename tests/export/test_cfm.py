@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from eager_backend import BACKEND as EAGER
-from engine_checks import check_bfloat16, check_engine
+from engine_checks import BACKENDS, check_bfloat16, check_engine
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
+from mingc.export.compile.backend import Backend
 from mingc.export.layers.dit import read_dit_config
 from mingc.export.layers.flow_times import flow_times
 from mingc.export.stage import Shard, StageOptions
@@ -247,14 +247,15 @@ def test_bfloat16_stays_close(checkpoint: Checkpoint, tmp_path: Path) -> None:
     check_bfloat16(STAGE, checkpoint, tmp_path, similarity=0.99)
 
 
-def test_captured_graphs(config: CfmConfig, tmp_path: Path) -> None:
+@BACKENDS
+def test_captured_graphs(config: CfmConfig, tmp_path: Path, backend: Backend) -> None:
     """Of other dims. Two sampler steps suffice: ten steps repeat the same operations.
 
-    The compiled engines of the tiny model are compared with the goldens in tests/artifact.
+    The compiled sampler of the tiny model is compared with the goldens in tests/artifact.
     """
     short = replace(other_config(config), num_steps=2)
     module = random_module(short)
     plans = STAGE.graphs(short, Shard(), StageOptions())
-    check_engine(module, plans[0], [{"B": 1}, {"B": 2}, {"B": 8}], tmp_path, TOLERANCE, EAGER)
-    check_engine(module, plans[1], [{"N": 1}, {"N": 5}], tmp_path, TOLERANCE, EAGER)
-    check_engine(module, plans[2], [{"N": 1}, {"N": 2}], tmp_path, TOLERANCE, EAGER)
+    check_engine(module, plans[0], [{"B": 1}, {"B": 2}, {"B": 8}], tmp_path, TOLERANCE, backend)
+    check_engine(module, plans[1], [{"N": 1}, {"N": 5}], tmp_path, TOLERANCE, backend)
+    check_engine(module, plans[2], [{"N": 1}, {"N": 2}], tmp_path, TOLERANCE, backend)

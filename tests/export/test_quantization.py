@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_checks import check_engine
+from engine_checks import BACKENDS, check_engine
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from mingc.errors import ConfigError, ExportError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks.eager_reference import run_eager
 from mingc.export.checks.quantization_error import decoder_quantization_error
+from mingc.export.compile.backend import Backend
 from mingc.export.compile.build import measure_quantization_error
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSource
@@ -91,13 +92,15 @@ def test_only_weight_matrices_of_layers_are_quantized(checkpoint: Checkpoint, tm
         assert (scale.dtype, scale.shape) == (torch.float32, tensors[name].shape[:1])
 
 
-@pytest.mark.timeout(600)  # compiles
-def test_a_compiled_graph_runs_with_quantized_weights(checkpoint: Checkpoint, tmp_path: Path) -> None:
+@BACKENDS
+def test_a_captured_graph_runs_with_quantized_weights(
+    checkpoint: Checkpoint, tmp_path: Path, backend: Backend
+) -> None:
     stage = find("talker")
     config = stage.config(checkpoint)
     write_weights(checkpoint, stage, config, Shard(), torch.float32, tmp_path / "weights", "fp8")
     module = load_module(stage, config, Shard(), tmp_path / "weights", "fp8")
-    check_engine(module, plan_of("talker", "step", checkpoint), [{"B": 1}, {"B": 3}], tmp_path, 1e-5)
+    check_engine(module, plan_of("talker", "step", checkpoint), [{"B": 1}, {"B": 3}], tmp_path, 1e-5, backend)
 
 
 def experts_source() -> WeightSource:

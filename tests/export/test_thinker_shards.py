@@ -226,7 +226,10 @@ def test_ranks_have_one_layout(config: ThinkerConfig) -> None:
 
 @pytest.mark.timeout(600)  # compiles
 def test_compiled_ranks(checkpoint: Checkpoint, config: ThinkerConfig, tmp_path: Path) -> None:
-    """One engine per graph serves both ranks, each with its own weights. The two of a prompt's layers are `eager`."""
+    """One engine per graph serves both ranks, each with its own weights.
+
+    One whose weights are bound is compiled: a compiler could keep those of the rank that it has seen.
+    """
     small = replace(config, decoder=replace(config.decoder, num_layers=3))
     shards = [Shard(rank=rank, world_size=2) for rank in range(2)]
     modules = []
@@ -241,11 +244,12 @@ def test_compiled_ranks(checkpoint: Checkpoint, config: ThinkerConfig, tmp_path:
     files = {}
     for plan in plans:
         name = plan.spec.name
-        backend = EAGER if name.startswith("prefill") else AOTI
+        backend = AOTI if name == "head" else EAGER
         part = modules[0].get_submodule(plan.spec.layer_instances[0])
         program = capture(plan, part, stage="thinker", static_shapes=None, device=CPU)
         files[name] = backend.name, tmp_path / f"{name}{backend.suffix}"
-        backend.compile(program, files[name][1], device="cpu", cache=CACHE, where=name)
+        with torch._inductor.config.patch({"aot_inductor.precompile_headers": False}):  # for one engine
+            backend.compile(program, files[name][1], device="cpu", cache=CACHE, where=name)
     specs = [plan.spec for plan in plans]
     stages = [
         compiled_stage(specs, {name: load_engine(*file, CPU) for name, file in files.items()}, module)

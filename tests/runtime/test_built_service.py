@@ -114,7 +114,7 @@ AUDIO_INPUTS: Mapping[str, tuple[int | str, ...]] = {"mel": ("N", "T4", 4, 128),
 def stages() -> dict[str, LoadedStage]:
     return {
         "vision_encoder": LoadedStage(
-            "vision_encoder", {"encode": Recorder(encoder_spec(VISION_INPUTS, M=(64, 4096)))}
+            "vision_encoder", {"encode": Recorder(encoder_spec(VISION_INPUTS, M=(64, 512, 4096)))}
         ),
         "audio_encoder": LoadedStage(
             "audio_encoder",

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pytest
 import torch
+from eager_backend import BACKEND as EAGER
 from mingc_command import CACHE
 from torch import nn
 from torch.nn import functional as F
@@ -20,6 +22,12 @@ from mingc.numerics.relative_error import relative_error
 from mingc.runtime.engines.backends import load_engine
 
 CPU = torch.device("cpu")
+# For graphs whose kinds tests/artifact has compiled, as `backend` of a test.
+BACKENDS = pytest.mark.parametrize(
+    "backend",
+    [EAGER, pytest.param(AOTI, marks=[pytest.mark.exhaustive, pytest.mark.timeout(600)])],
+    ids=lambda backend: backend.name,
+)
 
 
 def check_engine(

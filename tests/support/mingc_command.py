@@ -22,11 +22,12 @@ CHECKPOINT = DATA / "tiny-ming"
 # Engines of the same graphs are compiled once a machine; a clean clone starts with an empty folder.
 CACHE = Path(os.environ.get("MINGC_TEST_CACHE", REPOSITORY / "build" / "engines"))
 EAGER = REPOSITORY / "tests" / "support" / "eager"
+PARTLY = REPOSITORY / "tests" / "support" / "partly"
 _LIMIT_S, _START_S, _END_S = 900, 120, 30  # a command: an export that compiles takes minutes
 # What commands keep for the user: engines by default, copies of files of packed bundles.
 os.environ["XDG_CACHE_HOME"] = str(CACHE / "user")
-# A child process knows the backend `eager` of the tests.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(EAGER)))}
+# A child process knows the backends of the tests.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, EAGER, PARTLY)))}
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,9 @@ def _cpu_options() -> dict[str, Any]:
     architecture = _CPU_ARCHITECTURES.get(torch.backends.cpu.get_cpu_capability())
     if architecture is None or not hasattr(torch._inductor.config.cpp, "march"):
         return _CPU_OPTIONS
-    return {**_CPU_OPTIONS, "cpp.march": architecture}
+    # torch has found the instructions and uses them itself; Inductor would find them again by compiling its vector
+    # classes once for each of their extensions.
+    return {**_CPU_OPTIONS, "cpp.march": architecture, "cpp.vec_isa_ok": True}
 
 
 def _key(program: torch.export.ExportedProgram, options: dict[str, Any], device: str) -> str:
