@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 from eager_export import export_eager
+from hypothesis import settings
+
+# No test depends on how fast the machine is.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 EXPORTED = {
     "artifact",

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from mingc.artifacts.artifact import new_artifact
 from mingc.errors import ConfigError
 from mingc.export.compile import engine_cache
+from mingc.export.compile.backends import aoti
 from mingc.export.compile.backends.aoti import compile_graph
 from mingc.export.compile.engine_cache import keep, take, trim, writing_cache
 from mingc.export.recipe import ExportRecipe
@@ -122,3 +124,32 @@ def test_a_full_disk_of_the_cache_is_named_as_the_caches(
 def test_a_limit_that_cannot_be_is_refused(limit: float, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--cache-limit"):
         ExportRecipe(checkpoint=tmp_path, output=tmp_path / "out", cache_gigabytes=limit)
+
+
+def test_a_key_covers_all_that_decides_the_machine_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = torch.export.export(nn.Linear(2, 2), (torch.zeros(1, 2),))
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\necho another compiler\n")
+    compiler.chmod(0o755)
+    usual = aoti._key(program, {"cpp.march": "native"}, "cpu")
+    assert aoti._key(program, {"cpp.march": "native"}, "cpu") == usual
+    keys = {
+        usual,
+        aoti._key(torch.export.export(nn.Linear(2, 3), (torch.zeros(1, 2),)), {"cpp.march": "native"}, "cpu"),
+        aoti._key(program, {"cpp.march": "other"}, "cpu"),
+        aoti._key(program, {}, "cpu"),
+    }
+    for module, name, value in (
+        (torch, "__version__", "2.99.0"),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "OTHER"),
+        (aoti.platform, "machine", lambda: "other"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, value)
+            keys.add(aoti._key(program, {"cpp.march": "native"}, "cpu"))
+    with monkeypatch.context() as patch:
+        patch.setenv("CXX", str(compiler))
+        keys.add(aoti._key(program, {"cpp.march": "native"}, "cpu"))
+    assert len(keys) == 8

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -121,3 +123,28 @@ def test_patches_count_from_put_to_get() -> None:
         assert counts == [1, 1, 2, 1, 1, 0]
 
     asyncio.run(main())
+
+
+class PutWhenEmpty(deque[Any]):
+    """Items, of which another thread adds one at the moment at which the event loop finds that there are none left."""
+
+    put: Callable[[], None] | None = None
+
+    def __bool__(self) -> bool:
+        if not len(self) and self.put is not None:
+            put, self.put = self.put, None
+            put()
+            return False
+        return len(self) > 0
+
+
+def test_an_item_that_arrives_when_all_others_are_handed_over_wakes_the_loop_again() -> None:
+    async def main() -> list[object]:
+        event_queue = EventQueue(asyncio.get_running_loop())
+        stream, items = RequestStream(event_queue), PutWhenEmpty()
+        event_queue._items = items
+        items.put = lambda: stream.put(token(2))
+        stream.put(token(1))
+        return [await next_of(stream) for _ in range(2)]
+
+    assert asyncio.run(asyncio.wait_for(main(), 10)) == [token(1), token(2)]

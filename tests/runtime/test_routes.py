@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 from fake_service import FakeService
+from starlette.requests import Request
 
 from mingc.errors import CapacityError, MingcError, RequestError
+from mingc.runtime.http.body_budget import BodyBudget
 from mingc.runtime.http.media import MediaLoader
 from mingc.runtime.http.metrics import Metrics
 from mingc.runtime.http.options import ServeOptions
@@ -22,6 +24,7 @@ from mingc.runtime.http.routes import (
     ServerState,
     handle_chat,
     handle_speech,
+    read_body,
 )
 from mingc.runtime.http.server import create_app
 from mingc.runtime.http.streaming import ResponseWriter
@@ -434,3 +437,43 @@ def test_a_body_of_exactly_the_limit_is_read() -> None:
         assert call(make_state(max_body_bytes=len(body)), Client(chunks=[body], headers=headers)) is None
         error = refused(make_state(max_body_bytes=len(body) - 1), Client(chunks=[body], headers=headers))
         assert isinstance(error, RequestError) and error.status == 413
+
+
+class VirtualTime(asyncio.SelectorEventLoop):
+    """An event loop whose clock moves on request."""
+
+    now_s = 1000.0
+
+    def time(self) -> float:
+        return self.now_s
+
+    async def pass_time(self, seconds: float) -> None:
+        self.now_s += seconds
+        for _ in range(3):  # what is due by now runs
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("pause_s", "is_late"), [(9.0, False), (11.0, True)])
+def test_the_idle_timeout_of_a_body_begins_again_with_every_part(pause_s: float, is_late: bool) -> None:
+    loop, options = VirtualTime(), ServeOptions(body_idle_timeout_s=10.0, body_timeout_s=1000.0)
+    parts = [b'{"a"', b": ", b"1", b"}"]
+
+    async def receive() -> Message:
+        await loop.pass_time(pause_s)
+        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+    async def read() -> bytearray:
+        budget = BodyBudget(1 << 20, Metrics())
+        with budget.charge() as charge:
+            return await read_body(Request({"type": "http", "headers": []}, receive), options, budget, charge)
+
+    try:
+        if is_late:
+            with pytest.raises(RequestError, match="Nothing of the request body arrived for 10 s") as late:
+                loop.run_until_complete(read())
+            assert (late.value.status, late.value.code) == (408, "body_timeout")
+        else:
+            assert loop.run_until_complete(read()) == b'{"a": 1}'
+            assert loop.now_s == 1036.0, "more than the idle timeout in all"
+    finally:
+        loop.close()

@@ -255,7 +255,7 @@ ANSWERS = st.lists(st.sampled_from(BYTE_TOKENS), min_size=1, max_size=40) | st.t
 ).map(encode)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(ANSWERS, st.booleans())
 def test_streamed_text_is_what_python_decodes_from_the_bytes(ids: list[int], has_stop_token: bool) -> None:
     text, done, _ = answer(ids, has_stop_token=has_stop_token)
@@ -263,7 +263,7 @@ def test_streamed_text_is_what_python_decodes_from_the_bytes(ids: list[int], has
     assert done.usage.completion_tokens == len(ids)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     ANSWERS,
     st.lists(st.sampled_from(["e", " t", "a ", "he", "你好", "好吗"]), min_size=1, max_size=2),

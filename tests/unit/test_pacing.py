@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mingc.runtime.talker.pacing import SpeechPacing
@@ -215,7 +215,6 @@ def test_listeners_are_counted_by_state() -> None:
     assert pacing.listeners(3.5)["playing"] == 0
 
 
-@settings(deadline=None)
 @given(
     lead=st.integers(1, 5),
     arrivals=st.lists(st.integers(0, 60), min_size=1, max_size=12),

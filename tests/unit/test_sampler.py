@@ -94,7 +94,7 @@ def test_logits_that_are_not_finite_fail_their_row_only() -> None:
     assert sample(logits, drawn) == [None, 1, None], "with a temperature as well"
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 2**63), st.integers(0, 5000), st.integers(1, 5), st.integers(0, 4))
 def test_a_row_does_not_depend_on_the_batch(seed: int, step: int, size: int, place: int) -> None:
     place = place % size

@@ -467,7 +467,6 @@ def traffic(draw: st.DrawFn) -> list[tuple[int, int, int, int | None]]:
     )
 
 
-@settings(deadline=None)
 @given(
     traffic(),
     st.integers(1, 4),
@@ -635,7 +634,7 @@ def test_what_ran_beside_a_fault_is_not_published_later() -> None:
     assert scheduler.pool.num_published == 0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(

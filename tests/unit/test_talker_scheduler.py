@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mingc.errors import CapacityError
@@ -99,7 +99,6 @@ def test_too_many_streams_are_refused() -> None:
     scheduler.open(2)
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(
