@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mingc.errors import WorkerError
+from mingc.artifacts.manifest import VoiceRecord
+from mingc.errors import ArtifactError, WorkerError
 from mingc.runtime.request import AudioDelta, Done, Event, TextDelta, TextDone, Usage
 from mingc.runtime.service.builder import EngineOptions
 from mingc.verify.comparison_log import ComparisonLog
@@ -23,6 +24,9 @@ from mingc.verify.served.cases import (
     RecordedSpeech,
     ServedCase,
     ServedGoldens,
+    asset_records,
+    read_goldens,
+    write_goldens,
 )
 from mingc.verify.served.replay import MIN_SHARE_LOW_PRECISION, Served, ServedReplay, _common_length, _Share
 from mingc.verify.served.verification import compare_parameters, served_options
@@ -494,6 +498,48 @@ def test_every_parameter_is_compared_with_the_recorded_one(given: dict[str, Any]
         f"{stage}.{name}" for side in (given, recorded.parameters) for stage in side for name in side[stage]
     }
     assert len(log.comparisons) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("voice", "vocabulary", "expected"),
+    [
+        ({}, "0", set()),
+        ({}, "1", {"tokenizers.thinker"}),
+        ({"file": "b"}, "0", {"voices.DB30"}),
+        ({"transcript": "Hello."}, "0", {"voices.DB30"}),
+        ({"num_patches": 6}, "0", {"voices.DB30"}),
+        ({"name": "other"}, "0", {"voices.DB30", "voices.other"}),
+    ],
+)
+def test_tokenizers_and_voices_are_compared_with_the_recorded_ones(
+    voice: dict[str, Any], vocabulary: str, expected: set[str]
+) -> None:
+    hashes = {"t": "0", "a": "5", "b": "6"}
+    record = VoiceRecord(name="DB30", file="a", transcript="Hi.", num_patches=5)
+    manifest: Any = SimpleNamespace(parameters={}, tokenizers={"thinker": "t"}, voices=(record,))
+    recorded = ServedGoldens(
+        cases=(),
+        tensors={},
+        sample_rate=0,
+        parameters={},
+        assets=asset_records(manifest, hashes.__getitem__),
+    )
+    log = ComparisonLog("parameters", {}, tolerance=1e-4, is_exact=True)
+    files = {name: SimpleNamespace(sha256=value) for name, value in {**hashes, "t": vocabulary}.items()}
+    later: Any = SimpleNamespace(
+        parameters={}, tokenizers={"thinker": "t"}, voices=(replace(record, **voice),), files=files
+    )
+    compare_parameters(later, recorded, log)
+    failed = {each.name.removeprefix("parameters: ") for each in log.comparisons if each.outcome == "FAIL"}
+    assert failed == expected
+    assert len(log.comparisons) == len({"tokenizers.thinker", "voices.DB30", *expected})
+
+
+def test_goldens_without_a_request_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "served.safetensors"
+    write_goldens(path, replace(goldens(CHAT), cases=()))
+    with pytest.raises(ArtifactError, match="no request is recorded"):
+        read_goldens(path)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
