@@ -321,12 +321,39 @@ def test_another_prompt_fails(name: str) -> None:
     assert failed(log) == [f"chat.{name}"]
 
 
+@pytest.mark.parametrize("name", ["input_ids", "positions", "embed_kind", "vision.0", "audio.0"])
+def test_a_prompt_without_a_recorded_value_fails(name: str) -> None:
+    run, log = make(CHAT)
+    service: Any = run._service
+    prompt = service.prepare(())
+    prompt.media = SimpleNamespace(
+        vision=[SimpleNamespace(pixels=np.ones(4))], audio=[SimpleNamespace(mel=np.ones(4))]
+    )
+    service.prepare = lambda _: prompt
+    tensors: Any = run._goldens.tensors
+    tensors |= {"chat.vision.0": np.ones(4), "chat.audio.0": np.ones(4)}
+    run._check_prompt(CHAT)
+    assert failed(log) == []
+    del tensors[f"chat.{name}"]
+    run._check_prompt(CHAT)
+    assert failed(log) == ["chat.prompt"]
+
+
+@pytest.mark.parametrize("name", ["latents", "stop", "samples"])
+def test_speech_without_a_recorded_value_fails(name: str) -> None:
+    run, log = make(SPEECH)
+    tensors: Any = run._goldens.tensors
+    del tensors[f"speech.{name}"]
+    run._compare(SPEECH, answers(SPEECH), "alone")
+    assert "speech (alone)" in failed(log)
+
+
 def test_features_of_media_are_compared_one_by_one() -> None:
     run, log = make(CHAT)
     values = {
         f"chat.{kind}.{index}": np.full(4, 1.0 + index) for kind in ("vision", "audio") for index in (0, 1)
     }
-    log.references.update(values)  # type: ignore[attr-defined]
+    run._goldens.tensors.update(values)  # type: ignore[attr-defined]
     service: Any = run._service
     for spoiled in values:
         made = {name: value + 3e-5 * (name == spoiled) * value for name, value in values.items()}

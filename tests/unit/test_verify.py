@@ -314,7 +314,48 @@ def test_a_graph_whose_recorded_file_has_no_output_fails(
     artifact = Artifact(root=artifact_path, manifest=manifest)
     log = self_check.replay(artifact, stage, graph, name="encode", tolerance=1e-4)
     (row,) = log.comparisons
-    assert (row.outcome, log.summary().failed) == ("FAIL", 1) and "records no output" in row.note
+    assert (row.outcome, log.summary().failed) == ("FAIL", 1) and "records no out.embeddings" in row.note
+
+
+def test_a_recorded_file_that_lacks_one_of_the_states_fails(
+    manifest: Manifest, artifact_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (stage,) = manifest.stages.values()
+    cache = TensorSpec(name="cache", dtype="float32", shape=(3, 5))
+    graph = stage.graphs["encode"]
+    graph = replace(graph, spec=replace(graph.spec, state=(cache,)))
+    recorded = {
+        "in.mel": torch.ones(1, 2, 4, 128),
+        "state.cache": torch.zeros(3, 5),
+        "out.embeddings": torch.ones(1, 2, 64),
+    }
+    save_tensors(recorded, artifact_path / graph.golden)
+    monkeypatch.setattr(self_check, "replay_engine", lambda *_: [{"embeddings": torch.ones(1, 2, 64)}])
+    artifact = Artifact(root=artifact_path, manifest=manifest)
+    log = self_check.replay(artifact, stage, graph, name="encode", tolerance=1e-4)
+    (row,) = log.comparisons
+    assert (row.outcome, log.summary().failed) == ("FAIL", 1) and "records no state_after.cache" in row.note
+
+
+@pytest.mark.parametrize("error", [TypeError("missing argument"), RuntimeError("wrong size")])
+def test_an_engine_that_does_not_run_is_a_failure(
+    error: Exception, manifest: Manifest, artifact_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (stage,) = manifest.stages.values()
+    graph = stage.graphs["encode"]
+    save_tensors(
+        {"in.mel": torch.ones(1, 2, 4, 128), "out.embeddings": torch.ones(1, 2, 64)},
+        artifact_path / graph.golden,
+    )
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(self_check, "replay_engine", fail)
+    artifact = Artifact(root=artifact_path, manifest=manifest)
+    log = self_check.replay(artifact, stage, graph, name="encode", tolerance=1e-4)
+    (row,) = log.comparisons
+    assert row.outcome == "FAIL" and str(error) in row.note
 
 
 def test_a_self_check_runs_every_rank_on_what_was_recorded(
