@@ -686,6 +686,12 @@ DEFECTS: Mapping[str, Defect] = {
         "parameters",
         requests=("text",),
     ),
+    "dtype": Defect(
+        "float32 artifact called bfloat16, whose tolerances are larger",
+        _other_fingerprint(dtype="bfloat16"),
+        "parameters",
+        requests=("text",),
+    ),
     "special-tokens": Defect(
         "ids of two special tokens exchanged",
         _tokenizer("thinker", _exchange_audio_and_video),

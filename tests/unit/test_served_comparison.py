@@ -528,22 +528,29 @@ def test_every_parameter_is_compared_with_the_recorded_one(given: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("voice", "vocabulary", "expected"),
+    ("voice", "vocabulary", "dtype", "expected"),
     [
-        ({}, "0", set()),
-        ({}, "1", {"tokenizers.thinker"}),
-        ({"file": "b"}, "0", {"voices.DB30"}),
-        ({"transcript": "Hello."}, "0", {"voices.DB30"}),
-        ({"num_patches": 6}, "0", {"voices.DB30"}),
-        ({"name": "other"}, "0", {"voices.DB30", "voices.other"}),
+        ({}, "0", "float32", set()),
+        ({}, "0", "bfloat16", {"dtype"}),
+        ({}, "1", "float32", {"tokenizers.thinker"}),
+        ({"file": "b"}, "0", "float32", {"voices.DB30"}),
+        ({"transcript": "Hello."}, "0", "float32", {"voices.DB30"}),
+        ({"num_patches": 6}, "0", "float32", {"voices.DB30"}),
+        ({"name": "other"}, "0", "float32", {"voices.DB30", "voices.other"}),
     ],
 )
 def test_tokenizers_and_voices_are_compared_with_the_recorded_ones(
-    voice: dict[str, Any], vocabulary: str, expected: set[str]
+    voice: dict[str, Any], vocabulary: str, dtype: str, expected: set[str]
 ) -> None:
     hashes = {"t": "0", "a": "5", "b": "6"}
     record = VoiceRecord(name="DB30", file="a", transcript="Hi.", num_patches=5)
-    manifest: Any = SimpleNamespace(parameters={}, tokenizers={"thinker": "t"}, voices=(record,))
+    manifest: Any = SimpleNamespace(
+        model="ming",
+        fingerprint=SimpleNamespace(dtype="float32"),
+        parameters={},
+        tokenizers={"thinker": "t"},
+        voices=(record,),
+    )
     recorded = ServedGoldens(
         cases=(),
         tensors={},
@@ -554,12 +561,17 @@ def test_tokenizers_and_voices_are_compared_with_the_recorded_ones(
     log = ComparisonLog("parameters", {}, tolerance=1e-4, is_exact=True)
     files = {name: SimpleNamespace(sha256=value) for name, value in {**hashes, "t": vocabulary}.items()}
     later: Any = SimpleNamespace(
-        parameters={}, tokenizers={"thinker": "t"}, voices=(replace(record, **voice),), files=files
+        model="ming",
+        fingerprint=SimpleNamespace(dtype=dtype),
+        parameters={},
+        tokenizers={"thinker": "t"},
+        voices=(replace(record, **voice),),
+        files=files,
     )
     compare_parameters(later, recorded, log)
     failed = {each.name.removeprefix("parameters: ") for each in log.comparisons if each.outcome == "FAIL"}
     assert failed == expected
-    assert len(log.comparisons) == len({"tokenizers.thinker", "voices.DB30", *expected})
+    assert len(log.comparisons) == len({"model", "dtype", "tokenizers.thinker", "voices.DB30", *expected})
 
 
 def test_goldens_without_a_request_are_refused(tmp_path: Path) -> None:

@@ -77,8 +77,8 @@ class ServedDocument:
     Attributes:
         sample_rate: of the recorded samples in Hz; 0 without speech.
         parameters: of every stage, as the manifest had them when the answers were recorded.
-        assets: tokenizers and voices that the answers were recorded with, see `asset_records`; empty in artifacts of
-            older exports.
+        assets: tokenizers, voices, model and dtype that the answers were recorded with, see `asset_records`; empty in
+            artifacts of older exports.
     """
 
     cases: tuple[ServedCase, ...]
@@ -145,11 +145,13 @@ def read_goldens(path: Path) -> ServedGoldens:
 
 
 def asset_records(manifest: Manifest, sha256: Callable[[str], str]) -> dict[str, str]:
-    """What identifies each tokenizer and voice, by name. `sha256` returns the hash of a file of the artifact.
+    """What identifies each tokenizer and voice, by name, the model and its dtype, which decides the tolerances.
 
     Recorded requests use two voices and a few words: they do not show another voice or an entry of a vocabulary.
+    `sha256` returns the hash of a file of the artifact.
     """
-    records = {f"tokenizers.{stage}": sha256(file) for stage, file in manifest.tokenizers.items()}
+    records = {"model": manifest.model, "dtype": manifest.fingerprint.dtype}
+    records |= {f"tokenizers.{stage}": sha256(file) for stage, file in manifest.tokenizers.items()}
     for voice in manifest.voices:
         records[f"voices.{voice.name}"] = f"{sha256(voice.file)} {voice.num_patches} {voice.transcript}"
     return records
