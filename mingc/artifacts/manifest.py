@@ -21,6 +21,7 @@ from mingc.errors import ArtifactError, ManifestError
 
 SCHEMA = 8
 FILE_NAME = "manifest.json"
+NO_SERVED_GOLDENS = "no served goldens: "  # begins the note that says why an export recorded no requests
 _MAX_SIZE = 1 << 40  # of one dim of a tensor; larger ones overflow where sizes are multiplied
 _DTYPES = ("float32", "bfloat16")
 _HASH_KEY = "sha256"  # of the document without this key

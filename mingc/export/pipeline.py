@@ -17,6 +17,7 @@ import mingc
 from mingc.artifacts.artifact import new_artifact, write_manifest
 from mingc.artifacts.codec import encode
 from mingc.artifacts.manifest import (
+    NO_SERVED_GOLDENS,
     SCHEMA,
     Fingerprint,
     GraphRecord,
@@ -416,7 +417,7 @@ class _Run:
         self.step("served goldens", self._recipe.output.name)
         problem = self._no_goldens(manifest)
         if record is None or problem is not None:
-            note = f"no served goldens: {problem or 'not asked for'}"
+            note = f"{NO_SERVED_GOLDENS}{problem or 'not asked for'}"
             manifest = replace(manifest, notes=(*manifest.notes, note))
         else:
             sizes = [path.stat().st_size for path in (self._folder / "weights").iterdir()]

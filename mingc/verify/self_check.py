@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from safetensors.torch import load_file
 
 from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.manifest import EngineRecord, GraphRecord, StageRecord
 from mingc.dtypes import torch_dtype
-from mingc.errors import ArtifactError
+from mingc.errors import ArtifactError, MingcError
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.engine_replay import replay as replay_engine
 from mingc.verify.engines import to_numpy
@@ -29,23 +31,14 @@ def replay(
             log.input(key)
     with log.case("replay"):
         _check_recorded(graph, given, name)
-        engine = _engine(graph, given)
-        (made,) = replay_engine(
-            artifact.path(engine.file),
-            engine.backend,
-            graph.spec,
-            [artifact.region(weights) for weights in stage.weights],
-            [given],
-            artifact.manifest.fingerprint.device,
-        )
+        _check_complete(stage, graph, references, name)
+        made = _run(artifact, stage, graph, _engine(graph, given), given)
         for key in references:
             kind, _, tensor = key.partition(".")
             if kind == "out":
                 log.tensor(key, to_numpy(made[tensor]))
             elif kind == "state_after":
                 log.tensor(key, to_numpy(made[f"state.{tensor}"]))
-        if not log.comparisons:
-            raise ArtifactError(f"{graph.golden} records no output", where=name, fix="export again")
     return log
 
 
@@ -60,6 +53,47 @@ def _check_recorded(graph: GraphRecord, given: dict[str, torch.Tensor], name: st
                 where=name,
                 fix="copy the artifact again, or export again",
             )
+
+
+def _check_complete(stage: StageRecord, graph: GraphRecord, recorded: Collection[str], name: str) -> None:
+    """Raises: ArtifactError when an output or a state of the graph's signature is not recorded.
+
+    Of several ranks no state is recorded: each has its own.
+    """
+    expected = [f"out.{each.name}" for each in graph.spec.outputs]
+    if len(stage.weights) == 1:
+        expected += [f"state_after.{each.name}" for each in graph.spec.state]
+    absent = [key for key in expected if key not in recorded]
+    if absent:
+        raise ArtifactError(f"{graph.golden} records no {absent[0]}", where=name, fix="export again")
+
+
+def _run(
+    artifact: Artifact,
+    stage: StageRecord,
+    graph: GraphRecord,
+    engine: EngineRecord,
+    given: dict[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Outputs and state of one call. Raises: ArtifactError when the engine fails."""
+    try:
+        (made,) = replay_engine(
+            artifact.path(engine.file),
+            engine.backend,
+            graph.spec,
+            [artifact.region(weights) for weights in stage.weights],
+            [given],
+            artifact.manifest.fingerprint.device,
+        )
+    except (MingcError, MemoryError):
+        raise
+    except Exception as error:  # errors of backends have no other class in common
+        raise ArtifactError(
+            f"the engine does not run on the recorded inputs: {type(error).__name__}: {str(error)[:200]}",
+            where=engine.file,
+            fix="copy the artifact again, or export again",
+        ) from error
+    return made
 
 
 def _engine(graph: GraphRecord, given: dict[str, torch.Tensor]) -> EngineRecord:

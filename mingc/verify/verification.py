@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mingc.artifacts.artifact import Artifact, check_hashes, open_artifact
 from mingc.artifacts.engine_choice import backend_views, parse_choice
-from mingc.artifacts.manifest import GraphRecord
+from mingc.artifacts.manifest import NO_SERVED_GOLDENS, GraphRecord, Manifest
 from mingc.artifacts.target_choice import explain_targets, with_target
 from mingc.errors import ConfigError
 from mingc.numerics.tolerances import GRAPH_TOLERANCES, REFERENCE_TOLERANCES
@@ -163,12 +163,23 @@ def _replay_served(
     from mingc.verify.served.verification import replay_served
 
     if artifact.manifest.served_goldens is None:
-        return []
+        return [_without_served(artifact.manifest)]
     parameters, *logs = replay_served(artifact, progress, engines)
     return [
         (parameters.summary("those of the recorded requests"), parameters.comparisons, []),
         *((log.summary("requests through the service"), log.comparisons, []) for log in logs),
     ]
+
+
+def _without_served(manifest: Manifest) -> _Result:
+    """No request is replayed: a note with the export's reason, or a failure if the export gave none."""
+    from mingc.verify.comparison_log import ComparisonLog
+
+    reasons = [note for note in manifest.notes if note.startswith(NO_SERVED_GOLDENS)]
+    log = ComparisonLog("recorded requests", {}, tolerance=0.0, is_exact=True)
+    if not reasons:
+        log.rule("reason", False, "the manifest names no recorded requests and no reason; export again")
+    return log.summary(reasons[0] if reasons else ""), log.comparisons, []
 
 
 def _replay_reference(artifact: Artifact, folder: Path, progress: Callable[[str], None]) -> list[_Result]:

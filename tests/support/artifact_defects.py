@@ -312,6 +312,28 @@ def _voice(change: Callable[[Tensors], None]) -> Callable[[Path], None]:
     return plant
 
 
+def _tokenizer(stage: str, change: Callable[[Document], None]) -> Callable[[Path], None]:
+    def plant(root: Path) -> None:
+        path = root / _read(root)["tokenizers"][stage]
+        document: Document = json.loads(path.read_text(encoding="utf-8"))
+        change(document)
+        _write(path, json.dumps(document).encode())
+
+    return plant
+
+
+def _first_merge_later(document: Document) -> None:
+    merges = document["model"]["merges"]
+    merges[0], merges[40] = merges[40], merges[0]
+
+
+def _exchange_audio_and_video(document: Document) -> None:
+    """Prompts have these ids from the manifest; a client that may write special tokens has them from here."""
+    tokens = {each["content"]: each for each in document["added_tokens"]}
+    one, other = tokens["<audio>"], tokens["<video>"]
+    one["id"], other["id"] = other["id"], one["id"]
+
+
 def _exchange_tokenizers(document: Document) -> None:
     own = document["tokenizers"]
     own["thinker"], own["talker"] = own["talker"], own["thinker"]
@@ -656,6 +678,24 @@ DEFECTS: Mapping[str, Defect] = {
         "system text",
         parameter("thinker", "default_system_text", "You sing."),
         "requests",
+        requests=("text",),
+    ),
+    "merge-moved": Defect(
+        "a merge of the thinker's tokenizer has another rank",
+        _tokenizer("thinker", _first_merge_later),
+        "parameters",
+        requests=("text",),
+    ),
+    "dtype": Defect(
+        "float32 artifact called bfloat16, whose tolerances are larger",
+        _other_fingerprint(dtype="bfloat16"),
+        "parameters",
+        requests=("text",),
+    ),
+    "special-tokens": Defect(
+        "ids of two special tokens exchanged",
+        _tokenizer("thinker", _exchange_audio_and_video),
+        "parameters",
         requests=("text",),
     ),
     "voices-exchanged": Defect(

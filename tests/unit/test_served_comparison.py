@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mingc.errors import WorkerError
+from mingc.artifacts.manifest import VoiceRecord
+from mingc.errors import ArtifactError, WorkerError
 from mingc.runtime.request import AudioDelta, Done, Event, TextDelta, TextDone, Usage
 from mingc.runtime.service.builder import EngineOptions
 from mingc.verify.comparison_log import ComparisonLog
@@ -23,6 +24,9 @@ from mingc.verify.served.cases import (
     RecordedSpeech,
     ServedCase,
     ServedGoldens,
+    asset_records,
+    read_goldens,
+    write_goldens,
 )
 from mingc.verify.served.replay import MIN_SHARE_LOW_PRECISION, Served, ServedReplay, _common_length, _Share
 from mingc.verify.served.verification import compare_parameters, served_options
@@ -317,12 +321,39 @@ def test_another_prompt_fails(name: str) -> None:
     assert failed(log) == [f"chat.{name}"]
 
 
+@pytest.mark.parametrize("name", ["input_ids", "positions", "embed_kind", "vision.0", "audio.0"])
+def test_a_prompt_without_a_recorded_value_fails(name: str) -> None:
+    run, log = make(CHAT)
+    service: Any = run._service
+    prompt = service.prepare(())
+    prompt.media = SimpleNamespace(
+        vision=[SimpleNamespace(pixels=np.ones(4))], audio=[SimpleNamespace(mel=np.ones(4))]
+    )
+    service.prepare = lambda _: prompt
+    tensors: Any = run._goldens.tensors
+    tensors |= {"chat.vision.0": np.ones(4), "chat.audio.0": np.ones(4)}
+    run._check_prompt(CHAT)
+    assert failed(log) == []
+    del tensors[f"chat.{name}"]
+    run._check_prompt(CHAT)
+    assert failed(log) == ["chat.prompt"]
+
+
+@pytest.mark.parametrize("name", ["latents", "stop", "samples"])
+def test_speech_without_a_recorded_value_fails(name: str) -> None:
+    run, log = make(SPEECH)
+    tensors: Any = run._goldens.tensors
+    del tensors[f"speech.{name}"]
+    run._compare(SPEECH, answers(SPEECH), "alone")
+    assert "speech (alone)" in failed(log)
+
+
 def test_features_of_media_are_compared_one_by_one() -> None:
     run, log = make(CHAT)
     values = {
         f"chat.{kind}.{index}": np.full(4, 1.0 + index) for kind in ("vision", "audio") for index in (0, 1)
     }
-    log.references.update(values)  # type: ignore[attr-defined]
+    run._goldens.tensors.update(values)  # type: ignore[attr-defined]
     service: Any = run._service
     for spoiled in values:
         made = {name: value + 3e-5 * (name == spoiled) * value for name, value in values.items()}
@@ -494,6 +525,60 @@ def test_every_parameter_is_compared_with_the_recorded_one(given: dict[str, Any]
         f"{stage}.{name}" for side in (given, recorded.parameters) for stage in side for name in side[stage]
     }
     assert len(log.comparisons) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("voice", "vocabulary", "dtype", "expected"),
+    [
+        ({}, "0", "float32", set()),
+        ({}, "0", "bfloat16", {"dtype"}),
+        ({}, "1", "float32", {"tokenizers.thinker"}),
+        ({"file": "b"}, "0", "float32", {"voices.DB30"}),
+        ({"transcript": "Hello."}, "0", "float32", {"voices.DB30"}),
+        ({"num_patches": 6}, "0", "float32", {"voices.DB30"}),
+        ({"name": "other"}, "0", "float32", {"voices.DB30", "voices.other"}),
+    ],
+)
+def test_tokenizers_and_voices_are_compared_with_the_recorded_ones(
+    voice: dict[str, Any], vocabulary: str, dtype: str, expected: set[str]
+) -> None:
+    hashes = {"t": "0", "a": "5", "b": "6"}
+    record = VoiceRecord(name="DB30", file="a", transcript="Hi.", num_patches=5)
+    manifest: Any = SimpleNamespace(
+        model="ming",
+        fingerprint=SimpleNamespace(dtype="float32"),
+        parameters={},
+        tokenizers={"thinker": "t"},
+        voices=(record,),
+    )
+    recorded = ServedGoldens(
+        cases=(),
+        tensors={},
+        sample_rate=0,
+        parameters={},
+        assets=asset_records(manifest, hashes.__getitem__),
+    )
+    log = ComparisonLog("parameters", {}, tolerance=1e-4, is_exact=True)
+    files = {name: SimpleNamespace(sha256=value) for name, value in {**hashes, "t": vocabulary}.items()}
+    later: Any = SimpleNamespace(
+        model="ming",
+        fingerprint=SimpleNamespace(dtype=dtype),
+        parameters={},
+        tokenizers={"thinker": "t"},
+        voices=(replace(record, **voice),),
+        files=files,
+    )
+    compare_parameters(later, recorded, log)
+    failed = {each.name.removeprefix("parameters: ") for each in log.comparisons if each.outcome == "FAIL"}
+    assert failed == expected
+    assert len(log.comparisons) == len({"model", "dtype", "tokenizers.thinker", "voices.DB30", *expected})
+
+
+def test_goldens_without_a_request_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "served.safetensors"
+    write_goldens(path, replace(goldens(CHAT), cases=()))
+    with pytest.raises(ArtifactError, match="no request is recorded"):
+        read_goldens(path)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -25,6 +25,7 @@ from mingc.host import Host
 from mingc.verify import self_check
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.golden_documents import read_document
+from mingc.verify.replays.talker import _replay_speaker_network
 from mingc.verify.replays.thinker.replay import replay
 from mingc.verify.verification import _quantization, _read_tensors, _replay_file, verify
 
@@ -126,6 +127,7 @@ def test_an_artifact_passes_if_its_graphs_are_as_close_as_at_export(
         manifest,
         fingerprint=replace(manifest.fingerprint, dtype=dtype),
         stages={"audio_encoder": replace(stage, graphs={"encode": graph})},
+        notes=("no served goldens: not asked for",),
     )
     (artifact_path / FILE_NAME).unlink()  # not a file of its own table
     write_manifest(artifact_path, changed)
@@ -137,6 +139,45 @@ def test_an_artifact_passes_if_its_graphs_are_as_close_as_at_export(
     report = verify(artifact_path, progress=steps.append)
     assert (report.passed, report.failed, report.checked) == (passes, int(not passes), 1)
     assert steps == ["hashes", "audio_encoder.encode"]
+
+
+@pytest.mark.parametrize(
+    ("notes", "passes"), [((), False), (("no served goldens: the weights are random",), True)]
+)
+def test_an_artifact_without_recorded_requests_needs_a_reason(
+    notes: tuple[str, ...],
+    passes: bool,
+    manifest: Manifest,
+    artifact_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (artifact_path / FILE_NAME).unlink()
+    write_manifest(artifact_path, replace(manifest, notes=notes))
+    monkeypatch.setattr(
+        self_check,
+        "replay",
+        lambda *_, name, tolerance: ComparisonLog(name, {}, tolerance=tolerance, is_exact=True),
+    )
+    monkeypatch.setattr(
+        host, "current_host", lambda device: Host(torch="2.13.0", device="cpu", capability="AVX2")
+    )
+    report = verify(artifact_path)
+    (summary,) = (each for each in report.files if each.file == "recorded requests")
+    assert (report.passed, summary.failed, summary.note) == (passes, int(not passes), "".join(notes))
+
+
+def test_a_speaker_network_that_does_not_run_is_a_failure(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    (tmp_path / "net.onnx").write_bytes(b"no network")
+    artifact = SimpleNamespace(
+        manifest=SimpleNamespace(speaker_network="net.onnx"), path=lambda name: tmp_path / name
+    )
+    log = ComparisonLog("talker", {}, tolerance=1e-4, is_exact=True)
+    engines: Any = SimpleNamespace(artifact=artifact)
+    with log.case("voice.*"):
+        _replay_speaker_network("voice.A", np.zeros((4, 80), np.float32), engines, log)
+    assert "the speaker network does not run" in log.comparisons[0].note
+    assert log.comparisons[0].outcome == "FAIL"
 
 
 def test_quantization_widens_the_comparison_of_stages_that_do_not_record_its_error(
@@ -273,7 +314,48 @@ def test_a_graph_whose_recorded_file_has_no_output_fails(
     artifact = Artifact(root=artifact_path, manifest=manifest)
     log = self_check.replay(artifact, stage, graph, name="encode", tolerance=1e-4)
     (row,) = log.comparisons
-    assert (row.outcome, log.summary().failed) == ("FAIL", 1) and "records no output" in row.note
+    assert (row.outcome, log.summary().failed) == ("FAIL", 1) and "records no out.embeddings" in row.note
+
+
+def test_a_recorded_file_that_lacks_one_of_the_states_fails(
+    manifest: Manifest, artifact_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (stage,) = manifest.stages.values()
+    cache = TensorSpec(name="cache", dtype="float32", shape=(3, 5))
+    graph = stage.graphs["encode"]
+    graph = replace(graph, spec=replace(graph.spec, state=(cache,)))
+    recorded = {
+        "in.mel": torch.ones(1, 2, 4, 128),
+        "state.cache": torch.zeros(3, 5),
+        "out.embeddings": torch.ones(1, 2, 64),
+    }
+    save_tensors(recorded, artifact_path / graph.golden)
+    monkeypatch.setattr(self_check, "replay_engine", lambda *_: [{"embeddings": torch.ones(1, 2, 64)}])
+    artifact = Artifact(root=artifact_path, manifest=manifest)
+    log = self_check.replay(artifact, stage, graph, name="encode", tolerance=1e-4)
+    (row,) = log.comparisons
+    assert (row.outcome, log.summary().failed) == ("FAIL", 1) and "records no state_after.cache" in row.note
+
+
+@pytest.mark.parametrize("error", [TypeError("missing argument"), RuntimeError("wrong size")])
+def test_an_engine_that_does_not_run_is_a_failure(
+    error: Exception, manifest: Manifest, artifact_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (stage,) = manifest.stages.values()
+    graph = stage.graphs["encode"]
+    save_tensors(
+        {"in.mel": torch.ones(1, 2, 4, 128), "out.embeddings": torch.ones(1, 2, 64)},
+        artifact_path / graph.golden,
+    )
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(self_check, "replay_engine", fail)
+    artifact = Artifact(root=artifact_path, manifest=manifest)
+    log = self_check.replay(artifact, stage, graph, name="encode", tolerance=1e-4)
+    (row,) = log.comparisons
+    assert row.outcome == "FAIL" and str(error) in row.note
 
 
 def test_a_self_check_runs_every_rank_on_what_was_recorded(

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
 from mingc.dsp.fbank import kaldi_fbank
+from mingc.errors import ArtifactError
 from mingc.runtime.noise import PhiloxNoise
 from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
 from mingc.runtime.request import SpeechParams
@@ -92,13 +93,17 @@ def _replay_speaker_network(case: str, fbank: Floats, engines: Engines, log: Com
     except ImportError:
         log.skip(name, "onnxruntime is not installed")
         return
-    session = onnxruntime.InferenceSession(
-        str(engines.artifact.path(file)), providers=["CPUExecutionProvider"]
-    )
     features = (fbank - fbank.mean(axis=0, keepdims=True))[None]
-    log.tensor(
-        name, session.run(None, {session.get_inputs()[0].name: features})[0], tolerance=FBANK_TOLERANCE
-    )
+    try:
+        session = onnxruntime.InferenceSession(
+            str(engines.artifact.path(file)), providers=["CPUExecutionProvider"]
+        )
+        (made,) = session.run(None, {session.get_inputs()[0].name: features})
+    except Exception as error:  # its errors have no other class in common
+        raise ArtifactError(
+            f"the speaker network does not run: {str(error)[:200]}", where=file, fix="export again"
+        ) from error
+    log.tensor(name, made, tolerance=FBANK_TOLERANCE)
 
 
 def _replay_prompt(

@@ -9,8 +9,8 @@ speech, over all segments: `N.patches` (segments,), `N.noise` (n, P, C), `N.step
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from mingc.artifacts.codec import decode, encode
+from mingc.artifacts.manifest import Manifest
 from mingc.errors import ArtifactError, ManifestError
 
 Array = NDArray[np.generic]
@@ -76,11 +77,14 @@ class ServedDocument:
     Attributes:
         sample_rate: of the recorded samples in Hz; 0 without speech.
         parameters: of every stage, as the manifest had them when the answers were recorded.
+        assets: tokenizers, voices, model and dtype that the answers were recorded with, see `asset_records`; empty in
+            artifacts of older exports.
     """
 
     cases: tuple[ServedCase, ...]
     sample_rate: int
     parameters: Mapping[str, Any]
+    assets: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -91,6 +95,7 @@ class ServedGoldens:
     tensors: Mapping[str, Array]
     sample_rate: int
     parameters: Mapping[str, Any]
+    assets: Mapping[str, str] = field(default_factory=dict)
 
     def has(self, case: ServedCase, name: str) -> bool:
         return f"{case.name}.{name}" in self.tensors
@@ -107,7 +112,10 @@ class ServedGoldens:
 
 def write_goldens(path: Path, goldens: ServedGoldens) -> None:
     content = ServedDocument(
-        cases=goldens.cases, sample_rate=goldens.sample_rate, parameters=goldens.parameters
+        cases=goldens.cases,
+        sample_rate=goldens.sample_rate,
+        parameters=goldens.parameters,
+        assets={**goldens.assets},
     )
     document = json.dumps(encode(content), ensure_ascii=False, sort_keys=True)
     tensors = {name: np.ascontiguousarray(value) for name, value in goldens.tensors.items()}
@@ -121,6 +129,8 @@ def read_goldens(path: Path) -> ServedGoldens:
             document = json.loads((file.metadata() or {}).get(_DOCUMENT, ""))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         content = decode(ServedDocument, document)
+        if not content.cases:
+            raise ValueError("no request is recorded")
     except (OSError, ValueError, TypeError, SafetensorError, ManifestError) as error:
         raise ArtifactError(
             f"the served goldens cannot be read: {error}", where=str(path), fix="export again"
@@ -130,4 +140,18 @@ def read_goldens(path: Path) -> ServedGoldens:
         tensors=tensors,
         sample_rate=content.sample_rate,
         parameters=content.parameters,
+        assets=content.assets,
     )
+
+
+def asset_records(manifest: Manifest, sha256: Callable[[str], str]) -> dict[str, str]:
+    """What identifies each tokenizer and voice, by name, the model and its dtype, which decides the tolerances.
+
+    Recorded requests use two voices and a few words: they do not show another voice or an entry of a vocabulary.
+    `sha256` returns the hash of a file of the artifact.
+    """
+    records = {"model": manifest.model, "dtype": manifest.fingerprint.dtype}
+    records |= {f"tokenizers.{stage}": sha256(file) for stage, file in manifest.tokenizers.items()}
+    for voice in manifest.voices:
+        records[f"voices.{voice.name}"] = f"{sha256(voice.file)} {voice.num_patches} {voice.transcript}"
+    return records

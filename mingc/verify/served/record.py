@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mingc.artifacts.artifact import Artifact
+from mingc.artifacts.artifact import Artifact, hash_file
 from mingc.artifacts.manifest import Manifest
 from mingc.artifacts.parameters import (
     AudioParameters,
@@ -33,7 +33,7 @@ from mingc.runtime.talker.worker import SpeechSegment
 from mingc.runtime.text.live import LiveSegmenter
 from mingc.runtime.text.segment import iter_speech_segments, speech_segments
 from mingc.runtime.text.stream_filters import ThoughtFilter
-from mingc.verify.served.cases import ServedCase, ServedGoldens, write_goldens
+from mingc.verify.served.cases import ServedCase, ServedGoldens, asset_records, write_goldens
 from mingc.verify.served.conversion import decoded_messages, speech_params
 from mingc.verify.served.requests import Media, chat_cases, speech_cases
 
@@ -89,6 +89,7 @@ def record_goldens(folder: Path, manifest: Manifest, model: ReferenceModel) -> s
         tensors=recorder.media.tensors,
         sample_rate=0 if path is None else manifest.parameters_of(path.vocoder, VaeParameters).sample_rate,
         parameters=manifest.parameters,
+        assets=asset_records(manifest, lambda file: hash_file(folder / file)),
     )
     write_goldens(folder / FILE, goldens)
     return FILE

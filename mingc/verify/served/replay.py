@@ -124,16 +124,20 @@ class ServedReplay:
         """The prompt that the service prepares equals the recorded one."""
         with self._log.case(f"{case.name}.prompt"):
             prepared = self._prepare(case)
-            self._log.ids(f"{case.name}.input_ids", prepared.tokens.input_ids)
-            self._log.ids(f"{case.name}.positions", prepared.tokens.positions)
-            self._log.ids(f"{case.name}.embed_kind", prepared.tokens.embed_kind)
+            for key in ("input_ids", "positions", "embed_kind"):
+                recorded = self._goldens.get(case, key)
+                self._log.ids(f"{case.name}.{key}", getattr(prepared.tokens, key), reference=recorded)
             self._log.ids(
                 f"{case.name}.rope_delta", prepared.tokens.rope_delta, reference=np.array(case.rope_delta)
             )
             for index, image in enumerate(prepared.media.vision):
-                self._log.tensor(f"{case.name}.vision.{index}", image.pixels, tolerance=FEATURE_TOLERANCE)
+                self._compare_features(case, f"vision.{index}", image.pixels)
             for index, clip in enumerate(prepared.media.audio):
-                self._log.tensor(f"{case.name}.audio.{index}", clip.mel, tolerance=FEATURE_TOLERANCE)
+                self._compare_features(case, f"audio.{index}", clip.mel)
+
+    def _compare_features(self, case: ServedCase, name: str, value: Floats) -> None:
+        recorded = self._goldens.get(case, name)
+        self._log.tensor(f"{case.name}.{name}", value, reference=recorded, tolerance=FEATURE_TOLERANCE)
 
     async def _serve_mixed(self) -> list[Served]:
         """All cases, joining the running ones in groups, while another request leaves early."""
@@ -267,7 +271,7 @@ class ServedReplay:
         }
         if log.is_exact:
             for key, value in values.items():
-                log.tensor(f"{name}.{key}", value, how=how)
+                log.tensor(f"{name}.{key}", value, reference=self._goldens.get(case, key), how=how)
             self._compare_audio(case, values["samples"], LIMITS, how)
             return
         recorded = self._goldens.get(case, "latents")

@@ -18,7 +18,7 @@ from mingc.runtime.service.omni import OmniService
 from mingc.runtime.thinker.worker import StepOptions
 from mingc.verify.comparison import Comparison
 from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.served.cases import ServedGoldens, read_goldens
+from mingc.verify.served.cases import ServedGoldens, asset_records, read_goldens
 from mingc.verify.served.replay import ServedReplay
 
 _SMALL_CHUNK = 16  # rows: most prompts are longer than two such chunks
@@ -118,10 +118,10 @@ def check_service(service: OmniService, root: Path, target: str | None = None) -
 
 
 def compare_parameters(manifest: Manifest, goldens: ServedGoldens, log: ComparisonLog) -> None:
-    """Compare the parameters of every stage with those that the answers were recorded with, one by one.
+    """Compare parameters, tokenizers and voices with those that the answers were recorded with, one by one.
 
-    No recorded request depends on some of them, such as a limit that none reaches or the default of a field that all
-    set.
+    No recorded request depends on some of them, such as a limit that none reaches, the default of a field that all
+    set, or a voice that none uses.
     """
     for stage in sorted({*manifest.parameters} | {*goldens.parameters}):
         given, recorded = manifest.parameters.get(stage, {}), goldens.parameters.get(stage, {})
@@ -129,6 +129,11 @@ def compare_parameters(manifest: Manifest, goldens: ServedGoldens, log: Comparis
             is_same = name in given and name in recorded and given[name] == recorded[name]
             what = f"{given.get(name)!r}, recorded with {recorded.get(name)!r}"
             log.rule(f"{stage}.{name}", is_same, what[:200])
+    if goldens.assets:
+        assets = asset_records(manifest, lambda file: manifest.files[file].sha256)
+        for name in sorted({*assets} | {*goldens.assets}):
+            is_same = assets.get(name) == goldens.assets.get(name)
+            log.rule(name, is_same, "" if is_same else "not what the requests were recorded with")
 
 
 async def _replay_and_close(service: OmniService, goldens: ServedGoldens, log: ComparisonLog) -> None:
