@@ -533,7 +533,7 @@ def test_a_missing_package_is_named_with_its_installation(
 @pytest.mark.parametrize(
     ("target", "dtype", "reason"),
     [
-        ("rtx:sm89", "float32", "were not run on RTX cards"),
+        ("rtx:sm89", "float32", "were not run on rtx:sm89"),
         ("cpu", "bfloat16", "lack bfloat16"),
         ("cuda", "bfloat16", "engines were not run in bfloat16; use --dtype float32"),
         ("cuda", "float32", r"needs onnxruntime-gpu, not installed: .*pip install 'mingc\[onnx-gpu\]'"),

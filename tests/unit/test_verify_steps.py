@@ -188,7 +188,8 @@ def test_recorded_requests_come_with_the_parameters_they_are_compared_with(
     monkeypatch.setattr(served, "replay_served", replay_served)
     artifact = Artifact(root=tmp_path, manifest=two_backends)
     steps: list[str] = []
-    assert verification._replay_served(artifact, ("cfm=onnx",), steps.append) == [] == steps
+    ((summary, (row,), _),) = verification._replay_served(artifact, ("cfm=onnx",), steps.append)
+    assert (summary.checked, summary.failed, row.outcome, steps) == (1, 1, "FAIL", []), "nothing says why not"
     with_requests = replace(artifact, manifest=replace(two_backends, served_goldens="goldens/served"))
     found = verification._replay_served(with_requests, ("cfm=onnx",), steps.append)
     requests = "requests through the service"

@@ -27,7 +27,7 @@ class OnnxBackend(Backend):
 
     def unsupported_reason(self, target: str, dtype: str) -> str | None:
         if is_rtx(target):
-            return "engines of ONNX Runtime were not run on RTX cards; use --backend tensorrt"
+            return f"engines of ONNX Runtime were not run on {target}; use --backend tensorrt"
         if dtype != "float32":
             reason = (
                 f"ONNX Runtime's CPU kernels lack {dtype}"
