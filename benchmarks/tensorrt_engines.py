@@ -760,16 +760,15 @@ def run_tiny(driver: Driver, given: argparse.Namespace, end: float) -> None:
         return
     asked = ["--part", "serve", "--artifact", str(artifact), "--stages", ",".join(every)]
     driver.finish(driver.start("tiny-serve", driver.part(*asked, "--backend", given.backend), left()))
-    words = [sys.executable, "-u", "-W", "ignore", "-m", "mingc", "verify", str(artifact)]
-    words += ["--json"]
     # The ids that the official code chose are those of float32, and it answered two requests at once.
-    if given.dtype == "float32" and max(given.batch_sizes) > 1:
-        words += ["--reference", "tests/data"]
-    keep_failures(driver, "tiny-verify", driver.finish(driver.start("tiny-verify", words, left())))
+    has_reference = given.dtype == "float32" and max(given.batch_sizes) > 1
+    verify(driver, "tiny-verify", artifact, left(), *(("--reference", "tests/data") if has_reference else ()))
 
 
-def keep_failures(driver: Driver, name: str, checked: dict[str, Any]) -> None:
-    """Of the thousands of comparisons in the report of `mingc verify`, keep those that failed."""
+def verify(driver: Driver, name: str, artifact: Path, limit: float, *options: str) -> None:
+    """Run `mingc verify`, and keep of its thousands of comparisons those that failed."""
+    words = [sys.executable, "-u", "-W", "ignore", "-m", "mingc", "verify", str(artifact), "--json", *options]
+    checked = driver.finish(driver.start(name, words, limit))
     if "document" in checked:
         report = checked["document"]
         failed = [each for each in report["comparisons"] if each["outcome"] == "FAIL"]
@@ -837,9 +836,7 @@ def run_auto(driver: Driver, given: argparse.Namespace, end: float) -> None:
     if made.get("exit") == 0:
         manifest = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))
         driver.keep("auto-export", {**made, "times": trial_rows(manifest)})
-        words = [sys.executable, "-u", "-W", "ignore", "-m", "mingc", "verify", str(artifact), "--json"]
-        checked = driver.finish(driver.start("auto-verify", words, end - time.monotonic()))
-        keep_failures(driver, "auto-verify", checked)
+        verify(driver, "auto-verify", artifact, end - time.monotonic())
 
 
 def trial_rows(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
