@@ -85,7 +85,7 @@ def _run(
             [given],
             artifact.manifest.fingerprint.device,
         )
-    except (MingcError, MemoryError):
+    except (MingcError, MemoryError, torch.OutOfMemoryError):  # the command says how to get memory
         raise
     except Exception as error:  # errors of backends have no other class in common
         raise ArtifactError(

@@ -337,6 +337,24 @@ def test_a_recorded_file_that_lacks_one_of_the_states_fails(
     assert (row.outcome, log.summary().failed) == ("FAIL", 1) and "records no state_after.cache" in row.note
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_memory_that_is_lacking_is_no_fault_of_the_engine(
+    error: Exception, manifest: Manifest, artifact_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    (stage,) = manifest.stages.values()
+    graph = stage.graphs["encode"]
+    recorded = {"in.mel": torch.ones(1, 2, 4, 128), "out.embeddings": torch.ones(1, 2, 64)}
+    save_tensors(recorded, artifact_path / graph.golden)
+    monkeypatch.setattr(self_check, "replay_engine", fail)
+    with pytest.raises(type(error)):
+        self_check.replay(
+            Artifact(root=artifact_path, manifest=manifest), stage, graph, name="encode", tolerance=1e-4
+        )
+
+
 @pytest.mark.parametrize("error", [TypeError("missing argument"), RuntimeError("wrong size")])
 def test_an_engine_that_does_not_run_is_a_failure(
     error: Exception, manifest: Manifest, artifact_path: Path, monkeypatch: pytest.MonkeyPatch
