@@ -154,7 +154,12 @@ def commands() -> None:
     show_default="all that the checkpoint holds",
     help="Names of stages, separated by commas.",
 )
-@click.option("--jobs", type=int, default=1, help="Engines compiled at the same time.")
+@click.option(
+    "--jobs",
+    type=int,
+    default=1,
+    help="Engines compiled at the same time; on CUDA spread over all GPUs of one model.",
+)
 @click.option("--force", is_flag=True, help="Replace an artifact that is already there.")
 @click.option(
     "--cache",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,23 @@ def gpu(device: torch.device | int | None = None) -> Gpu:
 def gpu_target(device: torch.device | int | None = None) -> Target:
     """Row of the GPU table for the GPU `device`, or for the current one."""
     return gpu(device).target
+
+
+def equal_gpus() -> tuple[str, ...]:
+    """Visible GPUs of the current one's model, as CUDA_VISIBLE_DEVICES would list them; none without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    names = [str(index) for index in range(count)] if visible is None else visible.split(",")[:count]
+    own = gpu()
+    return tuple(
+        name.strip()
+        for index, name in enumerate(names)
+        if (gpu(index).name, gpu(index).capability) == (own.name, own.capability)
+    )
 
 
 @functools.cache

@@ -8,11 +8,12 @@ import os
 import resource
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,17 +28,24 @@ _END_S = 10.0  # a terminated process is gone at once, unless its disk or device
 
 
 @contextmanager
-def worker_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool of `jobs` processes with a scratch folder for compilers; an error terminates them immediately."""
+def worker_pool(jobs: int, gpus: Sequence[str] = ()) -> Iterator[ProcessPoolExecutor]:
+    """A pool of `jobs` processes with a scratch folder for compilers; an error terminates them immediately.
+
+    Each process sees one of `gpus` (entries of CUDA_VISIBLE_DEVICES), in turns; without any, what this process sees.
+    """
     others = set(multiprocessing.active_children())
     _start_tracker()
+    spawn = multiprocessing.get_context("spawn")
+    places = spawn.SimpleQueue()
+    for place in range(jobs if gpus else 0):
+        places.put(gpus[place % len(gpus)])
     with (
         work_folder(Path(tempfile.gettempdir()), "mingc-compile-", mode=0o700) as scratch,
         ProcessPoolExecutor(
             max_workers=jobs,
-            mp_context=multiprocessing.get_context("spawn"),
+            mp_context=spawn,
             initializer=start_worker,
-            initargs=(str(scratch),),
+            initargs=(str(scratch), places if gpus else None),
         ) as pool,
     ):
         try:
@@ -100,13 +108,15 @@ def result_of(future: Future[_T], where: str) -> _T:
         ) from error
 
 
-def start_worker(scratch: str) -> None:
+def start_worker(scratch: str, gpus: SimpleQueue[str] | None = None) -> None:
     """Prepare a worker process: one compile thread (workers are the parallelism), torch's own warnings silenced.
 
     All temporary files of compilers go to the folder `scratch`. Workers of one export share its Inductor cache, so that
-    the C++ compiler is probed only once (9 s).
+    the C++ compiler is probed only once (9 s). The process sees only the next one of `gpus`, if any.
     """
     watch_pool_owner()
+    if gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus.get()  # CUDA reads it when it is first used
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(scratch, "inductor")
     os.environ["TMPDIR"] = tempfile.tempdir = scratch

@@ -232,7 +232,7 @@ def test_a_backend_refuses_a_graph_before_anything_is_built(install: Callable[..
 
 
 @contextmanager
-def threads(jobs: int) -> Any:
+def threads(jobs: int, gpus: Sequence[str]) -> Any:
     with ThreadPoolExecutor(jobs) as pool:
         yield pool
 

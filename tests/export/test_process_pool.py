@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 
 import mingc
 from mingc.errors import CompileError
-from mingc.export.process_pool import peak_rss_bytes, result_of, submit
+from mingc.export.process_pool import peak_rss_bytes, result_of, submit, worker_pool
 
 _END_S = 100
 # A worker that holds a lock compiles for ten minutes when the export fails.
@@ -47,6 +48,23 @@ def test_a_failed_export_ends_its_workers_and_leaves_no_folder(tmp_path: Path) -
     assert (done.returncode, done.stderr) == (7, "")
     assert not Path(f"/proc/{int(done.stdout)}").exists()
     assert not list(scratch.iterdir())
+
+
+def test_each_process_sees_one_of_the_gpus_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    with worker_pool(3, ("5", "GPU-7e")) as pool:
+        seen: dict[int, str] = {}
+        while len(seen) < 3:
+            seen.update(pool.map(_visible, range(3)))
+    assert sorted(seen.values()) == ["5", "5", "GPU-7e"]
+    with worker_pool(1) as pool:
+        assert pool.submit(_visible, 0).result()[1] == "5"
+
+
+def _visible(_: int) -> tuple[int, str]:
+    """This process, and what CUDA would see in it."""
+    time.sleep(0.05)  # so that one process does not take all tasks
+    return os.getpid(), os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 def test_a_process_that_dies_idle_is_reported_with_the_next_task_and_not_as_a_bug() -> None:

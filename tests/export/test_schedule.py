@@ -32,7 +32,7 @@ _LOST = QuantizationError(tokens=1, layer_cosine=(1.0,), logit_kl=0.0, same_argm
 
 
 @contextmanager
-def _threads(jobs: int) -> Iterator[ThreadPoolExecutor]:
+def _threads(jobs: int, gpus: Sequence[str]) -> Iterator[ThreadPoolExecutor]:
     """A pool of threads in place of the export's processes."""
     with ThreadPoolExecutor(jobs) as pool:
         yield pool

@@ -37,6 +37,7 @@ from mingc.export.compile.choice import choose_fastest
 from mingc.export.process_pool import result_of, submit, worker_pool
 from mingc.export.recipe import ExportRecipe
 from mingc.export.weights.files import WeightsFile, WrittenFile, write_in_worker
+from mingc.host import equal_gpus
 
 Sizes = Mapping[str, Mapping[str, list[dict[str, int] | None]]]  # of a graph's engines, by stage and graph
 
@@ -129,7 +130,9 @@ class Schedule:
 
     def run(self) -> None:
         """Raises: the first error that any process raises, at once; the other processes are terminated."""
-        with worker_pool(self._recipe.jobs) as pool:
+        # All equal GPUs, because a check needs up to eight gigabytes and there are as many as there are jobs.
+        gpus = equal_gpus() if self._recipe.device == "cuda" else ()
+        with worker_pool(self._recipe.jobs, gpus) as pool:
             self._fill(pool)
             while self._running:
                 finished, _ = wait(self._running, return_when=FIRST_COMPLETED)
