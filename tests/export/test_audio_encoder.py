@@ -23,7 +23,7 @@ from mingc.export.compile.backends.aoti import compile_graph
 from mingc.export.compile.build import engine_sizes
 from mingc.export.compile.capture import capture, check_example
 from mingc.export.stage import Shard, StageOptions
-from mingc.export.stages.audio_encoder import STAGE, AudioBlock, AudioConfig, AudioEncoder
+from mingc.export.stages.audio_encoder import STAGE, AudioBlock, AudioConfig, AudioEncoder, RowConvolution
 from mingc.export.weights.loading import check_weights, float32_module
 from mingc.runtime.engines.backends.aoti import load
 from mingc.runtime.engines.base import Engine, Graph
@@ -158,7 +158,7 @@ def test_padding_never_changes_results(frames: int, module: AudioEncoder, golden
 
 def exact(module: AudioEncoder, mel_FC: Tensor) -> Tensor:
     """One clip through the module's parts without any padding (spec: audio.md §3, §4)."""
-    x = F.gelu(module.conv2(F.gelu(module.conv1(mel_FC.T[None])))).transpose(1, 2)
+    x = F.gelu(convolve(module.conv2, F.gelu(convolve(module.conv1, mel_FC[None]))))
     x = x + module.positions[: x.shape[1]]
     for block in module.blocks:
         assert isinstance(block, AudioBlock)
@@ -167,7 +167,27 @@ def exact(module: AudioEncoder, mel_FC: Tensor) -> Tensor:
         scores = (q @ k.transpose(-1, -2)) / q.shape[-1] ** 0.5
         x = x + block.attention.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
         x = x + block.fc2(F.gelu(block.fc1(block.mlp_norm(x))))
-    return F.normalize(module.projector(module.norm(x)), dim=-1)[0]
+    x = convolve(module.projector.conv, module.norm(x))
+    for layer in module.projector.layers:
+        x = layer(F.gelu(x))
+    return F.normalize(x, dim=-1)[0]
+
+
+def convolve(layer: RowConvolution, x_NLC: Tensor) -> Tensor:
+    """What torch's convolution makes of the layer's weight and stride."""
+    weight = layer.weight.view(layer.out_features, layer.kernel, -1).transpose(1, 2)
+    padding = layer.kernel // 2
+    return F.conv1d(x_NLC.mT, weight, layer.bias, layer.stride, padding).mT
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 8])
+@pytest.mark.parametrize(("kernel", "stride"), [(1, 1), (1, 2), (3, 1), (3, 2), (3, 4), (5, 3)])
+def test_a_convolution_over_rows_is_that_of_torch(kernel: int, stride: int, length: int) -> None:
+    layer = RowConvolution(4, 6, kernel, stride).requires_grad_(False)
+    x_NLC = torch.randn(2, length, 4, generator=torch.Generator().manual_seed(length))
+    found = layer(x_NLC)
+    assert found.shape == (2, -(-length // stride), 6)
+    torch.testing.assert_close(found, convolve(layer, x_NLC))
 
 
 def test_bfloat16_stays_near_golden(

@@ -29,7 +29,8 @@ from mingc.kernels.varlen_attention import Segments, make_segments, varlen_atten
 
 _NORM_EPS = 1e-5  # spec: audio.md §3; not in the config
 _UNIT_EPS = 1e-12  # spec: audio.md §4
-_CONV_STRIDE = 2  # second convolution of the encoder
+_CONV_KERNEL = 3  # of both convolutions of the encoder
+_CONV_STRIDE = 2  # of the second one
 _MLP_RATIO = 4  # Whisper's
 
 # Whisper's front end, which no config file holds (spec: audio.md §1, §2).
@@ -121,14 +122,32 @@ class AudioBlock(nn.Module):
         return x_NLW, self.fc2(F.gelu(self.fc1(normed_NLW)))
 
 
+class RowConvolution(nn.Linear):
+    """Convolution over rows with an odd kernel, padded by half of it, as one GEMM over the joined rows of each window.
+
+    The vendor's convolutions convert every input and result to another layout and back. Weight: (W, kernel · C).
+    """
+
+    def __init__(self, channels: int, width: int, kernel: int, stride: int) -> None:
+        super().__init__(kernel * channels, width)
+        self.kernel = kernel
+        self.stride = stride
+
+    def forward(self, x_NLC: Tensor) -> Tensor:
+        """x: (N, L, C). Returns (N, ⌈L / stride⌉, W)."""
+        half, length = self.kernel // 2, x_NLC.shape[1]
+        padded_NLC = F.pad(x_NLC, (0, 0, half, half))
+        rows = [padded_NLC[:, place : place + length : self.stride] for place in range(self.kernel)]
+        return super().forward(torch.cat(rows, dim=-1))
+
+
 class AudioProjector(nn.Module):
     """Downsampling convolution, followed by GELU and linear layers."""
 
     def __init__(self, config: AudioConfig) -> None:
         super().__init__()
-        kernel = config.downsample_kernel
-        self.conv = nn.Conv1d(
-            config.width, config.hidden_size, kernel, stride=config.downsample_stride, padding=kernel // 2
+        self.conv = RowConvolution(
+            config.width, config.hidden_size, config.downsample_kernel, config.downsample_stride
         )
         self.layers = nn.ModuleList(
             nn.Linear(config.hidden_size, config.hidden_size) for _ in range(config.projector_depth - 1)
@@ -136,7 +155,7 @@ class AudioProjector(nn.Module):
 
     def forward(self, x_NLW: Tensor) -> Tensor:
         """x: (N, L, W), zero beyond each clip. Returns (N, T, D)."""
-        x_NTD: Tensor = self.conv(x_NLW.transpose(1, 2)).transpose(1, 2)
+        x_NTD: Tensor = self.conv(x_NLW)
         for layer in self.layers:
             x_NTD = layer(F.gelu(x_NTD))
         return x_NTD
@@ -157,8 +176,8 @@ class AudioEncoder(nn.Module):
         self.frames_per_token = config.frames_per_token
         self.is_normalised = config.is_normalised
         self.num_heads = config.num_heads
-        self.conv1 = nn.Conv1d(config.num_mels, config.width, 3, padding=1)
-        self.conv2 = nn.Conv1d(config.width, config.width, 3, stride=_CONV_STRIDE, padding=1)
+        self.conv1 = RowConvolution(config.num_mels, config.width, _CONV_KERNEL, stride=1)
+        self.conv2 = RowConvolution(config.width, config.width, _CONV_KERNEL, stride=_CONV_STRIDE)
         self.register_buffer("positions", torch.empty(config.table_rows, config.width, dtype=torch.float32))
         self.blocks = nn.ModuleList(AudioBlock(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.width, eps=_NORM_EPS)
@@ -176,9 +195,8 @@ class AudioEncoder(nn.Module):
         """
         positions_N = _ceil_divide(lengths_N, _CONV_STRIDE)
         mel_NFC = _zero_beyond(mel_NTGC.flatten(1, 2), lengths_N)
-        x_NWF = F.gelu(self.conv1(mel_NFC.transpose(1, 2)))
-        x_NFW = _zero_beyond(x_NWF.transpose(1, 2), lengths_N)
-        x_NLW = F.gelu(self.conv2(x_NFW.transpose(1, 2))).transpose(1, 2)
+        x_NFW = _zero_beyond(F.gelu(self.conv1(mel_NFC)), lengths_N)
+        x_NLW = F.gelu(self.conv2(x_NFW))
         x_NLW = (x_NLW + self.positions[: x_NLW.shape[1]]).to(x_NLW.dtype)
         # An empty clip keeps one key, so that its softmax is not empty; its rows are zeroed at the end.
         ends_N = positions_N.clamp(min=1)
@@ -248,10 +266,8 @@ class AudioEncoderStage(Stage):
         width, mlp_width, hidden_size = config.width, _MLP_RATIO * config.width, config.hidden_size
         extra_rows = config.table_rows - config.num_positions
         sources = [
-            stored("conv1.weight", "audio.conv1.weight", width, config.num_mels, 3),
-            stored("conv1.bias", "audio.conv1.bias", width),
-            stored("conv2.weight", "audio.conv2.weight", width, width, 3),
-            stored("conv2.bias", "audio.conv2.bias", width),
+            *_convolution("conv1", "audio.conv1", width, config.num_mels, _CONV_KERNEL),
+            *_convolution("conv2", "audio.conv2", width, width, _CONV_KERNEL),
             WeightSource(
                 name="positions",
                 part="main",
@@ -271,9 +287,8 @@ class AudioEncoderStage(Stage):
             sources += linear(f"{target}.fc1", f"{source}.mlp.0", mlp_width, width)
             sources += linear(f"{target}.fc2", f"{source}.mlp.2", width, mlp_width)
         sources += layer_norm("norm", "audio.ln_post", width)
-        target, source, kernel = "projector.conv", "linear_proj_audio.0", config.downsample_kernel
-        sources.append(stored(f"{target}.weight", f"{source}.weight", hidden_size, width, kernel))
-        sources.append(stored(f"{target}.bias", f"{source}.bias", hidden_size))
+        kernel = config.downsample_kernel
+        sources += _convolution("projector.conv", "linear_proj_audio.0", hidden_size, width, kernel)
         for index in range(config.projector_depth - 1):
             # The stored sequence is convolution, transpose, then (GELU, linear) pairs.
             target, source = f"projector.layers.{index}", f"linear_proj_audio.{3 + 2 * index}"
@@ -326,6 +341,20 @@ class AudioEncoderStage(Stage):
 
 
 STAGE = AudioEncoderStage()
+
+
+def _convolution(name: str, stored_name: str, width: int, channels: int, kernel: int) -> list[WeightSource]:
+    """Weight and bias of a `RowConvolution`, whose windows have the channels of a row next to each other."""
+    return [
+        WeightSource(
+            name=f"{name}.weight",
+            part="main",
+            tensors=(f"{stored_name}.weight",),
+            shapes=((width, channels, kernel),),
+            compute=lambda weight: weight.transpose(1, 2).flatten(1),
+        ),
+        stored(f"{name}.bias", f"{stored_name}.bias", width),
+    ]
 
 
 def _packed_qkv(name: str, stored_name: str, width: int) -> list[WeightSource]:
