@@ -70,8 +70,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Stands for a CUDA device in `EncoderGraph`, for calls of captured sizes."""
 
     class Pool:
-        def __init__(self, _: object) -> None:
-            pass
+        def __init__(self, _: object, priority: int) -> None:
+            assert priority == 0, "the lowest, so that thinker and talker overtake"
 
         def capture(
             self, run: Callable[[], tuple[Tensor, ...]], _: str
@@ -88,7 +88,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
     stream = SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)
     staging = cuda_graphs.StagingBuffer
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: stream)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _, priority: stream if priority == 0 else None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(cuda_graphs, "StagingBuffer", lambda shapes, _: staging(shapes, CPU))

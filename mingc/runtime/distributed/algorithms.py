@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mingc.host import gpu_target
+from mingc.runtime.engines import stream_priority
 
 TWO_SHOT_WORLD_SIZES = (2, 4, 8)  # that torch's two-shot kernel is compiled for
 _MAX_LANES = 4  # per two-shot all-reduce
 _BLOCKS_PER_LANE = 24  # most thread blocks of torch's two-shot kernel, each filling a multiprocessor
 _MIN_LANE_BYTES = 2**21  # of a message per lane; below it a further lane costs more than it saves
 _LANE_ALIGNMENT = 128  # bytes
-_HIGH_PRIORITY = -1  # stream priority: the other ranks wait for every lane
 
 
 class AllReduceAlgorithm(Protocol):
@@ -77,7 +77,7 @@ class TwoShotAllReduce:
         # Lane i is used only by messages split into more than i pieces, so its pieces fit into max_bytes // (i + 1).
         self._buffers = [_SymmetricBuffer(device, dtype, max_bytes // lane) for lane in range(1, count + 1)]
         self._streams = [
-            torch.cuda.Stream(device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
+            torch.cuda.Stream(device, priority=stream_priority.COMMUNICATION)  # type: ignore[no-untyped-call]
             for _ in range(count - 1)
         ]
 

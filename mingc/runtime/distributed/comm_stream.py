@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-_HIGH_PRIORITY = -1  # communication has few thread blocks, and the work that waits for it is long
+from mingc.runtime.engines import stream_priority
 
 
 class CommStream:
@@ -15,7 +15,7 @@ class CommStream:
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device, priority=stream_priority.COMMUNICATION)  # type: ignore[no-untyped-call]
 
     def start(self, run: Callable[[], None]) -> Callable[[], None]:
         """Enqueue `run` after the work already queued on the current stream.

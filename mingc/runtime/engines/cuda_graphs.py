@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mingc.errors import WorkerError
+from mingc.runtime.engines import stream_priority
 from mingc.runtime.engines.programmatic_launch import enable_pdl
 
 Shapes = Mapping[str, tuple[torch.dtype, Sequence[int]]]
@@ -32,11 +33,12 @@ def current_device(device: torch.device) -> AbstractContextManager[None]:
 class GraphPool:
     """A capture stream and a memory pool for intermediates, shared by several graphs of one device.
 
-    Graphs of one pool overwrite each other's intermediates, so they must be replayed on the same stream.
+    Graphs of one pool overwrite each other's intermediates, so they must be replayed on the same stream. Their kernels
+    have the `priority`.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device, priority: int = stream_priority.DECODING) -> None:
+        self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
         self._handle = torch.cuda.graph_pool_handle()
 
     def capture(

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from mingc.dtypes import torch_dtype
+from mingc.runtime.engines import stream_priority
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.cuda_graphs import AsyncHostCopy, GraphPool, GraphRunner
-
-# CUDA's lowest priority and the default: other work overtakes an encoder only on a stream of higher priority.
-_LOWEST_PRIORITY = 0
 
 _Shapes = tuple[torch.Size, ...]
 
@@ -45,11 +43,11 @@ class EncoderGraph:
         self._stream: torch.cuda.Stream | None = None
         if device.type != "cuda":
             return
-        self._stream = torch.cuda.Stream(device, priority=_LOWEST_PRIORITY)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device, priority=stream_priority.ENCODERS)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))  # the weights are being copied there
         # Static inputs are allocated and written on the stream on which they are replayed.
         with torch.cuda.stream(self._stream):
-            pool = GraphPool(device)  # not shared with an encoder of another thread
+            pool = GraphPool(device, stream_priority.ENCODERS)  # not shared with an encoder of another thread
             for example in examples if graph.is_capturable else ():
                 self._capture(example, pool)
         self._stream.synchronize()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mingc.artifacts.parameters import CfmParameters
 from mingc.dtypes import torch_dtype
+from mingc.runtime.engines import stream_priority
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.cuda_graphs import GraphPool, GraphRunner, Shapes
 from mingc.runtime.engines.stage_loader import LoadedStage
@@ -131,7 +132,9 @@ class TalkerEngines:
             )
             for size in reversed(self.chunk_sizes)
         }
-        stream = torch.cuda.Stream(device) if self._is_captured else None  # type: ignore[no-untyped-call]
+        stream: torch.cuda.Stream | None = None
+        if self._is_captured:
+            stream = torch.cuda.Stream(device, priority=stream_priority.DECODING)  # type: ignore[no-untyped-call]
         return _Lane(stream=stream, prompts=prompts)
 
     @contextmanager

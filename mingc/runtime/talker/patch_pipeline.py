@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mingc.runtime.engines import stream_priority
 from mingc.runtime.engines.cuda_graphs import AsyncHostCopy, GraphPool, Shapes, StagingBuffer
 
 Values = Mapping[str, Tensor]
@@ -115,7 +116,7 @@ class _Decoder:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.Stream(device, priority=stream_priority.DECODING)  # type: ignore[no-untyped-call]
         # Graphs that run concurrently must not share memory for intermediates.
         self.main_pool, self.pool = GraphPool(device), GraphPool(device)
         self.has_taken, self.has_ended = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]

@@ -1,0 +1,10 @@
+"""Priorities of CUDA streams: of waiting thread blocks, those of the smaller number start first.
+
+Kernels of a CUDA graph have the priority of the stream on which they were captured.
+"""
+
+from __future__ import annotations
+
+ENCODERS = 0  # CUDA's lowest and its default: thinker and talker overtake long encoder calls
+DECODING = -1  # thinker and talker
+COMMUNICATION = -2  # few thread blocks, for which the other ranks wait
