@@ -10,31 +10,23 @@ waves nearly so, because other batches sum in another order; differences are rel
 from __future__ import annotations
 
 import argparse
-import base64
-import io
 import shlex
 import tempfile
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import harness
-import httpx
 import numpy as np
-import soundfile
 from arguments import whole
-from numpy.typing import NDArray
-from PIL import Image
+from mixed_clients import Answer, Request, clip, picture, send, send_together
 from serving import server
 
 from mingc.artifacts.artifact import open_artifact
 
 NUM_REQUESTS = 32
 _STAGGER_S = 0.02  # between two requests of a staggered pattern
-_TIMEOUT_S = 120.0
 _QUESTIONS = (
     "What is this?",
     "请描述一下。",
@@ -43,20 +35,6 @@ _QUESTIONS = (
 )
 _GREEDY: dict[str, Any] = {}
 _SAMPLED = {"temperature": 0.9, "top_p": 0.9}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    path: str
-    body: dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """Text and samples of an answer; either may be empty."""
-
-    text: str
-    samples: NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,30 +54,16 @@ class Likeness:
     gap: float
 
 
-def picture(random: np.random.Generator, width: int, height: int) -> dict[str, Any]:
-    """An image part with random pixels."""
-    file = io.BytesIO()
-    Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(file, format="PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def clip(random: np.random.Generator, seconds: float) -> dict[str, Any]:
-    """A part with a clip of noise."""
-    file = io.BytesIO()
-    soundfile.write(file, 0.1 * random.standard_normal(int(16_000 * seconds)), 16_000, format="WAV")
-    data = base64.b64encode(file.getvalue()).decode()
-    return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
-
-
 def make_requests(voices: Sequence[str], *, max_tokens: int, max_steps: int) -> list[Request]:
     """Eight kinds of requests, four of each that differ in size, text, sampling, voice and seed."""
     requests = []
     for index in range(NUM_REQUESTS):
         kind, variant = index % 8, index // 8
         random = np.random.default_rng(index)
-        image = picture(random, 32 * (2 + variant), 32 * (1 + index % 3))
-        speech = clip(random, 0.3 + 0.35 * variant)
+        image = picture(
+            random.integers(0, 256, (32 * (1 + index % 3), 32 * (2 + variant), 3), dtype=np.uint8)
+        )
+        speech = clip(0.1 * random.standard_normal(int(16_000 * (0.3 + 0.35 * variant))))
         asked = {"type": "text", "text": _QUESTIONS[variant]}
         sampling = _SAMPLED if index % 3 == 1 else _GREEDY
         voice = voices[index % len(voices)]
@@ -130,32 +94,6 @@ def make_requests(voices: Sequence[str], *, max_tokens: int, max_steps: int) -> 
     return requests
 
 
-def send(url: str, request: Request) -> Answer:
-    """Raises: RuntimeError when the server refuses the request."""
-    response = httpx.post(url + request.path, json=request.body, timeout=_TIMEOUT_S, trust_env=False)
-    if response.status_code != 200:
-        raise RuntimeError(f"{request.path}: {response.status_code} {response.text[:500]}")
-    if request.path.endswith("speech"):
-        return Answer(text="", samples=_samples(response.content))
-    message = response.json()["choices"][0]["message"]
-    sound = base64.b64decode(message["audio"]["data"]) if message.get("audio") else b""
-    return Answer(text=message["content"] or "", samples=_samples(sound))
-
-
-def send_together(
-    url: str, requests: Sequence[Request], order: Sequence[int], stagger_s: float
-) -> list[Answer]:
-    """Send all requests in `order`; the answers are in the order of `requests`."""
-
-    def send_later(place: int) -> Answer:
-        time.sleep(place * stagger_s)
-        return send(url, requests[order[place]])
-
-    with ThreadPoolExecutor(len(requests)) as pool:
-        answers = dict(zip(order, pool.map(send_later, range(len(order))), strict=True))
-    return [answers[index] for index in range(len(requests))]
-
-
 def compare(answers: Sequence[Answer], alone: Sequence[Answer]) -> Likeness:
     pairs = list(zip(answers, alone, strict=True))
     spoken = [(one, other) for one, other in pairs if other.samples.size]
@@ -170,13 +108,6 @@ def compare(answers: Sequence[Answer], alone: Sequence[Answer]) -> Likeness:
         other_length=len(spoken) - len(equally_long),
         gap=max(gaps, default=0.0),
     )
-
-
-def _samples(file: bytes) -> NDArray[np.float32]:
-    if not file:
-        return np.zeros(0, np.float32)
-    samples, _ = soundfile.read(io.BytesIO(file), dtype="float32")
-    return np.asarray(samples, np.float32)
 
 
 def patterns() -> dict[str, tuple[list[int], float]]:
@@ -197,7 +128,9 @@ def measure(url: str, requests: Sequence[Request]) -> list[dict[str, Any]]:
     figures = []
     found = {"alone again": [send(url, request) for request in requests]}
     for name, (order, stagger_s) in patterns().items():
-        found[name] = send_together(url, requests, order, stagger_s)
+        answers = send_together(url, [requests[index] for index in order], stagger_s)
+        by_index = dict(zip(order, answers, strict=True))
+        found[name] = [by_index[index] for index in range(len(requests))]
     for name, answers in found.items():
         like = compare(answers, alone)
         rows = {

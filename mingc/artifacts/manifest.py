@@ -106,7 +106,8 @@ class EngineRecord:
 class EngineTiming:
     """Calls of one backend's engine at sizes `dims`, timed at export alternately with those of other backends.
 
-    `median_us` are microseconds of the median call, `calls` how many there were.
+    If one of these failed, each was timed alone. `median_us` are microseconds of the median call, `calls` how many
+    there were.
     """
 
     backend: str
@@ -117,7 +118,7 @@ class EngineTiming:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendRefusal:
-    """A backend that could not build a graph, or whose engines were too far from the reference, and the reason."""
+    """A backend that could not build a graph, or whose engines failed their check or while timed, and the reason."""
 
     backend: str
     reason: str

@@ -6,16 +6,19 @@ import gc
 import multiprocessing
 import os
 import resource
+import signal
 import tempfile
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,26 +30,70 @@ _T = TypeVar("_T")
 _END_S = 10.0  # a terminated process is gone at once, unless its disk or device hangs
 
 
+class WorkerPool(ProcessPoolExecutor):
+    """`jobs` processes that share the tasks of an export, and one more for each task that runs alone."""
+
+    def __init__(self, jobs: int, gpus: Sequence[str], scratch: Path) -> None:
+        self._scratch = scratch
+        places = [gpus[place % len(gpus)] for place in range(jobs)] if gpus else []
+        self._free = deque(places)  # GPUs for tasks that run alone
+        self._waiting = ThreadPoolExecutor(jobs)
+        super().__init__(jobs, **self._options(places))
+
+    def _options(self, gpus: Sequence[str]) -> dict[str, Any]:
+        """Arguments of a pool each of whose processes sees one of `gpus`."""
+        spawn = multiprocessing.get_context("spawn")
+        places = spawn.SimpleQueue()
+        for gpu in gpus:
+            places.put(gpu)
+        arguments = (str(self._scratch), places if gpus else None)
+        return {"mp_context": spawn, "initializer": start_worker, "initargs": arguments}
+
+    def submit_alone(self, where: str, work: Callable[..., _T], *arguments: object) -> Future[_T]:
+        """Start `work(*arguments)` in a process that runs nothing else. At most `jobs` tasks may run at a time.
+
+        If it dies, its future raises a CompileError that says how, and other tasks continue. The future is done once
+        the process has ended.
+        """
+        gpus = [self._free.popleft()] if self._free else []
+        others = set(multiprocessing.active_children())
+        pool = ProcessPoolExecutor(1, **self._options(gpus))
+        future = pool.submit(work, *arguments)
+        (process,) = set(multiprocessing.active_children()) - others
+        return self._waiting.submit(self._result_alone, where, pool, process, future, gpus)
+
+    def _result_alone(
+        self, where: str, pool: Executor, process: BaseProcess, future: Future[_T], gpus: Sequence[str]
+    ) -> _T:
+        """The result of the only task of `pool`, once its `process` has ended."""
+        try:
+            with pool:
+                return future.result()
+        except BrokenProcessPool as error:
+            raise CompileError(
+                f"its process died ({_cause(process.exitcode)})",
+                where=where,
+                fix="compile this stage with another backend: --backend NAME:STAGE",
+            ) from error
+        finally:
+            self._free.extend(gpus)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait, cancel_futures=cancel_futures)
+        self._waiting.shutdown(wait, cancel_futures=cancel_futures)
+
+
 @contextmanager
-def worker_pool(jobs: int, gpus: Sequence[str] = ()) -> Iterator[ProcessPoolExecutor]:
+def worker_pool(jobs: int, gpus: Sequence[str] = ()) -> Iterator[WorkerPool]:
     """A pool of `jobs` processes with a scratch folder for compilers; an error terminates them immediately.
 
     Each process sees one of `gpus` (entries of CUDA_VISIBLE_DEVICES), in turns; without any, what this process sees.
     """
     others = set(multiprocessing.active_children())
     _start_tracker()
-    spawn = multiprocessing.get_context("spawn")
-    places = spawn.SimpleQueue()
-    for place in range(jobs if gpus else 0):
-        places.put(gpus[place % len(gpus)])
     with (
         work_folder(Path(tempfile.gettempdir()), "mingc-compile-", mode=0o700) as scratch,
-        ProcessPoolExecutor(
-            max_workers=jobs,
-            mp_context=spawn,
-            initializer=start_worker,
-            initargs=(str(scratch), places if gpus else None),
-        ) as pool,
+        WorkerPool(jobs, gpus, scratch) as pool,
     ):
         try:
             yield pool
@@ -91,6 +138,13 @@ def _died(where: str) -> CompileError:
         where=where,
         fix="lower --jobs, or give the machine more memory",
     )
+
+
+def _cause(exit_code: int | None) -> str:
+    """How a process ended. The kernel kills one when the machine has no memory left."""
+    if exit_code is None or exit_code >= 0:
+        return f"exit code {exit_code}"
+    return f"signal {-exit_code}" + (": out of memory?" if exit_code == -signal.SIGKILL else "")
 
 
 def result_of(future: Future[_T], where: str) -> _T:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +16,7 @@ from mingc_command import CHECKPOINT, EAGER, mingc_here
 from safetensors import safe_open
 from server_thread import run_server
 from tokenizers import Tokenizer
+from worker_threads import worker_threads
 
 from mingc.artifacts.artifact import open_artifact
 from mingc.artifacts.manifest import GraphRecord
@@ -57,13 +56,6 @@ FASTEST = {
 }
 
 
-@contextmanager
-def threads(jobs: int) -> Iterator[ThreadPoolExecutor]:
-    """In place of processes, which know neither the clock nor the backend `eager`."""
-    with ThreadPoolExecutor(jobs) as pool:
-        yield pool
-
-
 class TimedEngine(Engine):
     """A real engine, each call of which takes as long by the clock as `CLOCK` says."""
 
@@ -101,7 +93,7 @@ def clock() -> Iterator[SimpleNamespace]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EAGER))
-        patch.setattr(schedule, "worker_pool", threads)
+        patch.setattr(schedule, "worker_pool", worker_threads)  # processes know no patches
         patch.setattr(type(AOTI), "unsupported_reason", lambda *_: NO_COMPILER)
         patch.setattr(type(ONNX), "check_graph", refuse_untimed)
         patch.setattr(engine_trial, "load_engine", timed)

@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mingc_command import CHECKPOINT, EAGER, REPOSITORY, mingc_here
+from worker_threads import worker_threads
 
 from mingc import doctor
 from mingc.artifacts.artifact import open_artifact
@@ -30,13 +29,6 @@ TOY = REPOSITORY / "tests" / "plugins" / "toy"
 RTX = "rtx:sm86,sm89"
 
 
-@contextmanager
-def threads(jobs: int) -> Iterator[ThreadPoolExecutor]:
-    """In place of processes, which import torch anew."""
-    with ThreadPoolExecutor(jobs) as pool:
-        yield pool
-
-
 @pytest.fixture(scope="module")
 def installed() -> Iterator[None]:
     """The stand-in, the backend `eager` and the stage `toy_filter`, here and in the builder's process."""
@@ -44,7 +36,7 @@ def installed() -> Iterator[None]:
         for folder in (TOY, EAGER, STAND_IN):
             patch.syspath_prepend(str(folder))
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (STAND_IN, REPOSITORY))))
-        patch.setattr(schedule, "worker_pool", threads)
+        patch.setattr(schedule, "worker_pool", worker_threads)
         yield
     # A module that is loaded counts as installed, for the tests of `doctor` as well.
     sys.modules.pop("tensorrt_rtx", None)

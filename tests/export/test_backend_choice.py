@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from worker_threads import worker_threads
 
 from mingc.artifacts.manifest import BackendRefusal, EngineRecord, EngineTiming, GraphRecord, Parity
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
-from mingc.errors import CaptureError, CompileError, ConfigError, ParityError
+from mingc.errors import ArtifactError, CaptureError, CompileError, ConfigError, MingcError, ParityError
 from mingc.export import pipeline
 from mingc.export.compile import backends, build, schedule
 from mingc.export.compile.backend import Backend
@@ -231,12 +230,6 @@ def test_a_backend_refuses_a_graph_before_anything_is_built(install: Callable[..
         early(["auto"])
 
 
-@contextmanager
-def threads(jobs: int, gpus: Sequence[str]) -> Any:
-    with ThreadPoolExecutor(jobs) as pool:
-        yield pool
-
-
 class Trial:
     """An export of one stage with two graphs and backends that compile, check and time as given."""
 
@@ -246,6 +239,8 @@ class Trial:
         self.events: list[tuple[str, ...]] = []
         self.fails: dict[tuple[str, str], Exception] = {}
         self.inaccurate: set[str] = set()
+        self.untimed: dict[tuple[str, str], Exception] = {}
+        self.goldens: list[tuple[str, str]] = []
         self.us: Mapping[str, float] = {}
         self.running = 0
         self.steps: list[tuple[str, str, float | None]] = []
@@ -255,7 +250,7 @@ class Trial:
             (folder / name).mkdir()
         self.folder = folder
         for name, stand_in in {
-            "worker_pool": threads,
+            "worker_pool": worker_threads,
             "build_engine": self.build,
             "check_graph": self.check,
             "time_graph": self.time,
@@ -292,29 +287,31 @@ class Trial:
         (self.folder / made.file).touch()
         return BuiltEngine(record=made, peak_rss_bytes=1)
 
-    def check(self, task: GraphTask, engines: tuple[EngineRecord, ...], _: object) -> GraphResult:
-        self.events.append(("check", task.name, *(each.backend for each in engines)))
-        kept = [each for each in engines if each.backend not in self.inaccurate]
-        of_each = {each.backend: Parity(compiled=0.0, eager=0.0) for each in kept}
+    def check(
+        self, task: GraphTask, engines: tuple[EngineRecord, ...], _: object, writes_golden: bool
+    ) -> GraphResult:
+        self.events.append(("check", task.name, task.backend))
+        assert {each.backend for each in engines} == {task.backend}
+        if writes_golden:
+            self.goldens.append((task.name, task.backend))
+        if task.backend in self.inaccurate:
+            raise ParityError("too far", where=task.name)
         return GraphResult(
             stage=task.stage,
             record=GraphRecord(
                 spec=replace(SPEC, name=task.graph),
-                engines=tuple(kept),
-                golden="",
-                parity=Parity(compiled=0.0, eager=0.0),
-                backend_parity=of_each if len(of_each) > 1 else {},
+                engines=engines,
+                golden=f"goldens/{task.name}",
+                parity=Parity(compiled=self.us.get(task.backend, 0.0) / 1e6, eager=0.0),
             ),
             peak_rss_bytes=1,
-            refused=tuple(
-                BackendRefusal(backend=each.backend, reason="too far")
-                for each in engines
-                if each.backend in self.inaccurate
-            ),
         )
 
     def time(self, task: GraphTask, given: GraphRecord, timer: Any) -> tuple[str, tuple[EngineTiming, ...]]:
         self.events.append(("time", task.name, *given.backends))
+        for backend in given.backends:
+            if (error := self.untimed.get((task.name, backend))) is not None:
+                raise error
         batches = sorted({each.dims["B"] for each in given.engines if each.dims is not None}) or [1, 2]
         return "CPU", tuple(timing(name, b, self.us[name]) for name in given.backends for b in batches)
 
@@ -470,6 +467,77 @@ def test_an_inaccurate_backend_is_left_out_before_it_is_timed(
     assert found.backends == ("c",) and found.trial is not None
     assert found.trial.refused == (BackendRefusal(backend="b", reason="too far"),)
     assert ("time", "cfm.g", "aoti", "c") in trial.events and trial.left() == {"g.c", "h.c"}
+    checks = [each for each in trial.steps if each[0] == "check"]
+    assert len(checks) == 4, "one check of each graph begins and ends"
+
+
+def test_parity_of_each_backend_is_recorded_and_the_golden_written_by_the_first_that_is_accurate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]
+) -> None:
+    install(Fake("aoti"), Fake("b"), Fake("c"))
+    trial = Trial(tmp_path, monkeypatch, recipe("auto", keep_all=True), jobs=2)
+    trial.us, trial.inaccurate = {"aoti": 9.0, "b": 3.0, "c": 5.0}, {"aoti"}
+    found = trial.run([{"B": 2}, {"B": 1}])["g"]
+    assert [each for each in trial.goldens if each[0] == "cfm.g"] == [("cfm.g", "aoti"), ("cfm.g", "b")]
+    assert [each[2] for each in trial.events if each[:2] == ("check", "cfm.g")] == ["aoti", "b", "c"]
+    assert {name: each.compiled for name, each in found.backend_parity.items()} == {"b": 3e-6, "c": 5e-6}
+    assert [(each.backend, each.dims) for each in found.engines] == [
+        ("b", {"B": 1}), ("c", {"B": 1}), ("b", {"B": 2}), ("c", {"B": 2}),
+    ]  # fmt: skip
+    assert found.golden == "goldens/cfm.g"
+
+
+def test_the_export_fails_when_no_backend_is_accurate_or_the_one_asked_for_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]
+) -> None:
+    install(Fake("aoti"), Fake("b"))
+    trial = Trial(tmp_path, monkeypatch, recipe("auto"))
+    trial.inaccurate = {"aoti", "b"}
+    with pytest.raises(CompileError, match="no backend takes the graph: aoti: too far; b: too far"):
+        trial.run()
+    trial.recipe = replace(trial.recipe, backend=("aoti+b",))
+    trial.inaccurate = {"b"}
+    with pytest.raises(ParityError, match=r"^too far"):
+        trial.run()
+
+
+@pytest.mark.parametrize("fault", [CompileError, ArtifactError])
+def test_a_backend_that_fails_while_it_is_timed_gives_way_and_the_others_are_timed_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None], fault: type[MingcError]
+) -> None:
+    install(Fake("aoti"), Fake("b"), Fake("c"))
+    trial = Trial(tmp_path, monkeypatch, recipe("auto"), jobs=2)
+    trial.us = {"aoti": 9.0, "b": 3.0, "c": 5.0}
+    trial.untimed = {("cfm.g", "b"): fault("does not run", where="cfm.g")}
+    found = trial.run()
+    timed = [each[2:] for each in trial.events if each[:2] == ("time", "cfm.g")]
+    assert timed == [("aoti", "b", "c"), ("aoti",), ("b",), ("c",)]
+    assert found["g"].backends == ("c",) and found["h"].backends == ("b",)
+    assert found["g"].trial is not None and found["g"].trial.device == "CPU"
+    assert found["g"].trial.refused == (BackendRefusal(backend="b", reason="does not run"),)
+    assert {each.backend for each in found["g"].trial.timings} == {"aoti", "c"}
+    assert trial.left() == {"g.c", "h.b"}
+    trial.untimed = {("cfm.g", each): fault(f"{each} ends", where="cfm.g") for each in ("aoti", "b", "c")}
+    with pytest.raises(CompileError, match="no backend takes the graph: aoti: aoti ends; b: b ends; c: c en"):
+        trial.run()
+
+
+def test_engines_that_fail_only_together_are_timed_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]
+) -> None:
+    install(Fake("aoti"), Fake("b"))
+    trial = Trial(tmp_path, monkeypatch, recipe("auto"))
+    trial.us = {"aoti": 9.0, "b": 3.0}
+
+    def time_one(task: GraphTask, given: GraphRecord, timer: Any) -> tuple[str, tuple[EngineTiming, ...]]:
+        if len(given.backends) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.40 GiB")
+        return trial.time(task, given, timer)
+
+    monkeypatch.setattr(schedule, "time_graph", time_one)
+    found = trial.run()["g"]
+    assert found.backends == ("b",) and found.trial is not None and not found.trial.refused
+    assert [each.backend for each in found.trial.timings] == ["aoti"] * 2 + ["b"] * 2
 
 
 def test_a_backend_refused_early_is_not_compiled(
@@ -529,59 +597,30 @@ def test_engines_run_in_turns_after_a_warm_up(timed: tuple[Engines, list[list[li
     assert found.bound == {"slow": ["other.w", "w"], "fast": ["other.w", "w"]}
 
 
-def test_check_graph_leaves_out_an_inaccurate_backend_only_where_others_are_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]
+def test_errors_of_a_library_that_runs_engines_are_those_of_its_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(Fake("aoti"), Fake("b"))
-    for name in ("goldens", "engines"):
-        (tmp_path / name).mkdir()
-
-    def check(*given: Any) -> tuple[dict[str, torch.Tensor], Parity]:
-        ((own,), run) = given[6], given[8]
-        run(tmp_path / own.file, own.backend, SPEC, [], [], "cpu")
-        if own.backend == "b":
-            raise ParityError("b is too far", where="cfm.g")
-        return {"in.x": torch.ones(2)}, Parity(compiled=1e-6, eager=0.0)
-
-    plan = SimpleNamespace(spec=SPEC)
-    stage = SimpleNamespace(name="cfm", config=lambda _: None)
+    plan = SimpleNamespace(spec=SPEC, check_dims={"B": 1, "T": 7}, example=lambda *_: {})
     for name, value in {
-        "find": lambda _: stage,
+        "find": lambda _: SimpleNamespace(name="cfm", config=lambda _: None),
         "open_source": lambda _: None,
         "first_shard": lambda *_: None,
         "_find_plan": lambda *_: plan,
-        "_load": lambda *_: nn.Linear(1, 1),
-        "share_weights": lambda given, _: given,
-        "_check": check,
     }.items():
         monkeypatch.setattr(build, name, value)
-    runs: list[str] = []
+    task = GraphTask(recipe=recipe("aoti"), stage="cfm", graph="g", folder=tmp_path, weights=("w",))
+    fault: Exception = RuntimeError("illegal instruction")
 
-    def replay(path: Path, backend: str, *_: Any) -> list[dict[str, torch.Tensor]]:
-        runs.append(backend)
-        if broken == backend:
-            raise RuntimeError("illegal instruction")
-        return []
+    def fail(*_: object) -> Any:
+        raise fault
 
-    def checked(*words: str, names: Sequence[str] = ("aoti", "b")) -> GraphResult:
-        task = GraphTask(recipe=recipe(*words), stage="cfm", graph="g", folder=tmp_path, weights=())
-        return build.check_graph(task, tuple(engine(name) for name in names), replay)
-
-    broken = ""
-    found = checked("auto")
-    assert found.refused == (BackendRefusal(backend="b", reason="b is too far"),)
-    assert found.record.backends == ("aoti",) and found.record.golden == "goldens/cfm.g.safetensors"
-    assert (tmp_path / found.record.golden).exists() and runs == ["aoti", "b"]
-    with pytest.raises(ParityError, match="b is too far"):
-        checked("aoti+b")
-    with pytest.raises(ParityError, match="b is too far"):
-        checked("auto", names=("b",))
-    broken = "aoti"
-    with pytest.raises(
-        CompileError, match="the engine of aoti does not run: RuntimeError: illegal"
-    ) as failed:
-        checked("aoti", names=("aoti",))
+    says = "the engine of aoti or b does not run: RuntimeError: illegal instruction"
+    with pytest.raises(CompileError, match=says) as failed:
+        build.time_graph(task, record(engine("aoti"), engine("b")), fail)
     assert failed.value.where == "cfm.g"
+    for fault in (torch.OutOfMemoryError("full"), ArtifactError("not an engine"), OSError("no space")):
+        with pytest.raises(type(fault), match=str(fault)):
+            build.time_graph(task, record(engine("aoti")), fail)
 
 
 def test_an_export_without_a_timer_refuses_auto(install: Callable[..., None]) -> None:

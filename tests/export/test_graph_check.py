@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
 from mingc.artifacts.manifest import EngineRecord, Parity
 from mingc.artifacts.spec import GraphSpec
-from mingc.errors import ParityError
+from mingc.errors import CompileError, ParityError
 from mingc.export.checkpoint import open_checkpoint
 from mingc.export.checks.eager_reference import run_eager
 from mingc.export.checks.parity import worst_parity
@@ -94,6 +95,27 @@ def test_either_of_them_refuses_the_export(tmp_path: Path, spoiled: int, where: 
     with pytest.raises(ParityError, match="differ from the float32 reference") as caught:
         check_graph(engines.task, engines.records, engines.replay)
     assert caught.value.where == where
+
+
+@pytest.mark.usefixtures("_static")
+def test_the_golden_is_written_on_request_only(tmp_path: Path) -> None:
+    engines = Engines(tmp_path, None)
+    record = check_graph(engines.task, engines.records, engines.replay, writes_golden=False).record
+    assert not (tmp_path / record.golden).exists()
+    check_graph(engines.task, engines.records, engines.replay, writes_golden=True)
+    assert (tmp_path / record.golden).exists()
+
+
+@pytest.mark.usefixtures("_static")
+def test_an_engine_that_raises_fails_its_check_with_the_error_of_its_library(tmp_path: Path) -> None:
+    engines = Engines(tmp_path, None)
+
+    def replay(*_: object) -> NoReturn:
+        raise RuntimeError("illegal instruction")
+
+    with pytest.raises(CompileError, match="engine of aoti does not run: RuntimeError: illegal") as caught:
+        check_graph(engines.task, engines.records, replay)
+    assert caught.value.where == "thinker.head"
 
 
 @pytest.mark.usefixtures("_static")

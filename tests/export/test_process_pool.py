@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 
@@ -28,6 +30,7 @@ if __name__ == "__main__":
         print(pool.submit(os.getpid).result(), flush=True)
         pool.submit(exec, "import builtins, multiprocessing; builtins.held = multiprocessing.RLock()").result()
         pool.submit(time.sleep, 600)
+        pool.submit_alone("cfm.sample", time.sleep, 600)
         raise SystemExit(7)
 """
 
@@ -51,14 +54,24 @@ def test_a_failed_export_ends_its_workers_and_leaves_no_folder(tmp_path: Path) -
 
 
 def test_each_process_sees_one_of_the_gpus_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9")
     with worker_pool(3, ("5", "GPU-7e")) as pool:
         seen: dict[int, str] = {}
         while len(seen) < 3:
             seen.update(pool.map(_visible, range(3)))
     assert sorted(seen.values()) == ["5", "5", "GPU-7e"]
     with worker_pool(1) as pool:
-        assert pool.submit(_visible, 0).result()[1] == "5"
+        assert pool.submit(_visible, 0).result()[1] == "9"
+
+
+def test_each_task_that_runs_alone_sees_the_next_gpu_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9")
+    with worker_pool(3, ("5", "GPU-7e")) as pool:
+        together = [pool.submit_alone("g", _visible, place) for place in range(3)]
+        assert [each.result()[1] for each in together] == ["5", "GPU-7e", "5"]
+        assert pool.submit_alone("g", _visible, 0).result()[1] in ("5", "GPU-7e")
+    with worker_pool(1) as pool:
+        assert pool.submit_alone("g", _visible, 0).result()[1] == "9"
 
 
 def _visible(_: int) -> tuple[int, str]:
@@ -75,6 +88,39 @@ def test_a_process_that_dies_idle_is_reported_with_the_next_task_and_not_as_a_bu
         with pytest.raises(CompileError, match=r"died \(out of memory\?\)") as caught:
             submit(pool, "talker.step", os.getpid)
         assert caught.value.where == "talker.step" and "--jobs" in str(caught.value.fix)
+
+
+@pytest.mark.parametrize(
+    ("work", "arguments", "cause"),
+    [
+        (os.abort, (), "signal 6"),
+        (os._exit, (7,), "exit code 7"),
+        (signal.raise_signal, (signal.SIGKILL,), r"signal 9: out of memory\?"),
+    ],
+)
+def test_a_process_that_dies_alone_says_how_and_takes_no_other_task_with_it(
+    tmp_path: Path, work: Callable[..., object], arguments: tuple[object, ...], cause: str
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with worker_pool(1) as pool:
+        shared = pool.submit(os.getpid).result()
+        waiting = pool.submit(pipe.read_text)
+        with pytest.raises(CompileError, match=rf"^its process died \({cause}\)") as caught:
+            result_of(pool.submit_alone("cfm.sample", work, *arguments), "cfm.sample")
+        assert caught.value.where == "cfm.sample" and "--backend" in str(caught.value.fix)
+        pipe.write_text("works on")
+        assert result_of(waiting, "talker.step") == "works on"
+        assert pool.submit(os.getpid).result() == shared
+
+
+def test_a_task_that_runs_alone_has_a_process_that_ends_with_it() -> None:
+    with worker_pool(1) as pool:
+        first, second = (result_of(pool.submit_alone("g", os.getpid), "g") for _ in range(2))
+        assert len({first, second, pool.submit(os.getpid).result()}) == 3
+        assert not Path(f"/proc/{first}").exists() and not Path(f"/proc/{second}").exists()
+        with pytest.raises(ZeroDivisionError):
+            result_of(pool.submit_alone("g", divmod, 1, 0), "g")
 
 
 def test_too_little_memory_on_the_device_is_reported_and_not_as_a_bug() -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from worker_threads import worker_threads
 
 from mingc.artifacts.manifest import EngineRecord, GraphRecord, Parity, QuantizationError
 from mingc.artifacts.spec import GraphSpec
@@ -31,13 +31,6 @@ _WAIT_S = 20
 _LOST = QuantizationError(tokens=1, layer_cosine=(1.0,), logit_kl=0.0, same_argmax=1.0)
 
 
-@contextmanager
-def _threads(jobs: int, gpus: Sequence[str]) -> Iterator[ThreadPoolExecutor]:
-    """A pool of threads in place of the export's processes."""
-    with ThreadPoolExecutor(jobs) as pool:
-        yield pool
-
-
 def _build(task: GraphTask, static_shapes: dict[str, int] | None) -> BuiltEngine:
     """Build an engine in no time; requires the first rank's weights file."""
     assert (task.folder / task.weights[0]).exists()
@@ -47,7 +40,7 @@ def _build(task: GraphTask, static_shapes: dict[str, int] | None) -> BuiltEngine
     return BuiltEngine(record=record, peak_rss_bytes=1)
 
 
-def _check(task: GraphTask, engines: tuple[EngineRecord, ...], _: object) -> GraphResult:
+def _check(task: GraphTask, engines: tuple[EngineRecord, ...], *_: object) -> GraphResult:
     """Check a graph in no time; requires the weights files of all ranks."""
     assert all((task.folder / path).exists() for path in task.weights)
     record = GraphRecord(
@@ -109,7 +102,7 @@ class _Export:
         for first, *_ in files.values():
             (folder / first.path).touch()
         for name, stand_in in {
-            "worker_pool": _threads,
+            "worker_pool": worker_threads,
             "build_engine": _build,
             "check_graph": _check,
             "measure_quantization_error": _compare,
@@ -198,9 +191,9 @@ def test_a_graph_is_checked_once_with_all_its_engines_by_size(
 ) -> None:
     checked: list[list[dict[str, int] | None]] = []
 
-    def check(task: GraphTask, engines: tuple[EngineRecord, ...], given: object) -> GraphResult:
+    def check(task: GraphTask, engines: tuple[EngineRecord, ...], *given: object) -> GraphResult:
         checked.append([engine.dims for engine in engines])
-        return _check(task, engines, given)
+        return _check(task, engines, *given)
 
     sizes: list[dict[str, int] | None] = [{"B": 8}, {"B": 1}, {"B": 4}]
     export = _Export(tmp_path, monkeypatch, _Disk(), jobs=1, sample_sizes=sizes)
@@ -257,12 +250,12 @@ def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str | None) -> li
     """Steps that end while four stages are built with one job and instant compiles; the check of `bad` fails."""
     steps: list[pipeline.Step] = []
 
-    def check(task: GraphTask, engines: tuple[EngineRecord, ...], given: object) -> GraphResult:
+    def check(task: GraphTask, engines: tuple[EngineRecord, ...], *given: object) -> GraphResult:
         if task.name == bad:
             raise CompileError(task.name)
-        return _check(task, engines, given)
+        return _check(task, engines, *given)
 
-    monkeypatch.setattr(schedule, "worker_pool", _threads)
+    monkeypatch.setattr(schedule, "worker_pool", worker_threads)
     monkeypatch.setattr(schedule, "build_engine", _build)
     monkeypatch.setattr(schedule, "check_graph", check)
     checkpoint, stages = open_checkpoint(_TINY), [find(name) for name in _STAGES]

@@ -14,7 +14,7 @@ from speech_http import slot_figures
 ROOT = Path(__file__).parents[2]
 CONVERSATION = "conversation.py"
 CHAT, FAILURE, SPEECH, TILES = "chat_http.py", "rank_failure.py", "speech_http.py", "moe_configs.py"
-THINKER, PREFIX, TENSORRT = "thinker.py", "prefix_cache.py", "tensorrt_engines.py"
+THINKER, PREFIX, ENGINES = "thinker.py", "prefix_cache.py", "backend_engines.py"
 
 
 @pytest.mark.parametrize(
@@ -63,14 +63,14 @@ THINKER, PREFIX, TENSORRT = "thinker.py", "prefix_cache.py", "tensorrt_engines.p
         ([THINKER, "--batches", "0"], "argument --batches: 0 is not at least 1"),
         ([THINKER, "--device", "cpu", "--ranks", "3"], "--ranks 3: 32 query heads cannot be divided"),
         ([THINKER, "--device", "cpu", "--layers", "1"], "--layers 1 is not from 2 to 32"),
-        ([TENSORRT], "error: --output is needed"),
-        ([TENSORRT, "--parts", "tiny,all"], "argument --parts: 'all' is not one of tiny, released, auto"),
-        ([TENSORRT, "--parts", "tiny,tiny"], "argument --parts: tiny,tiny names a word twice"),
-        ([TENSORRT, "--limit", "0"], "argument --limit: 0 is not a finite number above 0"),
-        ([TENSORRT, "--build-limit", "inf"], "argument --build-limit: inf is not a finite number above 0"),
-        ([TENSORRT, "--layers", "-1"], "argument --layers: -1 is not from 0 to 64"),
-        ([TENSORRT, "--sizes", "4"], "argument --sizes: 4 is not from 1 to 3"),
-        ([TENSORRT, "--stages", "vae"], "argument --stages: 'vae' is not one of thinker, vision_encoder"),
+        ([ENGINES], "error: --output is needed"),
+        ([ENGINES, "--parts", "tiny,all"], "argument --parts: 'all' is not one of tiny, released, auto"),
+        ([ENGINES, "--parts", "tiny,tiny"], "argument --parts: tiny,tiny names a word twice"),
+        ([ENGINES, "--limit", "0"], "argument --limit: 0 is not a finite number above 0"),
+        ([ENGINES, "--build-limit", "inf"], "argument --build-limit: inf is not a finite number above 0"),
+        ([ENGINES, "--layers", "-1"], "argument --layers: -1 is not from 0 to 64"),
+        ([ENGINES, "--sizes", "4"], "argument --sizes: 4 is not from 1 to 3"),
+        ([ENGINES, "--stages", "vae"], "argument --stages: 'vae' is not one of thinker, vision_encoder"),
         ([THINKER, "--measure-only"], "--measure-only needs --engines"),
         ([THINKER, "--build-only", "--measure-only"], "--build-only and --measure-only exclude each other"),
         ([THINKER, "--configs", "nosuch"], "--configs nosuch: there is no config.json in this folder"),

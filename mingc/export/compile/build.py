@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from mingc.artifacts.manifest import (
-    BackendRefusal,
     EngineRecord,
     EngineTiming,
     GraphRecord,
@@ -26,7 +25,7 @@ from mingc.artifacts.manifest import (
 from mingc.artifacts.spec import GraphSpec
 from mingc.defaults import BACKEND
 from mingc.dtypes import torch_dtype
-from mingc.errors import ArtifactError, CompileError, ExportError, MingcError, ParityError
+from mingc.errors import CompileError, ExportError, MingcError
 from mingc.export.autotune.tuning import tuned_table
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks import experts, routing
@@ -121,15 +120,11 @@ class BuiltEngine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphResult:
-    """A built and checked graph and the most memory the process that checked it held.
-
-    `refused` are backends whose engines are too far from the reference, if others remain.
-    """
+    """A built and checked graph and the most memory the process that checked it held."""
 
     stage: str
     record: GraphRecord
     peak_rss_bytes: int
-    refused: tuple[BackendRefusal, ...] = ()
 
 
 def stage_options(recipe: ExportRecipe) -> StageOptions:
@@ -176,12 +171,14 @@ def build_engine(task: GraphTask, static_shapes: dict[str, int] | None) -> Built
 
 
 @gives_memory_back()
-def check_graph(task: GraphTask, engines: tuple[EngineRecord, ...], replay: Replay) -> GraphResult:
-    """Write the golden file of `task.graph`; measure the parity of its `engines`, of each backend.
+def check_graph(
+    task: GraphTask, engines: tuple[EngineRecord, ...], replay: Replay, writes_golden: bool = True
+) -> GraphResult:
+    """Measure the parity of `engines`, those of `task.backend`, and write the golden file of the graph.
 
-    For each backend, the engine of the golden's sizes and the one for a single request are run.
+    The engine of the golden's sizes and the one for a single request are run.
 
-    Raises: ParityError, unless several backends are tried and another one remains.
+    Raises: ParityError, CompileError, ArtifactError.
     """
     stage = find(task.stage)
     checkpoint = open_source(task.recipe)
@@ -190,62 +187,27 @@ def check_graph(task: GraphTask, engines: tuple[EngineRecord, ...], replay: Repl
     plan = _find_plan(stage, config, shard, options, task.graph)
     module = _load(task, stage, config, shard, plan).to(options.device)
     plan = share_weights(plan, module)
-    golden, parity, refused = (
-        task.file("goldens", f"{task.name}.safetensors"),
-        dict[str, Parity](),
-        list[BackendRefusal](),
-    )
-    for backend in dict.fromkeys(each.backend for each in engines):
-        own = tuple(each for each in engines if each.backend == backend)
-        try:
-            recorded, parity[backend] = _check(
-                task, plan, stage, config, checkpoint, module, own, options, _refusing(replay, task.name)
-            )
-        except (ParityError, CompileError, ArtifactError) as error:
-            refused.append(BackendRefusal(backend=backend, reason=error.message))
-            if not task.recipe.is_measured(task.stage) or len(refused) == len(
-                {each.backend for each in engines}
-            ):
-                raise
-            continue
-        if len(parity) == 1:
-            save_file(recorded, task.folder / golden)
-    kept = tuple(each for each in engines if each.backend in parity)
-    record = GraphRecord(
-        spec=plan.spec,
-        engines=kept,
-        golden=golden,
-        parity=parity[kept[0].backend],
-        backend_parity=parity if len(parity) > 1 else {},
-    )
-    return GraphResult(
-        stage=task.stage, record=record, peak_rss_bytes=peak_rss_bytes(), refused=tuple(refused)
-    )
+    golden = task.file("goldens", f"{task.name}.safetensors")
+    recorded, parity = _check(task, plan, stage, config, checkpoint, module, engines, options, replay)
+    if writes_golden:
+        save_file(recorded, task.folder / golden)
+    record = GraphRecord(spec=plan.spec, engines=engines, golden=golden, parity=parity)
+    return GraphResult(stage=task.stage, record=record, peak_rss_bytes=peak_rss_bytes())
 
 
-def _refusing(replay: Replay, where: str) -> Replay:
-    """`replay` that converts any error of a backend's library into an error of the export."""
-
-    def run(
-        engine: Path,
-        backend: str,
-        spec: GraphSpec,
-        weights: Sequence[Path],
-        calls: Sequence[Mapping[str, torch.Tensor]],
-        device: str,
-    ) -> list[dict[str, torch.Tensor]]:
-        try:
-            return replay(engine, backend, spec, weights, calls, device)
-        except (MingcError, OSError, torch.OutOfMemoryError, AssertionError):
-            raise
-        except Exception as error:  # libraries have no common base class
-            raise CompileError(
-                f"the engine of {backend} does not run: {type(error).__name__}: {error}",
-                where=where,
-                fix="compile this stage with another backend: --backend NAME:STAGE",
-            ) from error
-
-    return run
+@contextmanager
+def _library_errors(backends: Iterable[str], where: str) -> Iterator[None]:
+    """Convert any error of a library that runs engines of `backends` into an error of the export."""
+    try:
+        yield
+    except (MingcError, OSError, torch.OutOfMemoryError, AssertionError):
+        raise
+    except Exception as error:  # libraries have no common base class
+        raise CompileError(
+            f"the engine of {' or '.join(backends)} does not run: {type(error).__name__}: {error}",
+            where=where,
+            fix="compile this stage with another backend: --backend NAME:STAGE",
+        ) from error
 
 
 @gives_memory_back()
@@ -253,6 +215,8 @@ def time_graph(task: GraphTask, record: GraphRecord, timer: Timer) -> tuple[str,
     """Time the engines of all backends alternately, at each of their sizes. Nothing else may run meanwhile.
 
     Returns the name of the device and the timings.
+
+    Raises: CompileError, ArtifactError.
     """
     stage = find(task.stage)
     shard, options = first_shard(stage, task.recipe), stage_options(task.recipe)
@@ -264,13 +228,14 @@ def time_graph(task: GraphTask, record: GraphRecord, timer: Timer) -> tuple[str,
         sizes = [
             {**plan.check_dims, **each} for each in (record.spec.bucket_sizes() if dims is None else [dims])
         ]
-        device, samples = timer(
-            [(each.backend, task.folder / each.file) for each in engines],
-            record.spec,
-            task.folder / task.weights[0],
-            [plan.example(each, torch.Generator().manual_seed(1)) for each in sizes],
-            options.device,
-        )
+        with _library_errors(record.backends, task.name):
+            device, samples = timer(
+                [(each.backend, task.folder / each.file) for each in engines],
+                record.spec,
+                task.folder / task.weights[0],
+                [plan.example(each, torch.Generator().manual_seed(1)) for each in sizes],
+                options.device,
+            )
         timings += [
             EngineTiming(
                 backend=engine.backend,
@@ -489,14 +454,15 @@ def _check(
         tokens = None
         if of_every_expert is not None:
             tokens = of_every_expert.with_tokens_per_call(len(next(iter(tensors.values()))))
-        compiled, *reached = replay(
-            task.folder / engine.file,
-            engine.backend,
-            plan.spec,
-            [task.folder / file for file in task.weights],
-            [tensors, *(tokens.calls() if tokens is not None else ())],
-            options.device,
-        )
+        with _library_errors([engine.backend], task.name):
+            compiled, *reached = replay(
+                task.folder / engine.file,
+                engine.backend,
+                plan.spec,
+                [task.folder / file for file in task.weights],
+                [tensors, *(tokens.calls() if tokens is not None else ())],
+                options.device,
+            )
         expected = {name: pad_like(references[name], compiled[name]) for name in compared}
         moved = {name: value.to(options.device) for name, value in tensors.items()}
         eager_expected, rerouted = expected, None

@@ -9,6 +9,22 @@ from dataclasses import replace
 from mingc.artifacts.manifest import BackendRefusal, BackendTrial, EngineRecord, EngineTiming, GraphRecord
 
 
+def join_backends(records: Sequence[GraphRecord]) -> GraphRecord:
+    """One record of a graph of those that each have the engines of one backend, the default one first."""
+    engines = [engine for record in records for engine in record.engines]
+    parity = {record.engines[0].backend: record.parity for record in records}
+    return replace(
+        records[0],
+        engines=tuple(sorted(engines, key=size_order)),
+        backend_parity=parity if len(parity) > 1 else {},
+    )
+
+
+def size_order(engine: EngineRecord) -> tuple[int, ...]:
+    """Key that sorts engines by size."""
+    return tuple((engine.dims or {}).values())
+
+
 def choose_fastest(
     record: GraphRecord,
     timings: Sequence[EngineTiming],
@@ -19,17 +35,20 @@ def choose_fastest(
 ) -> GraphRecord:
     """`record` with the fastest engine of each size, or with all of them, the fastest first, and with the trial.
 
-    The speed of an engine for one size is its median; for an engine of all sizes it is the geometric mean of its
-    medians, which weighs every size equally. Among equally fast ones the first is kept.
+    Engines of `refused` backends are left out. The speed of an engine for one size is its median; for an engine of all
+    sizes it is the geometric mean of its medians, which weighs every size equally. Among equally fast ones the first is
+    kept.
     """
     trial = BackendTrial(device=device, timings=tuple(timings), refused=tuple(refused))
+    left_out = {each.backend for each in refused}
+    tried = [each for each in record.engines if each.backend not in left_out]
     sizes: list[dict[str, int] | None] = []
-    for engine in record.engines:
+    for engine in tried:
         if engine.dims not in sizes:
             sizes.append(engine.dims)
     ordered: list[list[EngineRecord]] = []
     for dims in sizes:
-        engines = [each for each in record.engines if each.dims == dims]
+        engines = [each for each in tried if each.dims == dims]
         if timings:
             engines.sort(key=lambda each: _mean_us(timings, each.backend, dims or {}))
         ordered.append(engines)

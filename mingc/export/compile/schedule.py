@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from mingc.artifacts.manifest import (
     BackendRefusal,
@@ -20,7 +20,7 @@ from mingc.artifacts.manifest import (
     QuantizationError,
     TunedKernel,
 )
-from mingc.errors import CompileError
+from mingc.errors import ArtifactError, CompileError, MingcError, ParityError
 from mingc.export.compile.build import (
     BuiltEngine,
     GraphResult,
@@ -33,13 +33,16 @@ from mingc.export.compile.build import (
     measure_quantization_error,
     time_graph,
 )
-from mingc.export.compile.choice import choose_fastest
-from mingc.export.process_pool import result_of, submit, worker_pool
+from mingc.export.compile.choice import choose_fastest, join_backends, size_order
+from mingc.export.process_pool import WorkerPool, result_of, submit, worker_pool
 from mingc.export.recipe import ExportRecipe
 from mingc.export.weights.files import WeightsFile, WrittenFile, write_in_worker
 from mingc.host import equal_gpus
 
+_T = TypeVar("_T")
+_FAULTS = (CompileError, ParityError, ArtifactError)  # of engines that were built
 Sizes = Mapping[str, Mapping[str, list[dict[str, int] | None]]]  # of a graph's engines, by stage and graph
+Timings = tuple[str, tuple[EngineTiming, ...]]  # of a graph's engines, and the device they were timed on
 
 
 class Schedule:
@@ -48,7 +51,8 @@ class Schedule:
     Engines need only the first rank's weights file of their stage, which is written first. Files of other ranks are
     written meanwhile, one after another, so that only one rank's weights are in memory. Checks and comparisons, which
     read every rank's file, start when all files of their stage are complete. If several backends are tried, their
-    engines are timed at the end, one graph at a time, when nothing else runs.
+    engines are timed at the end, one graph at a time, when nothing else runs. Each task of such a graph has a process
+    of its own, because a backend's library may end it: that backend is refused, as one that raises an error.
 
     Attributes:
         results: of every graph, once it has run.
@@ -112,7 +116,8 @@ class Schedule:
         self._left = Counter(task.name for task, _ in self._to_compile)  # engines to build, by graph
         to_write = [] if subfolder else [file for each in files.values() for file in each[1:]]
         self._to_write = deque(to_write)  # until it is whole
-        self._to_check: list[tuple[GraphTask, tuple[EngineRecord, ...]]] = []
+        self._to_check: list[GraphTask] = []  # one backend of a graph at a time
+        self._check_started: dict[str, float] = {}
         self._to_time: list[tuple[GraphTask, GraphRecord]] = []
         self._to_compare = [
             stage
@@ -121,7 +126,7 @@ class Schedule:
         ]
         self._is_writing = False
         self._engines: dict[str, list[BuiltEngine]] = {}
-        self._checked: dict[str, GraphResult] = {}
+        self._checked: dict[str, list[GraphResult]] = {task.name: [] for task in tasks}  # of each backend
         # What is done with a future's result, in the order in which they were submitted.
         self._running: dict[Future[Any], Callable[[Future[Any]], None]] = {}
         self.results: list[GraphResult] = []
@@ -139,15 +144,17 @@ class Schedule:
                 for future in [each for each in self._running if each in finished]:
                     self._running.pop(future)(future)
                 self._fill(pool)
+            for task, record in self._to_time:
+                self._time(pool, task, record)
 
-    def _fill(self, pool: Executor) -> None:
+    def _fill(self, pool: WorkerPool) -> None:
         # No more than there are processes, so that a check need not queue behind compiles.
         while len(self._running) < self._recipe.jobs and self._begin_next(pool):
             pass
 
-    def _begin_next(self, pool: Executor) -> bool:
+    def _begin_next(self, pool: WorkerPool) -> bool:
         """Start the task that other tasks wait for, else the one nearest to completion; False if none can start now."""
-        check = next((each for each in self._to_check if self._is_whole(each[0].stage)), None)
+        check = next((each for each in self._to_check if self._is_whole(each.stage)), None)
         compare = None if self._to_compile else next(filter(self._is_whole, self._to_compare), None)
         if self._to_write and not self._is_writing:
             self._is_writing = True
@@ -162,23 +169,34 @@ class Schedule:
             self._running[compared] = partial(self._take_quantization_error, compare)
         elif check is not None:
             self._to_check.remove(check)
-            self._step("check", check[0].name, None)
-            checked = submit(pool, check[0].name, check_graph, *check, self._replay)
-            self._running[checked] = partial(self._take_check, check[0], time.perf_counter())
+            if check.name not in self._check_started:
+                self._check_started[check.name] = time.perf_counter()
+                self._step("check", check.name, None)
+            has_golden = bool(self._checked[check.name])
+            checked = self._submit(pool, check, check_graph, self._built(check), self._replay, not has_golden)
+            self._running[checked] = partial(self._take_check, check)
         elif self._to_compile:
             task, static_shapes = self._to_compile.popleft()
             label = self._label(task, static_shapes)
             self._step("engine", label, None)
-            built = submit(pool, task.name, build_engine, task, static_shapes)
+            built = self._submit(pool, task, build_engine, static_shapes)
             self._running[built] = partial(self._take_engine, task, label)
-        elif self._to_time and not self._running:
-            task, record = self._to_time.pop(0)
-            self._step("time", task.name, None)
-            timed = submit(pool, task.name, time_graph, task, record, self._timer)
-            self._running[timed] = partial(self._take_timings, task, record, time.perf_counter())
         else:
             return False
         return True
+
+    def _submit(
+        self, pool: WorkerPool, task: GraphTask, work: Callable[..., _T], *arguments: object
+    ) -> Future[_T]:
+        """Start `work` on a graph, alone in its process where its backend may be refused."""
+        if self._recipe.is_measured(task.stage):
+            return pool.submit_alone(task.name, work, task, *arguments)
+        return submit(pool, task.name, work, task, *arguments)
+
+    def _built(self, task: GraphTask) -> tuple[EngineRecord, ...]:
+        """The engines of one backend of a graph, by size."""
+        records = [each.record for each in self._engines[task.name] if each.record.backend == task.backend]
+        return tuple(sorted(records, key=size_order))
 
     def _is_whole(self, stage: str) -> bool:
         """Whether every rank's weights file of `stage` is written."""
@@ -208,14 +226,16 @@ class Schedule:
             self._step("engine", label, built.record.compile_seconds)
             done.append(built)
         if not self._left[task.name]:
-            order = self._recipe.backends_of(task.stage)
-            refused = {each.backend for each in self._refused[task.name]}
-            records = [each.record for each in done if each.record.backend not in refused]
-            records.sort(key=lambda each: (_size_order(each), order.index(each.backend)))
-            self._to_check.append((task, tuple(records)))
+            self._to_check.append(replace(task, backend=self._unchecked(task)[0]))
 
-    def _refuse(self, task: GraphTask, error: CompileError) -> None:
-        """Continue without a backend that cannot compile a graph. Raises: CompileError when it was the last one."""
+    def _unchecked(self, task: GraphTask) -> list[str]:
+        """The backends of a graph that are neither refused nor checked, the default one first."""
+        refused = {each.backend for each in self._refused[task.name]}
+        checked = {backend for each in self._checked[task.name] for backend in each.record.backends}
+        return [each for each in self._recipe.backends_of(task.stage) if each not in refused | checked]
+
+    def _refuse(self, task: GraphTask, error: MingcError) -> None:
+        """Continue without the backend of `task`. Raises: CompileError when it was the last one."""
         reasons = self._refused[task.name]
         if task.backend not in {each.backend for each in reasons}:
             reasons.append(BackendRefusal(backend=task.backend, reason=error.message))
@@ -238,31 +258,55 @@ class Schedule:
         several = len(self._recipe.backends_of(task.stage)) > 1
         return engine_label(task.name, static_shapes) + (f" ({task.backend})" if several else "")
 
-    def _take_check(self, task: GraphTask, started: float, future: Future[GraphResult]) -> None:
-        seconds = time.perf_counter() - started
-        result = result_of(future, task.name)
-        self._hold(result.peak_rss_bytes)
-        self._step("check", task.name, seconds)
-        if not self._recipe.is_measured(task.stage):
-            self.results.append(result)
-            return
-        self._refused[task.name] += result.refused
-        self._checked[task.name] = result
-        if len(result.record.backends) > 1:
-            self._to_time.append((task, result.record))
+    def _take_check(self, task: GraphTask, future: Future[GraphResult]) -> None:
+        try:
+            result = result_of(future, task.name)
+        except _FAULTS as error:
+            if not self._recipe.is_measured(task.stage):
+                raise
+            self._refuse(task, error)
         else:
-            self._choose(task, result.record, "", ())
+            self._hold(result.peak_rss_bytes)
+            self._checked[task.name].append(result)
+        if left := self._unchecked(task):
+            self._to_check.insert(0, replace(task, backend=left[0]))
+            return
+        self._step("check", task.name, time.perf_counter() - self._check_started[task.name])
+        results = self._checked[task.name]
+        record = join_backends([each.record for each in results])
+        if not self._recipe.is_measured(task.stage):
+            self.results.append(replace(results[0], record=record))
+        elif len(results) > 1:
+            self._to_time.append((task, record))
+        else:
+            self._choose(task, record, "", ())
 
-    def _take_timings(
-        self,
-        task: GraphTask,
-        record: GraphRecord,
-        started: float,
-        future: Future[tuple[str, tuple[EngineTiming, ...]]],
-    ) -> None:
-        device, timings = result_of(future, task.name)
+    def _time(self, pool: WorkerPool, task: GraphTask, record: GraphRecord) -> None:
+        """Choose engines of a graph by their times."""
+        started = time.perf_counter()
+        self._step("time", task.name, None)
+        try:
+            device, timings = self._timings(pool, task, record)
+        except _FAULTS:
+            device, timings = self._timings_alone(pool, task, record)
         self._step("time", task.name, time.perf_counter() - started)
         self._choose(task, record, device, timings)
+
+    def _timings_alone(self, pool: WorkerPool, task: GraphTask, record: GraphRecord) -> Timings:
+        """Time one backend after the other, because one of them failed, and refuse those that fail again."""
+        device, timings = "", list[EngineTiming]()
+        for backend in record.backends:
+            own = tuple(each for each in record.engines if each.backend == backend)
+            try:
+                device, found = self._timings(pool, task, replace(record, engines=own))
+            except _FAULTS as error:
+                self._refuse(replace(task, backend=backend), error)
+            else:
+                timings += found
+        return device, tuple(timings)
+
+    def _timings(self, pool: WorkerPool, task: GraphTask, record: GraphRecord) -> Timings:
+        return result_of(self._submit(pool, task, time_graph, record, self._timer), task.name)
 
     def _choose(
         self, task: GraphTask, record: GraphRecord, device: str, timings: tuple[EngineTiming, ...]
@@ -279,7 +323,7 @@ class Schedule:
         for built in self._engines[task.name]:
             if built.record.file not in kept:
                 (self._folder / built.record.file).unlink(missing_ok=True)
-        self.results.append(replace(self._checked[task.name], record=chosen))
+        self.results.append(replace(self._checked[task.name][0], record=chosen))
 
     def _take_quantization_error(self, stage: str, future: Future[QuantizationError | None]) -> None:
         error = result_of(future, stage)
@@ -288,7 +332,3 @@ class Schedule:
 
     def _hold(self, peak_rss_bytes: int) -> None:
         self.peak_rss_bytes = max(self.peak_rss_bytes, peak_rss_bytes)
-
-
-def _size_order(record: EngineRecord) -> tuple[int, ...]:
-    return tuple((record.dims or {}).values())

@@ -1,4 +1,4 @@
-"""The measuring script of TensorRT engines: its cases, processes and results, and its requests to a real server.
+"""The measuring script of a backend's engines: its cases, processes and results, and its requests to a real server.
 
 No GPU and no TensorRT are here; the server runs the eager artifact.
 """
@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import backend_engines as script
 import pytest
-import tensorrt_engines as script
 from mingc_command import EAGER, mingc_here
+from part_driver import Driver
 
 from mingc.artifacts.codec import encode
 from mingc.artifacts.manifest import (
@@ -71,7 +72,14 @@ def test_transformers_are_cut_and_keep_their_widths(tmp_path: Path) -> None:
 
 @pytest.fixture
 def driver(tmp_path: Path) -> Any:
-    made = script.Driver(tmp_path, tmp_path, 600.0, "abcdef0", ["--output", "/some/where", "--parts", "tiny"])
+    words = ["--output", "/some/where", "--parts", "tiny"]
+    made = Driver(
+        Path(script.__file__),
+        tmp_path,
+        tmp_path,
+        600.0,
+        lambda results: script.document(results, "abcdef0", words),
+    )
     yield made
     made.stop_all()
 
@@ -102,7 +110,7 @@ def test_results_are_written_after_every_part_and_a_part_has_a_limit(driver: Any
     late = driver.finish(slow)
     assert late["exit"] == "out of time" and slow.process.returncode == -9
     written = json.loads((tmp_path / "result.json").read_text())
-    assert written["command"] == "python benchmarks/tensorrt_engines.py --output where --parts tiny"
+    assert written["command"] == "python benchmarks/backend_engines.py --output where --parts tiny"
     assert written["commit"] == "abcdef0" and written["hardware"]["gpu"] == "NVIDIA H200"
     rows = {(each["name"], each["case"]): each for each in written["figures"]}
     assert rows["build_s", "g"]["median"] == 1.5 and rows["build_s", "h"]["refused"] == "out of time"
@@ -184,7 +192,7 @@ def test_a_server_of_every_stage_speaks_and_says_what_it_has_loaded(
 def test_the_options_of_its_exports_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An export is refused for want of a GPU or of the library, not for an unknown option."""
     monkeypatch.setattr(
-        sys, "argv", ["tensorrt_engines.py", "--output", str(tmp_path), "--folder", str(tmp_path)]
+        sys, "argv", ["backend_engines.py", "--output", str(tmp_path), "--folder", str(tmp_path)]
     )
     given, _ = script.parse_args()
     monkeypatch.chdir(script.ROOT)

@@ -1,10 +1,10 @@
-"""TensorRT engines of `--target cuda` on one GPU: served, beside AOTInductor and plain torch, and chosen by `auto`.
+"""Engines of TensorRT, or of `--backend`, on one GPU: served, beside AOTInductor and plain torch, and tried by `auto`.
 
-    python benchmarks/tensorrt_engines.py --output DIR [--parts tiny,released,auto] [--limit SECONDS] [--commit HASH]
+    python benchmarks/backend_engines.py --output DIR [--parts tiny,released,auto] [--limit SECONDS] [--commit HASH]
 
 Parts, in the order given:
 
-`tiny`      the tiny checkpoint is exported with the thinker by AOTInductor and `--stages` by TensorRT, served
+`tiny`      the tiny checkpoint is exported with the thinker by AOTInductor and `--stages` by the backend, served
             with `--engines`, asked for speech and for spoken chats with and without media, and verified. The server
             reports which compilers and libraries it has loaded.
 `released`  graphs of the released dims with random weights, `--layers` layers of each transformer, at one or more
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import contextlib
 import datetime
 import fcntl
 import json
@@ -33,7 +32,6 @@ import platform
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -50,8 +48,8 @@ from pathlib import Path
 from typing import Any
 
 from arguments import seconds, whole, wholes
+from part_driver import ROOT, Driver, Running, python_path, write_whole
 
-ROOT = Path(__file__).resolve().parent.parent
 PARTS = {"tiny": 5.0, "released": 5.0, "auto": 3.0}
 """Names of parts, and their shares of the time."""
 SPEECH = ("talker", "cfm", "audio_vae")
@@ -535,115 +533,6 @@ def answer_row(name: str, content: bytes, elapsed: float) -> dict[str, Any]:
     }
 
 
-@dataclass
-class Running:
-    """A part that runs as a process of its own session, until `end` of the monotonic clock."""
-
-    name: str
-    process: subprocess.Popen[bytes]
-    end: float
-
-
-class Driver:
-    """Runs parts as processes with limits, and keeps what they report as soon as they end."""
-
-    def __init__(self, output: Path, folder: Path, limit: float, commit: str, command: list[str]) -> None:
-        self._output, self._folder, self._commit, self._command = output, folder, commit, command
-        self._end = time.monotonic() + limit
-        self._running: list[Running] = []
-        self.results: dict[str, Any] = {}
-
-    @property
-    def left(self) -> float:
-        """Seconds of the whole run that are left."""
-        return self._end - time.monotonic()
-
-    def start(
-        self, name: str, words: list[str], limit: float, environment: Mapping[str, str] | None = None
-    ) -> Running:
-        """Start a command that is killed after `limit` seconds, or at the end of the run."""
-        (self._folder / f"{name}.json").unlink(missing_ok=True)  # of an earlier run
-        paths = [self._folder / f"{name}.{kind}" for kind in ("out", "log")]
-        with paths[0].open("wb") as out, paths[1].open("wb") as log:
-            process = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=log,
-                cwd=ROOT,
-                start_new_session=True,
-                env={**os.environ, "PYTHONPATH": python_path(), **(environment or {})},
-            )
-        running = Running(name, process, time.monotonic() + min(limit, max(0.0, self.left)))
-        self._running.append(running)
-        return running
-
-    def part(self, *words: str) -> list[str]:
-        """The command of a part that is a function of this script."""
-        script = [sys.executable, "-X", "faulthandler", "-u", "-W", "ignore", __file__]
-        return [*script, "--folder", str(self._folder), *words]
-
-    def is_done(self, running: Running) -> bool:
-        """Whether the part has ended; its result is kept. One that is out of time is killed."""
-        code: Any = running.process.poll()
-        if code is None and time.monotonic() < running.end:
-            return False
-        if code is None:
-            code = "out of time"
-        self.stop(running)
-        name = running.name
-        result, out = self._folder / f"{name}.json", self._folder / f"{name}.out"
-        if result.exists():
-            self.keep(name, json.loads(result.read_text(encoding="utf-8")))
-            return True
-        text = out.read_bytes().decode(errors="replace")
-        log = (self._folder / f"{name}.log").read_bytes().decode(errors="replace")
-        row: dict[str, Any] = {"exit": code, "log": log[-2500:]}
-        try:
-            row["document"] = json.loads(text)
-        except ValueError:
-            row["out"] = text[-1000:]
-        self.keep(name, row)
-        return True
-
-    def finish(self, running: Running) -> Any:
-        """Wait for a part to end, or for its limit. Returns its result."""
-        while not self.is_done(running):
-            time.sleep(0.1)
-        return self.results[running.name]
-
-    def stop(self, running: Running) -> None:
-        """End a part with all that it started."""
-        if running in self._running:
-            self._running.remove(running)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(running.process.pid, signal.SIGKILL)
-        running.process.wait()
-
-    def stop_all(self) -> None:
-        for running in [*self._running]:
-            self.stop(running)
-
-    def keep(self, name: str, found: Any) -> None:
-        """Write all results with this one."""
-        self.results[name] = found
-        write_whole(self._output / "results.json", self.results)
-        if _COMMIT.fullmatch(self._commit):
-            write_whole(self._output / "result.json", document(self.results, self._commit, self._command))
-        print(f"{self.left:6.0f} s left  {name}: {json.dumps(found)[:600]}", flush=True)
-
-
-def python_path() -> str:
-    """This checkout before what the caller has on the path, such as libraries."""
-    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-
-
-def write_whole(path: Path, value: Any) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    partial.rename(path)
-
-
 def document(results: Mapping[str, Any], commit: str, command: list[str]) -> dict[str, Any]:
     """The result file of what is known so far."""
     machine = results.get("machine", {})
@@ -651,9 +540,9 @@ def document(results: Mapping[str, Any], commit: str, command: list[str]) -> dic
     words = [Path(word).name if word.startswith("/") else word for word in command]
     return {
         "schema": 1,
-        "benchmark": "tensorrt_engines",
+        "benchmark": "backend_engines",
         "commit": commit,
-        "command": shlex.join(["python", "benchmarks/tensorrt_engines.py", *words]),
+        "command": shlex.join(["python", "benchmarks/backend_engines.py", *words]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": {"gpu": gpu, "count": 1, "driver": rest.strip().partition(",")[0]},
         "versions": machine.get("versions", {}),
@@ -867,7 +756,14 @@ def trial_rows(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
 def drive(given: argparse.Namespace) -> None:
     given.output.mkdir(parents=True, exist_ok=True)
     commit = given.commit or _commit()
-    driver = Driver(given.output, given.folder, given.limit, commit, sys.argv[1:])
+    has_commit = _COMMIT.fullmatch(commit) is not None
+    driver = Driver(
+        Path(__file__),
+        given.output,
+        given.folder,
+        given.limit,
+        (lambda results: document(results, commit, sys.argv[1:])) if has_commit else None,
+    )
     driver.keep(
         "machine", {"gpu": clocks(), "cpus": os.cpu_count(), "versions": versions(), "commit": commit}
     )
@@ -945,7 +841,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the tiny checkpoint")
     parser.add_argument("--batch-sizes", type=wholes(1, 16), default=(1,), help="of the tiny checkpoint")
     parser.add_argument("--commit", default="", help="commit that is measured, where this is no git checkout")
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/mingc-tensorrt-engines"), help="scratch")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/mingc-backend-engines"), help="scratch")
     parser.add_argument("--dry-run", action="store_true")
     for name in ("--part", "--case", "--artifact", "--report"):  # of the processes that this one starts
         parser.add_argument(name, help=argparse.SUPPRESS)
