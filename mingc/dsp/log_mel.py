@@ -15,7 +15,7 @@ _LOG_START_HZ = 1000.0
 _LOG_STEP = math.log(6.4) / 27.0
 _FLOOR = 1e-10
 _RANGE = 8.0  # log10 units kept below the loudest value of the clip
-_BLOCK_FRAMES = 128  # whose spectra stay in a processor's cache
+_BLOCK_FRAMES = 64  # whose spectra stay in a processor's cache
 
 
 def _mel_to_hz(mel: NDArray[np.float64]) -> NDArray[np.float64]:
