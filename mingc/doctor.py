@@ -42,7 +42,7 @@ _OPTIONAL = (  # import name, distribution, what it is needed for, extra
     ("soundfile", "soundfile", "serve: audio input, FLAC output", "serve"),
     ("soxr", "soxr", "serve: audio input", "serve"),
     ("av", "av", "serve: video and compressed audio input", "serve"),
-    ("cv2", "opencv-python-headless", "serve: audio and video input", "serve"),
+    ("cv2", "opencv-python-headless", "serve: video input", "serve"),
     ("prometheus_client", "prometheus-client", "serve: metrics", "serve"),
     ("cryptography", "cryptography", "bundle sign, verify-signature; serve --require-signature", "sign"),
 )

@@ -24,11 +24,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.host": ("mingc.artifacts.target",),
     "mingc.dtypes": ("mingc.artifacts",),
     "mingc.onnx_library": (),
-    "mingc.optional_library": ("mingc.errors",),
     "mingc.tensorrt_library": (),
     "mingc.gather_shards": ("mingc.artifacts",),
     "mingc.numerics": (),  # error measure and tolerances that export and verify share
-    "mingc.dsp": ("mingc.errors", "mingc.optional_library"),
+    "mingc.dsp": ("mingc.errors",),
     "mingc.artifacts.target": (),  # the GPU table: data that every package may read
     "mingc.artifacts": ("mingc.artifacts.target", "mingc.errors", "mingc.host"),
     "mingc.console.signals": (),
@@ -90,13 +89,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.tensorrt_library",
     ),
     "mingc.runtime.distributed": ("mingc.errors", "mingc.host", "mingc.runtime.engines"),
-    "mingc.runtime.preprocess": (
-        "mingc.artifacts",
-        "mingc.dsp",
-        "mingc.errors",
-        "mingc.optional_library",
-        "mingc.runtime",
-    ),
+    "mingc.runtime.preprocess": ("mingc.artifacts", "mingc.dsp", "mingc.errors", "mingc.runtime"),
     "mingc.runtime.text": ("mingc.errors",),
     "mingc.runtime.thinker": (
         "mingc.artifacts",
@@ -210,7 +203,7 @@ def package_of(module: str) -> str:
 
 _IMPORTERS = ("import_module", "__import__", "run_module")
 # Files that import what a caller or another distribution names.
-_IMPORT_BY_NAME = ("mingc", "mingc.optional_library", "mingc.plugins", "mingc.tensorrt_library")
+_IMPORT_BY_NAME = ("mingc", "mingc.plugins", "mingc.runtime.preprocess.video", "mingc.tensorrt_library")
 
 
 def constant_text(node: ast.expr, constants: dict[str, str]) -> str | None:
@@ -505,7 +498,6 @@ def test_artifacts_use_the_standard_library_only(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("mingc.dsp")])
 def test_signal_processing_needs_numpy_only(name: str) -> None:
-    """But for the DFT of `log_mel`, which loads OpenCV when it is called."""
     for module, line in imported(MODULES[name]):
         top = module.split(".")[0]
         assert top in ("mingc", "numpy") or top in sys.stdlib_module_names, f"line {line}: imports {module}"

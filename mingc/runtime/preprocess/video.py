@@ -7,6 +7,7 @@ decoded, resized and written one at a time.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mingc.artifacts.parameters import VisionParameters
-from mingc.errors import RequestError
-from mingc.optional_library import import_library, import_opencv
+from mingc.errors import ConfigError, RequestError
 from mingc.runtime.preprocess.containers import open_container, pixel_limit
 from mingc.runtime.preprocess.image import (
     PatchWriter,
@@ -29,7 +29,6 @@ from mingc.runtime.preprocess.image import (
 from mingc.runtime.preprocess.limits import MediaLimits, too_large, undecodable
 from mingc.runtime.request import VideoParams
 
-_PURPOSE = "video input"
 _BUDGET_SLACK = 1.05  # the largest frame is at least this many times the smallest
 _MAX_SOURCE_FRAMES = 1 << 18  # 2.4 hours at 30 a second
 _MAX_FRAME_PIXELS = 1 << 26
@@ -105,6 +104,28 @@ def _undecodable(where: str, what: str) -> RequestError:
     )
 
 
+def _import_library(module: str, name: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"video input needs {name}, which is not installed",
+            where="video input",
+            fix="pip install 'mingc[serve]'",
+        ) from error
+
+
+def _import_av() -> Any:
+    return _import_library("av", "PyAV")
+
+
+def _import_cv2() -> Any:
+    cv2 = _import_library("cv2", "OpenCV")
+    # Requests are already prepared in parallel; threads inside one resize would oversubscribe the CPU.
+    cv2.setNumThreads(1)
+    return cv2
+
+
 def resize_frame(frame: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
     """Resize (H, W, 3) uint8 to (height, width, 3) with OpenCV's bicubic filter, as the reference does.
 
@@ -112,7 +133,7 @@ def resize_frame(frame: NDArray[np.uint8], height: int, width: int) -> NDArray[n
     """
     if frame.shape[:2] == (height, width):
         return frame
-    cv2 = import_opencv(_PURPOSE)
+    cv2 = _import_cv2()
     resized: NDArray[np.uint8] = cv2.resize(frame, (width, height), interpolation=cv2.INTER_CUBIC)
     return resized
 
@@ -312,8 +333,8 @@ def load_video(
         params.max_frames is not None and params.max_frames < 1
     ):
         raise RequestError("fps and max_frames of a video must be positive", where=where, param=where)
-    av = import_library("av", "PyAV", _PURPOSE)
-    import_opencv(_PURPOSE)
+    av = _import_av()
+    _import_cv2()
     limits = limits or MediaLimits()
     try:
         source = _EncodedVideo(av, data, where, limits)
