@@ -8,6 +8,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Literal, TypeVar, Union
 
 from mingc.errors import ManifestError
@@ -111,10 +112,16 @@ def _decode_tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, .
     )
 
 
+@cache
+def _type_hints(kind: Any) -> dict[str, Any]:
+    """Evaluating the annotations of a class takes longer than decoding a document of it."""
+    return typing.get_type_hints(kind)
+
+
 def _decode_dataclass(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise ManifestError(f"expected an object, found {type(value).__name__}", where=where)
-    hints = typing.get_type_hints(kind)
+    hints = _type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for key in value:
         if key not in fields:

@@ -13,7 +13,7 @@ _LOG_START_HZ = 1000.0
 _LOG_STEP = math.log(6.4) / 27.0
 _FLOOR = 1e-10
 _RANGE = 8.0  # log10 units kept below the loudest value of the clip
-_BLOCK_FRAMES = 4096  # bounds the memory of the spectra of long clips
+_BLOCK_FRAMES = 128  # whose spectra stay in a processor's cache
 
 
 def _mel_to_hz(mel: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -74,12 +74,21 @@ def log_mel(
     window = _hann(fft_size)
     frames = np.lib.stride_tricks.sliding_window_view(padded, fft_size)[::hop_samples]
 
-    logs = np.empty((num_frames, num_mels), dtype=np.float32)
+    # Blocks use the same memory again: new pages would take as long as the computation.
+    windowed = np.empty((_BLOCK_FRAMES, fft_size), np.float32)
+    power, squares = np.empty((2, _BLOCK_FRAMES, fft_size // 2 + 1), np.float32)
+    logs = np.empty((num_frames, num_mels), np.float32)
     for start in range(0, num_frames, _BLOCK_FRAMES):
-        stop = min(start + _BLOCK_FRAMES, num_frames)
-        spectrum = np.fft.rfft(frames[start:stop] * window, axis=1)
-        power = spectrum.real**2 + spectrum.imag**2
-        logs[start:stop] = np.log10(np.maximum(power @ filters.T, np.float32(_FLOOR)))
+        block = logs[start : start + _BLOCK_FRAMES]
+        count = len(block)
+        np.multiply(frames[start : start + count], window, out=windowed[:count])
+        spectrum = np.fft.rfft(windowed[:count], axis=1)
+        np.square(spectrum.real, out=power[:count], casting="same_kind")
+        power[:count] += np.square(spectrum.imag, out=squares[:count], casting="same_kind")
+        np.matmul(power[:count], filters.T, out=block)
+    np.log10(np.maximum(logs, np.float32(_FLOOR), out=logs), out=logs)
     if num_frames:
         np.maximum(logs, logs.max() - np.float32(_RANGE), out=logs)
-    return (logs + np.float32(4.0)) / np.float32(4.0)
+    logs += np.float32(4.0)
+    logs /= np.float32(4.0)
+    return logs

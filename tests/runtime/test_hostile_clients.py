@@ -28,6 +28,7 @@ from mingc.runtime.http.connections import (
     PROBE_CONNECTIONS,
     Acceptor,
     ConnectionTable,
+    HttpConnection,
     connection_limit,
 )
 from mingc.runtime.http.metrics import Metrics
@@ -353,6 +354,49 @@ def acceptor_of(
 
 async def attach_nothing(make: Callable[[], Any], connection: Any) -> None:
     make()
+
+
+@pytest.mark.parametrize(
+    ("num_idle", "expected"), [(0, 256), (1, 256), (7, 128), (40, 24), (63, 16), (90, 16)]
+)
+def test_connections_share_what_bodies_may_take_of_the_event_loop(
+    num_idle: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together 1 MiB at most is read before other work, but 16 KiB of each; heads are read in 16 KiB."""
+    limits: list[int] = []
+    tables: list[ConnectionTable] = []
+    connection_made, receive = HttpConnection.connection_made, HttpConnection.data_received
+
+    def made(self: HttpConnection, transport: asyncio.Transport) -> None:
+        tables.append(self._table)
+        connection_made(self, transport)
+
+    def data_received(self: HttpConnection, data: bytes) -> None:
+        limit: int = self.transport.max_size  # type: ignore[attr-defined]
+        assert len(data) <= limit
+        limits.append(limit)
+        receive(self, data)
+
+    monkeypatch.setattr(HttpConnection, "connection_made", made)
+    monkeypatch.setattr(HttpConnection, "data_received", data_received)
+    body = json.dumps({"messages": [{"role": "user", "content": "x" * 600_000}]}).encode()
+    head = f"{HEAD}content-length: {len(body)}\r\n\r\n".encode()
+    with server() as (url, _), contextlib.ExitStack() as idle:
+        for _ in range(num_idle):
+            idle.enter_context(connect(url))
+        with connect(url) as connection:
+            eventually(lambda: bool(tables) and len(tables[-1].connections) == num_idle + 1)
+            limits.clear()
+            for _ in range(2):
+                connection.sendall(head + body)
+                assert connection.recv(15) == b"HTTP/1.1 200 OK"
+                while not connection.recv(1 << 16).endswith(b"}"):
+                    pass  # the whole answer
+    first = [index for index, limit in enumerate(limits) if limit == 16 << 10]
+    kib = {limit >> 10 for limit in limits}
+    assert len(limits) >= 4 and first[0] == 0 and kib <= {16, expected}, limits
+    if expected > 16:
+        assert len(first) == 2 and kib == {16, expected}
 
 
 def closed_by(table: Any) -> dict[str, float]:

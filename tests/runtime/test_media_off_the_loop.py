@@ -221,20 +221,30 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[int]]]:
             found["pattern"].append(end - start)
             return content.match(raw, start, end)
 
+    class Base64:
+        def decode(self, quoted: bytes) -> bytes:
+            found["base64"].append(len(quoted) - 2)
+            return plain.decode(quoted)
+
     def decode(piece: bytes, **named: Any) -> bytes:
         found["base64"].append(len(piece))
         return decode_base64(piece, **named)
 
-    content, decode_base64 = long_strings._CONTENT, base64.b64decode
+    content, plain, decode_base64 = long_strings._CONTENT, long_strings._BASE64, base64.b64decode
+    monkeypatch.setattr(long_strings, "_BASE64", Base64())
     monkeypatch.setattr(long_strings, "_CONTENT", Pattern())
     monkeypatch.setattr(base64, "b64decode", decode)
     yield found
     assert max([*found["base64"], *found["pattern"]], default=0) <= STEP_BYTES + 4
 
 
-def test_a_medium_is_read_in_short_steps(steps: dict[str, list[int]]) -> None:
+@pytest.mark.parametrize("encode", [base64.b64encode, base64.encodebytes])
+def test_a_medium_is_read_in_short_steps(
+    steps: dict[str, list[int]], encode: Callable[[bytes], bytes]
+) -> None:
+    """With and without line breaks."""
     data = random.Random(1).randbytes(3_000_000)
-    encoded = base64.b64encode(data)
+    encoded = encode(data).replace(b"\n", b"\\n")
     short, found = long_strings.cut_long_strings(b'{"a": "' + encoded + b'", "b": 1}', 100)
     (value,) = found.values()
     assert long_strings.decode_base64(value.data, is_escaped=True) == data

@@ -37,8 +37,11 @@ _FILES = 64  # descriptors for media, engine files, child processes and pipes
 _LARGEST_DEFAULT = 4096
 _SMALLEST = 8
 _ACCEPTS = 16  # connections accepted before other work of the event loop
-# Read from one connection before others are served; with asyncio's 256 KiB 64 uploads delay a probe for a second.
+# Read from one connection before others are served; with asyncio's 256 KiB 64 uploads delay a probe for a second. Few
+# connections share what 64 may read in one pass of the event loop: a body takes fewer passes.
 _READ_BYTES = 16 * 1024
+_LARGEST_READ_BYTES = 256 * 1024
+_PASS_BYTES = 64 * _READ_BYTES
 _ACCEPT_PAUSE_S = 0.1
 # Rest of a refused body that is read and dropped, so that the connection can be used again; more than sockets buffer.
 _DISCARDED_BYTES = 16 << 20
@@ -79,6 +82,12 @@ class ConnectionTable:
     limit: int
     connections: set[HttpConnection] = field(default_factory=set, init=False)
     waiting: dict[HttpConnection, float] = field(default_factory=dict, init=False)
+
+    @property
+    def body_read_bytes(self) -> int:
+        """Most bytes of a body to read at once."""
+        share = _PASS_BYTES // max(1, len(self.connections))
+        return min(max(share, _READ_BYTES), _LARGEST_READ_BYTES)
 
     def make_room(self) -> bool:
         """If the table is full, close the connection that has waited longest. Returns False if none waits."""
@@ -147,7 +156,7 @@ class HttpConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.max_size = _READ_BYTES  # type: ignore[attr-defined]  # of asyncio's selector transports
+        self._set_read_bytes(_READ_BYTES)
         if self._is_aborted:
             transport.abort()
 
@@ -158,6 +167,11 @@ class HttpConnection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._after_events()
+        is_body = self.conn.their_state is h11.SEND_BODY
+        self._set_read_bytes(self._table.body_read_bytes if is_body else _READ_BYTES)
+
+    def _set_read_bytes(self, count: int) -> None:
+        self.transport.max_size = count  # type: ignore[attr-defined]  # of asyncio's selector transports
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

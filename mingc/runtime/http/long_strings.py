@@ -13,12 +13,15 @@ import re
 import secrets
 import string
 
+import msgspec
+
 LONG_BYTES = 64 * 1024
 _SLICE = 1 << 17  # bytes of one step: 1 to 2 ms of base64 on a slow core
 _PREFIX = 256
 _CONTENT = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _PLAIN = re.compile(rb"[ !#-\[\]-~]*")  # ASCII that stands for itself in a JSON string
 _NONCE = secrets.token_hex(16)  # a client cannot write a placeholder of its own
+_BASE64 = msgspec.json.Decoder(bytes)
 _ESCAPED = {b"\\/": b"/", b"\\n": b"", b"\\r": b"", b"\\t": b""}
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 
@@ -95,6 +98,10 @@ def decode_base64(data: memoryview, *, is_escaped: bool) -> bytes:
         is_last = start + _SLICE >= len(data)
         piece = rest + bytes(data[start : start + _SLICE])
         rest = b""
+        if not is_padded and (decoded := _decode_plain(piece)) is not None:
+            parts.append(decoded)
+            is_padded = piece.endswith(b"=")
+            continue
         if is_escaped and b"\\" in piece:
             if not is_last and (len(piece) - len(piece.rstrip(b"\\"))) % 2:
                 piece, rest = piece[:-1], b"\\"
@@ -107,6 +114,19 @@ def decode_base64(data: memoryview, *, is_escaped: bool) -> bytes:
         parts.append(base64.b64decode(piece, validate=True))
         is_padded = piece.endswith(b"=")
     return b"".join(parts)
+
+
+def _decode_plain(piece: bytes) -> bytes | None:
+    """The bytes of whole groups of base64 without white space and escapes; None for anything else.
+
+    msgspec decodes three times as fast as `binascii`, but does not say what is wrong.
+    """
+    if b"\\" in piece:
+        return None
+    try:
+        return _BASE64.decode(b'"%b"' % piece)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
 
 
 def _unescape(match: re.Match[bytes]) -> bytes:

@@ -87,6 +87,13 @@ def _too_long(where: str, max_seconds: float) -> RequestError:
     )
 
 
+def _joined(blocks: list[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """The samples of all blocks, without a copy of a single one."""
+    if len(blocks) == 1:
+        return blocks[0]
+    return np.concatenate(blocks) if blocks else np.empty(0, np.float32)
+
+
 def _decode_soundfile(data: bytes, where: str, max_seconds: float, limits: MediaLimits) -> Wave | None:
     """The first channel, or None for a format unknown to libsndfile (or without libsndfile)."""
     try:
@@ -108,7 +115,7 @@ def _decode_soundfile(data: bytes, where: str, max_seconds: float, limits: Media
                 _check_length(count, rate, where, max_seconds, limits)
     except (soundfile.LibsndfileError, RuntimeError):
         return None
-    return Wave(samples=np.concatenate(blocks) if blocks else np.empty(0, np.float32), sample_rate=rate)
+    return Wave(samples=_joined(blocks), sample_rate=rate)
 
 
 def _decode_av(data: bytes, where: str, max_seconds: float, limits: MediaLimits) -> Wave | None:
@@ -139,7 +146,7 @@ def _decode_av(data: bytes, where: str, max_seconds: float, limits: MediaLimits)
         raise
     except (av.FFmpegError, ValueError, IndexError):
         return None
-    return Wave(samples=np.concatenate(blocks) if blocks else np.empty(0, np.float32), sample_rate=rate)
+    return Wave(samples=_joined(blocks), sample_rate=rate)
 
 
 def decode_audio(data: bytes, where: str, *, max_seconds: float, limits: MediaLimits | None = None) -> Wave:
@@ -164,7 +171,7 @@ def wave_features(wave: Wave, parameters: AudioParameters, where: str) -> AudioF
 
     Raises: RequestError when the clip is too short for one window or longer than the encoder's position table.
     """
-    peak = float(np.abs(wave.samples).max(initial=0.0))
+    peak = float(max(wave.samples.max(initial=0.0), -wave.samples.min(initial=0.0)))
     if not peak <= _MAX_PEAK:  # also true for NaN
         raise RequestError(
             f"the audio has samples of {peak:g}; full scale is 1",

@@ -27,8 +27,14 @@ from mingc.runtime.preprocess.media_task import DecodedMedia, MediaTask
 
 DEFAULT_TIMEOUT_S = 60.0
 _EXIT_S = 5.0
-# One arena and no growing threshold: memory that a task frees is returned to the system at once.
-_ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20), "OPENBLAS_NUM_THREADS": "1"}
+# One arena and no growing threshold: memory that a task frees is returned to the system at once, but for 4 MiB. These
+# hold the arrays of a clip, which would else take new pages each time: an eighth of its time.
+_ENVIRONMENT = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
+    "MALLOC_TOP_PAD_": str(4 << 20),
+    "OPENBLAS_NUM_THREADS": "1",
+}
 
 
 class DecoderPool:
