@@ -76,11 +76,11 @@ def test_the_patches_ready_and_not_begun_are_never_more_than_the_lead() -> None:
 def test_playback_starts_when_the_first_audio_has_left_and_not_before() -> None:
     pacing = make_pacing(3, 1)
     make_patches(pacing, 1, 3, 0.0)
-    assert pacing.due([1], 100.0) == [] and pacing.is_unread(1)
+    assert pacing.due([1], 100.0) == [] and pacing.unread([1]) == {1}
     assert pacing.next_time([1], [], 100.0) == math.inf
     pacing.begin_playback(1, 100.0)
     pacing.begin_playback(1, 200.0)  # the second patch that leaves changes nothing
-    assert pacing.due([1], 100.9) == [] and not pacing.is_unread(1)
+    assert pacing.due([1], 100.9) == [] and pacing.unread([1]) == set()
     assert pacing.due([1], 101.0) == [1]
 
 
