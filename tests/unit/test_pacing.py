@@ -119,6 +119,17 @@ def test_streams_that_have_time_wait_for_those_that_have_not_and_share_their_pat
     assert pacing.num_underruns == 0
 
 
+def test_after_a_patch_with_fewer_samples_the_next_one_is_due_earlier() -> None:
+    """The first patch of a segment lacks the samples that the decoder still holds back."""
+    pacing = make_pacing(3, 1)
+    play(pacing, 1, 3, 0.0)
+    pacing.launch([1], 1.0)
+    assert pacing.next_time([1], [], 1.0) == 2.0
+    pacing.deliver(1, RATE - 3, 1.0)
+    assert pacing.next_time([1], [], 1.0) == pytest.approx(1.7)
+    assert pacing.due([1], 1.6) == [] and pacing.due([1], 1.71) == [1]
+
+
 def test_a_stream_as_far_ahead_as_it_may_be_does_not_join_a_patch_of_others() -> None:
     pacing = make_pacing(3, 1, 2)
     play(pacing, 1, 4, 0.0)
