@@ -64,7 +64,7 @@ class Device:
         self._current = [self._main]
         device = self
 
-        def make_stream(_: torch.device) -> Stream:
+        def make_stream(_: torch.device, priority: int = 0) -> Stream:
             device._streams.append(Stream())
             return device._streams[-1]
 
