@@ -219,13 +219,14 @@ def make_audio(
     def encode(mel: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
         shapes.append(tuple(mel.shape[:2]))
         assert (lengths > 0).all()
-        total = mel.sum((1, 2, 3))
+        assert (mel.dtype, lengths.dtype) == (torch.bfloat16, torch.int64), "as the graph declares them"
+        total = mel.float().sum((1, 2, 3))
         return (torch.stack([total, lengths.float()], dim=1)[:, None].expand(-1, mel.shape[1], -1),)
 
     graph = make_graph(
         "encode",
         encode,
-        inputs={"mel": ("float32", ("N", "T4", PER_TOKEN, MELS)), "lengths": ("int64", ("N",))},
+        inputs={"mel": ("bfloat16", ("N", "T4", PER_TOKEN, MELS)), "lengths": ("int64", ("N",))},
         outputs=["embeddings"],
         state={},
         dims={"N": clips, "T4": (2, 4, 16)},
