@@ -408,6 +408,9 @@ def test_a_backend_that_cannot_compile_gives_way_with_its_reason(
     assert found["h"].trial is not None and not found["h"].trial.refused
     results = [GraphResult(stage="cfm", record=each, peak_rss_bytes=0) for each in found.values()]
     assert pipeline._refusal_notes(results) == ["b was not used for cfm.g: no such operator"]
+    assert trial.left() == {"g-B1.aoti", "g-B2.aoti", "h-B1.b", "h-B2.b"}, (
+        "nothing that a failed compiler wrote"
+    )
 
 
 def test_engines_of_a_backend_that_fails_at_a_later_size_are_left_out(
