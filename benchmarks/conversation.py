@@ -13,7 +13,8 @@ processes, one after the other, is measured
 One more server, which is not timed, counts the experts that its decode steps read while it answers text in the closed
 loop (`experts_read`): with random weights, too, the time of a step depends on them.
 
-Every answer of text has all its tokens (`ignore_eos`), so weights may be random.
+Every answer of text has all its tokens (`ignore_eos`), so weights may be random. SIGTERM ends the measurement: what was
+measured is written, with a note.
 
     python benchmarks/conversation.py --artifact /tmp/omni --json benchmarks/results/conversation-….json
 """
@@ -23,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -136,6 +138,10 @@ def capacity(is_in_time: Callable[[float], bool], low: float, high: float, steps
     return low
 
 
+class _Ended(Exception):
+    """The process was asked to end."""
+
+
 class Measurement:
     """Measures one server after the other, until `--limit` seconds have passed."""
 
@@ -153,16 +159,14 @@ class Measurement:
         )
         self.notes: list[str] = []
 
-    def run(self, url: str) -> Samples:
-        """All loads on one server."""
-        samples = Samples()
+    def run(self, url: str, samples: Samples) -> None:
+        """All loads on one server; their figures are added to `samples` one after another."""
         loads = [*self._closed_loops(), self._open_loop, self._listeners, self._beside]
         for load in loads:
             if time.perf_counter() > self._end:
                 self.notes.append(f"--limit {self._given.limit:g}: a server was not measured to the end")
                 break
             load(url, samples)
-        return samples
 
     def _closed(self, url: str, workload: str, concurrency: int, rounds: int) -> list[Answer]:
         return self._clients.load(closed_loop, url, concurrency, (workload,), rounds, self._sizes)
@@ -397,6 +401,10 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _end(*_: object) -> None:
+    raise _Ended
+
+
 def main() -> None:
     given = harness.parse_args(make_parser())
     clients, total = Clients(given.client_processes), Samples()
@@ -408,6 +416,7 @@ def main() -> None:
     if can_count and not has_routers(given.artifact):
         can_count = False
         measurement.notes.append("experts were not counted: the artifact does not say how they are selected")
+    signal.signal(signal.SIGTERM, _end)
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "server.log"
         try:
@@ -415,16 +424,21 @@ def main() -> None:
             for _ in range(given.servers):
                 with server(given.artifact, Path(scratch) / "caches", log, words) as (url, phases, _):
                     health = httpx.get(f"{url}/health").json()
-                    total.merge(measurement.run(url))
-                    states.append(harness.device_state())
-                    started = Samples()
-                    started.add("cold_start_s", "s", [phases["whole"]])
-                    total.merge(started)
+                    samples = Samples()
+                    samples.add("cold_start_s", "s", [phases["whole"]])
+                    try:
+                        measurement.run(url, samples)
+                    finally:
+                        total.merge(samples)
+                        states.append(harness.device_state())
             if can_count:
                 words += ["--expert-usage-interval", str(_COUNT_INTERVAL_S)]
                 with server(given.artifact, Path(scratch) / "caches", log, words) as (url, _, _):
                     counted = measurement.experts(url)
+        except _Ended:
+            measurement.notes.append("SIGTERM: the measurement was ended before it was complete")
         finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             clients.close()
             if log.exists():
                 print(log.read_text()[-2000:], file=sys.stderr)

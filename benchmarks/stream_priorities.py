@@ -1,7 +1,7 @@
 """What an encoder that runs all the time costs the talker, with and without stream priorities, on one GPU.
 
-The talker makes patch after patch, as in a server, while another thread encodes clips of five minutes, whose kernels
-fill the device: alone, beside an encoder of lower priority (as served), and beside one of the talker's priority.
+The talker makes patch after patch, as in a server, while another thread encodes long clips, whose kernels fill the
+device: alone, beside an encoder of lower priority (as served), and beside one of the talker's priority.
 Random weights of the released dims; engines of an artifact with `audio_encoder`, `talker`, `cfm` and `audio_vae`.
 
     python benchmarks/stream_priorities.py --artifact ARTIFACT --json benchmarks/results/stream-priorities-….json
@@ -84,8 +84,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--artifact", type=Path, required=True)
     parser.add_argument("--batches", type=wholes(1, 256), default="1,16")
-    parser.add_argument("--count", type=whole(10), default=300, help="timed patches")
-    parser.add_argument("--clip-seconds", type=whole(1, 300), default=300)
+    parser.add_argument("--count", type=whole(10), default=60, help="timed patches")
+    parser.add_argument("--clip-seconds", type=whole(1, 300), default=60)
     parser.add_argument("--json", type=Path, help="write the result here")
     given = harness.parse_args(parser)
     artifact = open_artifact(given.artifact)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,7 +63,25 @@ class ShiftedNoise:
         return self.noise.diffusion(self.first_segment + segment, patch, shape)
 
 
+class _Generator(threading.local):
+    """A generator for each thread, whose state is set for every draw: making one takes as long as a small draw."""
+
+    def __init__(self) -> None:
+        self._bits = np.random.Philox(key=0)
+        self._generator = np.random.Generator(self._bits)
+        self._state = self._bits.state  # with nothing buffered
+
+    def normal(
+        self, key: NDArray[np.uint64], counter: NDArray[np.uint64], shape: tuple[int, ...]
+    ) -> NDArray[np.float32]:
+        self._bits.state = {**self._state, "state": {"key": key, "counter": counter}}
+        return self._generator.standard_normal(shape, dtype=np.float32)
+
+
+_generator = _Generator()
+
+
 def _normal(seed: int, segment: int, patch: int, kind: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
     # Philox increments the lowest counter word with each draw.
-    bits = np.random.Philox(key=philox_key(seed, _STREAM), counter=[0, patch, kind, segment])
-    return np.random.Generator(bits).standard_normal(shape, dtype=np.float32)
+    counter = np.array([0, patch, kind, segment], np.uint64)
+    return _generator.normal(philox_key(seed, _STREAM), counter, shape)

@@ -64,7 +64,8 @@ class Device:
         self._current = [self._main]
         device = self
 
-        def make_stream(_: torch.device, priority: int = 0) -> Stream:
+        def make_stream(_: torch.device, priority: int) -> Stream:
+            assert priority < 0, "encoders have 0: the talker overtakes them"
             device._streams.append(Stream())
             return device._streams[-1]
 

@@ -76,11 +76,11 @@ def test_the_patches_ready_and_not_begun_are_never_more_than_the_lead() -> None:
 def test_playback_starts_when_the_first_audio_has_left_and_not_before() -> None:
     pacing = make_pacing(3, 1)
     make_patches(pacing, 1, 3, 0.0)
-    assert pacing.due([1], 100.0) == [] and pacing.is_unread(1)
+    assert pacing.due([1], 100.0) == [] and pacing.unread([1]) == {1}
     assert pacing.next_time([1], [], 100.0) == math.inf
     pacing.begin_playback(1, 100.0)
     pacing.begin_playback(1, 200.0)  # the second patch that leaves changes nothing
-    assert pacing.due([1], 100.9) == [] and not pacing.is_unread(1)
+    assert pacing.due([1], 100.9) == [] and pacing.unread([1]) == set()
     assert pacing.due([1], 101.0) == [1]
 
 
@@ -117,6 +117,17 @@ def test_streams_that_have_time_wait_for_those_that_have_not_and_share_their_pat
         for stream in (1, 2, 3):
             pacing.deliver(stream, RATE, after)
     assert pacing.num_underruns == 0
+
+
+def test_after_a_patch_with_fewer_samples_the_next_one_is_due_earlier() -> None:
+    """The first patch of a segment lacks the samples that the decoder still holds back."""
+    pacing = make_pacing(3, 1)
+    play(pacing, 1, 3, 0.0)
+    pacing.launch([1], 1.0)
+    assert pacing.next_time([1], [], 1.0) == 2.0
+    pacing.deliver(1, RATE - 3, 1.0)
+    assert pacing.next_time([1], [], 1.0) == pytest.approx(1.7)
+    assert pacing.due([1], 1.6) == [] and pacing.due([1], 1.71) == [1]
 
 
 def test_a_stream_as_far_ahead_as_it_may_be_does_not_join_a_patch_of_others() -> None:

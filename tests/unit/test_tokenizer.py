@@ -147,7 +147,7 @@ def test_a_cached_encoder_gives_the_ids_of_the_goldens_and_tokenizes_a_long_text
         asked.append(text)
         return tokenizer().encode_plain(text)
 
-    encoder = CachedEncoder(encode, 10_000)
+    encoder = CachedEncoder(encode, 10_000, None)
     (short, case), *_ = CASES.items()
     long = "The quick brown fox. 你好，世界！ " * 20
     assert len(short) < 256 <= len(long)
@@ -166,7 +166,7 @@ def test_a_cached_encoder_keeps_the_texts_that_were_used_last_within_its_limit()
         asked.append(text[0])
         return [ord(each) for each in text]
 
-    encoder = CachedEncoder(encode, 900)
+    encoder = CachedEncoder(encode, 900, None)
     for letter in "abca" + "d" + "acb" + "b":  # three of 300 characters fit; `b` goes for `d`, `d` for `b`
         assert [*encoder(letter * 300)] == [ord(letter)] * 300
     assert "".join(asked) == "abcdb"
@@ -175,6 +175,6 @@ def test_a_cached_encoder_keeps_the_texts_that_were_used_last_within_its_limit()
         encoder(text)
     assert "".join(asked) == "abcdb" + "e" + "ff" + "g" + "e", "`g` beside `e` exceeds the limit"
     asked.clear()
-    nothing = CachedEncoder(encode, 0)
+    nothing = CachedEncoder(encode, 0, None)
     nothing("h" * 300), nothing("h" * 300)
     assert asked == ["h", "h"]

@@ -51,7 +51,14 @@ def byte_tokenizer(vocab_size: int, special_tokens: Sequence[str]) -> str:
     # In the byte-level alphabet Ġ stands for a space.
     pieces += [(f"Ġ{word(number)}", _WORD) for number in range(num_fixed, vocab_size)]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=None, byte_fallback=False))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            # No piece goes on after a full stop, so this changes no token. A server can then tokenize the parts of a
+            # text one by one, and keep their tokens.
+            pre_tokenizers.Split(".", "merged_with_previous"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([*special_tokens])  # with the ids that they have
     text: str = tokenizer.to_str()

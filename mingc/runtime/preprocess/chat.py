@@ -17,7 +17,7 @@ from mingc.runtime.preprocess.limits import DEFAULT_MEDIA_BYTES, MediaLimits
 from mingc.runtime.preprocess.media_task import MediaTask, num_bytes, run_task
 from mingc.runtime.preprocess.positions import compute_positions
 from mingc.runtime.preprocess.prompt import Features, MediaFeatures, MediaKind, PreparedPrompt, PromptWriter
-from mingc.runtime.preprocess.tokenizer import CachedEncoder, TextTokenizer
+from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.prompt import AUDIO, VISION, WORD, ThinkerPrompt
 from mingc.runtime.request import MediaPart, Message, TextPart, VideoParams
 
@@ -59,9 +59,7 @@ class ChatProcessor:
         max_media_bytes: int = DEFAULT_MEDIA_BYTES,
         cached_characters: int = 0,
     ) -> None:
-        self._encode = CachedEncoder(
-            tokenizer.encode if parse_special_tokens else tokenizer.encode_plain, cached_characters
-        )
+        self._encode = tokenizer.cached_encoder(cached_characters, parse_special_tokens=parse_special_tokens)
         self._decode = decode
         self._max_media_bytes = max_media_bytes
         self._role_start, self._role_end, self._turn_end = map(

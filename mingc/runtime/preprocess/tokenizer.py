@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from array import array
 from collections import OrderedDict
@@ -11,11 +12,15 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from mingc.errors import IntegrityError
+from mingc.runtime.preprocess.text_cuts import blocks, find_cut_pattern
 
 _REPLACEMENT = "\ufffd"
 _MAX_PENDING_TOKENS = 64  # a character has at most 4 tokens; more pending tokens are invalid bytes
 _CONTEXT_TOKENS = 8
-_MIN_CACHED_CHARACTERS = 256  # shorter texts are tokenized in tens of microseconds
+_MIN_CACHED_CHARACTERS = (
+    256  # shorter blocks are tokenized in tens of microseconds, and are not worth an entry
+)
+_BLOCK_CHARACTERS = 512  # a text that differs in its last characters tokenizes about as many anew
 
 
 class TextTokenizer:
@@ -64,6 +69,12 @@ class TextTokenizer:
         ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
         return ids
 
+    def cached_encoder(self, max_characters: int, *, parse_special_tokens: bool) -> CachedEncoder:
+        """`encode` or `encode_plain`, which keeps the token ids of `max_characters` of recent texts."""
+        if parse_special_tokens:
+            return CachedEncoder(self.encode, max_characters, find_cut_pattern(self._tokenizer))
+        return CachedEncoder(self.encode_plain, max_characters, find_cut_pattern(self._plain))
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; invalid bytes become U+FFFD."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
@@ -83,31 +94,47 @@ class TextTokenizer:
 class CachedEncoder:
     """`encode`, which remembers long texts: a document that is asked about again, or the earlier turns of a chat.
 
-    At most `max_characters` of them are kept, the most recently used ones; of a text of n characters and m tokens about
-    n to 4 n + 4 m bytes. Thread-safe.
+    A text is tokenized and kept in blocks that end at matches of `cut` (`find_cut_pattern`), so a text that begins like
+    an earlier one is tokenized only from the first block that differs. With None a text is one block, which only an
+    equal text uses again.
+
+    Blocks of at most `max_characters` together are kept, the most recently used ones; for n characters and m tokens
+    about n to 4 n + 4 m bytes, and 300 bytes a block. A short last block is not kept. Thread-safe.
     """
 
-    def __init__(self, encode: Callable[[str], Sequence[int]], max_characters: int) -> None:
+    def __init__(
+        self, encode: Callable[[str], Sequence[int]], max_characters: int, cut: re.Pattern[str] | None
+    ) -> None:
         self._encode = encode
         self._max_characters = max_characters
+        self._cut = cut
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, array[int]] = OrderedDict()
         self._num_characters = 0
 
     def __call__(self, text: str) -> Sequence[int]:
-        """The token ids of `text`, shared by all callers: read only."""
-        if not _MIN_CACHED_CHARACTERS <= len(text) <= self._max_characters:
+        """The token ids of `text`."""
+        if len(text) > self._max_characters:
             return self._encode(text)
+        ids = array("i")
+        for block in blocks(text, self._cut, _BLOCK_CHARACTERS):
+            ids.extend(self._encode_block(block))
+        return ids
+
+    def _encode_block(self, block: str) -> Sequence[int]:
+        """The token ids of `block`, shared by all callers: read only."""
+        if len(block) < _MIN_CACHED_CHARACTERS:
+            return self._encode(block)
         with self._lock:
-            found = self._entries.get(text)
+            found = self._entries.get(block)
             if found is not None:
-                self._entries.move_to_end(text)
+                self._entries.move_to_end(block)
                 return found
-        ids = array("i", self._encode(text))
+        ids = array("i", self._encode(block))
         with self._lock:
-            if text not in self._entries:
-                self._entries[text] = ids
-                self._num_characters += len(text)
+            if block not in self._entries:
+                self._entries[block] = ids
+                self._num_characters += len(block)
             while self._num_characters > self._max_characters:
                 self._num_characters -= len(self._entries.popitem(last=False)[0])
         return ids

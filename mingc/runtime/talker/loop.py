@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mingc.errors import RequestError, ServeError, WorkerError
@@ -157,10 +157,9 @@ class TalkerLoop(EngineThread):
                 self._fail_step([stream], error)
         behind = self._find_behind()
         with self._lock:
-            slots = self._owners(behind)
-            launchable = self._due_slots(
-                [slot for slot in slots if self._worker.is_launchable(slot)], admitted_at
-            )
+            slot_of, is_launchable = self.scheduler.slots.slot, self._worker.is_launchable
+            streams = [each for each in self.scheduler.batch(behind) if is_launchable(slot_of(each))]
+            launchable = self._due_slots(streams, admitted_at)
             if not self.scheduler.num_running and not self.scheduler.num_waiting:
                 self.scheduler.check()
         if launchable and self._wait_for_segments():
@@ -176,7 +175,7 @@ class TalkerLoop(EngineThread):
             # The device reports errors late, so any of the patches in flight may have failed.
             affected = {*launchable, *self._worker.drop()}
             with self._lock:
-                owners = self._owners()
+                owners = {self.scheduler.slots.slot(stream): stream for stream in self.scheduler.batch()}
             self._fail_step([stream for slot, stream in owners.items() if slot in affected], error)
         return True
 
@@ -186,10 +185,9 @@ class TalkerLoop(EngineThread):
     def _admissible(self) -> list[int]:
         return self._pacing.admissible(self.scheduler.waiting, self._clock())
 
-    def _due_slots(self, launchable: Sequence[int], admitted_at: float) -> list[int]:
-        """Slots of the next patch: those of `launchable` that are due, at most a batch."""
-        now, owners = self._clock(), self._owners()
-        streams = [owners[slot] for slot in launchable]
+    def _due_slots(self, streams: Sequence[int], admitted_at: float) -> list[int]:
+        """Slots of the next patch: those of the launchable `streams` that are due, at most a batch."""
+        now = self._clock()
         is_crowded = not self.scheduler.has_room and bool(self._admissible())
         due = self._pacing.due(streams, now, is_crowded=is_crowded)
         self._due_at = self._pacing.next_time(streams, self.scheduler.waiting, now, admitted_at)
@@ -220,15 +218,13 @@ class TalkerLoop(EngineThread):
         self._launch_timing.observe(left - (time.perf_counter() - before), was_held=self._was_held)
         self._was_held = False
         with self._lock:
-            owners = self._owners()
-            self._pacing.launch([owners[slot] for slot in slots], self._clock())
+            self._pacing.launch(map(self.scheduler.slots.owner, slots), self._clock())
 
     def _deliver(self, patches: Mapping[int, Patch]) -> None:
         """Emit patches by slot and end segments that are finished."""
         with self._lock:
-            owners = self._owners()
-        for slot, patch in patches.items():
-            stream = owners[slot]
+            owners = [self.scheduler.slots.owner(slot) for slot in patches]
+        for stream, patch in zip(owners, patches.values(), strict=True):
             if not patch.is_finite:
                 self._fail(stream, WorkerError("the model's samples are not finite", where="audio_vae"))
                 continue
@@ -246,10 +242,6 @@ class TalkerLoop(EngineThread):
             if patch.is_last:
                 self._end_segment(stream)
 
-    def _owners(self, paused: Container[int] = ()) -> dict[int, int]:
-        """Running streams by slot, without the `paused` ones."""
-        return {self.scheduler.slots.slot(stream): stream for stream in self.scheduler.batch(paused)}
-
     def _end_segment(self, stream: int) -> None:
         with self._lock:
             self._worker.remove(self.scheduler.slots.slot(stream))
@@ -260,12 +252,13 @@ class TalkerLoop(EngineThread):
         """Streams that are paused for a slow client. Fails those that exceed the timeout."""
         now = self._clock()
         with self._lock:
-            running = {name: self._pacing.is_unread(name) for name in self.scheduler.batch()}
+            running = self.scheduler.batch()
+            unread = self._pacing.unread(running)
         behind = set()
-        for name, is_unread in running.items():
+        for name in running:
             stream = self._streams[name]
             is_behind = stream.is_behind()
-            if not is_behind and not is_unread:
+            if not is_behind and name not in unread:
                 stream.behind_since = None
                 continue
             behind.add(name)

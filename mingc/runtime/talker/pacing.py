@@ -30,6 +30,7 @@ class _Stream:
         in_flight: patches launched and not ready.
         was_paused: whether its client has not read since the last patch; a late patch then does not count as an
             underrun.
+        earliest: when its next patch may be launched. Stored, because every launch looks at all streams.
     """
 
     is_live: bool
@@ -39,6 +40,7 @@ class _Stream:
     num_samples: int = 0
     in_flight: int = 0
     was_paused: bool = False
+    earliest: float = -math.inf
 
 
 class SpeechPacing:
@@ -68,6 +70,8 @@ class SpeechPacing:
     def release(self) -> None:
         """Delay no stream from now on."""
         self._lead = 0
+        for each in self._streams.values():
+            each.earliest = -math.inf
 
     def open(self, stream: int, *, is_live: bool) -> None:
         """Add a stream; only live streams are ever delayed."""
@@ -88,12 +92,15 @@ class SpeechPacing:
         each = self._streams.get(stream)
         if each is not None and each.started_at is None:
             each.started_at = now
+            each.earliest = self._earliest(each)
 
     def launch(self, streams: Iterable[int], now: float) -> None:
         """The next patch of each stream was launched."""
         for stream in streams:
-            self._streams[stream].launched_at = now
-            self._streams[stream].in_flight += 1
+            each = self._streams[stream]
+            each.launched_at = now
+            each.in_flight += 1
+            each.earliest = self._earliest(each)
 
     def deliver(self, stream: int, num_samples: int, now: float) -> None:
         """The oldest patch in flight of the stream is ready, with so many samples."""
@@ -106,25 +113,28 @@ class SpeechPacing:
         each.was_paused = False
         each.num_samples += num_samples
         each.in_flight -= 1
+        each.earliest = self._earliest(each)
 
     def end_segment(self, stream: int) -> None:
         """A segment of the stream has ended; its surplus patches in flight are discarded."""
-        self._streams[stream].in_flight = 0
+        each = self._streams[stream]
+        each.in_flight = 0
+        each.earliest = self._earliest(each)
 
     def pause(self, stream: int) -> None:
         """The client of the stream does not read."""
         self._streams[stream].was_paused = True
 
-    def is_unread(self, stream: int) -> bool:
-        """Whether the stream is delayed because none of it has been sent yet."""
-        each = self._streams[stream]
-        return each.num_samples > 0 and each.started_at is None and self._earliest(each) == math.inf
+    def unread(self, streams: Iterable[int]) -> set[int]:
+        """Those of the streams that are delayed because none of their patches has been sent yet."""
+        delayed = [stream for stream in streams if self._streams[stream].earliest == math.inf]
+        return {stream for stream in delayed if self._streams[stream].num_samples > 0}
 
     def admissible(self, waiting: Iterable[int], now: float) -> list[int]:
         """Streams that wait for a slot and whose next patch may be launched, most urgent first."""
         if not self._lead:
             return list(waiting)
-        streams = [stream for stream in waiting if self._earliest(self._streams[stream]) <= now]
+        streams = [stream for stream in waiting if self._streams[stream].earliest <= now]
         return sorted(streams, key=lambda stream: self._deadline(self._streams[stream]))
 
     def due(self, running: Iterable[int], now: float, *, is_crowded: bool = False) -> list[int]:
@@ -132,10 +142,11 @@ class SpeechPacing:
 
         `is_crowded`: another stream waits for a slot. Then no stream is delayed, so that slots become free.
         """
-        streams = [stream for stream in running if is_crowded or self._earliest(self._streams[stream]) <= now]
-        if not is_crowded and all(self._latest(self._streams[stream]) > now for stream in streams):
+        found = [stream for stream in running if is_crowded or self._streams[stream].earliest <= now]
+        # A patch is launched at the latest after the slack, if no other patch is launched before.
+        if not is_crowded and all(self._streams[stream].earliest + self._slack_s > now for stream in found):
             return []
-        return sorted(streams, key=lambda stream: self._deadline(self._streams[stream]))
+        return sorted(found, key=lambda stream: self._deadline(self._streams[stream]))
 
     def next_time(
         self, running: Iterable[int], waiting: Iterable[int], now: float, admitted_at: float | None = None
@@ -145,9 +156,10 @@ class SpeechPacing:
         `admitted_at`: time of the last `admissible`, if not `now`. Streams of `waiting` that became due since then
         count as well.
         """
-        times = [time for stream in running if (time := self._latest(self._streams[stream])) > now]
+        streams, slack_s = self._streams, self._slack_s
+        times = [time for stream in running if (time := streams[stream].earliest + slack_s) > now]
         since = now if admitted_at is None else admitted_at
-        times += [time for stream in waiting if (time := self._earliest(self._streams[stream])) > since]
+        times += [time for stream in waiting if (time := streams[stream].earliest) > since]
         return min(times, default=math.inf)
 
     def listeners(self, now: float) -> Mapping[str, int]:
@@ -190,7 +202,3 @@ class SpeechPacing:
             before = each.num_samples + each.in_flight * self._patch_samples
             return -math.inf if before <= (self._lead - 1) * self._patch_samples else math.inf
         return self._deadline(each) - self._lead * self._patch_s
-
-    def _latest(self, each: _Stream) -> float:
-        """When the next patch is launched at the latest, if no other patch is launched before."""
-        return self._earliest(each) + self._slack_s

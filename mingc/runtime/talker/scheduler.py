@@ -6,7 +6,7 @@ The talker loop calls it under its lock. Not thread-safe.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Iterable
 
 from mingc.errors import CapacityError
 from mingc.runtime.kv_cache import SlotPool
@@ -94,9 +94,11 @@ class TalkerScheduler:
             admitted.append((stream, segment, slot))
         return admitted
 
-    def batch(self, paused: Container[int] = ()) -> tuple[int, ...]:
+    def batch(self, paused: Collection[int] = ()) -> tuple[int, ...]:
         """Running streams except the `paused` ones, which keep their slots."""
-        return tuple(stream for stream in self._running if stream not in paused)
+        return (
+            tuple(stream for stream in self._running if stream not in paused) if paused else (*self._running,)
+        )
 
     def end_segment(self, stream: int) -> None:
         """End the stream's segment: free its slot, and queue the stream if it has another one."""
