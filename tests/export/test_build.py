@@ -13,6 +13,7 @@ import torch
 
 from mingc.artifacts.manifest import EngineRecord, FileRecord, GraphRecord, Parity
 from mingc.artifacts.spec import GraphSpec
+from mingc.errors import CompileError
 from mingc.export import pipeline
 from mingc.export.compile import build
 from mingc.export.compile.backend import Backend
@@ -59,6 +60,27 @@ def test_an_engine_is_compiled_by_the_backend_of_its_stage(
     plan: Any = SimpleNamespace(spec=None)
     record = build._compile(task, plan, torch.nn.Linear(1, 1), static_shapes, build.stage_options(recipe))
     assert (record.backend, record.file, record.dims) == (backend, file, static_shapes)
+
+
+@pytest.mark.parametrize(
+    "fault", [ValueError("no such layout"), CompileError("no such layout"), OSError("full")]
+)
+def test_any_error_of_a_compiler_is_one_of_the_export(
+    fault: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(_NamedBackend):
+        def compile(self, *_: object, **__: object) -> float:
+            raise fault
+
+    monkeypatch.setattr(build, "find_backend", Failing)
+    monkeypatch.setattr(build, "capture", lambda *_, **__: None)
+    task = GraphTask(recipe=RECIPE, stage="cfm", graph="sample", folder=Path("nowhere"), weights=())
+    plan: Any = SimpleNamespace(spec=None)
+    with pytest.raises(OSError if isinstance(fault, OSError) else CompileError, match=str(fault)) as failed:
+        build._compile(task, plan, torch.nn.Linear(1, 1), None, build.stage_options(RECIPE))
+    if isinstance(fault, ValueError):
+        says = "aoti does not compile the graph: ValueError: no such layout"
+        assert (failed.value.message, failed.value.where) == (says, "cfm.sample")
 
 
 def test_the_fingerprint_of_a_recipe_leaves_out_where_and_how_it_was_built() -> None:

@@ -105,6 +105,9 @@ def make_vision(calls: list[int], places: list[Tensor], device: torch.device = C
     ) -> tuple[Tensor, ...]:
         calls.append(len(pixels))
         assert (segment[..., 1] > segment[..., 0]).all(), "an empty softmax"
+        given = (pixels, position_index, position_weight, coordinates, segment)
+        declared = [torch.float32, torch.int64, torch.bfloat16, torch.int64, torch.int32]
+        assert [each.dtype for each in given] == declared
         places.append(coordinates)
         flat = pixels.reshape(-1, PIXELS)
         seen = torch.stack([flat[start:end].sum() for start, end in segment[:, 0].tolist()])
@@ -116,7 +119,7 @@ def make_vision(calls: list[int], places: list[Tensor], device: torch.device = C
         inputs={
             "pixels": ("float32", ("M", 4, PIXELS)),
             "position_index": ("int64", ("M", 4, 4)),
-            "position_weight": ("float32", ("M", 4, 4)),
+            "position_weight": ("bfloat16", ("M", 4, 4)),
             "coordinates": ("int64", ("M", 4, 2)),
             "segment": ("int32", ("M", 4, 2)),
         },
@@ -219,13 +222,14 @@ def make_audio(
     def encode(mel: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
         shapes.append(tuple(mel.shape[:2]))
         assert (lengths > 0).all()
-        total = mel.sum((1, 2, 3))
+        assert (mel.dtype, lengths.dtype) == (torch.bfloat16, torch.int64), "as the graph declares them"
+        total = mel.float().sum((1, 2, 3))
         return (torch.stack([total, lengths.float()], dim=1)[:, None].expand(-1, mel.shape[1], -1),)
 
     graph = make_graph(
         "encode",
         encode,
-        inputs={"mel": ("float32", ("N", "T4", PER_TOKEN, MELS)), "lengths": ("int64", ("N",))},
+        inputs={"mel": ("bfloat16", ("N", "T4", PER_TOKEN, MELS)), "lengths": ("int64", ("N",))},
         outputs=["embeddings"],
         state={},
         dims={"N": clips, "T4": (2, 4, 16)},

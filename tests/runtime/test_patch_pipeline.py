@@ -99,6 +99,23 @@ def check(made: list[tuple[NDArray[np.float32], ...]]) -> None:
             assert np.array_equal(one, other)
 
 
+class NarrowWork(CountingWork):
+    """The same with latents in bfloat16, which holds whole numbers up to 256."""
+
+    def sample(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        sampled = super().sample(inputs)
+        return {**sampled, "latents": sampled["latents"].bfloat16()}
+
+    def decode(self, latents: Tensor, slots: Tensor, patch_index: Tensor) -> Tensor:
+        return super().decode(latents.float(), slots, patch_index)
+
+
+def test_latents_of_a_bfloat16_model_are_returned_in_float32() -> None:
+    made = speak(torch.device("cpu"), NarrowWork(torch.device("cpu")))
+    assert all(value.dtype == np.float32 for each in made for value in each)
+    check(made)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_every_device_order_gives_the_same_results(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(seed)

@@ -78,6 +78,11 @@ def test_base64_is_decoded_as_by_the_standard_library() -> None:
             decode_base64(memoryview(bad), is_escaped=True)
     with pytest.raises(binascii.Error):
         decode_base64(memoryview(b"QUJD\\nQUJD"), is_escaped=False)
+    # Padding at the end of a step; then more base64, at once and behind steps of white space alone.
+    for gap in (b"", b" " * 200):
+        with pytest.raises(binascii.Error):
+            decode_base64(memoryview(b"A" * 62 + b"==" + gap + b"QUJD"), is_escaped=True)
+        assert decode_base64(memoryview(b"A" * 62 + b"==" + gap), is_escaped=True) == bytes(46)
 
 
 def chat(content: Any, **fields: Any) -> bytes:

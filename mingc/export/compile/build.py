@@ -25,7 +25,7 @@ from mingc.artifacts.manifest import (
 from mingc.artifacts.spec import GraphSpec
 from mingc.defaults import BACKEND
 from mingc.dtypes import torch_dtype
-from mingc.errors import CompileError, ExportError, MingcError
+from mingc.errors import CompileError, ExportError, MingcError, WorkerError
 from mingc.export.autotune.tuning import tuned_table
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks import experts, routing
@@ -47,6 +47,7 @@ from mingc.kernels.dispatch import plain_torch
 from mingc.kernels.triton.moe_config import use_tuned_configs
 
 _Tensors = Mapping[str, torch.Tensor]
+_OTHER_BACKEND = "compile this stage with another backend: --backend NAME:STAGE"
 
 
 class Replay(Protocol):
@@ -196,18 +197,20 @@ def check_graph(
 
 
 @contextmanager
-def _library_errors(backends: Iterable[str], where: str) -> Iterator[None]:
-    """Convert any error of a library that runs engines of `backends` into an error of the export."""
+def _library_errors(problem: str, where: str) -> Iterator[None]:
+    """Convert any error of a library that compiles or runs engines into an error of the export.
+
+    `problem` begins its message. Engines report that their library failed by a WorkerError, as a server expects.
+    """
     try:
         yield
+    except WorkerError as error:
+        raise CompileError(f"{problem}: {error.message}", where=where, fix=_OTHER_BACKEND) from error
     except (MingcError, OSError, torch.OutOfMemoryError, AssertionError):
         raise
     except Exception as error:  # libraries have no common base class
-        raise CompileError(
-            f"the engine of {' or '.join(backends)} does not run: {type(error).__name__}: {error}",
-            where=where,
-            fix="compile this stage with another backend: --backend NAME:STAGE",
-        ) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise CompileError(f"{problem}: {reason}", where=where, fix=_OTHER_BACKEND) from error
 
 
 @gives_memory_back()
@@ -228,7 +231,7 @@ def time_graph(task: GraphTask, record: GraphRecord, timer: Timer) -> tuple[str,
         sizes = [
             {**plan.check_dims, **each} for each in (record.spec.bucket_sizes() if dims is None else [dims])
         ]
-        with _library_errors(record.backends, task.name):
+        with _library_errors(f"the engine of {' or '.join(record.backends)} does not run", task.name):
             device, samples = timer(
                 [(each.backend, task.folder / each.file) for each in engines],
                 record.spec,
@@ -364,13 +367,14 @@ def _compile(
     backend = find_backend(task.backend).for_graph(plan, static_shapes, task.recipe.target)
     file = task.file("engines", f"{engine_label(task.name, static_shapes)}{_suffix(task, backend)}")
     program = trace_graph(backend, plan, module, stage=task.stage, sizes=static_shapes, device=options.device)
-    seconds = backend.compile(
-        program,
-        task.folder / file,
-        device=task.recipe.target,
-        cache=task.recipe.cache,
-        where=task.name,
-    )
+    with _library_errors(f"{backend.name} does not compile the graph", task.name):
+        seconds = backend.compile(
+            program,
+            task.folder / file,
+            device=task.recipe.target,
+            cache=task.recipe.cache,
+            where=task.name,
+        )
     if task.recipe.cache is not None:
         trim(task.recipe.cache, task.recipe.cache_gigabytes * 1e9)
     return EngineRecord(
@@ -454,7 +458,7 @@ def _check(
         tokens = None
         if of_every_expert is not None:
             tokens = of_every_expert.with_tokens_per_call(len(next(iter(tensors.values()))))
-        with _library_errors([engine.backend], task.name):
+        with _library_errors(f"the engine of {engine.backend} does not run", task.name):
             compiled, *reached = replay(
                 task.folder / engine.file,
                 engine.backend,

@@ -319,10 +319,11 @@ class Schedule:
             refused=self._refused[task.name],
             keep_all=self._recipe.keep_all,
         )
-        kept = {each.file for each in chosen.engines}
-        for built in self._engines[task.name]:
-            if built.record.file not in kept:
-                (self._folder / built.record.file).unlink(missing_ok=True)
+        kept = {self._folder / each.file for each in chosen.engines}
+        # A compiler that died may have left a part of a file.
+        for path in (self._folder / task.file("engines", task.name)).parent.glob(f"{task.name}[.-]*"):
+            if path not in kept:
+                path.unlink()
         self.results.append(replace(self._checked[task.name][0], record=chosen))
 
     def _take_quantization_error(self, stage: str, future: Future[QuantizationError | None]) -> None:

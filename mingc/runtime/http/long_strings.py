@@ -112,7 +112,7 @@ def decode_base64(data: memoryview, *, is_escaped: bool) -> bytes:
         if piece and is_padded:
             raise binascii.Error("Excess data after padding")
         parts.append(base64.b64decode(piece, validate=True))
-        is_padded = piece.endswith(b"=")
+        is_padded = is_padded or piece.endswith(b"=")  # a piece may be white space alone
     return b"".join(parts)
 
 
