@@ -196,35 +196,21 @@ def configs(case: Case, folder: Path) -> Path:
 
 def load_case(case: Case, folder: Path, device: str, dtype: Any) -> tuple[Any, Any, Any]:
     """Name of the stage, graph definition, and module over the random weights of the configs."""
-    import torch
+    from talker_engines import load_module
 
     from mingc.export.checkpoint import open_checkpoint
     from mingc.export.stage import Shard, StageOptions
     from mingc.export.stages import find
-    from mingc.export.weights.loading import part_of
-    from mingc.export.weights.quantization import prepare, stored_tensors
     from mingc.export.weights.synthetic import open_synthetic
 
     stage_name, _, graph = case.graph.partition(".")
     stage = find(stage_name)
     root = configs(case, folder)
     checkpoint = open_checkpoint(root) if case.config == "tiny" else open_synthetic(root, device)
-    config: Any = stage.config(checkpoint)
     options = StageOptions(dtype=dtype, device=device, static_buckets=True, batch_sizes=(1, 2, 4, 8))
-    (plan,) = [each for each in stage.graphs(config, Shard(), options) if each.spec.name == graph]
-    sources = stage.weights(config, Shard())
-    with torch.device("meta"):
-        module = prepare(stage.build(config, Shard()), sources, None)
-    tensors = {}
-    for source in sources:
-        part = part_of(checkpoint, source.part)
-        assert part is not None
-        value = source.compute(*[part.read(name) for name in source.tensors])
-        plain = source.dtype or (dtype if value.is_floating_point() else value.dtype)
-        for name, tensor in stored_tensors(source, value, None, plain).items():
-            tensors[name] = tensor.to(device).contiguous()
-    module.load_state_dict(tensors, strict=True, assign=True)
-    return stage_name, plan, module.eval().requires_grad_(False)
+    plans = stage.graphs(stage.config(checkpoint), Shard(), options)
+    (plan,) = [each for each in plans if each.spec.name == graph]
+    return stage_name, plan, load_module(stage, checkpoint, dtype, device)
 
 
 def build(case: Case, folder: Path, backend_name: str, target: str, *, dry: bool) -> dict[str, Any]:

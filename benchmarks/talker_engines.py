@@ -12,9 +12,10 @@ from harness import compiler_pool
 from torch import nn
 
 from mingc.artifacts.spec import Quantization
+from mingc.export.checkpoint import Checkpoint
 from mingc.export.compile.backends import aoti
 from mingc.export.compile.capture import capture
-from mingc.export.stage import GraphDef, Shard, StageOptions
+from mingc.export.stage import GraphDef, Shard, Stage, StageOptions
 from mingc.export.stages import find
 from mingc.export.weights.loading import part_of
 from mingc.export.weights.quantization import prepare, stored_tensors
@@ -42,8 +43,17 @@ def options(dtype: torch.dtype = torch.bfloat16) -> StageOptions:
 
 def module_of(stage_name: str, dtype: torch.dtype, quantization: Quantization | None = None) -> nn.Module:
     """The stage's module on the device over the checkpoint's random weights (the same in every process)."""
-    stage = find(stage_name)
-    checkpoint = open_synthetic(CONFIGS, "cuda")
+    return load_module(find(stage_name), open_synthetic(CONFIGS, "cuda"), dtype, "cuda", quantization)
+
+
+def load_module(
+    stage: Stage,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: str,
+    quantization: Quantization | None = None,
+) -> nn.Module:
+    """The module of `stage` on `device` over the weights of `checkpoint`, as an export stores them."""
     config = stage.config(checkpoint)
     sources = stage.weights(config, Shard())
     with torch.device("meta"):
@@ -55,7 +65,7 @@ def module_of(stage_name: str, dtype: torch.dtype, quantization: Quantization | 
         value = source.compute(*[part.read(name) for name in source.tensors])
         plain = source.dtype or (dtype if value.is_floating_point() else value.dtype)
         for name, tensor in stored_tensors(source, value, quantization, plain).items():
-            tensors[name] = tensor.to("cuda").contiguous()
+            tensors[name] = tensor.to(device).contiguous()
     module.load_state_dict(tensors, strict=True, assign=True)
     return module.eval().requires_grad_(False)
 

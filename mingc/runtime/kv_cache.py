@@ -194,7 +194,7 @@ class SlotPool:
         assert num_slots > 1
         self.num_slots = num_slots
         self._free = list(range(num_slots - 1, 0, -1))
-        self._owned: dict[int, int] = {}
+        self._slots: dict[int, int] = {}  # by owner
         self._owners: dict[int, int] = {}  # by slot
 
     @property
@@ -203,27 +203,27 @@ class SlotPool:
 
     def allocate(self, owner: int) -> int | None:
         """Allocate a slot for `owner`, which must not have one; None if all are taken."""
-        assert owner not in self._owned, f"request {owner} already has a slot"
+        assert owner not in self._slots, f"request {owner} already has a slot"
         if not self._free:
             return None
-        slot = self._owned[owner] = self._free.pop()
+        slot = self._slots[owner] = self._free.pop()
         self._owners[slot] = owner
         return slot
 
     def slot(self, owner: int) -> int:
-        return self._owned[owner]
+        return self._slots[owner]
 
     def owner(self, slot: int) -> int:
         return self._owners[slot]
 
     def free(self, owner: int) -> None:
         """Free the slot of `owner`; does nothing if it has none."""
-        slot = self._owned.pop(owner, None)
+        slot = self._slots.pop(owner, None)
         if slot is not None:
             del self._owners[slot]
             self._free.append(slot)
 
     def check(self) -> None:
         """Assert that every slot is free or owned, exactly once."""
-        assert sorted([*self._free, *self._owned.values()]) == list(range(1, self.num_slots)), "slots leaked"
-        assert {slot: owner for owner, slot in self._owned.items()} == self._owners, "slots of other owners"
+        assert sorted([*self._free, *self._slots.values()]) == list(range(1, self.num_slots)), "slots leaked"
+        assert {slot: owner for owner, slot in self._slots.items()} == self._owners, "slots of other owners"

@@ -17,7 +17,7 @@ from safetensors.torch import save_file as save_tensors
 
 from mingc import host
 from mingc.artifacts.artifact import Artifact, write_manifest
-from mingc.artifacts.manifest import FILE_NAME, Manifest, Parity, QuantizationError
+from mingc.artifacts.manifest import FILE_NAME, GraphRecord, Manifest, Parity, QuantizationError
 from mingc.artifacts.spec import TensorSpec
 from mingc.cli import commands, main
 from mingc.errors import ConfigError, IncompatibleError, IntegrityError
@@ -317,18 +317,22 @@ def test_a_graph_whose_recorded_file_has_no_output_fails(
     assert (row.outcome, log.summary().failed) == ("FAIL", 1) and "records no out.embeddings" in row.note
 
 
-def test_a_recorded_file_that_lacks_one_of_the_states_fails(
-    manifest: Manifest, artifact_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (stage,) = manifest.stages.values()
+def with_cache(graph: GraphRecord) -> tuple[GraphRecord, dict[str, torch.Tensor]]:
+    """The encoder's graph with a state, and a recorded file of it that lacks the state afterwards."""
     cache = TensorSpec(name="cache", dtype="float32", shape=(3, 5))
-    graph = stage.graphs["encode"]
-    graph = replace(graph, spec=replace(graph.spec, state=(cache,)))
     recorded = {
         "in.mel": torch.ones(1, 2, 4, 128),
         "state.cache": torch.zeros(3, 5),
         "out.embeddings": torch.ones(1, 2, 64),
     }
+    return replace(graph, spec=replace(graph.spec, state=(cache,))), recorded
+
+
+def test_a_recorded_file_that_lacks_one_of_the_states_fails(
+    manifest: Manifest, artifact_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (stage,) = manifest.stages.values()
+    graph, recorded = with_cache(stage.graphs["encode"])
     save_tensors(recorded, artifact_path / graph.golden)
     monkeypatch.setattr(self_check, "replay_engine", lambda *_: [{"embeddings": torch.ones(1, 2, 64)}])
     artifact = Artifact(root=artifact_path, manifest=manifest)
@@ -380,14 +384,7 @@ def test_a_self_check_runs_every_rank_on_what_was_recorded(
     manifest: Manifest, artifact_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = manifest.stages["audio_encoder"]
-    cache = TensorSpec(name="cache", dtype="float32", shape=(3, 5))
-    encode = stage.graphs["encode"]
-    graph = replace(encode, spec=replace(encode.spec, state=(cache,)))
-    recorded = {
-        "in.mel": torch.ones(1, 2, 4, 128),
-        "state.cache": torch.zeros(3, 5),
-        "out.embeddings": torch.ones(1, 2, 64),
-    }
+    graph, recorded = with_cache(stage.graphs["encode"])
     calls: list[Any] = []
 
     def replay_engine(*arguments: Any) -> list[dict[str, torch.Tensor]]:

@@ -17,9 +17,7 @@ from mingc.runtime.preprocess.text_cuts import blocks, find_cut_pattern
 _REPLACEMENT = "\ufffd"
 _MAX_PENDING_TOKENS = 64  # a character has at most 4 tokens; more pending tokens are invalid bytes
 _CONTEXT_TOKENS = 8
-_MIN_CACHED_CHARACTERS = (
-    256  # shorter blocks are tokenized in tens of microseconds, and are not worth an entry
-)
+_MIN_CACHED_CHARACTERS = 256  # shorter blocks are tokenized in tens of microseconds: not worth an entry
 _BLOCK_CHARACTERS = 512  # a text that differs in its last characters tokenizes about as many anew
 
 

@@ -175,8 +175,8 @@ class TalkerLoop(EngineThread):
             # The device reports errors late, so any of the patches in flight may have failed.
             affected = {*launchable, *self._worker.drop()}
             with self._lock:
-                owners = {self.scheduler.slots.slot(stream): stream for stream in self.scheduler.batch()}
-            self._fail_step([stream for slot, stream in owners.items() if slot in affected], error)
+                failed = [each for each in self.scheduler.batch() if slot_of(each) in affected]
+            self._fail_step(failed, error)
         return True
 
     def _idle_s(self) -> float:

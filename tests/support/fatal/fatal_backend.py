@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
-import torch
 from eager_backend import EagerBackend
+from torch.export import ExportedProgram
 
 
 class FatalBackend(EagerBackend):
@@ -15,19 +16,11 @@ class FatalBackend(EagerBackend):
     name = "fatal"
     suffix = ".fatal"
 
-    def compile(
-        self,
-        program: torch.export.ExportedProgram,
-        path: Path,
-        *,
-        device: str,
-        cache: Path | None,
-        where: str,
-    ) -> float:
+    def compile(self, program: ExportedProgram, path: Path, *, where: str, **options: Any) -> float:
         if where == "cfm.aggregate":
             path.write_bytes(b"a part")
             os.abort()
-        return super().compile(program, path, device=device, cache=cache, where=where)
+        return super().compile(program, path, where=where, **options)
 
 
 BACKEND = FatalBackend()

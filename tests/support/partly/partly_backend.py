@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import torch
 from eager_backend import BACKEND as EAGER
+from torch.export import ExportedProgram
 
 from mingc.export.compile.backend import Backend
 from mingc.export.compile.backends.aoti import BACKEND as AOTI
@@ -22,19 +23,11 @@ class PartlyBackend(Backend):
     def unsupported_reason(self, target: str, dtype: str) -> str | None:
         return EAGER.unsupported_reason(target, dtype)
 
-    def compile(
-        self,
-        program: torch.export.ExportedProgram,
-        path: Path,
-        *,
-        device: str,
-        cache: Path | None,
-        where: str,
-    ) -> float:
+    def compile(self, program: ExportedProgram, path: Path, *, where: str, **options: Any) -> float:
         if where not in COMPILED:
-            return EAGER.compile(program, path, device=device, cache=cache, where=where)
+            return EAGER.compile(program, path, where=where, **options)
         package = path.with_suffix(AOTI.suffix)  # the compiler insists on its ending
-        seconds = AOTI.compile(program, package, device=device, cache=cache, where=where)
+        seconds = AOTI.compile(program, package, where=where, **options)
         package.rename(path)
         return seconds
 
