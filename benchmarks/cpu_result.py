@@ -17,15 +17,22 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_commit = ""  # set by `parse_args`
 _PACKAGES = ("torch", "onnxruntime", "onnxscript", "tensorrt-rtx", "ray", "starlette", "uvicorn", "numpy")
 
 
 def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the arguments of a script that has `--json`. With it, the checkout must be a commit without changes."""
+    """Parse the arguments of a script that has `--json`, and add `--commit`, as `harness.parse_args` does.
+
+    With `--json` the measured commit must be known, and a git checkout must have no changes.
+    """
+    global _commit
+    parser.add_argument("--commit", help="commit that is measured, where the checkout is no git repository")
     given = parser.parse_args()
     if given.json is not None:
-        if not _COMMIT.fullmatch(_commit()):
-            parser.error("--json needs a git checkout, whose commit the result records")
+        _commit = given.commit or _git("rev-parse", "--verify", "--quiet", "HEAD")
+        if not _COMMIT.fullmatch(_commit):
+            parser.error(f"--json needs the measured commit, found {_commit!r}: pass --commit HASH")
         if _git("status", "--porcelain", "--untracked-files=no"):
             parser.error("--json needs a checkout without changes, as the result records its commit")
     return given
@@ -38,7 +45,7 @@ def write(path: Path, benchmark: str, figures: list[dict[str, Any]], **more: Any
     document = {
         "schema": 1,
         "benchmark": benchmark,
-        "commit": _commit(),
+        "commit": _commit,
         # Paths outside the repository are reduced to their last name: where this machine keeps files is irrelevant.
         "command": shlex.join(
             ["python", f"benchmarks/{Path(sys.argv[0]).name}"]
@@ -56,10 +63,6 @@ def write(path: Path, benchmark: str, figures: list[dict[str, Any]], **more: Any
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _commit() -> str:
-    return _git("rev-parse", "--verify", "--quiet", "HEAD")
 
 
 def _git(*words: str) -> str:
