@@ -24,7 +24,8 @@ _PACKAGES = ("torch", "onnxruntime", "onnxscript", "tensorrt-rtx", "ray", "starl
 def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the arguments of a script that has `--json`, and add `--commit`, as `harness.parse_args` does.
 
-    With `--json` the measured commit must be known, and a git checkout must have no changes.
+    With `--json` the measured commit must be known; without `--commit` it is that of the checkout, which must have no
+    changes.
     """
     global _commit
     parser.add_argument("--commit", help="commit that is measured, where the checkout is no git repository")
@@ -33,7 +34,7 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
         _commit = given.commit or _git("rev-parse", "--verify", "--quiet", "HEAD")
         if not _COMMIT.fullmatch(_commit):
             parser.error(f"--json needs the measured commit, found {_commit!r}: pass --commit HASH")
-        if _git("status", "--porcelain", "--untracked-files=no"):
+        if given.commit is None and _git("status", "--porcelain", "--untracked-files=no"):
             parser.error("--json needs a checkout without changes, as the result records its commit")
     return given
 
