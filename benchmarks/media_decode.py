@@ -35,6 +35,7 @@ import numpy as np
 from arguments import whole
 from media_server import STEP_S, audio_parameters, vision_parameters
 from numpy.typing import NDArray
+from part_driver import python_path
 
 from mingc.runtime.http.long_strings import decode_base64
 from mingc.runtime.http.options import ServeOptions
@@ -271,7 +272,7 @@ def server() -> Iterator[tuple[str, Callable[[], Figure]]]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(cpu_result.ROOT)},
+        env={**os.environ, "PYTHONPATH": python_path()},
     )
     assert process.stdin is not None and process.stdout is not None
     stdin, stdout = process.stdin, process.stdout

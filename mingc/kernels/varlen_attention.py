@@ -41,7 +41,9 @@ def make_segments(bounds_BS2: Tensor, x_KW: Tensor, num_heads: int) -> Segments:
     num_keys, width = x_KW.shape[-2:]
     bounds_BS2 = bounds_BS2.int()
     if _use_kernel(x_KW, width // num_heads):
-        return Segments(bounds=bounds_BS2.contiguous(), mask=None)
+        # A running sum of starts and lengths, as Inductor would compute an elementwise expression again in every layer.
+        lengths_BS2 = torch.stack((bounds_BS2[..., 0], bounds_BS2[..., 1] - bounds_BS2[..., 0]), dim=-1)
+        return Segments(bounds=lengths_BS2.cumsum(-1, dtype=torch.int32), mask=None)
     key_K = torch.arange(num_keys, device=bounds_BS2.device, dtype=torch.int32)
     start_BS1, end_BS1 = bounds_BS2[..., :1], bounds_BS2[..., 1:]
     hidden_BSK = (key_K < start_BS1) | (key_K >= end_BS1)

@@ -300,7 +300,7 @@ def test_released_geometry_has_the_released_size(config: AudioConfig) -> None:
 def test_buckets_end_at_the_longest_clip_and_batch(config: AudioConfig) -> None:
     (plan,) = STAGE.graphs(config, Shard(), StageOptions(batch_sizes=(1, 2, 4, 6)))
     assert plan.spec.dim("N").buckets == (1, 2, 4, 6)
-    assert plan.spec.dim("T4").buckets == (25, 50, 100, 200, 375, 750, 1100)
+    assert plan.spec.dim("T4").buckets == (25, 50, 100, 200, 250, 375, 750, 1100)
     (plan,) = STAGE.graphs(config, Shard(), StageOptions(static_buckets=True, dtype=torch.bfloat16))
     assert plan.spec.dim("N").buckets == (1, 4), "no more than the largest batch, 8"
     assert [tensor.dtype for tensor in (*plan.spec.inputs, *plan.spec.outputs)] == [
@@ -325,11 +325,11 @@ def test_engines_for_several_clips_are_few(config: AudioConfig) -> None:
         for clips in (1, 4, 16)
     }
     assert by_clips == {
-        1: [25, 50, 100, 200, 375, 750, 1500, 3000, 7500],
-        4: [25, 50, 100, 200, 375, 750],
+        1: [25, 50, 100, 200, 250, 375, 750, 1500, 3000, 7500],
+        4: [25, 50, 100, 200, 250, 375, 750],
         16: [25, 50, 100, 200],
     }
-    assert len(sizes) == 19
+    assert len(sizes) == 21
     assert {name: plan.check_dims[name] for name in ("N", "T4")} in sizes, "compared with float32 at export"
     (one,) = STAGE.graphs(released(config), Shard(), replace(options, batch_sizes=(1, 2)))
     assert {size["N"] for size in engine_sizes(one, options) if size is not None} == {1}

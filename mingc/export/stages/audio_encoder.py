@@ -38,9 +38,9 @@ _SAMPLE_RATE = 16000
 _FFT_SIZE = 400
 _HOP_SAMPLES = 160
 
-# 1, 2, 4, 8, 15, 30, 60, 120 and 300 seconds at 25 tokens per second.
-_TOKEN_BUCKETS = (25, 50, 100, 200, 375, 750, 1500, 3000, 7500)
-# Engines for several clips, one for each size: four of up to 30 s, sixteen of up to 8 s, ten beside the nine for one.
+# 1, 2, 4, 8, 10, 15, 30, 60, 120 and 300 seconds at 25 tokens per second.
+_TOKEN_BUCKETS = (25, 50, 100, 200, 250, 375, 750, 1500, 3000, 7500)
+# Engines for several clips, one for each size: four of up to 30 s, sixteen of up to 8 s, eleven beside the ten for one.
 # A single clip of 15 s fills an H200 (benchmarks/NOTES-encoders.md), so longer calls would only delay the first.
 _STATIC_CLIPS = (1, 4, 16)
 _MAX_STATIC_TOKENS = 3200  # of all clips of a call together

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mingc.kernels.triton.pdl import enable_pdl
+
 _MIN_DOT = 16  # dims of the smallest product of tensor cores
-_SHORT, _MEDIUM = 512, 2048  # queries
+# Queries of the largest images. Their blocks are too large for the short frames of a video.
+_LONG = 8192
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Config:
+    block_m: int  # queries of a program
+    block_n: int  # keys of a step
+    num_warps: int
+    num_stages: int
+    is_ahead: bool = False
 
 
 @triton.jit
@@ -31,24 +45,43 @@ def _load_head(
 
 
 @triton.jit
-def mingc_varlen_attention(
+def _score(
+    q0, q1, base, stride, key, is_key,
+    MAIN: tl.constexpr, REST: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Products of the queries with the keys `key`; q1 is ignored without REST."""
+    k0 = _load_head(base, stride, key, is_key, 0, MAIN, SIZE, 0.0)
+    scores = tl.dot(q0, tl.trans(k0))
+    if REST:
+        k1 = _load_head(base, stride, key, is_key, MAIN, REST, SIZE, 0.0)
+        scores = tl.dot(q1, tl.trans(k1), scores)
+    return scores
+
+
+@triton.jit
+def mingc_varlen_attention_pdl(
     q, k, v, bounds, out, num_queries, num_keys, q_stride, k_stride, v_stride, bounds_stride,
     HEADS: tl.constexpr, SIZE: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M queries of one head per program, BLOCK_N keys per step; a head is MAIN + REST dims, powers of two."""
+    """BLOCK_M queries of one head per program, BLOCK_N keys per step; a head is MAIN + REST dims, powers of two.
+
+    With AHEAD the scores of the next keys are computed while the softmax of the current ones is, which takes registers.
+    """
     head = tl.program_id(1) % HEADS
     row = (tl.program_id(1) // HEADS).to(tl.int64)
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_query = token < num_queries
-    place = bounds + row * tl.maximum(num_queries * bounds_stride, 2)
+    zero = enable_pdl(PDL)
+    place = bounds + zero + row * tl.maximum(num_queries * bounds_stride, 2)
     place += tl.minimum(token, num_queries - 1) * bounds_stride
     start = tl.load(place)
     end = tl.load(place + 1)
-    q += row * num_queries * q_stride + head * SIZE
-    k += row * num_keys * k_stride + head * SIZE
-    v += row * num_keys * v_stride + head * SIZE
+    q += zero + row * num_queries * q_stride + head * SIZE
+    k += zero + row * num_keys * k_stride + head * SIZE
+    v += zero + row * num_keys * v_stride + head * SIZE
     q0 = _load_head(q, q_stride, token, is_query, 0, MAIN, SIZE, 0.0)
+    q1 = q0
     context0 = tl.zeros([BLOCK_M, MAIN], tl.float32)
     if REST:
         q1 = _load_head(q, q_stride, token, is_query, MAIN, REST, SIZE, 0.0)
@@ -66,24 +99,29 @@ def mingc_varlen_attention(
     common = tl.max(start, 0)
     num_common = tl.maximum(tl.min(end, 0) - common, 0) // BLOCK_N
     offset = tl.arange(0, BLOCK_N)
+    is_whole = tl.full([BLOCK_N], 1, tl.int1)
+    if AHEAD:
+        key = common + offset
+        following = _score(q0, q1, k, k_stride, key, key < num_keys, MAIN, REST, SIZE)
     for block in range(0, num_common):
         key = common + block * BLOCK_N + offset
-        is_key = tl.full([BLOCK_N], 1, tl.int1)
-        k0 = _load_head(k, k_stride, key, is_key, 0, MAIN, SIZE, 0.0)
-        scores = tl.dot(q0, tl.trans(k0))
-        if REST:
-            k1 = _load_head(k, k_stride, key, is_key, MAIN, REST, SIZE, 0.0)
-            scores = tl.dot(q1, tl.trans(k1), scores)
+        if AHEAD:
+            scores = following
+            # The last block computes its own scores again.
+            ahead = common + tl.minimum(block + 1, num_common - 1) * BLOCK_N + offset
+            following = _score(q0, q1, k, k_stride, ahead, is_whole, MAIN, REST, SIZE)
+        else:
+            scores = _score(q0, q1, k, k_stride, key, is_whole, MAIN, REST, SIZE)
         higher = tl.maximum(top, tl.max(scores, 1) * scale)
         weights = tl.exp2(scores * scale - higher[:, None])
         shrink = tl.exp2(top - higher)
         if not SUMS:
             total = total * shrink + tl.sum(weights, 1)
         top = higher
-        v0 = _load_head(v, v_stride, key, is_key, 0, MAIN, SIZE, 0.0)
+        v0 = _load_head(v, v_stride, key, is_whole, 0, MAIN, SIZE, 0.0)
         context0 = tl.dot(weights.to(v0.dtype), v0, context0 * shrink[:, None])
         if REST:
-            v1 = _load_head(v, v_stride, key, is_key, MAIN, REST, SIZE, 1.0)
+            v1 = _load_head(v, v_stride, key, is_whole, MAIN, REST, SIZE, 1.0)
             context1 = tl.dot(weights.to(v1.dtype), v1, context1 * shrink[:, None])
 
     tail = common + num_common * BLOCK_N
@@ -92,11 +130,7 @@ def mingc_varlen_attention(
         is_before = block < num_before
         key = tl.where(is_before, first + block * BLOCK_N, tail + (block - num_before) * BLOCK_N) + offset
         is_key = key < tl.where(is_before, common, last)
-        k0 = _load_head(k, k_stride, key, is_key, 0, MAIN, SIZE, 0.0)
-        scores = tl.dot(q0, tl.trans(k0))
-        if REST:
-            k1 = _load_head(k, k_stride, key, is_key, MAIN, REST, SIZE, 0.0)
-            scores = tl.dot(q1, tl.trans(k1), scores)
+        scores = _score(q0, q1, k, k_stride, key, is_key, MAIN, REST, SIZE)
         is_seen = is_key[None, :] & (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
         scores = tl.where(is_seen, scores * scale, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
@@ -115,7 +149,7 @@ def mingc_varlen_attention(
 
     if SUMS:
         total = tl.sum(tl.where((tl.arange(0, REST) == SIZE - MAIN)[None, :], context1, 0.0), 1)
-    out += row * num_queries * (HEADS * SIZE) + head * SIZE
+    out += zero + row * num_queries * (HEADS * SIZE) + head * SIZE
     target = out + token[:, None] * (HEADS * SIZE)
     dim = tl.arange(0, MAIN)
     mask = is_query[:, None] & (dim < SIZE)[None, :]
@@ -130,22 +164,35 @@ def mingc_varlen_attention(
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
     """See `mingc.kernels.varlen_attention`; `bounds` (B, S, 2) int32 in place of the segments."""
     rows, queries, heads, size = q.shape
-    # Measured on an H200 (benchmarks/NOTES-encoders.md): small blocks fill the device when there are few queries.
-    block_m, block_n, warps, stages = 128, 64, 4, 3
-    if queries <= _SHORT:
-        block_m, block_n, stages = 64, 128, 2
-    elif queries <= _MEDIUM:
-        warps = 8
+    config = _config(queries)
     main = _main_size(size)
     rest = 0 if size == main else max(_MIN_DOT, triton.next_power_of_2(size - main))
     out = torch.empty(rows, queries, heads, size, dtype=q.dtype, device=q.device)
-    torch.library.wrap_triton(mingc_varlen_attention)[(triton.cdiv(queries, block_m), rows * heads)](
+    torch.library.wrap_triton(mingc_varlen_attention_pdl)[(triton.cdiv(queries, config.block_m), rows * heads)](
         q, k, v, bounds, out, queries, k.shape[1], q.stride(1), k.stride(1), v.stride(1),
         2 if bounds.shape[1] > 1 else 0,
-        HEADS=heads, SIZE=size, MAIN=main, REST=rest, BLOCK_M=block_m, BLOCK_N=block_n,
-        num_warps=warps, num_stages=stages,
+        HEADS=heads, SIZE=size, MAIN=main, REST=rest, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        AHEAD=config.is_ahead, PDL=True, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out
+
+
+def _config(queries: int) -> _Config:
+    """Configuration for a sequence of `queries`; few queries need small blocks to fill the device.
+
+    Measured on an H100 and an H200 (benchmarks/NOTES-encoders.md).
+    """
+    if queries <= 256:
+        return _Config(block_m=64, block_n=64, num_warps=4, num_stages=3)
+    if queries <= 512:
+        return _Config(block_m=64, block_n=128, num_warps=4, num_stages=2)
+    if queries <= 1024:
+        return _Config(block_m=128, block_n=128, num_warps=8, num_stages=3)
+    if queries <= 2048:
+        return _Config(block_m=128, block_n=64, num_warps=8, num_stages=3)
+    if queries <= _LONG:
+        return _Config(block_m=128, block_n=64, num_warps=4, num_stages=3)
+    return _Config(block_m=256, block_n=64, num_warps=16, num_stages=3, is_ahead=True)
 
 
 def _main_size(size: int) -> int:
