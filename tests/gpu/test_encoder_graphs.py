@@ -177,7 +177,7 @@ def test_clips_at_released_dims(monkeypatch: pytest.MonkeyPatch) -> None:
     stage, parameters = stage_of("audio_encoder")
     assert isinstance(parameters, AudioParameters)
     encoder = AudioEncoder(stage, parameters, DEVICE)
-    assert encoder._call.num_captured == 12  # one of 1 to 30 s, four of 1 to 8 s, sixteen of 1 and 2 s
+    assert encoder._call.num_captured == 13  # one of 1 to 30 s, four of 1 to 8 s, sixteen of 1 and 2 s
     monkeypatch.setattr(encoders, "_CAPTURED_AUDIO_TOKENS", 0)
     direct = AudioEncoder(stage, parameters, DEVICE)
     assert direct._call.num_captured == 0
