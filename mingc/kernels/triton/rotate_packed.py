@@ -7,16 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mingc.kernels.triton.pdl import enable_pdl
-
 _TOKENS = 8  # of a program
 _BLOCK = 256  # values of a token
 
 
 @triton.jit
-def mingc_rotate_packed_pdl(
+def mingc_rotate_packed(
     qkv, cos, sin, out, num_tokens,
-    WIDTH: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """TOKENS × BLOCK values of queries and keys per program; WIDTH values of each of them per token."""
     half: tl.constexpr = SIZE // 2
@@ -25,15 +23,14 @@ def mingc_rotate_packed_pdl(
     mask = (token < num_tokens)[:, None] & (place < 2 * WIDTH)[None, :]
     is_low = place % SIZE < half
     partner = tl.where(is_low, place + half, place - half)
-    zero = enable_pdl(PDL)
-    source = qkv + zero + token.to(tl.int64)[:, None] * (3 * WIDTH)
+    source = qkv + token.to(tl.int64)[:, None] * (3 * WIDTH)
     own = tl.load(source + place[None, :], mask=mask, other=0.0)
     other = tl.load(source + partner[None, :], mask=mask, other=0.0).to(tl.float32)
-    angle = zero + token[:, None] * half + (place % half)[None, :]
+    angle = token[:, None] * half + (place % half)[None, :]
     c = tl.load(cos + angle, mask=mask, other=0.0)
     s = tl.load(sin + angle, mask=mask, other=0.0)
     rotated = own.to(tl.float32) * c + tl.where(is_low[None, :], -other, other) * s
-    target = out + zero + token.to(tl.int64)[:, None] * (2 * WIDTH) + place[None, :]
+    target = out + token.to(tl.int64)[:, None] * (2 * WIDTH) + place[None, :]
     tl.store(target, rotated.to(own.dtype), mask=mask)
 
 
@@ -44,8 +41,7 @@ def rotate_packed(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = heads * size
     out = torch.empty(tokens, 2, heads, size, dtype=qkv.dtype, device=qkv.device)
     grid = (triton.cdiv(tokens, _TOKENS), triton.cdiv(2 * width, _BLOCK))
-    torch.library.wrap_triton(mingc_rotate_packed_pdl)[grid](
-        qkv, cos, sin, out, tokens,
-        WIDTH=width, SIZE=size, TOKENS=_TOKENS, BLOCK=_BLOCK, PDL=True, num_warps=4,
-    )  # fmt: skip
+    torch.library.wrap_triton(mingc_rotate_packed)[grid](
+        qkv, cos, sin, out, tokens, WIDTH=width, SIZE=size, TOKENS=_TOKENS, BLOCK=_BLOCK, num_warps=4
+    )
     return out

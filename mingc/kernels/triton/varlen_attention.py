@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mingc.kernels.triton.pdl import enable_pdl
-
 _MIN_DOT = 16  # dims of the smallest product of tensor cores
 # Queries of the largest images. Their blocks are too large for the short frames of a video.
 _LONG = 8192
@@ -59,10 +57,10 @@ def _score(
 
 
 @triton.jit
-def mingc_varlen_attention_pdl(
+def mingc_varlen_attention(
     q, k, v, bounds, out, num_queries, num_keys, q_stride, k_stride, v_stride, bounds_stride,
     HEADS: tl.constexpr, SIZE: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M queries of one head per program, BLOCK_N keys per step; a head is MAIN + REST dims, powers of two.
 
@@ -72,14 +70,13 @@ def mingc_varlen_attention_pdl(
     row = (tl.program_id(1) // HEADS).to(tl.int64)
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_query = token < num_queries
-    zero = enable_pdl(PDL)
-    place = bounds + zero + row * tl.maximum(num_queries * bounds_stride, 2)
+    place = bounds + row * tl.maximum(num_queries * bounds_stride, 2)
     place += tl.minimum(token, num_queries - 1) * bounds_stride
     start = tl.load(place)
     end = tl.load(place + 1)
-    q += zero + row * num_queries * q_stride + head * SIZE
-    k += zero + row * num_keys * k_stride + head * SIZE
-    v += zero + row * num_keys * v_stride + head * SIZE
+    q += row * num_queries * q_stride + head * SIZE
+    k += row * num_keys * k_stride + head * SIZE
+    v += row * num_keys * v_stride + head * SIZE
     q0 = _load_head(q, q_stride, token, is_query, 0, MAIN, SIZE, 0.0)
     q1 = q0
     context0 = tl.zeros([BLOCK_M, MAIN], tl.float32)
@@ -149,7 +146,7 @@ def mingc_varlen_attention_pdl(
 
     if SUMS:
         total = tl.sum(tl.where((tl.arange(0, REST) == SIZE - MAIN)[None, :], context1, 0.0), 1)
-    out += zero + row * num_queries * (HEADS * SIZE) + head * SIZE
+    out += row * num_queries * (HEADS * SIZE) + head * SIZE
     target = out + token[:, None] * (HEADS * SIZE)
     dim = tl.arange(0, MAIN)
     mask = is_query[:, None] & (dim < SIZE)[None, :]
@@ -168,11 +165,11 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
     main = _main_size(size)
     rest = 0 if size == main else max(_MIN_DOT, triton.next_power_of_2(size - main))
     out = torch.empty(rows, queries, heads, size, dtype=q.dtype, device=q.device)
-    torch.library.wrap_triton(mingc_varlen_attention_pdl)[(triton.cdiv(queries, config.block_m), rows * heads)](
+    torch.library.wrap_triton(mingc_varlen_attention)[(triton.cdiv(queries, config.block_m), rows * heads)](
         q, k, v, bounds, out, queries, k.shape[1], q.stride(1), k.stride(1), v.stride(1),
         2 if bounds.shape[1] > 1 else 0,
         HEADS=heads, SIZE=size, MAIN=main, REST=rest, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        AHEAD=config.is_ahead, PDL=True, num_warps=config.num_warps, num_stages=config.num_stages,
+        AHEAD=config.is_ahead, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out
 
