@@ -67,9 +67,7 @@ def _runner(engine: Engine, arguments: list[torch.Tensor], pool: GraphPool | Non
         return run
     try:
         return pool.capture(run, "trial")[0].replay
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:  # it synchronizes: a server runs it without a graph, too
+    except RuntimeError:  # it synchronizes: a server runs it without a graph, too. Full memory is a WorkerError.
         return run
 
 
