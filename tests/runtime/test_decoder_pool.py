@@ -22,7 +22,7 @@ from mingc.errors import CapacityError, ConfigError, RequestError, WorkerError
 from mingc.runtime.preprocess import decoder_pool, decoder_process
 from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.decoder_pool import DecoderPool
-from mingc.runtime.preprocess.decoder_process import receive, send, task_head
+from mingc.runtime.preprocess.decoder_process import TaskHead, receive, send
 from mingc.runtime.preprocess.limits import MIB, MediaLimits
 from mingc.runtime.preprocess.media_task import MediaTask, run_task
 from mingc.runtime.preprocess.video import VideoFeatures
@@ -195,7 +195,7 @@ def test_a_result_is_not_memory_that_a_process_keeps(
     monkeypatch.setattr(decoder_process, "_data_bytes", lambda: kept + result.nbytes)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        send(ours, task_head(IMAGE, 3), memoryview(b"abc"))
+        send(ours, TaskHead(task=IMAGE, size=3), memoryview(b"abc"))
         decoder_process._serve_task(theirs, 20.0, retire_bytes=100)
         assert receive(ours)["retire"] is retires
 

@@ -16,10 +16,10 @@ from mingc.artifacts.codec import encode
 from mingc.errors import CapacityError, ConfigError, RequestError, WorkerError
 from mingc.runtime.preprocess.decoder_process import (
     DecoderConfig,
+    TaskHead,
     receive,
     receive_array,
     send,
-    task_head,
     unpack,
 )
 from mingc.runtime.preprocess.limits import DEFAULT_MEDIA_BYTES, too_large, undecodable
@@ -165,7 +165,7 @@ class _Decoder:
 
     def run(self, task: MediaTask, data: bytes) -> tuple[DecodedMedia | Exception, bool]:
         """(features or error, whether the process may be used again). Raises: OSError or EOFError when it ended."""
-        send(self._socket, task_head(task, len(data)), data)
+        send(self._socket, TaskHead(task=task, size=len(data)), data)
         head = receive(self._socket)
         is_reusable = not head["retire"]
         if "error" in head:
