@@ -84,16 +84,10 @@ class VisionFeatures:
         return pixels.reshape(len(part), -1)
 
     def colours(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """Rows [start, stop) of `pixels` as colour levels, uint8; only with `levels`."""
+        """Rows [start, stop) of `patches`, by channel: (n, C, time·p·p) uint8; only with `levels`."""
         assert self.levels is not None
-        rows = self.patches[start:stop].astype(np.uint8, copy=False)
-        if self.repeats == 1:
-            return rows
-        by_channel = rows.reshape(len(rows), len(self.levels), 1, -1)
-        # np.repeat takes as long, but keeps Python's lock.
-        repeated = np.empty((*by_channel.shape[:2], self.repeats, by_channel.shape[3]), np.uint8)
-        repeated[...] = by_channel
-        return repeated.reshape(len(rows), -1)
+        part = self.patches[start:stop].astype(np.uint8, copy=False)
+        return part.reshape(len(part), len(self.levels), -1)
 
 
 def load_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
@@ -261,7 +255,8 @@ def resize_loaded(
 
     Raises: RequestError for an extreme aspect ratio, or when `max_pixels` leaves the short side without a pixel.
     """
-    size = loaded_size(*image.shape[:2], parameters, where, max_pixels=max_pixels)
+    height, width = image.shape[:2]
+    size = loaded_size(height, width, parameters, where, max_pixels=max_pixels)
     return np.asarray(_resize(Image.fromarray(image), *size))
 
 
@@ -292,7 +287,8 @@ def resize_for_encoder(
     image: NDArray[np.uint8], parameters: VisionParameters, where: str
 ) -> NDArray[np.uint8]:
     """Second resize of (H, W, 3) uint8: sides become multiples of the side of a merged token."""
-    size = _encoder_size(*image.shape[:2], parameters, where)
+    height, width = image.shape[:2]
+    size = _encoder_size(height, width, parameters, where)
     return np.asarray(_resize(Image.fromarray(image), *size))
 
 
