@@ -24,7 +24,7 @@ from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.decoder_pool import DecoderPool
 from mingc.runtime.preprocess.decoder_process import TaskHead, receive, send
 from mingc.runtime.preprocess.limits import MIB, MediaLimits
-from mingc.runtime.preprocess.media_task import MediaTask, run_task
+from mingc.runtime.preprocess.media_task import MediaTask, digest_of, run_task
 from mingc.runtime.preprocess.video import VideoFeatures
 from mingc.runtime.request import VideoParams
 
@@ -77,6 +77,13 @@ def test_features_equal_those_of_this_process(pool: DecoderPool, task: MediaTask
     assert not isinstance(found, VideoFeatures | AudioFeatures)
     assert found.grid == expected.grid
     np.testing.assert_array_equal(found.pixels, expected.pixels)
+
+
+@MEDIA
+def test_features_have_the_digest_of_their_file(pool: DecoderPool, task: MediaTask, data: bytes) -> None:
+    found = pool.run(task, data)
+    features = found.vision if isinstance(found, VideoFeatures) else found
+    assert features.digest == digest_of(task, data)
 
 
 def test_a_process_is_used_again(pool: DecoderPool) -> None:

@@ -121,6 +121,7 @@ def test_the_same_content_is_encoded_once_for_all_that_wait(
         check(future, picture)
     check(submit(loop, "a")[0], "a")
     assert gate.calls == [["a"], ["b"]]
+    wait_until_equal(IDLE, lambda: loop.held)
     assert (cache.num_misses, cache.num_hits, cache.num_bytes) == (2, 3, 2 * ENTRY)
 
 

@@ -54,13 +54,14 @@ class VisionFeatures:
 
     `patches` (t·h·w, C·time·p·p); the patches of one merged token are contiguous. Without `levels` they are normalised
     float32 values. With `levels` (C, 256) float32 they are uint8 colour levels, which that table normalises; an image
-    is then stored once for `repeats` frames.
+    is then stored once for `repeats` frames. `digest`: see `media_task.digest_of`; None: not known.
     """
 
     patches: NDArray[np.float32] | NDArray[np.uint8]
     grid: Grid
     levels: NDArray[np.float32] | None = None
     repeats: int = 1
+    digest: bytes | None = None
 
     def num_tokens(self, merge_size: int) -> int:
         """Number of embeddings that the encoder returns."""
