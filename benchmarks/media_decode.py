@@ -41,10 +41,8 @@ from mingc.runtime.http.long_strings import decode_base64
 from mingc.runtime.http.options import ServeOptions
 from mingc.runtime.http.parsing import parse_chat
 from mingc.runtime.preprocess.decoder_pool import DecoderPool
-from mingc.runtime.preprocess.media_task import MediaTask, num_bytes, run_task
-from mingc.runtime.preprocess.video import VideoFeatures
+from mingc.runtime.preprocess.media_task import MediaTask, digest_of, num_bytes, run_task
 from mingc.runtime.request import ServiceInfo
-from mingc.runtime.service.media_ids import content_digest
 
 _TIMEOUT_S = 600.0  # on a machine that does much else
 _QUIET_S = 5.0  # of the stream alone, before media are sent
@@ -195,7 +193,6 @@ def decoding(medium: Medium, pool: DecoderPool, count: int) -> Figure:
     """Milliseconds of the steps of one medium, and what a second of processor time decodes."""
     task, data, body = medium.task, medium.data, medium.body()
     features = run_task(task, data)
-    hashed = features.vision if isinstance(features, VideoFeatures) else features
     encoded = memoryview(base64.b64encode(data))
     decode = times(lambda: run_task(task, data), count)
     rate = 1e3 / decode["processor"]["median"]
@@ -210,7 +207,7 @@ def decoding(medium: Medium, pool: DecoderPool, count: int) -> Figure:
         "decode_through_the_pool": times(lambda: pool.run(task, data), count),
         "parse_the_body": times(lambda: parse_chat(body, _INFO, ServeOptions()), count),
         "decode_base64": times(lambda: decode_base64(encoded, is_escaped=True), count),
-        "hash_the_features": times(lambda: content_digest(hashed), count),
+        "hash_the_file": times(lambda: digest_of(task, data), count),
         "per_core": {
             "files_per_s": round(rate, 2),
             "mb_per_s": round(rate * len(data) / 1e6, 2),

@@ -22,9 +22,9 @@ from mingc.errors import CapacityError, ConfigError, RequestError, WorkerError
 from mingc.runtime.preprocess import decoder_pool, decoder_process
 from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.decoder_pool import DecoderPool
-from mingc.runtime.preprocess.decoder_process import receive, send, task_head
+from mingc.runtime.preprocess.decoder_process import TaskHead, receive, send
 from mingc.runtime.preprocess.limits import MIB, MediaLimits
-from mingc.runtime.preprocess.media_task import MediaTask, run_task
+from mingc.runtime.preprocess.media_task import MediaTask, digest_of, run_task
 from mingc.runtime.preprocess.video import VideoFeatures
 from mingc.runtime.request import VideoParams
 
@@ -77,6 +77,13 @@ def test_features_equal_those_of_this_process(pool: DecoderPool, task: MediaTask
     assert not isinstance(found, VideoFeatures | AudioFeatures)
     assert found.grid == expected.grid
     np.testing.assert_array_equal(found.pixels, expected.pixels)
+
+
+@MEDIA
+def test_features_have_the_digest_of_their_file(pool: DecoderPool, task: MediaTask, data: bytes) -> None:
+    found = pool.run(task, data)
+    features = found.vision if isinstance(found, VideoFeatures) else found
+    assert features.digest == digest_of(task, data)
 
 
 def test_a_process_is_used_again(pool: DecoderPool) -> None:
@@ -195,7 +202,7 @@ def test_a_result_is_not_memory_that_a_process_keeps(
     monkeypatch.setattr(decoder_process, "_data_bytes", lambda: kept + result.nbytes)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        send(ours, task_head(IMAGE, 3), memoryview(b"abc"))
+        send(ours, TaskHead(task=IMAGE, size=3), memoryview(b"abc"))
         decoder_process._serve_task(theirs, 20.0, retire_bytes=100)
         assert receive(ours)["retire"] is retires
 

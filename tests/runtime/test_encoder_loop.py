@@ -13,6 +13,7 @@ from held_resources import wait_until_equal
 from torch import Tensor
 
 from mingc.errors import RequestError, WorkerError
+from mingc.runtime.service import encoder_loop
 from mingc.runtime.service.encoder_cache import EncoderCache
 from mingc.runtime.service.encoder_loop import EncoderLoop, _is_finite
 
@@ -20,6 +21,7 @@ WAIT_S = 20.0
 WIDTH = 4
 LARGEST = 32
 BYTES = 1 << 20
+IDLE = {"media in the encoder": 0}
 ENTRY = 8 * WIDTH * 4  # bytes of the embeddings of a picture of 8 tokens
 
 
@@ -96,7 +98,7 @@ def running(loop: EncoderLoop[str], gate: Gate) -> Iterator[EncoderLoop[str]]:
     gate.open()
     loop.stop()
     assert not loop._thread.is_alive()
-    assert loop.held == {"media in the encoder": 0} and not loop._by_key
+    assert loop.held == IDLE and not loop._by_key
 
 
 def submit(loop: EncoderLoop[str], *pictures: str) -> list[Future[Tensor]]:
@@ -119,6 +121,7 @@ def test_the_same_content_is_encoded_once_for_all_that_wait(
         check(future, picture)
     check(submit(loop, "a")[0], "a")
     assert gate.calls == [["a"], ["b"]]
+    wait_until_equal(IDLE, lambda: loop.held)
     assert (cache.num_misses, cache.num_hits, cache.num_bytes) == (2, 3, 2 * ENTRY)
 
 
@@ -299,6 +302,7 @@ def test_results_that_are_not_finite_are_not_kept(
     gate.open()
     gate.values = lambda name: torch.full((8, WIDTH), torch.nan)
     assert submit(loop, "a")[0].result(WAIT_S).isnan().all()
+    wait_until_equal(IDLE, lambda: loop.held)
     gate.values = embeddings_of
     check(submit(loop, "a")[0], "a")
     assert cache.num_hits == 0
@@ -309,12 +313,44 @@ def test_what_is_kept_is_no_part_of_a_larger_result(
 ) -> None:
     """Nor is it written to with it: an engine may use the memory of its outputs again."""
     gate.open()
-    kept = submit(loop, "a")[0].result(WAIT_S)
-    assert kept.untyped_storage().nbytes() == ENTRY == cache.num_bytes
+    for future, picture in zip(submit(loop, "a", "b"), "ab", strict=True):
+        check(future, picture)
+    wait_until_equal(IDLE, lambda: loop.held)
+    assert gate.calls == [["a", "b"]] and cache.num_bytes == 2 * ENTRY
     for each in gate.outputs:
         each.zero_()
-    check(submit(loop, "a")[0], "a")
-    assert gate.calls == [["a"]]
+    for picture in "ab":
+        (future,) = submit(loop, picture)
+        check(future, picture)
+        assert future.result().untyped_storage().nbytes() == ENTRY
+    assert len(gate.calls) == 1
+
+
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_requests_do_not_wait_for_the_cache(
+    is_finite: bool, loop: EncoderLoop[str], gate: Gate, cache: EncoderCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that join while embeddings are checked get the copy that is kept, or try again."""
+    may_end = threading.Event()
+
+    def check_slowly(values: Tensor) -> bool:
+        assert may_end.wait(WAIT_S)
+        return _is_finite(values)
+
+    monkeypatch.setattr(encoder_loop, "_is_finite", check_slowly)
+    gate.open()
+    if not is_finite:
+        gate.values = lambda name: torch.full((8, WIDTH), torch.inf)
+    found = [future.result(WAIT_S) for future in submit(loop, "a", "b")]
+    assert all(each.isfinite().all() == is_finite for each in found)
+    gate.values = embeddings_of
+    (joined,) = submit(loop, "a")
+    assert not joined.done() and cache.num_bytes == 0
+    may_end.set()
+    check(joined, "a")
+    wait_until_equal(IDLE, lambda: loop.held)
+    assert gate.calls == [["a", "b"]] + ([] if is_finite else [["a"]])
+    assert cache.num_bytes == (2 if is_finite else 1) * ENTRY
 
 
 def test_a_stopped_loop_fails_what_waits(gate: Gate, cache: EncoderCache) -> None:
@@ -362,6 +398,10 @@ def test_entries_may_fill_the_budget() -> None:
 def test_every_bfloat16_that_is_no_number_is_found() -> None:
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
     finite = every.isfinite()
+    numbers = every[finite].repeat(3)[: (2 << 16) + 5]  # blocks and a part of one
+    assert _is_finite(numbers) and len(numbers) > 2 << 16
+    for place in (0, (1 << 16) - 1, 1 << 16, len(numbers) - 1):
+        assert not _is_finite(numbers.index_fill(0, torch.tensor(place), torch.nan))
     assert _is_finite(every[finite]) and _is_finite(every[:0])
     assert not any(_is_finite(value[None]) for value in every[~finite])
     assert not _is_finite(torch.tensor([1.0, float("nan")])) and _is_finite(torch.tensor([1.0, -3e38]))

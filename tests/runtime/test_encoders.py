@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -97,8 +98,15 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return cast(torch.device, SimpleNamespace(type="cuda"))
 
 
-def make_vision(calls: list[int], places: list[Tensor], device: torch.device = CPU) -> VisionEncoder:
-    """Fake embeddings: the sum of the token's pixels, and the sum over the keys of its first patch."""
+def make_vision(
+    calls: list[int], places: list[Tensor], device: torch.device = CPU, parameters: VisionParameters = VISION
+) -> VisionEncoder:
+    """Fake embeddings: the sum of the token's pixels, and the sum over the keys of its first patch.
+
+    The values of a patch have weights, so that their order matters.
+    """
+    values = PIXELS * parameters.temporal_patch_size * parameters.patch_size**2
+    weights = torch.ones(values) if values == PIXELS else torch.arange(1.0, 1.0 + values)
 
     def encode(
         pixels: Tensor, position_index: Tensor, position_weight: Tensor, coordinates: Tensor, segment: Tensor
@@ -109,7 +117,8 @@ def make_vision(calls: list[int], places: list[Tensor], device: torch.device = C
         declared = [torch.float32, torch.int64, torch.bfloat16, torch.int64, torch.int32]
         assert [each.dtype for each in given] == declared
         places.append(coordinates)
-        flat = pixels.reshape(-1, PIXELS)
+        pixels = pixels * weights
+        flat = pixels.reshape(-1, values)
         seen = torch.stack([flat[start:end].sum() for start, end in segment[:, 0].tolist()])
         return (torch.stack([pixels.sum((1, 2)), seen], dim=1),)
 
@@ -117,7 +126,7 @@ def make_vision(calls: list[int], places: list[Tensor], device: torch.device = C
         "encode",
         encode,
         inputs={
-            "pixels": ("float32", ("M", 4, PIXELS)),
+            "pixels": ("float32", ("M", 4, values)),
             "position_index": ("int64", ("M", 4, 4)),
             "position_weight": ("bfloat16", ("M", 4, 4)),
             "coordinates": ("int64", ("M", 4, 2)),
@@ -127,7 +136,7 @@ def make_vision(calls: list[int], places: list[Tensor], device: torch.device = C
         state={},
         dims={"M": (4, 8)},
     )
-    return VisionEncoder(LoadedStage("vision_encoder", {"encode": graph}), VISION, device)
+    return VisionEncoder(LoadedStage("vision_encoder", {"encode": graph}), parameters, device)
 
 
 LEVELS = np.random.default_rng(1).standard_normal((PIXELS, 256)).astype(np.float32)
@@ -170,15 +179,25 @@ def test_colours_are_normalised_as_by_the_table() -> None:
         assert all(map(torch.equal, found, wanted))
 
 
-def test_an_image_is_repeated_in_time() -> None:
-    """Rows are (channel, time, y, x): the colours of each channel come twice."""
-    colours = np.arange(2 * 6, dtype=np.uint8).reshape(2, 6)
-    image = VisionFeatures(patches=colours, grid=(1, 1, 2), levels=LEVELS, repeats=2)
-    np.testing.assert_array_equal(image.colours(1, 2), [[6, 7, 6, 7, 8, 9, 8, 9, 10, 11, 10, 11]])
-    by_table = np.stack(
-        [LEVELS[channel][image.colours(0, 2).reshape(2, 3, 4)[:, channel]] for channel in range(3)]
-    )
-    np.testing.assert_array_equal(image.pixels, by_table.transpose(1, 0, 2).reshape(2, 12))
+def test_an_image_is_repeated_in_time(cuda: torch.device) -> None:
+    """Alone, with padding, and in a call with a video, whose values are (channel, time, y, x) as well."""
+    parameters = replace(VISION, temporal_patch_size=3, patch_size=2)
+    generator = np.random.default_rng(3)
+
+    def features(grid: tuple[int, int, int], repeats: int) -> VisionFeatures:
+        values = PIXELS * 3 * 4 // repeats
+        colours = generator.integers(0, 256, (math.prod(grid), values)).astype(np.uint8)
+        return VisionFeatures(patches=colours, grid=grid, levels=LEVELS, repeats=repeats)
+
+    image, wide, video = features((1, 4, 4), 3), features((1, 2, 6), 3), features((2, 2, 2), 1)
+    time = image.patches.reshape(16, PIXELS, 1, 4).repeat(3, axis=2)
+    by_table = np.stack([LEVELS[channel][time[:, channel]] for channel in range(PIXELS)], axis=1)
+    np.testing.assert_array_equal(image.pixels, by_table.reshape(16, -1))
+    for device in (CPU, cuda):
+        for together in ([image], [wide], [image, wide], [video], [wide, video], [video, image]):
+            found = make_vision([], [], device, parameters).encode(together)
+            wanted = make_vision([], [], CPU, parameters).encode(list(map(without_levels, together)))
+            assert all(map(torch.equal, found, wanted))
 
 
 def test_frames_of_a_long_video_share_calls_of_a_limited_size() -> None:

@@ -101,9 +101,10 @@ def media_service(decode: Callable[[MediaTask, bytes], DecodedMedia], encoder: E
     return service
 
 
-def body(image: bytes, **fields: object) -> bytes:
-    url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
-    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "hi"}]
+def body(*images: bytes, **fields: object) -> bytes:
+    urls = [f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in images]
+    content: list[dict[str, object]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    content.append({"type": "text", "text": "hi"})
     return json.dumps(
         {"messages": [{"role": "user", "content": content}], "max_tokens": 2, **fields}
     ).encode()
@@ -154,7 +155,7 @@ def test_nothing_that_touches_media_runs_on_the_thread_of_the_event_loop(
     monkeypatch.setattr(routes, "read_body", seen.wrap("event loop", routes.read_body))
     decode = seen.wrap("decode the medium", gate.decode)
     with run_server(lambda: media_service(decode, encoder)) as url:
-        answer = post(url, body(large_picture()))
+        answer = post(url, body(large_picture(), large_picture()))
     assert answer.status_code == 200
     (event_loop,) = seen.threads.pop("event loop")
     assert sorted(seen.threads) == [

@@ -29,7 +29,7 @@ from mingc.runtime.noise import NoiseSource, PhiloxNoise
 from mingc.runtime.preprocess.decoder_pool import DecoderPool
 from mingc.runtime.preprocess.image import VisionFeatures
 from mingc.runtime.preprocess.prompt import MediaFeatures, PreparedPrompt
-from mingc.runtime.prompt import AUDIO, VISION
+from mingc.runtime.prompt import AUDIO, VISION, WORD
 from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,
@@ -597,6 +597,33 @@ def test_a_request_that_leaves_withdraws_all_of_its_media() -> None:
 
     asyncio.run(leave())
     assert all(future.cancelled() for each in futures.values() for future in each)
+
+
+def test_embeddings_of_a_single_medium_are_not_copied_on_the_host() -> None:
+    """Several are put together; so are those of one that cannot be copied to a device without waiting."""
+
+    def encoded(device: torch.device, *tensors: torch.Tensor) -> torch.Tensor:
+        futures: list[Future[torch.Tensor]] = [Future() for _ in tensors]
+        for future, tensor in zip(futures, tensors, strict=True):
+            future.set_result(tensor)
+        kinds = np.repeat(np.array([WORD, VISION, WORD], np.int64), [2, sum(map(len, tensors)), 3])
+        return asyncio.run(_encoded(kinds, {VISION: futures}, device))
+
+    cpu, gpu = torch.device("cpu"), torch.device("meta")  # which stands for a device
+    first, second = torch.rand(4, 3), torch.rand(5, 3)
+    assert encoded(cpu, first).data_ptr() == first.data_ptr()
+    assert torch.equal(encoded(cpu, first, second), torch.cat([first, second]))
+    copies: list[tuple[torch.device, bool]] = []
+
+    class Result(torch.Tensor):
+        def to(self, device: torch.device, *, non_blocking: bool = False) -> torch.Tensor:  # type: ignore[override]
+            copies.append((device, non_blocking))
+            return first
+
+    result = first.as_subclass(Result)
+    assert encoded(gpu, result).device.type == "meta" and not copies
+    result.is_pinned = lambda: True  # type: ignore[method-assign, assignment]
+    assert encoded(gpu, result) is first and copies == [(gpu, True)]
 
 
 def test_the_load_has_the_figures_of_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:

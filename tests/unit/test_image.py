@@ -184,6 +184,20 @@ def test_grid_arrays_give_the_golden_position_embeddings(case: str) -> None:
     np.testing.assert_allclose(flat.reshape(len(flat), -1), angles, atol=1e-6)
 
 
+def test_arrays_of_a_grid_may_be_written() -> None:
+    """Those of later pictures of the same size do not change with them; frames of a video repeat those of one."""
+    fields = ("position_index", "position_weight", "coordinates")
+    first, *_ = found = [build_grid_arrays([(1, 6, 4)], merge_size=2, position_grid_size=5)]
+    before = [getattr(first, name).copy() for name in fields]
+    for name in fields:
+        getattr(first, name)[:] = 0
+    found.append(build_grid_arrays([(1, 6, 4)], merge_size=2, position_grid_size=5))
+    found.append(build_grid_arrays([(3, 6, 4)], merge_size=2, position_grid_size=5))
+    for name, wanted in zip(fields, before, strict=True):
+        np.testing.assert_array_equal(getattr(found[1], name), wanted)
+        np.testing.assert_array_equal(getattr(found[2], name), np.tile(wanted, (3, 1, 1)))
+
+
 def test_a_grid_of_the_table_size_is_not_interpolated() -> None:
     arrays = build_grid_arrays([(1, 12, 12)], merge_size=2, position_grid_size=12)
     row, column = arrays.coordinates[..., 0], arrays.coordinates[..., 1]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
+from preprocess_data import audio_parameters, vision_parameters
 
 from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.image import VisionFeatures
+from mingc.runtime.preprocess.limits import MediaLimits
+from mingc.runtime.preprocess.media_task import MediaTask, digest_of, with_digest
 from mingc.runtime.preprocess.prompt import MediaFeatures
+from mingc.runtime.preprocess.video import VideoFeatures
 from mingc.runtime.prompt import AUDIO, VISION, WORD
+from mingc.runtime.request import VideoParams
 from mingc.runtime.service.media_ids import content_digest, media_digests, media_ids
 
 RANDOM = np.random.default_rng(0)
@@ -21,6 +26,7 @@ IMAGE = VisionFeatures(
     levels=RANDOM.random((3, 256), np.float32),
     repeats=2,
 )
+FILE = bytes(range(256)) * 1000
 CLIP = AudioFeatures(mel=RANDOM.random((9, 8), np.float32), num_tokens=3)
 
 
@@ -51,6 +57,36 @@ def test_other_features_have_another_digest(other: VisionFeatures | AudioFeature
     mine = CLIP if isinstance(other, AudioFeatures) and other is not CLIP else IMAGE
     assert content_digest(other) != content_digest(mine)
     assert content_digest(other) == content_digest(replace(other)), "of the content, not of the object"
+
+
+@pytest.mark.parametrize("kind", ["image", "video", "audio"])
+def test_a_file_has_another_digest_when_its_features_may_differ(
+    kind: Literal["image", "video", "audio"],
+) -> None:
+    """Not when only limits, names in errors or settings of other media do."""
+    vision, audio = (None, audio_parameters()) if kind == "audio" else (vision_parameters(), None)
+    task = MediaTask(kind=kind, where="a", vision=vision, audio=audio)
+    tasks = [task, replace(task, kind="image" if kind == "video" else "video")]
+    if vision is not None:
+        tasks.append(replace(task, vision=replace(vision, patch_size=vision.patch_size + 1)))
+    if audio is not None:
+        tasks.append(replace(task, audio=replace(audio, fft_size=audio.fft_size + 1)))
+    slower = replace(task, video=VideoParams(fps=0.5))
+    if kind == "video":
+        tasks.append(slower)
+    else:
+        assert digest_of(slower, FILE) == digest_of(task, FILE)
+    elsewhere = replace(task, where="b", limits=MediaLimits(max_bytes=1, max_tokens=2))
+    assert digest_of(elsewhere, FILE) == digest_of(task, FILE)
+    digests = {digest_of(each, data) for each in tasks for data in (FILE, FILE[:-1] + b"f", FILE[:-1])}
+    assert len(digests) == 3 * len(tasks) and {len(each) for each in digests} == {32}
+
+
+def test_a_known_digest_is_that_of_the_features() -> None:
+    video = VideoFeatures(vision=IMAGE, timestamps=(0.0,))
+    for features in (IMAGE, CLIP, video):
+        found = with_digest(features, b"known")
+        assert content_digest(found.vision if isinstance(found, VideoFeatures) else found) == b"known"
 
 
 def test_a_view_has_the_digest_of_its_copy() -> None:

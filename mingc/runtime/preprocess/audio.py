@@ -36,11 +36,13 @@ _MAX_PEAK = 1e6  # far beyond any recording; larger samples would overflow the s
 class AudioFeatures:
     """Input of the audio encoder for one clip.
 
-    `mel`: (frames, num_mels) float32. `num_tokens`: number of embeddings that the encoder returns.
+    `mel`: (frames, num_mels) float32. `num_tokens`: number of embeddings that the encoder returns. `digest`: see
+    `media_task.digest_of`; None: not known.
     """
 
     mel: NDArray[np.float32]
     num_tokens: int
+    digest: bytes | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,14 +16,14 @@ from mingc.artifacts.codec import encode
 from mingc.errors import CapacityError, ConfigError, RequestError, WorkerError
 from mingc.runtime.preprocess.decoder_process import (
     DecoderConfig,
+    TaskHead,
     receive,
     receive_array,
     send,
-    task_head,
     unpack,
 )
 from mingc.runtime.preprocess.limits import DEFAULT_MEDIA_BYTES, too_large, undecodable
-from mingc.runtime.preprocess.media_task import DecodedMedia, MediaTask
+from mingc.runtime.preprocess.media_task import DecodedMedia, MediaTask, digest_of, with_digest
 
 DEFAULT_TIMEOUT_S = 60.0
 _EXIT_S = 5.0
@@ -58,7 +58,7 @@ class DecoderPool:
             self._idle.append(decoder)
 
     def run(self, task: MediaTask, data: bytes) -> DecodedMedia:
-        """As `run_task`, in another process.
+        """As `run_task`, in another process. The features have a `digest`.
 
         Raises: RequestError also when the decoder crashes or takes too long, CapacityError after `close`.
         """
@@ -165,7 +165,8 @@ class _Decoder:
 
     def run(self, task: MediaTask, data: bytes) -> tuple[DecodedMedia | Exception, bool]:
         """(features or error, whether the process may be used again). Raises: OSError or EOFError when it ended."""
-        send(self._socket, task_head(task, len(data)), data)
+        send(self._socket, TaskHead(task=task, size=len(data)), data)
+        digest = digest_of(task, data)  # while the process decodes
         head = receive(self._socket)
         is_reusable = not head["retire"]
         if "error" in head:
@@ -173,7 +174,7 @@ class _Decoder:
             message = head["error"].pop("message")
             return kind(message, **head["error"]), is_reusable
         arrays = [receive_array(self._socket, dtype, shape) for dtype, shape in head["arrays"]]
-        return unpack(head, arrays), is_reusable
+        return with_digest(unpack(head, arrays), digest), is_reusable
 
     def kill(self) -> None:
         """End the process. The thread that waits for its reply gets an EOFError."""

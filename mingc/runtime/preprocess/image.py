@@ -54,13 +54,14 @@ class VisionFeatures:
 
     `patches` (t·h·w, C·time·p·p); the patches of one merged token are contiguous. Without `levels` they are normalised
     float32 values. With `levels` (C, 256) float32 they are uint8 colour levels, which that table normalises; an image
-    is then stored once for `repeats` frames.
+    is then stored once for `repeats` frames. `digest`: see `media_task.digest_of`; None: not known.
     """
 
     patches: NDArray[np.float32] | NDArray[np.uint8]
     grid: Grid
     levels: NDArray[np.float32] | None = None
     repeats: int = 1
+    digest: bytes | None = None
 
     def num_tokens(self, merge_size: int) -> int:
         """Number of embeddings that the encoder returns."""
@@ -84,16 +85,10 @@ class VisionFeatures:
         return pixels.reshape(len(part), -1)
 
     def colours(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """Rows [start, stop) of `pixels` as colour levels, uint8; only with `levels`."""
+        """Rows [start, stop) of `patches`, by channel: (n, C, time·p·p) uint8; only with `levels`."""
         assert self.levels is not None
-        rows = self.patches[start:stop].astype(np.uint8, copy=False)
-        if self.repeats == 1:
-            return rows
-        by_channel = rows.reshape(len(rows), len(self.levels), 1, -1)
-        # np.repeat takes as long, but keeps Python's lock.
-        repeated = np.empty((*by_channel.shape[:2], self.repeats, by_channel.shape[3]), np.uint8)
-        repeated[...] = by_channel
-        return repeated.reshape(len(rows), -1)
+        part = self.patches[start:stop].astype(np.uint8, copy=False)
+        return part.reshape(len(part), len(self.levels), -1)
 
 
 def load_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
@@ -248,10 +243,10 @@ def _upright(image: Image.Image, orientation: int) -> Image.Image:
     return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
 
 
-def _resize(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-    if image.shape[:2] == (height, width):
+def _resize(image: Image.Image, height: int, width: int) -> Image.Image:
+    if image.size == (width, height):
         return image
-    return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
+    return image.resize((width, height), Image.Resampling.BICUBIC)
 
 
 def resize_loaded(
@@ -262,7 +257,8 @@ def resize_loaded(
     Raises: RequestError for an extreme aspect ratio, or when `max_pixels` leaves the short side without a pixel.
     """
     height, width = image.shape[:2]
-    return _resize(image, *loaded_size(height, width, parameters, where, max_pixels=max_pixels))
+    size = loaded_size(height, width, parameters, where, max_pixels=max_pixels)
+    return np.asarray(_resize(Image.fromarray(image), *size))
 
 
 def loaded_size(
@@ -293,7 +289,8 @@ def resize_for_encoder(
 ) -> NDArray[np.uint8]:
     """Second resize of (H, W, 3) uint8: sides become multiples of the side of a merged token."""
     height, width = image.shape[:2]
-    return _resize(image, *_encoder_size(height, width, parameters, where))
+    size = _encoder_size(height, width, parameters, where)
+    return np.asarray(_resize(Image.fromarray(image), *size))
 
 
 def _encoder_size(height: int, width: int, parameters: VisionParameters, where: str) -> tuple[int, int]:
@@ -348,7 +345,7 @@ class PatchWriter:
         self._repeats = parameters.temporal_patch_size if num_frames == 1 else 1
         self._temporal = parameters.temporal_patch_size // self._repeats
         self._levels = _normalisation_table(parameters.image_mean, parameters.image_std)
-        self._blocks = (height // patch // merge, merge, patch, width // patch // merge, merge, patch)
+        self._blocks = (height // patch // merge, merge, patch, width // patch // merge, merge)
         self._grid = (num_frames // self._temporal, height // patch, width // patch)
         shape = (
             self._grid[0],
@@ -359,17 +356,22 @@ class PatchWriter:
             3,
             self._temporal,
             patch,
-            patch,
         )
-        self._patches = np.empty(shape, dtype=np.uint8)
+        # One item is a line of a patch, which numpy copies at once; a pixel at a time takes eight times as long.
+        self._lines = np.empty(shape, dtype=f"V{patch}")
 
     def put(self, index: int, frame: NDArray[np.uint8]) -> None:
         """Write frame `index`, (H, W, 3) uint8."""
-        blocks = frame.reshape(*self._blocks, 3).transpose(0, 3, 1, 4, 6, 2, 5)
-        self._patches[index // self._temporal, ..., index % self._temporal, :, :] = blocks
+        for channel in range(3):
+            self.put_channel(index, channel, np.ascontiguousarray(frame[..., channel]))
+
+    def put_channel(self, index: int, channel: int, values: NDArray[np.uint8]) -> None:
+        """Write one channel of frame `index`, (H, W) uint8 without gaps."""
+        blocks = values.view(self._lines.dtype).reshape(self._blocks).transpose(0, 3, 1, 4, 2)
+        self._lines[index // self._temporal, ..., channel, index % self._temporal, :] = blocks
 
     def features(self) -> VisionFeatures:
-        rows = self._patches.reshape(math.prod(self._grid), -1)
+        rows = self._lines.view(np.uint8).reshape(math.prod(self._grid), -1)
         return VisionFeatures(patches=rows, grid=self._grid, levels=self._levels, repeats=self._repeats)
 
 
@@ -404,7 +406,10 @@ def load_image(
         )
         decoded = _decode(image, data, where)
         orientation = _orientation(image)
-        if decoded.size != target:
-            decoded = decoded.resize(target, Image.Resampling.BICUBIC)
-    loaded = np.asarray(_upright(decoded, orientation))
-    return patchify(resize_for_encoder(loaded, parameters, where)[None], parameters)
+        loaded = _upright(_resize(decoded, *size), orientation)
+    height, width = _encoder_size(loaded.height, loaded.width, parameters, where)
+    resized = _resize(loaded, height, width)
+    writer = PatchWriter(1, height, width, parameters)
+    for channel, values in enumerate(resized.split()):
+        writer.put_channel(0, channel, np.asarray(values))
+    return writer.features()

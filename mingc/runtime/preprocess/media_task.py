@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+from dataclasses import dataclass, field, replace
 from typing import Literal
+
+import msgspec
 
 from mingc.artifacts.parameters import AudioParameters, VisionParameters
 from mingc.runtime.preprocess.audio import AudioFeatures, load_audio
@@ -47,6 +50,24 @@ def run_task(task: MediaTask, data: bytes) -> DecodedMedia:
         raise too_large(
             f"decoding the {task.kind} takes more memory than its header says", task.where
         ) from error
+
+
+def digest_of(task: MediaTask, data: bytes) -> bytes:
+    """32 bytes that differ for media whose features differ: a hash of the file, and of all that `run_task` does to it.
+
+    A file is a fraction of its features, which take 0.4 ms for 1,024 patches.
+    """
+    settings = (task.kind, task.vision, task.audio, task.video if task.kind == "video" else None)
+    digest = hashlib.sha256(msgspec.json.encode(settings))
+    digest.update(data)
+    return digest.digest()
+
+
+def with_digest(features: DecodedMedia, digest: bytes) -> DecodedMedia:
+    """`features` with their `digest_of`."""
+    if isinstance(features, VideoFeatures):
+        return replace(features, vision=replace(features.vision, digest=digest))
+    return replace(features, digest=digest)
 
 
 def num_bytes(features: DecodedMedia) -> int:

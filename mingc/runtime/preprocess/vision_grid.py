@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +54,32 @@ def _frame_coordinates(height: int, width: int, merge: int) -> NDArray[np.int64]
     return np.stack([rows, columns], axis=-1).reshape(-1, merge**2, 2).astype(np.int64)
 
 
+class _FrameArrays(NamedTuple):
+    """`VisionGridArrays` of one frame, without its segment: read only."""
+
+    position_index: NDArray[np.int64]
+    position_weight: NDArray[np.float32]
+    coordinates: NDArray[np.int64]
+
+
+@lru_cache(maxsize=8)  # pictures of one size, and the frames of a video: at most 4.2 MB each
+def _frame_arrays(height: int, width: int, merge: int, table_side: int) -> _FrameArrays:
+    points = _frame_coordinates(height, width, merge)
+    row, column = points[..., 0], points[..., 1]
+    row_below, row_above, row_part = _neighbours(height, table_side)
+    column_below, column_above, column_part = _neighbours(width, table_side)
+    corners = [
+        (line[row] * table_side + place[column])
+        for line in (row_below, row_above)
+        for place in (column_below, column_above)
+    ]
+    one = np.float32(1)
+    weights = [
+        a[row] * b[column] for a in (one - row_part, row_part) for b in (one - column_part, column_part)
+    ]
+    return _FrameArrays(np.stack(corners, axis=-1), np.stack(weights, axis=-1), points)
+
+
 def build_grid_arrays(grids: Sequence[Grid], *, merge_size: int, position_grid_size: int) -> VisionGridArrays:
     """Index arrays of the grids in order; each frame is a separate attention segment."""
     index: list[NDArray[np.int64]] = []
@@ -61,25 +88,13 @@ def build_grid_arrays(grids: Sequence[Grid], *, merge_size: int, position_grid_s
     segment: list[NDArray[np.int32]] = []
     start = 0
     for frames, height, width in grids:
-        points = _frame_coordinates(height, width, merge_size)
-        row, column = points[..., 0], points[..., 1]
-        row_below, row_above, row_part = _neighbours(height, position_grid_size)
-        column_below, column_above, column_part = _neighbours(width, position_grid_size)
-        corners = [
-            (line[row] * position_grid_size + place[column])
-            for line in (row_below, row_above)
-            for place in (column_below, column_above)
-        ]
-        one = np.float32(1)
-        weights = [
-            a[row] * b[column] for a in (one - row_part, row_part) for b in (one - column_part, column_part)
-        ]
-        index.append(np.tile(np.stack(corners, axis=-1), (frames, 1, 1)))
-        weight.append(np.tile(np.stack(weights, axis=-1), (frames, 1, 1)))
-        coordinates.append(np.tile(points, (frames, 1, 1)))
+        frame = _frame_arrays(height, width, merge_size, position_grid_size)
+        index += [frame.position_index] * frames
+        weight += [frame.position_weight] * frames
+        coordinates += [frame.coordinates] * frames
         for _ in range(frames):
             end = start + height * width
-            segment.append(np.broadcast_to(np.array([start, end], dtype=np.int32), points.shape))
+            segment.append(np.broadcast_to(np.array([start, end], dtype=np.int32), frame.coordinates.shape))
             start = end
     if not grids:
         raise ValueError("no grids")
@@ -92,8 +107,8 @@ def build_grid_arrays(grids: Sequence[Grid], *, merge_size: int, position_grid_s
 
 
 def group_pixels(pixels: NDArray[_Scalar], merge_size: int) -> NDArray[_Scalar]:
-    """View patch rows (P, n) as (P / merge², merge², n)."""
-    return pixels.reshape(-1, merge_size**2, pixels.shape[-1])
+    """View patch rows (P, …) as (P / merge², merge², …)."""
+    return pixels.reshape(-1, merge_size**2, *pixels.shape[1:])
 
 
 def pad_tokens(values: NDArray[_Scalar], num_tokens: int) -> NDArray[_Scalar]:

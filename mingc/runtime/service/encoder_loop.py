@@ -23,6 +23,7 @@ _MAX_MEDIA = 32  # in one call
 _MAX_WAITING_BYTES = 64 << 20
 # Only in NaN and inf all of its bits are set.
 _BFLOAT16_EXPONENT = np.int16(0x7F80)
+_BLOCK_VALUES = 1 << 16
 
 _Features = TypeVar("_Features")
 _FeaturesIn = TypeVar("_FeaturesIn", contravariant=True)
@@ -183,20 +184,33 @@ class EncoderLoop(EngineThread, Generic[_Features]):
                 for job in jobs:
                     self._encode([job])
             return
+        # All requests go on before anything is cached, which takes as long as a small call.
         for job, embeddings in zip(jobs, found, strict=True):
-            self._finish(job, embeddings)
+            with self._lock:
+                waiting, job.futures = job.futures, []
+            _resolve(waiting, embeddings)
+        for job, embeddings in zip(jobs, found, strict=True):
+            self._keep(job, embeddings)
 
-    def _finish(self, job: _Job[_Features], embeddings: Tensor) -> None:
-        if self._cache is not None and job.key is not None and _is_finite(embeddings):
+    def _keep(self, job: _Job[_Features], embeddings: Tensor) -> None:
+        """Cache `embeddings` if they are finite.
+
+        Requests that have joined meanwhile get the cached copy. If there is none, they try again.
+        """
+        if self._cache is None or job.key is None:
+            return
+        is_finite = _is_finite(embeddings)
+        if is_finite:
             # A copy: not part of a larger call's result, and not pinned memory, which later calls would have to pin
             # again.
             embeddings = embeddings.clone()
             self._cache.put(job.key, embeddings)
         with self._lock:
+            if job.futures and not is_finite:
+                self._waiting.appendleft(job)
+                return
             self._forget(job)
-        for future in job.futures:
-            if future.set_running_or_notify_cancel():
-                future.set_result(embeddings)
+        _resolve(job.futures, embeddings)
 
     def _fail(self, job: _Job[_Features], error: Exception) -> None:
         """`error` goes to the first request, which started the job."""
@@ -228,9 +242,20 @@ class EncoderLoop(EngineThread, Generic[_Features]):
                     future.set_exception(error)
 
 
+def _resolve(futures: Sequence[Future[Tensor]], embeddings: Tensor) -> None:
+    for future in futures:
+        if future.set_running_or_notify_cancel():
+            future.set_result(embeddings)
+
+
 def _is_finite(values: Tensor) -> bool:
     """Whether there is neither NaN nor inf in a host tensor. torch takes 30 times as long in bfloat16 on one thread."""
-    if values.dtype == torch.bfloat16:
-        exponents = np.bitwise_and(values.contiguous().view(torch.int16).numpy(), _BFLOAT16_EXPONENT)
-        return not exponents.size or int(exponents.max()) != _BFLOAT16_EXPONENT
-    return bool(np.isfinite(values.numpy()).all())
+    if values.dtype != torch.bfloat16:
+        return bool(np.isfinite(values.numpy()).all())
+    bits = values.contiguous().view(torch.int16).numpy().reshape(-1)
+    # In blocks that stay in the cache: one array of all exponents would take new pages of memory.
+    for start in range(0, bits.size, _BLOCK_VALUES):
+        exponents = np.bitwise_and(bits[start : start + _BLOCK_VALUES], _BFLOAT16_EXPONENT)
+        if exponents.max() == _BFLOAT16_EXPONENT:
+            return False
+    return True

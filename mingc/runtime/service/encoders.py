@@ -97,7 +97,30 @@ class VisionEncoder:
     def _run(self, frames: Sequence[_Frame]) -> Tensor:
         count = sum(frame.stop - frame.start for frame in frames) // self._parameters.merge_size**2
         bucket = _bucket(self._graph, "M", count)
-        return self._call(self._inputs(_pixels(frames), [frame.grid for frame in frames], bucket), count)
+        return self._call(self._inputs(self._pixels(frames), [frame.grid for frame in frames], bucket), count)
+
+    def _pixels(self, frames: Sequence[_Frame]) -> dict[str, NDArray[np.generic]]:
+        """Rows of these frames: `colours` (P, C, t, p·p) uint8, with the `levels` (C, 256) that normalise them.
+
+        uint8 has a quarter of the bytes of float32; for long videos and large images, converting and copying float32
+        would take milliseconds. `t` is 1 if all frames are images, which are the same at all times. Features without
+        levels, or with different tables, become `pixels` (P, n) float32.
+        """
+        levels = frames[0].feature.levels
+        tables = [frame.feature.levels for frame in frames]
+        if levels is None or not all(each is not None and np.array_equal(each, levels) for each in tables):
+            rows = [frame.feature.rows(frame.start, frame.stop) for frame in frames]
+            return {"pixels": np.concatenate(rows)}
+        values = self._parameters.patch_size**2
+        colours = []
+        for frame in frames:
+            part = frame.feature.colours(frame.start, frame.stop)
+            colours.append(part.reshape(*part.shape[:2], -1, values))
+        if len(colours) == 1:
+            return {"colours": colours[0], "levels": levels}
+        times = max(each.shape[2] for each in colours)
+        repeated = [np.broadcast_to(each, (*each.shape[:2], times, values)) for each in colours]
+        return {"colours": np.concatenate(repeated), "levels": levels}
 
     def _inputs(
         self, pixels: Mapping[str, NDArray[np.generic]], grids: Sequence[Grid], num_tokens: int
@@ -117,13 +140,18 @@ class VisionEncoder:
         for name, value in pixels.items():
             is_table = name == "levels"
             inputs[name] = value if is_table else pad_tokens(group_pixels(value, merge), num_tokens)
-        return {
+        tensors = {
             name: torch.from_numpy(np.require(value, requirements=("C", "W")))
             for name, value in inputs.items()
         }
+        if "colours" in tensors:
+            # A view that repeats images in time: nothing is copied before the copy to the device.
+            times = self._parameters.temporal_patch_size
+            tensors["colours"] = tensors["colours"].expand(-1, -1, -1, times, -1)
+        return tensors
 
     def _normalised(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Inputs of the graph: `pixels` from `colours` (M, m, n) and `levels` (C, 256) where they are given.
+        """Inputs of the graph: `pixels` from `colours` (M, m, C, time, p·p) and `levels` (C, 256) where they are given.
 
         The values are those of `VisionFeatures.rows`, in the graph's dtype.
         """
@@ -131,18 +159,16 @@ class VisionEncoder:
             return inputs
         given = dict(inputs)
         colours, levels = given.pop("colours"), given.pop("levels").to(self._dtype)
-        by_channel = colours.view(*colours.shape[:2], len(levels), -1)
-        pixels = torch.empty(by_channel.shape, dtype=self._dtype, device=colours.device)
+        pixels = torch.empty(colours.shape, dtype=self._dtype, device=colours.device)
         # One channel at a time: indices of all would take twice the memory of the pixels.
         for channel, table in enumerate(levels):
-            pixels[:, :, channel] = table[by_channel[:, :, channel].int()]
-        return {**given, "pixels": pixels.view(colours.shape)}
+            pixels[:, :, channel] = table[colours[:, :, channel].int()]
+        return {**given, "pixels": pixels.flatten(2)}
 
     def _example(self, num_tokens: int) -> dict[str, Tensor]:
         """One token, padded: no range of keys is empty."""
         merge, each = self._parameters.merge_size, self._parameters
-        values = each.in_channels * each.temporal_patch_size * each.patch_size**2
-        colours = np.zeros((merge**2, values), np.uint8)
+        colours = np.zeros((merge**2, each.in_channels, 1, each.patch_size**2), np.uint8)
         levels = np.zeros((each.in_channels, 256), np.float32)
         return self._inputs({"colours": colours, "levels": levels}, [(1, merge, merge)], num_tokens)
 
@@ -221,20 +247,6 @@ def _bucket(graph: Graph, dim: str, size: int) -> int:
         return graph.bucket(dim, size)
     except EngineSizeError as error:
         raise RequestError(error.message, fix=error.fix) from error
-
-
-def _pixels(frames: Sequence[_Frame]) -> dict[str, NDArray[np.generic]]:
-    """Rows (P, n) of these frames: `colours` uint8 with the `levels` (C, 256) to normalise them on the device.
-
-    uint8 has a quarter of the bytes of float32; for long videos and large images, converting and copying float32 would
-    take milliseconds. Features without levels, or with different tables, become float32 `pixels`.
-    """
-    levels = frames[0].feature.levels
-    tables = [frame.feature.levels for frame in frames]
-    if levels is not None and all(each is not None and np.array_equal(each, levels) for each in tables):
-        colours = [frame.feature.colours(frame.start, frame.stop) for frame in frames]
-        return {"colours": colours[0] if len(colours) == 1 else np.concatenate(colours), "levels": levels}
-    return {"pixels": np.concatenate([frame.feature.rows(frame.start, frame.stop) for frame in frames])}
 
 
 def _frames(feature: VisionFeatures) -> Iterator[_Frame]:

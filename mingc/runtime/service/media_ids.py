@@ -1,4 +1,4 @@
-"""Identity of media tokens for caches: a hash of the features of a medium, and the token's position in it.
+"""Identity of media tokens for caches: a hash of the medium, and the token's position in it.
 
 The placeholders of all images of a prompt have the same token id, so token ids alone do not distinguish images.
 """
@@ -27,12 +27,14 @@ class MediaDigests(NamedTuple):
 
 
 def media_digests(media: MediaFeatures) -> MediaDigests:
-    """Hash all features; takes milliseconds for a large image."""
+    """The digests of all features; hashing those of a large image takes milliseconds."""
     return MediaDigests(*(tuple(map(content_digest, items)) for items in (media.vision, media.audio)))
 
 
 def content_digest(features: VisionFeatures | AudioFeatures) -> bytes:
-    """32 bytes that differ for features with different embeddings."""
+    """32 bytes that differ for features with different embeddings: their `digest`, or a hash of their values."""
+    if features.digest is not None:
+        return features.digest
     digest = hashlib.sha256()  # which processors have instructions for: half the time of BLAKE2
     arrays: tuple[NDArray[np.generic], ...]
     if isinstance(features, AudioFeatures):

@@ -108,7 +108,9 @@ def chunk_embeds(parts: Sequence[tuple[ThinkerPrompt, slice]]) -> Tensor | None:
             media_rows = prompt.media_rows
             first, end = np.searchsorted(media_rows, [inside.start, inside.stop])
             rows = torch.from_numpy(media_rows[first:end] - inside.start + begin)
-            embeds[rows] = prompt.media_embeds[first:end]
+            if embeds.is_cuda:
+                rows = rows.pin_memory()  # so that the copy does not wait for the steps before
+            embeds[rows.to(embeds.device, non_blocking=True)] = prompt.media_embeds[first:end]
             has_media |= bool(end > first)
         begin += inside.stop - inside.start
     return embeds if has_media else None
