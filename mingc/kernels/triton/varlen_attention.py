@@ -161,9 +161,9 @@ def mingc_varlen_attention(
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
     """See `mingc.kernels.varlen_attention`; `bounds` (B, S, 2) int32 in place of the segments."""
     rows, queries, heads, size = q.shape
-    config = _config(queries)
     main = _main_size(size)
     rest = 0 if size == main else max(_MIN_DOT, triton.next_power_of_2(size - main))
+    config = _config(queries, has_rest=rest > 0)
     out = torch.empty(rows, queries, heads, size, dtype=q.dtype, device=q.device)
     torch.library.wrap_triton(mingc_varlen_attention)[(triton.cdiv(queries, config.block_m), rows * heads)](
         q, k, v, bounds, out, queries, k.shape[1], q.stride(1), k.stride(1), v.stride(1),
@@ -174,10 +174,13 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
     return out
 
 
-def _config(queries: int) -> _Config:
+def _config(queries: int, *, has_rest: bool) -> _Config:
     """Configuration for a sequence of `queries`; few queries need small blocks to fill the device.
 
     Measured on an H100 and an H200 (benchmarks/NOTES-encoders.md).
+
+    Args:
+        has_rest: heads are split into two parts (MAIN and REST), as those of the vision encoder are.
     """
     if queries <= 256:
         return _Config(block_m=64, block_n=64, num_warps=4, num_stages=3)
@@ -187,7 +190,7 @@ def _config(queries: int) -> _Config:
         return _Config(block_m=128, block_n=128, num_warps=8, num_stages=3)
     if queries <= 2048:
         return _Config(block_m=128, block_n=64, num_warps=8, num_stages=3)
-    if queries <= _LONG:
+    if queries <= _LONG or not has_rest:
         return _Config(block_m=128, block_n=64, num_warps=4, num_stages=3)
     return _Config(block_m=256, block_n=64, num_warps=16, num_stages=3, is_ahead=True)
 
