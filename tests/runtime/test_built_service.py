@@ -243,8 +243,11 @@ def load_stage(artifact: Artifact, name: str, device: torch.device, **_: object)
 class InProcess(DecoderPool):
     """Decodes in this process: faster, and processes are tested elsewhere."""
 
-    def start(self) -> None:
-        """Nothing to start."""
+    num_started = 0
+
+    def start(self, count: int = 1) -> None:
+        """Only count what would be started."""
+        self.num_started += count
 
     def run(self, task: MediaTask, data: bytes) -> DecodedMedia:
         return run_task(task, data)
@@ -519,6 +522,8 @@ def describe(
         if built.service is not None:
             seen["info"] = built.service.info
             seen["preprocessing threads"] = built.service._pool._max_workers
+            decoders = built.service._chat.decoders if built.service._chat is not None else None
+            seen["decoder processes"] = decoders.num_started if isinstance(decoders, InProcess) else None
             seen.update(describe_chat(built.service, with_media=with_media))
             if with_speech:
                 seen.update(describe_speech(built.service))
@@ -640,7 +645,7 @@ OPTIONS: dict[str, Change] = {
     "max_prefills_per_patch": Change(2, ("segments that join at once",)),
     "max_streams": Change(9, ("streams",)),
     "max_pending_patches": Change(4, ("unread patches",)),
-    "num_preprocess_threads": Change(5, ("preprocessing threads",)),
+    "num_preprocess_threads": Change(5, ("preprocessing threads", "decoder processes")),
     "num_torch_threads": Change(3, ("threads",)),
     "step_timeout_s": Change(7.0, ()),  # of ranks: a test of its own below
     "check_hashes": Change(True, ("hashes",)),

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,29 @@ def test_a_process_is_used_again(pool: DecoderPool) -> None:
     assert pool.pids == before
 
 
+def test_media_that_arrive_together_find_as_many_processes_as_were_started() -> None:
+    data = png(noise_image(64, 64))
+    pool = DecoderPool(timeout_s=20)
+    try:
+        pool.start(3)
+        before = set(pool.pids)
+        assert len(before) == 3
+        for pid in before:
+            os.kill(pid, signal.SIGSTOP)
+        with ThreadPoolExecutor(3) as threads:
+            running = [threads.submit(pool.run, IMAGE, data) for _ in before]
+            deadline = time.monotonic() + 20
+            while pool._idle and time.monotonic() < deadline:
+                time.sleep(0.01)
+            for pid in before:  # not before each medium has a process
+                os.kill(pid, signal.SIGCONT)
+            for each in running:
+                assert np.array_equal(each.result().patches, run_task(IMAGE, data).patches)
+        assert set(pool.pids) == before
+    finally:
+        pool.close()
+
+
 @pytest.mark.parametrize("task", [IMAGE, VIDEO, AUDIO], ids=["image", "video", "audio"])
 def test_errors_arrive_whole(pool: DecoderPool, task: MediaTask) -> None:
     errors: list[Any] = []
@@ -121,10 +145,12 @@ def test_a_file_that_claims_memory_in_its_index_is_refused(pool: DecoderPool) ->
 def test_a_file_that_takes_too_long_ends_its_process_only() -> None:
     pool = DecoderPool(timeout_s=0.5)
     try:
+        pool.start()
+        (pid,) = pool.pids
         with pytest.raises(RequestError, match=r"took more than 0\.5 s") as caught:
             pool.run(VIDEO, edit_bomb(2000, edits=60_000))
         assert caught.value.code == "media_too_large"
-        assert pool.pids == []
+        assert not Path(f"/proc/{pid}").exists()
     finally:
         pool.close()
 
@@ -174,7 +200,11 @@ def test_a_process_that_asks_to_be_replaced_gets_no_further_medium(monkeypatch: 
         assert (
             pool.run(IMAGE, png(noise_image(64, 64))).grid == run_task(IMAGE, png(noise_image(64, 64))).grid
         )
-        assert pool.pids == [] and not Path(f"/proc/{pid}").exists()
+        assert not Path(f"/proc/{pid}").exists()
+        (other,) = pool.pids  # is ready before another medium needs it
+        monkeypatch.undo()
+        pool.run(IMAGE, png(noise_image(64, 64)))
+        assert pool.pids == [other]
     finally:
         pool.close()
 
@@ -303,6 +333,8 @@ def test_an_error_of_the_process_is_raised_here_and_a_process_that_retires_is_en
         "f",
     )
     assert decoder.ended == [False] * retires and (decoder in pool._idle) is not retires
+    assert len(pool.pids) == retires, "another one takes its place"
+    pool.close()
 
 
 def test_a_process_whose_pool_was_closed_meanwhile_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

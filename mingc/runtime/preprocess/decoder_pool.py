@@ -51,11 +51,11 @@ class DecoderPool:
         self._is_closed = False
         self._lock = threading.Lock()
 
-    def start(self) -> None:
-        """Start one process, so that the first medium does not wait for it."""
-        decoder = self._take()
+    def start(self, count: int = 1) -> None:
+        """Start `count` more processes. One that is started when a medium needs it delays it by half a second."""
         with self._lock:
-            self._idle.append(decoder)
+            for _ in range(0 if self._is_closed else count):
+                self._idle.append(self._new())
 
     def run(self, task: MediaTask, data: bytes) -> DecodedMedia:
         """As `run_task`, in another process. The features have a `digest`.
@@ -66,17 +66,17 @@ class DecoderPool:
         try:
             features, is_reusable = decoder.run(task, data)
         except (OSError, EOFError) as error:
-            self._drop(decoder, has_failed=True)
+            self._replace(decoder, has_failed=True)
             raise self._explain(decoder.exit_code, task) from error
         except BaseException:
-            self._drop(decoder)
+            self._replace(decoder)
             raise
         with self._lock:
             is_kept = is_reusable and not self._is_closed
             if is_kept:
                 self._idle.append(decoder)
         if not is_kept:
-            self._drop(decoder)
+            self._replace(decoder)
         if isinstance(features, Exception):
             raise features
         return features
@@ -107,9 +107,17 @@ class DecoderPool:
                     return decoder
                 decoder.end(has_failed=True)
                 self._all.discard(decoder)
-            decoder = _Decoder(self._max_bytes, self._timeout_s)
-            self._all.add(decoder)
-            return decoder
+            return self._new()
+
+    def _new(self) -> _Decoder:
+        decoder = _Decoder(self._max_bytes, self._timeout_s)
+        self._all.add(decoder)
+        return decoder
+
+    def _replace(self, decoder: _Decoder, *, has_failed: bool = False) -> None:
+        """End a process, and start the one that the next medium will take."""
+        self._drop(decoder, has_failed=has_failed)
+        self.start()
 
     def _drop(self, decoder: _Decoder, *, has_failed: bool = False) -> None:
         decoder.end(has_failed=has_failed)

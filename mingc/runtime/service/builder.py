@@ -459,7 +459,7 @@ def _load_chat(
         ),
     )
     if vision is not None or audio is not None:
-        decoders.start()
+        decoders.start(options.num_preprocess_threads)
     return runner, parts
 
 
