@@ -57,7 +57,7 @@ class DecoderPool:
         with self._lock:
             self._idle.append(decoder)
 
-    def run(self, task: MediaTask, data: bytes) -> DecodedMedia:
+    def run(self, task: MediaTask, data: bytes | memoryview) -> DecodedMedia:
         """As `run_task`, in another process.
 
         Raises: RequestError also when the decoder crashes or takes too long, CapacityError after `close`.
@@ -163,7 +163,7 @@ class _Decoder:
     def exit_code(self) -> int | None:
         return self._process.returncode
 
-    def run(self, task: MediaTask, data: bytes) -> tuple[DecodedMedia | Exception, bool]:
+    def run(self, task: MediaTask, data: bytes | memoryview) -> tuple[DecodedMedia | Exception, bool]:
         """(features or error, whether the process may be used again). Raises: OSError or EOFError when it ended."""
         send(self._socket, task_head(task, len(data)), data)
         head = receive(self._socket)

@@ -30,11 +30,12 @@ class MediaTask:
     limits: MediaLimits = field(default_factory=MediaLimits)
 
 
-def run_task(task: MediaTask, data: bytes) -> DecodedMedia:
+def run_task(task: MediaTask, data: bytes | memoryview) -> DecodedMedia:
     """Features of the encoded medium `data`.
 
     Raises: RequestError when it cannot be decoded or exceeds a limit, ConfigError when a library is missing.
     """
+    data = bytes(data)
     try:
         if task.kind == "audio":
             assert task.audio is not None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mingc.errors import RequestError, ServeError
 from mingc.runtime.engine_thread import EngineThread
+from mingc.runtime.service import host_tensors
 from mingc.runtime.service.encoder_cache import EncoderCache
 
 _MAX_MEDIA = 32  # in one call
@@ -190,7 +191,7 @@ class EncoderLoop(EngineThread, Generic[_Features]):
         if self._cache is not None and job.key is not None and _is_finite(embeddings):
             # A copy: not part of a larger call's result, and not pinned memory, which later calls would have to pin
             # again.
-            embeddings = embeddings.clone()
+            embeddings = host_tensors.copy(embeddings)
             self._cache.put(job.key, embeddings)
         with self._lock:
             self._forget(job)
